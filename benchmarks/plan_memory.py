@@ -35,8 +35,8 @@ from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.platform.parallel.spawn import run_ranks
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.proof.plan.host_memory import host_memory
-from megagrpo.proof.plan.planned_memory import GIB, trainer_memory
+from megagrpo.proof.plan.engine_memory import GIB
+from megagrpo.proof.plan.planned_memory import host_memory, trainer_memory
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.trainer.state_offload import Offload
 from megagrpo.types import LossInputs, LossOutput, TrainSample, TrainState

@@ -22,8 +22,9 @@ from pathlib import Path
 
 from megagrpo.config import RunConfig, load_config
 from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.proof.plan.engine_memory import GIB
 from megagrpo.proof.plan.gpu_specs import GPUS
-from megagrpo.proof.plan.planned_memory import GIB, stage_memory
+from megagrpo.proof.plan.planned_memory import stage_memory
 from megagrpo.proof.plan.times import step_times
 from megagrpo.proof.plan.workload import Lengths
 

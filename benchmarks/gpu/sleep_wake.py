@@ -24,8 +24,8 @@ from pathlib import Path
 from benchmarks.gpu.setting import LARGE, SMALL, TINY, Table, begin, parse, parser, run_config, shape, wait, write_shape
 from benchmarks.gpu.train_step import USABLE, Case, memory_here, planned_gib, samples_of, sizes_of
 from megagrpo.models.families.hf_config import parse_hf_config
-from megagrpo.proof.plan.host_memory import moved_bytes
-from megagrpo.proof.plan.planned_memory import engine_memory, on_shared_gpu, reload_bytes, takes_turns, trainer_memory
+from megagrpo.proof.plan.engine_memory import engine_memory, reload_bytes
+from megagrpo.proof.plan.planned_memory import moved_bytes, on_shared_gpu, trainer_memory
 
 TARGET = "target on one H200: trainer while vLLM generates <= 5 GiB"
 MOMENTS = ("generating", "vLLM asleep", "trainer back", "after the train step", "after the sync")
@@ -36,7 +36,7 @@ def make_case(name: str, gib: float, folder: Path, overrides: Sequence[str]) -> 
     """The number of layers that fit, with vLLM's share if the trainer stays on the GPU."""
     whole, path = shape(name)["num_hidden_layers"], write_shape(shape(name), folder / name)
     config = run_config(path, *overrides)
-    room = USABLE * gib * (1 if takes_turns(config) else 1 - config.rollout.gpu_memory_utilization)
+    room = USABLE * gib * (1 if config.takes_turns else 1 - config.rollout.gpu_memory_utilization)
     layers = next((n for n in range(whole, 1, -1) if planned_gib(config, parse_hf_config(shape(name, n))) <= room), 1)
     write_shape(shape(name, layers), path)
     return Case(name, parse_hf_config(shape(name, layers)), config, sizes_of(config))
@@ -62,7 +62,7 @@ def describe(case: Case, gib: float) -> str:
 
 def moved_gib(case: Case) -> float:
     """GiB that the trainer offloads to the host and reloads in each step."""
-    return moved_bytes(case.config, case.model, 1)[0] / 2**30 if takes_turns(case.config) else 0.0
+    return moved_bytes(case.config, case.model, 1)[0] / 2**30 if case.config.takes_turns else 0.0
 
 
 def measure(case: Case, scratch: Path, rounds: int) -> tuple[list[Round], list[Counter[str]], float]:

@@ -108,14 +108,14 @@ def check_kind(options: argparse.Namespace, cluster: Cluster) -> None:
 def check_plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None) -> None:
     """Raise ConfigError when the run cannot start. A model that this host cannot see only gives a warning; the job's
     plan checks it."""
-    from megagrpo.proof.plan import plan
-    from megagrpo.proof.plan.shapes import UnseenModel
+    from megagrpo.models.families.weight_sources import UnseenModel
+    from megagrpo.proof.plan.plan_problems import check
 
     package = config.model.path.removeprefix("package:")
     try:
         if package != config.model.path and find_spec(package) is None:
             raise ModuleNotFoundError(name=package)
-        problems = plan(config, world_size, gpu_memory_gb).problems
+        problems = check(config, world_size, gpu_memory_gb).problems
     except ModuleNotFoundError as error:  # models from the hub or a package need more packages than this script
         problems = [
             UnseenModel(("model.path",), f"{config.model.path} needs {error.name}, which is not installed on this host")

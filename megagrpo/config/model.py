@@ -74,6 +74,11 @@ class ModelSection(Section):
         return self.fp8_format == "hybrid" or by_recipe
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of one weight in the trainer; `auto` precision counts as bf16."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
     def token_align(self) -> int:
         """A rank's tokens per product are a multiple of this: FP8 products in the backward pass reduce over tokens."""
         return {"none": 1, "tensorwise": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}[self.fp8_recipe]

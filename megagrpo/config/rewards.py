@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from megagrpo.config.section import Count, PositiveInt, Seconds, Section
+
+LOADED_MODEL, SERVER = "model:", ("http://", "https://")  # beginnings of `function`
 
 
 class RewardFunction(Section):
@@ -28,6 +31,16 @@ class RewardFunction(Section):
     own_worker: bool = False
     """Run the function in a separate process, for functions that load a model. Reward models always do."""
 
+    @property
+    def short_name(self) -> str:
+        """The name, else the text after the colon of `function`, else the last part of a model's path or URL."""
+        if self.name:
+            return self.name
+        if self.function.startswith((LOADED_MODEL, *SERVER)):
+            path = self.function.split("?")[0].removeprefix(LOADED_MODEL).rstrip("/")
+            return path.rpartition("/")[2].replace(":", "_")
+        return self.function.rpartition(":")[2]
+
 
 class RewardsSection(Section):
     functions: list[RewardFunction]
@@ -41,3 +54,20 @@ class RewardsSection(Section):
     """Worker processes per rank that scores."""
     concurrency: PositiveInt = 16
     """Concurrent calls of async functions (LLM judge, reward servers, your own), per rank that scores."""
+
+    @property
+    def names(self) -> list[str]:
+        """A short unique name for each function."""
+        return numbered(function.short_name for function in self.functions)
+
+
+def numbered(stems: Iterable[str]) -> list[str]:
+    """Return the names in order; repeated names get a number (`length`, `length_2`)."""
+    names: list[str] = []
+    for stem in stems:
+        name, count = stem, 1
+        while name in names:
+            count += 1
+            name = f"{stem}_{count}"
+        names.append(name)
+    return names

@@ -56,6 +56,12 @@ class RunConfig(Section):
         return self.rollout.max_prompt_length + self.max_response_length
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether trainer and vLLM use a GPU's memory in turns: vLLM sleeps during training, the trainer offloads
+        during generation (`train.offload`)."""
+        return self.rollout.placed == "colocated" and self.train.offload is not False
+
+    @property
     def longest_sequence(self) -> int:
         """An engine's longest sequence in tokens: the longest sample, or longest prompt plus evaluation response."""
         held_out = [s.max_completion_length for s in evaluation_sets(self).values()]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megagrpo.config import DataSection, MultiTurnSection, RewardFunction
+from megagrpo.config import DataSection, MultiTurnSection
 from megagrpo.data.follow_ups import FollowUps
 from megagrpo.data.tokenizer import Tokenizer, as_messages, read_chat_template
 from megagrpo.engine.client import VllmEngine
@@ -19,7 +19,6 @@ from megagrpo.environments.responders import Responders
 from megagrpo.environments.tool_calls import as_message, hermes, named_call
 from megagrpo.rewards.answers import after_thought
 from megagrpo.rewards.functions.text_rewards import encodable
-from megagrpo.rewards.reward_registry import display_names
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 
@@ -56,7 +55,7 @@ class Dialogues:
 def make_dialogues(
     section: MultiTurnSection,
     data: DataSection,
-    functions: Sequence[RewardFunction],
+    names: Sequence[str],
     max_prompt_length: int,
     tokenizer: Tokenizer,
     base_folder: Path,
@@ -68,7 +67,6 @@ def make_dialogues(
         return None
     template = read_chat_template(data.chat_template)
     responders = resources.enter_context(Responders(section, base_folder))
-    names = display_names(functions)
     if taken := sorted(set(names) & set(responders.columns)):
         raise ValueError(
             f"rewards.functions: `{taken[0]}` is already the name of a multi_turn reward; give the function another "

@@ -43,7 +43,7 @@ def build_model(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> l
 
     Raises ProblemError when the layout cannot shard the model, ValueError when the GPU does not support the FP8 recipe.
     """
-    problems = model_problems(hf_config.raw, _sizes(layout))
+    problems = model_problems(hf_config, _sizes(layout))
     if problems:
         raise ProblemError(*problems)
     device.prepare_precision(options.dtype)

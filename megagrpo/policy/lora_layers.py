@@ -31,7 +31,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from megagrpo.config import LoraSection
-from megagrpo.models.families.hf_config import HfConfig, projections
+from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.policy.chunks import layers_of, mix_in
 
 Names = dict[str, tuple[str, ...]]  # linear -> names of its projections
@@ -43,7 +43,7 @@ def attach_adapters(chunks: Sequence[nn.Module], hf_config: HfConfig, lora: Lora
 
     Experts get no adapters, since each would need its own. In a mixture's blocks only the attention has adapters.
     """
-    names = projections(hf_config)
+    names = hf_config.linears
     for chunk in chunks:
         chunk.requires_grad_(False)
         for layer in layers_of([chunk]):

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megagrpo.config.placement import address_fault
 from megagrpo.config.problems import Problem, ProblemError
+from megagrpo.config.rewards import LOADED_MODEL, SERVER
 from megagrpo.rewards.target import BUILT_IN_REWARDS, Target, did_you_mean
-
-if TYPE_CHECKING:
-    from megagrpo.config import RewardFunction
 
 REWARD_MODEL = "megagrpo.rewards.functions.reward_model:RewardModel"
 SERVED_REWARD = "megagrpo.rewards.functions.served:ServedReward"
-_MODEL, _URL = "model:", ("http://", "https://")
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _FILE_PATH = re.compile(r".+\.py:[A-Za-z_]\w*")
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
@@ -29,10 +26,10 @@ def resolve(function: str, plugins: Sequence[str] = (), key: str = "rewards.func
 
     Raises ProblemError for an unknown name, with the known ones, for an invalid URL, and for a file that is missing.
     """
-    if function.startswith(_MODEL):
-        preset = (("path", _model_path(function.removeprefix(_MODEL), key)),)
+    if function.startswith(LOADED_MODEL):
+        preset = (("path", _model_path(function.removeprefix(LOADED_MODEL), key)),)
         return Target(*_split(REWARD_MODEL), preset=preset, heavy=True, independent=True)
-    if function.startswith(_URL):
+    if function.startswith(SERVER):
         if why := address_fault(function):
             raise ProblemError(Problem((key,), f"`{function}` {why}; write it as http://HOST:PORT/PATH", rule=18))
         return Target(*_split(SERVED_REWARD), preset=(("url", function),))
@@ -45,7 +42,7 @@ def resolve(function: str, plugins: Sequence[str] = (), key: str = "rewards.func
 
 def asks_service(function: str) -> bool:
     """Whether a built-in reward function sends responses to a server: an LLM judge or a reward server."""
-    return function == "llm_judge" or function.startswith(_URL)
+    return function == "llm_judge" or function.startswith(SERVER)
 
 
 def locate(
@@ -69,30 +66,28 @@ def locate(
     return Target(*_split(dotted))
 
 
-def display_names(functions: Sequence[RewardFunction]) -> list[str]:
-    """Return a short unique name for each function; repeated names get a number (`length`, `length_2`).
+def undefined(target: Target, key: str, rule: int | None = None) -> list[Problem]:
+    """Return the problem of a name that the file of `target`, the value of the config's `key`, does not define.
 
-    The name is the configured name, else the text after the colon, else the last part of a model's path or URL.
+    The file is parsed, not run, so the names of a star import remain unknown.
     """
-    return numbered(function.name or _short_name(function.function) for function in functions)
-
-
-def numbered(stems: Iterable[str]) -> list[str]:
-    """Return the names in order; repeated names get a number (`length`, `length_2`)."""
-    names: list[str] = []
-    for stem in stems:
-        name, count = stem, 1
-        while name in names:
-            count += 1
-            name = f"{stem}_{count}"
-        names.append(name)
-    return names
-
-
-def _short_name(function: str) -> str:
-    if function.startswith((_MODEL, *_URL)):
-        return function.split("?")[0].removeprefix(_MODEL).rstrip("/").rpartition("/")[2].replace(":", "_")
-    return function.rpartition(":")[2]
+    if not target.location.endswith(".py"):
+        return []
+    try:
+        body = list(ast.walk(ast.parse(Path(target.location).read_bytes())))
+    except SyntaxError as error:
+        return [Problem((key,), f"{target.location}, line {error.lineno}: not valid Python: {error.msg}", rule=rule)]
+    except (OSError, ValueError):
+        return []  # the run reports the error
+    defined = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    names = set(defined) | {node.id for node in body if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    imports = (node for node in body if isinstance(node, ast.Import | ast.ImportFrom))
+    names |= {alias.asname or alias.name for node in imports for alias in node.names}
+    if target.attribute in names or "*" in names:
+        return []
+    hint = did_you_mean(target.attribute, names)
+    said = f"{target.location} defines no `{target.attribute}`{hint}; it defines {', '.join(defined) or 'nothing'}"
+    return [Problem((key,), said, rule=rule)]
 
 
 def find_file(path: str, key: str) -> Path:
@@ -110,7 +105,7 @@ def _model_path(path: str, key: str) -> str:
     if folder.is_dir():
         return str(folder.resolve())
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ProblemError(Problem((key,), f"`{_MODEL}{path}`: no folder {path}", rule=18))
+        raise ProblemError(Problem((key,), f"`{LOADED_MODEL}{path}`: no folder {path}", rule=18))
     return path
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megagrpo.config import RewardsSection
-from megagrpo.rewards.reward_registry import display_names, resolve
+from megagrpo.rewards.reward_registry import resolve
 from megagrpo.rewards.scoring import Function, Scoring
 from megagrpo.rewards.target import did_you_mean
 from megagrpo.rewards.workers.pool import SHARED, Call, WorkerPool
@@ -41,7 +41,7 @@ class RewardScorer:
 
     def __init__(self, section: RewardsSection, max_completion_length: int, base_folder: str | Path | None = None):
         self.functions: dict[str, Function] = {}  # by name, in configured order
-        for i, (name, f) in enumerate(zip(display_names(section.functions), section.functions, strict=True)):
+        for i, (name, f) in enumerate(zip(section.names, section.functions, strict=True)):
             target, timeout = resolve(f.function, section.plugins), f.timeout or section.timeout
             lane = f"own {i}" if f.own_worker or target.heavy else SHARED
             self.functions[name] = Function(name, target, f.weight, f.args, timeout, lane, f.independent)

@@ -15,7 +15,7 @@ from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import Tokenizer, tokenizer_of
 from megagrpo.environments.dialogues import make_dialogues
 from megagrpo.models.families.weight_sources import PACKAGE, resolve_model
-from megagrpo.proof.plan import plan
+from megagrpo.proof.plan.plan_problems import check
 from megagrpo.records.sinks.find_trackers import check_trackers
 from megagrpo.trainer.trials.data_trial import TRAIN, SourceTrial, configured_sets, repeated_warning, shared_warning
 from megagrpo.trainer.trials.gold_trial import ROWS, RewardTrial
@@ -64,7 +64,7 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
     Problems are collected, not raised.
     """
     result = DryRun(config.parallel.smallest_world)
-    result.add(*plan(config, result.ranks).problems)
+    result.add(*check(config, result.ranks).problems)
     with Collecting(result):
         check_trackers(config.run.trackers)
     with ExitStack() as resources:
@@ -76,7 +76,7 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
             return result
         limit = config.rollout.max_prompt_length
         with Collecting(result):
-            of_dialogues = config.multi_turn, config.data, config.rewards.functions, limit
+            of_dialogues = config.multi_turn, config.data, config.rewards.names, limit
             dialogues = make_dialogues(*of_dialogues, tokenizer, base_folder, resources)
             tools = dialogues.tools if dialogues else ()
             result.tools += [str(tool.get("function", tool).get("name")) for tool in tools]

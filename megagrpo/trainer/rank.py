@@ -18,7 +18,7 @@ from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.platform.process.loopback import LOOPBACK
 from megagrpo.platform.process.terminal import OutputError, set_log_level, warn
 from megagrpo.platform.process.variables import ENVIRONMENT, number
-from megagrpo.proof.plan import plan
+from megagrpo.proof.plan.plan_problems import require
 from megagrpo.records.checkpoint import CheckpointError
 from megagrpo.records.run_lock import RunFolderLost
 from megagrpo.sync.wire.tensor_index import WeightSyncError
@@ -77,7 +77,7 @@ def make_trainer(config: RunConfig, base_folder: Path, ending: Ending) -> Iterat
     quiet()
     if config.run.deterministic:
         device.make_deterministic()
-    _check_plan(config)
+    require(config, number("WORLD_SIZE", 1), device.gpu_memory_gb(), device.host_memory_gb())
     if config.run.nodes == 1 and not config.rollout.urls and config.rollout.interface == LOOPBACK:
         ENVIRONMENT["NCCL_SOCKET_IFNAME"] = LOOPBACK  # all ranks and servers are on this host
     with as_config_errors():
@@ -92,12 +92,6 @@ def make_trainer(config: RunConfig, base_folder: Path, ending: Ending) -> Iterat
     # Servers have stopped and logs are complete: a launcher may kill the other ranks when the first one exits.
     layout.barrier()
     layout.close()
-
-
-def _check_plan(config: RunConfig) -> None:
-    problems = plan(config, number("WORLD_SIZE", 1), device.gpu_memory_gb(), device.host_memory_gb()).problems
-    if problems:
-        raise ConfigError("\n".join(map(str, problems)))
 
 
 def _exit_code(stopped_by: int) -> int:

@@ -118,7 +118,7 @@ def _read_data(
 ) -> tuple[RunConfig, Data]:
     """Load prompts, held-out sets and rewards. Returns the config with its number of steps, and the data."""
     leader, max_length = layout.is_dp_leader, config.rollout.max_prompt_length
-    of_dialogues = config.multi_turn, config.data, config.rewards.functions, max_length, tokenizer, base_folder
+    of_dialogues = config.multi_turn, config.data, config.rewards.names, max_length, tokenizer, base_folder
     dialogues = run_own_and_agree(layout, lambda: make_dialogues(*of_dialogues, resources), here=leader)
     tools, columns = on_first_rank(layout, lambda: (dialogues.tools, dialogues.columns) if dialogues else ([], []))
     prompts = PromptSource(config.data.train, config.data, tokenizer, max_length, config.run.seed, tools=tools)

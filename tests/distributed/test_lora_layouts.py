@@ -6,7 +6,6 @@ import pytest
 from ranks import run_ranks
 from tiny_policy import Case, tiny_model, tiny_run
 
-from megagrpo.models.families.hf_config import projections
 from megagrpo.proof.verify.shrink import plainly, random_samples
 from megagrpo.proof.verify.verified_step import Outcome, take_step
 from megagrpo.proof.verify.verify_compare import compare, silent_tensors
@@ -61,7 +60,7 @@ def test_a_step_of_adapters_equals_that_of_one_process(case, model, lora, recomp
     )[0]
     assert [d for d in compare(found, expected) if not d.passed] == []
     assert found.disagreement == 0
-    names = [name for of_linear in projections(tiny_model(model)).values() for name in of_linear]
+    names = [name for of_linear in tiny_model(model).linears.values() for name in of_linear]
     assert {name.split(".")[-3] for name in found.gradients} == set(lora.get("target_modules", names))
 
 

@@ -11,10 +11,11 @@ from ranks import run_ranks
 from megagrpo.__main__ import main
 from megagrpo.config import ParallelSection, load_config
 from megagrpo.models.families.boxes import size
-from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.proof.plan import cuts
 from megagrpo.proof.plan.cuts import EngineLayout
-from megagrpo.proof.plan.shapes import model_shape, num_parameters
+from megagrpo.proof.plan.shapes import num_parameters
 from megagrpo.proof.plan.weight_sync import plan_sync, rows_of
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -73,7 +74,7 @@ def test_experts_that_workers_share_out_are_planned_whole(folder):
 def test_stages_and_copies_of_a_server_are_planned(folder):
     experts = dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, head_dim=64)
     (folder / "config.json").write_text(json.dumps(LLAMA | experts | dict(num_attention_heads=18, vocab_size=1024)))
-    whole = num_parameters(parse_hf_config(model_shape(str(folder))))
+    whole = num_parameters(load_hf_config(shape_folder(str(folder))))
     shared = 30 * 8 * 3 * 576 * 64
     for words, workers, moved in (
         (["rollout.pp=2"], "2 worker(s), tp 1 x pp 2", whole + 1024 * 576),  # both stages need the tied embedding
@@ -125,7 +126,7 @@ def simulate():
     return made, time.perf_counter() - started
 
 
-MODEL = parse_hf_config(model_shape("deepseek-ai/DeepSeek-V3"))
+MODEL = load_hf_config(shape_folder("deepseek-ai/DeepSeek-V3"))
 LAYOUT = ParallelSection(tp=8, pp=16, ep=64, etp=1, pipeline_layers=[3, *[4] * 14, 2])
 
 

@@ -17,6 +17,7 @@ from megagrpo.models.bridge.parameter_blocks import blocks, tensor_names
 from megagrpo.models.bridge.planned_blocks import held_boxes
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.boxes import intersect, missing, size, whole
+from megagrpo.models.families.config_keys import architecture_problems
 from megagrpo.models.families.hf_config import model_problems, parse_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
@@ -76,10 +77,12 @@ def random_case(name, rng):
     if "layer_types" in extra:
         del sizes["num_hidden_layers"]
     raw = tiny_config(kind, sizes | extra).to_dict()
-    if model_problems(raw, ParallelSection()):  # `extra` fits only the sizes that it was made for
+    # `extra` fits only the sizes that it was made for
+    if architecture_problems(raw) or model_problems(parse_hf_config(raw), ParallelSection()):
         raw = tiny_config(kind, extra).to_dict()
     layers = raw["num_hidden_layers"]
-    assert not model_problems(raw, ParallelSection()), name
+    model = parse_hf_config(raw)
+    assert not model_problems(model, ParallelSection()), name
     while True:
         tp, pp, cp, copies = (
             rng.choice([1, 2, 3, 4]),
@@ -94,9 +97,8 @@ def random_case(name, rng):
         parallel["pipeline_layers"] = stages if min(stages) else None
         section = ParallelSection(**parallel)
         ranks = tp * pp * cp * copies
-        if ranks % section.expert_parallel_size == 0 and not model_problems(raw, section):
+        if ranks % section.expert_parallel_size == 0 and not model_problems(model, section):
             break
-    model = parse_hf_config(raw)
     engine_tp = rng.choice([n for n in (1, 2, 4, 8) if model.num_heads % n == 0])
     ep = rng.choice([1, engine_tp, 2 * engine_tp]) if model.experts else 1
     return model, section, ranks, EngineLayout(engine_tp, rng.choice([1, 2, 3]), ep, rng.choice([1, 2, 3]))

@@ -48,7 +48,7 @@ def test_rows_differ_in_name_are_always_the_same_and_can_be_run():
     assert rows == covering_layouts() and len({name(row) for row in rows}) == len(rows)
     for row in rows:
         assert ranks(row) == config_of(row).parallel.model_parallel_size * row["dp"] <= 8
-        assert model_problems(tiny_model(row["model"]).raw, config_of(row).parallel) == []
+        assert model_problems(tiny_model(row["model"]), config_of(row).parallel) == []
 
 
 def test_a_small_set_by_hand():

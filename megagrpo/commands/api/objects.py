@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import ConfigError
-from megagrpo.rewards.reward_registry import numbered
+from megagrpo.config.rewards import numbered
 
 MODULE = '''\
 """{title}. {pickle} holds them; this file loads them."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from megagrpo.config import RunConfig, weight_path
+from megagrpo.models.families.weight_sources import UnseenModel
 from megagrpo.platform.doctor.needs import SMALLEST_DISK, SMALLEST_RAM, SMALLEST_SHM, Needs
 from megagrpo.proof.plan import plan
 from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE
-from megagrpo.proof.plan.planned_memory import weight_bytes
-from megagrpo.proof.plan.shapes import UnseenModel, num_parameters
+from megagrpo.proof.plan.shapes import num_parameters
 
 
 def needs_of(config: RunConfig, name: str, gpu: bool, world_size: int | None = None) -> Needs:
@@ -19,9 +19,9 @@ def needs_of(config: RunConfig, name: str, gpu: bool, world_size: int | None = N
     parameters = num_parameters(made.model) if made.model is not None else 0
     nodes = max(config.run.nodes, -(-world // GPUS_PER_NODE) if gpu else 1)
     transport = _transport(config, gpu, nodes == 1)
-    copies = 2 * weight_bytes(config) * parameters / 2**30 if transport == "shared_memory" else 0.0
+    copies = 2 * config.model.weight_bytes * parameters / 2**30 if transport == "shared_memory" else 0.0
     servers = rollout.servers * rollout.devices_per_server if rollout.placed == "dedicated" else 0
-    checkpoint = parameters * (weight_bytes(config) + 12) / 2**30
+    checkpoint = parameters * (config.model.weight_bytes + 12) / 2**30
     in_ram = sum(made.host.get(purpose, 0.0) for purpose in ("saving", "moments", "offload", "activations"))
     ranks = 0.0 if gpu or not made.memory else world * max(parts["total"] for parts in made.memory.values())
     return Needs(

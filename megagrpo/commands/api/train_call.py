@@ -131,12 +131,11 @@ def planned_ranks(config: RunConfig, ranks: int | None = None) -> int:
     """Return the number of ranks to start on this machine: `ranks`, else what NPROC, the GPUs or the layout say. Raises
     ConfigError with the problems of the plan, before any process starts."""
     from megagrpo.platform.launch.local import num_ranks
-    from megagrpo.proof.plan import plan
+    from megagrpo.proof.plan.plan_problems import require
 
     if config.run.nodes > 1:
         reason = f"run.nodes: {config.run.nodes} nodes, but megagrpo train starts the ranks of one"
         raise ConfigError(f"{reason}; use megagrpo submit, or set run.nodes=1")
     ranks = ranks or num_ranks(config.rollout, config.parallel)
-    if problems := plan(config, ranks).problems:
-        raise ConfigError("\n".join(map(str, problems)), problems)
+    require(config, ranks)
     return ranks

@@ -8,7 +8,7 @@ import pkgutil
 
 from megagrpo.models.families.family import Family
 
-MODULES_ABOVE = ("hf_config", "weight_sources")  # modules of this folder that import FAMILIES
+MODULES_ABOVE = ("config_keys", "hf_config", "weight_sources")  # modules of this folder that import FAMILIES
 
 
 def _find() -> dict[str, Family]:

@@ -64,6 +64,8 @@ class HfConfig:
     max_positions: int
     dtype: str  # dtype of the weights on disk: "bfloat16", "float16" or "float32"
     raw: dict[str, Any] = field(repr=False, compare=False)
+    # Megatron's linears outside of experts -> their Hugging Face projections, for example q_proj
+    linears: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
     partial_rotary_factor: float = 1.0  # share of each head's dimensions, the first ones, that are rotated
     rotary_interleaved: bool = False  # rotation pairs neighbouring dimensions, not the two halves of a head
     qkv_bias: bool = False

@@ -1,11 +1,22 @@
-"""Checks the keys of config.json: a family reads some, others change nothing, and every other key is rejected by name.
-Imports no torch."""
+"""Checks config.json: the family, the types of values, and the keys. A family reads some keys, others change nothing,
+and every other key is rejected by name. Imports no torch."""
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any
 
-from megagrpo.models.families.family import COMMON, FULL, SLIDING, Family, Raw, rope
+from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.family import (
+    COMMON,
+    FULL,
+    ROTARY,
+    SLIDING,
+    Family,
+    Raw,
+    rope_problems,
+    unknown_rope_keys,
+)
 
 # Keys that change no logit of a text model, whatever their value.
 HARMLESS = frozenset(
@@ -36,28 +47,120 @@ HARMLESS = frozenset(
     # Sum of the dimensions of latent attention's queries, computed by transformers and written back.
     "qk_head_dim".split()
 )
-_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-# Kind of rotary scaling -> the parameters that transformers and vLLM read alike. `finetuned` is a comment in the first
-# Yarn releases.
-ROPE_KEYS = {
-    "default": _ROPE,
-    "linear": (*_ROPE, "factor", "original_max_position_embeddings"),
-    "llama3": (*_ROPE, "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        *_ROPE,
-        *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
-        *("mscale", "mscale_all_dim", "finetuned"),
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "q_lora_rank", "sliding_window")
+# Type of values in config.json -> the keys with this type or null, and the type's name.
+_TYPES: dict[type | tuple[type, ...], tuple[tuple[str, ...], str]] = {
+    dict: (("rope_scaling", "rope_parameters"), "an object of keys and values"),
+    list: (("layer_types", "mlp_only_layers"), "a list"),
+    (int, float): (
+        (
+            *("rms_norm_eps", "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "initializer_range"),
+            *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "routed_scaling_factor"),
+        ),
+        "a number",
     ),
-    # phi3 rejects four of these with its own messages.
-    "longrope": (
-        *_ROPE,
-        *("short_factor", "long_factor", "original_max_position_embeddings"),
-        *("factor", "attention_factor", "short_mscale", "long_mscale"),
+    int: (
+        (
+            *("max_position_embeddings", "original_max_position_embeddings", "max_window_layers"),
+            *("sliding_window_pattern", "num_experts", "num_local_experts", "num_experts_per_tok"),
+            *("moe_intermediate_size", "decoder_sparse_step"),
+            *("n_routed_experts", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"),
+        ),
+        "a whole number",
     ),
 }
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def key_problems(family: Family, raw: Raw) -> list[str]:
+def architecture_problems(raw: Raw) -> list[str]:
+    """Return why this config.json cannot be trained, one line each; empty when it can."""
+    if not isinstance(kind := raw.get("model_type"), str | None):
+        return [f"model: model_type is {kind!r} in config.json; it must be a name"]
+    family = FAMILIES.get(kind or "")
+    if family is None:
+        return [_unknown(raw)]
+    if odd := _wrong_types(family, raw):
+        return odd
+    missing = [f"model: config.json lacks {key}" for key in family.required if key not in raw]
+    wrong = missing + _class_problems(family, raw) + _layer_type_problems(family, raw)
+    wrong += rope_problems(family, raw, _rope_types(raw))
+    unknown_parameters = unknown_rope_keys(family, raw)
+    return wrong + _key_problems(family, raw, unknown_parameters) + family.problems(raw)
+
+
+def _wrong_types(family: Family, raw: Raw) -> list[str]:
+    """Return values of the wrong type: sizes, numbers, lists, objects, a dtype that torch lacks, names of rotations."""
+    typed = {key for keys, _ in _TYPES.values() for key in keys}
+    sizes = {
+        key: raw[key]
+        for key in family.required
+        if key in raw and key not in typed and (key, raw[key]) != ("q_lora_rank", None)
+    }
+    sizes |= {key: raw[key] for key in _OPTIONAL_SIZES if raw.get(key) is not None}
+    odd = [
+        f"model: {key} is {size!r} in config.json; it must be a positive whole number"
+        for key, size in sizes.items()
+        if type(size) is not int or size < 1
+    ]
+    for kind, (keys, what) in _TYPES.items():
+        values = {
+            key: raw[key] for key in keys if raw.get(key) is not None and key in (*COMMON, *family.keys, "layer_types")
+        }
+        odd += [
+            f"model: {key} is {value!r} in config.json; it must be {what}"
+            for key, value in values.items()
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
+        ]
+    dtype = raw.get("dtype") or raw.get("torch_dtype")
+    if dtype not in (None, *_DTYPES):
+        odd.append(f"model: dtype is {dtype!r} in config.json; it must be one of {', '.join(_DTYPES)}")
+    if not odd:  # the sections with rotations are objects
+        names = [kind for kind in _rope_types(raw) if not isinstance(kind, str)]
+        odd += [f"model: rope_type is {name!r} in config.json; it must be a name" for name in names[:1]]
+    return odd
+
+
+def _rope_types(raw: Raw) -> list[Any]:
+    """Return every kind of rotary scaling in config.json, even if another key overrides it here: vLLM may read it."""
+    tables = [raw.get(key) or {} for key in ROTARY]
+    tables += [value for table in tables for value in table.values() if isinstance(value, dict)]
+    return [
+        table[name] for table in tables for name in ("rope_type", "type") if table.get(name) not in (None, "default")
+    ]
+
+
+def _unknown(raw: Raw) -> str:
+    """Return the error for a model_type without a family. It suggests one only if the classes are the same."""
+    kind, classes = raw.get("model_type"), raw.get("architectures") or []
+    classes = list(map(str, classes)) if isinstance(classes, list) else [str(classes)]
+    if isinstance(text := raw.get("text_config"), dict):
+        inside = str(text.get("model_type") or "without model_type")
+        if inside not in FAMILIES:
+            return f"model: {kind} is multimodal, and its text model {inside} is not supported either{_nearest(inside)}"
+        return (
+            f"model: {kind} is multimodal, but only text models are supported; name a folder with its text model "
+            f"(model_type {inside}); docs/troubleshooting.md has the code that writes it"
+        )
+    names = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
+    if same := [name for name, family in FAMILIES.items() if family.architecture in classes]:
+        return (
+            f"model: architecture {FAMILIES[same[0]].architecture} is not supported as model_type {kind}, but as "
+            f"{same[0]}; set model_type to {same[0]} in a copy of config.json. Then all other keys are checked"
+        )
+    return (
+        f"model: architecture {kind or ', '.join(classes)} is not supported: no file in megagrpo/models/families "
+        "describes it, and another family would compute other numbers. docs/add_a_model.md shows how to write that "
+        f"file. Supported: {names}"
+    )
+
+
+def _nearest(kind: str) -> str:
+    """Return the end of a message that names the supported families, those with a similar name first."""
+    near = get_close_matches(kind.removesuffix("_text"), FAMILIES, n=3)
+    return f"; supported: {', '.join([*near, *(name for name in FAMILIES if name not in near)])}"
+
+
+def _key_problems(family: Family, raw: Raw, unknown_parameters: dict[str, Any]) -> list[str]:
     """Return keys of config.json with a value that this family's code does not implement, one line each.
 
     A key passes if the family reads it, it changes nothing, its value is implemented, or it is unknown and null.
@@ -69,19 +172,15 @@ def key_problems(family: Family, raw: Raw) -> list[str]:
         for key, (value, fix) in fixed.items()
         if key in raw and raw[key] != value and not (raw[key] is None and not value)
     ]
-    known = HARMLESS.union(COMMON, family.keys, family.ignored, fixed, ["layer_types"])  # layer_type_problems checks it
-    unknown = [
-        f"{_has(family, key, value)}, {_UNKNOWN}"
-        for key, value in raw.items()
-        if key not in known and value is not None
+    known = HARMLESS.union(COMMON, family.keys, family.ignored, fixed, ["layer_types"])  # layer_types is checked apart
+    unknown = {key: value for key, value in raw.items() if key not in known} | unknown_parameters
+    return wrong + [
+        f"{_has(family, key, value)}, a key that the trainer does not know and that may change what the model "
+        "computes. If the model's own code does not read it, remove it from a copy of config.json; else this model is "
+        "not supported: docs/add_a_model.md"
+        for key, value in unknown.items()
+        if value is not None
     ]
-    return wrong + unknown + _rope_problems(family, raw)
-
-
-_UNKNOWN = (
-    "a key that the trainer does not know and that may change what the model computes. If the model's own code does "
-    "not read it, remove it from a copy of config.json; else this model is not supported: docs/add_a_model.md"
-)
 
 
 def _has(family: Family, key: str, value: Any) -> str:
@@ -89,25 +188,7 @@ def _has(family: Family, key: str, value: Any) -> str:
     return f"model: config.json ({family.model_type}) has {key}={text if len(text) <= 60 else text[:57] + '...'}"
 
 
-def _rope_problems(family: Family, raw: Raw) -> list[str]:
-    """Return unknown rotary parameters, of all blocks, or of each kind of attention if config.json separates them."""
-    problems = []
-    for section in ("rope_scaling", "rope_parameters"):
-        values = raw.get(section) or {}
-        by_kind = "rope_local_base_freq" in family.keys
-        parts = {f"{section}.{kind}": values[kind] for kind in (FULL, SLIDING) if by_kind and kind in values}
-        for name, parameters in (parts or {section: values}).items():
-            kind = rope({"rope_parameters": parameters or {}} if parts else raw)["rope_type"]
-            known = ROPE_KEYS.get(kind, parameters or ())  # an unknown kind has its own error
-            problems += [
-                f"{_has(family, f'{name}.{key}', value)}, {_UNKNOWN}"
-                for key, value in (parameters if isinstance(parameters, dict) else {}).items()
-                if key not in known and value is not None
-            ]
-    return problems
-
-
-def class_problems(family: Family, raw: Raw) -> list[str]:
+def _class_problems(family: Family, raw: Raw) -> list[str]:
     """Return why the class is not the family's, by `architectures`, which vLLM reads, or `auto_map` (remote code)."""
     problems, name = [], family.architecture
     classes, remote = raw.get("architectures"), raw.get("auto_map")
@@ -123,4 +204,21 @@ def class_problems(family: Family, raw: Raw) -> list[str]:
             f"model: config.json has auto_map with {remote}, custom code; the trainer and vLLM compute {name} "
             f"(model_type {family.model_type}). If both compute the same, remove auto_map from a copy of config.json"
         )
+    return problems
+
+
+def _layer_type_problems(family: Family, raw: Raw) -> list[str]:
+    """Return what is wrong with `layer_types`, the kind of attention of each block, if config.json has it."""
+    types = raw.get("layer_types") or []
+    if "layer_types" not in family.keys and (SLIDING in types or (types and raw.get("sliding_window"))):
+        return [
+            f"model: layer_types in config.json ({family.model_type}) lets vLLM choose the blocks with a window, and "
+            "transformers and the trainer do not read it; remove it from a copy of config.json"
+        ]
+    problems = [
+        f"model: layer_types names {kind!r}; only {FULL} and {SLIDING} are supported"
+        for kind in sorted({*types} - {FULL, SLIDING})
+    ]
+    if types and len(types) != raw.get("num_hidden_layers", len(types)):
+        problems.append(f"model: layer_types has {len(types)} entries for num_hidden_layers={raw['num_hidden_layers']}")
     return problems

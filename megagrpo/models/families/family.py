@@ -12,6 +12,7 @@ from megagrpo.models.families.blocks import BlockRule
 Raw = dict[str, Any]  # config.json as read
 Table = dict[str, BlockRule]
 
+ROTARY = ("rope_scaling", "rope_parameters")  # sections of config.json with parameters of the rotation
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of config.json's layer_types
 REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -137,6 +138,53 @@ def rotated_share(raw: Raw, default: float) -> float:
     return next(share for share in shares if share is not None)
 
 
+_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+# Kind of rotary scaling -> the parameters that transformers and vLLM read alike. `finetuned` is a comment in the first
+# Yarn releases.
+ROPE_KEYS = {
+    "default": _ROPE,
+    "linear": (*_ROPE, "factor", "original_max_position_embeddings"),
+    "llama3": (*_ROPE, "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        *_ROPE,
+        *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+        *("mscale", "mscale_all_dim", "finetuned"),
+    ),
+    # phi3 rejects four of these with its own messages.
+    "longrope": (
+        *_ROPE,
+        *("short_factor", "long_factor", "original_max_position_embeddings"),
+        *("factor", "attention_factor", "short_mscale", "long_mscale"),
+    ),
+}
+
+
+def rope_problems(family: Family, raw: Raw, kinds: list[str]) -> list[str]:
+    """Return what this family's code does not implement of rotations, whose `kinds` config.json names."""
+    problems = []
+    if unknown := [kind for kind in (rope(raw)["rope_type"], *kinds) if kind not in family.rope_types]:
+        said = f"model: rope_type {unknown[0]!r} is not supported for {family.model_type}"
+        problems.append(f"{said}; supported: {', '.join(family.rope_types)}")
+    if family.partial_rotary_factor is None and rotated_share(raw, default=1.0) != 1.0:
+        problems.append(f"model: partial_rotary_factor must be 1: {family.model_type} rotates all dimensions of a head")
+    return problems
+
+
+def unknown_rope_keys(family: Family, raw: Raw) -> dict[str, Any]:
+    """Return unknown rotary parameters, of all blocks, or of each kind of attention if config.json separates them."""
+    unknown: dict[str, Any] = {}
+    for section in ROTARY:
+        values = raw.get(section) or {}
+        by_kind = "rope_local_base_freq" in family.keys
+        parts = {f"{section}.{kind}": values[kind] for kind in (FULL, SLIDING) if by_kind and kind in values}
+        for name, parameters in (parts or {section: values}).items():
+            kind = rope({"rope_parameters": parameters or {}} if parts else raw)["rope_type"]
+            known = ROPE_KEYS.get(kind, parameters or ())  # an unknown kind has its own error
+            given = parameters if isinstance(parameters, dict) else {}
+            unknown |= {f"{name}.{key}": value for key, value in given.items() if key not in known}
+    return unknown
+
+
 def kv_heads(raw: Raw) -> int:
     """Return the number of key and value heads. A config.json without the key has as many as query heads."""
     return raw.get("num_key_value_heads") or raw["num_attention_heads"]
@@ -162,23 +210,6 @@ def windows(raw: Raw, size: int | None, slides: Callable[[int], bool] | None = N
         return (size,) * len(blocks)
     types = raw.get("layer_types") or [SLIDING if slides(block) else FULL for block in blocks]
     return tuple(size if kind == SLIDING else None for kind in types)
-
-
-def layer_type_problems(family: Family, raw: Raw) -> list[str]:
-    """Return what is wrong with `layer_types`, the kind of attention of each block, if config.json has it."""
-    types = raw.get("layer_types") or []
-    if "layer_types" not in family.keys and (SLIDING in types or (types and raw.get("sliding_window"))):
-        return [
-            f"model: layer_types in config.json ({family.model_type}) lets vLLM choose the blocks with a window, and "
-            "transformers and the trainer do not read it; remove it from a copy of config.json"
-        ]
-    problems = [
-        f"model: layer_types names {kind!r}; only {FULL} and {SLIDING} are supported"
-        for kind in sorted({*types} - {FULL, SLIDING})
-    ]
-    if types and len(types) != raw.get("num_hidden_layers", len(types)):
-        problems.append(f"model: layer_types has {len(types)} entries for num_hidden_layers={raw['num_hidden_layers']}")
-    return problems
 
 
 def expert_problems(raw: Raw, *required: tuple[str, ...]) -> list[str]:

@@ -7,42 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
-from difflib import get_close_matches
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from megagrpo.config import ParallelSection, Problem, ProblemError
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.architecture import Experts, HfConfig
-from megagrpo.models.families.config_keys import class_problems, key_problems
-from megagrpo.models.families.family import COMMON, Family, common_config, layer_type_problems, rope, rotated_share
+from megagrpo.models.families.config_keys import architecture_problems
+from megagrpo.models.families.family import Table, common_config, rope
 
-ROTARY = ("rope_scaling", "rope_parameters")
 MODEL = ("model",)  # keys of a problem with the model's folder
-_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "q_lora_rank", "sliding_window")
-# Type of values in config.json -> the keys with this type or null, and the type's name.
-_TYPES: dict[type | tuple[type, ...], tuple[tuple[str, ...], str]] = {
-    dict: (("rope_scaling", "rope_parameters"), "an object of keys and values"),
-    list: (("layer_types", "mlp_only_layers"), "a list"),
-    (int, float): (
-        (
-            *("rms_norm_eps", "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "initializer_range"),
-            *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "routed_scaling_factor"),
-        ),
-        "a number",
-    ),
-    int: (
-        (
-            *("max_position_embeddings", "original_max_position_embeddings", "max_window_layers"),
-            *("sliding_window_pattern", "num_experts", "num_local_experts", "num_experts_per_tok"),
-            *("moe_intermediate_size", "decoder_sparse_step"),
-            *("n_routed_experts", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"),
-        ),
-        "a whole number",
-    ),
-}
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def load_hf_config(folder: str | Path) -> HfConfig:
@@ -70,38 +45,22 @@ def read_raw_config(folder: str | Path) -> dict[str, Any]:
 
 def parse_hf_config(raw: dict[str, Any]) -> HfConfig:
     """Return the architecture of a config.json. Raises ValueError, listing every reason, when it is not supported."""
-    problems = architecture_problems(raw)
-    if problems:
-        raise ProblemError(*of_model(problems))
+    if lines := architecture_problems(raw):
+        raise ProblemError(*_of_model(lines))
     family = FAMILIES[raw["model_type"]]
-    return family.read(raw, common_config(family, raw))
+    hf_config = family.read(raw, common_config(family, raw))
+    return replace(hf_config, linears=_linears(family.table(hf_config)))
 
 
-def of_model(lines: Sequence[str]) -> list[Problem]:
+def _linears(table: Table) -> dict[str, tuple[str, ...]]:
+    linears = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    rules = {linear: table[f"{linear}.weight"] for linear in linears if f"{linear}.weight" in table}
+    return {linear: tuple(name.split(".")[-2] for name in rule.names) for linear, rule in rules.items()}
+
+
+def _of_model(lines: Sequence[str]) -> list[Problem]:
     """Convert the lines of `architecture_problems` to problems."""
     return [Problem(MODEL, line.removeprefix("model: "), rule=19) for line in lines]
-
-
-def architecture_problems(raw: dict[str, Any]) -> list[str]:
-    """Return why this config.json cannot be trained, one line each; empty when it can."""
-    if not isinstance(kind := raw.get("model_type"), str | None):
-        return [f"model: model_type is {kind!r} in config.json; it must be a name"]
-    family = FAMILIES.get(kind or "")
-    if family is None:
-        return [_unknown(raw)]
-    if odd := _no_numbers(family, raw):
-        return odd
-    if odd := [kind for kind in _rope_types(raw) if not isinstance(kind, str)]:
-        return [f"model: rope_type is {odd[0]!r} in config.json; it must be a name"]
-    missing = [f"model: config.json lacks {key}" for key in family.required if key not in raw]
-    wrong = class_problems(family, raw) + key_problems(family, raw)
-    unknown = [kind for kind in (rope(raw)["rope_type"], *_rope_types(raw)) if kind not in family.rope_types]
-    if unknown:
-        said = f"model: rope_type {unknown[0]!r} is not supported for {family.model_type}"
-        wrong.append(f"{said}; supported: {', '.join(family.rope_types)}")
-    if family.partial_rotary_factor is None and rotated_share(raw, default=1.0) != 1.0:
-        wrong.append(f"model: partial_rotary_factor must be 1: {family.model_type} rotates all dimensions of a head")
-    return missing + wrong + layer_type_problems(family, raw) + family.problems(raw)
 
 
 def _unsupported(config: HfConfig) -> list[str]:
@@ -116,81 +75,9 @@ def _unsupported(config: HfConfig) -> list[str]:
     return problems
 
 
-def _no_numbers(family: Family, raw: dict[str, Any]) -> list[str]:
-    """Return values of the wrong type: sizes, numbers, lists, objects, and a dtype that torch does not know."""
-    typed = {key for keys, _ in _TYPES.values() for key in keys}
-    sizes = {
-        key: raw[key]
-        for key in family.required
-        if key in raw and key not in typed and (key, raw[key]) != ("q_lora_rank", None)
-    }
-    sizes |= {key: raw[key] for key in _OPTIONAL_SIZES if raw.get(key) is not None}
-    odd = [
-        f"model: {key} is {size!r} in config.json; it must be a positive whole number"
-        for key, size in sizes.items()
-        if type(size) is not int or size < 1
-    ]
-    for kind, (keys, what) in _TYPES.items():
-        values = {
-            key: raw[key] for key in keys if raw.get(key) is not None and key in (*COMMON, *family.keys, "layer_types")
-        }
-        odd += [
-            f"model: {key} is {value!r} in config.json; it must be {what}"
-            for key, value in values.items()
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
-        ]
-    dtype = raw.get("dtype") or raw.get("torch_dtype")
-    if dtype not in (None, *_DTYPES):
-        odd.append(f"model: dtype is {dtype!r} in config.json; it must be one of {', '.join(_DTYPES)}")
-    return odd
-
-
-def _rope_types(raw: dict[str, Any]) -> list[Any]:
-    """Return every kind of rotary scaling in config.json, even if another key overrides it here: vLLM may read it."""
-    tables = [raw.get(key) or {} for key in ROTARY]
-    tables += [value for table in tables for value in table.values() if isinstance(value, dict)]
-    return [
-        table[name] for table in tables for name in ("rope_type", "type") if table.get(name) not in (None, "default")
-    ]
-
-
-def _unknown(raw: dict[str, Any]) -> str:
-    """Return the error for a model_type without a family. It suggests one only if the classes are the same."""
-    kind, classes = raw.get("model_type"), raw.get("architectures") or []
-    classes = list(map(str, classes)) if isinstance(classes, list) else [str(classes)]
-    if isinstance(text := raw.get("text_config"), dict):
-        inside = str(text.get("model_type") or "without model_type")
-        if inside not in FAMILIES:
-            return f"model: {kind} is multimodal, and its text model {inside} is not supported either{_nearest(inside)}"
-        return (
-            f"model: {kind} is multimodal, but only text models are supported; name a folder with its text model "
-            f"(model_type {inside}); docs/troubleshooting.md has the code that writes it"
-        )
-    names = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
-    if same := [name for name, family in FAMILIES.items() if family.architecture in classes]:
-        return (
-            f"model: architecture {FAMILIES[same[0]].architecture} is not supported as model_type {kind}, but as "
-            f"{same[0]}; set model_type to {same[0]} in a copy of config.json. Then all other keys are checked"
-        )
-    return (
-        f"model: architecture {kind or ', '.join(classes)} is not supported: no file in megagrpo/models/families "
-        "describes it, and another family would compute other numbers. docs/add_a_model.md shows how to write that "
-        f"file. Supported: {names}"
-    )
-
-
-def _nearest(kind: str) -> str:
-    """Return the end of a message that names the supported families, those with a similar name first."""
-    near = get_close_matches(kind.removesuffix("_text"), FAMILIES, n=3)
-    return f"; supported: {', '.join([*near, *(name for name in FAMILIES if name not in near)])}"
-
-
-def model_problems(raw: dict[str, Any], parallel: ParallelSection) -> list[Problem]:
-    """Return why this model cannot be sharded into `parallel`, with the valid values; empty when it can."""
-    if lines := architecture_problems(raw):
-        return of_model(lines)
-    tp, hf_config = parallel.tp, parse_hf_config(raw)
-    problems = of_model(_unsupported(hf_config))
+def model_problems(hf_config: HfConfig, parallel: ParallelSection) -> list[Problem]:
+    """Return why Megatron cannot train this model in `parallel`, with the valid values; empty when it can."""
+    tp, problems = parallel.tp, _of_model(_unsupported(hf_config))
     sizes = {"num_attention_heads": hf_config.num_heads, "num_key_value_heads": hf_config.num_kv_heads}
     rules = {"num_attention_heads": 1, "num_key_value_heads": 2}  # the rule of all other keys, widths of an MLP, is 3
     if not all(map(hf_config.has_experts, range(hf_config.num_layers))):
@@ -250,14 +137,6 @@ def _expert_problems(family: str, experts: Experts | None, parallel: ParallelSec
     if (width := experts.intermediate_size) % etp:
         said = f"the experts' width {width} is not divisible by etp={etp}; valid etp: {_words(_divisors(width))}"
         yield Problem(("parallel.etp", "model.path"), said, rule=7)
-
-
-def projections(hf_config: HfConfig) -> dict[str, tuple[str, ...]]:
-    """Return Megatron's linears outside of experts, each with its Hugging Face projections, for example q_proj."""
-    table = FAMILIES[hf_config.family].table(hf_config)
-    linears = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
-    rules = {linear: table[f"{linear}.weight"] for linear in linears if f"{linear}.weight" in table}
-    return {linear: tuple(name.split(".")[-2] for name in rule.names) for linear, rule in rules.items()}
 
 
 def architecture_differences(one: HfConfig, other: HfConfig) -> list[str]:

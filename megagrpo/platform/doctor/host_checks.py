@@ -16,7 +16,7 @@ from megagrpo.platform.doctor.needs import Needs
 from megagrpo.platform.install.steps import NUMA
 from megagrpo.platform.process.environment import expandable_segments
 from megagrpo.platform.process.shm_names import SHARED_MEMORY
-from megagrpo.proof.plan.planned_memory import GIB
+from megagrpo.proof.plan.engine_memory import GIB
 
 OPEN_FILES, PROCESSES = 4096, 4096
 LIMIT_FIX = (

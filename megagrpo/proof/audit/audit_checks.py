@@ -28,7 +28,6 @@ from megagrpo.proof.audit.recompute import Recomputed, recompute
 from megagrpo.proof.audit.saved import DumpedUpdate, Sample, Step
 from megagrpo.proof.audit.tolerances import TOLERANCES
 from megagrpo.proof.audit.update_checks import check_update
-from megagrpo.rewards.reward_registry import display_names
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rewards.target import REPEATABLE
 from megagrpo.types import Dialogue, Prompt, Rollout
@@ -181,7 +180,7 @@ def _listed(quantity: str, count: int, problems: list[tuple[str, str]], note: st
 def _rewards(step: Step) -> tuple[list[list[float | None]], list[float], Check]:
     """Return rewards per sample and function, weights and check. Dumped rewards replace user functions and judges."""
     functions = step.config.rewards.functions
-    names = display_names(functions)
+    names = step.config.rewards.names
     again = [i for i, f in enumerate(functions) if f.function in REPEATABLE]
     values = [[s.text["rewards"][name] for name in names] for s in step.samples]
     pairs: list[tuple[float | None, float | None, str]] = []  # dumped, recomputed, place

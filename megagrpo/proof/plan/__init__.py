@@ -9,25 +9,14 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megagrpo.config import Problem, ProblemError, RunConfig
-from megagrpo.config.tracker_options import tracker_notes
-from megagrpo.models.families.hf_config import MODEL, HfConfig, model_problems, parse_hf_config
-from megagrpo.proof.plan import plan_problems, plan_text
-from megagrpo.proof.plan.code_problems import multi_turn_problems, own_code_problems, reward_problems
-from megagrpo.proof.plan.files import data_notes, data_problems, output_problems, tokenizer_notes
+from megagrpo.config import Problem, RunConfig
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.proof.plan import plan_text
 from megagrpo.proof.plan.gpu_specs import Gpu
-from megagrpo.proof.plan.host_memory import host_memory
+from megagrpo.proof.plan.notes import run_notes
+from megagrpo.proof.plan.plan_problems import check, gpu_problems
 from megagrpo.proof.plan.plan_rules import RuleVerdict, rules_text, verdicts
-from megagrpo.proof.plan.planned_memory import (
-    GIB,
-    engine_memory,
-    on_shared_gpu,
-    reload_bytes,
-    smallest_gpu,
-    trainer_memory,
-)
 from megagrpo.proof.plan.search import Candidate, search
-from megagrpo.proof.plan.shapes import model_shape
 from megagrpo.proof.plan.times import StepTimes, step_times
 from megagrpo.proof.plan.workload import Lengths
 
@@ -108,7 +97,7 @@ def with_times(
     where = f"{gpu.name}, {gpu.bf16_tflops:g} TFLOP/s in bf16, {memory} ({gpu.source})"
     average = f"{lengths.prompt:g} tokens a prompt and {lengths.response:g} a response on average"
     rows = [*made.rows, ("kind", where), ("lengths", f"{average}, {lengths.longest:g} at most")]
-    unfit = [*plan_problems.gpu_problems(config, gpu)]
+    unfit = list(gpu_problems(config, gpu))
     times = step_times(config, made.model, world_size, gpu, lengths) if made.memory and not unfit else None
     layouts = search(config, made.model, world_size, gpu, lengths) if searching and not unfit else []
     notes = list(made.notes)
@@ -129,76 +118,11 @@ def plan(
     has_data: bool = True,
     fetch: bool = True,
 ) -> Plan:
-    """Return the plan of `config` on `world_size` ranks.
-
-    With `gpu_memory_gb`, GiB per GPU, the run must fit a GPU. With `host_memory_gb` data that stays in a node's RAM
-    must fit. Without `has_data` data files are not checked. Without `fetch` no model is downloaded or unpacked.
-    """
-    problems = [*plan_problems.layout_problems(config, world_size), *reward_problems(config)]
-    problems += [*multi_turn_problems(config), *own_code_problems(config), *output_problems(config)]
-    problems += data_problems(config) if has_data else []
-    problems += [] if gpu_memory_gb is None else plan_problems.transport_problems(config)
-    if host_memory_gb is not None and gpu_memory_gb is None:
-        problems += plan_problems.cache_problems(config, host_memory_gb)
-    notes = [*plan_problems.layout_notes(config, world_size), *tracker_notes(config.run.trackers)]
-    notes += data_notes(config) if has_data else []
-    dp = max(1, world_size // config.parallel.model_parallel_size)
-    rows = [
-        ("layout", plan_text.layout_text(config.parallel, world_size, dp)),
-        ("machine", plan_text.machine_text(config, world_size, gpu_memory_gb)),
-        ("rollout", plan_text.rollout_text(config)),
-        ("weights", plan_text.weights_text(config, True if gpu_memory_gb else None)),
-        ("step", plan_text.step_text(config, dp)),
-    ]
-    has_gpu = bool(gpu_memory_gb)
-    try:
-        raw = model_shape(config.model.path, fetch)
-    except ProblemError as error:
-        return Plan([*problems, *error.problems], rows, has_gpu, notes=notes)
-    unfit = model_problems(raw, config.parallel)
-    if any(problem.keys == MODEL for problem in unfit):
-        return Plan(problems + unfit, rows, has_gpu, notes=notes)
-    model = parse_hf_config(raw)
-    tokenizer_problems, worth_knowing = tokenizer_notes(config, model)
-    notes += [*plan_problems.vocabulary_notes(config, model), *worth_knowing]
-    rows.insert(0, ("model", plan_text.model_text(config.model.path, model)))
-    if model.experts:
-        rows.insert(2, ("experts", plan_text.experts_text(config, model, world_size)))
-    if config.lora.enabled:
-        rows.insert(1, ("LoRA", plan_text.lora_text(config.lora, model)))
-    problems += tokenizer_problems + unfit
-    problems += [*plan_problems.expert_problems(config, model), *plan_problems.adapter_problems(config, model)]
-    problems += [*plan_problems.fp8_problems(config, model), *plan_problems.rollout_problems(config, model)]
-    made = Plan(problems, rows, has_gpu, notes=notes, model=model)
-    return made if unfit else with_memory(made, config, world_size, gpu_memory_gb, host_memory_gb)
-
-
-def with_memory(
-    made: Plan, config: RunConfig, world_size: int, gpu_memory_gb: float | None, host_memory_gb: float | None
-) -> Plan:
-    """Return the plan with each phase's memory on GPU and host, and the problems of memory that is too small."""
-    parallel, model, has_gpu = config.parallel, made.model, gpu_memory_gb is not None
-    assert model is not None, "memory is planned for a model that could be read"
-    problems, rows = list(made.problems), list(made.rows)
-    memory = trainer_memory(config, model, max(1, world_size // parallel.model_parallel_size), gpu=has_gpu)
-    smallest = smallest_gpu(config, model, memory)
-    if gpu_memory_gb is not None and not config.rollout.urls:
-        after = [name for name, _ in rows].index("rollout") + 1
-        rows.insert(after, ("vLLM", plan_text.cache_text(config, model, gpu_memory_gb)))
-    rows.append(("GPU", plan_text.gpu_text(config, smallest)))
-    host = {}
-    # otherwise the layout does not exist
-    if world_size % parallel.model_parallel_size == world_size % parallel.expert_parallel_size == 0:
-        host = host_memory(config, model, world_size, gpu=has_gpu)
-        rows.append(("host", plan_text.host_text(host)))
-        problems += [] if host_memory_gb is None else plan_problems.too_little_ram(host, host_memory_gb)
-    if gpu_memory_gb is not None and smallest > gpu_memory_gb:
-        problems.append(plan_problems.too_big(config, model, memory, smallest, gpu_memory_gb))
-    engine = engine_memory(config, model, gpu_memory_gb)
-    if config.rollout.placed == "colocated" and not has_gpu:  # on CPUs vLLM does not sleep, and offloading frees no RAM
-        memory["generate"] = memory["generate"] | engine
-    elif config.rollout.placed == "colocated":
-        memory = on_shared_gpu(config, memory, engine, reload_bytes(config, model) / GIB)
-    for parts in memory.values():
-        parts["total"] = sum(parts.values())
-    return replace(made, problems=problems, rows=rows, memory=memory, host=host, smallest_gpu=smallest)
+    """Return the plan of `config`: what `check` finds, which takes the same arguments, with notes and text."""
+    found = check(config, world_size, gpu_memory_gb, host_memory_gb, has_data, fetch)
+    rows = plan_text.rows_of(config, world_size, gpu_memory_gb, found.model, found.memory)
+    notes = run_notes(config, world_size, found.model, has_data)
+    made = Plan(found.problems, rows, bool(gpu_memory_gb), notes=notes, model=found.model)
+    if (memory := found.memory) is None:
+        return made
+    return replace(made, memory=memory.phases, host=memory.host, smallest_gpu=memory.smallest_gpu)

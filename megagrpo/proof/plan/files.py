@@ -1,4 +1,4 @@
-"""Checks files on this machine for problems and notes: the model's folder, the data, the run's folder.
+"""Checks files on this machine: the tokenizer, the data, the run's folder.
 
 Files elsewhere, for example on a hub, are checked by the run.
 """
@@ -8,21 +8,21 @@ from __future__ import annotations
 import csv
 import json
 import os
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megagrpo.config import DatasetSection, Problem, RunConfig
+from megagrpo.config import DataSection, DatasetSection, EvaluationSet, Problem
 from megagrpo.config.paths import data_suffix
 from megagrpo.data.text_rows import ROWS_FOR_NAMES, column_hint, names_in
-from megagrpo.models.families.hf_config import HfConfig
 
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3500  # limits of Linux in bytes, minus room for the file names that a run adds
 
 
-def output_problems(config: RunConfig) -> list[Problem]:
+def output_problems(output_dir: str) -> list[Problem]:
     """Return the problem of an output folder that cannot be created or written to."""
-    folder, key = Path(config.run.output_dir), ("run.output_dir",)
+    folder, key = Path(output_dir), ("run.output_dir",)
     there = next((path for path in (folder, *folder.absolute().parents) if os.path.lexists(path)), Path("/"))
     if longest := [part for part in folder.parts if len(part.encode()) > MAX_NAME_BYTES]:
         size = len(longest[0].encode())
@@ -38,12 +38,12 @@ def output_problems(config: RunConfig) -> list[Problem]:
     return [Problem(key, f"{why}; name another folder", rule=25)]
 
 
-def data_problems(config: RunConfig) -> list[Problem]:
+def data_problems(data: DataSection, held_out: Mapping[str, EvaluationSet]) -> list[Problem]:
     """Return missing data files and chat templates, and columns that the first row of a jsonl or csv file lacks."""
-    data, problems = config.data, []
+    problems = []
     sources: list[tuple[str, DatasetSection]] = [("data.train", data.train)]
     sources += [] if data.eval is None else [("data.eval", data.eval)]
-    sources += [(f"evaluation.sets.{name}", section) for name, section in config.evaluation.sets.items()]
+    sources += [(f"evaluation.sets.{name}", section) for name, section in held_out.items()]
     for key, section in sources:
         path = Path(os.path.expanduser(section.source))
         is_path = bool(data_suffix(path)) or path.is_absolute() or section.source.startswith(".")
@@ -51,7 +51,7 @@ def data_problems(config: RunConfig) -> list[Problem]:
             said = f"no file or folder {path.absolute()}; correct the path"
             problems.append(Problem((f"{key}.source",), said, rule=13))
         elif present := _columns(path):
-            problems += _column_problems(config, key, section, present)
+            problems += _column_problems(data, key, section, present)
     template = data.chat_template
     if template is not None and Path(template).is_absolute() and "\n" not in template and not os.path.isfile(template):
         said = f"no file {template}; correct the path, or write Jinja text or `none`"
@@ -59,11 +59,11 @@ def data_problems(config: RunConfig) -> list[Problem]:
     return problems
 
 
-def _column_problems(config: RunConfig, key: str, section: DatasetSection, present: list[str]) -> list[Problem]:
+def _column_problems(data: DataSection, key: str, section: DatasetSection, present: list[str]) -> list[Problem]:
     """Return columns that the data set's keys name but its rows lack. Evaluation sets may override keys of `data`."""
     own = {name: getattr(section, name, None) for name in ("prompt_column", "columns", "extract_hash_answer")}
     named = {
-        name: (f"data.{name}", getattr(config.data, name)) if value is None else (f"{key}.{name}", value)
+        name: (f"data.{name}", getattr(data, name)) if value is None else (f"{key}.{name}", value)
         for name, value in own.items()
     }
     renamed_key, renamed = named["columns"]
@@ -91,74 +91,49 @@ def _columns(path: Path) -> list[str]:
         return []
 
 
-def data_notes(config: RunConfig) -> list[Problem]:
-    """Return a note when there are fewer prompts than one step draws, so that a step repeats some."""
-    data, drawn = config.data.train, config.rollout.prompts_per_step
-    path, rows = Path(data.source), data.size
-    if path.suffix == ".jsonl" and path.is_file():
-        with path.open("rb") as lines:
-            count = sum(1 for line in lines if line.strip())
-        rows = count if rows is None else min(rows, count)
-    if rows is None or rows >= drawn:
-        return []
-    said = f"{rows} prompts, but a step draws {drawn} (rollout.prompts_per_step) and repeats some; lower"
-    return [Problem(("data.train", "rollout.prompts_per_step"), f"{said} prompts_per_step or add prompts", rule=13)]
-
-
-def tokenizer_notes(config: RunConfig, model: HfConfig) -> tuple[list[Problem], list[Problem]]:
-    """Return (problems, notes) of a tokenizer in a local folder."""
-    folder = Path(os.path.expanduser(config.model.tokenizer or config.model.path))
-    settings, problems, notes = _read(folder / "tokenizer_config.json"), [], []
+def tokenizer_problems(path: str, data: DataSection, vocab_size: int) -> list[Problem]:
+    """Return problems of a tokenizer in a local folder `path`, for a model with `vocab_size` tokens."""
+    folder = Path(os.path.expanduser(path))
+    settings = read_object(folder / "tokenizer_config.json")
     if not settings:
-        return [], []
-    template = "chat_template" in settings or (folder / "chat_template.jinja").exists()
-    if not template and config.data.chat_template is None:
-        said = f"the tokenizer in {folder} has no chat template, as is usual for base models; set one, or `none` for"
-        notes.append(Problem(("data.chat_template", "model.tokenizer"), f"{said} plain text", rule=16))
-    problems += _template_problems(config, folder, settings.get("chat_template"))
-    tokens = _read(folder / "tokenizer.json")
+        return []
+    problems, tokens = [], read_object(folder / "tokenizer.json")
     vocabulary, added = tokens.get("model"), tokens.get("added_tokens")
     vocabulary = vocabulary.get("vocab") if isinstance(vocabulary, dict) else None
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
     ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
     ids = [number for number in ids if isinstance(number, int)]
-    if ids and max(ids) >= model.vocab_size:
-        said = f"token {max(ids)} of {folder} is outside of the model's vocab_size {model.vocab_size}; name the"
+    if ids and max(ids) >= vocab_size:
+        said = f"token {max(ids)} of {folder} is outside of the model's vocab_size {vocab_size}; name the"
         problems.append(Problem(("model.tokenizer", "model.path"), f"{said} model's own tokenizer", rule=19))
-    problems += end_token_problems(folder, model.vocab_size)
-    ends, raw = _read(folder / "generation_config.json").get("eos_token_id"), model.raw.get("eos_token_id")
-    if not problems and ends is not None and raw is not None and set(_list(ends)) != set(_list(raw)):
-        said = f"generation_config.json ends responses at {_list(ends)}, config.json at {_list(raw)}; check that both "
-        said += "are intended"
-        notes.append(Problem(("model.tokenizer", "model.path"), said, rule=17))
-    return problems, notes
+    problems += _end_token_problems(folder, vocab_size)
+    return problems + _template_problems(data, folder, settings.get("chat_template"))
 
 
-def _template_problems(config: RunConfig, folder: Path, template: Any) -> list[Problem]:
+def _template_problems(data: DataSection, folder: Path, template: Any) -> list[Problem]:
     """Return the first variable of `data.chat_template_kwargs` that the chat template does not use. `template` is the
     text in tokenizer_config.json, if any."""
-    kwargs, file = config.data.chat_template_kwargs, folder / "chat_template.jinja"
+    kwargs, file = data.chat_template_kwargs, folder / "chat_template.jinja"
     if not kwargs or isinstance(template, list):  # a list has several named templates
         return []
     from megagrpo.data.chat_templates import check_kwargs, read_chat_template
 
     try:
-        template = read_chat_template(config.data.chat_template or (str(file) if file.exists() else template))
-        check_kwargs(kwargs, template)
+        check_kwargs(kwargs, read_chat_template(data.chat_template or (str(file) if file.exists() else template)))
     except ValueError as error:
         key, _, said = str(error).partition(": ")
         return [Problem((key,), said, rule=16)] if key == "data.chat_template_kwargs" else []
     return []
 
 
-def end_token_problems(folder: Path, vocab_size: int) -> list[Problem]:
+def _end_token_problems(folder: Path, vocab_size: int) -> list[Problem]:
     """Return the problem of an unreadable generation_config.json, or of unknown end tokens in it; empty without it."""
     path, key = folder / "generation_config.json", ("model.path",)
     said = ""
     try:
         content = json.loads(path.read_text())
         ends = content.get("eos_token_id")
-        ends = [] if ends is None else _list(ends)
+        ends = [] if ends is None else as_list(ends)
         if odd := [end for end in ends if type(end) is not int or not 0 <= end < vocab_size]:
             said = f"eos_token_id {odd[0]!r} in {path} is not a token of the model (vocab_size {vocab_size}); use an id"
             said += " below that"
@@ -171,7 +146,8 @@ def end_token_problems(folder: Path, vocab_size: int) -> list[Problem]:
     return [Problem(key, said, rule=17)] if said else []
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty when it cannot be read."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
@@ -179,5 +155,6 @@ def _read(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _list(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
+    """Return a list unchanged, and another value as a list of it."""
     return value if isinstance(value, list) else [value]

@@ -10,7 +10,7 @@ from megagrpo.config import RunConfig
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.proof.plan.flops import attention_flops, token_flops
 from megagrpo.proof.plan.gpu_specs import HOST_GB_PER_S, Gpu, Links, layer_seconds
-from megagrpo.proof.plan.planned_memory import activation_elements, expert_output_elements, weight_bytes
+from megagrpo.proof.plan.planned_memory import activation_elements, expert_output_elements
 from megagrpo.proof.plan.workload import Lengths
 
 DENSE_EFFICIENCY = 0.6  # share of the peak that products of large matrices reach
@@ -80,7 +80,7 @@ class _Layers:
     """
 
     def __init__(self, config: RunConfig, model: HfConfig, gpu: Gpu, tokens: float, lengths: Lengths):
-        p, flops, element = config.parallel, token_flops(model), weight_bytes(config)
+        p, flops, element = config.parallel, token_flops(model), config.model.weight_bytes
         mixed = len(model.experts.blocks) if model.experts else 0
         self.peak = gpu.bf16_tflops * 1e12 / (2 if element == 4 else 1)
         self.token_bytes = model.hidden_size * element

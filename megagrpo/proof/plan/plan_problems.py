@@ -1,15 +1,82 @@
-"""Finds problems and notes of a config, its model and its number of ranks: of the layout, the servers, and memory."""
+"""Checks a run before it starts: its layout, the code and files that it names, its model, its servers, and memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import ceil
 
-from megagrpo.config import Problem, RolloutSection, RunConfig, evaluation_sets
+from megagrpo.config import ConfigError, LoraSection, Problem, ProblemError, RolloutSection, RunConfig, evaluation_sets
 from megagrpo.config.config_rules import LONGEST_SAMPLE
-from megagrpo.models.families.hf_config import HfConfig, projections
+from megagrpo.models.families.hf_config import MODEL, HfConfig, load_hf_config, model_problems
+from megagrpo.models.families.weight_sources import shape_folder
+from megagrpo.proof.plan.code_problems import code_problems
+from megagrpo.proof.plan.engine_memory import GIB, kv_bytes
+from megagrpo.proof.plan.files import data_problems, output_problems, tokenizer_problems
 from megagrpo.proof.plan.gpu_specs import Gpu
-from megagrpo.proof.plan.planned_memory import GIB, kv_bytes, reload_bytes, takes_turns
+from megagrpo.proof.plan.planned_memory import Memory, run_memory
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the checks of a run found. `model` is None when it cannot be read or trained; `memory` is None too when the
+    model does not fit the layout."""
+
+    problems: list[Problem]
+    model: HfConfig | None = None
+    memory: Memory | None = None
+
+
+def check(
+    config: RunConfig,
+    world_size: int,
+    gpu_memory_gb: float | None = None,
+    host_memory_gb: float | None = None,
+    has_data: bool = True,
+    fetch: bool = True,
+) -> Findings:
+    """Check `config` on `world_size` ranks. Needs no GPU, weights or torch.
+
+    With `gpu_memory_gb`, GiB per GPU, the run must fit a GPU. With `host_memory_gb` data that stays in a node's RAM
+    must fit. Without `has_data` data files are not checked. Without `fetch` no model is downloaded or unpacked.
+    """
+    rollout, data = config.rollout, config.data
+    problems = list(layout_problems(config, world_size))
+    if gpu_memory_gb is not None:
+        problems += transport_problems(rollout)
+    elif host_memory_gb is not None:
+        problems += cache_problems(rollout, host_memory_gb)
+    problems += [*code_problems(config), *output_problems(config.run.output_dir)]
+    problems += data_problems(data, config.evaluation.sets) if has_data else []
+    try:
+        folder = shape_folder(config.model.path, fetch)
+        model = load_hf_config(folder)
+    except ProblemError as error:
+        return Findings([*problems, *error.problems])
+    unfit = model_problems(model, config.parallel)
+    if any(problem.keys == MODEL for problem in unfit):
+        return Findings(problems + unfit)
+    problems += tokenizer_problems(config.model.tokenizer or config.model.path, data, model.vocab_size) + unfit
+    sequence = kv_bytes(config, model, config.max_model_len) / GIB
+    problems += [*expert_problems(config, model), *adapter_problems(config.lora, model)]
+    problems += [*storage_problems(config, model), *fp8_problems(config, model)]
+    problems += rollout_problems(config, model, sequence)
+    if unfit:
+        return Findings(problems, model)
+    memory = run_memory(config, model, world_size, gpu_memory_gb)
+    if host_memory_gb is not None and memory.host:
+        problems += too_little_ram(memory.host, host_memory_gb)
+    if gpu_memory_gb is not None and memory.smallest_gpu > gpu_memory_gb:
+        problems.append(too_big(rollout, config.takes_turns, bool(model.experts), memory, gpu_memory_gb))
+    return Findings(problems, model, memory)
+
+
+def require(
+    config: RunConfig, world_size: int, gpu_memory_gb: float | None = None, host_memory_gb: float | None = None
+) -> None:
+    """Raise ConfigError with all problems that `check` finds."""
+    if problems := check(config, world_size, gpu_memory_gb, host_memory_gb).problems:
+        raise ConfigError("\n".join(map(str, problems)), problems)
 
 
 def layout_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -51,32 +118,6 @@ def _align_factors(config: RunConfig) -> list[str]:
     return rounded + [context] * (p.cp > 1) + ["parallel.tp"] * p.sequence_parallel
 
 
-def layout_notes(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Yield notes on settings that stop nothing: padding, ranks without samples, and a reference that never moves."""
-    p, r, a = config.parallel, config.rollout, config.algorithm
-    if a.sync_ref_model and config.run.max_steps is not None and a.ref_model_sync_steps > config.run.max_steps:
-        said = f"{a.ref_model_sync_steps} is after the last step, run.max_steps {config.run.max_steps}, so the"
-        yield Problem(("algorithm.ref_model_sync_steps", "run.max_steps"), f"{said} reference never moves")
-    if config.max_model_len % p.sequence_align:
-        said = f"every sample is padded to a multiple of 2 x cp = {p.sequence_align} tokens; the longest has"
-        yield Problem(("parallel.cp", *LONGEST_SAMPLE), f"{said} {config.max_model_len}", rule=9)
-    dp, slices = world_size // p.model_parallel_size, config.algorithm.steps_per_generation
-    samples = r.prompts_per_step * r.num_generations // slices
-    if samples < dp:
-        said = (
-            f"an optimizer step has {samples} samples (responses, not prompts), fewer samples than data-parallel "
-            f"ranks, {dp}; use {ceil(dp * slices / r.num_generations)} prompts or more"
-        )
-        yield Problem(("rollout.prompts_per_step", "rollout.num_generations"), said, rule=11)
-
-
-def vocabulary_notes(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
-    """Yield a note on padding of the vocabulary."""
-    if model.vocab_size % (tp := config.parallel.tp):
-        said = f"the vocabulary of {model.vocab_size} is padded to {model.padded_vocab(tp)} for tp={tp}; exports and "
-        yield Problem(("parallel.tp",), f"{said}weight syncs remove the padding", rule=4)
-
-
 def _multiples(of: int, near: int) -> list[int]:
     """Return the positive multiples of `of` on both sides of `near`."""
     below = near // of * of
@@ -103,28 +144,26 @@ def expert_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
         yield Problem(balance, f"{coefficient:g}, but {model.family} has no experts; set it to 0")
 
 
-def adapter_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
+def adapter_problems(lora: LoraSection, model: HfConfig) -> Iterator[Problem]:
     """Yield problems of LoRA's target modules: unknown projections, projections inside experts, and modules that vLLM
     takes no adapter for."""
-    named = [] if config.lora.target_modules == "all-linear" else config.lora.projections
+    named = [] if lora.target_modules == "all-linear" else lora.projections
     inside = [name for name in named if name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")]
     targets = ("lora.target_modules",)
-    if config.lora.enabled and model.mla:
-        said = f"{config.lora.rank}, but adapters do not support {model.family}'s latent attention; set it to 0"
+    if lora.enabled and model.mla:
+        said = f"{lora.rank}, but adapters do not support {model.family}'s latent attention; set it to 0"
         yield Problem(("lora.rank",), said)
         return
-    own = [name for names in projections(model).values() for name in names]
+    own = [name for names in model.linears.values() for name in names]
     if odd := [name for name in named if name not in own and name not in inside * bool(model.experts)]:
         said = f"{model.family} has no {', '.join(odd)}; name some of {', '.join(own)}, or choose all-linear"
         yield Problem(targets, said)
-    fused = {"gate_up_proj"} & set(own) & set(config.lora.projections)
+    fused = {"gate_up_proj"} & set(own) & set(lora.projections)
     # of GLM vLLM expects gate_proj and up_proj apart
-    if config.lora.syncs_adapters and fused and "qkv_proj" not in own:
+    if lora.syncs_adapters and fused and "qkv_proj" not in own:
         said = f"vLLM takes no adapter of the gate_up_proj of {model.family}; choose merged, or name other projections"
         yield Problem(("lora.sync", *targets), f"{said} in lora.target_modules")
-    if config.model.base_storage != "none":
-        yield from storage_problems(config, model)
-    if config.lora.enabled and model.experts and inside:
+    if lora.enabled and model.experts and inside:
         said = f"{', '.join(inside)} of {model.family} are inside its experts, which have no adapters; leave them out"
         yield Problem(targets, f"{said}, or choose all-linear, which means all other projections")
 
@@ -157,9 +196,9 @@ def gpu_problems(config: RunConfig, gpu: Gpu) -> Iterator[Problem]:
         yield Problem(("train.fused_logprobs",), f"true needs a Hopper GPU, but the GPU is {gpu.name}; set it to false")
 
 
-def transport_problems(config: RunConfig) -> Iterator[Problem]:
+def transport_problems(rollout: RolloutSection) -> Iterator[Problem]:
     """Yield a transport of weights that cannot work on GPUs."""
-    if config.rollout.weight_sync_transport == "p2p" and config.rollout.placed == "colocated":
+    if rollout.weight_sync_transport == "p2p" and rollout.placed == "colocated":
         said = "p2p uses NCCL, which refuses two processes on one GPU, but rollout.placement is colocated; set the"
         yield Problem(("rollout.weight_sync_transport", "rollout.placement"), f"{said} transport to auto")
 
@@ -189,6 +228,8 @@ def _linear_sizes(config: RunConfig, model: HfConfig) -> dict[str, float]:
 def storage_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
     """Yield what prevents storing weights in fewer bits (`model.base_storage`)."""
     storage, tp = config.model.base_storage, config.parallel.tp
+    if storage == "none" or (config.lora.enabled and model.mla):  # adapter_problems rejects these adapters
+        return
     if model.experts:
         said = f"{storage} does not support experts, which {model.family} has; choose none"
         yield Problem(("model.base_storage",), said)
@@ -204,8 +245,8 @@ def storage_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
             yield Problem(("model.base_storage", "parallel.tp"), said)
 
 
-def rollout_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
-    """Yield what the servers cannot shard or hold of this model."""
+def rollout_problems(config: RunConfig, model: HfConfig, sequence: float) -> Iterator[Problem]:
+    """Yield what the servers cannot shard or hold of this model. The longest sample's KV cache has `sequence` GiB."""
     r = config.rollout
     if not r.urls:
         yield from _server_problems(r, model)
@@ -223,10 +264,9 @@ def rollout_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
                 f"{model.max_positions} (max_position_embeddings); shorten by {longest - model.max_positions}"
             )
             yield Problem(keys, said, rule=14)
-    needed = kv_bytes(config, model, config.max_model_len) / GIB
-    if not r.urls and needed > r.kv_cache_gb:
+    if not r.urls and sequence > r.kv_cache_gb:
         said = f"{r.kv_cache_gb:g} cannot hold one sequence of {config.max_model_len} tokens; use"
-        yield Problem(("rollout.kv_cache_gb", *LONGEST_SAMPLE), f"{said} {ceil(needed * 10) / 10:g} or more", rule=14)
+        yield Problem(("rollout.kv_cache_gb", *LONGEST_SAMPLE), f"{said} {ceil(sequence * 10) / 10:g} or more", rule=14)
 
 
 def _server_problems(r: RolloutSection, model: HfConfig) -> Iterator[Problem]:
@@ -274,9 +314,9 @@ def _mlp_widths(model: HfConfig, experts_shared_out: bool) -> list[int]:
     return dense + cut + [model.experts.shared_size] * (model.experts.shared_size > 0)
 
 
-def cache_problems(config: RunConfig, ram: float) -> Iterator[Problem]:
+def cache_problems(r: RolloutSection, ram: float) -> Iterator[Problem]:
     """Yield the problem of KV caches, on servers without GPUs, that exceed the `ram` GiB of their machine."""
-    r, total = config.rollout, config.rollout.servers * config.rollout.kv_cache_gb
+    total = r.servers * r.kv_cache_gb
     if not r.urls and total > ram:
         said = (
             f"{r.kv_cache_gb:g} x rollout.servers {r.servers} = {total:g} GiB, but this machine has {ram:.1f} GiB of "
@@ -304,16 +344,16 @@ def too_little_ram(host: dict[str, float], ram: float) -> Iterator[Problem]:
     yield Problem((largest, *(key for key in in_ram if key != largest)), said)
 
 
-def too_big(
-    config: RunConfig, model: HfConfig, memory: dict[str, dict[str, float]], smallest: float, gpu: float
-) -> Problem:
-    """Return the problem of a trainer rank or vLLM server that does not fit `gpu` GiB, with the keys to change."""
-    r = config.rollout
-    trainer = max(sum(parts.values()) for parts in memory.values())
-    experts = "parallel.ep, " if model.experts else ""
+def too_big(r: RolloutSection, turns: bool, has_experts: bool, memory: Memory, gpu: float) -> Problem:
+    """Return the problem of a trainer rank or vLLM server that does not fit `gpu` GiB, with the keys to change.
+
+    `turns`: both use the GPU in turns.
+    """
+    trainer, smallest = memory.trainer, memory.smallest_gpu
+    experts = "parallel.ep, " if has_experts else ""
     less = f"raise parallel.tp, {experts}parallel.pp or parallel.cp, lower train.max_tokens_per_micro_batch"
     less = f"{less}, or set model.recompute=full"
-    reload, left = reload_bytes(config, model) / GIB, (1 - r.gpu_memory_utilization) * gpu
+    reload, left = memory.reload, (1 - r.gpu_memory_utilization) * gpu
     if r.placed == "dedicated" and trainer < gpu and left < reload:
         said = (
             f"vLLM's {r.gpu_memory_utilization:g} of a GPU leaves {left:.1f} GiB, but a weight sync reloads a module "
@@ -321,13 +361,13 @@ def too_big(
             f"{int((1 - reload / gpu) * 100) / 100:g}, or raise rollout.tp"
         )
         return Problem(("rollout.gpu_memory_utilization", "rollout.tp"), said, rule=20)
-    if (r.placed != "colocated" or takes_turns(config)) and trainer < gpu:
+    if (r.placed != "colocated" or turns) and trainer < gpu:
         said = (
             f"vLLM's {r.gpu_memory_utilization:g} of a GPU must hold its part of the weights and the longest sequence, "
             f"which needs {smallest:.1f} GiB, but a GPU has {gpu:g}; raise rollout.tp or rollout.gpu_memory_utilization"
         )
         return Problem(("rollout.tp", "rollout.gpu_memory_utilization"), said, rule=20)
-    if r.placed != "colocated" or takes_turns(config):
+    if r.placed != "colocated" or turns:
         said = f"a trainer rank needs {trainer:.1f} GiB, but a GPU has {gpu:g}; {less}"
         return Problem(("parallel.tp",), said, rule=20)
     room, fix = (gpu - trainer) / gpu, less

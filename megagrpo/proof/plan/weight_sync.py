@@ -13,10 +13,10 @@ from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.models.bridge.planned_blocks import held_boxes
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.boxes import size
-from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.proof.plan.cuts import EngineLayout, wanted_boxes
-from megagrpo.proof.plan.shapes import model_shape
 from megagrpo.sync.wire.sync_plan import Transfers, plan_transfers
 
 LINK_GB_PER_S = 50.0  # rate into and out of each device: one 400 Gbit/s network card
@@ -68,9 +68,8 @@ def rows_of(config: RunConfig, world_size: int, link_gb_per_s: float | None = No
     """Return the rows of `megagrpo plan`. Raises ValueError when vLLM cannot shard the model as `rollout` requires."""
     r = config.rollout
     engine = EngineLayout(tp=r.tp, pp=r.pp, ep=r.tp * r.dp if r.enable_expert_parallel else 1, servers=r.servers)
-    element_bytes = 4 if config.model.precision == "fp32" else 2
-    model = parse_hf_config(model_shape(config.model.path))
-    made = plan_sync(model, config.parallel, world_size, engine, element_bytes)
+    model = load_hf_config(shape_folder(config.model.path))
+    made = plan_sync(model, config.parallel, world_size, engine, config.model.weight_bytes)
     return sync_rows(made, link_gb_per_s or LINK_GB_PER_S)
 
 

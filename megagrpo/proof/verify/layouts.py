@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.config import ConfigError, ParallelSection, RunConfig, io, load_config
-from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families.hf_config import HfConfig, read_raw_config
+from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.platform import device
 from megagrpo.platform.device import quiet
 from megagrpo.platform.parallel.spawn import RankFailed, run_ranks
 from megagrpo.platform.process.terminal import show, warn
 from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.policy.stored import STORED_BLOCK
-from megagrpo.proof.plan import plan
-from megagrpo.proof.plan.shapes import model_shape
+from megagrpo.proof.plan.plan_problems import check
 from megagrpo.proof.verify.shrink import plainly, random_samples, shrink_config, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, take_step
 from megagrpo.proof.verify.verify_compare import Verdict, as_json, as_text, compare, header, summary
@@ -92,10 +92,10 @@ def _case(path: Path, overrides: Sequence[str], layout: str | None, ranks: int |
         counts = f"needs {dp * replica} ranks, and there are {ranks}"
         raise ConfigError(f"--layout {layout}: {counts}; leave dp or --ranks out")
     ranks = ranks or (dp * replica if dp else config.parallel.smallest_world)
-    if problems := plan(config, ranks, has_data=False).problems:
+    if problems := check(config, ranks, has_data=False).problems:
         raise ConfigError(io.listed(path, problems))
     unit = config.model.width_align if config.model.base_storage == "none" else STORED_BLOCK
-    model = shrink_model(model_shape(config.model.path), config.parallel, unit)
+    model = shrink_model(read_raw_config(shape_folder(config.model.path)), config.parallel, unit)
     return Case(layout_text(config.parallel, ranks // replica), config, ranks, shrink_config(config), model)
 
 

@@ -20,7 +20,7 @@ from megagrpo.platform.device import quiet
 from megagrpo.platform.parallel.spawn import RankFailed, run_ranks
 from megagrpo.platform.process.terminal import show, wrapped
 from megagrpo.platform.process.variables import ENVIRONMENT
-from megagrpo.proof.plan import plan
+from megagrpo.proof.plan.plan_problems import check
 from megagrpo.proof.verify.precision import PARTS, PrecisionErrors, batch_of, measure
 from megagrpo.types import TrainSample
 
@@ -73,7 +73,7 @@ def verify_precision(
             "model.fp8_recipe: none computes nothing in FP8; name a recipe, as in model.fp8_recipe=blockwise"
         )
     world = int(ENVIRONMENT.get("WORLD_SIZE", config.parallel.smallest_world))
-    if problems := plan(config, world).problems:
+    if problems := check(config, world).problems:
         raise ConfigError(io.listed(path, problems))
     folder = resolve_model(config.model.path)
     hf_config = load_hf_config(folder)

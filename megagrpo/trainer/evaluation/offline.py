@@ -33,7 +33,7 @@ def evaluate_offline(
     try:
         folder = serving.find(checkpoint, adapter)
         tokenizer = tokenizer_of(config, folder)
-        of_dialogues = config.multi_turn, config.data, config.rewards.functions, config.rollout.max_prompt_length
+        of_dialogues = config.multi_turn, config.data, config.rewards.names, config.rollout.max_prompt_length
         dialogues = make_dialogues(*of_dialogues, tokenizer, base_folder, resources)
         sets = load_sets(config, tokenizer, *((dialogues.tools, dialogues.columns) if dialogues else ()))
         if not sets:

@@ -14,7 +14,6 @@ from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import Tokenizer
 from megagrpo.engine.protocol import derive_seed
 from megagrpo.rewards.answers import extractor
-from megagrpo.rewards.reward_registry import display_names
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rewards.target import did_you_mean
 from megagrpo.trainer.evaluation.estimators import majority_passes, pass_at_k, steps_to
@@ -52,7 +51,7 @@ def load_sets(
     Raises ValueError for a set that cannot be used, and for a pass_function that is not a reward.
     """
     evaluation = config.evaluation
-    names = [*display_names(config.rewards.functions), *columns]
+    names = [*config.rewards.names, *columns]
     function = evaluation.pass_function or names[0]
     if function not in names:
         hint = did_you_mean(function, names)

@@ -9,7 +9,7 @@ from megagrpo.config import RewardFunction, RewardsSection
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.text_rows import ANSWERS, names_in
 from megagrpo.data.tokenizer import Tokenizer
-from megagrpo.rewards.reward_registry import asks_service, display_names, resolve
+from megagrpo.rewards.reward_registry import asks_service, resolve
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rewards.target import REPEATABLE
 from megagrpo.trainer.evaluation.sets import HeldOut
@@ -39,7 +39,7 @@ def try_rewards(
     """
     functions = rewards.functions
     targets = [resolve(f.function, rewards.plugins) for f in functions]
-    names = display_names(functions)
+    names = rewards.names
     yield from (name for name, target in zip(names, targets, strict=True) if target.heavy and not models)
     named = zip(functions, names, targets, strict=True)
     chosen = [f.model_copy(update={"name": name}) for f, name, target in named if models or not target.heavy]

@@ -14,10 +14,10 @@ from benchmarks.gpu.all import PARTS, Part
 from benchmarks.gpu.all import main as run_all
 from benchmarks.gpu.setting import Table, shape
 from megagrpo.config import load_config
-from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.platform import device
 from megagrpo.proof.plan.gpu_specs import GPUS
-from megagrpo.proof.plan.shapes import model_shape
 from megagrpo.proof.plan.times import step_times
 from megagrpo.proof.plan.workload import Lengths
 
@@ -151,7 +151,7 @@ def test_a_whole_step_is_the_median_of_its_later_steps_beside_a_plan_for_the_len
     config = load_config(whole_step.QUICKSTART, ["rollout.max_completion_length=24"])
     rows = dict(row.split(maxsplit=1) for row in whole_step.report(config, lines, GPUS["h200"]).splitlines()[1:7])
     assert {row.split()[0] for row in rows.values()} == {"2.000"} and rows["reward"].split()[1] == "-"
-    made = step_times(config, parse_hf_config(model_shape(config.model.path)), 1, GPUS["h200"], Lengths(40, 24, 24))
+    made = step_times(config, load_hf_config(shape_folder(config.model.path)), 1, GPUS["h200"], Lengths(40, 24, 24))
     assert float(rows["step"].split()[1]) == pytest.approx(made.step, abs=1e-3)
 
 

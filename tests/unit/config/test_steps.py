@@ -5,8 +5,8 @@ import re
 import pytest
 
 from megagrpo.config import ConfigError, ProblemError, load_config
-from megagrpo.proof.plan.code_problems import reward_problems
-from megagrpo.proof.plan.plan_problems import layout_notes
+from megagrpo.proof.plan.code_problems import code_problems
+from megagrpo.proof.plan.notes import layout_notes
 
 SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: [{function: exact_number}]}\n"
 EPOCHS = ["run.max_steps=null", "rollout.prompts_per_step=4"]
@@ -119,11 +119,11 @@ def test_names_of_metrics_that_never_come_are_refused(load, overrides, message):
 
 
 def test_a_pass_function_is_one_of_the_rewards(load):
-    (problem,) = reward_problems(load("evaluation.pass_function=exact_numbr"))
+    (problem,) = code_problems(load("evaluation.pass_function=exact_numbr"))
     said = (
         "evaluation.pass_function: no reward function `exact_numbr`; did you mean `exact_number`?; name one of "
         "exact_number"
     )
     assert str(problem) == said
-    assert not any(reward_problems(load("evaluation.pass_function=exact_number")))
-    assert not any(reward_problems(load("evaluation.pass_function=x", "multi_turn.scheduler=math_tip_trick")))
+    assert not any(code_problems(load("evaluation.pass_function=exact_number")))
+    assert not any(code_problems(load("evaluation.pass_function=x", "multi_turn.scheduler=math_tip_trick")))

@@ -752,8 +752,8 @@ def test_what_reset_says_is_at_the_end_of_the_prompt(tokenizer, responders):
 
 
 def dialogues_of(config, tokenizer, plugins, resources):
-    section, functions, limit = config.multi_turn, config.rewards.functions, config.rollout.max_prompt_length
-    return make_dialogues(section, config.data, functions, limit, tokenizer, plugins.parent, resources)
+    section, names, limit = config.multi_turn, config.rewards.names, config.rollout.max_prompt_length
+    return make_dialogues(section, config.data, names, limit, tokenizer, plugins.parent, resources)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from megagrpo.config import RewardFunction, RewardsSection
 from megagrpo.rewards.functions.llm_judge import LlmJudge
 from megagrpo.rewards.functions.reward_model import RewardModel
 from megagrpo.rewards.functions.served import ServedReward
-from megagrpo.rewards.reward_registry import display_names
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
 from tests.unit.rewards.reward_services import Server, logits, make_model, says, serving
@@ -321,6 +320,6 @@ def test_names_of_models_and_addresses():
         "a.b:f",
         "a.b:f",
     ]
-    named = [RewardFunction(function=f) for f in functions]
-    assert display_names(named) == ["my-rm", "name", "classify", "host_8000", "f", "f_2"]
+    section = RewardsSection(functions=[RewardFunction(function=f) for f in functions])
+    assert section.names == ["my-rm", "name", "classify", "host_8000", "f", "f_2"]
     assert LlmJudge.value_of_failure is None

@@ -10,9 +10,10 @@ import sys
 import pytest
 import transformers
 
-from megagrpo.config import ParallelSection
+from megagrpo.config import ParallelSection, ProblemError
 from megagrpo.models.families import FAMILIES
-from megagrpo.models.families.hf_config import architecture_problems, load_hf_config, model_problems, parse_hf_config
+from megagrpo.models.families.config_keys import architecture_problems
+from megagrpo.models.families.hf_config import load_hf_config, model_problems, parse_hf_config
 from megagrpo.policy.build import rotary_frequencies
 
 SMOLLM2 = {
@@ -73,7 +74,10 @@ MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok
 
 def cuts(raw: dict, parallel: ParallelSection) -> list[str]:
     """The printed reason why a model cannot be cut."""
-    return list(map(str, model_problems(raw, parallel)))
+    try:
+        return list(map(str, model_problems(parse_hf_config(raw), parallel)))
+    except ProblemError as error:
+        return list(map(str, error.problems))
 
 
 def test_importing_it_needs_no_torch():

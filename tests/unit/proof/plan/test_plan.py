@@ -8,23 +8,21 @@ import torch
 import transformers
 
 from megagrpo.config import ParallelSection, load_config
-from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.models.families.hf_config import load_hf_config, parse_hf_config
+from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.proof.plan import Plan, plan
-from megagrpo.proof.plan.host_memory import host_memory
+from megagrpo.proof.plan.engine_memory import PREFILL_TOKENS, engine_memory, kv_bytes, kv_elements
 from megagrpo.proof.plan.plan_problems import vllm_can_split
 from megagrpo.proof.plan.planned_memory import (
-    PREFILL_TOKENS,
     activation_elements,
-    engine_memory,
-    kv_bytes,
-    kv_elements,
+    host_memory,
+    run_memory,
     stage_memory,
     trainer_memory,
 )
 from megagrpo.proof.plan.shapes import (
     layer_parameters,
     layers_of_ranks,
-    model_shape,
     num_active_parameters,
     num_parameters,
     stage_experts,
@@ -285,7 +283,9 @@ def test_a_checkpoint_takes_host_memory_of_the_rank_that_gathers_and_writes_and_
     leaves, stays = (host_memory(one, model, 16, gpu=True)["offload"] for one in made)
     assert (leaves, stays) == pytest.approx((8 * (2 + 12 / 16 + 2) * gib, 0))  # weights, masters and moments, reference
     # and vLLM's weights
-    assert host_memory(made[0], model, 16, gpu=True)["saving"] == pytest.approx(waited["saving"] + 8 * 2 * gib)
+    assert run_memory(made[0], model, 16, gpu_memory_gb=80).host["saving"] == pytest.approx(
+        waited["saving"] + 8 * 2 * gib
+    )
     assert f"{leaves:.1f} GiB, pinned, for state offloaded while" in str(plan(made[0], 16, gpu_memory_gb=80))
     text = str(plan(config(folder, *keys, "run.async_save=true"), 16))
     assert f"{meanwhile['saving']:.1f} GiB of the fullest node's RAM while a checkpoint is assembled" in " ".join(
@@ -643,7 +643,7 @@ def test_a_model_that_cannot_be_trained_is_refused(folder):
 
 def test_the_shape_of_a_known_model_is_read_without_the_hub(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert num_parameters(parse_hf_config(model_shape("Qwen/Qwen2.5-7B-Instruct"))) == 7_615_616_512
+    assert num_parameters(load_hf_config(shape_folder("Qwen/Qwen2.5-7B-Instruct"))) == 7_615_616_512
 
 
 def test_the_command_prints_the_plan_needs_no_torch_and_ends_with_code_2_on_problems(folder):

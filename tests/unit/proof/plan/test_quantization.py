@@ -9,8 +9,8 @@ from megagrpo.config import ConfigError, load_config
 from megagrpo.engine.servers import serving
 from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.proof.plan import plan
+from megagrpo.proof.plan.engine_memory import engine_memory
 from megagrpo.proof.plan.gpu_specs import GPUS
-from megagrpo.proof.plan.planned_memory import engine_memory
 from megagrpo.proof.plan.shapes import num_parameters
 from megagrpo.proof.plan.times import step_times
 from megagrpo.proof.plan.workload import Lengths

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import RunConfig, load_config
-from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
+from megagrpo.models.families.hf_config import HfConfig, load_hf_config
+from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.platform.launch.job import Cluster, place
-from megagrpo.proof.plan.gpu_specs import GPUS
-from megagrpo.proof.plan.host_memory import host_memory
-from megagrpo.proof.plan.planned_memory import engine_memory, takes_turns
+from megagrpo.proof.plan.engine_memory import engine_memory
+from megagrpo.proof.plan.gpu_specs import GPUS, Gpu
+from megagrpo.proof.plan.planned_memory import run_memory
 from megagrpo.proof.plan.search import search
-from megagrpo.proof.plan.shapes import model_shape
 from megagrpo.proof.plan.times import step_times
 from megagrpo.proof.plan.workload import expected_lengths
 
@@ -40,13 +40,13 @@ def test_every_shipped_config_for_gpus_is_here():
 def test_the_layout_is_the_first_that_the_search_finds(name):
     gpus, kind = SHIPPED[name]
     config, gpu = load_config(CONFIGS / f"{name}.yaml"), GPUS[kind]
-    model, lengths = parse_hf_config(model_shape(config.model.path)), expected_lengths(config)
+    model, lengths = load_hf_config(shape_folder(config.model.path)), expected_lengths(config)
     world = place(config.run.nodes, config.rollout, Cluster(gpus_per_node=gpus)).world_size
     kept = search(config, model, world, gpu, lengths, keep=1 if name not in RAM_GIB else 10)
     best = next(
         one
         for one in kept
-        if fits(load_config(CONFIGS / f"{name}.yaml", one.overrides), model, world, RAM_GIB.get(name))
+        if fits(load_config(CONFIGS / f"{name}.yaml", one.overrides), model, world, gpu, RAM_GIB.get(name))
     )
     assert step_times(config, model, world, gpu, lengths) == best.times, " ".join(best.overrides)
     assert load_config(CONFIGS / f"{name}.yaml", best.overrides) == config
@@ -54,14 +54,14 @@ def test_the_layout_is_the_first_that_the_search_finds(name):
     assert gpus == 1 or name in RAM_GIB or f"the layout that `megagrpo plan --gpu {kind} --search` finds" in comment
 
 
-def fits(config: RunConfig, model: HfConfig, world: int, ram: float | None) -> bool:
+def fits(config: RunConfig, model: HfConfig, world: int, gpu: Gpu, ram: float | None) -> bool:
     """Whether a checkpoint of this layout fits `ram` GiB of a node."""
-    return ram is None or sum(host_memory(config, model, world, gpu=True).values()) < ram
+    return ram is None or sum(run_memory(config, model, world, gpu.memory_gib).host.values()) < ram
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_vllm_gets_the_memory_that_offloading_frees_and_leaves_room(name):
     config, gpu = load_config(CONFIGS / f"{name}.yaml"), GPUS[SHIPPED[name][1]]
-    engine = engine_memory(config, parse_hf_config(model_shape(config.model.path)), gpu.memory_gib)
-    assert config.rollout.gpu_memory_utilization >= (0.8 if takes_turns(config) else 0.9)
+    engine = engine_memory(config, load_hf_config(shape_folder(config.model.path)), gpu.memory_gib)
+    assert config.rollout.gpu_memory_utilization >= (0.8 if config.takes_turns else 0.9)
     assert gpu.memory_gib - engine["vllm_weights"] > ROOM_BESIDE_VLLM_GIB

@@ -16,6 +16,7 @@ from megagrpo.config import ConfigError, load_config
 from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.proof.plan import plan, with_times
 from megagrpo.proof.plan.cuts import EngineLayout
+from megagrpo.proof.plan.engine_memory import engine_memory, reload_bytes
 from megagrpo.proof.plan.flops import attention_flops, model_flops, token_flops
 from megagrpo.proof.plan.gpu_specs import GPUS, LINK_EFFICIENCY, Links
 from megagrpo.proof.plan.passes import (
@@ -374,7 +375,9 @@ def test_the_search_finds_layouts_that_fit_and_none_is_slower_than_the_configs_o
         changed = config(*kept, *one.overrides)
         memory = trainer_memory(changed, MODEL, world // changed.parallel.model_parallel_size)
         assert plan(changed, world, 79).problems == [] and one.gib <= USABLE * H100.memory_gib
-        assert one.gib == pytest.approx(smallest_gpu(changed, MODEL, memory))
+        assert one.gib == pytest.approx(
+            smallest_gpu(changed, memory, engine_memory(changed, MODEL), reload_bytes(changed, MODEL) / 2**30)
+        )
         assert one.times.step == pytest.approx(step_times(changed, MODEL, world, H100, LENGTHS).step)
 
 

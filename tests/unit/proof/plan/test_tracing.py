@@ -9,9 +9,10 @@ import pytest
 
 from megagrpo.config import load_config
 from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.proof.plan.engine_memory import GIB
 from megagrpo.proof.plan.flops import attention_flops, token_flops
 from megagrpo.proof.plan.gpu_specs import GPUS
-from megagrpo.proof.plan.planned_memory import GIB, stage_memory
+from megagrpo.proof.plan.planned_memory import stage_memory
 from megagrpo.proof.plan.roofline import Costs, Kernel, Trace, kernel_seconds, roofline
 from megagrpo.proof.plan.workload import Lengths
 
@@ -41,12 +42,12 @@ PROMPT, RESPONSE = 256, 768
 SCRIPT = """
 import json, sys
 from megagrpo.config import load_config
-from megagrpo.models.families.hf_config import parse_hf_config
-from megagrpo.proof.plan.shapes import model_shape
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.proof.plan.tracing.traced_step import trace_step
 
 config = load_config(sys.argv[1], sys.argv[3:])
-model = parse_hf_config(model_shape(config.model.path))
+model = load_hf_config(shape_folder(config.model.path))
 for extra in (1, 3):
     trace = trace_step(config, model, int(sys.argv[2]), 0, 256, 768, extra)
     each = trace.each

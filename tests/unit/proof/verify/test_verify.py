@@ -42,7 +42,7 @@ def test_a_small_model_is_of_the_same_kind_and_fits_the_layout(shape, sizes):
     raw = (SHAPES | MORE_SHAPES)[shape]
     real, parallel = parse_hf_config(raw), shrink_config(tiny_run(sizes)).parallel
     small = shrink_model(raw, ParallelSection(**sizes))
-    assert model_problems(small.raw, parallel) == []
+    assert model_problems(small, parallel) == []
     for kept in (
         "family",
         "tied_embeddings",
