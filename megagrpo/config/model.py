@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from math import lcm
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megagrpo.config.problems import Problem
 from megagrpo.config.section import NonNegativeInt, PositiveInt, Section, Share
 
 
@@ -140,3 +142,25 @@ class ParallelSection(Section):
     def smallest_world(self) -> int:
         """Smallest number of ranks with whole replicas and whole copies of the experts."""
         return lcm(self.model_parallel_size, self.expert_parallel_size)
+
+    def world_problems(self, world_size: int) -> list[Problem]:
+        """Return the problem of a number of ranks that the layout does not divide."""
+        below = world_size // self.smallest_world * self.smallest_world
+        nearest = " or ".join(str(ranks) for ranks in (below, below + self.smallest_world) if ranks)
+        for product, text, sizes in (
+            (
+                self.model_parallel_size,
+                "is not a multiple of parallel.tp x parallel.cp x parallel.pp",
+                (self.tp, self.cp, self.pp),
+            ),
+            (
+                self.expert_parallel_size,
+                "is not a multiple of parallel.ep x parallel.etp x parallel.pp",
+                (self.ep, self.expert_tp, self.pp),
+            ),
+        ):
+            if world_size % product:
+                keys = re.findall(r"parallel\.\w+", text)
+                said = f"{world_size} {text} = {' x '.join(map(str, sizes))} = {product}; use {nearest} ranks"
+                return [Problem(("world_size", *keys), said, rule=6)]
+        return []

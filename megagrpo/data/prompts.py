@@ -216,7 +216,7 @@ class PromptSource:
         token_ids = self._token_ids(row, question, own)[-self._max_prompt_length :]
         last = {} if isinstance(question, str) else question[-1]
         prefill = str(last["content"]) if last.get("role") == "assistant" else ""
-        opened = opened_thought(self._tokenizer.decode_all(token_ids[-PROMPT_TAIL:]), prefill)
+        opened = opened_thought(self._tokenizer.decode(token_ids[-PROMPT_TAIL:], special=True), prefill)
         return Prompt(
             row, token_ids, question, self._columns(values), place=position, template_kwargs=own, opened=opened
         )

@@ -30,23 +30,23 @@ def tokenizer_of(config: RunConfig, model_folder: str | Path) -> Tokenizer:
     Raises ValueError when there is no tokenizer, for variables that the chat template does not use, and for stop
     strings that no text can contain."""
     tokenizer = load_tokenizer(config.model.tokenizer or model_folder, model_folder)
+    tokenizer.eos_token_ids = _with_stop_tokens(tokenizer, config.rollout.stop)
     tokenizer.template_kwargs = config.data.chat_template_kwargs
     template = read_chat_template(config.data.chat_template)
     check_kwargs(tokenizer.template_kwargs, tokenizer.chat_template if template is None else template)
-    special = (
-        {tokenizer.token_text(token_id): token_id for token_id in tokenizer.special_ids()}
-        if config.rollout.stop
-        else {}
-    )
-    for index, text in enumerate(config.rollout.stop):
+    return tokenizer
+
+
+def _with_stop_tokens(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]:
+    """Return the end tokens, with the special tokens in `rollout.stop`."""
+    special = {tokenizer.token_text(token_id): token_id for token_id in tokenizer.special_ids()} if stop else {}
+    for index, text in enumerate(stop):
         if text not in special and (inside := [token for token in special if token in text]):
             raise ValueError(
                 f"rollout.stop.{index}: {text!r} contains the special token {inside[0]}, which the text of a response "
                 "leaves out; name the token alone"
             )
-    ends = {special[text] for text in config.rollout.stop if text in special}
-    tokenizer.eos_token_ids = tuple(sorted({*tokenizer.eos_token_ids, *ends}))
-    return tokenizer
+    return tuple(sorted({*tokenizer.eos_token_ids, *(special[text] for text in stop if text in special)}))
 
 
 def load_tokenizer(path: str | Path, model_path: str | Path | None = None) -> Tokenizer:
@@ -97,12 +97,8 @@ class Tokenizer(ABC):
         BOS if the model expects it."""
 
     @abstractmethod
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of the ids, without special tokens."""
-
-    @abstractmethod
-    def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Return the text of the ids, special tokens included where the tokenizer has a text for them."""
+    def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
+        """Return the text of the ids, without special tokens; with `special` also theirs, if the tokenizer has any."""
 
     @abstractmethod
     def token_text(self, token_id: int) -> str:
@@ -212,11 +208,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    def decode_all(self, token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
+        options = dict(skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(list(token_ids), **options)
 
     def token_text(self, token_id: int) -> str:
         return self.tokenizer.convert_ids_to_tokens(token_id) or ""
@@ -255,11 +249,8 @@ class SentencePieceTokenizer(Tokenizer):
             ids += [self._control[part]] if part in self._control else self.processor.encode(part)
         return ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
         return self.processor.decode([int(i) for i in token_ids])  # control tokens have no text
-
-    def decode_all(self, token_ids: Sequence[int]) -> str:
-        return self.decode(token_ids)
 
     def token_text(self, token_id: int) -> str:
         return self.processor.id_to_piece(token_id)

@@ -83,7 +83,8 @@ def architecture_problems(raw: Raw) -> list[str]:
         return odd
     missing = [f"model: config.json lacks {key}" for key in family.required if key not in raw]
     wrong = missing + _class_problems(family, raw) + _layer_type_problems(family, raw)
-    wrong += rope_problems(family, raw, _rope_types(raw))
+    kinds = _rope_types(raw)
+    wrong += rope_problems(family, raw, kinds)
     unknown_parameters = unknown_rope_keys(family, raw)
     return wrong + _key_problems(family, raw, unknown_parameters) + family.problems(raw)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megagrpo.models.families.architecture import HfConfig
+from megagrpo.models.families.architecture import Experts, HfConfig
 from megagrpo.models.families.blocks import BlockRule
 
 Raw = dict[str, Any]  # config.json as read
@@ -196,6 +196,13 @@ EXPERT_KEYS = ("num_experts", "num_local_experts", "num_experts_per_tok")  # rea
 def num_experts(raw: Raw) -> int:
     """Return the number of experts of a mixture, from either of its two key names."""
     return raw.get("num_experts") or raw["num_local_experts"]
+
+
+def mixture(raw: Raw, **fields: Any) -> Experts:
+    """Return experts in all blocks, as wide as a dense MLP and with normalized weights, unless `fields` differ."""
+    everywhere: dict[str, Any] = dict(normalized=True, blocks=frozenset(range(raw["num_hidden_layers"])))
+    everywhere |= dict(intermediate_size=raw.get("intermediate_size"))
+    return Experts(num_experts(raw), raw["num_experts_per_tok"], **(everywhere | fields))
 
 
 def windows(raw: Raw, size: int | None, slides: Callable[[int], bool] | None = None) -> tuple[int | None, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megagrpo.models.families.architecture import Experts, HfConfig
+from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.blocks import Block, BlockRule, Local, same
 from megagrpo.models.families.boxes import Box
 from megagrpo.models.families.dense import ATTENTION, DENSE, MLP, QKV_BIAS
@@ -16,7 +16,7 @@ from megagrpo.models.families.family import (
     Family,
     Raw,
     expert_problems,
-    num_experts,
+    mixture,
     windows,
 )
 
@@ -83,16 +83,9 @@ _FIXED = {
 
 
 def _read(raw: Raw, common: HfConfig) -> HfConfig:
-    mixture = Experts(
-        count=num_experts(raw),
-        per_token=raw["num_experts_per_tok"],
-        intermediate_size=raw["intermediate_size"],
-        normalized=True,
-        blocks=frozenset(range(raw["num_hidden_layers"])),
-        clamp=7.0,
-    )
+    experts = mixture(raw, clamp=7.0)
     turns = windows(raw, raw.get("sliding_window", 128), lambda block: block % 2 == 0)
-    return replace(common, qkv_bias=True, linear_bias=True, sinks=True, experts=mixture, windows=turns, norm_eps=1e-5)
+    return replace(common, qkv_bias=True, linear_bias=True, sinks=True, experts=experts, windows=turns, norm_eps=1e-5)
 
 
 def _problems(raw: Raw) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megagrpo.models.families.architecture import Experts, HfConfig
+from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.blocks import qkv
 from megagrpo.models.families.dense import ATTENTION, DENSE, GATE_UP, experts
 from megagrpo.models.families.family import (
@@ -16,7 +16,7 @@ from megagrpo.models.families.family import (
     Family,
     Raw,
     expert_problems,
-    num_experts,
+    mixture,
     rope,
     rotated_share,
     windows,
@@ -38,17 +38,14 @@ _MIXTRAL_TABLE = DENSE | experts("block_sparse_moe", "w1", "w3", "w2")
 
 
 def _mixtral(raw: Raw, common: HfConfig) -> HfConfig:
-    mixture = Experts(
-        count=num_experts(raw),
-        per_token=raw["num_experts_per_tok"],
-        intermediate_size=raw["intermediate_size"],
-        normalized=True,
-        blocks=frozenset(range(raw["num_hidden_layers"])),
-    )
     # transformers has other defaults for this family than for Llama.
     norm_eps, theta = raw.get("rms_norm_eps", 1e-5), rope({"rope_theta": 1e6} | raw)["rope_theta"]
     return replace(
-        common, norm_eps=norm_eps, rope_theta=theta, experts=mixture, windows=windows(raw, raw.get("sliding_window"))
+        common,
+        norm_eps=norm_eps,
+        rope_theta=theta,
+        experts=mixture(raw),
+        windows=windows(raw, raw.get("sliding_window")),
     )
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megagrpo.models.families.architecture import Experts, HfConfig
+from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.dense import DENSE, QK_NORM, QKV_BIAS, experts
-from megagrpo.models.families.family import EXPERT_KEYS, Family, Raw, expert_problems, num_experts, windows
+from megagrpo.models.families.family import EXPERT_KEYS, Family, Raw, expert_problems, mixture, windows
 
 UPPER_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")  # read by `upper_windows`
 
@@ -56,14 +56,9 @@ def _moe_blocks(raw: Raw) -> frozenset[int]:
 
 
 def _moe(raw: Raw, common: HfConfig) -> HfConfig:
-    mixture = Experts(
-        count=num_experts(raw),
-        per_token=raw["num_experts_per_tok"],
-        intermediate_size=raw["moe_intermediate_size"],
-        normalized=raw.get("norm_topk_prob", False),
-        blocks=_moe_blocks(raw),
-    )
-    return replace(common, qk_norm=True, experts=mixture, windows=windows(raw, window(raw)))
+    normalized, size = raw.get("norm_topk_prob", False), raw["moe_intermediate_size"]
+    experts = mixture(raw, intermediate_size=size, normalized=normalized, blocks=_moe_blocks(raw))
+    return replace(common, qk_norm=True, experts=experts, windows=windows(raw, window(raw)))
 
 
 def _moe_problems(raw: Raw) -> list[str]:

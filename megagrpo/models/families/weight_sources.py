@@ -198,7 +198,8 @@ def _from_package(package: str, key: str) -> Path:
     except OSError as e:
         why = f"{folder.parent} cannot be created: {e.strerror}"
         raise _error(key, f"{why}; set MEGAGRPO_CACHE to a folder that you can write") from e
-    with _only_one_process(folder):
+    with os.fdopen(open_lock(folder.with_name(f".{folder.name}.lock"))) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until this process closes the file, or dies
         if not folder.exists():
             for left in folder.parent.iterdir():
                 if re.fullmatch(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{16}}\.tmp", left.name):
@@ -265,11 +266,3 @@ def new_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         remove(unfinished)
         raise
-
-
-@contextlib.contextmanager
-def _only_one_process(folder: Path) -> Iterator[None]:
-    """Context manager: hold a lock beside `folder`. The system releases it when the process dies."""
-    with os.fdopen(open_lock(folder.with_name(f".{folder.name}.lock"))) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

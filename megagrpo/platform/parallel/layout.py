@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from megagrpo.config import ParallelSection
+from megagrpo.config import ParallelSection, ProblemError
 from megagrpo.platform import device
 from megagrpo.platform.parallel.rank_rendezvous import join_world
 
@@ -142,19 +142,8 @@ def init_layout(parallel: ParallelSection, seed: int = 42) -> Layout:
     device.select_local_device()
     if not dist.is_initialized():
         join_world(device.backend(), timeout)
-    world_size = dist.get_world_size()
-    if world_size % parallel.model_parallel_size:
-        raise ValueError(
-            f"parallel: tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp} = {parallel.model_parallel_size} does "
-            f"not divide the world of {world_size} ranks; start a multiple of {parallel.model_parallel_size} ranks or "
-            "lower tp, cp or pp"
-        )
-    if world_size % parallel.expert_parallel_size:
-        raise ValueError(
-            f"parallel: ep {parallel.ep} x etp {parallel.expert_tp} x pp {parallel.pp} = "
-            f"{parallel.expert_parallel_size} does not divide the world of {world_size} ranks; start a multiple of "
-            f"{parallel.expert_parallel_size} ranks or lower ep or etp"
-        )
+    if problems := parallel.world_problems(dist.get_world_size()):
+        raise ProblemError(*problems)
     # Megatron sets a timeout for every subgroup and ignores the world's.
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,

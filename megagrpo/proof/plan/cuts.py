@@ -58,11 +58,6 @@ class _Worker:
     pp_rank: int
     copy: int
 
-    @staticmethod
-    def of(layout: EngineLayout, number: int) -> _Worker:
-        tp_rank, rest = number % layout.tp, number // layout.tp
-        return _Worker(tp_rank, rest % layout.pp, rest // layout.pp)
-
 
 def wanted_boxes(
     shapes: Mapping[str, tuple[int, ...]], model: HfConfig, layout: EngineLayout
@@ -95,7 +90,7 @@ def _server_boxes(
     """Return box -> the workers of one server that load it, for a tensor that belongs to `stages`."""
     boxes: dict[Box, list[int]] = {}
     for number in range(layout.workers):
-        worker = _Worker.of(layout, number)
+        worker = _Worker(number % layout.tp, number // layout.tp % layout.pp, number // layout.tp // layout.pp)
         for box in _boxes(name, shape, model, layout, worker) if worker.pp_rank in stages else []:
             if size(box):
                 boxes.setdefault(box, []).append(number)

@@ -79,12 +79,17 @@ def reload_bytes(config: RunConfig, model: HfConfig) -> float:
     return max(model.vocab_size * element, mlp, experts / config.rollout.dp * quantized) * hidden / tp
 
 
+def sequence_memory(config: RunConfig, model: HfConfig) -> float:
+    """Return the GiB of the longest sequence in the KV cache while a batch is prefilled."""
+    return kv_bytes(config, model, config.max_model_len, PREFILL_TOKENS) / GIB
+
+
 def engine_memory(config: RunConfig, model: HfConfig, gpu: float | None = None) -> dict[str, float]:
     """Return the GiB of weights and KV cache of a vLLM server on each of its GPUs.
 
     The cache gets the rest of the server's share of `gpu` GiB. With `gpu` None it is the minimum: one longest sequence.
     """
-    least = kv_bytes(config, model, config.max_model_len, PREFILL_TOKENS) / GIB
+    least = sequence_memory(config, model)
     weights = device_bytes(config, model) / GIB
     rest = least if gpu is None else config.rollout.gpu_memory_utilization * gpu - weights
     return {"vllm_weights": weights, "kv_cache": max(0.0, rest)}

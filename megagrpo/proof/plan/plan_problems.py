@@ -82,21 +82,7 @@ def require(
 def layout_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Yield problems of a number of ranks that the layout does not divide, of a micro-batch that alignment cuts below
     the longest sample, and of ranks that do not exist."""
-    p = config.parallel
-    if world_size % p.model_parallel_size:
-        nearest = [str(n) for n in _multiples(p.smallest_world, world_size)]
-        said = (
-            f"{world_size} is not a multiple of parallel.tp x parallel.cp x parallel.pp = {p.tp} x {p.cp} x {p.pp} = "
-            f"{p.model_parallel_size}; use {' or '.join(nearest)} ranks"
-        )
-        yield Problem(("world_size", "parallel.tp", "parallel.cp", "parallel.pp"), said, rule=6)
-    elif world_size % p.expert_parallel_size:
-        nearest = [str(n) for n in _multiples(p.smallest_world, world_size)]
-        said = (
-            f"{world_size} is not a multiple of parallel.ep x parallel.etp x parallel.pp = {p.ep} x {p.expert_tp} x "
-            f"{p.pp} = {p.expert_parallel_size}; use {' or '.join(nearest)} ranks"
-        )
-        yield Problem(("world_size", "parallel.ep", "parallel.etp", "parallel.pp"), said, rule=6)
+    yield from config.parallel.world_problems(world_size)
     longest, budget, align = config.max_model_len, config.train.max_tokens_per_micro_batch, config.micro_batch_align
     if budget // align * align < longest <= budget:
         factors = " x ".join(_align_factors(config))
@@ -116,12 +102,6 @@ def _align_factors(config: RunConfig) -> list[str]:
     context = "2 x parallel.cp" if recipe == "none" else "parallel.cp"
     rounded = [] if recipe == "none" else [f"{config.model.token_align} (model.fp8_recipe {recipe})"]
     return rounded + [context] * (p.cp > 1) + ["parallel.tp"] * p.sequence_parallel
-
-
-def _multiples(of: int, near: int) -> list[int]:
-    """Return the positive multiples of `of` on both sides of `near`."""
-    below = near // of * of
-    return [n for n in (below, below + of) if n]
 
 
 def expert_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:

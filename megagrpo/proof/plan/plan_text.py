@@ -10,7 +10,7 @@ from megagrpo.config import LoraSection, ParallelSection, RolloutSection, RunCon
 from megagrpo.models.families.architecture import Experts
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform.process.terminal import WIDTH, side_by_side
-from megagrpo.proof.plan.engine_memory import GIB, PREFILL_TOKENS, engine_memory, kv_bytes
+from megagrpo.proof.plan.engine_memory import engine_memory, sequence_memory
 from megagrpo.proof.plan.planned_memory import Memory
 from megagrpo.proof.plan.search import Candidate
 from megagrpo.proof.plan.shapes import adapted_projections, num_active_parameters, num_parameters, stage_adapters
@@ -100,7 +100,7 @@ def _rollout_text(r: RolloutSection, max_model_len: int) -> str:
 def _cache_text(config: RunConfig, model: HfConfig, gpu: float) -> str:
     """Return weights and KV cache per GPU of a server that the run starts, and the number of sequences that fit."""
     memory, r = engine_memory(config, model, gpu), config.rollout
-    fit = int(memory["kv_cache"] * GIB / kv_bytes(config, model, config.max_model_len, PREFILL_TOKENS))
+    fit = int(memory["kv_cache"] / sequence_memory(config, model))
     wanted = min(r.max_num_seqs, ceil(r.prompts_per_step * r.num_generations / r.servers))
     return (
         f"on each GPU {memory['vllm_weights']:.1f} GiB of weights and {memory['kv_cache']:.1f} GiB of KV cache, "

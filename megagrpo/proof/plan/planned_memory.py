@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megagrpo.config import RunConfig
 from megagrpo.config.training import FUSED_SCRATCH_BYTES
 from megagrpo.models.families.hf_config import HfConfig
-from megagrpo.proof.plan.engine_memory import GIB, engine_memory, reload_bytes
+from megagrpo.proof.plan.engine_memory import GIB, engine_memory, reload_bytes, sequence_memory
 from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE
 from megagrpo.proof.plan.shapes import Stage, num_parameters, stages_of
 
@@ -37,8 +37,8 @@ def stage_memory(config: RunConfig, model: HfConfig, dp: int, gpu: bool = True) 
 
     Without a `gpu` attention is our torch version, which keeps more activations.
     """
-    sent = num_parameters(model) * config.model.weight_bytes / (dp * config.parallel.model_parallel_size)
     stages = _stages(config, model)
+    sent = num_parameters(model) * config.model.weight_bytes / (dp * config.parallel.model_parallel_size)
     return [_stage_memory(config, model, dp, stage, gpu, sent) for stage in stages]
 
 
@@ -329,13 +329,13 @@ class Memory:
 def run_memory(config: RunConfig, model: HfConfig, world_size: int, gpu_memory_gb: float | None) -> Memory:
     """Return the memory of a run on `world_size` ranks, on GPUs of `gpu_memory_gb` GiB or, with None, on CPUs."""
     p, has_gpu, colocated = config.parallel, gpu_memory_gb is not None, config.rollout.placed == "colocated"
-    reload, least = reload_bytes(config, model) / GIB, engine_memory(config, model)
-    engine = least if gpu_memory_gb is None else engine_memory(config, model, gpu_memory_gb)
+    reload, sequence = reload_bytes(config, model) / GIB, sequence_memory(config, model)
+    engine = engine_memory(config, model, gpu_memory_gb)
     phases = trainer_memory(config, model, max(1, world_size // p.model_parallel_size), gpu=has_gpu)
     trainer = max(sum(parts.values()) for parts in phases.values())
-    smallest = smallest_gpu(config, phases, least, reload)
+    smallest = smallest_gpu(config, phases, engine | {"kv_cache": sequence}, reload)
     divides = world_size % p.model_parallel_size == world_size % p.expert_parallel_size == 0
-    host = host_memory(config, model, world_size, has_gpu, least["vllm_weights"]) if divides else {}
+    host = host_memory(config, model, world_size, has_gpu, engine["vllm_weights"]) if divides else {}
     if colocated and not has_gpu:  # on CPUs vLLM does not sleep, and offloading frees no RAM
         phases["generate"] = phases["generate"] | engine
     elif colocated:

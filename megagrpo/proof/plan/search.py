@@ -34,18 +34,16 @@ class Candidate:
     gib: float  # memory that a GPU needs
     times: StepTimes
     stages: int  # pipeline stages, virtual ones included
-
-    @property
-    def cost(self) -> float:
-        """Seconds of a step, plus a small share of the trainer's per stage, so that simpler layouts win near ties.
-
-        Generation may be faster or slower than predicted by `GENERATE_ERROR`, so a step is the mean of three. Where
-        servers are slower than the trainer, the layout that trains faster is cheaper.
-        """
-        return _cost(self.times, self.stages)
+    cost: float  # `_cost` of them
 
 
 def _cost(times: StepTimes, stages: int) -> float:
+    """Return the seconds of a step, plus a small share of the trainer's per stage, so that simpler layouts win near
+    ties. `stages` includes virtual ones.
+
+    Generation may be faster or slower than predicted by `GENERATE_ERROR`, so a step is the mean of three. Where servers
+    are slower than the trainer, the layout that trains faster is cheaper.
+    """
     factors = (1 - GENERATE_ERROR, 1.0, 1 + GENERATE_ERROR)
     generate = times.seconds["generate"]
     steps = [replace(times, seconds=times.seconds | {"generate": factor * generate}).step for factor in factors]
@@ -68,11 +66,12 @@ def search(
         for virtual in _virtual(model, parallel):
             for times, made in _by_speed(config, model, world_size, gpu, lengths, generate, virtual):
                 stages = virtual.pp * virtual.vpp
-                if len(best) == keep and _cost(times, stages) >= best[-1].cost:
+                cost = _cost(times, stages)
+                if len(best) == keep and cost >= best[-1].cost:
                     break
                 gib = _gib(made, model, dp, *server)
                 if gib <= room and not cross_field_problems(made) and not any(layout_problems(made, world_size)):
-                    best.append(Candidate(_overrides(made, config), gib, times, stages))
+                    best.append(Candidate(_overrides(made, config), gib, times, stages, cost))
                     best = sorted(best, key=lambda one: one.cost)[:keep]
                     break
     return best

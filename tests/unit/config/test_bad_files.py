@@ -39,7 +39,7 @@ class Letters(Tokenizer):
     def __len__(self):
         return 128
 
-    pieces = decode = decode_all = token_text = special_ids = None
+    pieces = decode = token_text = special_ids = None
 
     def encode(self, text, add_special_tokens):
         return list(map(ord, text))

@@ -140,7 +140,7 @@ def test_a_preset_of_a_thinking_model_renders_its_prompt_and_scores_its_response
     config = load_config(tmp_path / "mine.yaml")
     tokenizer = tokenizer_of(config, tmp_path)
     (prompt,) = PromptSource(config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, 0).all()
-    assert tokenizer.decode_all(prompt.token_ids).endswith(end)
+    assert tokenizer.decode(prompt.token_ids, special=True).endswith(end)
     with RewardScorer(config.rewards.model_copy(update={"workers": 1}), config.rollout.max_completion_length) as scorer:
         (scored,) = scorer.score([Rollout(prompt, (1,), (0.0,), "stop", 0, response)])
     assert scored.reward == pytest.approx(sum(f.weight for f in config.rewards.functions))

@@ -63,7 +63,7 @@ def prompt_of(folder, rows=({"prompt": QUESTION},), **data):
     """The first prompt as text, and what it opens."""
     prompts = source(folder, rows, **data)
     (prompt, *_) = prompts.all()
-    return prompts._tokenizer.decode_all(prompt.token_ids), prompt.opened
+    return prompts._tokenizer.decode(prompt.token_ids, special=True), prompt.opened
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,8 @@ def test_a_bare_sentencepiece_model_gets_the_variables_too(sentencepiece_model):
     template = LLAMA_2 + "{{ tail }}"
     ids = tokenizer.render("Hi", chat_template=template)
     assert (
-        tokenizer.decode(ids).endswith("[/INST]<think>\n") and opened_thought(tokenizer.decode_all(ids)) == "<think>\n"
+        tokenizer.decode(ids).endswith("[/INST]<think>\n")
+        and opened_thought(tokenizer.decode(ids, special=True)) == "<think>\n"
     )
     assert tokenizer.decode(tokenizer.render("Hi", chat_template=template, kwargs={"tail": "7"})).endswith("[/INST]7")
 

@@ -1,7 +1,6 @@
-"""DeepSeek-V3, R1 and derived models: experts by the sigmoid of the router's logits plus a bias that is not trained.
-
-The layers after the last decoder layer, which predict several tokens at a time, are dropped.
-"""
+"""DeepSeek-V2, V2.5 and V2-Lite: experts by the softmax of the router's logits, from the best groups of experts where
+config.json asks for groups. DeepSeek-V3, R1 and derived models: experts by the sigmoid of the router's logits plus a
+bias that is not trained. Their layers after the last decoder layer, which predict several tokens, are dropped."""
 
 from __future__ import annotations
 
@@ -9,12 +8,41 @@ from megagrpo.models.families import latent
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.family import Family, Raw
 
+
+def _v2_problems(raw: Raw) -> list[str]:
+    method = raw.get("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        return [f"model: topk_method is {method!r}; supported: greedy, group_limited_greedy"]
+    if method == "greedy" and latent.groups(raw)[0] > 1:
+        return [
+            f"model: n_group={raw['n_group']} with topk_method greedy, which vLLM does not read; set one to 1 or "
+            "group_limited_greedy"
+        ]
+    return latent.problems(raw)
+
+
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    table=latent.table,
+    read=lambda raw, common: latent.read(raw, common, normalized=False),
+    problems=_v2_problems,
+    required=latent.LATENT_REQUIRED,
+    keys=(*latent.LATENT_KEYS, "topk_method"),
+    fixed=latent.LATENT_FIXED
+    | {
+        "scoring_func": ("softmax", "only softmax is supported"),
+        "norm_topk_prob": (False, "transformers does not scale the weights of a token's experts; set it to false"),
+    },
+)
+
+
 _ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # vLLM reads these keys, transformers does not
 # required: transformers' defaults differ from ours
 _DEFAULTS = ("first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor")
 
 
-def _problems(raw: Raw) -> list[str]:
+def _v3_problems(raw: Raw) -> list[str]:
     lacks = [key for key in _ROUTING if key not in raw]
     lines = [
         f"model: config.json lacks {key}; set it to {_ROUTING[key]}, or vLLM routes tokens another way" for key in lacks
@@ -27,12 +55,12 @@ def _beyond(hf: HfConfig) -> tuple[str, ...]:
     return tuple(rf"model\.layers\.{hf.num_layers + i}\..+" for i in range(extra))
 
 
-FAMILY = Family(
+DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     table=latent.table,
     read=lambda raw, common: latent.read(raw, common, normalized=True, sigmoid=True, bias=True),
-    problems=_problems,
+    problems=_v3_problems,
     required=(*latent.LATENT_REQUIRED, *_DEFAULTS),
     keys=(*latent.LATENT_KEYS, "num_nextn_predict_layers", "num_mtp_layers"),
     fixed=latent.LATENT_FIXED
