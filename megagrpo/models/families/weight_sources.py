@@ -211,9 +211,10 @@ def _from_package(package: str, key: str) -> Path:
 
 
 def unpacked_folder(package: str, key: str = "model.path") -> Path:
-    """Return the folder for a package's converted weights, maybe missing. Raises ProblemError without a model."""
-    source = _gguf_in(package, key)
-    return cache_folder() / f"{package}-{source.stem}-{source.stat().st_size}-bf16"
+    """Return the folder for a package's converted weights, maybe missing, in $MEGAGRPO_CACHE or the user's cache.
+    Raises ProblemError when the package holds no model."""
+    source, cache = _gguf_in(package, key), ENVIRONMENT.get("MEGAGRPO_CACHE") or user_cache() / "megagrpo"
+    return Path(cache) / f"{package}-{source.stem}-{source.stat().st_size}-bf16"
 
 
 def _gguf_in(package: str, key: str) -> Path:
@@ -246,11 +247,6 @@ def _convert_gguf(source: Path, folder: Path) -> None:
         del model.config.quantization_config
     assert all(p.dtype == torch.bfloat16 for p in model.parameters()), "transformers left quantized weights"
     model.save_pretrained(folder)
-
-
-def cache_folder() -> Path:
-    """Return the folder for converted models, maybe missing: $MEGAGRPO_CACHE, else `megagrpo` in the user's cache."""
-    return Path(ENVIRONMENT.get("MEGAGRPO_CACHE") or user_cache() / "megagrpo")
 
 
 @contextlib.contextmanager

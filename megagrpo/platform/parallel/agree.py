@@ -23,14 +23,12 @@ def run_and_agree[T](layout: Layout, action: Callable[[], T], here: bool = True)
     failing rank.
     Results must be picklable.
     """
-    result, failure = _attempt(action, here)
-    return [value for value, _ in _agree(layout, result, failure)]
+    return _run(layout, action, here, shares=True)[1]
 
 
 def on_first_rank[T](layout: Layout, action: Callable[[], T]) -> T:
     """Like `run_and_agree`, but run `action` on rank 0 alone, and return its result on every rank."""
-    result, failure = _attempt(action, layout.world_rank == 0)
-    first: T = _agree(layout, result, failure)[0][0]
+    first: Any = run_and_agree(layout, action, layout.world_rank == 0)[0]
     return first
 
 
@@ -40,25 +38,19 @@ def run_own_and_agree[T](layout: Layout, action: Callable[[], T], here: Literal[
 def run_own_and_agree[T](layout: Layout, action: Callable[[], T], here: bool) -> T | None: ...
 def run_own_and_agree[T](layout: Layout, action: Callable[[], T], here: bool = True) -> T | None:
     """Like `run_and_agree`, but return only this rank's own result, which need not be picklable."""
-    result, failure = _attempt(action, here)
-    _agree(layout, None, failure)
-    return result
+    return _run(layout, action, here, shares=False)[0]
 
 
-def _attempt[T](action: Callable[[], T], here: bool) -> tuple[T | None, Exception | None]:
-    if not here:
-        return None, None
+def _run[T](layout: Layout, action: Callable[[], T], here: bool, shares: bool) -> tuple[T | None, list[T | None]]:
+    """Return this rank's result and, if it `shares` results, those of all ranks."""
+    result, failure, described = None, None, None
     try:
-        return action(), None
+        result = action() if here else None
     except Exception as error:
-        return None, error
-
-
-def _agree(layout: Layout, result: Any, failure: Exception | None) -> list[tuple[Any, str | None]]:
-    described = None if failure is None else f"rank {layout.world_rank}: {type(failure).__name__}: {failure}"
-    everyone = layout.all_gather_objects((result, described))
+        failure, described = error, f"rank {layout.world_rank}: {type(error).__name__}: {error}"
+    everyone = layout.all_gather_objects((result if shares else None, described))
     if failure is not None:
         raise failure
     if (first := next((text for _, text in everyone if text is not None), None)) is not None:
         raise RankError(first)
-    return everyone
+    return result, [value for value, _ in everyone]

@@ -78,13 +78,8 @@ class Plan:
 
 
 def _times_json(times: StepTimes) -> dict[str, Any]:
-    derived = {
-        "step": times.step,
-        "tokens_per_second_per_gpu": times.tokens_per_gpu,
-        "mfu": times.mfu,
-        "idle": times.idle,
-    }
-    return {"seconds": times.seconds, "gpus": times.gpus, "bubble": times.bubble} | derived
+    made = {"seconds": times.seconds, "gpus": times.gpus, "bubble": times.bubble, "step": times.step}
+    return made | {"tokens_per_second_per_gpu": times.tokens_per_gpu, "mfu": times.mfu, "idle": times.idle}
 
 
 def with_times(

@@ -139,11 +139,8 @@ def stage_linears(model: HfConfig, parallel: ParallelSection) -> list[int]:
     """Return the parameters of the blocks' linears on one rank per pipeline stage; `stage_parameters` includes them."""
     attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
     mlp = 3 * model.hidden_size * model.intermediate_size
-    sizes = [
-        [attention + (0 if model.has_experts(layer) else mlp) for layer in layers]
-        for layers in layers_of_ranks(model, parallel)
-    ]
-    return [sum(layers) // parallel.tp for layers in sizes]
+    one = [attention + (0 if model.has_experts(layer) else mlp) for layer in range(model.num_layers)]
+    return [sum(one[layer] for layer in layers) // parallel.tp for layers in layers_of_ranks(model, parallel)]
 
 
 @dataclass(frozen=True)
