@@ -1,4 +1,4 @@
-"""The metrics of a step: their reduction over optimizer steps, the seconds of its phases, and idle time."""
+"""The metrics of a step: their reduction over its optimizer steps, and the shares of idle time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from megagrpo.types import Metric
 
-_OVER_UPDATES: dict[str, Callable[[Sequence[float]], float]] = {
+_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean,
     "max": max,
     "min": min,
@@ -16,24 +16,23 @@ _OVER_UPDATES: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 def values_of(metrics: dict[str, Metric]) -> dict[str, float]:
-    """Return the metrics as numbers."""
+    """Return name -> value."""
     return {name: metric.value for name, metric in metrics.items()}
 
 
-def over_updates(updates: Sequence[dict[str, Metric]]) -> dict[str, float]:
-    """Combine the metrics of a step's optimizer steps, each as its `reduce` says, over those that report it."""
+def reduce_updates(updates: Sequence[dict[str, Metric]]) -> dict[str, float]:
+    """Reduce the metrics of several optimizer steps by `Metric.reduce`. A metric may be absent from some of them."""
     by_name: dict[str, list[Metric]] = {}
     for update in updates:
         for name, metric in update.items():
             by_name.setdefault(name, []).append(metric)
     return {
-        name: _OVER_UPDATES[metrics[0].reduce]([metric.value for metric in metrics])
-        for name, metrics in by_name.items()
+        name: _REDUCTIONS[metrics[0].reduce]([metric.value for metric in metrics]) for name, metrics in by_name.items()
     }
 
 
 def idle_shares(times: dict[str, float]) -> dict[str, float]:
-    """Return the shares of a step in which the trainer waits for responses and rewards, and in which the servers do not
-    generate. Valid for synchronous runs, where the two take turns."""
+    """Return `idle/trainer`, the share of a step that waits for responses and rewards, and `idle/servers`, the share
+    without generation. `times` has `time/step` and its phases in seconds. Valid for synchronous runs only."""
     step, generating = times["time/step"], times.get("time/generate", 0.0)
     return {"idle/trainer": (generating + times.get("time/reward", 0.0)) / step, "idle/servers": 1 - generating / step}

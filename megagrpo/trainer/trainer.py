@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megagrpo.algorithms.advantages import reward_statistics, rewards_by_group
 from megagrpo.config import RunConfig
-from megagrpo.records.metrics import over_updates
+from megagrpo.records.metrics import reduce_updates
 from megagrpo.records.recorder import TrainedRollouts
 from megagrpo.trainer.gpu_turns import GpuTurns
 from megagrpo.trainer.learning import Learning
@@ -49,7 +49,7 @@ class Trainer:
                     gradients = learning.policy.backward(update.batch, update.loss_fn, update.denominator)
                     update.metrics = gradients | learning.policy.update()
                 updates.append(update.metrics)
-            metrics |= over_updates(updates) | over_updates([batch.packing for batch in batches])
+            metrics |= reduce_updates(updates) | reduce_updates([batch.packing for batch in batches])
             # also frees the reference's hidden states, which are not needed while servers generate
             del batches, batch, update
             recorders.trained(trained)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megagrpo.policy.metric_sums import merged, on_host
-from megagrpo.records.metrics import over_updates, values_of
+from megagrpo.records.metrics import reduce_updates, values_of
 from megagrpo.types import Metric
 
 
@@ -66,7 +66,7 @@ def test_optimizer_steps_combine_as_each_metric_says_over_those_that_report_it()
         "far": Metric(4.0, 9, "max"),
         "near": Metric(-3.0, 9, "min"),
     }
-    assert over_updates([one, two, {"norm": Metric(7.0)}]) == {
+    assert reduce_updates([one, two, {"norm": Metric(7.0)}]) == {
         "loss": 1.125,
         "rate": 0.2,
         "far": 5.0,
