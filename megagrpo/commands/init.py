@@ -1,10 +1,10 @@
-"""Creates a folder with a task of its own: data, a reward function, a config and a README.
+"""Creates the folder of a new task: data, a reward function, a config and a README.
 
     megagrpo init my_task
     megagrpo check my_task/run.yaml
     megagrpo train my_task/run.yaml
 
-The task trains as it is in minutes without a GPU. Replace the data, the reward and the model step by step.
+Unchanged, the task trains in minutes without a GPU. Replace the data, the reward and the model step by step.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Create the folder. Raises ConfigError for a folder with files, and for a name that a run cannot have."""
+    """Create the folder. Raises ConfigError if it exists and is not empty, or if its name is no valid run name."""
     folder: Path = options.folder
     name = folder.resolve().name
     try:
@@ -119,8 +119,8 @@ def run(options: argparse.Namespace) -> int:
     files = {
         "run.yaml": RUN.format(name=name),
         "reward.py": REWARD,
-        "train.jsonl": rows(range(57), 7),
-        "heldout.jsonl": rows(range(57, 69), 7),
+        "train.jsonl": addition_rows(range(57)),
+        "heldout.jsonl": addition_rows(range(57, 69)),
         "README.md": README.format(name=name, folder=folder),
         "schema.json": schema_text(),
     }
@@ -139,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def rows(numbers: range, stride: int) -> str:
-    """Return additions of numbers from 1 to 9 as JSON lines. Different `numbers` below 81 give different additions."""
-    pairs = [(1 + index * stride % 81 // 9, 1 + index * stride % 81 % 9) for index in numbers]
+def addition_rows(indices: range) -> str:
+    """Return one JSON line per index, from 0 to 80, of the 81 additions of numbers from 1 to 9, in mixed order."""
+    pairs = [(1 + index * 7 % 81 // 9, 1 + index * 7 % 81 % 9) for index in indices]
     return "".join(json.dumps({"prompt": f"What is {a} + {b}?", "answer": str(a + b)}) + "\n" for a, b in pairs)
