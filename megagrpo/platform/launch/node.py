@@ -25,15 +25,15 @@ from megagrpo.platform.process.terminal import warn
 from megagrpo.platform.process.variables import ENVIRONMENT, NODE_INDICES
 from megagrpo.records.run_files import make_run_folder
 
-NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class RankLogs(LogsSpecs):
-    """Writes one log file per rank, named by its global rank; the log of rank `main` is also printed."""
+    """Writes one log file per rank, named by its global rank; the log of rank 0 is also printed."""
 
-    def __init__(self, folder: Path, main: int = 0):
+    def __init__(self, folder: Path):
         super().__init__(str(folder))
-        self.folder, self.main = folder, main
+        self.folder = folder
 
     @property
     def root_log_dir(self) -> str:
@@ -41,19 +41,20 @@ class RankLogs(LogsSpecs):
         return str(self.folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return the log files: local rank -> its file, for standard output and standard error."""
+        """Make the folder and return the log files, local rank -> file, for standard output and standard error; set the
+        variable of each rank's error file in `envs`, local rank -> environment."""
         make_run_folder(self.folder)
         files = {local: str(self.folder / f"rank_{int(env['RANK']):05d}.log") for local, env in envs.items()}
-        printed = {local: files[local] for local, env in envs.items() if int(env["RANK"]) == self.main}
+        printed = {local: files[local] for local, env in envs.items() if int(env["RANK"]) == 0}
         errors = {local: str(self.folder / f".error_{env['RANK']}.json") for local, env in envs.items()}
         for local, env in envs.items():
             env["TORCHELASTIC_ERROR_FILE"] = errors[local]
         return LogsDest(files, files, printed, {}, errors, os.devnull, os.devnull)
 
 
-def silent_servers(urls: list[str], seconds: float) -> list[str]:
-    """Return the servers that have not passed a health check after `seconds`."""
-    deadline = time.monotonic() + seconds
+def wait_until_healthy(urls: list[str], timeout: float) -> list[str]:
+    """Wait until all servers have passed a health check, at most `timeout` seconds. Return those that have not."""
+    deadline = time.monotonic() + timeout
     while urls and time.monotonic() < deadline:
         urls = [url for url in urls if not _is_healthy(url)]
         time.sleep(min(1.0, max(0.0, deadline - time.monotonic())) if urls else 0)
@@ -62,7 +63,7 @@ def silent_servers(urls: list[str], seconds: float) -> list[str]:
 
 def _is_healthy(url: str) -> bool:
     try:
-        NO_PROXY.open(f"{url}/health", timeout=5).close()
+        _WITHOUT_PROXY.open(f"{url}/health", timeout=5).close()
     except OSError:
         return False
     return True
@@ -80,20 +81,20 @@ def main(arguments: list[str] | None = None) -> int:
         "--wait-for", default="", help="addresses of servers, separated by commas, that must be healthy first"
     )
     parser.add_argument("--wait-seconds", type=float, default=600.0)
-    options, trainer = parser.parse_known_args(arguments)
-    if silent := silent_servers([url for url in options.wait_for.split(",") if url], options.wait_seconds):
-        warn(f"no response from {', '.join(silent)} within {options.wait_seconds:g} s (rollout.startup_timeout)")
+    options, train_arguments = parser.parse_known_args(arguments)
+    if unhealthy := wait_until_healthy([url for url in options.wait_for.split(",") if url], options.wait_seconds):
+        warn(f"no response from {', '.join(unhealthy)} within {options.wait_seconds:g} s (rollout.startup_timeout)")
         return 1
     address, _, port = options.master.rpartition(":")
     index = next((ENVIRONMENT[name] for name in NODE_INDICES if name in ENVIRONMENT), "0")
     set_thread_environment(options.ranks)
     try:
-        set_connections(load_config(trainer[0], trainer[1:]).parallel)
+        set_connections(load_config(train_arguments[0], train_arguments[1:]).parallel)
     except ConfigError as error:
         warn(str(error))
         return 2
     nodes, logs = Nodes(int(index), options.nodes, address, int(port)), RankLogs(options.logs) if options.logs else None
-    return run_ranks(options.ranks, nodes, ["megagrpo", "train", *trainer], logs)
+    return run_ranks(options.ranks, nodes, ["megagrpo", "train", *train_arguments], logs)
 
 
 if __name__ == "__main__":

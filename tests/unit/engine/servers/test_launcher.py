@@ -26,7 +26,7 @@ from megagrpo.engine.servers import command_line
 from megagrpo.engine.servers.launcher import Launcher, Server, healthy
 from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.engine.servers.serving import make_launcher
-from megagrpo.platform.launch.node import silent_servers
+from megagrpo.platform.launch.node import wait_until_healthy
 from megagrpo.platform.process import variables
 from megagrpo.platform.process.ownership import TEMPORARY, make_folder, owner_in
 from megagrpo.platform.process.shm_names import CPU_WORKERS, FOLDER, SEGMENTS, remove_stale
@@ -682,7 +682,7 @@ def test_a_health_check_uses_no_proxy(monkeypatch):
     with http.server.HTTPServer(("127.0.0.1", 0), Healthy) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        assert healthy(url) and silent_servers([url], 0.1) == []
+        assert healthy(url) and wait_until_healthy([url], 0.1) == []
         server.shutdown()
 
 

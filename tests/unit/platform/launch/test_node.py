@@ -38,7 +38,7 @@ def test_servers_that_do_not_answer_in_time_are_named(capsys):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         down = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        assert node.silent_servers([up], 5) == [] and node.silent_servers([], 5) == []
+        assert node.wait_until_healthy([up], 5) == [] and node.wait_until_healthy([], 5) == []
         words = [
             "--nodes",
             "1",
@@ -53,7 +53,7 @@ def test_servers_that_do_not_answer_in_time_are_named(capsys):
         ]
         assert node.main(words) == 1
         server.well = False
-        assert node.silent_servers([up], 0.5) == [up]
+        assert node.wait_until_healthy([up], 0.5) == [up]
     server.shutdown()
     assert capsys.readouterr().err == f"no response from {down} within 0.5 s (rollout.startup_timeout)\n"
 
