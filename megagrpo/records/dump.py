@@ -86,7 +86,7 @@ class StepDumps(Recorder):
                 with self._reference.in_place():
                     self._attempt(lambda: self._save("reference"))
 
-    def record(self, loss_fn: LossFn) -> LossFn:
+    def wrap_loss(self, loss_fn: LossFn) -> LossFn:
         """Return `loss_fn` wrapped to record its inputs in one optimizer step. Weights before it are written now."""
         self._seen = {}
         if not self._step or not (self._attempt(self._save_weights) and self._attempt(self._look_at_optimizer)):
@@ -101,7 +101,7 @@ class StepDumps(Recorder):
 
         return recording
 
-    def measured(self, update: Update) -> None:
+    def after_update(self, update: Update) -> None:
         """Write the results of the optimizer step."""
         if self._step:
             self._updates[-1] |= {"denominator": update.denominator, "metrics": values_of(update.metrics)}
@@ -109,7 +109,7 @@ class StepDumps(Recorder):
             if self._attempt(self._save_rows):
                 self._attempt(self._save_optimizer)
 
-    def trained(self, rollouts: TrainedRollouts) -> None:
+    def after_training(self, rollouts: TrainedRollouts) -> None:
         """Write the rollouts and publish the dump under its final name."""
         if self._step:
             if self._attempt(lambda: on_first_rank(self._layout, lambda: self._publish(rollouts))):

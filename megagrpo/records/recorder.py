@@ -1,4 +1,4 @@
-"""What records the steps of a run beside their metrics: dumps, the token log, completions and the speed."""
+"""The interface of a run's recorders: dumps, the token log, completions and the speed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TrainedRollouts:
 
 @dataclass
 class Update:
-    """One optimizer step: its inputs, and the metrics that it gave."""
+    """One optimizer step: its inputs, and its metrics."""
 
     batch: TrainBatch
     loss_fn: LossFn
@@ -28,20 +28,20 @@ class Update:
 
 
 class Recorder:
-    """Records each step of a run, in this order: `begin`, for each optimizer step `record` and `measured`, then
-    `trained` and `finish`. All methods are collective, and do nothing by default."""
+    """Records each step of a run, in this order: `begin`, for each optimizer step `wrap_loss` and `after_update`, then
+    `after_training` and `finish`. All methods are collective, and do nothing by default."""
 
     def begin(self, rollouts: TrainedRollouts) -> None:
         """Begin a step, before its first optimizer step."""
 
-    def record(self, loss_fn: LossFn) -> LossFn:
+    def wrap_loss(self, loss_fn: LossFn) -> LossFn:
         """Return `loss_fn`, or a wrapper that records the inputs of one optimizer step."""
         return loss_fn
 
-    def measured(self, update: Update) -> None:
+    def after_update(self, update: Update) -> None:
         """Record the result of an optimizer step. Metrics without `grad_norm` mean that it was skipped."""
 
-    def trained(self, rollouts: TrainedRollouts) -> None:
+    def after_training(self, rollouts: TrainedRollouts) -> None:
         """Record the rollouts after the last optimizer step, before the weight sync."""
 
     def finish(self, rollouts: TrainedRollouts) -> None:
@@ -58,18 +58,18 @@ class Recorders(Recorder):
         for recorder in self.each:
             recorder.begin(rollouts)
 
-    def record(self, loss_fn: LossFn) -> LossFn:
+    def wrap_loss(self, loss_fn: LossFn) -> LossFn:
         for recorder in self.each:
-            loss_fn = recorder.record(loss_fn)
+            loss_fn = recorder.wrap_loss(loss_fn)
         return loss_fn
 
-    def measured(self, update: Update) -> None:
+    def after_update(self, update: Update) -> None:
         for recorder in self.each:
-            recorder.measured(update)
+            recorder.after_update(update)
 
-    def trained(self, rollouts: TrainedRollouts) -> None:
+    def after_training(self, rollouts: TrainedRollouts) -> None:
         for recorder in self.each:
-            recorder.trained(rollouts)
+            recorder.after_training(rollouts)
 
     def finish(self, rollouts: TrainedRollouts) -> None:
         for recorder in self.each:

@@ -2,7 +2,7 @@
 
 One line per response of these groups:
 step              the step, counted from 1
-sample            the line of the response among the step's lines in `completions.jsonl`, from 0
+sample            index of the response among the step's lines in `completions.jsonl`, from 0
 prompt_id         row of the prompt in the data set
 tokens            the text of each token [Lr]; a character of several tokens is in the first of them
 rollout_logprobs  [Lr], reported by vLLM
@@ -32,7 +32,7 @@ from megagrpo.types import LossFn, LossInputs, LossOutput
 TOKENS_FILE = "tokens.jsonl"
 LOGGED_DIGITS = 3
 
-Rows = dict[int, tuple[list[float], list[float]]]  # sample -> trainer's log-probs and entropies of its loss tokens
+SampleValues = dict[int, tuple[list[float], list[float]]]  # sample -> log-probs and entropies of its loss tokens
 
 
 @dataclass
@@ -50,7 +50,7 @@ class TokenLog(Recorder):
     _file: JsonlFile | None = None
     _chosen: list[int] = field(default_factory=list)  # samples of this step
     _inputs: dict[int, list[Tensor]] = field(default_factory=dict)  # of the current optimizer step, by micro-batch
-    _rows: Rows = field(default_factory=dict)
+    _values: SampleValues = field(default_factory=dict)
     _reported: bool = False  # whether a failure was reported
 
     def open(self, folder: Path, restored_step: int) -> None:
@@ -63,10 +63,10 @@ class TokenLog(Recorder):
 
     def begin(self, rollouts: TrainedRollouts) -> None:
         """Choose the samples of this step: the groups whose advantages differ most."""
-        self._chosen, self._rows = chosen_samples(rollouts.advantages, self.group_size, self.num_groups), {}
+        self._chosen, self._values = chosen_samples(rollouts.advantages, self.group_size, self.num_groups), {}
 
-    def record(self, loss_fn: LossFn) -> LossFn:
-        """Return `loss_fn` wrapped to keep its inputs of one optimizer step until `measured`."""
+    def wrap_loss(self, loss_fn: LossFn) -> LossFn:
+        """Return `loss_fn` wrapped to keep its inputs of one optimizer step until `after_update`."""
         self._inputs = {}
         layout = self.layout
         # other tp and cp ranks have the same inputs
@@ -81,23 +81,23 @@ class TokenLog(Recorder):
 
         return recording
 
-    def measured(self, update: Update) -> None:
-        """Keep the rows of the chosen samples of this optimizer step. The first pass over a sample counts."""
-        wanted = set(self._chosen) - set(self._rows)
+    def after_update(self, update: Update) -> None:
+        """Keep the values of the chosen samples that are trained on for the first time in this step."""
+        missing = set(self._chosen) - set(self._values)
         for columns in self._inputs.values():
-            self._rows |= rows_of(columns, wanted)
+            self._values |= values_of_samples(columns, missing)
         self._inputs = {}
 
     def finish(self, rollouts: TrainedRollouts) -> None:
-        """Gather the rows of all ranks and write the lines of the step. Collective."""
+        """Gather the values of all ranks and write the lines of the step. Collective."""
         if not self._chosen or self.layout is None:
             return
-        gathered = self.layout.all_gather_objects(self._rows)
-        everyone = {sample: row for rows in gathered for sample, row in rows.items()}
-        self._rows = {}
+        by_rank = self.layout.all_gather_objects(self._values)
+        gathered = {sample: values for part in by_rank for sample, values in part.items()}
+        self._values = {}
         if self._file is not None:
             try:
-                self._file.append([self._line(rollouts, sample, everyone.get(sample)) for sample in self._chosen])
+                self._file.append([self._line(rollouts, sample, gathered.get(sample)) for sample in self._chosen])
             except OSError as error:
                 self._failed(error)
 
@@ -107,10 +107,10 @@ class TokenLog(Recorder):
             self._file.close()
 
     def _line(
-        self, rollouts: TrainedRollouts, sample: int, row: tuple[list[float], list[float]] | None
+        self, rollouts: TrainedRollouts, sample: int, pair: tuple[list[float], list[float]] | None
     ) -> dict[str, Any]:
         rollout = rollouts.scored[sample].rollout
-        trainer, entropy = (_spread(values, rollout.written) for values in row or ([], []))
+        trainer, entropy = (_per_token(values, rollout.written) for values in pair or ([], []))
         return {
             "step": rollouts.step,
             "sample": sample,
@@ -149,20 +149,20 @@ def _columns(inputs: LossInputs) -> list[Tensor]:
     return [logprobs.detach(), inputs.entropy.detach(), batch.loss_mask, batch.cu_seqlens, batch.samples]
 
 
-def rows_of(columns: Sequence[Tensor], wanted: set[int]) -> Rows:
-    """Return the rounded log-probs and entropies of a micro-batch's wanted samples, at their loss tokens in order."""
+def values_of_samples(columns: Sequence[Tensor], chosen: set[int]) -> SampleValues:
+    """Return the rounded log-probs and entropies of the chosen samples, at their loss tokens, from `_columns`."""
     samples = columns[-1].tolist()
-    rows: Rows = {}
-    if wanted.isdisjoint(samples):  # copies nothing from a GPU
-        return rows
+    by_sample: SampleValues = {}
+    if chosen.isdisjoint(samples):  # copies nothing from a GPU
+        return by_sample
     logprobs, entropy, mask, borders = (column.cpu() for column in columns[:-1])
     for index, sample in enumerate(samples):
-        if sample in wanted:
+        if sample in chosen:
             span = slice(int(borders[index]), int(borders[index + 1]))
             values = [rounded(row[span][mask[span]]) for row in (logprobs, entropy)]
-            before = rows.get(sample, ([], []))  # a prompt that samples share is a sequence of its own
-            rows[sample] = (before[0] + values[0], before[1] + values[1])
-    return rows
+            before = by_sample.get(sample, ([], []))  # a shared prompt is a separate sequence
+            by_sample[sample] = (before[0] + values[0], before[1] + values[1])
+    return by_sample
 
 
 def rounded(values: Tensor) -> list[float]:
@@ -170,7 +170,7 @@ def rounded(values: Tensor) -> list[float]:
     return [round(value, LOGGED_DIGITS) for value in values.to(torch.float64).tolist()]
 
 
-def _spread(values: Sequence[float], written: Sequence[bool]) -> list[float | None]:
+def _per_token(values: Sequence[float], written: Sequence[bool]) -> list[float | None]:
     """Return one value per token of the response; None where the policy did not write the token, or without values."""
     rest = iter(values)
-    return [next(rest, None) if own else None for own in written]
+    return [next(rest, None) if by_policy else None for by_policy in written]

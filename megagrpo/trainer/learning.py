@@ -95,7 +95,7 @@ class Learning:
         entropy_coef = bonus_coefficient(self.state, algorithm)
         with self.phases("logprobs"):
             batch = add_step_terms(batch, self.policy, divisor, entropy_coef)
-        update = Update(batch, self.recorder.record(self.loss_fn), divisor)
+        update = Update(batch, self.recorder.wrap_loss(self.loss_fn), divisor)
         with self.phases("train"):
             try:
                 yield update
@@ -106,7 +106,7 @@ class Learning:
         if algorithm.entropy_bonus:
             update.metrics["entropy_coef"] = Metric(entropy_coef)
             adapt_bonus(self.state, values_of(update.metrics), algorithm)
-        self.recorder.measured(update)
+        self.recorder.after_update(update)
 
     def move_reference(self) -> None:
         """Update the reference towards the policy at the end of every `ref_model_sync_steps` steps."""

@@ -35,7 +35,7 @@ class Speed(Recorder):
     runs_ahead: bool
     _flops: float = 0.0
 
-    def measured(self, update: Update) -> None:
+    def after_update(self, update: Update) -> None:
         """Count the FLOPs of one optimizer step."""
         tokens = update.batch.computed
         self._flops += step_flops(self.hf_config, tokens.spans, tokens.num_loss, frozen=self.frozen)

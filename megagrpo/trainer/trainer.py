@@ -52,7 +52,7 @@ class Trainer:
             metrics |= reduce_updates(updates) | reduce_updates([batch.packing for batch in batches])
             # also frees the reference's hidden states, which are not needed while servers generate
             del batches, batch, update
-            recorders.trained(trained)
+            recorders.after_training(trained)
             learning.move_reference()
         self.syncing.sync()
         recorders.finish(trained)

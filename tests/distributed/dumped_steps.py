@@ -93,9 +93,9 @@ def dump_step(config: RunConfig, layout: Layout, model: Path, run: Path, steps: 
         for _ in range(algorithm.num_iterations):
             coefficient = bonus_coefficient(state, algorithm)
             known = add_step_terms(batch, policy, divisor, coefficient)
-            metrics = policy.train_step(known, dumps.record(make_loss(config.algorithm)), divisor)
+            metrics = policy.train_step(known, dumps.wrap_loss(make_loss(config.algorithm)), divisor)
             adapt_bonus(state, values_of(metrics), algorithm)
             metrics |= dict(entropy_coef=Metric(coefficient))
-            dumps.measured(Update(known, make_loss(config.algorithm), divisor, metrics))
-        dumps.trained(trained)
+            dumps.after_update(Update(known, make_loss(config.algorithm), divisor, metrics))
+        dumps.after_training(trained)
     return said

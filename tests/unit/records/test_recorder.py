@@ -12,14 +12,14 @@ class Noting(Recorder):
     def begin(self, rollouts):
         self.calls.append((self.name, "begin", rollouts.step))
 
-    def record(self, loss_fn):
+    def wrap_loss(self, loss_fn):
         return lambda inputs: loss_fn(inputs) + self.name
 
-    def measured(self, update):
-        self.calls.append((self.name, "measured", update.denominator))
+    def after_update(self, update):
+        self.calls.append((self.name, "after_update", update.denominator))
 
-    def trained(self, rollouts):
-        self.calls.append((self.name, "trained", rollouts.step))
+    def after_training(self, rollouts):
+        self.calls.append((self.name, "after_training", rollouts.step))
 
     def finish(self, rollouts):
         self.calls.append((self.name, "finish", rollouts.step))
@@ -29,9 +29,9 @@ def test_each_recorder_gets_every_call_in_order_and_the_first_is_next_to_the_los
     calls, rollouts = [], TrainedRollouts(3, [], [])
     recorders = Recorders((Noting("a", calls), Recorder(), Noting("b", calls)))
     recorders.begin(rollouts)
-    assert recorders.record(lambda inputs: inputs)("loss ") == "loss ab"
-    recorders.measured(Update(None, None, 7))
-    recorders.trained(rollouts)
+    assert recorders.wrap_loss(lambda inputs: inputs)("loss ") == "loss ab"
+    recorders.after_update(Update(None, None, 7))
+    recorders.after_training(rollouts)
     recorders.finish(rollouts)
-    steps = [("begin", 3), ("measured", 7), ("trained", 3), ("finish", 3)]
+    steps = [("begin", 3), ("after_update", 7), ("after_training", 3), ("finish", 3)]
     assert calls == [(name, *step) for step in steps for name in "ab"]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megagrpo.records.recorder import TrainedRollouts
-from megagrpo.records.token_log import TOKENS_FILE, TokenLog, chosen_samples, rows_of
+from megagrpo.records.token_log import TOKENS_FILE, TokenLog, chosen_samples, values_of_samples
 from megagrpo.types import Dialogue, LossInputs, LossOutput, MicroBatch, Prompt, Rollout, ScoredRollout
 from tests.unit.records.report.synthetic import OneRank, Texts
 
@@ -65,10 +65,10 @@ def test_the_groups_with_the_largest_range_of_advantages_are_chosen():
 def test_a_line_holds_the_rounded_numbers_of_each_loss_token(tmp_path):
     tokens, batch = log(tmp_path), micro_batch([3, 2, -1], [5, 5, 2])
     tokens.begin(trained([0.0, 0.0, 1.0, -1.0]))
-    recorded = tokens.record(loss)
+    recorded = tokens.wrap_loss(loss)
     recorded(inputs(batch, first=-9))  # computed in advance
     assert recorded(inputs(batch)).numerator.item() == loss(inputs(batch)).numerator.item()
-    tokens.measured(None)
+    tokens.after_update(None)
     tokens.finish(TrainedRollouts(7, scored(4), []))
     first, second = lines(tmp_path)
     assert first == {
@@ -82,14 +82,14 @@ def test_old_log_probs_count_and_a_second_pass_over_a_sample_does_not(tmp_path):
     tokens, batch = log(tmp_path), micro_batch([0, 1], [5, 5])
     tokens.begin(trained([1.0, -1.0]))
     for first in (0.0, -5.0):
-        tokens.record(loss)(inputs(batch.with_terms(old_logprobs=torch.full((10,), -0.75)), first))
-        tokens.measured(None)
+        tokens.wrap_loss(loss)(inputs(batch.with_terms(old_logprobs=torch.full((10,), -0.75)), first))
+        tokens.after_update(None)
     tokens.finish(TrainedRollouts(1, scored(2), []))
     assert [row["trainer_logprobs"] for row in lines(tmp_path)] == [[-0.75] * 3] * 2
     assert [row["entropy"][0] for row in lines(tmp_path)] == [0.125, 0.438]
 
 
-def test_a_prompt_shared_by_samples_has_no_rows_of_its_own():
+def test_a_prompt_shared_by_samples_has_no_values_of_samples_its_own():
     columns = [
         torch.arange(8.0),
         torch.zeros(8),
@@ -97,14 +97,14 @@ def test_a_prompt_shared_by_samples_has_no_rows_of_its_own():
         torch.tensor([0, 4, 6, 8]),
         torch.tensor([5, 5, 6]),
     ]
-    assert rows_of(columns, {5, 6}) == {5: ([4, 5], [0, 0]), 6: ([6, 7], [0, 0])}
-    assert rows_of(columns, {6}) == {6: ([6, 7], [0, 0])} and rows_of(columns, set()) == {}
+    assert values_of_samples(columns, {5, 6}) == {5: ([4, 5], [0, 0]), 6: ([6, 7], [0, 0])}
+    assert values_of_samples(columns, {6}) == {6: ([6, 7], [0, 0])} and values_of_samples(columns, set()) == {}
 
 
 def test_tokens_that_the_policy_did_not_write_or_that_were_not_trained_are_null(tmp_path):
     tokens = log(tmp_path)
     tokens.begin(trained([1.0, -1.0]))
-    tokens._rows = {0: ([-0.5, -0.25], [0.1, 0.2])}
+    tokens._values = {0: ([-0.5, -0.25], [0.1, 0.2])}
     dialogue = Dialogue(written=(True, False, True), messages=(), num_turns=2, ended="done")
     tokens.finish(TrainedRollouts(1, scored(2, dialogue=dialogue), []))
     first, second = lines(tmp_path)
@@ -115,14 +115,14 @@ def test_tokens_that_the_policy_did_not_write_or_that_were_not_trained_are_null(
 def test_without_groups_or_on_other_tensor_parallel_ranks_the_loss_is_untouched(tmp_path):
     tokens = log(tmp_path, groups=0)
     tokens.begin(trained([1.0, -1.0]))
-    assert tokens.record(loss) is loss
-    tokens.measured(None)
+    assert tokens.wrap_loss(loss) is loss
+    tokens.after_update(None)
     tokens.finish(TrainedRollouts(1, scored(2), []))
     assert not (tmp_path / TOKENS_FILE).exists()
     other = log(tmp_path)
     other.layout.tp_rank = 1  # type: ignore[union-attr, misc]
     other.begin(trained([1.0, -1.0]))
-    assert other.record(loss) is loss
+    assert other.wrap_loss(loss) is loss
 
 
 def test_a_resumed_run_drops_the_tokens_after_its_checkpoint(tmp_path):

@@ -50,7 +50,7 @@ def test_rates_are_tokens_per_second_of_the_step_and_of_generation():
 def test_mfu_is_the_share_of_the_given_peak_during_training_and_starts_again_each_step():
     made, tokens = speed("run.peak_tflops=0.5"), ComputedTokens(((0, 50), (0, 30)), 40)
     for _ in range(2):
-        made.measured(Update(TrainBatch((), 0, 0, computed=tokens), None, 1))
+        made.after_update(Update(TrainBatch((), 0, 0, computed=tokens), None, 1))
     flops = 2 * step_flops(made.hf_config, tokens.spans, tokens.num_loss)
     assert made.metrics(1000, 400, TIMES)["mfu"] == pytest.approx(flops / (2.0 * 2 * 0.5e12))
     assert made.metrics(1000, 400, TIMES)["mfu"] == 0

@@ -118,7 +118,7 @@ def make_run(
         tokens.begin(trained)
         for i in tokens._chosen:
             noisy = [round(value + rng.gauss(0, 0.03), 3) for value in scored[i].rollout.rollout_logprobs]
-            tokens._rows[i] = (noisy, [0.5] * length)
+            tokens._values[i] = (noisy, [0.5] * length)
         tokens.finish(trained)
         writer.step(step, metrics(step, steps, rng))
         if evaluate and step % max(1, steps // 3) == 0:
