@@ -111,11 +111,11 @@ def run_training(name: str, overrides: Sequence[str], ranks: int | None = None) 
     if not is_rank:
         from megagrpo.engine.servers import early_start
         from megagrpo.platform.launch.job_nodes import ONE_NODE
-        from megagrpo.platform.launch.local import num_gpus, run_ranks, set_connections, set_thread_environment
+        from megagrpo.platform.launch.local import num_gpus, run_ranks, set_cuda_max_connections, set_thread_environment
 
         ranks = planned_ranks(config, ranks)
         set_thread_environment(ranks)
-        set_connections(config.parallel)
+        set_cuda_max_connections(config.parallel)
         if ranks > 1:
             return run_ranks(ranks, ONE_NODE, ["megagrpo", "train", name, *overrides])
     with without_garbage_collection():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megagrpo.config import ConfigError, ParallelSection, RolloutSection
 from megagrpo.platform.launch.job_nodes import Nodes
-from megagrpo.platform.launch.preflight import needs_one_connection, visible_gpus
+from megagrpo.platform.launch.preflight import needs_one_connection, visible_gpu_lines
 from megagrpo.platform.process.scratch import temporary_files
 from megagrpo.platform.process.terminal import warn
 from megagrpo.platform.process.variables import ENVIRONMENT, LAUNCHER_VARIABLE, OPENMP
@@ -23,12 +23,12 @@ SHUTDOWN_SECONDS = 180  # after a signal, for the ranks to finish their step and
 
 def num_gpus() -> int:
     """Return the number of GPUs that are visible to a child process."""
-    return len(visible_gpus(ENVIRONMENT))
+    return len(visible_gpu_lines(ENVIRONMENT))
 
 
 def num_ranks(rollout: RolloutSection, parallel: ParallelSection) -> int:
-    """Return the number of ranks to start: `NPROC` if set. Dedicated servers on this machine use the GPUs after the
-    ranks' GPUs. Raises ConfigError."""
+    """Return the number of ranks to start on this machine: `NPROC` if set, else one per GPU that no dedicated server
+    uses; without GPUs the smallest number for the layout. Raises ConfigError."""
     if nproc := ENVIRONMENT.get("NPROC", ""):
         if not nproc.isdigit() or int(nproc) == 0:
             raise ConfigError(
@@ -36,14 +36,14 @@ def num_ranks(rollout: RolloutSection, parallel: ParallelSection) -> int:
                 "config"
             )
         return int(nproc)
-    beside = rollout.placed == "dedicated" and rollout.nodes_per_server == 1
-    set_aside, gpus = rollout.servers * rollout.devices_per_server if beside else 0, num_gpus()
-    if gpus and gpus <= set_aside:
+    has_local_servers = rollout.placed == "dedicated" and rollout.nodes_per_server == 1
+    server_gpus, gpus = rollout.servers * rollout.devices_per_server if has_local_servers else 0, num_gpus()
+    if gpus and gpus <= server_gpus:
         raise ConfigError(
-            f"rollout.placement: dedicated servers need {set_aside} GPUs, rollout.servers {rollout.servers} x "
+            f"rollout.placement: dedicated servers need {server_gpus} GPUs, rollout.servers {rollout.servers} x "
             f"{rollout.server_text}, but this machine has {gpus}; leave some to the trainer, or choose colocated"
         )
-    return gpus - set_aside if gpus else parallel.smallest_world
+    return gpus - server_gpus if gpus else parallel.smallest_world
 
 
 def set_thread_environment(ranks: int) -> None:
@@ -55,25 +55,25 @@ def set_thread_environment(ranks: int) -> None:
     ENVIRONMENT.setdefault("PYTHONUNBUFFERED", "1")
 
 
-def set_connections(parallel: ParallelSection) -> None:
-    """Set CUDA_DEVICE_MAX_CONNECTIONS=1 for ranks that overlap messages with products on GPUs before Blackwell, unless
-    it is set. The launcher of the servers does not pass it on."""
-    if max(parallel.tp, parallel.cp) > 1 and needs_one_connection(visible_gpus(ENVIRONMENT)):
+def set_cuda_max_connections(parallel: ParallelSection) -> None:
+    """Set CUDA_DEVICE_MAX_CONNECTIONS=1, unless it is set, for tensor or context parallelism on GPUs before Blackwell.
+    vLLM servers do not inherit it."""
+    if max(parallel.tp, parallel.cp) > 1 and needs_one_connection(visible_gpu_lines(ENVIRONMENT)):
         ENVIRONMENT.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 @temporary_files()  # torchrun leaves an empty folder for logs
 def run_ranks(ranks: int, nodes: Nodes, command: list[str], logs: LogsSpecs | None = None) -> int:
-    """Run this machine's ranks of a command under torchrun's agent and return the exit code: that of the rank that
-    failed first, or 128 + the signal's number.
+    """Run this machine's ranks of a command under torchrun's agent. Return the exit code of the first rank that failed,
+    128 + the number of a signal, or 85 for SIGTERM in a job.
 
-    `command` is a Python file or a module, with its arguments. The agent runs in this process, so it gets signals and
-    forwards them to the ranks. `logs` sets the ranks' log files.
+    `command` is a Python file or a module, with its arguments. The agent runs in this process, gets its signals and
+    forwards them to the ranks. It changes this process's environment and `socket.getfqdn`. `logs` sets log files.
     """
     ENVIRONMENT.setdefault("LOGLEVEL", "ERROR")
     for name in [name for name in ENVIRONMENT if name.startswith("PET_")]:
         del ENVIRONMENT[name]  # defaults of torchrun's options
-    # the agent asks often, and a silent name server costs 10 s
+    # the agent calls getfqdn often, and each call takes 10 s if the DNS server does not respond
     vars(socket).update(getfqdn=lambda name="": name or socket.gethostname())
     ENVIRONMENT[LAUNCHER_VARIABLE] = str(os.getpid())
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -84,15 +84,15 @@ def run_ranks(ranks: int, nodes: Nodes, command: list[str], logs: LogsSpecs | No
 
     options = [f"--nproc-per-node={ranks}", f"--shutdown-timeout={SHUTDOWN_SECONDS}"]
     options += [] if command[0].endswith(".py") else ["-m"]
-    config, program, words = config_from_args(parse_args([*launcher_rendezvous.options(nodes), *options, *command]))
+    config, program, arguments = config_from_args(parse_args([*launcher_rendezvous.options(nodes), *options, *command]))
     if logs is not None:
         # no prefix: one rank is printed
         config.logs_specs, config.role, config.log_line_prefix_template = logs, "", "${role_name}"
     try:
-        elastic_launch(config, program)(*words)
+        elastic_launch(config, program)(*arguments)
     except SignalException as stopped:
-        of_a_job = stopped.sigval == signal.SIGTERM and "MEGAGRPO_JOB" in ENVIRONMENT
-        return TO_BE_CONTINUED if of_a_job else 128 + int(stopped.sigval)
+        in_a_job = stopped.sigval == signal.SIGTERM and "MEGAGRPO_JOB" in ENVIRONMENT
+        return TO_BE_CONTINUED if in_a_job else 128 + int(stopped.sigval)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         if failure.exitcode < 0:

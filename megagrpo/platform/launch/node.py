@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from megagrpo.config import ConfigError, load_config
 from megagrpo.platform.launch.job_nodes import Nodes
-from megagrpo.platform.launch.local import run_ranks, set_connections, set_thread_environment
+from megagrpo.platform.launch.local import run_ranks, set_cuda_max_connections, set_thread_environment
 from megagrpo.platform.process.terminal import warn
 from megagrpo.platform.process.variables import ENVIRONMENT, NODE_INDICES
 from megagrpo.records.run_files import make_run_folder
@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     index = next((ENVIRONMENT[name] for name in NODE_INDICES if name in ENVIRONMENT), "0")
     set_thread_environment(options.ranks)
     try:
-        set_connections(load_config(train_arguments[0], train_arguments[1:]).parallel)
+        set_cuda_max_connections(load_config(train_arguments[0], train_arguments[1:]).parallel)
     except ConfigError as error:
         warn(str(error))
         return 2

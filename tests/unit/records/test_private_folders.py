@@ -66,7 +66,7 @@ def start(folder: Path) -> None:
 CREATORS = {
     "a run": start,
     "functions and data from Python": lambda folder: collect(reward, [{"prompt": "secret"}], None, None).write(folder),
-    "the preflight of a node": lambda folder: preflight.problems(folder, 0, [], {}),
+    "the preflight of a node": lambda folder: preflight.node_problems(folder, 0, [], {}),
     "logs of servers": prepare_servers,
     "logs of ranks": lambda folder: RankLogs(folder).reify({}),
 }

@@ -150,8 +150,8 @@ def test_cores_are_shared_out_and_what_the_user_set_stays(local, monkeypatch):
 )
 def test_ranks_that_overlap_messages_with_products_get_one_connection(gpu, parallel, value, local, monkeypatch):
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    monkeypatch.setattr(local, "visible_gpus", lambda environment: [f"GPU 0: NVIDIA {gpu}"])
-    local.set_connections(ParallelSection(**parallel))
+    monkeypatch.setattr(local, "visible_gpu_lines", lambda environment: [f"GPU 0: NVIDIA {gpu}"])
+    local.set_cuda_max_connections(ParallelSection(**parallel))
     assert os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None) == value
 
 

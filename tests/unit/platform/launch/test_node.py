@@ -60,7 +60,7 @@ def test_servers_that_do_not_answer_in_time_are_named(capsys):
 
 @pytest.mark.parametrize(("layout", "value"), [("parallel.tp=2", "1"), ("parallel.cp=2", "1"), ("parallel.pp=2", None)])
 def test_ranks_of_a_job_get_one_connection_where_the_layout_needs_it(layout, value, monkeypatch):
-    monkeypatch.setattr(local, "visible_gpus", lambda environment: ["GPU 0: NVIDIA H100"])
+    monkeypatch.setattr(local, "visible_gpu_lines", lambda environment: ["GPU 0: NVIDIA H100"])
     started = []
     monkeypatch.setattr(node, "run_ranks", lambda *words: started.append((words, dict(os.environ))) or 0)
     config = str(Path(__file__).parents[4] / "configs" / "quickstart.yaml")

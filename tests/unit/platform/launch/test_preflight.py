@@ -48,8 +48,8 @@ def test_every_problem_of_a_node_is_told_at_once(tmp_path):
 
 def test_a_python_without_the_packages_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "NEEDED_MODULES", ("json", "no_such_package", "no_such_package.core"))
-    found = preflight.problems(tmp_path, 0, [], {})
-    assert [problem.partition(":")[0] for problem in found] == ["no_such_package", "no_such_package.core"]
+    problems = preflight.node_problems(tmp_path, 0, [], {})
+    assert [problem.partition(":")[0] for problem in problems] == ["no_such_package", "no_such_package.core"]
 
 
 @pytest.mark.parametrize(
@@ -63,40 +63,40 @@ def test_a_python_without_the_packages_is_told(tmp_path, monkeypatch):
 )
 def test_one_connection_is_asked_for_where_messages_and_products_overlap(gpu, environment, told, tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "_nvidia_smi", lambda *arguments: [gpu])
-    found = preflight.problems(tmp_path, 1, [], environment, one_connection=True)
-    assert [problem.partition(":")[0] for problem in found] == ["CUDA_DEVICE_MAX_CONNECTIONS"] * told
-    assert preflight.problems(tmp_path, 1, [], environment) == []
+    problems = preflight.node_problems(tmp_path, 1, [], environment, one_connection=True)
+    assert [problem.partition(":")[0] for problem in problems] == ["CUDA_DEVICE_MAX_CONNECTIONS"] * told
+    assert preflight.node_problems(tmp_path, 1, [], environment) == []
 
 
 def test_the_other_apex_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "installed_version", lambda package: "0.9.10.dev0" if package == "apex" else "")
-    assert [problem.partition(":")[0] for problem in preflight.problems(tmp_path, 0, [], {})] == ["apex"]
+    assert [problem.partition(":")[0] for problem in preflight.node_problems(tmp_path, 0, [], {})] == ["apex"]
 
 
 def test_a_full_disk_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "FREE_GIB", 1e9)
-    assert "GiB free, but a run needs at least" in preflight.problems(tmp_path, 0, [], {})[0]
+    monkeypatch.setattr(preflight, "MIN_FREE_GIB", 1e9)
+    assert "GiB free, but a run needs at least" in preflight.node_problems(tmp_path, 0, [], {})[0]
 
 
 def test_nodes_with_other_packages_are_named():
-    same = preflight.facts()
+    same = preflight.node_versions()
     reports = {"n1": same, "n2": same | {"torch": "1.0"}, "n3": same}
-    (found,) = preflight.differences(reports)
-    assert found == f"torch: {same['torch']} on n1 n3, 1.0 on n2; use one environment on all nodes"
-    assert preflight.differences({"n1": same, "n2": dict(same)}) == []
+    (problem,) = preflight.version_differences(reports)
+    assert problem == f"torch: {same['torch']} on n1 n3, 1.0 on n2; use one environment on all nodes"
+    assert preflight.version_differences({"n1": same, "n2": dict(same)}) == []
 
 
 def test_nodes_that_do_not_share_the_folder_are_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "WAIT_SECONDS", 0.1)
-    (tmp_path / "n1.json").write_text(json.dumps(preflight.facts()))
-    (found,) = preflight._compared(tmp_path, 2)
-    assert "only n1 of 2 nodes reported in" in found
+    monkeypatch.setattr(preflight, "REPORT_TIMEOUT", 0.1)
+    (tmp_path / "n1.json").write_text(json.dumps(preflight.node_versions()))
+    (problem,) = preflight._compare_reports(tmp_path, 2)
+    assert "only n1 of 2 nodes reported in" in problem
 
 
 @pytest.mark.parametrize(("visible", "count"), [(None, 2), ("0", 1), ("", 0)])
 def test_gpus_are_those_that_are_visible(visible, count, monkeypatch):
     monkeypatch.setattr(preflight, "_nvidia_smi", lambda *words: ["GPU 0: X (UUID: a)", "GPU 1: X (UUID: b)"])
-    assert len(preflight.visible_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})) == count
+    assert len(preflight.visible_gpu_lines({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})) == count
 
 
 def test_every_node_tries_to_reach_the_first(tmp_path, monkeypatch, capsys):
@@ -104,14 +104,14 @@ def test_every_node_tries_to_reach_the_first(tmp_path, monkeypatch, capsys):
         probe.bind(("127.0.0.1", 0))
         master = f"127.0.0.1:{probe.getsockname()[1]}"
     words = ["--folder", str(tmp_path / "run"), "--report", str(tmp_path / "nodes"), "--master", master, "--nodes", "2"]
-    monkeypatch.setattr(preflight, "REACH_SECONDS", 0.5)
+    monkeypatch.setattr(preflight, "CONNECT_TIMEOUT", 0.5)
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
     monkeypatch.setenv("SLURM_NODEID", "1")
     assert preflight.main(words) == 1
     assert f"preflight: n2: master: cannot connect to {master}" in capsys.readouterr().err
     first = os.environ | {"SLURMD_NODENAME": "n1", "SLURM_NODEID": "0"}
     (tmp_path / "nodes" / "n2.json").unlink()
-    monkeypatch.setattr(preflight, "REACH_SECONDS", 20)
+    monkeypatch.setattr(preflight, "CONNECT_TIMEOUT", 20)
     with subprocess.Popen([sys.executable, "-m", "megagrpo.platform.launch.preflight", *words], env=first) as other:
         assert preflight.main(words) == 0
         assert other.wait(20) == 0
