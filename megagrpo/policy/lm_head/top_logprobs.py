@@ -20,14 +20,14 @@ def top_logprobs(hidden: Tensor, weight: Tensor, k: int, task: HeadTask) -> TopL
     equal log-probs is arbitrary. Raises ValueError for a k below 1 or above the vocabulary's size.
     """
     shard = task.shard(weight)
-    if not 0 < k <= shard.size(weight, task.vocab_size):
+    if not 0 < k <= shard.full_vocab_size(weight, task.vocab_size):
         raise ValueError(f"k: {k} is not between 1 and the number of tokens in the vocabulary")
-    memory = shard.memory(hidden, task.chunk)
+    memory = shard.logits_buffer(hidden, task.chunk)
     logprobs = torch.empty(hidden.shape[0], k, dtype=memory.dtype, device=hidden.device)
     token_ids = torch.empty(hidden.shape[0], k, dtype=torch.int64, device=hidden.device)
     for rows in chunks(hidden.shape[0], task.chunk):
         logits = shard.logits(hidden[rows], weight, task.temperature, task.logit_cap, memory)
         normaliser = Softmax.of(logits, task.labels[rows], shard).log_normaliser
-        largest, token_ids[rows] = shard.largest(logits, k)
+        largest, token_ids[rows] = shard.topk(logits, k)
         logprobs[rows] = largest - normaliser[:, None]
     return TopLogprobs(logprobs, token_ids)

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from megagrpo.policy.lm_head import fused_logprobs
 from megagrpo.policy.lm_head.fused_logprobs import FusedPass
 from megagrpo.policy.lm_head.task import ENTROPY, KL, LOGPROBS, HeadTask
-from megagrpo.policy.lm_head.vocab_shard import HeadGradients, Softmax, blocks, chunks, wide
+from megagrpo.policy.lm_head.vocab_shard import HeadGradients, Softmax, chunks, column_blocks, sum_dtype
 from megagrpo.policy.lm_head.vocab_truncation import drop_below, lowest_kept
 
 
@@ -63,8 +63,8 @@ class _VocabHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, task: HeadTask) -> tuple[Tensor, ...]:
         passing, num_tokens = _begin(task, hidden, weight, task.upstream is not None), hidden.shape[0]
-        results = hidden.new_empty(task.num_results, num_tokens, dtype=wide(hidden.dtype))
-        early_gradients = hidden.new_empty(len(task.differentiable), num_tokens, dtype=wide(hidden.dtype))
+        results = hidden.new_empty(task.num_results, num_tokens, dtype=sum_dtype(hidden.dtype))
+        early_gradients = hidden.new_empty(len(task.differentiable), num_tokens, dtype=sum_dtype(hidden.dtype))
         gradients = None
         if task.upstream is not None:
             # Where the caller repeats the pass after a wrong gradient, its sums are discarded: they may be changed
@@ -120,7 +120,7 @@ class _Pass:
     def __init__(self, hidden: Tensor, weight: Tensor, task: HeadTask):
         self._task, self._policy, self.chunk = task, (hidden, weight), task.chunk
         self.shard = task.shard(weight)
-        self._memory = self.shard.memory(hidden, task.chunk)
+        self._memory = self.shard.logits_buffer(hidden, task.chunk)
         self._ref_memory = self._memory[:0] if task.ref is None else torch.empty_like(self._memory)
         self._logits, self._ref_logits = self._memory, self._ref_memory
 
@@ -158,7 +158,7 @@ class _Pass:
         first, second = (policy, ref) if task.reverse else (ref, policy)
         # Normalisers are subtracted part by part: for nearly equal distributions the rounding error of a sum would
         # exceed the KL.
-        kl = first.cross / first.total + (second.maximum - first.maximum) + (second.total / first.total).log()
+        kl = first.difference / first.total + (second.maximum - first.maximum) + (second.total / first.total).log()
         return torch.stack((policy.logprobs, policy.entropy, kl, policy.log_normaliser, ref.log_normaliser))
 
     def grad_logits(self, rows: slice, results: Tensor, upstream: Tensor) -> Tensor:
@@ -173,8 +173,8 @@ class _Pass:
         scales: dict[int, Tensor] = dict(zip(task.differentiable, upstream[:, :, None] / task.temperature, strict=True))
         at_labels = scales[LOGPROBS][:, 0]
         if task.logit_cap is not None:
-            at_labels = at_labels * self._slope(self.shard.pick(logits, task.labels[rows]), task.logit_cap)
-        for columns in blocks(logits):
+            at_labels = at_labels * self._slope(self.shard.gather_at_labels(logits, task.labels[rows]), task.logit_cap)
+        for columns in column_blocks(logits):
             slope = None if task.logit_cap is None else self._slope(logits[:, columns], task.logit_cap)
             # the factor of p; the label's term is added at the end
             log_p, factor = logits[:, columns].sub_(normaliser), -scales[LOGPROBS]

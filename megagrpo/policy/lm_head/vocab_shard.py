@@ -35,19 +35,19 @@ class VocabShard:
         first_row = dist.get_rank(group) * height if group is not None else 0
         return cls(group, first_row, height if vocab_size is None else max(0, min(height, vocab_size - first_row)))
 
-    def size(self, weight: Tensor, vocab_size: int | None) -> int:
+    def full_vocab_size(self, weight: Tensor, vocab_size: int | None) -> int:
         """Return the number of tokens in the whole vocabulary; the arguments are those of `of`."""
         num_ranks = 1 if self.group is None else dist.get_world_size(self.group)
         return num_ranks * weight.shape[0] if vocab_size is None else vocab_size
 
-    def memory(self, hidden: Tensor, chunk: int) -> Tensor:
-        """Allocate memory [min(chunk, N), v] for the logits of `chunk` tokens of hidden [N, H]."""
-        return hidden.new_empty(min(chunk, hidden.shape[0]), self.num_rows, dtype=wide(hidden.dtype))
+    def logits_buffer(self, hidden: Tensor, chunk: int) -> Tensor:
+        """Allocate a buffer [min(chunk, N), v] for the logits of at most `chunk` tokens of hidden [N, H]."""
+        return hidden.new_empty(min(chunk, hidden.shape[0]), self.num_rows, dtype=sum_dtype(hidden.dtype))
 
-    def logits(self, hidden: Tensor, weight: Tensor, temperature: float, cap: float | None, memory: Tensor) -> Tensor:
-        """Return the logits [n, v] of hidden [n, H], at the start of `memory`: hidden weight^T, then cap tanh(x / cap)
-        with a cap, then / temperature."""
-        out, head = memory[: hidden.shape[0]], weight[: self.num_rows].t()
+    def logits(self, hidden: Tensor, weight: Tensor, temperature: float, cap: float | None, buffer: Tensor) -> Tensor:
+        """Return the logits [n, v] of hidden [n, H], in the first rows of `buffer`: hidden weight^T, then cap
+        tanh(x / cap) with a cap, then / temperature."""
+        out, head = buffer[: hidden.shape[0]], weight[: self.num_rows].t()
         if out.dtype == hidden.dtype:
             torch.mm(hidden, head, out=out)
         else:
@@ -56,30 +56,30 @@ class VocabShard:
             return out.div_(cap).tanh_().mul_(cap / temperature)
         return out if temperature == 1.0 else out.div_(temperature)
 
-    def pick(self, values: Tensor, labels: Tensor) -> Tensor:
+    def gather_at_labels(self, values: Tensor, labels: Tensor) -> Tensor:
         """Return [n]: the value at each token's label in values [n, v], 0 where this rank does not hold the label."""
         if self.num_rows == 0:
             return values.new_zeros(values.shape[0])
-        column, owned = self._locate(labels)
-        return torch.where(owned, values.gather(1, column), 0.0)[:, 0]
+        column, is_local = self._locate(labels)
+        return torch.where(is_local, values.gather(1, column), 0.0)[:, 0]
 
     def add_at_labels(self, values: Tensor, labels: Tensor, added: Tensor) -> None:
         """Add `added` [n] to the entry of each token's label in values [n, v], where this rank holds it."""
         if self.num_rows:
-            column, owned = self._locate(labels)
-            values.scatter_add_(1, column, torch.where(owned, added[:, None], 0.0))
+            column, is_local = self._locate(labels)
+            values.scatter_add_(1, column, torch.where(is_local, added[:, None], 0.0))
 
     def put_at_labels(self, values: Tensor, labels: Tensor, put: Tensor) -> None:
         """Overwrite the entry of each token's label in values [n, v] with `put` [n], where this rank holds it."""
         if self.num_rows:
-            column, owned = self._locate(labels)
-            values.scatter_(1, column, torch.where(owned, put[:, None], values.gather(1, column)))
+            column, is_local = self._locate(labels)
+            values.scatter_(1, column, torch.where(is_local, put[:, None], values.gather(1, column)))
 
     def _locate(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return (column [n, 1] of each label, whether this rank holds it [n, 1]). Other ranks' labels get column 0."""
         column = labels[:, None] - self.first_row
-        owned = (column >= 0) & (column < self.num_rows)
-        return torch.where(owned, column, 0), owned
+        is_local = (column >= 0) & (column < self.num_rows)
+        return torch.where(is_local, column, 0), is_local
 
     def maximum(self, values: Tensor) -> Tensor:
         """Return [n]: the largest of values [n, v] over all ranks."""
@@ -87,26 +87,26 @@ class VocabShard:
         self.all_reduce(maximum, dist.ReduceOp.MAX)
         return maximum
 
-    def largest(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def topk(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the k largest of values [n, v] over all ranks, [n, k], and their ids [n, k] int64, largest first.
 
-        LOWEST and some id fill the last columns where there are fewer. Each rank sends k values and k ids per token.
+        With fewer than k tokens the last columns have LOWEST and an arbitrary id. Each rank sends k values and k ids.
         """
-        mine = values.new_full((values.shape[0], k), LOWEST)
+        local = values.new_full((values.shape[0], k), LOWEST)
         ids = torch.full((values.shape[0], k), self.first_row, device=values.device)
         count = min(k, self.num_rows)
-        mine[:, :count], columns = values.topk(count, dim=-1)
+        local[:, :count], columns = values.topk(count, dim=-1)
         ids[:, :count] += columns
-        largest, order = self.all_gather(mine).topk(k, dim=-1)
-        return largest, self.all_gather(ids).gather(1, order)
+        values, order = self.all_gather(local).topk(k, dim=-1)
+        return values, self.all_gather(ids).gather(1, order)
 
     def all_gather(self, values: Tensor) -> Tensor:
         """Return [n, tp x k]: values [n, k] of all ranks side by side."""
         if self.group is None or dist.get_world_size(self.group) == 1:
             return values
-        everyone = [torch.empty_like(values) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(everyone, values, group=self.group)
-        return torch.cat(everyone, dim=-1)
+        gathered = [torch.empty_like(values) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(gathered, values, group=self.group)
+        return torch.cat(gathered, dim=-1)
 
     def all_reduce(self, values: Tensor, op: Any) -> None:
         """All-reduce `values` [...] over the group by `op`, a `dist.ReduceOp`, in place."""
@@ -118,34 +118,33 @@ class VocabShard:
 class Softmax:
     """The distributions of n tokens over the whole vocabulary, as statistics [n] each.
 
-    With logits z and e = exp(z - maximum): total = sum e, moment = sum e (z - maximum), picked = z of the label. cross
-    = sum e (z - z'), where z' are the logits of another model.
+    With logits z and e = exp(z - maximum): total = sum e, moment = sum e (z - maximum), label_logit = z of the
+    label, difference = sum e (z - z'), where z' are the logits of another model.
     """
 
     maximum: Tensor
     total: Tensor
     moment: Tensor
-    picked: Tensor
-    cross: Tensor
+    label_logit: Tensor
+    difference: Tensor
 
     @classmethod
     def of(cls, logits: Tensor, labels: Tensor, shard: VocabShard, other: Tensor | None = None) -> Softmax:
         """Compute the statistics from this rank's logits [n, v], which stay unchanged. `other` holds another model's
-        logits [n, v];
-        without it `cross` is 0.
+        logits [n, v]; without it `difference` is 0.
 
-        One maximum and four sums per token cross the ranks.
+        One maximum and four sums per token are all-reduced.
         """
         maximum = shard.maximum(logits)
         sums = logits.new_zeros(4, logits.shape[0])
-        for columns in blocks(logits):
+        for columns in column_blocks(logits):
             shifted = logits[:, columns] - maximum[:, None]
             exponentials = shifted.exp()
             sums[0] += exponentials.sum(dim=-1)
             sums[1] += shifted.mul_(exponentials).sum(dim=-1)
             if other is not None:
                 sums[3] += torch.sub(logits[:, columns], other[:, columns], out=shifted).mul_(exponentials).sum(dim=-1)
-        sums[2] = shard.pick(logits, labels)
+        sums[2] = shard.gather_at_labels(logits, labels)
         shard.all_reduce(sums, dist.ReduceOp.SUM)
         return cls(maximum, *sums)
 
@@ -157,7 +156,7 @@ class Softmax:
     @property
     def logprobs(self) -> Tensor:
         """[n]: log p of the labels."""
-        return self.picked - self.maximum - self.total.log()
+        return self.label_logit - self.maximum - self.total.log()
 
     @property
     def entropy(self) -> Tensor:
@@ -166,8 +165,8 @@ class Softmax:
 
 
 class HeadGradients:
-    """Accumulates gradients of hidden [N, H] and weight [V/tp, H] over chunks of logits' gradients; unneeded ones are
-    None. With `main_grad` [V/tp, H] float32 it adds the weight's gradient there, unrounded, and returns None."""
+    """Accumulates the gradients of hidden [N, H] and weight [V/tp, H] over chunks. `needed` tells which of the two to
+    compute. With `main_grad` [V/tp, H] float32 the weight's gradient is added there, unrounded, and not returned."""
 
     def __init__(
         self,
@@ -180,15 +179,15 @@ class HeadGradients:
         self._hidden, self._weight, self._num_rows = hidden, weight, shard.num_rows
         self._grad_hidden = torch.empty_like(hidden) if needed[0] else None
         # Chunks are summed in float32: in bfloat16 the later ones would be lost to rounding.
-        self._grad_weight = None
-        if needed[1]:
-            self._grad_weight = torch.empty_like(weight, dtype=wide(weight.dtype)) if main_grad is None else main_grad
-        self._adds, self._empty = main_grad is not None, main_grad is None
-        self._narrow: Tensor | None = None  # memory for the logits' gradients of a chunk in the dtype of hidden
+        self._grad_weight = main_grad if needed[1] else None
+        if needed[1] and main_grad is None:
+            self._grad_weight = torch.empty_like(weight, dtype=sum_dtype(weight.dtype))
+        self._into_main_grad, self._empty = main_grad is not None, main_grad is None
+        self._cast: Tensor | None = None  # buffer for the logits' gradients of a chunk in the dtype of hidden
 
     def add(self, rows: slice, grad_logits: Tensor) -> None:
-        """Add the contribution of tokens `rows` from `grad_logits` [n, v], the logits' gradient before temperature."""
-        grad_logits, hidden = self._narrowed(grad_logits), self._hidden[rows]
+        """Add the gradients of the tokens `rows`. `grad_logits` [n, v] is d loss / d (hidden weight^T) for them."""
+        grad_logits, hidden = self._in_hidden_dtype(grad_logits), self._hidden[rows]
         if self._grad_hidden is not None:
             torch.mm(grad_logits, self._weight[: self._num_rows], out=self._grad_hidden[rows])
         if self._grad_weight is not None:
@@ -201,17 +200,17 @@ class HeadGradients:
                 device.add_product(total, grad_logits.t(), hidden)
         self._empty = False
 
-    def _narrowed(self, grad_logits: Tensor) -> Tensor:
-        """Return `grad_logits` [n, v] in the dtype of hidden, overwriting those of the previous chunk."""
+    def _in_hidden_dtype(self, grad_logits: Tensor) -> Tensor:
+        """Return `grad_logits` [n, v] in the dtype of hidden; overwrites the previous chunk's buffer."""
         if grad_logits.dtype == self._hidden.dtype:
             return grad_logits
-        if self._narrow is None:
-            self._narrow = torch.empty_like(grad_logits, dtype=self._hidden.dtype)
-        return self._narrow[: grad_logits.shape[0]].copy_(grad_logits)
+        if self._cast is None:
+            self._cast = torch.empty_like(grad_logits, dtype=self._hidden.dtype)
+        return self._cast[: grad_logits.shape[0]].copy_(grad_logits)
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
         """Return gradients of hidden [N, H] and weight [V/tp, H] in their dtypes; None if unneeded or already added."""
-        if self._grad_weight is None or self._adds:
+        if self._grad_weight is None or self._into_main_grad:
             return self._grad_hidden, None
         self._grad_weight[0 if self._empty else self._num_rows :] = 0
         return self._grad_hidden, self._grad_weight.to(self._weight.dtype)
@@ -223,13 +222,13 @@ def chunks(num_tokens: int, chunk: int) -> Iterator[slice]:
         yield slice(start, min(start + chunk, num_tokens))
 
 
-def blocks(logits: Tensor) -> Iterator[slice]:
+def column_blocks(logits: Tensor) -> Iterator[slice]:
     """Yield consecutive column slices of logits [n, v], of the device's preferred size for elementwise operations."""
     width = max(1, device.block_elements() // logits.shape[0])
     for start in range(0, logits.shape[1], width):
         yield slice(start, start + width)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of logits and sums over them: float32, or float64 for float64 inputs."""
     return torch.promote_types(dtype, torch.float32)

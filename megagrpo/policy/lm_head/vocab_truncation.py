@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.policy.lm_head.vocab_shard import LOWEST, VocabShard, blocks
+from megagrpo.policy.lm_head.vocab_shard import LOWEST, VocabShard, column_blocks
 from megagrpo.types import Truncation
 
 
@@ -28,7 +28,7 @@ def lowest_kept(logits: Tensor, shard: VocabShard, truncation: Truncation) -> Te
     if truncation.min_p:
         lowest = maximum + math.log(truncation.min_p)
     if truncation.top_k:
-        lowest = torch.maximum(lowest, shard.largest(logits, truncation.top_k)[0][:, -1])
+        lowest = torch.maximum(lowest, shard.topk(logits, truncation.top_k)[0][:, -1])
     if truncation.top_p < 1:
         lowest = torch.maximum(lowest, _nucleus(logits, shard, truncation.top_p, maximum, lowest))
     return lowest
@@ -39,8 +39,8 @@ def drop_below(logits: Tensor, labels: Tensor, shard: VocabShard, lowest: Tensor
 
     The label was sampled, but rounding differences between trainer and engine may place it outside the kept set.
     """
-    sampled = shard.pick(logits, labels)
-    for columns in blocks(logits):
+    sampled = shard.gather_at_labels(logits, labels)
+    for columns in column_blocks(logits):
         part = logits[:, columns]
         part.masked_fill_(part < lowest[:, None], LOWEST)
     shard.put_at_labels(logits, labels, sampled)
@@ -71,7 +71,7 @@ def _nucleus(logits: Tensor, shard: VocabShard, p: float, maximum: Tensor, lowes
 def _sum_above(weights: Tensor, bound: Tensor, shard: VocabShard) -> Tensor:
     """Return [n]: the sum over all ranks of the weights [n, v] above `bound` [n]."""
     total = torch.zeros_like(bound)
-    for columns in blocks(weights):
+    for columns in column_blocks(weights):
         part = weights[:, columns]
         total += torch.where(part > bound[:, None], part, 0.0).sum(dim=-1)
     shard.all_reduce(total, dist.ReduceOp.SUM)
