@@ -158,7 +158,7 @@ class MegatronPolicy:
 
         def collect(hidden: Tensor, item: RankBatch, chunk: torch.nn.Module) -> TopLogprobs:
             states = head_input(chunk, hidden).index_select(0, item.loss)
-            task = self._head_task(item.micro_batch.labels[item.own[item.loss]])
+            task = self._head_task(item.micro_batch.labels[item.indices[item.loss]])
             top = top_logprobs(states, lm_head(chunk), k, task)
             return TopLogprobs(*(self._whole_rows(rows.t(), item).t() for rows in (top.logprobs, top.token_ids)))
 
@@ -268,16 +268,16 @@ class MegatronPolicy:
 
         def forward_step(iterator: Iterator[RankBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             item = next(iterator)
-            micro_batch, own = item.micro_batch, item.own
-            positions = micro_batch.position_ids[own]
+            micro_batch, indices, shares_pack = item.micro_batch, item.indices, self.layout.cp_size > 1
+            positions = micro_batch.position_ids[indices]
             output = model(
-                input_ids=micro_batch.token_ids[own][None],
+                input_ids=micro_batch.token_ids[indices][None],
                 position_ids=positions[None],
                 attention_mask=None,
                 packed_seq_params=pack_params(
-                    micro_batch.cu_seqlens, micro_batch.prefixes, own if self.layout.cp_size > 1 else None, positions
+                    micro_batch.cu_seqlens, micro_batch.prefixes, indices if shares_pack else None, positions
                 ),
-                padding_mask=self._not_counted(micro_batch, own),
+                padding_mask=self._not_counted(micro_batch, indices),
             )
             self.phases.task.advance(1 / len(self.model))
             return output, partial(last_stage, item=item, chunk=model)
@@ -300,12 +300,12 @@ class MegatronPolicy:
                 collect_non_loss_data=forward_only,
             )
 
-    def _not_counted(self, micro_batch: MicroBatch, own: Tensor) -> Tensor | None:
+    def _not_counted(self, micro_batch: MicroBatch, indices: Tensor) -> Tensor | None:
         """Return the routers' padding mask [1, tokens of this rank's layers] bool, True where a token is not in the
         loss; None without a balancing loss."""
         if not self.config.algorithm.router_aux_loss_coef:
             return None
-        rows = ~micro_batch.loss_mask[own]
+        rows = ~micro_batch.loss_mask[indices]
         if self.config.parallel.sequence_parallel:
             rows = rows.chunk(self.layout.tp_size)[self.layout.tp_rank]
         return rows[None]
@@ -320,7 +320,7 @@ class MegatronPolicy:
 
         Context parallelism ends here and nowhere else: each rank computes its own tokens, and every rank gets all rows.
         """
-        micro_batch, tokens = item.micro_batch, item.own[item.loss]
+        micro_batch, tokens = item.micro_batch, item.indices[item.loss]
         states, terms = head_input(chunk, hidden).index_select(0, item.loss), micro_batch.terms
         task = replace(
             self._head_task(micro_batch.labels[tokens]),
@@ -354,8 +354,8 @@ class MegatronPolicy:
 
     def _whole_rows(self, rows: Tensor, item: RankBatch) -> Tensor:
         """Return rows [..., N] of this rank's loss tokens as rows [..., T] of the micro-batch, 0 at other tokens."""
-        spread = rows.new_zeros(*rows.shape[:-1], item.own.numel()).index_copy(-1, item.loss, rows)
-        return gather_rows(spread, item.own, item.places, self.layout.cp_group)
+        spread = rows.new_zeros(*rows.shape[:-1], item.indices.numel()).index_copy(-1, item.loss, rows)
+        return gather_rows(spread, item.indices, item.pack_order, self.layout.cp_group)
 
     def _finalize_gradients(
         self, model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any

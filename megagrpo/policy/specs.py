@@ -122,7 +122,7 @@ def rotating(base: Any) -> Any:
         ) -> Tensor:
             """Return the attention [T, h * d] of query [T, h, d] and key [T, g, d]."""
             assert self.rotary is not None, "build._set_rotary has not run"
-            query, key = self.rotary.turn(query, key, packed_seq_params)
+            query, key = self.rotary.rotate_pack(query, key, packed_seq_params)
             return super().forward(query, key, *args, packed_seq_params=packed_seq_params, **kwargs)
 
     return Rotating

@@ -9,7 +9,7 @@ import torch
 from ranks import run_ranks
 
 from megagrpo.config import ParallelSection
-from megagrpo.platform.parallel.context import gather_rows, gathered_places, own_tokens
+from megagrpo.platform.parallel.context import gather_rows, gathered_indices, rank_indices
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention import context_parallel
 from megagrpo.policy.attention.packed import Rotary, TorchAttention, pack_params
@@ -84,13 +84,13 @@ def attend(name: str, cp_size: int, max_queries: int, window: int | None, softca
     attention = TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=layout.process_groups)
     attention.rotary, attention.softcap = Rotary(frequencies()), softcap
     cu_seqlens, prefixes, tensors = pack(name)
-    own = own_tokens(cu_seqlens, cp_size, layout.cp_rank)
-    query, key, value, weight = (t[own] for t in tensors)
+    indices = rank_indices(cu_seqlens, cp_size, layout.cp_rank)
+    query, key, value, weight = (t[indices] for t in tensors)
     leaves = [t.requires_grad_() for t in (query, key, value)]
-    out = attention(*leaves, packed_seq_params=pack_params(cu_seqlens, prefixes, own))
+    out = attention(*leaves, packed_seq_params=pack_params(cu_seqlens, prefixes, indices))
     results = [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
     layout.close()
-    return [own.numpy(), *(r.numpy() for r in results)]
+    return [indices.numpy(), *(r.numpy() for r in results)]
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ def attend(name: str, cp_size: int, max_queries: int, window: int | None, softca
 def test_values_and_gradients_equal_the_naive_formula_in_float64(name, cp_size, max_queries, window, softcap):
     expected = naive(name, window, softcap)
     found = [torch.full_like(t, torch.nan) for t in expected]
-    for own, *results in run_ranks(attend, cp_size, name, cp_size, max_queries, window, softcap):
+    for indices, *results in run_ranks(attend, cp_size, name, cp_size, max_queries, window, softcap):
         for whole, part in zip(found, results, strict=True):
-            whole[own] = torch.from_numpy(part)
+            whole[indices] = torch.from_numpy(part)
     for part, whole, reference in zip(("output", "query", "key", "value"), found, expected, strict=True):
         # cos and sin are computed in float32
         torch.testing.assert_close(whole, reference, atol=2e-5, rtol=1e-5, msg=part)
@@ -122,12 +122,12 @@ def _gather(cp_size: int) -> tuple:
     layout = init_layout(ParallelSection(cp=cp_size))
     cu_seqlens = torch.tensor([0, 8, 8, 24]).int()
     whole = torch.arange(48.0).view(2, 24)
-    own = own_tokens(cu_seqlens, cp_size, layout.cp_rank)
-    mine = whole[:, own].requires_grad_()
-    places = gathered_places(cu_seqlens, cp_size) if cp_size > 1 else None
-    gathered = gather_rows(mine, own, places, layout.cp_group)
+    indices = rank_indices(cu_seqlens, cp_size, layout.cp_rank)
+    mine = whole[:, indices].requires_grad_()
+    pack_order = gathered_indices(cu_seqlens, cp_size) if cp_size > 1 else None
+    gathered = gather_rows(mine, indices, pack_order, layout.cp_group)
     (gathered**3).sum().backward()
-    equal = torch.equal(gathered, whole), torch.equal(mine.grad, 3 * whole[:, own] ** 2)
+    equal = torch.equal(gathered, whole), torch.equal(mine.grad, 3 * whole[:, indices] ** 2)
     layout.close()
     return equal
 

@@ -51,7 +51,7 @@ def norms_that_keep_their_part_of_the_gradient(patch):
 
 def keys_in_the_order_of_the_ranks(patch):
     """A rank holds an early and a late chunk of each sequence; gathered keys must be put back in order."""
-    patch.setattr(context_parallel, "gathered_places", lambda cu_seqlens, cp_size: torch.arange(int(cu_seqlens[-1])))
+    patch.setattr(context_parallel, "gathered_indices", lambda cu_seqlens, cp_size: torch.arange(int(cu_seqlens[-1])))
 
 
 def labels_rolled_after_the_split(patch):
@@ -59,8 +59,8 @@ def labels_rolled_after_the_split(patch):
     stock = MegatronPolicy._loss_inputs
 
     def loss_inputs(self, hidden, item, *args):
-        micro_batch, own = item.micro_batch, item.own
-        rolled = micro_batch.labels.index_copy(0, own, micro_batch.token_ids[own].roll(-1))
+        micro_batch, indices = item.micro_batch, item.indices
+        rolled = micro_batch.labels.index_copy(0, indices, micro_batch.token_ids[indices].roll(-1))
         return stock(self, hidden, replace(item, micro_batch=replace(micro_batch, labels=rolled)), *args)
 
     patch.setattr(MegatronPolicy, "_loss_inputs", loss_inputs)

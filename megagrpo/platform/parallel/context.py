@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx, once_differe
 from megagrpo.types import MicroBatch, moved
 
 
-def own_tokens(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
+def rank_indices(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     """Return [T/cp] int64: the pack positions of the tokens that rank `cp_rank` holds, in the order of its slice.
 
     `cu_seqlens` [S + 1] int32 are the borders of the sequences, on the host. With more than one rank their lengths must
@@ -39,12 +39,12 @@ def own_tokens(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     return starts + torch.where(offset < chunks, early, late)
 
 
-def gathered_places(cu_seqlens: Tensor, cp_size: int) -> Tensor:
+def gathered_indices(cu_seqlens: Tensor, cp_size: int) -> Tensor:
     """Return [T] int64: each pack token's index in gathered order. Gathered rows indexed by it are in pack order."""
-    order = torch.cat([own_tokens(cu_seqlens, cp_size, rank) for rank in range(cp_size)])
-    places = torch.empty_like(order)
-    places[order] = torch.arange(order.numel())
-    return places
+    order = torch.cat([rank_indices(cu_seqlens, cp_size, rank) for rank in range(cp_size)])
+    pack_order = torch.empty_like(order)
+    pack_order[order] = torch.arange(order.numel())
+    return pack_order
 
 
 @dataclass(frozen=True)
@@ -55,40 +55,40 @@ class RankBatch:
     """
 
     micro_batch: MicroBatch
-    own: Tensor  # [T/cp] int64, `own_tokens` of the rank
-    loss: Tensor  # [N] int64, indices of the loss tokens in `own`
-    places: Tensor | None  # [T] int64, `gathered_places`; None with one rank
+    indices: Tensor  # [T/cp] int64, `rank_indices` of the rank
+    loss: Tensor  # [N] int64, indices of the loss tokens in `indices`
+    pack_order: Tensor | None  # [T] int64, `gathered_indices`; None with one rank
 
     @classmethod
     def of(cls, micro_batch: MicroBatch, cp_size: int, cp_rank: int, device: torch.device) -> RankBatch:
         """Move a micro-batch of the host to `device`, without waiting for the transfer."""
-        own = own_tokens(micro_batch.cu_seqlens, cp_size, cp_rank)
-        loss = micro_batch.loss_mask[own].nonzero()[:, 0]
-        places = moved(gathered_places(micro_batch.cu_seqlens, cp_size), device) if cp_size > 1 else None
-        return cls(micro_batch.to(device), moved(own, device), moved(loss, device), places)
+        indices = rank_indices(micro_batch.cu_seqlens, cp_size, cp_rank)
+        loss = micro_batch.loss_mask[indices].nonzero()[:, 0]
+        pack_order = moved(gathered_indices(micro_batch.cu_seqlens, cp_size), device) if cp_size > 1 else None
+        return cls(micro_batch.to(device), moved(indices, device), moved(loss, device), pack_order)
 
 
-def gather_rows(rows: Tensor, own: Tensor, places: Tensor | None, group: dist.ProcessGroup) -> Tensor:
+def gather_rows(rows: Tensor, indices: Tensor, pack_order: Tensor | None, group: dist.ProcessGroup) -> Tensor:
     """All-gather the slices [..., T/cp] of `group`'s ranks into [..., T] in pack order on all ranks, in their dtype.
 
-    `own` and `places` are those of this rank's `RankBatch`.
+    `indices` and `pack_order` are this rank's, from its `RankBatch`.
 
     Differentiable: a rank's gradient is its own part of the whole's. The gradient is not summed over ranks, because
     every rank computes the same loss from the same whole.
     """
-    return rows if places is None else _GatherRows.apply(rows, own, places, group)
+    return rows if pack_order is None else _GatherRows.apply(rows, indices, pack_order, group)
 
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, rows: Tensor, own: Tensor, places: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.save_for_backward(own)
+    def forward(ctx: FunctionCtx, rows: Tensor, indices: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(indices)
         slices = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
         dist.all_gather(slices, rows.contiguous(), group=group)
-        return torch.cat(slices, dim=-1).index_select(-1, places)
+        return torch.cat(slices, dim=-1).index_select(-1, order)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: BackwardCFunction, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (own,) = ctx.saved_tensors
-        return grad.index_select(-1, own), None, None, None
+        (indices,) = ctx.saved_tensors
+        return grad.index_select(-1, indices), None, None, None

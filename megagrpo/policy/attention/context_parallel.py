@@ -15,7 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megagrpo.platform.parallel.context import gathered_places
+from megagrpo.platform.parallel.context import gathered_indices
 from megagrpo.policy.attention.causal import Scores, causal_bias, masked_attention
 from megagrpo.types import moved
 
@@ -68,9 +68,9 @@ def context_attention(
     window: int | None = None,
 ) -> Tensor:
     """Run `causal_attention`: query [T/cp, h, d], key [T/cp, g, d], value [T/cp, g, v] -> [T/cp, h * v]. Collective."""
-    batches, back = _batches_of(packed, group)
-    assert back.numel() == query.shape[0], (
-        f"cu_seqlens give this rank {back.numel()} tokens, the pack has {query.shape[0]}"
+    batches, pack_order = _batches_of(packed, group)
+    assert pack_order.numel() == query.shape[0], (
+        f"cu_seqlens give this rank {pack_order.numel()} tokens, the pack has {query.shape[0]}"
     )
     gathered = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=group)  # [T, g, d + v]
     outputs = []
@@ -79,11 +79,11 @@ def context_attention(
         kv = gathered.index_select(0, batch.keys.flatten()).view(*batch.keys.shape, *gathered.shape[1:])
         k, v = kv.split([key.shape[-1], value.shape[-1]], dim=-1)
         outputs.append(masked_attention(q, k, v, mask, scores).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, back)
+    return torch.cat(outputs).index_select(0, pack_order)
 
 
 def _batches_of(packed: PackedSeqParams, group: dist.ProcessGroup) -> tuple[list[ChunkBatch], Tensor]:
-    """Return a pack's batches and `back` of `batch_chunks`. The first layer computes them; the pack keeps them."""
+    """Return a pack's batches and `pack_order` of `batch_chunks`. They are cached on the pack."""
     if not hasattr(packed, "chunks"):
         ranks = dist.get_world_size(group), dist.get_rank(group)
         packed.chunks = batch_chunks(packed.host_borders, packed.prefixes, *ranks, packed.positions.device)
@@ -104,10 +104,10 @@ def _masked(
 def batch_chunks(
     cu_seqlens: Tensor, prefixes: list[int] | None, cp_size: int, cp_rank: int, device: torch.device
 ) -> tuple[list[ChunkBatch], Tensor]:
-    """Return the chunks of rank `cp_rank` in batches, and `back` [T/cp] int64, both on `device`.
+    """Return the chunks of rank `cp_rank` in batches, and `pack_order` [T/cp] int64, both on `device`.
 
-    `back` holds the index of each of the rank's tokens among the queries of all batches, concatenated. `cu_seqlens` [S
-    + 1] is on the host. `prefixes` [S] holds the index of the sequence that each sequence continues, or -1.
+    `pack_order` holds the index of each of the rank's tokens among the concatenated queries of all batches.
+    `cu_seqlens` [S + 1] is on the host. `prefixes` [S] holds the index of the sequence that each one continues, or -1.
     """
     chunks = sorted(
         _own_chunks(cu_seqlens.tolist(), prefixes, cp_size, cp_rank), key=lambda c: (-c.seen, -c.count, c.position)
@@ -117,14 +117,14 @@ def batch_chunks(
         if not groups or chunk.seen < MIN_FILL * groups[-1][0].seen:
             groups.append([])
         groups[-1].append(chunk)
-    gathered = gathered_places(cu_seqlens, cp_size)
-    batches, back, offset = [], torch.empty(gathered.numel() // cp_size, dtype=torch.int64), 0
+    gathered = gathered_indices(cu_seqlens, cp_size)
+    batches, pack_order, offset = [], torch.empty(gathered.numel() // cp_size, dtype=torch.int64), 0
     for group in groups:
         fields = zip(*((c.seen, c.count, c.position, c.start, *c.prefix) for c in group), strict=True)
         seen, count, position, start, before, after = (torch.tensor(values)[:, None] for values in fields)
         column = torch.arange(int(count.max()))
         queries, real = position + column, column < count
-        back[queries[real]] = offset + torch.arange(queries.numel()).view_as(queries)[real]
+        pack_order[queries[real]] = offset + torch.arange(queries.numel()).view_as(queries)[real]
         offset += queries.numel()
         column, shared = torch.arange(int(seen.max())), after - before
         keys = torch.where(column < shared, before + column, start + column - shared)
@@ -132,7 +132,7 @@ def batch_chunks(
         first = (seen - count)[:, 0]
         rows = torch.where(real, queries, 0)
         batches.append(ChunkBatch(moved(rows, device), moved(keys, device), moved(first, device), int(first.min())))
-    return batches, moved(back, device)
+    return batches, moved(pack_order, device)
 
 
 def _own_chunks(borders: list[int], prefixes: list[int] | None, cp_size: int, cp_rank: int) -> list[_Chunk]:

@@ -133,8 +133,8 @@ class LatentAttention(MultiLatentAttention):
     def _rotation(self, query: Tensor, packed: PackedSeqParams | None) -> tuple[Tensor, Tensor]:
         assert self.rotary is not None, "build._set_rotary has not run"
         if packed is None:
-            return self.rotary.at(torch.arange(len(query), device=query.device)[:, None, None], query.dtype)
-        return self.rotary.of_pack(packed, query.dtype)
+            return self.rotary.cos_sin(torch.arange(len(query), device=query.device)[:, None, None], query.dtype)
+        return self.rotary.pack_cos_sin(packed, query.dtype)
 
     def _run_core_attention(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any

@@ -28,30 +28,30 @@ from megagrpo.types import moved
 
 
 def pack_params(
-    cu_seqlens: Tensor, prefixes: Tensor | None = None, own: Tensor | None = None, positions: Tensor | None = None
+    cu_seqlens: Tensor, prefixes: Tensor | None = None, indices: Tensor | None = None, positions: Tensor | None = None
 ) -> PackedSeqParams:
-    """Return Megatron's description of a pack with borders `cu_seqlens` [S + 1] int32, for a forward of batch size 1.
+    """Return Megatron's description of a pack with sequence borders `cu_seqlens` [S + 1] int32, for batch size 1.
 
     `cu_seqlens` and `prefixes` are on the host. `positions` [T/cp] int64, on the layers' device, holds the position of
     each of this rank's tokens in its sample. None: computed from the borders, for layers on the host.
 
     `prefixes` [S] int64 holds the index of the sequence that each sequence continues, or -1. A sequence sees its
     prefix's tokens before its own, and its positions continue the prefix's. A prefix has no prefix of its own. Only
-    `TorchAttention` supports prefixes. `own` [T/cp] int64 are the pack positions of a context-parallel rank's tokens;
-    None when the rank holds all tokens.
+    `TorchAttention` supports prefixes. `indices` [T/cp] int64 are the pack positions of a context-parallel rank's
+    tokens (`context.rank_indices`); None when the rank holds all tokens.
     """
     lengths = cu_seqlens.diff()
     before = prefix_lengths(lengths, prefixes)
     longest = int((lengths + before).max())
     if positions is None:
         positions = torch.arange(int(cu_seqlens[-1])) + (before - cu_seqlens[:-1]).repeat_interleave(lengths)
-        positions = positions if own is None else positions[own]
+        positions = positions if indices is None else positions[indices]
     borders = moved(cu_seqlens, positions.device)
     packed = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=longest, max_seqlen_kv=longest
     )
     # Transformer Engine needs these too; padding belongs to the sequence before it, and no token sees it
-    if own is not None:
+    if indices is not None:
         packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = borders
     packed.positions, packed.host_borders = positions, cu_seqlens
     packed.prefixes = None if prefixes is None else prefixes.tolist()
@@ -59,7 +59,7 @@ def pack_params(
 
 
 def prefix_lengths(lengths: Tensor, prefixes: Tensor | None) -> Tensor:
-    """Return [S]: how many prefix tokens each sequence sees, from sequences' own lengths [S] in the same dtype."""
+    """Return [S]: the number of prefix tokens that each sequence sees. `lengths` [S] exclude prefixes; same dtype."""
     if prefixes is None:
         return torch.zeros_like(lengths)
     return torch.where(prefixes < 0, 0, lengths[prefixes.clamp(min=0)])
@@ -67,30 +67,30 @@ def prefix_lengths(lengths: Tensor, prefixes: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of a pack, and the way back to it.
+    """The batches of a pack, and the order that restores the pack from them.
 
     `rows[i]` [S_i, L_i] int64 are the pack positions of batch i: a prefix, the tokens that continue it, then padding
-    that repeats position 0. `back` [T] int64 is each token's index among the concatenated rows of all batches.
+    that repeats position 0. `pack_order` [T] int64 is each token's index among the concatenated rows of all batches.
     """
 
     rows: tuple[Tensor, ...]
-    back: Tensor
+    pack_order: Tensor
 
 
 def batch_sequences(borders: list[int], device: torch.device, prefixes: list[int] | None = None) -> Batches:
     """Group the sequences between `borders` (cu_seqlens) by the number of tokens they see, prefixes included."""
-    own = list(pairwise(borders))
-    before = [(0, 0) if prefixes is None or prefixes[i] < 0 else own[prefixes[i]] for i in range(len(own))]
+    spans = list(pairwise(borders))
+    before = [(0, 0) if prefixes is None or prefixes[i] < 0 else spans[prefixes[i]] for i in range(len(spans))]
     # (tokens seen, start of the prefix, length of the prefix, start of the sequence)
-    spans = sorted(
-        ((q - p + b - a, p, q - p, a) for (a, b), (p, q) in zip(own, before, strict=True) if b > a), reverse=True
+    entries = sorted(
+        ((q - p + b - a, p, q - p, a) for (a, b), (p, q) in zip(spans, before, strict=True) if b > a), reverse=True
     )
     groups: list[list[tuple[int, int, int, int]]] = []
-    for span in spans:
-        if not groups or span[0] < MIN_FILL * groups[-1][0][0]:
+    for entry in entries:
+        if not groups or entry[0] < MIN_FILL * groups[-1][0][0]:
             groups.append([])
-        groups[-1].append(span)
-    rows, back, offset = [], torch.empty(borders[-1], dtype=torch.int64), 0
+        groups[-1].append(entry)
+    rows, pack_order, offset = [], torch.empty(borders[-1], dtype=torch.int64), 0
     for group in groups:
         seen, prefix_starts, prefix_sizes, starts = (
             torch.tensor(values)[:, None] for values in zip(*group, strict=True)
@@ -98,11 +98,11 @@ def batch_sequences(borders: list[int], device: torch.device, prefixes: list[int
         column = torch.arange(group[0][0])
         index = torch.where(column < prefix_sizes, prefix_starts + column, starts + column - prefix_sizes)
         index = torch.where(column < seen, index, 0)
-        itself = (column >= prefix_sizes) & (column < seen)
-        back[index[itself]] = offset + torch.arange(index.numel()).view_as(index)[itself]
+        in_sequence = (column >= prefix_sizes) & (column < seen)
+        pack_order[index[in_sequence]] = offset + torch.arange(index.numel()).view_as(index)[in_sequence]
         rows.append(moved(index, device))
         offset += index.numel()
-    return Batches(tuple(rows), moved(back, device))
+    return Batches(tuple(rows), moved(pack_order, device))
 
 
 def _batches_of(packed: PackedSeqParams) -> Batches:
@@ -121,22 +121,22 @@ class Rotary:
     def __init__(self, frequencies: Tensor, factor: float = 1.0, interleaved: bool = False):
         self.frequencies, self.factor, self.interleaved = frequencies, factor, interleaved
 
-    def turn(self, query: Tensor, key: Tensor, packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
+    def rotate_pack(self, query: Tensor, key: Tensor, packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
         """Rotate query and key, [T, heads, d] or [T/cp, heads, d], by each token's position in its sample."""
-        return self.turned(query, key, *self.of_pack(packed, query.dtype))
+        return self.rotate(query, key, *self.pack_cos_sin(packed, query.dtype))
 
-    def turned(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate query and key [..., heads, d] by angles with these cos and sin [..., 1, n]."""
         return rotate(query, cos, sin, self.interleaved), rotate(key, cos, sin, self.interleaved)
 
-    def of_pack(self, packed: PackedSeqParams, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, [T, 1, n] or [T/cp, 1, n], of positions in the sample. The first layer computes them."""
+    def pack_cos_sin(self, packed: PackedSeqParams, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, [T, 1, n] or [T/cp, 1, n], of the pack's positions, cached on `packed`."""
         rotations = vars(packed).setdefault("rotations", {})
         if self not in rotations:
-            rotations[self] = self.at(packed.positions[:, None], dtype)
+            rotations[self] = self.cos_sin(packed.positions[:, None], dtype)
         return rotations[self]
 
-    def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin [*positions.shape, n] in `dtype`, computed in float32."""
         angles = positions[..., None] * self.frequencies
         return (self.factor * angles.cos()).to(dtype), (self.factor * angles.sin()).to(dtype)
@@ -189,9 +189,9 @@ class TorchAttention(MegatronModule):
     ) -> dict[str, Any]:
         """Return the sinks, sharded over tensor-parallel ranks."""
         assert metadata is not None, "the state of TorchAttention needs the metadata of groups"
-        own = self.state_dict(prefix="", keep_vars=True)
+        state = self.state_dict(prefix="", keep_vars=True)
         groups = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
-        return make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
 
     def forward(
         self,
@@ -211,23 +211,23 @@ class TorchAttention(MegatronModule):
         scores = Scores(self.scale, self.softcap, self.softmax_offset)
         if packed_seq_params is None:
             if self.rotary is not None:
-                cos, sin = self.rotary.at(torch.arange(len(query), device=query.device)[:, None, None], query.dtype)
-                query, key = self.rotary.turned(query, key, cos, sin)
+                positions = torch.arange(len(query), device=query.device)[:, None, None]
+                query, key = self.rotary.rotate(query, key, *self.rotary.cos_sin(positions, query.dtype))
             q, k, v = (t.transpose(0, 1) for t in (query, key, value))
             return causal_attention(q, k, v, scores, self.window).transpose(0, 1)
         if self.cp_group is not None:
             query, key = self._rotated(query, key, packed_seq_params)
             return context_attention(query, key, value, packed_seq_params, self.cp_group, scores, self.window)
         batches = _batches_of(packed_seq_params)
-        assert batches.back.numel() == query.shape[0], (
-            f"cu_seqlens end at {batches.back.numel()}, the pack has {query.shape[0]} tokens"
+        assert batches.pack_order.numel() == query.shape[0], (
+            f"cu_seqlens end at {batches.pack_order.numel()}, the pack has {query.shape[0]} tokens"
         )
         query, key = self._rotated(query, key, packed_seq_params)
         outputs = []
         for rows in batches.rows:
             q, k, v = (t.index_select(0, rows.flatten()).view(*rows.shape, *t.shape[1:]) for t in (query, key, value))
             outputs.append(causal_attention(q, k, v, scores, self.window).flatten(0, 1))
-        return torch.cat(outputs).index_select(0, batches.back)
+        return torch.cat(outputs).index_select(0, batches.pack_order)
 
     def _rotated(self, query: Tensor, key: Tensor, packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
-        return (query, key) if self.rotary is None else self.rotary.turn(query, key, packed)
+        return (query, key) if self.rotary is None else self.rotary.rotate_pack(query, key, packed)

@@ -130,8 +130,8 @@ def test_batches_waste_little_and_place_every_token_once():
     batches = batch_sequences(borders, torch.device("cpu"))
     assert sum(rows.numel() for rows in batches.rows) <= borders[-1] / MIN_FILL
     assert len(batches.rows) <= 12
-    places = torch.cat([rows.flatten() for rows in batches.rows])
-    assert torch.equal(places[batches.back], torch.arange(borders[-1]))
+    flat_rows = torch.cat([rows.flatten() for rows in batches.rows])
+    assert torch.equal(flat_rows[batches.pack_order], torch.arange(borders[-1]))
 
 
 def test_a_pack_whose_borders_do_not_match_is_caught():

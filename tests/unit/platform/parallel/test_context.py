@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megagrpo.data.packing import PackingRules, build_micro_batch
-from megagrpo.platform.parallel.context import gathered_places, own_tokens
+from megagrpo.platform.parallel.context import gathered_indices, rank_indices
 from megagrpo.types import TrainSample
 
 
@@ -23,30 +23,30 @@ def random_borders(seed: int, cp_size: int) -> torch.Tensor:
 
 def test_a_rank_holds_its_two_chunks_of_every_sequence():
     cu_seqlens = borders([8, 4])
-    assert own_tokens(cu_seqlens, 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
-    assert own_tokens(cu_seqlens, 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
-    assert own_tokens(cu_seqlens, 1, 0).tolist() == list(range(12))
+    assert rank_indices(cu_seqlens, 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
+    assert rank_indices(cu_seqlens, 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
+    assert rank_indices(cu_seqlens, 1, 0).tolist() == list(range(12))
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("seed", range(5))
 def test_every_token_is_on_one_rank_and_every_rank_has_as_many(seed, cp_size):
     cu_seqlens = random_borders(seed, cp_size)
-    slices = [own_tokens(cu_seqlens, cp_size, rank) for rank in range(cp_size)]
+    slices = [rank_indices(cu_seqlens, cp_size, rank) for rank in range(cp_size)]
     assert len({s.numel() for s in slices}) == 1
     assert torch.equal(torch.cat(slices).sort().values, torch.arange(int(cu_seqlens[-1])))
     for s in slices:  # a sequence stays together, and its tokens in order
         assert torch.equal(s, s.sort().values)
     pack = torch.randn(int(cu_seqlens[-1]))
     gathered = torch.cat([pack[s] for s in slices])
-    assert torch.equal(gathered[gathered_places(cu_seqlens, cp_size)], pack)
+    assert torch.equal(gathered[gathered_indices(cu_seqlens, cp_size)], pack)
 
 
 @pytest.mark.parametrize("cp_size", [2, 4, 8])
 def test_causal_attention_costs_every_rank_the_same_whatever_the_lengths(cp_size):
     lengths = [2 * cp_size * n for n in (1, 40, 3, 17)]
     seen = torch.cat([torch.arange(1, n + 1) for n in lengths])  # keys that each token of the pack attends to
-    work = torch.stack([seen[own_tokens(borders(lengths), cp_size, rank)].sum() for rank in range(cp_size)]).float()
+    work = torch.stack([seen[rank_indices(borders(lengths), cp_size, rank)].sum() for rank in range(cp_size)]).float()
     assert work.max() == work.min()
     # Cut in order instead, the last rank would have nearly twice the mean.
     in_order = torch.arange(lengths[1]).chunk(cp_size)
@@ -55,7 +55,7 @@ def test_causal_attention_costs_every_rank_the_same_whatever_the_lengths(cp_size
 
 def test_a_sequence_that_cannot_be_cut_is_caught():
     with pytest.raises(AssertionError, match=r"sequences of \[8, 6\] tokens cannot be cut into 4 chunks"):
-        own_tokens(borders([8, 6]), 2, 0)
+        rank_indices(borders([8, 6]), 2, 0)
 
 
 def samples(seed: int) -> list[TrainSample]:
