@@ -30,7 +30,7 @@ from megagrpo.policy.embedding import add_gradients_directly
 from megagrpo.policy.finite import BadTensor, GradientCheck, NonFiniteError, bad_weight, first_cause
 from megagrpo.policy.fp8.delayed_scaling import scaling_of
 from megagrpo.policy.fp8.fp8_settings import Fp8
-from megagrpo.policy.fp8.masters import forget_unrounded
+from megagrpo.policy.fp8.masters import drop_unrounded
 from megagrpo.policy.lm_head.task import HeadTask, Upstream, loss_gradients
 from megagrpo.policy.lm_head.top_logprobs import top_logprobs
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
@@ -125,14 +125,14 @@ class MegatronPolicy:
         float32 masters from them again."""
         self.times_filled += 1
         masters_from_weights(self.optimizer, self.config.model.fp8_param)
-        forget_unrounded(self.chunks)
+        drop_unrounded(self.chunks)
 
     def masters_changed(self) -> None:
         """Tell the policy of float32 masters written from outside: bf16 and FP8 weights are rounded from them again.
 
         FP8 weights need this because a checkpoint holds less precision than the masters. Collective.
         """
-        forget_unrounded(self.chunks)
+        drop_unrounded(self.chunks)
         if self.dtype == torch.bfloat16:
             weights_from_masters(self.optimizer, self.model)
 

@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.utils import unwrap_model
 from torch import nn
 
-from megagrpo.policy.fp8.masters import remember
+from megagrpo.policy.fp8.masters import store_unrounded
 from megagrpo.policy.fp8.tensor import dense, is_fp8
 
 # key of a layer's state besides weights; with several experts in one layer the expert's number follows
@@ -44,7 +44,7 @@ def load_state(chunk: nn.Module, state: dict[str, Any], strict: bool = True) -> 
     model.load_state_dict(without | state, strict=strict)
     for name, weight in model.named_parameters():
         if is_fp8(weight) and name in state:
-            remember(weight, state[name])
+            store_unrounded(weight, state[name])
 
 
 def _is_extra(name: str) -> bool:

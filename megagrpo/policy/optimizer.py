@@ -23,7 +23,7 @@ from megagrpo.platform.device.compact_adam import MOMENTS, CompactAdam
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.variables import KEPT_BYTES
 from megagrpo.policy.chunks import config_of
-from megagrpo.policy.fp8.masters import unrounded
+from megagrpo.policy.fp8.masters import unrounded_values
 
 # Scale of Muon's updates that makes their root mean square about equal to AdamW's (Moonlight, arXiv 2502.16982).
 MUON_SCALE = 0.2
@@ -217,9 +217,9 @@ def masters_from_weights(built: MegatronOptimizer, in_fp8: bool) -> None:
     for part in parts_of(built) if in_fp8 else []:
         for weights, masters in zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True):
             for weight, master in zip(weights, masters, strict=True):
-                if (values := unrounded(weight)) is not None:
-                    own = part._get_model_param_range_map(weight)["param"]
-                    master.copy_(values.view(-1)[own.start : own.end])
+                if (values := unrounded_values(weight)) is not None:
+                    span = part._get_model_param_range_map(weight)["param"]
+                    master.copy_(values.view(-1)[span.start : span.end])
 
 
 @torch.no_grad()

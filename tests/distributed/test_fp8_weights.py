@@ -17,9 +17,9 @@ from megagrpo.models.bridge.megatron_io import load_model, model_state
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.policy.device_checks import check_device
 from megagrpo.policy.finite import bad_weight
-from megagrpo.policy.fp8.fp8_export import write
+from megagrpo.policy.fp8.dense_access import write_dense
 from megagrpo.policy.fp8.fp8_settings import Fp8
-from megagrpo.policy.fp8.masters import unrounded
+from megagrpo.policy.fp8.masters import unrounded_values
 from megagrpo.policy.fp8.products import CurrentScaling
 from megagrpo.policy.fp8.rounding import E4M3, round_to
 from megagrpo.policy.fp8.tensor import dense, is_fp8
@@ -181,10 +181,10 @@ def _written_and_read(folder: Path) -> None:
     named = dict(policy.chunks[0].named_parameters())
     weight = named["decoder.layers.1.mlp.linear_fc1.weight"]
     exact = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
-    write(weight, exact)
+    write_dense(weight, exact)
     policy.weights_changed()
     assert torch.equal(weight.main_param.view(weight.shape), exact.float()) and not torch.equal(dense(weight), exact)
-    assert 0 < (dense(weight) - exact).abs().max() < 2**-3 * exact.abs().max() and unrounded(weight) is None
+    assert 0 < (dense(weight) - exact).abs().max() < 2**-3 * exact.abs().max() and unrounded_values(weight) is None
     assert torch.equal(dense(weight), round_to(exact, E4M3, tuple(exact.shape)).bfloat16())
     assert all(torch.equal(weight, kept) is False for kept in reference.weights if kept.shape == weight.shape)
     before = whole(policy)
@@ -194,7 +194,7 @@ def _written_and_read(folder: Path) -> None:
     policy.weights_changed()
     masters_of_rounded = weight.main_param.clone()
     assert torch.equal(masters_of_rounded.view(weight.shape).bfloat16(), dense(weight))
-    write(weight, exact)
+    write_dense(weight, exact)
     load_model(policy.chunks, folder / "of_fp8", layout)
     assert all(torch.equal(one, other) for one, other in zip(before, whole(policy), strict=True))
     plain, _ = start(settings("one", "tensorwise", False), CASES["one"][1], layout)
@@ -203,13 +203,13 @@ def _written_and_read(folder: Path) -> None:
     policy.weights_changed()
     assert all(torch.equal(one, other) for one, other in zip(masters(plain), masters(policy), strict=True))
     with (
-        pytest.raises(TypeError, match=r"aten.add_.Tensor cannot change an FP8 weight in place; use write\(\)"),
+        pytest.raises(TypeError, match=r"aten.add_.Tensor cannot change an FP8 weight in place; use write_dense\(\)"),
         torch.no_grad(),
     ):
         weight.add_(1)
     bad = exact.clone()
     bad[3, 5] = torch.nan
-    write(weight, bad)
+    write_dense(weight, bad)
     assert bad_weight(policy.chunks, 0, 0).name == "decoder.layers.1.mlp.linear_fc1.weight"
     assert dense(weight).isnan().sum() == 1
 

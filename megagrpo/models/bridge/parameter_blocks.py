@@ -17,7 +17,7 @@ from megagrpo.models.families.blocks import Block, Local, in_layer, named, same
 from megagrpo.models.families.dense import EMBEDDING, HEAD
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform.parallel.layout import Layout
-from megagrpo.policy.fp8.fp8_export import DenseWeight
+from megagrpo.policy.fp8.dense_access import DenseWeight
 from megagrpo.policy.fp8.tensor import is_fp8
 from megagrpo.policy.lora_layers import LowRank, is_adapter
 from megagrpo.policy.specs import LAYERS_PER_BLOCK

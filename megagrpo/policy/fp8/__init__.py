@@ -9,8 +9,8 @@
 5. `delayed_scaling`: or from the amaxes of earlier micro-batches, max-reduced over the ranks that share the stage.
 6. `masters`: after the optimizer's step the FP8 weights are rounded from their float32 masters. Scales are max-reduced
    over the ranks that shard the masters.
-7. `fp8_export`: dense reads and writes of an FP8 weight, for code that slices tensors: loading, checkpoints and weight
-   sync.
+7. `dense_access`: dense reads and writes of an FP8 weight, for code that slices tensors: loading, checkpoints and
+   weight sync.
 
 Beside the path of a weight: `scale_state` saves and loads delayed scales, and `megatron_patches` adapts Megatron's own
 use of Transformer Engine. Without Transformer Engine `products` emulates FP8 in torch.

@@ -17,27 +17,27 @@ from megagrpo.policy.fp8.rounding import E4M3, largest, scale_for, tiled
 from megagrpo.policy.fp8.tensor import Fp8Tensor
 
 
-def remember(weight: Tensor, values: Tensor) -> None:
-    """Store `values` [out, in], an FP8 weight's values before rounding, in host memory in the weight's dtype.
+def store_unrounded(weight: Tensor, values: Tensor) -> None:
+    """Keep `values` [out, in], an FP8 weight's values before rounding, on the host in the weight's dtype.
 
-    The weight's master then starts from them, without the rounding to FP8.
+    The weight's float32 master is then initialized from them, without the rounding error of FP8.
     """
     weight.__dict__["unrounded"] = values.detach().to(weight.dtype).cpu()
 
 
-def unrounded(weight: Tensor) -> Tensor | None:
-    """Return values [out, in] last written to an FP8 weight, unrounded, on the host; None after `forget_unrounded`."""
+def unrounded_values(weight: Tensor) -> Tensor | None:
+    """Return the values [out, in] of `store_unrounded`, on the host; None before it and after `drop_unrounded`."""
     return weight.__dict__.get("unrounded")
 
 
-def forget_unrounded(chunks: Sequence[nn.Module]) -> None:
+def drop_unrounded(chunks: Sequence[nn.Module]) -> None:
     """Drop the unrounded values of the chunks' weights, once the masters are copied from them."""
     for weight in (weight for chunk in chunks for weight in chunk.parameters()):
         weight.__dict__.pop("unrounded", None)
 
 
 def patch_optimizer() -> None:
-    """Patch Megatron to accept `Fp8Tensor` as Transformer Engine's FP8 class. All names it needs are in fp8_utils."""
+    """Patch megatron.core.fp8_utils to accept `Fp8Tensor` as Transformer Engine's FP8 class."""
     fp8_utils.HAVE_TE_FP8_TENSOR_CLASS, fp8_utils.FP8_TENSOR_CLASS = True, Fp8Tensor
     fp8_utils._modify_underlying_storage_impl = _move_numbers
     fp8_utils._quantize_param_shard_impl = _round_masters
@@ -63,13 +63,13 @@ def _round_masters(
     """
     if not weights:
         return
-    own = list(zip(weights, masters, starts, strict=True))
+    parts = list(zip(weights, masters, starts, strict=True))
     # A max-reduction over ranks may lose NaN. Infinity has the same effect on the scale as NaN.
-    magnitudes = [largest(_tiles_of_part(*each)).nan_to_num(nan=torch.inf) for each in own]
-    joined = torch.cat([each.flatten() for each in magnitudes])
+    amaxes = [largest(_tiles_of_part(*part)).nan_to_num(nan=torch.inf) for part in parts]
+    joined = torch.cat([amax.flatten() for amax in amaxes])
     dist.all_reduce(joined, dist.ReduceOp.MAX, group=group)
-    for (weight, master, start), most in zip(own, joined.split([each.numel() for each in magnitudes]), strict=True):
-        weight.scales.copy_(scale_for(most.view(weight.scales.shape), E4M3, weight.power_of_two))
+    for (weight, master, start), amax in zip(parts, joined.split([a.numel() for a in amaxes]), strict=True):
+        weight.scales.copy_(scale_for(amax.view(weight.scales.shape), E4M3, weight.power_of_two))
         if master is not None and start is not None:
             weight.quantize_part(_tiles_of_part(weight, master, start), slice(start, start + master.numel()))
 

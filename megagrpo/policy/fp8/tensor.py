@@ -106,7 +106,7 @@ class Fp8Tensor(torch.Tensor):
             first.quantize(args[1].dequantize() if isinstance(args[1], cls) else args[1])
             return first
         if operation._schema.is_mutable and isinstance(first, cls):
-            raise TypeError(f"{operation} cannot change an FP8 weight in place; use write()")
+            raise TypeError(f"{operation} cannot change an FP8 weight in place; use write_dense()")
         args, kwargs = tree_map_only(cls, cls.dequantize, (args, kwargs or {}))
         return operation(*args, **kwargs)
 

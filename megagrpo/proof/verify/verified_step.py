@@ -20,8 +20,8 @@ from megagrpo.models.bridge.parameter_blocks import Parameter, adapter_blocks, b
 from megagrpo.models.families.boxes import Box
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform.parallel.layout import Layout, init_layout
-from megagrpo.policy.fp8.fp8_export import write
-from megagrpo.policy.fp8.masters import unrounded
+from megagrpo.policy.fp8.dense_access import write_dense
+from megagrpo.policy.fp8.masters import unrounded_values
 from megagrpo.policy.fp8.tensor import dense
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import gather_gradients
@@ -126,9 +126,9 @@ def _move_away(policy: MegatronPolicy) -> None:
     """Move the policy away from the reference by a function of each weight alone, the same in every layout."""
     for chunk in policy.chunks:
         for parameter in filter(lambda p: p.requires_grad, chunk.parameters()):
-            master = unrounded(parameter)
+            master = unrounded_values(parameter)
             before = dense(parameter) if master is None else master
-            write(parameter, before + 0.02 * torch.sin(40 * before))
+            write_dense(parameter, before + 0.02 * torch.sin(40 * before))
 
 
 def _old_logprobs(batch: TrainBatch, logprobs: list[Tensor | None]) -> list[Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagrpo.policy.fp8.masters import remember
+from megagrpo.policy.fp8.masters import store_unrounded
 from megagrpo.policy.fp8.tensor import dense, is_fp8
 
 
@@ -32,13 +32,13 @@ class DenseWeight:
 
     def store(self, values: Tensor) -> None:
         """Write dense `values` [out, in] into the parameter."""
-        write(self.weight, values)
+        write_dense(self.weight, values)
 
 
 @torch.no_grad()
-def write(weight: Tensor, values: Tensor) -> None:
+def write_dense(weight: Tensor, values: Tensor) -> None:
     """Replace the values of a weight by `values`, both [out, in]. An FP8 weight rounds them, and its master starts from
-    the unrounded values (`masters.remember`)."""
+    the unrounded values (`masters.store_unrounded`)."""
     weight.copy_(values)
     if is_fp8(weight):
-        remember(weight, values)
+        store_unrounded(weight, values)
