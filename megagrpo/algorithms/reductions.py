@@ -1,4 +1,4 @@
-"""How token losses become one number: a sum over this micro-batch, divided once by a count of the whole step.
+"""Reduces token losses to one number: a sum over the micro-batch, divided once by a count of the optimizer step.
 
 The count is known before the first forward pass, so micro-batch size, packing, gradient accumulation, data and context
 parallelism never change the gradient.
@@ -15,17 +15,16 @@ from megagrpo.types import TrainBatch
 
 
 def numerator(per_token: Tensor, sequences: Sequences, average: Average) -> Tensor:
-    """Scalar: the sum of samples' token means, or the sum over loss tokens. Masked per_token [T] may be infinite."""
+    """Return the sum of per_token [T] over loss tokens, or with `sequence_means` the sum of the sequences' means over
+    them. Values of other tokens may be infinite."""
     if average == "sequence_means":
         return sequences.means(per_token).sum()
     return torch.where(sequences.mask, per_token, 0.0).sum()
 
 
 def denominator(batch: TrainBatch, average: Average, max_completion_length: int) -> int:
-    """What the step's numerators are divided by, once.
-
-    A step without loss tokens has numerator 0; its denominator is 1 so that the gradient is 0 and not NaN.
-    """
+    """Return the divisor of the sum of all ranks' numerators: the loss tokens or the samples of the optimizer step, or
+    with `fixed_length` samples x max_completion_length. At least 1, so that a step without any has the gradient 0."""
     if average == "tokens":
         return max(batch.num_tokens, 1)
     if average == "fixed_length":
