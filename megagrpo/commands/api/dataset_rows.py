@@ -1,4 +1,4 @@
-"""Data sets that are Python objects: checked here, and written to a file that the run reads like any other."""
+"""Checks data sets that are Python objects, and writes them to a file that the run reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ a list of dicts, or a source as in `data.train.source`."""
 ACCEPTS = "a datasets.Dataset, a pandas.DataFrame, an Arrow table, a list of dicts, or the name of a file or a data set"
 
 
-def accept(rows: Any, argument: str) -> Any:
+def normalize(rows: Any, argument: str) -> Any:
     """Return the rows as a `datasets.Dataset` or a list. Raises ConfigError, naming `argument`, for another kind."""
     datasets, pandas = sys.modules.get("datasets"), sys.modules.get("pandas")
     if pandas is not None and isinstance(rows, pandas.DataFrame):
@@ -54,8 +54,8 @@ def accept(rows: Any, argument: str) -> Any:
 def _from_pandas(frame: pandas.DataFrame, argument: str) -> datasets.Dataset:
     import datasets as library
 
-    if twice := list(frame.columns[frame.columns.duplicated()]):
-        raise ConfigError(f"{argument}: the DataFrame has the column `{twice[0]}` twice; rename one")
+    if duplicates := list(frame.columns[frame.columns.duplicated()]):
+        raise ConfigError(f"{argument}: the DataFrame has the column `{duplicates[0]}` twice; rename one")
     try:
         return library.Dataset.from_pandas(frame, preserve_index=False)
     except Exception as error:  # pyarrow's errors have no common base class
@@ -75,7 +75,7 @@ def _converts(frame: pandas.DataFrame) -> bool:
 
 
 def check(rows: Any, argument: str, column: str) -> None:
-    """Raise ConfigError if `accept` returned no rows, or if the rows have no `column` with the prompts."""
+    """Raise ConfigError if `rows`, from `normalize`, are empty, or if a row has no `column`, the prompt."""
     if len(rows) == 0:
         raise ConfigError(f"{argument}: has no rows; pass at least one prompt")
     for number, names in enumerate([rows.column_names] if not isinstance(rows, list) else rows):
@@ -91,7 +91,7 @@ def check(rows: Any, argument: str, column: str) -> None:
 
 
 def suffix(rows: Any) -> str:
-    """Return the suffix of the file that `write` makes."""
+    """Return the suffix of the file that `write` creates: .jsonl or .parquet."""
     return ".jsonl" if isinstance(rows, list) else ".parquet"
 
 
@@ -126,13 +126,13 @@ def _line(row: Mapping[str, Any], number: int, argument: str) -> str:
 
 
 def _check_names(value: Any) -> None:
-    """Raise TypeError for a name in a dict that is no text, which JSON would turn into one."""
+    """Raise TypeError for a dict key that is not a str: JSON would convert it to one."""
     if isinstance(value, Mapping):
-        if odd := [name for name in value if not isinstance(name, str)]:
-            raise TypeError(f"a dict with the key {odd[0]!r}, a {type(odd[0]).__name__}")
+        if invalid := [name for name in value if not isinstance(name, str)]:
+            raise TypeError(f"a dict with the key {invalid[0]!r}, a {type(invalid[0]).__name__}")
         value = list(value.values())
-    for below in value if isinstance(value, (list, tuple)) else ():
-        _check_names(below)
+    for nested in value if isinstance(value, (list, tuple)) else ():
+        _check_names(nested)
 
 
 def _json_value(value: Any) -> Any:

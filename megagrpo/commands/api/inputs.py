@@ -74,8 +74,8 @@ class Inputs:
             files = {i: {"function": f"{folder / REWARDS}:{name}"} for i, name in self.rewards.names.items()}
             made["rewards.functions"] = [files.get(i, {}) | section for i, section in enumerate(self.functions)]
         if self.callbacks and callbacks is not None:
-            own = self.callback_objects.names
-            named = [f"{folder / CALLBACKS}:{own[i]}" if i in own else name for i, name in enumerate(self.callbacks)]
+            names = self.callback_objects.names
+            named = [f"{folder / CALLBACKS}:{names[i]}" if i in names else c for i, c in enumerate(self.callbacks)]
             made["run.callbacks"] = [*callbacks, *named]
         made |= {data.key: {"source": data.rows if data.named else str(folder / data.file)} for data in self.data}
         return [override_text(key, value) for key, value in made.items()]
@@ -141,8 +141,8 @@ def collect(
 ) -> Inputs:
     """Check the Python objects of a run and pickle the functions. Raises ConfigError."""
     functions, rewards = (None, Pickles({}, {})) if reward_functions is None else _rewards(reward_functions)
-    named, own, instances = _callbacks(callbacks or ())
-    return Inputs(functions, rewards, named, own, instances, list(_data(dataset, eval_dataset)))
+    named, pickles, instances = _callbacks(callbacks or ())
+    return Inputs(functions, rewards, named, pickles, instances, list(_data(dataset, eval_dataset)))
 
 
 def _rewards(given: Reward | Sequence[Reward]) -> tuple[list[dict[str, Any]], Pickles]:
@@ -154,18 +154,18 @@ def _rewards(given: Reward | Sequence[Reward]) -> tuple[list[dict[str, Any]], Pi
             reason = "must be a function, a name such as accuracy, or a mapping with the key `function`"
             raise ConfigError(f"reward_functions.{i}: {reason} (got {shortened(repr(reward))})")
         sections.append(section)
-    own = {i: section.pop("function") for i, section in enumerate(sections) if not isinstance(section["function"], str)}
+    by_index = {i: each.pop("function") for i, each in enumerate(sections) if not isinstance(each["function"], str)}
     anchored({"rewards": {"functions": sections}}, Path())  # changes them in place
-    return sections, _pickled(own, "reward_functions")
+    return sections, _pickled(by_index, "reward_functions")
 
 
 def _callbacks(given: Any) -> tuple[list[str], Pickles, list[str]]:
     listed = _listed(given)
-    own = {i: callback for i, callback in enumerate(listed) if not isinstance(callback, str)}
-    named = ["" if i in own else callback for i, callback in enumerate(listed)]
+    by_index = {i: callback for i, callback in enumerate(listed) if not isinstance(callback, str)}
+    named = ["" if i in by_index else callback for i, callback in enumerate(listed)]
     anchored({"run": {"callbacks": named}}, Path())  # changes them in place
-    pickles = _pickled(own, "callbacks")
-    return named, pickles, [pickles.names[i] for i, callback in own.items() if not isinstance(callback, type)]
+    pickles = _pickled(by_index, "callbacks")
+    return named, pickles, [pickles.names[i] for i, callback in by_index.items() if not isinstance(callback, type)]
 
 
 def _listed(given: Any) -> list[Any]:
@@ -174,10 +174,10 @@ def _listed(given: Any) -> list[Any]:
     return [given] if one else list(given)
 
 
-def _pickled(own: Mapping[int, Any], argument: str) -> Pickles:
-    names = dict(zip(own, objects.names_of(list(own.values())), strict=True))
+def _pickled(by_index: Mapping[int, Any], argument: str) -> Pickles:
+    names = dict(zip(by_index, objects.names_of(list(by_index.values())), strict=True))
     keys = {name: f"{argument}.{i}" for i, name in names.items()}
-    return Pickles(names, objects.pickled({names[i]: thing for i, thing in own.items()}, keys))
+    return Pickles(names, objects.pickled({names[i]: thing for i, thing in by_index.items()}, keys))
 
 
 def _data(dataset: Rows | None, eval_dataset: Rows | Mapping[str, Rows] | None) -> Iterator[Data]:
@@ -198,8 +198,8 @@ def _one(key: str, argument: str, given: Rows, stem: str) -> Data:
     if isinstance(given, str):
         values = anchored({"data": {"train": {"source": given}}}, Path())
         return Data(key, argument, values["data"]["train"]["source"], "")
-    accepted = dataset_rows.accept(given, argument)
-    return Data(key, argument, accepted, stem + dataset_rows.suffix(accepted))
+    rows = dataset_rows.normalize(given, argument)
+    return Data(key, argument, rows, stem + dataset_rows.suffix(rows))
 
 
 def _digest(folder: Path) -> str:
