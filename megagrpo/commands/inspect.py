@@ -14,7 +14,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from megagrpo.commands.layout_arguments import hide_gpus
+from megagrpo.commands.api.conversions import hide_gpus
 from megagrpo.platform.process.imports import without_garbage_collection
 from megagrpo.platform.process.terminal import show, warn
 

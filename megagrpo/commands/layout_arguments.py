@@ -1,4 +1,4 @@
-"""The options of the converters for a parallel layout."""
+"""The options --tp to --etp of the commands that load or write a model in a parallel layout."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megagrpo.commands.api.conversions import hide_gpus as hide_gpus
 from megagrpo.commands.api.conversions import in_layout
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ SIZES_OF_LAYOUT = ("tp", "pp", "vpp", "pipeline_layers", "ep", "etp")
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --tp, --pp, --vpp, --pipeline-layers, --ep and --etp. tp x pp and ep x etp x pp must divide the number of
-    ranks, which megagrpo launch sets (1 without it)."""
+    ranks: N of `megagrpo launch N`, else 1."""
     add = parser.add_argument
     add("--tp", type=int, default=1, metavar="N", help="tensor-parallel size (default 1)")
     add("--pp", type=int, default=1, metavar="N", help="pipeline-parallel size (default 1)")

@@ -3,9 +3,9 @@
     megagrpo merge runs/grpo/checkpoints/step_000100/adapter OUT
     megagrpo launch 2 merge ADAPTER OUT --model MODEL --tp 2
 
-ADAPTER is an adapter folder of a run or of PEFT. Without --model it uses the base model that the adapter names. A, B
-and the sum are float32; only the sum is rounded, to the dtype in the model's file or to --dtype. OUT gets a model card
-with the facts that the run's folder holds. --push uploads OUT to the Hugging Face hub.
+ADAPTER is an adapter folder of a run or of PEFT. Without --model it uses the base model that the adapter names.
+W + scale B A is computed in float32 and rounded once, to the dtype in the model's file or to --dtype. OUT gets a model
+card with the run's training and rewards, if ADAPTER is in a run's folder. --push uploads OUT to the Hugging Face hub.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     megagrpo launch 8 verify my_run.yaml
     megagrpo verify my_run.yaml --precision --fix fp8.yaml
 
-Without --layout it takes the layout of the config. By itself it starts the ranks of each layout on this machine; under
-a launcher it uses the existing ranks. Exit code 0: everything agrees, 1: something differs, 2: it cannot be tried.
+Without --layout it verifies the layout of the config. It starts the ranks of each layout on this machine; under a
+launcher it uses the existing ranks. Exit code 0: all layouts agree, 1: one differs, 2: invalid config or option.
 docs/verify.md explains the output.
 """
 
@@ -21,7 +21,7 @@ from megagrpo.config import ConfigError
 from megagrpo.platform.process.imports import without_garbage_collection
 
 # options without and with --precision
-OF_LAYOUTS, OF_PRECISION = ("layout", "ranks", "full"), ("threshold", "tokens", "fix")
+LAYOUT_OPTIONS, PRECISION_OPTIONS = ("layout", "ranks", "full"), ("threshold", "tokens", "fix")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     add = parser.add_argument
     add("--layout", action="append", metavar="tp=2,pp=2,dp=2", help="a layout to verify; may be repeated")
-    add("--ranks", type=int, metavar="N", help="number of ranks where a layout does not name dp")
+    add("--ranks", type=int, metavar="N", help="number of ranks of a layout without dp")
     add("--full", action="store_true", default=None, help="print every tensor that is compared")
     add("--precision", action="store_true", help="compare FP8 with the run's own precision, layer by layer")
     add(
@@ -48,11 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Verify, and return the exit code. Raises ConfigError for a wrong config or option."""
     given: dict[str, Any] = {
-        name: value for name in (*OF_LAYOUTS, *OF_PRECISION) if (value := getattr(options, name)) is not None
+        name: value for name in (*LAYOUT_OPTIONS, *PRECISION_OPTIONS) if (value := getattr(options, name)) is not None
     }
-    for foreign in given.keys() & set(OF_LAYOUTS if options.precision else OF_PRECISION):
+    for invalid in given.keys() & set(LAYOUT_OPTIONS if options.precision else PRECISION_OPTIONS):
         raise ConfigError(
-            f"--{foreign}: verify {'with' if options.precision else 'without'} --precision has no such option"
+            f"--{invalid}: verify {'with' if options.precision else 'without'} --precision has no such option"
         )
     for name in ("ranks", "threshold", "tokens"):
         if not given.get(name, 1) > 0:
