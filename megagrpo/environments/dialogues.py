@@ -1,4 +1,4 @@
-"""An engine for multi-turn responses: after a tool or scheduler answers, the policy continues from its exact tokens."""
+"""An engine for multi-turn responses. After a tool or scheduler message the policy continues from its exact tokens."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Dialogues:
         return self.responders.tools
 
     @property
-    def columns(self) -> list[str]:
+    def reward_names(self) -> list[str]:
         """Names of the rewards that scheduler and environment give."""
-        return self.responders.columns
+        return self.responders.reward_names
 
     def wrap(self, engine: VllmEngine) -> DialogueEngine:
         """Wrap `engine` in a DialogueEngine with this configuration."""
@@ -67,12 +67,12 @@ def make_dialogues(
         return None
     template = read_chat_template(data.chat_template)
     responders = resources.enter_context(Responders(section, base_folder))
-    if taken := sorted(set(names) & set(responders.columns)):
+    if taken := sorted(set(names) & set(responders.reward_names)):
         raise ValueError(
             f"rewards.functions: `{taken[0]}` is already the name of a multi_turn reward; give the function another "
             "name"
         )
-    if not names and not responders.columns:
+    if not names and not responders.reward_names:
         raise ValueError(
             "rewards.functions: the run has no rewards; name a function, or give the environment a method `get_reward`"
         )
@@ -84,8 +84,8 @@ def make_dialogues(
 class DialogueEngine(Generator):
     """An engine whose rollouts have several turns (`Rollout.dialogue`).
 
-    All conversations take their turns together. Each turn is one request with the whole prefix; vLLM's prefix cache
-    holds all of it but the messages added since. Seeds depend only on prompt, response and turn, so a run is
+    The conversations advance in lockstep, turn by turn. Each turn is one request with the whole prefix; vLLM's prefix
+    cache already holds everything before the new messages. Seeds depend only on prompt, response and turn, so a run is
     reproducible whatever other requests are in flight.
     """
 
@@ -114,15 +114,15 @@ class DialogueEngine(Generator):
         conversations = self._conversations(prompts, n, limit)
         self._open(conversations)
         finished: dict[int, Rollout] = {}
-        going = conversations
-        while going:
-            self._take_turns(going, sampling, seed)
-            self._answer(going)
-            over = [c for c in going if c.ended]
-            self.responders.finish(over)
-            finished |= {c.number: c.rollout(self._tokenizer.decode) for c in over}
-            going = [c for c in going if not c.ended]
-            for prompt_index in dict.fromkeys(c.prompt_index for c in over):
+        active = conversations
+        while active:
+            self._take_turns(active, sampling, seed)
+            self._respond(active)
+            ended = [c for c in active if c.ended]
+            self.responders.finish(ended)
+            finished |= {c.number: c.rollout(self._tokenizer.decode) for c in ended}
+            active = [c for c in active if not c.ended]
+            for prompt_index in dict.fromkeys(c.prompt_index for c in ended):
                 numbers = range(prompt_index * n, (prompt_index + 1) * n)
                 if all(number in finished for number in numbers):
                     yield prompt_index, [finished[number] for number in numbers]
@@ -148,7 +148,7 @@ class DialogueEngine(Generator):
             token_ids = self._tokenizer.render(opening, None, template, self.responders.tools, kwargs)
             if len(token_ids) > longest:
                 length = f"its prompt has {len(token_ids)} tokens with the text of `reset`"
-                self.responders.break_off(conversation, f"{length}; the limit is {longest} (rollout.max_prompt_length)")
+                self.responders.fail(conversation, f"{length}; the limit is {longest} (rollout.max_prompt_length)")
                 continue
             prompt = conversation.prompt
             shown = prompt.messages + reset_text if isinstance(prompt.messages, str) else opening
@@ -162,17 +162,17 @@ class DialogueEngine(Generator):
         for conversation, turn in zip(conversations, turns, strict=True):
             conversation.add_turn(turn, self._tokenizer.decode)
 
-    def _answer(self, conversations: Sequence[Conversation]) -> None:
-        """Let tools or the scheduler answer each conversation's last turn, or end the conversation."""
+    def _respond(self, conversations: Sequence[Conversation]) -> None:
+        """Run tools or the scheduler on each conversation's last turn, or end the conversation."""
         calling: list[tuple[Conversation, list[dict[str, Any]]]] = []
         waiting: list[Conversation] = []
         for conversation in conversations:
             # a conversation may have failed before its first turn
             if not conversation.ended and conversation.finish_reason == "length":
                 conversation.ended = "length"
-        going = [c for c in conversations if not c.ended]
-        for conversation, calls in zip(going, self._read_calls(going), strict=True):
-            if calls and self._may_call(conversation):
+        active = [c for c in conversations if not c.ended]
+        for conversation, calls in zip(active, self._read_calls(active), strict=True):
+            if calls and self._within_limits(conversation):
                 calling.append((conversation, calls))
             elif not calls and self.responders.has_scheduler:
                 waiting.append(conversation)
@@ -200,7 +200,8 @@ class DialogueEngine(Generator):
                 conversation.messages[-1] = as_message(content, calls)
         return [calls for _, calls in read]
 
-    def _may_call(self, conversation: Conversation) -> bool:
+    def _within_limits(self, conversation: Conversation) -> bool:
+        """Whether another tool call is allowed. Ends the conversation if not."""
         rounds, limits = conversation.tool_rounds, self._limits
         if limits.max_tool_calling_iterations is not None and rounds >= limits.max_tool_calling_iterations:
             conversation.ended = "tool_limit"
@@ -220,7 +221,7 @@ class DialogueEngine(Generator):
                 try:
                     conversation.add_messages(messages, self._follow_ups)
                 except ValueError as error:  # with a row's own variables the template may rewrite earlier turns
-                    self.responders.break_off(conversation, str(error))
+                    self.responders.fail(conversation, str(error))
 
     def _ask_scheduler(self, waiting: Sequence[Conversation]) -> None:
         for conversation, answer in zip(waiting, self.responders.schedule(waiting), strict=True):
@@ -236,4 +237,4 @@ class DialogueEngine(Generator):
                 try:
                     conversation.follow(messages, self._follow_ups)
                 except ValueError as error:
-                    self.responders.break_off(conversation, str(error))
+                    self.responders.fail(conversation, str(error))

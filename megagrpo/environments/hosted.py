@@ -54,12 +54,12 @@ class Hosted:
     def describe(self) -> Arguments:
         """Describe scheduler, tools and environment to the trainer, before the first prompt.
 
-        Returns `tools` (all schemas), `methods` (environment tool names), `columns` (reward names),
+        Returns `tools` (all schemas), `methods` (environment tool names), `reward_names`,
         `scheduler_is_class`, `keeps_state` (whether responses need episodes). Raises ValueError for an unusable target.
         """
         schemas = [tool_schema(tool) for tool in self._tools]
         methods: list[str] = []
-        columns: list[str] = []
+        reward_names: list[str] = []
         scheduler, environment, (scheduler_name, environment_name) = self._scheduler, self._environment, self._names
         if environment is not None:
             if not isinstance(environment, type) or not callable(getattr(environment, "reset", None)):
@@ -68,7 +68,7 @@ class Hosted:
             methods = [name for name in names if not name.startswith("_") and name not in NOT_TOOLS]
             # bound to any object, because a schema has no `self`; no instance is created
             schemas += [tool_schema(getattr(environment, name).__get__(object())) for name in methods]
-            columns += [environment.__name__] if hasattr(environment, "get_reward") else []
+            reward_names += [environment.__name__] if hasattr(environment, "get_reward") else []
         is_class = isinstance(scheduler, type)
         if scheduler is not None:
             if is_class and not callable(getattr(scheduler, "step", None)):
@@ -77,11 +77,11 @@ class Hosted:
             if unknown := [name for name in self._scheduler_args if name not in accepted]:
                 takes = ", ".join(inspect.signature(scheduler).parameters)
                 raise ValueError(f"`{scheduler_name}` has no argument `{unknown[0]}`; its arguments: {takes}")
-            columns += ["turns"] + ([scheduler.__name__] if is_class and hasattr(scheduler, "get_reward") else [])
+            reward_names += ["turns"] + ([scheduler.__name__] if is_class and hasattr(scheduler, "get_reward") else [])
         names = [schema["function"]["name"] for schema in schemas]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"two tools are named `{twice[0]}`; rename one")
-        described = {"tools": schemas, "methods": methods, "columns": columns, "scheduler_is_class": is_class}
+        described = {"tools": schemas, "methods": methods, "reward_names": reward_names, "scheduler_is_class": is_class}
         return described | {"keeps_state": is_class or environment is not None}
 
     def use_tool(self, name: str, arguments: Arguments) -> Arguments:

@@ -46,7 +46,7 @@ class Responders:
             self.close()
             raise
         self.tools: list[dict[str, Any]] = described["tools"]  # schemas of all tools
-        self.columns: list[str] = described["columns"]  # names of rewards
+        self.reward_names: list[str] = described["reward_names"]
         self._methods: list[str] = described["methods"]  # names of the environment's tools
         # schemas of plain functions come first
         self._functions: list[str] = [schema["function"]["name"] for schema in self.tools[: len(tools)]]
@@ -91,7 +91,7 @@ class Responders:
             if failure is not None:
                 result = {"error": failure}
                 if call["name"] in self._methods:  # the environment's state is lost
-                    self.break_off(conversation, failure)
+                    self.fail(conversation, failure)
             conversation.tool_calls += 1
             conversation.tool_failures += "error" in result
             content = (
@@ -104,27 +104,27 @@ class Responders:
 
     def finish(self, conversations: Sequence[Conversation]) -> None:
         """Set each conversation's reward columns and end its episode. As with reward functions, a failure gives 0."""
-        asked = [name for name in self.columns if name != TURNS]
-        if asked:
+        names = [name for name in self.reward_names if name != TURNS]
+        if names:
             values = self._values(
                 conversations, [self._episode("act", c, dict(verb="reward", arguments={})) for c in conversations]
             )
             for conversation, rewards in zip(conversations, values, strict=True):
-                conversation.rewards |= {name: (rewards or {}).get(name, 0.0) for name in asked}
+                conversation.rewards |= {name: (rewards or {}).get(name, 0.0) for name in names}
         if self.has_scheduler:
             for conversation in conversations:
                 judged = [reward for reward in conversation.turn_rewards if reward is not None]
                 try:
                     conversation.rewards[TURNS] = reward_of(math.fsum(judged)) if judged else None
                 except ValueError as error:
-                    self.break_off(conversation, f"the sum of its turns' rewards: {error}")
+                    self.fail(conversation, f"the sum of its turns' rewards: {error}")
                     conversation.rewards[TURNS] = 0.0
         if self._keeps_state:
             self._answers(
                 [self._call("finish", dict(number=c.number), _GRACE, self._lane_of(c)) for c in conversations]
             )
 
-    def break_off(self, conversation: Conversation, reason: str) -> None:
+    def fail(self, conversation: Conversation, reason: str) -> None:
         """End a conversation that cannot continue. The first one since `begin` is logged."""
         conversation.ended = "failed"
         if not self._failed:
@@ -200,5 +200,5 @@ class Responders:
         answers = self._answers(calls)
         for conversation, (_, failure) in zip(conversations, answers, strict=True):
             if failure is not None:
-                self.break_off(conversation, failure)
+                self.fail(conversation, failure)
         return [value for value, _ in answers]

@@ -120,10 +120,10 @@ def _read_data(
     leader, max_length = layout.is_dp_leader, config.rollout.max_prompt_length
     of_dialogues = config.multi_turn, config.data, config.rewards.names, max_length, tokenizer, base_folder
     dialogues = run_own_and_agree(layout, lambda: make_dialogues(*of_dialogues, resources), here=leader)
-    tools, columns = on_first_rank(layout, lambda: (dialogues.tools, dialogues.columns) if dialogues else ([], []))
+    tools, names = on_first_rank(layout, lambda: (dialogues.tools, dialogues.reward_names) if dialogues else ([], []))
     prompts = PromptSource(config.data.train, config.data, tokenizer, max_length, config.run.seed, tools=tools)
     config = config.with_num_prompts(len(prompts))
-    held_out = load_sets(config, tokenizer, tools, columns)
+    held_out = load_sets(config, tokenizer, tools, names)
 
     def load_rewards() -> RewardScorer:
         scorer = RewardScorer(config.rewards, config.rollout.max_completion_length, base_folder)

@@ -35,7 +35,7 @@ def evaluate_offline(
         tokenizer = tokenizer_of(config, folder)
         of_dialogues = config.multi_turn, config.data, config.rewards.names, config.rollout.max_prompt_length
         dialogues = make_dialogues(*of_dialogues, tokenizer, base_folder, resources)
-        sets = load_sets(config, tokenizer, *((dialogues.tools, dialogues.columns) if dialogues else ()))
+        sets = load_sets(config, tokenizer, *((dialogues.tools, dialogues.reward_names) if dialogues else ()))
         if not sets:
             raise ValueError(
                 "evaluation.sets: there is nothing to evaluate; name sets, or held-out prompts in data.eval"

@@ -44,14 +44,14 @@ class HeldOut:
 
 
 def load_sets(
-    config: RunConfig, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]] = (), columns: Sequence[str] = ()
+    config: RunConfig, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]] = (), reward_names: Sequence[str] = ()
 ) -> list[HeldOut]:
-    """Load the config's held-out sets. `tools` are shown in their prompts; `columns` are additional reward columns.
+    """Load the config's held-out sets. `tools` are shown in their prompts; `reward_names` are multi_turn's rewards.
 
     Raises ValueError for a set that cannot be used, and for a pass_function that is not a reward.
     """
     evaluation = config.evaluation
-    names = [*config.rewards.names, *columns]
+    names = [*config.rewards.names, *reward_names]
     function = evaluation.pass_function or names[0]
     if function not in names:
         hint = did_you_mean(function, names)
@@ -62,8 +62,8 @@ def load_sets(
     answer = extractor(evaluation.answer, scorers.get(function, ""))
     sets = []
     for name, section in evaluation_sets(config).items():
-        own = {key: getattr(section, key) for key in ("prompt_column", "columns", "extract_hash_answer")}
-        data, key = config.data.model_copy(update=own), f"evaluation.sets.{name}" if name else "data.eval"
+        overrides = {key: getattr(section, key) for key in ("prompt_column", "columns", "extract_hash_answer")}
+        data, key = config.data.model_copy(update=overrides), f"evaluation.sets.{name}" if name else "data.eval"
         source = PromptSource(section, data, tokenizer, config.rollout.max_prompt_length, config.run.seed, key, tools)
         sampling = replace(
             sampling_params(config.rollout, tokenizer.eos_token_ids),

@@ -242,7 +242,7 @@ def test_tools_answer_in_order_and_failures_are_told_and_counted(responders):
 
 def test_each_response_has_an_environment_of_its_own(responders):
     table = responders(environment="Counter")
-    assert [s["function"]["name"] for s in table.tools] == ["add", "die", "hang"] and table.columns == ["Counter"]
+    assert [s["function"]["name"] for s in table.tools] == ["add", "die", "hang"] and table.reward_names == ["Counter"]
     three = [conversation(i, goal=10.0, greeting=f" Hello {i}." if i else None) for i in range(3)]
     assert table.begin(three) == [None, " Hello 1.", " Hello 2."]
     table.use_tools(three, [[call("add", amount=i + 1)] for i in range(3)])
@@ -346,7 +346,7 @@ def test_a_scheduler_that_fails_ends_the_response_and_the_run_goes_on(responders
 
 def test_a_scheduler_that_is_a_class_remembers(responders):
     table, both = responders(scheduler="Patient", scheduler_args={"limit": 2}), [conversation(0), conversation(1)]
-    assert table.begin(both) == [None, None] and table.columns == ["turns", "Patient"]
+    assert table.begin(both) == [None, None] and table.reward_names == ["turns", "Patient"]
     first, second = table.schedule(both), table.schedule(both[:1])
     assert [(m[-1]["content"], done) for m, done, _ in first + second] == [
         ("asked 1", False),
@@ -793,7 +793,7 @@ def test_what_a_configuration_describes_shows_its_tools_and_columns(tokenizer, p
     with ExitStack() as resources:
         made = dialogues_of(config, tokenizer, plugins, resources)
         assert [tool["function"]["name"] for tool in made.tools] == ["calculator", "add", "die", "hang"]
-        assert made.columns == ["Counter", "turns", "Patient"]
+        assert made.reward_names == ["Counter", "turns", "Patient"]
         assert dialogues_of(tiny_run(), tokenizer, plugins, resources) is None
 
 
