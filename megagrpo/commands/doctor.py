@@ -95,7 +95,7 @@ def lines(findings: Sequence[Finding]) -> list[str]:
     for finding in findings:
         label = "fix: " if finding.state in ("warn", "fail") else ""
         fix = f"; {label}{finding.fix}" if finding.fix or label else ""
-        texts += wrapped(f"{finding.state:7}  {finding.subject:{width}}  {finding.found}{fix}", indent=width + 11)
+        texts += wrapped(f"{finding.state:7}  {finding.subject:{width}}  {finding.result}{fix}", indent=width + 11)
     counts = Counter(finding.state for finding in findings)
     return [*texts, ", ".join(f"{counts[state]} {state}" for state in ("ok", "warn", "fail", "skipped"))]
 

@@ -9,7 +9,7 @@ from megagrpo.platform.doctor.host_checks import cpu_checks, ipc_checks, limit_c
 from megagrpo.platform.doctor.link_checks import rdma_checks, topology_checks
 from megagrpo.platform.doctor.machine import Finding, Machine
 from megagrpo.platform.doctor.needs import Needs
-from megagrpo.platform.doctor.packages import foreign_libraries, package_checks, toolkit_checks, torch_cuda
+from megagrpo.platform.doctor.packages import library_path_checks, package_checks, toolkit_checks, torch_cuda
 from megagrpo.platform.doctor.variable_checks import variable_checks
 
 
@@ -30,7 +30,7 @@ def check_up(machine: Machine, needs: Needs) -> list[Finding]:
     parts += [lambda: rdma_checks(machine, needs)] if gpu or needs.nodes > 1 else []
     parts += [lambda: package_checks("gpu" if gpu else "cpu")]
     if gpu:
-        parts += [lambda: toolkit_checks(machine, cuda), lambda: foreign_libraries(machine)]
+        parts += [lambda: toolkit_checks(machine, cuda), lambda: library_path_checks(machine)]
     if needs.unseen:
         unseen = Finding("model", f"its size is unknown here: {needs.unseen}", "skipped", "fetch it first")
         parts.append(lambda: [unseen])
@@ -49,5 +49,5 @@ def _guarded(part: Callable[[], Iterable[Finding]]) -> list[Finding]:
     try:
         return list(part())
     except Exception as error:
-        found = f"a check failed: {type(error).__name__}: {error}"
-        return [Finding("doctor", found, "warn", "send the report to the developers")]
+        result = f"a check failed: {type(error).__name__}: {error}"
+        return [Finding("doctor", result, "warn", "send the report to the developers")]

@@ -112,12 +112,12 @@ def _no_driver(machine: Machine) -> Finding:
 
 def driver_check(state: NvidiaState, torch_cuda: str) -> Finding:
     """Compare the driver's CUDA version with torch's. A driver runs builds of its major version and of older ones."""
-    found = f"driver {state.driver}, CUDA {state.cuda} at most; torch is built for CUDA {torch_cuda or 'none'}"
+    result = f"driver {state.driver}, CUDA {state.cuda} at most; torch is built for CUDA {torch_cuda or 'none'}"
     if not torch_cuda:
-        return Finding("driver", found, "fail", "install a torch for CUDA: megagrpo install gpu, in a new environment")
+        return Finding("driver", result, "fail", "install a torch for CUDA: megagrpo install gpu, in a new environment")
     theirs, ours = (int(text.partition(".")[0] or 0) if text[:1].isdigit() else 0 for text in (state.cuda, torch_cuda))
     oldest = f" to {OLDEST_DRIVER[ours]} or later" if ours in OLDEST_DRIVER else ""
-    return judged("driver", found, theirs >= ours, f"update the driver{oldest}", "fail")
+    return judged("driver", result, theirs >= ours, f"update the driver{oldest}", "fail")
 
 
 def visible_gpus(gpus: Sequence[Gpu], environment: dict[str, str]) -> list[Gpu]:
@@ -137,25 +137,25 @@ def _names_a_gpu(name: str, count: int) -> bool:
 
 def _count(gpus: Sequence[Gpu], needs: Needs) -> Finding:
     kinds = sorted({gpu.text("product_name") for gpu in gpus})
-    found, least = f"{len(gpus)} visible: {', '.join(kinds) or 'none'}", max(1, needs.gpus)
+    result, least = f"{len(gpus)} visible: {', '.join(kinds) or 'none'}", max(1, needs.gpus)
     if len(gpus) < least:
         fix = "check CUDA_VISIBLE_DEVICES, the container's --gpus and nvidia-smi -L"
-        return Finding("GPU count", f"{found}; {needs.source} uses {least}", "fail", fix)
+        return Finding("GPU count", f"{result}; {needs.source} uses {least}", "fail", fix)
     fix = "use GPUs of one kind, because all wait for the slowest; choose by CUDA_VISIBLE_DEVICES"
-    return judged("GPU count", found, len(kinds) == 1, fix)
+    return judged("GPU count", result, len(kinds) == 1, fix)
 
 
 def _persistence(gpus: Sequence[Gpu], needs: Needs) -> Finding:
     off = _number_with(gpus, "persistence_mode", "Disabled")
-    found = f"off on {off} GPU(s): each start waits for the driver" if off else "on"
-    return judged("persistence", found, not off, "as root: nvidia-smi -pm 1")
+    result = f"off on {off} GPU(s): each start waits for the driver" if off else "on"
+    return judged("persistence", result, not off, "as root: nvidia-smi -pm 1")
 
 
 def _mig(gpus: Sequence[Gpu], needs: Needs) -> Finding:
     cut = _number_with(gpus, "mig_mode/current_mig", "Enabled")
     fix = "ask the administrator to turn MIG off; NCCL and CUDA IPC do not connect MIG instances"
-    found = f"enabled on {cut} GPU(s)" if cut else "disabled"
-    return judged("MIG", found, not cut, fix, "fail" if len(gpus) > 1 else "warn")
+    result = f"enabled on {cut} GPU(s)" if cut else "disabled"
+    return judged("MIG", result, not cut, fix, "fail" if len(gpus) > 1 else "warn")
 
 
 def _compute_mode(gpus: Sequence[Gpu], needs: Needs) -> Finding:
@@ -168,8 +168,8 @@ def _compute_mode(gpus: Sequence[Gpu], needs: Needs) -> Finding:
 
 def _ecc(gpus: Sequence[Gpu], needs: Needs) -> Finding:
     if broken := [str(index) for index, gpu in enumerate(gpus) if gpu.is_broken()]:
-        found = f"uncorrectable errors or rows to remap on GPU {', '.join(broken)}"
-        return Finding("ECC", found, "fail", "reset the GPU or restart the machine; replace the GPU if errors return")
+        result = f"uncorrectable errors or rows to remap on GPU {', '.join(broken)}"
+        return Finding("ECC", result, "fail", "reset the GPU or restart the machine; replace the GPU if errors return")
     if off := _number_with(gpus, "ecc_mode/current_ecc", "Disabled"):
         fix = "turn ECC on for long runs: as root nvidia-smi -e 1, then restart"
         return Finding("ECC", f"off on {off} GPU(s): bit flips are not detected", "warn", fix)
@@ -180,8 +180,8 @@ def _ecc(gpus: Sequence[Gpu], needs: Needs) -> Finding:
 def _clocks(gpus: Sequence[Gpu], needs: Needs) -> Finding:
     clocks = sorted({f"{gpu.text('clocks/sm_clock')} of {gpu.text('max_clocks/sm_clock')}" for gpu in gpus})
     slowed = sorted({reason for gpu in gpus for reason in gpu.slowdowns()})
-    found = "; ".join([f"SM clock {', '.join(clocks)}", *([", ".join(slowed)] if slowed else [])])
-    return judged("clocks", found, not slowed, "check cooling and power supply: nvidia-smi -q -d PERFORMANCE")
+    result = "; ".join([f"SM clock {', '.join(clocks)}", *([", ".join(slowed)] if slowed else [])])
+    return judged("clocks", result, not slowed, "check cooling and power supply: nvidia-smi -q -d PERFORMANCE")
 
 
 def _power(gpus: Sequence[Gpu], needs: Needs) -> Finding | None:
@@ -190,16 +190,16 @@ def _power(gpus: Sequence[Gpu], needs: Needs) -> Finding | None:
     limits = sorted({(gpu.number(*now), gpu.number(*default)) for gpu in gpus})
     if not all(map(all, limits)):
         return None
-    found = ", ".join(f"{limit:g} W of {most:g} W" for limit, most in limits)
+    result = ", ".join(f"{limit:g} W of {most:g} W" for limit, most in limits)
     fix = "as root: nvidia-smi -pl DEFAULT; a lower limit lowers the clocks under load"
-    return judged("power limit", found, all(limit >= 0.99 * most for limit, most in limits), fix)
+    return judged("power limit", result, all(limit >= 0.99 * most for limit, most in limits), fix)
 
 
 def _memory_in_use(gpus: Sequence[Gpu], needs: Needs) -> Finding:
     used = [gpu.number("fb_memory_usage/used") for gpu in gpus]
     taken = [f"{mib / 1024:.1f} GiB on GPU {index}" for index, mib in enumerate(used) if mib > IN_USE_MIB]
-    found = f"in use: {', '.join(taken)}" if taken else f"at most {max(used, default=0):.0f} MiB in use"
-    return judged("GPU memory", found, not taken, "end other processes (nvidia-smi lists them), or choose other GPUs")
+    result = f"in use: {', '.join(taken)}" if taken else f"at most {max(used, default=0):.0f} MiB in use"
+    return judged("GPU memory", result, not taken, "end other processes (nvidia-smi lists them), or choose other GPUs")
 
 
 def _pcie(gpus: Sequence[Gpu], needs: Needs) -> Finding | None:
@@ -209,9 +209,9 @@ def _pcie(gpus: Sequence[Gpu], needs: Needs) -> Finding | None:
     widths = sorted({now for now, _ in links})
     if widths in ([], ["N/A"]):
         return None
-    found = f"link {', '.join(widths)}" + (f", below the maximum on GPU {', '.join(narrow)}" if narrow else "")
+    result = f"link {', '.join(widths)}" + (f", below the maximum on GPU {', '.join(narrow)}" if narrow else "")
     fix = "seat the card or its riser again; copies to the host (train.offload) take longer"
-    return judged("PCIe", found, not narrow, fix)
+    return judged("PCIe", result, not narrow, fix)
 
 
 def _fabric(gpus: Sequence[Gpu], needs: Needs) -> Finding | None:

@@ -30,9 +30,9 @@ def memory_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if available is None:
         yield Finding("RAM", "/proc/meminfo has no MemAvailable", "skipped", "run it on Linux")
     else:
-        found = f"{available:.1f} GiB available; {needs.source} needs about {needs.ram:.1f} GiB"
+        result = f"{available:.1f} GiB available; {needs.source} needs about {needs.ram:.1f} GiB"
         fix = "end other programs, use more nodes, or lower what `megagrpo plan` lists as host"
-        yield judged("RAM", found, available >= needs.ram, fix, "fail")
+        yield judged("RAM", result, available >= needs.ram, fix, "fail")
     fix = "docker run --ipc=host or --shm-size=64g; or remount it larger"
     yield _space("/dev/shm", SHARED_MEMORY, needs.shared_memory, needs, fix)
     fix = "free some space, or set run.output_dir to a larger disk"
@@ -58,8 +58,8 @@ def _space(subject: str, folder: Path, needed: float, needs: Needs, fix: str, st
     except OSError as error:
         return Finding(subject, f"cannot be read: {error.strerror}", "fail", fix)
     free = usage.free / GIB
-    found = f"{free:.1f} of {usage.total / GIB:.1f} GiB free; {needs.source} needs about {needed:.1f} GiB"
-    return judged(subject, found, free >= needed, fix, state)
+    result = f"{free:.1f} of {usage.total / GIB:.1f} GiB free; {needs.source} needs about {needed:.1f} GiB"
+    return judged(subject, result, free >= needed, fix, state)
 
 
 def limit_checks(machine: Machine, needs: Needs, gpu: bool) -> Iterator[Finding]:
@@ -101,9 +101,9 @@ def ipc_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
     elif not needs.cuda_ipc:
         yield Finding("CUDA IPC", f"{needs.source} does not use it")
     else:
-        found = f"{name} has expandable_segments:True, which a run with weights by CUDA IPC refuses"
+        result = f"{name} has expandable_segments:True, which a run with weights by CUDA IPC refuses"
         fix = "unset it, or set rollout.weight_sync_transport: shared_memory"
-        yield Finding("CUDA IPC", found, "warn" if needs.source == "any run" else "fail", fix)
+        yield Finding("CUDA IPC", result, "warn" if needs.source == "any run" else "fail", fix)
 
 
 # -------------------------------------------------------------------------------------------------- network, clock, CPU
@@ -124,9 +124,9 @@ def network_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
     fix = "on several nodes: chronyc tracking on each"
     yield Finding("clock skew", "one machine cannot measure it", "skipped", fix)
     if needs.nodes > 1:
-        found = f"{needs.source} uses {needs.nodes} nodes; only this one is checked"
+        result = f"{needs.source} uses {needs.nodes} nodes; only this one is checked"
         fix = "the job's preflight checks versions, ports and the rendezvous on all nodes (docs/slurm.md)"
-        yield Finding("other nodes", found, "skipped", fix)
+        yield Finding("other nodes", result, "skipped", fix)
 
 
 def name_check(name: str, nodes: int) -> Finding:

@@ -49,20 +49,20 @@ def topology_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
 def _nvlink(gpus: Table) -> Finding:
     links = sorted({link for row in gpus.values() for link in row.values()})
     fast = all(link.startswith("NV") for link in links)
-    found = f"{len(gpus)} GPUs, links {', '.join(links)}{'' if fast else ': some pairs send over PCIe'}"
+    result = f"{len(gpus)} GPUs, links {', '.join(links)}{'' if fast else ': some pairs send over PCIe'}"
     fix = (
         "keep parallel.tp, ep and cp within GPUs that NVLink joins; if the machine has NVLink, see nvidia-smi nvlink "
         "--status"
     )
-    return judged("NVLink", found, fast, fix)
+    return judged("NVLink", result, fast, fix)
 
 
 def _nearest_cards(cards: Table, needs: Needs) -> Finding:
     far = [gpu for gpu, row in cards.items() if not NEAR & set(row.values())]
     count = len({card for row in cards.values() for card in row})
-    found = f"{count}; {f'none is near {", ".join(far)}' if far else 'each GPU has one nearby'}"
+    result = f"{count}; {f'none is near {", ".join(far)}' if far else 'each GPU has one nearby'}"
     fix = "choose GPUs beside a network card, or see in the BIOS which slots share a root complex"
-    return judged("network cards", found, not far or needs.nodes == 1, fix)
+    return judged("network cards", result, not far or needs.nodes == 1, fix)
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,14 @@ class Port:
 
 def ports(machine: Machine) -> list[Port]:
     """Return the ports of RDMA devices, from the files that ibstat reads too."""
-    found = []
+    result = []
     for path in machine.folders("sys/class/infiniband/*/ports/*"):
         folder = path.relative_to(machine.root)
         state = (machine.read(f"{folder}/state") or "").partition(":")[2].strip()
         rate = re.match(r"[\d.]+", machine.read(f"{folder}/rate") or "")
         layer = machine.read(f"{folder}/link_layer") or "unknown"
-        found.append(Port(f"{path.parent.parent.name}/{path.name}", state, float(rate[0]) if rate else 0.0, layer))
-    return found
+        result.append(Port(f"{path.parent.parent.name}/{path.name}", state, float(rate[0]) if rate else 0.0, layer))
+    return result
 
 
 def rdma_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:

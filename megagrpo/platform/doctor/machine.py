@@ -16,17 +16,17 @@ STATES = ("ok", "warn", "fail", "skipped")
 
 @dataclass(frozen=True)
 class Finding:
-    """One check's result: subject, finding, a state of `STATES`, and the fix, which is empty when the state is ok."""
+    """What a check found: subject, result, a state of `STATES`, and the fix, which is empty when the state is ok."""
 
     subject: str
-    found: str
+    result: str
     state: str = "ok"
     fix: str = ""
 
 
-def judged(subject: str, found: str, good: bool, fix: str, state: str = "warn") -> Finding:
-    """Return the finding of a check that is ok if `good`, and else has this state and fix."""
-    return Finding(subject, found) if good else Finding(subject, found, state, fix)
+def judged(subject: str, result: str, passed: bool, fix: str, state: str = "warn") -> Finding:
+    """Return a finding with state ok if `passed`, else with `state` and `fix`."""
+    return Finding(subject, result) if passed else Finding(subject, result, state, fix)
 
 
 @dataclass

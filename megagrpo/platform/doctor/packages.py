@@ -14,9 +14,9 @@ from megagrpo.platform.install.steps import VLLM
 
 CHECKED_PACKAGES = ("torch", "megatron-core", "transformers", "triton")
 GPU_PACKAGES = ("transformer-engine", "transformer-engine-torch", "flash-attn", "nvidia-nccl-cu13", "nvidia-cudnn-cu13")
-OPTIONAL = ("transformer-engine", "transformer-engine-torch", "flash-attn")
-CUDA_LINE = re.compile(r"^cuda\b[^=]*=\s*'([\d.]+)'", re.MULTILINE)  # in torch/version.py
-RELEASE = re.compile(r"release (\d+)\.(\d+)")  # in the output of nvcc --version
+OPTIONAL_PACKAGES = ("transformer-engine", "transformer-engine-torch", "flash-attn")
+TORCH_CUDA = re.compile(r"^cuda\b[^=]*=\s*'([\d.]+)'", re.MULTILINE)  # in torch/version.py
+NVCC_RELEASE = re.compile(r"release (\d+)\.(\d+)")  # in the output of nvcc --version
 
 
 def torch_cuda() -> str:
@@ -25,14 +25,14 @@ def torch_cuda() -> str:
     if spec is None or spec.origin is None:
         return ""
     try:
-        match = CUDA_LINE.search(Path(spec.origin).with_name("version.py").read_text())
+        match = TORCH_CUDA.search(Path(spec.origin).with_name("version.py").read_text())
     except OSError:
         return ""
     return match[1] if match else ""
 
 
 def pinned_versions(kind: str) -> dict[str, str]:
-    """Return package -> tested version of `cpu` or `gpu`."""
+    """Return package -> version that megagrpo is tested with, for `kind`: cpu or gpu."""
     lines = (line.split(";")[0].strip() for line in constraints(kind).read_text().splitlines())
     return dict(line.split("==", 1) for line in lines if "==" in line)
 
@@ -41,9 +41,9 @@ def package_checks(kind: str) -> Iterator[Finding]:
     """Check that the packages of a machine of `kind`, `cpu` or `gpu`, are installed in the tested versions."""
     tested, other = pinned_versions(kind), {"cpu": "gpu", "gpu": "cpu"}[kind]
     if not installed_version(VLLM[kind]) and installed_version(VLLM[other]):
-        found = f"{VLLM[other]} {installed_version(VLLM[other])}, which is vLLM's {other.upper()} build"
+        result = f"{VLLM[other]} {installed_version(VLLM[other])}, which is vLLM's {other.upper()} build"
         fix = f"use a new environment: pip uninstall {VLLM[other]}, then megagrpo install {kind}"
-        yield Finding(VLLM[kind], found, "fail", fix)
+        yield Finding(VLLM[kind], result, "fail", fix)
     else:
         yield package_check(VLLM[kind], installed_version(VLLM[kind]), tested.get(VLLM[kind], ""), kind)
     for name in CHECKED_PACKAGES + (GPU_PACKAGES if kind == "gpu" else ()):
@@ -56,32 +56,32 @@ def package_checks(kind: str) -> Iterator[Finding]:
         yield Finding("apex", f"{version_of_apex} without amp_C, which NVIDIA's apex has: not used", "warn", fix)
 
 
-def package_check(name: str, found: str, tested: str, kind: str) -> Finding:
-    """Compare an installed version with the tested one; build tags such as +cu130 do not count."""
-    if not found and name in OPTIONAL:
+def package_check(name: str, current: str, tested: str, kind: str) -> Finding:
+    """Compare the installed version with the tested one, without build tags; empty: not installed, or not pinned."""
+    if not current and name in OPTIONAL_PACKAGES:
         fix = "megagrpo install gpu" if tested else "none needed: Transformer Engine uses cuDNN's attention"
         return Finding(name, "not installed", "warn" if tested else "skipped", fix)
-    if not found:
+    if not current:
         state = "fail" if name in (*VLLM.values(), "torch", "megatron-core", "transformers") else "warn"
         return Finding(name, "not installed", state, f"megagrpo install {kind}")
-    if tested and found.partition("+")[0] != tested.partition("+")[0]:
+    if tested and current.partition("+")[0] != tested.partition("+")[0]:
         fix = f"megagrpo install {kind}, which installs the tested version"
-        return Finding(name, f"{found}, tested with {tested}", "warn", fix)
-    return Finding(name, found + ("" if tested else ", not pinned"))
+        return Finding(name, f"{current}, tested with {tested}", "warn", fix)
+    return Finding(name, current + ("" if tested else ", not pinned"))
 
 
 def toolkit_checks(machine: Machine, cuda: str) -> Iterator[Finding]:
     """Check the CUDA compiler, if any, and the C++ compiler. Only packages that compile at run time need nvcc."""
-    both = bool(shutil.which("cc") and shutil.which("c++"))
+    has_compilers = bool(shutil.which("cc") and shutil.which("c++"))
     fix = "Debian, Ubuntu: apt-get install build-essential; Triton compiles with cc"
-    yield judged("C++ compiler", "found" if both else "cc or c++ is missing", both, fix)
+    yield judged("C++ compiler", "found" if has_compilers else "cc or c++ is missing", has_compilers, fix)
     text = machine.run("nvcc", "--version")
-    match = RELEASE.search(text or "")
+    match = NVCC_RELEASE.search(text or "")
     if match is None:
         packaged = installed_version("nvidia-cuda-nvcc")
         missing = "no nvcc; only FlashInfer's kernels in vLLM compile with it"
-        found = f"the package nvidia-cuda-nvcc {packaged}" if packaged else missing
-        yield judged("CUDA toolkit", found, bool(packaged), "megagrpo install gpu brings one", "skipped")
+        result = f"the package nvidia-cuda-nvcc {packaged}" if packaged else missing
+        yield judged("CUDA toolkit", result, bool(packaged), "megagrpo install gpu brings one", "skipped")
     elif cuda and match[1] != cuda.partition(".")[0]:
         fix = f"put a CUDA {cuda} toolkit first on PATH (module load cuda/{cuda}), or take nvcc off PATH"
         yield Finding("CUDA toolkit", f"nvcc {match[1]}.{match[2]}, but torch is built for CUDA {cuda}", "warn", fix)
@@ -89,11 +89,11 @@ def toolkit_checks(machine: Machine, cuda: str) -> Iterator[Finding]:
         yield Finding("CUDA toolkit", f"nvcc {match[1]}.{match[2]}")
 
 
-def foreign_libraries(machine: Machine) -> Iterator[Finding]:
-    """Check that LD_LIBRARY_PATH has no NCCL or cuDNN, which would replace the ones that torch brings."""
+def library_path_checks(machine: Machine) -> Iterator[Finding]:
+    """Warn of an NCCL, cuDNN or cuBLAS in LD_LIBRARY_PATH, which would replace the ones of torch."""
     folders = [Path(name) for name in machine.environment.get("LD_LIBRARY_PATH", "").split(":") if name]
     names = ("libnccl.so.2", "libcudnn.so.9", "libcublas.so.13", "libcublas.so.12")
-    hits = [str(folder / name) for folder in folders for name in names if (folder / name).exists()]
-    if hits:
+    replaced = [str(folder / name) for folder in folders for name in names if (folder / name).exists()]
+    if replaced:
         fix = "unset LD_LIBRARY_PATH: these replace the libraries of torch"
-        yield Finding("LD_LIBRARY_PATH", f"holds {', '.join(hits)}", "warn", fix)
+        yield Finding("LD_LIBRARY_PATH", f"holds {', '.join(replaced)}", "warn", fix)

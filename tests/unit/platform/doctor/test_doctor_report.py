@@ -65,5 +65,5 @@ def test_a_report_is_one_file_for_its_owner_with_findings_variables_and_outputs(
     assert content["variables"] == {"MEGAGRPO_TOKEN": "<secret>", "NCCL_DEBUG": "INFO"} and content["parts"] == {
         "a": {"exit_code": 3}
     }
-    assert content["findings"][0]["found"] == "<user> has 1 GiB" and content["packages"]["torch"]
+    assert content["findings"][0]["result"] == "<user> has 1 GiB" and content["packages"]["torch"]
     assert not any(secret in text for secret in ("abcdef123", "1654", *SECRETS.values()))

@@ -246,7 +246,7 @@ def test_doctor_prints_what_is_set_and_writes_no_file(tmp_path):
     environment = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8"} | settings
     words = [sys.executable, "-m", "megagrpo", "doctor", "megagrpo:quickstart", "--json"]
     ended = subprocess.run(words, env=environment, cwd=REPOSITORY, capture_output=True, text=True)
-    findings = {one["found"]: one["state"] for one in json.loads(ended.stdout)["findings"]}
+    findings = {one["result"]: one["state"] for one in json.loads(ended.stdout)["findings"]}
     assert not list(home.iterdir()) and not list(temporary.iterdir()) and "their-secret" not in ended.stdout
     shown = {
         name: (state, found) for found, state in findings.items() for name in re.match(r"[\w, ]*", found)[0].split(", ")
