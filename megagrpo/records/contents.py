@@ -18,12 +18,12 @@ from megagrpo.models.bridge.torch_dist import StoredTensors
 from megagrpo.models.families.hf_config import read_raw_config
 from megagrpo.records.run_files import STATE_FILE
 
-STATE = "optimizer."  # prefix of the keys of the optimizer's state
+GROUPS = {"optimizer.": "optimizer", "reference.": "reference"}  # prefix of a tensor's key -> its group
 
 
 @dataclass(frozen=True)
-class Row:
-    """A tensor. `group` is weights, reference or optimizer; `where` is its file, or its number of pieces."""
+class TensorRow:
+    """A tensor of a checkpoint. `group` is weights, reference or optimizer; `where` is its file, or "N pieces"."""
 
     name: str
     shape: list[int]
@@ -39,7 +39,7 @@ class Contents:
 
     kind: str
     facts: dict[str, str]
-    tensors: list[Row]
+    tensors: list[TensorRow]
 
 
 def contents(path: Path) -> Contents:
@@ -73,9 +73,10 @@ def _of_megatron(path: Path) -> Contents:
             objects.append(key)
             continue
         dtype, pieces = value.properties.dtype, len(value.chunks)
-        group = "optimizer" if key.startswith(STATE) else "reference" if key.startswith("reference.") else "weights"
+        group = next((group for prefix, group in GROUPS.items() if key.startswith(prefix)), "weights")
         where = "1 piece" if pieces == 1 else f"{pieces} pieces"
-        rows.append(Row(key, list(value.size), dtype_name(dtype), math.prod(value.size) * dtype.itemsize, group, where))
+        nbytes = math.prod(value.size) * dtype.itemsize
+        rows.append(TensorRow(key, list(value.size), dtype_name(dtype), nbytes, group, where))
     facts = {
         "files": str(len({info.relative_path for info in metadata.storage_data.values()})),
         "objects": str(len(objects)),
@@ -89,8 +90,8 @@ def _of_megatron(path: Path) -> Contents:
     return Contents("Megatron distributed checkpoint", facts, rows)
 
 
-def _row(name: str, entry: Entry, where: str) -> Row:
-    return Row(name, list(entry.shape), dtype_name(entry.dtype), entry.nbytes, "weights", where)
+def _row(name: str, entry: Entry, where: str) -> TensorRow:
+    return TensorRow(name, list(entry.shape), dtype_name(entry.dtype), entry.nbytes, "weights", where)
 
 
 def _facts_of_model(folder: Path) -> dict[str, str]:
@@ -99,13 +100,13 @@ def _facts_of_model(folder: Path) -> dict[str, str]:
     return {key: str(config[key]) for key in keys if key in config}
 
 
-def totals(rows: list[Row]) -> dict[str, tuple[int, int, int]]:
-    """Return the number of tensors, numbers and bytes for each group and dtype, and for all."""
+def totals(rows: list[TensorRow]) -> dict[str, tuple[int, int, int]]:
+    """Return (tensors, elements, bytes) by "GROUP, DTYPE", and for "all"."""
     sums: dict[str, tuple[int, int, int]] = defaultdict(lambda: (0, 0, 0))
     for row in rows:
         for label in (f"{row.group}, {row.dtype}", "all"):
-            count, numbers, nbytes = sums[label]
-            sums[label] = (count + 1, numbers + math.prod(row.shape), nbytes + row.nbytes)
+            count, elements, nbytes = sums[label]
+            sums[label] = (count + 1, elements + math.prod(row.shape), nbytes + row.nbytes)
     return dict(sorted(sums.items(), key=lambda item: item[0] == "all"))
 
 
@@ -115,6 +116,6 @@ def as_text(path: Path, checkpoint: Contents) -> str:
     width = max((len(row.name) for row in checkpoint.tensors), default=0)
     for row in checkpoint.tensors:
         lines.append(f"{row.name:{width}}  {row.dtype:9} {row.shape!s:20} {row.nbytes:14,}  {row.where}")
-    for label, (count, numbers, nbytes) in totals(checkpoint.tensors).items():
-        lines.append(f"{label}: {count:,} tensors, {numbers:,} numbers, {nbytes:,} bytes")
+    for label, (count, elements, nbytes) in totals(checkpoint.tensors).items():
+        lines.append(f"{label}: {count:,} tensors, {elements:,} numbers, {nbytes:,} bytes")
     return "\n".join(lines)
