@@ -48,8 +48,8 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     rollouts = make_rollouts(inputs, engine, layout, state, journal, resources)
     collector = rollouts.collector
     offload = Offload(policy, reference) if offloads(config.rollout, config.train.offload) else NoOffload()
-    first_engine = engine if layout.world_rank == 0 else None
-    turns = GpuTurns(layout, first_engine, servers.sleep, offload, collector.stop_if_requested, phases)
+    rank_0_engine = engine if layout.world_rank == 0 else None
+    turns = GpuTurns(layout, rank_0_engine, servers.sleep, offload, collector.stop_if_requested, phases)
     records = make_records(config, journal, model, policy, reference, collector.pool)
     alarms = make_alarms(config, state, policy, servers.dtype, collector.reward_tracebacks, say)
     learning = Learning(config, policy, reference, inputs.loss_fn, state, records.recorders, phases, alarms.count_skip)
