@@ -14,7 +14,7 @@ from megagrpo.rewards.target import did_you_mean
 from megagrpo.rewards.workers.pool import SHARED, Call, WorkerPool
 from megagrpo.types import Rollout, ScoredRollout
 
-COROUTINES = "coroutines"  # lane of the one worker that runs many async calls concurrently
+COROUTINES = "coroutines"  # lane (queue) of the one worker that runs many async calls concurrently
 
 
 class RewardScorer:
@@ -43,7 +43,7 @@ class RewardScorer:
         self.functions: dict[str, Function] = {}  # by name, in configured order
         for i, (name, f) in enumerate(zip(section.names, section.functions, strict=True)):
             target, timeout = resolve(f.function, section.plugins), f.timeout or section.timeout
-            lane = f"own {i}" if f.own_worker or target.heavy else SHARED
+            lane = f"function {i}" if f.own_worker or target.heavy else SHARED
             self.functions[name] = Function(name, target, f.weight, f.args, timeout, lane, f.independent)
         self.max_completion_length, self._concurrency = max_completion_length, section.concurrency
         self._seen_failures: dict[tuple[str, str], str] = {}
@@ -73,7 +73,7 @@ class RewardScorer:
         for function in functions:
             if function.lane != SHARED:
                 self._pool.add_lane(function.lane)
-        self._describe(functions)
+        self._load_in_workers(functions)
         coroutines = [f for f in functions if f.is_coroutine]
         for function in coroutines:
             if function.lane != SHARED:
@@ -83,9 +83,10 @@ class RewardScorer:
             self._pool.add_lane(COROUTINES, capacity=self._concurrency)
             for function in coroutines:
                 function.lane = COROUTINES
-            self._describe(coroutines)
+            self._load_in_workers(coroutines)
 
-    def _describe(self, functions: list[Function]) -> None:
+    def _load_in_workers(self, functions: list[Function]) -> None:
+        """Set `signature` of each function. Raises ValueError with all functions and arguments that are invalid."""
         problems: list[str] = []
         names = self.names
         calls = [Call(f.target, f.args, "describe", timeout=f.timeout, lane=f.lane) for f in functions]
@@ -121,7 +122,7 @@ class RewardScorer:
             raise ValueError("\n".join(problems))
 
     def row_faults(self, rows: list[dict[str, Any]]) -> dict[str, list[tuple[int, str]]]:
-        """Return, for each function that has `row_fault`, (index of the row, phrase) of the rows that it cannot score.
+        """Return, for each function with a method `row_fault`, (index of the row, reason) of the rows it cannot score.
 
         `rows` are columns and values as in `Prompt.columns`."""
         functions = [f for f in self.functions.values() if f.signature["finds_row_faults"]]
@@ -131,16 +132,16 @@ class RewardScorer:
             calls.append(Call(f.target, f.args, "row_faults", {"rows": rows}, f.timeout, lane))
         faults: dict[str, list[tuple[int, str]]] = {}
         for function, outcome in zip(functions, self._pool.run(calls), strict=True):
-            reason = f"no answer within {function.timeout:g} s" if outcome.kind == "timeout" else outcome.value
-            phrases = outcome.value if outcome.kind == "result" else [f"its row_fault fails: {reason}"] * len(rows)
-            faults[function.name] = [(i, phrase) for i, phrase in enumerate(phrases) if phrase]
+            error = f"no answer within {function.timeout:g} s" if outcome.kind == "timeout" else outcome.value
+            reasons = outcome.value if outcome.kind == "result" else [f"its row_fault fails: {error}"] * len(rows)
+            faults[function.name] = [(i, reason) for i, reason in enumerate(reasons) if reason]
         return faults
 
     def begin(self, step: int = 0, names: Collection[str] | None = None) -> Scoring:
-        """Start a scoring while rollouts are still generated: `add` them as they finish, then call `finish`. Several
-        scorings may run concurrently.
+        """Start a `Scoring`: `add` groups of rollouts as they finish generating, then call `finish`. Several may run
+        concurrently.
 
-        `step` is the number of finished steps when the rollouts are trained on, for functions that depend on it.
+        `step` is the number of finished steps when the rollouts are trained on (`trainer_state.global_step`).
         `names` are the functions to call; None: all.
         """
         state = SimpleNamespace(global_step=step)

@@ -1,4 +1,4 @@
-"""A reward for working programs: a completion's Python code runs in a sandbox against tests or expected output."""
+"""The reward code_execution: runs a completion's Python program in a sandbox against tests or an expected output."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ log = get_logger(__name__)
 @dataclass(eq=False)
 class CodeExecution:
     """Returns 1.0 when the completion's program passes all tests of column `tests`, or prints column `expected_output`;
-    else 0.0. With `partial` it returns the share of passed tests. Returns None for a row whose tests cannot be read,
-    check nothing, or do not exist: `row_fault` tells why.
+    else 0.0. With `partial` it returns the share of passed tests. Returns None for a row whose tests are invalid,
+    empty or missing; `row_fault` returns the reason.
 
     docs/rewards.md#programs has the shapes of `tests`, the other columns, and which part of a response is the program.
 
-    Python tests and calls run after the program in the same process, within `seconds` in total. Each input runs the
-    program again, within `seconds`. Outputs and returned values are compared here.
+    `seconds` is the time limit of a process. Python tests and function calls share the program's process; each stdin
+    input runs the program in a new one. Outputs and returned values are compared outside the sandbox. `packages` lets
+    programs import the packages that are installed beside megagrpo.
 
-    `sandbox: required` raises ValueError when the kernel lacks a sandbox guarantee; `best_effort` logs missing ones.
+    `sandbox: required` raises ValueError if the kernel lacks a sandbox guarantee; `best_effort` logs it.
     """
 
     needs_columns = (("tests", "expected_output"),)
@@ -87,13 +88,14 @@ class CodeExecution:
         key = repr(row)
         if key != self._last[0]:
             try:
-                read: RowTests | str = self._limited(read_tests(**row, packages=self.packages))
+                read: RowTests | str = self._within_limit(read_tests(**row, packages=self.packages))
             except (ValueError, RecursionError, MemoryError) as error:
                 read = str(error)
             self._last = key, read
         return self._last[1]
 
-    def _limited(self, tests: RowTests) -> RowTests:
+    def _within_limit(self, tests: RowTests) -> RowTests:
+        """Return the tests. Raises ValueError for an expected output above `output_kb`."""
         for _, output in tests.pairs:
             if len("\n".join(_lines(output)).encode("utf-8", "replace")) > self._limits.output_kb << 10:
                 raise ValueError(
@@ -130,10 +132,10 @@ class CodeExecution:
         values, passed = ran.results[: len(tests.calls)], ran.passed[len(tests.calls) :]
         # code after the last test raised
         ended_early = ran.ended != "done" and len(passed) == tests.python.count and all(passed)
-        return tests.right(values) + (passed[:-1] if ended_early else passed)
+        return tests.matches(values) + (passed[:-1] if ended_early else passed)
 
     def _setup(self, program: str, tests: RowTests, context: str) -> str:
-        """Return code to run before a program: the prompt's own, and imports that a site such as LeetCode provides."""
+        """Return code to run before a program: the prompt's code, and imports that a site such as LeetCode provides."""
         outlined = outline(program)
         if outlined is None or not (tests.function or context or "Solution" in outlined.defines):
             return ""

@@ -1,9 +1,9 @@
-r"""The five rewards of the Unsloth notebook for GSM8K, 3.5 in total: <reasoning> and <answer> tags around a whole
-number.
+r"""The five rewards of the Unsloth notebook for GSM8K. A completion has <reasoning> and <answer> tags, the answer is a
+whole number, and the maximum sum is 3.5.
 
-Each scores exactly as the notebook's function does, including its errors. `fixed: true` corrects them as the docstrings
-describe. The notebook prints the first completion of each batch; here the console and completions.jsonl show
-completions. For the first three rewards a tag that the chat template has opened (`prefixes`) is part of the response.
+Each scores exactly as the notebook's function does, including its errors; `fixed: true` corrects the errors that the
+docstrings name. In the first three, a tag that the chat template opened (`prefixes`) counts as part of the completion.
+Unlike the notebook's, they print nothing: the console and completions.jsonl show completions.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def xmlcount(completions: list[Any], fixed: bool = False, prefixes: list[str] | 
 
 def _xmlcount(text: str, fixed: bool) -> float:
     tags = ("<reasoning>\n", "\n</reasoning>\n", "\n<answer>\n", "\n</answer>")
-    once = [text.count(tag) == 1 for tag in tags]
-    score = 0.125 * sum(once)
+    occurs_once = [text.count(tag) == 1 for tag in tags]
+    score = 0.125 * sum(occurs_once)
     tail = text.split("\n</answer>")[-1]
     if fixed:
-        return score - 0.001 * len(tail.removeprefix("\n")) if once[3] else score
-    if once[2]:
+        return score - 0.001 * len(tail.removeprefix("\n")) if occurs_once[3] else score
+    if occurs_once[2]:
         score -= 0.001 * len(text.split("\n</answer>\n")[-1])
-    if once[3]:
+    if occurs_once[3]:
         score -= 0.001 * (len(tail) - 1)
     return score
 
@@ -59,7 +59,7 @@ def soft_format(completions: list[Any], fixed: bool = False, prefixes: list[str]
 
 
 def strict_format(completions: list[Any], fixed: bool = False, prefixes: list[str] | None = None) -> list[float]:
-    """Return 0.5 for just the four tags on own lines, around a line of reasoning and one of answer, with final newline.
+    """Return 0.5 for exactly: each tag on its own line, one line of reasoning, one line of answer, a final newline.
 
     `fixed` allows several lines inside, and a missing final newline.
     """

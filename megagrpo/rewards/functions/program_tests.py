@@ -48,8 +48,8 @@ class RowTests:
         """The number of tests."""
         return len(self.pairs) + len(self.calls) + self.python.count
 
-    def right(self, results: list[Any]) -> list[bool]:
-        """Tell which calls returned the expected value. `results` has [value] per call, None after an exception.
+    def matches(self, results: list[Any]) -> list[bool]:
+        """Return whether each call returned the expected value. `results`: [value] per call, None after an exception.
 
         APPS wraps each expected value in a list, and some data sets use JSON: the reading that most calls match counts.
         """
