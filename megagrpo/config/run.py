@@ -14,7 +14,7 @@ DEFAULT_STEPS = 100
 
 class ProfileSection(Section):
     steps: list[PositiveInt] = []
-    """Steps to profile: docs/profiling.md. A profile changes no weight and no metric but the times."""
+    """Steps to profile: docs/profiling.md. A profile changes no weight, and no metric except times."""
     tool: Literal["torch", "nsys", "memory"] = "torch"
     """`torch` writes a trace and the longest operations to the run's `profile/`. `nsys` marks the steps for a run under
     Nsight Systems. `memory` writes the allocations of GPU memory. The last two need a GPU."""
@@ -33,16 +33,16 @@ class RunSection(Section):
     """Make every run with the same seed and layout bitwise equal on GPUs, which is slower (docs/audit.md). On a CPU
     runs are always bitwise equal."""
     max_steps: PositiveInt | None = None
-    """Outer iterations: generate, score, train, sync. Takes precedence over `num_train_epochs`. Empty: as many as
-    `num_train_epochs` needs; 100 if that is empty too."""
+    """Number of steps; a step generates, scores, trains and syncs weights. Takes precedence over `num_train_epochs`.
+    Empty: as many as `num_train_epochs` needs; 100 if both are empty."""
     num_train_epochs: PositiveFloat | None = None
-    """Passes over `data.train`, fractions allowed, when `max_steps` is empty. Steps: `num_train_epochs` x prompts /
+    """Passes over `data.train`, fractions allowed; used if `max_steps` is empty. Steps: `num_train_epochs` x prompts /
     `rollout.prompts_per_step`, rounded up. Additional prompts of `algorithm.dynamic_sample` do not count."""
     save_steps: NonNegativeInt = 0
     """Write a checkpoint every this many steps; 0 writes one at the end only."""
     async_save: bool = False
-    """Continue training while a checkpoint is written, which costs a copy of the checkpoint in host memory. The run
-    waits for the last checkpoint."""
+    """Continue training while a checkpoint is written. Needs host memory for a copy of it. At its end the run waits for
+    the last checkpoint."""
     save_total_limit: PositiveInt = 2
     """How many checkpoints to keep; the oldest are deleted after a newer one is complete."""
     callbacks: list[str] = []
@@ -50,26 +50,26 @@ class RunSection(Section):
     nodes: PositiveInt = 1
     """Number of nodes of the job that `megagrpo submit` requests (docs/slurm.md)."""
     time_limit: Annotated[str, Field(pattern=r"^(\d{1,4}-)?\d{1,5}:[0-5]\d:[0-5]\d$")] | None = None
-    """Time limit of one job, as `[days-]hours:minutes:seconds`. Before the limit the run saves after a step and ends
-    with exit code 85.
-    A limit that Slurm sets takes precedence; `megagrpo submit` requests this one from Slurm."""
+    """Time limit of one job, as `[days-]hours:minutes:seconds`. After the last step that fits, the run saves and ends
+    with exit code 85. `megagrpo submit` requests this limit from Slurm. In a Slurm job Slurm's own limit applies."""
     resume: bool = False
-    """Continue from the newest complete checkpoint of this run (also `--resume`); an error without a checkpoint."""
+    """Continue from the newest complete checkpoint of this run (also `--resume`); fails if there is none."""
     overwrite: bool = False
-    """Allow a new start in a run folder that already holds metrics or checkpoints; the old contents are moved aside."""
+    """Allow a new start in a run folder that already holds metrics or checkpoints; the old folder is renamed."""
     log_completions_steps: NonNegativeInt = 1
     """Print a sample completion, and send the step's completions to the trackers, every this many steps; 0: never.
     `completions.jsonl` always holds all completions."""
     log_tokens_groups: NonNegativeInt = 2
-    """Write this many groups' tokens per step to `tokens.jsonl`, with log-probs of vLLM and the trainer and entropy,
-    for `megagrpo report` (docs/report.md). The groups with the largest range of advantages are taken; 0: none."""
+    """Number of groups per step whose tokens are written to `tokens.jsonl`, with vLLM's and the trainer's log-probs and
+    the entropy, for `megagrpo report` (docs/report.md): groups with the largest range of advantages. 0: none."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Lowest level of console lines and log records. `warning` prints neither steps nor progress. The variable
+    """Lowest level of console lines and log records. `warning` hides steps and progress. The variable
     MEGAGRPO_LOG_LEVEL takes precedence."""
     progress: bool = True
-    """Draw progress bars while the run works, if standard error is a terminal."""
+    """Show progress bars if standard error is a terminal."""
     peak_tflops: PositiveFloat | None = None
-    """Dense BF16 TFLOP/s of a rank's GPU or CPU, for metric `mfu`. Empty: a known GPU's data sheet, else no `mfu`."""
+    """Peak dense BF16 TFLOP/s of a rank's GPU or CPU, for the metric `mfu`. Empty: the data sheet of a known GPU; for
+    other devices `mfu` is not computed."""
     profile: ProfileSection = ProfileSection()
     trackers: list[str] = ["tensorboard"]
     """Where metrics and completions go besides `metrics.jsonl` and `completions.jsonl`: tensorboard, wandb, mlflow,

@@ -29,15 +29,15 @@ class WandbSection(Section):
     mode: Literal["online", "offline"] | None = None
     """offline: write to the run's folder without an account; `wandb sync` uploads it. Empty: `WANDB_MODE` or online."""
     project: str | None = None
-    """Project; when empty `WANDB_PROJECT`, or megagrpo."""
+    """Project. Empty: `WANDB_PROJECT`, or megagrpo."""
     entity: str | None = None
-    """User or team; when empty `WANDB_ENTITY`, or your default."""
+    """User or team. Empty: `WANDB_ENTITY`, or your account's default."""
     group: str | None = None
-    """Group of the run; when empty `WANDB_RUN_GROUP`."""
+    """Group of the run. Empty: `WANDB_RUN_GROUP`, or none."""
     tags: list[str] = []
     """Tags of the run."""
     name: str | None = None
-    """Name of the run in wandb; `run.name` when empty."""
+    """Name of the run in wandb. Empty: `run.name`."""
 
 
 class MlflowSection(Section):
@@ -45,22 +45,22 @@ class MlflowSection(Section):
     """A server's address, or a local store such as `sqlite:////data/mlflow.db`. Empty: `MLFLOW_TRACKING_URI`, or
     `mlflow.db` in `run.output_dir`."""
     experiment: str | None = None
-    """Experiment, created if it does not exist; when empty `MLFLOW_EXPERIMENT_NAME`, or megagrpo."""
+    """Experiment; created if it does not exist. Empty: `MLFLOW_EXPERIMENT_NAME`, or megagrpo."""
     tags: dict[str, str] = {}
     """Tags of the run."""
     name: str | None = None
-    """Name of the run in MLflow; `run.name` when empty."""
+    """Name of the run in MLflow. Empty: `run.name`."""
 
 
 class TrackioSection(Section):
     project: str | None = None
-    """Project; when empty `TRACKIO_PROJECT`, or megagrpo."""
+    """Project. Empty: `TRACKIO_PROJECT`, or megagrpo."""
     group: str | None = None
     """Group of the run."""
     space_id: str | None = None
-    """Hugging Face Space that receives the run; when empty `TRACKIO_SPACE_ID`, or the local database."""
+    """Hugging Face Space that receives the run. Empty: `TRACKIO_SPACE_ID`, or trackio's local database."""
     name: str | None = None
-    """Name of the run in trackio; `run.name` when empty."""
+    """Name of the run in trackio. Empty: `run.name`."""
 
 
 def tracker_problems(config: RunConfig) -> Iterator[Problem]:
