@@ -143,7 +143,7 @@ def rewards_by_function(scored: Sequence[ScoredRollout], num_generations: int) -
 
 def reward_statistics(rewards: Tensor) -> dict[str, float]:
     """Metrics of rewards [P, G]: `reward`, `reward_std` (mean of the groups' stds), `reward_std_batch` (std of all
-    rewards), `frac_reward_zero_std` (share of groups that teach nothing)."""
+    rewards), `frac_reward_zero_std` (share of groups with equal rewards)."""
     group_std = nanstd(rewards, dim=1)
     flat = _is_flat(rewards)
     statistics = {

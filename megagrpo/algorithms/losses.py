@@ -1,4 +1,4 @@
-"""Builds the loss of a configuration: policy term, masks, correction of the engine's mismatch, KL, entropy bonus."""
+"""Builds a configuration's loss: policy term, masks, correction of train-inference mismatch, KL, entropy bonus."""
 
 from __future__ import annotations
 

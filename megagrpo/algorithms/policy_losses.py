@@ -30,7 +30,7 @@ class Tokens:
     ratio: Tensor  # importance ratio policy / old at the configured level, with gradient
     advantages: Tensor
     sequences: Sequences
-    correction: Tensor | None = None  # weight of each token for the engine's mismatch; None: 1
+    correction: Tensor | None = None  # weight of each token for the train-inference mismatch; None: 1
     slopes: Tensor | None = None  # what real knows from the whole step
     values: Tensor | None = None
 
@@ -76,7 +76,7 @@ def sapo(t: Tokens, algorithm: AlgorithmSection) -> Tensor:
 
 
 def vespo(t: Tokens, algorithm: AlgorithmSection) -> Tensor:
-    """[T]: -phi(W) A log policy with W the sequence's whole importance weight, the engine's mismatch included, and
+    """[T]: -phi(W) A log policy with W the sequence's whole importance weight, train-inference mismatch included, and
     phi = e^lambda W^k e^(-lambda W), k and lambda by the sign of A, without gradient (VESPO, arXiv 2602.10693)."""
     difference = (t.logprobs - t.old_logprobs).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     log_weight = t.sequences.sums(difference)

@@ -354,8 +354,7 @@ DIFFERS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "unit/algorithms/test_reference_advantages.py::test_trl",
         ),
         "truncated": "e2e/test_vllm_server.py::test_a_response_ends_with_its_stop_token_or_at_the_limit",
-        "correction of the engine's "
-        "mismatch": "e2e/test_options.py::test_a_mismatch_above_the_threshold_is_said_and_counted",
+        "train-inference mismatch": "e2e/test_options.py::test_a_mismatch_above_the_threshold_is_said_and_counted",
     },
     "coming_from_ms_swift.md": {
         "loss of a mini-batch": "unit/algorithms/test_reference_losses.py::test_the_loss_of_ms_swift_in_april_2025",
@@ -378,6 +377,6 @@ DIFFERS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "unit/rewards/test_reference_rewards.py::test_cosine_as_ms_swift_with_its_values_and_without_the_clamp"
         ),
         "soft_overlong": "unit/rewards/test_reference_rewards.py::test_soft_overlong_as_ms_swift_without_the_floor",
-        "correction of the engine's mismatch": "unit/algorithms/test_reference_losses.py::test_ms_swift",
+        "train-inference mismatch": "unit/algorithms/test_reference_losses.py::test_ms_swift",
     },
 }

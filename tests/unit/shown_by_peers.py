@@ -285,8 +285,7 @@ DIFFERS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "unit/algorithms/test_other_trainers.py::test_group_advantages_of_verl_and_openrlhf_differ_by_what_is_added_to_the_deviation"
         ),
         "k1, k2, k3": "unit/algorithms/test_other_trainers.py::test_k3_of_verl_nemo_rl_and_openrlhf_is_low_var",
-        "correction of the engine's mismatch with "
-        "`gspo`": "unit/algorithms/test_options.py::test_every_correction_is_another",
+        "train-inference mismatch with `gspo`": "unit/algorithms/test_options.py::test_every_correction_is_another",
     },
     "coming_from_unsloth.md": {
         "micro-batches": "unit/algorithms/test_reference_losses.py::test_trl",

@@ -125,7 +125,7 @@ def _clip_ratios(rows: Rows, log_ratio: Tensor) -> dict[str, tuple[float, float]
 
 
 def _corrections(rows: Rows, policy: Tensor, old: Tensor) -> dict[str, tuple[float, float]]:
-    """Return weights for the engine's mismatch, and the share of tokens that off-policy masking keeps, per sample."""
+    """Return train-inference correction weights, and the share of tokens that off-policy masking keeps, per sample."""
     algorithm = rows.step.config.algorithm
     rollout, advantage = rows.column("rollout_logprobs"), rows.column("advantage")
     corrects, threshold = algorithm.importance_correction != "off", algorithm.off_policy_mask_threshold
