@@ -47,22 +47,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Verify, and return the exit code. Raises ConfigError for a wrong config or option."""
-    given: dict[str, Any] = {
+    chosen: dict[str, Any] = {
         name: value for name in (*LAYOUT_OPTIONS, *PRECISION_OPTIONS) if (value := getattr(options, name)) is not None
     }
-    for invalid in given.keys() & set(LAYOUT_OPTIONS if options.precision else PRECISION_OPTIONS):
+    for invalid in chosen.keys() & set(LAYOUT_OPTIONS if options.precision else PRECISION_OPTIONS):
         raise ConfigError(
             f"--{invalid}: verify {'with' if options.precision else 'without'} --precision has no such option"
         )
     for name in ("ranks", "threshold", "tokens"):
-        if not given.get(name, 1) > 0:
-            raise ConfigError(f"--{name}: must be a positive number (got {given[name]})")
+        if not chosen.get(name, 1) > 0:
+            raise ConfigError(f"--{name}: must be a positive number (got {chosen[name]})")
     load(options)
     path, words = config_path(options), overrides(options)
     if options.precision:
         with without_garbage_collection():
             from megagrpo.proof.verify.precision_gate import verify_precision
-        return verify_precision(path, words, json=options.json, **given)
+        return verify_precision(path, words, json=options.json, **chosen)
     from megagrpo.commands.api.api_checks import verify_layouts
 
-    return verify_layouts(path, words, json=options.json, **given)
+    return verify_layouts(path, words, json=options.json, **chosen)

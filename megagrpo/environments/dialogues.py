@@ -128,13 +128,13 @@ class DialogueEngine(Generator):
                     yield prompt_index, [finished[number] for number in numbers]
 
     def _conversations(self, prompts: Sequence[Prompt], n: int, limit: int) -> list[Conversation]:
-        made = []
+        conversations = []
         for prompt_index, prompt in enumerate(prompts):
             opening = as_messages(prompt.messages, self._dialogues.system_prompt)
             for i in range(n):
                 index, number = prompt.occurrence * n + i, prompt_index * n + i
-                made.append(Conversation(prompt, prompt_index, index, number, opening, limit))
-        return made
+                conversations.append(Conversation(prompt, prompt_index, index, number, opening, limit))
+        return conversations
 
     def _open(self, conversations: Sequence[Conversation]) -> None:
         """Start the conversations' episodes, and append the text of each episode's `reset` to its prompt."""
