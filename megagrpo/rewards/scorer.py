@@ -138,8 +138,7 @@ class RewardScorer:
         return faults
 
     def begin(self, step: int = 0, names: Collection[str] | None = None) -> Scoring:
-        """Start a `Scoring`: `add` groups of rollouts as they finish generating, then call `finish`. Several may run
-        concurrently.
+        """Start a `Scoring`: `add` groups as they finish generating, then `finish`. Several may run concurrently.
 
         `step` is the number of finished steps when the rollouts are trained on (`trainer_state.global_step`).
         `names` are the functions to call; None: all.

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParam
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from megagrpo.platform.launch.job_nodes import ONE_NODE, Nodes
-from megagrpo.platform.launch.preflight import listen_on
+from megagrpo.platform.launch.preflight import listen
 from megagrpo.platform.process.variables import ENVIRONMENT, RENDEZVOUS_VARIABLE
 
 RENDEZVOUS_BACKEND = "megagrpo"  # name of this rendezvous in torchrun
@@ -41,9 +41,7 @@ class Rendezvous(StaticTCPRendezvous):
 
     def _tcp_store(self) -> Store:
         address, port, serves = self.master_addr, self.master_port, self.rank == 0
-        listener = (
-            listen_on(f"{address}:{port}").detach() if serves else None
-        )  # otherwise torch listens on every address
+        listener = listen(f"{address}:{port}").detach() if serves else None  # otherwise torch listens on every address
         return TCPStore(address, port, self.world_size, serves, self.timeout, master_listen_fd=listener)
 
 

@@ -41,8 +41,7 @@ class RankLogs(LogsSpecs):
         return str(self.folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Make the folder and return the log files, local rank -> file, for standard output and standard error; set the
-        variable of each rank's error file in `envs`, local rank -> environment."""
+        """Make the folder, set each rank's error file in `envs`, and return the log files: local rank -> file."""
         make_run_folder(self.folder)
         files = {local: str(self.folder / f"rank_{int(env['RANK']):05d}.log") for local, env in envs.items()}
         printed = {local: files[local] for local, env in envs.items() if int(env["RANK"]) == 0}

@@ -1,5 +1,4 @@
-"""Checks a node before a job starts, and that all its nodes have equal versions. It imports no other package. Run it
-once per node:
+"""Checks a node before a job starts, and that all nodes have equal versions. It imports no package. Run it per node:
 
     python -m megagrpo.platform.launch.preflight --folder runs/NAME --report FOLDER --nodes 2 --master 10.0.0.1:29400
     [--gpus 8] [--interface ib0]
@@ -48,8 +47,7 @@ def node_versions() -> dict[str, str]:
 def node_problems(
     folder: Path, gpus: int, interfaces: list[str], environment: dict[str, str], one_connection: bool = False
 ) -> list[str]:
-    """Return why this node cannot run a job that uses `gpus` GPUs and the network `interfaces`, and writes to `folder`.
-    With `one_connection` older GPUs need CUDA_DEVICE_MAX_CONNECTIONS=1."""
+    """Return why this node cannot run the job. With `one_connection` it checks CUDA_DEVICE_MAX_CONNECTIONS too."""
     missing = [name for name in NEEDED_MODULES if not _is_installed(name)]
     lines = [
         f"{name}: not installed for {sys.executable}; run `megagrpo install` with it, or name the container"
@@ -115,7 +113,7 @@ def version_differences(reports: dict[str, dict[str, str]]) -> list[str]:
     return lines
 
 
-def listen_on(master: str) -> socket.socket:
+def listen(master: str) -> socket.socket:
     """Return a socket that listens on the rendezvous address `host:port` of this node. Raises OSError."""
     host, _, port = master.rpartition(":")
     family, *_, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
@@ -153,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
     interfaces = [name for name in options.interface.split(",") if name]
     lines = node_problems(options.folder, options.gpus, interfaces, dict(ENVIRONMENT), options.one_connection)
     try:
-        listener = listen_on(options.master) if first else None
+        listener = listen(options.master) if first else None
     except OSError as error:
         listener = None
         lines.append(f"master: cannot listen on {options.master}: {error}; another job may use the port; submit again")

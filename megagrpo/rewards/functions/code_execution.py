@@ -24,9 +24,8 @@ class CodeExecution:
 
     docs/rewards.md#programs has the shapes of `tests`, the other columns, and which part of a response is the program.
 
-    `seconds` is the time limit of a process. Python tests and function calls share the program's process; each stdin
-    input runs the program in a new one. Outputs and returned values are compared outside the sandbox. `packages` lets
-    programs import the packages that are installed beside megagrpo.
+    `seconds` limits a process. Python tests and function calls share the program's; each stdin input starts another.
+    Outputs and returned values are compared outside the sandbox. `packages` allows imports of installed packages.
 
     `sandbox: required` raises ValueError if the kernel lacks a sandbox guarantee; `best_effort` logs it.
     """

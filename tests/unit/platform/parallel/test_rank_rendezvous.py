@@ -36,7 +36,7 @@ def agent(rank, num_nodes, address, port):
 
 
 def free_port(address):
-    with launcher_rendezvous.listen_on(f"{address}:0") as opened:
+    with launcher_rendezvous.listen(f"{address}:0") as opened:
         return opened.getsockname()[1]
 
 
