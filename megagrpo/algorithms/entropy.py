@@ -19,10 +19,10 @@ def threshold_of_top(entropies: Tensor, share: float) -> float:
     if not entropies.numel():
         return -math.inf
     ordered = entropies.sort().values
-    place = (1 - share) * (ordered.numel() - 1)
-    below = math.floor(place)
+    position = (1 - share) * (ordered.numel() - 1)
+    below = math.floor(position)
     low, high = ordered[below], ordered[min(below + 1, ordered.numel() - 1)]
-    return low.lerp(high, place - below).item()
+    return low.lerp(high, position - below).item()
 
 
 def bonus_coefficient(state: TrainState, algorithm: AlgorithmSection) -> float:

@@ -70,9 +70,9 @@ class RealTerms:
         sums = sums[sums[:, 0] >= 0]
         dropped = sorted(set(members) - set(sums[:, 0].long().tolist()))
         sums = torch.cat([sums, torch.tensor([(i, 0.0, 0.0, 0.0) for i in dropped], dtype=sums.dtype).view(-1, 4)])
-        samples, place = sums[:, 0].long().unique(return_inverse=True)
-        advantages = sums.new_zeros(samples.numel()).index_copy(0, place, sums[:, 1])
-        counts, moved = sums.new_zeros(2, samples.numel()).index_add(1, place, sums[:, 2:].t())
+        samples, index = sums[:, 0].long().unique(return_inverse=True)
+        advantages = sums.new_zeros(samples.numel()).index_copy(0, index, sums[:, 1])
+        counts, moved = sums.new_zeros(2, samples.numel()).index_add(1, index, sums[:, 2:].t())
         _, groups = (samples // group_size).unique(return_inverse=True)
         if not samples.numel():
             return cls(samples, counts, counts)
