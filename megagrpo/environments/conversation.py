@@ -133,9 +133,9 @@ class Conversation:
         self.messages[-1] = {"role": "assistant", "content": content}
         self.is_open = True
 
-    def _append(self, ids: Sequence[int], own: bool, logprobs: Sequence[float] | None = None) -> None:
+    def _append(self, ids: Sequence[int], by_policy: bool, logprobs: Sequence[float] | None = None) -> None:
         self.ids += ids
-        self.written += [own] * len(ids)
+        self.written += [by_policy] * len(ids)
         self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
 
     def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout:

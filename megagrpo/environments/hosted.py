@@ -149,7 +149,7 @@ class Hosted:
         os.setpgid(0, 0)
         tie_to_parent()
         leave_trainer()
-        own = os.getpid()
+        pid = os.getpid()
         players: list[Any] = []  # the instances of environment and scheduler
         while True:
             try:
@@ -163,7 +163,7 @@ class Hosted:
                 answer = {"failure": str(error)}
             except BaseException as error:
                 answer = {"failure": explain(error, whole=False)}
-            if os.getpid() != own:  # user code has forked, and the copy has returned too
+            if os.getpid() != pid:  # user code has forked, and the copy has returned too
                 os._exit(0)
             try:
                 channel.send(answer)

@@ -303,9 +303,9 @@ def _short(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]} ({len(text)} characters)"
 
 
-def _own_ids(rollout: Rollout) -> list[int]:
-    ids = rollout.response_ids
-    return list(ids) if rollout.dialogue is None else [t for t, own in zip(ids, rollout.written, strict=True) if own]
+def _policy_ids(rollout: Rollout) -> list[int]:
+    pairs = zip(rollout.response_ids, rollout.written, strict=True)
+    return [token_id for token_id, by_policy in pairs if by_policy]
 
 
 def _completion(rollout: Rollout) -> str | list[dict[str, Any]]:
@@ -319,7 +319,7 @@ def _completion(rollout: Rollout) -> str | list[dict[str, Any]]:
 _PER_ROLLOUT: dict[str, Callable[[Rollout], Any]] = {  # arguments of a reward function, one value per rollout
     "prompts": lambda rollout: rollout.prompt.messages,
     "completions": _completion,
-    "completion_ids": _own_ids,
+    "completion_ids": _policy_ids,
     "finish_reason": lambda rollout: rollout.finish_reason,
     "prefixes": lambda rollout: rollout.prompt.opened,
     "is_truncated": lambda rollout: rollout.finish_reason == "length",
