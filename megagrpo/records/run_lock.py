@@ -48,8 +48,8 @@ class RunLock:
                 make_run_folder(self.folder)
                 file = os.fdopen(open_lock(self._path), "r+")
             except OSError as error:
-                said = f"{self.folder} cannot be created or written to: {error.strerror}"
-                raise ValueError(f"run.output_dir: {said}; name another folder") from None
+                problem = f"{self.folder} cannot be created or written to: {error.strerror}"
+                raise ValueError(f"run.output_dir: {problem}; name another folder") from None
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:

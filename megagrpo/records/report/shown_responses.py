@@ -104,10 +104,10 @@ def offers(groups: dict[int, list[dict[str, Any]]], prompts: Collection[str] = (
             step: sorted(order, key=lambda i: prompt_key(groups[step][i]) not in prompts)
             for step, order in ranked.items()
         }
-    for place in range(max(map(len, ranked.values()), default=0)):
+    for rank in range(max(map(len, ranked.values()), default=0)):
         for i in spread:
-            if place < len(ranked[steps[i]]):
-                yield steps[i], ranked[steps[i]][place]
+            if rank < len(ranked[steps[i]]):
+                yield steps[i], ranked[steps[i]][rank]
 
 
 def groups_of(rows: Sequence[Row], size: int | None) -> list[dict[str, Any]]:
@@ -181,11 +181,11 @@ def _has_tokens(group: dict[str, Any]) -> bool:
 
 
 def _rows_by_step(run: RunFiles, steps: Sequence[int]) -> dict[int, list[Row]]:
-    wanted = set(steps)
+    chosen = set(steps)
     rows: dict[int, list[Row]] = {step: [] for step in steps}
-    for row in read_lines(run.folder / COMPLETIONS, run.damaged, wanted):
+    for row in read_lines(run.folder / COMPLETIONS, run.damaged, chosen):
         rows[row["step"]].append(run.privacy.row(row))
-    for row in read_lines(run.folder / TOKENS, run.damaged, wanted):
+    for row in read_lines(run.folder / TOKENS, run.damaged, chosen):
         of_step, sample = rows[row["step"]], row.get("sample")
         if (
             isinstance(sample, int)
