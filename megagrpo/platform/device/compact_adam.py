@@ -74,11 +74,11 @@ class CompactAdam(FusedAdam):
 
     def _storage(self, p: Tensor) -> dict[str, Tensor]:
         """Return the compact form of two moments of zeros."""
-        place, blocks = torch.device("cpu") if self._offload else p.device, -(-p.numel() // MOMENT_BLOCK_SIZE)
+        storage_device, blocks = torch.device("cpu") if self._offload else p.device, -(-p.numel() // MOMENT_BLOCK_SIZE)
         if self._dtype != FP8:
-            return {name: torch.zeros(p.shape, dtype=self._dtype, device=place) for name in MOMENTS}
-        values = {name: torch.zeros(blocks, MOMENT_BLOCK_SIZE, dtype=FP8, device=place) for name in MOMENTS}
-        return values | {f"{name}_scale": torch.zeros(blocks, device=place) for name in MOMENTS}
+            return {name: torch.zeros(p.shape, dtype=self._dtype, device=storage_device) for name in MOMENTS}
+        values = {name: torch.zeros(blocks, MOMENT_BLOCK_SIZE, dtype=FP8, device=storage_device) for name in MOMENTS}
+        return values | {f"{name}_scale": torch.zeros(blocks, device=storage_device) for name in MOMENTS}
 
     def _read(self, p: Tensor, name: str, part: slice) -> Tensor:
         """Return elements `part` of the moment `name` of the flattened `p`, float32 on its device."""

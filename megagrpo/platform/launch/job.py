@@ -29,8 +29,8 @@ def job_folder() -> Path:
 
 def job_python() -> str:
     """Return a job's Python without a container: the clone's .venv if it exists, else this command's Python."""
-    own = ".venv/bin/python"
-    return own if (job_folder() / own).exists() else sys.executable
+    clone_python = ".venv/bin/python"
+    return clone_python if (job_folder() / clone_python).exists() else sys.executable
 
 
 class Container(Section):

@@ -103,8 +103,8 @@ def _explain(ranks: dict[int, BaseProcess], folder: Path) -> str:
         if process.exitcode and rank not in texts:
             code = process.exitcode
             return f"rank {rank}: {f'killed by {signal.Signals(-code).name}' if code < 0 else f'exit code {code}'}"
-    own = [rank for rank, text in sorted(texts.items()) if "Connection" not in text.splitlines()[-1]]
-    culprit = own[0] if own else min(texts)
+    causes = [rank for rank, text in sorted(texts.items()) if "Connection" not in text.splitlines()[-1]]
+    culprit = causes[0] if causes else min(texts)
     return f"rank {culprit}:\n{texts[culprit]}"
 
 
