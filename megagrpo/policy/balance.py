@@ -63,11 +63,11 @@ def counting(chunks: list[nn.Module]) -> Iterator[None]:
 def set_slopes(chunks: list[nn.Module], weight: float, layout: Layout) -> float:
     """End `counting` and return the balancing loss of the tokens counted on all ranks. Later backward passes add
     `weight` times its gradient. Collective."""
-    own = routers(chunks)
-    mine = sum((router.counts.cpu() for router in own if router.counts is not None), torch.zeros(()))
-    taken, probability = sum(part for part in layout.all_gather_objects(mine) if part.dim())
+    local = routers(chunks)
+    counts = sum((router.counts.cpu() for router in local if router.counts is not None), torch.zeros(()))
+    taken, probability = sum(part for part in layout.all_gather_objects(counts) if part.dim())
     experts, pairs = len(taken), probability.sum().round().clamp(min=1)  # the probabilities of one token add up to 1
-    for router in own:
+    for router in local:
         slope = weight * experts * taken / pairs**2
         router.counts, router.slope = None, slope.to(router.weight.device, torch.float32)
     return float(experts * (taken * probability).sum() / pairs**2)

@@ -103,12 +103,12 @@ class Adapted:
         self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the linear's sharded state and the adapters'."""
-        own = self.adapter.state_dict(prefix=f"{ADAPTER_MODULE}.", keep_vars=True)
-        axes = {name: value.partition_dim for name, value in own.items() if value.tensor_model_parallel}
+        state = self.adapter.state_dict(prefix=f"{ADAPTER_MODULE}.", keep_vars=True)
+        axes = {name: value.partition_dim for name, value in state.items() if value.tensor_model_parallel}
         assert metadata is not None, "the state of adapters needs the metadata of groups"
         options = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
         whole = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]  # the linear's
-        made = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **options)
+        made = make_sharded_tensors_for_checkpoint(state, prefix, axes, sharded_offsets, **options)
         # a rank's rows: first the gate's, then the up projection's
         if (key := f"{prefix}{ADAPTER_MODULE}.gate_up_proj.lora_B") in made:
             made[key] = apply_swiglu_sharded_factory(made[key], sharded_offsets)
@@ -217,11 +217,11 @@ def is_adapter(name: str) -> bool:
 @contextlib.contextmanager
 def without_dropout(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """Context manager: adapters apply no dropout inside it."""
-    own = list(adapters(chunks))
-    for adapter in own:
+    layers = list(adapters(chunks))
+    for adapter in layers:
         adapter.eval()
     try:
         yield
     finally:
-        for adapter in own:
+        for adapter in layers:
             adapter.train()

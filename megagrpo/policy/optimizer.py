@@ -270,5 +270,5 @@ def gather_gradients(wrapped: Sequence[DistributedDataParallel]) -> None:
                 continue
             ranks = group.intra_distributed_optimizer_instance_group
             for bucket in group.buckets:
-                own = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks)
+                shard = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=ranks)

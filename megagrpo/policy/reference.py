@@ -75,13 +75,13 @@ class Reference:
         """Context manager: inside it the policy's modules hold the reference's weights; outside, after any exception
         too, the policy's. Nothing is copied."""
         parameters = self._parameters()
-        own = [p.detach() for p in parameters]
+        policy_weights = [p.detach() for p in parameters]
         try:
             for parameter, weight in zip(parameters, self.weights, strict=True):
                 parameter.data = weight
             yield
         finally:
-            for parameter, weight in zip(parameters, own, strict=True):
+            for parameter, weight in zip(parameters, policy_weights, strict=True):
                 parameter.data = weight
 
     def annotate(self, batch: TrainBatch) -> TrainBatch:
