@@ -59,7 +59,7 @@ def _stage_memory(
     # Muon keeps one moment of a matrix. The embeddings' second moment is ignored.
     moment_bytes = 0 if train.optimizer_offload else MOMENT_BYTES[train.optimizer_state_dtype]
     moment_bytes = 4 if train.optimizer == "muon" else moment_bytes
-    optimizer_bytes = moment_bytes + (0 if element == 4 else 4)  # bf16 weights have float32 masters
+    master_bytes = 0 if element == 4 else 4  # bf16 weights have float32 masters
     stored = 0 if config.model.base_storage == "none" else stage.linears
     saved = in_fp8 * (element - (FP8_BYTES if gpu else 1)) if config.model.fp8_param else 0
     whole = trained + trained_experts
@@ -67,7 +67,7 @@ def _stage_memory(
     resident = {
         "weights": (parameters - stored) * element + stored * STORED_BYTES.get(config.model.base_storage, 0) - saved,
         "gradients": whole * 4,
-        "optimizer": optimizer_bytes * sharded,
+        "optimizer": (moment_bytes + master_bytes) * sharded,
         "reference": whole * element - saved if config.algorithm.beta else 0,
     }
     if gpu and in_fp8 and not config.model.fp8_param:
@@ -84,7 +84,7 @@ def _stage_memory(
     # masters exist.
     # sync: a rank copies the bytes that it sends out of its weights first.
     largest = model.padded_vocab(p.tp) // p.tp * model.hidden_size * element
-    masters = resident["optimizer"] * (optimizer_bytes - moment_bytes) / optimizer_bytes
+    masters = master_bytes * sharded
     moved = min(stage.chunk, max(trained, trained_experts)) * element if train.distributed_optimizer else 0
     loading = {"optimizer": masters, "staging": max(largest, moved - masters)}
     phases = {

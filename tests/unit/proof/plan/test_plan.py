@@ -256,6 +256,15 @@ def test_bf16_weights_gradients_and_sharded_optimizer_state_add_up(folder):
     assert whole["optimizer"] == pytest.approx(12 * gib)
 
 
+def test_float32_weights_with_moments_in_host_memory_leave_no_optimizer_state_on_the_gpu(folder):
+    (stage,) = stage_memory(config(folder, "train.optimizer_offload=true"), parse_hf_config(LLAMA), dp=2)
+    assert stage["load"]["optimizer"] == stage["train"]["optimizer"] == 0
+    bf16 = config(folder, "train.optimizer_offload=true", "model.precision=bf16", "train.distributed_optimizer=false")
+    (stage,) = stage_memory(bf16, parse_hf_config(LLAMA), dp=2)
+    masters = 4 * 134_515_008 / 2**30
+    assert (stage["load"]["optimizer"], stage["train"]["optimizer"]) == pytest.approx((masters, masters))
+
+
 def test_a_checkpoint_takes_host_memory_of_the_rank_that_gathers_and_writes_and_a_little_of_the_others(folder):
     """Bytes of a bf16 weight: gathered 12 on the first rank; temporarily 12 and each rank's own three parts; written 2
     + 12."""
