@@ -61,9 +61,8 @@ def loss_problems(a: AlgorithmSection) -> Iterator[Problem]:
         reason = f"loss_type {a.loss_type} needs it as largest weight; ScaleRL uses 5.0"
         yield Problem(("algorithm.epsilon_high", key), reason)
     if a.loss_average is not None and not loss.custom:
-        reason = (
-            f"{a.loss_average} only applies to a custom loss, but loss_type {a.loss_type} averages by {loss.average}"
-        )
+        average = "groups" if loss.whole_step else loss.average
+        reason = f"{a.loss_average} only applies to a custom loss, but loss_type {a.loss_type} averages by {average}"
         yield Problem(("algorithm.loss_average", key), f"{reason}; leave it empty")
     if loss.own_ratio and a.importance_sampling_level != "token":
         reason = f"{a.importance_sampling_level} is not supported: loss_type {a.loss_type} has its own sequence ratio"

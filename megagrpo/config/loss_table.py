@@ -18,7 +18,9 @@ class Loss:
 
     # function in algorithms/policy_losses.py and, in float64, in proof/audit/naive_loss.py; or the user's FILE.py:NAME
     policy_term: str
-    average: Average  # tokens; means of samples; sums of samples; tokens over samples x max_completion_length
+    # tokens; means of samples; sums of samples; tokens over samples x max_completion_length. With `whole_step` the policy
+    # term is a mean over groups (algorithms/real.py), and `average` is the average of the KL penalty alone
+    average: Average
     # "ratio": epsilon, epsilon_high, delta. "weight": epsilon_high is its maximum
     clips: Literal["ratio", "weight", "nothing"] = "nothing"
     local: bool = True  # with a ratio per token, the gradient at a token depends on that token alone

@@ -91,6 +91,8 @@ def test_a_built_in_loss_keeps_its_average():
         r"sequence_means",
     ):
         settings(loss_type="grpo", loss_average="tokens")
+    with pytest.raises(ValueError, match="but loss_type real averages by groups"):
+        settings(loss_type="real", loss_average="tokens")
 
 
 def test_a_path_counts_from_the_folder_of_the_yaml(tmp_path, file, monkeypatch):
