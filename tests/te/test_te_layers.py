@@ -183,3 +183,11 @@ def test_a_step_with_weights_kept_in_fp8_is_that_with_bf16_weights_bit_for_bit(r
     assert all(torch.equal(kept.gradients[name], plain.gradients[name]) for name in plain.gradients)
     moved = {name: error for (kind, name), error in distances(kept, plain).items() if kind == "next weight"}
     assert all((0.005 < moved[name] < 0.05) == ("_proj.weight" in name) for name in moved)
+
+
+@pytest.mark.parametrize("shape", ["qwen2_untied", "qwen3_moe"])
+def test_a_rank_without_a_gpu_takes_a_step_beside_transformer_engine(shape):
+    """Megatron then takes Transformer Engine's kernels for clipping and routers, unless we take them away."""
+    settings = tiny_run({}, train=dict(max_grad_norm=1e-3))
+    (found,) = run_ranks(take_step, 1, settings, small(shape), random_samples(), timeout=300)
+    assert silent_tensors(found) == []

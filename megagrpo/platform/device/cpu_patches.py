@@ -118,6 +118,7 @@ def patch_megatron() -> None:
         from megatron.core.optimizer import clip_grads
         from megatron.core.tensor_parallel import mappings, random
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
+        from megatron.core.utils import local_multi_tensor_applier
     finally:
         replace(torch, compile=compile_function)
     # Megatron's version indexes torch.cuda.default_generators in a queued call, which never runs on a CPU: recomputed
@@ -134,6 +135,10 @@ def patch_megatron() -> None:
     clip_grads.l2_norm_impl = multi_tensor_l2norm
     # Megatron falls back to a function that allocates a copy of each gradient.
     clip_grads.multi_tensor_scale_impl = _scale
+    # Where Transformer Engine is installed, Megatron takes its kernels, which need a GPU, for these and for routers.
+    clip_grads.multi_tensor_applier = local_multi_tensor_applier
+    clip_grads.multi_tensor_scale_tensor_impl = None
+    moe_utils.te_general_gemm = None
     # gloo concatenates tensors that are gathered together, and converts the bytes of FP8 weights to numbers if others
     # are bf16.
     param_and_grad_buffer.dist_all_gather_func = _gather_alone
