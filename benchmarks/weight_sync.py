@@ -111,19 +111,19 @@ def plain_copy(chunks: list[nn.Module], buffer: Tensor) -> float:
 def requests_timed() -> Iterator[Counter[str]]:
     """Seconds of every request to a server inside the block, by the last part of its path."""
     seconds: Counter[str] = Counter()
-    post = httpx.AsyncClient.post
+    request = httpx.AsyncClient.request
 
-    async def timed(client: httpx.AsyncClient, url: str, **arguments) -> httpx.Response:
+    async def timed(client: httpx.AsyncClient, method: str, url: str, **arguments) -> httpx.Response:
         started = time.perf_counter()
-        answer = await post(client, url, **arguments)
+        answer = await request(client, method, url, **arguments)
         seconds[urlsplit(str(url)).path.rpartition("/")[2]] += time.perf_counter() - started
         return answer
 
-    httpx.AsyncClient.post = timed
+    httpx.AsyncClient.request = timed
     try:
         yield seconds
     finally:
-        httpx.AsyncClient.post = post
+        httpx.AsyncClient.request = request
 
 
 @torch.no_grad()

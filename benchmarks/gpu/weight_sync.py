@@ -28,7 +28,7 @@ from megagrpo.proof.plan.times import sync_seconds
 TARGET = "target on one H200: end to end < 1 s at 7b"
 # it generates few tokens
 SERVER = ("rollout.enforce_eager=true", "rollout.max_completion_length=256", "rollout.max_num_seqs=16")
-EXACT = 0.05  # nats, limit for equal weights: bf16 on both sides, in different kernels
+EXACT = 0.4  # nats, limit for equal random weights: bf16 on both sides, in different kernels; 0.20 on an H200
 MOVED = dict(check="check", publish="publish, beside the others", read="read", total="end to end")
 NAMED = ("pause", "start", "layers", "resume")
 
