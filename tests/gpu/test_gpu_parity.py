@@ -18,6 +18,7 @@ from tests.gpu.places import PLACES, need
 LOGPROB, GRADIENT = 0.034, 0.082
 DENSE = ("llama_tied", "qwen2_untied", "qwen3_tied", "glm4", "phi3", "gemma2", "gemma3")
 EXPERTS = ("qwen3_moe", "mixtral")
+FLOAT32 = 1e-4  # of log-probs in nats, and of all gradients together; products in TF32 are 1e-3 off
 ON_CPU = dict(env={"CUDA_VISIBLE_DEVICES": ""}, start="spawn" if device.has_gpu() else None)
 
 
@@ -68,3 +69,13 @@ def test_a_mixture_of_experts_in_bf16_is_as_near_but_for_the_few_tokens_that_cha
     assert silent_tensors(found) == []
     assert (found.logprobs - exact.logprobs).abs().median() < LOGPROB
     assert 0 < whole_error(found, exact) < GRADIENT
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("shape", ("qwen2_untied", *EXPERTS))
+@pytest.mark.parametrize("place", PLACES)
+def test_a_step_in_float32_is_that_of_the_cpu(place, shape):
+    need(place)
+    exact, found = step(shape, "fp32", on_cpu=True), step(shape, "fp32", on_cpu=False)
+    assert (found.logprobs - exact.logprobs).abs().max() < FLOAT32
+    assert whole_error(found, exact) < FLOAT32

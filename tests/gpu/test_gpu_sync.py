@@ -17,8 +17,9 @@ SETTINGS = (
     "rollout.kv_cache_gb=1",
     "train.max_tokens_per_micro_batch=512",
 )
-# Limits in nats for the log-prob difference at equal weights: trainer and server compute in different precisions.
-NEAR = {"gpu": 0.08, "cpu": 1e-3}
+# Limits in nats for the log-prob difference at equal weights: in bf16 trainer and server round differently. An H200
+# shows 0.11 to 0.18 of these random weights, and 7.3 of stale ones.
+NEAR = {"gpu": 0.4, "cpu": 1e-3}
 ASLEEP_GIB = 5.0
 
 
