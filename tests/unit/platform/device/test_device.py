@@ -132,3 +132,15 @@ def test_fused_adam_equals_torchs_and_counts_steps_in_the_group(decoupled):
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
     assert mine.param_groups[0]["step"] == 4 and set(mine.state[ours[0]]) == {"exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "users", "expected"),
+    [(torch.float32, None, "0"), (torch.float32, "1", "1"), (torch.bfloat16, None, None)],
+)
+def test_a_gpu_multiplies_float32_exactly_unless_the_user_says_otherwise(monkeypatch, dtype, users, expected):
+    environment = {} if users is None else {"NVIDIA_TF32_OVERRIDE": users}
+    monkeypatch.setattr(device, "has_gpu", lambda: True)
+    monkeypatch.setattr(device, "ENVIRONMENT", environment)
+    device.prepare_precision(dtype)
+    assert environment.get("NVIDIA_TF32_OVERRIDE") == expected
