@@ -27,7 +27,7 @@ class FollowUps:
     ):
         """With `users`, user messages may follow a turn. With `tools`, tool messages may follow a turn."""
         self._tokenizer, self._tools = tokenizer, list(tools)
-        template = tokenizer.chat_template if chat_template is None else chat_template
+        template = tokenizer.template(chat_template, self._tools)
         self._name = "the tokenizer's chat template" if chat_template is None else "the template of data.chat_template"
         if template is None or template == PLAIN_TEXT:
             raise ValueError("data.chat_template: multi_turn needs a chat template; set Jinja text or a file")

@@ -257,8 +257,7 @@ class PromptSource:
             )
         kwargs = {name: v for name, v in (value or {}).items() if v is not None}  # Arrow adds None for absent keys
         if (names := frozenset(kwargs)) not in self._known_kwargs:
-            template = self._tokenizer.chat_template if self._template is None else self._template
-            check_kwargs(sorted(names), template, said)
+            check_kwargs(sorted(names), self._tokenizer.template(self._template, self._tools), said)
             self._known_kwargs.add(names)
         return kwargs
 

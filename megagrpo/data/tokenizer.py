@@ -32,8 +32,7 @@ def tokenizer_of(config: RunConfig, model_folder: str | Path) -> Tokenizer:
     tokenizer = load_tokenizer(config.model.tokenizer or model_folder, model_folder)
     tokenizer.eos_token_ids = _with_stop_tokens(tokenizer, config.rollout.stop)
     tokenizer.template_kwargs = config.data.chat_template_kwargs
-    template = read_chat_template(config.data.chat_template)
-    check_kwargs(tokenizer.template_kwargs, tokenizer.chat_template if template is None else template)
+    check_kwargs(tokenizer.template_kwargs, tokenizer.template(read_chat_template(config.data.chat_template)))
     return tokenizer
 
 
@@ -76,12 +75,28 @@ class Tokenizer(ABC):
     """The interface of tokenizers.
 
     `eos_token_ids` are all ids that end a response, from the tokenizer and generation_config.json, sorted.
-    `chat_template` is the tokenizer's Jinja template, or None. `template_kwargs` are variables of all prompts."""
+    `template_kwargs` are variables of all prompts."""
 
-    def __init__(self, eos_token_ids: Iterable[int], chat_template: str | None):
+    def __init__(self, eos_token_ids: Iterable[int], chat_template: str | Mapping[str, str] | None):
+        """`chat_template` is the tokenizer's Jinja template, or its templates by name, or None."""
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
-        self.chat_template = chat_template
+        self._chat_template = chat_template
         self.template_kwargs: Mapping[str, Any] = {}
+
+    def template(self, configured: str | None, tools: Sequence[dict[str, Any]] = ()) -> str | None:
+        """Return the template of prompts with these `tools`: `configured`, as `data.chat_template` names it, or else
+        the tokenizer's. Of named templates this is `tool_use` with tools, if there is one, else `default`, as in
+        transformers. None without any. Raises ValueError for named templates without a default."""
+        named = self._chat_template
+        if configured is not None or not isinstance(named, Mapping):
+            return named if configured is None else configured
+        for name in ("tool_use", "default") if tools else ("default",):
+            if name in named:
+                return named[name]
+        raise ValueError(
+            f"data.chat_template: the tokenizer has the chat templates {', '.join(sorted(named))}, but no default; set "
+            "Jinja text or a file"
+        )
 
     @abstractmethod
     def __len__(self) -> int:
@@ -168,7 +183,7 @@ class Tokenizer(ABC):
         """Return the text that `render` encodes, special tokens of the template included; None without a template.
 
         Raises ValueError with the template's error, which can be of any type."""
-        template = self.chat_template if chat_template is None else chat_template
+        template = self.template(chat_template, tools)
         if template is None or template == PLAIN_TEXT:
             return None
         messages = as_messages(prompt, system_prompt)

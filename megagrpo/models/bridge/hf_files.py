@@ -20,7 +20,7 @@ from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.bridge.tensor_files import METADATA_KEY, Entry, dtype_name, first_bad, make_header, parse_header
 from megagrpo.models.bridge.unfinished import check_space
 from megagrpo.models.families.hf_config import HfConfig
-from megagrpo.models.families.weight_sources import INDEX, SINGLE
+from megagrpo.models.families.weight_sources import INDEX, NAMED_TEMPLATES, SINGLE
 from megagrpo.sync.wire.tensor_index import FLOAT32_TENSORS
 
 HEADERS_FILE = "safetensors_headers.json"  # beside a checkpoint's side files: the headers of the original model's files
@@ -264,14 +264,18 @@ def _write_at(fd: int, data: bytes | memoryview, at: int) -> None:
 
 
 def copy_side_files(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
-    """Copy all files that hold no weights: config, tokenizer, chat template, generation config, custom code.
+    """Copy all files that hold no weights: config, tokenizer, chat templates, generation config, custom code. An index
+    of weights is not copied: these weights get their own.
 
     The copy of config.json names `dtype`, unless None. When a .py file in config.json's `auto_map` is missing, the copy
     has no `auto_map`: the class is then one of transformers (`families.keys`), so no code is needed.
     """
-    for file in source.iterdir():
-        if file.suffix in SIDE_FILE_SUFFIXES and file.name not in (INDEX, HEADERS_FILE):
-            shutil.copyfile(file, target / file.name)
+    for file in [*source.iterdir(), *source.glob(NAMED_TEMPLATES)]:
+        is_index = file.name.endswith(".index.json")  # also pytorch_model.bin.index.json
+        if file.suffix in SIDE_FILE_SUFFIXES and not is_index and file.name != HEADERS_FILE:
+            copy = target / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
     if not (config := target / "config.json").is_file():
         return
     raw = json.loads(config.read_text())

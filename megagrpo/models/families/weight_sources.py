@@ -30,6 +30,7 @@ KNOWN_SHAPES = shipped_configs() / "models"  # OWNER/NAME/config.json, package/N
 _MISSING = "{} does not exist; name a folder, a hub model as owner/name, or package:NAME"
 _IN_CACHE = re.compile(r"models--(?P<owner>[^/]+)--(?P<name>[^/]+)/snapshots/[^/]+/?")
 SIDE_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "README.md"]  # README.md names the license
+NAMED_TEMPLATES = "additional_chat_templates/*.jinja"  # chat templates beside the default one
 ADAPTER_CONFIG = "adapter_config.json"  # file of an adapter as PEFT saves it
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
@@ -178,7 +179,7 @@ def _from_hub(name: str, key: str) -> Path:
     try:
         folder = Path(snapshot_download(name, allow_patterns=SIDE_FILES, ignore_patterns="*/*"))
         weights = [glob.escape(file) for file in sorted({SINGLE, *(indexed_files(folder) or ())})]
-        return Path(snapshot_download(name, revision=folder.name, allow_patterns=weights))
+        return Path(snapshot_download(name, revision=folder.name, allow_patterns=[*weights, NAMED_TEMPLATES]))
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as e:
         raise _error(
             key,

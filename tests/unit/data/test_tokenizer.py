@@ -125,6 +125,40 @@ def test_the_configured_template_wins_and_none_feeds_plain_text(chat_folder):
     assert list(tokenizer.render("Hi", chat_template="none")) == tokenizer.encode("Hi", add_special_tokens=True)
 
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture
+def named(chat_folder, tmp_path):
+    """Save the tokenizer of `chat_folder` with templates by name; the result is loaded."""
+
+    def load(**templates):
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(chat_folder)
+        tokenizer.chat_template = templates
+        tokenizer.save_pretrained(tmp_path)
+        return load_tokenizer(tmp_path)
+
+    return load
+
+
+def test_of_named_templates_prompts_with_tools_get_that_of_tools(named):
+    tokenizer = named(default="Q: {{ messages[0].content }}", tool_use="{{ tools[0].function.name }}")
+    assert tokenizer.decode(tokenizer.render("Hi")) == "Q: Hi"
+    assert tokenizer.decode(tokenizer.render("Hi", tools=[TOOL])) == "add"
+    assert tokenizer.decode(tokenizer.render("Hi", chat_template="{{ 1 + 1 }}", tools=[TOOL])) == "2"
+    for tools in (None, [TOOL]):
+        direct = tokenizer.tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tools, tokenize=False)
+        assert tokenizer.rendered("Hi", tools=tools or []) == direct
+
+
+def test_named_templates_without_a_default_need_a_choice(named):
+    tokenizer = named(rag="R", tool_use="T")
+    with pytest.raises(ValueError, match=r"data.chat_template: the tokenizer has the chat templates rag, tool_use, but"):
+        tokenizer.render("Hi")
+    assert tokenizer.decode(tokenizer.render("Hi", tools=[TOOL])) == "T"
+    assert tokenizer.decode(tokenizer.render("Hi", chat_template="{{ 1 + 1 }}")) == "2"
+
+
 def test_without_a_template_strings_are_plain_text_and_all_else_is_an_error(chat_folder, base_folder):
     tokenizer = load_tokenizer(base_folder)
     assert tokenizer.decode(tokenizer.render("What is 3?")) == "What is 3?"

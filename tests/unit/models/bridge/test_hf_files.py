@@ -7,6 +7,7 @@ from collections import namedtuple
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from megagrpo.models.bridge import conversion, hf_files, unfinished
 from megagrpo.models.bridge.conversion import _unfinished
@@ -252,6 +253,20 @@ def test_the_journal_names_only_what_the_disk_holds_for_good(monkeypatch, tmp_pa
     conversion._write_tensors(iter(TENSORS.items()), folder, new_files(SHAPES), {}, set(), SILENT_TASK)
     os.close(folder._lock)
     assert done == ["disk", "a", "disk", "b", "disk", "c", "disk", "d", "disk"]
+
+
+def test_named_chat_templates_are_copied_and_the_index_of_other_weights_is_not(tmp_path):
+    """Other weights than safetensors may lie in the same folder, with an index of their own."""
+    copied = {"chat_template.jinja", f"{CHAT_TEMPLATE_DIR}/tool_use.jinja", "tokenizer_config.json"}
+    source, target = tmp_path / "source", tmp_path / "target"
+    for name in [*copied, "pytorch_model.bin.index.json", INDEX, "onnx/config.json"]:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(name)
+    target.mkdir()
+    for _ in range(2):  # a killed attempt may have copied some files
+        copy_side_files(source, target)
+    found = {str(file.relative_to(target)): file.read_text() for file in target.rglob("*") if file.is_file()}
+    assert found == {name: name for name in copied}
 
 
 def test_code_of_the_models_own_goes_with_its_config(tmp_path):

@@ -113,7 +113,12 @@ def test_a_hub_name_without_network_says_how_to_get_it(monkeypatch, tmp_path):
 
 
 INDEXED = {"metadata": {}, "weight_map": {"a": "model-1-of-2.safetensors", "b": "odd [name].safetensors"}}
-SIDE = {"config.json": json.dumps(LLAMA), "tokenizer.json": "{}", "README.md": "---\nlicense: mit\n---\n"}
+SIDE = {
+    "config.json": json.dumps(LLAMA),
+    "tokenizer.json": "{}",
+    "README.md": "---\nlicense: mit\n---\n",
+    "additional_chat_templates/tool_use.jinja": "{{ tools }}",
+}
 NOT_NEEDED = (
     "consolidated.safetensors",
     "original/model.safetensors",
@@ -142,7 +147,9 @@ def test_a_hub_name_fetches_the_models_weights_once(weights, fetched, monkeypatc
         server.repos["me/model"] = {"main": {name: text.encode() for name, text in files.items()}}
         folder = resolve_model("me/model")
         assert sorted(server.fetched) == sorted([*SIDE, *weights, *fetched])
-        assert sorted(file.name for file in folder.iterdir()) == sorted([*SIDE, *weights, *fetched])
+        assert sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()) == sorted(
+            [*SIDE, *weights, *fetched]
+        )
         assert resolve_model("me/model") == folder and len(server.fetched) == len([*SIDE, *weights, *fetched])
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert resolve_model("me/model") == folder
