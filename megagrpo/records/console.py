@@ -110,7 +110,7 @@ class ConsoleSink:
         for line in wrapped(text, self._width) if self._console.is_terminal else [text]:
             self._print(Text(line, style="yellow" if is_warning else ""))
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         # after an error the rest is discarded, so the run ends with its own exit code
         write_output("", self._console.file)
 

@@ -61,10 +61,16 @@ class MetricsWriter(Recorder):
         """Write a line for the user."""
         self._each("message", text)
 
-    def close(self) -> None:
-        """Flush and close every sink."""
-        self._each("close")
+    def close(self, failed: bool = False) -> None:
+        """Flush and close every sink. With `failed` an error ended the run, as wandb and MLflow then show."""
+        self._each("close", failed)
         self._sinks = {}
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=kind is not None)
 
     def _add(self, name: str, make: Callable[[], Sink]) -> None:
         try:

@@ -69,8 +69,7 @@ def open_journal(inputs: Inputs, layout: Layout, resources: ExitStack) -> Journa
     """Open the files of the run on rank 0, and print what the run is and the notes. Other ranks write nothing."""
     config, folder, dtype = inputs.config, inputs.folder, dtype_name(inputs.model.dtype)
     first, step = layout.world_rank == 0, folder.restored_step
-    writer = MetricsWriter(folder.path, config, step) if first else MetricsWriter.silent()
-    resources.callback(writer.close)
+    writer = resources.enter_context(MetricsWriter(folder.path, config, step) if first else MetricsWriter.silent())
     if first:
         try:
             record_start(folder.path, step, layout, dtype)

@@ -103,8 +103,13 @@ def test_a_run_trains_with_a_loss_of_ones_own_and_a_callback_saves_and_ends_it(f
 
 
 def test_a_callback_that_raises_ends_the_run_with_its_traceback(files, tmp_path):
-    run = world.train(tmp_path, f"run.callbacks=[{files}/calls.py:Fails]")
+    pytest.importorskip("wandb")
+    from tests.unit.records.sinks.test_wandb import exit_codes
+
+    trackers = ["run.trackers=[wandb]", "run.wandb.mode=offline"]
+    run = world.train(tmp_path, f"run.callbacks=[{files}/calls.py:Fails]", *trackers)
     assert run.code == 1 and len(run.metrics) == 1
+    assert [exit_codes(file) for file in run.folder.glob("wandb/offline-run-*/*.wandb")] == [[1]]
     assert run.err.count("Traceback") == 1 and 'raise ValueError(f"no use' in run.err
     said = "on_log raised ValueError: no use for a loss of float ("
     assert f"rank 0 stops: run.callbacks: `{files}/calls.py:Fails`: {said}" in run.err

@@ -49,8 +49,8 @@ def unused_options(run: RunSection) -> list[str]:
     ]
 
 
-SINK_METHODS = {  # name -> parameters
-    name: list(inspect.signature(getattr(Sink, name)).parameters)
+SINK_METHODS = {  # name -> parameters, without optional ones
+    name: [p.name for p in inspect.signature(getattr(Sink, name)).parameters.values() if p.default is p.empty]
     for name in ("step", "evaluation", "completions", "message", "close")
 }
 
@@ -73,7 +73,7 @@ class OwnSink:
     def message(self, text: str) -> None:
         self._call("message", text)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._call("close")
 
     def _call(self, name: str, *arguments: Any) -> None:

@@ -36,6 +36,6 @@ class JsonlSink:
     def message(self, text: str) -> None:
         self._messages.append([{"step": self._last_step, "wall_time": round(time.time(), 3), "text": text}])
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         for file in (self._metrics, self._completions, self._messages):
             file.close()

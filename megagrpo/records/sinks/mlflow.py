@@ -87,8 +87,8 @@ class MlflowSink(TrackerSink):
         text = json.dumps({"columns": columns, "data": cells}, ensure_ascii=False)
         self._client.log_text(self._id, text, f"completions/step_{step:06d}.json")
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    def close(self, failed: bool = False) -> None:
+        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
 def metric_name(name: str) -> str:

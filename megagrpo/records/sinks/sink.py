@@ -49,8 +49,8 @@ class Sink(Protocol):
     def message(self, text: str) -> None:
         """Take a line for the user."""
 
-    def close(self) -> None:
-        """Flush, at the end of the run."""
+    def close(self, failed: bool = False) -> None:
+        """Flush, at the end of the run, which an error ended if `failed`. A sink of the user gets no argument."""
 
 
 class TrackerSink:

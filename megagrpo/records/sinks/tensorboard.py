@@ -41,7 +41,7 @@ class TensorBoardSink(TrackerSink):
             ]
         self._writer.add_text("completions", "\n\n".join(parts), step)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._writer.close()
 
 

@@ -44,6 +44,6 @@ class TrackioSink(TrackerSink):
             {"completions": self._table(data=[dict(zip(columns, line, strict=True)) for line in cells])}, step=step
         )
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             self._finish()  # not the run's own method, after which the exit of the process would finish it again

@@ -44,5 +44,5 @@ class WandbSink(TrackerSink):
         columns, cells = table(rows)
         self._run.log({"step": step, "completions": self._table(columns=columns, data=cells, allow_mixed_types=True)})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, failed: bool = False) -> None:
+        self._run.finish(exit_code=int(failed))

@@ -29,6 +29,10 @@ def test_a_run_and_its_continuation_are_one_run_in_a_database_beside_the_runs(tm
     assert {f.path for f in client.list_artifacts(run.info.run_id, "completions")} == {
         f"completions/step_00000{i}.json" for i in (1, 2, 3)
     }
+    with pytest.raises(SystemExit):
+        write(tmp_path / "broken", *options[:1], fails=True)
+    (broken,) = client.search_runs([client.get_experiment_by_name("megagrpo").experiment_id])
+    assert (broken.info.run_name, broken.info.status) == ("broken", "FAILED")
     table = json.loads(open(client.download_artifacts(run.info.run_id, "completions/step_000003.json")).read())
     assert table["columns"] == COLUMNS and table["data"][1] == [3, "3 + 4?", ENCODED, 1.0, None, "7", 1.0, 1.0]
 

@@ -37,29 +37,39 @@ def history(file: Path) -> list[dict]:
     return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row} for row in rows]
 
 
+def write(folder: Path, start: str) -> int:
+    """Write a run in a process, which leaves no message and no process. Return its exit code."""
+    words = [str(folder), start, "run.trackers=[wandb]", OPTIONS]
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.unit.records.sinks.tracked", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(tracked.__file__).parents[4],
+        env=os.environ | {"WANDB_PROJECT": "not this one", "WANDB_ERROR_REPORTING": "false"},
+    )
+    assert ended.stderr == ""
+    return ended.returncode
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """The .wandb files of a run and of its continuation from step 1; each process ends without an error or a left
-    process."""
+    """The .wandb files of a run and of its continuation from step 1."""
     folder = tmp_path_factory.mktemp("wandb") / "mine"
-    for restored in ("0", "1"):
-        command = [
-            sys.executable,
-            "-m",
-            "tests.unit.records.sinks.tracked",
-            str(folder),
-            restored,
-            "run.trackers=[wandb]",
-            OPTIONS,
-        ]
-        environment = os.environ | {"WANDB_PROJECT": "not this one", "WANDB_ERROR_REPORTING": "false"}
-        ended = subprocess.run(
-            command, capture_output=True, text=True, timeout=120, cwd=Path(tracked.__file__).parents[4], env=environment
-        )
-        assert ended.returncode == 0 and ended.stderr == ""
+    assert [write(folder, restored) for restored in ("0", "1")] == [0, 0]
     found = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
     assert len(found) == 2
     return found
+
+
+def exit_codes(file: Path) -> list[int]:
+    return [record.exit.exit_code for record in records(file) if record.WhichOneof("record_type") == "exit"]
+
+
+def test_a_run_that_an_error_ends_is_failed_and_another_is_finished(files, tmp_path):
+    assert write(tmp_path, "fails") == 3
+    (failed,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert [exit_codes(file) for file in (*files, failed)] == [[0], [0], [1]]
 
 
 def test_a_run_and_its_continuation_are_one_run_with_its_options_and_its_config(files):
