@@ -131,8 +131,8 @@ def connection_problems(master: str) -> list[str]:
         except OSError as error:
             if time.monotonic() > deadline:
                 return [
-                    f"master: cannot connect to {master} ({error}); check firewalls, and that all nodes share the "
-                    "cluster's `interface`"
+                    f"master: cannot connect to {master} ({error}); check firewalls, that all nodes share the "
+                    "cluster's `interface`, and that /etc/hosts of the first node does not name it 127.0.1.1"
                 ]
             time.sleep(0.2)
 
