@@ -13,12 +13,20 @@ from safetensors.torch import load_file, save_file
 from tiny_policy import tiny_run, whole_model
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.config import LoraSection
+from megagrpo.config import LoraSection, ParallelSection
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.models.bridge.adapter_files import fill_adapters, fresh_matrix, load_adapter, read_lora, save_adapter
+from megagrpo.models.bridge.adapter_files import (
+    fill_adapters,
+    fresh_matrix,
+    load_adapter,
+    merge,
+    read_lora,
+    save_adapter,
+)
 from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.bridge.parameter_blocks import adapter_blocks
 from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.platform.parallel.agree import RankError
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
@@ -269,3 +277,15 @@ def _refused(root, folder) -> None:
 
 def test_an_adapter_that_does_not_fit_is_refused(made, tmp_path):
     run_ranks(_refused, 1, made[0], tmp_path)
+
+
+def _merge_into(folder, adapter) -> None:
+    layout = init_layout(ParallelSection(tp=2))
+    with pytest.raises(ValueError if layout.world_rank == 0 else RankError, match="exists and is not empty"):
+        merge(adapter, folder, str(folder / "nowhere"), layout)
+
+
+def test_a_merge_into_a_folder_with_files_is_refused_before_the_model_is_read(made, tmp_path):
+    (tmp_path / "file").touch()
+    run_ranks(_merge_into, 2, tmp_path, made[0] / "adapter")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megagrpo.config import LoraSection
 from megagrpo.models.bridge.file_checksums import verify_inside
-from megagrpo.models.bridge.hf_export import Parameters, Source, Stream, save_folder, save_hf
+from megagrpo.models.bridge.hf_export import Parameters, Source, Stream, refuse_non_empty, save_folder, save_hf
 from megagrpo.models.bridge.hf_files import File, Files, Rounded, Writer
 from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.bridge.parameter_blocks import adapter_blocks, fill
@@ -197,6 +197,7 @@ def merge(
     """Write the merged model to `out`: safetensors, config and tokenizer. Collective. `dtype`, `progress` and the
     result are as in `save_hf`."""
     lora = read_lora(adapter, MERGE_ARGUMENT)
+    refuse_non_empty(out, layout)  # before the model is read, which takes minutes
     key = "--model" if model else f"{adapter / CONFIG} (or name one with --model)"
     source = resolve_model(model or base_of(adapter), key)
     hf_config = load_hf_config(source)
