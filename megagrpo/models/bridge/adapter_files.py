@@ -197,7 +197,7 @@ def merge(
     """Write the merged model to `out`: safetensors, config and tokenizer. Collective. `dtype`, `progress` and the
     result are as in `save_hf`."""
     lora = read_lora(adapter, MERGE_ARGUMENT)
-    refuse_non_empty(out, layout)  # before the model is read, which takes minutes
+    refuse_non_empty(out, layout)  # before the whole model is read
     key = "--model" if model else f"{adapter / CONFIG} (or name one with --model)"
     source = resolve_model(model or base_of(adapter), key)
     hf_config = load_hf_config(source)
