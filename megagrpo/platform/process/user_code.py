@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,13 +17,15 @@ _PACKAGE = str(Path(__file__).parents[2])
 def load(location: str, name: str) -> Callable[..., Any]:
     """Return function or class `name` of `location`, a `.py` path or a dotted module; imported once per process.
 
-    Raises AttributeError, listing the functions, when it has none of that name, and whatever the import raises.
+    Raises AttributeError, listing its own functions and classes, without one of that name, and whatever the import
+    raises.
     """
     module = load_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
     function = getattr(module, name, None)
     if not callable(function):
-        own = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
-        raise AttributeError(f"{location} has no function `{name}`; it has: {', '.join(own) or 'none'}")
+        public = {n: v for n, v in vars(module).items() if not n.startswith("_")}
+        own = [n for n, v in public.items() if getattr(v, "__module__", None) == module.__name__ and callable(v)]
+        raise AttributeError(f"{location} has no function or class `{name}`; it has: {', '.join(own) or 'none'}")
     return function
 
 

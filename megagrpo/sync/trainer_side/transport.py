@@ -6,6 +6,7 @@ A transport moves the slices of one weight version from the trainer's ranks to v
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ class SendReport:
 
 
 @dataclass(kw_only=True)
-class Update:
+class Update(ABC):
     """One update on one rank. `receiver` is the class at the other end: `FILE.py:Class` or `package.module:Class`.
 
     `servers` (url -> number of workers) must all get the update; None: every live server, including any that returns
@@ -100,24 +101,24 @@ class Update:
     servers: Mapping[str, int] | None = None
     stopped: str = ""
 
+    @abstractmethod
     def send(self, task: Task = SILENT_TASK) -> SendReport:
         """Send this rank's part, while the engine loads it. Every rank calls it. `task` counts the bytes. Raises when
         sending fails."""
-        raise NotImplementedError
 
+    @abstractmethod
     def request(self, server: str) -> dict[str, Any]:
         """Return what the receivers in the workers of `server` need, as JSON values. Called on rank 0."""
-        raise NotImplementedError
 
     def reports(self, server: str) -> list[dict[str, Any]] | None:
         """Return one report of each worker of `server`, as far as known: the one that the worker made, or `worker` and
         the `activity` it is in. None: request the reports from the server. Called on rank 0."""
         return None
 
+    @abstractmethod
     def verify(self, sent: Sequence[SendReport], reports: Sequence[dict[str, Any]]) -> None:
         """Check that every server received everything unchanged, on rank 0. `sent` has one report per rank, `reports`
         one per worker. Raises WeightSyncError, naming the rank or the worker, and the tensor, otherwise."""
-        raise NotImplementedError
 
 
 class Transport:
@@ -152,6 +153,8 @@ def transport_class(name: str) -> type[Transport]:
         raise ValueError(f"rollout.weight_sync_transport: {name} {error}") from error
     if not (isinstance(loaded, type) and issubclass(loaded, Transport)):
         raise ValueError(f"rollout.weight_sync_transport: {name} is not a subclass of {__name__}.Transport")
+    if loaded.prepare is Transport.prepare:
+        raise ValueError(f"rollout.weight_sync_transport: {name} does not define prepare; add it: docs/weight_sync.md")
     return loaded
 
 

@@ -39,7 +39,7 @@ class BlockSource:
     def values(self, name: str, index: int, part: Box) -> Tensor:
         """Return the elements of one of these parts, in its shape and the index's dtype, with any strides. Counts them
         in `bytes`. Raises WeightSyncError when the sender is gone or late."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define values; add it: docs/weight_sync.md")
 
     def check(self, name: str, index: int, part: Box, total: int) -> None:
         """Raises WeightSyncError when the source knows the checksum of this part and `total` differs. By default the
@@ -108,4 +108,6 @@ def receiver_class(name: str) -> type[Receiver]:
         raise WeightSyncError(f"receiver {name} {error}") from error
     if not (isinstance(loaded, type) and issubclass(loaded, Receiver)):
         raise WeightSyncError(f"receiver {name} is not a subclass of {__name__}.Receiver")
+    if loaded.open is Receiver.open:
+        raise WeightSyncError(f"receiver {name} does not define open; add it: docs/weight_sync.md")
     return loaded

@@ -12,8 +12,9 @@ from megagrpo.config.transport_table import TRANSPORTS
 from megagrpo.engine.servers import serving
 from megagrpo.proof.plan import plan
 from megagrpo.sync.trainer_side.point_to_point import PointToPoint
-from megagrpo.sync.trainer_side.transport import transport_class
-from megagrpo.sync.vllm_side.receiver import Receiver, receiver_class
+from megagrpo.sync.trainer_side.transport import Update, transport_class
+from megagrpo.sync.vllm_side.receiver import BlockSource, Receiver, receiver_class
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 from megagrpo.trainer import engine_side, node_servers
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
@@ -185,17 +186,33 @@ def test_a_name_that_is_no_transport_is_refused(overrides, message):
 
 
 def test_a_transport_that_cannot_be_loaded_is_refused_with_the_reason(tmp_path):
-    (tmp_path / "own.py").write_text("class Own:\n    pass\n")
+    base = "from megagrpo.sync.trainer_side.transport import Transport\n"
+    (tmp_path / "own.py").write_text(f"{base}class Own:\n    pass\nclass Half(Transport):\n    pass\n")
     key = "rollout.weight_sync_transport"
     named = config(f"{key}={tmp_path}/own.py:Other")
     assert any(f"{key}: {tmp_path}/own.py defines no `Other`" in str(problem) for problem in plan(named, 1).problems)
     for name, reason in [
         (f"{tmp_path}/own.py:Own", "is not a subclass of megagrpo.sync.trainer_side.transport.Transport"),
-        (f"{tmp_path}/own.py:Other", "cannot be loaded: AttributeError: "),
+        (f"{tmp_path}/own.py:Half", "does not define prepare; add it"),
+        (
+            f"{tmp_path}/own.py:Other",
+            f"cannot be loaded: AttributeError: {tmp_path}/own.py has no function or class `Other`; it has: Own, Half",
+        ),
         (f"{tmp_path}/missing.py:Own", "cannot be loaded: FileNotFoundError: "),
     ]:
         with pytest.raises(ValueError, match=re.escape(f"{key}: {name} {reason}")):
             transport_class(name)
+
+
+def test_an_end_of_a_transport_without_a_method_is_refused(tmp_path):
+    base = "from megagrpo.sync.vllm_side.receiver import Receiver\n"
+    (tmp_path / "end.py").write_text(f"{base}class Half(Receiver):\n    pass\n")
+    with pytest.raises(WeightSyncError, match=r"end\.py:Half does not define open"):
+        receiver_class(f"{tmp_path}/end.py:Half")
+    with pytest.raises(NotImplementedError, match="BlockSource does not define values"):
+        BlockSource(None).values("", 0, ())
+    with pytest.raises(TypeError, match=r"abstract class Half .*'request', 'verify'"):
+        type("Half", (Update,), {"send": None})(index=None, receiver="")
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)

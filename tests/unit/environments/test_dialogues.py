@@ -322,7 +322,7 @@ def test_what_cannot_be_used_is_refused_before_training(responders, section, pro
 
 
 def test_a_tool_that_its_file_does_not_define_is_refused(responders, plugins):
-    with pytest.raises(ValueError, match="has no function `nothing`"):
+    with pytest.raises(ValueError, match="has no function or class `nothing`"):
         responders(tools=[f"{plugins}:nothing"])
 
 

@@ -361,7 +361,7 @@ def test_metrics_give_mean_and_unbiased_std_over_what_was_scored(folder):
     [
         ("exact_numbr", ["not a known reward function", "did you mean `exact_number`", "accuracy, reasoning_accuracy"]),
         ("no_such_file.py:length", ["no file", "no_such_file.py"]),
-        ("mine.py:lenght", ["has no function `lenght`", "length", "cannot be loaded"]),
+        ("mine.py:lenght", ["has no function or class `lenght`", "length", "cannot be loaded"]),
         ("broken.py:length", ["no_such_module_at_all"]),
         ("no_such_package.rewards:f", ["No module named 'no_such_package'"]),
         (

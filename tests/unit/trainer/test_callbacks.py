@@ -192,7 +192,7 @@ def test_all_problems_come_at_once(tmp_path):
     said = [problem.text.partition("` ")[2] for problem in refused.value.problems]
     assert [problem.keys for problem in refused.value.problems] == [(f"run.callbacks.{i}",) for i in range(3)]
     assert said[0].startswith("is a function, not a class") or said[0].startswith("cannot be loaded")
-    assert "no file" in said[1] and "has no function `B`" in said[2]
+    assert "no file" in said[1] and "has no function or class `B`" in said[2]
 
 
 def test_a_callback_of_transformers_runs_as_it_is(tmp_path):

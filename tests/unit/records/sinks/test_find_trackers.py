@@ -71,7 +71,10 @@ def test_a_file_beside_the_yaml_is_found_from_any_folder(tmp_path):
     ("name", "said"),
     [
         ("{}/none.py:Sink", "cannot be loaded: FileNotFoundError: no file"),
-        ("{}/sinks.py:Missing", "has no function `Missing`"),
+        (
+            "{}/sinks.py:Missing",
+            "has no function or class `Missing`; it has: Empty, TakesNothing, FewArguments, Breaks, NoSpace, function",
+        ),
         ("{}/sinks.py:function", "is not a class"),
         ("{}/sinks.py:Empty", "defines no method that a run calls: step, evaluation, completions, message, close"),
         ("{}/sinks.py:TakesNothing", "write __init__(self, run)"),
