@@ -30,9 +30,11 @@ class MlflowSink(TrackerSink):
         for noisy in ("mlflow", "alembic"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
         options = run.config.run.mlflow
-        local = f"sqlite:///{Path(run.config.run.output_dir).absolute() / 'mlflow.db'}"
+        local, uri = Path(run.config.run.output_dir).absolute(), options.tracking_uri
+        uri = uri or ENVIRONMENT.get("MLFLOW_TRACKING_URI")
         self._entities = entities
-        self._client = MlflowClient(options.tracking_uri or ENVIRONMENT.get("MLFLOW_TRACKING_URI") or local)
+        self._client = MlflowClient(uri or f"sqlite:///{local / 'mlflow.db'}")
+        self._artifacts = None if uri else (local / "mlruns").as_uri()  # else in the current folder
         self._id = self._resumed(run) or self._new(run)
 
     def _resumed(self, run: TrackedRun) -> str | None:
@@ -67,7 +69,7 @@ class MlflowSink(TrackerSink):
         known = self._client.get_experiment_by_name(name)
         if known is None:
             try:
-                return str(self._client.create_experiment(name))
+                return str(self._client.create_experiment(name, self._artifacts))
             except Exception:
                 known = self._client.get_experiment_by_name(name)
                 if known is None:

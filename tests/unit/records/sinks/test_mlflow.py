@@ -12,14 +12,21 @@ def test_a_run_and_its_continuation_are_one_run_in_a_database_beside_the_runs(tm
         pytest.importorskip(package)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.chdir(tmp_path)  # MLflow puts artifacts below the current folder
+    elsewhere, runs = tmp_path / "elsewhere", tmp_path / "größe 1"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
     options = ["run.trackers=[mlflow]", "run.mlflow={experiment: sums, tags: {team: us}, name: shown}"]
-    write(tmp_path / "mine", *options)
-    write(tmp_path / "mine", *options, restored_step=1)
+    write(runs / "mine", *options)
+    write(runs / "mine", *options, restored_step=1)
 
     from mlflow import MlflowClient
 
-    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    assert not list(elsewhere.iterdir()) and sorted(path.name for path in runs.iterdir()) == [
+        "mine",
+        "mlflow.db",
+        "mlruns",
+    ]
+    client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
     (run,) = client.search_runs([client.get_experiment_by_name("sums").experiment_id])
     assert run.info.run_name == "shown" and run.data.tags["team"] == "us" and run.info.status == "FINISHED"
     assert run.data.params["run.name"] == "mine" and run.data.params["algorithm.beta"] == "0.0"
@@ -30,7 +37,7 @@ def test_a_run_and_its_continuation_are_one_run_in_a_database_beside_the_runs(tm
         f"completions/step_00000{i}.json" for i in (1, 2, 3)
     }
     with pytest.raises(SystemExit):
-        write(tmp_path / "broken", *options[:1], fails=True)
+        write(runs / "broken", *options[:1], fails=True)
     (broken,) = client.search_runs([client.get_experiment_by_name("megagrpo").experiment_id])
     assert (broken.info.run_name, broken.info.status) == ("broken", "FAILED")
     table = json.loads(open(client.download_artifacts(run.info.run_id, "completions/step_000003.json")).read())
