@@ -213,6 +213,26 @@ def add_tensor(source: Path, folder: Path, **tensors) -> Path:
     return folder
 
 
+def test_an_export_with_the_config_of_another_model_says_what_differs(models, tmp_path, capfd):
+    """The longest text does not change what the model computes, the rotation does."""
+    run_ranks(there, 1, models / "llama untied", tmp_path / "megatron", {})
+    for name, changes, said in (
+        ("same", {"max_position_embeddings": 512}, ""),
+        ("other", {"rms_norm_eps": 1e-3, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "norm_eps, rope_"),
+    ):
+        source = tmp_path / name
+        shutil.copytree(models / "llama untied", source)
+        raw = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps(raw | changes))
+        run_ranks(back, 1, tmp_path / "megatron", tmp_path / f"hf_{name}", {}, str(source))
+        printed = capfd.readouterr().err
+        assert ("warning: --model: " in printed) == bool(said) and said in printed, printed
+        assert json.loads((tmp_path / f"hf_{name}" / "config.json").read_text()) == raw | changes
+    (tmp_path / "megatron" / "hf" / "config.json").write_text("{")
+    run_ranks(back, 1, tmp_path / "megatron", tmp_path / "hf_again", {}, str(models / "llama untied"))
+    assert_same_files(models / "llama untied", tmp_path / "hf_again")
+
+
 def test_a_tied_head_with_a_tensor_of_its_own_comes_back(models, tmp_path):
     head = {"lm_head.weight": lambda found: found["model.embed_tokens.weight"].clone()}
     source = add_tensor(models / "llama tied", tmp_path / "model", **head)

@@ -32,13 +32,13 @@ from megagrpo.models.bridge.parameter_blocks import fill
 from megagrpo.models.bridge.tensor_files import NAMES
 from megagrpo.models.bridge.torch_dist import ARCHIVE_BYTES, Piece, PieceWriter, StoredTensors, add_pieces
 from megagrpo.models.bridge.unfinished import Unfinished
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.models.families.hf_config import HfConfig, computed_differently, load_hf_config
 from megagrpo.models.families.weight_sources import INDEX, resolve_model
 from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.platform.process.progress_hook import SILENT, Progress, Task
 from megagrpo.platform.process.removal import remove
-from megagrpo.platform.process.terminal import show
+from megagrpo.platform.process.terminal import show, warn
 
 _COMMIT = 2**28  # bytes between two commits: a kill loses at most this much work
 
@@ -141,6 +141,8 @@ def export_hf(
         on_first_rank(layout, lambda: verify_others(checkpoint))
     source = run_own_and_agree(layout, lambda: resolve_model(model, "--model")) if model else checkpoint / HF_FILES
     hf_config = load_hf_config(source)
+    if model is not None and layout.world_rank == 0:
+        _warn_of_other_numbers(hf_config, checkpoint, model)
     stored = run_own_and_agree(layout, lambda: StoredTensors(checkpoint))
     own = run_own_and_agree(layout, lambda: structure(hf_config, layout))
     run_own_and_agree(layout, lambda: _check_stored(own, stored))
@@ -167,6 +169,19 @@ def export_hf(
 
         exhaust(write, tensors, layout)
     return rounded
+
+
+def _warn_of_other_numbers(hf_config: HfConfig, checkpoint: Path, model: str) -> None:
+    """Print a line if `model` computes differently than the model whose config.json is in the checkpoint."""
+    try:
+        own = load_hf_config(checkpoint / HF_FILES)
+    except ValueError:  # missing or damaged: `model` replaces it
+        return
+    if names := computed_differently(own, hf_config):
+        warn(
+            f"warning: --model: {model} has another {', '.join(names)} than the model of {checkpoint}, and the export "
+            "computes with it; leave --model out to export the model as it was trained"
+        )
 
 
 def _write_tensors(

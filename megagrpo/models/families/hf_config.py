@@ -43,6 +43,17 @@ def read_raw_config(folder: str | Path) -> dict[str, Any]:
     raise ProblemError(Problem(MODEL, said))
 
 
+def computed_differently(one: HfConfig, other: HfConfig) -> list[str]:
+    """Return the names of the numbers by which two models compute differently. The dtype of the files and
+    `max_positions` are not compared."""
+    compared = [each.name for each in fields(HfConfig) if each.compare and each.name not in ("dtype", "max_positions")]
+    both = [{name: getattr(each, name) for name in compared} | {"rope": rope(each.raw)} for each in (one, other)]
+    for values in both:
+        for key in ("type", "partial_rotary_factor"):  # of an older config.json, or compared already
+            values["rope"].pop(key, None)
+    return [name for name, value in both[0].items() if value != both[1][name]]
+
+
 def parse_hf_config(raw: dict[str, Any]) -> HfConfig:
     """Return the architecture of a config.json. Raises ValueError, listing every reason, when it is not supported."""
     if lines := architecture_problems(raw):
