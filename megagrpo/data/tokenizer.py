@@ -87,9 +87,11 @@ class Tokenizer(ABC):
         """Return the template of prompts with these `tools`: `configured`, as `data.chat_template` names it, or else
         the tokenizer's. Of named templates this is `tool_use` with tools, if there is one, else `default`, as in
         transformers. None without any. Raises ValueError for named templates without a default."""
+        if configured is not None:
+            return configured
         named = self._chat_template
-        if configured is not None or not isinstance(named, Mapping):
-            return named if configured is None else configured
+        if not isinstance(named, Mapping):
+            return named
         for name in ("tool_use", "default") if tools else ("default",):
             if name in named:
                 return named[name]
