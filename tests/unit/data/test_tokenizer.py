@@ -153,7 +153,9 @@ def test_of_named_templates_prompts_with_tools_get_that_of_tools(named):
 
 def test_named_templates_without_a_default_need_a_choice(named):
     tokenizer = named(rag="R", tool_use="T")
-    with pytest.raises(ValueError, match=r"data.chat_template: the tokenizer has the chat templates rag, tool_use, but"):
+    with pytest.raises(
+        ValueError, match=r"data.chat_template: the tokenizer has the chat templates rag, tool_use, but"
+    ):
         tokenizer.render("Hi")
     assert tokenizer.decode(tokenizer.render("Hi", tools=[TOOL])) == "T"
     assert tokenizer.decode(tokenizer.render("Hi", chat_template="{{ 1 + 1 }}")) == "2"
