@@ -18,8 +18,8 @@ class Loss:
 
     # function in algorithms/policy_losses.py and, in float64, in proof/audit/naive_loss.py; or the user's FILE.py:NAME
     policy_term: str
-    # tokens; means of samples; sums of samples; tokens over samples x max_completion_length. With `whole_step` the policy
-    # term is a mean over groups (algorithms/real.py), and `average` is the average of the KL penalty alone
+    # tokens; means of samples; sums of samples; tokens over samples x max_completion_length. With `whole_step` the
+    # policy term is a mean over groups (algorithms/real.py), and `average` is that of the KL penalty alone
     average: Average
     # "ratio": epsilon, epsilon_high, delta. "weight": epsilon_high is its maximum
     clips: Literal["ratio", "weight", "nothing"] = "nothing"
