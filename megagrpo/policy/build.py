@@ -21,7 +21,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megagrpo.config import ParallelSection, ProblemError
+from megagrpo.config import ProblemError
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.family import FULL
 from megagrpo.models.families.hf_config import HfConfig, model_problems, stage_layers
@@ -43,22 +43,22 @@ def build_model(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> l
 
     Raises ProblemError when the layout cannot shard the model, ValueError when the GPU does not support the FP8 recipe.
     """
-    problems = model_problems(hf_config, _sizes(layout))
+    problems = model_problems(hf_config, layout.parallel)
     if problems:
         raise ProblemError(*problems)
     device.prepare_precision(options.dtype)
-    config, fp8 = transformer_config(hf_config, layout, options), options.fp8
+    config, fp8 = transformer_config(hf_config, layout.parallel, options), options.fp8
     spec: Callable[[HfConfig], ModuleSpec]
     if device.has_transformer_engine():
         spec = partial(
             transformer_engine_spec,
             own_linears=options.own_linears,
-            own_attention=_own_attention(hf_config, layout),
+            own_attention=_own_attention(hf_config, layout.parallel.cp),
             own_rotation=not fuses_rope(hf_config, options.fusions),
         )
     else:
         spec = local_spec
-    chunks = [_build_chunk(hf_config, config, layout, chunk, spec(hf_config)) for chunk in range(layout.vpp)]
+    chunks = [_build_chunk(hf_config, config, layout, chunk, spec(hf_config)) for chunk in range(layout.parallel.vpp)]
     for chunk in chunks:
         _set_rotary(chunk, hf_config, options.longest_sequence)
         _accumulate_in_products(chunk)
@@ -69,22 +69,15 @@ def build_model(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> l
     return chunks
 
 
-def _own_attention(hf_config: HfConfig, layout: Layout) -> bool:
+def _own_attention(hf_config: HfConfig, cp: int) -> bool:
     """Whether core attention is `TorchAttention`: without Transformer Engine, or for features its attention lacks.
 
     These are capped scores, and windows or sinks together with context parallelism. On GPUs before Hopper, and in
     deterministic runs, Transformer Engine's attention of packs has no fused kernel: it would keep all scores.
     """
-    beyond_a_ring = layout.cp_size > 1 and (any(hf_config.windows) or hf_config.sinks)
+    beyond_a_ring = cp > 1 and (any(hf_config.windows) or hf_config.sinks)
     unfused = device.is_deterministic() or not device.has_packed_attention()
     return not device.has_transformer_engine() or hf_config.score_cap is not None or beyond_a_ring or unfused
-
-
-def _sizes(layout: Layout) -> ParallelSection:
-    """Return the layout's sizes as the config names them."""
-    layers = None if layout.pipeline_layers is None else [*layout.pipeline_layers]
-    sizes = dict(tp=layout.tp_size, pp=layout.pp_size, vpp=layout.vpp, ep=layout.ep_size, etp=layout.etp_size)
-    return ParallelSection.model_construct(None, **sizes, pipeline_layers=layers)
 
 
 def weights_dtype(hf_config: HfConfig) -> torch.dtype:
@@ -107,13 +100,13 @@ def _build_chunk(
     hf_config: HfConfig, config: TransformerConfig, layout: Layout, chunk: int, spec: ModuleSpec
 ) -> nn.Module:
     # Attention modules rotate queries and keys themselves where angles differ per block or the rotation is not fused.
-    rotates_itself = hf_config.local_rope_theta is not None or _own_attention(hf_config, layout)
+    rotates_itself = hf_config.local_rope_theta is not None or _own_attention(hf_config, layout.parallel.cp)
     model = HybridModel(
         config,
         spec,
-        vocab_size=hf_config.padded_vocab(layout.tp_size),
+        vocab_size=hf_config.padded_vocab(layout.parallel.tp),
         max_sequence_length=hf_config.max_positions,
-        hybrid_layer_pattern=layer_pattern(hf_config, stage_layers(hf_config.num_layers, _sizes(layout))),
+        hybrid_layer_pattern=layer_pattern(hf_config, stage_layers(hf_config.num_layers, layout.parallel)),
         pre_process=layout.chunk_is_first(chunk),
         post_process=layout.chunk_is_last(chunk),
         share_embeddings_and_output_weights=hf_config.tied_embeddings,
@@ -121,7 +114,7 @@ def _build_chunk(
         rotary_base=hf_config.rope_theta,
         rotary_percent=hf_config.partial_rotary_factor,
         pg_collection=layout.process_groups,
-        vp_stage=chunk if layout.vpp > 1 else None,
+        vp_stage=chunk if layout.parallel.vpp > 1 else None,
     )
     prepare_experts(model, hf_config)
     _prepare_sinks(model, config.params_dtype)

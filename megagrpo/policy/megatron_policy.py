@@ -268,7 +268,7 @@ class MegatronPolicy:
 
         def forward_step(iterator: Iterator[RankBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             item = next(iterator)
-            micro_batch, indices, shares_pack = item.micro_batch, item.indices, self.layout.cp_size > 1
+            micro_batch, indices, shares_pack = item.micro_batch, item.indices, self.layout.parallel.cp > 1
             positions = micro_batch.position_ids[indices]
             output = model(
                 input_ids=micro_batch.token_ids[indices][None],
@@ -282,7 +282,7 @@ class MegatronPolicy:
             self.phases.task.advance(1 / len(self.model))
             return output, partial(last_stage, item=item, chunk=model)
 
-        moved = [RankBatch.of(m, self.layout.cp_size, self.layout.cp_rank, device.device()) for m in micro_batches]
+        moved = [RankBatch.of(m, self.layout.parallel.cp, self.layout.cp_rank, device.device()) for m in micro_batches]
         iterators = [iter(moved) for _ in self.model]
         single = len(self.model) == 1
         self.phases.task.expect(len(moved), "micro-batches")
@@ -307,7 +307,7 @@ class MegatronPolicy:
             return None
         rows = ~micro_batch.loss_mask[indices]
         if self.config.parallel.sequence_parallel:
-            rows = rows.chunk(self.layout.tp_size)[self.layout.tp_rank]
+            rows = rows.chunk(self.layout.parallel.tp)[self.layout.tp_rank]
         return rows[None]
 
     def _loss_inputs(

@@ -13,10 +13,10 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
+from megagrpo.config import ParallelSection
 from megagrpo.models.families.family import rope
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform import device
-from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.megatron_patches import keep_in_bf16, pad_routing
 from megagrpo.policy.specs import LAYERS_PER_BLOCK
@@ -50,7 +50,7 @@ class ModelOptions:
     fp8: Fp8 | None = None  # how the blocks' linears multiply
 
 
-def transformer_config(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> TransformerConfig:
+def transformer_config(hf_config: HfConfig, parallel: ParallelSection, options: ModelOptions) -> TransformerConfig:
     """Return Megatron's configuration of this model and layout. Raises ValueError if the GPU lacks the FP8 recipe."""
     fused, fp8 = device.has_transformer_engine(), options.fp8
     # Megatron's default of cuda_graph_modules makes its config class warn on every construction.
@@ -70,11 +70,11 @@ def transformer_config(hf_config: HfConfig, layout: Layout, options: ModelOption
         persist_layer_norm=fused,
         **_recompute_config(options.recompute, options.recompute_modules),
         **_shape_config(hf_config),
-        **_layout_config(layout),
+        **_layout_config(parallel),
         **_fusions_config(hf_config, fused, options.fusions),
         **_windows_config(hf_config),
         **_activation(hf_config, fused, _fuses_activation(hf_config, options.fusions)),
-        **_experts_config(hf_config, layout),
+        **_experts_config(hf_config, parallel),
         **(_latent_config(hf_config) if hf_config.mla else {}),
         **(fp8.megatron_config() if fp8 else {}),
     )
@@ -113,22 +113,22 @@ def _shape_config(hf_config: HfConfig) -> dict[str, Any]:
     )
 
 
-def _layout_config(layout: Layout) -> dict[str, Any]:
+def _layout_config(parallel: ParallelSection) -> dict[str, Any]:
     """The fields of Megatron's configuration for the layout and its communication."""
     return dict(
-        tensor_model_parallel_size=layout.tp_size,
-        pipeline_model_parallel_size=layout.pp_size,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp_size,
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
         cp_comm_type="p2p",  # Transformer Engine's ring attention: keys and values go from rank to rank in a ring
         # Micro-batches differ in length. With variable lengths Megatron requires this dispatcher, even without experts.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         # With batched messages and two stages, megatron-core 0.19 swaps two messages to the same peer and trains on
         # wrong activations.
-        batch_p2p_comm=layout.vpp == 1,
+        batch_p2p_comm=parallel.vpp == 1,
         # Unbatched and unoverlapped, two stages that exchange the lengths of their micro-batches deadlock.
-        overlap_p2p_comm=layout.vpp > 1,
+        overlap_p2p_comm=parallel.vpp > 1,
         batch_p2p_sync=False,  # True waits for the whole GPU after each message, which only old torch versions need
     )
 
@@ -197,7 +197,7 @@ def _windows_config(hf_config: HfConfig) -> dict[str, Any]:
     return dict(window_size=(size - 1, 0), window_attn_skip_freq=inside)
 
 
-def _experts_config(hf_config: HfConfig, layout: Layout) -> dict[str, Any]:
+def _experts_config(hf_config: HfConfig, parallel: ParallelSection) -> dict[str, Any]:
     """Megatron's settings for a mixture of experts. No token is dropped. `balance` implements the balancing loss."""
     experts = hf_config.experts
     if experts is None:
@@ -216,8 +216,8 @@ def _experts_config(hf_config: HfConfig, layout: Layout) -> dict[str, Any]:
         moe_router_load_balancing_type="none",
         moe_grouped_gemm=device.has_transformer_engine(),
         **_routing_kernels(experts.groups),
-        expert_model_parallel_size=layout.ep_size,
-        expert_tensor_parallel_size=layout.etp_size,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.expert_tp,
     )
 
 

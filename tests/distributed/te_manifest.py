@@ -76,7 +76,7 @@ def architecture(name: str) -> HfConfig:
 
 def chunk_of(hf_config: HfConfig, layout: Layout, own_linears: bool) -> nn.Module:
     """The model with uninitialized weights, with the layers that this process builds."""
-    options = dict(init_weights=False, own_linears=own_linears, sequence_parallel=layout.tp_size > 1)
+    options = dict(init_weights=False, own_linears=own_linears, sequence_parallel=layout.parallel.tp > 1)
     (chunk,) = build_model(hf_config, layout, ModelOptions(dtype=DTYPE, **options))
     return chunk
 

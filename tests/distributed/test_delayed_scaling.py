@@ -53,7 +53,7 @@ def train(policy: MegatronPolicy, seed: int) -> float:
         policy.layout.dp_size,
     )
     assert len(batch.micro_batches) > 1
-    batch = batch.with_terms(old_logprobs=policy.logprobs(batch)) if policy.layout.pp_size == 1 else batch
+    batch = batch.with_terms(old_logprobs=policy.logprobs(batch)) if policy.layout.parallel.pp == 1 else batch
     return policy.train_step(batch, make_loss(policy.config.algorithm), batch.num_tokens)["loss"].value
 
 

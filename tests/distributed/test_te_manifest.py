@@ -51,7 +51,7 @@ def differences() -> list[str]:
             chunk, layout = chunk_of(hf_config, *variant), variant[0]
             ours = parts(chunk, hf_config, layout)
             theirs = parts(recorded_chunk(recorded, LAYERS_PER_BLOCK * hf_config.num_layers), hf_config, layout)
-            odd += [f"{name}, {layout.tp_size}: {what}" for what in sorted(ours.items() ^ theirs.items(), key=str)]
+            odd += [f"{name}, {layout.parallel.tp}: {what}" for what in sorted(ours.items() ^ theirs.items(), key=str)]
         missing = tensor_names(hf_config) - {tensor for tensor, _, _ in ours} - {"lm_head.weight"}
         odd += [f"{name}: no parameter has {tensor}" for tensor in missing]
         odd += [

@@ -241,8 +241,8 @@ def _check_stored(own: Structure, stored: StoredTensors) -> None:
 def _unfinished(out: Path, layout: Layout, *sources: Path, dtype: torch.dtype | None = None) -> Iterator[Unfinished]:
     """Yield the folder that becomes `out`. An error removes it. After a kill or an interrupt, the next attempt from the
     same sources to the same dtype resumes it."""
-    axes = (layout.world_size, layout.tp_size, layout.pp_size, layout.vpp, layout.pipeline_layers)
-    sizes = (*axes, layout.ep_size, layout.etp_size)
+    p = layout.parallel
+    sizes = (layout.world_size, p.tp, p.pp, p.vpp, p.pipeline_layers, p.ep, p.expert_tp)
     named = [[str(source), fingerprint(source)] for source in sources]
     folder = Unfinished(out, layout, dict(sources=named, layout=str(sizes), dtype=str(dtype)))
     try:

@@ -57,11 +57,11 @@ def blocks(
             key, layer = (in_decoder[2], _block_number(model, int(in_decoder[1]))) if in_decoder else (name, None)
             if key == HEAD and hf_config.tied_embeddings:
                 key = EMBEDDING  # the last stage's copy
-            tensor_parallel = layout.tp_size, layout.tp_rank
+            tensor_parallel = layout.parallel.tp, layout.tp_rank
             expert: int | None = None
             if part := _EXPERT.fullmatch(key):
-                key, tensor_parallel = part[1] + part[3], (layout.etp_size, layout.etp_rank)
-                expert = int(part[2] or part[4]) + layout.ep_rank * (hf_config.mixture.count // layout.ep_size)
+                key, tensor_parallel = part[1] + part[3], (layout.parallel.expert_tp, layout.etp_rank)
+                expert = int(part[2] or part[4]) + layout.ep_rank * (hf_config.mixture.count // layout.parallel.ep)
             if key not in table:
                 raise KeyError(f"family {hf_config.family} has no rule for Megatron parameter {name}")
             patterns = table[key].blocks(Local(param, *tensor_parallel, hf_config, expert))
@@ -98,7 +98,7 @@ def adapter_blocks(
             weight = next(name for name in rule.names if name.split(".")[-2] == projection)
             if matrix == "lora_A" or len(rule.names) > 1:  # B of a fused projection is laid out like its weight
                 rule = same(weight)
-            patterns = rule.blocks(Local(param, layout.tp_size, layout.tp_rank, hf_config))
+            patterns = rule.blocks(Local(param, layout.parallel.tp, layout.tp_rank, hf_config))
             named_blocks = [in_layer(block, _block_number(model, int(in_decoder[1]))) for block in patterns]
             name_in_file = f"{PEFT}{named_blocks[0].name.removesuffix('weight')}{matrix}.weight"
             renamed = [dataclasses.replace(block, name=name_in_file) for block in named_blocks]

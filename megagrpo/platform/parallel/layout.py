@@ -24,29 +24,24 @@ from megagrpo.platform.parallel.rank_rendezvous import join_world
 class Layout:
     """Sizes, ranks and groups of tensor (tp), context (cp), data (dp), pipeline (pp) axes, in rank order, tp fastest.
 
+    `parallel` has the sizes of all axes but the data axis, and the layers of each stage.
     A replica is the tp x cp x pp ranks that work on the same micro-batches; dp x cp ranks hold the same weights.
     `cpu_group` spans the world and carries Python objects over gloo. Experts use the same ranks in other groups: each
     stage's tp x cp x dp ranks are etp (inside an expert) x ep (over experts) x copies.
     """
 
+    parallel: ParallelSection
     world_size: int
     world_rank: int
-    tp_size: int
     tp_rank: int
     tp_group: dist.ProcessGroup
-    cp_size: int
     cp_rank: int
     cp_group: dist.ProcessGroup
-    pp_size: int
     pp_rank: int
     dp_size: int
     dp_rank: int
     dp_cp_group: dist.ProcessGroup
-    vpp: int
-    pipeline_layers: tuple[int, ...] | None
-    ep_size: int
     ep_rank: int
-    etp_size: int
     etp_rank: int
     expert_copy: int  # this rank's index among the ranks with the same experts
     cpu_group: dist.ProcessGroup
@@ -60,7 +55,7 @@ class Layout:
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank computes logits (with its last chunk)."""
-        return self.pp_rank == self.pp_size - 1
+        return self.pp_rank == self.parallel.pp - 1
 
     @property
     def is_dp_leader(self) -> bool:
@@ -70,12 +65,12 @@ class Layout:
     @property
     def dp_cp_size(self) -> int:
         """Number of ranks that hold the same weights."""
-        return self.dp_size * self.cp_size
+        return self.dp_size * self.parallel.cp
 
     @property
     def dp_cp_rank(self) -> int:
         """This rank's index among the ranks that hold the same weights."""
-        return self.dp_rank * self.cp_size + self.cp_rank
+        return self.dp_rank * self.parallel.cp + self.cp_rank
 
     def chunk_is_first(self, chunk: int) -> bool:
         """Whether model chunk `chunk` of this rank embeds the tokens."""
@@ -83,7 +78,7 @@ class Layout:
 
     def chunk_is_last(self, chunk: int) -> bool:
         """Whether model chunk `chunk` of this rank computes logits."""
-        return self.is_last_stage and chunk == self.vpp - 1
+        return self.is_last_stage and chunk == self.parallel.vpp - 1
 
     def all_gather_objects(self, obj: Any, within: float | None = None) -> list[Any]:
         """Gather `obj`, which must be picklable, from every rank of the world, in rank order. Collective.
@@ -161,24 +156,18 @@ def init_layout(parallel: ParallelSection, seed: int = 42) -> Layout:
 def _describe(parallel: ParallelSection, timeout: timedelta) -> Layout:
     ps = parallel_state
     return Layout(
+        parallel=parallel,
         world_size=dist.get_world_size(),
         world_rank=dist.get_rank(),
-        tp_size=parallel.tp,
         tp_rank=ps.get_tensor_model_parallel_rank(),
         tp_group=ps.get_tensor_model_parallel_group(),
-        cp_size=parallel.cp,
         cp_rank=ps.get_context_parallel_rank(),
         cp_group=ps.get_context_parallel_group(),
-        pp_size=parallel.pp,
         pp_rank=ps.get_pipeline_model_parallel_rank(),
         dp_size=ps.get_data_parallel_world_size(),
         dp_rank=ps.get_data_parallel_rank(),
         dp_cp_group=ps.get_data_parallel_group(with_context_parallel=True),
-        vpp=parallel.vpp,
-        pipeline_layers=None if parallel.pipeline_layers is None else tuple(parallel.pipeline_layers),
-        ep_size=parallel.ep,
         ep_rank=ps.get_expert_model_parallel_rank(),
-        etp_size=parallel.expert_tp,
         etp_rank=ps.get_expert_tensor_parallel_rank(),
         expert_copy=ps.get_expert_data_parallel_rank(),
         cpu_group=_cpu_world(timeout),

@@ -40,26 +40,18 @@ def imagined_layouts(alone: Layout, parallel: ParallelSection, world_size: int) 
             coordinates = index % parallel.tp, index // parallel.expert_tp % parallel.ep, index % parallel.expert_tp
             same.setdefault(coordinates, []).append(stage * a_stage + index)
         for (tp_rank, ep_rank, etp_rank), ranks in same.items():
-            tp, ep, etp = (
-                _known(parallel.tp, tp_rank),
-                _known(parallel.ep, ep_rank),
-                _known(parallel.expert_tp, etp_rank),
-            )
+            tp, ep = _known(parallel.tp, tp_rank), _known(parallel.ep, ep_rank)
+            etp = _known(parallel.expert_tp, etp_rank)
             yield (
                 ranks,
                 replace(
                     alone,
+                    parallel=parallel,
                     world_size=world_size,
                     world_rank=ranks[0],
-                    tp_size=parallel.tp,
                     tp_rank=tp_rank,
-                    pp_size=parallel.pp,
                     pp_rank=stage,
-                    vpp=parallel.vpp,
-                    pipeline_layers=None if parallel.pipeline_layers is None else tuple(parallel.pipeline_layers),
-                    ep_size=parallel.ep,
                     ep_rank=ep_rank,
-                    etp_size=parallel.expert_tp,
                     etp_rank=etp_rank,
                     process_groups=_groups(tp, _known(parallel.pp, stage), ep, etp),
                 ),

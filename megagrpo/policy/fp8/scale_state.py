@@ -58,7 +58,7 @@ def sharded_scales(chunks: Sequence[nn.Module], layout: Layout) -> dict[str, Sha
     for name, group in linears.items():
         of_experts = ".experts." in name
         copy = (0, layout.etp_rank, layout.expert_copy) if of_experts else (0, layout.tp_rank, layout.dp_cp_rank)
-        offsets = [(0, layout.ep_rank, layout.ep_size)] if of_experts else []
+        offsets = [(0, layout.ep_rank, layout.parallel.ep)] if of_experts else []
         amaxes, scales = (torch.stack(values) for values in zip(*(linear.read() for linear in group), strict=True))
         for what, value in (("amaxes", amaxes), ("scales", scales)):
             key = f"fp8.{name}.{what}"

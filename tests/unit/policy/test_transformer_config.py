@@ -1,17 +1,14 @@
 """What Megatron's configuration says of kernels on a GPU. Building it needs neither a GPU nor Transformer Engine."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
 from tiny_policy import tiny_model
 
+from megagrpo.config import ParallelSection
 from megagrpo.platform import device
 from megagrpo.policy.build import _own_attention
 from megagrpo.policy.transformer_config import ModelOptions, transformer_config
-
-LAYOUT = SimpleNamespace(tp_size=1, pp_size=1, vpp=1, cp_size=1, ep_size=1, etp_size=1)
 
 
 @pytest.fixture
@@ -24,7 +21,7 @@ def on_gpu(monkeypatch):
 
 
 def built(shape="qwen2_untied", **options):
-    return transformer_config(tiny_model(shape), LAYOUT, ModelOptions(dtype=torch.float32, **options))
+    return transformer_config(tiny_model(shape), ParallelSection(), ModelOptions(dtype=torch.float32, **options))
 
 
 def test_fusions_that_change_log_probs_are_off_until_they_are_asked_for(on_gpu):
@@ -83,11 +80,11 @@ def test_without_transformer_engine_the_modules_that_need_it_are_left_out():
 
 def test_attention_is_ours_where_transformer_engine_would_keep_all_scores(on_gpu, monkeypatch):
     model = tiny_model("llama_tied")
-    assert not _own_attention(model, LAYOUT)
+    assert not _own_attention(model, cp=1)
     monkeypatch.setattr(device, "is_deterministic", lambda: True)
-    assert _own_attention(model, LAYOUT)
+    assert _own_attention(model, cp=1)
     monkeypatch.setattr(device, "is_deterministic", lambda: False)
     monkeypatch.setattr(device, "has_gpu", lambda: True)
     for capability, own in (((8, 0), True), ((9, 0), False), ((10, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
-        assert _own_attention(model, LAYOUT) is own
+        assert _own_attention(model, cp=1) is own

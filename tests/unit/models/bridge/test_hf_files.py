@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
+from megagrpo.config import ParallelSection
 from megagrpo.models.bridge import conversion, hf_files, unfinished
 from megagrpo.models.bridge.conversion import _unfinished
 from megagrpo.models.bridge.hf_files import File, Files, Writer, carry, copy_side_files, new_files, rounding
@@ -24,7 +25,7 @@ SHAPES = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.
 class TwoRanks:
     """A layout whose other rank always does the same as this one."""
 
-    world_rank, world_size, tp_size, pp_size, vpp, pipeline_layers, ep_size, etp_size = 0, 2, 1, 1, 1, None, 1, 1
+    world_rank, world_size, parallel = 0, 2, ParallelSection()
 
     def all_gather_objects(self, obj):
         return [obj, obj]
@@ -230,8 +231,9 @@ def test_an_attempt_goes_on_from_the_same_files_in_the_same_layout_alone(tmp_pat
     source.mkdir()
     (source / "model.safetensors").write_text("numbers")
     assert left_behind(out, layout, source) == [] and left_behind(out, layout, source) == ["a"]
-    for size in ("world_size", "tp_size", "pp_size", "vpp", "pipeline_layers", "ep_size", "etp_size"):
-        setattr(layout, size, 4)
+    layout.world_size = 4
+    for size, value in dict(ranks=4, tp=4, pp=4, vpp=4, pipeline_layers=[4], ep=4, etp=2).items():
+        layout.parallel = layout.parallel.model_copy(update={} if size == "ranks" else {size: value})
         assert (left_behind(out, layout, source), left_behind(out, layout, source)) == ([], ["a"]), size
     assert (left_behind(out, layout, source, dtype=torch.float16), left_behind(out, layout, source)) == ([], [])
     (source / "model.safetensors").write_text("other numbers")

@@ -2,13 +2,14 @@
 model on disk."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 import transformers
 from torch import nn
 
+from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.parameter_blocks import blocks, tensor_names
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.hf_config import parse_hf_config
@@ -32,11 +33,9 @@ YARN = dict(rope_type="yarn", rope_theta=1e4, factor=32.0, original_max_position
 class SecondOfTwo:
     """A rank with the second half of the experts."""
 
-    tp_size: int = 1
+    parallel: ParallelSection = field(default_factory=lambda: ParallelSection(ep=2))
     tp_rank: int = 0
-    ep_size: int = 2
     ep_rank: int = 1
-    etp_size: int = 1
     etp_rank: int = 0
 
 

@@ -5,7 +5,7 @@ import math
 import random
 from pathlib import Path
 
-from megagrpo.config import load_config, save_resolved
+from megagrpo.config import ParallelSection, load_config, save_resolved
 from megagrpo.records.completions import completion_rows
 from megagrpo.records.recorder import TrainedRollouts
 from megagrpo.records.sinks.jsonl import JsonlSink
@@ -31,7 +31,8 @@ class OneRank:
     """The layout of one process."""
 
     tp_rank = cp_rank = 0
-    world_size = tp_size = cp_size = pp_size = dp_size = ep_size = etp_size = 1
+    world_size = dp_size = 1
+    parallel = ParallelSection()
 
     def all_gather_objects(self, rows) -> list:
         return [rows]
