@@ -165,7 +165,7 @@ class VllmEngine(Updates, Generator):
             # a failing server's error surfaces where its responses are awaited
             with contextlib.suppress(WeightSyncError):
                 body = {"request_ids": internal_ids}
-                await self._post(client, url, "/inference/v1/abort_requests", body, HEALTH_SECONDS)
+                await self._request(client, url, "/inference/v1/abort_requests", body, HEALTH_SECONDS)
 
         if internal_ids:
             asyncio.run(self._each(verbs, self.fleet.serving()))
@@ -220,7 +220,7 @@ class VllmEngine(Updates, Generator):
         no longer paused."""
         paused = False
         with contextlib.suppress(WeightSyncError):  # the next request will fail and report the cause
-            while (await self._get(client, url, "/is_paused", HEALTH_SECONDS))["is_paused"]:
+            while (await self._request(client, url, "/is_paused", seconds=HEALTH_SECONDS, method="GET"))["is_paused"]:
                 paused = True
                 await asyncio.sleep(LOOK_SECONDS)
         return paused

@@ -68,35 +68,22 @@ class Servers:
         if named:
             self.fleet.follow(named)
 
-    async def _post(
+    async def _request(
         self,
         client: httpx.AsyncClient,
         url: str,
         path: str,
         body: Any = None,
         seconds: float | None = None,
+        *,
+        method: str = "POST",
         optional: bool = False,
     ) -> Any:
-        """Send a POST request and return the response's JSON; None without the `optional` route or without JSON.
+        """Send a control request and return the response's JSON; None without the `optional` route or without JSON.
 
         Raises WeightSyncError for an error status, or its subclasses: ServerTimeout on a timeout, NoAnswer when the
         server itself did not respond.
         """
-        return await self._control(client, "POST", url, path, body, seconds, optional)
-
-    async def _get(self, client: httpx.AsyncClient, url: str, path: str, seconds: float | None = None) -> Any:
-        return await self._control(client, "GET", url, path, None, seconds)
-
-    async def _control(
-        self,
-        client: httpx.AsyncClient,
-        method: str,
-        url: str,
-        path: str,
-        body: Any,
-        seconds: float | None,
-        optional: bool = False,
-    ) -> Any:
         timeout = httpx.USE_CLIENT_DEFAULT if seconds is None else seconds
         try:
             answer = await client.request(method, f"{url}{path}", json=body, timeout=timeout)

@@ -82,7 +82,7 @@ class Updates(Servers):
             time.sleep(LOOK_SECONDS)
 
     async def _world_size(self, client: httpx.AsyncClient, url: str) -> int:
-        return int((await self._get(client, url, "/get_world_size", self.sync_timeout))["world_size"])
+        return int((await self._call(client, url, "/get_world_size", method="GET"))["world_size"])
 
     def sleep(self, keeps_weights: bool = False, last: bool = False) -> None:
         """Make the servers release their GPU memory, if they can (`sleeps`).
@@ -207,7 +207,7 @@ class Updates(Servers):
         return results
 
     async def _call(self, client: httpx.AsyncClient, url: str, path: str, body: Any = None, **options: Any) -> Any:
-        return await self._post(client, url, path, body, self.sync_timeout, **options)
+        return await self._request(client, url, path, body, self.sync_timeout, **options)
 
     # -- adapters
 
@@ -317,9 +317,9 @@ class Updates(Servers):
             return False
         try:
             if self.lora:
-                models = await self._get(client, url, "/v1/models", HEALTH_SECONDS)
+                models = await self._request(client, url, "/v1/models", seconds=HEALTH_SECONDS, method="GET")
                 return not version or adapter_name(version) in (model["id"] for model in models["data"])
-            if (await self._get(client, url, "/is_paused", HEALTH_SECONDS))["is_paused"]:
+            if (await self._request(client, url, "/is_paused", seconds=HEALTH_SECONDS, method="GET"))["is_paused"]:
                 return False
             answer = await client.get(f"{url}/weight_info", timeout=HEALTH_SECONDS)  # vLLM has this route since 0.27
             return answer.status_code == 404 or answer.json()["weight_version"] == self._reported_name(version)

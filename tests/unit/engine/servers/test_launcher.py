@@ -527,7 +527,7 @@ def test_a_server_whose_port_was_taken_restarts_at_a_fresh_port_and_clients_foll
             taken.bind((launcher.host, port))
             taken.listen()
             sent = side.submit(
-                lambda: asyncio.run(client._each(lambda *where: client._post(*where, "/pause", seconds=60), [url]))
+                lambda: asyncio.run(client._each(lambda *where: client._request(*where, "/pause", seconds=60), [url]))
             )
             with taken.accept()[0]:  # by a process that never responds
                 line = launcher.restart(0)
