@@ -56,22 +56,12 @@ class CallbackError(RuntimeError):
 class Callbacks:
     """The callbacks of a run. Every method is collective, but without callbacks each returns at once.
 
-    `instances` are on rank 0. `should_training_stop` and `should_save` are equal on all ranks.
+    `instances` are on rank 0. `control` has what they have asked for, and is equal on all ranks.
     """
 
     def __init__(self, config: RunConfig, layout: Layout, instances: Sequence[Any] | None = None):
         self._config, self._layout, self._instances = config, layout, instances or ()
-        self._state, self._control = CallbackState(0, config.run.num_steps), CallbackControl()
-
-    @property
-    def should_training_stop(self) -> bool:
-        """Whether a callback asked to end the run after this step."""
-        return self._control.should_training_stop
-
-    @property
-    def should_save(self) -> bool:
-        """Whether a callback asked for a checkpoint of this step."""
-        return self._control.should_save
+        self._state, self.control = CallbackState(0, config.run.num_steps), CallbackControl()
 
     def train_begin(self, step: int, checkpoint: Path | None = None) -> None:
         """Report the start of the loop after `step` finished steps, from `checkpoint` if the run resumes."""
@@ -80,7 +70,7 @@ class Callbacks:
 
     def step_begin(self) -> None:
         """Report that a step begins. A request for a checkpoint of an earlier step is over."""
-        self._control.should_save = False
+        self.control.should_save = False
         self._call("on_step_begin")
 
     def step_end(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -108,7 +98,7 @@ class Callbacks:
     def _call(self, event: str, metrics: Mapping[str, float] | None = None) -> None:
         """Run `event` on rank 0 and take its requests on all ranks. Raises CallbackError there, RankError elsewhere."""
         if self._config.run.callbacks:
-            self._control = on_first_rank(self._layout, lambda: self._run(event, dict(metrics or {})))
+            self.control = on_first_rank(self._layout, lambda: self._run(event, dict(metrics or {})))
 
     def _run(self, event: str, metrics: dict[str, float]) -> CallbackControl:
         for name, instance in zip(self._config.run.callbacks, self._instances, strict=True):
@@ -116,7 +106,7 @@ class Callbacks:
             if method is None:
                 continue
             try:
-                method(self._config, self._state, self._control, **_accepted(method, event, metrics))
+                method(self._config, self._state, self.control, **_accepted(method, event, metrics))
             except Exception as error:
                 own_frames = error.__traceback__ and error.__traceback__.tb_next
                 warn("".join(traceback.format_exception(error.with_traceback(own_frames))).rstrip())
@@ -124,7 +114,7 @@ class Callbacks:
                     f"{CALLBACKS_KEY}: `{name}`: {event} raised {user_code.described(error)} after {self._state.step} "
                     "finished steps; correct the callback and continue with --resume"
                 ) from error
-        return self._control
+        return self.control
 
 
 def load_callbacks(names: Sequence[str]) -> list[Any]:

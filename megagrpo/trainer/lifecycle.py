@@ -80,7 +80,7 @@ class Lifecycle:
 
     def begin_step(self) -> bool:
         """Begin the next step. Returns False when the run is over."""
-        if self.state.step >= self.run.num_steps or self.callbacks.should_training_stop:
+        if self.state.step >= self.run.num_steps or self.callbacks.control.should_training_stop:
             return False
         self.callbacks.step_begin()
         self.saves.time_limit.step_begins()
@@ -103,8 +103,8 @@ class Lifecycle:
         self.alarms.stop_if_rewards_raise(metrics, self.saves)
         self.alarms.stop_if_skipping()
         self.evaluations.evaluate_if_due()
-        last = step == self.run.num_steps or self.callbacks.should_training_stop
-        if last or self.callbacks.should_save or (self.run.save_steps and step % self.run.save_steps == 0):
+        last = step == self.run.num_steps or self.callbacks.control.should_training_stop
+        if last or self.callbacks.control.should_save or (self.run.save_steps and step % self.run.save_steps == 0):
             self.saves.save(must_succeed=last)
 
     def finish(self) -> None:

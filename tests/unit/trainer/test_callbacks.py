@@ -71,9 +71,9 @@ def test_the_keys_of_the_page_and_its_methods_are_those_of_the_code(tmp_path):
     callbacks = Callbacks(run, Alone(), load_callbacks(run.run.callbacks))
     callbacks.train_begin(0)
     callbacks.step_end(1, {"reward": 0.9})
-    assert not callbacks.should_training_stop
+    assert not callbacks.control.should_training_stop
     callbacks.step_end(2, {"reward": 0.96})
-    assert callbacks.should_training_stop
+    assert callbacks.control.should_training_stop
     assert tuple(re.findall(r"^\| `(on_\w+)`", PAGE, re.MULTILINE)) == EVENTS
 
 
@@ -106,11 +106,11 @@ def test_a_wish_for_a_checkpoint_holds_for_one_step_and_a_stop_for_good(file):
     for step in range(1, 4):
         callbacks.step_begin()
         callbacks.step_end(step, {})
-        wishes.append(callbacks.should_save)
-    assert wishes == [False, True, False] and not callbacks.should_training_stop
+        wishes.append(callbacks.control.should_save)
+    assert wishes == [False, True, False] and not callbacks.control.should_training_stop
     callbacks.evaluated({"reward": 0.95})
     callbacks.step_begin()
-    assert callbacks.should_training_stop
+    assert callbacks.control.should_training_stop
 
 
 def test_several_callbacks_run_in_the_order_of_the_list_and_share_one_control(file):
@@ -141,12 +141,12 @@ def _two_ranks(names):
     callbacks = Callbacks(run, layout, load_callbacks(run.run.callbacks) if layout.world_rank == 0 else None)
     callbacks.train_begin(1)
     callbacks.step_begin()
-    first = callbacks.should_save, callbacks.should_training_stop
+    first = callbacks.control.should_save, callbacks.control.should_training_stop
     callbacks.evaluated({"reward": 1.0})
     try:
         callbacks.step_end(2, {})
     except (CallbackError, RankError) as error:
-        return first, callbacks.should_training_stop, type(error).__name__, str(error)
+        return first, callbacks.control.should_training_stop, type(error).__name__, str(error)
 
 
 def test_every_rank_obeys_what_rank_0_was_asked_and_ends_when_a_callback_raises(file, capfd):
@@ -205,16 +205,16 @@ def test_a_callback_of_transformers_runs_as_it_is(tmp_path):
     callbacks = Callbacks(run, Alone(), load_callbacks(run.run.callbacks))
     callbacks.train_begin(0)
     callbacks.step_end(1, {"loss": 0.5})
-    assert not callbacks.should_training_stop
+    assert not callbacks.control.should_training_stop
     callbacks.step_end(2, {"loss": 0.5})
-    assert callbacks.should_training_stop
+    assert callbacks.control.should_training_stop
 
 
 def test_without_callbacks_nothing_is_collective():
     callbacks = Callbacks(config(), layout=None)
     callbacks.train_begin(0)
     callbacks.step_end(1, {})
-    assert not callbacks.should_save and not callbacks.should_training_stop
+    assert not callbacks.control.should_save and not callbacks.control.should_training_stop
 
 
 def test_the_plan_names_a_missing_class(file):
