@@ -23,8 +23,12 @@ from vllm.platforms import current_platform
 
 from megagrpo.platform.process.parent_death import tie_process_tree
 from megagrpo.platform.process.shm_names import CPU_WORKERS, name_segments_by_owner, owned
-from megagrpo.sync.vllm_side.cpu_experts import exchange_tokens, use_expert_map
-from megagrpo.sync.vllm_side.cpu_stages import make_stage_buffers
+from megagrpo.sync.vllm_side.cpu_parallelism import (
+    count_workers_of_a_node,
+    exchange_tokens,
+    make_stage_buffers,
+    use_expert_map,
+)
 from megagrpo.sync.vllm_side.loading import Loading, first_names
 from megagrpo.sync.vllm_side.reader import ShardReader
 from megagrpo.sync.vllm_side.receiver import Receiver, Worker, receiver_class
@@ -46,20 +50,17 @@ def register() -> None:
         use_expert_map()
         exchange_tokens()
         make_stage_buffers()
-        patch_executor()
+        count_workers_of_a_node()
+        name_file_stores_by_owner()
     if WEIGHT_BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, __name__, "ShardEngine")
 
 
-def patch_executor() -> None:
-    """Patch the executor of CPU workers: `count_workers_of_a_node`, and shared-memory files that carry the engine's
-    process. vLLM names them after their file store."""
+def name_file_stores_by_owner() -> None:
+    """Name the shared-memory files of CPU workers after the engine's process. vLLM names them after a file store."""
     # imports most of vLLM, which the plugin loader has not done in every process
     from vllm.v1.executor import multiproc_executor
 
-    from megagrpo.sync.vllm_side.cpu_nodes import count_workers_of_a_node
-
-    count_workers_of_a_node()
     multiproc_executor.get_file_store_init_method = lambda: f"file://{tempfile.gettempdir()}/{owned(CPU_WORKERS)}"
 
 

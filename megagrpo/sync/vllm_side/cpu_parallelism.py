@@ -1,4 +1,4 @@
-"""Expert parallelism in vLLM for CPU: patches give the kernel local expert indices and send tokens between copies."""
+"""Parallelism in vLLM for CPU: patches for experts, data-parallel copies, pipeline stages and several nodes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.platforms import current_platform
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 
 def use_expert_map() -> None:
@@ -69,3 +71,53 @@ def exchange_tokens() -> None:
         return total.split(sizes or rows.shape[0] // self.world_size)[self.rank_in_group].contiguous()
 
     CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
+
+
+def make_stage_buffers() -> None:
+    """Create the buffers before the first forward pass of a stage.
+
+    vLLM (seen in 0.32) creates them in the warm-up, which it leaves out on a CPU with eager execution and a given cache
+    size. The first request then ends the server with an AssertionError. Remove this patch when a server with
+    `--pipeline-parallel-size 2` responds without it; the tests check that.
+    """
+    if hasattr(CPUModelRunner.sync_and_gather_intermediate_tensors, "__wrapped__"):
+        return
+    original = CPUModelRunner.sync_and_gather_intermediate_tensors
+
+    @functools.wraps(original)
+    def gather(self: CPUModelRunner, *arguments: Any, **named: Any) -> Any:
+        if self.intermediate_tensors is None:
+            made = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+            self.intermediate_tensors = made
+        return original(self, *arguments, **named)
+
+    CPUModelRunner.sync_and_gather_intermediate_tensors = gather
+
+
+def count_workers_of_a_node() -> None:
+    """Let workers of one node answer through shared memory, and workers of other nodes through sockets.
+
+    vLLM (seen in 0.32) takes the number of GPUs of a host as the number of workers of a node. Without GPUs it takes
+    each worker for a node, so a node with two workers does not start: its executor finds no queue in shared memory
+    (AssertionError). Remove this patch when a server of four workers on two nodes responds without it; the tests check
+    that.
+    """
+    # imports most of vLLM, which the plugin loader has not done in every process
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    if hasattr(WorkerProc._init_message_queues, "__wrapped__"):
+        return
+    original = WorkerProc._init_message_queues
+
+    @functools.wraps(original)
+    def init_message_queues(self: Any, input_shm_handle: Any, vllm_config: Any) -> None:
+        workers = vllm_config.parallel_config.local_world_size
+        current_platform.device_count = lambda: workers
+        try:
+            original(self, input_shm_handle, vllm_config)
+        finally:
+            del current_platform.device_count
+
+    WorkerProc._init_message_queues = init_message_queues
