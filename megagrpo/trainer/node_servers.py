@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from megagrpo.config import RolloutSection, RunConfig
@@ -58,14 +57,15 @@ def launch_on_each_node(
             "multiple"
         )
     token = on_first_rank(layout, lambda: token or secrets.token_urlsafe(32))
-    make = partial(make_launcher, config, model_folder, run_folder, dtype, token=token, num_servers=share)
-    launcher = run_own_and_agree(
-        layout,
-        lambda: make(
-            num_ranks=of_ranks.count(node), host=_own_host(config.rollout.interface), first=share * nodes.index(node)
-        ),
-        here=of_ranks.index(node) == layout.world_rank,
-    )
+
+    def build() -> Launcher | None:
+        if of_ranks.index(node) != layout.world_rank:
+            return None
+        fields = dict(host=_own_host(config.rollout.interface), num_servers=share, first=share * nodes.index(node))
+        folders = model_folder, run_folder
+        return make_launcher(config, *folders, dtype, num_ranks=of_ranks.count(node), token=token, **fields)
+
+    launcher = run_own_and_agree(layout, build)
     return NodeServers(of_ranks, launcher, token)
 
 
@@ -88,8 +88,9 @@ def await_all(
     nodes = Nodes(of_ranks, {url: node for node, urls in by_node.items() for url in urls})
     first, seconds = layout.world_rank == 0, rollout.startup_timeout
     secret = on_first_rank(layout, lambda: secrets.token_hex(32))
+    arguments = 0, Deadline(seconds), secret
     store = run_own_and_agree(
-        layout, lambda: Store(_own_host(rollout.interface), 0, Deadline(seconds), secret, serve=True), here=first
+        layout, lambda: Store(_own_host(rollout.interface), *arguments, serve=True) if first else None
     )
     address = on_first_rank(layout, lambda: (store.host, store.port) if store else ("", 0))
 

@@ -75,7 +75,7 @@ def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources:
     servers = on_first_rank(layout, lambda: check_servers(config.rollout, config.lora.syncs_adapters))
     ENVIRONMENT.pop(TOKEN_VARIABLE, None)  # reward functions must not see the token
     loss_fn = run_own_and_agree(layout, lambda: make_loss(config.algorithm))
-    callbacks = run_own_and_agree(layout, lambda: load_callbacks(config.run.callbacks), here=first)
+    callbacks = run_own_and_agree(layout, lambda: load_callbacks(config.run.callbacks) if first else None)
     on_first_rank(layout, lambda: check_trackers(config.run.trackers))
     check_profile(config.run.profile, device.has_gpu())
     model_folder = resolve_model(config.model.path)
@@ -119,7 +119,7 @@ def _read_data(
     """Load prompts, held-out sets and rewards. Returns the config with its number of steps, and the data."""
     leader, max_length = layout.is_dp_leader, config.rollout.max_prompt_length
     of_dialogues = config.multi_turn, config.data, config.rewards.names, max_length, tokenizer, base_folder
-    dialogues = run_own_and_agree(layout, lambda: make_dialogues(*of_dialogues, resources), here=leader)
+    dialogues = run_own_and_agree(layout, lambda: make_dialogues(*of_dialogues, resources) if leader else None)
     tools, names = on_first_rank(layout, lambda: (dialogues.tools, dialogues.reward_names) if dialogues else ([], []))
     prompts = PromptSource(config.data.train, config.data, tokenizer, max_length, config.run.seed, tools=tools)
     config = config.with_num_prompts(len(prompts))
@@ -131,7 +131,8 @@ def _read_data(
         check_columns(held_out, scorer)
         return scorer
 
-    return config, Data(tokenizer, prompts, held_out, dialogues, run_own_and_agree(layout, load_rewards, here=leader))
+    rewards = run_own_and_agree(layout, lambda: load_rewards() if leader else None)
+    return config, Data(tokenizer, prompts, held_out, dialogues, rewards)
 
 
 def _steps_notes(given: RunSection, run: RunSection, per_step: int, num_prompts: int) -> list[str]:

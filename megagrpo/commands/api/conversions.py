@@ -65,7 +65,7 @@ def export(source: Path, out: Path, model: str | None, dtype: str, merged: bool,
     from megagrpo.models.bridge.adapter_files import CONFIG, base_of, export_adapter, merge
     from megagrpo.models.bridge.conversion import export_hf
     from megagrpo.models.hub.card import write_card
-    from megagrpo.platform.parallel.agree import run_and_agree
+    from megagrpo.platform.parallel.agree import on_first_rank
     from megagrpo.records.progress_bars import conversion_progress
     from megagrpo.records.run_files import why_no_checkpoint
 
@@ -74,7 +74,7 @@ def export(source: Path, out: Path, model: str | None, dtype: str, merged: bool,
     if is_adapter:
         if dtype != AUTO:
             raise ValueError(f"--dtype: {dtype}, but an adapter is copied as it is; leave the option out")
-        run_and_agree(layout, lambda: export_adapter(source, out, model), here=is_first)
+        on_first_rank(layout, lambda: export_adapter(source, out, model))
         base: str | None = base_of(out)
     elif merged:
         _warn_rounded(out, dtype, merge(source, out, model, layout, progress, _torch_dtype(dtype)))

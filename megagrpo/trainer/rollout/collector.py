@@ -87,7 +87,7 @@ class Collector:
 
     def _of_all(self, part: Callable[[], Any]) -> list[Any]:
         """Run `part` on each replica's leader and return the results of all ranks (None for others). Collective."""
-        parts = run_and_agree(self.layout, part, here=self.layout.is_dp_leader)
+        parts = run_and_agree(self.layout, lambda: part() if self.layout.is_dp_leader else None)
         self.stop_if_requested()
         for rank, failure in enumerate(parts):
             if isinstance(failure, EngineError):
