@@ -42,8 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
             return run_training(chosen.config, overrides(chosen), options.ranks)
         command = ["megagrpo", *command]
-    from megagrpo.platform.launch.job_nodes import ONE_NODE
     from megagrpo.platform.launch.local import run_ranks, set_thread_environment
 
     set_thread_environment(options.ranks)
-    return run_ranks(options.ranks, ONE_NODE, command)
+    return run_ranks(options.ranks, command)

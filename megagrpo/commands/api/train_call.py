@@ -110,14 +110,13 @@ def run_training(name: str, overrides: Sequence[str], ranks: int | None = None) 
     is_rank = launched(ENVIRONMENT)
     if not is_rank:
         from megagrpo.engine.servers import early_start
-        from megagrpo.platform.launch.job_nodes import ONE_NODE
         from megagrpo.platform.launch.local import num_gpus, run_ranks, set_cuda_max_connections, set_thread_environment
 
         ranks = planned_ranks(config, ranks)
         set_thread_environment(ranks)
         set_cuda_max_connections(config.parallel)
         if ranks > 1:
-            return run_ranks(ranks, ONE_NODE, ["megagrpo", "train", name, *overrides])
+            return run_ranks(ranks, ["megagrpo", "train", name, *overrides])
     with without_garbage_collection():
         if not is_rank and not num_gpus():
             early_start.begin(config.rollout, config.lora.rank if config.lora.syncs_adapters else 0)

@@ -14,7 +14,7 @@ from torch.distributed import HashStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from megagrpo.platform.launch.job_nodes import ONE_NODE, Nodes
+from megagrpo.platform.launch.local import ONE_NODE, Nodes
 from megagrpo.platform.launch.preflight import listen
 from megagrpo.platform.process.variables import ENVIRONMENT, RENDEZVOUS_VARIABLE
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megagrpo.config import ConfigError, ParallelSection, RolloutSection
-from megagrpo.platform.launch.job_nodes import Nodes
 from megagrpo.platform.launch.preflight import needs_one_connection, visible_gpu_lines
+from megagrpo.platform.process.loopback import LOOPBACK_ADDRESS
 from megagrpo.platform.process.scratch import temporary_files
 from megagrpo.platform.process.terminal import warn
 from megagrpo.platform.process.variables import ENVIRONMENT, LAUNCHER_VARIABLE, OPENMP
@@ -19,6 +19,19 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import LogsSpecs
 
 SHUTDOWN_SECONDS = 180  # after a signal, for the ranks to finish their step and write a checkpoint
+
+
+class Nodes(NamedTuple):
+    """The nodes of a job: `rank` is this node's index; `address` and `port` are the first node's. One node needs
+    neither."""
+
+    rank: int = 0
+    num_nodes: int = 1
+    address: str = LOOPBACK_ADDRESS
+    port: int = 0
+
+
+ONE_NODE = Nodes()
 
 
 def num_gpus() -> int:
@@ -63,7 +76,7 @@ def set_cuda_max_connections(parallel: ParallelSection) -> None:
 
 
 @temporary_files()  # torchrun leaves an empty folder for logs
-def run_ranks(ranks: int, nodes: Nodes, command: list[str], logs: LogsSpecs | None = None) -> int:
+def run_ranks(ranks: int, command: list[str], nodes: Nodes = ONE_NODE, logs: LogsSpecs | None = None) -> int:
     """Run this machine's ranks of a command under torchrun's agent. Return the exit code of the first rank that failed,
     128 + the number of a signal, or 85 for SIGTERM in a job.
 

@@ -19,8 +19,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from megagrpo.config import ConfigError, load_config
-from megagrpo.platform.launch.job_nodes import Nodes
-from megagrpo.platform.launch.local import run_ranks, set_cuda_max_connections, set_thread_environment
+from megagrpo.platform.launch.local import Nodes, run_ranks, set_cuda_max_connections, set_thread_environment
 from megagrpo.platform.process.terminal import warn
 from megagrpo.platform.process.variables import ENVIRONMENT, NODE_INDICES
 from megagrpo.records.run_files import make_run_folder
@@ -93,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
         warn(str(error))
         return 2
     nodes, logs = Nodes(int(index), options.nodes, address, int(port)), RankLogs(options.logs) if options.logs else None
-    return run_ranks(options.ranks, nodes, ["megagrpo", "train", *train_arguments], logs)
+    return run_ranks(options.ranks, ["megagrpo", "train", *train_arguments], nodes, logs)
 
 
 if __name__ == "__main__":

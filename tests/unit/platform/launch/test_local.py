@@ -17,7 +17,6 @@ import torch.distributed.run  # noqa: F401  # once for all launchers, which are 
 from megagrpo.__main__ import main
 from megagrpo.config import ParallelSection, load_config
 from megagrpo.platform.launch import local as module
-from megagrpo.platform.launch.job_nodes import ONE_NODE
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -175,7 +174,7 @@ def launch(folder: Path, what: str) -> None:
     os.dup2(os.open(folder / "errors", os.O_WRONLY | os.O_CREAT), 2)
     sys.stderr = open(2, "w", closefd=False)
     os.environ["PYTHONPATH"] = f"{folder}:{REPOSITORY}"
-    sys.exit(module.run_ranks(2, ONE_NODE, ["stand_in", str(folder), what]))
+    sys.exit(module.run_ranks(2, ["stand_in", str(folder), what]))
 
 
 def finish(launcher: ForkProcess, folder: Path) -> tuple[int, str]:

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 
 from megagrpo.platform.launch import launcher_rendezvous
-from megagrpo.platform.launch.job_nodes import Nodes
+from megagrpo.platform.launch.local import Nodes
 from megagrpo.platform.parallel.rank_rendezvous import join_world, sign_objects
 from megagrpo.platform.process.variables import RENDEZVOUS_VARIABLE
 from tests.listening import LOOPBACK, listening
@@ -173,10 +173,7 @@ def test_ranks_of_two_nodes_meet_at_the_master_address_and_sign_with_the_token(t
     (tmp_path / "token").touch(0o600)
     (tmp_path / "token").write_text("a-token-of-both-nodes")
     root = Path(launcher_rendezvous.__file__).parents[3]
-    code = (
-        "import sys; from megagrpo.platform.launch.job_nodes import Nodes; from megagrpo.platform.launch.local import "
-        "run_ranks; sys.exit(run_ranks(2, {!r}, {!r}))"
-    )
+    code = "import sys; from megagrpo.platform.launch.local import Nodes, run_ranks; sys.exit(run_ranks(2, {!r}, {!r}))"
     words = [str(tmp_path / "rank.py"), str(root / "megagrpo/platform/parallel/rank_rendezvous.py")]
     port, environment = (
         free_port("127.0.0.2"),
@@ -185,7 +182,7 @@ def test_ranks_of_two_nodes_meet_at_the_master_address_and_sign_with_the_token(t
     environment["GLOO_SOCKET_IFNAME"] = "lo"
     nodes = []
     for node in range(2):
-        program = code.format(Nodes(rank=node, num_nodes=2, address="127.0.0.2", port=port), words)
+        program = code.format(words, Nodes(rank=node, num_nodes=2, address="127.0.0.2", port=port))
         nodes.append(
             subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
         )
