@@ -13,7 +13,7 @@ from megagrpo.config import ConfigError, RolloutSection
 from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform.process.access_token import read_token
 from megagrpo.platform.process.atomic_file import write_atomically
-from megagrpo.platform.process.variables import ENVIRONMENT, NODE_INDICES, text
+from megagrpo.platform.process.variables import ENVIRONMENT, NODE_INDICES
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def place_of(count: int, heads: str, node: int | None = None) -> Place:
 
 def node_name() -> str:
     """Return the name of this machine in files and lines."""
-    return text("SLURMD_NODENAME", socket.gethostname())
+    return ENVIRONMENT.get("SLURMD_NODENAME", socket.gethostname())
 
 
 @contextmanager

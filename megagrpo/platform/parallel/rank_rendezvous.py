@@ -18,13 +18,7 @@ from torch.distributed import distributed_c10d
 
 from megagrpo.platform.process.access_token import read_token
 from megagrpo.platform.process.loopback import LOOPBACK
-from megagrpo.platform.process.variables import (
-    RENDEZVOUS_VARIABLE,
-    TOKEN_FILE_VARIABLE,
-    number,
-    put,
-    text,
-)
+from megagrpo.platform.process.variables import ENVIRONMENT, RENDEZVOUS_VARIABLE, TOKEN_FILE_VARIABLE, number, put
 
 CODE_BYTES = 32
 
@@ -34,7 +28,7 @@ def join_world(backend: str, timeout: timedelta) -> None:
 
     Raises ValueError on several nodes without a token, with which ranks sign their messages.
     """
-    size, rank, folder = number("WORLD_SIZE", 1), number("RANK", 0), text(RENDEZVOUS_VARIABLE)
+    size, rank, folder = number("WORLD_SIZE", 1), number("RANK", 0), ENVIRONMENT.get(RENDEZVOUS_VARIABLE)
     if size == number("LOCAL_WORLD_SIZE", 1):
         put({"GLOO_SOCKET_IFNAME": LOOPBACK})  # gloo listens there alone, whatever interface the environment names
     else:

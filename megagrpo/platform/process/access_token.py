@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from megagrpo.platform.process.variables import ENVIRONMENT, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, take, text
+from megagrpo.platform.process.variables import ENVIRONMENT, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 
 MIN_TOKEN_LENGTH = 16
 
@@ -18,8 +18,9 @@ def read_token(file: str | Path | None, keep: bool = False) -> str | None:
     variable MEGAGRPO_TOKEN. Returns None without any of them. Raises ValueError when the file is unreadable, readable
     by others, or holds no valid token.
     """
-    token, key = ENVIRONMENT.get(TOKEN_VARIABLE) if keep else take(TOKEN_VARIABLE), "rollout.token_file"
-    if file is None and (named := text(TOKEN_FILE_VARIABLE)):
+    token = ENVIRONMENT.get(TOKEN_VARIABLE) if keep else ENVIRONMENT.pop(TOKEN_VARIABLE, None)
+    key = "rollout.token_file"
+    if file is None and (named := ENVIRONMENT.get(TOKEN_FILE_VARIABLE)):
         file, key = named, TOKEN_FILE_VARIABLE
     if file is None:
         return None if token is None else _checked(token, TOKEN_VARIABLE)

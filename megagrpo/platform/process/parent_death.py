@@ -12,7 +12,7 @@ import threading
 from multiprocessing import parent_process
 
 from megagrpo.platform.process.environment import under_torchrun
-from megagrpo.platform.process.variables import ENVIRONMENT, LAUNCHER_VARIABLE, take
+from megagrpo.platform.process.variables import ENVIRONMENT, LAUNCHER_VARIABLE
 
 PR_SET_PDEATHSIG = 1
 
@@ -34,7 +34,7 @@ def end_with_torchrun() -> None:
     SIGTERM ends a rank that is still starting; a rank that trains saves and stops. Does nothing without torchrun. The
     launcher names its process id, so a torchrun killed before this call counts too.
     """
-    launcher = take(LAUNCHER_VARIABLE)
+    launcher = ENVIRONMENT.pop(LAUNCHER_VARIABLE, None)  # no child inherits it
     if under_torchrun(ENVIRONMENT):
         end_with_parent(int(launcher) if launcher else os.getppid(), signal.SIGTERM)
 

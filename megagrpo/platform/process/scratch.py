@@ -20,7 +20,7 @@ from pathlib import Path
 from megagrpo.platform.process.ownership import TEMPORARY, make_folder, owner_in, remove_left
 from megagrpo.platform.process.removal import remove_tree
 from megagrpo.platform.process.terminal import warn
-from megagrpo.platform.process.variables import ENVIRONMENT, put, text
+from megagrpo.platform.process.variables import ENVIRONMENT, put
 
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 # caches of libraries below the home folder -> their folder among temporary files when the home folder is not private
@@ -63,7 +63,7 @@ def temporary_files() -> Iterator[Path]:
 
 def user_cache() -> Path:
     """Return the user's cache: $XDG_CACHE_HOME if absolute, else ~/.cache. Raises RuntimeError without a home."""
-    named = Path(text("XDG_CACHE_HOME"))
+    named = Path(ENVIRONMENT.get("XDG_CACHE_HOME", ""))
     return named if named.is_absolute() else Path.home() / ".cache"
 
 
@@ -80,7 +80,7 @@ def code_caches(temporary: Path) -> dict[str, str]:
             return {INDUCTOR_CACHE: str(folder)}
     except (OSError, RuntimeError):
         problem = ""
-    if problem and text("RANK", "0") == "0":
+    if problem and ENVIRONMENT.get("RANK", "0") == "0":
         warn(
             f"warning: {problem}, so code that this run compiles is not kept for the next run; set {INDUCTOR_CACHE} to "
             "a folder that only you can write to"

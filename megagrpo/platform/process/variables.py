@@ -20,19 +20,9 @@ NODE_INDICES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")
 ENVIRONMENT: MutableMapping[str, str] = os.environ  # of this process, and of the children that it starts
 
 
-def text(name: str, default: str = "") -> str:
-    """Return the value of a variable, `default` when it is not set."""
-    return ENVIRONMENT.get(name, default)
-
-
 def number(name: str, default: int) -> int:
     """Return a variable such as WORLD_SIZE, RANK or LOCAL_WORLD_SIZE as a number. Raises ValueError for other text."""
     return int(ENVIRONMENT.get(name, default))
-
-
-def take(name: str) -> str | None:
-    """Return the value of a variable and remove it, so that no child inherits it; None when it is not set."""
-    return ENVIRONMENT.pop(name, None)
 
 
 def put(values: Mapping[str, str | None]) -> None:

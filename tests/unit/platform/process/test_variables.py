@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import megagrpo
-from megagrpo.platform.process.variables import changed, number, put, take, text
+from megagrpo.platform.process.variables import changed, number, put
 
 PACKAGE = Path(megagrpo.__file__).parent
 NAME = "MEGAGRPO_OF_A_TEST"
@@ -17,11 +17,12 @@ def absent(monkeypatch):
     monkeypatch.delenv(NAME, raising=False)
 
 
-def test_values_are_read_written_and_taken():
-    assert text(NAME) == "" and text(NAME, "other") == "other" and number(NAME, 3) == 3 and take(NAME) is None
+def test_values_are_read_written_and_removed():
+    assert number(NAME, 3) == 3
     put({NAME: "7"})
-    assert text(NAME) == os.environ[NAME] == "7" and number(NAME, 3) == 7
-    assert take(NAME) == "7" and NAME not in os.environ
+    assert os.environ[NAME] == "7" and number(NAME, 3) == 7
+    put({NAME: None})
+    assert NAME not in os.environ and number(NAME, 3) == 3
 
 
 def test_changed_variables_return_to_their_values_also_after_an_error(monkeypatch):
