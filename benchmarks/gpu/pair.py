@@ -23,7 +23,7 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.sync.trainer_side.sync import SyncReport, WeightSync
 from megagrpo.sync.trainer_side.transport import TransportSettings, transport_class
-from megagrpo.trainer.gpu_turns import SyncHandover
+from megagrpo.trainer.gpu_turns import sync_handover
 from megagrpo.trainer.state_offload import NoOffload, Offload
 
 
@@ -48,7 +48,7 @@ class Pair:
         """Push the current weights to the server as their next version."""
         self.version += 1
         return self.weight_sync.push(
-            blocks(self.chunks, self.hf_config, self.layout), self.version, SyncHandover(self.offload)
+            blocks(self.chunks, self.hf_config, self.layout), self.version, sync_handover(self.offload)
         )
 
     def held_gib(self) -> tuple[float | None, float | None]:

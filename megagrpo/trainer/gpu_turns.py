@@ -1,16 +1,17 @@
 """Who has the GPU now, when the trainer and vLLM servers share one (`rollout.placement: colocated`).
 
-| turn       | policy weights | gradients, masters, moments, reference | vLLM's weights | vLLM's KV cache |
-|------------|----------------|----------------------------------------|----------------|-----------------|
-| starting   | no             | no                                     | dropped        | no              |
-| training   | yes            | yes                                    | dropped        | no              |
-| syncing    | yes            | no                                     | yes            | no              |
-| generating | no             | no                                     | yes            | yes             |
-| checkpoint | yes            | yes                                    | host           | no              |
+| turn       | policy weights | gradients, masters, moments, reference | vLLM's weights |
+|------------|----------------|----------------------------------------|----------------|
+| starting   | no             | no                                     | dropped        |
+| training   | yes            | yes                                    | dropped        |
+| syncing    | yes            | no                                     | yes            |
+| generating | no             | no                                     | yes            |
+| checkpoint | yes            | yes                                    | host           |
 
-`GPU_TABLE` is this table as data, and only `GpuTurns` acts on it. The side that leaves moves before the side that
-comes. Other rooms offer verbs: `Offload` moves the trainer's state, the engine's `sleep` and `wake` move vLLM. In a
-sync the engine wakes its weights (`load_weights`), then its KV cache (`resume`), each after a `Handover` call.
+vLLM's KV cache is on the GPU in the turn `generating` only. `GPU_TABLE` is this table as data, and only `GpuTurns` acts
+on it. The side that leaves moves before the side that comes. Other rooms offer verbs: `Offload` moves the trainer's
+state, the engine's `sleep` and `wake` move vLLM. In a sync the engine wakes its weights (`load_weights`), then its KV
+cache (`resume`), each after a `Handover` call.
 
 A trainer on its own GPU has the same turns and moves nothing. docs/gpu.md has the sizes.
 """
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 from megagrpo.engine.protocol import EngineError
 from megagrpo.engine.servers.launcher import Launcher
@@ -50,15 +52,14 @@ class OnGpu:
     policy_weights: bool
     trainer_state: bool  # gradients, masters, moments, reference
     engine_weights: str
-    kv_cache: bool
 
 
 GPU_TABLE = {
-    Turn.STARTING: OnGpu(policy_weights=False, trainer_state=False, engine_weights="dropped", kv_cache=False),
-    Turn.TRAINING: OnGpu(policy_weights=True, trainer_state=True, engine_weights="dropped", kv_cache=False),
-    Turn.SYNCING: OnGpu(policy_weights=True, trainer_state=False, engine_weights="gpu", kv_cache=False),
-    Turn.GENERATING: OnGpu(policy_weights=False, trainer_state=False, engine_weights="gpu", kv_cache=True),
-    Turn.CHECKPOINT: OnGpu(policy_weights=True, trainer_state=True, engine_weights="host", kv_cache=False),
+    Turn.STARTING: OnGpu(policy_weights=False, trainer_state=False, engine_weights="dropped"),
+    Turn.TRAINING: OnGpu(policy_weights=True, trainer_state=True, engine_weights="dropped"),
+    Turn.SYNCING: OnGpu(policy_weights=True, trainer_state=False, engine_weights="gpu"),
+    Turn.GENERATING: OnGpu(policy_weights=False, trainer_state=False, engine_weights="gpu"),
+    Turn.CHECKPOINT: OnGpu(policy_weights=True, trainer_state=True, engine_weights="host"),
 }
 
 
@@ -102,7 +103,7 @@ class GpuTurns:
         if self.turn is Turn.GENERATING:  # `Syncing.refill`: a push without a training turn before it
             self._take_gpu()
         self.turn = Turn.SYNCING
-        yield SyncHandover(self.offload)
+        yield sync_handover(self.offload)
         self.turn = Turn.GENERATING
 
     @contextmanager
@@ -133,17 +134,9 @@ class GpuTurns:
         run_own_and_agree(self.layout, lambda: None if self.engine is None else action(self.engine))
 
 
-class SyncHandover(Handover):
-    """The handover of a sync whose trainer state `offload` moves."""
-
-    def __init__(self, offload: Offload | NoOffload):
-        self._offload = offload
-
-    def before_sending(self) -> None:
-        move_trainer(self._offload, Turn.SYNCING)
-
-    def before_serving(self) -> None:
-        move_trainer(self._offload, Turn.GENERATING)
+def sync_handover(offload: Offload | NoOffload) -> Handover:
+    """Return the handover of a sync whose trainer state `offload` moves."""
+    return Handover(partial(move_trainer, offload, Turn.SYNCING), partial(move_trainer, offload, Turn.GENERATING))
 
 
 def move_trainer(offload: Offload | NoOffload, turn: Turn) -> None:

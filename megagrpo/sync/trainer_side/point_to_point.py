@@ -149,7 +149,7 @@ class PointToPoint(Transport):
             self.store = Store(host, 0, Deadline(self.seconds), self.secret, serve=True)
         self.attempts += 1
         return DirectRequest(
-            host=host or _name_of_this_host(),
+            host=host or (ENVIRONMENT["MASTER_ADDR"] if _has_ranks_elsewhere() else socket.gethostname()),
             port=self.store.port,
             secret=self.secret,
             attempt=self.attempts,
@@ -377,10 +377,6 @@ def _meeting_address(servers: Collection[str]) -> str:
         addresses.add(socket.gethostbyname(ENVIRONMENT["MASTER_ADDR"]))
     addresses = {address for address in addresses if not address.startswith("127.")} or addresses
     return addresses.pop() if len(addresses) == 1 else ""
-
-
-def _name_of_this_host() -> str:
-    return ENVIRONMENT["MASTER_ADDR"] if _has_ranks_elsewhere() else socket.gethostname()
 
 
 def _has_ranks_elsewhere() -> bool:

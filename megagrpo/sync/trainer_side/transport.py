@@ -46,14 +46,16 @@ class Ranks(Protocol):
         """Gather `obj` from all ranks, in rank order. Raises TimeoutError when one takes over `within` seconds."""
 
 
+@dataclass(frozen=True)
 class Handover:
-    """What a weight sync calls when the GPU's memory changes hands. Collective; this default moves nothing."""
+    """What a weight sync calls when the GPU's memory changes hands. Collective; by default nothing moves.
 
-    def before_sending(self) -> None:
-        """Load the policy's weights to the GPU: they are read next."""
+    `before_sending` loads the policy's weights to the GPU: they are read next. `before_serving` frees the trainer's
+    GPU memory: the engine has the new weights, verified, and allocates its KV cache next.
+    """
 
-    def before_serving(self) -> None:
-        """Free the trainer's GPU memory: the engine has the new weights, verified, and allocates its KV cache next."""
+    before_sending: Callable[[], None] = lambda: None
+    before_serving: Callable[[], None] = lambda: None
 
 
 NO_HANDOVER = Handover()

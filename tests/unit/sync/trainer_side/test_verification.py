@@ -148,51 +148,44 @@ def test_a_push_writes_what_the_parameters_hold_now_and_close_removes_it(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-class NotingHandover(Handover):
+def noting_handover() -> tuple[Handover, list[str]]:
     """Records the calls of a sync on the trainer, among the calls on its engine."""
-
-    def __init__(self):
-        self.noted = []
-
-    def before_sending(self):
-        self.noted.append("trainer loads weights")
-
-    def before_serving(self):
-        self.noted.append("trainer leaves")
+    noted = []
+    return Handover(lambda: noted.append("trainer loads weights"), lambda: noted.append("trainer leaves")), noted
 
 
 def test_a_trainer_leaves_its_memory_when_all_is_verified_and_before_the_engine_serves(tmp_path):
     class DiesOnce(ReadingEngine):
         def load_weights(self, update, only=None):
-            handover.noted.append("engine loads")
+            noted.append("engine loads")
             return super().load_weights(update, only)
 
         def resume(self, update, only=None):
-            handover.noted.append("engine serves")
-            if len(handover.noted) < 5:
+            noted.append("engine serves")
+            if len(noted) < 5:
                 raise ServerDied("http://s is gone")
 
-    handover, param = NotingHandover(), torch.ones(5)
+    (handover, noted), param = noting_handover(), torch.ones(5)
     with WeightSync(DiesOnce(), OneRank(), "float32", SharedMemory(OneRank(), "float32", folder=tmp_path)) as sync:
         sync.push([("p", param, [whole_block("hf.w", (5,))])], 1, handover)
         once = ["trainer loads weights", "engine loads", "trainer leaves", "engine serves"]
-        assert handover.noted == [*once, *once]
-        handover.noted.clear()
+        assert noted == [*once, *once]
+        noted.clear()
         param[0] = torch.nan
         with pytest.raises(WeightSyncError, match="NaN"):
             sync.push([("p", param, [whole_block("hf.w", (5,))])], 2, handover)
-        assert handover.noted == ["trainer loads weights"]
+        assert noted == ["trainer loads weights"]
 
 
 def test_an_adapter_is_written_before_the_trainer_leaves_and_then_loaded(monkeypatch):
-    handover = NotingHandover()
-    monkeypatch.setattr(adapter_sync, "save_adapter", lambda *args: handover.noted.append("the adapter is written"))
+    handover, noted = noting_handover()
+    monkeypatch.setattr(adapter_sync, "save_adapter", lambda *args: noted.append("the adapter is written"))
     monkeypatch.setattr(
-        adapter_sync.AdapterSync, "_deliver_adapter", lambda *args: handover.noted.append("engine loads") or (1, 1)
+        adapter_sync.AdapterSync, "_deliver_adapter", lambda *args: noted.append("engine loads") or (1, 1)
     )
     with adapter_sync.AdapterSync(ReadingEngine(), OneRank(), "float32", LoraSection(rank=2), "base") as sync:
         sync.push([], 1, handover)
-    assert handover.noted == ["trainer loads weights", "the adapter is written", "trainer leaves", "engine loads"]
+    assert noted == ["trainer loads weights", "the adapter is written", "trainer leaves", "engine loads"]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
