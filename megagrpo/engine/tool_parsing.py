@@ -36,7 +36,8 @@ async def read_tool_calls(
                 f"vLLM server {url} cannot parse tool calls: {answer.text[:300]}; it must be started with "
                 "--enable-scale-out, --enable-auto-tool-choice, --tool-call-parser and a tokenizer"
             )
-        return _calls(answer.json())
+        message = answer.json()["choices"][0]["message"]
+        return message.get("content") or "", [call["function"] for call in message.get("tool_calls") or []]
 
     return await asyncio.gather(*map(read, range(len(turns))))
 
@@ -50,8 +51,3 @@ def _request(token_ids: Sequence[int], tools: Sequence[dict[str, Any]]) -> dict[
         "tool_choice": "auto",
     }
     return {"model": "policy", "generate_response": {"request_id": "0", "choices": [choice]}, "chat_request": chat}
-
-
-def _calls(answer: dict[str, Any]) -> ToolCalls:
-    message = answer["choices"][0]["message"]
-    return message.get("content") or "", [call["function"] for call in message.get("tool_calls") or []]

@@ -217,7 +217,7 @@ def hidden_states(chunks: list[nn.Module]) -> Iterator[None]:
 
     Under sequence parallelism a rank gets its rows, [1, T/tp, H]; `head_input` makes both forms whole. Not reentrant.
     """
-    heads = [head for head in (_output_layer(chunk) for chunk in chunks) if head is not None]
+    heads = [model.output_layer for model in map(unwrap_model, chunks) if hasattr(model, "output_layer")]
     for head in heads:
         head.stand_aside = True
     try:
@@ -249,7 +249,3 @@ def head_input(chunk: nn.Module, hidden: Tensor) -> Tensor:
     if model.config.sequence_parallel:
         return gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=True, group=group)
     return copy_to_tensor_model_parallel_region(rows, group=group)
-
-
-def _output_layer(chunk: nn.Module) -> LMHead | None:
-    return getattr(unwrap_model(chunk), "output_layer", None)

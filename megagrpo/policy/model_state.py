@@ -25,7 +25,7 @@ def sharded_state(chunk: nn.Module, metadata: dict[str, Any]) -> dict[str, Any]:
     return {
         name: entry
         for name, entry in unwrap_model(chunk).sharded_state_dict(metadata=metadata).items()
-        if not _is_extra(name)
+        if not name.rpartition(".")[2].startswith(EXTRA_STATE)
     }
 
 
@@ -45,7 +45,3 @@ def load_state(chunk: nn.Module, state: dict[str, Any], strict: bool = True) -> 
     for name, weight in model.named_parameters():
         if is_fp8(weight) and name in state:
             store_unrounded(weight, state[name])
-
-
-def _is_extra(name: str) -> bool:
-    return name.rpartition(".")[2].startswith(EXTRA_STATE)

@@ -59,7 +59,8 @@ def prepare_run_folder(config: RunConfig, lock: RunLock, job: str | None = None)
             checked(checkpoint)
         except CheckpointError as error:
             raise ValueError(f"run.resume: {error}") from None
-    if not resume and (checkpoint is not None or _has_text(folder / "metrics.jsonl")):
+    metrics = folder / "metrics.jsonl"
+    if not resume and (checkpoint is not None or (metrics.exists() and metrics.stat().st_size > 0)):
         if not config.run.overwrite and not ours:
             raise ValueError(
                 f"run.name: {folder} holds an earlier run; continue it with --resume, pick another name, or set "
@@ -81,7 +82,3 @@ def prepare_run_folder(config: RunConfig, lock: RunLock, job: str | None = None)
     if job is not None:
         begun_by.write_text(job)
     return checkpoint if resume else None
-
-
-def _has_text(file: Path) -> bool:
-    return file.exists() and file.stat().st_size > 0

@@ -56,7 +56,7 @@ class Offload:
 
     def load_all(self) -> None:
         """Move all state back to the GPU; gradients are zero."""
-        run_own_and_agree(self._policy.layout, self._bring_back)
+        run_own_and_agree(self._policy.layout, lambda: [part.bring_back() for part in self._parts])
 
     def load_weights_only(self) -> None:
         """Move everything but the policy's weights to host memory, and the weights back to the GPU."""
@@ -65,10 +65,6 @@ class Offload:
     def offload_all(self) -> None:
         """Move all state to host memory."""
         run_own_and_agree(self._policy.layout, self._move_all)
-
-    def _bring_back(self) -> None:
-        for part in self._parts:
-            part.bring_back()
 
     def _move_state(self) -> None:
         self._weights.bring_back()
