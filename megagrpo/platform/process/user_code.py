@@ -39,6 +39,16 @@ def load_named(name: str) -> Callable[..., Any]:
         raise ValueError(f"cannot be loaded: {described(error)}; correct the file or the name") from error
 
 
+def load_subclass[T](name: str, base: type[T], method: str) -> type[T]:
+    """Like `load_named`, for a class. Raises ValueError unless it is a subclass of `base` that defines `method`."""
+    loaded: Any = load_named(name)
+    if not (isinstance(loaded, type) and issubclass(loaded, base)):
+        raise ValueError(f"is not a subclass of {base.__module__}.{base.__name__}")
+    if getattr(loaded, method) is getattr(base, method):
+        raise ValueError(f"does not define {method}; add it: docs/weight_sync.md")
+    return loaded
+
+
 def absolute(location: str) -> str:
     """Return a `.py` path as absolute, from the current folder; a module unchanged. Raises FileNotFoundError."""
     if not location.endswith(".py"):

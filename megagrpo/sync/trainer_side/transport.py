@@ -150,14 +150,10 @@ def transport_class(name: str) -> type[Transport]:
     """Return the class of the transport `name`: one of TRANSPORTS, or the user's own as `FILE.py:Class` or
     `package.module:Class`. Raises ValueError when it cannot be loaded."""
     try:
-        loaded: Any = user_code.load_named(TRANSPORTS[name].trainer_side if name in TRANSPORTS else name)
+        named = TRANSPORTS[name].trainer_side if name in TRANSPORTS else name
+        return user_code.load_subclass(named, Transport, "prepare")
     except ValueError as error:
         raise ValueError(f"rollout.weight_sync_transport: {name} {error}") from error
-    if not (isinstance(loaded, type) and issubclass(loaded, Transport)):
-        raise ValueError(f"rollout.weight_sync_transport: {name} is not a subclass of {__name__}.Transport")
-    if loaded.prepare is Transport.prepare:
-        raise ValueError(f"rollout.weight_sync_transport: {name} does not define prepare; add it: docs/weight_sync.md")
-    return loaded
 
 
 def gather_or_raise[T](ranks: Ranks, action: Callable[[], T]) -> list[T]:

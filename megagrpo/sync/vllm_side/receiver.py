@@ -103,11 +103,6 @@ class Receiver:
 def receiver_class(name: str) -> type[Receiver]:
     """Return class `name`: `FILE.py:Class` or `package.module:Class`. Raises WeightSyncError when it cannot load."""
     try:
-        loaded: Any = user_code.load_named(name)
+        return user_code.load_subclass(name, Receiver, "open")
     except ValueError as error:
         raise WeightSyncError(f"receiver {name} {error}") from error
-    if not (isinstance(loaded, type) and issubclass(loaded, Receiver)):
-        raise WeightSyncError(f"receiver {name} is not a subclass of {__name__}.Receiver")
-    if loaded.open is Receiver.open:
-        raise WeightSyncError(f"receiver {name} does not define open; add it: docs/weight_sync.md")
-    return loaded
