@@ -9,17 +9,28 @@ from __future__ import annotations
 import secrets
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from torch.distributed import HashStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from megagrpo.platform.launch.local import ONE_NODE, Nodes
 from megagrpo.platform.launch.preflight import listen
+from megagrpo.platform.process.loopback import LOOPBACK_ADDRESS
 from megagrpo.platform.process.variables import ENVIRONMENT, RENDEZVOUS_VARIABLE
 
 RENDEZVOUS_BACKEND = "megagrpo"  # name of this rendezvous in torchrun
 JOIN_SECONDS = 600  # timeout until every agent has joined
+
+
+class Nodes(NamedTuple):
+    """The nodes of a job: `rank` is this node's index; `address` and `port` are the first node's. One node needs
+    neither."""
+
+    rank: int = 0
+    num_nodes: int = 1
+    address: str = LOOPBACK_ADDRESS
+    port: int = 0
 
 
 class Rendezvous(StaticTCPRendezvous):
@@ -45,7 +56,7 @@ class Rendezvous(StaticTCPRendezvous):
         return TCPStore(address, port, self.world_size, serves, self.timeout, master_listen_fd=listener)
 
 
-def options(nodes: Nodes = ONE_NODE) -> list[str]:
+def options(nodes: Nodes) -> list[str]:
     """Return torchrun's options for one node of a job.
 
     On one node it also creates the folder of the ranks' FileStore, in the temporary folder and accessible only to this

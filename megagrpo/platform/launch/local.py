@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from megagrpo.config import ConfigError, ParallelSection, RolloutSection
 from megagrpo.platform.launch.preflight import needs_one_connection, visible_gpu_lines
-from megagrpo.platform.process.loopback import LOOPBACK_ADDRESS
 from megagrpo.platform.process.scratch import temporary_files
 from megagrpo.platform.process.terminal import warn
 from megagrpo.platform.process.variables import ENVIRONMENT, LAUNCHER_VARIABLE, OPENMP
@@ -18,20 +17,9 @@ from megagrpo.trainer.time_limit import TO_BE_CONTINUED
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import LogsSpecs
 
+    from megagrpo.platform.launch.launcher_rendezvous import Nodes
+
 SHUTDOWN_SECONDS = 180  # after a signal, for the ranks to finish their step and write a checkpoint
-
-
-class Nodes(NamedTuple):
-    """The nodes of a job: `rank` is this node's index; `address` and `port` are the first node's. One node needs
-    neither."""
-
-    rank: int = 0
-    num_nodes: int = 1
-    address: str = LOOPBACK_ADDRESS
-    port: int = 0
-
-
-ONE_NODE = Nodes()
 
 
 def num_gpus() -> int:
@@ -76,12 +64,13 @@ def set_cuda_max_connections(parallel: ParallelSection) -> None:
 
 
 @temporary_files()  # torchrun leaves an empty folder for logs
-def run_ranks(ranks: int, command: list[str], nodes: Nodes = ONE_NODE, logs: LogsSpecs | None = None) -> int:
+def run_ranks(ranks: int, command: list[str], nodes: Nodes | None = None, logs: LogsSpecs | None = None) -> int:
     """Run this machine's ranks of a command under torchrun's agent. Return the exit code of the first rank that failed,
     128 + the number of a signal, or 85 for SIGTERM in a job.
 
     `command` is a Python file or a module, with its arguments. The agent runs in this process, gets its signals and
-    forwards them to the ranks. It changes this process's environment and `socket.getfqdn`. `logs` sets log files.
+    forwards them to the ranks. It changes this process's environment and `socket.getfqdn`. `nodes` None is this node
+    alone. `logs` sets log files.
     """
     ENVIRONMENT.setdefault("LOGLEVEL", "ERROR")
     for name in [name for name in ENVIRONMENT if name.startswith("PET_")]:
@@ -95,9 +84,10 @@ def run_ranks(ranks: int, command: list[str], nodes: Nodes = ONE_NODE, logs: Log
 
     from megagrpo.platform.launch import launcher_rendezvous
 
+    rendezvous = launcher_rendezvous.options(nodes or launcher_rendezvous.Nodes())
     options = [f"--nproc-per-node={ranks}", f"--shutdown-timeout={SHUTDOWN_SECONDS}"]
     options += [] if command[0].endswith(".py") else ["-m"]
-    config, program, arguments = config_from_args(parse_args([*launcher_rendezvous.options(nodes), *options, *command]))
+    config, program, arguments = config_from_args(parse_args([*rendezvous, *options, *command]))
     if logs is not None:
         # no prefix: one rank is printed
         config.logs_specs, config.role, config.log_line_prefix_template = logs, "", "${role_name}"

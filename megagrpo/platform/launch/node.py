@@ -19,7 +19,8 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from megagrpo.config import ConfigError, load_config
-from megagrpo.platform.launch.local import Nodes, run_ranks, set_cuda_max_connections, set_thread_environment
+from megagrpo.platform.launch.launcher_rendezvous import Nodes
+from megagrpo.platform.launch.local import run_ranks, set_cuda_max_connections, set_thread_environment
 from megagrpo.platform.process.terminal import warn
 from megagrpo.platform.process.variables import ENVIRONMENT, NODE_INDICES
 from megagrpo.records.run_files import make_run_folder

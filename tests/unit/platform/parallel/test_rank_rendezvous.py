@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 
 from megagrpo.platform.launch import launcher_rendezvous
-from megagrpo.platform.launch.local import Nodes
+from megagrpo.platform.launch.launcher_rendezvous import Nodes
 from megagrpo.platform.parallel.rank_rendezvous import join_world, sign_objects
 from megagrpo.platform.process.variables import RENDEZVOUS_VARIABLE
 from tests.listening import LOOPBACK, listening
@@ -61,7 +61,7 @@ def test_the_folder_of_the_ranks_is_for_their_user_alone(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setenv(RENDEZVOUS_VARIABLE, "of another run")
-    words = launcher_rendezvous.options()
+    words = launcher_rendezvous.options(Nodes())
     folder = Path(os.environ[RENDEZVOUS_VARIABLE])
     assert (
         folder.parent == tmp_path and folder.stat().st_mode & 0o077 == 0 and len((folder / "secret").read_text()) == 64
@@ -173,7 +173,9 @@ def test_ranks_of_two_nodes_meet_at_the_master_address_and_sign_with_the_token(t
     (tmp_path / "token").touch(0o600)
     (tmp_path / "token").write_text("a-token-of-both-nodes")
     root = Path(launcher_rendezvous.__file__).parents[3]
-    code = "import sys; from megagrpo.platform.launch.local import Nodes, run_ranks; sys.exit(run_ranks(2, {!r}, {!r}))"
+    imports = "import sys; from megagrpo.platform.launch.launcher_rendezvous import Nodes; "
+    imports += "from megagrpo.platform.launch.local import run_ranks; "
+    code = imports + "sys.exit(run_ranks(2, {!r}, {!r}))"
     words = [str(tmp_path / "rank.py"), str(root / "megagrpo/platform/parallel/rank_rendezvous.py")]
     port, environment = (
         free_port("127.0.0.2"),
