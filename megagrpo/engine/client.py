@@ -317,13 +317,10 @@ class VllmEngine(Updates, Generator):
         }
 
     def _job(self, index: int, prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> Job:
-        return Job(index, prompt, _request(prompt, n, sampling, seed) | self._model(), self.weight_version, sampling)
-
-    def _model(self) -> dict[str, str]:
-        """The request field that names the model; empty for full weights, and before the first adapter is loaded."""
-        if self.model is not None:
-            return {"model": self.model}
-        return {"model": adapter_name(self.weight_version)} if self.lora and self.weight_version else {}
+        # None for full weights, and before the first adapter is loaded: the request then names no model
+        model = self.model or (adapter_name(self.weight_version) if self.lora and self.weight_version else None)
+        body = _request(prompt, n, sampling, seed) | ({} if model is None else {"model": model})
+        return Job(index, prompt, body, self.weight_version, sampling)
 
 
 def _request(prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> dict[str, Any]:
