@@ -77,6 +77,7 @@ def check_servers(rollout: RolloutSection, syncs_adapters: bool) -> NamedServers
     return NamedServers(token, urls)
 
 
+@as_config_errors()
 def start_servers(
     config: RunConfig,
     model_folder: Path,
@@ -95,23 +96,20 @@ def start_servers(
     dtype = engine_dtype(config.rollout.quantization, config.model.precision)
     of_ranks = node_of_each_rank(config.rollout, config.run.nodes, layout)
     if len(set(of_ranks)) > 1:
-        with as_config_errors():
-            on_nodes = launch_on_each_node(config, model_folder, run_folder, dtype, layout, of_ranks, named.token)
+        on_nodes = launch_on_each_node(config, model_folder, run_folder, dtype, layout, of_ranks, named.token)
         launcher, moved = on_nodes.launcher, None  # with several nodes a restarted server keeps its port
     elif first and not config.rollout.urls:
         num_ranks = number("LOCAL_WORLD_SIZE", 1)
-        with as_config_errors():
-            launcher = make_launcher(
-                config, model_folder, run_folder, dtype, num_ranks=num_ranks, token=named.token, moved=moved
-            )
+        launcher = make_launcher(
+            config, model_folder, run_folder, dtype, num_ranks=num_ranks, token=named.token, moved=moved
+        )
     if launcher is not None:
         launcher.progress = progress
         resources.callback(launcher.stop)
-    with as_config_errors():
-        run_own_and_agree(layout, launcher.start if launcher else lambda: None)
-        if sleep:  # vLLM measures free GPU memory as it starts, and would count the trainer's allocations as its own
-            limits = config.lora.syncs_adapters, config.rollout.weight_sync_timeout
-            run_own_and_agree(layout, lambda: start_asleep(launcher, *limits, say) if launcher else None)
+    run_own_and_agree(layout, launcher.start if launcher else lambda: None)
+    if sleep:  # vLLM measures free GPU memory as it starts, and would count the trainer's allocations as its own
+        limits = config.lora.syncs_adapters, config.rollout.weight_sync_timeout
+        run_own_and_agree(layout, lambda: start_asleep(launcher, *limits, say) if launcher else None)
     return Servers(named, moved, launcher, sleep, dtype, on_nodes)
 
 

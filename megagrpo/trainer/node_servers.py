@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megagrpo.config import RolloutSection, RunConfig
 from megagrpo.engine.access import address_of
@@ -61,7 +62,9 @@ def launch_on_each_node(
     def build() -> Launcher | None:
         if of_ranks.index(node) != layout.world_rank:
             return None
-        fields = dict(host=_own_host(config.rollout.interface), num_servers=share, first=share * nodes.index(node))
+        fields: dict[str, Any] = dict(
+            host=_own_host(config.rollout.interface), num_servers=share, first=share * nodes.index(node)
+        )
         folders = model_folder, run_folder
         return make_launcher(config, *folders, dtype, num_ranks=of_ranks.count(node), token=token, **fields)
 
