@@ -67,7 +67,7 @@ def test_ranks_of_a_job_get_one_connection_where_the_layout_needs_it(layout, val
     with patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):  # what the command sets goes with it
         os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
         assert node.main(["--nodes", "2", "--ranks", "8", "--master", "10.0.0.1:29400", config, layout]) == 0
-    ((_, nodes, command, _), environment) = started[0]
+    ((_, command, nodes, _), environment) = started[0]
     assert nodes.num_nodes == 2 and command == ["megagrpo", "train", config, layout]
     assert environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == value
 
