@@ -34,6 +34,7 @@ def imagined_layouts(alone: Layout, parallel: ParallelSection, world_size: int) 
     stage's ranks are etp, ep, copies for the experts.
     """
     a_stage = world_size // parallel.pp
+    without_cp = parallel.model_copy(update=dict(cp=1))  # context parallelism shards no weight
     for stage in range(parallel.pp):
         same: dict[tuple[int, int, int], list[int]] = {}
         for index in range(a_stage):
@@ -46,7 +47,7 @@ def imagined_layouts(alone: Layout, parallel: ParallelSection, world_size: int) 
                 ranks,
                 replace(
                     alone,
-                    parallel=parallel,
+                    parallel=without_cp,
                     world_size=world_size,
                     world_rank=ranks[0],
                     tp_rank=tp_rank,
