@@ -281,7 +281,8 @@ class Checkpointer:
         return ["model"] if count == 1 else [f"model{i}" for i in range(count)]
 
     def _layout_of_rng(self) -> dict[str, int]:
-        return {axis: getattr(self.layout, f"{axis}_size") for axis in ("tp", "cp", "pp", "dp", "ep")}
+        sizes = self.layout.parallel
+        return dict(tp=sizes.tp, cp=sizes.cp, pp=sizes.pp, dp=self.layout.dp_size, ep=sizes.ep)
 
 
 def checked(path: Path) -> tuple[dict[str, int], bool, TrainState]:
