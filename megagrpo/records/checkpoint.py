@@ -184,7 +184,7 @@ class Checkpointer:
             run_and_agree(self.layout, lambda: _verify(path, rank, world_size))
         except RankError as e:
             raise CheckpointError(str(e)) from e
-        same_layout = layout == self._layout_of_rng()
+        same_layout = layout == self.layout.sizes
         reference = self.reference if reference_moved else None
         # float32 shards are views of leaf tensors, on which autograd forbids in-place writes
         with dense_moments(self.policy.optimizer), torch.no_grad():
@@ -235,7 +235,7 @@ class Checkpointer:
         partial, final, state = saving.partial, saving.final, saving.state
         (partial / HF_FILES).mkdir()
         carry(self.model_folder, self._model_files, partial / HF_FILES)
-        contents = {"state": asdict(state), "layout": self._layout_of_rng(), "reference_moved": saving.reference_moved}
+        contents = {"state": asdict(state), "layout": self.layout.sizes, "reference_moved": saving.reference_moved}
         (partial / STATE_FILE).write_text(json.dumps(contents, indent=1))
         written = {name: crc for part in parts for name, crc in part.items()}
         others = [path for path in partial.rglob("*") if path.is_file() and path.name not in written]
@@ -279,10 +279,6 @@ class Checkpointer:
     def _chunk_names(self) -> list[str]:
         count = len(self.policy.chunks)
         return ["model"] if count == 1 else [f"model{i}" for i in range(count)]
-
-    def _layout_of_rng(self) -> dict[str, int]:
-        sizes = self.layout.parallel
-        return dict(tp=sizes.tp, cp=sizes.cp, pp=sizes.pp, dp=self.layout.dp_size, ep=sizes.ep)
 
 
 def checked(path: Path) -> tuple[dict[str, int], bool, TrainState]:

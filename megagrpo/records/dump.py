@@ -192,7 +192,7 @@ class StepDumps(Recorder):
         contents = {
             "step": self._step,
             "dtype": dtype_name(self._policy.dtype),
-            "layout": {axis: getattr(layout, f"{axis}_size") for axis in ("tp", "cp", "pp", "dp", "ep")},
+            "layout": layout.sizes,
             "versions": package_versions(),
             "model": str(self._model_folder.resolve()),
             "reference": "reference"

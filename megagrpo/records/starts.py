@@ -24,10 +24,9 @@ def record_start(folder: Path, restored_step: int, layout: Layout, dtype: str) -
 
 def facts_of(layout: Layout, dtype: str) -> dict[str, Any]:
     """Return what a start adds to its config: ranks, sizes of the axes, device, compute dtype, versions."""
-    sizes = layout.parallel
     return {
         "ranks": layout.world_size,
-        "layout": dict(tp=sizes.tp, cp=sizes.cp, pp=sizes.pp, dp=layout.dp_size, ep=sizes.ep, etp=sizes.expert_tp),
+        "layout": layout.sizes | {"etp": layout.parallel.expert_tp},
         "dtype": dtype,
         "device": device.name(),
         "gpu_memory_gb": device.gpu_memory_gb(),

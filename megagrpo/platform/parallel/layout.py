@@ -48,6 +48,12 @@ class Layout:
     process_groups: ProcessGroupCollection
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis by its name, as records and checkpoints have it."""
+        p = self.parallel
+        return dict(tp=p.tp, cp=p.cp, pp=p.pp, dp=self.dp_size, ep=p.ep)
+
+    @property
     def is_first_stage(self) -> bool:
         """Whether this rank embeds the tokens (with its first chunk)."""
         return self.pp_rank == 0

@@ -31,7 +31,8 @@ class OneRank:
     """The layout of one process."""
 
     tp_rank = cp_rank = 0
-    world_size = dp_size = 1
+    world_size = 1
+    sizes = dict.fromkeys(("tp", "cp", "pp", "dp", "ep"), 1)
     parallel = ParallelSection()
 
     def all_gather_objects(self, rows) -> list:
