@@ -330,7 +330,8 @@ def _other_model(path: Path, hf_config: HfConfig) -> str:
         different = architecture_differences(load_hf_config(path / HF_FILES), hf_config)
     except ValueError:
         return ""
-    return f"they differ in {'; '.join(different)}; set model.path to the run's original model" if different else ""
+    values = "; ".join(f"{key}: {pair}" for key, pair in different.items())
+    return f"they differ in {values}; set model.path to the run's original model" if different else ""
 
 
 def _reason(error: BaseException) -> str:

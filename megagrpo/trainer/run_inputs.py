@@ -100,7 +100,8 @@ def _reference_folder(path: str | None, model: HfConfig, tokenizer: Tokenizer) -
     if path is None:
         return None
     folder = resolve_model(path, "model.reference_path")
-    different = architecture_differences(model, load_hf_config(folder))
+    differing_values = architecture_differences(model, load_hf_config(folder))
+    different = [f"{key}: {values}" for key, values in differing_values.items()]
     if not different and (folder / "tokenizer_config.json").exists():
         pairs = zip(tokenizer.pieces(), load_tokenizer(folder).pieces(), strict=False)
         different = [f"token {i}: {one!r}, {other!r}" for i, (one, other) in enumerate(pairs) if one != other][:1]

@@ -32,7 +32,7 @@ from megagrpo.models.bridge.parameter_blocks import fill
 from megagrpo.models.bridge.tensor_files import NAMES
 from megagrpo.models.bridge.torch_dist import ARCHIVE_BYTES, Piece, PieceWriter, StoredTensors, add_pieces
 from megagrpo.models.bridge.unfinished import Unfinished
-from megagrpo.models.families.hf_config import HfConfig, computed_differently, load_hf_config
+from megagrpo.models.families.hf_config import HfConfig, architecture_differences, load_hf_config
 from megagrpo.models.families.weight_sources import INDEX, resolve_model
 from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout, init_layout
@@ -177,7 +177,7 @@ def _warn_of_other_numbers(hf_config: HfConfig, checkpoint: Path, model: str) ->
         own = load_hf_config(checkpoint / HF_FILES)
     except ValueError:  # missing or damaged: `model` replaces it
         return
-    if names := computed_differently(own, hf_config):
+    if names := architecture_differences(own, hf_config):
         warn(
             f"warning: --model: {model} has another {', '.join(names)} than the model of {checkpoint}, and the export "
             "computes with it; leave --model out to export the model as it was trained"

@@ -75,13 +75,13 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 def architecture_problems(raw: Raw) -> list[str]:
     """Return why this config.json cannot be trained, one line each; empty when it can."""
     if not isinstance(kind := raw.get("model_type"), str | None):
-        return [f"model: model_type is {kind!r} in config.json; it must be a name"]
+        return [f"model_type is {kind!r} in config.json; it must be a name"]
     family = FAMILIES.get(kind or "")
     if family is None:
         return [_unknown(raw)]
     if odd := _wrong_types(family, raw):
         return odd
-    missing = [f"model: config.json lacks {key}" for key in family.required if key not in raw]
+    missing = [f"config.json lacks {key}" for key in family.required if key not in raw]
     wrong = missing + _class_problems(family, raw) + _layer_type_problems(family, raw)
     kinds = _rope_types(raw)
     wrong += rope_problems(family, raw, kinds)
@@ -99,7 +99,7 @@ def _wrong_types(family: Family, raw: Raw) -> list[str]:
     }
     sizes |= {key: raw[key] for key in _OPTIONAL_SIZES if raw.get(key) is not None}
     odd = [
-        f"model: {key} is {size!r} in config.json; it must be a positive whole number"
+        f"{key} is {size!r} in config.json; it must be a positive whole number"
         for key, size in sizes.items()
         if type(size) is not int or size < 1
     ]
@@ -108,16 +108,16 @@ def _wrong_types(family: Family, raw: Raw) -> list[str]:
             key: raw[key] for key in keys if raw.get(key) is not None and key in (*COMMON, *family.keys, "layer_types")
         }
         odd += [
-            f"model: {key} is {value!r} in config.json; it must be {what}"
+            f"{key} is {value!r} in config.json; it must be {what}"
             for key, value in values.items()
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
         ]
     dtype = raw.get("dtype") or raw.get("torch_dtype")
     if dtype not in (None, *_DTYPES):
-        odd.append(f"model: dtype is {dtype!r} in config.json; it must be one of {', '.join(_DTYPES)}")
+        odd.append(f"dtype is {dtype!r} in config.json; it must be one of {', '.join(_DTYPES)}")
     if not odd:  # the sections with rotations are objects
         names = [kind for kind in _rope_types(raw) if not isinstance(kind, str)]
-        odd += [f"model: rope_type is {name!r} in config.json; it must be a name" for name in names[:1]]
+        odd += [f"rope_type is {name!r} in config.json; it must be a name" for name in names[:1]]
     return odd
 
 
@@ -137,19 +137,19 @@ def _unknown(raw: Raw) -> str:
     if isinstance(text := raw.get("text_config"), dict):
         inside = str(text.get("model_type") or "without model_type")
         if inside not in FAMILIES:
-            return f"model: {kind} is multimodal, and its text model {inside} is not supported either{_nearest(inside)}"
+            return f"{kind} is multimodal, and its text model {inside} is not supported either{_nearest(inside)}"
         return (
-            f"model: {kind} is multimodal, but only text models are supported; name a folder with its text model "
+            f"{kind} is multimodal, but only text models are supported; name a folder with its text model "
             f"(model_type {inside}); docs/troubleshooting.md has the code that writes it"
         )
     names = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
     if same := [name for name, family in FAMILIES.items() if family.architecture in classes]:
         return (
-            f"model: architecture {FAMILIES[same[0]].architecture} is not supported as model_type {kind}, but as "
+            f"architecture {FAMILIES[same[0]].architecture} is not supported as model_type {kind}, but as "
             f"{same[0]}; set model_type to {same[0]} in a copy of config.json. Then all other keys are checked"
         )
     return (
-        f"model: architecture {kind or ', '.join(classes)} is not supported: no file in megagrpo/models/families "
+        f"architecture {kind or ', '.join(classes)} is not supported: no file in megagrpo/models/families "
         "describes it, and another family would compute other numbers. docs/add_a_model.md shows how to write that "
         f"file. Supported: {names}"
     )
@@ -186,7 +186,7 @@ def _key_problems(family: Family, raw: Raw, unknown_parameters: dict[str, Any]) 
 
 def _has(family: Family, key: str, value: Any) -> str:
     text = repr(value)
-    return f"model: config.json ({family.model_type}) has {key}={text if len(text) <= 60 else text[:57] + '...'}"
+    return f"config.json ({family.model_type}) has {key}={text if len(text) <= 60 else text[:57] + '...'}"
 
 
 def _class_problems(family: Family, raw: Raw) -> list[str]:
@@ -195,14 +195,14 @@ def _class_problems(family: Family, raw: Raw) -> list[str]:
     classes, remote = raw.get("architectures"), raw.get("auto_map")
     if classes and name not in (classes if isinstance(classes, list) else [classes]):
         problems.append(
-            f"model: config.json has architectures={classes} with model_type={family.model_type}, whose class is "
+            f"config.json has architectures={classes} with model_type={family.model_type}, whose class is "
             f"{name}. If that class fits the model, set architectures to [{name!r}] in a copy of config.json; else it "
             "is not supported: docs/add_a_model.md"
         )
     remote = remote.get("AutoModelForCausalLM") if isinstance(remote, dict) else remote
     if remote and str(remote).rpartition(".")[2] != name:
         problems.append(
-            f"model: config.json has auto_map with {remote}, custom code; the trainer and vLLM compute {name} "
+            f"config.json has auto_map with {remote}, custom code; the trainer and vLLM compute {name} "
             f"(model_type {family.model_type}). If both compute the same, remove auto_map from a copy of config.json"
         )
     return problems
@@ -213,13 +213,13 @@ def _layer_type_problems(family: Family, raw: Raw) -> list[str]:
     types = raw.get("layer_types") or []
     if "layer_types" not in family.keys and (SLIDING in types or (types and raw.get("sliding_window"))):
         return [
-            f"model: layer_types in config.json ({family.model_type}) lets vLLM choose the blocks with a window, and "
+            f"layer_types in config.json ({family.model_type}) lets vLLM choose the blocks with a window, and "
             "transformers and the trainer do not read it; remove it from a copy of config.json"
         ]
     problems = [
-        f"model: layer_types names {kind!r}; only {FULL} and {SLIDING} are supported"
+        f"layer_types names {kind!r}; only {FULL} and {SLIDING} are supported"
         for kind in sorted({*types} - {FULL, SLIDING})
     ]
     if types and len(types) != raw.get("num_hidden_layers", len(types)):
-        problems.append(f"model: layer_types has {len(types)} entries for num_hidden_layers={raw['num_hidden_layers']}")
+        problems.append(f"layer_types has {len(types)} entries for num_hidden_layers={raw['num_hidden_layers']}")
     return problems

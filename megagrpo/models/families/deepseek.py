@@ -12,10 +12,10 @@ from megagrpo.models.families.family import Family, Raw
 def _v2_problems(raw: Raw) -> list[str]:
     method = raw.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
-        return [f"model: topk_method is {method!r}; supported: greedy, group_limited_greedy"]
+        return [f"topk_method is {method!r}; supported: greedy, group_limited_greedy"]
     if method == "greedy" and latent.groups(raw)[0] > 1:
         return [
-            f"model: n_group={raw['n_group']} with topk_method greedy, which vLLM does not read; set one to 1 or "
+            f"n_group={raw['n_group']} with topk_method greedy, which vLLM does not read; set one to 1 or "
             "group_limited_greedy"
         ]
     return latent.problems(raw)
@@ -44,9 +44,7 @@ _DEFAULTS = ("first_k_dense_replace", "n_group", "topk_group", "routed_scaling_f
 
 def _v3_problems(raw: Raw) -> list[str]:
     lacks = [key for key in _ROUTING if key not in raw]
-    lines = [
-        f"model: config.json lacks {key}; set it to {_ROUTING[key]}, or vLLM routes tokens another way" for key in lacks
-    ]
+    lines = [f"config.json lacks {key}; set it to {_ROUTING[key]}, or vLLM routes tokens another way" for key in lacks]
     return lines + latent.problems(raw)
 
 

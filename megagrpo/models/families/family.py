@@ -163,10 +163,10 @@ def rope_problems(family: Family, raw: Raw, kinds: list[str]) -> list[str]:
     """Return what this family's code does not implement of rotations, whose `kinds` config.json names."""
     problems = []
     if unknown := [kind for kind in (rope(raw)["rope_type"], *kinds) if kind not in family.rope_types]:
-        said = f"model: rope_type {unknown[0]!r} is not supported for {family.model_type}"
+        said = f"rope_type {unknown[0]!r} is not supported for {family.model_type}"
         problems.append(f"{said}; supported: {', '.join(family.rope_types)}")
     if family.partial_rotary_factor is None and rotated_share(raw, default=1.0) != 1.0:
-        problems.append(f"model: partial_rotary_factor must be 1: {family.model_type} rotates all dimensions of a head")
+        problems.append(f"partial_rotary_factor must be 1: {family.model_type} rotates all dimensions of a head")
     return problems
 
 
@@ -222,11 +222,9 @@ def windows(raw: Raw, size: int | None, slides: Callable[[int], bool] | None = N
 def expert_problems(raw: Raw, *required: tuple[str, ...]) -> list[str]:
     """Return the keys of a mixture of experts that config.json lacks. Each tuple in `required` needs one key."""
     required = (("num_experts_per_tok",), ("num_experts", "num_local_experts"), *required)
-    problems = [
-        f"model: config.json lacks {' or '.join(keys)}" for keys in required if not any(raw.get(key) for key in keys)
-    ]
+    problems = [f"config.json lacks {' or '.join(keys)}" for keys in required if not any(raw.get(key) for key in keys)]
     if problems:
         return problems
     if raw["num_experts_per_tok"] > (count := num_experts(raw)):
-        problems.append(f"model: num_experts_per_tok={raw['num_experts_per_tok']} is more than the {count} experts")
+        problems.append(f"num_experts_per_tok={raw['num_experts_per_tok']} is more than the {count} experts")
     return problems

@@ -42,9 +42,7 @@ def gemma_config(raw: Raw, common: HfConfig) -> HfConfig:
 def cap_problems(raw: Raw) -> list[str]:
     """Return caps of scores and logits with invalid values (0 or less)."""
     caps = {key: raw[key] for key in CAPS if isinstance(raw.get(key), (int, float))}
-    return [
-        f"model: {key} is {cap} in config.json; it must be above 0, or null" for key, cap in caps.items() if cap <= 0
-    ]
+    return [f"{key} is {cap} in config.json; it must be above 0, or null" for key, cap in caps.items() if cap <= 0]
 
 
 def _gemma2(raw: Raw, common: HfConfig) -> HfConfig:
@@ -91,7 +89,7 @@ def _gemma3(raw: Raw, common: HfConfig) -> HfConfig:
 
 def _gemma3_problems(raw: Raw) -> list[str]:
     kind = _local_rope(raw).get("rope_type", "default")
-    wrong = [] if kind == "default" else [f"model: rope_type {kind!r} in blocks with a window is not supported"]
+    wrong = [] if kind == "default" else [f"rope_type {kind!r} in blocks with a window is not supported"]
     return wrong + cap_problems(raw)
 
 

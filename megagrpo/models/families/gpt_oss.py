@@ -92,7 +92,7 @@ def _problems(raw: Raw) -> list[str]:
     types = raw.get("layer_types") or []
     alternate = types == ([SLIDING, FULL] * len(types))[: len(types)]
     return expert_problems(raw) + (
-        [] if alternate else [f"model: layer_types must alternate {SLIDING} and {FULL}, as vLLM assumes"]
+        [] if alternate else [f"layer_types must alternate {SLIDING} and {FULL}, as vLLM assumes"]
     )
 
 

@@ -43,17 +43,6 @@ def read_raw_config(folder: str | Path) -> dict[str, Any]:
     raise ProblemError(Problem(MODEL, said))
 
 
-def computed_differently(one: HfConfig, other: HfConfig) -> list[str]:
-    """Return the names of the numbers by which two models compute differently. The dtype of the files and
-    `max_positions` are not compared."""
-    compared = [each.name for each in fields(HfConfig) if each.compare and each.name not in ("dtype", "max_positions")]
-    both = [{name: getattr(each, name) for name in compared} | {"rope": rope(each.raw)} for each in (one, other)]
-    for values in both:
-        for key in ("type", "partial_rotary_factor"):  # of an older config.json, or compared already
-            values["rope"].pop(key, None)
-    return [name for name, value in both[0].items() if value != both[1][name]]
-
-
 def parse_hf_config(raw: dict[str, Any]) -> HfConfig:
     """Return the architecture of a config.json. Raises ValueError, listing every reason, when it is not supported."""
     if lines := architecture_problems(raw):
@@ -70,18 +59,19 @@ def _linears(table: Table) -> dict[str, tuple[str, ...]]:
 
 
 def _of_model(lines: Sequence[str]) -> list[Problem]:
-    """Convert the lines of `architecture_problems` to problems."""
-    return [Problem(MODEL, line.removeprefix("model: "), rule=19) for line in lines]
+    """Return texts about config.json as problems of the model's folder."""
+    return [Problem(MODEL, line, rule=19) for line in lines]
 
 
 def _unsupported(config: HfConfig) -> list[str]:
     """Return what Megatron cannot compute of a model whose config.json is valid."""
     problems = []
     if config.rotary_dim % 2 or not config.rotary_dim:
-        said = f"model: {config.rotary_dim} dimensions of each head are rotated"
-        problems.append(f"{said}; the number must be even and positive")
+        problems.append(
+            f"{config.rotary_dim} dimensions of each head are rotated; the number must be even and positive"
+        )
     if config.experts is not None and config.experts.normalized and config.experts.per_token == 1:
-        said = "model: num_experts_per_tok=1 with normalized expert weights is not supported"
+        said = "num_experts_per_tok=1 with normalized expert weights is not supported"
         problems.append(f"{said}: the only weight would always be 1")
     return problems
 
@@ -150,20 +140,17 @@ def _expert_problems(family: str, experts: Experts | None, parallel: ParallelSec
         yield Problem(("parallel.etp", "model.path"), said, rule=7)
 
 
-def architecture_differences(one: HfConfig, other: HfConfig) -> list[str]:
-    """Return what makes two models different functions of their weights, as `key: value of one, value of other`.
+def architecture_differences(one: HfConfig, other: HfConfig) -> dict[str, str]:
+    """Return what makes two models different functions of their weights: key -> `value of one, value of other`.
 
     Training length and dtype on disk may differ.
     """
     names = [f.name for f in fields(HfConfig) if f.compare and f.name not in ("max_positions", "dtype")]
-    pairs = [(name, getattr(one, name), getattr(other, name)) for name in names]
-    ropes = [{key: value for key, value in rope(config.raw).items() if key != "type"} for config in (one, other)]
-    pairs += [
-        (key, ropes[0].get(key), ropes[1].get(key))
-        for key in sorted(ropes[0].keys() | ropes[1].keys())
-        if key not in names
-    ]
-    return [f"{name}: {value}, {different}" for name, value, different in pairs if value != different]
+    pairs = {name: (getattr(one, name), getattr(other, name)) for name in names}
+    ropes = [rope(config.raw) for config in (one, other)]
+    for key in sorted({*ropes[0], *ropes[1]} - {"type", *names}):
+        pairs[key] = (ropes[0].get(key), ropes[1].get(key))
+    return {name: f"{value}, {different}" for name, (value, different) in pairs.items() if value != different}
 
 
 def _divisors(n: int) -> list[int]:

@@ -77,20 +77,20 @@ def groups(raw: Raw) -> tuple[int, int]:
 
 def problems(raw: Raw) -> list[str]:
     """Return why the model cannot be trained."""
-    lines = [f"model: config.json lacks {key}" for key in _EXPERTS if not raw.get(key)]
+    lines = [f"config.json lacks {key}" for key in _EXPERTS if not raw.get(key)]
     if lines or any(key not in raw for key in LATENT_REQUIRED):
         return lines
     lines = expert_problems(raw | dict(num_experts=raw["n_routed_experts"]))
     if raw.get("routed_scaling_factor") == 0:
-        lines.append("model: routed_scaling_factor is 0, which disables the experts; set it to its value in training")
+        lines.append("routed_scaling_factor is 0, which disables the experts; set it to its value in training")
     if kv_heads(raw) != raw["num_attention_heads"]:
-        lines.append(f"model: num_key_value_heads={kv_heads(raw)}; latent attention has one for each query head")
+        lines.append(f"num_key_value_heads={kv_heads(raw)}; latent attention has one for each query head")
     if (raw.get("first_k_dense_replace") or 0) >= raw["num_hidden_layers"]:
-        lines.append("model: first_k_dense_replace leaves no block with experts; set it to less than num_hidden_layers")
+        lines.append("first_k_dense_replace leaves no block with experts; set it to less than num_hidden_layers")
     count, of_token = groups(raw)
     if raw["n_routed_experts"] % count or of_token * raw["n_routed_experts"] // count < raw["num_experts_per_tok"]:
         lines.append(
-            f"model: topk_group={of_token} of n_group={count} groups of the {raw['n_routed_experts']} experts do not "
+            f"topk_group={of_token} of n_group={count} groups of the {raw['n_routed_experts']} experts do not "
             f"hold the {raw['num_experts_per_tok']} of num_experts_per_tok"
         )
     return lines

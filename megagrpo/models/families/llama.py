@@ -68,7 +68,7 @@ def _phi3_problems(raw: Raw) -> list[str]:
         return []
     for key in ("factor", "attention_factor", "short_mscale", "long_mscale"):
         if rotary.get(key) is not None:
-            said = f"model: rotary parameter {key} is {rotary[key]}, which transformers and vLLM read differently"
+            said = f"rotary parameter {key} is {rotary[key]}, which transformers and vLLM read differently"
             problems.append(f"{said}; remove it")
     if not {"hidden_size", "num_attention_heads"} <= raw.keys():
         return problems
@@ -76,7 +76,7 @@ def _phi3_problems(raw: Raw) -> list[str]:
     wanted = int(head_dim * rotated_share(raw, 1.0)) // 2
     for key in ("short_factor", "long_factor"):
         if (count := len(rotary.get(key) or [])) != wanted:
-            problems.append(f"model: rotary parameter {key} has {count} numbers; a head needs {wanted}")
+            problems.append(f"rotary parameter {key} has {count} numbers; a head needs {wanted}")
     return problems
 
 

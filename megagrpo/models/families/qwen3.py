@@ -64,9 +64,7 @@ def _moe(raw: Raw, common: HfConfig) -> HfConfig:
 def _moe_problems(raw: Raw) -> list[str]:
     problems = expert_problems(raw, ("moe_intermediate_size",))
     if not problems and "num_hidden_layers" in raw and not _moe_blocks(raw):
-        problems.append(
-            "model: mlp_only_layers and decoder_sparse_step leave no block with experts; a dense model is a qwen3"
-        )
+        problems.append("mlp_only_layers and decoder_sparse_step leave no block with experts; a dense model is a qwen3")
     return problems
 
 

@@ -70,7 +70,7 @@ def test_a_key_of_another_family_is_refused_with_key_value_and_family(kind):
         if key == "qk_layernorm" and kind in ("qwen3", "qwen3_moe", "gemma3_text"):
             value = False
         (problem,) = architecture_problems(raw | {key: value})
-        assert f"model: config.json ({kind}) has {key}={value!r}"[:60] in problem, problem
+        assert f"config.json ({kind}) has {key}={value!r}"[:60] in problem, problem
     interleaved = parse_hf_config(raw).rotary_interleaved or parse_hf_config(raw).mla is not None
     for key, value in dict(rope_interleaved=not interleaved, use_qk_norm=not parse_hf_config(raw).qk_norm).items():
         (problem,) = architecture_problems(raw | {key: value})

@@ -280,10 +280,7 @@ def test_a_model_whose_class_is_known_under_another_name_is_told_that_name_and_l
 
 def test_a_multimodal_model_is_refused_with_a_way_out():
     (problem,) = architecture_problems({"model_type": "gemma3", "text_config": SMOLLM2 | {"model_type": "gemma3_text"}})
-    assert (
-        problem.startswith("model: gemma3 is multimodal")
-        and "(model_type gemma3_text); docs/troubleshooting.md" in problem
-    )
+    assert problem.startswith("gemma3 is multimodal") and "(model_type gemma3_text); docs/troubleshooting.md" in problem
 
 
 @pytest.mark.parametrize(
@@ -301,13 +298,13 @@ def test_a_multimodal_model_is_refused_with_a_way_out():
 )
 def test_a_multimodal_model_without_a_supported_text_model_is_told_the_supported_families(kind, text, said):
     (problem,) = architecture_problems({"model_type": kind, "text_config": {"model_type": text}})
-    assert problem.startswith(f"model: {kind} is multimodal, and {said}") and "name a folder" not in problem
+    assert problem.startswith(f"{kind} is multimodal, and {said}") and "name a folder" not in problem
     assert all(name in problem for name in FAMILIES)
 
 
 def test_a_model_type_that_is_no_name_is_refused():
     assert architecture_problems({"model_type": ["llama"]}) == [
-        "model: model_type is ['llama'] in config.json; it must be a name"
+        "model_type is ['llama'] in config.json; it must be a name"
     ]
 
 
@@ -338,7 +335,7 @@ def test_both_ways_to_write_gemma_3s_angles_are_read(written):
 
 def test_a_missing_size_is_named():
     raw = {k: v for k, v in SMOLLM2.items() if k != "hidden_size"}
-    assert architecture_problems(raw) == ["model: config.json lacks hidden_size"]
+    assert architecture_problems(raw) == ["config.json lacks hidden_size"]
 
 
 @pytest.mark.parametrize(
@@ -348,7 +345,7 @@ def test_a_missing_size_is_named():
 )
 def test_a_key_whose_default_in_transformers_is_another_is_missed(kind, keys):
     raw = {k: v for k, v in SMOLLM2.items() if k not in keys} | {"model_type": kind}
-    assert architecture_problems(raw) == [f"model: config.json lacks {key}" for key in keys]
+    assert architecture_problems(raw) == [f"config.json lacks {key}" for key in keys]
 
 
 def test_a_missing_or_broken_file_is_an_error_that_names_it(tmp_path):
@@ -396,14 +393,14 @@ def test_the_weights_of_a_tokens_experts_add_up_to_1_where_the_family_says_so():
 def test_a_config_of_experts_that_lacks_a_size_or_has_no_experts_says_so():
     sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
     assert architecture_problems({k: v for k, v in MIXED.items() if k not in sizes}) == [
-        "model: config.json lacks num_experts_per_tok",
-        "model: config.json lacks num_experts or num_local_experts",
-        "model: config.json lacks moe_intermediate_size",
+        "config.json lacks num_experts_per_tok",
+        "config.json lacks num_experts or num_local_experts",
+        "config.json lacks moe_intermediate_size",
     ]
     (dense,) = architecture_problems(MIXED | {"mlp_only_layers": list(range(30))})
-    assert dense.startswith("model: mlp_only_layers and decoder_sparse_step leave no block with experts")
+    assert dense.startswith("mlp_only_layers and decoder_sparse_step leave no block with experts")
     (greedy,) = architecture_problems(MIXED | {"num_experts_per_tok": 9})
-    assert greedy == "model: num_experts_per_tok=9 is more than the 8 experts"
+    assert greedy == "num_experts_per_tok=9 is more than the 8 experts"
 
 
 def test_the_width_of_dense_mlps_matters_only_where_there_are_some():
