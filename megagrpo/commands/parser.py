@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import inspect
 import platform
@@ -17,6 +16,7 @@ from typing import Any, NoReturn
 from megagrpo.commands import COMMANDS
 from megagrpo.config import ConfigError
 from megagrpo.platform.install.requirements import installed_version
+from megagrpo.platform.process.hints import did_you_mean
 from megagrpo.platform.process.terminal import WIDTH, show, write_output
 
 VERSIONED_PACKAGES = (
@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
             name = word.partition("=")[0]
             if not _OPTION.match(word) or name in known or (word[:2] in known and word[1] != "-"):
                 continue
-            near = nearest(name, known)
+            near = did_you_mean(name, known, 0.6, "{}")
             if takes_overrides and (_KEY.fullmatch(word) or (_OVERRIDE.fullmatch(word) and not near)):
                 continue
             hint = "" if near or not takes_overrides else " (a key of the config has no dashes: key=value)"
@@ -102,12 +102,6 @@ def versions() -> str:
     return "\n".join(
         [*lines, *(f"{name} {found}" for name in VERSIONED_PACKAGES if (found := installed_version(name)))]
     )
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean X?" with the most similar of `known`, or nothing."""
-    found = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {found[0]}?" if found else ""
 
 
 def build(chosen: Iterable[str]) -> tuple[Parser, dict[str, Parser]]:
@@ -140,9 +134,9 @@ def parse(arguments: Sequence[str], prog: str | None = None) -> argparse.Namespa
         raise ConfigError(f"megagrpo: needs a command\n\n{top.format_help()}")
     if first.startswith("-"):
         top.parse_known_args([first])
-        hint = nearest(first, ("--help", "--version"))
+        hint = did_you_mean(first, ("--help", "--version"), 0.6, "{}")
         top.error(
             "unknown option "
             f"{first}{hint or '; the options of a command follow its name, as in megagrpo train CONFIG --resume'}"
         )
-    top.error(f"{first} is not a command{nearest(first, COMMANDS)}; commands: {', '.join(COMMANDS)}")
+    top.error(f"{first} is not a command{did_you_mean(first, COMMANDS, 0.6, '{}')}; commands: {', '.join(COMMANDS)}")

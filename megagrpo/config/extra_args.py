@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib.metadata
 import importlib.util
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from megagrpo.config.algorithm_rules import OTHER_DISTRIBUTION, uncorrected
 from megagrpo.config.problems import Problem
+from megagrpo.platform.process.hints import did_you_mean
 
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
@@ -101,8 +101,7 @@ def extra_args_problems(config: RunConfig) -> Iterator[Problem]:
         if refused is not None:
             yield Problem((EXTRA_ARGS,), f"{name} {refused}")
         elif name != "-O" and (known := known_arguments()) and name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(name, known, 0.75, "{}")
             reason = f"vLLM {VLLM_VERSION}'s server has no argument {name}{hint}; correct or remove it"
             yield Problem((EXTRA_ARGS,), reason)
         elif name == "--kv-cache-dtype" and value.startswith(("fp8", "int8", "nvfp4", "turboquant")):

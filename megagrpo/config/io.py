@@ -19,6 +19,7 @@ from megagrpo.config.paths import anchored
 from megagrpo.config.problems import ConfigError, Problem
 from megagrpo.config.run_config import RunConfig
 from megagrpo.config.yaml_text import block_text, parse_yaml, shortened
+from megagrpo.platform.process.hints import did_you_mean
 
 LARGEST_FILE = 10_000_000  # bytes of a YAML file
 SHIPPED = "megagrpo:"  # before the name of a shipped config in `defaults:` and on the command line
@@ -103,8 +104,7 @@ def shipped_config(name: str) -> Path:
     """Return the file of `megagrpo:NAME`: NAME.yaml, or NAME/run.yaml. Raises ConfigError for an unknown name."""
     stem, known = name.removeprefix(SHIPPED).removesuffix(".yaml").removesuffix("/run"), shipped_names()
     if stem not in known:
-        near = difflib.get_close_matches(stem, known, n=1, cutoff=0.5)
-        hint = f"; did you mean {SHIPPED}{near[0]}?" if near else ""
+        hint = did_you_mean(stem, known, form=f"{SHIPPED}{{}}")
         raise ConfigError(f"no shipped config {name}{hint}; shipped: {', '.join(known)}")
     return known[stem]
 
@@ -119,8 +119,7 @@ def shipped_names() -> dict[str, Path]:
 def _shipped_hint(path: Path) -> str:
     """Return a hint for a missing file with the name of a shipped config, as configs/quickstart.yaml of a clone."""
     stem = path.as_posix().rpartition("configs/")[2].removesuffix(".yaml").removesuffix("/run")
-    near = difflib.get_close_matches(stem, shipped_names(), n=1, cutoff=0.85)
-    return f"; did you mean the shipped config {SHIPPED}{near[0]}?" if near else ""
+    return did_you_mean(stem, shipped_names(), 0.85, f"the shipped config {SHIPPED}{{}}")
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -277,8 +276,8 @@ def _fix(error: ErrorDetails, value: Any) -> str:
         return ""
     if error["type"] == "list_type":
         return f"; write [{shortened(value)}]"
-    if near := difflib.get_close_matches(value.strip("'\""), choices, n=1):
-        return f"; did you mean {near[0]}?"
+    if hint := did_you_mean(value.strip("'\""), choices, 0.6, "{}"):
+        return hint
     quoted = len(value) > 1 and value[0] in "'\"" and value[0] == value[-1]
     return "; leave the quotes out" if quoted and error["type"] == "string_pattern_mismatch" else ""
 

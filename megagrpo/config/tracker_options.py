@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from megagrpo.config.paths import is_user_code
 from megagrpo.config.problems import Problem
 from megagrpo.config.section import Section
+from megagrpo.platform.process.hints import did_you_mean
 
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
@@ -70,10 +70,8 @@ def tracker_problems(config: RunConfig) -> Iterator[Problem]:
         if name in config.run.trackers[:index]:
             yield Problem(key, f"`{name}` is listed twice; remove one")
         elif name not in BUILT_IN_TRACKERS and not is_user_code(name):
-            near = difflib.get_close_matches(name, BUILT_IN_TRACKERS, n=1, cutoff=0.5)
-            hint = f"; did you mean `{near[0]}`?" if near else ""
             known = f"known: {', '.join(BUILT_IN_TRACKERS)}; your own: path/file.py:Class or package.module:Class"
-            yield Problem(key, f"`{name}` is not a known tracker{hint}; {known}")
+            yield Problem(key, f"`{name}` is not a known tracker{did_you_mean(name, BUILT_IN_TRACKERS)}; {known}")
 
 
 def missing_package(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Collection
@@ -12,6 +11,7 @@ from pathlib import Path
 from jinja2 import Environment, TemplateError, meta
 
 from megagrpo.config.data import RENDERER_ARGUMENTS
+from megagrpo.platform.process.hints import did_you_mean
 
 # A tag that opens a thought: <think>, <reasoning>, <seed:think>, <|START_THINKING|>, <start_working_out>; not
 # <|END_THINKING|>. The bounds keep the search linear in time.
@@ -54,8 +54,7 @@ def check_kwargs(names: Collection[str], template: str | None, key: str = "data.
     used = variables(template)
     if used is not None and (unknown := [name for name in names if name not in used]):
         known = sorted(used - set(RENDERER_ARGUMENTS))
-        near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.5)
-        hint = f"; did you mean `{near[0]}`?" if near else f"; it uses {', '.join(known)}" if known else ""
+        hint = did_you_mean(unknown[0], known) or (f"; it uses {', '.join(known)}" if known else "")
         raise ValueError(
             f"{key}: the chat template does not use `{unknown[0]}`{hint}; correct the name, or leave it out"
         )

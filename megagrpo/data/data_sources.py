@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import itertools
 import json
 import os
 import re
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from megagrpo.config import DatasetSection
 from megagrpo.config.paths import DATA_SUFFIXES, TEXT_SUFFIXES, data_suffix
 from megagrpo.data.text_files import Line, read_lines, why_empty, wrong_kind
 from megagrpo.data.text_rows import JsonRows
+from megagrpo.platform.process.hints import did_you_mean
 
 datasets.disable_progress_bars()  # every rank would print one for copying a small file into the cache
 
@@ -56,12 +56,6 @@ def load_rows(section: DatasetSection, key: str, seed: int, prompt_column: str) 
             f'"..."}}'
         )
     return rows
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean `x`?` with the nearest known word, or an empty string."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean `{near[0]}`?" if near else ""
 
 
 def _read(section: DatasetSection, key: str, prompt_column: str) -> datasets.Dataset | JsonRows:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, overload
+
+from megagrpo.platform.process.hints import did_you_mean
 
 Row = dict[str, Any]
 ANSWERS = ("answer", "solution", "ground_truth", "target", "label")  # usual names of the column with the right answer
@@ -66,8 +67,8 @@ def nested(row: Row, name: str) -> Any:
 
 def column_hint(name: str, present: Sequence[str]) -> str:
     """Return the end of a message on a missing column: the nearest name, or where other trainers' rows hold it."""
-    if near := difflib.get_close_matches(name, present, n=1, cutoff=0.5):
-        return f"; did you mean `{near[0]}`?"
+    if hint := did_you_mean(name, present):
+        return hint
     fields = [other for other in present if "." in other and other.rpartition(".")[2] in ANSWERS]
     if name in ANSWERS and fields:
         return f"; did you mean `{fields[0]}`?"

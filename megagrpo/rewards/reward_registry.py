@@ -12,7 +12,8 @@ from pathlib import Path
 from megagrpo.config.placement import address_fault
 from megagrpo.config.problems import Problem, ProblemError
 from megagrpo.config.rewards import LOADED_MODEL, SERVER
-from megagrpo.rewards.target import BUILT_IN_REWARDS, Target, did_you_mean
+from megagrpo.platform.process.hints import did_you_mean
+from megagrpo.rewards.target import BUILT_IN_REWARDS, Target
 
 REWARD_MODEL = "megagrpo.rewards.functions.reward_model:RewardModel"
 SERVED_REWARD = "megagrpo.rewards.functions.served:ServedReward"

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from megagrpo.config import RewardsSection
+from megagrpo.platform.process.hints import did_you_mean
 from megagrpo.rewards.reward_registry import resolve
 from megagrpo.rewards.scoring import Function, Scoring
-from megagrpo.rewards.target import did_you_mean
 from megagrpo.rewards.workers.pool import SHARED, Call, WorkerPool
 from megagrpo.types import Rollout, ScoredRollout
 

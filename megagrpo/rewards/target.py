@@ -5,12 +5,11 @@ Imports only the standard library: every worker process reads this file, and pyd
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    pass
 
 BUILT_IN_REWARDS = {
     "exact_number": "megagrpo.rewards.functions.text_rewards:exact_number",
@@ -66,9 +65,3 @@ class Signature(TypedDict):
     completions_per_call: int | None
     value_of_failure: float | None  # score of a completion whose scoring failed
     finds_row_faults: bool  # it has `row_fault`
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean `x`?` for the nearest known word, or an empty string."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean `{near[0]}`?" if near else ""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megagrpo.config import ConfigError
-from megagrpo.rewards.target import did_you_mean
+from megagrpo.platform.process.hints import did_you_mean
 
 if TYPE_CHECKING:
     import datasets

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from megagrpo.config import MultiTurnSection, Problem, ProblemError, RunConfig
 from megagrpo.config.tracker_options import TRACKER_PACKAGES
 from megagrpo.environments.environment_registry import SCHEDULERS, TOOLS
+from megagrpo.platform.process.hints import did_you_mean
 from megagrpo.rewards.reward_registry import locate, resolve, undefined
-from megagrpo.rewards.target import did_you_mean
 
 REWARD_RULE = 18  # of docs/plan.md: reward functions exist
 

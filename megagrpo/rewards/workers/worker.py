@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.platform.process import user_code
+from megagrpo.platform.process.hints import did_you_mean
 from megagrpo.rewards.functions.text_rewards import text_of
 from megagrpo.rewards.plugins import orms
-from megagrpo.rewards.target import BUILT_IN_REWARDS, Signature, Target, did_you_mean
+from megagrpo.rewards.target import BUILT_IN_REWARDS, Signature, Target
 from megagrpo.rewards.workers.channel import Channel, from_json
 from megagrpo.rewards.workers.values import LOG_ARGUMENTS, CallLog, InvalidRewards, reward_of, rewards_of
 

@@ -13,9 +13,9 @@ from megagrpo.config import RunConfig, evaluation_sets
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import Tokenizer
 from megagrpo.engine.protocol import derive_seed
+from megagrpo.platform.process.hints import did_you_mean
 from megagrpo.rewards.answers import extractor
 from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.rewards.target import did_you_mean
 from megagrpo.trainer.evaluation.estimators import majority_passes, pass_at_k, steps_to
 from megagrpo.trainer.rollout.collector import rollout_metrics, sampling_params
 from megagrpo.types import Prompt, SamplingParams, ScoredRollout, Truncation
