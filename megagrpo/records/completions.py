@@ -17,13 +17,21 @@ def completion_rows(step: int, scored: Sequence[ScoredRollout], advantages: Sequ
 
 
 def _row(step: int, scored: ScoredRollout, advantage: float) -> Row:
-    rollout = scored.rollout
-    extra = {"extra": scored.extra} if scored.extra else {}
-    stop = {"stop_string": rollout.stop_string} if rollout.stop_string is not None else {}
-    later = {"later_versions": rollout.later_versions} if rollout.later_versions else {}
-    dialogue = {} if rollout.dialogue is None else {"dialogue": rollout.dialogue.record()}
+    versions = scored.rollout.later_versions
     return {
         "step": step,
+        **response_row(scored),
+        "advantage": advantage,
+        "weight_version": scored.rollout.weight_version,
+        **({"extra": scored.extra} if scored.extra else {}),
+        **({"later_versions": versions} if versions else {}),
+    }
+
+
+def response_row(scored: ScoredRollout) -> Row:
+    """Return what training and evaluation record of a response."""
+    rollout = scored.rollout
+    return {
         "prompt_id": rollout.prompt.prompt_id,
         "prompt": rollout.prompt.messages,
         "completion": rollout.text,
@@ -31,12 +39,8 @@ def _row(step: int, scored: ScoredRollout, advantage: float) -> Row:
         "finish_reason": rollout.finish_reason,
         "reward": scored.reward,
         "rewards": scored.rewards,
-        "advantage": advantage,
-        "weight_version": rollout.weight_version,
-        **stop,
-        **extra,
-        **later,
-        **dialogue,
+        **({} if rollout.stop_string is None else {"stop_string": rollout.stop_string}),
+        **({} if rollout.dialogue is None else {"dialogue": rollout.dialogue.record()}),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,7 @@ from megagrpo.environments.dialogues import make_dialogues
 from megagrpo.platform.process.atomic_file import write_atomically
 from megagrpo.platform.process.phases import Phases
 from megagrpo.platform.process.terminal import side_by_side, warn
+from megagrpo.records.completions import response_row
 from megagrpo.records.progress_bars import run_progress
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.evaluation.sets import HeldOut, check_columns, evaluate, load_sets
@@ -62,25 +64,11 @@ def evaluate_offline(
     responses: dict[str, list[dict[str, Any]]] = {}
 
     def see(held_out: HeldOut, scored: list[ScoredRollout]) -> None:
-        responses[held_out.name] = [response(s) for s in scored]
+        rewards_or_none = [None if math.isnan(s.reward) else s.reward for s in scored]
+        pairs = zip(scored, rewards_or_none, strict=True)
+        responses[held_out.name] = [response_row(s) | {"reward": reward} for s, reward in pairs]
 
     return evaluate(sets, collect, config.run.seed, see), responses
-
-
-def response(scored: ScoredRollout) -> dict[str, Any]:
-    """Return one response in the form of the output file."""
-    rollout = scored.rollout
-    return {
-        "prompt_id": rollout.prompt.prompt_id,
-        "prompt": rollout.prompt.messages,
-        "completion": rollout.text,
-        "num_tokens": rollout.length,
-        "finish_reason": rollout.finish_reason,
-        "reward": scored.reward if scored.reward == scored.reward else None,
-        "rewards": scored.rewards,
-        **({} if rollout.stop_string is None else {"stop_string": rollout.stop_string}),
-        **({} if rollout.dialogue is None else {"dialogue": rollout.dialogue.record()}),
-    }
 
 
 def table(metrics: dict[str, float], names: Sequence[str]) -> str:
