@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from megagrpo.config.loss_table import LOSSES, Average, Loss, custom_loss
-from megagrpo.config.paths import is_user_code
-from megagrpo.config.section import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section, ShownAs
-
-
-def _known_loss(value: object) -> object:
-    if isinstance(value, str) and (value in LOSSES or is_user_code(value)):
-        return value
-    names = ", ".join(f"'{name}'" for name in LOSSES)
-    raise PydanticCustomError(
-        "literal_error", "must be {expected}", {"expected": f"{names}, or your own as FILE.py:NAME"}
-    )
+from megagrpo.config.section import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section, choice_or_user_code
 
 
 class AlgorithmSection(Section):
-    loss_type: Annotated[str, BeforeValidator(_known_loss), ShownAs(" | ".join([*LOSSES, "FILE.py:NAME"]))] = "dapo"
+    loss_type: Annotated[str, *choice_or_user_code(LOSSES)] = "dapo"
     """The loss and how its tokens are averaged. The clipped ratio: grpo by sequence then batch, dapo and bnpo by token,
     dr_grpo by sequences x max_completion_length, luspo summed by sequence. cispo, sapo, vespo, gmpo and fipo bound or
     weigh the ratio otherwise, real classifies the responses of a group. Your own: `path/file.py:function` or

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from megagrpo.config.paths import is_user_code
 
 COLDEST = 0.01  # vLLM raises a lower temperature above 0 to this one
 HOTTEST = 2.0  # vLLM rejects a request with a higher temperature
@@ -27,6 +40,19 @@ class ShownAs:
     def __get_pydantic_json_schema__(self, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """Return the JSON schema, in which editors find the values in lower case; other values stay valid."""
         return {"anyOf": [{"enum": [name for name in self.text.split(" | ") if name.islower()]}, handler(core_schema)]}
+
+
+def choice_or_user_code(names: Iterable[str]) -> tuple[BeforeValidator, ShownAs]:
+    """Return the annotations of a key that takes one of `names`, or the user's code as `FILE.py:NAME`."""
+    choices = list(names)
+
+    def check(value: object) -> object:
+        if isinstance(value, str) and (value in choices or is_user_code(value)):
+            return value
+        expected = ", ".join([*(f"'{name}'" for name in choices), "or your own as FILE.py:NAME"])
+        raise PydanticCustomError("literal_error", "must be {expected}", {"expected": expected})
+
+    return BeforeValidator(check), ShownAs(" | ".join([*choices, "FILE.py:NAME"]))
 
 
 PositiveInt = Annotated[int, Field(gt=0)]

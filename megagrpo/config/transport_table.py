@@ -8,11 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, NamedTuple
 
-from pydantic import BeforeValidator
-from pydantic_core import PydanticCustomError
-
-from megagrpo.config.paths import is_user_code
-from megagrpo.config.section import ShownAs
+from megagrpo.config.section import choice_or_user_code
 
 
 class TransportRow(NamedTuple):
@@ -30,14 +26,4 @@ TRANSPORTS = {
 }
 
 
-def _known_transport(value: object) -> object:
-    if isinstance(value, str) and (value == "auto" or value in TRANSPORTS or is_user_code(value)):
-        return value
-    names = ", ".join(f"'{name}'" for name in ("auto", *TRANSPORTS))
-    expected = f"{names}, or your own as FILE.py:NAME"
-    raise PydanticCustomError("literal_error", "must be {expected}", {"expected": expected})
-
-
-TransportName = Annotated[
-    str, BeforeValidator(_known_transport), ShownAs(" | ".join(["auto", *TRANSPORTS, "FILE.py:NAME"]))
-]
+TransportName = Annotated[str, *choice_or_user_code(["auto", *TRANSPORTS])]
