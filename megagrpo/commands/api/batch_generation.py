@@ -13,8 +13,9 @@ from megagrpo.engine.protocol import derive_seed
 from megagrpo.engine.servers.serving import Serving
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.process.terminal import warn
+from megagrpo.trainer.evaluation.chat import with_options
 from megagrpo.trainer.rollout.collector import sampling_params
-from megagrpo.types import Prompt, SamplingParams
+from megagrpo.types import Prompt
 
 OWN_SERVERS = ["rollout.urls=[]", "rollout.urls_file=null"]  # a run's servers may have other weights by now
 
@@ -34,7 +35,7 @@ def respond(
                 Prompt(i, tokenizer.render(text, config.data.system_prompt, template), text)
                 for i, text in enumerate(messages)
             ]
-            sampling = _sampling(sampling_params(config.rollout, tokenizer.eos_token_ids), options)
+            sampling = with_options(sampling_params(config.rollout, tokenizer.eos_token_ids), options)
             limit = _longest_sequence(prompts, sampling.max_tokens, load_hf_config(folder).max_positions)
             serving.start(limit)
             seed = options.get("seed", config.run.seed)
@@ -61,10 +62,3 @@ def _longest_sequence(prompts: Sequence[Prompt], max_tokens: int, max_positions:
             "shorten it"
         )
     return limit
-
-
-def _sampling(trained: SamplingParams, options: Mapping[str, Any]) -> SamplingParams:
-    """Return the training's sampling with the options in place of its values."""
-    of_sampling = {name: options[name] for name in ("temperature", "max_tokens") if name in options}
-    cuts = {name: options[name] for name in ("top_p", "top_k", "min_p") if name in options}
-    return replace(trained, **of_sampling, truncation=replace(trained.truncation, **cuts))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.data.tokenizer import Tokenizer, read_chat_template, tokenizer_of
@@ -80,22 +82,22 @@ def connect(serving: Serving, options: argparse.Namespace) -> Chat:
     folder = serving.find(options.checkpoint, options.adapter)
     tokenizer = tokenizer_of(config, folder)
     template = read_chat_template(config.data.chat_template)
-    max_tokens = options.max_tokens or rollout.max_completion_length
+    sampling = with_options(sampling_params(rollout, tokenizer.eos_token_ids), vars(options))
     limit = config.longest_sequence
     if not rollout.urls:
-        wanted = max(limit, (rollout.max_prompt_length if options.is_config else PROMPT_ROOM) + max_tokens)
+        wanted = max(limit, (rollout.max_prompt_length if options.is_config else PROMPT_ROOM) + sampling.max_tokens)
         limit = min(wanted, load_hf_config(folder).max_positions)
     serving.start(limit)
-    trained = sampling_params(rollout, tokenizer.eos_token_ids)
-    chosen = {
-        name: getattr(options, name) for name in ("top_p", "top_k", "min_p") if getattr(options, name) is not None
-    }
-    temperature = trained.temperature if options.temperature is None else options.temperature
-    sampling = replace(
-        trained, temperature=temperature, max_tokens=max_tokens, truncation=replace(trained.truncation, **chosen)
-    )
     system = config.data.system_prompt if options.system is None else options.system
     return Chat(serving.engine(tokenizer), tokenizer, sampling, system, template, limit, seed)
+
+
+def with_options(trained: SamplingParams, options: Mapping[str, Any]) -> SamplingParams:
+    """Return the training's sampling with the options in place of its values; None stands for an option left out."""
+    given = {name: value for name, value in options.items() if value is not None}
+    of_sampling = {name: given[name] for name in ("temperature", "max_tokens") if name in given}
+    cuts = {name: given[name] for name in ("top_p", "top_k", "min_p") if name in given}
+    return replace(trained, **of_sampling, truncation=replace(trained.truncation, **cuts))
 
 
 def _print(response: str) -> None:
