@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from megagrpo.commands.config_arguments import add_config, config_path, load
+from megagrpo.commands.config_arguments import add_config, load
 from megagrpo.config import ConfigError
-from megagrpo.config.io import listed
+from megagrpo.config.io import config_file, listed
 from megagrpo.platform.process.imports import without_garbage_collection
 from megagrpo.platform.process.terminal import one_line, show
 
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     """Print what was tried. Raises ConfigError with all problems."""
     if options.rows < 1:
         raise ConfigError(f"--rows {options.rows}: must be 1 or more")
-    config, path = load(options), config_path(options)
+    config, path = load(options), config_file(options.config)
     with without_garbage_collection():
         from transformers.utils.logging import disable_progress_bar
 

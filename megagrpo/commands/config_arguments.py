@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from megagrpo.config import RunConfig, absolute_override, load_config
-from megagrpo.config.io import config_file
 
 KEYS_HELP = """CONFIG is a YAML file, or megagrpo:NAME for a config that is shipped with megagrpo. key=value replaces a
 value of it, as in train.learning_rate=1e-5 or rewards.functions.0.weight=2; a key of text takes the text as it is
@@ -28,11 +26,6 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
 def overrides(options: argparse.Namespace) -> list[str]:
     """Return the words key=value, also from options, with absolute paths: other processes may run in another folder."""
     return [*map(absolute_override, options.overrides), *["run.resume=true"] * getattr(options, "resume", False)]
-
-
-def config_path(options: argparse.Namespace) -> Path:
-    """Return the file of the config. Raises ConfigError for an unknown name of a shipped config."""
-    return config_file(options.config)
 
 
 def load(options: argparse.Namespace) -> RunConfig:

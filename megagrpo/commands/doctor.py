@@ -19,7 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megagrpo.commands.config_arguments import KEYS_HELP, config_path, overrides
+from megagrpo.commands.config_arguments import KEYS_HELP, overrides
+from megagrpo.config.io import config_file
 from megagrpo.platform.process.terminal import show, warn, wrapped
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def _needs(options: argparse.Namespace, gpu: bool) -> Needs:
     words, sizes = split_sizes(overrides(options))
     if unused := sizes.keys() - {"world_size"}:
         raise ConfigError(f"{min(unused)}: megagrpo doctor reads only world_size; megagrpo plan reads the others")
-    path = config_path(options)
+    path = config_file(options.config)
     return needs_of(load_config(options.config, words), path.stem, gpu, sizes.get("world_size"))
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megagrpo.commands.config_arguments import add_config, config_path, load
+from megagrpo.commands.config_arguments import add_config, load
+from megagrpo.config.io import config_file
 from megagrpo.platform.process.terminal import show
 
 
@@ -30,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     from megagrpo.commands.api.api_checks import evaluate_here
 
     config, checkpoint, adapter = load(options), options.checkpoint, options.adapter
-    result = evaluate_here(config, config_path(options).parent, checkpoint, adapter)
+    result = evaluate_here(config, config_file(options.config).parent, checkpoint, adapter)
     from megagrpo.trainer.evaluation import offline
 
     show(offline.table(result.metrics, list(result.by_set)))

@@ -17,9 +17,9 @@ import subprocess
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from megagrpo.commands.config_arguments import add_config, add_resume, config_path, load, overrides
+from megagrpo.commands.config_arguments import add_config, add_resume, load, overrides
 from megagrpo.config import ConfigError, RunConfig
-from megagrpo.config.io import SHIPPED
+from megagrpo.config.io import SHIPPED, config_file
 from megagrpo.platform.process.terminal import warn, write_output
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     )
     config = load(options)
     placement = place(config.run.nodes, config.rollout, cluster)
-    name = options.config if options.config.startswith(SHIPPED) else str(config_path(options).resolve())
+    name = options.config if options.config.startswith(SHIPPED) else str(config_file(options.config).resolve())
     check_paths(config, name, cluster)
     check_plan(config, placement.world_size, cluster.gpu_memory_gb if cluster.gpus_per_node else None)
     render = manifest if cluster.storage_claim else sbatch_script

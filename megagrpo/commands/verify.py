@@ -16,8 +16,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megagrpo.commands.config_arguments import add_config, config_path, load, overrides
+from megagrpo.commands.config_arguments import add_config, load, overrides
 from megagrpo.config import ConfigError
+from megagrpo.config.io import config_file
 from megagrpo.platform.process.imports import without_garbage_collection
 
 # options without and with --precision
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         if not chosen.get(name, 1) > 0:
             raise ConfigError(f"--{name}: must be a positive number (got {chosen[name]})")
     load(options)
-    path, words = config_path(options), overrides(options)
+    path, words = config_file(options.config), overrides(options)
     if options.precision:
         with without_garbage_collection():
             from megagrpo.proof.verify.precision_gate import verify_precision
