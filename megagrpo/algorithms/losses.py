@@ -19,7 +19,8 @@ from megagrpo.types import LossFn, LossInputs, LossOutput, Metric
 
 def make_loss(algorithm: AlgorithmSection) -> LossFn:
     """Return `algorithm`'s loss as a function of a micro-batch. Raises ProblemError for an unusable loss of a user."""
-    row, policy_term = algorithm.loss, policy_term_of(algorithm)
+    row = algorithm.loss
+    policy_term: PolicyTerm = load_policy_term(algorithm) if row.custom else getattr(policy_losses, row.policy_term)
 
     def loss(inputs: LossInputs) -> LossOutput:
         batch, terms, policy = inputs.micro_batch, inputs.micro_batch.terms, inputs.policy_logprobs
@@ -64,12 +65,6 @@ def make_loss(algorithm: AlgorithmSection) -> LossFn:
         return LossOutput(numerator=total, metrics=metrics)
 
     return loss
-
-
-def policy_term_of(algorithm: AlgorithmSection) -> PolicyTerm:
-    """The policy term of `algorithm.loss_type`: a function of `policy_losses`, or the user's own."""
-    row = algorithm.loss
-    return load_policy_term(algorithm) if row.custom else getattr(policy_losses, row.policy_term)
 
 
 def ratio_metrics(tokens: Tokens, algorithm: AlgorithmSection) -> dict[str, Metric]:

@@ -174,8 +174,9 @@ def fp8_problems(config: RunConfig) -> Iterator[Problem]:
         reason = (
             f"only applies to scales with a history, but {recipe} is {m.fp8_recipe}; choose delayed, or leave it out"
         )
-        for key, value in m.history_keys.items():
-            yield Problem((f"model.{key}", recipe), f"{value} {reason}")
+        for name in ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin"):
+            if (value := getattr(m, name)) != type(m).model_fields[name].default:
+                yield Problem((f"model.{name}", recipe), f"{value} {reason}")
     if m.fp8_recipe != "none" and config.lora.enabled:
         why = "is not supported with LoRA: linears with an adapter multiply in model.precision"
         yield Problem((recipe, "lora.rank"), f"{m.fp8_recipe} {why}; choose none, or set lora.rank to 0")

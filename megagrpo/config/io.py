@@ -24,7 +24,6 @@ from megagrpo.platform.process.hints import did_you_mean
 LARGEST_FILE = 10_000_000  # bytes of a YAML file
 SHIPPED = "megagrpo:"  # before the name of a shipped config in `defaults:` and on the command line
 FOLDER_CONFIG = "run.yaml"  # the config of a shipped folder, which is named by the folder alone
-Loc = tuple[str | int, ...]  # pydantic's location of an error: keys and list indices
 
 
 # -------------------------------------------------------------------------------------------------------------- reading

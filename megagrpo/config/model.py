@@ -64,12 +64,6 @@ class ModelSection(Section):
     pass. Copies overlap with computation; `megagrpo plan --gpu` predicts when they take longer."""
 
     @property
-    def history_keys(self) -> dict[str, int | str]:
-        """Keys that only `delayed` reads and that differ from their defaults."""
-        names, fields = ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin"), type(self).model_fields
-        return {name: value for name in names if (value := getattr(self, name)) != fields[name].default}
-
-    @property
     def hybrid_fp8(self) -> bool:
         """Whether FP8 gradients are in e5m2."""
         by_recipe = self.fp8_format == "auto" and self.fp8_recipe in ("tensorwise", "delayed")

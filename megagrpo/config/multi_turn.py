@@ -53,11 +53,6 @@ class MultiTurnSection(Section):
         """vLLM's parser, with which servers are started; None when the trainer parses calls itself."""
         return self.tool_parser.removeprefix("vllm:") if self.tool_parser.startswith("vllm:") else None
 
-    @property
-    def calls_tools(self) -> bool:
-        """Whether prompts offer tools to the policy."""
-        return bool(self.tools or self.environment)
-
 
 def multi_turn_problems(m: MultiTurnSection) -> Iterator[Problem]:
     """Yield options that have no effect, or contradict each other."""
@@ -72,7 +67,7 @@ def multi_turn_problems(m: MultiTurnSection) -> Iterator[Problem]:
         reason = "needs a scheduler; set multi_turn.scheduler, or leave scheduler_args out"
         yield Problem(("multi_turn.scheduler_args", "multi_turn.scheduler"), reason)
     for name in ("max_tool_calling_iterations", "tool_parser"):
-        if name in idle and not m.calls_tools:
+        if name in idle and not (m.tools or m.environment):
             keys = (f"multi_turn.{name}", "multi_turn.tools", "multi_turn.environment")
             yield Problem(keys, f"{getattr(m, name)} needs tools; name tools or an environment, or leave it out")
     if m.completion_length_limit_scope == "per_round" and m.max_response_length is None:

@@ -76,8 +76,9 @@ class FollowUps:
             turn["tool_calls"] = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in names]
         closed = self._render([_OPENING, turn], generate=False, kwargs=kwargs)
         whole = self._render([_OPENING, turn, *messages], generate=True, kwargs=kwargs)
+        ends = filter(None, map(self._tokenizer.token_text, self._tokenizer.eos_token_ids))
         stop, end = max(
-            ((closed.rfind(end) + len(end), end) for end in self._turn_ends() if end in closed),
+            ((closed.rfind(end) + len(end), end) for end in ends if end in closed),
             default=(len(closed), ""),
         )
         closed = closed[:stop]
@@ -88,9 +89,6 @@ class FollowUps:
                 "that keeps every turn (docs/multi_turn.md)"
             )
         return end, whole[len(closed) :]
-
-    def _turn_ends(self) -> list[str]:
-        return [text for text in map(self._tokenizer.token_text, self._tokenizer.eos_token_ids) if text]
 
     def _render(self, messages: list[Message], generate: bool, kwargs: Mapping[str, Any] | None = None) -> str:
         try:

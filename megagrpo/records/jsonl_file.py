@@ -16,16 +16,12 @@ class JsonlFile:
     def __init__(self, path: Path, last_step: int):
         """Open the file. Lines of steps after `last_step`, and a line that a kill truncated, are removed."""
         if path.exists():
-            self._drop_after(path, last_step)
+            rewritten = path.with_suffix(".rewriting")
+            with open(path, "rb") as lines, open(rewritten, "wb") as file:
+                file.writelines(line for line in lines if _step_of(line) <= last_step)
+            os.replace(rewritten, path)
         self._file = open(path, "ab", buffering=0)
         self._broken_line = False
-
-    @staticmethod
-    def _drop_after(path: Path, last_step: int) -> None:
-        rewritten = path.with_suffix(".rewriting")
-        with open(path, "rb") as lines, open(rewritten, "wb") as file:
-            file.writelines(line for line in lines if _step_of(line) <= last_step)
-        os.replace(rewritten, path)
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
         lines = "".join(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)

@@ -60,9 +60,11 @@ def pickled(objects: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, by
     """Return name -> pickle. Raises ConfigError for an object without a pickle; `keys` names the object's argument."""
     import cloudpickle
 
-    made = {}
+    made, torch = {}, sys.modules.get("torch")
     for name, thing in objects.items():
-        _reject_model(thing, keys[name])
+        if torch is not None and isinstance(thing, torch.nn.Module):
+            kind = type(thing).__name__
+            raise ConfigError(f"{keys[name]}: a {kind} is a model, not a function; save it and pass model:FOLDER")
         try:
             made[name] = cloudpickle.dumps(thing)
         except Exception as error:  # any class may define how it is pickled
@@ -70,12 +72,6 @@ def pickled(objects: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, by
             fix = "open files, locks, models and connections inside the function, or define it in a file and pass "
             raise ConfigError(f"{keys[name]}: `{_name(thing)}` {why}; {fix}path/file.py:name") from error
     return made
-
-
-def _reject_model(thing: Any, key: str) -> None:
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(thing, torch.nn.Module):
-        raise ConfigError(f"{key}: a {type(thing).__name__} is a model, not a function; save it and pass model:FOLDER")
 
 
 def write_module(file: Path, title: str, pickles: Mapping[str, bytes], instances: Sequence[str] = ()) -> None:

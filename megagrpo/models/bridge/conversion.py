@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from torch import Tensor
 
 from megagrpo.config import ParallelSection
@@ -87,7 +87,8 @@ def _empty(folder: Path) -> None:
 def _import_tensors(
     own: Structure, checkpoint: Checkpoint, folder: Unfinished, layout: Layout, task: Task
 ) -> list[Piece]:
-    mine = {part: _dtype_of(part, checkpoint, own) for part in own.parts if part.is_first_copy}
+    written = [part for part in own.parts if is_main_replica(part.stored.replica_id)]
+    mine = {part: _dtype_of(part, checkpoint, own) for part in written}
     sizes = {part.name: math.prod(part.shape) * dtype.itemsize for part, dtype in mine.items()}
     writer = run_own_and_agree(layout, lambda: PieceWriter(folder.path, layout.world_rank, folder.journal))
     left = {part: dtype for part, dtype in mine.items() if part.name not in writer.done}

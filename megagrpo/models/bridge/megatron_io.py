@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -68,11 +68,6 @@ class Part:
         if isinstance(self.stored, ShardedTensor):
             return [dataclasses.replace(self.stored, data=value, dtype=value.dtype)]
         return dataclasses.replace(self.stored, data=value).build()
-
-    @property
-    def is_first_copy(self) -> bool:
-        """Whether this rank writes the parameter, out of all ranks that hold it."""
-        return is_main_replica(self.stored.replica_id)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,9 @@ def blocks(
     table = FAMILIES[hf_config.family].table(hf_config)
     for i, chunk in enumerate(chunks):
         model = unwrap_model(chunk)
-        for name, weight in (*model.named_parameters(), *_weights_without_gradient(model)):
+        # Megatron keeps the routers' expert biases as buffers, in float32 even in a bfloat16 model
+        biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(".router.expert_bias")]
+        for name, weight in (*model.named_parameters(), *biases):
             if is_adapter(name):
                 continue
             module = model.get_submodule(name.rpartition(".")[0]) if name.endswith(".weight") else None
@@ -116,11 +118,6 @@ def trained_blocks(
         for name, param, parameter_blocks in blocks(chunks, hf_config, layout)
         if isinstance(param, (nn.Parameter, DenseWeight))
     ]
-
-
-def _weights_without_gradient(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the routers' expert biases. Megatron keeps them as buffers, in float32 even in a bfloat16 model."""
-    return ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".router.expert_bias"))
 
 
 def _block_number(model: nn.Module, index: int) -> int:

@@ -137,7 +137,9 @@ def _unknown(raw: Raw) -> str:
     if isinstance(text := raw.get("text_config"), dict):
         inside = str(text.get("model_type") or "without model_type")
         if inside not in FAMILIES:
-            return f"{kind} is multimodal, and its text model {inside} is not supported either{_nearest(inside)}"
+            near = get_close_matches(inside.removesuffix("_text"), FAMILIES, n=3)
+            supported = ", ".join([*near, *(name for name in FAMILIES if name not in near)])
+            return f"{kind} is multimodal, and its text model {inside} is not supported either; supported: {supported}"
         return (
             f"{kind} is multimodal, but only text models are supported; name a folder with its text model "
             f"(model_type {inside}); docs/troubleshooting.md has the code that writes it"
@@ -153,12 +155,6 @@ def _unknown(raw: Raw) -> str:
         "describes it, and another family would compute other numbers. docs/add_a_model.md shows how to write that "
         f"file. Supported: {names}"
     )
-
-
-def _nearest(kind: str) -> str:
-    """Return the end of a message that names the supported families, those with a similar name first."""
-    near = get_close_matches(kind.removesuffix("_text"), FAMILIES, n=3)
-    return f"; supported: {', '.join([*near, *(name for name in FAMILIES if name not in near)])}"
 
 
 def _key_problems(family: Family, raw: Raw, unknown_parameters: dict[str, Any]) -> list[str]:

@@ -20,7 +20,9 @@ def run_notes(config: RunConfig, world_size: int, model: HfConfig | None, has_da
     notes += _data_notes(config.data.train, config.rollout.prompts_per_step) if has_data else []
     if model is not None:
         folder = Path(os.path.expanduser(config.model.tokenizer or config.model.path))
-        notes += _vocabulary_notes(model, config.parallel.tp)
+        if model.vocab_size % (tp := config.parallel.tp):
+            said = f"the vocabulary of {model.vocab_size} is padded to {model.padded_vocab(tp)} for tp={tp}; exports"
+            notes.append(Problem(("parallel.tp",), f"{said} and weight syncs remove the padding", rule=4))
         notes += _tokenizer_notes(folder, config.data.chat_template is not None, model.raw.get("eos_token_id"))
     return notes
 
@@ -42,13 +44,6 @@ def layout_notes(config: RunConfig, world_size: int) -> Iterator[Problem]:
             f"ranks, {dp}; use {ceil(dp * slices / r.num_generations)} prompts or more"
         )
         yield Problem(("rollout.prompts_per_step", "rollout.num_generations"), said, rule=11)
-
-
-def _vocabulary_notes(model: HfConfig, tp: int) -> Iterator[Problem]:
-    """Yield a note on padding of the vocabulary."""
-    if model.vocab_size % tp:
-        said = f"the vocabulary of {model.vocab_size} is padded to {model.padded_vocab(tp)} for tp={tp}; exports and "
-        yield Problem(("parallel.tp",), f"{said}weight syncs remove the padding", rule=4)
 
 
 def _data_notes(data: DatasetSection, drawn: int) -> Iterator[Problem]:

@@ -114,11 +114,6 @@ def kernel_seconds(kernel: Kernel, gpu: Gpu) -> float:
     return max(computing, kernel.bytes / (gpu.memory_gb_per_s * 1e9 * BANDWIDTH), KERNEL_SECONDS)
 
 
-def launch_seconds(kernel: Kernel) -> float:
-    """Return the host's seconds to launch one kernel."""
-    return EXPERT_LAUNCH_SECONDS if kernel.kind == "experts" else LAUNCH_SECONDS
-
-
 def message_seconds(message: Message, gpu: Gpu) -> float:
     """Return the seconds of one message. No overlap with computation is assumed."""
     links = Links(gpu)
@@ -141,7 +136,7 @@ def roofline(config: RunConfig, model: HfConfig, trace: Trace, world_size: int, 
     count = micro_batches(config, trace, world_size, lengths)
     costs = trace.step(count)
     device = _by_phase(costs.kernels, lambda kernel: kernel_seconds(kernel, gpu))
-    host = _by_phase(costs.kernels, launch_seconds)
+    host = _by_phase(costs.kernels, lambda k: EXPERT_LAUNCH_SECONDS if k.kind == "experts" else LAUNCH_SECONDS)
     messages = _by_phase(costs.messages, lambda message: message_seconds(message, gpu))
     seconds = {phase: max(device[phase], host[phase]) + messages[phase] for phase in TRACE_PHASES}
     passes = sum(seconds[phase] for phase in ("forward", "head", "backward"))

@@ -18,7 +18,10 @@ from megagrpo.records.report.shown_responses import text_of
 def rows(config: dict[str, Any], privacy: Privacy) -> list[list[Any]]:
     """Return [key, value, default, changed] of every key, in order. A key without a default, or that this version
     lacks, has None there and counts as changed if it has a value. Values omit machine paths and credentials."""
-    defaults = _defaults()
+    defaults = {
+        key: PydanticUndefined if info.is_required() else info.get_default(call_default_factory=True)
+        for key, info in fields(RunConfig)
+    }
     found = []
     for key, value in _flat(config):
         known = defaults.get(_pattern(key, defaults), PydanticUndefined)
@@ -60,13 +63,6 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(below, f"{key}.{index}")
     else:
         yield key, value
-
-
-def _defaults() -> dict[str, Any]:
-    found = {}
-    for key, info in fields(RunConfig):
-        found[key] = PydanticUndefined if info.is_required() else info.get_default(call_default_factory=True)
-    return found
 
 
 def _pattern(key: str, known: dict[str, Any]) -> str:

@@ -61,7 +61,8 @@ def static_bytes() -> int:
 
 def policy() -> str:
     """Return the content security policy: nothing but this file's script and style."""
-    script, style = (f"'sha256-{_sha256(joined(names))}'" for names in (SCRIPTS, STYLES))
+    hashes = [hashlib.sha256(joined(names).encode()).digest() for names in (SCRIPTS, STYLES)]
+    script, style = (f"'sha256-{base64.b64encode(value).decode()}'" for value in hashes)
     return (
         f"default-src 'none'; script-src {script}; style-src {style}; img-src data:; base-uri 'none'; form-action "
         "'none'"
@@ -78,7 +79,3 @@ def template() -> str:
 def joined(names: tuple[str, ...]) -> str:
     """Return the contents of static files, one after the other."""
     return "\n".join((STATIC / name).read_text(encoding="utf-8").strip() for name in names)
-
-
-def _sha256(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

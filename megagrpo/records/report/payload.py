@@ -14,7 +14,7 @@ from megagrpo.records.report import changed_settings
 from megagrpo.records.report.collect import Row, RunFiles
 from megagrpo.records.report.findings import findings
 from megagrpo.records.report.plan_check import plan_against_measured
-from megagrpo.records.report.reduce import curves, number, result, rows_per_point, state
+from megagrpo.records.report.reduce import curves, number, result, rows_per_point, state, when_of
 from megagrpo.records.report.shown_responses import Chosen, choose
 from megagrpo.records.run_files import AXES
 
@@ -163,18 +163,17 @@ def layout(run: RunFiles) -> dict[str, Any]:
 def messages(run: RunFiles) -> list[list[Any]]:
     """Return step, time and text of the run's messages; the first and last ones of many."""
     rows = [
-        [row["step"], number_or_none(row.get("wall_time")), printable(str(row.get("text", "")))[:2000]]
+        [
+            row["step"],
+            None if (when := when_of(row)) is None else round(when, 3),
+            printable(str(row.get("text", "")))[:2000],
+        ]
         for row in run.messages
     ]
     if len(rows) <= MOST_MESSAGES:
         return rows
     half = MOST_MESSAGES // 2
     return [*rows[:half], [rows[half][0], None, f"… {len(rows) - MOST_MESSAGES:,} messages left out …"], *rows[-half:]]
-
-
-def number_or_none(value: Any) -> float | None:
-    """Return a time with milliseconds; None for any other value."""
-    return round(float(value), 3) if number(value) is not None else None
 
 
 def _printable_names(curve: dict[str, Any]) -> dict[str, Any]:

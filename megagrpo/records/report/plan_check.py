@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from megagrpo.config import ConfigError, ProblemError, RunConfig
 from megagrpo.platform.process.terminal import printable
 from megagrpo.proof.plan import plan, with_times
-from megagrpo.proof.plan.gpu_specs import GPUS, Gpu
+from megagrpo.proof.plan.gpu_specs import GPUS
 from megagrpo.proof.plan.workload import expected_lengths
 from megagrpo.records.report.collect import RunFiles
 from megagrpo.records.report.reduce import number
@@ -32,7 +32,9 @@ def plan_against_measured(run: RunFiles) -> dict[str, Any]:
     try:
         config = RunConfig.model_validate(run.config)
         ranks = run.last_start.get("ranks") or config.parallel.smallest_world
-        gpu, memory = gpu_of(run), number(run.last_start.get("gpu_memory_gb"))
+        device = str(run.last_start.get("device") or "").lower()
+        gpu = next((gpu for key, gpu in GPUS.items() if key in device), None)  # None for a CPU or another kind
+        memory = number(run.last_start.get("gpu_memory_gb"))
         planned = plan(config, int(ranks), memory, has_data=False)
         if gpu is not None:
             lengths = expected_lengths(config, _mean_prompt(run), _mean(run, "completions/mean_length"))
@@ -73,12 +75,6 @@ def plan_against_measured(run: RunFiles) -> dict[str, Any]:
             f"The plan predicts seconds for these GPUs: {known}. This run's device is another one, or is not recorded."
         )
     return made
-
-
-def gpu_of(run: RunFiles) -> Gpu | None:
-    """Return the kind of GPU that the run recorded; None for a CPU or another kind."""
-    name = str(run.last_start.get("device") or "").lower()
-    return next((gpu for key, gpu in GPUS.items() if key in name), None)
 
 
 def _mean(run: RunFiles, name: str) -> float | None:

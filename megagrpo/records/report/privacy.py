@@ -93,9 +93,10 @@ def privacy_of(folder: Path, config: dict[str, Any], lock: str = "") -> Privacy:
     homes |= {one for one in folders if HOME.fullmatch(one)}
     hosts = {urlsplit(text).hostname or "" for text in texts if re.match(r"https?://", text)} - PUBLIC
     hosts |= {socket.gethostname(), ENVIRONMENT.get("SLURMD_NODENAME", ""), *re.findall(r"on host (\S+)", lock)}
+    named_homes = {match[0] for text in (*texts, *folders) for match in HOME.finditer(text)}
     names = {
         *_users(folder),
-        *_homes([*texts, *folders]),
+        *(PurePosixPath(home).name for home in named_homes if home.count("/") == 2),
         *hosts,
         *(host.partition(".")[0] for host in hosts if not host[:1].isdigit()),
     }
@@ -136,11 +137,6 @@ def _users(folder: Path) -> set[str]:
         except (KeyError, OSError, NotImplementedError):
             continue
     return names
-
-
-def _homes(texts: Iterable[str]) -> set[str]:
-    """The users whose home directories these texts name."""
-    return {PurePosixPath(match[0]).name for text in texts for match in HOME.finditer(text) if match[0].count("/") == 2}
 
 
 def _texts(value: Any) -> Iterable[str]:

@@ -43,7 +43,9 @@ def choose(run: RunFiles, budget: int, prompts: Collection[str] = ()) -> Chosen:
     """Return the responses of the run that fit into `budget` bytes of the page. Groups of `prompts`, which other runs
     on the page show, come first."""
     steps = chosen_steps(run, sorted(run.rewards))
-    groups = {step: groups_of(rows, _group_size(run)) for step, rows in _rows_by_step(run, steps).items()}
+    setting = run.setting("rollout.num_generations")
+    size = setting if isinstance(setting, int) and setting > 0 else None
+    groups = {step: groups_of(rows, size) for step, rows in _rows_by_step(run, steps).items()}
     chosen, room = Chosen(), budget * 3 // 4  # base64 takes four characters for three bytes
     taken: dict[int, list[int]] = {step: [] for step in groups}
     token_room = room * TOKEN_SHARE
@@ -194,11 +196,6 @@ def _rows_by_step(run: RunFiles, steps: Sequence[int]) -> dict[int, list[Row]]:
         ):
             of_step[sample]["tokens"] = run.privacy.row(row)
     return {step: of_step for step, of_step in rows.items() if of_step}
-
-
-def _group_size(run: RunFiles) -> int | None:
-    size = run.setting("rollout.num_generations")
-    return size if isinstance(size, int) and size > 0 else None
 
 
 def _response(row: Row) -> dict[str, Any]:

@@ -30,10 +30,6 @@ class Output:
     def fileno(self) -> int:
         return self._reads
 
-    def close_writer(self) -> None:
-        """Close this process's copy of the worker's end."""
-        os.close(self.writes)
-
     def forward(self) -> bool:
         """Print the output so far, up to the allowance. Returns whether there was any."""
         try:

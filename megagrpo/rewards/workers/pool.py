@@ -110,7 +110,7 @@ class Worker(asyncio.Protocol):
             env={**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TMPDIR": self._folder},
             start_new_session=True,
         )
-        self._output.close_writer()
+        os.close(self._output.writes)  # the worker has its own copy
         theirs.close()
         self._loop.add_reader(self._output.fileno(), self._print)
 

@@ -60,17 +60,12 @@ def trace_step(
     return Trace(small.plus(each, -few), each, peak, per * (prompt + response), per * response)
 
 
-def fullest_stage(config: RunConfig, model: HfConfig, world_size: int) -> int:
-    """Return the pipeline stage whose ranks need the most memory in a train step."""
-    stages = stage_memory(config, model, max(1, world_size // config.parallel.model_parallel_size))
-    return max(range(len(stages)), key=lambda stage: sum(stages[stage]["train"].values()))
-
-
 def rows_of(
     config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu | None, lengths: Lengths
 ) -> list[tuple[str, str]]:
     """Trace the fullest stage's first rank for average-length samples; return the rows of `megagrpo plan --trace`."""
-    stage = fullest_stage(config, model, world_size)
+    stages = stage_memory(config, model, max(1, world_size // config.parallel.model_parallel_size))
+    stage = max(range(len(stages)), key=lambda stage: sum(stages[stage]["train"].values()))
     prompt, response = max(1, round(lengths.prompt)), max(1, round(lengths.response))
     trace = trace_step(config, model, world_size, stage * (world_size // config.parallel.pp), prompt, response)
     return trace_rows(config, model, trace, world_size, stage, gpu, lengths)
