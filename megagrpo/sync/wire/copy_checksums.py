@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megagrpo.models.families.boxes import Box, extent
 
+PIECE = 2**18  # elements, at most 1 MiB: a core's L2 cache
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _TOO_LARGE = (2 - 2**-8) * 2.0**127  # a float32: bfloat16 rounds this value and larger ones to infinity
 
@@ -38,10 +39,9 @@ def checksum(values: Tensor, column: int = 0) -> int:
 def device_checksum(values: Tensor, column: int = 0) -> Tensor:
     """Return `checksum` as a [] int64 tensor on the device of `values`, without waiting. Above 2**63 it is negative."""
     values = values.detach() if values.dim() else values.detach()[None]
-    lanes, width = 8 // values.element_size(), 8 * values.element_size()
-    odd = values.shape[-1] % lanes or column % lanes or values.storage_offset() % lanes
-    if values.is_contiguous() and not odd:
+    if _whole_words(values, column):
         return values.view(-1).view(torch.int64).sum()
+    lanes, width = 8 // values.element_size(), 8 * values.element_size()
     integers = values.view(_INTEGERS[values.element_size()]).to(torch.int64) & (2**width - 1)
     columns = range(min(lanes, values.shape[-1]))
     sums = [integers[..., lane::lanes].sum() << width * ((column + lane) % lanes) for lane in columns]
@@ -58,17 +58,31 @@ def is_host(values: Tensor) -> bool:
     return values.device.type == "cpu"
 
 
+def _whole_words(values: Tensor, column: int) -> bool:
+    lanes = 8 // values.element_size()
+    return values.is_contiguous() and not any(n % lanes for n in (values.shape[-1], column, values.storage_offset()))
+
+
 def copy_checked(target: Tensor, source: Tensor, box: Box) -> Checked:
     """Copy `source` to `target`, cast to the dtype of `target`, and return the checksum of the copy.
 
     `target` [...] is contiguous and holds the part `box` of a tensor in its order. `source` [...] has as many elements,
     in any shape that the order allows, and any strides. Dtypes are float32, bfloat16 or float16, and may differ. On a
-    GPU the host does not wait.
+    GPU the host does not wait. On a CPU each piece is checked while it is in the cache.
     """
-    target.view(source.shape).copy_(source)
-    started = time.perf_counter()
-    total = device_checksum(target.view(extent(box) or (1,)), box[0][-1] if box[0] else 0)
-    return Checked(total, time.perf_counter() - started if is_host(target) else 0.0)
+    whole, column = target.view(extent(box) or (1,)), box[0][-1] if box[0] else 0
+    pieces = [(target.view(source.shape), source, whole)]
+    if is_host(target) and source.is_contiguous() and _whole_words(whole, column):
+        parts = zip(target.view(-1).split(PIECE), source.reshape(-1).split(PIECE), strict=True)
+        pieces, column = [(piece, part, piece) for piece, part in parts], 0
+    sums, seconds = [], 0.0
+    for piece, part, checked in pieces:
+        piece.copy_(part)
+        started = time.perf_counter()
+        sums.append(device_checksum(checked, column))
+        seconds += time.perf_counter() - started
+    total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+    return Checked(total, seconds if is_host(target) else 0.0)
 
 
 def finite_as(values: Tensor, dtype: torch.dtype) -> Tensor:
