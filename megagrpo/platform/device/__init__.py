@@ -263,6 +263,8 @@ def quiet() -> None:
     """Silence notices of Megatron, and torch's about the collectives that Megatron calls. Users cannot act on them."""
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="`torch.distributed.", category=FutureWarning)
+    # of a checkpoint; each rank has selected its device
+    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device", category=UserWarning)
 
 
 def install() -> None:

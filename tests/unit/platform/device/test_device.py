@@ -4,6 +4,7 @@ import ctypes
 import resource
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -144,3 +145,13 @@ def test_a_gpu_multiplies_float32_exactly_unless_the_user_says_otherwise(monkeyp
     monkeypatch.setattr(device, "ENVIRONMENT", environment)
     device.prepare_precision(dtype)
     assert environment.get("NVIDIA_TF32_OVERRIDE") == expected
+
+
+def test_notices_of_collectives_that_megatron_calls_are_silenced():
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        device.quiet()
+        warnings.warn("barrier(): using the device under current context. You can specify", UserWarning, stacklevel=1)
+        warnings.warn("`torch.distributed._all_gather_base` is a private function", FutureWarning, stacklevel=1)
+        warnings.warn("another", UserWarning, stacklevel=1)
+    assert [str(one.message) for one in seen] == ["another"]
