@@ -6,12 +6,14 @@ ranks get the same number of micro-batches. So pipeline schedules and collective
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
+import numpy as np
 import torch
 
 from megagrpo.config import RunConfig
@@ -146,7 +148,7 @@ def assign(lengths: Sequence[int], rules: PackingRules, num_ranks: int) -> list[
             f"a sample of {longest} tokens exceeds train.max_tokens_per_micro_batch {rules.max_tokens}; raise it to "
             f"{padded(longest, rules.align)} or more"
         )
-    per_rank = max(rules.at_least, ceil(sum(lengths) / budget / num_ranks), 1)
+    per_rank = max(rules.at_least, ceil(_least_bins(lengths, budget) / num_ranks), 1)
     while True:
         per_rank = ceil(per_rank / rules.multiple_of) * rules.multiple_of
         bins = _fill(lengths, per_rank * num_ranks, budget)
@@ -155,15 +157,30 @@ def assign(lengths: Sequence[int], rules: PackingRules, num_ranks: int) -> list[
         per_rank += 1
 
 
+def _least_bins(lengths: Sequence[int], budget: int) -> int:
+    """Return a lower bound for the number of bins: the largest, over all small sizes t, of Martello and Toth's L2(t).
+
+    Bundles over half the budget share no bin. Those of t to half of it fill the room beside them, except in bins whose
+    bundle leaves less than t.
+    """
+    ordered = np.sort(np.asarray(lengths, dtype=np.int64))
+    total = np.concatenate([[0], ordered.cumsum()])
+    half = np.searchsorted(ordered, budget // 2, side="right")
+    smallest = np.concatenate([[0], ordered[:half]])  # t
+    start, lonely = np.searchsorted(ordered, smallest), np.searchsorted(ordered, budget - smallest, side="right")
+    room = (lonely - half) * budget - (total[lonely] - total[half])
+    return len(lengths) - half + max(0, -int(-(total[half] - total[start] - room).max() // budget))
+
+
 def _fill(lengths: Sequence[int], num_bins: int, budget: int) -> list[list[int]] | None:
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    loads = [0] * num_bins
+    emptiest = [(0, number) for number in range(num_bins)]  # a heap of (load, bin)
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        emptiest = min(range(num_bins), key=lambda b: (loads[b], b))
-        if loads[emptiest] + lengths[index] > budget:
+        load, number = emptiest[0]
+        if load + lengths[index] > budget:
             return None
-        bins[emptiest].append(index)
-        loads[emptiest] += lengths[index]
+        bins[number].append(index)
+        heapq.heapreplace(emptiest, (load + lengths[index], number))
     return [sorted(b) for b in bins]
 
 

@@ -148,7 +148,7 @@ def test_a_push_to_two_servers_one_of_which_dies_goes_on_with_the_other():
 def test_a_server_that_hangs_before_or_after_the_weights_is_named_with_the_phase(path, told, monkeypatch):
     synced, fresh = tied_llamas()
     engine, version = synced.engine, synced.engine.weight_version
-    processes, post = below(synced.launcher.servers[0].supervisor.pid), engine._post
+    processes, post = below(synced.launcher.servers[0].supervisor.pid), engine._request
     monkeypatch.setattr(engine, "sync_timeout", 4.0)
 
     def stop_and_post(client, url, asked, *args, **kwargs):
@@ -159,14 +159,14 @@ def test_a_server_that_hangs_before_or_after_the_weights_is_named_with_the_phase
 
     with over_p2p(engine, seconds=4.0) as sync:
         sync.push(shards(synced.folder), version + 1)
-        monkeypatch.setattr(engine, "_post", stop_and_post)
+        monkeypatch.setattr(engine, "_request", stop_and_post)
         began = time.monotonic()
         with pytest.raises(WeightSyncError) as failed:
             sync.push(shards(fresh.folder), version + 2)
         assert re.search(told.format(url=engine.urls[0]), str(failed.value)) and time.monotonic() - began < 10, (
             failed.value
         )
-        monkeypatch.setattr(engine, "_post", post)
+        monkeypatch.setattr(engine, "_request", post)
         for pid in processes:
             os.kill(pid, signal.SIGCONT)
         sync.push(shards(fresh.folder), version + 3)
