@@ -148,34 +148,39 @@ def assign(lengths: Sequence[int], rules: PackingRules, num_ranks: int) -> list[
             f"a sample of {longest} tokens exceeds train.max_tokens_per_micro_batch {rules.max_tokens}; raise it to "
             f"{padded(longest, rules.align)} or more"
         )
+    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     per_rank = max(rules.at_least, ceil(_least_bins(lengths, budget) / num_ranks), 1)
     while True:
         per_rank = ceil(per_rank / rules.multiple_of) * rules.multiple_of
-        bins = _fill(lengths, per_rank * num_ranks, budget)
+        bins = _fill(lengths, longest_first, per_rank * num_ranks, budget)
         if bins is not None:
             return sorted(bins, key=lambda b: -sum(lengths[i] for i in b))
         per_rank += 1
 
 
 def _least_bins(lengths: Sequence[int], budget: int) -> int:
-    """Return a lower bound for the number of bins: the largest, over all small sizes t, of Martello and Toth's L2(t).
+    """Return a lower bound for the number of bins, so that `assign` makes few attempts. It is the largest of two kinds:
 
-    Bundles over half the budget share no bin. Those of t to half of it fill the room beside them, except in bins whose
-    bundle leaves less than t.
+    - Martello and Toth's L2, for each small size t: bundles over half the budget share no bin, and those of t to half
+      of it fill the room beside them, except in bins whose bundle leaves less than t.
+    - For each k below 64: at most k bundles over budget / (k + 1) share a bin.
     """
     ordered = np.sort(np.asarray(lengths, dtype=np.int64))
     total = np.concatenate([[0], ordered.cumsum()])
     half = np.searchsorted(ordered, budget // 2, side="right")
-    smallest = np.concatenate([[0], ordered[:half]])  # t
-    start, lonely = np.searchsorted(ordered, smallest), np.searchsorted(ordered, budget - smallest, side="right")
-    room = (lonely - half) * budget - (total[lonely] - total[half])
-    return len(lengths) - half + max(0, -int(-(total[half] - total[start] - room).max() // budget))
+    t = np.concatenate([[0], ordered[:half]])
+    start, alone = np.searchsorted(ordered, t), np.searchsorted(ordered, budget - t, side="right")
+    room = (alone - half) * budget - (total[alone] - total[half])
+    beside = max(0, -int(-(total[half] - total[start] - room).max() // budget))
+    k = np.arange(1, 64)
+    counts = len(lengths) - np.searchsorted(ordered, budget // (k + 1), side="right")
+    return max(len(lengths) - int(half) + beside, int((-(-counts // k)).max()))
 
 
-def _fill(lengths: Sequence[int], num_bins: int, budget: int) -> list[list[int]] | None:
+def _fill(lengths: Sequence[int], longest_first: Sequence[int], num_bins: int, budget: int) -> list[list[int]] | None:
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     emptiest = [(0, number) for number in range(num_bins)]  # a heap of (load, bin)
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in longest_first:
         load, number = emptiest[0]
         if load + lengths[index] > budget:
             return None

@@ -181,6 +181,29 @@ def test_no_micro_batch_and_no_rank_is_fuller_than_another_by_more_than_the_long
     assert found["packing/rank_imbalance"] <= 1 + longest / (len(bins) // ranks * mean)
 
 
+def naive_bins(lengths, budget, per_rank, ranks):
+    """Each sample, the longest first, into the emptiest bin; one more micro-batch per rank until all fit."""
+    while True:
+        bins, loads = [[] for _ in range(per_rank * ranks)], [0] * per_rank * ranks
+        for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+            emptiest = min(range(len(bins)), key=lambda b: (loads[b], b))
+            bins[emptiest].append(index)
+            loads[emptiest] += lengths[index]
+        if max(loads) <= budget:
+            return sorted(map(sorted, bins), key=lambda b: -sum(lengths[i] for i in b))
+        per_rank += 1
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_bins_are_those_of_the_naive_search(seed):
+    draw = random.Random(seed)
+    budget, ranks, least = draw.choice([64, 100, 401, 4096]), draw.choice([1, 2, 3, 7]), draw.choice([1, 2, 4])
+    low, high = sorted(draw.choice([1, budget // 4, budget // 3 + 1, budget // 2, budget]) for _ in range(2))
+    lengths = [draw.randint(low, high) for _ in range(draw.randint(0, 120))]
+    found = assign(lengths, PackingRules(max_tokens=budget, at_least=least), ranks)
+    assert found == naive_bins(lengths, budget, least, ranks)
+
+
 def test_many_samples_are_all_but_perfectly_balanced():
     draw = random.Random(0)
     samples = [sample(draw.randint(10, 100), draw.randint(10, 100)) for _ in range(256)]
