@@ -63,11 +63,11 @@ def test_trainer_and_servers_have_the_memory_in_turns(tmp_path):
         return await stock["post"](servers, client, url, path, *args, **options)
 
     verbs = ("load_all", "load_weights_only", "offload_all")
-    stock = {verb: getattr(Offload, verb) for verb in verbs} | {"post": Servers._post}
+    stock = {verb: getattr(Offload, verb) for verb in verbs} | {"post": Servers._request}
 
     def prepare():
         engine_side.servers_sleep = lambda config: True
-        Servers._post = post
+        Servers._request = post
         for verb in verbs:
             setattr(Offload, verb, lambda offload, verb=verb: noting(verb, offload))
 

@@ -28,7 +28,7 @@ def kill_server(trainer_pid, number=signal.SIGKILL):
 def in_the_third_update(strike, url=None):
     """Called in the trainer: calls `strike` when a server, or the one at `url`, is about to get weights for the third
     time."""
-    post, updates = VllmEngine._post, []
+    post, updates = VllmEngine._request, []
 
     def disturbed(self, client, asked, path, *args, **kwargs):
         if path == "/update_weights" and url in (None, asked):
@@ -37,7 +37,7 @@ def in_the_third_update(strike, url=None):
                 strike()
         return post(self, client, asked, path, *args, **kwargs)
 
-    VllmEngine._post = disturbed
+    VllmEngine._request = disturbed
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", pytest.param("p2p", marks=pytest.mark.full)])
