@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -306,18 +307,18 @@ def moved(row: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ComputedTokens:
     """The tokens that one optimizer step runs through the model, on all ranks, unpadded. FLOPs are counted from them.
 
-    >>> pack([first, second], PackingRules(max_tokens=16)).computed
-    ComputedTokens(spans=((0, 6), (0, 5)), num_loss=5)
-    >>> pack([first, second], PackingRules(max_tokens=16, share_prompts=True)).computed.spans
-    ((0, 2), (2, 6), (2, 5))
+    >>> pack([first, second], PackingRules(max_tokens=16)).computed.spans.tolist()
+    [[0, 6], [0, 5]]
+    >>> pack([first, second], PackingRules(max_tokens=16, share_prompts=True)).computed.spans.tolist()
+    [[0, 2], [2, 6], [2, 5]]
     """
 
-    # [start, stop) of each computed part of a sample; it attends to the sample's tokens < stop
-    spans: tuple[tuple[int, int], ...] = ()
+    # [n, 2] int64, start and stop of each computed part of a sample; it attends to the sample's tokens < stop
+    spans: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
     num_loss: int = 0  # loss tokens among them; only they have logits
 
 

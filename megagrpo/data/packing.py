@@ -9,9 +9,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import overload
 
 import numpy as np
 import torch
@@ -53,84 +54,166 @@ def packing_rules(config: RunConfig, share_prompts: bool) -> PackingRules:
     )
 
 
+@dataclass(frozen=True)
+class SampleShapes:
+    """What packing must know of the N samples of a step, as columns [N]: no token, and no tensor of a sample."""
+
+    lengths: np.ndarray  # int64, tokens of prompt and response
+    prompt_lengths: np.ndarray  # int64, tokens before the first response token
+    prompt_keys: np.ndarray  # int64, equal for samples with the same prompt: equal tokens and the same `inputs` object
+    num_loss: np.ndarray  # int64, loss tokens; 0 if masked
+    advantages: np.ndarray  # float64
+    masked: np.ndarray  # bool: the rules take all tokens of the sample out of the loss
+
+    @classmethod
+    def of(cls, samples: Sequence[TrainSample], rules: PackingRules) -> SampleShapes:
+        """Return the shapes of these samples."""
+        lengths = np.array([s.token_ids.numel() for s in samples], dtype=np.int64)
+        starts = lengths.cumsum() - lengths
+        mask = torch.cat([torch.zeros(0, dtype=torch.bool), *(s.response_mask for s in samples)]).numpy()
+        responses = np.append(np.flatnonzero(mask), mask.size)
+        prompts = np.minimum(responses[np.searchsorted(responses, starts)] - starts, lengths)
+        num_loss = np.searchsorted(responses, starts + lengths) - np.searchsorted(responses, starts + 1)
+        masked = np.array([is_masked(s, rules) for s in samples], dtype=bool)
+        known: dict[tuple[bytes, int], int] = {}
+        of_prompts = (
+            (s.token_ids[:length].numpy().tobytes(), id(s.inputs) if s.inputs else 0)
+            for s, length in zip(samples, prompts.tolist(), strict=True)
+        )
+        keys = np.array([known.setdefault(prompt, len(known)) for prompt in of_prompts], dtype=np.int64)
+        advantages = np.array([s.advantage for s in samples], dtype=np.float64)
+        return cls(lengths, prompts, keys, np.where(masked, 0, num_loss), advantages, masked)
+
+
+@dataclass(frozen=True)
+class PackPlan:
+    """The samples of every micro-batch of every data-parallel rank, and the counts of an optimizer step. It depends on
+    the shapes of the samples alone, so every rank computes the same one."""
+
+    micro_batches: tuple[np.ndarray, ...]  # int64 indices of samples; micro-batch b belongs to rank b % dp_size
+    dp_size: int
+    samples: np.ndarray  # [n] int64, indices of all samples of the optimizer step, including skipped ones
+    num_tokens: int  # loss tokens of these samples
+    packing: dict[str, Metric]  # `imbalances`
+    computed: ComputedTokens
+
+    def of_rank(self, dp_rank: int) -> tuple[np.ndarray, ...]:
+        """Return the sample indices of each micro-batch of this data-parallel rank."""
+        return self.micro_batches[dp_rank :: self.dp_size]
+
+
 def pack(samples: Sequence[TrainSample], rules: PackingRules, dp_rank: int = 0, dp_size: int = 1) -> TrainBatch:
-    """Return data-parallel rank `dp_rank`'s micro-batches, the step's counts, and `imbalances` of the packing.
+    """Return data-parallel rank `dp_rank`'s micro-batches and the step's counts, of samples that are all at hand.
+
+    Raises ValueError when a sample exceeds the token budget.
+    """
+    plan = plan_packing(SampleShapes.of(samples, rules), rules, dp_size)
+    batch = build_batch(plan, dp_rank, dict(enumerate(samples)), rules)
+    return replace(batch, samples=tuple(s.index for s in samples))
+
+
+def plan_packing(
+    shapes: SampleShapes, rules: PackingRules, dp_size: int, members: np.ndarray | None = None
+) -> PackPlan:
+    """Distribute the samples of an optimizer step over micro-batches and ranks. `members` [n] are their indices,
+    ascending; None: all.
 
     Samples that are skipped for an advantage of 0 still count, so the update is the same. Samples without loss tokens
     count as sequences. Raises ValueError when a sample exceeds the token budget.
     """
-    trained = [s for s in samples if not (is_masked(s, rules) or (rules.skip_zero_advantage and s.advantage == 0))]
-    bundles = bundle(trained, rules)
-    lengths = [packed_length(b, rules.sequence_align) for b in bundles]
-    bins = assign(lengths, rules, dp_size)
-    mine = [[sample for i in indices for sample in bundles[i]] for indices in bins[dp_rank::dp_size]]
+    members = np.arange(shapes.lengths.size) if members is None else members
+    skipped = (shapes.advantages[members] == 0) & rules.skip_zero_advantage
+    trained = members[~(shapes.masked[members] | skipped)]
+    bundles = bundle(shapes, trained, rules)
+    bins = assign(bundles.lengths.tolist(), rules, dp_size)
+    return PackPlan(
+        micro_batches=tuple(trained[positions] for positions in bundles.positions(bins)),
+        dp_size=dp_size,
+        samples=members,
+        num_tokens=int(shapes.num_loss[members].sum()),
+        packing=imbalances([int(bundles.lengths[indices].sum()) for indices in bins], dp_size),
+        computed=ComputedTokens(bundles.spans(shapes.lengths[trained]), int(shapes.num_loss[trained].sum())),
+    )
+
+
+def build_batch(plan: PackPlan, dp_rank: int, samples: Mapping[int, TrainSample], rules: PackingRules) -> TrainBatch:
+    """Return the micro-batches of data-parallel rank `dp_rank` from the samples, by index, that the plan gives it."""
     return TrainBatch(
-        micro_batches=tuple(build_micro_batch(chosen, rules) for chosen in mine),
-        num_tokens=sum(int(loss_mask_of(s, rules).sum()) for s in samples),
-        num_sequences=len(samples),
-        samples=tuple(s.index for s in samples),
-        packing=imbalances([sum(lengths[i] for i in indices) for indices in bins], dp_size),
-        computed=computed_tokens(bundles, rules),
+        micro_batches=tuple(
+            build_micro_batch([samples[i] for i in indices.tolist()], rules) for indices in plan.of_rank(dp_rank)
+        ),
+        num_tokens=plan.num_tokens,
+        num_sequences=plan.samples.size,
+        samples=tuple(plan.samples.tolist()),
+        packing=plan.packing,
+        computed=plan.computed,
     )
 
 
-def computed_tokens(bundles: Sequence[Sequence[TrainSample]], rules: PackingRules) -> ComputedTokens:
-    """Return the tokens of these bundles: the shared part of a bundle's samples once, and the rest of each sample."""
-    spans: list[tuple[int, int]] = []
-    for samples in bundles:
-        shared = shared_length(samples, rules.sequence_align)
-        spans += [(0, shared)] * (shared > 0) + [(shared, sample.token_ids.numel()) for sample in samples]
-    return ComputedTokens(
-        tuple(spans), sum(int(loss_mask_of(sample, rules).sum()) for samples in bundles for sample in samples)
-    )
+@dataclass(frozen=True)
+class Bundles:
+    """Neighbouring samples that are bound to one micro-batch, because they share a copy of their prompt."""
+
+    borders: np.ndarray  # [B + 1] int64, positions of the bundles among the samples
+    shared: np.ndarray  # [B] int64, tokens of the shared copy; 0 for a bundle of one sample
+    lengths: np.ndarray  # [B] int64, tokens: the shared part once, and the rest of each sample, padded
+
+    def positions(self, bins: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Return the positions of the samples of each bin of bundles."""
+        order = np.fromiter(itertools.chain.from_iterable(bins), dtype=np.int64)
+        counts = np.diff(self.borders)[order]
+        stops = counts.cumsum()
+        positions = np.arange(counts.sum()) + np.repeat(self.borders[order] - stops + counts, counts)
+        ends = np.append(0, stops)[np.cumsum([len(indices) for indices in bins])]
+        return np.split(positions, ends[:-1])
+
+    def spans(self, lengths: np.ndarray) -> np.ndarray:
+        """Return `ComputedTokens.spans` of samples with these lengths."""
+        shared = np.repeat(self.shared, np.diff(self.borders))
+        prompts = np.flatnonzero(self.shared)
+        copies = np.stack([np.zeros(prompts.size, dtype=np.int64), self.shared[prompts]], axis=1)
+        return np.insert(np.stack([shared, lengths], axis=1), self.borders[prompts], copies, axis=0)
 
 
-def bundle(samples: Sequence[TrainSample], rules: PackingRules) -> list[list[TrainSample]]:
-    """Group samples bound to one micro-batch: with shared prompts as many same-prompt neighbours as fit, else one."""
-    bundles: list[list[TrainSample]] = []
-    for sample in samples:
-        last = bundles[-1] if bundles and rules.share_prompts and same_prompt(bundles[-1][0], sample) else None
-        if (
-            last is not None
-            and packed_length([*last, sample], rules.sequence_align) <= rules.max_tokens // rules.align * rules.align
-        ):
-            last.append(sample)
-        else:
-            bundles.append([sample])
-    return bundles
+def bundle(shapes: SampleShapes, samples: np.ndarray, rules: PackingRules) -> Bundles:
+    """Bundle the samples [n]: with shared prompts as many same-prompt neighbours as fit, else one.
 
-
-def packed_length(bundle: Sequence[TrainSample], sequence_align: int = 1) -> int:
-    """Return the tokens, padded, of samples that share their prompt: the shared part once, and each sample's rest."""
-    shared = shared_length(bundle, sequence_align)
-    return shared + sum(padded(s.token_ids.numel() - shared, sequence_align) for s in bundle)
-
-
-def shared_length(bundle: Sequence[TrainSample], sequence_align: int = 1) -> int:
-    """Return how many tokens samples with the same prompt can share.
-
-    These are all but the prompt's last, whose label differs between samples, rounded down to a multiple of
-    `sequence_align`. Padding would otherwise separate the prompt from the sequences that continue it.
+    Samples with the same prompt can share all but the prompt's last token, whose label differs between samples, rounded
+    down to a multiple of `sequence_align`. Padding would otherwise separate the prompt from the sequences that continue
+    it.
     """
-    return (prompt_length(bundle[0]) - 1) // sequence_align * sequence_align if len(bundle) > 1 else 0
+    lengths, align = shapes.lengths[samples], rules.sequence_align
+    if not rules.share_prompts:
+        return Bundles(np.arange(samples.size + 1), np.zeros_like(lengths), padded(lengths, align))
+    sharable = (shapes.prompt_lengths[samples] - 1) // align * align
+    keys, rests = shapes.prompt_keys[samples].tolist(), padded(lengths - sharable, align).tolist()
+    budget, starts, used, last = rules.max_tokens // rules.align * rules.align, list[int](), 0, None
+    for position, (key, rest, prefix) in enumerate(zip(keys, rests, sharable.tolist(), strict=True)):
+        if key == last and used + rest <= budget:
+            used += rest
+        else:
+            starts.append(position)
+            used, last = prefix + rest, key
+    borders = np.array([*starts, samples.size])
+    first, shares = borders[:-1], np.diff(borders) > 1
+    return Bundles(
+        borders,
+        np.where(shares, sharable[first], 0),
+        np.where(shares, sharable[first] + np.add.reduceat([*rests, 0], first), padded(lengths[first], align)),
+    )
 
 
-def padded(length: int, multiple: int) -> int:
+@overload
+def padded(length: int, multiple: int) -> int: ...
+
+
+@overload
+def padded(length: np.ndarray, multiple: int) -> np.ndarray: ...
+
+
+def padded(length: int | np.ndarray, multiple: int) -> int | np.ndarray:
     """Return `length` rounded up to a multiple of `multiple`."""
     return -(-length // multiple) * multiple
-
-
-def prompt_length(sample: TrainSample) -> int:
-    """Return the number of tokens before the first response token."""
-    return int((~sample.response_mask).cumprod(0).sum())
-
-
-def same_prompt(one: TrainSample, other: TrainSample) -> bool:
-    """Return whether two samples have the same prompt: equal tokens and, if any, the same `inputs` object."""
-    if one.inputs is not other.inputs and (one.inputs or other.inputs):
-        return False
-    length = prompt_length(one)
-    return length == prompt_length(other) and torch.equal(one.token_ids[:length], other.token_ids[:length])
 
 
 def assign(lengths: Sequence[int], rules: PackingRules, num_ranks: int) -> list[list[int]]:
@@ -189,67 +272,68 @@ def _fill(lengths: Sequence[int], longest_first: Sequence[int], num_bins: int, b
     return [sorted(b) for b in bins]
 
 
-@dataclass(frozen=True)
-class _Sequence:
-    """The tokens [start, stop) of a sample, which is padded to `stop` or longer."""
-
-    sample: TrainSample
-    start: int
-    stop: int
-    prefix: int = -1  # index in the micro-batch of the sequence that this one continues; -1: none
-
-
 def build_micro_batch(samples: Sequence[TrainSample], rules: PackingRules = UNLIMITED) -> MicroBatch:
     """Pack samples end to end into one micro-batch.
 
     Without samples the micro-batch has two or more padding tokens: a rank without a backward pass hangs the others.
     """
-    sequences = _sequences(samples, rules)
-    used = sum(s.stop - s.start for s in sequences)
+    shapes = SampleShapes.of(samples, rules)
+    owners, starts, stops, prefixes = _sequences(shapes, rules)
+    used = int((stops - starts).sum())
     missing = -used % rules.align if used else max(2, rules.align)
-    if missing:
-        sequences.append(_Sequence(_padding(missing), 0, missing))
-    cut = [(s, slice(s.start, s.stop)) for s in sequences]
-    lengths = torch.tensor([s.stop - s.start for s in sequences])
+    if missing:  # the last sequence, of no sample
+        owners, starts, stops, prefixes = (
+            np.append(column, value)
+            for column, value in zip((owners, starts, stops, prefixes), (len(samples), 0, missing, -1), strict=True)
+        )
+    lengths = stops - starts
+    borders = np.append(0, lengths.cumsum())
+    owner = np.repeat(owners, lengths)  # [T], index in `samples`
+    position = np.arange(borders[-1]) + np.repeat(starts - borders[:-1], lengths)
+    known = [*samples, _padding(1)]  # the last token is read wherever a sample has none
+    size, offset = np.append(shapes.lengths, 0), np.append(0, shapes.lengths.cumsum())
+    here, there = (
+        torch.from_numpy(np.where(at < size[owner], offset[owner] + at, offset[-1])) for at in (position, position + 1)
+    )
+    token_ids = torch.cat([s.token_ids for s in known])
+    of_tokens, index = torch.from_numpy(owner), torch.from_numpy(np.repeat(np.arange(lengths.size), lengths))
+    in_loss = torch.from_numpy(~np.append(shapes.masked, False))
+    inputs = tuple(known[i].inputs for i in owners.tolist())
     return MicroBatch(
-        token_ids=torch.cat([s.sample.token_ids[span] for s, span in cut]),
-        labels=torch.cat([_shift(s.sample.token_ids)[span] for s, span in cut]),
-        position_ids=torch.cat([torch.arange(s.start, s.stop) for s in sequences]),
-        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()]),
-        loss_mask=torch.cat([loss_mask_of(s.sample, rules)[span] for s, span in cut]),
-        advantages=torch.tensor([s.sample.advantage for s in sequences]).repeat_interleave(lengths),
-        rollout_logprobs=torch.cat([_shift(s.sample.rollout_logprobs)[span] for s, span in cut]).float(),
-        samples=torch.tensor([s.sample.index for s in sequences]),
-        sequence_index=torch.arange(len(sequences)).repeat_interleave(lengths),
-        prefixes=torch.tensor([s.prefix for s in sequences]) if any(s.prefix >= 0 for s in sequences) else None,
-        inputs=tuple(s.sample.inputs for s in sequences) if any(s.sample.inputs for s in sequences) else (),
+        token_ids=token_ids[here],
+        labels=token_ids[there],
+        position_ids=torch.from_numpy(position),
+        cu_seqlens=torch.from_numpy(borders).int(),
+        loss_mask=torch.cat([s.response_mask for s in known])[there] & in_loss[of_tokens],
+        advantages=torch.tensor([s.advantage for s in known])[of_tokens],
+        rollout_logprobs=torch.cat([s.rollout_logprobs for s in known])[there].float(),
+        samples=torch.tensor([s.index for s in known])[torch.from_numpy(owners)],
+        sequence_index=index,
+        prefixes=torch.from_numpy(prefixes) if (prefixes >= 0).any() else None,
+        inputs=inputs if any(inputs) else (),
     )
 
 
-def _sequences(samples: Sequence[TrainSample], rules: PackingRules) -> list[_Sequence]:
-    """Return a micro-batch's sequences: whole samples, or the prompt part that samples share, then each one's rest."""
-    sequences: list[_Sequence] = []
-    for group in bundle(samples, replace(rules, max_tokens=sys.maxsize)):
-        shared, prefix = shared_length(group, rules.sequence_align), -1
-        if shared:
-            prefix = len(sequences)
-            sequences.append(_Sequence(group[0], 0, shared))
-        for sample in group:
-            stop = shared + padded(sample.token_ids.numel() - shared, rules.sequence_align)
-            sequences.append(_Sequence(_lengthened(sample, stop), shared, stop, prefix))
-    return sequences
+def _sequences(shapes: SampleShapes, rules: PackingRules) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the sequences of a micro-batch: whole samples, or the prompt part that samples share, then each rest.
 
-
-def _lengthened(sample: TrainSample, length: int) -> TrainSample:
-    """Return the sample padded to `length`."""
-    if length == sample.token_ids.numel():
-        return sample
-    more = _padding(length - sample.token_ids.numel())
-    return replace(
-        sample,
-        token_ids=torch.cat([sample.token_ids, more.token_ids]),
-        response_mask=torch.cat([sample.response_mask, more.response_mask]),
-        rollout_logprobs=torch.cat([sample.rollout_logprobs, more.rollout_logprobs]),
+    The columns [S] int64 are the index of the sample, the first token, the end (after padding), and the index of the
+    sequence that this one continues, or -1.
+    """
+    count = shapes.lengths.size
+    bundles = bundle(shapes, np.arange(count), replace(rules, max_tokens=sys.maxsize))
+    prompts = np.flatnonzero(bundles.shared)
+    before = bundles.borders[prompts]  # each copy of a prompt comes before the first sample that continues it
+    copies = np.full(bundles.shared.size, -1)
+    copies[prompts] = before + np.arange(prompts.size)
+    of_samples = np.diff(bundles.borders)
+    shared, prefix = np.repeat(bundles.shared, of_samples), np.repeat(copies, of_samples)
+    stops = shared + padded(shapes.lengths - shared, rules.sequence_align)
+    return (
+        np.insert(np.arange(count), before, before),
+        np.insert(shared, before, 0),
+        np.insert(stops, before, bundles.shared[prompts]),
+        np.insert(prefix, before, -1),
     )
 
 
@@ -262,17 +346,6 @@ def _padding(length: int) -> TrainSample:
 def is_masked(sample: TrainSample, rules: PackingRules) -> bool:
     """Return whether the rules take all tokens of the sample out of the loss."""
     return rules.mask_truncated and sample.truncated
-
-
-def loss_mask_of(sample: TrainSample, rules: PackingRules = UNLIMITED) -> torch.Tensor:
-    """Return [L] bool, label-aligned: True at t if token t + 1 is part of the response and in the loss."""
-    shifted = _shift(sample.response_mask)
-    return torch.zeros_like(shifted) if is_masked(sample, rules) else shifted
-
-
-def _shift(row: torch.Tensor) -> torch.Tensor:
-    """Shift a token-aligned row [L] left by one: position t describes token t + 1, and the last becomes 0."""
-    return torch.cat([row[1:], row.new_zeros(1)])
 
 
 def imbalances(loads: Sequence[int], num_ranks: int) -> dict[str, Metric]:
@@ -293,12 +366,11 @@ def imbalance(loads: Sequence[int]) -> float:
     return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
 
 
-def slices(samples: Sequence[TrainSample], count: int, seed: int) -> list[list[TrainSample]]:
-    """Split the samples into `count` parts. They are shuffled by `seed` and cut into lengths that differ by at most
-    one, like TRL's generation batches. Within a part samples keep their order, so samples of one prompt stay adjacent.
+def slices(num_samples: int, count: int, seed: int) -> list[np.ndarray]:
+    """Split the indices of the samples into `count` parts. They are shuffled by `seed` and cut into lengths that differ
+    by at most one, like TRL's generation batches. Within a part they ascend, so samples of one prompt stay adjacent.
     Fewer samples than `count` give fewer parts."""
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(samples), generator=generator).tolist()
-    borders = [len(samples) * i // count for i in range(count + 1)]
-    parts = [sorted(order[start:stop]) for start, stop in itertools.pairwise(borders)]
-    return [[samples[i] for i in part] for part in parts if part]
+    order = torch.randperm(num_samples, generator=generator).numpy()
+    borders = [num_samples * i // count for i in range(count + 1)]
+    return [np.sort(order[start:stop]) for start, stop in itertools.pairwise(borders) if stop > start]

@@ -14,7 +14,7 @@ from megagrpo.algorithms.advantages import advantages_of, charged_kl, less_kl, t
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
-from megagrpo.data.packing import pack, packing_rules, slices
+from megagrpo.data.packing import SampleShapes, build_batch, packing_rules, plan_packing, slices
 from megagrpo.engine.protocol import derive_seed
 from megagrpo.models.bridge.adapter_files import fill_adapters
 from megagrpo.models.bridge.load import load_hf
@@ -64,8 +64,11 @@ class Learning:
         """Pack this rank's share of rollouts with advantages [P, G] and log-probs, a TrainBatch per optimizer step."""
         layout, seed = self.policy.layout, derive_seed(self.config.run.seed, self.state.step, "slices")
         rules = packing_rules(self.config, self.policy.shares_prompts)
-        parts = slices(to_samples(scored, advantages), self.config.algorithm.steps_per_generation, seed)
-        return [self.with_logprobs(pack(part, rules, layout.dp_rank, layout.dp_size)) for part in parts]
+        samples = to_samples(scored, advantages)
+        shapes, by_index = SampleShapes.of(samples, rules), dict(enumerate(samples))
+        parts = slices(len(samples), self.config.algorithm.steps_per_generation, seed)
+        plans = [plan_packing(shapes, rules, layout.dp_size, part) for part in parts]
+        return [self.with_logprobs(build_batch(plan, layout.dp_rank, by_index, rules)) for plan in plans]
 
     def with_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Add log-probs (float32 [T] per micro-batch): old ones when the policy changes before their use, reference

@@ -12,7 +12,7 @@ from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
-from megagrpo.data.packing import pack, packing_rules, prompt_length
+from megagrpo.data.packing import pack, packing_rules
 from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.families.hf_config import HfConfig, load_hf_config
 from megagrpo.platform.parallel.layout import Layout
@@ -50,7 +50,7 @@ def rollouts() -> list[ScoredRollout]:
     made = []
     for i, sample in enumerate(random_samples()):
         ids = sample.token_ids.tolist()
-        length, written = prompt_length(sample), tuple(sample.response_mask.tolist())
+        length, written = int(sample.response_mask.int().argmax()), tuple(sample.response_mask.tolist())
         dialogue = None if all(written[length:]) else Dialogue(written[length:], messages=(), num_turns=2, ended="done")
         prompt = Prompt(i, tuple(ids[:length]), "a question", {})
         logprobs = tuple(sample.rollout_logprobs[length:].tolist())

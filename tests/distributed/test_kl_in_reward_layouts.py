@@ -35,7 +35,8 @@ def found(parallel: dict) -> tuple[list[float], list[tuple]]:
     samples = numbered_samples()
     policy, _, _ = prepare(config, tiny_model("llama_tied"), layout, samples)
     rules = packing_rules(config, policy.shares_prompts)
-    batches = [pack(part, rules, layout.dp_rank, layout.dp_size) for part in slices(samples, 2, seed=3)]
+    parts = [[samples[i] for i in part] for part in slices(len(samples), 2, seed=3)]
+    batches = [pack(part, rules, layout.dp_rank, layout.dp_size) for part in parts]
     batches = [b.with_terms(old_logprobs=policy.logprobs(b)) for b in batches]
     moved = [[None if row is None else 0.5 * row + 0.1 for row in policy.logprobs(b)] for b in batches]
     kl = kl_by_sample([b.with_terms(ref_logprobs=rows) for b, rows in zip(batches, moved, strict=True)], layout)

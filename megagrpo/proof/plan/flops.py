@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+
+import numpy as np
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.families.hf_config import HfConfig
@@ -38,11 +40,15 @@ def token_flops(model: HfConfig) -> TokenFlops:
 def attention_flops(model: HfConfig, length: float) -> float:
     """Return the FLOPs of causal attention's forward pass over one sequence of `length` tokens: half of the score
     square, or the window's band."""
-    total = 0.0
-    for layer in range(model.num_layers):
-        window = min(model.window(layer) or length, length)
-        pairs = window * length - window * window / 2
-        total += 2 * pairs * model.num_heads * (model.head_dim + model.value_dim)
+    return float(_attention_flops(model, np.array([length]))[0])
+
+
+def _attention_flops(model: HfConfig, lengths: np.ndarray) -> np.ndarray:
+    """`attention_flops` of each length [n]."""
+    total = np.zeros(lengths.size)
+    for window, layers in Counter(map(model.window, range(model.num_layers))).items():
+        seen = np.minimum(window or lengths, lengths)
+        total += layers * 2 * (seen * lengths - seen * seen / 2) * model.num_heads * (model.head_dim + model.value_dim)
     return total
 
 
@@ -57,13 +63,14 @@ def model_flops(model: HfConfig, prompt: float, response: float, frozen: bool = 
     return (2 if frozen else 3) * products + 3 * attention_flops(model, prompt + response)
 
 
-def step_flops(model: HfConfig, spans: Sequence[tuple[int, int]], num_loss: int, frozen: bool = False) -> float:
+def step_flops(model: HfConfig, spans: np.ndarray, num_loss: int, frozen: bool = False) -> float:
     """Return the FLOPs of one optimizer step's forward and backward pass over all ranks, counted as in `model_flops`.
 
-    `spans` and `num_loss` are the fields of `ComputedTokens`. A prompt that several samples share counts once, because
-    it is computed once. Recompute, a router's pass of its own and padding do not count.
+    `spans` [n, 2] and `num_loss` are the fields of `ComputedTokens`. A prompt that several samples share counts once,
+    because it is computed once. Recompute, a router's pass of its own and padding do not count.
     """
     flops = token_flops(model)
-    products = sum(stop - start for start, stop in spans) * flops.blocks + num_loss * flops.head
-    attention = sum(attention_flops(model, stop) - attention_flops(model, start) for start, stop in spans)
+    products = int((spans[:, 1] - spans[:, 0]).sum()) * flops.blocks + num_loss * flops.head
+    starts, stops = (_attention_flops(model, column) for column in spans.T)
+    attention = float((stops - starts).sum())
     return (2 if frozen else 3) * products + 3 * attention

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,7 +49,7 @@ def test_rates_are_tokens_per_second_of_the_step_and_of_generation():
 
 
 def test_mfu_is_the_share_of_the_given_peak_during_training_and_starts_again_each_step():
-    made, tokens = speed("run.peak_tflops=0.5"), ComputedTokens(((0, 50), (0, 30)), 40)
+    made, tokens = speed("run.peak_tflops=0.5"), ComputedTokens(np.array([[0, 50], [0, 30]]), 40)
     for _ in range(2):
         made.after_update(Update(TrainBatch((), 0, 0, computed=tokens), None, 1))
     flops = 2 * step_flops(made.hf_config, tokens.spans, tokens.num_loss)

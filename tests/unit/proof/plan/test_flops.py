@@ -1,5 +1,6 @@
 """FLOPs of an optimizer step against torch's own count on a model of transformers, and GPU peaks by CUDA's names."""
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -36,11 +37,15 @@ def counted(frozen: bool) -> tuple[transformers.LlamaConfig, int]:
     return config, counter.get_total_flops()
 
 
+def spans(*pairs):
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_flops_of_a_step_are_those_that_torch_counts(frozen):
     config, naive = counted(frozen)
     model, length = parse_hf_config(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}), PROMPT + RESPONSE
-    own = step_flops(model, [(0, length)], RESPONSE, frozen)
+    own = step_flops(model, spans((0, length)), RESPONSE, frozen)
     # causal attention is half of the square
     assert own + 3 * attention_flops(model, length) == pytest.approx(naive, rel=0.01)
     assert own == model_flops(model, PROMPT, RESPONSE, frozen)
@@ -48,12 +53,12 @@ def test_the_flops_of_a_step_are_those_that_torch_counts(frozen):
 
 def test_a_shared_prompt_counts_once_and_the_parts_of_a_sample_add_up():
     model = parse_hf_config(transformers.LlamaConfig(**SHAPE).to_dict() | {"architectures": ["LlamaForCausalLM"]})
-    whole = step_flops(model, [(0, 64)], 24)
-    assert step_flops(model, [(0, 40), (40, 64)], 24) == pytest.approx(whole)
-    assert step_flops(model, [(0, 40), (40, 64), (40, 64)], 48) == pytest.approx(
-        2 * whole - step_flops(model, [(0, 40)], 0)
+    whole = step_flops(model, spans((0, 64)), 24)
+    assert step_flops(model, spans((0, 40), (40, 64)), 24) == pytest.approx(whole)
+    assert step_flops(model, spans((0, 40), (40, 64), (40, 64)), 48) == pytest.approx(
+        2 * whole - step_flops(model, spans((0, 40)), 0)
     )
-    assert step_flops(model, [], 0) == 0
+    assert step_flops(model, spans(), 0) == 0
 
 
 def test_a_gpu_is_known_by_its_whole_name_only():
