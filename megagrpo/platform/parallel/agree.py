@@ -1,9 +1,14 @@
-"""Runs an action on some ranks: it succeeds or fails on all ranks, and no rank hangs waiting for a failed one."""
+"""Runs an action on some ranks: it succeeds or fails on all ranks, and no rank hangs waiting for a failed one.
+
+Agreement costs one small all-reduce. The text of an error travels only when an action failed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from megagrpo.platform.parallel.layout import Layout
 
@@ -17,33 +22,35 @@ def run_and_agree[T](layout: Layout, action: Callable[[], T]) -> list[T]:
 
     If it raises on any rank, every rank raises: the failing rank its own error, the others a RankError that names the
     failing rank.
-    Results must be picklable.
+    Results must be picklable. Every rank receives all of them: for the start and the end of a run, not for its steps.
     """
-    return _run(layout, action, shares=True)[1]
+    return layout.all_gather_objects(run_own_and_agree(layout, action))
 
 
 def on_first_rank[T](layout: Layout, action: Callable[[], T]) -> T:
-    """Like `run_and_agree`, but run `action` on rank 0 alone, and return its result on every rank."""
-    first: Any = run_and_agree(layout, lambda: action() if layout.world_rank == 0 else None)[0]
-    return first
+    """Like `run_own_and_agree`, but run `action` on rank 0 alone, and broadcast its result unless that is None."""
+    first: Any
+    first, has_result = _run(layout, action if layout.world_rank == 0 else lambda: None)
+    return layout.broadcast_object(first) if has_result else first
 
 
 def run_own_and_agree[T](layout: Layout, action: Callable[[], T]) -> T:
     """Like `run_and_agree`, but return only this rank's own result, which need not be picklable."""
-    return _run(layout, action, shares=False)[0]
+    return _run(layout, action)[0]
 
 
-def _run[T](layout: Layout, action: Callable[[], T], shares: bool) -> tuple[T, list[T]]:
-    """Return this rank's result and, if it `shares` results, those of all ranks."""
+def _run[T](layout: Layout, action: Callable[[], T]) -> tuple[T, bool]:
+    """Return this rank's result, and whether the result of any rank is not None."""
     result: Any = None
-    failure, described = None, None
+    failure = None
     try:
         result = action()
     except Exception as error:
-        failure, described = error, f"rank {layout.world_rank}: {type(error).__name__}: {error}"
-    everyone = layout.all_gather_objects((result if shares else None, described))
-    if failure is not None:
-        raise failure
-    if (first := next((text for _, text in everyone if text is not None), None)) is not None:
-        raise RankError(first)
-    return result, [value for value, _ in everyone]
+        failure = error
+    failed = 0 if failure is None else layout.world_size - layout.world_rank  # the first failed rank has the largest
+    failed, has_result = layout.all_reduce(torch.tensor([failed, int(result is not None)]), "max").tolist()
+    if failed:
+        rank = layout.world_size - failed
+        text = layout.broadcast_object(f"rank {rank}: {type(failure).__name__}: {failure}", rank)
+        raise failure or RankError(text)
+    return result, bool(has_result)

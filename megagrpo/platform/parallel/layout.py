@@ -1,4 +1,4 @@
-"""Owns the parallel geometry: the ranks, their process groups, and the few object messages between them.
+"""Owns the parallel geometry: the ranks, their process groups, and the small messages between them.
 
 Only this file and `platform/device/` use `megatron.core.parallel_state`.
 """
@@ -14,9 +14,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import Tensor
 
 from megagrpo.config import ParallelSection, ProblemError
 from megagrpo.platform import device
+from megagrpo.platform.parallel import host_messages
+from megagrpo.platform.parallel.host_messages import Reduction
 from megagrpo.platform.parallel.rank_rendezvous import join_world
 
 
@@ -26,8 +29,10 @@ class Layout:
 
     `parallel` has the sizes of all axes but the data axis, and the layers of each stage.
     A replica is the tp x cp x pp ranks that work on the same micro-batches; dp x cp ranks hold the same weights.
-    `cpu_group` spans the world and carries Python objects over gloo. Experts use the same ranks in other groups: each
-    stage's tp x cp x dp ranks are etp (inside an expert) x ep (over experts) x copies.
+    Experts use the same ranks in other groups: each stage's tp x cp x dp ranks are etp (inside an expert) x ep (over
+    experts) x copies.
+    Tensors and objects on the host travel over three gloo groups: `cpu_group` spans the world, `leaders` the first rank
+    of each replica in the order of `dp_rank` (None on other ranks), `replica` the ranks of this rank's replica.
     """
 
     parallel: ParallelSection
@@ -45,6 +50,8 @@ class Layout:
     etp_rank: int
     expert_copy: int  # this rank's index among the ranks with the same experts
     cpu_group: dist.ProcessGroup
+    leaders: dist.ProcessGroup | None
+    replica: dist.ProcessGroup
     process_groups: ProcessGroupCollection
 
     @property
@@ -86,8 +93,24 @@ class Layout:
         """Whether model chunk `chunk` of this rank computes logits."""
         return self.is_last_stage and chunk == self.parallel.vpp - 1
 
+    def leader_of(self, dp_rank: int) -> int:
+        """Return the world rank of the leader of replica `dp_rank`."""
+        return dp_rank * self.parallel.tp * self.parallel.cp
+
+    def all_reduce(self, values: Tensor, reduction: Reduction = "sum") -> Tensor:
+        """Return `values`, a tensor on the host, reduced over the world: the same bits on every rank. Collective."""
+        return host_messages.all_reduce(values, reduction, self.cpu_group)
+
+    def broadcast_object(self, obj: Any, source: int = 0) -> Any:
+        """Return the `obj`, which must be picklable, of rank `source`. Collective."""
+        objects = [obj]
+        dist.broadcast_object_list(objects, src=source, group=self.cpu_group)
+        return objects[0]
+
     def all_gather_objects(self, obj: Any, within: float | None = None) -> list[Any]:
         """Gather `obj`, which must be picklable, from every rank of the world, in rank order. Collective.
+
+        Every rank receives as many bytes as the largest object has, times the world. Not for a training step.
 
         Raises LateRanks when some ranks have not joined `within` this many seconds; the world is then unusable. Without
         `within` the world's own timeout applies.
@@ -160,23 +183,31 @@ def init_layout(parallel: ParallelSection, seed: int = 42) -> Layout:
 
 
 def _describe(parallel: ParallelSection, timeout: timedelta) -> Layout:
-    ps = parallel_state
+    ps, world_size, world_rank = parallel_state, dist.get_world_size(), dist.get_rank()
+    dp_size, dp_rank = ps.get_data_parallel_world_size(), ps.get_data_parallel_rank()
+    cpu_group, replicas = _cpu_world(timeout), _replica_ranks(parallel, world_size, dp_size)
+    leaders = [ranks[0] for ranks in replicas]
+    # Every rank calls new_group for every group: torch numbers the groups by its calls. 10 us for a group of others.
+    replica_groups = [_host_group(ranks, cpu_group, timeout) for ranks in replicas]
+    leaders_group = _host_group(leaders, cpu_group, timeout)
     return Layout(
         parallel=parallel,
-        world_size=dist.get_world_size(),
-        world_rank=dist.get_rank(),
+        world_size=world_size,
+        world_rank=world_rank,
         tp_rank=ps.get_tensor_model_parallel_rank(),
         tp_group=ps.get_tensor_model_parallel_group(),
         cp_rank=ps.get_context_parallel_rank(),
         cp_group=ps.get_context_parallel_group(),
         pp_rank=ps.get_pipeline_model_parallel_rank(),
-        dp_size=ps.get_data_parallel_world_size(),
-        dp_rank=ps.get_data_parallel_rank(),
+        dp_size=dp_size,
+        dp_rank=dp_rank,
         dp_cp_group=ps.get_data_parallel_group(with_context_parallel=True),
         ep_rank=ps.get_expert_model_parallel_rank(),
         etp_rank=ps.get_expert_tensor_parallel_rank(),
         expert_copy=ps.get_expert_data_parallel_rank(),
-        cpu_group=_cpu_world(timeout),
+        cpu_group=cpu_group,
+        leaders=leaders_group if world_rank in leaders else None,
+        replica=replica_groups[dp_rank],
         process_groups=ProcessGroupCollection.use_mpu_process_groups(),
     )
 
@@ -188,3 +219,16 @@ def _cpu_world(timeout: timedelta) -> dist.ProcessGroup:
         assert world is not None, "a world with a backend has a default group"
         return world
     return dist.new_group(timeout=timeout, backend="gloo")
+
+
+def _replica_ranks(parallel: ParallelSection, world_size: int, dp_size: int) -> list[list[int]]:
+    """Return the world ranks of each replica, its leader first."""
+    tp_cp = parallel.tp * parallel.cp
+    stages = range(0, world_size, dp_size * tp_cp)
+    return [[stage + dp_rank * tp_cp + i for stage in stages for i in range(tp_cp)] for dp_rank in range(dp_size)]
+
+
+def _host_group(ranks: list[int], cpu_group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+    """Return a gloo group of `ranks`, which is `cpu_group` if these are the world. Collective over the world."""
+    world = len(ranks) == dist.get_world_size(cpu_group)
+    return cpu_group if world else dist.new_group(ranks, timeout=timeout, backend="gloo")

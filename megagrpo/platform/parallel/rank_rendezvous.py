@@ -26,8 +26,10 @@ CODE_BYTES = 32
 def join_world(backend: str, timeout: timedelta) -> None:
     """Create the default process group, by the launcher's folder, the store at MASTER_ADDR, or of this process alone.
 
+    gloo then connects two ranks at their first message, in place of all pairs of a group at its creation.
     Raises ValueError on several nodes without a token, with which ranks sign their messages.
     """
+    put({"TORCH_GLOO_LAZY_INIT": "1"})
     size, rank, folder = number("WORLD_SIZE", 1), number("RANK", 0), ENVIRONMENT.get(RENDEZVOUS_VARIABLE)
     if size == number("LOCAL_WORLD_SIZE", 1):
         put({"GLOO_SOCKET_IFNAME": LOOPBACK})  # gloo listens there alone, whatever interface the environment names

@@ -18,6 +18,7 @@ from megagrpo.config import ParallelSection
 from megagrpo.platform import device
 from megagrpo.platform.device import norms
 from megagrpo.platform.device.cpu import VARIABLE
+from megagrpo.platform.parallel.host_messages import Reduction
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.policy.balance import BalancedRouter
@@ -30,7 +31,13 @@ GRADIENT_BYTES = 4  # bytes per element of `main_grad`
 
 
 class _Alone(Layout):
-    """The layout of a rank without other ranks. Its gathers return one copy of this rank's object for each rank."""
+    """The layout of a rank without other ranks. Every other rank would send what this rank sends."""
+
+    def all_reduce(self, values: Tensor, reduction: Reduction = "sum") -> Tensor:
+        return values * self.world_size if reduction == "sum" else values
+
+    def broadcast_object(self, obj: Any, source: int = 0) -> Any:
+        return obj
 
     def all_gather_objects(self, obj: Any, within: float | None = None) -> list[Any]:
         return [obj] * self.world_size
