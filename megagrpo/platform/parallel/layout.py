@@ -98,7 +98,10 @@ class Layout:
         return dp_rank * self.parallel.tp * self.parallel.cp
 
     def all_reduce(self, values: Tensor, reduction: Reduction = "sum") -> Tensor:
-        """Return `values`, a tensor on the host, reduced over the world: the same bits on every rank. Collective."""
+        """Return `values`, on the host, reduced over the world: the same bits on every rank. Collective.
+
+        `reduction` names an operation, or merges two tensors, the first one of lower ranks.
+        """
         return host_messages.all_reduce(values, reduction, self.cpu_group)
 
     def broadcast_object(self, obj: Any, source: int = 0) -> Any:

@@ -7,8 +7,14 @@ from ranks import run_ranks
 
 from megagrpo.config import ParallelSection
 from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_and_agree, run_own_and_agree
+from megagrpo.platform.parallel.host_messages import LONG_BYTES
 from megagrpo.platform.parallel.layout import init_layout
 from tests.message_log import record
+
+
+def first_and_last(lower: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
+    assert lower[1] < upper[0], "ranks are not merged in their order"
+    return torch.stack([lower[0], upper[1]])
 
 
 def reduced_values() -> dict[str, torch.Tensor]:
@@ -22,6 +28,12 @@ def reduced_values() -> dict[str, torch.Tensor]:
     assert results["max"][3] == torch.stack(everyone).amax(0)[3], "the maximum is wrong"
     assert results["min"][1] == 1e16, "the minimum is wrong"
     assert mine[3] == layout.world_rank * (layout.world_rank + 1), "the reduction changed its input"
+    long = torch.arange(LONG_BYTES, dtype=torch.float64) / (layout.world_rank + 3)  # exchanged in halves
+    results["long"] = layout.all_reduce(long)
+    halves = [layout.all_reduce(part.clone()) for part in long.split(LONG_BYTES // 16)]
+    assert torch.equal(torch.cat(halves), results["long"]), "the two ways to reduce give different bits"
+    ranks = layout.all_reduce(torch.tensor([layout.world_rank, layout.world_rank]), first_and_last)
+    assert ranks.tolist() == [0, layout.world_size - 1], "a merge does not get its tensors in rank order"
     results["counts"] = layout.all_reduce(torch.tensor([1, layout.world_rank]))
     return results
 
