@@ -9,20 +9,16 @@ import math
 
 from torch import Tensor
 
+from megagrpo.algorithms.quantiles import AllReduce, quantile
 from megagrpo.config import AlgorithmSection
 from megagrpo.types import TrainState
 
 
-def threshold_of_top(entropies: Tensor, share: float) -> float:
-    """The entropy that the top `share` of tokens reach: the (1 - share) quantile of `entropies` [N], linear; minus
-    infinity if empty. Wang et al. 2025, "Beyond the 80/20 rule", arXiv 2506.01939; TRL's `top_entropy_quantile`."""
-    if not entropies.numel():
-        return -math.inf
-    ordered = entropies.sort().values
-    position = (1 - share) * (ordered.numel() - 1)
-    below = math.floor(position)
-    low, high = ordered[below], ordered[min(below + 1, ordered.numel() - 1)]
-    return low.lerp(high, position - below).item()
+def threshold_of_top(entropies: Tensor, share: float, all_reduce: AllReduce = lambda values, _: values) -> float:
+    """The entropy that the top `share` of tokens reach: the (1 - share) quantile of `entropies` [N] of all ranks that
+    `all_reduce` reduces over; NaN if there are none. Wang et al. 2025, "Beyond the 80/20 rule", arXiv 2506.01939; TRL's
+    `top_entropy_quantile`."""
+    return quantile(entropies, 1 - share, all_reduce)
 
 
 def bonus_coefficient(state: TrainState, algorithm: AlgorithmSection) -> float:

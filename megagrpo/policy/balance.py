@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from megagrpo.platform.parallel.layout import Layout
@@ -64,9 +65,12 @@ def set_slopes(chunks: list[nn.Module], weight: float, layout: Layout) -> float:
     """End `counting` and return the balancing loss of the tokens counted on all ranks. Later backward passes add
     `weight` times its gradient. Collective."""
     local = routers(chunks)
-    counts = sum((router.counts.cpu() for router in local if router.counts is not None), torch.zeros(()))
-    taken, probability = sum(part for part in layout.all_gather_objects(counts) if part.dim())
-    experts, pairs = len(taken), probability.sum().round().clamp(min=1)  # the probabilities of one token add up to 1
+    experts = unwrap_model(chunks[0]).config.num_moe_experts
+    counts = torch.zeros(2, experts, dtype=torch.float64)  # a stage may have no layer with experts
+    for router in local:
+        counts += router.counts.cpu() if router.counts is not None else 0
+    taken, probability = layout.all_reduce(counts)
+    pairs = probability.sum().round().clamp(min=1)  # the probabilities of one token add up to 1
     for router in local:
         slope = weight * experts * taken / pairs**2
         router.counts, router.slope = None, slope.to(router.weight.device, torch.float32)

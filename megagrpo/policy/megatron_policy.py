@@ -35,7 +35,7 @@ from megagrpo.policy.lm_head.task import HeadTask, Upstream, loss_gradients
 from megagrpo.policy.lm_head.top_logprobs import top_logprobs
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 from megagrpo.policy.lora_layers import attach_adapters, without_dropout
-from megagrpo.policy.metric_sums import merged, on_host
+from megagrpo.policy.metric_sums import MetricsOfRanks, merged, on_host
 from megagrpo.policy.optimizer import (
     build_optimizer,
     build_scheduler,
@@ -110,6 +110,7 @@ class MegatronPolicy:
         for chunk in self.chunks:
             config_of(chunk).grad_scale_func = self.optimizer.scale_loss
             config_of(chunk).finalize_model_grads_func = self._finalize_gradients
+        self._metrics = MetricsOfRanks(layout)
         self.phases = Phases()  # of the run; replaced by the caller
         self.times_filled = 0  # number of calls of weights_changed
         self._checks: list[GradientCheck] = []  # of the step in progress
@@ -397,7 +398,7 @@ class MegatronPolicy:
             per_micro_batch if counts else [], self._early_differs, *(check.finite for check in self._checks)
         )
         (differs,), *finite = flags
-        gathered = layout.all_gather_objects((merged(host) if counts else None, self._bad_tensor(finite), differs))
-        everyone = merged([metrics for metrics, _, _ in gathered if metrics is not None])
+        own_bad = self._bad_tensor(finite)
+        everyone, (bad, differs) = self._metrics.merge(merged(host), own_bad is not None, differs)
         metrics = {name: metric for name, metric in everyone.items() if metric.count}
-        return metrics, first_cause(bad for _, bad, _ in gathered), any(differs for _, _, differs in gathered)
+        return metrics, first_cause(layout.all_gather_objects(own_bad)) if bad else None, differs

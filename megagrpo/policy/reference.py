@@ -152,7 +152,7 @@ def kl_by_sample(batches: Sequence[TrainBatch], layout: Layout) -> Tensor:
     if layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0:
         for micro_batch in [m for batch in batches for m in batch.micro_batches]:
             _add_kl(total, micro_batch)
-    return torch.stack(layout.all_gather_objects(total)).sum(0)
+    return layout.all_reduce(total)
 
 
 def _add_kl(total: Tensor, micro_batch: MicroBatch) -> None:

@@ -43,8 +43,9 @@ def add_step_terms(
 def _with_high_entropy(batch: TrainBatch, policy: MegatronPolicy) -> TrainBatch:
     entropies = [None if row is None else row.cpu() for row in policy.entropies(batch)]
     pairs = [(m.loss_mask, row) for m, row in zip(batch.micro_batches, entropies, strict=True)]
-    everyone = _of_all_ranks(policy.layout, [row[mask] for mask, row in pairs if row is not None])
-    threshold = threshold_of_top(everyone, policy.config.algorithm.top_entropy_quantile)
+    mine = [row[mask] for mask, row in pairs if row is not None and _contributes(policy.layout)]
+    share = policy.config.algorithm.top_entropy_quantile
+    threshold = threshold_of_top(torch.cat([torch.zeros(0), *mine]), share, policy.layout.all_reduce)
     return batch.with_terms(high_entropy=[None if row is None else mask & (row >= threshold) for mask, row in pairs])
 
 
@@ -54,7 +55,8 @@ def _with_entropy_weights(batch: TrainBatch, policy: MegatronPolicy, total: floa
     counted: list[Tensor | None] = [m.loss_mask for m in batch.micro_batches]
     if policy.config.algorithm.top_entropy_quantile < 1:
         counted = [m.terms.high_entropy for m in batch.micro_batches]
-        num_tokens = int(_of_all_ranks(policy.layout, [mask.sum()[None] for mask in counted if mask is not None]).sum())
+        mine = sum(int(mask.sum()) for mask in counted if mask is not None and _contributes(policy.layout))
+        num_tokens = int(policy.layout.all_reduce(torch.tensor(mine)))
     weights = [None if mask is None else torch.where(mask, total / max(num_tokens, 1), 0.0) for mask in counted]
     return batch.with_terms(entropy_weights=weights)
 
@@ -62,20 +64,27 @@ def _with_entropy_weights(batch: TrainBatch, policy: MegatronPolicy, total: floa
 def _with_real_terms(batch: TrainBatch, policy: MegatronPolicy, denominator: int) -> TrainBatch:
     layout, config = policy.layout, policy.config
     # Without old log-probs the current ones are the old ones, so the forward pass is not needed.
-    has_old_logprobs = any(
-        layout.all_gather_objects(any(m.terms.old_logprobs is not None for m in batch.micro_batches))
-    )
-    logprobs = policy.logprobs(batch) if has_old_logprobs else [None] * len(batch.micro_batches)
+    has_old = any(m.terms.old_logprobs is not None for m in batch.micro_batches)
+    moves = bool(layout.all_reduce(torch.tensor(int(has_old)), "max"))
+    logprobs = policy.logprobs(batch) if moves else [None] * len(batch.micro_batches)
     mine = [sample_sums(m, row) for m, row in zip(batch.micro_batches, logprobs, strict=True)]
-    terms = RealTerms.of(
-        _of_all_ranks(layout, mine), batch.samples, config.rollout.num_generations, config.algorithm.real_tau
-    )
+    sums = _sums_of_ranks(mine, batch.samples, layout)
+    terms = RealTerms.of(sums, batch.samples, config.rollout.num_generations, config.algorithm.real_tau)
     slopes, values = zip(*(terms.rows(m, denominator) for m in batch.micro_batches), strict=True)
     return batch.with_terms(real_slopes=slopes, real_values=values)
 
 
-def _of_all_ranks(layout: Layout, mine: Sequence[Tensor]) -> Tensor:
-    """Concatenate the tensors [n, ...] of all data-parallel ranks, on every rank. Only one rank of each replica
-    contributes `mine`: tp and cp rank 0 of the last stage. Collective over the world."""
-    contributes = layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0
-    return torch.cat([row for rows in layout.all_gather_objects(list(mine) if contributes else []) for row in rows])
+def _sums_of_ranks(mine: Sequence[Tensor], members: Sequence[int], layout: Layout) -> Tensor:
+    """Return the `sample_sums` [members, 4] of all ranks in ascending order of the samples, from those of this rank's
+    micro-batches. A sample is one sequence on one replica; one that packing has dropped gets zeros. Collective."""
+    samples = torch.tensor(sorted(members), dtype=torch.float64)
+    table = torch.zeros(len(samples), 3, dtype=torch.float64)
+    for rows in mine if _contributes(layout) else ():
+        own = rows[rows[:, 0] >= 0]  # shared prompts are sequences of no sample
+        table[torch.searchsorted(samples, own[:, 0].contiguous())] = own[:, 1:]
+    return torch.cat([samples[:, None], layout.all_reduce(table)], dim=1)
+
+
+def _contributes(layout: Layout) -> bool:
+    """Whether this rank's numbers count: one rank of each replica, tp and cp rank 0 of the last stage."""
+    return layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0

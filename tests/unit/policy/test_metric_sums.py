@@ -5,10 +5,14 @@ import statistics
 
 import pytest
 import torch
+from ranks import run_ranks
 
-from megagrpo.policy.metric_sums import merged, on_host
+from megagrpo.config import ParallelSection
+from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.policy.metric_sums import MetricsOfRanks, merged, on_host
 from megagrpo.records.metrics import reduce_updates, values_of
 from megagrpo.types import Metric
+from tests.message_log import objects, record
 
 
 def parts(seed):
@@ -77,3 +81,34 @@ def test_optimizer_steps_combine_as_each_metric_says_over_those_that_report_it()
 
 def test_the_last_of_two_parts_is_the_later_one():
     assert Metric(0.1, reduce="last").merge(Metric(0.2, reduce="last")).value == 0.2
+
+
+# what each of four ranks measures in a step: tp rank 1 of each replica (ranks 1 and 3) has nothing
+STEPS = [
+    {0: {"loss": Metric(0.1, 3.0), "far": Metric(2.0, 3.0, "max")}, 2: {"loss": Metric(0.2, 4.0)}},
+    {
+        0: {"loss": Metric(-0.0, 0.0), "rate": Metric(0.5, 1.0, "last"), "near": Metric(-1.0, 2.0, "min")},
+        2: {"near": Metric(-3.0, 1.0, "min"), "rate": Metric(0.25, 1.0, "last"), "new": Metric(7.0)},
+    },
+    {0: {"loss": Metric(float("nan"), 3.0), "far": Metric(2.0, 3.0, "max")}, 2: {"loss": Metric(1.0, 1.0)}},
+    {},
+]
+
+
+def merge_steps():
+    layout = init_layout(ParallelSection(tp=2))
+    ranks = MetricsOfRanks(layout)
+    results = []
+    for number, step in enumerate(STEPS):
+        with record(layout) as messages:
+            mine = step.get(layout.world_rank, {})
+            results.append((*ranks.merge(mine, layout.world_rank == number, False), len(objects(messages))))
+    return results
+
+
+def test_ranks_merge_their_metrics_with_the_bits_of_one_merge_and_send_only_new_names_as_objects():
+    for results in run_ranks(merge_steps, 4):
+        for step, (metrics, flags, _) in zip(STEPS, results, strict=True):
+            assert repr(sorted(metrics.items())) == repr(sorted(merged([*step.values()]).items()))
+            assert flags == [True, False]
+        assert [objects_sent for *_, objects_sent in results] == [1, 2, 0, 0]
