@@ -130,7 +130,7 @@ def requests_timed() -> Iterator[Counter[str]]:
 def difference(chunks: list[nn.Module], engine: VllmEngine, seed: int) -> float:
     """The largest difference between the server's log-probs of its own samples and the model's log-probs."""
     rollouts = [group[0] for group in engine.generate(PROMPTS, 1, SAMPLING, seed)]
-    rows = [rollout.prompt.token_ids + rollout.response_ids for rollout in rollouts]
+    rows = [(*rollout.prompt.token_ids, *rollout.response_ids) for rollout in rollouts]
     cu_seqlens = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0).int()
     ids, positions = torch.tensor([i for row in rows for i in row]), torch.cat([torch.arange(len(row)) for row in rows])
     ids, positions = ids.to(device.device()), positions.to(device.device())

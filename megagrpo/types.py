@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -82,19 +83,33 @@ class SamplingParams:
     include_stop: bool = True  # whether the response's text includes the text of `stop` that ended it
 
 
-@dataclass(frozen=True)
+def _equal(one: object, other: object) -> bool:
+    """Compare two dataclasses by their fields, and arrays by their elements."""
+    if type(one) is not type(other):
+        return NotImplemented
+    pairs = zip(vars(one).values(), vars(other).values(), strict=True)
+    return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
+
+
+def _keep_as(row: object, **dtypes: type) -> None:
+    """Convert these fields of a frozen dataclass to arrays. Arrays of the dtype are kept without a copy."""
+    for name, dtype in dtypes.items():
+        object.__setattr__(row, name, np.asarray(getattr(row, name), dtype))
+
+
+@dataclass(frozen=True, eq=False)
 class Dialogue:
     """What a response with several turns has besides its tokens.
 
     Tokens that the policy did not write (results of tools, messages of the user) count nowhere: not in the loss, and
     not in lengths, denominators or comparisons of log-probs.
 
-    >>> dialogue = Dialogue(written=(True, False, True), messages=(), num_turns=2, ended="done")
+    >>> dialogue = Dialogue(np.array([True, False, True]), messages=(), num_turns=2, ended="done")
     >>> Rollout(prompt, (8, 9, 2), (-0.5, 0.0, -0.125), "stop", 1, "4", dialogue).length  # 9 is a tool's
     2
     """
 
-    written: tuple[bool, ...]  # [Lr], True at tokens that the policy wrote
+    written: NDArray[np.bool_]  # [Lr], True at tokens that the policy wrote
     messages: tuple[dict[str, Any], ...]  # all messages after the prompt: the policy's, the tools' and the user's
     num_turns: int  # turns of the policy
     ended: str  # "done", "length", "budget", "max_turns", "tool_limit" or "failed"
@@ -103,24 +118,30 @@ class Dialogue:
     tool_calls: int = 0
     tool_failures: int = 0
 
+    __eq__ = _equal
+
+    def __post_init__(self) -> None:
+        _keep_as(self, written=np.bool_)
+
     def record(self) -> dict[str, Any]:
         """Return all fields except `written`, for files."""
         return {name: value for name, value in vars(self).items() if name != "written"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rollout:
-    """One prompt with one sampled response.
+    """One prompt with one sampled response. Rows [Lr] may be given as any sequence; they become arrays.
 
-    >>> right = Rollout(prompt, (8, 9, 2), (-0.5, -0.25, -0.125), "stop", weight_version=1, text="4")
+    >>> ids, logprobs = np.array([8, 9, 2], np.int32), np.array([-0.5, -0.25, -0.125], np.float32)
+    >>> right = Rollout(prompt, ids, logprobs, "stop", weight_version=1, text="4")
     >>> cut = Rollout(prompt, (8, 3), (-0.5, -1.0), "length", weight_version=1, text="33", later_versions=((1, 2),))
-    >>> right.length, cut.token_versions  # a sync came before the second token of `cut`
-    (3, (1, 2))
+    >>> right.length, cut.token_versions.tolist()  # a sync came before the second token of `cut`
+    (3, [1, 2])
     """
 
     prompt: Prompt
-    response_ids: tuple[int, ...]  # [Lr], with the end token if finish_reason is "stop" and stop_string is empty
-    rollout_logprobs: tuple[float, ...]  # [Lr], reported by the engine; 0 at tokens that the policy did not write
+    response_ids: NDArray[np.int32]  # [Lr], with the end token if finish_reason is "stop" and stop_string is empty
+    rollout_logprobs: NDArray[np.float32]  # [Lr], reported by the engine; 0 at tokens that the policy did not write
     finish_reason: str  # "stop" or "length": how the policy's last turn ended
     weight_version: int  # number of weight syncs before the engine sampled the first token
     text: str  # the decoded response, without special tokens; up to the stop string, if one ended it
@@ -129,22 +150,26 @@ class Rollout:
     # the text of `rollout.stop` that ended the policy's last turn, or ""; None without `rollout.stop`
     stop_string: str | None = None
 
+    __eq__ = _equal
+
+    def __post_init__(self) -> None:
+        _keep_as(self, response_ids=np.int32, rollout_logprobs=np.float32)
+
     @property
-    def written(self) -> tuple[bool, ...]:
+    def written(self) -> NDArray[np.bool_]:
         """[Lr]: whether the policy wrote each token of the response."""
-        return (True,) * len(self.response_ids) if self.dialogue is None else self.dialogue.written
+        return np.ones(len(self.response_ids), bool) if self.dialogue is None else self.dialogue.written
 
     @property
     def length(self) -> int:
         """The number of tokens that the policy wrote."""
-        return sum(self.written)
+        return len(self.response_ids) if self.dialogue is None else int(self.dialogue.written.sum())
 
     @property
-    def token_versions(self) -> tuple[int, ...]:
+    def token_versions(self) -> NDArray[np.int32]:
         """[Lr]: the weight version that sampled each token."""
-        starts = [(0, self.weight_version), *self.later_versions]
-        ends = [start for start, _ in starts[1:]] + [len(self.response_ids)]
-        return tuple(version for (start, version), end in zip(starts, ends, strict=True) for _ in range(start, end))
+        starts, versions = zip((0, self.weight_version), *self.later_versions, strict=True)
+        return np.repeat(np.array(versions, np.int32), np.diff([*starts, len(self.response_ids)]))
 
 
 @dataclass(frozen=True)

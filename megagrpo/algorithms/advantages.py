@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -163,9 +164,10 @@ def to_samples(scored: Sequence[ScoredRollout], advantages: Tensor) -> list[Trai
 
 def _to_sample(scored: ScoredRollout, advantage: float, index: int) -> TrainSample:
     rollout = scored.rollout
-    prompt_length = len(rollout.prompt.token_ids)
-    mask = torch.tensor((False,) * prompt_length + rollout.written)
-    logprobs = torch.tensor((0.0,) * prompt_length + rollout.rollout_logprobs)
-    token_ids = torch.tensor(rollout.prompt.token_ids + rollout.response_ids, dtype=torch.int64)
+    prompt_ids = np.array(rollout.prompt.token_ids, np.int64)
+    before = np.zeros(len(prompt_ids), np.float32)
+    mask = torch.from_numpy(np.concatenate([before.astype(bool), rollout.written]))
+    logprobs = torch.from_numpy(np.concatenate([before, rollout.rollout_logprobs]))
+    token_ids = torch.from_numpy(np.concatenate([prompt_ids, rollout.response_ids]))
     truncated = rollout.finish_reason == "length"
     return TrainSample(token_ids, mask, logprobs, advantage, index, truncated, rollout.prompt.inputs)

@@ -15,6 +15,7 @@ from operator import itemgetter
 from typing import Any
 
 import httpx
+import numpy as np
 
 from megagrpo.engine.distribution import Choices, Generation, Job, gather, stream
 from megagrpo.engine.http import HEALTH_SECONDS, answers, error_text
@@ -282,9 +283,8 @@ class VllmEngine(Updates, Generator):
         version, *later = self._versions(url, job, choice)
         later = [part for part in later if part[0] < count]
         reason, stop_string = "stop" if stopped else reason, stopped if job.sampling.stop else None
-        return Rollout(
-            prompt, ids, logprobs, reason, version[1], text, later_versions=tuple(later), stop_string=stop_string
-        )
+        rows = np.array(ids, np.int32), np.array(logprobs, np.float32)
+        return Rollout(prompt, *rows, reason, version[1], text, later_versions=tuple(later), stop_string=stop_string)
 
     def _versions(self, url: str, job: Job, choice: dict[str, Any]) -> list[tuple[int, int]]:
         """Return (first token, weight version) of each part of `choice`.

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from megagrpo.data.follow_ups import FollowUps
 from megagrpo.rewards.functions.text_rewards import encodable
 from megagrpo.types import Dialogue, Prompt, Rollout
@@ -72,9 +74,10 @@ class Conversation:
             self.messages.pop()
         else:
             self.message_start = len(self.ids)
-        self._append(rollout.response_ids, True, rollout.rollout_logprobs)
+        ids = rollout.response_ids.tolist()
+        self._append(ids, True, rollout.rollout_logprobs.tolist())
         # characters after or of the stop string
-        cut = len(decode(rollout.response_ids)) - len(rollout.text) if rollout.stop_string else 0
+        cut = len(decode(ids)) - len(rollout.text) if rollout.stop_string else 0
         content = decode(self.ids[self.message_start :])
         self.messages.append({"role": "assistant", "content": content[: len(content) - cut]})
         self.finish_reason, self.stop_string = rollout.finish_reason, rollout.stop_string
@@ -141,7 +144,7 @@ class Conversation:
     def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout:
         """Return the finished response as a Rollout."""
         dialogue = Dialogue(
-            written=tuple(self.written),
+            written=np.array(self.written, bool),
             messages=tuple(self.messages),
             num_turns=self.turns,
             ended=self.ended,
@@ -152,8 +155,8 @@ class Conversation:
         )
         return Rollout(
             prompt=self.prompt,
-            response_ids=tuple(self.ids),
-            rollout_logprobs=tuple(self.logprobs),
+            response_ids=np.array(self.ids, np.int32),
+            rollout_logprobs=np.array(self.logprobs, np.float32),
             finish_reason=self.finish_reason,
             weight_version=self.weight_version,
             text=decode(self.ids),

@@ -30,6 +30,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -246,15 +247,15 @@ def _token_rows(scored: Sequence[ScoredRollout]) -> Rows:
     rollouts = [s.rollout for s in scored]
     prompts = [len(r.prompt.token_ids) for r in rollouts]
     lengths = [n + len(r.response_ids) for n, r in zip(prompts, rollouts, strict=True)]
-    logprobs = [value for n, r in zip(prompts, rollouts, strict=True) for value in (*[0.0] * n, *r.rollout_logprobs)]
+    logprobs = [row for n, r in zip(prompts, rollouts, strict=True) for row in (np.zeros(n), r.rollout_logprobs)]
+    ids = [np.asarray(row, np.int64) for r in rollouts for row in (r.prompt.token_ids, r.response_ids)]
+    written = [row for n, r in zip(prompts, rollouts, strict=True) for row in (np.zeros(n, bool), r.written)]
     return {
-        "token_ids": torch.tensor([token for r in rollouts for token in (*r.prompt.token_ids, *r.response_ids)]),
+        "token_ids": torch.from_numpy(np.concatenate(ids)),
         "borders": torch.tensor([0, *lengths]).cumsum(0),
         "prompt_lengths": torch.tensor(prompts),
-        "rollout_logprobs": torch.tensor(logprobs, dtype=torch.float64),
-        "written": torch.tensor(
-            [value for n, r in zip(prompts, rollouts, strict=True) for value in (*[False] * n, *r.written)]
-        ),
+        "rollout_logprobs": torch.from_numpy(np.concatenate(logprobs)),
+        "written": torch.from_numpy(np.concatenate(written)),
     }
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,8 +116,8 @@ class TokenLog(Recorder):
             "step": rollouts.step,
             "sample": sample,
             "prompt_id": rollout.prompt.prompt_id,
-            "tokens": [] if self.texts is None else self.texts.of(rollout.response_ids),
-            "rollout_logprobs": [round(value, LOGGED_DIGITS) for value in rollout.rollout_logprobs],
+            "tokens": [] if self.texts is None else self.texts.of(rollout.response_ids.tolist()),
+            "rollout_logprobs": [round(value, LOGGED_DIGITS) for value in rollout.rollout_logprobs.tolist()],
             "trainer_logprobs": trainer,
             "entropy": entropy,
         }
@@ -170,7 +171,7 @@ def rounded(values: Tensor) -> list[float]:
     return [round(value, LOGGED_DIGITS) for value in values.to(torch.float64).tolist()]
 
 
-def _per_token(values: Sequence[float], written: Sequence[bool]) -> list[float | None]:
+def _per_token(values: Sequence[float], written: np.ndarray) -> list[float | None]:
     """Return one value per token of the response; None where the policy did not write the token, or without values."""
     rest = iter(values)
-    return [next(rest, None) if by_policy else None for by_policy in written]
+    return [next(rest, None) if by_policy else None for by_policy in written.tolist()]

@@ -304,8 +304,8 @@ def _short(text: str) -> str:
 
 
 def _policy_ids(rollout: Rollout) -> list[int]:
-    pairs = zip(rollout.response_ids, rollout.written, strict=True)
-    return [token_id for token_id, by_policy in pairs if by_policy]
+    ids: list[int] = rollout.response_ids[rollout.written].tolist()
+    return ids
 
 
 def _completion(rollout: Rollout) -> str | list[dict[str, Any]]:

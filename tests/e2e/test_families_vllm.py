@@ -109,7 +109,8 @@ def test_a_family_reaches_vllm_exactly_and_both_compute_the_same(name):
 
     def answers() -> list[tuple]:
         return [
-            (group[0].response_ids, group[0].rollout_logprobs) for group in engine.generate(PROMPTS, 1, GREEDY, seed=0)
+            (group[0].response_ids.tolist(), group[0].rollout_logprobs.tolist())
+            for group in engine.generate(PROMPTS, 1, GREEDY, seed=0)
         ]
 
     def pushed(source: Path, ranks: int, sizes: dict) -> int:
@@ -161,7 +162,8 @@ def test_adapters_of_fused_projections_reach_vllm(tmp_path):
         run_ranks(push_adapter, 4, engine, folder, tmp_path / "merged")
         engine.weight_version = 2  # the ranks are forks and have their own client
         answers = [
-            (group[0].response_ids, group[0].rollout_logprobs) for group in engine.generate(PROMPTS, 1, GREEDY, seed=0)
+            (group[0].response_ids.tolist(), group[0].rollout_logprobs.tolist())
+            for group in engine.generate(PROMPTS, 1, GREEDY, seed=0)
         ]
     finally:
         launcher.stop()

@@ -45,7 +45,7 @@ def test_vllms_logprobs_after_a_sync_are_megatrons(kind, tmp_path):
     run_ranks(push_from_megatron, 2, dict(tp=2), engine, other, tmp_path / "out", engine.weight_version + 1)
     engine.weight_version += 1  # the ranks are forks and have their own client
     rollouts = [group[0] for group in engine.generate(PROMPTS, 1, SamplingParams(1.0, 24), seed=0)]
-    sequences = [rollout.prompt.token_ids + tuple(rollout.response_ids) for rollout in rollouts]
+    sequences = [rollout.prompt.token_ids + tuple(rollout.response_ids.tolist()) for rollout in rollouts]
     (expected,) = run_ranks(megatron_logprobs, 1, other, sequences)
     for rollout, whole in zip(rollouts, expected, strict=True):
         own = torch.from_numpy(whole[len(rollout.prompt.token_ids) - 1 :])

@@ -73,7 +73,10 @@ def sync(engine: VllmEngine, *arguments, ranks: int = 1, parallel: dict | None =
 
 
 def answers(engine: VllmEngine) -> list[tuple]:
-    return [(group[0].response_ids, group[0].rollout_logprobs) for group in engine.generate(PROMPTS, 1, GREEDY, seed=0)]
+    return [
+        (group[0].response_ids.tolist(), group[0].rollout_logprobs.tolist())
+        for group in engine.generate(PROMPTS, 1, GREEDY, seed=0)
+    ]
 
 
 def served(engine: VllmEngine) -> list[str]:

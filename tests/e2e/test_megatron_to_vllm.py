@@ -40,15 +40,15 @@ def test_a_server_synced_from_megatron_shards_equals_a_fresh_one_on_the_exported
     )
     synced.engine.weight_version += 1  # the ranks are forks and have their own client
     before = [group[0] for group in synced.engine.generate(PROMPTS, 1, greedy, seed=0)]
-    assert [r.response_ids for r in before] != [r.response_ids for r in expected]
+    assert [r.response_ids.tolist() for r in before] != [r.response_ids.tolist() for r in expected]
     version = synced.engine.weight_version + 1
     read = run_ranks(push_from_megatron, ranks, parallel, synced.engine, fresh.folder, tmp_path / "exported", version)[
         0
     ]
     synced.engine.weight_version = version
     found = [group[0] for group in synced.engine.generate(PROMPTS, 1, greedy, seed=0)]
-    assert [(r.response_ids, r.rollout_logprobs) for r in found] == [
-        (r.response_ids, r.rollout_logprobs) for r in expected
+    assert [(r.response_ids.tolist(), r.rollout_logprobs.tolist()) for r in found] == [
+        (r.response_ids.tolist(), r.rollout_logprobs.tolist()) for r in expected
     ]
     assert read == sum(t.nbytes for t in weights(fresh.folder).values())
     exported, original = load_file(tmp_path / "exported" / "model.safetensors"), weights(fresh.folder)
@@ -75,7 +75,8 @@ def test_experts_that_lie_on_expert_parallel_ranks_reach_the_server_exactly(with
 
     def answers() -> list:
         return [
-            (group[0].response_ids, group[0].rollout_logprobs) for group in engine.generate(PROMPTS, 1, greedy, seed=0)
+            (group[0].response_ids.tolist(), group[0].rollout_logprobs.tolist())
+            for group in engine.generate(PROMPTS, 1, greedy, seed=0)
         ]
 
     def check(folder: Path) -> None:

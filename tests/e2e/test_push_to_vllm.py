@@ -36,7 +36,7 @@ def sampled(engine):
     groups = [
         group for n, sampling in enumerate(samplings, 1) for group in engine.generate(PROMPTS, n, sampling, seed=4)
     ]
-    return [(rollout.response_ids, rollout.rollout_logprobs) for group in groups for rollout in group]
+    return [(rollout.response_ids.tolist(), rollout.rollout_logprobs.tolist()) for group in groups for rollout in group]
 
 
 def push_from_megatron(parallel: dict, engine, folders: list, version: int, hang: list[int] = ()):

@@ -81,12 +81,12 @@ class Kept:
 
 @pytest.mark.full
 def test_a_server_that_is_killed_in_the_middle_gets_the_current_weights_before_its_first_request(fresh):
-    expected = [group[0].response_ids for group in fresh.engine.generate(PROMPTS, 1, LONG, seed=1)]
+    expected = [group[0].response_ids.tolist() for group in fresh.engine.generate(PROMPTS, 1, LONG, seed=1)]
     with Kept(tied_llamas()[0], fresh) as kept:
         engine = kept.server.engine
         killer = threading.Timer(0.1, lambda: kill_all(kept.server.launcher.servers[0]))  # during the next line
         killer.start()
-        assert [group[0].response_ids for group in engine.generate(PROMPTS, 1, LONG, seed=1)] == expected
+        assert [group[0].response_ids.tolist() for group in engine.generate(PROMPTS, 1, LONG, seed=1)] == expected
         killer.join()
         assert sampled(engine) == sampled_fresh()
     assert kept.asked_before == [0] and len(kept.said) == 2

@@ -60,7 +60,7 @@ def sampled(engine):
     groups = [
         group for n, sampling in enumerate(SAMPLINGS, 1) for group in engine.generate(PROMPTS, n, sampling, seed=4)
     ]
-    return [(rollout.response_ids, rollout.rollout_logprobs) for group in groups for rollout in group]
+    return [(rollout.response_ids.tolist(), rollout.rollout_logprobs.tolist()) for group in groups for rollout in group]
 
 
 @functools.cache
@@ -106,7 +106,7 @@ def test_after_a_sync_that_keeps_responses_no_cached_prefix_is_of_older_weights(
 
     def response(engine):
         ((rollout,),) = engine.generate(long, 1, SAMPLINGS[0], seed=4)
-        return rollout.response_ids, rollout.rollout_logprobs
+        return rollout.response_ids.tolist(), rollout.rollout_logprobs.tolist()
 
     version, before = synced.engine.weight_version, synced.engine.in_flight
     synced.engine.in_flight = "keep"  # the only kind of pause in which vLLM keeps its cache

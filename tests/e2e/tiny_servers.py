@@ -7,6 +7,7 @@ import functools
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -219,7 +220,7 @@ def push_from_megatron(parallel: dict, engine, folder: Path, out: Path, version:
 def greedy(engine: VllmEngine, max_tokens: int = 24) -> list[tuple]:
     """Tokens and log-probs of the engine's greedy responses to PROMPTS."""
     groups = engine.generate(PROMPTS, 1, SamplingParams(0.0, max_tokens), seed=0)
-    return [(group[0].response_ids, group[0].rollout_logprobs) for group in groups]
+    return [(group[0].response_ids.tolist(), group[0].rollout_logprobs.tolist()) for group in groups]
 
 
 @functools.cache
@@ -229,13 +230,13 @@ def oracle(folder: Path) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def naive_logits(folder: Path, prompt: Prompt, response: tuple[int, ...]) -> torch.Tensor:
+def naive_logits(folder: Path, prompt: Prompt, response: Sequence[int]) -> torch.Tensor:
     """transformers' logits for each token of a response, [Lr, V]."""
-    ids = torch.tensor([prompt.token_ids + response])
+    ids = torch.tensor([[*prompt.token_ids, *response]])
     return oracle(folder)(ids).logits[0, len(prompt.token_ids) - 1 : -1].float()
 
 
-def naive_logprobs(folder: Path, prompt: Prompt, response: tuple[int, ...], temperature: float = 1.0) -> torch.Tensor:
+def naive_logprobs(folder: Path, prompt: Prompt, response: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
     """Log-probs of a response by the full softmax over transformers' logits, [Lr]."""
     logits = naive_logits(folder, prompt, response)
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]

@@ -5,8 +5,10 @@ import dataclasses
 import doctest
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megagrpo import types
@@ -35,3 +37,31 @@ def test_the_examples_of_the_exchanged_types_are_true():
     assert shown == {
         name for name, value in vars(types).items() if dataclasses.is_dataclass(value) and isinstance(value, type)
     }
+
+
+def test_a_response_takes_at_most_12_bytes_a_token():
+    """With its text of 3.5 characters a token; tuples of Python numbers took 85."""
+    prompt, length, count = types.Prompt(0, (1, 2), "x"), 4000, 20
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        rollouts = [
+            types.Rollout(prompt, range(length), [-0.125 * (i % 7) for i in range(length)], "stop", 0, "abcdefg" * 2000)
+            for _ in range(count)
+        ]
+        scored = [types.ScoredRollout(rollout, {"exact": 1.0}, 1.0) for rollout in rollouts]
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(scored) == count and (after - before) / (count * length) <= 12
+
+
+def test_rollouts_are_equal_by_their_tokens():
+    prompt, dialogue = types.Prompt(0, (1, 2), "x"), types.Dialogue([True, False], (), 1, "done")
+    one = types.Rollout(prompt, (5, 6), (-0.5, -0.25), "stop", 0, "a", dialogue)
+    same = types.Rollout(
+        prompt, np.array([5, 6]), np.array([-0.5, -0.25]), "stop", 0, "a", dataclasses.replace(dialogue)
+    )
+    assert one == same and one.response_ids.dtype == np.int32 and one.rollout_logprobs.dtype == np.float32
+    assert one != dataclasses.replace(one, response_ids=(5, 7)) and one != prompt
+    assert dialogue != dataclasses.replace(dialogue, written=[True, True])

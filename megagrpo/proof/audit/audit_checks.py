@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import chain
 from statistics import fmean
 
+import numpy as np
 import torch
 
 from megagrpo.config import RewardsSection
@@ -211,14 +212,13 @@ def _rewards(step: Step) -> tuple[list[list[float | None]], list[float], Check]:
 
 
 def _rollout(sample: Sample) -> Rollout:
-    text, ids = sample.text, tuple(sample.token_ids.tolist())
-    opened = text.get("opened", "")
-    prompt = Prompt(text["prompt_id"], ids[: sample.prompt_length], text["prompt"], text["columns"], opened=opened)
-    response, dialogue = ids[sample.prompt_length :], None
+    text, (prompt_ids, response) = sample.text, np.split(sample.token_ids.numpy(), [sample.prompt_length])
+    opened, ids, dialogue = text.get("opened", ""), tuple(prompt_ids.tolist()), None
+    prompt = Prompt(text["prompt_id"], ids, text["prompt"], text["columns"], opened=opened)
     if text["dialogue"] is not None:
         written = torch.zeros(sample.length, dtype=torch.bool).index_fill(0, sample.places, True)
-        dialogue = Dialogue(tuple(written[sample.prompt_length :].tolist()), **text["dialogue"])
-    zeros = (0.0,) * len(response)
+        dialogue = Dialogue(written[sample.prompt_length :].numpy(), **text["dialogue"])
+    response, zeros = response.astype(np.int32), np.zeros(len(response), np.float32)
     return Rollout(prompt, response, zeros, text["finish_reason"], text["weight_version"], text["response"], dialogue)
 
 

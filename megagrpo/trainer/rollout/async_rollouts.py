@@ -251,8 +251,8 @@ def unpacked(saved: dict[str, Any], prompt: Prompt) -> list[Rollout]:
     return [
         Rollout(
             prompt,
-            tuple(np.frombuffer(base64.b64decode(rollout["response_ids"]), np.int32).tolist()),
-            tuple(np.frombuffer(base64.b64decode(rollout["rollout_logprobs"]), np.float64).tolist()),
+            np.frombuffer(base64.b64decode(rollout["response_ids"]), np.int32),
+            np.frombuffer(base64.b64decode(rollout["rollout_logprobs"]), np.float64).astype(np.float32),
             rollout["finish_reason"],
             rollout["weight_version"] + 1,
             rollout["text"],
@@ -263,8 +263,8 @@ def unpacked(saved: dict[str, Any], prompt: Prompt) -> list[Rollout]:
     ]
 
 
-def _encoded(values: Sequence[float], kind: type) -> str:
-    return base64.b64encode(np.array(values, kind).tobytes()).decode()
+def _encoded(values: np.ndarray, kind: type) -> str:
+    return base64.b64encode(values.astype(kind).tobytes()).decode()
 
 
 def place_of(prompt: Prompt) -> int:

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import batched
 
+import numpy as np
+
 from megagrpo.data.text_rows import nested
 from megagrpo.data.tokenizer import Tokenizer
 from megagrpo.rewards.scorer import RewardScorer
@@ -195,11 +197,11 @@ class FunctionTrial:
         if self.failure or len(self._seen) != 1 or not any(row.gold for row in self.rows):
             return False
         long = response(self.rows[0].prompt, self._means.tokenizer, REPEATED_WORD)
-        ids = (long.response_ids * self._means.max_tokens)[: self._means.max_tokens]
+        ids = np.resize(long.response_ids, self._means.max_tokens)
         long = replace(
             long,
             response_ids=ids,
-            rollout_logprobs=(0.0,) * len(ids),
+            rollout_logprobs=np.zeros(len(ids), np.float32),
             text=REPEATED_WORD * len(ids),
             finish_reason="length",
         )
@@ -274,8 +276,8 @@ class FunctionTrial:
 
 def response(prompt: Prompt, tokenizer: Tokenizer, text: str) -> Rollout:
     """Return a response to the prompt with this text."""
-    token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-    return Rollout(prompt, token_ids, (0.0,) * len(token_ids), "stop", 0, text)
+    token_ids = np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
+    return Rollout(prompt, token_ids, np.zeros(len(token_ids), np.float32), "stop", 0, text)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -130,8 +130,8 @@ def test_tokens_of_the_policy_are_never_tokenised_again(tokenizer):
     made.add_turn(turn(made, [70, 71, 2]), tokenizer.decode)
     made.ended = "done"
     found = made.rollout(tokenizer.decode)
-    assert found.response_ids == (*ids, *suffix, 70, 71, 2) and found.length == len(ids) + 3
-    assert found.written == (True,) * len(ids) + (False,) * len(suffix) + (True,) * 3
+    assert found.response_ids.tolist() == [*ids, *suffix, 70, 71, 2] and found.length == len(ids) + 3
+    assert found.written.tolist() == [True] * len(ids) + [False] * len(suffix) + [True] * 3
     assert [own for own, value in zip(found.written, found.rollout_logprobs, strict=True) if value == 0] == [
         False
     ] * len(suffix)

@@ -59,9 +59,9 @@ def test_a_stop_string_that_an_interruption_splits_ends_the_response():
     second = [choice([5, 6], "abort", ("6", 0, 2))]  # the server sees only the end of the stop string
     with scripted(first, second, [choice([0, 1], "length", ("7", 0, 2))]) as (url, bodies):
         rollout = ask(url, include=False)
-    assert rollout.response_ids == (2, 3, 4, 5) and rollout.rollout_logprobs == (-0.5,) * 4
+    assert rollout.response_ids.tolist() == [2, 3, 4, 5] and rollout.rollout_logprobs.tolist() == [-0.5] * 4
     assert (rollout.finish_reason, rollout.stop_string, rollout.text) == ("stop", STOP, " <answer>9")
-    assert rollout.token_versions == (5, 5, 5, 6) and rollout.later_versions == ((3, 6),)
+    assert rollout.token_versions.tolist() == [5, 5, 5, 6] and rollout.later_versions == ((3, 6),)
     assert all(body["sampling_params"]["stop"] == [STOP] and body["sampling_params"]["detokenize"] for body in bodies)
 
 

@@ -202,12 +202,12 @@ def test_groups_in_a_checkpoint_for_another_prompt_are_generated_again(changed):
     engine = Engine()
     with AsyncPool(engine, Rewards(), 1) as pool:
         pool.load_state_dict([packed(0, [Rollout(prompts(0, 1)[0], (5,), (-1.0,), "stop", 1, "")] * 2) | changed])
-        assert take(pool, prompts(0, 1))[0][0].response_ids == (1, 2)
+        assert take(pool, prompts(0, 1))[0][0].response_ids.tolist() == [1, 2]
 
 
 def test_the_version_of_each_token_is_known():
     rollout = Rollout(prompts(0, 1)[0], (1, 2, 3, 4), (0.0,) * 4, "stop", 5, "", later_versions=((1, 6), (3, 8)))
-    assert rollout.token_versions == (5, 6, 6, 8)
+    assert rollout.token_versions.tolist() == [5, 6, 6, 8]
     (back,) = unpacked(json.loads(json.dumps(packed(0, [rollout]))), rollout.prompt)
     assert back == replace(rollout, weight_version=6, later_versions=((1, 7), (3, 9)))
 
