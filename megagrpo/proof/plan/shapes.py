@@ -45,7 +45,7 @@ def stage_experts(model: HfConfig, parallel: ParallelSection) -> list[int]:
     width = model.experts.intermediate_size // parallel.expert_tp
     one = 3 * model.hidden_size * width + (2 * width + model.hidden_size if model.linear_bias else 0)
     of_layer = one * model.experts.count // parallel.ep
-    return [of_layer * sum(map(model.has_experts, layers)) for layers in layers_of_ranks(model, parallel)]
+    return [of_layer * mixed for mixed, _ in _layer_counts(model, parallel)]
 
 
 @lru_cache(maxsize=64)
@@ -61,13 +61,32 @@ def layers_of_ranks(model: HfConfig, parallel: ParallelSection) -> list[list[int
     return [[layer for piece in pieces[stage :: parallel.pp] for layer in piece] for stage in range(parallel.pp)]
 
 
+def _layer_counts(model: HfConfig, parallel: ParallelSection) -> list[tuple[int, int]]:
+    """Return, per pipeline stage, the number of layers with experts and without."""
+    return _counted(model, tuple(stage_layers(model.num_layers, parallel)), parallel.pp)
+
+
+@lru_cache(maxsize=1024)
+def _counted(model: HfConfig, pieces: tuple[int, ...], pp: int) -> list[tuple[int, int]]:
+    cut = ParallelSection(pp=pp, vpp=len(pieces) // pp, pipeline_layers=list(pieces))
+    mixed = [(sum(map(model.has_experts, layers)), len(layers)) for layers in layers_of_ranks(model, cut)]
+    return [(some, every - some) for some, every in mixed]
+
+
+@lru_cache(maxsize=64)
+def _kind_parameters(model: HfConfig, tp: int) -> tuple[int, int]:
+    """Return the parameters of a layer with experts and of one without, 0 where the model has none. All layers of a
+    kind are alike."""
+    one = {model.has_experts(layer): layer for layer in range(model.num_layers)}
+    mixed, dense = (layer_parameters(model, one[kind], tp) if kind in one else 0 for kind in (True, False))
+    return mixed, dense
+
+
 def stage_parameters(model: HfConfig, parallel: ParallelSection) -> list[int]:
     """Return parameters on one rank of each stage, without experts. A tied output layer elsewhere is a second copy."""
     tp = parallel.tp
-    # all layers with experts are alike, and all others
-    one = {model.has_experts(layer): layer for layer in range(model.num_layers)}
-    one = {mixed: layer_parameters(model, layer, tp) for mixed, layer in one.items()}
-    sizes = [sum(one[model.has_experts(layer)] for layer in layers) for layers in layers_of_ranks(model, parallel)]
+    mixed, dense = _kind_parameters(model, tp)
+    sizes = [mixed * some + dense * others for some, others in _layer_counts(model, parallel)]
     embedding = model.padded_vocab(tp) // tp * model.hidden_size
     sizes[0] += embedding
     sizes[-1] += model.hidden_size
