@@ -164,7 +164,7 @@ class Connection(asyncio.Protocol):
         self._task = asyncio.get_running_loop().create_task(self._answer(head.split(b" ", 2)[1].decode(), body))
 
     async def _answer(self, target: str, body: bytes) -> None:
-        path, _, query = target.partition("?")
+        path, _, _parameters = target.partition("?")
         kind = b"application/json"
         if path == "/inference/v1/generate":
             answer = await self._engine.generate(json.loads(body))
