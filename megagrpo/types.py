@@ -44,6 +44,7 @@ class Prompt:
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # this prompt's variables of the chat template
     opened: str = ""  # the end of token_ids as text if it opens a thought for the response, such as "<think>\n"
     inputs: Mapping[str, Any] = field(default_factory=dict)
+    expected_length: float = 0.0  # mean tokens of the responses at the prompt's last visit; 0 if it had none
 
 
 @dataclass(frozen=True)
