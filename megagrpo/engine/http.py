@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import ssl
 import time
 from collections.abc import Callable, Collection, Coroutine, Hashable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
@@ -25,7 +24,6 @@ from megagrpo.sync.wire.tensor_index import WeightSyncError
 CERTIFICATES = httpx.create_ssl_context(trust_env=False)
 # with thousands of requests, seconds may pass before this process sees that a connection is open
 CONNECT_SECONDS = 30.0
-POOLS = 64  # connection pools per client
 MOVED_SECONDS = 0.5  # while a response is pending: between two checks whether its server has moved
 OF_PROXIES = (502, 503, 504)  # status codes by which a proxy reports that the server behind it did not respond
 HEALTH_SECONDS = 5.0  # timeout of a health check
@@ -120,13 +118,14 @@ class Servers:
         return results
 
     def _client(self) -> httpx.AsyncClient:
+        """Return a client for control requests, of which few run at once. `Connections` sends requests for tokens."""
         # vLLM closes a connection after an error. A request that reuses the connection at that moment would be lost, so
         # none is kept alive.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        transport = PooledTransport(limits, CERTIFICATES, self.moved)
+        transport = httpx.AsyncHTTPTransport(verify=CERTIFICATES, limits=limits, trust_env=False)
         return httpx.AsyncClient(
             timeout=httpx.Timeout(self.request_timeout, connect=CONNECT_SECONDS),
-            transport=transport,
+            transport=transport if self.moved is None else MovedTransport(transport, self.moved),
             headers=self._headers,
         )
 
@@ -145,34 +144,20 @@ class Servers:
         return f"vLLM server {url}" + (f" (log {self._logs[url]})" if url in self._logs else "")
 
 
-class PooledTransport(httpx.AsyncBaseTransport):
-    """An HTTP transport that distributes requests over several connection pools in turn.
+class MovedTransport(httpx.AsyncBaseTransport):
+    """An HTTP transport that sends requests to the servers' current addresses. A request to a server that moves before
+    it responds fails."""
 
-    For each request, and at its end, a pool scans all of its connections. With thousands of connections in one pool
-    that scan dominates the client's CPU time. `limits` apply to each pool. With `moved`, requests go to the servers'
-    current addresses, and a request to a server that moves before it responds fails.
-    """
-
-    def __init__(self, limits: httpx.Limits, certificates: ssl.SSLContext, moved: MovedServers | None = None):
-        self._limits, self._certificates, self._moved, self._turn = limits, certificates, moved, 0
-        self._pools: list[httpx.AsyncHTTPTransport] = []
+    def __init__(self, transport: httpx.AsyncHTTPTransport, moved: MovedServers):
+        self._transport, self._moved = transport, moved
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send the request to the server's current address, through the next pool. Raises httpx.ReadError when the
-        server moves before it responds."""
-        index = self._turn % POOLS
-        self._turn += 1
-        if index == len(self._pools):
-            self._pools.append(
-                httpx.AsyncHTTPTransport(verify=self._certificates, limits=self._limits, trust_env=False)
-            )
-        pool = self._pools[index]
-        return await (pool.handle_async_request(request) if self._moved is None else self._moved.send(request, pool))
+        """Send the request. Raises httpx.ReadError when the server moves before it responds."""
+        return await self._moved.send(request, self._transport)
 
     async def aclose(self) -> None:
         """Close all connections."""
-        for pool in self._pools:
-            await pool.aclose()
+        await self._transport.aclose()
 
 
 class MovedServers:
@@ -201,14 +186,14 @@ class MovedServers:
         connection and never respond, so the request would wait for its whole timeout.
         """
         url = f"{request.url.scheme}://{request.url.netloc.decode()}"
-        address = self._address(url)
+        address = self.address(url)
         if address is not None:
             request.url = request.url.copy_with(host=address.host, port=address.port)
             request.headers["host"] = address.netloc.decode()
         response = asyncio.ensure_future(transport.handle_async_request(request))
         try:
             while not (await asyncio.wait([response], timeout=MOVED_SECONDS))[0]:
-                if self._address(url, MOVED_SECONDS) != address:
+                if self.address(url, MOVED_SECONDS) != address:
                     raise httpx.ReadError(
                         "the server was restarted on another port before it responded", request=request
                     )
@@ -216,7 +201,7 @@ class MovedServers:
         finally:
             response.cancel()
 
-    def _address(self, url: str, age: float = 0.0) -> httpx.URL | None:
+    def address(self, url: str, age: float = 0.0) -> httpx.URL | None:
         """Return the current address of the server `url` if it has moved, as of at most `age` seconds ago."""
         if time.monotonic() - self._looked >= age:
             self._looked = time.monotonic()
@@ -300,7 +285,12 @@ async def answers(client: httpx.AsyncClient, url: str, route: str = "/health") -
 
 def error_text(answer: httpx.Response) -> str:
     """Return the server's own error message from an error response."""
+    return text_of_error(answer.status_code, answer.content)
+
+
+def text_of_error(status: int, content: bytes) -> str:
+    """Return the server's own error message from the body of an error response."""
     try:
-        return str(answer.json()["error"]["message"])
+        return str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return answer.text[:500] or f"status {answer.status_code}"
+        return content[:500].decode(errors="replace") or f"status {status}"

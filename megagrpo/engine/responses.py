@@ -1,79 +1,116 @@
-"""vLLM's responses to prompts: validation, continuation of aborted ones, and the stop string that ends one."""
+"""vLLM's responses as arrays: validation, continuation of aborted ones, and the stop string that ends one."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import NamedTuple
 
-import httpx
+import msgspec
+import numpy as np
 
-from megagrpo.engine.protocol import derive_seed
+
+class _Entry(msgspec.Struct, gc=False):
+    token_id: int
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Entry] | None = None
+
+
+class Span(msgspec.Struct, gc=False):
+    """The tokens [start, end) of a response, which the weights `version` sampled."""
+
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    token_ids: msgspec.Raw
+    finish_reason: str
+    logprobs: _Logprobs | None = None
+    weight_versions: list[Span] | None = None
+
+
+class _Body(msgspec.Struct):
+    choices: list[_Choice]
+
+
+# Strict: a bool is no integer, NaN is no JSON, and the body must be complete. All other fields are skipped.
+_BODY, _IDS = msgspec.json.Decoder(_Body), msgspec.json.Decoder(list[int])
 
 
 class InvalidResponse(ValueError):
     """A response is from another program, truncated, or inconsistent."""
 
 
-def read_choices(answer: httpx.Response, n: int, max_tokens: int) -> list[dict[str, Any]]:
-    """Return the `n` choices of a response, sorted by index.
+@dataclass(frozen=True, eq=False)
+class Response:
+    """One response of a server, or several parts of it joined."""
 
-    Raises InvalidResponse unless the indices are 0 to n - 1 and each choice has a finish reason, at most `max_tokens`
-    token ids, and a log-prob for each of them.
+    token_ids: np.ndarray  # [Lr] int32
+    logprobs: np.ndarray  # [Lr] float32
+    finish_reason: str
+    spans: tuple[Span, ...] = ()  # empty: the server reports no weight versions
+    joined: bool = False  # it has several parts
+    cut: bool = False  # `cut` ended it
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether it was aborted, by a weight update or by `cut`, before it was complete."""
+        return self.finish_reason == "abort"
+
+
+def read_response(content: bytes, max_tokens: int) -> Response:
+    """Return the response in the body `content`.
+
+    Raises InvalidResponse unless it has one choice, with index 0, a finish reason, at most `max_tokens` token ids, and
+    a log-prob for each of them.
     """
     try:
-        choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
-        if [choice["index"] for choice in choices] != list(range(n)):
-            raise InvalidResponse(f"got {len(choices)} responses; {n} were requested")
-        for choice in choices:
-            _check(choice, max_tokens)
+        choices = _BODY.decode(content).choices
+        if [choice.index for choice in choices] != [0]:
+            raise InvalidResponse(f"got {len(choices)} responses; 1 was requested")
+        return _response(choices[0], max_tokens)
     except InvalidResponse:
         raise
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        start = answer.text[:80].replace("\n", " ")
-        raise InvalidResponse(f"not a response to a prompt ({type(error).__name__}): {start!r}") from error
-    return choices
+    except (msgspec.MsgspecError, ValueError, OverflowError) as error:
+        start = content[:80].decode(errors="replace").replace("\n", " ")
+        raise InvalidResponse(f"not a response to a prompt ({error}): {start!r}") from error
 
 
-def _check(choice: dict[str, Any], max_tokens: int) -> None:
-    ids, content = choice["token_ids"], (choice["logprobs"] or {}).get("content") or ()
-    if not all(type(token) is int and token >= 0 for token in ids) or not isinstance(choice["finish_reason"], str):
-        raise InvalidResponse(f"invalid token_ids or finish_reason: {str(choice)[:80]}")
-    if len(ids) > max_tokens:
-        raise InvalidResponse(f"got {len(ids)} tokens; at most {max_tokens} were requested")
-    if ids != [entry["token_id"] for entry in content] or not all(
-        isinstance(entry["logprob"], int | float) for entry in content
-    ):
-        raise InvalidResponse(f"the {len(ids)} token ids do not match the {len(content)} log-prob entries")
+def _response(choice: _Choice, max_tokens: int) -> Response:
+    content = (choice.logprobs and choice.logprobs.content) or []
+    count = len(content)
+    token_ids = np.fromiter(map(attrgetter("token_id"), content), np.int32, count)
+    listed = _IDS.decode(choice.token_ids)
+    ids = np.fromiter(listed, np.int32, len(listed))
+    if ids.size > max_tokens:
+        raise InvalidResponse(f"got {ids.size} tokens; at most {max_tokens} were requested")
+    if not np.array_equal(ids, token_ids):
+        raise InvalidResponse(f"the {ids.size} token ids do not match the {count} log-prob entries")
+    if count and token_ids.min() < 0:
+        raise InvalidResponse(f"invalid token_ids: {token_ids.min()} is negative")
+    logprobs = np.fromiter(map(attrgetter("logprob"), content), np.float32, count)
+    return Response(token_ids, logprobs, choice.finish_reason, tuple(choice.weight_versions or ()))
 
 
-def is_broken_off(choice: dict[str, Any]) -> bool:
-    """Whether the choice was aborted, by a weight update or by `cut`, before it was complete."""
-    return choice["finish_reason"] == "abort"
-
-
-def rest_of(body: dict[str, Any], choice: dict[str, Any], limit: int | None = None) -> dict[str, Any]:
-    """Build the request that continues an aborted choice by at most `limit` tokens. Earlier tokens join the prompt."""
-    params, written = body["sampling_params"], choice["token_ids"]
-    seed = derive_seed(params["seed"], choice["index"], len(written))
-    left = {"n": 1, "max_tokens": limit or params["max_tokens"] - len(written), "seed": seed}
-    return body | {"token_ids": body["token_ids"] + written, "sampling_params": params | left}
-
-
-def joined(choice: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Join an aborted choice with its continuation; weight version spans shift to positions in the joined one."""
-    written = len(choice["token_ids"])
-    content = [entry for part in (choice, more) for entry in (part["logprobs"] or {}).get("content") or ()]
-    later = [
-        span | {key: span[key] + written for key in ("start", "end")} for span in more.get("weight_versions") or ()
-    ]
-    return more | {
-        "index": choice["index"],
-        "joined": True,
-        "token_ids": choice["token_ids"] + more["token_ids"],
-        "logprobs": {"content": content},
-        "weight_versions": [*(choice.get("weight_versions") or ()), *later],
-    }
+def joined(first: Response, more: Response) -> Response:
+    """Join an aborted response with its continuation; weight version spans shift to positions in the joined one."""
+    written = first.token_ids.size
+    later = [Span(span.version, span.start + written, span.end + written) for span in more.spans]
+    return replace(
+        more,
+        token_ids=np.concatenate([first.token_ids, more.token_ids]),
+        logprobs=np.concatenate([first.logprobs, more.logprobs]),
+        spans=(*first.spans, *later),
+        joined=True,
+    )
 
 
 class Ending(NamedTuple):

@@ -322,12 +322,12 @@ class Updates(Servers):
             if (await self._request(client, url, "/is_paused", seconds=HEALTH_SECONDS, method="GET"))["is_paused"]:
                 return False
             answer = await client.get(f"{url}/weight_info", timeout=HEALTH_SECONDS)  # vLLM has this route since 0.27
-            return answer.status_code == 404 or answer.json()["weight_version"] == self._reported_name(version)
+            return answer.status_code == 404 or answer.json()["weight_version"] == self.reported_name(version)
         # another program may respond at this address
         except (WeightSyncError, httpx.HTTPError, ValueError, LookupError, TypeError):
             return False
 
-    def _reported_name(self, version: int) -> str:
+    def reported_name(self, version: int) -> str:
         """The name that a server with the weights of `version` reports for them."""
         return str(version) if version and not self.lora else INITIAL_VERSION
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.protocol import EngineDeadError, EngineError, EngineStartError
+from megagrpo.engine.protocol import EngineDeadError, EngineError, EngineStartError, derive_seed
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
+from megagrpo.engine.slots import QUEUE_ROUTE, Queue, read_queue
 from megagrpo.trainer.rollout.collector import numbered
 from megagrpo.types import Prompt, SamplingParams, Truncation
 from tests.e2e.tiny_servers import (
@@ -90,6 +91,24 @@ def test_one_seed_gives_one_result_and_another_seed_another(fresh):
     assert not {response for group in first for response in group} & {
         response for group in second for response in group
     }
+
+
+def test_the_requests_of_a_group_give_the_tokens_of_one_request_for_all_of_it(fresh):
+    """vLLM gives response i of a request with n > 1 the seed `seed + i`."""
+    sampling, prompt = SamplingParams(1.0, 12), PROMPTS[1]
+    params = {"n": 4, "seed": derive_seed(1, prompt.prompt_id, 0), "temperature": 1.0, "max_tokens": 12, "logprobs": 0}
+    body = {"token_ids": prompt.token_ids, "sampling_params": params | {"detokenize": False}}
+    choices = httpx.post(f"{fresh.launcher.urls[0]}/inference/v1/generate", json=body, timeout=60).json()["choices"]
+    group = fresh.engine.generate([prompt], 4, sampling, seed=1)[0]
+    assert ids([group]) == [[tuple(choice["token_ids"]) for choice in choices]]
+    assert [rollout.rollout_logprobs for rollout in group] == [
+        tuple(entry["logprob"] for entry in choice["logprobs"]["content"]) for choice in choices
+    ]
+
+
+def test_the_waiting_queue_of_a_server_is_read_from_its_metrics(fresh):
+    queue = read_queue(httpx.get(f"{fresh.launcher.urls[0]}{QUEUE_ROUTE}", timeout=60).text)
+    assert queue == Queue(0, 0)
 
 
 def test_each_group_is_handed_out_as_it_comes(fresh):
@@ -208,6 +227,7 @@ import os, sys, time
 from pathlib import Path
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
+from megagrpo.engine.slots import QUEUE_ROUTE, Queue, read_queue
 launcher = Launcher(ServerOptions(sys.argv[1], "float32", 64, kv_cache_gb=1, omp_threads=1), Path(sys.argv[2]))
 launcher.start()
 launcher.wait()

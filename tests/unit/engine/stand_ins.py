@@ -96,6 +96,8 @@ class StandIn:
             return _reply(wfile, b'{"is_paused": false}')
         if path == "/weight_info":
             return _reply(wfile, json.dumps({"weight_version": self.version}).encode())
+        if path.startswith("/metrics"):
+            return _reply(wfile, b"", kind="text/plain")
         if path == "/get_world_size":
             return _reply(wfile, b'{"world_size": 1}')
         self.asked.append(body)
@@ -140,7 +142,7 @@ class StandIn:
             first = choices[0]
             changes = {
                 "fewer": lambda: choices.pop(),
-                "one twice": lambda: choices[-1].update(index=0),
+                "one twice": lambda: choices.append(choices[0]),
                 "too long": lambda: first.update(
                     token_ids=[1] * 9, logprobs={"content": [{"token_id": 1, "logprob": -1.0}] * 9}
                 ),

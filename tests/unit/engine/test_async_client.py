@@ -12,7 +12,7 @@ import pytest
 from megagrpo.engine import client, distribution
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.fleet import State
-from megagrpo.engine.protocol import EngineError
+from megagrpo.engine.protocol import EngineError, derive_seed
 from megagrpo.types import Prompt, SamplingParams
 from tests.unit.engine.stand_ins import noting
 
@@ -28,15 +28,18 @@ def choice(ids, reason, *versions, index=0):
 
 
 @contextlib.contextmanager
-def scripted(*answers, paused=()):
+def scripted(*answers, paused=(), reply=None):
     """(address, received bodies) of a server that gives these responses in turn: lists of choices, a function that
-    returns one, or a status. `paused` holds its responses to /is_paused, then False."""
+    returns one, or a status; or `reply` of each body. `paused` holds its responses to /is_paused, then False."""
     answers, paused, bodies = list(answers), list(paused), []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
-            bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-            answer = answers.pop(0) if "sampling_params" in bodies[-1] else []
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            bodies.append(body)
+            answer = []
+            if "sampling_params" in body:
+                answer = reply(body) if reply else answers.pop(0)
             answer = answer() if callable(answer) else answer
             self.reply(answer if isinstance(answer, int) else 200, {"choices": answer})
 
@@ -44,12 +47,12 @@ def scripted(*answers, paused=()):
             self.reply(200, {"is_paused": bool(paused) and paused.pop(0)})
 
         def reply(self, status, value):
-            body = json.dumps(value).encode()
+            text = json.dumps(value).encode()
             self.send_response(status)
             self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(body)))
+            self.send_header("content-length", str(len(text)))
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(text)
 
         def log_message(self, *_):
             pass
@@ -69,17 +72,30 @@ def ask(url, n=1, in_flight="resume", version=7):
 
 
 def test_a_response_that_was_broken_off_goes_on_from_its_tokens():
-    first = [choice([5, 6], "abort", ("5", 0, 2)), choice([9], "stop", ("5", 0, 1), index=1)]
-    with scripted(first, [choice([7], "abort", ("6", 0, 1))], [choice([8, 9], "stop", ("7", 0, 2))]) as (url, bodies):
+    parts = {
+        2: [choice([5, 6], "abort", ("5", 0, 2))],
+        4: [choice([7], "abort", ("6", 0, 1))],
+        5: [choice([8, 9], "stop", ("7", 0, 2))],
+    }
+    first = derive_seed(0, PROMPT.prompt_id, 0)
+
+    def reply(body):
+        if body["sampling_params"]["seed"] == first + 1:
+            return [choice([9], "stop", ("5", 0, 1))]
+        return parts[len(body["token_ids"])]
+
+    with scripted(reply=reply) as (url, bodies):
         broken, whole = ask(url, n=2)
     assert broken.response_ids.tolist() == [5, 6, 7, 8, 9] and whole.response_ids.tolist() == [9]
     assert broken.finish_reason == "stop" and broken.rollout_logprobs.tolist() == [-0.5] * 5
     assert broken.token_versions.tolist() == [5, 5, 6, 7, 7] and whole.later_versions == ()
-    assert [body["token_ids"] for body in bodies] == [[1, 2], [1, 2, 5, 6], [1, 2, 5, 6, 7]]
-    params = [body["sampling_params"] for body in bodies]
-    assert [(p["n"], p["max_tokens"]) for p in params] == [(2, 6), (1, 4), (1, 3)] and len(
-        {p["seed"] for p in params}
-    ) == 3
+    params = {tuple(body["token_ids"]): body["sampling_params"] for body in bodies if body["token_ids"] != [1, 2]}
+    assert [(ids, p["n"], p["max_tokens"]) for ids, p in params.items()] == [
+        ((1, 2, 5, 6), 1, 4),
+        ((1, 2, 5, 6, 7), 1, 3),
+    ]
+    # the seeds that continuations of a response in a group had as long as a group was one request
+    assert [p["seed"] for p in params.values()] == [derive_seed(first, 0, 2), derive_seed(first, 0, 3)]
 
 
 @pytest.mark.parametrize(("room", "first"), [(2, "answered"), (3, "begun")], ids=["full", "not full"])
@@ -140,20 +156,27 @@ def test_a_server_that_refuses_for_another_reason_fails_after_some_attempts(monk
 
 
 def test_what_was_cut_ends_like_what_reaches_its_greatest_length():
-    def cut():
-        engine.cut([PROMPT.place])
-        return [choice([5, 6], "abort", ("7", 0, 2)), choice([], "abort", index=1)]
+    first = derive_seed(0, PROMPT.prompt_id, 0)
+    both_sent = threading.Barrier(2)
 
-    with scripted(cut, [choice([3], "length", ("7", 0, 1))]) as (url, bodies):
+    def reply(body):
+        params = body["sampling_params"]
+        if params["max_tokens"] == 1:
+            return [choice([3], "length", ("7", 0, 1))]
+        if both_sent.wait(10) == 0:
+            engine.cut([PROMPT.place])
+        both_sent.wait(10)
+        return [choice([5, 6], "abort", ("7", 0, 2)) if params["seed"] == first else choice([], "abort")]
+
+    with scripted(reply=reply) as (url, bodies):
         engine = VllmEngine([url], str, in_flight="keep")
         engine.weight_version = 7
         some, none = engine.generate([PROMPT], 2, SAMPLING, seed=0)[0]
     assert [(r.response_ids.tolist(), r.finish_reason) for r in (some, none)] == [([5, 6], "length"), ([3], "length")]
     asked = [body for body in bodies if "sampling_params" in body]
-    assert [body["sampling_params"]["max_tokens"] for body in asked] == [6, 1]
-    assert [body["request_ids"] for body in bodies if "request_ids" in body] == [
-        [f"generate-tokens-{asked[0]['request_id']}"]
-    ]
+    assert [body["sampling_params"]["max_tokens"] for body in asked] == [6, 6, 1]
+    (aborted,) = [body["request_ids"] for body in bodies if "request_ids" in body]
+    assert sorted(aborted) == sorted(f"generate-tokens-{body['request_id']}" for body in asked[:2])
 
 
 @pytest.mark.parametrize("versions", [[("default", 0, 1)], [("9", 0, 1)], [("6", 0, 1), ("0", 1, 2)]])

@@ -92,7 +92,7 @@ def test_a_slow_connection_is_waited_for(servers):
 
 @pytest.mark.parametrize(
     ("mode", "reason"),
-    [("html", "not a response to a prompt .*<html>"), ("error", "out of order"), ("fewer", "got 1 responses")],
+    [("html", "not a response to a prompt .*<html>"), ("error", "out of order"), ("fewer", "got 0 responses")],
 )
 def test_when_every_response_is_invalid_the_error_quotes_the_last_one(mode, reason, servers):
     with pytest.raises(EngineError, match=f"failed, after 3 attempts, on prompt 0: .*{reason}"):

@@ -1,0 +1,90 @@
+"""Requests for responses to prompts: one request per response, and the groups that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from megagrpo.engine.protocol import derive_seed
+from megagrpo.engine.responses import Response
+from megagrpo.types import Prompt, Rollout, SamplingParams
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(eq=False)
+class GroupRequest:
+    """Everything that the requests for `n` responses to one prompt share.
+
+    `index` is the prompt's index in the call, `version` the weight version when the call began, and `model` the model
+    name to request, if any. `rollouts` takes the rollouts as they come.
+    """
+
+    index: int
+    prompt: Prompt
+    n: int
+    sampling: SamplingParams
+    seed: int
+    version: int
+    model: str | None = None
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+
+    def requests(self) -> list[Request]:
+        """Return the request for each response."""
+        return [Request(self, number) for number in range(self.n)]
+
+    @cached_property
+    def prompt_json(self) -> msgspec.Raw:
+        """The prompt's token ids as JSON, encoded once for all requests."""
+        return msgspec.Raw(_encode(self.prompt.token_ids))
+
+    @cached_property
+    def sampling_json(self) -> dict[str, Any]:
+        """vLLM's sampling parameters without seed and length."""
+        sampling = self.sampling
+        params = {
+            "n": 1,
+            "temperature": sampling.temperature,
+            "top_p": sampling.truncation.top_p,
+            "top_k": sampling.truncation.top_k,
+            "min_p": sampling.truncation.min_p,
+            "stop_token_ids": sampling.stop_token_ids,
+            "logprobs": 0,  # only the log-prob of the sampled token
+            "detokenize": False,
+        }
+        if sampling.stop:  # a server finds them in the text; `find_ending` also finds those that an interruption splits
+            params |= {"stop": sampling.stop, "detokenize": True}
+        return params
+
+
+@dataclass(eq=False)
+class Request:
+    """A request for response `number` of a group, and the number of its failed attempts.
+
+    Its seed is the group's plus `number`: vLLM gives the responses of one request with n > 1 the same seeds.
+    """
+
+    group: GroupRequest
+    number: int
+    failures: int = 0
+
+    def max_tokens(self, first: Response | None = None, limit: int | None = None) -> int:
+        """Return the most tokens of the response, or of the continuation of `first`."""
+        return limit or self.group.sampling.max_tokens - (0 if first is None else first.token_ids.size)
+
+    def body(self, request_id: str, first: Response | None = None, limit: int | None = None) -> bytes:
+        """Return the request as JSON. With `first` it continues this aborted response, by at most `limit` tokens; the
+        tokens of `first` join the prompt."""
+        group = self.group
+        tokens, seed = group.prompt_json, group.seed + self.number
+        if first is not None:
+            written: Sequence[int] = first.token_ids.tolist()
+            tokens = msgspec.Raw(_encode([*group.prompt.token_ids, *written]))
+            seed = derive_seed(group.seed, self.number, len(written))
+        params = group.sampling_json | {"seed": seed, "max_tokens": self.max_tokens(first, limit)}
+        model = {} if group.model is None else {"model": group.model}
+        return _encode({"token_ids": tokens, "sampling_params": params, "request_id": request_id, **model})
