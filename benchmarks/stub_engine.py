@@ -4,8 +4,9 @@
 
 `POST /inference/v1/generate` answers as vLLM does, with the same JSON (about 97 bytes a token): `slots` sequences run
 at once, each for its number of tokens times `seconds_per_token`; others wait in order of arrival. The length of a
-sequence is lognormal around `median` and depends on its seed alone, so the order of requests changes no response. With
-n > 1, sequence i has the seed `seed + i`, and the response is sent when the last sequence has ended.
+sequence is lognormal around `median`. It depends on its seed, and for `prompt_share` of its variance on its prompt, so
+the order of requests changes no response. With n > 1, sequence i has the seed `seed + i`, and the response is sent when
+the last sequence has ended.
 
 `GET /metrics` has `vllm:num_requests_running` and `vllm:num_requests_waiting`, and `stub:requests_total`,
 `stub:connections_total` and `stub:most_running`. Every other route answers `{}`, or what `ROUTES` has.
@@ -40,13 +41,16 @@ class Behavior:
     slots: int = 256
     median: float = 500.0  # tokens
     sigma: float = 1.0  # of the logarithm of the length
+    prompt_share: float = 0.0  # of the variance of the logarithm
     seconds_per_token: float = 0.001
     version: str = "default"
 
-    def length(self, seed: int, max_tokens: int) -> int:
-        """Return the number of tokens of the sequence with this seed."""
-        drawn = random.Random(seed).lognormvariate(math.log(self.median), self.sigma)
-        return max(1, min(max_tokens, MAX_TOKENS, round(drawn)))
+    def length(self, seed: int, max_tokens: int, prompt: Sequence[int] = ()) -> int:
+        """Return the number of tokens of the sequence with this seed after this prompt."""
+        deviation = math.sqrt(1 - self.prompt_share) * random.Random(seed).gauss()
+        if self.prompt_share:
+            deviation += math.sqrt(self.prompt_share) * random.Random(hash(tuple(prompt))).gauss()
+        return max(1, min(max_tokens, MAX_TOKENS, round(self.median * math.exp(self.sigma * deviation))))
 
 
 def ideal_seconds(lengths: Sequence[int], behavior: Behavior, servers: int = 1) -> float:
@@ -98,7 +102,7 @@ class Engine:
         self.requests += 1
         params = body["sampling_params"]
         seeds = [params["seed"] + index for index in range(params.get("n", 1))]
-        lengths = [self.behavior.length(seed, params["max_tokens"]) for seed in seeds]
+        lengths = [self.behavior.length(seed, params["max_tokens"], body["token_ids"]) for seed in seeds]
         await asyncio.gather(*(self._sequence(length) for length in lengths))
         choices = [
             self.entries.choice(i, seed, length, "length" if length == params["max_tokens"] else "stop", self.version)
