@@ -33,6 +33,7 @@ from megagrpo.engine.servers.followers import Followers, PartFault
 from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
 from megagrpo.engine.servers.supervisor import ENGINE_ENDED, SERVER_GRACE_SECONDS, give, supervise
 from megagrpo.platform.process.loopback import LOOPBACK_ADDRESS
+from megagrpo.platform.process.open_files import raise_open_files
 from megagrpo.platform.process.progress_hook import SILENT, Progress
 from megagrpo.platform.process.shm_names import remove_stale
 from megagrpo.platform.process.terminal import LineTimes
@@ -212,6 +213,7 @@ class Launcher:
             raise EngineStartError(
                 f"model.path: {self.options.model} holds no config.json; vLLM needs a Hugging Face folder"
             )
+        raise_open_files()  # servers inherit the limit
         make_run_folder(self.log_dir)
         remove_stale()
         if self.moved is not None:

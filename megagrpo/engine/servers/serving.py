@@ -36,6 +36,7 @@ from megagrpo.platform import device
 from megagrpo.platform.device import quiet
 from megagrpo.platform.parallel.spawn import RankFailed, run_ranks
 from megagrpo.platform.process.access_token import read_token
+from megagrpo.platform.process.open_files import raise_open_files
 from megagrpo.platform.process.removal import temporary_folder
 from megagrpo.platform.process.terminal import warn
 from megagrpo.records.progress_bars import conversion_progress, run_progress
@@ -276,6 +277,7 @@ class Serving:
         r, launcher = self._config.rollout, self._launcher
         urls = launcher.wait(self._say) if launcher else named_urls(r.urls, r.urls_file)
         model = ADAPTER_MODEL if self._weights.adapter else None
+        raise_open_files()
         logs = launcher.logs if launcher else ()
         return VllmEngine(
             urls,
