@@ -58,6 +58,10 @@ class RolloutSection(Section):
     with the new weights.
     resume: they are aborted and requested again from the tokens generated so far. wait: the sync waits until they are
         finished."""
+    scheduling: Literal["fifo", "longest_first"] = "fifo"
+    """Order in which the responses of a step begin. fifo: in the order of the prompts. longest_first: prompts whose
+    responses were longest at their last visit begin first, so that fewer servers wait for the last response. Seeds and
+    responses are the same. From the second visit of a prompt in this process on. docs/sampling.md."""
     straggler_seconds: Seconds | None = None
     """With max_staleness above 0: if a step waits and no group finishes for this many seconds, the responses being
     waited for are truncated, as at max_completion_length. Empty never truncates."""

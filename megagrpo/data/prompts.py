@@ -17,6 +17,7 @@ from megagrpo.data.chat_templates import PROMPT_TAIL, check_kwargs, opened_thoug
 from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.data_sources import load_rows
 from megagrpo.data.prompt_values import RenderedPrompts, as_prompt
+from megagrpo.data.response_lengths import ResponseLengths
 from megagrpo.data.text_rows import ROWS_FOR_NAMES, column_hint, names_in, nested
 from megagrpo.data.tokenizer import Messages, Tokenizer, read_chat_template
 from megagrpo.types import Prompt
@@ -68,6 +69,7 @@ class PromptSource:
         self._orders: dict[int, list[int]] = {}  # epoch -> rows in order, for the last epochs in use
         self._peeked: dict[int, Prompt] = {}  # by position, from the cursor on
         self.curriculum = Curriculum(data)
+        self.response_lengths = ResponseLengths(len(self._rows))
         self._drawn_in: dict[int, int] = {}  # prompt_id -> epoch, for prompts drawn since the last `learn`
         self.cursor = 0
 
@@ -218,7 +220,14 @@ class PromptSource:
         prefill = str(last["content"]) if last.get("role") == "assistant" else ""
         opened = opened_thought(self._tokenizer.decode(token_ids[-PROMPT_TAIL:], special=True), prefill)
         return Prompt(
-            row, token_ids, question, self._columns(values), place=position, template_kwargs=own, opened=opened
+            row,
+            token_ids,
+            question,
+            self._columns(values),
+            place=position,
+            template_kwargs=own,
+            opened=opened,
+            expected_length=self.response_lengths.expected(row),
         )
 
     def _columns(self, values: dict[str, Any]) -> dict[str, Any]:

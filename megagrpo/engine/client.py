@@ -20,9 +20,9 @@ from megagrpo.engine.distribution import READING_THREADS, Generation, Tools, fir
 from megagrpo.engine.http import HEALTH_SECONDS, answers, text_of_error
 from megagrpo.engine.protocol import EngineError, EngineInterrupted, Generator, Group, derive_seed
 from megagrpo.engine.reading import Reader
-from megagrpo.engine.requests import GroupRequest, Request
+from megagrpo.engine.requests import GroupRequest, Request, longest_first
 from megagrpo.engine.responses import InvalidResponse, Response, joined
-from megagrpo.engine.slots import Slots
+from megagrpo.engine.server_slots import Slots
 from megagrpo.engine.tool_parsing import ToolCalls, read_tool_calls
 from megagrpo.engine.updates import LOOK_SECONDS, Updates, adapter_name
 from megagrpo.sync.wire.tensor_index import WeightSyncError
@@ -84,8 +84,6 @@ class VllmEngine(Updates, Generator):
             self._group(index, prompt, n, sampling, derive_seed(seed, prompt.prompt_id, prompt.occurrence))
             for index, prompt in enumerate(prompts)
         ]
-        if self.longest_first:
-            groups.sort(key=lambda group: -group.prompt.expected_length)
         return self._run(groups, on_begun)
 
     def extend(
@@ -137,6 +135,8 @@ class VllmEngine(Updates, Generator):
 
     def _run(self, groups: list[GroupRequest], on_begun: Callable[[], None] = lambda: None) -> Stream[Group]:
         self.follow()
+        if self.longest_first:
+            groups = longest_first(groups)
         try:
             yield from stream(partial(self._work_off, groups, on_begun))
         except asyncio.CancelledError:

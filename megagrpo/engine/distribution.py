@@ -16,7 +16,7 @@ from megagrpo.engine.connections import Connections
 from megagrpo.engine.http import HEALTH_SECONDS, answers
 from megagrpo.engine.protocol import EngineStarved
 from megagrpo.engine.requests import Request
-from megagrpo.engine.slots import QUEUE_ROUTE, Slots, read_queue
+from megagrpo.engine.server_slots import QUEUE_ROUTE, Slots, read_queue
 from megagrpo.engine.updates import LOOK_SECONDS, Updates
 from megagrpo.types import Rollout
 

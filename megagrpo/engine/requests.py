@@ -61,6 +61,14 @@ class GroupRequest:
         return params
 
 
+def longest_first(groups: Sequence[GroupRequest]) -> list[GroupRequest]:
+    """Order groups by the expected length of their responses, longest first. A prompt without an earlier visit counts
+    as the mean of the others. Scheduling the longest first is within 4/3 of the best time (Graham, 1969)."""
+    known = [length for group in groups if (length := group.prompt.expected_length)]
+    mean = sum(known) / max(1, len(known))
+    return sorted(groups, key=lambda group: -(group.prompt.expected_length or mean))
+
+
 @dataclass(eq=False)
 class Request:
     """A request for response `number` of a group, and the number of its failed attempts.

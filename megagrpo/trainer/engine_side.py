@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,7 @@ from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http import MovedServers, check_urls, named_urls
 from megagrpo.engine.probe import check_plugin
 from megagrpo.engine.protocol import EngineStartError
+from megagrpo.engine.server_slots import Slots
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.node_agent import NodeLaunchers
 from megagrpo.engine.servers.restarts import Reconnector, Restarter
@@ -24,6 +26,7 @@ from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_own_a
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.access_token import read_token
 from megagrpo.platform.process.loopback import LOOPBACK
+from megagrpo.platform.process.open_files import raise_open_files
 from megagrpo.platform.process.progress_hook import Progress
 from megagrpo.platform.process.variables import number
 from megagrpo.sync.trainer_side.adapter_sync import AdapterSync
@@ -143,9 +146,14 @@ def connect(
     say(f"weight sync: {transport} ({reason}){quantized}")
     engine = None
     if layout.is_dp_leader:
+        with as_config_errors():
+            raise_open_files(requests_at_once(config.rollout, len(urls), layout.dp_size))
         engine = VllmEngine(
             urls,
             decode,
+            clients=layout.dp_size,
+            client=layout.dp_rank,
+            longest_first=config.rollout.scheduling == "longest_first",
             logs=launched.logs if launched else [],
             token=token,
             moved=servers.moved,
@@ -175,6 +183,13 @@ def engine_limits(rollout: RolloutSection) -> dict[str, Any]:
     timeouts = dict(request_timeout=rollout.request_timeout, sync_timeout=rollout.weight_sync_timeout)
     urls_file = rollout.urls_file and Path(rollout.urls_file)
     return dict(max_num_seqs=rollout.max_num_seqs, patience=patience, urls_file=urls_file, **timeouts)
+
+
+def requests_at_once(rollout: RolloutSection, servers: int, clients: int) -> int:
+    """Return the most requests that one of `clients` ranks has in flight: its share of the steps that are generated at
+    once, or what the servers take."""
+    prompts = math.ceil(rollout.prompts_per_step / clients) * (1 + rollout.max_staleness)
+    return min(prompts * rollout.num_generations, servers * Slots(rollout.max_num_seqs).most)
 
 
 def choose_transport(

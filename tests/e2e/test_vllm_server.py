@@ -17,7 +17,7 @@ from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.protocol import EngineDeadError, EngineError, EngineStartError, derive_seed
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
-from megagrpo.engine.slots import QUEUE_ROUTE, Queue, read_queue
+from megagrpo.engine.server_slots import QUEUE_ROUTE, Queue, read_queue
 from megagrpo.trainer.rollout.collector import numbered
 from megagrpo.types import Prompt, SamplingParams, Truncation
 from tests.e2e.tiny_servers import (
@@ -227,7 +227,7 @@ import os, sys, time
 from pathlib import Path
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
-from megagrpo.engine.slots import QUEUE_ROUTE, Queue, read_queue
+from megagrpo.engine.server_slots import QUEUE_ROUTE, Queue, read_queue
 launcher = Launcher(ServerOptions(sys.argv[1], "float32", 64, kv_cache_gb=1, omp_threads=1), Path(sys.argv[2]))
 launcher.start()
 launcher.wait()

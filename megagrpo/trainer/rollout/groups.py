@@ -60,6 +60,9 @@ class Rollouts:
             collect(redraw_size(wanted, len(useful), len(drawn) // group), rounds)
             useful = useful_groups(drawn, group, by_function)
         counters |= self.prompts.learn(pass_rates(drawn, self.config.data.curriculum_pass_reward))
+        if rollout.scheduling == "longest_first":
+            lengths = [(s.rollout.prompt.prompt_id, s.rollout.length) for s in drawn]
+            self.prompts.response_lengths.learn(*zip(*lengths, strict=True))
         self._ask_ahead(step + 1, rollout.max_staleness)
         scored = drawn
         if algorithm.dynamic_sample:

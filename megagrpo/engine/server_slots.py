@@ -39,7 +39,8 @@ class Slots:
 
     def __init__(self, max_num_seqs: int, clients: int = 1):
         self._reserve = int(max_num_seqs * RESERVE)
-        self._most, share = max_num_seqs + self._reserve, math.ceil(max_num_seqs / clients)
+        # of all clients, on one server
+        self.most, share = max_num_seqs + self._reserve, math.ceil(max_num_seqs / clients)
         self._own_reserve = int(share * RESERVE)
         self._limits: dict[str, int] = defaultdict(lambda: share + self._own_reserve)
 
@@ -59,4 +60,4 @@ class Slots:
             limit = mine - math.ceil(excess * part)
         elif queue.waiting == 0:
             limit = max(limit, mine + max(1, mine // 2))
-        self._limits[url] = max(1, min(self._most, limit))
+        self._limits[url] = max(1, min(self.most, limit))
