@@ -6,7 +6,6 @@ ranks get the same number of micro-batches. So pipeline schedules and collective
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
@@ -125,7 +124,7 @@ def plan_packing(
     skipped = (shapes.advantages[members] == 0) & rules.skip_zero_advantage
     trained = members[~(shapes.masked[members] | skipped)]
     bundles = bundle(shapes, trained, rules)
-    bins = assign(bundles.lengths.tolist(), rules, dp_size)
+    bins = assign(bundles.lengths, rules, dp_size)
     return PackPlan(
         micro_batches=tuple(trained[positions] for positions in bundles.positions(bins)),
         dp_size=dp_size,
@@ -158,13 +157,13 @@ class Bundles:
     shared: np.ndarray  # [B] int64, tokens of the shared copy; 0 for a bundle of one sample
     lengths: np.ndarray  # [B] int64, tokens: the shared part once, and the rest of each sample, padded
 
-    def positions(self, bins: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    def positions(self, bins: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the positions of the samples of each bin of bundles."""
-        order = np.fromiter(itertools.chain.from_iterable(bins), dtype=np.int64)
+        order = np.concatenate(bins)
         counts = np.diff(self.borders)[order]
         stops = counts.cumsum()
         positions = np.arange(counts.sum()) + np.repeat(self.borders[order] - stops + counts, counts)
-        ends = np.append(0, stops)[np.cumsum([len(indices) for indices in bins])]
+        ends = np.append(0, stops)[np.cumsum([indices.size for indices in bins])]
         return np.split(positions, ends[:-1])
 
     def spans(self, lengths: np.ndarray) -> np.ndarray:
@@ -216,7 +215,7 @@ def padded(length: int | np.ndarray, multiple: int) -> int | np.ndarray:
     return -(-length // multiple) * multiple
 
 
-def assign(lengths: Sequence[int], rules: PackingRules, num_ranks: int) -> list[list[int]]:
+def assign(lengths: Sequence[int] | np.ndarray, rules: PackingRules, num_ranks: int) -> list[np.ndarray]:
     """Return the bundle indices of each bin (micro-batch): k * num_ranks bins, for the smallest k that the rules allow.
 
     The longest bundle goes first, each into the emptiest bin. Every bin has at most `max_tokens` after alignment. Two
@@ -224,31 +223,38 @@ def assign(lengths: Sequence[int], rules: PackingRules, num_ranks: int) -> list[
     belongs to rank b % num_ranks. Bins are sorted from the fullest down, so two ranks also differ by at most the
     longest bundle. Raises ValueError when a bundle exceeds the budget.
     """
+    lengths = np.asarray(lengths, dtype=np.int64)
     budget = rules.max_tokens // rules.align * rules.align
-    longest = max(lengths, default=0)
+    longest = int(lengths.max(initial=0))
     if longest > budget:
         raise ValueError(
             f"a sample of {longest} tokens exceeds train.max_tokens_per_micro_batch {rules.max_tokens}; raise it to "
             f"{padded(longest, rules.align)} or more"
         )
-    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    longest_first = np.argsort(-lengths, kind="stable")
     per_rank = max(rules.at_least, ceil(_least_bins(lengths, budget) / num_ranks), 1)
     while True:
-        per_rank = ceil(per_rank / rules.multiple_of) * rules.multiple_of
-        bins = _fill(lengths, longest_first, per_rank * num_ranks, budget)
-        if bins is not None:
-            return sorted(bins, key=lambda b: -sum(lengths[i] for i in b))
+        per_rank = padded(per_rank, rules.multiple_of)
+        chosen = _fill(lengths[longest_first], per_rank * num_ranks, budget)
+        if chosen is not None:
+            break
         per_rank += 1
+    num_bins, bins = per_rank * num_ranks, np.empty(lengths.size, dtype=np.int64)
+    bins[longest_first] = chosen
+    loads, counts = (np.bincount(bins, weights, num_bins).astype(np.int64) for weights in (lengths, None))
+    fullest_first = np.argsort(-loads, kind="stable")
+    parts = np.split(np.argsort(bins, kind="stable"), counts.cumsum()[:-1])
+    return [parts[number] for number in fullest_first.tolist()]
 
 
-def _least_bins(lengths: Sequence[int], budget: int) -> int:
+def _least_bins(lengths: np.ndarray, budget: int) -> int:
     """Return a lower bound for the number of bins, so that `assign` makes few attempts. It is the largest of two kinds:
 
     - Martello and Toth's L2, for each small size t: bundles over half the budget share no bin, and those of t to half
       of it fill the room beside them, except in bins whose bundle leaves less than t.
     - For each k below 64: at most k bundles over budget / (k + 1) share a bin.
     """
-    ordered = np.sort(np.asarray(lengths, dtype=np.int64))
+    ordered = np.sort(lengths)
     total = np.concatenate([[0], ordered.cumsum()])
     half = np.searchsorted(ordered, budget // 2, side="right")
     t = np.concatenate([[0], ordered[:half]])
@@ -260,16 +266,27 @@ def _least_bins(lengths: Sequence[int], budget: int) -> int:
     return max(len(lengths) - int(half) + beside, int((-(-counts // k)).max()))
 
 
-def _fill(lengths: Sequence[int], longest_first: Sequence[int], num_bins: int, budget: int) -> list[list[int]] | None:
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    emptiest = [(0, number) for number in range(num_bins)]  # a heap of (load, bin)
-    for index in longest_first:
-        load, number = emptiest[0]
-        if load + lengths[index] > budget:
+def _fill(lengths: np.ndarray, num_bins: int, budget: int) -> np.ndarray | None:
+    """Return the bin [B] of each bundle, or None if one does not fit. The `lengths` [B] descend, and each bundle goes
+    into the emptiest bin, of two equal ones into the first.
+
+    A round serves many bundles at once: the i-th one goes into the i-th emptiest bin, until one of the bins just filled
+    is at most as full as the next. A bin is one integer, load * num_bins + number, so that sorting orders bins by both.
+    """
+    bins, sorted_bins, start = np.empty(lengths.size, dtype=np.int64), np.arange(num_bins), 0
+    while start < lengths.size:
+        added = lengths[start : start + num_bins]
+        loads, numbers = np.divmod(sorted_bins[: added.size], num_bins)
+        filled = loads + added
+        overtaken = np.minimum.accumulate(filled)[:-1] <= loads[1:]
+        count = int(overtaken.argmax()) + 1 if overtaken.any() else added.size
+        if filled[:count].max() > budget:
             return None
-        bins[number].append(index)
-        heapq.heapreplace(emptiest, (load + lengths[index], number))
-    return [sorted(b) for b in bins]
+        bins[start : start + count] = numbers[:count]
+        sorted_bins[:count] = filled[:count] * num_bins + numbers[:count]
+        sorted_bins.sort()
+        start += count
+    return bins
 
 
 def build_micro_batch(samples: Sequence[TrainSample], rules: PackingRules = UNLIMITED) -> MicroBatch:

@@ -16,7 +16,7 @@ def naive_pack(samples, rules, dp_rank, dp_size):
     trained = [s for s in samples if not (is_masked(s, rules) or (rules.skip_zero_advantage and s.advantage == 0))]
     bundles = bundle(trained, rules)
     lengths = [packed_length(b, rules.sequence_align) for b in bundles]
-    bins = assign(lengths, rules, dp_size)
+    bins = [b.tolist() for b in assign(lengths, rules, dp_size)]
     mine = [[sample for i in indices for sample in bundles[i]] for indices in bins[dp_rank::dp_size]]
     balance = imbalances([sum(lengths[i] for i in indices) for indices in bins], dp_size)
     spans = []
