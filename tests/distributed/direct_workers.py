@@ -6,12 +6,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo.models.families.blocks import Block
@@ -65,19 +63,6 @@ def copies_of(worker: int, tensors: dict[str, Tensor], kept: dict[str, Tensor]) 
         for _ in range(2 if name.endswith("norm") else 1):
             kept[name] = torch.empty(part.shape)
             kept[name].copy_(part)
-
-
-@dataclass
-class TrainerRanks:
-    """The first ranks of the world are the trainer."""
-
-    world_rank: int
-    group: Any
-
-    def all_gather_objects(self, obj: Any) -> list[Any]:
-        everyone = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(everyone, obj, group=self.group)
-        return everyone
 
 
 class FileEngine:

@@ -20,6 +20,7 @@ from megagrpo.sync.vllm_side.reader import ShardReader
 from megagrpo.sync.wire import cuda_handles as worker
 from megagrpo.sync.wire.progress_file import ProgressReader
 from megagrpo.sync.wire.tensor_index import TensorIndex
+from tests.rank_fakes import OneRank
 
 SERVER = "http://127.0.0.1:8000"
 
@@ -46,13 +47,6 @@ def stand_in(folder) -> None:
         str(path), shared=True, size=size[0], dtype=torch.uint8
     )
     torch.cuda.ipc_collect = lambda: None
-
-
-class OneRank:
-    world_rank = 0
-
-    def all_gather_objects(self, obj):
-        return [obj]
 
 
 class OneWorker:

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from direct_workers import PER_SERVER, SHAPES, FileEngine, TrainerRanks, copies_of, held_by, serve, values_of
+from direct_workers import PER_SERVER, SHAPES, FileEngine, copies_of, held_by, serve, values_of
 from ranks import run_ranks
 
 from megagrpo.platform import device
@@ -18,6 +18,7 @@ from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.sync.trainer_side.transport import TransportSettings
 from megagrpo.sync.wire.exchange import Exchange
 from megagrpo.sync.wire.tensor_index import WeightSyncError
+from tests.rank_fakes import GroupRanks
 
 
 def push(num_ranks: int, num_workers: int, folder, versions: list[int], megabytes: float = 64.0):
@@ -26,7 +27,7 @@ def push(num_ranks: int, num_workers: int, folder, versions: list[int], megabyte
     group = dist.new_group(range(num_ranks), backend="gloo")
     if rank >= num_ranks:
         return serve(rank - num_ranks, folder, len(versions), own)
-    ranks = TrainerRanks(rank, group)
+    ranks = GroupRanks(rank, group)
     transport = PointToPoint(ranks, "float32", TransportSettings(own, 20, megabytes))
     with WeightSync(FileEngine(folder, num_workers, 20) if rank == 0 else None, ranks, "float32", transport) as sync:
         reports, groups, notes = [], set(), []
@@ -71,7 +72,7 @@ def push_and_disturb(num_ranks: int, folder, how: str, seconds: float):
     group = dist.new_group(range(num_ranks), backend="gloo")
     if rank >= num_ranks:
         return serve(rank - num_ranks, folder, 2, own, dies=how == "worker dies" and rank == num_ranks)
-    ranks = TrainerRanks(rank, group)
+    ranks = GroupRanks(rank, group)
     transport = PointToPoint(ranks, "float32", TransportSettings(own, seconds, 2**-16))
     with WeightSync(
         FileEngine(folder, PER_SERVER, seconds + 3) if rank == 0 else None, ranks, "float32", transport
@@ -134,7 +135,7 @@ def push_damaged(num_ranks: int, num_workers: int, folder, how: str):
     group = dist.new_group(range(num_ranks), backend="gloo")
     if rank >= num_ranks:
         return serve(rank - num_ranks, folder, 2, own)
-    ranks = TrainerRanks(rank, group)
+    ranks = GroupRanks(rank, group)
     transport = PointToPoint(ranks, "float32", TransportSettings(own, 20))
     with WeightSync(FileEngine(folder, num_workers, 20) if rank == 0 else None, ranks, "float32", transport) as sync:
         held, send, seen = list(held_by(rank, num_ranks, 1, own)), Exchange.send, []
@@ -192,7 +193,7 @@ def push_to_fewer(num_ranks: int, folder):
     if rank >= num_ranks:
         worker = rank - num_ranks
         return serve(worker, folder, 1 if worker < PER_SERVER else 2, own, gone=PER_SERVER)
-    ranks = TrainerRanks(rank, group)
+    ranks = GroupRanks(rank, group)
     transport = PointToPoint(ranks, "float32", TransportSettings(own, 20))
     engine = FileEngine(folder, 2 * PER_SERVER, 20) if rank == 0 else None
     with WeightSync(engine, ranks, "float32", transport) as sync:
@@ -218,7 +219,7 @@ def test_a_server_that_is_gone_leaves_a_group_in_which_workers_have_other_number
 
 
 def push_to_nobody(folder):
-    ranks = TrainerRanks(dist.get_rank(), dist.group.WORLD)
+    ranks = GroupRanks(dist.get_rank(), dist.group.WORLD)
     engine = FileEngine(folder, PER_SERVER, 20) if ranks.world_rank == 0 else None
     with WeightSync(
         engine, ranks, "float32", PointToPoint(ranks, "float32", TransportSettings(device.device(), 20))

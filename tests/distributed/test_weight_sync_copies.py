@@ -29,6 +29,7 @@ from megagrpo.sync.vllm_side.reader import ShardReader
 from megagrpo.sync.wire import copy_checksums
 from megagrpo.sync.wire.progress_file import ProgressReader
 from megagrpo.sync.wire.tensor_index import TensorIndex, WeightSyncError
+from tests.rank_fakes import OneRank
 
 
 class OneReader:
@@ -93,7 +94,7 @@ def test_what_an_engine_in_bfloat16_keeps_in_float32_arrives_to_the_last_bit(tmp
     bias = scale * (1 + torch.rand(495, generator=torch.Generator().manual_seed(0)))
     assert not torch.equal(bias.bfloat16().float(), bias)
     (block,) = same(name).blocks(Local(bias, 1, 0, None))
-    engine, alone = OneReader(), SimpleNamespace(world_rank=0, all_gather_objects=lambda held: [held])
+    engine, alone = OneReader(), OneRank()
     for dtype in ("bfloat16", "float32"):
         with WeightSync(engine, alone, dtype, SharedMemory(alone, dtype, folder=tmp_path)) as sync:
             sync.push([("router.expert_bias", bias, [block])], 1)
@@ -109,7 +110,7 @@ def test_weights_on_a_gpu_cost_a_few_transfers_per_layer_and_none_per_slice(tmp_
     monkeypatch.setattr(reader, "on_host", lambda sums: by_worker.append(len(sums)) or stock(sums))
     names = [f"model.layers.{layer}.tensor{i}" for layer in range(layers) for i in range(per_layer)]
     held = [(name, torch.randn(8, 3)) for name in names]
-    engine, alone = OneReader(), SimpleNamespace(world_rank=0, all_gather_objects=lambda held: [held])
+    engine, alone = OneReader(), OneRank()
     with mode, WeightSync(engine, alone, "bfloat16", SharedMemory(alone, "bfloat16", folder=tmp_path)) as sync:
         mode.mark([values for _, values in held])
         with mode.counting("sync"):
@@ -126,7 +127,7 @@ def test_a_wrong_checksum_on_a_gpu_names_the_tensor_after_its_layer(tmp_path, mo
     name, stock = "model.layers.3.tensor", reader.device_checksum
     monkeypatch.setattr(reader, "device_checksum", lambda values, column=0: stock(values, column) + 1)
     values = torch.randn(8, 3)
-    alone = SimpleNamespace(world_rank=0, all_gather_objects=lambda held: [held])
+    alone = OneRank()
     with WeightSync(OneReader(), alone, "bfloat16", SharedMemory(alone, "bfloat16", folder=tmp_path)) as sync:
         with pytest.raises(WeightSyncError, match=f"rank 0, {name}.*checksum .* was read; .* was written"):
             sync.push([(name, values, list(same(name).blocks(Local(values, 1, 0, None))))], 1)

@@ -12,8 +12,9 @@ from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.sync.trainer_side.transport import transport_class
 from megagrpo.sync.wire.tensor_index import WeightSyncError
 from tests.e2e import world
-from tests.e2e.test_weight_sync import GlooRanks, OneRank, is_paused, sampled, sampled_fresh, shards
+from tests.e2e.test_weight_sync import is_paused, sampled, sampled_fresh, shards
 from tests.e2e.tiny_servers import tied_llamas, weights
+from tests.rank_fakes import GroupRanks, OneRank
 
 PAGE = Path(__file__).parents[2] / "docs" / "weight_sync.md"
 FILES = {"folder_transport.py": "class Folder(Transport)", "folder_receiver.py": "class FolderReceiver(Receiver)"}
@@ -31,7 +32,7 @@ def transport(tmp_path_factory) -> str:
 
 def push(transport, engine, folder, version):
     """Two tensor-parallel ranks in two replicas: ranks 0 and 2 hold the same weights, and so do 1 and 3."""
-    ranks = GlooRanks(dist.get_rank())
+    ranks = GroupRanks(dist.get_rank())
     way = transport_class(transport)(ranks, "float32")
     with WeightSync(engine if ranks.world_rank == 0 else None, ranks, "float32", way) as sync:
         report = sync.push(shards(folder, 2, ranks.world_rank % 2), version)

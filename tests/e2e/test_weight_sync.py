@@ -4,7 +4,6 @@ cause."""
 import functools
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -20,27 +19,10 @@ from megagrpo.sync.wire.tensor_index import WeightSyncError
 from megagrpo.types import Prompt, SamplingParams
 from tests.distributed.ranks import run_ranks
 from tests.e2e.tiny_servers import PROMPTS, tied_llamas, weights
+from tests.rank_fakes import GroupRanks, OneRank
 
 SAMPLINGS = [SamplingParams(0.0, 24), SamplingParams(1.0, 24)]
 LAYER = "model.layers.1.self_attn"
-
-
-@dataclass(frozen=True)
-class OneRank:
-    world_rank: int = 0
-
-    def all_gather_objects(self, obj):
-        return [obj]
-
-
-@dataclass(frozen=True)
-class GlooRanks:
-    world_rank: int
-
-    def all_gather_objects(self, obj):
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, obj)
-        return everyone
 
 
 def shards(folder, parts=1, part=0):
@@ -128,7 +110,7 @@ def push_from_a_rank(engine, folder, version, poison=None):
     if rank == poison:
         found[3][1].view(-1)[0] = float("nan")
     try:
-        with WeightSync(engine if rank == 0 else None, GlooRanks(rank), "float32") as sync:
+        with WeightSync(engine if rank == 0 else None, GroupRanks(rank), "float32") as sync:
             report = sync.push(found, version)
             held = sync.transport._published.size
     except WeightSyncError as error:

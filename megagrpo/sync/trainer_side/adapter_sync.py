@@ -24,7 +24,7 @@ from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.platform.process.removal import remove
 from megagrpo.sync.trainer_side.shared_memory import SharedMemory
 from megagrpo.sync.trainer_side.sync import SyncReport, Weights, WeightSync, error_text
-from megagrpo.sync.trainer_side.transport import NO_HANDOVER, Handover
+from megagrpo.sync.trainer_side.transport import NO_HANDOVER, Handover, outcome_of_first_rank
 from megagrpo.sync.wire.copy_checksums import checksum
 from megagrpo.sync.wire.tensor_index import ENGINE_DTYPES, WeightSyncError
 
@@ -65,14 +65,19 @@ class AdapterSync(WeightSync):
             raise WeightSyncError(f"weight version {weight_version} was not written: {error}") from error
         handover.before_serving()
         published = time.perf_counter()
-        outcome = self.ranks.all_gather_objects(self._deliver_adapter(folder, sums, weight_version) if first else None)[
-            0
-        ]
+        outcome = outcome_of_first_rank(
+            self.ranks, self._deliver_adapter(folder, sums, weight_version) if first else (), 2
+        )
         if isinstance(outcome, str):
             raise WeightSyncError(f"weight version {weight_version} did not reach the engine: {outcome}")
         ended = time.perf_counter()
         return SyncReport(
-            weight_version, published - started, ended - published, ended - started, self._checksum_seconds, *outcome
+            weight_version,
+            published - started,
+            ended - published,
+            ended - started,
+            self._checksum_seconds,
+            *map(int, outcome),
         )
 
     def load_last(self, url: str) -> int:

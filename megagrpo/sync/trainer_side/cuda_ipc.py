@@ -22,7 +22,7 @@ from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.sync.trainer_side.node_shares import Nodes
 from megagrpo.sync.trainer_side.shared_memory import FileUpdate, SharedMemory
 from megagrpo.sync.trainer_side.slots import Slots
-from megagrpo.sync.trainer_side.transport import Ranks, Weight, gather_or_raise
+from megagrpo.sync.trainer_side.transport import Ranks, Weight, of_first_rank, own_or_raise
 from megagrpo.sync.wire.cuda_handles import export, release
 
 
@@ -41,12 +41,13 @@ class CudaIpc(SharedMemory):
                 "shared_memory"
             )
         super().__init__(*arguments, **options)
+        self._servers: dict[str, int] | None = None  # url -> number of workers, of rank 0 in the last update
 
     @contextmanager
     def prepare(self, weights: Sequence[Weight], version: int, engine: VllmEngine | None) -> Iterator[HandleUpdate]:
         """Like `SharedMemory.prepare`; the update also has one handle of each rank's buffer per worker."""
-        servers = gather_or_raise(self.untimed_ranks, lambda: engine.workers() if engine is not None else None)[0]
-        assert servers is not None, "rank 0 has the engine"
+        own = own_or_raise(self.untimed_ranks, lambda: engine.workers() if engine is not None else {})
+        servers = self._servers = of_first_rank(self.untimed_ranks, own, self._servers)
         with super().prepare(weights, version, engine) as update:
             buffers = update.slots.buffers
             # torch never frees a handle that no process opens
@@ -83,9 +84,13 @@ class DeviceSlots(Slots):
         super().__init__(weights, ranks, dtype, folder, nodes)
         self.device = device
 
+    def memory_of(self, rank: int, slot: int, folder: Path) -> str:
+        """Return the name in blocks of the buffer of `rank`."""
+        return f"gpu of rank {rank}"
+
     def buffer(self, slot: int) -> tuple[str, Tensor]:
         """Return the buffer's name in blocks, and its bytes [size] uint8 on the GPU."""
-        name = f"gpu of rank {self.rank}"
+        name = self.memory_of(self.rank, slot, self.folder)
         if name not in self.buffers:
             self.buffers[name] = torch.empty(self.size, dtype=torch.uint8, device=self.device)
         return name, self.buffers[name]

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -34,7 +35,8 @@ from megagrpo.sync.trainer_side.transport import (
     TransportSettings,
     Update,
     Weight,
-    gather_or_raise,
+    of_first_rank,
+    own_or_raise,
 )
 from megagrpo.sync.trainer_side.verification import verify_versions
 from megagrpo.sync.wire.copy_checksums import Checked, copy_checked
@@ -64,13 +66,11 @@ class SendPlan:
     needed_bytes: int  # by all workers from all ranks
 
 
-class _Readiness(NamedTuple):
-    """What each rank tells the others before an update."""
+class _Offer(NamedTuple):
+    """What rank 0 tells the others before an update."""
 
-    request: DirectRequest | None  # of rank 0
-    servers: dict[str, int]  # url -> number of workers, of rank 0
-    keys: list[BlockKey] | None  # before the first update
-    group: str | None  # the process group that this rank is in
+    request: DirectRequest | None
+    servers: dict[str, int]  # url -> number of workers
 
 
 class PointToPoint(Transport):
@@ -89,7 +89,8 @@ class PointToPoint(Transport):
         self.exchange: Exchange | None = None
         self.rank_boxes: RankBoxes | None = None
         self.rank_boxes_key = ""
-        self.attempts = 0  # on rank 0
+        self.offer: _Offer | None = None  # of the last attempt
+        self.attempts = 0  # equal on all ranks
         self.num_members = 0  # number of workers with messages of the last attempt
         self.servers: dict[str, int] = {}  # url -> number of workers, of the servers in the current group
         self.planned: SendPlan | None = None
@@ -113,19 +114,17 @@ class PointToPoint(Transport):
         """
         blocks = LocalBlocks(weights)
 
-        def check() -> _Readiness:
+        def check() -> _Offer:
             blocks.check(self.rank_boxes, self.ranks.world_rank, ENGINE_DTYPES[self.dtype])
             servers = engine.workers() if engine is not None else {}
-            request = self._request(servers) if servers else None
-            keys = blocks.keys if self.rank_boxes is None else None
-            return _Readiness(request, servers, keys, self.exchange.name if self.exchange is not None else None)
+            return _Offer(self._request(servers) if servers else None, servers)
 
-        everyone = gather_or_raise(self.ranks, check)
-        rank_boxes = self.rank_boxes or self._collect([rank.keys or [] for rank in everyone])
-        request, servers, _, group = everyone[0]
+        self.offer = of_first_rank(self.ranks, own_or_raise(self.ranks, check), self.offer)
+        rank_boxes = self.rank_boxes or self._collect(self.ranks.all_gather_objects(blocks.keys))
+        request, servers = self.offer
         assert request is not None, "rank 0 makes the request"
-        if len({rank.group for rank in everyone}) > 1:
-            group = None
+        self.attempts += 1
+        group = self._common_group()
         if servers != self.servers:  # the workers' numbers have changed
             self.leave_group()
             self.servers, group = servers, None
@@ -135,28 +134,34 @@ class PointToPoint(Transport):
             servers=servers,
             transport=self,
             blocks=blocks,
-            common=replace(request, rank_boxes=self.rank_boxes_key, ranks=len(everyone)),
+            common=replace(request, attempt=self.attempts, rank_boxes=self.rank_boxes_key, ranks=self.ranks.world_size),
             group=group,
             deadline=Deadline(self.seconds),
         )
 
     def _request(self, servers: dict[str, int]) -> DirectRequest:
-        """Return the request of a new attempt, on rank 0, with the address for the other ranks. Starts the store when
+        """Return the request of the attempts, on rank 0, with the address for the other ranks. Starts the store when
         it must move or is missing."""
         host = _meeting_address(servers)
         if self.store is None or self.store.host != host:
             self.leave_group()
             self.store = Store(host, 0, Deadline(self.seconds), self.secret, serve=True)
-        self.attempts += 1
         return DirectRequest(
             host=host or (ENVIRONMENT["MASTER_ADDR"] if _has_ranks_elsewhere() else socket.gethostname()),
             port=self.store.port,
             secret=self.secret,
-            attempt=self.attempts,
+            attempt=0,  # set for each attempt
             device=self.settings.device.type,
             dtype=self.dtype,
             limit=self.limit,
         )
+
+    def _common_group(self) -> str | None:
+        """Return the process group that all ranks are in, if any. Collective."""
+        name = self.exchange.name if self.exchange is not None else None
+        number = crc32(name.encode()) if name else 0
+        largest, smallest = self.ranks.all_reduce(torch.tensor([number, -number]), "max").tolist()
+        return name if largest == -smallest else None
 
     def _collect(self, keys_of: Sequence[Sequence[BlockKey]]) -> RankBoxes:
         """Return the boxes of all ranks, from the blocks of each rank."""

@@ -21,9 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from megagrpo.config.transport_table import TRANSPORTS
 from megagrpo.engine.client import VllmEngine
 from megagrpo.models.families.boxes import brackets
+from megagrpo.platform.parallel.host_messages import Reduction
 from megagrpo.platform.process.ownership import make_folder
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.platform.process.removal import remove, remove_tree
@@ -39,7 +43,7 @@ from megagrpo.sync.trainer_side.transport import (
     TransportSettings,
     Update,
     Weight,
-    gather_or_raise,
+    own_or_raise,
 )
 from megagrpo.sync.trainer_side.verification import verify
 from megagrpo.sync.wire.progress_file import NUM_SLOTS, ActivityFile
@@ -123,20 +127,20 @@ class SharedMemory(Transport):
             self._published = self._slots(weights)
         slots = self._published
 
-        def reserve() -> tuple[str, list[BlockInFile] | None]:
+        def reserve() -> None:
             slots.check(weights)
-            return slots.open(version), None if self._blocks else slots.blocks
+            slots.open(version)
 
-        everyone = gather_or_raise(self.ranks, reserve)
-        self._blocks = self._blocks or [blocks or [] for _, blocks in everyone]
+        own_or_raise(self.ranks, reserve)
+        self._blocks = self._blocks or self.ranks.all_gather_objects(slots.blocks)
         try:
-            yield self._update([file for file, _ in everyone], version, slots)
+            yield self._update(version, slots)
         finally:
             slots.to_write.clear()  # releases the parameters; the files are reused
 
-    def _update(self, files: list[str], version: int, slots: Slots) -> FileUpdate:
+    def _update(self, version: int, slots: Slots) -> FileUpdate:
         """Return the update of `version`. On several nodes the first rank of each writes what its servers need."""
-        index = self._index(files, version, self.node)
+        index = self._index(slots, version, self.node)
         update = FileUpdate(
             index=index, receiver=self.receiver, folder=self.folder, seconds=self.settings.seconds, slots=slots
         )
@@ -145,20 +149,20 @@ class SharedMemory(Transport):
         if self._leads:
             for server in self.nodes.servers_of(self.node):
                 FileUpdate.request(update, server)
-        self.ranks.all_gather_objects(None)  # rank 0 sends requests to all servers next
+        self.ranks.all_reduce(torch.tensor(0))  # rank 0 sends requests to all servers next
         if self.ranks.world_rank == 0:
             numbers = [{key: number for number, (key, _) in enumerate(blocks)} for blocks in self._blocks]
             update.crossings = [
                 (one, numbers[one.sender][one.key], numbers[one.receiver][one.key]) for one in slots.shares.transfers
             ]
             update.elsewhere = [
-                NodeFiles(self._index(files, version, node), folder, self.nodes.servers_of(node))
+                NodeFiles(self._index(slots, version, node), folder, self.nodes.servers_of(node))
                 for node, folder in self.folders.items()
                 if node != self.node
             ]
         return update
 
-    def _index(self, files: list[str], version: int, node: int) -> TensorIndex:
+    def _index(self, slots: Slots, version: int, node: int) -> TensorIndex:
         """Return the index of `version` for the servers of `node`; its tensors are built once per slot."""
         slot = version % NUM_SLOTS, node
         if slot not in self._tensors:
@@ -166,8 +170,9 @@ class SharedMemory(Transport):
             for rank, blocks in enumerate(self._blocks):
                 if self.nodes.of_ranks[rank] != node:
                     continue
+                file = slots.memory_of(rank, slot[0], self.folders[node])
                 for number, ((name, shape, box), offset) in enumerate(blocks):
-                    parts.setdefault(name, (shape, []))[1].append(SharedBlock(rank, files[rank], offset, box, number))
+                    parts.setdefault(name, (shape, []))[1].append(SharedBlock(rank, file, offset, box, number))
             self._tensors[slot] = {
                 name: SharedTensor(parts[name][0], tuple(parts[name][1])) for name in sorted(parts, key=by_layer)
             }
@@ -190,10 +195,29 @@ class TimedRanks:
         """Index of this rank."""
         return self.ranks.world_rank
 
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.ranks.world_size
+
+    def all_reduce(self, values: Tensor, reduction: Reduction = "sum", within: float | None = None) -> Tensor:
+        """Like `Layout.all_reduce`. Raises WeightSyncError naming late ranks."""
+        with self._naming_late_ranks():
+            return self.ranks.all_reduce(values, reduction, self.seconds if within is None else within)
+
+    def broadcast_object(self, obj: Any, source: int = 0) -> Any:
+        """Return the `obj` of rank `source`."""
+        return self.ranks.broadcast_object(obj, source)
+
     def all_gather_objects(self, obj: Any, within: float | None = None) -> list[Any]:
         """Gather `obj` from every rank, in rank order. Raises WeightSyncError naming late ranks."""
-        try:
+        with self._naming_late_ranks():
             return self.ranks.all_gather_objects(obj, self.seconds if within is None else within)
+
+    @contextmanager
+    def _naming_late_ranks(self) -> Iterator[None]:
+        try:
+            yield
         except TimeoutError as error:
             paths = {rank: activity_path(self.folder, rank) for rank in getattr(error, "ranks", [])}
             stuck_in = "".join(

@@ -93,19 +93,23 @@ class Slots:
             raise WeightSyncError(f"{name} was present in the first sync and is missing now")
         self.to_write = [to_write[number] for number in sorted(to_write)]
 
-    def open(self, weight_version: int) -> str:
-        """Reserve memory for a version, reset its progress file, and return the memory's name ("" without blocks)."""
+    def open(self, weight_version: int) -> None:
+        """Reserve memory for a version, and reset its progress file."""
         if not self.blocks:
-            return ""
+            return
         path = progress_path(self.folder, self.rank, weight_version)
         if path not in self.progress or not path.exists():
             self.progress[path] = ProgressFile(path, allocate(path, WORD_BYTES).numpy().view(np.uint64))
         self.progress[path].begin(weight_version)
-        return self.buffer(weight_version % NUM_SLOTS)[0]
+        self.buffer(weight_version % NUM_SLOTS)
+
+    def memory_of(self, rank: int, slot: int, folder: Path) -> str:
+        """Return the name in blocks, `SharedBlock.file`, of the memory of `rank`, whose node has this folder."""
+        return str(folder / f"rank{rank}.slot{slot}")
 
     def buffer(self, slot: int) -> tuple[str, Tensor]:
-        """Return the path of this slot's file, which is `SharedBlock.file`, and its bytes [size] uint8."""
-        path = self.folder / f"rank{self.rank}.slot{slot}"
+        """Return the path of this slot's file, and its bytes [size] uint8."""
+        path = Path(self.memory_of(self.rank, slot, self.folder))
         if str(path) not in self.buffers or not path.exists():
             self.buffers[str(path)] = allocate(path, self.size)
         return str(path), self.buffers[str(path)]

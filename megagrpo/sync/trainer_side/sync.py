@@ -34,6 +34,8 @@ from megagrpo.sync.trainer_side.transport import (
     Transport,
     Update,
     Weight,
+    outcome_of_first_rank,
+    reports_of_ranks,
 )
 from megagrpo.sync.trainer_side.transport import Weights as Weights
 from megagrpo.sync.wire.tensor_index import ENGINE_DTYPES, WeightSyncError, addends, in_addends
@@ -124,14 +126,26 @@ class WeightSync:
                 update = memory.enter_context(self.transport.prepare(weights, weight_version, self.engine))
                 prepared = time.perf_counter()
                 with self._driving:
-                    outcome = self.ranks.all_gather_objects(self._deliver(update, task))[0]
+                    outcome = outcome_of_first_rank(self.ranks, self._deliver(update, task), 5)
                     memory.close()
                     if not isinstance(outcome, WeightSyncError):
                         handover.before_serving()
-                        outcome = self.ranks.all_gather_objects(self._resume(update))[0] or outcome
+                        resumed = outcome_of_first_rank(self.ranks, self._resume(update) or (), 0)
+                        outcome = resumed or outcome
             if not isinstance(outcome, WeightSyncError):
                 ended = time.perf_counter()
-                return SyncReport(weight_version, prepared - began, ended - prepared, ended - started, *outcome)
+                checksum_seconds, published, read, send_seconds, read_seconds = outcome
+                return SyncReport(
+                    weight_version,
+                    publish_seconds=prepared - began,
+                    load_seconds=ended - prepared,
+                    total_seconds=ended - started,
+                    checksum_seconds=checksum_seconds,
+                    bytes_published=int(published),
+                    bytes_read=int(read),
+                    send_seconds=send_seconds,
+                    read_seconds=read_seconds,
+                )
             if not isinstance(outcome, ServerDied):
                 raise outcome
             self.say(f"warning: a vLLM server died during a weight sync; restarting the sync: {outcome}")
@@ -177,7 +191,7 @@ class WeightSync:
             except Exception as error:
                 report = SendReport(0, problem=f"rank {self.ranks.world_rank}: {error_text(error)}")
             report = replace(report, seconds=time.perf_counter() - began)
-            sent: list[SendReport] = self.transport.ranks.all_gather_objects(report)
+            sent = reports_of_ranks(self.transport.ranks, report)
         if loading is None:
             return None
         try:

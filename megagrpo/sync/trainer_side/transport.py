@@ -6,18 +6,21 @@ A transport moves the slices of one weight version from the trainer's ranks to v
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megagrpo.config.transport_table import TRANSPORTS
 from megagrpo.engine.client import VllmEngine
 from megagrpo.models.families.blocks import Block
+from megagrpo.platform.parallel.host_messages import Reduction
 from megagrpo.platform.process import user_code
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.sync.trainer_side.node_shares import BlockKey, Nodes
@@ -41,6 +44,16 @@ class Ranks(Protocol):
     @property
     def world_rank(self) -> int:
         """Index of this rank."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    def all_reduce(self, values: Tensor, reduction: Reduction = "sum", within: float | None = None) -> Tensor:
+        """Return `values` reduced over all ranks. Raises TimeoutError when one takes over `within` seconds."""
+
+    def broadcast_object(self, obj: Any, source: int = 0) -> Any:
+        """Return the `obj` of rank `source`."""
 
     def all_gather_objects(self, obj: Any, within: float | None = None) -> list[Any]:
         """Gather `obj` from all ranks, in rank order. Raises TimeoutError when one takes over `within` seconds."""
@@ -80,8 +93,9 @@ DEFAULT_SETTINGS = TransportSettings()
 
 @dataclass(frozen=True)
 class SendReport:
-    """The bytes that one rank sent in one update, the seconds it spent on checksums, and the checksums that `verify`
-    needs, in an order that the transport chooses. `WeightSync` sets `seconds`, and `problem` if sending failed."""
+    """The bytes that one rank sent in one update, the seconds it spent on checksums, and the checksums, below 2^64,
+    that `verify` needs, in an order that the transport chooses. `WeightSync` sets `seconds`, and `problem` if sending
+    failed."""
 
     num_bytes: int
     checksum_seconds: float = 0.0
@@ -156,18 +170,55 @@ def transport_class(name: str) -> type[Transport]:
         raise ValueError(f"rollout.weight_sync_transport: {name} {error}") from error
 
 
-def gather_or_raise[T](ranks: Ranks, action: Callable[[], T]) -> list[T]:
-    """Run `action` on every rank, and return all results in rank order. Raises WeightSyncError on every rank when it
-    fails on any; the error names all ranks that failed."""
-    result, problem = None, None
+def own_or_raise[T](ranks: Ranks, action: Callable[[], T]) -> T:
+    """Run `action` on every rank, and return this rank's result. Raises WeightSyncError on every rank when it fails on
+    any; the error names all ranks that failed. Only then do objects travel."""
+    result: Any = None
+    problem = None
     try:
         result = action()
     except Exception as error:
         problem = f"rank {ranks.world_rank}: {error}"
-    everyone = ranks.all_gather_objects((result, problem))
-    if problems := [problem for _, problem in everyone if problem]:
-        raise WeightSyncError("; ".join(problems))
-    return [result for result, _ in everyone]
+    if ranks.all_reduce(torch.tensor(int(problem is not None)), "max"):
+        raise WeightSyncError("; ".join(filter(None, ranks.all_gather_objects(problem))))
+    return result
+
+
+def gather_or_raise[T](ranks: Ranks, action: Callable[[], T]) -> list[T]:
+    """Like `own_or_raise`, but return all results, which must be picklable, in rank order. For a first update only."""
+    return ranks.all_gather_objects(own_or_raise(ranks, action))
+
+
+def of_first_rank[T](ranks: Ranks, own: T, known: T | None) -> T:
+    """Return rank 0's object. It travels only if it differs from `known`, its value of the last time on every rank."""
+    differs = ranks.all_reduce(torch.tensor(int(ranks.world_rank == 0 and own != known)), "max")
+    result: Any = ranks.broadcast_object(own) if differs else known
+    return result
+
+
+def outcome_of_first_rank[E](ranks: Ranks, outcome: Sequence[float] | E, count: int) -> list[float] | E:
+    """Return rank 0's outcome: `count` numbers, or an error. An error alone travels as an object."""
+    numbers = [0.0, *outcome] if isinstance(outcome, (tuple, list)) else [1.0, *[0.0] * count]
+    if ranks.world_rank:
+        numbers = [-math.inf] * (1 + count)
+    failed, *agreed = ranks.all_reduce(torch.tensor(numbers, dtype=torch.float64), "max").tolist()
+    return ranks.broadcast_object(outcome) if failed else agreed
+
+
+def reports_of_ranks(ranks: Ranks, own: SendReport) -> list[SendReport]:
+    """Return the reports of all ranks, in rank order. Only reports of failed ranks travel as objects. Collective."""
+    failed, widest = ranks.all_reduce(torch.tensor([int(bool(own.problem)), len(own.checksums)]), "max").tolist()
+    if failed:
+        return ranks.all_gather_objects(own)
+    table = np.zeros((ranks.world_size, 4 + widest), np.uint64)  # a rank fills its own row, so the sum is exact
+    table[ranks.world_rank, : 4 + len(own.checksums)] = own.num_bytes, 0, 0, len(own.checksums), *own.checksums
+    table[ranks.world_rank, 1:3].view(np.float64)[:] = own.checksum_seconds, own.seconds
+    table = ranks.all_reduce(torch.from_numpy(table.view(np.int64))).numpy().view(np.uint64)
+    times = table[:, 1:3].view(np.float64).tolist()
+    return [
+        SendReport(num_bytes, checking, tuple(checksums[:count]), sending)
+        for (num_bytes, _, _, count, *checksums), (checking, sending) in zip(table.tolist(), times, strict=True)
+    ]
 
 
 def key_of(block: Block) -> BlockKey:

@@ -1,6 +1,5 @@
 """The trainer's checks after a weight update, and the lifetime of its files in shared memory."""
 
-import dataclasses
 import os
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from megagrpo.sync.trainer_side.verification import verify
 from megagrpo.sync.wire.copy_checksums import checksum
 from megagrpo.sync.wire.progress_file import ProgressReader
 from megagrpo.sync.wire.tensor_index import SharedBlock, SharedTensor, TensorIndex, WeightSyncError
+from tests.rank_fakes import OneRank
 
 BLOCKS = tuple(SharedBlock(rank, f"f{rank}", 0, cut((8, 6), 0, 4 * rank, 4 * rank + 4), number=0) for rank in range(2))
 WRITTEN = {("w", 0): 10, ("w", 1): 11}
@@ -94,14 +94,6 @@ def test_a_second_server_must_have_read_everything_too():
     reads = [["w", 0, cut((8, 6), 0, 0, 4), 10], ["w", 1, cut((8, 6), 0, 4, 8), 11]]
     with pytest.raises(WeightSyncError, match="http://b: no worker read w"):
         verify(INDEX, WRITTEN, [report(reads), report(reads[:1]) | {"server": "http://b"}])
-
-
-@dataclasses.dataclass(frozen=True)
-class OneRank:
-    world_rank: int = 0
-
-    def all_gather_objects(self, obj):
-        return [obj]
 
 
 def whole_block(name, shape):
@@ -201,7 +193,7 @@ def test_weights_that_are_no_numbers_are_not_sent(tmp_path, bad):
 
 def test_ranks_on_two_hosts_are_refused(tmp_path):
     class Two(OneRank):
-        def all_gather_objects(self, obj):
+        def all_gather_objects(self, obj, within=None):
             return [obj, ("elsewhere", *obj[1:])]
 
     with pytest.raises(ValueError, match=r"all ranks on one host; they are on .*elsewhere"):
