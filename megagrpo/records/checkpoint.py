@@ -44,7 +44,7 @@ from megagrpo.models.bridge.parameter_blocks import adapter_blocks
 from megagrpo.models.bridge.torch_dist import StoredTensors
 from megagrpo.models.families.hf_config import HfConfig, architecture_differences, load_hf_config
 from megagrpo.platform import device
-from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_and_agree, run_own_and_agree
+from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.removal import remove
 from megagrpo.policy.fp8.scale_state import load_scales, sharded_scales
@@ -119,7 +119,7 @@ class Checkpointer:
         self._model_files = files_of(model_folder)  # read now: `model_folder` may be gone when a checkpoint is written
         trained = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad]
         count = sum(p.numel() for p in trained if _is_first_copy(p, layout))
-        self._bytes_needed = sum(layout.all_gather_objects(count)) * BYTES_PER_PARAMETER
+        self._bytes_needed = int(layout.all_reduce(torch.tensor(count))) * BYTES_PER_PARAMETER
 
     def start(self, state: TrainState, background: bool) -> None:
         """Begin to write `step_N`. With `background`, a copy of the state is written during training. Collective.
@@ -142,17 +142,21 @@ class Checkpointer:
         Returns None when no checkpoint is in progress, or when ranks still write and `wait` is False.
         """
         saving = self._saving
-        if saving is None or not (wait or all(self.layout.all_gather_objects(saving.started_write.done))):
+        if saving is None or not (wait or self._is_written(saving)):
             return None
         write = saving.started_write
         with self._all_or_nothing(saving):
-            parts = run_and_agree(self.layout, write.result)
+            written = sums_of_ranks(run_own_and_agree(self.layout, write.result), self.layout)
             waited = time.monotonic()
-            run_and_agree(self.layout, write.finish)
-            on_first_rank(self.layout, lambda: self._publish(saving, parts))
+            run_own_and_agree(self.layout, write.finish)
+            on_first_rank(self.layout, lambda: self._publish(saving, written))
         self._saving = None
         self.seconds = write.ended - saving.began + time.monotonic() - waited
         return saving.final
+
+    def _is_written(self, saving: _Saving) -> bool:
+        """Whether every rank has written its part. Collective."""
+        return bool(self.layout.all_reduce(torch.tensor(int(saving.started_write.done)), "min"))
 
     @contextmanager
     def _all_or_nothing(self, saving: _Saving) -> Iterator[None]:
@@ -181,7 +185,7 @@ class Checkpointer:
         rank, world_size = self.layout.world_rank, self.layout.world_size
         try:
             layout, reference_moved, reached = on_first_rank(self.layout, lambda: checked(path))
-            run_and_agree(self.layout, lambda: _verify(path, rank, world_size))
+            run_own_and_agree(self.layout, lambda: _verify(path, rank, world_size))
         except RankError as e:
             raise CheckpointError(str(e)) from e
         same_layout = layout == self.layout.sizes
@@ -231,13 +235,12 @@ class Checkpointer:
             adapters = list(adapter_blocks(policy.chunks, policy.hf_config, self.layout))
             save_adapter(adapters, self.layout, partial / ADAPTER_FILES, lora, policy.config.model.path, policy.dtype)
 
-    def _publish(self, saving: _Saving, parts: list[dict[str, str]]) -> None:
+    def _publish(self, saving: _Saving, written: dict[str, str]) -> None:
         partial, final, state = saving.partial, saving.final, saving.state
         (partial / HF_FILES).mkdir()
         carry(self.model_folder, self._model_files, partial / HF_FILES)
         contents = {"state": asdict(state), "layout": self.layout.sizes, "reference_moved": saving.reference_moved}
         (partial / STATE_FILE).write_text(json.dumps(contents, indent=1))
-        written = {name: crc for part in parts for name, crc in part.items()}
         others = [path for path in partial.rglob("*") if path.is_file() and path.name not in written]
         (partial / CHECKSUMS).write_text(json.dumps(written | checksums(partial, others), indent=1))
         for path in [*others, partial / CHECKSUMS, partial]:
@@ -279,6 +282,17 @@ class Checkpointer:
     def _chunk_names(self) -> list[str]:
         count = len(self.policy.chunks)
         return ["model"] if count == 1 else [f"model{i}" for i in range(count)]
+
+
+def sums_of_ranks(own: dict[str, str], layout: Layout) -> dict[str, str]:
+    """Return the checksums of all ranks' tensor files by name, from those of this rank's files. Collective."""
+    numbers = {int(Path(name).stem.rpartition("_")[2]): int(crc, 16) + 1 for name, crc in own.items()}
+    count = int(layout.all_reduce(torch.tensor(max(numbers, default=-1) + 1), "max"))
+    table = torch.zeros(layout.world_size, count, dtype=torch.int64)  # 0: the rank has no file of this number
+    for number, value in numbers.items():
+        table[layout.world_rank, number] = value
+    table = layout.all_reduce(table)
+    return {f"__{rank}_{n}.distcp": f"{int(table[rank, n]) - 1:08x}" for rank, n in table.nonzero().tolist()}
 
 
 def checked(path: Path) -> tuple[dict[str, int], bool, TrainState]:
