@@ -62,9 +62,8 @@ class Alarms:
         tensor, where = error.tensor, "in the loss, not in a gradient"
         if tensor is not None:
             blocks = next((blocks for name, _, blocks in weights if name == tensor.name), [])
-            names = sorted({block.name for block in self.layout.all_gather_objects(blocks)[tensor.rank]}) or [
-                tensor.name
-            ]
+            own = sorted({block.name for block in blocks}) or [tensor.name]
+            names = self.layout.broadcast_object(own, tensor.rank)
             where = f"in the {tensor.kind} of {', '.join(names)} on rank {tensor.rank}"
         self.say(
             f"warning: step {self.state.step + 1}: optimizer step skipped, weights unchanged: NaN or infinity {where}; "

@@ -13,8 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from megagrpo.config import Problem, ProblemError, RunConfig
-from megagrpo.platform.parallel.agree import on_first_rank
+from megagrpo.platform.parallel.agree import run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process import user_code
 from megagrpo.platform.process.terminal import warn
@@ -98,9 +100,13 @@ class Callbacks:
     def _call(self, event: str, metrics: Mapping[str, float] | None = None) -> None:
         """Run `event` on rank 0 and take its requests on all ranks. Raises CallbackError there, RankError elsewhere."""
         if self._config.run.callbacks:
-            self.control = on_first_rank(self._layout, lambda: self._run(event, dict(metrics or {})))
+            first = self._layout.world_rank == 0
+            run_own_and_agree(self._layout, lambda: self._run(event, dict(metrics or {})) if first else None)
+            asked = [self.control.should_training_stop, self.control.should_save] if first else [False, False]
+            flags = self._layout.all_reduce(torch.tensor(asked, dtype=torch.int64), "max").tolist()
+            self.control = CallbackControl(*map(bool, flags))
 
-    def _run(self, event: str, metrics: dict[str, float]) -> CallbackControl:
+    def _run(self, event: str, metrics: dict[str, float]) -> None:
         for name, instance in zip(self._config.run.callbacks, self._instances, strict=True):
             method = getattr(instance, event, None)
             if method is None:
@@ -114,7 +120,6 @@ class Callbacks:
                     f"{CALLBACKS_KEY}: `{name}`: {event} raised {user_code.described(error)} after {self._state.step} "
                     "finished steps; correct the callback and continue with --resume"
                 ) from error
-        return self.control
 
 
 def load_callbacks(names: Sequence[str]) -> list[Any]:

@@ -59,13 +59,12 @@ class Speed(Recorder):
         return rates | self._memory()
 
     def _memory(self) -> dict[str, float]:
-        """Return the memory of rank 0, of the fullest rank, and of rank 0's host, in GiB."""
-        ranks = self.layout.all_gather_objects(
-            {"resident_max_gb": memory_in_use.resident_gb()} | memory_in_use.gpu_peaks()
-        )
-        fullest = {f"memory/{name}": max(rank[name] for rank in ranks) for name in ranks[0]}
-        first = {"memory_gb": device.memory_gb(), "memory/resident_gb": ranks[0]["resident_max_gb"]}
-        return first | fullest | {"memory/host_gb": memory_in_use.host_used_gb()}
+        """Return the memory of this rank, of the fullest rank, and of this rank's host, in GiB."""
+        own = {"resident_max_gb": memory_in_use.resident_gb()} | memory_in_use.gpu_peaks()
+        maxima = self.layout.all_reduce(torch.tensor(list(own.values()), dtype=torch.float64), "max").tolist()
+        fullest = {f"memory/{name}": value for name, value in zip(own, maxima, strict=True)}
+        here = {"memory_gb": device.memory_gb(), "memory/resident_gb": own["resident_max_gb"]}
+        return here | fullest | {"memory/host_gb": memory_in_use.host_used_gb()}
 
 
 def make_speed(policy: MegatronPolicy, rollout: RolloutSection, peak_tflops: float | None, frozen: bool) -> Speed:

@@ -97,11 +97,14 @@ class Layout:
         """Return the world rank of the leader of replica `dp_rank`."""
         return dp_rank * self.parallel.tp * self.parallel.cp
 
-    def all_reduce(self, values: Tensor, reduction: Reduction = "sum") -> Tensor:
+    def all_reduce(self, values: Tensor, reduction: Reduction = "sum", within: float | None = None) -> Tensor:
         """Return `values`, on the host, reduced over the world: the same bits on every rank. Collective.
 
-        `reduction` names an operation, or merges two tensors, the first one of lower ranks.
+        `reduction` names an operation, or merges two tensors, the first one of lower ranks. `within` is that of
+        `all_gather_objects`.
         """
+        if within is not None and self.world_size > 1:
+            self._await_all(within)
         return host_messages.all_reduce(values, reduction, self.cpu_group)
 
     def broadcast_object(self, obj: Any, source: int = 0) -> Any:

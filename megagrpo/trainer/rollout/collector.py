@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import batched
 from typing import Any
 
+import torch
+
 from megagrpo.config import RolloutSection
 from megagrpo.engine.protocol import EngineError, EngineInterrupted, EngineStarved, Generator
 from megagrpo.platform.parallel.agree import run_and_agree
@@ -139,7 +141,7 @@ class Collector:
 
     def stop_requested(self) -> int:
         """Return the number of the signal that asked any rank to stop, or 0. Collective."""
-        return max(self.layout.all_gather_objects(self.stop_signal))
+        return int(self.layout.all_reduce(torch.tensor(self.stop_signal), "max"))
 
 
 def sampling_params(rollout: RolloutSection, stop_token_ids: tuple[int, ...]) -> SamplingParams:

@@ -13,6 +13,7 @@ from megagrpo.platform.parallel.agree import RankError
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.proof.plan import plan
 from megagrpo.trainer.callbacks import EVENTS, CallbackError, Callbacks, load_callbacks
+from tests.rank_fakes import OneRank
 
 PAGE = (Path(__file__).parents[3] / "docs" / "callbacks.md").read_text()
 NOTES = """
@@ -54,21 +55,12 @@ def config(*names) -> RunConfig:
     return tiny_run(run=dict(callbacks=list(map(str, names)), name="mine", max_steps=5))
 
 
-class Alone:
-    """A layout of one rank."""
-
-    world_rank = 0
-
-    def all_gather_objects(self, value):
-        return [value]
-
-
 def test_the_keys_of_the_page_and_its_methods_are_those_of_the_code(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "my_callbacks.py").write_text(code)
     (named,) = yaml.safe_load(re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[1])["run"]["callbacks"]
     run = config(tmp_path / named)
-    callbacks = Callbacks(run, Alone(), load_callbacks(run.run.callbacks))
+    callbacks = Callbacks(run, OneRank(), load_callbacks(run.run.callbacks))
     callbacks.train_begin(0)
     callbacks.step_end(1, {"reward": 0.9})
     assert not callbacks.control.should_training_stop
@@ -80,7 +72,7 @@ def test_the_keys_of_the_page_and_its_methods_are_those_of_the_code(tmp_path):
 def test_each_method_sees_step_metrics_and_newest_checkpoint(file, tmp_path):
     run = config(f"{file}:Notes")
     (notes,) = instances = load_callbacks(run.run.callbacks)
-    callbacks = Callbacks(run, Alone(), instances)
+    callbacks = Callbacks(run, OneRank(), instances)
     callbacks.train_begin(3, tmp_path / "step_000003")
     callbacks.step_begin()
     callbacks.step_end(4, {"loss": 0.5})
@@ -101,7 +93,7 @@ def test_each_method_sees_step_metrics_and_newest_checkpoint(file, tmp_path):
 
 def test_a_wish_for_a_checkpoint_holds_for_one_step_and_a_stop_for_good(file):
     run = config(f"{file}:Wishes")
-    callbacks, wishes = Callbacks(run, Alone(), load_callbacks(run.run.callbacks)), []
+    callbacks, wishes = Callbacks(run, OneRank(), load_callbacks(run.run.callbacks)), []
     callbacks.train_begin(0)
     for step in range(1, 4):
         callbacks.step_begin()
@@ -116,7 +108,7 @@ def test_a_wish_for_a_checkpoint_holds_for_one_step_and_a_stop_for_good(file):
 def test_several_callbacks_run_in_the_order_of_the_list_and_share_one_control(file):
     run = config(f"{file}:Wishes", f"{file}:Notes")
     _, notes = instances = load_callbacks(run.run.callbacks)
-    callbacks = Callbacks(run, Alone(), instances)
+    callbacks = Callbacks(run, OneRank(), instances)
     callbacks.step_end(1, {})
     callbacks.step_begin()
     assert notes.seen[-1] == ("on_step_begin", "mine", True)  # the wish of the first
@@ -124,7 +116,7 @@ def test_several_callbacks_run_in_the_order_of_the_list_and_share_one_control(fi
 
 def test_the_state_cannot_be_changed(file):
     (notes,) = instances = load_callbacks((run := config(f"{file}:Notes")).run.callbacks)
-    callbacks, states = Callbacks(run, Alone(), instances), []
+    callbacks, states = Callbacks(run, OneRank(), instances), []
     notes.on_step_end = lambda config, state, control: states.append(state)
     callbacks.step_end(1, {"loss": 1.0})
     (state,) = states
@@ -202,7 +194,7 @@ def test_a_callback_of_transformers_runs_as_it_is(tmp_path):
         "        control.should_training_stop = state.global_step >= 2 and logs['loss'] < 1\n        return control\n"
     )
     run = config(f"{tmp_path}/calls.py:Early")
-    callbacks = Callbacks(run, Alone(), load_callbacks(run.run.callbacks))
+    callbacks = Callbacks(run, OneRank(), load_callbacks(run.run.callbacks))
     callbacks.train_begin(0)
     callbacks.step_end(1, {"loss": 0.5})
     assert not callbacks.control.should_training_stop

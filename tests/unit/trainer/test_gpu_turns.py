@@ -10,15 +10,7 @@ from megagrpo.engine.protocol import EngineError
 from megagrpo.trainer import gpu_turns
 from megagrpo.trainer.gpu_turns import GPU_TABLE, GpuTurns, Turn
 from megagrpo.trainer.state_offload import NoOffload
-
-
-class OneRank:
-    """A world of one process."""
-
-    world_rank = 0
-
-    def all_gather_objects(self, obj, within=None):
-        return [obj]
+from tests.rank_fakes import OneRank
 
 
 @dataclass

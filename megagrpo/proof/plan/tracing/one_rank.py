@@ -33,7 +33,7 @@ GRADIENT_BYTES = 4  # bytes per element of `main_grad`
 class _Alone(Layout):
     """The layout of a rank without other ranks. Every other rank would send what this rank sends."""
 
-    def all_reduce(self, values: Tensor, reduction: Reduction = "sum") -> Tensor:
+    def all_reduce(self, values: Tensor, reduction: Reduction = "sum", within: float | None = None) -> Tensor:
         return values * self.world_size if reduction == "sum" else values
 
     def broadcast_object(self, obj: Any, source: int = 0) -> Any:

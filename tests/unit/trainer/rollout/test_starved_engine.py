@@ -9,6 +9,7 @@ from megagrpo.engine.protocol import EngineDeadError, EngineStarved
 from megagrpo.platform.process.phases import Phases
 from megagrpo.trainer.rollout.collector import Collector, NoRollouts, StopRequested
 from megagrpo.types import Prompt, SamplingParams
+from tests.rank_fakes import OneRank
 
 PROMPTS = [Prompt(i, (1, 2), "") for i in range(3)]
 
@@ -53,7 +54,9 @@ class Scoring:
 
 @pytest.fixture
 def collector():
-    alone = SimpleNamespace(world_rank=0, dp_rank=0, dp_size=1, is_dp_leader=True, all_gather_objects=lambda obj: [obj])
+    alone = SimpleNamespace(dp_rank=0, dp_size=1, is_dp_leader=True)
+    for name in ("world_rank", "world_size", "all_gather_objects", "all_reduce", "broadcast_object"):
+        setattr(alone, name, getattr(OneRank(), name))
     return Collector(alone, Starving(), Scoring(), Phases())
 
 
@@ -81,7 +84,7 @@ def test_a_request_to_stop_comes_first(collector):
 @pytest.mark.parametrize(("rank", "told"), [(0, "^nobody answers$"), (1, "^rank 1: nobody answers$")])
 def test_an_engine_that_is_dead_on_one_rank_ends_the_step_on_all_and_the_rank_is_named(rank, told, collector):
     collector.engine.filled = True
-    dead = EngineDeadError("nobody answers"), None
+    dead = EngineDeadError("nobody answers")
     collector.layout.all_gather_objects = lambda mine: [dead, mine] if rank == 0 else [mine, dead]
     collector.stop_requested = lambda: 0
     with pytest.raises(NoRollouts, match=told):
