@@ -6,6 +6,7 @@ httpx searches all connections of a pool for each request, which takes milliseco
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -79,7 +80,9 @@ class Connections:
             async with self._deadline(url, address):
                 try:
                     return await _post(self._kept, address + path, body)
-                except (aiohttp.ServerDisconnectedError, ConnectionResetError):
+                except (aiohttp.ClientConnectionError, ConnectionResetError) as error:
+                    if not _came_before_a_response(error):
+                        raise
                     return await _post(self._new, address + path, body)
         except aiohttp.ConnectionTimeoutError as error:
             raise ConnectionFailed(repr(error)) from error
@@ -118,6 +121,13 @@ class Connections:
                 yield
             finally:
                 deadlines.discard(deadline)
+
+
+def _came_before_a_response(error: Exception) -> bool:
+    """Whether the server closed or reset the connection before it sent a byte."""
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return isinstance(error.message, str)  # else it is the begun response
+    return isinstance(error, ConnectionResetError) or getattr(error, "errno", None) in (errno.ECONNRESET, errno.EPIPE)
 
 
 async def _post(session: aiohttp.ClientSession, url: str, body: bytes) -> Answer:

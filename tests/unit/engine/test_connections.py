@@ -1,0 +1,168 @@
+"""Kept connections: reused, repeated when the server closes one, and ended when the server moves or the time is over."""
+
+import asyncio
+import contextlib
+import resource
+import socket
+import threading
+import time
+
+import pytest
+
+from benchmarks.stub_engine import Behavior, StubEngine
+from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.connections import Answer, ConnectionFailed, Connections
+from megagrpo.engine.http import MovedServers
+from megagrpo.platform.process import open_files
+from megagrpo.platform.process.open_files import raise_open_files
+from megagrpo.types import Prompt, SamplingParams
+
+RESET = b"reset"  # instead of bytes
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+
+
+@contextlib.contextmanager
+def server(*script):
+    """(address, requests) of a server. `script` has, for each connection in turn, the bytes that it sends for each of
+    its requests before it closes the connection; None: it never responds. `requests` has the connection of each."""
+    listener, requests = socket.create_server(("127.0.0.1", 0), backlog=64), []
+
+    def serve(number, connection):
+        with connection:
+            for answer in script[number]:
+                received = b""
+                while b"\r\n\r\n{}" not in received:
+                    if not (data := connection.recv(65536)):
+                        return
+                    received += data
+                requests.append(number)
+                if answer is None:
+                    time.sleep(60)
+                if answer == RESET:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                    return
+                connection.sendall(answer)
+
+    def accept():
+        with contextlib.suppress(OSError):
+            for number in range(len(script)):
+                thread = threading.Thread(target=serve, args=(number, listener.accept()[0]), daemon=True)
+                thread.start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    with listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", requests
+
+
+def post(url, count=1, timeout=30.0, **options):
+    """The answers to `count` requests, one after the other."""
+
+    async def run():
+        async with Connections({}, timeout, **options) as connections:
+            return [await connections.post(url, "/generate", b"{}") for _ in range(count)]
+
+    return asyncio.run(run())
+
+
+def test_a_connection_is_kept_for_the_next_requests():
+    with server([OK] * 5) as (url, requests):
+        assert post(url, 5) == [Answer(200, b"{}")] * 5 and requests == [0] * 5
+
+
+@pytest.mark.parametrize("end", [b"", RESET])
+def test_a_request_is_repeated_if_the_server_closes_the_kept_connection_as_it_is_sent(end):
+    with server([OK, end], [OK], [OK]) as (url, requests):
+        assert post(url, 3) == [Answer(200, b"{}")] * 3
+    assert requests == [0, 0, 1, 2], "the repeated request has a connection of its own, which is not kept"
+
+
+def test_a_request_is_repeated_if_the_server_has_closed_all_kept_connections_before():
+    """The server is restarted between two steps, or its keep-alive timeout is short."""
+
+    async def run(url):
+        async with Connections({}, 30.0) as connections:
+            together = [connections.post(url, "/generate", b"{}") for _ in range(3)]
+            await asyncio.gather(*together)
+            time.sleep(0.1)  # the event loop does not see that the connections were closed
+            return await asyncio.gather(*(connections.post(url, "/generate", b"{}") for _ in range(3)))
+
+    with server(*[[OK]] * 6) as (url, requests):
+        assert asyncio.run(run(url)) == [Answer(200, b"{}")] * 3 and len(requests) == 6
+
+
+@pytest.mark.parametrize("answer", [OK[:-1], b"\x00\x01hello\r\n\r\n", b"HTTP/1.1 200 OK\r\ncontent-le"])
+def test_a_request_is_not_repeated_once_a_response_has_begun(answer):
+    """The attempt is counted as failed, so that a server that always does it is left out."""
+    with server([answer], *[[answer]] * 3) as (url, requests):
+        with pytest.raises(ConnectionFailed):
+            post(url)
+    assert len(requests) == 1
+
+
+def test_a_request_is_repeated_only_once():
+    with server([b""], [b""], [OK]) as (url, requests):
+        with pytest.raises(ConnectionFailed, match="ServerDisconnected"):
+            post(url)
+    assert requests == [0, 1]
+
+
+def test_a_server_that_refuses_connections_fails_the_attempt():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        with pytest.raises(ConnectionFailed, match="ClientConnectorError"):
+            post(f"http://127.0.0.1:{unused.getsockname()[1]}")
+
+
+def test_the_timeout_is_that_of_the_whole_request():
+    with server([None]) as (url, _), pytest.raises(TimeoutError):
+        post(url, timeout=0.2)
+
+
+def test_a_request_to_a_server_that_moves_fails_and_the_next_one_goes_to_its_new_address(tmp_path):
+    async def run(url, moved_to):
+        file = MovedServers(tmp_path / "moved.json")
+        async with Connections({}, 30.0, file) as connections:
+            following = asyncio.create_task(connections.follow_moves())
+            waiting = asyncio.create_task(connections.post(url, "/generate", b"{}"))
+            await asyncio.sleep(0.1)
+            file.write({url: moved_to})
+            with pytest.raises(ConnectionFailed, match="restarted on another port"):
+                await waiting
+            answer = await connections.post(url, "/generate", b"{}")
+            following.cancel()
+            return answer
+
+    with server([None]) as (url, _), server([OK]) as (new, requests):
+        assert asyncio.run(run(url, new)) == Answer(200, b"{}") and requests == [0]
+
+
+def test_hundreds_of_responses_use_as_many_connections_as_slots():
+    behavior = Behavior(slots=20, median=30, sigma=0.7, seconds_per_token=0.0005)
+    prompts = [Prompt(i, (5, 6, i), "") for i in range(50)]
+    with StubEngine(behavior) as stub:
+        engine = VllmEngine([stub.url], lambda ids: f"{len(ids)} tokens", max_num_seqs=20)
+        groups = engine.generate(prompts, 8, SamplingParams(1.0, 200), seed=3)
+        metrics = asyncio.run(metrics_of(stub.url))
+    assert len(groups) == 50 and all(r.text == f"{len(r.response_ids)} tokens" for group in groups for r in group)
+    assert metrics["stub:requests_total"] == 400 and metrics["stub:most_running"] == 20
+    assert metrics["stub:connections_total"] <= 20 + 10  # metrics are requested once in half a second
+
+
+async def metrics_of(url):
+    async with Connections({}, 30.0) as connections:
+        text = (await connections.post(url, "/metrics", b"{}")).content.decode()
+    return {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines()}
+
+
+def test_the_soft_limit_of_open_files_is_raised_and_a_low_hard_limit_is_an_error(monkeypatch):
+    limits, made = [1024, 9000], []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: made.append(both))
+    raise_open_files(9000 - open_files.OTHER_FILES)
+    assert made == [(9000, 9000)]
+    with pytest.raises(
+        ValueError, match=r"may open 9,000 files, and 20,000 requests at once need 21,024; .*ulimit -Hn"
+    ):
+        raise_open_files(20_000)
+    limits[1] = resource.RLIM_INFINITY
+    raise_open_files(20_000)
