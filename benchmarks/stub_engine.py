@@ -41,9 +41,9 @@ class Behavior:
     slots: int = 256
     median: float = 500.0  # tokens
     sigma: float = 1.0  # of the logarithm of the length
-    prompt_share: float = 0.0  # of the variance of the logarithm
     seconds_per_token: float = 0.001
     version: str = "default"
+    prompt_share: float = 0.0  # of the variance of the logarithm of the length
 
     def length(self, seed: int, max_tokens: int, prompt: Sequence[int] = ()) -> int:
         """Return the number of tokens of the sequence with this seed after this prompt."""
