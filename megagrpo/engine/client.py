@@ -151,7 +151,7 @@ class VllmEngine(Updates, Generator):
             group = request.group
             group.rollouts[request.number] = rollout
             if len(group.rollouts) == group.n:
-                put((group.index, [group.rollouts[number] for number in range(group.n)]))
+                put((group.index, [group.rollouts.pop(number) for number in range(group.n)]))
                 self._cut.discard(group.prompt.place)
 
         task = asyncio.current_task()

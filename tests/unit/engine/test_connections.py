@@ -7,12 +7,15 @@ import socket
 import threading
 import time
 
+import httpx
+import numpy as np
 import pytest
 
 from benchmarks.stub_engine import Behavior, StubEngine
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.connections import Answer, ConnectionFailed, Connections
 from megagrpo.engine.http import MovedServers
+from megagrpo.engine.protocol import derive_seed
 from megagrpo.platform.process import open_files
 from megagrpo.platform.process.open_files import raise_open_files
 from megagrpo.types import Prompt, SamplingParams
@@ -121,7 +124,7 @@ def test_the_timeout_is_that_of_the_whole_request():
 def test_a_request_to_a_server_that_moves_fails_and_the_next_one_goes_to_its_new_address(tmp_path):
     async def run(url, moved_to):
         file = MovedServers(tmp_path / "moved.json")
-        async with Connections({}, 30.0, file) as connections:
+        async with Connections({}, 600.0, file) as connections, asyncio.timeout(20):
             following = asyncio.create_task(connections.follow_moves())
             waiting = asyncio.create_task(connections.post(url, "/generate", b"{}"))
             await asyncio.sleep(0.1)
@@ -146,6 +149,25 @@ def test_hundreds_of_responses_use_as_many_connections_as_slots():
     assert len(groups) == 50 and all(r.text == f"{len(r.response_ids)} tokens" for group in groups for r in group)
     assert metrics["stub:requests_total"] == 400 and metrics["stub:most_running"] == 20
     assert metrics["stub:connections_total"] <= 20 + 10  # metrics are requested once in half a second
+
+
+def test_long_responses_are_read_in_threads_as_the_naive_reader_reads_them():
+    behavior, threads = Behavior(median=3000, sigma=0.2, seconds_per_token=1e-6), set()
+
+    def decode(ids):
+        threads.add(threading.current_thread().name)
+        return str(sum(ids))
+
+    with StubEngine(behavior) as stub:
+        group = VllmEngine([stub.url], decode).generate([Prompt(0, (5,), "")], 4, SamplingParams(1.0, 9000), seed=3)[0]
+        params = {"n": 4, "seed": derive_seed(3, 0, 0), "max_tokens": 9000}
+        body = {"token_ids": [5], "sampling_params": params}
+        choices = httpx.post(f"{stub.url}/inference/v1/generate", json=body).json()["choices"]
+    assert [list(rollout.response_ids) for rollout in group] == [choice["token_ids"] for choice in choices]
+    for rollout, one in zip(group, choices, strict=True):
+        values = np.array([entry["logprob"] for entry in one["logprobs"]["content"]], np.float32)
+        assert list(rollout.rollout_logprobs) == values.tolist() and rollout.text == str(sum(one["token_ids"]))
+    assert threads and threading.main_thread().name not in threads
 
 
 async def metrics_of(url):

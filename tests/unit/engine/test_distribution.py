@@ -96,3 +96,10 @@ def test_prompts_with_the_longest_expected_responses_begin_first(servers):
         begun = list(dict.fromkeys(body["token_ids"][-1] - 3 for body in one.asked))
         assert begun == ([2, 1, 3, 4, 0] if first else [0, 1, 2, 3, 4])
     assert groups[True] == groups[False]
+
+
+def test_a_server_that_is_faster_gets_more_groups(servers):
+    """Groups are not assigned when a step begins: a slow server, or one with long responses, gets fewer."""
+    slow, fast = servers(delay=0.4), servers(delay=0.01)
+    rollouts([slow, fast], 12, 2, max_num_seqs=2)
+    assert len(slow.asked) + len(fast.asked) == 24 and len(fast.asked) >= 3 * len(slow.asked)
