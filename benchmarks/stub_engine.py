@@ -143,7 +143,8 @@ class Connection(asyncio.Protocol):
     """One kept connection: one request at a time, with `content-length`."""
 
     def __init__(self, engine: Engine):
-        self._engine, self._received, self._task = engine, bytearray(), None
+        self._engine, self._received = engine, bytearray()
+        self._task: asyncio.Task[None] | None = None
         engine.connections += 1
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
