@@ -55,7 +55,7 @@ def cpu_seconds() -> float:
 
 def run_megagrpo(args: argparse.Namespace) -> list[Step]:
     from megagrpo.config import load_config
-    from megagrpo.engine import client
+    from megagrpo.engine import requests
     from megagrpo.platform.parallel.layout import init_layout
     from megagrpo.trainer.wiring import build
 
@@ -73,14 +73,8 @@ def run_megagrpo(args: argparse.Namespace) -> list[Step]:
             f"rewards.functions=[{{function: '{HERE}:spread'}}]",
         ],
     )
-    request = client._request
-
-    def request_of_full_length(*inputs):
-        body = request(*inputs)
-        body["sampling_params"] |= {"ignore_eos": True, "stop_token_ids": []}
-        return body
-
-    client._request = request_of_full_length
+    params = requests.sampling_params
+    requests.sampling_params = lambda sampling: params(sampling) | {"ignore_eos": True, "stop_token_ids": []}
     layout = init_layout(config.parallel)
     steps = []
     with ExitStack() as resources:

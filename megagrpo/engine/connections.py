@@ -59,8 +59,8 @@ class Connections:
         await self._new.close()
 
     def _session(self, force_close: bool) -> aiohttp.ClientSession:
-        kept = {} if force_close else {"keepalive_timeout": KEPT_SECONDS}
-        connector = aiohttp.TCPConnector(limit=0, ssl=CERTIFICATES, force_close=force_close, **kept)
+        kept = None if force_close else KEPT_SECONDS
+        connector = aiohttp.TCPConnector(limit=0, ssl=CERTIFICATES, force_close=force_close, keepalive_timeout=kept)
         limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         return aiohttp.ClientSession(
             connector=connector,

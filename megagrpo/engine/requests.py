@@ -42,23 +42,22 @@ class GroupRequest:
         """The prompt's token ids as JSON, encoded once for all requests."""
         return msgspec.Raw(_encode(self.prompt.token_ids))
 
-    @cached_property
-    def sampling_json(self) -> dict[str, Any]:
-        """vLLM's sampling parameters without seed and length."""
-        sampling = self.sampling
-        params = {
-            "n": 1,
-            "temperature": sampling.temperature,
-            "top_p": sampling.truncation.top_p,
-            "top_k": sampling.truncation.top_k,
-            "min_p": sampling.truncation.min_p,
-            "stop_token_ids": sampling.stop_token_ids,
-            "logprobs": 0,  # only the log-prob of the sampled token
-            "detokenize": False,
-        }
-        if sampling.stop:  # a server finds them in the text; `find_ending` also finds those that an interruption splits
-            params |= {"stop": sampling.stop, "detokenize": True}
-        return params
+
+def sampling_params(sampling: SamplingParams) -> dict[str, Any]:
+    """Return vLLM's parameters for one response, without seed and length."""
+    params = {
+        "n": 1,
+        "temperature": sampling.temperature,
+        "top_p": sampling.truncation.top_p,
+        "top_k": sampling.truncation.top_k,
+        "min_p": sampling.truncation.min_p,
+        "stop_token_ids": sampling.stop_token_ids,
+        "logprobs": 0,  # only the log-prob of the sampled token
+        "detokenize": False,
+    }
+    if sampling.stop:  # a server finds them in the text; `find_ending` also finds those that an interruption splits
+        params |= {"stop": sampling.stop, "detokenize": True}
+    return params
 
 
 def longest_first(groups: Sequence[GroupRequest]) -> list[GroupRequest]:
@@ -93,6 +92,6 @@ class Request:
             written: Sequence[int] = first.token_ids.tolist()
             tokens = msgspec.Raw(_encode([*group.prompt.token_ids, *written]))
             seed = derive_seed(group.seed, self.number, len(written))
-        params = group.sampling_json | {"seed": seed, "max_tokens": self.max_tokens(first, limit)}
+        params = sampling_params(group.sampling) | {"seed": seed, "max_tokens": self.max_tokens(first, limit)}
         model = {} if group.model is None else {"model": group.model}
         return _encode({"token_ids": tokens, "sampling_params": params, "request_id": request_id, **model})
