@@ -15,9 +15,9 @@ import torch
 
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.protocol import EngineDeadError, EngineError, EngineStartError, derive_seed
+from megagrpo.engine.server_slots import QUEUE_ROUTE, Queue, read_queue
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
-from megagrpo.engine.server_slots import QUEUE_ROUTE, Queue, read_queue
 from megagrpo.trainer.rollout.collector import numbered
 from megagrpo.types import Prompt, SamplingParams, Truncation
 from tests.e2e.tiny_servers import (
