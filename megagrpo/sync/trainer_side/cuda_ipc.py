@@ -46,7 +46,7 @@ class CudaIpc(SharedMemory):
     @contextmanager
     def prepare(self, weights: Sequence[Weight], version: int, engine: VllmEngine | None) -> Iterator[HandleUpdate]:
         """Like `SharedMemory.prepare`; the update also has one handle of each rank's buffer per worker."""
-        own = own_or_raise(self.untimed_ranks, lambda: engine.workers() if engine is not None else {})
+        own = own_or_raise(self.untimed_ranks, lambda: dict(engine.workers()) if engine is not None else {})
         servers = self._servers = of_first_rank(self.untimed_ranks, own, self._servers)
         with super().prepare(weights, version, engine) as update:
             buffers = update.slots.buffers

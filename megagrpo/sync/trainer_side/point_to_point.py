@@ -116,7 +116,7 @@ class PointToPoint(Transport):
 
         def check() -> _Offer:
             blocks.check(self.rank_boxes, self.ranks.world_rank, ENGINE_DTYPES[self.dtype])
-            servers = engine.workers() if engine is not None else {}
+            servers = dict(engine.workers()) if engine is not None else {}
             return _Offer(self._request(servers) if servers else None, servers)
 
         self.offer = of_first_rank(self.ranks, own_or_raise(self.ranks, check), self.offer)

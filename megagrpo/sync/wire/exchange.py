@@ -224,7 +224,7 @@ def _gloo_options(host: str, deadline: Deadline) -> Any:
     options._timeout = deadline.left()
     address = own_address(f"http://{host}") if host else socket.gethostname()
     listener = dict(hostname=address) if named == LOOPBACK else dict(interface=named)
-    options._devices = [gloo.create_device(**listener)]
+    options._devices = [gloo.create_device(**listener, lazy_init=False)]  # whatever a worker's environment names
     return options
 
 
