@@ -20,7 +20,8 @@ from megagrpo.config import ParallelSection, ProblemError
 from megagrpo.platform import device
 from megagrpo.platform.parallel import host_messages
 from megagrpo.platform.parallel.host_messages import Reduction
-from megagrpo.platform.parallel.rank_rendezvous import join_world
+from megagrpo.platform.parallel.rank_rendezvous import LAZY_CONNECTIONS, join_world
+from megagrpo.platform.process.variables import changed
 
 
 @dataclass(frozen=True)
@@ -174,18 +175,20 @@ def init_layout(parallel: ParallelSection, seed: int = 42) -> Layout:
         join_world(device.backend(), timeout)
     if problems := parallel.world_problems(dist.get_world_size()):
         raise ProblemError(*problems)
-    # Megatron sets a timeout for every subgroup and ignores the world's.
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tp,
-        pipeline_model_parallel_size=parallel.pp,
-        context_parallel_size=parallel.cp,
-        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-        expert_model_parallel_size=parallel.ep,
-        expert_tensor_parallel_size=parallel.expert_tp,
-        distributed_timeout_minutes=parallel.timeout_minutes,
-    )
+    with changed(LAZY_CONNECTIONS):
+        # Megatron sets a timeout for every subgroup and ignores the world's.
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tp,
+            pipeline_model_parallel_size=parallel.pp,
+            context_parallel_size=parallel.cp,
+            virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+            expert_model_parallel_size=parallel.ep,
+            expert_tensor_parallel_size=parallel.expert_tp,
+            distributed_timeout_minutes=parallel.timeout_minutes,
+        )
+        layout = _describe(parallel, timeout)
     model_parallel_cuda_manual_seed(seed)
-    return _describe(parallel, timeout)
+    return layout
 
 
 def _describe(parallel: ParallelSection, timeout: timedelta) -> Layout:

@@ -18,32 +18,40 @@ from torch.distributed import distributed_c10d
 
 from megagrpo.platform.process.access_token import read_token
 from megagrpo.platform.process.loopback import LOOPBACK
-from megagrpo.platform.process.variables import ENVIRONMENT, RENDEZVOUS_VARIABLE, TOKEN_FILE_VARIABLE, number, put
+from megagrpo.platform.process.variables import (
+    ENVIRONMENT,
+    RENDEZVOUS_VARIABLE,
+    TOKEN_FILE_VARIABLE,
+    changed,
+    number,
+    put,
+)
 
 CODE_BYTES = 32
+# gloo reads it when a group is created: two ranks connect at their first message, in place of all pairs at once
+LAZY_CONNECTIONS = {"TORCH_GLOO_LAZY_INIT": "1"}
 
 
 def join_world(backend: str, timeout: timedelta) -> None:
     """Create the default process group, by the launcher's folder, the store at MASTER_ADDR, or of this process alone.
 
-    gloo then connects two ranks at their first message, in place of all pairs of a group at its creation.
     Raises ValueError on several nodes without a token, with which ranks sign their messages.
     """
-    put({"TORCH_GLOO_LAZY_INIT": "1"})
     size, rank, folder = number("WORLD_SIZE", 1), number("RANK", 0), ENVIRONMENT.get(RENDEZVOUS_VARIABLE)
     if size == number("LOCAL_WORLD_SIZE", 1):
         put({"GLOO_SOCKET_IFNAME": LOOPBACK})  # gloo listens there alone, whatever interface the environment names
     else:
         sign_objects(_shared_token().encode())
-    if size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    elif folder:
+    if size > 1 and folder:
         sign_objects(Path(folder, "secret").read_bytes())
-        dist.init_process_group(
-            backend, store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size, timeout=timeout
-        )
-    else:
-        dist.init_process_group(backend, timeout=timeout)
+    with changed(LAZY_CONNECTIONS):
+        if size == 1:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        elif folder:
+            store = dist.FileStore(f"{folder}/store", size)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout)
 
 
 def _shared_token() -> str:
