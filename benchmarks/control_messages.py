@@ -82,7 +82,7 @@ class VirtualRanks:
 
         def run(rank: int) -> None:
             self.own.rank, self.own.clock = rank, 0.0
-            results[rank] = host_messages.all_reduce(values(rank), "sum", None), self.own.clock  # type: ignore[arg-type]
+            results[rank] = host_messages.all_reduce(values(rank), "sum", None), self.own.clock
 
         with mock.patch.object(host_messages, "dist", self.calls):
             threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.size)]
@@ -114,6 +114,11 @@ def reduced_seconds(ranks: int, num_bytes: int) -> float:
     return sum(2 * latency(0, 1 << bit, num_bytes >> (bit + 1)) for bit in bits)
 
 
+def run_seconds(ranks: int, values: Tensor) -> float:
+    """Return the time of `all_reduce` with ranks as threads."""
+    return VirtualRanks(ranks).all_reduce(lambda rank: values)[1]
+
+
 def gathered_seconds(ranks: int, num_bytes: int) -> float:
     """Compute the time of an object gather: two rings, of sizes and of objects, each as long as one chunk's way."""
     nodes = -(-ranks // RANKS_PER_NODE)
@@ -139,11 +144,8 @@ def table(sizes: Sequence[int] = SIZES, largest_run: int = LARGEST_RUN) -> list[
         runs, reduced, gathered = ranks <= largest_run, 0.0, 0.0
         for control in STEP:
             num_bytes = control.bytes(ranks)
-            seconds = (
-                VirtualRanks(ranks).all_reduce(lambda rank, n=num_bytes: torch.zeros(n // 8, dtype=torch.int64))[1]
-                if runs
-                else reduced_seconds(ranks, num_bytes)
-            )
+            values = torch.zeros(num_bytes // 8, dtype=torch.int64)
+            seconds = run_seconds(ranks, values) if runs else reduced_seconds(ranks, num_bytes)
             reduced += control.count * seconds
             gathered += control.count * gathered_seconds(ranks, control.gathered_bytes) if control.gathered_bytes else 0
         rows.append(Row(ranks, sum(control.count for control in STEP), reduced, gathered, runs))

@@ -177,11 +177,11 @@ class WeightSync:
             self.engine.resume(update, only=[url])
             return update.index.version
 
-    def _deliver(self, update: Update, task: Task) -> tuple[float, int, int, float, float] | WeightSyncError | None:
+    def _deliver(self, update: Update, task: Task) -> tuple[float, ...] | WeightSyncError:
         """Send from every rank while the engine loads and verifies; return the last five fields of a `SyncReport`, or
         the error, on rank 0.
 
-        This method does not raise, because the other ranks wait for its result. It returns None on other ranks.
+        This method does not raise, because the other ranks wait for its result. It returns () on other ranks.
         """
         with ThreadPoolExecutor(1) as side:
             loading = side.submit(self._load, self.engine, update) if self.engine is not None else None
@@ -193,7 +193,7 @@ class WeightSync:
             report = replace(report, seconds=time.perf_counter() - began)
             sent = reports_of_ranks(self.transport.ranks, report)
         if loading is None:
-            return None
+            return ()
         try:
             if problems := [report.problem for report in sent if report.problem]:
                 failure = loading.exception()
