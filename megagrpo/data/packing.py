@@ -15,8 +15,10 @@ from typing import overload
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megagrpo.config import RunConfig
+from megagrpo.data.bins import fill_emptiest, imbalance, least_bins
 from megagrpo.types import ComputedTokens, Metric, MicroBatch, TrainBatch, TrainSample
 
 
@@ -232,10 +234,10 @@ def assign(lengths: Sequence[int] | np.ndarray, rules: PackingRules, num_ranks: 
             f"{padded(longest, rules.align)} or more"
         )
     longest_first = np.argsort(-lengths, kind="stable")
-    per_rank = max(rules.at_least, ceil(_least_bins(lengths, budget) / num_ranks), 1)
+    per_rank = max(rules.at_least, ceil(least_bins(lengths, budget) / num_ranks), 1)
     while True:
         per_rank = padded(per_rank, rules.multiple_of)
-        chosen = _fill(lengths[longest_first], per_rank * num_ranks, budget)
+        chosen = fill_emptiest(lengths[longest_first], per_rank * num_ranks, budget)
         if chosen is not None:
             break
         per_rank += 1
@@ -245,48 +247,6 @@ def assign(lengths: Sequence[int] | np.ndarray, rules: PackingRules, num_ranks: 
     fullest_first = np.argsort(-loads, kind="stable")
     parts = np.split(np.argsort(bins, kind="stable"), counts.cumsum()[:-1])
     return [parts[number] for number in fullest_first.tolist()]
-
-
-def _least_bins(lengths: np.ndarray, budget: int) -> int:
-    """Return a lower bound for the number of bins, so that `assign` makes few attempts. It is the largest of two kinds:
-
-    - Martello and Toth's L2, for each small size t: bundles over half the budget share no bin, and those of t to half
-      of it fill the room beside them, except in bins whose bundle leaves less than t.
-    - For each k below 64: at most k bundles over budget / (k + 1) share a bin.
-    """
-    ordered = np.sort(lengths)
-    total = np.concatenate([[0], ordered.cumsum()])
-    half = np.searchsorted(ordered, budget // 2, side="right")
-    t = np.concatenate([[0], ordered[:half]])
-    start, alone = np.searchsorted(ordered, t), np.searchsorted(ordered, budget - t, side="right")
-    room = (alone - half) * budget - (total[alone] - total[half])
-    beside = max(0, -int(-(total[half] - total[start] - room).max() // budget))
-    k = np.arange(1, 64)
-    counts = len(lengths) - np.searchsorted(ordered, budget // (k + 1), side="right")
-    return max(len(lengths) - int(half) + beside, int((-(-counts // k)).max()))
-
-
-def _fill(lengths: np.ndarray, num_bins: int, budget: int) -> np.ndarray | None:
-    """Return the bin [B] of each bundle, or None if one does not fit. The `lengths` [B] descend, and each bundle goes
-    into the emptiest bin, of two equal ones into the first.
-
-    A round serves many bundles at once: the i-th one goes into the i-th emptiest bin, until one of the bins just filled
-    is at most as full as the next. A bin is one integer, load * num_bins + number, so that sorting orders bins by both.
-    """
-    bins, sorted_bins, start = np.empty(lengths.size, dtype=np.int64), np.arange(num_bins), 0
-    while start < lengths.size:
-        added = lengths[start : start + num_bins]
-        loads, numbers = np.divmod(sorted_bins[: added.size], num_bins)
-        filled = loads + added
-        overtaken = np.minimum.accumulate(filled)[:-1] <= loads[1:]
-        count = int(overtaken.argmax()) + 1 if overtaken.any() else added.size
-        if filled[:count].max() > budget:
-            return None
-        bins[start : start + count] = numbers[:count]
-        sorted_bins[:count] = filled[:count] * num_bins + numbers[:count]
-        sorted_bins.sort()
-        start += count
-    return bins
 
 
 def build_micro_batch(samples: Sequence[TrainSample], rules: PackingRules = UNLIMITED) -> MicroBatch:
@@ -299,33 +259,38 @@ def build_micro_batch(samples: Sequence[TrainSample], rules: PackingRules = UNLI
     used = int((stops - starts).sum())
     missing = -used % rules.align if used else max(2, rules.align)
     if missing:  # the last sequence, of no sample
-        owners, starts, stops, prefixes = (
-            np.append(column, value)
-            for column, value in zip((owners, starts, stops, prefixes), (len(samples), 0, missing, -1), strict=True)
-        )
+        columns = zip((owners, starts, stops, prefixes), (len(samples), 0, missing, -1), strict=True)
+        owners, starts, stops, prefixes = (np.append(*column) for column in columns)
     lengths = stops - starts
     borders = np.append(0, lengths.cumsum())
-    owner = np.repeat(owners, lengths)  # [T], index in `samples`
-    position = np.arange(borders[-1]) + np.repeat(starts - borders[:-1], lengths)
-    known = [*samples, _padding(1)]  # the last token is read wherever a sample has none
-    size, offset = np.append(shapes.lengths, 0), np.append(0, shapes.lengths.cumsum())
-    here, there = (
-        torch.from_numpy(np.where(at < size[owner], offset[owner] + at, offset[-1])) for at in (position, position + 1)
-    )
-    token_ids = torch.cat([s.token_ids for s in known])
-    of_tokens, index = torch.from_numpy(owner), torch.from_numpy(np.repeat(np.arange(lengths.size), lengths))
-    in_loss = torch.from_numpy(~np.append(shapes.masked, False))
-    inputs = tuple(known[i].inputs for i in owners.tolist())
+    known = [*samples, _padding(max(missing, rules.sequence_align))]
+    cuts = []  # (index in `known`, tokens) of each part
+    for owner, start, stop in zip(owners.tolist(), starts.tolist(), stops.tolist(), strict=True):
+        cuts.append((owner, slice(start, stop)))
+        if (more := stop - known[owner].token_ids.numel()) > 0:
+            cuts.append((-1, slice(more)))
+    # The tokens after a shared prompt are those of its first sample, so only the ends of samples have no label.
+    last = torch.from_numpy(borders[1:][np.append(prefixes[1:], -1) != np.arange(lengths.size)] - 1)
+    advantages = torch.tensor([known[i].advantage for i in owners.tolist()])
+    in_loss = torch.from_numpy(np.repeat(np.append(~shapes.masked, True)[owners], lengths))
+
+    def joined(rows: Sequence[Tensor]) -> Tensor:
+        return torch.cat([rows[owner][tokens] for owner, tokens in cuts])
+
+    def shifted(row: Tensor) -> Tensor:
+        return row.roll(-1).index_fill_(0, last, 0)
+
+    token_ids, inputs = joined([s.token_ids for s in known]), tuple(known[i].inputs for i in owners.tolist())
     return MicroBatch(
-        token_ids=token_ids[here],
-        labels=token_ids[there],
-        position_ids=torch.from_numpy(position),
+        token_ids=token_ids,
+        labels=shifted(token_ids),
+        position_ids=torch.from_numpy(np.arange(borders[-1]) + np.repeat(starts - borders[:-1], lengths)),
         cu_seqlens=torch.from_numpy(borders).int(),
-        loss_mask=torch.cat([s.response_mask for s in known])[there] & in_loss[of_tokens],
-        advantages=torch.tensor([s.advantage for s in known])[of_tokens],
-        rollout_logprobs=torch.cat([s.rollout_logprobs for s in known])[there].float(),
-        samples=torch.tensor([s.index for s in known])[torch.from_numpy(owners)],
-        sequence_index=index,
+        loss_mask=shifted(joined([s.response_mask for s in known])) & in_loss,
+        advantages=advantages.repeat_interleave(torch.from_numpy(lengths)),
+        rollout_logprobs=shifted(joined([s.rollout_logprobs for s in known])).float(),
+        samples=torch.tensor([known[i].index for i in owners.tolist()]),
+        sequence_index=torch.from_numpy(np.repeat(np.arange(lengths.size), lengths)),
         prefixes=torch.from_numpy(prefixes) if (prefixes >= 0).any() else None,
         inputs=inputs if any(inputs) else (),
     )
@@ -376,11 +341,6 @@ def imbalances(loads: Sequence[int], num_ranks: int) -> dict[str, Metric]:
         "packing/micro_batch_imbalance": Metric(imbalance(loads)),
         "packing/rank_imbalance": Metric(imbalance(per_rank)),
     }
-
-
-def imbalance(loads: Sequence[int]) -> float:
-    """Return the largest over the mean number of tokens. 1.0 is perfect balance, and the result without any tokens."""
-    return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
 
 
 def slices(num_samples: int, count: int, seed: int) -> list[np.ndarray]:
