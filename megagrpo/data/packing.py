@@ -85,6 +85,10 @@ class SampleShapes:
         advantages = np.array([s.advantage for s in samples], dtype=np.float64)
         return cls(lengths, prompts, keys, np.where(masked, 0, num_loss), advantages, masked)
 
+    def select(self, indices: np.ndarray) -> SampleShapes:
+        """Return the shapes of these samples, in this order."""
+        return SampleShapes(**{name: column[indices] for name, column in vars(self).items()})
+
 
 @dataclass(frozen=True)
 class PackPlan:
@@ -97,6 +101,7 @@ class PackPlan:
     num_tokens: int  # loss tokens of these samples
     packing: dict[str, Metric]  # `imbalances`
     computed: ComputedTokens
+    shapes: SampleShapes  # of all samples of the step
 
     def of_rank(self, dp_rank: int) -> tuple[np.ndarray, ...]:
         """Return the sample indices of each micro-batch of this data-parallel rank."""
@@ -134,14 +139,19 @@ def plan_packing(
         num_tokens=int(shapes.num_loss[members].sum()),
         packing=imbalances([int(bundles.lengths[indices].sum()) for indices in bins], dp_size),
         computed=ComputedTokens(bundles.spans(shapes.lengths[trained]), int(shapes.num_loss[trained].sum())),
+        shapes=shapes,
     )
 
 
 def build_batch(plan: PackPlan, dp_rank: int, samples: Mapping[int, TrainSample], rules: PackingRules) -> TrainBatch:
-    """Return the micro-batches of data-parallel rank `dp_rank` from the samples, by index, that the plan gives it."""
+    """Return the micro-batches of data-parallel rank `dp_rank` from the samples, by index, that the plan gives it.
+
+    Their layout depends on the plan's shapes alone: a rank that does not read tokens may have zeros in their place.
+    """
     return TrainBatch(
         micro_batches=tuple(
-            build_micro_batch([samples[i] for i in indices.tolist()], rules) for indices in plan.of_rank(dp_rank)
+            build_micro_batch([samples[i] for i in indices.tolist()], rules, plan.shapes.select(indices))
+            for indices in plan.of_rank(dp_rank)
         ),
         num_tokens=plan.num_tokens,
         num_sequences=plan.samples.size,
@@ -249,12 +259,14 @@ def assign(lengths: Sequence[int] | np.ndarray, rules: PackingRules, num_ranks: 
     return [parts[number] for number in fullest_first.tolist()]
 
 
-def build_micro_batch(samples: Sequence[TrainSample], rules: PackingRules = UNLIMITED) -> MicroBatch:
-    """Pack samples end to end into one micro-batch.
+def build_micro_batch(
+    samples: Sequence[TrainSample], rules: PackingRules = UNLIMITED, shapes: SampleShapes | None = None
+) -> MicroBatch:
+    """Pack samples end to end into one micro-batch. `shapes` are those of the samples, if known.
 
     Without samples the micro-batch has two or more padding tokens: a rank without a backward pass hangs the others.
     """
-    shapes = SampleShapes.of(samples, rules)
+    shapes = SampleShapes.of(samples, rules) if shapes is None else shapes
     owners, starts, stops, prefixes = _sequences(shapes, rules)
     used = int((stops - starts).sum())
     missing = -used % rules.align if used else max(2, rules.align)
