@@ -52,10 +52,10 @@ class Message:
 def record(layout: Any) -> Iterator[list[Message]]:
     """Record the messages of this rank while the context lasts, in the order of their calls, of all threads.
 
-    Objects are recorded over any group, tensors over the three host groups of `layout`. Functions that a module
+    Objects are recorded over any group, tensors over the host groups of `layout`. Functions that a module
     imported by name before are not seen.
     """
-    host = {group for group in (layout.cpu_group, layout.leaders, layout.replica) if group is not None}
+    host = {group for group in (layout.cpu_group, layout.leaders, layout.replica, layout.ends) if group is not None}
     messages: list[Message] = []
     depth = threading.local()
 

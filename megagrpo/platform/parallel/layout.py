@@ -33,7 +33,8 @@ class Layout:
     Experts use the same ranks in other groups: each stage's tp x cp x dp ranks are etp (inside an expert) x ep (over
     experts) x copies.
     Tensors and objects on the host travel over three gloo groups: `cpu_group` spans the world, `leaders` the first rank
-    of each replica in the order of `dp_rank` (None on other ranks), `replica` the ranks of this rank's replica.
+    of each replica in the order of `dp_rank` (None on other ranks), `replica` the ranks of this rank's replica. `ends`
+    has those of its first and last stage, which read tokens (None on other ranks).
     """
 
     parallel: ParallelSection
@@ -53,6 +54,7 @@ class Layout:
     cpu_group: dist.ProcessGroup
     leaders: dist.ProcessGroup | None
     replica: dist.ProcessGroup
+    ends: dist.ProcessGroup | None
     process_groups: ProcessGroupCollection
 
     @property
@@ -94,9 +96,9 @@ class Layout:
         """Whether model chunk `chunk` of this rank computes logits."""
         return self.is_last_stage and chunk == self.parallel.vpp - 1
 
-    def leader_of(self, dp_rank: int) -> int:
-        """Return the world rank of the leader of replica `dp_rank`."""
-        return dp_rank * self.parallel.tp * self.parallel.cp
+    def leader_of(self, dp_rank: int, stage: int = 0) -> int:
+        """Return the world rank of the leader of replica `dp_rank`, or of the first rank of its pipeline stage."""
+        return (stage * self.dp_size + dp_rank) * self.parallel.tp * self.parallel.cp
 
     def all_reduce(self, values: Tensor, reduction: Reduction = "sum", within: float | None = None) -> Tensor:
         """Return `values`, on the host, reduced over the world: the same bits on every rank. Collective.
@@ -199,6 +201,9 @@ def _describe(parallel: ParallelSection, timeout: timedelta) -> Layout:
     # Every rank calls new_group for every group: torch numbers the groups by its calls. 10 us for a group of others.
     replica_groups = [_host_group(ranks, cpu_group, timeout) for ranks in replicas]
     leaders_group = _host_group(leaders, cpu_group, timeout)
+    tp_cp, ends = parallel.tp * parallel.cp, replica_groups
+    if parallel.pp > 2:
+        ends = [_host_group([*ranks[:tp_cp], *ranks[-tp_cp:]], cpu_group, timeout) for ranks in replicas]
     return Layout(
         parallel=parallel,
         world_size=world_size,
@@ -217,6 +222,7 @@ def _describe(parallel: ParallelSection, timeout: timedelta) -> Layout:
         cpu_group=cpu_group,
         leaders=leaders_group if world_rank in leaders else None,
         replica=replica_groups[dp_rank],
+        ends=ends[dp_rank] if ps.get_pipeline_model_parallel_rank() in (0, parallel.pp - 1) else None,
         process_groups=ProcessGroupCollection.use_mpu_process_groups(),
     )
 
