@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -74,43 +73,40 @@ def normalized_sum_advantages(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 def advantages_of(
-    scored: Sequence[ScoredRollout], num_generations: int, algorithm: AlgorithmSection, weights: Sequence[float]
+    rewards: Tensor, by_function: Tensor, algorithm: AlgorithmSection, weights: Sequence[float]
 ) -> Tensor:
-    """The advantages [P, G] that `algorithm` asks for, of rollouts in prompt order; `weights` of the reward functions
-    [F]."""
+    """The advantages [P, G] that `algorithm` asks for, of rewards [P, G] and of those by function [P, G, F], before
+    their `weights` [F]."""
     if algorithm.multi_objective_aggregation == "sum_then_normalize":
-        rewards = rewards_by_group(scored, num_generations)
         return group_advantages(rewards, algorithm.scale_rewards, algorithm.advantage_estimator)
-    rewards = rewards_by_function(scored, num_generations)
-    as_they_are = [1.0] * (rewards.shape[-1] - len(weights))  # rewards of turns and environments
-    return normalized_sum_advantages(rewards, torch.tensor([*weights, *as_they_are]))
+    as_they_are = [1.0] * (by_function.shape[-1] - len(weights))  # rewards of turns and environments
+    return normalized_sum_advantages(by_function, torch.tensor([*weights, *as_they_are]))
 
 
-def flat_groups(scored: Sequence[ScoredRollout], num_generations: int, by_function: bool) -> list[bool]:
-    """Whether each group teaches nothing: its rewards are all equal, or with `by_function` those of every function;
-    what no function could score is left out."""
-    if not by_function:
-        return _is_flat(rewards_by_group(scored, num_generations))[:, 0].tolist()
-    of_functions = rewards_by_function(scored, num_generations).unbind(-1)
-    return torch.stack([_is_flat(rewards) for rewards in of_functions]).all(0)[:, 0].tolist()
+def flat_groups(rewards: Tensor) -> Tensor:
+    """[P] bool: whether each group teaches nothing: its rewards [P, G] are all equal, or those [P, G, F] of every
+    function; what no function could score is left out."""
+    if rewards.dim() == 2:
+        return _is_flat(rewards)[:, 0]
+    return torch.stack([_is_flat(of_function) for of_function in rewards.unbind(-1)]).all(0)[:, 0]
 
 
-def charged_kl(scored: Sequence[ScoredRollout], kl: Tensor, num_generations: int, mask_truncated: bool) -> Tensor:
-    """The KL [N] that each reward pays, from the `kl` [N] of the loss tokens. With `mask_truncated` a truncated
-    response has no loss tokens: it pays the mean of its group's others, so that their advantages are those of rewards
-    and KL among themselves."""
+def charged_kl(truncated: Tensor, kl: Tensor, num_generations: int, mask_truncated: bool) -> Tensor:
+    """The KL [N] that each reward pays, from the `kl` [N] of the loss tokens. With `mask_truncated` a response that was
+    `truncated` [N] has no loss tokens: it pays the mean of its group's others, so that their advantages are those of
+    rewards and KL among themselves."""
     if not mask_truncated:
         return kl
-    masked = torch.tensor([s.rollout.finish_reason == "length" for s in scored]).view(-1, num_generations)
+    masked = truncated.view(-1, num_generations)
     groups = kl.view_as(masked)
     counted = (groups * ~masked).sum(1, keepdim=True) / (~masked).sum(1, keepdim=True).clamp(min=1)
     return torch.where(masked, counted, groups).flatten()
 
 
-def less_kl(scored: Sequence[ScoredRollout], kl: Tensor, beta: float) -> list[ScoredRollout]:
-    """The rollouts with beta times the KL of each response [N] taken from its reward: the penalty of RLHF's PPO
-    (Ziegler et al. 2019, arXiv 1909.08593, eq. 2), whose KL is k1 summed over the response."""
-    return [replace(s, reward=s.reward - beta * penalty) for s, penalty in zip(scored, kl.tolist(), strict=True)]
+def less_kl(rewards: Tensor, kl: Tensor, beta: float) -> Tensor:
+    """The rewards [P, G] less beta times the KL of each response [N]: the penalty of RLHF's PPO (Ziegler et al. 2019,
+    arXiv 1909.08593, eq. 2), whose KL is k1 summed over the response."""
+    return rewards - beta * kl.view_as(rewards)
 
 
 def nanstd(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
@@ -127,19 +123,6 @@ def _is_flat(rewards: Tensor) -> Tensor:
     low = torch.where(known, rewards, math.inf).amin(dim=1, keepdim=True)
     high = torch.where(known, rewards, -math.inf).amax(dim=1, keepdim=True)
     return high - low <= REWARD_ROUNDING * torch.maximum(low.abs(), high.abs()).clamp(min=1)
-
-
-def rewards_by_group(scored: Sequence[ScoredRollout], num_generations: int) -> Tensor:
-    """Rewards [P, G] float64 of rollouts in prompt order, each group's responses next to each other."""
-    if len(scored) % num_generations:
-        raise ValueError(f"{len(scored)} rollouts are not whole groups of {num_generations}")
-    return torch.tensor([s.reward for s in scored], dtype=torch.float64).view(-1, num_generations)
-
-
-def rewards_by_function(scored: Sequence[ScoredRollout], num_generations: int) -> Tensor:
-    """Rewards [P, G, F] float64 before their weights, NaN where a function could not score."""
-    table = [[math.nan if reward is None else reward for reward in s.rewards.values()] for s in scored]
-    return torch.tensor(table, dtype=torch.float64).view(-1, num_generations, len(table[0]))
 
 
 def reward_statistics(rewards: Tensor) -> dict[str, float]:

@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sized
+from itertools import batched, islice
+from typing import Any, Protocol
 
+import numpy as np
+
+from megagrpo.platform.parallel.bulk_messages import parts_to_first_rank
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.records.jsonl_file import encoded
+from megagrpo.records.recorder import TrainedRollouts
 from megagrpo.types import ScoredRollout
 
 Row = dict[str, Any]
+PART_ROWS = 64  # lines that a leader sends to rank 0 in one part
 
 
-def completion_rows(step: int, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> list[Row]:
-    """Return one row per response."""
-    return [_row(step, s, advantage) for s, advantage in zip(scored, advantages, strict=True)]
+class Rows(Sized, Iterable[Row], Protocol):
+    """The rows of a step. They may be read from a file, one by one, each time they are iterated."""
 
 
-def _row(step: int, scored: ScoredRollout, advantage: float) -> Row:
+def completion_lines(layout: Layout, trained: TrainedRollouts) -> Iterator[bytes]:
+    """Yield on rank 0 the lines of `completions.jsonl` of a step, in parts, from the leaders that sampled the
+    responses. Collective; see `parts_to_first_rank`."""
+    sampled_by = trained.samples.sampled_by
+    starts = np.append(0, np.flatnonzero(np.diff(sampled_by)) + 1).tolist()  # of neighbours with the same leader
+    stops = [*starts[1:], len(sampled_by)]
+
+    def parts(turn: int) -> Iterator[bytes]:
+        for indices in batched(range(starts[turn], stops[turn]), PART_ROWS):
+            own = [(trained.samples.own[i], trained.advantages[i]) for i in indices]
+            yield encoded(completion_row(trained.step, *pair) for pair in own)
+
+    owners = [layout.leader_of(int(sampled_by[start])) for start in starts]
+    return parts_to_first_rank(layout, owners, parts)
+
+
+def completion_row(step: int, scored: ScoredRollout, advantage: float) -> Row:
+    """Return the row of a response that a step trains on."""
     versions = scored.rollout.later_versions
     return {
         "step": step,
@@ -44,7 +68,7 @@ def response_row(scored: ScoredRollout) -> Row:
     }
 
 
-def table(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
+def table(rows: Rows) -> tuple[list[str], list[list[Any]]]:
     """Return the column names and the cells of a table of completions: step, prompt, completion, each reward function,
     columns of `log_extra`, reward, advantage. A cell is text, a number, a boolean or None."""
     rewards, extra = _names(rows, "rewards"), _names(rows, "extra")
@@ -72,7 +96,7 @@ def encodable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _names(rows: Sequence[Row], key: str) -> list[str]:
+def _names(rows: Rows, key: str) -> list[str]:
     """Return the names below `key` in any row, in order of appearance."""
     return list(dict.fromkeys(name for row in rows for name in row.get(key, {})))
 
@@ -86,13 +110,15 @@ def prompt_text(prompt: str | list[dict[str, Any]]) -> str:
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
-def best_and_worst(rows: Sequence[Row]) -> list[Row]:
+def best_and_worst(rows: Rows) -> list[Row]:
     """Return the rows of highest and lowest advantage of the first prompt with differing ones, else the first row."""
-    groups: dict[int, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row["prompt_id"], []).append(row)
+    groups: dict[int, list[tuple[float, int]]] = {}  # prompt_id -> advantage and index of each row
+    for index, row in enumerate(rows):
+        if (advantage := row["advantage"]) is not None and math.isfinite(advantage):
+            groups.setdefault(row["prompt_id"], []).append((advantage, index))
     for group in groups.values():
-        ranked = sorted((row for row in group if math.isfinite(row["advantage"])), key=lambda row: row["advantage"])
-        if ranked and ranked[0]["advantage"] < ranked[-1]["advantage"]:
-            return [ranked[-1], ranked[0]]
-    return list(rows[:1])
+        (worst, first), (best, last) = min(group), max(group)
+        if worst < best:
+            chosen = {index: row for index, row in enumerate(rows) if index in (first, last)}
+            return [chosen[last], chosen[first]]
+    return list(islice(rows, 1))

@@ -7,7 +7,6 @@ text can be searched; on a terminal it is wrapped at words.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -15,7 +14,7 @@ from rich.text import Text
 
 from megagrpo.config import RunConfig, evaluation_sets
 from megagrpo.platform.process.terminal import WIDTH, one_line, printable, quiets, wrapped, write_output
-from megagrpo.records.completions import Row, best_and_worst
+from megagrpo.records.completions import Rows, best_and_worst
 from megagrpo.records.screen import lines_console
 
 # (label, metric, format). A metric that a step does not report is omitted.
@@ -75,7 +74,7 @@ class ConsoleSink:
             return {rest: value for (first, _, rest), value in split if first == held_out}
         return {first + slash + rest: value for (first, slash, rest), value in split if first not in self._held_out}
 
-    def completions(self, step: int, rows: Sequence[Row]) -> None:
+    def completions(self, step: int, rows: Rows) -> None:
         if not rows or self._every == 0 or step % self._every or quiets(self._level, "info"):
             return
         shown = best_and_worst(rows)
@@ -86,7 +85,7 @@ class ConsoleSink:
             advantage = row["advantage"]
             rewards = ", ".join(f"{name} {_number(value)}" for name, value in row["rewards"].items())
             score = f"reward {_number(row['reward'])} ({rewards})  advantage {_number(advantage, '{:+.2f}')}"
-            style = "green" if advantage > 0 else "red" if advantage < 0 else ""
+            style = "green" if (advantage or 0) > 0 else "red" if (advantage or 0) < 0 else ""
             blocks.append(
                 Text.assemble(("response  ", "dim"), _short(row["completion"]), ("  -> ", "dim"), (score, style))
             )

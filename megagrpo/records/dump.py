@@ -25,20 +25,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from megagrpo.models.bridge.hf_export import save_hf
 from megagrpo.models.bridge.optimizer_sample import Read, sample
 from megagrpo.models.bridge.tensor_files import dtype_name
-from megagrpo.platform.parallel.agree import on_first_rank
+from megagrpo.platform.parallel.agree import on_first_rank, run_own_and_agree
+from megagrpo.platform.parallel.bulk_messages import parts_to_first_rank
 from megagrpo.platform.process.removal import remove
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import moments_of
@@ -46,7 +48,7 @@ from megagrpo.policy.reference import Reference
 from megagrpo.records.metrics import values_of
 from megagrpo.records.recorder import Recorder, TrainedRollouts, Update
 from megagrpo.records.starts import package_versions
-from megagrpo.types import LossFn, LossInputs, LossOutput, ScoredRollout
+from megagrpo.types import LossFn, LossInputs, LossOutput, Rollout, ScoredRollout
 
 STEP_FILE = "step.json"
 
@@ -113,7 +115,7 @@ class StepDumps(Recorder):
     def after_training(self, rollouts: TrainedRollouts) -> None:
         """Write the rollouts and publish the dump under its final name."""
         if self._step:
-            if self._attempt(lambda: on_first_rank(self._layout, lambda: self._publish(rollouts))):
+            if self._attempt(lambda: self._publish(rollouts)):
                 self._say(f"dump {self._final}")
         self._step = 0
 
@@ -155,12 +157,19 @@ class StepDumps(Recorder):
         )
 
     def _save_rows(self) -> None:
-        mine = [loss_tokens(inputs) for inputs in self._seen.values()]
-        self._seen = {}
-        everyone = [rows for of_rank in self._layout.all_gather_objects(mine) for rows in of_rank]
+        """Write the rows of all ranks that compute the loss: those of the last stage, tp and cp rank 0."""
+        mine, self._seen = [loss_tokens(inputs) for inputs in self._seen.values()], {}
         name = f"update_{len(self._updates)}.safetensors"
         self._updates[-1]["rows"] = name
-        on_first_rank(self._layout, lambda: save_file(merge(everyone), self._partial / name))
+        layout = self._layout
+        owners = [layout.leader_of(dp_rank, layout.parallel.pp - 1) for dp_rank in range(layout.dp_size)]
+        parts = parts_to_first_rank(layout, owners, lambda _: map(save, mine))
+
+        def write() -> None:
+            if everyone := [load(part) for part in parts]:
+                save_file(merge(everyone), self._partial / name)
+
+        run_own_and_agree(layout, write)
 
     def _look_at_optimizer(self) -> None:
         config = self._config
@@ -189,6 +198,22 @@ class StepDumps(Recorder):
         return sample(policy.chunks, policy.hf_config, self._layout, policy.optimizer, read)
 
     def _publish(self, rollouts: TrainedRollouts) -> None:
+        """Write what the leaders that sampled the rollouts send to rank 0, one sample at a time, and all the rest."""
+        samples, layout = rollouts.samples, self._layout
+
+        def parts(index: int) -> Iterator[bytes]:
+            yield save(_token_rows(samples.own[index].rollout))
+            yield json.dumps(_plain(_sample(samples.own[index], rollouts.advantages[index]))).encode()
+
+        received = parts_to_first_rank(layout, [layout.leader_of(r) for r in samples.sampled_by.tolist()], parts)
+
+        def write() -> None:
+            if pairs := [(load(rows), json.loads(text)) for rows, text in batched(received, 2)]:
+                self._write(*zip(*pairs, strict=True))
+
+        run_own_and_agree(layout, write)
+
+    def _write(self, rows: Sequence[Rows], texts: Sequence[dict[str, Any]]) -> None:
         config, layout = self._config, self._layout
         contents = {
             "step": self._step,
@@ -200,10 +225,12 @@ class StepDumps(Recorder):
             if (self._partial / "reference").exists()
             else str(self._reference_folder.resolve()),
             "updates": self._updates,
-            "samples": [_sample(*pair) for pair in zip(rollouts.scored, rollouts.advantages, strict=True)],
+            "samples": texts,
             "config": config.model_dump(mode="json"),
         }
-        save_file(_token_rows(rollouts.scored), self._partial / "samples.safetensors")
+        borders = torch.tensor([0, *(row["token_ids"].numel() for row in rows)]).cumsum(0)
+        columns = {name: torch.cat([row[name] for row in rows]) for name in rows[0]} | {"borders": borders}
+        save_file(columns, self._partial / "samples.safetensors")
         (self._partial / STEP_FILE).write_text(
             json.dumps(_plain(contents), indent=1, ensure_ascii=False, allow_nan=False)
         )
@@ -243,19 +270,13 @@ def merge(parts: Sequence[Rows]) -> Rows:
     return {name: row[order] for name, row in whole.items()}
 
 
-def _token_rows(scored: Sequence[ScoredRollout]) -> Rows:
-    rollouts = [s.rollout for s in scored]
-    prompts = [len(r.prompt.token_ids) for r in rollouts]
-    lengths = [n + len(r.response_ids) for n, r in zip(prompts, rollouts, strict=True)]
-    logprobs = [row for n, r in zip(prompts, rollouts, strict=True) for row in (np.zeros(n), r.rollout_logprobs)]
-    ids = [np.asarray(row, np.int64) for r in rollouts for row in (r.prompt.token_ids, r.response_ids)]
-    written = [row for n, r in zip(prompts, rollouts, strict=True) for row in (np.zeros(n, bool), r.written)]
+def _token_rows(rollout: Rollout) -> Rows:
+    prompt = np.array(rollout.prompt.token_ids, np.int64)
     return {
-        "token_ids": torch.from_numpy(np.concatenate(ids)),
-        "borders": torch.tensor([0, *lengths]).cumsum(0),
-        "prompt_lengths": torch.tensor(prompts),
-        "rollout_logprobs": torch.from_numpy(np.concatenate(logprobs)),
-        "written": torch.from_numpy(np.concatenate(written)),
+        "token_ids": torch.from_numpy(np.concatenate([prompt, rollout.response_ids])),
+        "prompt_lengths": torch.tensor([len(prompt)]),
+        "rollout_logprobs": torch.from_numpy(np.concatenate([np.zeros(len(prompt)), rollout.rollout_logprobs])),
+        "written": torch.from_numpy(np.concatenate([np.zeros(len(prompt), bool), rollout.written])),
     }
 
 

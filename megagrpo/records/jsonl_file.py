@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +25,53 @@ class JsonlFile:
         self._file = open(path, "ab", buffering=0)
         self._broken_line = False
 
-    def append(self, rows: Sequence[dict[str, Any]]) -> None:
-        lines = "".join(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-        # A lone surrogate has no UTF-8 bytes, so it is written as its JSON escape.
-        data = memoryview((("\n" if self._broken_line else "") + lines).encode(errors="backslashreplace"))
+    def append(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Append a line per row."""
+        self.append_lines(encoded(rows))
+
+    def append_lines(self, lines: bytes) -> None:
+        """Append whole lines, as `encoded` returns them."""
+        data = memoryview((b"\n" if self._broken_line else b"") + lines)
         self._broken_line = bool(data)
         while data:
             # unbuffered: with a full disk, write() writes a part and the next call raises
             data = data[self._file.write(data) :]
         self._broken_line = False
 
+    def store(self, parts: Iterable[bytes]) -> StoredRows:
+        """Append parts of whole lines, one after the other, and return their rows."""
+        start, count = self._file.tell(), 0
+        for lines in parts:
+            self.append_lines(lines)
+            count += lines.count(b"\n")
+        return StoredRows(Path(self._file.name), start, count)
+
     def close(self) -> None:
         self._file.close()
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """Rows of a file, `count` lines from byte `start` on. Each iteration reads them from the file, one by one."""
+
+    path: Path
+    start: int
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        with open(self.path, "rb") as lines:
+            lines.seek(self.start)
+            for line in islice((line for line in lines if line.strip()), self.count):
+                yield json.loads(line)
+
+
+def encoded(rows: Iterable[dict[str, Any]]) -> bytes:
+    """Return the JSON lines of the rows. A lone surrogate has no UTF-8 bytes, so it becomes its JSON escape."""
+    lines = (json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    return "".join(lines).encode(errors="backslashreplace")
 
 
 def _step_of(line: bytes) -> float:

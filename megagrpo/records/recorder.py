@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megagrpo.types import LossFn, Metric, ScoredRollout, TrainBatch
+from megagrpo.data.step_samples import StepSamples
+from megagrpo.types import LossFn, Metric, TrainBatch
 
 
 @dataclass(frozen=True)
 class TrainedRollouts:
-    """The rollouts that a step trains on, and the advantage of each. Steps are counted from 1."""
+    """The samples that a step trains on, and the advantage of each. Steps are counted from 1."""
 
     step: int
-    scored: Sequence[ScoredRollout]
+    samples: StepSamples
     advantages: list[float]
 
 

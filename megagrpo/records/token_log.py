@@ -14,19 +14,23 @@ Numbers are rounded to `LOGGED_DIGITS` decimals. Nothing here changes the loss i
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megagrpo.data.token_texts import TokenTexts
+from megagrpo.platform.parallel.bulk_messages import PartError, parts_to_first_rank
 from megagrpo.platform.parallel.layout import Layout
-from megagrpo.records.jsonl_file import JsonlFile
+from megagrpo.records.jsonl_file import JsonlFile, encoded
 from megagrpo.records.recorder import Recorder, TrainedRollouts, Update
 from megagrpo.types import LossFn, LossInputs, LossOutput
 
@@ -90,39 +94,58 @@ class TokenLog(Recorder):
         self._inputs = {}
 
     def finish(self, rollouts: TrainedRollouts) -> None:
-        """Gather the values of all ranks and write the lines of the step. Collective."""
+        """Write the lines of the step. The ranks that train on the chosen samples send the trainer's numbers to rank 0,
+        the leaders that sampled them the rest of each line. Collective."""
         if not self._chosen or self.layout is None:
             return
-        by_rank = self.layout.all_gather_objects(self._values)
-        gathered = {sample: values for part in by_rank for sample, values in part.items()}
+        rank, samples = self.layout.world_rank, rollouts.samples
+        # a sample that is not trained on has no numbers, so any rank may send them
+        trains = torch.tensor([rank if sample in self._values else 0 for sample in self._chosen])
+        trained_on = self.layout.all_reduce(trains, "max").tolist()
+        sampled_on = [self.layout.leader_of(int(samples.sampled_by[sample])) for sample in self._chosen]
+
+        def parts(turn: int) -> Iterator[bytes]:
+            sample = self._chosen[turn // 2]
+            yield encoded([self._line(rollouts, sample) if turn % 2 else {"numbers": self._values.get(sample)}])
+
+        lines = parts_to_first_rank(self.layout, list(chain(*zip(trained_on, sampled_on, strict=True))), parts)
+        with suppress(PartError):
+            self._write(lines)
+            deque(lines, maxlen=0)  # the rest after an error: other ranks wait until their lines are taken
         self._values = {}
-        if self._file is not None:
-            try:
-                self._file.append([self._line(rollouts, sample, gathered.get(sample)) for sample in self._chosen])
-            except OSError as error:
-                self._failed(error)
+
+    def _write(self, lines: Iterator[bytes]) -> None:
+        """Write the lines on rank 0: two parts each, the trainer's numbers and the rest."""
+        try:
+            numbers: tuple[list[float], list[float]] | None = None
+            for row in map(json.loads, lines):
+                if "numbers" in row:
+                    numbers = row["numbers"]
+                elif self._file is not None:
+                    logprobs, entropy = (_per_token(values, row["written"]) for values in numbers or ([], []))
+                    del row["written"]
+                    self._file.append([row | {"trainer_logprobs": logprobs, "entropy": entropy}])
+        except (OSError, PartError) as error:
+            self._failed(error)
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
             self._file.close()
 
-    def _line(
-        self, rollouts: TrainedRollouts, sample: int, pair: tuple[list[float], list[float]] | None
-    ) -> dict[str, Any]:
-        rollout = rollouts.scored[sample].rollout
-        trainer, entropy = (_per_token(values, rollout.written) for values in pair or ([], []))
+    def _line(self, rollouts: TrainedRollouts, sample: int) -> dict[str, Any]:
+        """Return the line of a sample without the trainer's numbers, and `written`."""
+        rollout = rollouts.samples.own[sample].rollout
         return {
             "step": rollouts.step,
             "sample": sample,
             "prompt_id": rollout.prompt.prompt_id,
             "tokens": [] if self.texts is None else self.texts.of(rollout.response_ids.tolist()),
             "rollout_logprobs": [round(value, LOGGED_DIGITS) for value in rollout.rollout_logprobs.tolist()],
-            "trainer_logprobs": trainer,
-            "entropy": entropy,
+            "written": rollout.written.tolist(),
         }
 
-    def _failed(self, error: OSError) -> None:
+    def _failed(self, error: Exception) -> None:
         """Report the first failure; later steps are tried again."""
         if self._reported:
             return
@@ -171,7 +194,7 @@ def rounded(values: Tensor) -> list[float]:
     return [round(value, LOGGED_DIGITS) for value in values.to(torch.float64).tolist()]
 
 
-def _per_token(values: Sequence[float], written: np.ndarray) -> list[float | None]:
+def _per_token(values: Sequence[float], written: Sequence[bool]) -> list[float | None]:
     """Return one value per token of the response; None where the policy did not write the token, or without values."""
     rest = iter(values)
-    return [next(rest, None) if by_policy else None for by_policy in written.tolist()]
+    return [next(rest, None) if by_policy else None for by_policy in written]

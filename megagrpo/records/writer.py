@@ -5,14 +5,18 @@ A sink that fails is reported once and never stops training.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megagrpo.config import RunConfig
+from megagrpo.platform.parallel.bulk_messages import PartError
+from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.terminal import warn
-from megagrpo.records.completions import completion_rows
+from megagrpo.records.completions import Rows, completion_lines
 from megagrpo.records.console import ConsoleSink
 from megagrpo.records.recorder import Recorder, TrainedRollouts
 from megagrpo.records.sinks.find_trackers import make_sink
@@ -23,7 +27,7 @@ CONSOLE, JSONL = "console", "metrics.jsonl and completions.jsonl"
 RETRIED = (CONSOLE, JSONL, "tensorboard")  # sinks of local files: a write that fails on a full disk may succeed later
 
 
-class MetricsWriter(Recorder):
+class MetricsWriter:
     """Passes every call to each sink. A sink that raises is reported once on stderr and no longer called. A sink in
     RETRIED that raised OSError stays and gets the next call."""
 
@@ -48,9 +52,19 @@ class MetricsWriter(Recorder):
         """Write the metrics of one finished training step."""
         self._each("step", step, metrics)
 
-    def finish(self, rollouts: TrainedRollouts) -> None:
-        """Write every rollout of one step, with its rewards and its advantage."""
-        self._each("completions", rollouts.step, completion_rows(rollouts.step, rollouts.scored, rollouts.advantages))
+    def completions(self, step: int, lines: Iterable[bytes]) -> None:
+        """Write the responses of one step, whose lines come in parts: first to `completions.jsonl`, from which the
+        other sinks read them."""
+        rows: Rows = ()
+        if isinstance(files := self._sinks.get(JSONL), JsonlSink):
+            try:
+                rows = files.store(lines)
+            except Exception as error:
+                self._failed_sink(JSONL, error)
+        with suppress(PartError):
+            for _ in lines:  # the rest after an error: other ranks wait until their lines are taken
+                pass
+        self._each("completions", step, rows)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of the held-out prompts after `step` steps, under `eval/`."""
@@ -83,12 +97,28 @@ class MetricsWriter(Recorder):
             try:
                 getattr(sink, method)(*arguments)
             except Exception as error:
-                self._warn(name, error)
-                if not (isinstance(error, OSError) and name in RETRIED):
-                    del self._sinks[name]
+                self._failed_sink(name, error)
+
+    def _failed_sink(self, name: str, error: Exception) -> None:
+        """Report a sink that raised, and no longer call it unless the next call may succeed."""
+        self._warn(name, error)
+        if not (isinstance(error, OSError) and name in RETRIED):
+            del self._sinks[name]
 
     def _warn(self, name: str, error: Exception) -> None:
         if name in self._failed:
             return
         self._failed.add(name)
         warn(f"warning: {name} failed and may be incomplete; training continues. {type(error).__name__}: {error}")
+
+
+@dataclass(frozen=True)
+class CompletionsLog(Recorder):
+    """Writes every response of a step, with its rewards and its advantage, through the writer of rank 0."""
+
+    layout: Layout
+    writer: MetricsWriter
+
+    def finish(self, rollouts: TrainedRollouts) -> None:
+        """Send the lines of the responses that this rank sampled to rank 0, which writes them. Collective."""
+        self.writer.completions(rollouts.step, completion_lines(self.layout, rollouts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -10,11 +10,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from megagrpo.algorithms.advantages import advantages_of, charged_kl, less_kl, to_samples
+from megagrpo.algorithms.advantages import advantages_of, charged_kl, less_kl
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
-from megagrpo.data.packing import SampleShapes, build_batch, packing_rules, plan_packing, slices
+from megagrpo.data.packing import build_batch, packing_rules, plan_packing, slices
+from megagrpo.data.step_samples import TRUNCATED, StepSamples
 from megagrpo.engine.protocol import derive_seed
 from megagrpo.models.bridge.adapter_files import fill_adapters
 from megagrpo.models.bridge.load import load_hf
@@ -31,8 +32,9 @@ from megagrpo.records.metrics import values_of
 from megagrpo.records.recorder import Recorder, Update
 from megagrpo.sync.trainer_side.transport import Weights
 from megagrpo.trainer.engine_side import as_config_errors
+from megagrpo.trainer.rollout.token_exchange import trained_samples
 from megagrpo.trainer.run_inputs import ModelFiles
-from megagrpo.types import LossFn, Metric, ScoredRollout, TrainBatch, TrainState
+from megagrpo.types import LossFn, Metric, TrainBatch, TrainState
 
 
 @dataclass
@@ -55,20 +57,23 @@ class Learning:
         blocks = adapter_blocks if self.config.lora.syncs_adapters else merged_blocks
         return blocks(self.policy.chunks, self.policy.hf_config, self.policy.layout)
 
-    def advantages(self, scored: Sequence[ScoredRollout]) -> Tensor:
-        """Return the advantages [P, G] float64 of rollouts in prompt order."""
-        weights = [function.weight for function in self.config.rewards.functions]
-        return advantages_of(scored, self.config.rollout.num_generations, self.config.algorithm, weights)
+    def advantages(self, samples: StepSamples, kl: Tensor | None = None) -> Tensor:
+        """Return the advantages [P, G] float64 of samples in prompt order, whose rewards pay `algorithm.beta` times the
+        `kl` [N], if any."""
+        algorithm, group = self.config.algorithm, self.config.rollout.num_generations
+        rewards, weights = samples.rewards(group), [function.weight for function in self.config.rewards.functions]
+        rewards = rewards if kl is None else less_kl(rewards, kl, algorithm.beta)
+        return advantages_of(rewards, samples.rewards_by_function(group), algorithm, weights)
 
-    def batches(self, scored: Sequence[ScoredRollout], advantages: Tensor) -> list[TrainBatch]:
-        """Pack this rank's share of rollouts with advantages [P, G] and log-probs, a TrainBatch per optimizer step."""
+    def batches(self, samples: StepSamples, advantages: Tensor) -> list[TrainBatch]:
+        """Pack the samples with advantages [P, G], and log-probs: this replica's part of each optimizer step."""
         layout, seed = self.policy.layout, derive_seed(self.config.run.seed, self.state.step, "slices")
         rules = packing_rules(self.config, self.policy.shares_prompts)
-        samples = to_samples(scored, advantages)
-        shapes, by_index = SampleShapes.of(samples, rules), dict(enumerate(samples))
+        shapes = samples.shapes(advantages.flatten().numpy(), rules)
         parts = slices(len(samples), self.config.algorithm.steps_per_generation, seed)
         plans = [plan_packing(shapes, rules, layout.dp_size, part) for part in parts]
-        return [self.with_logprobs(build_batch(plan, layout.dp_rank, by_index, rules)) for plan in plans]
+        mine = trained_samples(samples, plans, layout)
+        return [self.with_logprobs(build_batch(plan, layout.dp_rank, mine, rules)) for plan in plans]
 
     def with_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Add log-probs (float32 [T] per micro-batch): old ones when the policy changes before their use, reference
@@ -80,13 +85,14 @@ class Learning:
             return batch if self.reference is None else self.reference.annotate(batch)
 
     def with_kl_in_reward(
-        self, scored: Sequence[ScoredRollout], batches: list[TrainBatch]
+        self, samples: StepSamples, batches: list[TrainBatch]
     ) -> tuple[Tensor, list[TrainBatch], float]:
         """Subtract beta times each response's KL from its reward. Returns the new advantages [P, G] float64, the
         batches with these advantages, and the mean KL."""
-        algorithm, kl = self.config.algorithm, kl_by_sample(batches, self.policy.layout)
-        kl = charged_kl(scored, kl, self.config.rollout.num_generations, algorithm.mask_truncated_completions)
-        advantages = self.advantages(less_kl(scored, kl, algorithm.beta))
+        group, mask_truncated = self.config.rollout.num_generations, self.config.algorithm.mask_truncated_completions
+        kl, truncated = kl_by_sample(batches, self.policy.layout), torch.from_numpy(samples.has(TRUNCATED))
+        kl = charged_kl(truncated, kl, group, mask_truncated)
+        advantages = self.advantages(samples, kl)
         return advantages, [batch.with_advantages(advantages.flatten()) for batch in batches], kl.mean().item()
 
     @contextmanager

@@ -20,7 +20,7 @@ from megagrpo.records.progress_bars import run_progress
 from megagrpo.records.recorder import Recorders
 from megagrpo.records.starts import record_start
 from megagrpo.records.token_log import TokenLog
-from megagrpo.records.writer import MetricsWriter
+from megagrpo.records.writer import CompletionsLog, MetricsWriter
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool
 from megagrpo.trainer.run_folder import RunFolder
 from megagrpo.trainer.run_inputs import Inputs, ModelFiles
@@ -104,6 +104,9 @@ def make_records(
     weights = model.folder, writer.message, reference, model.reference_folder
     dumps = StepDumps(policy, folder / "dumps", *weights)
     speed = make_speed(policy, config.rollout, config.run.peak_tflops, config.lora.enabled)
+    completions = CompletionsLog(policy.layout, writer)
     profiler = Profiler(config.run.profile, folder, policy.layout.world_rank, writer.message)
     policy.phases, journal.phases.mark = journal.phases, profiler.mark
-    return Records(writer, journal.phases, Recorders((writer, journal.tokens, dumps, speed)), profiler, speed, pool)
+    return Records(
+        writer, journal.phases, Recorders((completions, journal.tokens, dumps, speed)), profiler, speed, pool
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megagrpo.algorithms.advantages import reward_statistics, rewards_by_group
+from megagrpo.algorithms.advantages import reward_statistics
 from megagrpo.config import RunConfig
 from megagrpo.records.metrics import reduce_updates
 from megagrpo.records.recorder import TrainedRollouts
@@ -12,8 +12,8 @@ from megagrpo.trainer.gpu_turns import GpuTurns
 from megagrpo.trainer.learning import Learning
 from megagrpo.trainer.lifecycle import Lifecycle
 from megagrpo.trainer.recording import Records
-from megagrpo.trainer.rollout.collector import rollout_metrics
 from megagrpo.trainer.rollout.groups import Rollouts
+from megagrpo.trainer.rollout.sample_metrics import rollout_metrics
 from megagrpo.trainer.syncing import Syncing
 from megagrpo.types import TrainState
 
@@ -36,13 +36,13 @@ class Trainer:
         algorithm, learning, recorders = self.config.algorithm, self.learning, self.records.recorders
         with self.turns.generating():
             self.records.start_clocks(f"step {self.state.step + 1}/{self.config.run.num_steps} ")
-            scored, metrics = self.rollouts.draw()
+            samples, metrics = self.rollouts.draw()
         with self.turns.training():
-            advantages = learning.advantages(scored)
-            batches = learning.batches(scored, advantages)
+            advantages = learning.advantages(samples)
+            batches = learning.batches(samples, advantages)
             if algorithm.kl_in_reward:
-                advantages, batches, metrics["kl"] = learning.with_kl_in_reward(scored, batches)
-            trained, updates = TrainedRollouts(self.state.step + 1, scored, advantages.flatten().tolist()), []
+                advantages, batches, metrics["kl"] = learning.with_kl_in_reward(samples, batches)
+            trained, updates = TrainedRollouts(self.state.step + 1, samples, advantages.flatten().tolist()), []
             recorders.begin(trained)
             for batch in batches * algorithm.num_iterations:
                 with learning.update(batch) as update:
@@ -56,8 +56,8 @@ class Trainer:
             learning.move_reference()
         self.syncing.sync()
         recorders.finish(trained)
-        rewards = rewards_by_group(scored, self.config.rollout.num_generations)
-        return metrics | reward_statistics(rewards) | rollout_metrics(scored)
+        rewards = samples.rewards(self.config.rollout.num_generations)
+        return metrics | reward_statistics(rewards) | rollout_metrics(samples)
 
     def run(self) -> int:
         """Run `run.num_steps` steps, or until a request to stop, with evaluations and checkpoints in between.

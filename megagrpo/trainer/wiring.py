@@ -87,6 +87,6 @@ def make_rollouts(
         pool = AsyncPool(engine, data.rewards, rollout.max_staleness, rollout.straggler_seconds)
         resources.enter_context(pool)
     generator = data.dialogues.wrap(engine) if data.dialogues and engine else engine
-    collector = Collector(layout, generator, data.rewards, journal.phases, pool)
+    collector = Collector(layout, generator, data.rewards, journal.phases, pool, rollout.max_staleness > 0)
     sampling = sampling_params(rollout, data.tokenizer.eos_token_ids)
     return Rollouts(config, data.prompts, collector, sampling, state, journal.writer.message)

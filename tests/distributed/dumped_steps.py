@@ -7,12 +7,15 @@ import math
 import random
 from pathlib import Path
 
+import numpy as np
+
 from megagrpo.algorithms.advantages import advantages_of, to_samples
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
+from megagrpo.data.step_samples import StepSamples
 from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.families.hf_config import HfConfig, load_hf_config
 from megagrpo.platform.parallel.layout import Layout
@@ -69,6 +72,13 @@ def rollouts() -> list[ScoredRollout]:
     return made
 
 
+def samples_of_replicas(layout: Layout) -> StepSamples:
+    """The rollouts as the replicas sampled them in turn."""
+    scored = rollouts()
+    replica = layout.dp_rank if layout.is_dp_leader else None
+    return StepSamples.of(scored, np.arange(len(scored)) % layout.dp_size, replica)
+
+
 def dump_step(config: RunConfig, layout: Layout, model: Path, run: Path, steps: tuple[int, ...] = (1,)) -> list[str]:
     """Dump `steps` of `config` into the folder `run`, with the model in the folder `model`; return the log messages."""
     algorithm, hf = config.algorithm, load_hf_config(model)
@@ -76,9 +86,9 @@ def dump_step(config: RunConfig, layout: Layout, model: Path, run: Path, steps: 
     load_hf(policy.chunks, hf, model, layout)
     policy.weights_changed()
     scored, said, state = rollouts(), [], TrainState()
-    advantages = advantages_of(
-        scored, config.rollout.num_generations, algorithm, [f.weight for f in config.rewards.functions]
-    )
+    samples, group = samples_of_replicas(layout), config.rollout.num_generations
+    tables = samples.rewards(group), samples.rewards_by_function(group)
+    advantages = advantages_of(*tables, algorithm, [f.weight for f in config.rewards.functions])
     batch = pack(
         to_samples(scored, advantages), packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size
     )
@@ -88,7 +98,7 @@ def dump_step(config: RunConfig, layout: Layout, model: Path, run: Path, steps: 
     for step in steps:
         if algorithm.num_iterations > 1:
             batch = batch.with_terms(old_logprobs=policy.logprobs(batch))
-        trained = TrainedRollouts(step, scored, advantages.flatten().tolist())
+        trained = TrainedRollouts(step, samples, advantages.flatten().tolist())
         dumps.begin(trained)
         for _ in range(algorithm.num_iterations):
             coefficient = bonus_coefficient(state, algorithm)

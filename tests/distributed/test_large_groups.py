@@ -12,6 +12,7 @@ from tiny_policy import tiny_model
 from megagrpo.algorithms.advantages import advantages_of, to_samples
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
+from megagrpo.data.step_samples import StepSamples
 from megagrpo.proof.verify.shrink import VOCABULARY, plainly
 from megagrpo.types import Prompt, Rollout, ScoredRollout, TrainSample
 
@@ -34,7 +35,9 @@ def one_group(made: RunConfig) -> list[TrainSample]:
         finish_reason = "length" if i == GROUP - 1 else "stop"
         rollout = Rollout(prompt, ids, tuple(-4.5 - 0.01 * (20 * i + j) for j in range(len(ids))), finish_reason, 1, "")
         scored.append(ScoredRollout(rollout, {"f": None if i == 4 else reward}, reward))
-    return to_samples(scored, advantages_of(scored, GROUP, made.algorithm, ()))
+    samples = StepSamples.of(scored)
+    tables = samples.rewards(GROUP), samples.rewards_by_function(GROUP)
+    return to_samples(scored, advantages_of(*tables, made.algorithm, ()))
 
 
 def small(row: dict, loss: str, mask_truncated: bool, max_tokens: int) -> RunConfig:

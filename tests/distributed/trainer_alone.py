@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
-from dumped_steps import rollouts
+from dumped_steps import samples_of_replicas
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import RunConfig
+from megagrpo.data.step_samples import StepSamples
+from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
@@ -37,14 +39,17 @@ class Given:
     cursor = 0
     curriculum = SimpleNamespace(history=[])
 
+    def __init__(self, layout: Layout):
+        self.layout = layout
+
     def next(self, count: int) -> list:
         return []
 
     def learn(self, rates: dict) -> dict:
         return {}
 
-    def collect(self, *args) -> tuple[list, dict]:
-        return rollouts(), {}
+    def collect(self, *args) -> tuple[StepSamples, dict]:
+        return samples_of_replicas(self.layout), {}
 
     def finished_ahead(self) -> list:
         return []
@@ -59,7 +64,8 @@ def trainer_alone(
     checkpointer: Checkpointer | None = None,
 ) -> Trainer:
     """A trainer without an engine, which records steps into the folder `run`."""
-    layout, state, given, turns, writer = policy.layout, TrainState(), Given(), GpuTurns(), MetricsWriter.silent()
+    layout, state, turns, writer = policy.layout, TrainState(), GpuTurns(), MetricsWriter.silent()
+    given = Given(layout)
     phases, speed = Phases(), make_speed(policy, config.rollout, config.run.peak_tflops, config.lora.enabled)
     profiler = Profiler(config.run.profile, run, layout.world_rank, writer.message)
     policy.phases, phases.mark = phases, profiler.mark

@@ -36,7 +36,7 @@ SHELF = {
     *("records", "rewards", "sync", "trainer"),
 }
 MAX_LINES = 420
-LONGER = {"types.py": 450}  # an example per type
+LONGER = {"types.py": 470}  # an example per type
 # Constants that several modules define: one per family of models, an oracle that imports nothing it checks, and scripts
 # that import nothing of the package.
 SEVERAL_HOMES = {"FAMILY", "STD_EPSILON", "PR_SET_PDEATHSIG", "TYPE_CHECKING"}

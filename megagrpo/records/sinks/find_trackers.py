@@ -10,7 +10,7 @@ from typing import Any
 from megagrpo.config import Problem, ProblemError, RunSection
 from megagrpo.config.tracker_options import missing_package, tracker_notes
 from megagrpo.platform.process import user_code
-from megagrpo.records.completions import Row
+from megagrpo.records.completions import Rows
 from megagrpo.records.sinks.sink import Sink, TrackedRun
 
 CLASSES = {"tensorboard": "TensorBoardSink", "wandb": "WandbSink", "mlflow": "MlflowSink", "trackio": "TrackioSink"}
@@ -67,8 +67,9 @@ class OwnSink:
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         self._call("evaluation", step, dict(metrics))
 
-    def completions(self, step: int, rows: Sequence[Row]) -> None:
-        self._call("completions", step, [dict(row) for row in rows])
+    def completions(self, step: int, rows: Rows) -> None:
+        if hasattr(self._sink, "completions"):
+            self._sink.completions(step, [dict(row) for row in rows])
 
     def message(self, text: str) -> None:
         self._call("message", text)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-from megagrpo.records.completions import Row
-from megagrpo.records.jsonl_file import JsonlFile
+from megagrpo.records.completions import Rows
+from megagrpo.records.jsonl_file import JsonlFile, StoredRows
 from megagrpo.records.sinks.sink import TrackedRun
 
 
@@ -30,8 +30,12 @@ class JsonlSink:
 
     evaluation = step
 
-    def completions(self, step: int, rows: Sequence[Row]) -> None:
-        self._completions.append(rows)
+    def store(self, lines: Iterable[bytes]) -> StoredRows:
+        """Write the lines of a step's responses, in parts, and return their rows."""
+        return self._completions.store(lines)
+
+    def completions(self, step: int, rows: Rows) -> None:
+        """Do nothing: `store` has written the rows."""
 
     def message(self, text: str) -> None:
         self._messages.append([{"step": self._last_step, "wall_time": round(time.time(), 3), "text": text}])

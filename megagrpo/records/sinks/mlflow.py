@@ -6,13 +6,12 @@ import json
 import logging
 import re
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from megagrpo.config.io import as_yaml, flat
 from megagrpo.config.tracker_options import PROJECT
 from megagrpo.platform.process.variables import ENVIRONMENT
-from megagrpo.records.completions import Row, table
+from megagrpo.records.completions import Rows, table
 from megagrpo.records.sinks.sink import TrackedRun, TrackerSink
 
 PER_BATCH = 100  # MLflow's limit on the parameters of a call; that on metrics is 1,000
@@ -84,7 +83,7 @@ class MlflowSink(TrackerSink):
 
     evaluation = step
 
-    def table(self, step: int, rows: Sequence[Row]) -> None:
+    def table(self, step: int, rows: Rows) -> None:
         columns, cells = table(rows)
         text = json.dumps({"columns": columns, "data": cells}, ensure_ascii=False)
         self._client.log_text(self._id, text, f"completions/step_{step:06d}.json")

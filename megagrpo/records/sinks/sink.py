@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from megagrpo.config import RunConfig
-from megagrpo.records.completions import Row
+from megagrpo.records.completions import Rows
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Sink(Protocol):
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Take the metrics of an evaluation after `step` steps. Their names begin with `eval/`."""
 
-    def completions(self, step: int, rows: Sequence[Row]) -> None:
+    def completions(self, step: int, rows: Rows) -> None:
         """Take the responses of a step, before its metrics. A row is a line of `completions.jsonl`."""
 
     def message(self, text: str) -> None:
@@ -59,11 +58,11 @@ class TrackerSink:
     def __init__(self, run: TrackedRun):
         self._every = run.config.run.log_completions_steps
 
-    def completions(self, step: int, rows: Sequence[Row]) -> None:
+    def completions(self, step: int, rows: Rows) -> None:
         if rows and self._every and step % self._every == 0:
             self.table(step, rows)
 
-    def table(self, step: int, rows: Sequence[Row]) -> None:
+    def table(self, step: int, rows: Rows) -> None:
         """Write the responses of a step."""
 
     def message(self, text: str) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from megagrpo.config.io import as_yaml
-from megagrpo.records.completions import Row, best_and_worst, encodable, prompt_text
+from megagrpo.records.completions import Rows, best_and_worst, encodable, prompt_text
 from megagrpo.records.sinks.sink import TrackedRun, TrackerSink
 
 
@@ -28,7 +26,7 @@ class TensorBoardSink(TrackerSink):
 
     evaluation = step
 
-    def table(self, step: int, rows: Sequence[Row]) -> None:
+    def table(self, step: int, rows: Rows) -> None:
         """Write the best and the worst response of a group as text; TensorBoard is slow with more."""
         shown = best_and_worst(rows)
         parts = ["prompt", _verbatim(prompt_text(shown[0]["prompt"]))]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Sequence
 
 from megagrpo.config.tracker_options import PROJECT
 from megagrpo.platform.process.variables import ENVIRONMENT
-from megagrpo.records.completions import Row, table
+from megagrpo.records.completions import Rows, table
 from megagrpo.records.sinks.sink import TrackedRun, TrackerSink
 
 
@@ -38,7 +37,7 @@ class TrackioSink(TrackerSink):
 
     evaluation = step
 
-    def table(self, step: int, rows: Sequence[Row]) -> None:
+    def table(self, step: int, rows: Rows) -> None:
         columns, cells = table(rows)
         self._run.log(
             {"completions": self._table(data=[dict(zip(columns, line, strict=True)) for line in cells])}, step=step

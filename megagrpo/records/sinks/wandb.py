@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from megagrpo.config.tracker_options import PROJECT
 from megagrpo.platform.process.variables import ENVIRONMENT
-from megagrpo.records.completions import Row, table
+from megagrpo.records.completions import Rows, table
 from megagrpo.records.sinks.sink import TrackedRun, TrackerSink
 
 
@@ -40,7 +38,7 @@ class WandbSink(TrackerSink):
 
     evaluation = step
 
-    def table(self, step: int, rows: Sequence[Row]) -> None:
+    def table(self, step: int, rows: Rows) -> None:
         columns, cells = table(rows)
         self._run.log({"step": step, "completions": self._table(columns=columns, data=cells, allow_mixed_types=True)})
 

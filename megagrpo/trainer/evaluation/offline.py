@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import ConfigError, RunConfig
+from megagrpo.data.step_samples import StepSamples, Vote, votes_of
 from megagrpo.data.tokenizer import tokenizer_of
 from megagrpo.engine.protocol import Generator
 from megagrpo.engine.servers.serving import Serving
@@ -22,7 +23,7 @@ from megagrpo.records.progress_bars import run_progress
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.evaluation.sets import HeldOut, check_columns, evaluate, load_sets
 from megagrpo.trainer.rollout.scored_groups import OnDemand, scored_rollouts
-from megagrpo.types import Prompt, SamplingParams, ScoredRollout
+from megagrpo.types import Prompt, SamplingParams
 
 TABLE_METRICS = ("reward", "completions/mean_length", "completions/clipped_ratio")
 
@@ -57,13 +58,15 @@ def evaluate_offline(
         engine = dialogues.wrap(serving.engine(tokenizer))
 
     def collect(
-        prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int
-    ) -> tuple[list[ScoredRollout], dict[str, float]]:
-        return scored_rollouts(OnDemand(engine, rewards), prompts, n, sampling, seed, phases)
+        prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, vote: Vote | None
+    ) -> tuple[StepSamples, dict[str, float]]:
+        scored, counters = scored_rollouts(OnDemand(engine, rewards), prompts, n, sampling, seed, phases)
+        return StepSamples.of(scored, votes=votes_of(scored, n, vote)), counters
 
     responses: dict[str, list[dict[str, Any]]] = {}
 
-    def see(held_out: HeldOut, scored: list[ScoredRollout]) -> None:
+    def see(held_out: HeldOut, samples: StepSamples) -> None:
+        scored = list(samples.own.values())
         rewards_or_none = [None if math.isnan(s.reward) else s.reward for s in scored]
         pairs = zip(scored, rewards_or_none, strict=True)
         responses[held_out.name] = [response_row(s) | {"reward": reward} for s, reward in pairs]

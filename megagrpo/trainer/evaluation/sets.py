@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import batched
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from megagrpo.config import RunConfig, evaluation_sets
 from megagrpo.data.prompts import PromptSource
+from megagrpo.data.step_samples import StepSamples, Vote
 from megagrpo.data.tokenizer import Tokenizer
 from megagrpo.engine.protocol import derive_seed
 from megagrpo.platform.process.hints import did_you_mean
 from megagrpo.rewards.answers import extractor
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.evaluation.estimators import majority_passes, pass_at_k, steps_to
-from megagrpo.trainer.rollout.collector import rollout_metrics, sampling_params
+from megagrpo.trainer.rollout.collector import sampling_params
+from megagrpo.trainer.rollout.sample_metrics import rollout_metrics
 from megagrpo.types import Prompt, SamplingParams, ScoredRollout, Truncation
 
-Collect = Callable[[Sequence[Prompt], int, SamplingParams, int], tuple[list[ScoredRollout], dict[str, float]]]
+Collect = Callable[[Sequence[Prompt], int, SamplingParams, int, Vote | None], tuple[StepSamples, dict[str, float]]]
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,16 @@ class HeldOut:
     def key(self) -> str:
         """The set's key in the config."""
         return f"evaluation.sets.{self.name}" if self.name else "data.eval"
+
+    @property
+    def vote(self) -> Vote | None:
+        """The vote of a group: 1 if its most frequent answer passes, else 0. None without maj@k."""
+        return self._majority if self.num_generations > 1 and self.answer is not None else None
+
+    def _majority(self, group: Sequence[ScoredRollout]) -> float:
+        assert self.answer is not None, "`vote` is None without an extractor of answers"
+        answers = [self.answer(s.rollout.prompt.opened + s.rollout.text) for s in group]
+        return float(majority_passes(answers, [passes(s.rewards[self.function], self.pass_reward) for s in group]))
 
 
 def load_sets(
@@ -89,41 +101,42 @@ def evaluate(
     sets: Sequence[HeldOut],
     collect: Collect,
     seed: int,
-    see: Callable[[HeldOut, list[ScoredRollout]], None] = lambda *_: None,
+    see: Callable[[HeldOut, StepSamples], None] = lambda *_: None,
 ) -> dict[str, float]:
-    """Generate and score responses to every set. Returns metrics, prefixed `NAME/`; `see` gets each set's responses.
+    """Generate and score responses to every set. Returns metrics, prefixed `NAME/`; `see` gets each set's samples.
 
     Each set has a fixed seed, so two evaluations differ only by the policy.
     """
     metrics: dict[str, float] = {}
     for held_out in sets:
         own_seed = derive_seed(seed, "evaluation", held_out.name)
-        scored, counters = collect(held_out.prompts, held_out.num_generations, held_out.sampling, own_seed)
-        see(held_out, scored)
+        asked = held_out.prompts, held_out.num_generations, held_out.sampling, own_seed
+        samples, counters = collect(*asked, held_out.vote)
+        see(held_out, samples)
         prefix = f"{held_out.name}/" if held_out.name else ""
-        metrics |= {f"{prefix}{name}": value for name, value in (metrics_of(held_out, scored) | counters).items()}
+        metrics |= {f"{prefix}{name}": value for name, value in (metrics_of(held_out, samples) | counters).items()}
     return metrics
 
 
-def metrics_of(held_out: HeldOut, scored: Sequence[ScoredRollout]) -> dict[str, float]:
+def metrics_of(held_out: HeldOut, samples: StepSamples) -> dict[str, float]:
     """Return lengths, finish reasons, mean rewards, pass@k and maj@k of one set's responses (in prompt order).
 
     A response passes when `function` gives it `pass_reward` or more; a response that it cannot score does not pass.
     Prompts without any response that it can score are left out of pass@k and maj@k.
     """
-    metrics = rollout_metrics(scored)
-    if known := [s.reward for s in scored if not math.isnan(s.reward)]:
+    metrics, rewards = rollout_metrics(samples), samples.facts["reward"]
+    if known := rewards[~np.isnan(rewards)].tolist():
         metrics["reward"] = fmean(known)
     n = held_out.num_generations
-    groups = [group for group in batched(scored, n) if any(s.rewards[held_out.function] is not None for s in group)]
-    if not groups:
+    scores = samples.facts["rewards"][:, samples.columns.rewards.index(held_out.function)].reshape(-1, n)
+    groups = ~np.isnan(scores).all(1)  # those that count
+    if not groups.any():
         return metrics
-    passed = [[passes(s.rewards[held_out.function], held_out.pass_reward) for s in group] for group in groups]
+    passed = (scores[groups] >= held_out.pass_reward).sum(1).tolist()
     for k in steps_to(n):
-        metrics[f"pass@{k}"] = fmean(pass_at_k(n, sum(of_prompt), k) for of_prompt in passed)
-    if n > 1 and held_out.answer is not None:
-        answers = [[held_out.answer(s.rollout.prompt.opened + s.rollout.text) for s in group] for group in groups]
-        metrics[f"maj@{n}"] = fmean(majority_passes(a, p) for a, p in zip(answers, passed, strict=True))
+        metrics[f"pass@{k}"] = fmean(pass_at_k(n, of_prompt, k) for of_prompt in passed)
+    if samples.columns.votes:
+        metrics[f"maj@{n}"] = fmean(samples.facts["vote"].reshape(-1, n)[groups, 0].tolist())
     return metrics
 
 

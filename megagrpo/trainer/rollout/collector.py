@@ -1,27 +1,31 @@
-"""The rollouts of a step: each replica generates and scores its share of prompts, and every rank gets all rollouts."""
+"""The rollouts of a step: each replica generates, scores and keeps its share of prompts, and every rank gets the facts
+of all samples."""
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import batched
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from megagrpo.config import RolloutSection
-from megagrpo.engine.protocol import EngineError, EngineInterrupted, EngineStarved, Generator
-from megagrpo.platform.parallel.agree import run_and_agree
+from megagrpo.data.step_samples import Columns, StepSamples, Vote, facts_of, votes_of
+from megagrpo.engine.protocol import EngineError, EngineStarved, Generator
+from megagrpo.platform.parallel.agree import run_own_and_agree
+from megagrpo.platform.parallel.bulk_messages import gather_rows
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool, place_of
-from megagrpo.trainer.rollout.scored_groups import GroupSource, OnDemand, scored_rollouts, summed
-from megagrpo.types import Dialogue, Prompt, SamplingParams, ScoredRollout, Truncation
+from megagrpo.trainer.rollout.scored_groups import OnDemand, scored_rollouts
+from megagrpo.types import Prompt, SamplingParams, ScoredRollout, Truncation
 
-STARVED = "starved"  # marks a rank whose engine needs weights before it can generate
+Part = tuple[list[ScoredRollout], dict[str, float]]  # what one replica sampled, and its counters
 
 
 class StopRequested(Exception):
@@ -39,71 +43,121 @@ class NoRollouts(EngineError):
 @dataclass
 class Collector:
     """Generates and scores rollouts on all replicas. `engine` and `rewards` exist on the leader rank of each replica
-    and are None on other ranks. So does `pool`, with asynchronous generation only."""
+    and are None on other ranks. So does `pool`, if generation `runs_ahead`."""
 
     layout: Layout
     engine: Generator | None
     rewards: RewardScorer | None
     phases: Phases
     pool: AsyncPool | None = None
+    runs_ahead: bool = False  # with `rollout.max_staleness`
     step: int = 0  # finished training steps, for reward functions that depend on the progress
     stop_signal: int = 0  # signal that asked this rank to stop; 0: none
     refill: Callable[[], None] = lambda: None  # gives the engine its weights again; collective
+    columns: Columns = field(default_factory=Columns)  # of facts so far, the same on every rank
 
     def collect(
-        self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int
-    ) -> tuple[list[ScoredRollout], dict[str, float]]:
-        """Generate and score `num_generations` rollouts per prompt, in prompt order, with summed counters. Collective.
+        self,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        sampling: SamplingParams,
+        seed: int,
+        vote: Vote | None = None,
+    ) -> tuple[StepSamples, dict[str, float]]:
+        """Generate and score `num_generations` rollouts per prompt. Returns the samples in prompt order, and summed
+        counters. With `vote`, the facts have the vote of each group. Collective.
+
+        Each replica samples its share and keeps it; the facts of all samples go to every rank.
 
         Raises StopRequested on every rank when any rank was asked to stop, NoRollouts when a rank's engine fails.
         """
         self.stop_if_requested()  # the engine may lack the current weights: `Syncing.sync` skips the push then
         # before prompts are split over the replicas, so that no two replicas sample the same group
         prompts = numbered(prompts)
-        ahead = self.pool is not None and all(prompt.place is not None for prompt in prompts)
+        ahead = self.runs_ahead and all(prompt.place is not None for prompt in prompts)
+        sampled_by = np.array(self._by_place(prompts) if ahead else self._by_slice(len(prompts)))
+        mine = np.flatnonzero(sampled_by == self.layout.dp_rank).tolist()
 
-        def part() -> tuple[list[tuple[int, list[ScoredRollout]]], dict[str, float]] | str | EngineError | None:
-            mine = self._own_places(prompts) if ahead else self._own_slice(prompts)
+        def part() -> Part:
             pool = self.pool if ahead else None
-            arguments = [prompts[i] for i in mine], num_generations, sampling, seed, self.phases, self.step
+            source = pool or OnDemand(*self._generating())
+            chosen = [prompts[i] for i in mine], num_generations, sampling, seed
+            scored, counted = scored_rollouts(source, *chosen, self.phases, self.step)
+            return scored, counted | ({} if pool is None else pool.counters())
+
+        while (found := self._attempt(part)) is None:
+            self.refill()  # retry: the same seeds give the same rollouts
+        scored, counted = found
+        by_sample = np.repeat(sampled_by, num_generations)
+        facts, columns, counters = self._of_all(scored, counted, by_sample, num_generations, vote)
+        own = dict(zip(np.flatnonzero(by_sample == self.layout.dp_rank).tolist(), scored, strict=False))
+        of_samples = [prompt for prompt in prompts for _ in range(num_generations)]
+        return StepSamples(of_samples, facts, by_sample, columns, own), counters
+
+    def _generating(self) -> tuple[Generator, RewardScorer]:
+        assert self.engine is not None and self.rewards is not None, "the leader rank of a replica generates and scores"
+        return self.engine, self.rewards
+
+    def _attempt(self, part: Callable[[], Part]) -> Part | None:
+        """Run `part` on each replica's leader and return its result, ([], {}) on other ranks. Agrees on new columns.
+
+        Returns None on every rank when an engine is starved. Collective.
+        """
+
+        def outcome() -> Part | EngineError:
             try:
-                scored, counted = scored_rollouts(pool or self._on_demand(), *arguments)
-            except EngineInterrupted:
-                return None
-            except EngineStarved:
-                return STARVED
+                return part() if self.layout.is_dp_leader else ([], {})
             except EngineError as error:
                 return error
-            counted |= {} if pool is None else pool.counters()
-            return [*zip(mine, map(list, batched(scored, num_generations)), strict=True)], counted
 
-        while STARVED in (parts := self._of_all(part)):
-            self.refill()  # retry: the same seeds give the same rollouts
-        parts = [part for part in parts if part is not None]
-        groups = sorted((pair for groups, _ in parts for pair in groups), key=lambda pair: pair[0])
-        return [s for _, scored in groups for s in scored], summed([counted for _, counted in parts])
+        found = run_own_and_agree(self.layout, outcome)
+        failure = found if isinstance(found, EngineError) else None
+        new = Columns() if isinstance(found, EngineError) else Columns.of(*found)
+        is_starved, grows = isinstance(failure, EngineStarved), self.columns | new != self.columns
+        # of several failures the one of the lowest rank counts, which has the largest number
+        failed = 0 if failure is None or is_starved else self.layout.world_size - self.layout.world_rank
+        mine = torch.tensor([self.stop_signal, failed, is_starved, grows], dtype=torch.int64)
+        signal, failed, is_starved, grows = self.layout.all_reduce(mine, "max").tolist()
+        if signal:
+            raise StopRequested(signal)
+        if failed:
+            rank = self.layout.world_size - failed
+            text = self.layout.broadcast_object(str(failure), rank)
+            raise NoRollouts(text if rank == self.layout.world_rank else f"rank {rank}: {text}") from failure
+        if grows:
+            for columns in self.layout.all_gather_objects(new):
+                self.columns |= columns
+        return None if is_starved or isinstance(found, EngineError) else found
 
-    def _on_demand(self) -> GroupSource:
-        assert self.engine is not None and self.rewards is not None, "the leader rank of a replica generates and scores"
-        return OnDemand(self.engine, self.rewards)
-
-    def _of_all(self, part: Callable[[], Any]) -> list[Any]:
-        """Run `part` on each replica's leader and return the results of all ranks (None for others). Collective."""
-        parts = run_and_agree(self.layout, lambda: part() if self.layout.is_dp_leader else None)
-        self.stop_if_requested()
-        for rank, failure in enumerate(parts):
-            if isinstance(failure, EngineError):
-                raise NoRollouts(
-                    str(failure) if rank == self.layout.world_rank else f"rank {rank}: {failure}"
-                ) from failure
-        return parts
+    def _of_all(
+        self,
+        scored: Sequence[ScoredRollout],
+        counted: dict[str, float],
+        sampled_by: np.ndarray,
+        num_generations: int,
+        vote: Vote | None,
+    ) -> tuple[np.ndarray, Columns, dict[str, float]]:
+        """Return the facts [N] of all samples, their columns, and the sums of the replicas' counters. Collective."""
+        columns = replace(self.columns, votes=vote is not None)
+        rows = facts_of(scored, columns, votes_of(scored, num_generations, vote))
+        header = np.array([counted.get(name, math.nan) for name in columns.counters])
+        counts = np.bincount(sampled_by, minlength=self.layout.dp_size)
+        sizes = (header.nbytes + counts * rows.itemsize).tolist()
+        table = np.concatenate([header.view(np.uint8), rows.view(np.uint8)])
+        facts, counters = np.empty(sampled_by.size, rows.dtype), Counter[str]()
+        for dp_rank, part in enumerate(gather_rows(self.layout, table, sizes)):
+            numbers = part[: header.nbytes].view(np.float64).tolist()
+            counters.update({n: v for n, v in zip(columns.counters, numbers, strict=True) if not math.isnan(v)})
+            facts[sampled_by == dp_rank] = part[header.nbytes :].view(rows.dtype)
+        return facts, columns, dict(counters)
 
     def ask(
         self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int, step: int
     ) -> None:
         """Request this replica's share of the prompts of the step after `step` steps, except those requested before."""
         assert self.pool is not None, "a run with rollout.max_staleness has a pool"
-        mine, requested = [numbered(prompts)[i] for i in self._own_places(prompts)], self.pool.asked
+        shares = zip(numbered(prompts), self._by_place(prompts), strict=True)
+        mine, requested = [prompt for prompt, by in shares if by == self.layout.dp_rank], self.pool.asked
         self.pool.ask(
             [prompt for prompt in mine if prompt.place not in requested], num_generations, sampling, seed, step
         )
@@ -113,14 +167,14 @@ class Collector:
         everyone = self.layout.all_gather_objects([] if self.pool is None else self.pool.state_dict())
         return [group for groups in everyone for group in groups]
 
-    def _own_slice(self, prompts: Sequence[Prompt]) -> range:
-        """The range of `prompts` this replica generates: contiguous, equally long on all replicas up to one prompt."""
-        return range(*(len(prompts) * r // self.layout.dp_size for r in (self.layout.dp_rank, self.layout.dp_rank + 1)))
+    def _by_slice(self, count: int) -> list[int]:
+        """The replica that generates each of `count` prompts: contiguous shares that differ by at most one prompt."""
+        borders = [count * r // self.layout.dp_size for r in range(self.layout.dp_size + 1)]
+        return [r for r, (start, stop) in enumerate(pairwise(borders)) for _ in range(start, stop)]
 
-    def _own_places(self, prompts: Sequence[Prompt]) -> list[int]:
-        """The indices of `prompts` that this replica generates when prompts are requested ahead. A prompt's replica
-        depends on its place alone."""
-        return [i for i, prompt in enumerate(prompts) if place_of(prompt) % self.layout.dp_size == self.layout.dp_rank]
+    def _by_place(self, prompts: Sequence[Prompt]) -> list[int]:
+        """The replica that generates each prompt when prompts are requested ahead. It depends on its place alone."""
+        return [place_of(prompt) % self.layout.dp_size for prompt in prompts]
 
     def reward_tracebacks(self, names: Sequence[str]) -> str:
         """Return each of these reward functions' first traceback, from the lowest rank with one. Collective."""
@@ -159,49 +213,3 @@ def numbered(prompts: Sequence[Prompt]) -> list[Prompt]:
         copies.append(replace(prompt, occurrence=seen[prompt.prompt_id]))
         seen[prompt.prompt_id] += 1
     return copies
-
-
-def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
-    """Return lengths and finish reasons of the responses, mean and std of each reward function over the rollouts it
-    could score, and the numbers that functions logged, averaged over the rollouts of their calls."""
-    lengths = [s.rollout.length for s in scored]
-    ended = [length for s, length in zip(scored, lengths, strict=True) if s.rollout.finish_reason != "length"]
-    metrics = {
-        "num_tokens": float(sum(len(s.rollout.prompt.token_ids) + len(s.rollout.response_ids) for s in scored)),
-        "num_generated_tokens": float(sum(lengths)),
-        "completions/mean_length": statistics.fmean(lengths),
-        "completions/min_length": float(min(lengths)),
-        "completions/max_length": float(max(lengths)),
-        "completions/clipped_ratio": 1 - len(ended) / len(lengths),
-    }
-    if ended:
-        metrics["completions/mean_terminated_length"] = statistics.fmean(ended)
-    if stops := [bool(s.rollout.stop_string) for s in scored if s.rollout.stop_string is not None]:
-        metrics["completions/stop_string_ratio"] = statistics.fmean(stops)
-    for name in scored[0].rewards:
-        values = [reward for s in scored if (reward := s.rewards[name]) is not None]
-        if values:
-            metrics[f"rewards/{name}/mean"] = statistics.fmean(values)
-            metrics[f"rewards/{name}/std"] = statistics.stdev(values) if len(values) > 1 else 0.0
-    for name in dict.fromkeys(name for s in scored for name in s.logged):
-        metrics[f"rewards/{name}"] = statistics.fmean(s.logged[name] for s in scored if name in s.logged)
-    return metrics | dialogue_metrics([s.rollout.dialogue for s in scored if s.rollout.dialogue is not None])
-
-
-def staleness(scored: Sequence[ScoredRollout], weight_version: int) -> dict[str, float]:
-    """Return the mean and maximum number of weight versions between a token's sampling and the policy trained on it."""
-    ages = [weight_version - version for s in scored for version in s.rollout.token_versions]
-    return {"staleness/mean": statistics.fmean(ages), "staleness/max": float(max(ages))}
-
-
-def dialogue_metrics(dialogues: Sequence[Dialogue]) -> dict[str, float]:
-    """Return turns and tool calls per response, the failed share of tool calls (as in TRL), and failed dialogues."""
-    if not dialogues:
-        return {}
-    calls, failures = (sum(getattr(d, name) for d in dialogues) for name in ("tool_calls", "tool_failures"))
-    return {
-        "multi_turn/mean_turns": statistics.fmean(d.num_turns for d in dialogues),
-        "multi_turn/failures": float(sum(d.ended == "failed" for d in dialogues)),
-        "tools/call_frequency": calls / len(dialogues),
-        "tools/failure_frequency": failures / calls if calls else 0.0,
-    }

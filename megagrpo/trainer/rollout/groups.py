@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import batched
 from statistics import fmean
 
+import numpy as np
+
 from megagrpo.algorithms.advantages import flat_groups
 from megagrpo.config import RunConfig
 from megagrpo.data.prompts import PromptSource
+from megagrpo.data.step_samples import StepSamples
 from megagrpo.engine.protocol import derive_seed
-from megagrpo.trainer.rollout.collector import Collector, staleness
-from megagrpo.types import SamplingParams, ScoredRollout, TrainState
-
-Group = tuple[ScoredRollout, ...]
+from megagrpo.trainer.rollout.collector import Collector
+from megagrpo.trainer.rollout.sample_metrics import pass_rates, staleness
+from megagrpo.types import SamplingParams, TrainState
 
 
 @dataclass
@@ -30,75 +32,73 @@ class Rollouts:
     state: TrainState
     say: Callable[[str], None]
 
-    def draw(self) -> tuple[list[ScoredRollout], dict[str, float]]:
-        """Return scored rollouts for the next step, in whole groups, with counters and the age of the weights that
-        sampled them. Raises StopRequested or NoRollouts.
+    def draw(self) -> tuple[StepSamples, dict[str, float]]:
+        """Return the samples of the next step, in whole groups, with counters and the age of the weights that sampled
+        them. Raises StopRequested or NoRollouts.
 
         With `algorithm.dynamic_sample`, groups whose rewards are all equal are replaced (DAPO, Yu et al. 2025, section
         3.2; ms-swift's rounds). Fresh prompts are drawn until `prompts_per_step` groups differ in reward, for at most
         `max_resample_times` rounds. `dynamic_sample_fallback` decides about groups that are still missing. Every rank
-        has all rollouts, so all ranks make the same decisions.
+        has the facts of all samples, so all ranks make the same decisions.
         """
         algorithm, rollout, step = self.config.algorithm, self.config.rollout, self.state.step
         wanted, group = rollout.prompts_per_step, rollout.num_generations
         self._ask_ahead(step, 1 + rollout.max_staleness)
-        drawn: list[ScoredRollout] = []
         counters: dict[str, float] = defaultdict(float)
 
-        def collect(count: int, *of_round: int) -> None:
+        def collect(count: int, *of_round: int) -> StepSamples:
             seed = derive_seed(self.config.run.seed, step, *of_round)
-            scored, counted = self.collector.collect(self.prompts.next(count), group, self.sampling, seed)
-            drawn.extend(scored)
+            samples, counted = self.collector.collect(self.prompts.next(count), group, self.sampling, seed)
             for name, value in counted.items():
                 counters[name] += value
+            return samples
 
         by_function = algorithm.multi_objective_aggregation != "sum_then_normalize"
-        collect(wanted)
-        rounds, useful = 0, useful_groups(drawn, group, by_function)
+        drawn, rounds = collect(wanted), 0
+        useful = useful_groups(drawn, group, by_function)
         while algorithm.dynamic_sample and len(useful) < wanted and rounds < algorithm.max_resample_times:
             rounds += 1
-            collect(redraw_size(wanted, len(useful), len(drawn) // group), rounds)
+            drawn += collect(redraw_size(wanted, len(useful), len(drawn) // group), rounds)
             useful = useful_groups(drawn, group, by_function)
         counters |= self.prompts.learn(pass_rates(drawn, self.config.data.curriculum_pass_reward))
         if rollout.scheduling == "longest_first":
             lengths = [(s.rollout.prompt.prompt_id, s.rollout.length) for s in drawn]
             self.prompts.response_lengths.learn(*zip(*lengths, strict=True))
         self._ask_ahead(step + 1, rollout.max_staleness)
-        scored = drawn
+        samples = drawn
         if algorithm.dynamic_sample:
             counters |= {"dynamic_sample/rounds": float(rounds)}
-            scored = self._useful(drawn, useful, rounds, counters)
+            samples = self._useful(drawn, useful, rounds, counters)
         if rollout.max_staleness:
-            ages = staleness(scored, self.state.weight_version)
+            ages = staleness(samples, self.state.weight_version)
             assert 0 <= ages["staleness/max"] <= rollout.max_staleness, ages
             counters |= ages
-        return scored, dict(counters)
+        return samples, dict(counters)
 
     def advance(self) -> None:
         """Count the step that was trained on the last draw as finished."""
         self.state.step, self.state.cursor = self.state.step + 1, self.prompts.cursor
         self.collector.step = self.state.step
 
-    def _useful(
-        self, drawn: Sequence[ScoredRollout], useful: list[Group], rounds: int, counters: dict[str, float]
-    ) -> list[ScoredRollout]:
-        """Return the rollouts of a step with dynamic sampling: the useful groups, or the fallback. Adds counters."""
+    def _useful(self, drawn: StepSamples, useful: np.ndarray, rounds: int, counters: dict[str, float]) -> StepSamples:
+        """Return the samples of a step with dynamic sampling: the useful groups, or the fallback. Adds counters."""
         wanted, group = self.config.rollout.prompts_per_step, self.config.rollout.num_generations
         counters["dynamic_sample/groups_drawn"] = float(len(drawn) // group)
         counters["dynamic_sample/groups_kept"] = float(min(len(useful), wanted))
-        if known := [s.reward for s in drawn if not math.isnan(s.reward)]:
+        rewards = drawn.facts["reward"]
+        if known := rewards[~np.isnan(rewards)].tolist():
             counters["dynamic_sample/reward_drawn"] = fmean(known)
         chosen = useful[:wanted]
         if len(useful) < wanted:
-            partial = self.config.algorithm.dynamic_sample_fallback == "partial" and useful
+            partial = self.config.algorithm.dynamic_sample_fallback == "partial" and len(useful)
             self.say(
                 f"warning: step {self.state.step + 1}: {len(useful)} of {wanted} groups differ in reward after "
                 f"{rounds} rounds of dynamic sampling; training on {'these' if partial else 'the first groups drawn'} "
                 "(algorithm.dynamic_sample_fallback)"
             )
             if not partial:
-                chosen = list(batched(drawn, group))[:wanted]
-        return [rollout for members in chosen for rollout in members]
+                chosen = np.arange(wanted)
+        return drawn.select((chosen[:, None] * group + np.arange(group)).flatten())
 
     def _ask_ahead(self, step: int, steps: int) -> None:
         """Request generation for `steps` steps after `step` steps, up to the run's end, if generation is asynchronous.
@@ -116,20 +116,12 @@ class Rollouts:
             self.collector.ask(coming, rollout.num_generations, self.sampling, seed, step + i)
 
 
-def useful_groups(scored: Sequence[ScoredRollout], num_generations: int, by_function: bool) -> list[Group]:
-    """Return the groups whose rewards differ, with `by_function` those of any function, in the order of drawing."""
-    flat_of = flat_groups(scored, num_generations, by_function)
-    return [members for members, flat in zip(batched(scored, num_generations), flat_of, strict=True) if not flat]
+def useful_groups(samples: StepSamples, num_generations: int, by_function: bool) -> np.ndarray:
+    """Return the indices of the groups whose rewards differ, with `by_function` those of any function."""
+    rewards = samples.rewards_by_function if by_function else samples.rewards
+    return np.flatnonzero(~flat_groups(rewards(num_generations)).numpy())
 
 
 def redraw_size(wanted: int, useful: int, drawn: int) -> int:
     """Number of prompts for the next round: enough to fill the step at the current useful share, at most a step's."""
     return min(wanted, math.ceil((wanted - useful) * drawn / useful)) if useful else wanted
-
-
-def pass_rates(scored: Sequence[ScoredRollout], pass_reward: float) -> dict[int, float]:
-    """Return prompt_id -> share of its responses with a reward of at least `pass_reward`. Repeated draws are pooled."""
-    passed: dict[int, list[bool]] = defaultdict(list)
-    for rollout in scored:
-        passed[rollout.rollout.prompt.prompt_id].append(rollout.reward >= pass_reward)
-    return {prompt_id: fmean(of_prompt) for prompt_id, of_prompt in passed.items()}

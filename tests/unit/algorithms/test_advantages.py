@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megagrpo.algorithms.advantages import group_advantages, reward_statistics, rewards_by_group, to_samples
+from megagrpo.algorithms.advantages import group_advantages, reward_statistics, to_samples
+from megagrpo.data.step_samples import StepSamples
 from megagrpo.types import Prompt, Rollout, ScoredRollout
 
 CASES = json.loads((Path(__file__).parents[2] / "vectors" / "advantages.json").read_text())["cases"]
@@ -86,7 +87,7 @@ def scored(reward, response=(7, 8, 9)):
 
 def test_samples_carry_the_response_mask_logprobs_and_advantage():
     rollouts = [scored(1.0), scored(0.0)]
-    advantages = group_advantages(rewards_by_group(rollouts, 2), "none")
+    advantages = group_advantages(StepSamples.of(rollouts).rewards(2), "none")
     first, second = to_samples(rollouts, advantages)
     assert first.token_ids.tolist() == [1, 2, 7, 8, 9]
     assert first.response_mask.tolist() == [False, False, True, True, True]
@@ -105,4 +106,4 @@ def test_samples_carry_the_inputs_of_their_prompt_without_copies():
 
 def test_broken_groups_are_refused():
     with pytest.raises(ValueError, match="3 rollouts are not whole groups of 2"):
-        rewards_by_group([scored(1.0)] * 3, 2)
+        StepSamples.of([scored(1.0)] * 3).rewards(2)

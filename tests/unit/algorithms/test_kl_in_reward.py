@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 from megagrpo.algorithms.advantages import advantages_of, charged_kl, less_kl
 from megagrpo.config import RunConfig
-from megagrpo.types import Prompt, Rollout, ScoredRollout
 
 CASES = json.loads((Path(__file__).parents[2] / "vectors" / "swift_advantage.json").read_text())["cases"]
 # ms-swift's centres on the group
@@ -24,10 +22,6 @@ def config(**sections) -> RunConfig:
     return RunConfig.model_validate(values | sections)
 
 
-def scored(reward: float) -> ScoredRollout:
-    return ScoredRollout(Rollout(Prompt(0, (1,), ""), (2,), (0.0,), "stop", 0, ""), {"f": reward}, reward)
-
-
 @pytest.mark.parametrize("case", [c for c in CASES if "kl_values" in c], ids=lambda c: c["name"])
 def test_advantages_are_ms_swifts(case):
     estimator, scale = OUR_NAMES[case["advantage_estimator"]]
@@ -39,14 +33,12 @@ def test_advantages_are_ms_swifts(case):
     rewards = [
         sum(w * (r or 0) for w, r in zip(case["reward_weights"], row, strict=True)) for row in case["rewards_per_func"]
     ]
-    penalized = less_kl(
-        [scored(r) for r in rewards], torch.tensor(case["kl_values"], dtype=torch.float64), case["beta"]
-    )
-    assert [s.reward for s in penalized] == pytest.approx(case["rewards"])
-    assert [s.rewards["f"] for s in penalized] == rewards  # reported rewards do not change
+    given = torch.tensor(rewards, dtype=torch.float64).view(-1, case["num_generations"])
+    penalized = less_kl(given, torch.tensor(case["kl_values"], dtype=torch.float64), case["beta"])
+    assert penalized.flatten().tolist() == pytest.approx(case["rewards"])
     expected = torch.tensor(case["advantages"], dtype=torch.float64)
     torch.testing.assert_close(
-        advantages_of(penalized, case["num_generations"], settings.algorithm, ()).flatten(),
+        advantages_of(penalized, given[..., None], settings.algorithm, ()).flatten(),
         expected,
         rtol=1e-5,
         atol=1e-6,
@@ -54,19 +46,20 @@ def test_advantages_are_ms_swifts(case):
 
 
 def test_what_cannot_be_scored_stays_without_advantage():
-    penalized = less_kl([scored(math.nan), scored(1.0), scored(1.0)], torch.tensor([5.0, 1.0, 3.0]), 0.5)
-    assert math.isnan(penalized[0].reward) and [s.reward for s in penalized[1:]] == [0.5, -0.5]
-    advantages = advantages_of(penalized, 3, config().algorithm, ())
+    rewards = torch.tensor([[math.nan, 1.0, 1.0]], dtype=torch.float64)
+    penalized = less_kl(rewards, torch.tensor([5.0, 1.0, 3.0]), 0.5)
+    assert math.isnan(penalized[0, 0]) and penalized[0, 1:].tolist() == [0.5, -0.5]
+    advantages = advantages_of(penalized, rewards[..., None], config().algorithm, ())
     assert advantages[0, 0] == 0 and advantages[0, 1] > 0 > advantages[0, 2]
 
 
 def test_a_masked_response_pays_the_mean_kl_of_its_group():
-    masked = replace(scored(1.0), rollout=replace(scored(1.0).rollout, finish_reason="length"))
-    rows, kl = [masked, scored(1.0), scored(1.0), masked, masked, masked], torch.tensor([0.0, 2.0, 4.0, 0.0, 0.0, 0.0])
+    masked, kl = torch.tensor([1, 0, 0, 1, 1, 1]).bool(), torch.tensor([0.0, 2.0, 4.0, 0.0, 0.0, 0.0])
+    rewards = torch.ones(2, 3, dtype=torch.float64)
     algorithm = dict(beta=0.5, kl_in_reward=True, kl_estimator="k1", scale_rewards="none")
-    assert charged_kl(rows, kl, 3, mask_truncated=False) is kl
+    assert charged_kl(masked, kl, 3, mask_truncated=False) is kl
     settings = config(algorithm=algorithm | dict(mask_truncated_completions=True), rollout=dict(num_generations=3))
-    charged = charged_kl(rows, kl, 3, mask_truncated=True)
+    charged = charged_kl(masked, kl, 3, mask_truncated=True)
     assert charged.tolist() == [3.0, 2.0, 4.0, 0.0, 0.0, 0.0]
-    first, second = advantages_of(less_kl(rows, charged, 0.5), 3, settings.algorithm, ())
+    first, second = advantages_of(less_kl(rewards, charged, 0.5), rewards[..., None], settings.algorithm, ())
     assert first[0] == 0 < first[1] == -first[2] and not second.any()

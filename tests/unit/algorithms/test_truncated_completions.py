@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megagrpo.algorithms.advantages import group_advantages, rewards_by_group, to_samples
+from megagrpo.algorithms.advantages import group_advantages, to_samples
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config.loss_table import LOSSES
 from megagrpo.data.packing import PackingRules, pack
+from megagrpo.data.step_samples import StepSamples
 from megagrpo.types import Prompt, Rollout, ScoredRollout
 
 CASES = json.loads((Path(__file__).parents[2] / "vectors" / "trl_advantage.json").read_text())["cases"]
@@ -36,7 +37,7 @@ def scored_rollouts(inputs):
 def test_masks_and_counts_equal_trls(case, share_prompts, num_ranks):
     inputs = case["inputs"]
     scored = scored_rollouts(inputs)
-    advantages = group_advantages(rewards_by_group(scored, inputs["num_generations"]), inputs["scale_rewards"])
+    advantages = group_advantages(StepSamples.of(scored).rewards(inputs["num_generations"]), inputs["scale_rewards"])
     torch.testing.assert_close(
         advantages.flatten(), torch.tensor(case["advantages"], dtype=torch.float64), rtol=1e-5, atol=1e-6
     )

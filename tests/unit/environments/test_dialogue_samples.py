@@ -12,9 +12,11 @@ from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import AlgorithmSection, RewardFunction, RewardsSection
 from megagrpo.data.packing import UNLIMITED, PackingRules, pack
-from megagrpo.records.completions import completion_rows
+from megagrpo.data.step_samples import StepSamples
+from megagrpo.records.completions import completion_row
 from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.trainer.rollout.collector import numbered, rollout_metrics
+from megagrpo.trainer.rollout.collector import numbered
+from megagrpo.trainer.rollout.sample_metrics import rollout_metrics
 from megagrpo.types import Dialogue, LossInputs, Prompt, Rollout, ScoredRollout
 
 MESSAGES = (
@@ -100,12 +102,14 @@ def test_the_loss_is_that_of_the_tokens_alone(loss_type):
 
 
 def test_lengths_count_the_policys_tokens_and_num_tokens_all():
-    metrics = rollout_metrics(scored(HOLES, PLAIN, FIRST_FOREIGN))
+    metrics = rollout_metrics(StepSamples.of(scored(HOLES, PLAIN, FIRST_FOREIGN)))
     assert [metrics[f"completions/{name}_length"] for name in ("min", "mean", "max")] == [1, 8 / 3, 4]
     assert metrics["num_tokens"] == 8 + 5 + 5
     assert (metrics["multi_turn/mean_turns"], metrics["multi_turn/failures"]) == (2, 0)
     assert (metrics["tools/call_frequency"], metrics["tools/failure_frequency"]) == (1.0, 0.5)
-    assert not any(name.startswith(("tools/", "multi_turn/")) for name in rollout_metrics(scored(PLAIN)))
+    assert not any(
+        name.startswith(("tools/", "multi_turn/")) for name in rollout_metrics(StepSamples.of(scored(PLAIN)))
+    )
 
 
 REWARD = """
@@ -134,13 +138,15 @@ def test_rewards_of_turns_and_environments_are_columns_of_weight_one():
     assert found.rewards == {"format": 0.0, "turns": 0.25, "Board": None} and found.reward == 0.25
     algorithm = AlgorithmSection(multi_objective_aggregation="normalize_then_sum")
     group = [ScoredRollout(told, {"format": 0.0, "turns": value}, value) for value in (1.0, 2.0, 3.0)]
-    advantages = advantages_of(group, 3, algorithm, [1.0]).flatten().tolist()
+    samples = StepSamples.of(group)
+    tables = samples.rewards(3), samples.rewards_by_function(3)
+    advantages = advantages_of(*tables, algorithm, [1.0]).flatten().tolist()
     assert advantages[0] == -advantages[2] < advantages[1] == 0 and not any(map(math.isnan, advantages))
 
 
 def test_completions_keep_the_messages_the_turns_and_their_rewards():
     told = rollout([7, 20, 8], [True, False, True], turn_rewards=(0.5, None), rewards={"turns": 0.5})
-    (row,) = json.loads(json.dumps(completion_rows(1, scored(told), [1.0])))
+    row = json.loads(json.dumps(completion_row(1, scored(told)[0], 1.0)))
     assert row["num_tokens"] == 2
     assert row["dialogue"] == {
         "messages": list(MESSAGES),

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from megagrpo.config import load_config
 from megagrpo.platform.process.terminal import write_output
-from megagrpo.records.completions import completion_rows
 from megagrpo.records.console import EVALUATION_COLUMNS, STEP_COLUMNS, ConsoleSink
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.types import Prompt, Rollout, ScoredRollout
+from tests.unit.records.completion_rows import completion_rows
 from tests.unit.records.test_metrics import CONFIG
 
 COLOURS = re.compile(r"\x1b\[[\d;]*m")

@@ -11,12 +11,11 @@ import pytest
 from rich.console import Console
 
 from megagrpo.config import load_config
-from megagrpo.records.completions import completion_rows
 from megagrpo.records.console import ConsoleSink
 from megagrpo.records.jsonl_file import JsonlFile
-from megagrpo.records.recorder import TrainedRollouts
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.types import Prompt, Rollout, ScoredRollout
+from tests.unit.records.completion_rows import completion_parts, completion_rows
 
 CONFIG = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 STEP = {
@@ -66,7 +65,7 @@ def test_each_step_and_evaluation_is_a_line_that_is_on_disk_at_once(tmp_path):
 
 def test_completions_keep_everything_about_each_rollout(tmp_path):
     writer = MetricsWriter(tmp_path, config())
-    writer.finish(TrainedRollouts(3, [scored(1.0), scored(None, "π?\n")], [0.9, 0.0]))
+    writer.completions(3, iter(completion_parts(3, [scored(1.0), scored(None, "π?\n")], [0.9, 0.0])))
     first, second = lines(tmp_path / "completions.jsonl")
     assert first == {
         "step": 3,
@@ -87,7 +86,7 @@ def test_a_resumed_run_drops_what_came_after_the_checkpoint_and_a_line_cut_short
     writer = MetricsWriter(tmp_path, config())
     for step in (1, 2, 3, 4):
         writer.step(step, STEP)
-        writer.finish(TrainedRollouts(step, [scored(1.0)], [0.0]))
+        writer.completions(step, iter(completion_parts(step, [scored(1.0)], [0.0])))
     writer.close()
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 2, "rew')

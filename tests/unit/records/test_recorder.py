@@ -1,5 +1,6 @@
 """The recorders of a run: each gets every call of a step, and the loss goes through all of them."""
 
+from megagrpo.data.step_samples import StepSamples
 from megagrpo.records.recorder import Recorder, Recorders, TrainedRollouts, Update
 
 
@@ -26,7 +27,7 @@ class Noting(Recorder):
 
 
 def test_each_recorder_gets_every_call_in_order_and_the_first_is_next_to_the_loss():
-    calls, rollouts = [], TrainedRollouts(3, [], [])
+    calls, rollouts = [], TrainedRollouts(3, StepSamples.of([]), [])
     recorders = Recorders((Noting("a", calls), Recorder(), Noting("b", calls)))
     recorders.begin(rollouts)
     assert recorders.wrap_loss(lambda inputs: inputs)("loss ") == "loss ab"

@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 
+from megagrpo.data.step_samples import StepSamples
 from megagrpo.records.recorder import TrainedRollouts
 from megagrpo.records.token_log import TOKENS_FILE, TokenLog, chosen_samples, values_of_samples
 from megagrpo.types import Dialogue, LossInputs, LossOutput, MicroBatch, Prompt, Rollout, ScoredRollout
@@ -48,7 +49,7 @@ def log(tmp_path, groups: int = 1) -> TokenLog:
 
 
 def trained(advantages: list[float]) -> TrainedRollouts:
-    return TrainedRollouts(1, [], advantages)
+    return TrainedRollouts(1, StepSamples.of(scored(len(advantages))), advantages)
 
 
 def lines(tmp_path) -> list[dict]:
@@ -69,7 +70,7 @@ def test_a_line_holds_the_rounded_numbers_of_each_loss_token(tmp_path):
     recorded(inputs(batch, first=-9))  # computed in advance
     assert recorded(inputs(batch)).numerator.item() == loss(inputs(batch)).numerator.item()
     tokens.after_update(None)
-    tokens.finish(TrainedRollouts(7, scored(4), []))
+    tokens.finish(TrainedRollouts(7, StepSamples.of(scored(4)), []))
     first, second = lines(tmp_path)
     assert first == {
         "step": 7, "sample": 2, "prompt_id": 1, "tokens": [" sum", " sums", " suming"], "rollout_logprobs": [-0.123] * 3,
@@ -84,7 +85,7 @@ def test_old_log_probs_count_and_a_second_pass_over_a_sample_does_not(tmp_path):
     for first in (0.0, -5.0):
         tokens.wrap_loss(loss)(inputs(batch.with_terms(old_logprobs=torch.full((10,), -0.75)), first))
         tokens.after_update(None)
-    tokens.finish(TrainedRollouts(1, scored(2), []))
+    tokens.finish(TrainedRollouts(1, StepSamples.of(scored(2)), []))
     assert [row["trainer_logprobs"] for row in lines(tmp_path)] == [[-0.75] * 3] * 2
     assert [row["entropy"][0] for row in lines(tmp_path)] == [0.125, 0.438]
 
@@ -106,7 +107,7 @@ def test_tokens_that_the_policy_did_not_write_or_that_were_not_trained_are_null(
     tokens.begin(trained([1.0, -1.0]))
     tokens._values = {0: ([-0.5, -0.25], [0.1, 0.2])}
     dialogue = Dialogue(written=(True, False, True), messages=(), num_turns=2, ended="done")
-    tokens.finish(TrainedRollouts(1, scored(2, dialogue=dialogue), []))
+    tokens.finish(TrainedRollouts(1, StepSamples.of(scored(2, dialogue=dialogue)), []))
     first, second = lines(tmp_path)
     assert first["trainer_logprobs"] == [-0.5, None, -0.25] and first["entropy"] == [0.1, None, 0.2]
     assert second["trainer_logprobs"] == second["entropy"] == [None] * 3
@@ -117,7 +118,7 @@ def test_without_groups_or_on_other_tensor_parallel_ranks_the_loss_is_untouched(
     tokens.begin(trained([1.0, -1.0]))
     assert tokens.wrap_loss(loss) is loss
     tokens.after_update(None)
-    tokens.finish(TrainedRollouts(1, scored(2), []))
+    tokens.finish(TrainedRollouts(1, StepSamples.of(scored(2)), []))
     assert not (tmp_path / TOKENS_FILE).exists()
     other = log(tmp_path)
     other.layout.tp_rank = 1  # type: ignore[union-attr, misc]
@@ -129,7 +130,7 @@ def test_a_resumed_run_drops_the_tokens_after_its_checkpoint(tmp_path):
     tokens = log(tmp_path)
     for step in (1, 2, 3):
         tokens.begin(trained([1.0, -1.0]))
-        tokens.finish(TrainedRollouts(step, scored(2), []))
+        tokens.finish(TrainedRollouts(step, StepSamples.of(scored(2)), []))
     tokens.close()
     TokenLog(OneRank(), Texts(), 1, GROUP).open(tmp_path, 2)  # type: ignore[arg-type]
     assert [row["step"] for row in lines(tmp_path)] == [1, 1, 2, 2]
@@ -145,8 +146,8 @@ def test_a_full_disk_is_a_warning_and_training_continues(tmp_path, fault):
         tokens.open(tmp_path, 0)
         tokens._file._file = open("/dev/full", "ab", buffering=0)  # type: ignore[union-attr]
     tokens.begin(trained([1.0, -1.0]))
-    tokens.finish(TrainedRollouts(1, scored(2), []))
-    tokens.finish(TrainedRollouts(2, scored(2), []))
+    tokens.finish(TrainedRollouts(1, StepSamples.of(scored(2)), []))
+    tokens.finish(TrainedRollouts(2, StepSamples.of(scored(2)), []))
     assert len(said) == 1 and said[0].startswith(
         f"warning: {TOKENS_FILE} failed and may be incomplete; training continues. "
     )

@@ -24,10 +24,10 @@ from megagrpo.platform.process.terminal import (
     side_by_side,
     wrapped,
 )
-from megagrpo.records.completions import completion_rows
 from megagrpo.records.console import ConsoleSink
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.types import Prompt, Rollout, ScoredRollout
+from tests.unit.records.completion_rows import completion_rows
 
 ROOT = Path(__file__).parents[4]
 HOSTILE = "\x1b]52;c;ZXZpbA==\x07 \x1b[2J \x9b31m \u202egnitirw\u202c \x08\x7f\r\u2028\u2066\ud800 \U000e0041"

@@ -6,13 +6,14 @@ import random
 from pathlib import Path
 
 from megagrpo.config import ParallelSection, load_config, save_resolved
-from megagrpo.records.completions import completion_rows
+from megagrpo.data.step_samples import StepSamples
 from megagrpo.records.recorder import TrainedRollouts
 from megagrpo.records.sinks.jsonl import JsonlSink
 from megagrpo.records.sinks.sink import TrackedRun
 from megagrpo.records.starts import record_start
 from megagrpo.records.token_log import TokenLog
 from megagrpo.types import Prompt, Rollout, ScoredRollout
+from tests.unit.records.completion_rows import completion_parts
 
 CONFIG = Path(__file__).parents[4] / "configs" / "quickstart.yaml"
 STEMS = ("sum", "add", "carry", "digit", "then", "equals", "answer", "check")
@@ -30,13 +31,16 @@ class Texts:
 class OneRank:
     """The layout of one process."""
 
-    tp_rank = cp_rank = 0
+    world_rank = tp_rank = cp_rank = 0
     world_size = 1
     sizes = dict.fromkeys(("tp", "cp", "pp", "dp", "ep"), 1)
     parallel = ParallelSection()
 
-    def all_gather_objects(self, rows) -> list:
-        return [rows]
+    def leader_of(self, dp_rank: int) -> int:
+        return dp_rank
+
+    def all_reduce(self, values, reduction: str = "sum"):
+        return values
 
 
 def metrics(step: int, steps: int, rng: random.Random) -> dict[str, float]:
@@ -115,11 +119,11 @@ def make_run(
     for step in range(1, steps + 1):
         scored = rollouts(step, groups, size, length, rng)
         values = advantages(scored, size)
-        writer.completions(step, completion_rows(step, scored, values))
-        trained = TrainedRollouts(step, scored, values)
+        writer.store(completion_parts(step, scored, values))
+        trained = TrainedRollouts(step, StepSamples.of(scored), values)
         tokens.begin(trained)
         for i in tokens._chosen:
-            noisy = [round(value + rng.gauss(0, 0.03), 3) for value in scored[i].rollout.rollout_logprobs]
+            noisy = [round(value + rng.gauss(0, 0.03), 3) for value in scored[i].rollout.rollout_logprobs.tolist()]
             tokens._values[i] = (noisy, [0.5] * length)
         tokens.finish(trained)
         writer.step(step, metrics(step, steps, rng))

@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 from megagrpo.config import load_config
-from megagrpo.records.recorder import TrainedRollouts
+from megagrpo.records.completions import completion_row
+from megagrpo.records.jsonl_file import encoded
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.types import Prompt, Rollout, ScoredRollout
 
@@ -29,7 +30,9 @@ def write(folder: Path, *overrides: str, restored_step: int = 0, fails: bool = F
             writer.evaluation(0, {"reward": 0.25, "pass@1": 0.5})
         for step in (restored_step + 1, restored_step + 2):
             both = [scored("8", 0.0), scored(HOSTILE, 1.0, **{"exact/found": "7"})]
-            writer.finish(TrainedRollouts(step, both, [-1.0, 1.0]))
+            writer.completions(
+                step, iter([encoded(completion_row(step, *pair) for pair in zip(both, (-1.0, 1.0), strict=True))])
+            )
             writer.step(step, {"reward": step / 10, "kl": float("nan")})
         if fails:
             raise SystemExit(3)

@@ -8,6 +8,7 @@ from statistics import fmean
 import pytest
 
 from megagrpo.config import RunConfig, evaluation_sets
+from megagrpo.data.step_samples import StepSamples, votes_of
 from megagrpo.data.tokenizer import tokenizer_of
 from megagrpo.rewards.answers import READ_BY, extractor
 from megagrpo.rewards.target import BUILT_IN_REWARDS
@@ -86,6 +87,11 @@ def held_out(n, answer="number", **more):
     return HeldOut(**settings | more)
 
 
+def measured(of_set, responses):
+    votes = votes_of(responses, of_set.num_generations, of_set.vote)
+    return metrics_of(of_set, StepSamples.of(responses, votes=votes))
+
+
 def scored(prompt, *pairs):
     """Responses of a prompt as (text, reward)."""
     rollouts = [Rollout(prompt, (2,) * len(text), (-1.0,) * len(text), "stop", 1, text) for text, _ in pairs]
@@ -98,19 +104,19 @@ def scored(prompt, *pairs):
 def test_a_set_of_two_prompts_by_hand():
     one, two = held_out(3).prompts
     responses = scored(one, ("4", 1.0), ("5", 0.0), ("5", 0.0)) + scored(two, ("7", 1.0), ("7.0", 1.0), ("no", 0.0))
-    found = metrics_of(held_out(3), responses)
+    found = measured(held_out(3), responses)
     assert found["pass@1"] == pytest.approx((1 / 3 + 2 / 3) / 2) and found["pass@3"] == 1
     assert found["pass@2"] == pytest.approx(fmean([1 - 1 / 3, 1]))
     assert found["maj@3"] == 0.5 and found["reward"] == 0.5 and found["rewards/exact_number/mean"] == 0.5
     assert found["completions/mean_length"] == pytest.approx((1 + 1 + 1 + 1 + 3 + 2) / 6)
-    assert "maj@3" not in metrics_of(held_out(3, answer="auto"), responses)
-    assert metrics_of(replace(held_out(3), pass_reward=0.0), responses)["pass@1"] == 1
+    assert "maj@3" not in measured(held_out(3, answer="auto"), responses)
+    assert measured(replace(held_out(3), pass_reward=0.0), responses)["pass@1"] == 1
 
 
 def test_a_majority_reads_what_the_template_opened_as_part_of_the_response():
     one = replace(held_out(3).prompts[0], opened="<think>")
     seen = []
-    metrics_of(replace(held_out(2), answer=lambda text: seen.append(text)), scored(one, ("4", 1.0), ("5", 0.0)))
+    measured(replace(held_out(2), answer=lambda text: seen.append(text)), scored(one, ("4", 1.0), ("5", 0.0)))
     assert seen == ["<think>4", "<think>5"]
 
 
@@ -141,36 +147,36 @@ def test_sets_are_sampled_with_the_stop_strings_and_the_template_of_the_run(chat
 def test_the_share_of_responses_that_a_stop_string_ended_is_a_metric_of_runs_with_stop_strings():
     one, two = held_out(2).prompts
     responses = scored(one, ("4", 1.0), ("5", 0.0)) + scored(two, ("7", 1.0), ("no", 0.0))
-    assert "completions/stop_string_ratio" not in metrics_of(held_out(2), responses)
+    assert "completions/stop_string_ratio" not in measured(held_out(2), responses)
     stops = ["</answer>", "", "", ""]
     with_stops = [
         replace(s, rollout=replace(s.rollout, stop_string=stop)) for s, stop in zip(responses, stops, strict=True)
     ]
-    assert metrics_of(held_out(2), with_stops)["completions/stop_string_ratio"] == 0.25
+    assert measured(held_out(2), with_stops)["completions/stop_string_ratio"] == 0.25
 
 
 def test_prompts_that_the_function_cannot_score_are_left_out_and_single_responses_that_it_cannot_do_not_pass():
     one, two = held_out(2).prompts
     responses = scored(one, ("4", None), ("5", None)) + scored(two, ("7", 1.0), ("7", None))
-    found = metrics_of(held_out(2), responses)
+    found = measured(held_out(2), responses)
     assert (found["pass@1"], found["pass@2"], found["maj@2"]) == (0.5, 1, 1)
-    assert "pass@1" not in metrics_of(held_out(2), scored(one, ("4", None), ("5", None)))
+    assert "pass@1" not in measured(held_out(2), scored(one, ("4", None), ("5", None)))
 
 
 def test_one_response_per_prompt_gives_pass_at_1_alone():
     one, two = held_out(1).prompts
-    found = metrics_of(held_out(1), scored(one, ("4", 1.0)) + scored(two, ("7", 0.0)))
+    found = measured(held_out(1), scored(one, ("4", 1.0)) + scored(two, ("7", 0.0)))
     assert {name: value for name, value in found.items() if "@" in name} == {"pass@1": 0.5}
 
 
 def test_every_set_is_asked_with_its_own_sampling_and_a_seed_that_stays():
     asked = []
 
-    def collect(prompts, n, sampling, seed):
+    def collect(prompts, n, sampling, seed, vote):
         asked.append((len(prompts), n, sampling.temperature, seed))
-        return [s for prompt in prompts for s in scored(prompt, *[("4", 1.0)] * n)], {
-            "rewards/exact_number/timeouts": 0.0
-        }
+        responses = [s for prompt in prompts for s in scored(prompt, *[("4", 1.0)] * n)]
+        samples = StepSamples.of(responses, votes=votes_of(responses, n, vote))
+        return samples, {"rewards/exact_number/timeouts": 0.0}
 
     seen = []
     sets = [held_out(1, name=""), held_out(2, sampling=SamplingParams(0.5, 8))]

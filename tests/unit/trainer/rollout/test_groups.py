@@ -6,6 +6,7 @@ import math
 import pytest
 
 from megagrpo.config import RunConfig
+from megagrpo.data.step_samples import StepSamples
 from megagrpo.engine.protocol import derive_seed
 from megagrpo.trainer.rollout.groups import Rollouts, redraw_size
 from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout, TrainState
@@ -45,7 +46,7 @@ class Replay:
                 known = [r for r in row if not math.isnan(r)]
                 by_name = {f"f{i}": None if math.isnan(r) else r for i, r in enumerate(row)}
                 scored.append(ScoredRollout(rollout, by_name, sum(known) if known else math.nan))
-        return scored, {"rewards/f0/timeouts": 1.0}
+        return StepSamples.of(scored), {"rewards/f0/timeouts": 1.0}
 
 
 def functions_of(rewards):
@@ -64,9 +65,10 @@ def draw(rewards, prompts_per_step=3, step=4, **algorithm):
         }
     )
     stream, replay, said = Stream(), Replay(rewards), []
-    scored, metrics = Rollouts(config, stream, replay, SAMPLING, TrainState(step), said.append).draw()
-    assert [s.rollout.prompt.prompt_id for s in scored[::2]] == [s.rollout.prompt.prompt_id for s in scored[1::2]]
-    return [s.rollout.prompt.prompt_id for s in scored[::2]], metrics, stream, said, replay.seeds
+    samples, metrics = Rollouts(config, stream, replay, SAMPLING, TrainState(step), said.append).draw()
+    assert [samples.own[i].rollout.prompt for i in range(len(samples))] == list(samples.prompts)
+    assert samples.prompts[::2] == samples.prompts[1::2]
+    return [prompt.prompt_id for prompt in samples.prompts[::2]], metrics, stream, said, replay.seeds
 
 
 def test_a_step_whose_groups_all_differ_draws_once():

@@ -4,20 +4,20 @@ engine ends the step on every rank."""
 from types import SimpleNamespace
 
 import pytest
+from ranks import run_ranks
 
+from megagrpo.config import ParallelSection
 from megagrpo.engine.protocol import EngineDeadError, EngineStarved
+from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.platform.process.phases import Phases
-from megagrpo.trainer.rollout.collector import Collector, NoRollouts, StopRequested
-from megagrpo.types import Prompt, SamplingParams
-from tests.rank_fakes import OneRank
+from megagrpo.trainer.rollout.collector import Collector, StopRequested
+from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout
 
 PROMPTS = [Prompt(i, (1, 2), "") for i in range(3)]
 
 
-class Response(str):
-    """A response that equals its text."""
-
-    response_ids = (1,)
+def rollout(prompt: Prompt, text: str) -> Rollout:
+    return Rollout(prompt, (1,), (-1.0,), "stop", 0, text)
 
 
 class Starving:
@@ -29,7 +29,7 @@ class Starving:
     def groups(self, prompts, n, sampling, seed):
         self.asked.append(([prompt.prompt_id for prompt in prompts], n, seed))
         for place in range(len(prompts)):
-            yield place, [Response(f"response {len(self.asked)}")] * n
+            yield place, [rollout(prompts[place], f"response {len(self.asked)}")] * n
         if not self.filled:
             raise EngineStarved("http://a: none has weight version 3")
 
@@ -45,47 +45,75 @@ class Scoring:
     def begin(self, step):
         groups = []
         return SimpleNamespace(
-            add=lambda place, group: groups.extend(group), finish=lambda: groups, counters=dict, drop=self.drop
+            add=lambda place, group: groups.extend(ScoredRollout(rollout, {}, 0.0) for rollout in group),
+            finish=lambda: groups,
+            counters=dict,
+            drop=self.drop,
         )
 
     def drop(self):
         self.dropped += 1
 
 
-@pytest.fixture
-def collector():
-    alone = SimpleNamespace(dp_rank=0, dp_size=1, is_dp_leader=True)
-    for name in ("world_rank", "world_size", "all_gather_objects", "all_reduce", "broadcast_object"):
-        setattr(alone, name, getattr(OneRank(), name))
-    return Collector(alone, Starving(), Scoring(), Phases())
+def collector(layout: Layout) -> Collector:
+    """The rank's collector. Engines and rewards are on the first rank of each replica."""
+    return Collector(layout, Starving(), Scoring(), Phases())
 
 
-def test_it_is_filled_and_asked_for_the_same_again(collector):
-    engine, refills = collector.engine, []
+def filled_again() -> list[str]:
+    made = collector(init_layout(ParallelSection()))
+    engine, refills = made.engine, []
 
     def refill():
         refills.append(len(engine.asked))
         engine.filled = True
 
-    collector.refill = refill
-    scored, _ = collector.collect(PROMPTS, 4, SamplingParams(1.0, 8), seed=5)
-    assert refills == [1] and engine.asked == [([0, 1, 2], 4, 5)] * 2
-    assert scored == ["response 2"] * 12  # what came before the refill does not count
-    assert collector.rewards.dropped == 3
+    made.refill = refill
+    engine.filled = made.layout.dp_rank == 1  # one engine of two has lost its weights
+    samples, _ = made.collect(PROMPTS, 4, SamplingParams(1.0, 8), seed=5)
+    own = [PROMPTS[:1], PROMPTS[1:]][made.layout.dp_rank] if made.layout.dp_size == 2 else PROMPTS
+    assert refills == [1] and engine.asked == [([prompt.prompt_id for prompt in own], 4, 5)] * 2
+    assert made.rewards.dropped == (0 if made.layout.dp_rank else len(own)) and len(samples) == 12
+    return [s.rollout.text for s in samples.own.values()]
 
 
-def test_a_request_to_stop_comes_first(collector):
-    collector.stop(15)
-    with pytest.raises(StopRequested):
-        collector.collect(PROMPTS, 4, SamplingParams(1.0, 8), seed=5)
-    assert collector.engine.asked == []  # the engine may lack the current weights
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_it_is_filled_and_asked_for_the_same_again(ranks):
+    texts = [text for of_rank in run_ranks(filled_again, ranks) for text in of_rank]
+    assert texts == ["response 2"] * 12  # what came before the refill does not count
 
 
-@pytest.mark.parametrize(("rank", "told"), [(0, "^nobody answers$"), (1, "^rank 1: nobody answers$")])
-def test_an_engine_that_is_dead_on_one_rank_ends_the_step_on_all_and_the_rank_is_named(rank, told, collector):
-    collector.engine.filled = True
-    dead = EngineDeadError("nobody answers")
-    collector.layout.all_gather_objects = lambda mine: [dead, mine] if rank == 0 else [mine, dead]
-    collector.stop_requested = lambda: 0
-    with pytest.raises(NoRollouts, match=told):
-        collector.collect(PROMPTS, 4, SamplingParams(1.0, 8), seed=5)
+def stopped() -> int:
+    made = collector(init_layout(ParallelSection()))
+    if made.layout.world_rank == 1:
+        made.stop(15)
+    with pytest.raises(StopRequested) as stop:
+        made.collect(PROMPTS, 4, SamplingParams(1.0, 8), seed=5)
+    assert made.engine.asked == []  # the engine may lack the current weights
+    return stop.value.number
+
+
+def test_a_request_to_stop_comes_first():
+    assert run_ranks(stopped, 2) == [15, 15]
+
+
+def dead(error: Exception) -> str:
+    made = collector(init_layout(ParallelSection()))
+    made.engine.filled = True
+    if made.layout.world_rank == 1:
+        made.engine.groups = lambda *_: (_ for _ in ()).throw(error)
+    try:
+        made.collect(PROMPTS, 4, SamplingParams(1.0, 8), seed=5)
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return "no error"
+
+
+def test_an_engine_that_is_dead_on_one_rank_ends_the_step_on_all_and_the_rank_is_named():
+    told = run_ranks(dead, 2, EngineDeadError("nobody answers"))
+    assert told == ["NoRollouts: rank 1: nobody answers", "NoRollouts: nobody answers"]
+
+
+def test_another_error_of_one_rank_is_raised_on_all():
+    told = run_ranks(dead, 2, KeyError("place"))
+    assert told == ["RankError: rank 1: KeyError: 'place'", "KeyError: 'place'"]

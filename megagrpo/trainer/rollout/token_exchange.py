@@ -1,0 +1,123 @@
+"""The way of the tokens: each sample travels once, from the leader that sampled it to the ranks that train on it.
+
+Facts and packing are the same on every rank, so every rank computes which leader sends what, in which order, and no
+sizes travel. A row has 4 bytes for each token of prompt and response and 4 more for each token of the response; with
+conversations a bit more for each token of the response. Rows go from leader to leader in an all-to-all, then from the
+leader to the ranks of its replica that read tokens: all tensor- and context-parallel ranks of the first pipeline stage,
+which embeds, and of the last, which computes the loss. Context-parallel ranks get whole rows, because the loss reads
+whole rows. Middle stages need only lengths, and the masks of conversations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megagrpo.data.packing import PackPlan
+from megagrpo.data.step_samples import TRUNCATED, StepSamples
+from megagrpo.platform.parallel.bulk_messages import exchange_rows, share_rows
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.types import Rollout, TrainSample
+
+ROUND_WORDS = 2**26  # words of 4 bytes that a leader sends in one message: 256 MiB
+WORD_BITS = 32
+
+
+def trained_samples(
+    samples: StepSamples, plans: Sequence[PackPlan], layout: Layout, round_words: int = ROUND_WORDS
+) -> dict[int, TrainSample]:
+    """Return the samples, by index, that the plans give to this rank's replica. Collective.
+
+    On middle pipeline stages token ids and log-probs are 0: no layer there reads them.
+    """
+    lengths, responses = samples.facts["length"].astype(np.int64), samples.responses
+    travel = _Travel(samples, trained_by(plans, len(samples), layout.dp_size), layout, round_words)
+    tokens = travel.rows(lengths + responses, _token_row, layout.ends)
+    masks: dict[int, np.ndarray] = {}
+    if samples.columns.dialogues:
+        masks = travel.rows(-(-responses // WORD_BITS), _mask_row, layout.replica)
+    advantages, truncated = plans[0].shapes.advantages, samples.has(TRUNCATED)
+
+    def sample(index: int) -> TrainSample:
+        length, response = int(lengths[index]), int(responses[index])
+        ids, logprobs = np.zeros(length, np.int64), np.zeros(length, np.float32)
+        written = np.arange(length) >= length - response
+        if index in tokens:
+            ids[:], logprobs[length - response :] = tokens[index][:length], tokens[index][length:].view(np.float32)
+        if index in masks:
+            written[length - response :] = np.unpackbits(masks[index].view(np.uint8), count=response)
+        rows = torch.from_numpy(ids), torch.from_numpy(written), torch.from_numpy(logprobs)
+        inputs = samples.prompts[index].inputs
+        return TrainSample(*rows, float(advantages[index]), index, bool(truncated[index]), inputs)
+
+    return {index: sample(index) for index in travel.received.tolist()}
+
+
+def trained_by(plans: Sequence[PackPlan], num_samples: int, dp_size: int) -> np.ndarray:
+    """Return the data-parallel rank [N] that trains on each sample; -1 for a skipped one."""
+    ranks = np.full(num_samples, -1)
+    for plan in plans:
+        for dp_rank in range(dp_size):
+            ranks[np.concatenate(plan.of_rank(dp_rank))] = dp_rank
+    return ranks
+
+
+class _Travel:
+    """The rows of a step between replicas. A sender's samples go in ascending order, in rounds of bounded size."""
+
+    def __init__(self, samples: StepSamples, ranks: np.ndarray, layout: Layout, round_words: int):
+        self._samples, self._trained_by, self._layout, self._round_words = samples, ranks, layout, round_words
+        self.received = np.flatnonzero(ranks == layout.dp_rank)  # samples that this replica trains on
+
+    def rows(
+        self, words: np.ndarray, row_of: Callable[[Rollout], np.ndarray], group: dist.ProcessGroup | None
+    ) -> dict[int, np.ndarray]:
+        """Return the rows of this replica's samples on the ranks of `group`, {} on others. Sample i has `words[i]`
+        words of 4 bytes, which `row_of` makes of its rollout. Collective."""
+        found: dict[int, np.ndarray] = {}
+        for chosen in self._rounds(words):
+            mine = chosen[self._trained_by[chosen] == self._layout.dp_rank]
+            mine = mine[np.argsort(self._samples.sampled_by[mine], kind="stable")]  # as the senders' parts arrive
+            table = np.zeros(int(words[mine].sum()), np.int32)
+            if self._layout.leaders is not None:
+                table = self._exchanged(chosen, words, row_of)
+            if group is not None:
+                rows = np.split(share_rows(self._layout, table, group), words[mine].cumsum())
+                found |= zip(mine.tolist(), rows, strict=False)  # after the last border there is an empty row
+        return found
+
+    def _rounds(self, words: np.ndarray) -> list[np.ndarray]:
+        """Return the samples of each round, ascending. A sender begins a round with each `round_words` words."""
+        sampled_by, rounds = self._samples.sampled_by, np.full(words.size, -1)
+        for sender in range(self._layout.dp_size):
+            own = np.flatnonzero((sampled_by == sender) & (self._trained_by >= 0))
+            rounds[own] = (words[own].cumsum() - words[own]) // self._round_words
+        return [np.flatnonzero(rounds == number) for number in range(int(rounds.max(initial=-1)) + 1)]
+
+    def _exchanged(self, chosen: np.ndarray, words: np.ndarray, row_of: Callable[[Rollout], np.ndarray]) -> np.ndarray:
+        layout, samples = self._layout, self._samples
+        own = chosen[samples.sampled_by[chosen] == layout.dp_rank]
+        own = own[np.argsort(self._trained_by[own], kind="stable")]
+        mine = chosen[self._trained_by[chosen] == layout.dp_rank]
+        sent = np.bincount(self._trained_by[own], words[own], layout.dp_size).astype(int)
+        received = np.bincount(samples.sampled_by[mine], words[mine], layout.dp_size).astype(int)
+        table = np.empty(int(sent.sum()), np.int32)
+        stops = words[own].cumsum()
+        for index, stop in zip(own.tolist(), stops.tolist(), strict=True):
+            table[stop - int(words[index]) : stop] = row_of(samples.own[index].rollout)
+        return exchange_rows(layout, table, sent.tolist(), received.tolist())
+
+
+def _token_row(rollout: Rollout) -> np.ndarray:
+    """Return token ids of prompt and response, then the log-probs of the response, as words."""
+    prompt = np.array(rollout.prompt.token_ids, np.int32)
+    return np.concatenate([prompt, rollout.response_ids, np.ascontiguousarray(rollout.rollout_logprobs).view(np.int32)])
+
+
+def _mask_row(rollout: Rollout) -> np.ndarray:
+    """Return the bits of `Rollout.written` as words."""
+    bits = np.packbits(rollout.written)
+    return np.pad(bits, (0, -bits.size % 4)).view(np.int32)

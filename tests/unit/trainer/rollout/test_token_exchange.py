@@ -1,0 +1,247 @@
+"""Rollouts stay with the replica that sampled them: the facts of all samples reach every rank, and each token travels
+once. Real ranks with gloo, without a model; the oracle packs all samples on every rank."""
+
+import json
+import math
+import random
+from collections import Counter
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+
+from megagrpo.algorithms.advantages import advantages_of, to_samples
+from megagrpo.config import AlgorithmSection, ParallelSection
+from megagrpo.data.packing import PackingRules, build_batch, pack, plan_packing, slices
+from megagrpo.data.step_samples import StepSamples
+from megagrpo.platform.parallel.bulk_messages import PartError
+from megagrpo.platform.parallel.layout import Layout, init_layout
+from megagrpo.platform.process.phases import Phases
+from megagrpo.records.completions import completion_lines, completion_row
+from megagrpo.records.jsonl_file import encoded
+from megagrpo.records.recorder import TrainedRollouts
+from megagrpo.trainer.rollout.collector import Collector, numbered
+from megagrpo.trainer.rollout.groups import useful_groups
+from megagrpo.trainer.rollout.sample_metrics import pass_rates, rollout_metrics, staleness
+from megagrpo.trainer.rollout.token_exchange import trained_samples
+from megagrpo.types import Dialogue, Prompt, Rollout, SamplingParams, ScoredRollout
+from tests.message_log import objects, record
+from tests.unit.trainer.rollout import naive_samples
+
+GROUP, VERSION = 4, 7
+SAMPLING = SamplingParams(1.0, 64)
+RULES = PackingRules(max_tokens=96, at_least=2, skip_zero_advantage=True, mask_truncated=True)
+NOT_READ = ("token_ids", "labels", "rollout_logprobs")  # by middle stages
+
+
+def prompts(start: int, stop: int) -> list[Prompt]:
+    """Prompts of one to five tokens; neighbours may be equally long, and every third is the one before it again."""
+    ids = [start + (i if i % 3 else max(i - 1, 0)) for i in range(stop - start)]
+    return numbered(
+        [Prompt(i, tuple(range(2, 3 + i % 5)), f"question {i}", place=start + n) for n, i in enumerate(ids)]
+    )
+
+
+def response(prompt: Prompt, index: int, dialogues: bool, length: int | None) -> ScoredRollout:
+    """A response that depends on its prompt and index alone."""
+    draw = random.Random(f"{prompt.prompt_id} {prompt.occurrence} {index}")
+    count = length or draw.randint(1, 30)
+    dialogue, later = None, ((count // 2, VERSION),) if draw.random() < 0.3 and count > 1 else ()
+    if dialogues:
+        written = [draw.random() < 0.7 for _ in range(count)]
+        if index == 1:
+            prompt = replace(prompt, token_ids=(*prompt.token_ids, 9, 9))  # an environment's text
+        ended = "failed" if index == 2 else "done"
+        dialogue = Dialogue(written, ({"role": "user"},), draw.randint(1, 3), ended, {"env": draw.random()})
+        dialogue = replace(dialogue, tool_calls=draw.randint(0, 3), tool_failures=draw.randint(0, 1))
+    rollout = Rollout(
+        prompt,
+        [draw.randint(3, 90) for _ in range(count)],
+        [-draw.random() for _ in range(count)],
+        draw.choice(["stop", "length"]),
+        VERSION - draw.randint(1, 2),
+        f"text {prompt.prompt_id} {index}",
+        dialogue,
+        later,
+        draw.choice(["", "end"]),
+    )
+    reward = None if draw.random() < 0.1 else draw.random() if prompt.prompt_id % 5 else 1.0
+    rewards = {"f": reward, "g": float(index)} | (dialogue.rewards if dialogue else {})
+    logged = {f"f/{draw.choice('ab')}": draw.random()} if draw.random() < 0.5 else {}
+    return ScoredRollout(rollout, rewards, math.nan if reward is None else reward, {}, logged)
+
+
+class Sampler:
+    """Engine and rewards of a replica. Its groups finish in another order than the order of the prompts."""
+
+    def __init__(self, dialogues: bool, length: int | None):
+        self.dialogues, self.length, self.scored = dialogues, length, {}
+
+    def groups(self, asked, n, sampling, seed):
+        for index in reversed(range(len(asked))):
+            group = [response(asked[index], i, self.dialogues, self.length) for i in range(n)]
+            self.scored |= {id(s.rollout): s for s in group}
+            yield index, [s.rollout for s in group]
+
+    def begin(self, step):
+        group = []
+        return SimpleNamespace(
+            add=lambda index, rollouts: group.extend(self.scored[id(rollout)] for rollout in rollouts),
+            finish=lambda: group,
+            counters=lambda: {"rewards/f/timeouts": 1.0, "rewards/f/seconds": 0.1},
+            drop=lambda: None,
+        )
+
+
+def collector(layout: Layout, dialogues: bool = False, length: int | None = None) -> Collector:
+    sampler = Sampler(dialogues, length) if layout.is_dp_leader else None
+    return Collector(layout, sampler, sampler, Phases())
+
+
+def scored_everywhere(asked: list[Prompt], dialogues: bool) -> list[ScoredRollout]:
+    return [response(prompt, i, dialogues, None) for prompt in asked for i in range(GROUP)]
+
+
+def drawn(layout: Layout, dialogues: bool, by_place: bool) -> tuple[StepSamples, list[ScoredRollout]]:
+    """Two rounds of which the groups with a signal are kept, and the same of all rollouts."""
+    source = collector(layout, dialogues)
+    if by_place:
+        source._by_slice = lambda count: [(7 * i + 1) % layout.dp_size for i in range(count)]
+    rounds = [prompts(0, 7), prompts(7, 12)]
+    samples, counters = source.collect(rounds[0], GROUP, SAMPLING, 0)
+    assert counters["rewards/f/timeouts"] == 7
+    samples += source.collect(rounds[1], GROUP, SAMPLING, 1)[0]
+    everything = [s for asked in rounds for s in scored_everywhere(asked, dialogues)]
+    assert pass_rates(samples, 0.5) == naive_samples.pass_rates(everything, 0.5)
+    useful = useful_groups(samples, GROUP, by_function=False)
+    flat = {
+        g
+        for g in range(12)
+        if len({s.reward for s in everything[g * GROUP : g * GROUP + GROUP] if s.reward == s.reward}) < 2
+    }
+    assert set(useful.tolist()) == set(range(12)) - flat and flat, "every group has a signal"
+    indices = (useful[:, None] * GROUP + np.arange(GROUP)).flatten()
+    return samples.select(indices), [everything[i] for i in indices.tolist()]
+
+
+def check_step(parallel: ParallelSection, dialogues: bool, share_prompts: bool, by_place: bool) -> str:
+    layout = init_layout(parallel)
+    samples, everything = drawn(layout, dialogues, by_place)
+    assert rollout_metrics(samples) == naive_samples.rollout_metrics(everything)
+    assert list(rollout_metrics(samples)) == list(naive_samples.rollout_metrics(everything))
+    assert staleness(samples, VERSION) == naive_samples.staleness(everything, VERSION)
+    assert samples.facts["reward"].tolist() == pytest.approx([s.reward for s in everything], abs=0, nan_ok=True)
+    assert {i: s.rollout for i, s in samples.own.items()} == {
+        i: everything[i].rollout for i in np.flatnonzero(samples.sampled_by == layout.dp_rank) if layout.is_dp_leader
+    }
+    advantages = advantages_of(samples.rewards(GROUP), samples.rewards_by_function(GROUP), AlgorithmSection(), [1.0])
+    rules = replace(RULES, share_prompts=share_prompts)
+    parts = slices(len(samples), 2, seed=5)
+    shapes = samples.shapes(advantages.flatten().numpy(), rules)
+    plans = [plan_packing(shapes, rules, layout.dp_size, part) for part in parts]
+    mine = trained_samples(samples, plans, layout, round_words=200)
+    whole = to_samples(everything, advantages)
+    for plan, part in zip(plans, parts, strict=True):
+        batch = build_batch(plan, layout.dp_rank, mine, rules)
+        expected = pack([whole[i] for i in part.tolist()], rules, layout.dp_rank, layout.dp_size)
+        assert (batch.num_tokens, batch.samples) == (expected.num_tokens, expected.samples)
+        assert batch.packing == expected.packing and len(batch.micro_batches) == len(expected.micro_batches)
+        for one, other in zip(batch.micro_batches, expected.micro_batches, strict=True):
+            for name in (f.name for f in fields(one)):
+                a, b = getattr(one, name), getattr(other, name)
+                if layout.ends is None and name in NOT_READ:
+                    assert not a.any() and a.shape == b.shape
+                else:
+                    assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b, name
+    trained = TrainedRollouts(3, samples, advantages.flatten().tolist())
+    written = b"".join(completion_lines(layout, trained))
+    rows = [completion_row(3, *pair) for pair in zip(everything, trained.advantages, strict=True)]
+    assert written == (encoded(rows) if layout.world_rank == 0 else b"")
+    return "middle" if layout.ends is None else "end"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "options"),
+    [
+        (1, {}, {}),
+        (2, {}, dict(dialogues=True)),
+        (3, {}, dict(share_prompts=True, by_place=True)),
+        (4, dict(tp=2), {}),
+        (4, dict(cp=2), dict(dialogues=True, share_prompts=True)),
+        (4, dict(pp=2), dict(by_place=True)),
+        (6, dict(pp=3), dict(share_prompts=True)),
+        (6, dict(pp=3), dict(dialogues=True, share_prompts=True)),
+    ],
+    ids=str,
+)
+def test_every_rank_trains_on_the_micro_batches_of_a_rank_that_has_all_samples(ranks, sizes, options):
+    options = dict(dialogues=False, share_prompts=False, by_place=False) | options
+    stages = run_ranks(check_step, ranks, ParallelSection(**sizes), *options.values())
+    assert Counter(stages)["middle"] == (ranks // 3 if sizes.get("pp") == 3 else 0)
+
+
+def step_bytes(length: int, gathers: bool) -> tuple[list[str], int, int, int]:
+    """The messages with objects of a step's data path, their bytes, the bytes of tensors, and what they may be."""
+    layout = init_layout(ParallelSection(pp=2))
+    source = collector(layout, length=length)
+    source.collect(prompts(0, 2), GROUP, SAMPLING, 0)  # the first step agrees on the names of columns
+    source.collect(prompts(0, 8), GROUP, SAMPLING, 0)
+    with record(layout) as messages:
+        samples, _ = source.collect(prompts(8, 16), GROUP, SAMPLING, 1)
+        if gathers:
+            layout.all_gather_objects(list(samples.own.values()))
+        rewards = samples.rewards(GROUP), samples.rewards_by_function(GROUP)
+        advantages = advantages_of(*rewards, AlgorithmSection(), [1.0, 1.0])
+        rules = PackingRules(max_tokens=8 * (length + 8))
+        plans = [plan_packing(samples.shapes(advantages.flatten().numpy(), rules), rules, layout.dp_size)]
+        mine = trained_samples(samples, plans, layout)
+    tensors = sum(m.sent + m.received for m in messages if not m.is_object)
+    sampled = sum(len(s.rollout.prompt.token_ids) + len(s.rollout.response_ids) for s in samples.own.values())
+    allowed = 12 * (sampled + sum(s.token_ids.numel() for s in mine.values())) + 64 * len(samples)
+    assert tensors <= allowed, f"rank {layout.world_rank}: {tensors} bytes of tensors; at most {allowed}"
+    with record(layout) as writing:
+        for _ in completion_lines(layout, TrainedRollouts(3, samples, advantages.flatten().tolist())):
+            pass
+    found = objects(messages) + objects(writing)
+    return found, sum(m.received for m in messages if m.is_object), tensors, allowed
+
+
+@pytest.mark.parametrize("length", [50, 800])
+def test_no_object_travels_in_a_step_and_each_token_travels_once(length):
+    for found, received, tensors, allowed in run_ranks(step_bytes, 4, length, False):
+        assert found == [] and received == 0 and tensors <= allowed
+
+
+def test_an_object_gather_that_is_put_back_is_found():
+    short, long = (run_ranks(step_bytes, 4, length, True) for length in (50, 800))
+    for (found, few, *_), (_, many, *_) in zip(short, long, strict=True):
+        assert len(found) == 1 and "all_gather_object from" in found[0] and many > 4 * few
+
+
+def test_a_row_of_facts_has_25_bytes_with_one_reward_function():
+    rollout = Rollout(Prompt(0, (1,), ""), (2, 3), (-1.0, -1.0), "stop", 0, "")
+    assert StepSamples.of([ScoredRollout(rollout, {"f": 1.0}, 1.0)]).facts.itemsize == 25
+
+
+def broken() -> str:
+    """A leader whose row cannot be written."""
+    layout = init_layout(ParallelSection())
+    samples, _ = collector(layout).collect(prompts(0, 4), GROUP, SAMPLING, 0)
+    if layout.dp_rank == 1:
+        index = max(samples.own)
+        samples.own[index] = replace(samples.own[index], extra={"f/x": object()})
+    read = 0
+    try:
+        for part in completion_lines(layout, TrainedRollouts(1, samples, [0.0] * len(samples))):
+            read += len([json.loads(line) for line in part.splitlines()])
+    except PartError as error:
+        return f"{read} rows, {error}"
+    return f"{read} rows"
+
+
+def test_a_row_that_cannot_be_written_is_reported_by_rank_0_after_the_others():
+    first, second = run_ranks(broken, 2)
+    assert first == "8 rows, rank 1: TypeError: Object of type object is not JSON serializable" and second == "0 rows"
