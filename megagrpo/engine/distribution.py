@@ -20,7 +20,7 @@ from megagrpo.engine.server_slots import QUEUE_ROUTE, Slots, read_queue
 from megagrpo.engine.updates import LOOK_SECONDS, Updates
 from megagrpo.types import Rollout
 
-WAKE_SECONDS = 0.02  # between two looks for servers with free slots, and for the end of all requests
+WAKE_SECONDS = 0.02  # between two looks for servers with free slots
 QUEUE_SECONDS = 0.5  # between two looks at the waiting queue of a server
 WATCH_SECONDS = 2.0  # between two health checks of a server that works on requests
 REASSIGN_SECONDS = 30.0  # without a passed health check, after which a server's requests go to other servers
@@ -72,6 +72,7 @@ class Generation:
         self._rests: dict[str, deque[Request]] = {}  # server -> the rest of the group that it has begun
         self._waiting = sum(map(len, self._groups))  # requests that no server has
         self._undelivered = self._waiting
+        self._delivered = asyncio.Event()  # all of them
         self._busy = Counter[str]()  # server -> its requests
         self._shared: dict[tuple[object, str], asyncio.Future[bool]] = {}
 
@@ -110,7 +111,9 @@ class Generation:
         async with asyncio.TaskGroup() as self._tasks:
             while self._undelivered and (self._fleet.patience or self._usable()):
                 self._fill()
-                await asyncio.sleep(WAKE_SECONDS)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(WAKE_SECONDS):
+                        await self._delivered.wait()
 
     def _fill(self) -> None:
         """Give free slots their next requests. First a server's slots are filled, then its waiting queue."""
@@ -151,6 +154,8 @@ class Generation:
             self._deliver(request, rollout)
             self._undelivered -= 1
         self._fill()
+        if not self._undelivered:
+            self._delivered.set()
 
     async def _follow_queues(self) -> None:
         """Adapt the number of requests of each server to its waiting queue, while requests wait here."""
