@@ -222,19 +222,6 @@ class RefHead:
 
 
 @dataclass(frozen=True)
-class TopLogprobs:
-    """The k most likely tokens of each position, most likely first.
-
-    >>> top = TopLogprobs(*torch.tensor([[0.125, 0.25, 0.625], [0.5, 0.375, 0.125]]).log().topk(k=2))
-    >>> top.token_ids.tolist(), top.logprobs.exp().tolist()  # T = 2
-    ([[2, 1], [0, 1]], [[0.625, 0.25], [0.5, 0.375]])
-    """
-
-    logprobs: Tensor  # [T, k] float32
-    token_ids: Tensor  # [T, k] int64
-
-
-@dataclass(frozen=True)
 class StepTerms:
     """A micro-batch's loss inputs that packing cannot know: they need a forward pass or numbers of all ranks' samples.
 

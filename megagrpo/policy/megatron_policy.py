@@ -32,7 +32,7 @@ from megagrpo.policy.fp8.delayed_scaling import scaling_of
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.masters import drop_unrounded
 from megagrpo.policy.lm_head.task import HeadTask, Upstream, loss_gradients
-from megagrpo.policy.lm_head.top_logprobs import top_logprobs
+from megagrpo.policy.lm_head.top_logprobs import TopLogprobs, top_logprobs
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 from megagrpo.policy.lora_layers import attach_adapters, without_dropout
 from megagrpo.policy.metric_sums import MetricsOfRanks, merged, on_host
@@ -53,7 +53,6 @@ from megagrpo.types import (
     Metric,
     MicroBatch,
     RefHead,
-    TopLogprobs,
     TrainBatch,
     Truncation,
 )
