@@ -62,8 +62,7 @@ class Rollouts:
             useful = useful_groups(drawn, group, by_function)
         counters |= self.prompts.learn(pass_rates(drawn, self.config.data.curriculum_pass_reward))
         if rollout.scheduling == "longest_first":
-            lengths = [(s.rollout.prompt.prompt_id, s.rollout.length) for s in drawn]
-            self.prompts.response_lengths.learn(*zip(*lengths, strict=True))
+            self.prompts.response_lengths.learn([p.prompt_id for p in drawn.prompts], drawn.written.tolist())
         self._ask_ahead(step + 1, rollout.max_staleness)
         samples = drawn
         if algorithm.dynamic_sample:
