@@ -11,7 +11,7 @@ from torch import Tensor
 
 AllReduce = Callable[[Tensor, Literal["sum", "min"]], Tensor]
 
-DIGITS = ((21, 11), (10, 11), (0, 10))  # (shift, bits) of a float32's digits, the highest first
+KEY_DIGITS = ((21, 11), (10, 11), (0, 10))  # (shift, bits) of a float32's digits, the highest first
 
 
 def quantile(values: Tensor, fraction: float, all_reduce: AllReduce) -> float:
@@ -22,9 +22,9 @@ def quantile(values: Tensor, fraction: float, all_reduce: AllReduce) -> float:
     """
     keys = _sortable(values)
     lower, place, weight, inside = 0, 0, 0.0, keys
-    for shift, bits in DIGITS:
+    for shift, bits in KEY_DIGITS:
         counts = all_reduce((inside >> shift & (1 << bits) - 1).bincount(minlength=1 << bits), "sum")
-        if shift == DIGITS[0][0]:
+        if shift == KEY_DIGITS[0][0]:
             position = fraction * max(int(counts.sum()) - 1, 0)
             place, weight = math.floor(position), position - math.floor(position)
             if not counts.any():
