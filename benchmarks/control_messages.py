@@ -42,7 +42,7 @@ class Control:
 
 # of a synchronous step with one optimizer step and a weight sync over p2p; the test counts them in a run
 STEP = (
-    Control("request to stop", 2, lambda ranks: 8, 43),
+    Control("request to stop", 3, lambda ranks: 8, 43),
     Control("generated and scored", 1, lambda ranks: 16, 60),
     Control("metrics and finite gradients", 1, lambda ranks: 24 * 32, 1600),
     Control("sync: weights checked", 1, lambda ranks: 8, 420),

@@ -42,6 +42,7 @@ METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
 }
+CHECKED_RANKS = 64  # in larger worlds Megatron does not check shards: it would gather gigabytes on every rank
 
 
 def model_state(chunks: list[nn.Module], layout: Layout) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def read_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return a sharded state from a distributed checkpoint. Collective; raises errors of Megatron and torch."""
     with warnings.catch_warnings():  # warnings about Megatron's calls of torch
         warnings.simplefilter("ignore", UserWarning)
-        return dist_checkpointing.load(state, str(folder))
+        return dist_checkpointing.load(state, str(folder), validate_access_integrity=_is_checked())
 
 
 def load_model(chunks: list[nn.Module], folder: str | Path, layout: Layout) -> None:
@@ -166,7 +167,12 @@ class ShardedWrite:
         # The default strategy needs a package that cannot be installed everywhere.
         with _failures_as_os_errors():
             self._request = dist_checkpointing.save(
-                state, str(folder), content_metadata=metadata, async_sharded_save=True, async_strategy="mcore"
+                state,
+                str(folder),
+                content_metadata=metadata,
+                validate_access_integrity=_is_checked(),
+                async_sharded_save=True,
+                async_strategy="mcore",
             )
         _to_host(self._tensors, copy=background)
         # A daemon thread: a process that must exit at once leaves the checkpoint unfinished.
@@ -215,6 +221,11 @@ class ShardedWrite:
         except Exception as error:
             self._error = error
         self.ended = time.monotonic()
+
+
+def _is_checked() -> bool:
+    """Whether Megatron checks that the ranks' shards cover each tensor once. Every rank receives all ranks' lists."""
+    return torch.distributed.get_world_size() <= CHECKED_RANKS
 
 
 @contextmanager

@@ -1,0 +1,56 @@
+"""An ordinary step sends no Python objects between ranks, nor does a checkpoint beyond those of Megatron's own."""
+
+import contextlib
+from collections import Counter
+from unittest import mock
+
+import pytest
+from ranks import run_ranks
+
+from megagrpo.__main__ import main
+from megagrpo.trainer.trainer import Trainer
+from tests.e2e import world
+from tests.message_log import record
+
+# Megatron's save: its plan and the written pieces to rank 0, checks of the state dict, errors of the writer.
+OF_SAVE = ("megatron/core/dist_checkpointing/", "megagrpo/models/bridge/megatron_io.py")
+# rollouts and logged tokens still travel as objects
+ROLLOUTS = ("megagrpo/trainer/rollout/collector.py", "megagrpo/records/token_log.py")
+
+
+def counted(words: list[str]) -> tuple[int, list]:
+    """Run `main` and return its exit code and the messages of the second step and all that follows."""
+    messages, step = [], Trainer.step
+    with contextlib.ExitStack() as until_the_end:
+
+        def from_the_second(trainer: Trainer):
+            if trainer.state.step == 1:
+                messages.append(until_the_end.enter_context(record(trainer.learning.policy.layout)))
+            return step(trainer)
+
+        until_the_end.enter_context(mock.patch.object(Trainer, "step", from_the_second))
+        code = main(words)
+        (of_run,) = messages
+        return code, list(of_run)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["rollout.weight_sync_transport=shared_memory", "algorithm.beta=0.1"],
+        [
+            "rollout.weight_sync_transport=p2p",
+            "rollout.max_staleness=1",
+            "algorithm.importance_correction=token_truncate",
+        ],
+    ],
+    ids=["shared_memory", "p2p and async"],
+)
+def test_steps_and_checkpoints_of_a_run_send_no_objects(options, tmp_path):
+    words = ["train", *world.arguments(tmp_path, "run.max_steps=3", *options)]
+    for code, messages in run_ranks(counted, 2, words, timeout=world.SECONDS):
+        assert code == 0
+        assert sum(message.kind == "isend" for message in messages) > 10, "the log has missed the reductions"
+        objects = Counter((m.kind, m.caller) for m in messages if m.is_object)
+        ours = {key: count for key, count in objects.items() if not key[1].startswith((*OF_SAVE, *ROLLOUTS))}
+        assert not ours, "a step or a checkpoint sends Python objects"
