@@ -13,7 +13,7 @@ from tiny_policy import SHAPES, tiny_run
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from megagrpo.config import ParallelSection, RunConfig
-from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
 from megagrpo.proof.audit import naive
 from megagrpo.proof.verify.shrink import random_samples, random_tensor, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, take_step
@@ -104,3 +104,13 @@ def test_the_balanced_gradient_is_the_same_in_every_layout(name):
     ranks, settings = LAYOUTS[name]
     found = run_ranks(take_step, ranks, settings, model(), random_samples())[0]
     assert [d for d in compare(found, one_process(COEFFICIENT)) if not d.passed] == []
+
+
+def test_a_stage_without_experts_takes_part_in_the_balance():
+    shape = model()
+    dense = list(range(shape.num_layers // 2))
+    half = parse_hf_config(shape.raw | {"mlp_only_layers": dense})
+    assert [*half.experts.blocks] == list(range(len(dense), shape.num_layers)), "the first stage has experts"
+    expected = run_ranks(take_step, 1, config({}), half, random_samples())[0]
+    found = run_ranks(take_step, 2, config(dict(pp=2)), half, random_samples())[0]
+    assert [d for d in compare(found, expected) if not d.passed] == []

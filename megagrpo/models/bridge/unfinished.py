@@ -9,6 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megagrpo.platform.parallel.agree import on_first_rank, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.removal import remove
@@ -58,7 +60,7 @@ class Unfinished:
     def check_space(self, needed: int) -> None:
         """Raises OSError on every rank when the disk has less than the sum of all ranks' `needed` bytes. `needed`
         excludes bytes already written. Collective."""
-        needed = sum(self._layout.all_gather_objects(needed))
+        needed = int(self._layout.all_reduce(torch.tensor(needed)))
         on_first_rank(self._layout, lambda: check_space(self.path, needed))
 
     def publish(self) -> None:
