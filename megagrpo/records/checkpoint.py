@@ -39,6 +39,7 @@ from megagrpo.models.bridge.megatron_io import (
     read_state,
     restore_rng,
     sharded_rng,
+    sums_of_ranks,
 )
 from megagrpo.models.bridge.parameter_blocks import adapter_blocks
 from megagrpo.models.bridge.torch_dist import StoredTensors
@@ -282,17 +283,6 @@ class Checkpointer:
     def _chunk_names(self) -> list[str]:
         count = len(self.policy.chunks)
         return ["model"] if count == 1 else [f"model{i}" for i in range(count)]
-
-
-def sums_of_ranks(own: dict[str, str], layout: Layout) -> dict[str, str]:
-    """Return the checksums of all ranks' tensor files by name, from those of this rank's files. Collective."""
-    numbers = {int(Path(name).stem.rpartition("_")[2]): int(crc, 16) + 1 for name, crc in own.items()}
-    count = int(layout.all_reduce(torch.tensor(max(numbers, default=-1) + 1), "max"))
-    table = torch.zeros(layout.world_size, count, dtype=torch.int64)  # 0: the rank has no file of this number
-    for number, value in numbers.items():
-        table[layout.world_rank, number] = value
-    table = layout.all_reduce(table)
-    return {f"__{rank}_{n}.distcp": f"{int(table[rank, n]) - 1:08x}" for rank, n in table.nonzero().tolist()}
 
 
 def checked(path: Path) -> tuple[dict[str, int], bool, TrainState]:

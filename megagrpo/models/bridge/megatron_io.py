@@ -223,6 +223,17 @@ class ShardedWrite:
         self.ended = time.monotonic()
 
 
+def sums_of_ranks(own: dict[str, str], layout: Layout) -> dict[str, str]:
+    """Return the checksums of all ranks' tensor files by name, from those of this rank's files. Collective."""
+    numbers = {int(Path(name).stem.rpartition("_")[2]): int(crc, 16) + 1 for name, crc in own.items()}
+    count = int(layout.all_reduce(torch.tensor(max(numbers, default=-1) + 1), "max"))
+    table = torch.zeros(layout.world_size, count, dtype=torch.int64)  # 0: the rank has no file of this number
+    for number, value in numbers.items():
+        table[layout.world_rank, number] = value
+    table = layout.all_reduce(table)
+    return {f"__{rank}_{n}.distcp": f"{int(table[rank, n]) - 1:08x}" for rank, n in table.nonzero().tolist()}
+
+
 def _is_checked() -> bool:
     """Whether Megatron checks that the ranks' shards cover each tensor once. Every rank receives all ranks' lists."""
     return torch.distributed.get_world_size() <= CHECKED_RANKS

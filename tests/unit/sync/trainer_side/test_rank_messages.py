@@ -5,8 +5,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from megagrpo.config import ParallelSection
+from megagrpo.models.bridge.megatron_io import sums_of_ranks
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.records.checkpoint import sums_of_ranks
 from megagrpo.sync.trainer_side.transport import (
     SendReport,
     of_first_rank,
