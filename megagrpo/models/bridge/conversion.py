@@ -156,7 +156,7 @@ def export_hf(
     files, copies = on_first_rank(layout, lambda: files_for(shapes(sources), source, hf_config, dtype))
     rounded: Rounded = set()
     with _unfinished(out, layout, checkpoint, source, dtype=dtype) as folder:
-        done = set(layout.all_gather_objects(folder.journal.lines)[0])
+        done = set(layout.broadcast_object(folder.journal.lines))
         # of an earlier attempt: taken for rounded
         pairs = {(sources[name].dtype, files.entries[name].dtype) for name in done}
         tensors = stream(parameters, layout, sources, [name for name in sources if name not in done])

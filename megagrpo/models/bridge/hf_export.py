@@ -20,7 +20,7 @@ from megagrpo.models.families.blocks import Block
 from megagrpo.models.families.boxes import Box, extent, size, whole
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.models.families.weight_sources import new_folder
-from megagrpo.platform.parallel.agree import on_first_rank, run_and_agree
+from megagrpo.platform.parallel.agree import on_first_rank, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.progress_hook import SILENT, Progress
 
@@ -109,7 +109,7 @@ def stream(
         if layout.world_rank == writer and not failed:
             assert full is not None, f"{name} has at least one block"
             yield name, full
-    run_and_agree(layout, lambda: _raise(failure))
+    run_own_and_agree(layout, lambda: _raise(failure))
 
 
 def _raise(failure: Exception | None) -> None:
@@ -223,7 +223,7 @@ def exhaust(action: Callable[[], None], tensors: Stream, layout: Layout) -> None
             attempt()
         except Exception as error:
             failures.append(error)
-    run_and_agree(layout, lambda: _raise(failures[0] if failures else None))
+    run_own_and_agree(layout, lambda: _raise(failures[0] if failures else None))
 
 
 def refuse_non_empty(folder: Path, layout: Layout) -> None:
