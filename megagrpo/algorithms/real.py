@@ -3,12 +3,12 @@
 With s_i the mean log(policy / old) of a sample's tokens over tau, a group with both signs adds log(1 + sum of exp(s_i)
 over A <= 0) and log(1 + sum of exp(-s_i) over A > 0). The loss is their sum over the number of groups. A sample's
 gradient depends on its whole group, which may lie in other micro-batches and on other ranks. So the derivatives by s_i
-are computed beforehand, from all `sample_sums`, and the loss of a micro-batch is linear in them.
+are computed beforehand, from all `sums_by_sample`, and the loss of a micro-batch is linear in them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,19 +35,33 @@ def sample_sums(micro_batch: MicroBatch, logprobs: Tensor | None) -> Tensor:
     return torch.stack([column.double() for column in columns], dim=1)
 
 
+def sums_by_sample(sums: Iterable[Tensor], members: Sequence[int]) -> Tensor:
+    """[N, 3] float64: the columns of these `sample_sums` after the first, for the step's samples `members` [N],
+    ascending.
+
+    A sample whose prompt is shared has two sequences, one of them with its loss tokens. A sample without loss tokens
+    among these sequences has zeros. So the sum over ranks, in any order, has the same bits.
+    """
+    samples, table = torch.tensor(members, dtype=torch.int64), torch.zeros(len(members), 3, dtype=torch.float64)
+    for rows in sums:
+        counted = rows[rows[:, 2] > 0]
+        table[torch.searchsorted(samples, counted[:, 0].long())] = counted[:, 1:]
+    return table
+
+
 def group_terms(scores: Tensor, advantages: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     """(loss of every group [K], derivative of their sum by each score [N]) of samples with `scores` s_i, `advantages`
     and group number [N], 0 to K - 1. A group of one sign has loss and derivatives 0."""
-    losses, slopes = scores.new_zeros(int(groups.max()) + 1), torch.zeros_like(scores)
-    for group in range(losses.numel()):
-        positive, negative = (groups == group) & (advantages > 0), (groups == group) & (advantages <= 0)
-        if not (positive.any() and negative.any()):
-            continue
-        for side, sign in ((negative, 1.0), (positive, -1.0)):
-            exponents = torch.cat([scores.new_zeros(1), sign * scores[side]])
-            losses[group] += exponents.logsumexp(0)
-            slopes[side] = sign * exponents.softmax(0)[1:]
-    return losses, slopes
+    count, positive = int(groups.max()) + 1, advantages > 0
+    sides = 2 * groups + positive  # [N]; each side's loss is the logsumexp of 0 and its exponents
+    exponents = torch.where(positive, -scores, scores)
+    largest = scores.new_zeros(2 * count).scatter_reduce(0, sides, exponents, "amax")
+    weights = (exponents - largest[sides]).exp()
+    total = (-largest).exp().index_add(0, sides, weights)
+    mixed = (sides.bincount(minlength=2 * count) > 0).view(count, 2).all(1)
+    losses = torch.where(mixed, (largest + total.log()).view(count, 2).sum(1), 0.0)
+    slopes = torch.where(positive, -weights, weights) / total[sides]
+    return losses, torch.where(mixed[groups], slopes, 0.0)
 
 
 @dataclass(frozen=True)
@@ -61,24 +75,17 @@ class RealTerms:
     values: Tensor
 
     @classmethod
-    def of(cls, sums: Tensor, members: Sequence[int], group_size: int, tau: float) -> RealTerms:
-        """From the `sample_sums` [any, 4] of the whole step and the numbers of all its samples, `members`.
+    def of(cls, members: Sequence[int], sums: Tensor, group_size: int, tau: float) -> RealTerms:
+        """From the whole step's samples `members` [N], ascending, and their `sums_by_sample` [N, 3] over all ranks.
 
         Packing drops samples whose tokens are all masked. They stay in their groups: a sample without loss tokens has
         score 0 and lies on the side of A <= 0, as in ms-swift.
         """
-        sums = sums[sums[:, 0] >= 0]
-        dropped = sorted(set(members) - set(sums[:, 0].long().tolist()))
-        sums = torch.cat([sums, torch.tensor([(i, 0.0, 0.0, 0.0) for i in dropped], dtype=sums.dtype).view(-1, 4)])
-        samples, index = sums[:, 0].long().unique(return_inverse=True)
-        advantages = sums.new_zeros(samples.numel()).index_copy(0, index, sums[:, 1])
-        counts, moved = sums.new_zeros(2, samples.numel()).index_add(1, index, sums[:, 2:].t())
-        _, groups = (samples // group_size).unique(return_inverse=True)
-        if not samples.numel():
+        samples, (advantages, counts, moved) = torch.tensor(members, dtype=torch.int64), sums.t()
+        if not members:
             return cls(samples, counts, counts)
-        losses, slopes = group_terms(
-            moved / counts.clamp(min=1) / tau, torch.where(counts > 0, advantages, 0.0), groups
-        )
+        _, groups = (samples // group_size).unique_consecutive(return_inverse=True)
+        losses, slopes = group_terms(moved / counts.clamp(min=1) / tau, advantages, groups)
         speakers = torch.zeros_like(losses).index_add(0, groups, (counts > 0).double())
         values = (losses / speakers.clamp(min=1))[groups]
         per_token = 1 / (losses.numel() * counts.clamp(min=1))
@@ -86,9 +93,8 @@ class RealTerms:
 
     def rows(self, micro_batch: MicroBatch, scale: float) -> tuple[Tensor, Tensor]:
         """(slopes [T], values [T]) float32 of a micro-batch's loss tokens times `scale`, 0 elsewhere."""
-        # the last column: of no sample
-        table = self.slopes.new_zeros(2, int(self.samples.max()) + 2 if self.samples.numel() else 1)
-        table[:, self.samples] = torch.stack([self.slopes, self.values]) * scale
-        rows = table[:, micro_batch.samples[micro_batch.sequence_index]]
+        index = torch.searchsorted(self.samples, micro_batch.samples)  # 0 for padding, which has no loss tokens
+        terms = torch.stack([self.slopes, self.values]) if self.samples.numel() else self.slopes.new_zeros(2, 1)
+        rows = (terms[:, index] * scale)[:, micro_batch.sequence_index]
         slopes, values = torch.where(micro_batch.loss_mask, rows, 0.0).float()
         return slopes, values

@@ -7,13 +7,11 @@ become `StepTerms` of the micro-batches. With them the loss is again a sum over 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from megagrpo.algorithms.entropy import threshold_of_top
-from megagrpo.algorithms.real import RealTerms, sample_sums
+from megagrpo.algorithms.real import RealTerms, sample_sums, sums_by_sample
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.types import TrainBatch
@@ -68,21 +66,10 @@ def _with_real_terms(batch: TrainBatch, policy: MegatronPolicy, denominator: int
     moves = bool(layout.all_reduce(torch.tensor(int(has_old)), "max"))
     logprobs = policy.logprobs(batch) if moves else [None] * len(batch.micro_batches)
     mine = [sample_sums(m, row) for m, row in zip(batch.micro_batches, logprobs, strict=True)]
-    sums = _sums_of_ranks(mine, batch.samples, layout)
-    terms = RealTerms.of(sums, batch.samples, config.rollout.num_generations, config.algorithm.real_tau)
+    sums = layout.all_reduce(sums_by_sample(mine if _contributes(layout) else (), batch.samples))
+    terms = RealTerms.of(batch.samples, sums, config.rollout.num_generations, config.algorithm.real_tau)
     slopes, values = zip(*(terms.rows(m, denominator) for m in batch.micro_batches), strict=True)
     return batch.with_terms(real_slopes=slopes, real_values=values)
-
-
-def _sums_of_ranks(mine: Sequence[Tensor], members: Sequence[int], layout: Layout) -> Tensor:
-    """Return the `sample_sums` [members, 4] of all ranks in ascending order of the samples, from those of this rank's
-    micro-batches. A sample is one sequence on one replica; one that packing has dropped gets zeros. Collective."""
-    samples = torch.tensor(sorted(members), dtype=torch.float64)
-    table = torch.zeros(len(samples), 3, dtype=torch.float64)
-    for rows in mine if _contributes(layout) else ():
-        own = rows[rows[:, 0] >= 0]  # shared prompts are sequences of no sample
-        table[torch.searchsorted(samples, own[:, 0].contiguous())] = own[:, 1:]
-    return torch.cat([samples[:, None], layout.all_reduce(table)], dim=1)
 
 
 def _contributes(layout: Layout) -> bool:

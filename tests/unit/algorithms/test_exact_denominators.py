@@ -7,7 +7,7 @@ import torch
 from tiny_policy import tiny_run
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.algorithms.real import RealTerms, sample_sums
+from megagrpo.algorithms.real import RealTerms, sample_sums, sums_by_sample
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config.loss_table import LOSSES as LOSS_TABLE
 from megagrpo.data.packing import PackingRules, pack
@@ -44,12 +44,13 @@ def contributions(name: str, rules: PackingRules, dp_size: int, dtype: torch.dty
     batches = [pack(random_samples(), rules, rank, dp_size) for rank in range(dp_size)]
     divisor = denominator(batches[0], config.algorithm.loss.average, config.rollout.max_completion_length)
     if name == "real":
+        members = batches[0].samples
         sums = [
             sample_sums(m.with_terms(old_logprobs=m.rollout_logprobs), moved(m.rollout_logprobs))
             for b in batches
             for m in b.micro_batches
         ]
-        terms = RealTerms.of(torch.cat(sums), batches[0].samples, GROUP_SIZE, config.algorithm.real_tau)
+        terms = RealTerms.of(members, sums_by_sample(sums, members), GROUP_SIZE, config.algorithm.real_tau)
     for batch in batches:
         for micro_batch in batch.micro_batches:
             tags = micro_batch.rollout_logprobs.to(dtype)

@@ -8,7 +8,7 @@ import torch
 from megagrpo.algorithms.advantages import group_advantages, normalized_sum_advantages
 from megagrpo.algorithms.correction import correction_weights
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.algorithms.real import RealTerms, sample_sums
+from megagrpo.algorithms.real import RealTerms, sample_sums, sums_by_sample
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.algorithms.sequences import Sequences
 from megagrpo.config import RunConfig
@@ -45,9 +45,9 @@ def step(name, advantages, lengths, policy=-1.1, old=-1.2):
     batch = batch.with_terms(old_logprobs=torch.full((batch.num_tokens,), old))
     logprobs = torch.full((batch.num_tokens,), policy, requires_grad=True)
     if name == "real":
-        slopes, values = RealTerms.of(sample_sums(batch, logprobs.detach()), range(len(samples)), 2, 0.5).rows(
-            batch, max(sum(lengths), 1)
-        )
+        members = range(len(samples))
+        sums = sums_by_sample([sample_sums(batch, logprobs.detach())], members)
+        slopes, values = RealTerms.of(members, sums, 2, 0.5).rows(batch, max(sum(lengths), 1))
         batch = batch.with_terms(real_slopes=slopes, real_values=values)
     numerator = make_loss(config.algorithm)(LossInputs(logprobs, torch.zeros_like(logprobs), batch)).numerator
     (gradient,) = torch.autograd.grad(numerator, logprobs)

@@ -10,7 +10,7 @@ from megagrpo.algorithms.advantages import group_advantages
 from megagrpo.algorithms.correction import correction_weights
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.algorithms.real import RealTerms, sample_sums
+from megagrpo.algorithms.real import RealTerms, sample_sums, sums_by_sample
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.algorithms.sequences import Sequences
 from megagrpo.config import AlgorithmSection, RunConfig
@@ -86,7 +86,8 @@ def of_the_loss(**algorithm):
     rows = rows.with_terms(old_logprobs=old, ref_logprobs=old - 0.3 if config.algorithm.beta else None)
     divisor = denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length)
     if config.algorithm.loss_type == "real":
-        terms = RealTerms.of(sample_sums(rows, policy.detach()), batch.samples, GROUP_SIZE, config.algorithm.real_tau)
+        sums = sums_by_sample([sample_sums(rows, policy.detach())], batch.samples)
+        terms = RealTerms.of(batch.samples, sums, GROUP_SIZE, config.algorithm.real_tau)
         slopes, values = terms.rows(rows, divisor)
         rows = rows.with_terms(real_slopes=slopes, real_values=values)
     loss = make_loss(config.algorithm)(LossInputs(policy, entropy, rows)).numerator / divisor

@@ -9,7 +9,7 @@ import torch
 
 from megagrpo.algorithms.entropy import threshold_of_top
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.algorithms.real import RealTerms, sample_sums
+from megagrpo.algorithms.real import RealTerms, sample_sums, sums_by_sample
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
 from megagrpo.config.loss_table import LOSSES
@@ -91,9 +91,8 @@ def of_the_whole_step(batch, policy, entropy, rows, config):
     if algorithm.entropy_coef:
         found["entropy_weights"] = counted * (algorithm.entropy_coef * rows.divisor(config) / counted.sum())
     if algorithm.loss_type == "real":
-        terms = RealTerms.of(
-            sample_sums(batch, policy), rows.step.samples, config.rollout.num_generations, algorithm.real_tau
-        )
+        sums = sums_by_sample([sample_sums(batch, policy)], rows.step.samples)
+        terms = RealTerms.of(rows.step.samples, sums, config.rollout.num_generations, algorithm.real_tau)
         found["real_slopes"], found["real_values"] = terms.rows(batch, rows.divisor(config))
     return found
 
