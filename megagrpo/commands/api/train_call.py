@@ -16,7 +16,7 @@ from megagrpo.commands.api.run_handle import Run
 from megagrpo.config import ConfigError, RunConfig, load_config
 from megagrpo.config.io import config_file
 from megagrpo.platform.process.environment import launched
-from megagrpo.platform.process.imports import without_garbage_collection
+from megagrpo.platform.process.imports import one_metadata_scan, without_garbage_collection
 from megagrpo.platform.process.terminal import show, warn
 from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.records.run_files import FROM_PYTHON
@@ -117,7 +117,7 @@ def run_training(name: str, overrides: Sequence[str], ranks: int | None = None) 
         set_cuda_max_connections(config.parallel)
         if ranks > 1:
             return run_ranks(ranks, ["megagrpo", "train", name, *overrides])
-    with without_garbage_collection():
+    with without_garbage_collection(), one_metadata_scan():
         if not is_rank and not num_gpus():
             early_start.begin(config.rollout, config.lora.rank if config.lora.syncs_adapters else 0)
         from megagrpo.trainer import rank

@@ -34,7 +34,6 @@ from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform import device
 from megagrpo.platform.device import quiet
-from megagrpo.platform.parallel.spawn import RankFailed, run_ranks
 from megagrpo.platform.process.access_token import read_token
 from megagrpo.platform.process.open_files import raise_open_files
 from megagrpo.platform.process.removal import temporary_folder
@@ -208,6 +207,8 @@ def find_weights(config: RunConfig, checkpoint: str | None, scratch: Path, say: 
             f"--checkpoint: {path} is not a run's checkpoint: it lacks {STATE_FILE}; export it, and name the exported "
             "folder"
         )
+    from megagrpo.platform.parallel.spawn import RankFailed, run_ranks  # imported late: it imports torch._dynamo
+
     try:
         trained = StoredTensors(path).dtype(EMBEDDING)
         dtype = engine_dtype(*of_run, trained)

@@ -26,6 +26,7 @@ import torch
 
 from megagrpo.platform.device import apex, cpu, cpu_patches, wide_products
 from megagrpo.platform.device.packaged_cudnn import load_packaged_cudnn
+from megagrpo.platform.process.imports import without
 from megagrpo.platform.process.variables import ENVIRONMENT, KEPT_BYTES, number
 
 _CPU = torch.device("cpu")
@@ -267,6 +268,8 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device", category=UserWarning)
 
 
+# Megatron's timers import trackers, which nothing here writes to; with pandas and protobuf they open 1,300 files.
+@without("wandb", "torch.utils.tensorboard")
 def install() -> None:
     """Prepare torch and megatron-core for this machine. Idempotent; call it before anything imports megatron.core."""
     global _installed
