@@ -1,24 +1,18 @@
-"""Draws prompts from a data set in an order that one integer, the cursor, resumes."""
+"""Reads the prompts of a data set: renders, tokenizes and checks them, and draws them in a `PromptOrder`."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from hashlib import blake2b
-from itertools import count, islice
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import datasets
-
-from megagrpo.config import DataSection, DatasetSection
+from megagrpo.config import DataSection, DatasetSection, RunConfig
 from megagrpo.data.chat_templates import PROMPT_TAIL, check_kwargs, opened_thought
-from megagrpo.data.curriculum import Curriculum
-from megagrpo.data.data_sources import load_rows
+from megagrpo.data.prompt_order import PromptOrder
 from megagrpo.data.prompt_values import RenderedPrompts, as_prompt
-from megagrpo.data.response_lengths import ResponseLengths
-from megagrpo.data.text_rows import ROWS_FOR_NAMES, column_hint, names_in, nested
+from megagrpo.data.text_rows import ROWS_FOR_NAMES, JsonRows, column_hint, names_in, nested
 from megagrpo.data.tokenizer import Messages, Tokenizer, read_chat_template
 from megagrpo.types import Prompt
 
@@ -30,13 +24,8 @@ _PASSED_BY_SCORER = {
 _TEMPLATE_KWARGS = "chat_template_kwargs"  # the column with a row's own variables of the chat template
 
 
-class PromptSource:
-    """An endless stream of prompts from one data set, the same on every rank.
-
-    `next(n)` draws prompts. The whole state is `cursor`, the number of positions drawn or skipped since the start, and
-    the history of `curriculum`: set both to resume. Every epoch contains each prompt once, in the order of
-    blake2b("seed/epoch/prompt_id") with `data.shuffle`, else in the order of the data set. So the order depends only on
-    the seed and the epoch, and dropping a prompt does not move the others. Prompts that rest are skipped.
+class PromptSource(PromptOrder):
+    """The prompts of one data set, with their tokens and columns.
 
     `section` is `data.train` or a held-out set; `key` is its config key. Held-out prompts of reasoning-gym use a
     different seed. The constructor tokenizes every prompt to get its length (`lengths`, one per row). `num_overlong`
@@ -55,8 +44,10 @@ class PromptSource:
         key: str = "data.train",
         tools: Sequence[dict[str, Any]] = (),
     ):
-        self._key = key
-        self._data, self._tokenizer, self._seed = data, tokenizer, seed
+        from megagrpo.data.data_sources import load_rows  # imported late: `datasets` and pandas are slow
+
+        super().__init__((), data, seed)
+        self._key, self._tokenizer = key, tokenizer
         self._max_prompt_length = max_prompt_length
         self._template, self._tools = read_chat_template(data.chat_template), tools
         self._known_kwargs: set[frozenset[str]] = set()  # names of variables that were checked
@@ -64,72 +55,23 @@ class PromptSource:
         self._rows = load_rows(section, self._key, rows_seed, data.prompt_column)
         first_rows = (self._rows[row] for row in range(min(len(self._rows), ROWS_FOR_NAMES)))
         self._check_columns(list(dict.fromkeys(name for row in first_rows for name in names_in(row))))
-        self.num_overlong, self.warnings = 0, list[str]()
-        self._usable = self._usable_rows()
-        self._orders: dict[int, list[int]] = {}  # epoch -> rows in order, for the last epochs in use
-        self._peeked: dict[int, Prompt] = {}  # by position, from the cursor on
-        self.curriculum = Curriculum(data)
-        self.response_lengths = ResponseLengths(len(self._rows))
-        self._drawn_in: dict[int, int] = {}  # prompt_id -> epoch, for prompts drawn since the last `learn`
-        self.cursor = 0
-
-    def __len__(self) -> int:
-        """Number of prompts in one epoch."""
-        return len(self._usable)
-
-    @property
-    def cursor(self) -> int:
-        """Number of positions drawn or skipped since the start, over all epochs."""
-        return self._cursor
-
-    @cursor.setter
-    def cursor(self, value: int) -> None:
-        if value < 0:
-            raise ValueError(f"prompt cursor {value} is negative; it counts drawn prompts")
-        self._cursor = value
+        self.num_overlong = 0
+        self.rows = self._usable_rows()
 
     @property
     def columns(self) -> list[str]:
         """Names of the columns that reward functions get, renamed ones included."""
         return list(self._columns(self._rows[0]))
 
-    def next(self, n: int) -> list[Prompt]:
-        """Draw the next `n` prompts; they may span two epochs. `prompt_id` is the row in the data set."""
-        drawn: list[Prompt] = []
-        for position, row, epoch in islice(self._upcoming(), n):
-            self._cursor = position + 1
-            self._drawn_in[row] = epoch
-            drawn.append(self._peeked.pop(position) if position in self._peeked else self._prompt(row, position))
-        self._peeked = {position: prompt for position, prompt in self._peeked.items() if position >= self._cursor}
-        return drawn
-
-    def peek(self, n: int) -> list[Prompt]:
-        """Return the prompts that `next(n)` would draw now, without drawing. A later `learn` may let some rest."""
-        upcoming = list(islice(self._upcoming(), n))
-        self._peeked |= {
-            position: self._prompt(row, position) for position, row, _ in upcoming if position not in self._peeked
-        }
-        return [self._peeked[position] for position, _, _ in upcoming]
-
-    def learn(self, pass_rates: Mapping[int, float]) -> dict[str, float]:
-        """Give the curriculum the pass rates of the prompts drawn since the last call. Returns its metrics."""
-        self.curriculum.learn(pass_rates, self._drawn_in)
-        self._drawn_in = {}
-        return self.curriculum.metrics(self._cursor // len(self))
-
-    def all(self) -> list[Prompt]:
-        """Return every prompt once, in the order of the data set. The cursor does not move."""
-        return [self._prompt(row) for row in self._usable]
-
     def sample(self, n: int) -> list[Prompt]:
         """Return up to `n` prompts that are spread evenly over the data set, the first included."""
         count = min(n, len(self))
-        return [self._prompt(self._usable[i * len(self) // count]) for i in range(count)]
+        return [self._prompt(self.rows[i * len(self) // count]) for i in range(count)]
 
     def repeated(self) -> list[tuple[int, int]]:
         """Return (row, first row) of each prompt with the tokens of an earlier one."""
         first = self._first_rows()
-        return [(row, first[ids]) for row in self._usable if first[ids := self._fingerprints[row]] != row]
+        return [(row, first[ids]) for row in self.rows if first[ids := self._fingerprints[row]] != row]
 
     def shared_with(self, prompts: Sequence[Prompt]) -> list[tuple[int, int]]:
         """Return (prompt_id, own row) of each of the `prompts`, of another set, that has the tokens of a row."""
@@ -137,31 +79,7 @@ class PromptSource:
         return [(p.prompt_id, first[ids]) for p in prompts if (ids := hash(p.token_ids)) in first]
 
     def _first_rows(self) -> dict[int, int]:
-        return {self._fingerprints[row]: row for row in reversed(self._usable)}
-
-    def _upcoming(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (position in the stream, row, epoch) of the prompts from the cursor on that do not rest. Endless,
-        because every rest ends."""
-        for position in count(self._cursor):
-            row, epoch = self._row_at(position)
-            if not self.curriculum.rests(row, epoch):
-                yield position, row, epoch
-
-    def _row_at(self, position: int) -> tuple[int, int]:
-        """Return the row at a position of the stream, and its epoch."""
-        epoch, number = divmod(position, len(self))
-        if epoch not in self._orders:
-            self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1} | {
-                epoch: self._epoch_order(epoch)
-            }
-        return self._orders[epoch][number], epoch
-
-    def _epoch_order(self, epoch: int) -> list[int]:
-        if not self._data.shuffle:
-            return self._usable
-        return sorted(
-            self._usable, key=lambda row: blake2b(f"{self._seed}/{epoch}/{row}".encode(), digest_size=16).digest()
-        )
+        return {self._fingerprints[row]: row for row in reversed(self.rows)}
 
     def _check_columns(self, present: list[str]) -> None:
         wanted = [("data.prompt_column", self._data.prompt_column)]
@@ -179,7 +97,7 @@ class PromptSource:
         if problems:
             raise ValueError("\n".join(problems))
 
-    def _usable_rows(self) -> list[int]:
+    def _usable_rows(self) -> Sequence[int]:
         """Return the rows whose prompts are used, and count overlong prompts."""
         lengths: list[int] = []
         self.lengths, self._fingerprints = lengths, array("q")
@@ -195,7 +113,7 @@ class PromptSource:
         overlong = [row for row, length in enumerate(lengths) if length > self._max_prompt_length]
         self.num_overlong = len(overlong)
         if not overlong:
-            return list(range(len(lengths)))
+            return range(len(lengths))
         overlong_text = (
             f"{len(overlong)} of {len(lengths)} prompts are longer than rollout.max_prompt_length "
             f"{self._max_prompt_length} (longest: {max(lengths)} tokens, first: row {overlong[0]})"
@@ -207,7 +125,7 @@ class PromptSource:
         action = "dropped" if self._data.overlong_prompts == "drop" else "truncated on the left"
         self.warnings.append(f"{self._key}: {overlong_text}; {action} (data.overlong_prompts)")
         if self._data.overlong_prompts == "truncate_left":
-            return list(range(len(lengths)))
+            return range(len(lengths))
         if len(overlong) == len(lengths):
             raise ValueError(f"{self._key}: all prompts are dropped: {overlong_text}; raise the limit")
         return [row for row, length in enumerate(lengths) if length <= self._max_prompt_length]
@@ -239,7 +157,7 @@ class PromptSource:
         """The prompt of a row. ValueError for a value that is no prompt."""
         column = self._data.prompt_column
         try:
-            return as_prompt(nested(values, column), isinstance(self._rows, datasets.Dataset))
+            return as_prompt(nested(values, column), not isinstance(self._rows, list | JsonRows))
         except KeyError:
             raise ValueError(
                 f"{self._key}: row {row} has no `{column}` (data.prompt_column); add it, or remove the row"
@@ -269,6 +187,14 @@ class PromptSource:
             check_kwargs(sorted(names), self._tokenizer.template(self._template, self._tools), said)
             self._known_kwargs.add(names)
         return kwargs
+
+
+def prompt_reader(
+    config: RunConfig, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]] = ()
+) -> Callable[[DatasetSection, DataSection, str], PromptSource]:
+    """Return a function that reads the data set of a section, with the settings of `data`, and its config key."""
+    limit, seed = config.rollout.max_prompt_length, config.run.seed
+    return lambda section, data, key: PromptSource(section, data, tokenizer, limit, seed, key, tools)
 
 
 def hash_answer(text: Any) -> str | None:

@@ -62,19 +62,19 @@ class Columns:
 
     @property
     def dtype(self) -> np.dtype[np.void]:
-        """The row of a sample: 25 bytes with one reward function and nothing else."""
+        """The row of a sample: 37 bytes with one reward function and nothing else."""
         row: list[Any] = [
             ("reward", "f8"),
             ("rewards", "f8", (len(self.rewards),)),  # NaN where a function could not score
             ("logged", "f8", (len(self.logged),)),  # NaN if the call logged no such number
             ("version", "i4"),  # weight version of the first token
             ("length", "i4"),  # tokens of prompt and response
+            ("prompt_length", "i4"),  # with the tokens of others at the beginning of the response
+            ("prompt_key", "i8"),
             ("flags", "u1"),
         ]
         if self.dialogues:
-            counts = [(name, "i4") for name in ("response", "written", "turns", "tool_calls", "tool_failures")]
-            # the prompt may have another text than the drawn one, and the response may begin with tokens of others
-            row += [*counts, ("prompt_length", "i4"), ("prompt_key", "i8")]
+            row += [(name, "i4") for name in ("response", "written", "turns", "tool_calls", "tool_failures")]
         if self.later_versions:
             row += [("later", "i4")]  # sum over the tokens of their weight version minus the first one's
         if self.votes:
@@ -102,12 +102,11 @@ def facts_of(scored: Sequence[ScoredRollout], columns: Columns, votes: np.ndarra
     rows["version"] = [r.weight_version for r in rollouts]
     rows["length"] = [len(r.prompt.token_ids) + len(r.response_ids) for r in rollouts]
     rows["flags"] = [_flags(r) for r in rollouts]
+    begins = [0 if r.dialogue is None else _first_written(r) for r in rollouts]
+    rows["prompt_length"] = [len(r.prompt.token_ids) + begin for r, begin in zip(rollouts, begins, strict=True)]
+    rows["prompt_key"] = prompt_keys(rollouts, begins)
     if columns.dialogues:
-        begins = [int(r.written.argmax()) if r.length else len(r.response_ids) for r in rollouts]
         rows["response"], rows["written"] = [len(r.response_ids) for r in rollouts], [r.length for r in rollouts]
-        pairs = list(zip(rollouts, begins, strict=True))
-        rows["prompt_length"] = [len(r.prompt.token_ids) + begin for r, begin in pairs]
-        rows["prompt_key"] = [prompt_key(r.prompt, r.response_ids[:begin].tolist()) for r, begin in pairs]
         for column, name in (("turns", "num_turns"), ("tool_calls", "tool_calls"), ("tool_failures", "tool_failures")):
             rows[column] = [0 if r.dialogue is None else getattr(r.dialogue, name) for r in rollouts]
     if columns.later_versions:
@@ -131,22 +130,39 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def prompt_key(prompt: Prompt, more: Sequence[int] = ()) -> int:
-    """Return a 63-bit key that is equal for prompts of equal tokens (with `more` of them) and the same `inputs`."""
-    contents = prompt.token_ids, tuple(more), prompt.prompt_id if prompt.inputs else None
-    return int.from_bytes(hashlib.blake2b(repr(contents).encode(), digest_size=8).digest(), "big") >> 1
+def _first_written(rollout: Rollout) -> int:
+    """Return the index of the first token that the policy wrote; without one the number of tokens."""
+    return int(rollout.written.argmax()) if rollout.length else len(rollout.response_ids)
+
+
+def prompt_keys(rollouts: Sequence[Rollout], begins: Sequence[int]) -> list[int]:
+    """Return a 63-bit key of each rollout, equal for equal tokens of the prompt and of the response before `begins`,
+    and the same `inputs`."""
+    keys: list[int] = []
+    last: tuple[Prompt, int] | None = None
+    for rollout, begin in zip(rollouts, begins, strict=True):
+        prompt = rollout.prompt
+        if last is None or begin or last[0] is not prompt or last[1]:  # a group's samples have one prompt
+            contents = prompt.token_ids, tuple(rollout.response_ids[:begin].tolist())
+            seen = repr((*contents, prompt.prompt_id if prompt.inputs else None))
+            keys.append(int.from_bytes(hashlib.blake2b(seen.encode(), digest_size=8).digest(), "big") >> 1)
+        else:
+            keys.append(keys[-1])
+        last = prompt, begin
+    return keys
 
 
 @dataclass(frozen=True, eq=False)
 class StepSamples:
     """The N samples of a step, in prompt order, a group's samples next to each other.
 
-    What decides about all samples (advantages, packing, metrics) reads `prompts` and `facts`, which are the same on
-    every rank. Tokens, log-probs, texts and columns are in `own`: on the leader of the replica that sampled them.
+    What decides about all samples (advantages, packing, metrics) reads `facts` and the numbers of `prompts`, which are
+    the same on every rank; only leaders have the contents of prompts. Tokens, log-probs, texts and columns are in
+    `own`: on the leader of the replica that sampled them.
 
     >>> samples = StepSamples.of([])
     >>> len(samples), samples.facts.dtype.itemsize
-    (0, 17)
+    (0, 29)
     """
 
     prompts: Sequence[Prompt]  # [N] as drawn
@@ -195,31 +211,20 @@ class StepSamples:
         """[N] int64: tokens of each response."""
         if self.columns.dialogues:
             return self.facts["response"].astype(np.int64)
-        return self.facts["length"] - self._prompt_lengths
+        return self.facts["length"].astype(np.int64) - self.facts["prompt_length"]
 
     @property
     def written(self) -> np.ndarray:
         """[N] int64: tokens of each response that the policy wrote."""
         return self.facts["written"].astype(np.int64) if self.columns.dialogues else self.responses
 
-    @property
-    def _prompt_lengths(self) -> np.ndarray:
-        return np.fromiter((len(prompt.token_ids) for prompt in self.prompts), np.int64, len(self))
-
     def shapes(self, advantages: np.ndarray, rules: PackingRules) -> SampleShapes:
         """Return what packing must know of the samples with these advantages [N]."""
-        masked = self.has(TRUNCATED) & rules.mask_truncated
-        if self.columns.dialogues:
-            lengths, keys = self.facts["prompt_length"].astype(np.int64), self.facts["prompt_key"]
-        else:
-            known: dict[int, int] = {}  # id of a prompt -> key; a group's samples have one prompt
-            for prompt in self.prompts:
-                if id(prompt) not in known:
-                    known[id(prompt)] = prompt_key(prompt)
-            lengths = self._prompt_lengths
-            keys = np.fromiter((known[id(prompt)] for prompt in self.prompts), np.int64, len(self))
-        num_loss = np.where(masked, 0, self.written)
-        return SampleShapes(self.facts["length"].astype(np.int64), lengths, keys, num_loss, advantages, masked)
+        masked, facts = self.has(TRUNCATED) & rules.mask_truncated, self.facts
+        lengths, prompts = (facts[name].astype(np.int64) for name in ("length", "prompt_length"))
+        return SampleShapes(
+            lengths, prompts, facts["prompt_key"], np.where(masked, 0, self.written), advantages, masked
+        )
 
     def select(self, indices: np.ndarray) -> StepSamples:
         """Return these samples, renumbered in this order."""

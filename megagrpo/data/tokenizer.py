@@ -1,4 +1,7 @@
-"""Converts text and chat messages to token ids and back, with Hugging Face tokenizers or bare SentencePiece models."""
+"""Converts text and chat messages to token ids and back, with Hugging Face tokenizers or bare SentencePiece models.
+
+transformers is imported when a tokenizer is loaded: its import opens 6,000 files, and most ranks load no tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,18 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jinja2 import TemplateSyntaxError
 from sentencepiece import SentencePieceProcessor
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from megagrpo.config import RunConfig
 from megagrpo.data.chat_templates import PLAIN_TEXT as PLAIN_TEXT
 from megagrpo.data.chat_templates import check_kwargs
 from megagrpo.data.chat_templates import read_chat_template as read_chat_template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Messages = str | list[dict[str, Any]]
 # End of a rendered conversation: an opened assistant turn, the last message without its end, or the last message with
@@ -56,6 +60,8 @@ def load_tokenizer(path: str | Path, model_path: str | Path | None = None) -> To
         if not Path(path).is_file():
             raise ValueError(f"model.tokenizer: no SentencePiece file {Path(path).absolute()}; correct the path")
         return SentencePieceTokenizer(path, _generation_eos(model_path or Path(path).parent))
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path))
     except Exception as error:  # for a damaged file the tokenizers library raises a bare Exception
@@ -276,6 +282,8 @@ class SentencePieceTokenizer(Tokenizer):
         return list(self._control.values())
 
     def _apply_template(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         p = self.processor
         names = {"bos_token": p.bos_id(), "eos_token": p.eos_id(), "unk_token": p.unk_id()}
         tokens = {name: p.id_to_piece(i) for name, i in names.items() if i >= 0}
@@ -293,6 +301,8 @@ def as_messages(prompt: Messages, system_prompt: str | None) -> list[dict[str, A
 
 def _generation_eos(path: str | Path) -> list[int]:
     """Return the end tokens in generation_config.json; empty without that file."""
+    from transformers import GenerationConfig
+
     try:
         eos = GenerationConfig.from_pretrained(str(path)).eos_token_id
     except OSError as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megagrpo.config import ConfigError, RolloutSection, RunConfig, weight_path
+from megagrpo.data.tokenizer import Tokenizer
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http import MovedServers, check_urls, named_urls
 from megagrpo.engine.probe import check_plugin
@@ -120,12 +121,11 @@ def connect(
     servers: Servers,
     config: RunConfig,
     layout: Layout,
-    decode: Callable[..., str],
+    tokenizer: Tokenizer | None,
     say: Callable[[str], None],
     resources: ExitStack,
 ) -> tuple[VllmEngine | None, WeightSync]:
-    """Wait for the servers and return this rank's client (None except on the leader of each replica) and the weight
-    sync. Collective.
+    """Wait for the servers and return this rank's client, None without a `tokenizer`, and the weight sync. Collective.
 
     Servers that end are restarted or brought back until `resources` closes. Raises ConfigError for unreachable servers.
     """
@@ -145,12 +145,12 @@ def connect(
     quantized = f"; vLLM quantizes to {quantization}" if quantization != "none" else ""
     say(f"weight sync: {transport} ({reason}){quantized}")
     engine = None
-    if layout.is_dp_leader:
+    if tokenizer is not None:
         with as_config_errors():
             raise_open_files(requests_at_once(config.rollout, len(urls), layout.dp_size))
         engine = VllmEngine(
             urls,
-            decode,
+            tokenizer.decode,
             clients=layout.dp_size,
             client=layout.dp_rank,
             longest_first=config.rollout.scheduling == "longest_first",

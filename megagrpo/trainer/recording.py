@@ -83,7 +83,8 @@ def open_journal(inputs: Inputs, layout: Layout, resources: ExitStack) -> Journa
     for line in (f"run folder: {folder.path}", *inputs.notes):
         writer.message(line)
     sizes = config.run.log_tokens_groups, config.rollout.num_generations
-    tokens = TokenLog(layout, TokenTexts(inputs.data.tokenizer), *sizes, writer.message)
+    texts = TokenTexts(inputs.data.tokenizer) if inputs.data.tokenizer else None
+    tokens = TokenLog(layout, texts, *sizes, writer.message)
     if first:
         tokens.open(folder.path, step)
     resources.callback(tokens.close)

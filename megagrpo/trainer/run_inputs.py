@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.config import RunConfig, RunSection
-from megagrpo.data.prompts import PromptSource
+from megagrpo.config import DataSection, DatasetSection, RunConfig, RunSection
+from megagrpo.data.prompt_order import PromptOrder
+from megagrpo.data.prompts import PromptSource, prompt_reader
 from megagrpo.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from megagrpo.environments.dialogues import Dialogues, make_dialogues
 from megagrpo.models.bridge.load import Checkpoint
@@ -45,11 +46,12 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class Data:
-    """Prompts, held-out sets and rewards. `dialogues` and `rewards` are None except on the leader rank of each replica;
-    `dialogues` also without `multi_turn`."""
+    """Prompts, held-out sets and rewards. `tokenizer`, `dialogues` and `rewards` are None except on the leader rank of
+    each replica; `dialogues` also without `multi_turn`. On other ranks prompts have no content (`PromptOrder`)."""
 
-    tokenizer: Tokenizer
-    prompts: PromptSource
+    tokenizer: Tokenizer | None
+    stop_token_ids: tuple[int, ...]
+    prompts: PromptOrder
     held_out: list[HeldOut]
     dialogues: Dialogues | None
     rewards: RewardScorer | None
@@ -84,25 +86,28 @@ def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources:
     dtype = run_own_and_agree(layout, lambda: check_device(*checked, hf_config))
     on_first_rank(layout, lambda: Checkpoint(model_folder).check_all(hf_config))
     folder = open_run_folder(config, layout, resources)
-    tokenizer = tokenizer_of(config, model_folder)
-    reference_folder = _reference_folder(config.model.reference_path, hf_config, tokenizer)
+    tokenizer = run_own_and_agree(layout, lambda: tokenizer_of(config, model_folder) if layout.is_dp_leader else None)
+    reference_folder = run_own_and_agree(
+        layout, lambda: _reference_folder(config.model.reference_path, hf_config, tokenizer)
+    )
     model = ModelFiles(model_folder, hf_config, dtype, reference_folder)
     given, (config, data) = config, _read_data(config, base_folder, tokenizer, layout, resources)
     per_step = config.rollout.prompts_per_step
     notes = [*_steps_notes(given.run, config.run, per_step, len(data.prompts)), *unused_options(config.run)]
-    if first and data.rewards:
+    if first and data.rewards and tokenizer and isinstance(data.prompts, PromptSource):
         notes += start_warnings(config.rewards.functions, data.prompts, data.held_out, data.rewards, tokenizer)
     return Inputs(config, servers, loss_fn, Callbacks(config, layout, callbacks), model, folder, data, notes)
 
 
-def _reference_folder(path: str | None, model: HfConfig, tokenizer: Tokenizer) -> Path | None:
-    """Return the folder of `model.reference_path`, or None. Raises ValueError if architecture or vocabulary differs."""
+def _reference_folder(path: str | None, model: HfConfig, tokenizer: Tokenizer | None) -> Path | None:
+    """Return the folder of `model.reference_path`, or None. Raises ValueError if the architecture differs, or the
+    vocabulary, which ranks with a `tokenizer` check."""
     if path is None:
         return None
     folder = resolve_model(path, "model.reference_path")
     differing_values = architecture_differences(model, load_hf_config(folder))
     different = [f"{key}: {values}" for key, values in differing_values.items()]
-    if not different and (folder / "tokenizer_config.json").exists():
+    if tokenizer and not different and (folder / "tokenizer_config.json").exists():
         pairs = zip(tokenizer.pieces(), load_tokenizer(folder).pieces(), strict=False)
         different = [f"token {i}: {one!r}, {other!r}" for i, (one, other) in enumerate(pairs) if one != other][:1]
     if different:
@@ -115,16 +120,27 @@ def _reference_folder(path: str | None, model: HfConfig, tokenizer: Tokenizer) -
 
 
 def _read_data(
-    config: RunConfig, base_folder: Path, tokenizer: Tokenizer, layout: Layout, resources: ExitStack
+    config: RunConfig, base_folder: Path, tokenizer: Tokenizer | None, layout: Layout, resources: ExitStack
 ) -> tuple[RunConfig, Data]:
     """Load prompts, held-out sets and rewards. Returns the config with its number of steps, and the data."""
-    leader, max_length = layout.is_dp_leader, config.rollout.max_prompt_length
-    of_dialogues = config.multi_turn, config.data, config.rewards.names, max_length, tokenizer, base_folder
-    dialogues = run_own_and_agree(layout, lambda: make_dialogues(*of_dialogues, resources) if leader else None)
+    of_dialogues = config.multi_turn, config.data, config.rewards.names, config.rollout.max_prompt_length
+    dialogues = run_own_and_agree(
+        layout, lambda: make_dialogues(*of_dialogues, tokenizer, base_folder, resources) if tokenizer else None
+    )
     tools, names = on_first_rank(layout, lambda: (dialogues.tools, dialogues.reward_names) if dialogues else ([], []))
-    prompts = PromptSource(config.data.train, config.data, tokenizer, max_length, config.run.seed, tools=tools)
+    stop_token_ids = on_first_rank(layout, lambda: tokenizer.eos_token_ids if tokenizer else ())
+
+    def read(section: DatasetSection, data: DataSection, key: str) -> PromptOrder:
+        """Read a data set on the ranks that generate; the others get the numbers of its rows. Collective."""
+        source = run_own_and_agree(
+            layout, lambda: prompt_reader(config, tokenizer, tools)(section, data, key) if tokenizer else None
+        )
+        rows = on_first_rank(layout, lambda: source.rows if source else ())
+        return PromptOrder(rows, data, config.run.seed) if source is None else source
+
+    prompts = read(config.data.train, config.data, "data.train")
     config = config.with_num_prompts(len(prompts))
-    held_out = load_sets(config, tokenizer, tools, names)
+    held_out = load_sets(config, stop_token_ids, read, names)
 
     def load_rewards() -> RewardScorer:
         scorer = RewardScorer(config.rewards, config.rollout.max_completion_length, base_folder)
@@ -132,8 +148,8 @@ def _read_data(
         check_columns(held_out, scorer)
         return scorer
 
-    rewards = run_own_and_agree(layout, lambda: load_rewards() if leader else None)
-    return config, Data(tokenizer, prompts, held_out, dialogues, rewards)
+    rewards = run_own_and_agree(layout, lambda: load_rewards() if tokenizer else None)
+    return config, Data(tokenizer, stop_token_ids, prompts, held_out, dialogues, rewards)
 
 
 def _steps_notes(given: RunSection, run: RunSection, per_step: int, num_prompts: int) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from megagrpo.config import ConfigError
-from megagrpo.data.prompts import PromptSource
+from megagrpo.data.prompt_order import PromptOrder
 from megagrpo.records.checkpoint import Checkpointer, CheckpointError
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.trainer.gpu_turns import GpuTurns
@@ -27,7 +27,7 @@ class Saves:
 
     checkpointer: Checkpointer
     state: TrainState
-    prompts: PromptSource
+    prompts: PromptOrder
     collector: Collector
     turns: GpuTurns
     time_limit: TimeLimit

@@ -44,7 +44,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     policy, reference = load_policy(config, layout, model, progress)
     if note := apex_note(policy.optimizer):
         say(note)
-    engine, weight_sync = connect(servers, config, layout, data.tokenizer.decode, say, resources)
+    engine, weight_sync = connect(servers, config, layout, data.tokenizer, say, resources)
     rollouts = make_rollouts(inputs, engine, layout, state, journal, resources)
     collector = rollouts.collector
     offload = Offload(policy, reference) if offloads(config.rollout, config.train.offload) else NoOffload()
@@ -88,5 +88,5 @@ def make_rollouts(
         resources.enter_context(pool)
     generator = data.dialogues.wrap(engine) if data.dialogues and engine else engine
     collector = Collector(layout, generator, data.rewards, journal.phases, pool, rollout.max_staleness > 0)
-    sampling = sampling_params(rollout, data.tokenizer.eos_token_ids)
+    sampling = sampling_params(rollout, data.stop_token_ids)
     return Rollouts(config, data.prompts, collector, sampling, state, journal.writer.message)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
-from megagrpo.config import RunConfig, evaluation_sets
-from megagrpo.data.prompts import PromptSource
+from megagrpo.config import DataSection, DatasetSection, RunConfig, evaluation_sets
+from megagrpo.data.prompt_order import PromptOrder
 from megagrpo.data.step_samples import StepSamples, Vote
-from megagrpo.data.tokenizer import Tokenizer
 from megagrpo.engine.protocol import derive_seed
 from megagrpo.platform.process.hints import did_you_mean
 from megagrpo.rewards.answers import extractor
@@ -22,6 +20,7 @@ from megagrpo.trainer.rollout.collector import sampling_params
 from megagrpo.trainer.rollout.sample_metrics import rollout_metrics
 from megagrpo.types import Prompt, SamplingParams, ScoredRollout, Truncation
 
+Read = Callable[[DatasetSection, DataSection, str], PromptOrder]  # reads the data set of a config key
 Collect = Callable[[Sequence[Prompt], int, SamplingParams, int, Vote | None], tuple[StepSamples, dict[str, float]]]
 
 
@@ -56,9 +55,9 @@ class HeldOut:
 
 
 def load_sets(
-    config: RunConfig, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]] = (), reward_names: Sequence[str] = ()
+    config: RunConfig, stop_token_ids: tuple[int, ...], read: Read, reward_names: Sequence[str] = ()
 ) -> list[HeldOut]:
-    """Load the config's held-out sets. `tools` are shown in their prompts; `reward_names` are multi_turn's rewards.
+    """Load the config's held-out sets with `read`. `reward_names` are multi_turn's rewards.
 
     Raises ValueError for a set that cannot be used, and for a pass_function that is not a reward.
     """
@@ -76,9 +75,9 @@ def load_sets(
     for name, section in evaluation_sets(config).items():
         overrides = {key: getattr(section, key) for key in ("prompt_column", "columns", "extract_hash_answer")}
         data, key = config.data.model_copy(update=overrides), f"evaluation.sets.{name}" if name else "data.eval"
-        source = PromptSource(section, data, tokenizer, config.rollout.max_prompt_length, config.run.seed, key, tools)
+        source = read(section, data, key)
         sampling = replace(
-            sampling_params(config.rollout, tokenizer.eos_token_ids),
+            sampling_params(config.rollout, stop_token_ids),
             temperature=section.temperature,
             max_tokens=section.max_completion_length,
             truncation=Truncation(section.top_p, section.top_k, section.min_p),

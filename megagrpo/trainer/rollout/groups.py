@@ -13,7 +13,7 @@ import numpy as np
 
 from megagrpo.algorithms.advantages import flat_groups
 from megagrpo.config import RunConfig
-from megagrpo.data.prompts import PromptSource
+from megagrpo.data.prompt_order import PromptOrder
 from megagrpo.data.step_samples import StepSamples
 from megagrpo.engine.protocol import derive_seed
 from megagrpo.trainer.rollout.collector import Collector
@@ -26,7 +26,7 @@ class Rollouts:
     """Draws the rollouts of each step. All methods are collective."""
 
     config: RunConfig
-    prompts: PromptSource
+    prompts: PromptOrder
     collector: Collector
     sampling: SamplingParams
     state: TrainState

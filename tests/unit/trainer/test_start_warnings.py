@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megagrpo.config import load_config
-from megagrpo.data.prompts import PromptSource
+from megagrpo.data.prompts import PromptSource, prompt_reader
 from megagrpo.data.tokenizer import tokenizer_of
 from megagrpo.records.report.collect import RunFiles
 from megagrpo.records.report.findings import findings
@@ -59,7 +59,13 @@ def warnings(folder, *overrides: str) -> list[str]:
     tokenizer = tokenizer_of(config, folder / "model")
     train = PromptSource(config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed)
     with RewardScorer(config.rewards, config.rollout.max_completion_length, folder) as scorer:
-        return start_warnings(config.rewards.functions, train, load_sets(config, tokenizer), scorer, tokenizer)
+        return start_warnings(
+            config.rewards.functions,
+            train,
+            load_sets(config, (2,), prompt_reader(config, tokenizer)),
+            scorer,
+            tokenizer,
+        )
 
 
 def test_a_run_warns_of_rows_and_prompts_and_its_report_has_an_alarm_for_each(folder):
