@@ -15,6 +15,7 @@ from megagrpo.config import ConfigError, Problem, ProblemError, RolloutSection, 
 from megagrpo.config.io import SHIPPED, read_yaml, shipped_configs, shipped_folder, validated_as
 from megagrpo.config.paths import paths_in
 from megagrpo.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megagrpo.platform.launch.staging import SQUASH, TAR
 
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # as HF_TOKEN and WANDB_API_KEY
@@ -42,6 +43,29 @@ class Container(Section):
     mounts: tuple[str, ...] = ()
 
 
+class Staging(Section):
+    """Where each node gets a copy of the Python environment from, and on which disk (`staging.py`)."""
+
+    archive: str
+    """A .tar, .sqsh or .squashfs with bin/python at its top, on a file system that all nodes share."""
+    folder: str = "/tmp"
+    """A folder on each node's own disk."""
+
+    @field_validator("archive")
+    @classmethod
+    def _check_archive(cls, archive: str) -> str:
+        if not archive.endswith(TAR + SQUASH):
+            raise ValueError(f"must end in {', '.join(TAR + SQUASH)}; make the archive as docs/slurm.md says")
+        return archive
+
+    @field_validator("folder")
+    @classmethod
+    def _check_folder(cls, folder: str) -> str:
+        if not os.path.isabs(folder):
+            raise ValueError("must be an absolute path; name a folder on each node's own disk")
+        return folder
+
+
 class Cluster(Section):
     """A file of `launch/clusters`."""
 
@@ -61,6 +85,8 @@ class Cluster(Section):
     env: dict[str, str] = Field({})
     """Environment variables, without secrets."""
     container: Container | None = None
+    staging: Staging | None = None
+    """Copy the environment to each node before the job's other steps. `python` only makes the copies then."""
     restarts: NonNegativeInt = 10
     """Restarts of one job, after preemption or at its time limit."""
     restart_failed: bool = False
@@ -93,6 +119,9 @@ class Cluster(Section):
             elif SECRET_VARIABLE.search(name):
                 fix = "`export` it where you submit, or read it in `setup`"
                 problems.append(Problem(("env",), f"{name} would expose a secret in the job script; {fix}"))
+        if self.staging and (self.storage_claim or self.container):
+            fix = "leave it out"
+            problems.append(Problem(("staging",), f"a container's environment comes with its image; {fix}"))
         if self.storage_claim and self.container is None:
             fix = "set container.image"
             problems.append(Problem(("container",), f"Kubernetes (storage_claim) needs an image; {fix}"))
@@ -125,9 +154,12 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def check_paths(config: RunConfig, config_name: str, cluster: Cluster) -> None:
-    """Raise ConfigError that names each path of the job that no mount of the cluster's container holds under the same
-    path. Files of a shipped config are not checked: every image has them."""
+    """Raise ConfigError for an archive of `staging` that does not exist, and for each path of the job that no mount of
+    the cluster's container holds under the same path. Files of a shipped config are not checked: every image has
+    them."""
     root, container, shipped = job_folder(), cluster.container, shipped_configs().resolve()
+    if cluster.staging and not (archive := root / cluster.staging.archive).is_file():
+        raise ConfigError(f"staging.archive: no file {archive}; make it as docs/slurm.md says, or leave staging out")
     if container is None:
         return
     paths = [(key, path) for key, path in paths_in(config) if shipped not in Path(path).resolve().parents]

@@ -68,7 +68,7 @@ def _settings(
     config: RunConfig, config_name: str, overrides: Sequence[str], cluster: Cluster, placement: Placement
 ) -> str:
     """Return the lines between the marks: a variable of bash for each value, and the function `setup`."""
-    container, root, q = cluster.container, str(job_folder()), shlex.quote
+    container, root, q = cluster.container, job_folder(), shlex.quote
     srun, inside = [], []
     if container is not None and container.runtime == "pyxis":
         mounts = [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
@@ -76,7 +76,7 @@ def _settings(
         # otherwise the image's value takes precedence
         srun.append(f"--container-env={','.join(['PYTHONPATH', *cluster.variables])}")
     elif container is not None:
-        inside = ["apptainer", "exec", *["--nv"] * bool(cluster.gpus_per_node), "--pwd", root]
+        inside = ["apptainer", "exec", *["--nv"] * bool(cluster.gpus_per_node), "--pwd", str(root)]
         inside += [word for mount in container.mounts for word in ("--bind", mount)] + [container.image]
     memory = [f"gpu_memory_gb={cluster.gpu_memory_gb:g}"] if cluster.gpu_memory_gb and cluster.gpus_per_node else []
     preflight = ["--gpus", str(cluster.gpus_per_node)]
@@ -85,7 +85,7 @@ def _settings(
         preflight.append("--one-connection")
     exports = [f"export {name}={q(value)}" for name, value in cluster.variables.items()]
     values = {
-        "REPOSITORY": q(root),
+        "REPOSITORY": q(str(root)),
         "CONFIG": q(config_name),
         "OVERRIDES": _array(overrides),
         "RUN_FOLDER": q(str(Path(config.run.output_dir) / config.run.name)),
@@ -96,6 +96,7 @@ def _settings(
         "SERVERS_PER_NODE": placement.servers_per_node,
         "FIRST_SERVER_GPU": placement.first_server_gpu,
         "NODES_PER_SERVER": placement.nodes_per_server,
+        "STAGING": _array([str(root / stage.archive), stage.folder] if (stage := cluster.staging) else []),
         "PLAN": _array(memory),
         "PREFLIGHT": _array(preflight),
         "SRUN_OPTIONS": _array(srun),
