@@ -6,8 +6,10 @@ their user can open. On several nodes the first node's agent serves torch's TCPS
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import tempfile
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,10 +19,12 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from megagrpo.platform.launch.preflight import listen
 from megagrpo.platform.process.loopback import LOOPBACK_ADDRESS
+from megagrpo.platform.process.open_files import raise_open_files
 from megagrpo.platform.process.variables import ENVIRONMENT, RENDEZVOUS_VARIABLE
 
 RENDEZVOUS_BACKEND = "megagrpo"  # name of this rendezvous in torchrun
 JOIN_SECONDS = 600  # timeout until every agent has joined
+LEFT, LEAVE_SECONDS = "megagrpo/agents_left", 10.0  # the key of their number, and how long the first node waits for all
 
 
 class Nodes(NamedTuple):
@@ -50,8 +54,24 @@ class Rendezvous(StaticTCPRendezvous):
         self._store = self._tcp_store() if self.world_size > 1 else HashStore()
         return super().next_rendezvous()
 
+    def shutdown(self) -> bool:
+        """Let the agent that serves the store end last: until then the others may wait for its answers.
+
+        Without it an agent of another node prints a traceback of a lost connection at the end of a job.
+        """
+        if self.world_size > 1:
+            deadline = time.monotonic() + LEAVE_SECONDS
+            with contextlib.suppress(RuntimeError):  # the store is gone: its node has failed
+                left = self._store.add(LEFT, 1)
+                while self.rank == 0 and left < self.world_size and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                    left = self._store.add(LEFT, 0)
+        return True
+
     def _tcp_store(self) -> Store:
         address, port, serves = self.master_addr, self.master_port, self.rank == 0
+        if serves:
+            raise_open_files()  # a connection for each rank and each agent
         listener = listen(f"{address}:{port}").detach() if serves else None  # otherwise torch listens on every address
         return TCPStore(address, port, self.world_size, serves, self.timeout, master_listen_fd=listener)
 

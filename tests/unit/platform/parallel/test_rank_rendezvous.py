@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -55,6 +56,26 @@ def test_the_first_of_several_agents_listens_on_the_master_address_alone():
     second.join(30)
     assert (rank, size, shares_its_store, waiting, second.exitcode) == (0, 2, True, 0, 0)
     assert addresses - before == {"0200007F"}
+
+
+def leave(rank, port, seconds):
+    """An agent that still needs the store after `seconds`."""
+    parameters = RendezvousParameters("megagrpo", f"127.0.0.1:{port}", "run", 2, 2, rank=str(rank))
+    handler = rendezvous_handler_registry.create_handler(parameters)
+    store = handler.next_rendezvous().store
+    time.sleep(seconds)
+    store.add("late", 1)  # waits for an answer
+    handler.shutdown()
+
+
+def test_the_agent_that_serves_the_store_ends_last():
+    port, context = free_port("127.0.0.1"), get_context("fork")
+    agents = [context.Process(target=leave, args=(rank, port, 1.5 * rank)) for rank in (0, 1)]
+    for one in agents:
+        one.start()
+    for one in agents:
+        one.join(30)
+    assert [one.exitcode for one in agents] == [0, 0]
 
 
 def test_the_folder_of_the_ranks_is_for_their_user_alone(monkeypatch, tmp_path):
