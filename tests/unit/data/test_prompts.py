@@ -1,6 +1,7 @@
 """Prompts from real files, folders and generators: order, resuming, columns, lengths, and refused inputs."""
 
 import json
+import pickle
 import shutil
 import sys
 from collections import Counter
@@ -15,6 +16,7 @@ from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megagrpo.config import DataSection
+from megagrpo.data.prompt_order import PromptOrder
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import HuggingFaceTokenizer
 
@@ -55,6 +57,23 @@ def text(tokenizer, prompt) -> str:
 
 def ids(prompts) -> list[int]:
     return [p.prompt_id for p in prompts]
+
+
+def test_ranks_without_the_data_set_draw_the_same_rows(tokenizer, tmp_path):
+    jsonl = tmp_path / "rows.jsonl"
+    jsonl.write_text("".join(json.dumps({"prompt": "word" * (1 + (n in (2, 6)))}) + "\n" for n in range(10)))
+    limits = {"limit": 5, "overlong_prompts": "drop"}  # rows 2 and 6 are longer
+    for data in ({}, {"shuffle": False}, {"curriculum": "pass_rate", "curriculum_rest": 2}):
+        leader = source(tokenizer, jsonl, seed=3, **limits, **data)
+        section = DataSection(train={"source": str(jsonl)}, overlong_prompts="drop", **data)
+        other = PromptOrder(pickle.loads(pickle.dumps(leader.rows)), section, 3)
+        assert len(other) == len(leader) == 8
+        for _ in range(8):
+            drawn, same = leader.next(7), other.next(7)
+            assert [(p.prompt_id, p.place) for p in drawn] == [(p.prompt_id, p.place) for p in same]
+            rates = {p.prompt_id: (p.prompt_id % 3) / 2 for p in drawn}
+            assert leader.learn(rates) == other.learn(rates) and leader.cursor == other.cursor
+        assert other.columns == [] and not any(p.token_ids for p in other.all())
 
 
 def test_each_epoch_gives_every_prompt_once_in_the_documented_order(tokenizer, jsonl):
