@@ -59,13 +59,13 @@ class Rendezvous(StaticTCPRendezvous):
 
         Without it an agent of another node prints a traceback of a lost connection at the end of a job.
         """
-        if self.world_size > 1:
-            deadline = time.monotonic() + LEAVE_SECONDS
+        store, deadline = self._store, time.monotonic() + LEAVE_SECONDS
+        if self.world_size > 1 and store is not None:
             with contextlib.suppress(RuntimeError):  # the store is gone: its node has failed
-                left = self._store.add(LEFT, 1)
+                left = store.add(LEFT, 1)
                 while self.rank == 0 and left < self.world_size and time.monotonic() < deadline:
                     time.sleep(0.02)
-                    left = self._store.add(LEFT, 0)
+                    left = store.add(LEFT, 0)
         return True
 
     def _tcp_store(self) -> Store:
