@@ -5,11 +5,12 @@ Efficiencies are named constants, not measured by us. docs/plan.md compares pred
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, exp
 
 from megagrpo.config import RolloutSection, RunConfig
 from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.proof.plan.control_plane import control_seconds
 from megagrpo.proof.plan.engine_memory import GIB, block_bytes, device_bytes, engine_bytes, kv_bytes
 from megagrpo.proof.plan.flops import attention_flops, model_flops, token_flops
 from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE, HOST_GB_PER_S, Gpu, Links
@@ -30,7 +31,8 @@ CURVE_POINTS = 64
 
 @dataclass(frozen=True)
 class StepTimes:
-    """`seconds` is phase -> seconds; load happens once, the others in each step.
+    """`seconds` is phase -> seconds; load happens once, the others in each step. `control` and `sync` are the parts of
+    these phases that `control_seconds` and `sync_parts` predict.
 
     `mfu` is the train phase's, on the trainer's GPUs. `idle` is the share of all GPUs' time per step spent waiting, for
     the other side or in a pipeline bubble.
@@ -43,6 +45,8 @@ class StepTimes:
     idle: float
     bubble: float  # idle share of the train phase
     ahead: bool = False  # asynchronous: generation overlaps with training
+    control: dict[str, float] = field(default_factory=dict)
+    sync: dict[str, float] = field(default_factory=dict)
 
     @property
     def computing(self) -> float:
@@ -51,7 +55,15 @@ class StepTimes:
     @property
     def step(self) -> float:
         generate = self.seconds["generate"]
-        return (max(generate, self.computing) if self.ahead else generate + self.computing) + self.seconds["sync"]
+        both = max(generate, self.computing) if self.ahead else generate + self.computing
+        return both + self.seconds["sync"] + self.seconds["control"]
+
+    @property
+    def bound(self) -> str:
+        """The longest part of a step: generation, training, weight sync or control plane."""
+        of_phases = {"generate": "generation", "sync": "weight sync", "control": "control plane"}
+        parts = {name: self.seconds[phase] for phase, name in of_phases.items()} | {"training": self.computing}
+        return max(parts, key=parts.__getitem__)
 
     @property
     def tokens_per_gpu(self) -> float:
@@ -75,23 +87,26 @@ def step_times(
     logprob_passes = int(a.updates_per_step > 1 or a.kl_in_reward) + int(a.beta > 0)
     updates = a.updates_per_step * _update_seconds(config, model, world_size, gpu)
     train = a.num_iterations * (forward + backward + (forward if a.router_aux_loss_coef else 0)) + updates
+    control, sync = control_seconds(config, world_size, lengths), sync_parts(config, model, world_size, gpu)
+    generate = generate_seconds(config, model, gpu, lengths) if generate is None else generate
+    beside = min(control["read"], generate)  # responses are read while others are generated
     seconds = {
         "load": _load_seconds(config, model, world_size),
-        "generate": generate_seconds(config, model, gpu, lengths) if generate is None else generate,
+        "generate": generate,
         "logprobs": logprob_passes * forward,
         "train": train,
-        "sync": sync_seconds(config, model, world_size, gpu),
+        "sync": _sync_seconds(sync),
+        "control": sum(control.values()) - beside,
     }
     of_sample = model_flops(model, lengths.prompt, lengths.response, frozen=config.lora.enabled)
     mfu = a.num_iterations * samples * of_sample / (train * world_size * gpu.bf16_tflops * 1e12)
     servers = 0 if config.rollout.placed == "colocated" else server_gpus(config.rollout)
-    made = StepTimes(
-        seconds, world_size + servers, samples * lengths.sample, mfu, 0.0, fraction, config.rollout.max_staleness > 0
-    )
-    waits = fraction * (made.computing - updates) * world_size
+    ahead, tokens = config.rollout.max_staleness > 0, samples * lengths.sample
+    made = StepTimes(seconds, world_size + servers, tokens, mfu, 0.0, fraction, ahead, control, sync)
+    waits = (fraction * (made.computing - updates) + seconds["control"]) * world_size
     if servers:
         both = made.step - seconds["sync"]
-        waits += (both - made.computing) * world_size + (both - seconds["generate"]) * servers
+        waits += (both - seconds["control"] - made.computing) * world_size + (both - generate) * servers
     return replace(made, idle=waits / (made.step * made.gpus))
 
 
@@ -123,7 +138,7 @@ def generate_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Leng
     flops, peak = token_flops(model), gpu.bf16_tflops * 1e12 * r.devices_per_server
     of_prompt = lengths.prompt * flops.blocks + attention_flops(model, lengths.prompt)
     prefill = prompts * of_prompt / (peak * PREFILL_EFFICIENCY)
-    slots = r.dp * min(r.max_num_seqs, _cached_sequences(config, model, gpu, lengths))
+    slots = _slots(config, model, gpu, lengths)
     if r.max_staleness and r.in_flight != "wait":
         return prefill + _steady_seconds(config, model, gpu, lengths, each, min(slots, each * (1 + r.max_staleness)))
     sleep = SLEEP_SECONDS if r.placed == "colocated" else 0
@@ -171,11 +186,20 @@ def exponential_mean(mean: float, longest: float) -> float:
     return high
 
 
-def _cached_sequences(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths) -> int:
-    """Return how many average sequences the KV cache of a server's data-parallel copy holds at once, at least one."""
+def _slots(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths) -> int:
+    """Return how many average sequences a server decodes at once: `rollout.max_num_seqs` on each data-parallel copy, or
+    as many as its KV cache holds, at least one."""
     r = config.rollout
     room = r.gpu_memory_utilization * gpu.memory_gib * GIB - device_bytes(config, model)
-    return max(1, int(room / max(1, kv_bytes(config, model, int(lengths.sample)))))
+    cached = max(1, int(room / max(1, kv_bytes(config, model, int(lengths.sample)))))
+    return r.dp * min(r.max_num_seqs, cached)
+
+
+def cache_limits(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths) -> bool:
+    """Whether responses wait because the KV cache of a server is full."""
+    r = config.rollout
+    each = ceil(r.prompts_per_step * r.num_generations / (len(r.urls) or r.servers))
+    return _slots(config, model, gpu, lengths) < min(r.dp * r.max_num_seqs, each)
 
 
 def _decode_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, batch: float, context: float) -> float:
@@ -206,7 +230,17 @@ def _decode_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, batch: float, 
 
 
 def sync_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu) -> float:
-    """Return the seconds of the busiest end of a weight sync, plus the copies of `train.offload` to the host and back.
+    """Return the seconds of a weight sync: of its busiest end, plus the copies of `train.offload`."""
+    return _sync_seconds(sync_parts(config, model, world_size, gpu))
+
+
+def _sync_seconds(parts: dict[str, float]) -> float:
+    return max(parts["senders"], parts["receivers"]) + parts["copies"]
+
+
+def sync_parts(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu) -> dict[str, float]:
+    """Return the seconds of the `senders` and of the `receivers` of a weight sync, which overlap, and of the `copies`
+    of `train.offload` to the host and back.
 
     A rank sends its part of the weights to all servers; a worker receives its part of the model. `megagrpo plan
     --weight-sync` computes both exactly.
@@ -216,9 +250,10 @@ def sync_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu) 
     experts = expert_parameters(model) * config.model.weight_bytes
     received = (size - experts + experts / r.dp) / (r.tp * r.pp)
     sent = received * server_gpus(config.rollout) / world_size
-    span = 1 if r.placed == "colocated" else 10**9
-    offload = max(copied_bytes(config, model, world_size)) / (HOST_GB_PER_S * 1e9) if config.takes_turns else 0
-    return Links(gpu).seconds(max(received, sent), span) + offload
+    links, span = Links(gpu), 1 if r.placed == "colocated" else 10**9
+    copied = max(copied_bytes(config, model, world_size)) if config.takes_turns else 0
+    ends = {"senders": links.seconds(sent, span), "receivers": links.seconds(received, span)}
+    return ends | {"copies": copied / (HOST_GB_PER_S * 1e9)}
 
 
 def _load_seconds(config: RunConfig, model: HfConfig, world_size: int) -> float:

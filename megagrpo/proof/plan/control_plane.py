@@ -1,0 +1,58 @@
+"""Predicts the seconds of a step in which the hosts read, exchange, pack and write its samples. docs/plan.md has the
+formulas.
+
+The seconds are of one core, and of gloo between two hosts. `python benchmarks/scale.py` prints them.
+"""
+
+from __future__ import annotations
+
+from math import ceil, log2
+
+from megagrpo.config import RunConfig
+from megagrpo.proof.plan.workload import Lengths
+
+REQUEST_SECONDS, READ_TOKEN_SECONDS = 0.5e-3, 0.35e-6  # a leader reads a response
+PLANNED_SAMPLE_SECONDS = 5e-6  # every rank: advantages, packing and metrics of all samples
+BUILT_SAMPLE_SECONDS, BUILT_TOKEN_SECONDS = 150e-6, 60e-9  # micro-batches of a rank's own samples
+WRITTEN_SAMPLE_SECONDS, WRITTEN_TOKEN_SECONDS = 20e-6, 40e-9  # the line of a response, one after the other
+MESSAGE_SECONDS = 50e-6  # of a small message between two hosts over gloo
+GLOO_GB_PER_S = 1.0  # of a large one
+AGREEMENTS = 16  # small all-reduces over all ranks in a step
+FACT_BYTES = 40  # of a sample that every rank knows
+
+
+def step_samples(config: RunConfig) -> int:
+    """Return the number of samples of a step."""
+    return config.rollout.prompts_per_step * config.rollout.num_generations
+
+
+def control_seconds(config: RunConfig, world_size: int, lengths: Lengths) -> dict[str, float]:
+    """Return part -> seconds of a step: `read` on the leader of a replica, beside generation, and in turn `facts` and
+    `tokens` (their exchange), `pack`, `agree` and `write`.
+
+    Facts go around the leaders, tokens from leader to leader, and both then from the leader to the ranks of its
+    replica, tokens only to the first and the last pipeline stage.
+    """
+    p, samples = config.parallel, step_samples(config)
+    dp = max(1, world_size // p.model_parallel_size)
+    own = samples / dp
+    facts, row = samples * FACT_BYTES, 4 * (lengths.sample + lengths.response)
+    return {
+        "read": own * (REQUEST_SECONDS + READ_TOKEN_SECONDS * lengths.response),
+        "facts": _seconds(dp - 1, facts) + _broadcast(p.model_parallel_size, facts),
+        "tokens": _seconds(dp - 1, own * row) + _broadcast(p.tp * p.cp * min(2, p.pp), own * row),
+        "pack": samples * PLANNED_SAMPLE_SECONDS + own * (BUILT_SAMPLE_SECONDS + BUILT_TOKEN_SECONDS * lengths.sample),
+        "agree": AGREEMENTS * _seconds(ceil(log2(world_size)), 0),
+        "write": samples * (WRITTEN_SAMPLE_SECONDS + WRITTEN_TOKEN_SECONDS * lengths.response),
+    }
+
+
+def _seconds(messages: int, size: float) -> float:
+    """Return the seconds of messages one after the other, of `size` bytes together."""
+    return messages * MESSAGE_SECONDS + (size / (GLOO_GB_PER_S * 1e9) if messages else 0.0)
+
+
+def _broadcast(ranks: int, size: float) -> float:
+    """Return the seconds of a broadcast along a binary tree, which sends everything in each of its rounds."""
+    rounds = ceil(log2(ranks))
+    return _seconds(rounds, rounds * size)
