@@ -12,11 +12,13 @@ from typing import Any
 from megagrpo.config import Problem, RunConfig
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.proof.plan import plan_text
+from megagrpo.proof.plan.engine_memory import GIB
 from megagrpo.proof.plan.gpu_specs import Gpu
 from megagrpo.proof.plan.notes import run_notes
 from megagrpo.proof.plan.plan_problems import check, gpu_problems
 from megagrpo.proof.plan.plan_rules import RuleVerdict, rules_text, verdicts
 from megagrpo.proof.plan.search import Candidate, search
+from megagrpo.proof.plan.step_memory import planned_step_memory
 from megagrpo.proof.plan.times import StepTimes, step_times
 from megagrpo.proof.plan.workload import Lengths
 
@@ -26,7 +28,7 @@ class Plan:
     """The result of a preflight. `problems` is empty when the run can start; `notes` do not prevent a start.
 
     `memory` is phase -> part -> GiB on the fullest rank; empty without a model. `model` is the model's shape. `has_gpu`
-    says whether the memory of a GPU is known. `times` and `found` are set only on request.
+    says whether the memory of a GPU is known. `times`, `step_memory` and `found` are set only on request.
     """
 
     problems: list[Problem]
@@ -38,6 +40,7 @@ class Plan:
     notes: list[Problem] = field(default_factory=list)
     model: HfConfig | None = None
     times: StepTimes | None = None
+    step_memory: dict[str, dict[str, float]] = field(default_factory=dict)  # bytes, by `planned_step_memory`
     found: list[Candidate] = field(default_factory=list)
 
     @property
@@ -51,7 +54,7 @@ class Plan:
         if self.memory:
             lines += ["", *plan_text.memory_table(self.memory)]
         if self.times:
-            lines += ["", *plan_text.times_table(self.times)]
+            lines += ["", *plan_text.times_table(self.times), "", *plan_text.step_memory_table(self.step_memory)]
         if self.found:
             lines += ["", *plan_text.search_table(self.found)]
         for name, texts in (("note(s)", self.notes), ("problem(s)", self.problems)):
@@ -70,15 +73,19 @@ class Plan:
             for v in self.rules
         ]
         if self.times:
-            made["times"] = _times_json(self.times)
+            sizes = {who: {part: size / GIB for part, size in parts.items()} for who, parts in self.step_memory.items()}
+            made |= {"times": _times_json(self.times), "step_memory_gib": sizes}
         made["found"] = [
-            {"overrides": one.overrides, "gib": one.gib, "times": _times_json(one.times)} for one in self.found
+            {name: getattr(one, name) for name in ("overrides", "world_size", "gib", "bound")}
+            | {"times": _times_json(one.times)}
+            for one in self.found
         ]
         return json.dumps(made, indent=1)
 
 
 def _times_json(times: StepTimes) -> dict[str, Any]:
-    made = {"seconds": times.seconds, "gpus": times.gpus, "bubble": times.bubble, "step": times.step}
+    names = ("seconds", "gpus", "bubble", "step", "bound", "control", "sync")
+    made: dict[str, Any] = {name: getattr(times, name) for name in names}
     return made | {"tokens_per_second_per_gpu": times.tokens_per_gpu, "mfu": times.mfu, "idle": times.idle}
 
 
@@ -94,6 +101,7 @@ def with_times(
     rows = [*made.rows, ("kind", where), ("lengths", f"{average}, {lengths.longest:g} at most")]
     unfit = list(gpu_problems(config, gpu))
     times = step_times(config, made.model, world_size, gpu, lengths) if made.memory and not unfit else None
+    samples = planned_step_memory(config, world_size, lengths) if times else {}
     layouts = search(config, made.model, world_size, gpu, lengths) if searching and not unfit else []
     notes = list(made.notes)
     if searching and not layouts and not unfit:
@@ -102,7 +110,8 @@ def with_times(
             "rollout.tp or rollout.gpu_memory_utilization"
         )
         notes.append(Problem(("--search", "rollout.tp", "rollout.gpu_memory_utilization"), text))
-    return replace(made, problems=made.problems + unfit, rows=rows, times=times, found=layouts, notes=notes)
+    made = replace(made, problems=made.problems + unfit, rows=rows, times=times, found=layouts, notes=notes)
+    return replace(made, step_memory=samples)
 
 
 def plan(

@@ -10,7 +10,7 @@ from megagrpo.config import LoraSection, ParallelSection, RolloutSection, RunCon
 from megagrpo.models.families.architecture import Experts
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform.process.terminal import WIDTH, side_by_side
-from megagrpo.proof.plan.engine_memory import engine_memory, sequence_memory
+from megagrpo.proof.plan.engine_memory import GIB, engine_memory, sequence_memory
 from megagrpo.proof.plan.planned_memory import Memory
 from megagrpo.proof.plan.search import Candidate
 from megagrpo.proof.plan.shapes import adapted_projections, num_active_parameters, num_parameters, stage_adapters
@@ -169,25 +169,39 @@ def memory_table(memory: dict[str, dict[str, float]]) -> Sequence[str]:
 
 
 def times_table(times: StepTimes) -> Sequence[str]:
-    """Return the seconds of each phase, tokens per second, MFU and idle share."""
+    """Return the seconds of each phase, what bounds the step, tokens per second, MFU and idle share."""
     names = [*times.seconds, "step"]
     seconds = times.seconds | {"step": times.step}
+    parts = [f"{name} {size:.2f}" for name, size in times.control.items() if name != "read"]
+    ends = max(times.sync, key=times.sync.__getitem__)
     return [
         "predicted seconds (load is once a run)",
-        "".join([f"{'':<10}", *(f"{name:>13}" for name in names)]),
-        "".join([f"{'seconds':<10}", *(f"{seconds[name]:13.1f}" for name in names)]),
+        "".join([f"{'':<10}", *(f"{name:>11}" for name in names)]),
+        "".join([f"{'seconds':<10}", *(f"{seconds[name]:11.1f}" for name in names)]),
+        f"bound by {times.bound}; weight sync {seconds['sync']:.2f} s, bound by {ends}",
+        f"control {seconds['control']:.2f} s: {', '.join(parts)}; beside generation {times.control['read']:.2f}",
         f"{times.tokens_per_gpu:,.0f} tokens/s/GPU on {times.gpus:,} GPU(s), MFU of the train phase {times.mfu:.1%}",
         f"idle {times.idle:.1%} of all GPUs' time, pipeline bubble {times.bubble:.1%}",
     ]
 
 
+def step_memory_table(memory: dict[str, dict[str, float]]) -> Sequence[str]:
+    """Return the host memory of a step's samples, in GiB by part, of each kind of rank and of the fullest node."""
+    lines = ["host memory of a step's samples, GiB"]
+    for who, parts in memory.items():
+        sizes = ", ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items())
+        lines += wrapped(f"{who:<10}{sum(parts.values()) / GIB:.2f}: {sizes}", indent=10)
+    return lines
+
+
 def search_table(candidates: Sequence[Candidate]) -> Sequence[str]:
-    """Return the layouts, fastest first, as config overrides."""
+    """Return the layouts, fastest first: sizes, what bounds the step, and the config overrides."""
     lines = [
         "fastest layouts that fit; of nearly equal ones the layout with fewer stages first",
-        f"{'step s':>9}{'train s':>9}{'GiB':>7}  overrides",
+        f"{'step s':>9}{'train s':>9}{'GiB':>7}{'ranks':>8}{'GPUs':>8}{'idle':>6}  bound by; overrides",
     ]
     for one in candidates:
-        sizes = f"{one.times.step:9.1f}{one.times.seconds['train']:9.1f}{one.gib:7.1f}"
-        lines += wrapped(f"{sizes}  {' '.join(one.overrides)}", indent=27)
+        t = one.times
+        sizes = f"{t.step:9.1f}{t.seconds['train']:9.1f}{one.gib:7.1f}{one.world_size:8,}{t.gpus:8,}{t.idle:6.0%}"
+        lines += [f"{sizes}  {one.bound}", *wrapped(f"{'':<10}{' '.join(one.overrides)}", indent=10)]
     return lines

@@ -1,11 +1,14 @@
-"""Finds the layouts of a run that fit a kind of GPU, fastest first. Tries every size of every axis and prunes early."""
+"""Finds the layouts of a run that fit a kind of GPU, fastest first. Tries every size of every axis and prunes early.
+
+The GPUs are divided between trainer and dedicated servers too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from math import ceil
+from math import ceil, inf
 
 from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.config.config_rules import cross_field_problems
@@ -14,7 +17,14 @@ from megagrpo.proof.plan.engine_memory import GIB, engine_memory, reload_bytes
 from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE, Gpu
 from megagrpo.proof.plan.plan_problems import expert_problems, fp8_problems, layout_problems
 from megagrpo.proof.plan.planned_memory import smallest_gpu, trainer_memory
-from megagrpo.proof.plan.times import StepTimes, generate_seconds, step_times
+from megagrpo.proof.plan.splits import Split, splits_of
+from megagrpo.proof.plan.times import (
+    StepTimes,
+    cache_limits,
+    generate_seconds,
+    server_gpus,
+    step_times,
+)
 from megagrpo.proof.plan.workload import Lengths
 
 USABLE = 0.95  # share of a GPU's memory to fill; the rest covers memory that the plan does not count
@@ -23,74 +33,146 @@ TOKENS_PER_CONTEXT_RANK = 4096  # least tokens of the longest sample per cp rank
 MICRO_BATCHES = (1, 2, 4, 8)  # sizes to try, in longest samples
 # share of the trainer's seconds added per stage when layouts are compared: micro-batches are never quite even
 STAGE_COST = 0.01
+GPU_COST = 0.1  # twice the GPUs must shorten a step by 7 %
+SPLITS = 5  # divisions of the GPUs whose layouts are searched
+SPLIT_GAIN = 0.05  # share by which another division must be cheaper than the run's own
 GENERATE_ERROR = 0.3  # relative error of the predicted seconds of generation (docs/plan.md, published steps)
+
+_Server = tuple[dict[str, float], float]  # `engine_memory`, and GiB of the largest reloaded module
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A layout with its memory and times. `overrides` are the config keys that turn the run's config into it."""
 
+    config: RunConfig
     overrides: tuple[str, ...]
+    world_size: int  # ranks of the trainer
     gib: float  # memory that a GPU needs
     times: StepTimes
     stages: int  # pipeline stages, virtual ones included
     cost: float  # `_cost` of them
+    bound: str  # longest part of the step, and "(memory)" where more memory would shorten it
 
 
 def _cost(times: StepTimes, stages: int) -> float:
     """Return the seconds of a step, plus a small share of the trainer's per stage, so that simpler layouts win near
-    ties. `stages` includes virtual ones.
+    ties. `stages` includes virtual ones. Where servers are slower than the trainer, the layout that trains faster is
+    cheaper."""
+    return _mean_step(times) + STAGE_COST * stages * times.computing
 
-    Generation may be faster or slower than predicted by `GENERATE_ERROR`, so a step is the mean of three. Where servers
-    are slower than the trainer, the layout that trains faster is cheaper.
-    """
+
+def _mean_step(times: StepTimes) -> float:
+    """Return the mean seconds of three steps: generation as predicted, faster and slower by `GENERATE_ERROR`. Without
+    the control plane, whose seconds differ little between layouts."""
     factors = (1 - GENERATE_ERROR, 1.0, 1 + GENERATE_ERROR)
     generate = times.seconds["generate"]
     steps = [replace(times, seconds=times.seconds | {"generate": factor * generate}).step for factor in factors]
-    return sum(steps) / len(steps) + STAGE_COST * stages * times.computing
+    return sum(steps) / len(steps) - times.seconds["control"]
+
+
+def _split_cost(times: StepTimes) -> float:
+    """Return the seconds of a step times a slowly growing function of its GPUs, so that fewer GPUs win near ties."""
+    return _mean_step(times) * times.gpus**GPU_COST
 
 
 def search(
     config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths, keep: int = 5
 ) -> list[Candidate]:
-    """Return the `keep` fastest valid layouts of `world_size` ranks that fit `gpu`, with the rollout as configured."""
-    best: list[Candidate] = []
-    room = (USABLE_WITH_EXPERTS if model.experts else USABLE) * gpu.memory_gib
-    generate = generate_seconds(config, model, gpu, lengths)
-    server = engine_memory(config, model), reload_bytes(config, model) / GIB  # the same in every layout of the trainer
-    for parallel in _layouts(config, model, world_size):
-        dp = world_size // parallel.model_parallel_size
-        leanest = _changed(config, parallel, 1, "full")
-        if _gib(leanest, model, dp, *server) > room:
-            continue
-        for virtual in _virtual(model, parallel):
-            for times, made in _by_speed(config, model, world_size, gpu, lengths, generate, virtual):
-                stages = virtual.pp * virtual.vpp
-                cost = _cost(times, stages)
-                if len(best) == keep and cost >= best[-1].cost:
-                    break
-                gib = _gib(made, model, dp, *server)
-                if gib <= room and not cross_field_problems(made) and not any(layout_problems(made, world_size)):
-                    best.append(Candidate(_overrides(made, config), gib, times, stages, cost))
-                    best = sorted(best, key=lambda one: one.cost)[:keep]
-                    break
+    """Return the `keep` fastest valid layouts that fit `gpu`, on at most the run's GPUs: `world_size` ranks and its
+    servers.
+
+    The split into ranks and servers is the run's own, or one whose step is shorter by `SPLIT_GAIN`. After the own
+    split, the layouts of the split are searched on which the best layout so far is the cheapest, and so on. A split
+    with fewer layouts than `keep` is followed by the best split before it.
+    """
+    finder, best, limit = _Search(config, model, gpu, lengths), list[Candidate](), inf
+    splits = splits_of(config, model, world_size, finder.room)
+    for number in range(SPLITS):
+        if not splits:
+            break
+        split = splits.pop(0)
+        found = finder.layouts(split, keep)
+        if found and (cost := _split_cost(found[0].times)) < limit:
+            best, found, limit = found, best, cost if number else cost * (1 - SPLIT_GAIN)
+        best = [*best, *found][:keep]
+        if best:
+            costs = {id(one): finder.expected_cost(one, best[0]) for one in splits}
+            splits = sorted((one for one in splits if costs[id(one)] < limit), key=lambda one: costs[id(one)])
+        else:  # too few ranks hold the model
+            splits = sorted((one for one in splits if one.world_size > split.world_size), key=lambda s: -s.world_size)
     return best
 
 
-def _by_speed(
-    config: RunConfig,
-    model: HfConfig,
-    world_size: int,
-    gpu: Gpu,
-    lengths: Lengths,
-    generate: float,
-    parallel: ParallelSection,
-) -> list[tuple[StepTimes, RunConfig]]:
-    """Return a layout with every micro-batch size and kind of recompute, fastest first."""
-    choices = product(MICRO_BATCHES, ("none", "selective", "full"))
-    made = [_changed(config, parallel, samples, recompute) for samples, recompute in choices]
-    timed = [(step_times(one, model, world_size, gpu, lengths, generate), one) for one in made]
-    return sorted(timed, key=lambda pair: _cost(pair[0], parallel.pp * parallel.vpp))
+class _Search:
+    """A search of layouts of `own`, with other numbers of servers too."""
+
+    def __init__(self, own: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths):
+        self.own, self.model, self.gpu, self.lengths = own, model, gpu, lengths
+        self.room = (USABLE_WITH_EXPERTS if model.experts else USABLE) * gpu.memory_gib
+        self._generate: dict[int, float] = {}  # number of servers -> seconds
+
+    def expected_cost(self, split: Split, best: Candidate) -> float:
+        """Return `_split_cost` of the layout `best` on another split. If the layout does not divide the ranks, its
+        seconds of training are taken to scale with them."""
+        made, ranks = best.config.model_copy(update={"rollout": split.config.rollout}), split.world_size
+        ranks = best.world_size if any(made.parallel.world_problems(ranks)) else ranks
+        times = step_times(made, self.model, ranks, self.gpu, self.lengths, self.generate(split.config))
+        scaled = {phase: ranks / split.world_size * times.seconds[phase] for phase in ("logprobs", "train")}
+        gpus = split.world_size + server_gpus(split.config.rollout)
+        return _split_cost(replace(times, seconds=times.seconds | scaled, gpus=gpus))
+
+    def generate(self, config: RunConfig) -> float:
+        """Return the seconds of generation with this number of servers."""
+        if config.rollout.servers not in self._generate:
+            seconds = generate_seconds(config, self.model, self.gpu, self.lengths)
+            self._generate[config.rollout.servers] = seconds
+        return self._generate[config.rollout.servers]
+
+    def layouts(self, split: Split, keep: int) -> list[Candidate]:
+        """Return the `keep` cheapest layouts of a split that fit."""
+        best: list[Candidate] = []
+        config, model = split.config, self.model
+        server = engine_memory(config, model), reload_bytes(config, model) / GIB  # the same for every trainer's layout
+        for parallel in _layouts(config, model, split.world_size):
+            leanest = _changed(config, parallel, 1, "full")
+            if self._gib(leanest, split.world_size, server) > self.room:
+                continue
+            for virtual in _virtual(model, parallel):
+                limit = best[-1].cost if len(best) == keep else inf
+                if (found := self._fastest(split, virtual, server, limit)) is not None:
+                    best = sorted([*best, found], key=lambda one: one.cost)[:keep]
+        return best
+
+    def _fastest(self, split: Split, parallel: ParallelSection, server: _Server, limit: float) -> Candidate | None:
+        """Return the micro-batch size and recompute with which a layout is cheapest and fits; None if none does below
+        the cost `limit`."""
+        choices = product(MICRO_BATCHES, ("none", "selective", "full"))
+        made = [_changed(split.config, parallel, samples, recompute) for samples, recompute in choices]
+        world_size, generate, stages = split.world_size, self.generate(split.config), parallel.pp * parallel.vpp
+        timed = [step_times(one, self.model, world_size, self.gpu, self.lengths, generate) for one in made]
+        costs, limited = [_cost(times, stages) for times in timed], False
+        for i in sorted(range(len(made)), key=costs.__getitem__):
+            if costs[i] >= limit:
+                return None
+            if (gib := self._gib(made[i], world_size, server)) > self.room:
+                limited = True
+            elif not cross_field_problems(made[i]) and not any(layout_problems(made[i], world_size)):
+                bound = self._bound(split.config, timed[i], limited)
+                overrides = _overrides(made[i], self.own)
+                return Candidate(made[i], overrides, world_size, gib, timed[i], stages, costs[i], bound)
+        return None
+
+    def _bound(self, config: RunConfig, times: StepTimes, limited: bool) -> str:
+        """Return the longest part of a step, and "(memory)" where it would be shorter with more memory. `limited`: a
+        faster choice for the trainer does not fit."""
+        if times.bound == "generation":
+            limited = cache_limits(config, self.model, self.gpu, self.lengths)
+        return times.bound + " (memory)" * (limited and times.bound in ("generation", "training"))
+
+    def _gib(self, config: RunConfig, world_size: int, server: _Server) -> float:
+        memory = trainer_memory(config, self.model, world_size // config.parallel.model_parallel_size)
+        return smallest_gpu(config, memory, *server)
 
 
 def _layouts(config: RunConfig, model: HfConfig, world_size: int) -> Iterator[ParallelSection]:
@@ -140,14 +222,15 @@ def _changed(config: RunConfig, parallel: ParallelSection, samples: int, recompu
     return config.model_copy(update={"parallel": parallel, "train": train, "model": model})
 
 
-def _gib(config: RunConfig, model: HfConfig, dp: int, engine: dict[str, float], reload: float) -> float:
-    return smallest_gpu(config, trainer_memory(config, model, dp), engine, reload)
-
-
 def _overrides(config: RunConfig, own: RunConfig) -> tuple[str, ...]:
     """Return the keys that turn config `own` into this config, and its layout sizes above 1."""
     p, before = config.parallel, own.parallel
-    overrides = [
+    servers = [
+        f"rollout.{name}={size}"
+        for name in ("servers", "tp")
+        if (size := getattr(config.rollout, name)) != getattr(own.rollout, name)
+    ]
+    overrides = servers + [
         f"parallel.{name}={getattr(p, name)}"
         for name in ("tp", "pp", "vpp", "cp", "ep")
         if max(getattr(p, name), getattr(before, name)) > 1

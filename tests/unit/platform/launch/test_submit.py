@@ -41,7 +41,7 @@ LARGE = {  # configs for clusters: GPUs per node, and GiB of each; trainer nodes
     "qwen3_30b_a3b_1node": (8, 131, (1, 8), (0, 0)),
     "qwen3_30b_a3b_4nodes": (8, 79, (2, 8), (2, 4)),
     "qwen3_32b_2nodes": (8, 131, (1, 8), (1, 4)),
-    "llama3.1_70b_8nodes": (8, 79, (6, 8), (2, 2)),
+    "llama3.1_70b_8nodes": (8, 79, (5, 8), (3, 2)),
     "qwen3_235b_a22b_16nodes": (8, 79, (8, 8), (8, 1)),
     "deepseek_v3_32nodes": (8, 178, (16, 8), (16, 1)),
 }
@@ -527,13 +527,13 @@ def test_a_manifest_has_the_trainers_and_the_servers_of_the_run():
     made = load_config(path, overrides)
     told = yaml.safe_load(manifest(made, str(path), overrides, cluster, place(made, cluster)))
     trainer, servers = (job["template"]["spec"] for job in told["spec"]["replicatedJobs"])
-    assert (trainer["parallelism"], trainer["completions"], servers["parallelism"]) == (6, 6, 2)
+    assert (trainer["parallelism"], trainer["completions"], servers["parallelism"]) == (5, 5, 3)
     ranks, serve = (job["template"]["spec"]["containers"][0] for job in (trainer, servers))
-    assert ranks["command"][:7] == ["python3", "-m", "megagrpo.platform.launch.node", "--nodes", "6", "--ranks", "8"]
+    assert ranks["command"][:7] == ["python3", "-m", "megagrpo.platform.launch.node", "--nodes", "5", "--ranks", "8"]
     assert (
         "data.system_prompt=$$(HOME) 'x'" in ranks["command"] and "data.system_prompt=$$(HOME) 'x'" in serve["command"]
     )
-    urls = [f"http://llama3-1-70b-servers-0-{node}.llama3-1-70b:{port}" for node in (0, 1) for port in (8000, 8001)]
+    urls = [f"http://llama3-1-70b-servers-0-{node}.llama3-1-70b:{port}" for node in (0, 1, 2) for port in (8000, 8001)]
     assert f"rollout.urls=[{','.join(urls)}]" in ranks["command"] and ranks["command"][-1] == ",".join(urls)
     assert "rollout.reconnect_timeout=1800" in ranks["command"]
     assert (
