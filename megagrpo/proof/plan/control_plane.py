@@ -15,7 +15,7 @@ REQUEST_SECONDS, READ_TOKEN_SECONDS = 0.5e-3, 0.35e-6  # a leader reads a respon
 PLANNED_SAMPLE_SECONDS = 5e-6  # every rank: advantages, packing and metrics of all samples
 BUILT_SAMPLE_SECONDS, BUILT_TOKEN_SECONDS = 150e-6, 60e-9  # micro-batches of a rank's own samples
 WRITTEN_SAMPLE_SECONDS, WRITTEN_TOKEN_SECONDS = 20e-6, 40e-9  # the line of a response, one after the other
-MESSAGE_SECONDS = 50e-6  # of a small message between two hosts over gloo
+GLOO_SECONDS = 50e-6  # of a small message between two hosts over gloo
 GLOO_GB_PER_S = 1.0  # of a large one
 AGREEMENTS = 16  # small all-reduces over all ranks in a step
 FACT_BYTES = 40  # of a sample that every rank knows
@@ -49,7 +49,7 @@ def control_seconds(config: RunConfig, world_size: int, lengths: Lengths) -> dic
 
 def _seconds(messages: int, size: float) -> float:
     """Return the seconds of messages one after the other, of `size` bytes together."""
-    return messages * MESSAGE_SECONDS + (size / (GLOO_GB_PER_S * 1e9) if messages else 0.0)
+    return messages * GLOO_SECONDS + (size / (GLOO_GB_PER_S * 1e9) if messages else 0.0)
 
 
 def _broadcast(ranks: int, size: float) -> float:

@@ -15,7 +15,7 @@ READING_THREADS = 2  # responses that a leader reads at once
 SAMPLE_BYTES = 300  # of facts, prompts and plans of a sample, on every rank
 ROW_TOKEN_BYTES = 8  # of a `Rollout`: int32 and float32
 TEXT_TOKEN_BYTES = 4  # of a response as text
-WORD_BYTES = 4  # of a token id, and of a log-prob, while they travel
+TRAVEL_BYTES = 4  # of a token id, and of a log-prob, while they travel
 SAMPLE_TOKEN_BYTES = 13  # of a `TrainSample`: int64, bool, float32
 BATCH_TOKEN_BYTES = 41  # of a `MicroBatch`: four rows of int64, two of float32, one of bool
 
@@ -31,16 +31,17 @@ def planned_step_memory(config: RunConfig, world_size: int, lengths: Lengths) ->
     p, r, samples = config.parallel, config.rollout, step_samples(config)
     dp = max(1, world_size // p.model_parallel_size)
     own = ceil(samples / dp)
+    sampled = own * (1 + r.max_staleness)  # those of the next steps wait in the pool
     kept = {
         "facts": samples * SAMPLE_BYTES,
-        "rollouts": own * (ROLLOUT_BYTES + lengths.response * ROW_TOKEN_BYTES),
-        "texts": own * lengths.response * TEXT_TOKEN_BYTES,
+        "rollouts": sampled * (ROLLOUT_BYTES + lengths.response * ROW_TOKEN_BYTES),
+        "texts": sampled * lengths.response * TEXT_TOKEN_BYTES,
     }
     # responses of equal length end together, and wait to be read
     slots = ceil((len(r.urls) or r.servers) * r.dp * r.max_num_seqs / dp)
     bodies = min(own, slots) if lengths.response >= lengths.longest else READING_THREADS
     read = READING_THREADS * DECODED_TOKEN_BYTES + bodies * BODY_TOKEN_BYTES
-    row = own * WORD_BYTES * (lengths.sample + lengths.response)  # freed, but malloc keeps it
+    row = own * TRAVEL_BYTES * (lengths.sample + lengths.response)  # freed, but malloc keeps it
     tokens = own * lengths.sample
     trained = {"rows": row, "samples": tokens * SAMPLE_TOKEN_BYTES, "micro_batches": tokens * BATCH_TOKEN_BYTES}
     training, reading = kept | trained | {"rows": 2 * row}, kept | {"json": read * lengths.longest}

@@ -504,6 +504,10 @@ def test_leaders_keep_what_they_sampled_and_every_rank_its_replicas_micro_batche
     assert sum(wide["node"].values()) == pytest.approx(
         2 * sum(wide["leader"].values()) + 6 * sum(wide["rank"].values())
     )
+    correction = ["algorithm.importance_correction=token_truncate", "algorithm.importance_correction_max=2"]
+    keys = ["parallel.pp=2", "rollout.placement=dedicated", "rollout.max_staleness=3", *correction]
+    ahead = planned_step_memory(config(*keys), 16, LENGTHS)["leader"]  # the pool holds three more steps
+    assert ahead["rollouts"] == 4 * leader["rollouts"] and ahead["micro_batches"] == leader["micro_batches"]
     together = planned_step_memory(config("rollout.max_num_seqs=1024"), 1, Lengths(1, 800, 800))["leader"]
     assert together["json"] > 1000 * 800 * 97  # responses of equal length end together, and wait to be read
 
