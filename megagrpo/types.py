@@ -362,6 +362,7 @@ class TrainBatch:
 
     def with_advantages(self, of_samples: Tensor) -> TrainBatch:
         """Return a copy with these advantages [N] of the step's samples."""
+        of_samples = of_samples.float()
         return replace(self, micro_batches=tuple(m.with_advantages(of_samples) for m in self.micro_batches))
 
 
