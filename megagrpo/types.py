@@ -452,5 +452,5 @@ class TrainState:
     evaluated: int = -1  # the last step with a finished evaluation
     first_mismatches: list[float] = field(default_factory=list)  # `token_mult_prob_error` of the run's first steps
     entropy_coef: float | None = None  # weight of an adaptive entropy bonus; None: the configured weight
-    ahead: list[dict[str, Any]] = field(default_factory=list)  # groups of all replicas that wait for their step
+    ahead: list[dict[str, Any]] = field(default_factory=list)  # of an older checkpoint: groups that wait for their step
     last_entropy: float | None = None  # mean entropy of the last optimizer step over the tokens that the bonus counts

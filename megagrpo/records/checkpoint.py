@@ -17,7 +17,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -54,6 +54,7 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state
 from megagrpo.policy.optimizer import dense_moments
 from megagrpo.policy.reference import Reference
+from megagrpo.records.ahead_files import sums_of_ahead, write_ahead
 from megagrpo.records.run_files import (
     BEST,
     STATE_FILE,
@@ -83,6 +84,7 @@ class _Saving:
     reference_moved: bool
     began: float = field(default_factory=time.monotonic)
     write: ShardedWrite | None = None
+    ahead: int | None = None  # checksum of the file of this leader's groups, if any
 
     @property
     def started_write(self) -> ShardedWrite:
@@ -122,8 +124,9 @@ class Checkpointer:
         count = sum(p.numel() for p in trained if _is_first_copy(p, layout))
         self._bytes_needed = int(layout.all_reduce(torch.tensor(count))) * BYTES_PER_PARAMETER
 
-    def start(self, state: TrainState, background: bool) -> None:
-        """Begin to write `step_N`. With `background`, a copy of the state is written during training. Collective.
+    def start(self, state: TrainState, background: bool, ahead: Iterable[dict[str, Any]] = ()) -> None:
+        """Begin to write `step_N`. With `background`, a copy of the state is written during training. A leader writes
+        the groups of its replica that were generated `ahead`. Collective.
 
         Call again only after `finish` returned the path or raised: one save at a time. If a rank fails, all raise
         CheckpointError, and no part of the checkpoint is left.
@@ -135,6 +138,8 @@ class Checkpointer:
         with self._all_or_nothing(saving):
             on_first_rank(self.layout, lambda: self._prepare(saving.partial))
             self._write_adapter(saving.partial)
+            replica = self.layout.dp_rank
+            saving.ahead = run_own_and_agree(self.layout, lambda: write_ahead(ahead, saving.partial, replica))
             run_own_and_agree(self.layout, lambda: self._write(saving, background))
 
     def finish(self, wait: bool) -> Path | None:
@@ -148,6 +153,7 @@ class Checkpointer:
         write = saving.started_write
         with self._all_or_nothing(saving):
             written = sums_of_ranks(run_own_and_agree(self.layout, write.result), self.layout)
+            written |= sums_of_ahead(saving.ahead, self.layout)
             waited = time.monotonic()
             run_own_and_agree(self.layout, write.finish)
             on_first_rank(self.layout, lambda: self._publish(saving, written))

@@ -48,11 +48,9 @@ class Saves:
             return
         with self.turns.checkpoint(last=must_succeed):
             background = self.background and not must_succeed
-            self.saving = replace(
-                self.state, pass_rates=self.prompts.curriculum.history, ahead=self.collector.finished_ahead()
-            )
+            self.saving = replace(self.state, pass_rates=self.prompts.curriculum.history)
             with self._counting_failures(must_succeed):
-                self.checkpointer.start(self.saving, background)
+                self.checkpointer.start(self.saving, background, self.collector.finished_ahead())
             self.finish(wait=not background, must_succeed=must_succeed)
 
     def finish(self, wait: bool, must_succeed: bool = False) -> None:
@@ -94,8 +92,7 @@ class Saves:
             setattr(state, name, getattr(loaded, name))
         self.saved, self.prompts.cursor = replace(state), state.cursor
         self.prompts.curriculum.history = state.pass_rates
-        if self.collector.pool is not None:
-            self.collector.pool.load_state_dict(state.ahead)
+        self.collector.restore_ahead(path, state.ahead)
         state.ahead, self.resumed_from = [], path
         self.collector.step = state.step
         self.writer.message(f"resumed from {path} after step {state.step}")

@@ -54,6 +54,9 @@ class Given:
     def finished_ahead(self) -> list:
         return []
 
+    def restore_ahead(self, *_) -> None:
+        """No group was generated ahead."""
+
 
 def trainer_alone(
     config: RunConfig,

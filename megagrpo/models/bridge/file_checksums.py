@@ -31,8 +31,14 @@ def checksums(folder: Path, files: Iterable[Path]) -> dict[str, str]:
     return {str(file.relative_to(folder)): f"{_crc(file):08x}" for file in files}
 
 
+def ahead_file(replica: int | str) -> str:
+    """Return the name of the file with the groups that a replica generated ahead."""
+    return f"ahead_{replica}.jsonl"
+
+
 def verify_tensors(folder: Path, part: int = 0, parts: int = 1) -> None:
-    """Raises ValueError naming the first tensor file that is missing or has a wrong CRC-32.
+    """Raises ValueError naming the first file with tensors, or with groups generated ahead, that is missing or has a
+    wrong CRC-32.
 
     Files are divided over `parts` by the rank that wrote them: in the same layout each rank verifies those it reads.
     """
@@ -42,7 +48,7 @@ def verify_tensors(folder: Path, part: int = 0, parts: int = 1) -> None:
 
 
 def verify_others(folder: Path) -> None:
-    """Like `verify_tensors`, for all files that hold no tensors."""
+    """Like `verify_tensors`, for all other files."""
     _verify(folder, {name: crc for name, crc in _listed(folder).items() if _writer(name) is None})
 
 
@@ -75,9 +81,9 @@ def _listed(folder: Path) -> dict[str, str]:
 
 
 def _writer(name: str) -> int | None:
-    """Return the rank that wrote a tensor file, or None for other files."""
-    match = re.fullmatch(r"__(\d+)_\d+\.distcp", name)
-    return int(match[1]) if match else None
+    """Return the rank that wrote a tensor file, the replica of groups generated ahead, or None for other files."""
+    match = re.fullmatch(rf"__(\d+)_\d+\.distcp|{ahead_file('([0-9]+)')}", name)
+    return int(match[1] or match[2]) if match else None
 
 
 def _crc(file: Path) -> int:

@@ -231,13 +231,9 @@ class AsyncPool:
 
 
 def packed(place: int, group: Sequence[Rollout]) -> dict[str, Any]:
-    """Convert a group to JSON values; arrays are in base64, token ids as int32, log-probs as float64."""
+    """Convert a group to JSON values; arrays are in base64, token ids as int32, log-probs as float32."""
     rollouts = [
-        vars(rollout)
-        | {
-            "response_ids": _encoded(rollout.response_ids, np.int32),
-            "rollout_logprobs": _encoded(rollout.rollout_logprobs, np.float64),
-        }
+        vars(rollout) | {name: _encoded(getattr(rollout, name)) for name in ("response_ids", "rollout_logprobs")}
         for rollout in group
     ]
     for rollout in rollouts:
@@ -251,8 +247,7 @@ def unpacked(saved: dict[str, Any], prompt: Prompt) -> list[Rollout]:
     return [
         Rollout(
             prompt,
-            np.frombuffer(base64.b64decode(rollout["response_ids"]), np.int32),
-            np.frombuffer(base64.b64decode(rollout["rollout_logprobs"]), np.float64).astype(np.float32),
+            *_decoded(rollout["response_ids"], rollout["rollout_logprobs"]),
             rollout["finish_reason"],
             rollout["weight_version"] + 1,
             rollout["text"],
@@ -263,8 +258,14 @@ def unpacked(saved: dict[str, Any], prompt: Prompt) -> list[Rollout]:
     ]
 
 
-def _encoded(values: np.ndarray, kind: type) -> str:
-    return base64.b64encode(values.astype(kind).tobytes()).decode()
+def _encoded(values: np.ndarray) -> str:
+    return base64.b64encode(values.tobytes()).decode()
+
+
+def _decoded(response_ids: str, logprobs: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return token ids int32 and log-probs float32 [Lr]. Older checkpoints have log-probs in float64."""
+    ids, numbers = np.frombuffer(base64.b64decode(response_ids), np.int32), base64.b64decode(logprobs)
+    return ids, np.frombuffer(numbers, np.float64 if len(numbers) > 4 * len(ids) else np.float32).astype(np.float32)
 
 
 def place_of(prompt: Prompt) -> int:

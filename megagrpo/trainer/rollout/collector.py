@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from megagrpo.platform.parallel.agree import run_own_and_agree
 from megagrpo.platform.parallel.bulk_messages import gather_rows
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
+from megagrpo.records.ahead_files import read_ahead
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool, place_of
 from megagrpo.trainer.rollout.scored_groups import OnDemand, scored_rollouts
@@ -163,9 +165,15 @@ class Collector:
         )
 
     def finished_ahead(self) -> list[dict[str, Any]]:
-        """Return all replicas' groups, generated but not collected, for `AsyncPool.load_state_dict`. Collective."""
-        everyone = self.layout.all_gather_objects([] if self.pool is None else self.pool.state_dict())
-        return [group for groups in everyone for group in groups]
+        """Return this replica's groups, generated but not collected, as JSON values."""
+        return [] if self.pool is None else self.pool.state_dict()
+
+    def restore_ahead(self, checkpoint: Path, listed: Sequence[dict[str, Any]]) -> None:
+        """Restore the groups that belong to this replica from a checkpoint: its files, or `listed` in its state."""
+        if self.pool is not None:
+            mine = self.layout.dp_rank, self.layout.dp_size
+            listed = [group for group in listed if group["place"] % mine[1] == mine[0]]
+            self.pool.load_state_dict([*listed, *read_ahead(checkpoint, *mine)])
 
     def _by_slice(self, count: int) -> list[int]:
         """The replica that generates each of `count` prompts: contiguous shares that differ by at most one prompt."""

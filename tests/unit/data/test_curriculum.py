@@ -105,7 +105,7 @@ def test_cursor_and_history_are_the_whole_state(make, shuffle):
 class KeptState:
     """A checkpointer that keeps the state in memory."""
 
-    def start(self, state, background):
+    def start(self, state, background, ahead):
         self.state = state
 
     def finish(self, wait):
@@ -117,7 +117,7 @@ class KeptState:
 
 def saves_of(prompts, checkpointer):
     """The checkpoints of a run without policy and engine, at its first step."""
-    collector = SimpleNamespace(pool=None, finished_ahead=list)
+    collector = SimpleNamespace(finished_ahead=list, restore_ahead=lambda *_: None)
     time_limit, writer = TimeLimit(None, print), MetricsWriter.silent()
     return Saves(checkpointer, TrainState(), prompts, collector, GpuTurns(), time_limit, writer, background=False)
 

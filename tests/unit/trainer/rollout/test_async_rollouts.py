@@ -1,5 +1,6 @@
 """The pool between a trainer that takes groups in prompt order and an engine that finishes them in any order."""
 
+import base64
 import json
 import random
 import threading
@@ -210,6 +211,15 @@ def test_the_version_of_each_token_is_known():
     assert rollout.token_versions.tolist() == [5, 6, 6, 8]
     (back,) = unpacked(json.loads(json.dumps(packed(0, [rollout]))), rollout.prompt)
     assert back == replace(rollout, weight_version=6, later_versions=((1, 7), (3, 9)))
+
+
+def test_groups_of_an_older_checkpoint_have_log_probs_in_float64():
+    rollout = Rollout(prompts(0, 1)[0], (1, 2, 3), (-0.1, -1.5, -0.25), "stop", 5, "")
+    saved = packed(0, [rollout])
+    saved["rollouts"][0]["rollout_logprobs"] = base64.b64encode(
+        rollout.rollout_logprobs.astype("f8").tobytes()
+    ).decode()
+    assert unpacked(saved, rollout.prompt) == [replace(rollout, weight_version=6)]
 
 
 def test_prompts_that_were_not_requested_ahead_are_generated_at_once():
