@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from ranks import run_ranks
 
 from megagrpo.algorithms.advantages import advantages_of, to_samples
-from megagrpo.config import AlgorithmSection, ParallelSection
+from megagrpo.config import AlgorithmSection, ParallelSection, load_config
 from megagrpo.data.packing import PackingRules, build_batch, pack, plan_packing, slices
 from megagrpo.data.step_samples import StepSamples
 from megagrpo.platform.parallel.bulk_messages import PartError
@@ -23,6 +24,7 @@ from megagrpo.platform.process.phases import Phases
 from megagrpo.records.completions import completion_lines, completion_row
 from megagrpo.records.jsonl_file import encoded
 from megagrpo.records.recorder import TrainedRollouts
+from megagrpo.records.writer import JSONL, CompletionsLog, MetricsWriter
 from megagrpo.trainer.rollout.collector import Collector, numbered
 from megagrpo.trainer.rollout.groups import useful_groups
 from megagrpo.trainer.rollout.sample_metrics import pass_rates, rollout_metrics, staleness
@@ -32,16 +34,20 @@ from tests.message_log import objects, record
 from tests.unit.trainer.rollout import naive_samples
 
 GROUP, VERSION = 4, 7
+QUICKSTART = Path(__file__).parents[4] / "configs" / "quickstart.yaml"
 SAMPLING = SamplingParams(1.0, 64)
 RULES = PackingRules(max_tokens=96, at_least=2, skip_zero_advantage=True, mask_truncated=True)
 NOT_READ = ("token_ids", "labels", "rollout_logprobs")  # by middle stages
 
 
 def prompts(start: int, stop: int) -> list[Prompt]:
-    """Prompts of one to five tokens; neighbours may be equally long, and every third is the one before it again."""
+    """Prompts of three or four tokens, most neighbours equally long, and every third the one before it again."""
     ids = [start + (i if i % 3 else max(i - 1, 0)) for i in range(stop - start)]
     return numbered(
-        [Prompt(i, tuple(range(2, 3 + i % 5)), f"question {i}", place=start + n) for n, i in enumerate(ids)]
+        [
+            Prompt(i, tuple(range(2 + i, 5 + i + (i % 4 == 3))), f"question {i}", place=start + n)
+            for n, i in enumerate(ids)
+        ]
     )
 
 
@@ -245,3 +251,46 @@ def broken() -> str:
 def test_a_row_that_cannot_be_written_is_reported_by_rank_0_after_the_others():
     first, second = run_ranks(broken, 2)
     assert first == "8 rows, rank 1: TypeError: Object of type object is not JSON serializable" and second == "0 rows"
+
+
+def one_sender() -> list[int]:
+    """All prompts have places of one replica, as after a curriculum that skips the others."""
+    layout = init_layout(ParallelSection())
+    source = collector(layout)
+    source._by_slice = lambda count: [1] * count
+    samples, counters = source.collect(prompts(0, 6), GROUP, SAMPLING, 0)
+    assert counters["rewards/f/timeouts"] == 6 and len(samples.own) == 6 * GROUP * (layout.dp_rank == 1)
+    advantages = np.linspace(-1, 1, len(samples))
+    plans = [plan_packing(samples.shapes(advantages, RULES), RULES, layout.dp_size)]
+    return sorted(trained_samples(samples, plans, layout))
+
+
+def test_a_replica_that_sampled_nothing_trains_on_its_share():
+    shares = run_ranks(one_sender, 3)
+    assert all(shares) and len(set().union(*shares)) == sum(map(len, shares)) > 0
+
+
+def full_disk(folder) -> list[str]:
+    """The writer of rank 0 fails in the middle of the lines of all ranks."""
+    layout = init_layout(ParallelSection())
+    writer = MetricsWriter.silent()
+    if layout.world_rank == 0:
+        writer = MetricsWriter(folder, load_config(QUICKSTART))
+        files = writer._sinks[JSONL]._completions
+
+        def fails(lines):
+            raise OSError(28, "No space left on device")
+
+        files.append_lines = fails
+    log = CompletionsLog(layout, writer)
+    for step in (1, 2):
+        samples, _ = collector(layout).collect(prompts(0, 40), GROUP, SAMPLING, 0)
+        log.finish(TrainedRollouts(step, samples, [0.0] * len(samples)))
+        if layout.world_rank == 0:
+            vars(files).pop("append_lines", None)  # there is room again
+    return (folder / "completions.jsonl").read_text().splitlines()
+
+
+def test_a_full_disk_of_rank_0_keeps_no_rank_waiting(tmp_path):
+    lines = run_ranks(full_disk, 2, tmp_path)[0]
+    assert [json.loads(line)["step"] for line in lines] == [2] * 40 * GROUP
