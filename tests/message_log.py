@@ -32,6 +32,7 @@ PASSING = (
     "/platform/parallel/layout.py",
     "/platform/parallel/agree.py",
     "/platform/parallel/host_messages.py",
+    "/platform/parallel/bulk_messages.py",
 )
 PASSING += ("/message_log.py", "/contextlib.py", "/functools.py")
 
