@@ -91,6 +91,9 @@ def placement_problems(config: RunConfig) -> Iterator[Problem]:
     if r.weight_sync_transport == "cuda_ipc" and r.placed != "colocated":
         reason = f"cuda_ipc only reaches servers on the trainer's GPUs, but rollout.placement is {r.placed}"
         yield Problem(("rollout.weight_sync_transport", placement, urls), f"{reason}; choose p2p or auto")
+    if r.weight_sync_relay and r.weight_sync_transport in ("shared_memory", "cuda_ipc"):
+        reason = f"true only applies to p2p, but the transport is {r.weight_sync_transport}"
+        yield Problem(("rollout.weight_sync_relay", "rollout.weight_sync_transport"), f"{reason}; leave it out")
     if r.weight_sync_transport not in ("auto", "shared_memory") and config.lora.syncs_adapters:
         reason = f"{r.weight_sync_transport} sends weights, but lora.sync adapter sends adapters as files"
         fix = "set the transport to auto, or lora.sync to merged"

@@ -109,6 +109,10 @@ class RolloutSection(Section):
     `package.module:Class` (docs/weight_sync.md)."""
     weight_sync_bucket_megabytes: PositiveFloat = 64.0
     """Largest message of the transport p2p, in MiB; a rank has two in flight per worker."""
+    weight_sync_relay: bool = False
+    """With the transport p2p: servers of the same layout pass weights on to each other, where they have more workers
+    than the trainer has ranks. Saves time when the ranks' network bounds a weight sync; `megagrpo plan CONFIG
+    --weight-sync` shows it. docs/weight_sync.md."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the first launched server (the next ones follow); 0 picks free ones."""
     gpu_memory_utilization: Fraction = 0.4

@@ -223,5 +223,6 @@ def make_weight_sync(
     if config.lora.syncs_adapters:
         return AdapterSync(engine, layout, dtype, config.lora, config.model.path)
     r = config.rollout
-    settings = TransportSettings(device.device(), r.weight_sync_timeout, r.weight_sync_bucket_megabytes, nodes)
+    megabytes, relay = r.weight_sync_bucket_megabytes, r.weight_sync_relay
+    settings = TransportSettings(device.device(), r.weight_sync_timeout, megabytes, nodes, relay)
     return WeightSync(engine, layout, dtype, transport_class(transport)(layout, dtype, settings), say)

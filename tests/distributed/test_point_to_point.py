@@ -21,14 +21,14 @@ from megagrpo.sync.wire.tensor_index import WeightSyncError
 from tests.rank_fakes import GroupRanks
 
 
-def push(num_ranks: int, num_workers: int, folder, versions: list[int], megabytes: float = 64.0):
+def push(num_ranks: int, num_workers: int, folder, versions: list[int], megabytes: float = 64.0, relay: bool = False):
     """Push several versions from ranks; return the workers' weights and the reports of the pushes."""
     rank, own = dist.get_rank(), device.device()
     group = dist.new_group(range(num_ranks), backend="gloo")
     if rank >= num_ranks:
         return serve(rank - num_ranks, folder, len(versions), own)
     ranks = GroupRanks(rank, group)
-    transport = PointToPoint(ranks, "float32", TransportSettings(own, 20, megabytes))
+    transport = PointToPoint(ranks, "float32", TransportSettings(own, 20, megabytes, relay=relay))
     with WeightSync(FileEngine(folder, num_workers, 20) if rank == 0 else None, ranks, "float32", transport) as sync:
         reports, groups, notes = [], set(), []
         for version in versions:
@@ -36,7 +36,7 @@ def push(num_ranks: int, num_workers: int, folder, versions: list[int], megabyte
             groups.add(transport.exchange.name)
             notes.append(transport.store.tcp_store.num_keys() if rank == 0 else 0)
         assert notes[-1] == notes[-2]  # old ones are deleted
-        sent = sum(message.elements for messages in transport.planned.rounds.values() for message in messages)
+        sent = sum(message.elements for messages in transport.rounds.values() for message in messages)
     return reports[-1].bytes_published, reports[-1].bytes_read, sent, len(groups)
 
 
@@ -60,6 +60,82 @@ def test_every_worker_gets_what_its_loaders_copy_and_no_byte_more(num_ranks, num
     assert sum(sent) * 4 == need
     if num_ranks == 4:  # 0 and 2 hold the same weights, and so do 1 and 3
         assert all(0.3 < part / (sum(sent) / 2) < 0.7 for part in sent)
+
+
+@pytest.mark.parametrize(("num_ranks", "megabytes", "copies"), [(1, 64.0, 1), (1, 2**-16, 1), (4, 2**-18, 2)], ids=str)
+@pytest.mark.skipif(0 < torch.cuda.device_count() < 12, reason="NCCL takes a GPU for each rank and worker")
+def test_servers_pass_weights_on_and_ranks_send_only_the_copies_that_they_can(num_ranks, megabytes, copies, tmp_path):
+    results = run_ranks(push, num_ranks + 8, num_ranks, 8, tmp_path, [1, 2, 3], megabytes, True)
+    need = 0
+    for worker, (kept, errors) in enumerate(results[num_ranks:]):
+        expected = {}
+        copies_of(worker, [(name, values_of(name, 3)) for name in SHAPES], expected)
+        assert not errors and kept.keys() == expected.keys()
+        assert all(torch.equal(torch.from_numpy(kept[name]), values) for name, values in expected.items())
+        need += sum(values.nbytes for values in expected.values())
+    for sent, taken, _, groups in results[:num_ranks]:
+        assert taken == need and sent == need * copies / 4 and groups == 1  # four servers
+
+
+def push_along_a_chain_that_breaks(folder):
+    """Push from one rank to a chain of three servers. In the first push a worker of the second server loses its
+    connections."""
+    rank, own = dist.get_rank(), device.device()
+    group = dist.new_group([0], backend="gloo")
+    if rank:
+        return serve(rank - 1, folder, 2, own, dies=rank == 3)
+    ranks = GroupRanks(0, group)
+    transport = PointToPoint(ranks, "float32", TransportSettings(own, 20, 2**-16, relay=True))
+    with WeightSync(FileEngine(folder, 3 * PER_SERVER, 20), ranks, "float32", transport) as sync:
+        began = time.monotonic()
+        with pytest.raises(WeightSyncError) as failed:
+            sync.push(held_by(0, 1, 1, own), 1)
+        took = time.monotonic() - began
+        return str(failed.value), took, sync.push(held_by(0, 1, 2, own), 2).bytes_read, transport.exchange.name
+
+
+@pytest.mark.skipif(0 < torch.cuda.device_count() < 7, reason="NCCL takes a GPU for each rank and worker")
+def test_a_chain_that_breaks_fails_at_once_at_all_its_servers_and_the_next_push_forms_a_new_one(tmp_path):
+    (text, took, taken, group), *workers = run_ranks(push_along_a_chain_that_breaks, 7, tmp_path)
+    assert re.search("passing .* on to|passed on by", text), text
+    assert took < 10 and taken and group == "group2"
+    for worker, (kept, _) in enumerate(workers):
+        expected = {}
+        copies_of(worker, [(name, values_of(name, 2)) for name in SHAPES], expected)
+        assert all(torch.equal(torch.from_numpy(kept[name]), values) for name, values in expected.items())
+    assert any("on to worker 0 of http://127.0.0.1:8001" in text for text in workers[0][1]), workers[0][1]
+    assert any("passed on by worker 0 of http://127.0.0.1:8001" in text for text in workers[4][1]), workers[4][1]
+
+
+READS = ("get", "multi_get", "check", "wait")
+
+
+def push_counted(num_ranks: int, folder):
+    """Push twice; return the requests to the store that this process made in each push."""
+    rank, own, counts = dist.get_rank(), device.device(), []
+    group = dist.new_group(range(num_ranks), backend="gloo")
+    for verb in READS:
+        plain = getattr(dist.TCPStore, verb)
+        setattr(dist.TCPStore, verb, lambda *args, plain=plain: (counts.append(1), plain(*args))[1])
+    if rank >= num_ranks:
+        serve(rank - num_ranks, folder, 2, own)
+        return counts
+    ranks = GroupRanks(rank, group)
+    engine = FileEngine(folder, 2 * PER_SERVER, 20) if rank == 0 else None
+    pushes = []
+    with WeightSync(engine, ranks, "float32", PointToPoint(ranks, "float32", TransportSettings(own, 20))) as sync:
+        for version in (1, 2):
+            sync.push(held_by(rank, num_ranks, version, own), version)
+            pushes.append(len(counts))
+    return pushes
+
+
+@pytest.mark.skipif(0 < torch.cuda.device_count() < 12, reason="NCCL takes a GPU for each rank and worker")
+def test_only_rank_0_reads_the_store_however_many_ranks_there_are(tmp_path):
+    results = run_ranks(push_counted, 12, 8, tmp_path)
+    assert all(pushes[0] == pushes[1] == 0 for pushes in results[1:8]) and results[0][1] > 0, results[:8]
+    for counts in results[8:]:  # a worker: has its boxes, three `put`s, the plan and two decisions
+        assert len(counts) <= 12, len(counts)
 
 
 def push_and_disturb(num_ranks: int, folder, how: str, seconds: float):

@@ -20,18 +20,26 @@ from tests.e2e.test_weight_sync import OneRank, is_paused, sampled, sampled_fres
 from tests.e2e.tiny_servers import below, connect, greedy, halt, is_halted, launch, model_folder, tied_llamas
 
 
-def over_p2p(engine, say=print, seconds=60.0):
+def over_p2p(engine, say=print, seconds=60.0, relay=False):
     """A sync of one rank. Its messages are small, so a server can die between two of them."""
-    transport = PointToPoint(OneRank(), "float32", TransportSettings(seconds=seconds, megabytes=0.05))
+    transport = PointToPoint(OneRank(), "float32", TransportSettings(seconds=seconds, megabytes=0.05, relay=relay))
     return WeightSync(engine, OneRank(), "float32", transport, say)
 
 
 class KeptOverP2p(Kept):
     """Like `Kept`; `synced` holds the messages of the sync."""
 
+    relay = False
+
     def make_sync(self):
         self.synced = []
-        return over_p2p(self.server.engine, self.synced.append)
+        return over_p2p(self.server.engine, self.synced.append, relay=self.relay)
+
+
+class KeptInChain(KeptOverP2p):
+    """Like `KeptOverP2p`; one server passes the weights on to the next."""
+
+    relay = True
 
 
 def push_and_kill(kept, folder, worker, read, victims):
@@ -113,11 +121,12 @@ def test_a_push_one_of_whose_two_workers_dies_is_done_over_when_the_server_is_ba
 
 
 @pytest.mark.full
-def test_a_push_to_two_servers_one_of_which_dies_goes_on_with_the_other():
+@pytest.mark.parametrize("kept_by", [KeptOverP2p, KeptInChain])
+def test_a_push_to_two_servers_one_of_which_dies_goes_on_with_the_other(kept_by):
     fresh = tied_llamas()[1]
     folder = model_folder("llama", 0)
-    two_servers = connect(launch(folder, "llama_of_two", num_servers=2), folder)
-    with KeptOverP2p(two_servers, fresh) as kept:
+    two_servers = connect(launch(folder, f"llama_of_two_{kept_by.relay}", num_servers=2), folder)
+    with kept_by(two_servers, fresh) as kept:
         push_and_kill(kept, folder, 0, 5, lambda halted: below(two_servers.launcher.servers[0].supervisor.pid))
         assert len(kept.synced) == 1 and two_servers.engine.fleet.serving() == two_servers.engine.urls[1:]
         kept.push(fresh.folder)  # to the other server alone: its workers have other numbers now

@@ -80,12 +80,14 @@ CPU = torch.device("cpu")
 @dataclass(frozen=True)
 class TransportSettings:
     """What a transport may use of the config. `device` holds this rank's weights. `seconds` limits a phase of a sync,
-    `megabytes` a message, in MiB. `nodes` are the nodes of servers that the ranks' hosts share, if several."""
+    `megabytes` a message, in MiB. `nodes` are the nodes of servers that the ranks' hosts share, if several. `relay`:
+    servers pass weights on to each other, where the ranks cannot send as fast as the servers receive."""
 
     device: torch.device = CPU
     seconds: float | None = None
     megabytes: float = 64.0
     nodes: Nodes | None = None
+    relay: bool = False
 
 
 DEFAULT_SETTINGS = TransportSettings()

@@ -1,17 +1,20 @@
 """The worker's end of the p2p transport: receives weights that trainer ranks send directly.
 
 An update has four steps: join the trainer's store, agree with all ranks and workers, plan the messages, and receive
-them. Rounds of messages (`wire/messages.py`) are received in the order of the plan, a few ahead of the loaders.
+them. Rounds of messages (`wire/messages.py`) are received in the order of the plan, a few ahead of the loaders. In a
+chain of servers (`wire/relay.py`) a worker passes each round on as soon as it has arrived.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,8 +32,8 @@ from megagrpo.sync.wire.messages import (
     pieces,
     rounds,
 )
-from megagrpo.sync.wire.rank_boxes import RankBoxes, by_tensor, take_boxes
-from megagrpo.sync.wire.store_messages import DirectRequest, Members, content_key
+from megagrpo.sync.wire.rank_boxes import RankBoxes, by_tensor
+from megagrpo.sync.wire.store_messages import Decision, DirectRequest, PlanPart, content_key, part_key
 from megagrpo.sync.wire.sync_plan import layer_of
 from megagrpo.sync.wire.tensor_index import ENGINE_DTYPES, TensorIndex, WeightSyncError, wrong_checksum
 
@@ -44,10 +47,10 @@ class P2pReceiver(Receiver):
         self.store: Store | None = None
         self.exchange: Exchange | None = None
         self.rank_boxes: RankBoxes | None = None
-        self.rank_boxes_key = ""
+        self.packed_boxes = ""  # the text that `rank_boxes` was read from
         self.boxes: BoxCounts = Counter()
         self.boxes_key = ""  # "" while the boxes are unknown
-        self.planned: tuple[Any, ReceivePlan] | None = None  # the arguments of the last plan, and the plan
+        self.plan: ReceivePlan | None = None
         self.received: ReceivedBlocks | None = None
         self.request: DirectRequest | None = None  # of the current update
 
@@ -57,14 +60,15 @@ class P2pReceiver(Receiver):
         number, deadline = asked.first_worker + self.worker.index, Deadline(asked.seconds)
         store, rank_boxes = self._join(asked, deadline)
         index = rank_boxes.index(version, asked.dtype)
-        members = self._agree(store, asked, index, deadline)
-        plan = self._plan(store, rank_boxes, (members.boxes, asked.limit, number), deadline)
-        if self.exchange is None or self.exchange.name != members.group:
+        decision = self._agree(store, asked, index, deadline)
+        if self.plan is None or self.plan.number != decision.plan:
+            self.plan = self._plan(store, rank_boxes, decision.plan, deadline)
+        if self.exchange is None or self.exchange.name != decision.group:
             self.abort()
-            world_size = asked.ranks + len(members.boxes)
+            world_size = asked.ranks + decision.workers
             rank, device = asked.ranks + number, self.worker.device
-            self.exchange = Exchange(store, members.group, rank, world_size, device, deadline)
-        self.received = ReceivedBlocks(index, plan, self.exchange, deadline)
+            self.exchange = Exchange(store, decision.group, rank, world_size, device, deadline)
+        self.received = ReceivedBlocks(index, self.plan, self.exchange, deadline)
         return self.received
 
     def _join(self, request: DirectRequest, deadline: Deadline) -> tuple[Store, RankBoxes]:
@@ -82,38 +86,45 @@ class P2pReceiver(Receiver):
         if self.store is None or address != self.address or not self.store.answers():
             self.close()
             self.store = Store(request.host, request.port, deadline, request.secret)
-            self.address, self.rank_boxes = address, None
-        if self.rank_boxes is None or request.rank_boxes != self.rank_boxes_key:
-            stored = self.store.wait_for(request.rank_boxes, "the boxes of the trainer's ranks", deadline)
-            self.rank_boxes, self.rank_boxes_key = RankBoxes.of_json(stored), request.rank_boxes
-            self.boxes, self.boxes_key, self.planned = Counter(), "", None
+            self.address, self.boxes_key, self.plan = address, "", None
+        if self.rank_boxes is None or request.rank_boxes != self.packed_boxes:
+            self.rank_boxes, self.packed_boxes = RankBoxes.unpacked(request.rank_boxes), request.rank_boxes
+            self.boxes_key, self.plan = "", None
         return self.store, self.rank_boxes
 
-    def _agree(self, store: Store, request: DirectRequest, index: TensorIndex, deadline: Deadline) -> Members:
+    def _agree(self, store: Store, request: DirectRequest, index: TensorIndex, deadline: Deadline) -> Decision:
         """Step 2: store this worker's boxes (from a dry run) and group. Returns rank 0's decision about all workers."""
         if not self.boxes_key:
             self.boxes = self.worker.dry_run(index)
             boxes = by_tensor(self.boxes)
             self.boxes_key = content_key("boxes", boxes)
-            store.put(self.boxes_key, boxes)
+            if not store.has(self.boxes_key):
+                store.put(self.boxes_key, boxes)
         group = self.exchange.name if self.exchange is not None else ""
         number, what = request.first_worker + self.worker.index, "the other workers and the trainer's decision"
         store.put(request.keys.worker(number), {"boxes": self.boxes_key, "group": group})
-        decision = store.wait_for(request.keys.members, what, deadline, lambda: store.find(request.keys.stop))
-        return Members(**decision)
+        decision = Decision(**store.take(request.keys.decision, what, deadline))
+        if decision.stop:
+            raise WeightSyncError(f"waiting for {what}: {decision.stop}")
+        return decision
 
-    def _plan(
-        self, store: Store, rank_boxes: RankBoxes, arguments: tuple[list[str], int, int], deadline: Deadline
-    ) -> ReceivePlan:
-        """Step 3: compute the messages of this worker. `arguments` are the keys of the boxes of all workers, the size
-        limit of messages, and this worker's index over all servers."""
-        if self.planned is None or self.planned[0] != arguments:
-            keys, limit, number = arguments
-            transfers = rank_boxes.transfers_to(take_boxes(store, keys, deadline))
-            blocks = {name: tuple(boxes) for name, boxes in rank_boxes.holders.items()}
-            messages = rounds(transfers, limit, destination=number)
-            self.planned = arguments, ReceivePlan.of(messages, blocks, self.boxes, limit)
-        return self.planned[1]
+    def _plan(self, store: Store, rank_boxes: RankBoxes, number: int, deadline: Deadline) -> ReceivePlan:
+        """Step 3: find the messages of this worker in plan `number`, from its own boxes and its part of the plan."""
+        assert self.request is not None, "an update is open"
+        asked = self.request
+        worker = asked.first_worker + self.worker.index
+        part = PlanPart(**store.take(part_key(number, worker), "the plan", deadline))
+        choices = np.array([(part.head, *choice) for choice in part.choices], dtype=np.int64).reshape(-1, 4)
+        transfers = rank_boxes.transfers_to({part.head: by_tensor(self.boxes)}, rank_boxes.sources(choices))
+        blocks = {name: tuple(boxes) for name, boxes in rank_boxes.holders.items()}
+        return ReceivePlan(
+            number,
+            rounds(transfers, asked.limit, destination=part.head),
+            blocks,
+            copies_of_parts(self.boxes, blocks, asked.limit),
+            asked.limit,
+            *((asked.ranks + peer[0], peer[1]) if peer is not None else None for peer in (part.feeder, part.next)),
+        )
 
     def report(self, report: dict[str, Any]) -> None:
         """Leave this worker's report in the store. Does nothing when the store is gone: then no process reads it."""
@@ -143,21 +154,14 @@ class ReceivePlan:
     A part is a piece of a block with at most `limit` elements; a message carries whole parts.
     """
 
+    number: int
     rounds: Mapping[Round, list[Message]]  # in order
     blocks: Mapping[str, tuple[Box, ...]]  # tensor -> blocks of the trainer's ranks
     copies: Mapping[tuple[str, Box], int]  # (tensor, part) -> number of copies
     limit: int
-
-    @staticmethod
-    def of(
-        rounds: Mapping[Round, list[Message]], blocks: Mapping[str, tuple[Box, ...]], boxes: BoxCounts, limit: int
-    ) -> ReceivePlan:
-        """Return the plan for loaders that fetch `boxes`. Raises LookupError for a box that no rank holds."""
-        copies: Counter[tuple[str, Box]] = Counter()
-        for (name, box), times in boxes.items():
-            for _, part in parts_of(box, blocks[name], limit):
-                copies[name, part] += times
-        return ReceivePlan(rounds, blocks, copies, limit)
+    # index in the process group, and name: the worker that passes all messages on to this one, and the next one
+    feeder: tuple[int, str] | None = None
+    next: tuple[int, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -186,6 +190,8 @@ class ReceivedBlocks(BlockSource):
         # messages whose checksums [slices] int64 are not in `_sums` yet
         self._arrived_sums: list[tuple[Message, Tensor]] = []
         self.copies_left = Counter(plan.copies)
+        self.posted = self.relayed = self.relayed_bytes = 0  # messages received or expected, and messages passed on
+        self.relaying: deque[tuple[list[Pending], list[PeerBuffer]]] = deque()
         self._post()
 
     def parts(self, name: str, box: Box) -> list[tuple[int, Box]]:
@@ -224,17 +230,23 @@ class ReceivedBlocks(BlockSource):
         layers: Counter[int] = Counter()
         for (name, _, _), total in reads.items():
             layers[layer_of(name)] += total
-        return {"layers": {layer: total % 2**64 for layer, total in layers.items()}}
+        sums = {layer: total % 2**64 for layer, total in layers.items()}
+        return {"layers": sums, "relayed": self.relayed_bytes}
 
     def drain(self) -> None:
-        """Receive all rounds that are still to come."""
+        """Receive all rounds that are still to come, and wait until everything is passed on."""
         while self.in_flight:
             self._take_round()
+        while self.relaying:
+            wait(self.relaying.popleft()[0], self.deadline)
 
     def release(self) -> None:
         """Drop everything that has arrived or is in flight."""
+        sent = (pending for of_round, _ in self.relaying for pending in of_round)
+        self.exchange.cancel(itertools.chain(sent, *(of_round.pending for of_round in self.in_flight)))
         self.to_come.clear()
         self.in_flight.clear()
+        self.relaying.clear()
         self.arrived.clear()
         self._sums.clear()
         self._arrived_sums.clear()
@@ -243,21 +255,39 @@ class ReceivedBlocks(BlockSource):
         """Start to receive the next rounds, up to IN_FLIGHT."""
         while self.to_come and len(self.in_flight) < IN_FLIGHT:
             (layer, _), messages = self.to_come.popleft()
-            buffers = [
-                PeerBuffer(
-                    empty_message(message, self.dtype, self.exchange.device),
-                    message.source,
-                    message.tag,
-                    f"receiving {describe(message)} from trainer rank {message.source}",
-                )
-                for message in messages
-            ]
+            buffers = [self._buffer_for(message) for message in messages]
             self.in_flight.append(_RoundInFlight(layer, messages, buffers, self.exchange.receive(buffers)))
 
+    def _buffer_for(self, message: Message) -> PeerBuffer:
+        """Return an empty buffer for a message, which comes from its rank or from this worker's feeder."""
+        buffer, peer, tag = empty_message(message, self.dtype, self.exchange.device), message.source, message.tag
+        what = f"receiving {describe(message)} from trainer rank {message.source}"
+        if self.plan.feeder is not None:
+            (peer, name), tag = self.plan.feeder, self.posted
+            what += f", passed on by {name}"
+        self.posted += 1
+        return PeerBuffer(buffer, peer, tag, what)
+
+    def _pass_on(self, arrived: _RoundInFlight) -> None:
+        """Start to send a round to the next worker of the chain, if any, with IN_FLIGHT rounds on the way at most."""
+        if self.plan.next is None:
+            return
+        peer, name = self.plan.next
+        if len(self.relaying) == IN_FLIGHT:
+            wait(self.relaying.popleft()[0], self.deadline)
+        buffers = []
+        for message, buffer in zip(arrived.messages, arrived.buffers, strict=True):
+            what = f"passing {describe(message)} on to {name}"
+            buffers.append(PeerBuffer(buffer.values, peer, self.relayed, what))
+            self.relayed += 1
+            self.relayed_bytes += message.elements * self.dtype.itemsize
+        self.relaying.append((self.exchange.send(buffers), buffers))
+
     def _take_round(self) -> None:
-        """Wait for the oldest round in flight, unpack its parts, and post the next round."""
+        """Wait for the oldest round in flight, pass it on, unpack its parts, and post the next round."""
         oldest = self.in_flight.popleft()
         wait(oldest.pending, self.deadline)
+        self._pass_on(oldest)
         for message, buffer in zip(oldest.messages, oldest.buffers, strict=True):
             elements, sums = message_views(buffer.values, message, self.dtype)
             self.bytes += elements.nbytes
@@ -278,6 +308,15 @@ class ReceivedBlocks(BlockSource):
                 }
             self._arrived_sums = []
         return self._sums
+
+
+def copies_of_parts(boxes: BoxCounts, blocks: Mapping[str, tuple[Box, ...]], limit: int) -> Counter[tuple[str, Box]]:
+    """Return how often loaders that fetch `boxes` copy each part. Raises LookupError for a box that no rank holds."""
+    copies: Counter[tuple[str, Box]] = Counter()
+    for (name, box), times in boxes.items():
+        for _, part in parts_of(box, blocks[name], limit):
+            copies[name, part] += times
+    return copies
 
 
 def parts_of(box: Box, blocks: tuple[Box, ...], limit: int) -> list[tuple[int, Box]]:

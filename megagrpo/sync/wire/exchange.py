@@ -13,7 +13,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -96,8 +96,11 @@ class Store:
 
     def has(self, key: str) -> bool:
         """Whether there is a value with this key. Raises WeightSyncError when the store is gone."""
+        return self._has_all([key])
+
+    def _has_all(self, keys: Sequence[str]) -> bool:
         with self._connected():
-            return self.tcp_store.check([key])
+            return self.tcp_store.check(list(keys))
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
@@ -110,7 +113,9 @@ class Store:
         """Return a value, or None without one. Raises WeightSyncError when the store is gone or an HMAC is wrong."""
         if not self.has(key):
             return None
-        value = self.tcp_store.get(key)
+        return self._read(key, self.tcp_store.get(key))
+
+    def _read(self, key: str, value: bytes) -> Any:
         code, text = value[:CODE_LENGTH], value[CODE_LENGTH:].decode(errors="replace")
         if not hmac.compare_digest(code, self._code(key, text).encode()):
             raise WeightSyncError(
@@ -118,23 +123,49 @@ class Store:
             )
         return json.loads(text)
 
-    def wait_for(
-        self, key: str, what: str, deadline: Deadline, stopped: Callable[[], str | None] = lambda: None
-    ) -> Any:
-        """Wait for a value and return it; it stays in the store.
+    def take(self, key: str, what: str, deadline: Deadline) -> Any:
+        """Return a value as soon as it exists: one request, which the store answers then. It stays in the store.
 
-        Raises WeightSyncError, which names `what` was awaited, when the deadline passes. The same error is raised when
-        `stopped` returns a reason.
+        Other threads that use this connection wait meanwhile. Raises WeightSyncError, which names `what` was awaited,
+        when the deadline passes, or as `find` does.
         """
-        pause = 0.001  # not `TCPStore.wait`: it logs warnings unless the key exists at once
-        while (value := self.find(key)) is None:
-            if reason := stopped():
-                raise WeightSyncError(f"waiting for {what}: {reason}")
-            if deadline.passed:
-                raise WeightSyncError(f"waiting for {what}: timed out after {deadline.seconds:g} s")
+        try:
+            self.tcp_store.set_timeout(deadline.left())
+            value = self.tcp_store.get(key)
+        except RuntimeError as error:
+            late = f"timed out after {deadline.seconds:g} s" if deadline.passed else _first_line(error)
+            raise WeightSyncError(f"waiting for {what}: {late}") from None
+        return self._read(key, value)
+
+    def take_all(
+        self, keys: Sequence[str], names: Sequence[str], deadline: Deadline, stopped: Callable[[], str]
+    ) -> list[Any]:
+        """Wait for the values of all keys, and return them. One request polls them all.
+
+        Raises WeightSyncError, with the name of the first missing value, when the deadline passes or `stopped` returns
+        a reason.
+        """
+        pause = 0.001
+        while not self._has_all(keys):
+            if reason := stopped() or (f"timed out after {deadline.seconds:g} s" if deadline.passed else ""):
+                missing = next((name for name, key in zip(names, keys, strict=True) if not self.has(key)), names[0])
+                raise WeightSyncError(f"waiting for {missing}: {reason}")
             time.sleep(pause)
             pause = min(1.5 * pause, STORE_POLL_SECONDS)
-        return value
+        return self.find_all(keys)
+
+    def find_all(self, keys: Sequence[str]) -> list[Any]:
+        """Return the values of keys that exist, with one request. Raises WeightSyncError as `find` does."""
+        with self._connected():
+            values = self.tcp_store.multi_get(list(keys))
+        return [self._read(key, value) for key, value in zip(keys, values, strict=True)]
+
+    def wait_for(self, key: str, what: str, deadline: Deadline) -> Any:
+        """Wait for a value and return it; it stays in the store. Other threads may use this connection meanwhile.
+
+        Raises WeightSyncError, which names `what` was awaited, when the deadline passes.
+        """
+        return self.take_all([key], [what], deadline, lambda: "")[0]
 
     def answers(self) -> bool:
         """Whether the store still responds."""
@@ -209,6 +240,17 @@ class Exchange:
         if coalesces:
             return [(self.group._end_coalescing(), ", ".join(dict.fromkeys(buffer.what for buffer in buffers)))]
         return [(work, buffer.what) for work, buffer in zip(works, buffers, strict=True)]
+
+    def cancel(self, pending: Iterable[Pending]) -> None:
+        """End operations in flight before `close`.
+
+        gloo's thread would poll the socket of a half-received message for ever, and `close` would wait for the thread.
+        A wait that times out closes all connections of a gloo group.
+        """
+        for work, _ in pending:
+            if self.device.type != "cuda":
+                with suppress(RuntimeError):
+                    work.wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Leave the group. Processes that wait for this process get an error."""

@@ -1,29 +1,43 @@
-"""The inputs of a `p2p` plan: the boxes that each trainer rank holds and each worker wants, and their JSON form.
+"""The inputs of a `p2p` plan: the boxes that each trainer rank holds and each worker wants, and their JSON forms.
 
-Both ends exchange them through the store (`exchange.Store`), and each computes the plan (`sync_plan.py`) from them.
+Workers get the ranks' boxes in their request, and leave their own boxes in the store (`exchange.Store`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import base64
+import json
+import zlib
+from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from megagrpo.models.families.boxes import Box
-from megagrpo.sync.wire.exchange import Deadline, Store
-from megagrpo.sync.wire.sync_plan import Transfers, plan_transfers
+from megagrpo.sync.wire.sync_plan import Sources, Transfers, choose_sources, plan_transfers
 from megagrpo.sync.wire.tensor_index import SharedBlock, SharedTensor, TensorIndex
 
 WorkerBoxes = Mapping[str, Sequence[Box]]  # tensor -> the boxes of it that one worker wants
 
 
 class RankBoxes:
-    """All tensors of a policy, and the ranks that hold each box of them; the store holds it as JSON."""
+    """All tensors of a policy, in the order of loading, and the ranks that hold each box of them."""
 
-    def __init__(self, tensors: dict[str, tuple[tuple[int, ...], dict[Box, list[int]]]]):
-        self.tensors = tensors
+    def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], Mapping[Box, Sequence[int]]]]):
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}  # boxes that the same ranks hold share one tuple
 
-    @property
-    def holders(self) -> dict[str, dict[Box, list[int]]]:
+        def shared(ranks: Sequence[int]) -> tuple[int, ...]:
+            return known.setdefault(tuple(ranks), tuple(ranks))
+
+        self.tensors = {
+            name: (tuple(shape), {box: shared(ranks) for box, ranks in boxes.items()})
+            for name, (shape, boxes) in tensors.items()
+        }
+        self.groups = list(known)
+
+    @cached_property
+    def holders(self) -> dict[str, Mapping[Box, tuple[int, ...]]]:
         """Tensor -> box -> the ranks that hold the box."""
         return {name: boxes for name, (_, boxes) in self.tensors.items()}
 
@@ -35,21 +49,48 @@ class RankBoxes:
         }
         return TensorIndex(version, dtype, tensors)
 
-    def transfers_to(self, workers: Sequence[WorkerBoxes]) -> Transfers:
-        """Return the plan that sends every worker its boxes. Raises LookupError for a box that no rank holds."""
-        return plan_transfers(self.holders, wanted_by(workers, self.tensors))
+    def sources_for(self, workers: Mapping[int, WorkerBoxes]) -> Sources:
+        """Choose the sending ranks for workers (number -> boxes). Raises LookupError for a box that no rank holds."""
+        return choose_sources(self.holders, wanted_by(workers, self.tensors))
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the JSON form that `of_json` reads."""
-        return {name: [shape, list(boxes.items())] for name, (shape, boxes) in self.tensors.items()}
+    def transfers_to(
+        self, workers: Mapping[int, WorkerBoxes], sources: Sources | None = None, only: Container[str] | None = None
+    ) -> Transfers:
+        """Return the plan that sends workers (number -> boxes) their boxes, of the tensors in `only`, or of all.
+
+        Raises LookupError for a box that no rank holds.
+        """
+        names = self.tensors if only is None else [name for name in self.tensors if name in only]
+        return plan_transfers(self.holders, wanted_by(workers, names), sources)
+
+    def choices(self, sources: Sources) -> np.ndarray:
+        """Return `sources` as a table [n, 4] int64 of workers, indices of the holders in `groups`, layers, and chosen
+        ranks."""
+        numbers = {ranks: number for number, ranks in enumerate(self.groups)}
+        rows = [(worker, numbers[ranks], layer, source) for (ranks, worker, layer), source in sources.items()]
+        return np.array(rows, dtype=np.int64).reshape(-1, 4)
+
+    def sources(self, choices: np.ndarray) -> Sources:
+        """Return the inverse of `choices`."""
+        return {(self.groups[group], worker, layer): source for worker, group, layer, source in choices.tolist()}
+
+    def packed(self) -> str:
+        """Return the boxes as text, which `unpacked` reads: compressed JSON."""
+        numbers = {ranks: number for number, ranks in enumerate(self.groups)}
+        tensors = {
+            name: [shape, [(box, numbers[ranks]) for box, ranks in boxes.items()]]
+            for name, (shape, boxes) in self.tensors.items()
+        }
+        return base64.b85encode(zlib.compress(json.dumps([self.groups, tensors]).encode())).decode()
 
     @staticmethod
-    def of_json(data: dict[str, Any]) -> RankBoxes:
-        """Return the boxes from their JSON form."""
+    def unpacked(text: str) -> RankBoxes:
+        """Return the boxes from their form as text."""
+        groups, tensors = json.loads(zlib.decompress(base64.b85decode(text)))
         return RankBoxes(
             {
-                name: (tuple(shape), {box_of_json(box): ranks for box, ranks in boxes})
-                for name, (shape, boxes) in data.items()
+                name: (shape, {box_of_json(box): groups[number] for box, number in boxes})
+                for name, (shape, boxes) in tensors.items()
             }
         )
 
@@ -65,13 +106,6 @@ def boxes_of_json(data: Mapping[str, Iterable[Any]]) -> WorkerBoxes:
     return {name: [box_of_json(box) for box in boxes] for name, boxes in data.items()}
 
 
-def take_boxes(store: Store, keys: Sequence[str], deadline: Deadline) -> list[WorkerBoxes]:
-    """Return the boxes of each worker. `keys` are the keys of the workers' boxes in the store; alike workers share a
-    key, and then one object. Raises WeightSyncError."""
-    boxes = {key: boxes_of_json(store.wait_for(key, "a worker's boxes", deadline)) for key in set(keys)}
-    return [boxes[key] for key in keys]
-
-
 def by_tensor(boxes: Iterable[tuple[str, Box]]) -> WorkerBoxes:
     """Return the (tensor, box) pairs by tensor, sorted: what a worker leaves in the store."""
     sorted_boxes: dict[str, list[Box]] = {}
@@ -80,11 +114,26 @@ def by_tensor(boxes: Iterable[tuple[str, Box]]) -> WorkerBoxes:
     return sorted_boxes
 
 
-def wanted_by(boxes_of: Sequence[WorkerBoxes], names: Iterable[str]) -> dict[str, dict[Box, list[int]]]:
-    """Return tensor -> box -> the workers that want it, in order of `names`. `boxes_of` holds each worker's boxes."""
-    wanted: dict[str, dict[Box, list[int]]] = {}
+def wanted_by(workers: Mapping[int, WorkerBoxes], names: Iterable[str]) -> dict[str, dict[Box, tuple[int, ...]]]:
+    """Return tensor -> box -> the workers that want it, in order of `names`, with boxes and workers sorted.
+
+    `workers` is number -> boxes. Alike workers share one object, which is read once for all of them. A part of the
+    workers gives the same order, so a worker that knows only its own boxes finds its slices in the sender's order.
+    """
+    alike: dict[int, tuple[WorkerBoxes, list[int]]] = {}
+    for number, boxes in sorted(workers.items()):
+        alike.setdefault(id(boxes), (boxes, []))[1].append(number)
+    merged: dict[tuple[int, ...], tuple[int, ...]] = {}  # indices into `alike` -> their workers
+    kinds = list(alike.values())
+    wanted: dict[str, dict[Box, tuple[int, ...]]] = {}
     for name in names:
-        for worker, boxes in enumerate(boxes_of):
+        of_boxes: dict[Box, list[int]] = {}
+        for kind, (boxes, _) in enumerate(kinds):
             for box in boxes.get(name, ()):
-                wanted.setdefault(name, {}).setdefault(box, []).append(worker)
+                of_boxes.setdefault(box, []).append(kind)
+        for box in sorted(of_boxes):
+            key = tuple(of_boxes[box])
+            if key not in merged:
+                merged[key] = tuple(sorted(number for kind in key for number in kinds[kind][1]))
+            wanted.setdefault(name, {})[box] = merged[key]
     return wanted

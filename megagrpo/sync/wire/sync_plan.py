@@ -2,8 +2,9 @@
 communication.
 
 Both sides use boxes of Hugging Face tensors: a trainer rank holds boxes (its blocks), and a worker wants boxes (the
-slices its loaders copy). The plan gives every worker each wanted element exactly once, from a rank that holds it. The
-plan depends only on its arguments, so every rank computes it locally.
+slices its loaders copy). The plan gives every worker each wanted element exactly once, from a rank that holds it. Where
+several ranks hold a slice, `choose_sources` chooses one of them, with all workers in view. With these choices any
+process computes its own part of the plan from the boxes of its own tensors.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ from megagrpo.sync.wire.box_slices import cover
 
 # tensor -> box -> the ranks that hold the box, or the workers that want it
 BoxMap = Mapping[str, Mapping[Box, Sequence[int]]]
+# (ranks that hold the slices, worker, layer) -> the rank that sends them, where several hold them
+Sources = Mapping[tuple[tuple[int, ...], int, int], int]
 # elements; a smaller message costs more to start than to send, so its slices join another message of the same pair
 SMALL = 2**19
+
+UNKNOWN = -2  # the source of slices that another process plans
 
 
 @dataclass(frozen=True)
@@ -68,15 +73,15 @@ class Transfers:
         return keys >> 40, keys >> 20 & 0xFFFFF, totals
 
 
-def plan_transfers(holders: BoxMap, wanted: BoxMap) -> Transfers:
-    """Assign a sending rank to every slice that a worker wants, for every tensor in `wanted`.
+def plan_transfers(holders: BoxMap, wanted: BoxMap, sources: Sources | None = None) -> Transfers:
+    """Return the transfers of every slice that a worker wants, for every tensor in `wanted`.
 
-    A slice with one holder comes from it. Other slices are grouped by holders, worker and layer. Groups with fewer
-    replicas, then larger ones, are assigned first, each to the replica that sends the least so far. A small group joins
-    an existing message, if any. Raises LookupError, with tensor and box, when no rank holds a wanted box.
+    `sources` are the choices of `choose_sources`, made here by default. Slices without a choice come from UNKNOWN.
+    Raises LookupError, with tensor and box, when no rank holds a wanted box.
     """
     pieces = _pieces(holders, wanted)
-    chosen = _choose(pieces, [layer_of(name) for name in wanted])
+    layers = [layer_of(name) for name in wanted]
+    chosen = _choose(pieces, layers) if sources is None else sources
     boxes: dict[Box, int] = {}
     rows = (
         (tensor, boxes.setdefault(part, len(boxes)), count, len(workers), ranks[0] if len(ranks) == 1 else -1)
@@ -84,11 +89,26 @@ def plan_transfers(holders: BoxMap, wanted: BoxMap) -> Transfers:
     )
     table = np.fromiter((value for row in rows for value in row), dtype=np.int64).reshape(-1, 5)
     tensor, box, elements, source = (np.repeat(table[:, column], table[:, 3]) for column in (0, 1, 2, 4))
-    source[source < 0] = chosen
+    source[source < 0] = [
+        chosen.get((ranks, worker, layers[index]), UNKNOWN)
+        for index, _, _, ranks, workers in pieces
+        if len(ranks) > 1
+        for worker in workers
+    ]
     destination = np.fromiter(
         (worker for *_, workers in pieces for worker in workers), dtype=np.int64, count=len(source)
     )
     return Transfers(tuple(wanted), tuple(boxes), tensor, box, source, destination, elements)
+
+
+def choose_sources(holders: BoxMap, wanted: BoxMap) -> Sources:
+    """Choose the rank that sends each slice that several ranks hold.
+
+    Slices are grouped by holders, worker and layer. Groups with fewer replicas, then larger ones, are assigned first,
+    each to the replica that sends the least so far, slices with one holder included. A small group joins an existing
+    message, if any. Raises LookupError, with tensor and box, when no rank holds a wanted box.
+    """
+    return _choose(_pieces(holders, wanted), [layer_of(name) for name in wanted])
 
 
 def layer_of(name: str) -> int:
@@ -118,8 +138,7 @@ def _pieces(holders: BoxMap, wanted: BoxMap) -> list[Piece]:
     return pieces
 
 
-def _choose(pieces: list[Piece], layers: Sequence[int]) -> list[int]:
-    """Return the sending rank for each worker of each piece that several ranks hold, in order of the pieces."""
+def _choose(pieces: list[Piece], layers: Sequence[int]) -> Sources:
     load: Counter[int] = Counter()
     # (layer, workers) -> ranks that send them a message
     sending: dict[tuple[int, tuple[int, ...]], set[int]] = defaultdict(set)
@@ -149,12 +168,7 @@ def _choose(pieces: list[Piece], layers: Sequence[int]) -> list[int]:
         chosen[group] = min(preferred or ranks, key=lambda rank: (load[rank], rank))
         load[chosen[group]] += count
         sending[layer, (worker,)].add(chosen[group])
-    return [
-        chosen[ranks, worker, layers[tensor]]
-        for tensor, _, _, ranks, workers in pieces
-        if len(ranks) > 1
-        for worker in workers
-    ]
+    return chosen
 
 
 def _totals(index: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from megagrpo.engine.access import address_of
-from megagrpo.sync.trainer_side.point_to_point import PointToPoint
+from megagrpo.sync.trainer_side.send_plan import _check_coverage
 from megagrpo.sync.vllm_side.p2p_receiver import P2pReceiver
 from megagrpo.sync.vllm_side.receiver import Worker
 from megagrpo.sync.wire.exchange import Deadline, Exchange, Store, is_here, own_address
@@ -40,9 +40,20 @@ def test_a_timeout_names_the_missing_peer_and_an_abort_names_its_rank(store):
     with pytest.raises(WeightSyncError, match=r"waiting for worker 3: timed out after 0\.3 s"):
         store.wait_for("key", "worker 3", Deadline(0.3))
     assert time.monotonic() - began < 2
-    store.put("stop", "rank 1: no more memory")
+    store.put("here", 1)
     with pytest.raises(WeightSyncError, match="waiting for worker 3: rank 1: no more memory"):
-        store.wait_for("key", "worker 3", Deadline(30), lambda: store.find("stop"))
+        store.take_all(["here", "key"], ["worker 2", "worker 3"], Deadline(30), lambda: "rank 1: no more memory")
+    with pytest.raises(WeightSyncError, match=r"waiting for the decision: timed out after 0\.3 s"):
+        store.take("key", "the decision", Deadline(0.3))
+
+
+def test_a_value_is_taken_by_one_request_that_waits(store):
+    other = Store("127.0.0.1", store.port, Deadline(5), "secret")
+    threading.Timer(0.2, lambda: other.put("key", [1])).start()
+    assert store.take("key", "a value", Deadline(5)) == [1]
+    other.put("second", [2])
+    assert other.take_all(["key", "second"], ["a", "b"], Deadline(5), lambda: "") == [[1], [2]]
+    assert store.find_all([]) == []
 
 
 def test_a_board_that_is_gone_is_told_and_noticed():
@@ -59,7 +70,7 @@ def test_a_board_that_is_gone_is_told_and_noticed():
 
 
 def test_a_worker_on_another_kind_of_device_says_so():
-    request = DirectRequest("host", 1, "secret", 1, "cpu", "float32", limit=1)
+    request = DirectRequest("host", 1, "secret", 1, "cpu", "float32", limit=1, ranks=1)
     with pytest.raises(
         WeightSyncError,
         match="the trainer's weights are on cpu and this worker is on cuda; p2p requires the same device type",
@@ -68,18 +79,17 @@ def test_a_worker_on_another_kind_of_device_says_so():
 
 
 def test_a_tensor_that_the_workers_of_a_server_do_not_take_in_whole_is_named():
-    transport = PointToPoint(None, "float32")
-    transport.rank_boxes = RankBoxes({"v": ((2,), {((0,), (2,)): [0]}), "w": ((4, 6), {((0, 0), (4, 6)): [0]})})
+    rank_boxes = RankBoxes({"v": ((2,), {((0,), (2,)): [0]}), "w": ((4, 6), {((0, 0), (4, 6)): [0]})})
     boxes = {
         "whole": {"v": [((0,), (2,))], "w": [((0, 0), (4, 6))]},
         "left": {"v": [((0,), (2,))], "w": [((0, 0), (4, 3))]},
     }
     boxes["right"] = {"w": [((0, 3), (4, 6))]}
-    transport.servers = {"http://a": 1, "http://b": 2, "http://c": 1}
+    servers = {"http://a": 1, "http://b": 2, "http://c": 1}
     keys = ["whole", "left", "right", "whole"]
-    transport._check_coverage(keys, [boxes[key] for key in keys])
+    _check_coverage(rank_boxes, servers, keys, [boxes[key] for key in keys])
     with pytest.raises(WeightSyncError, match=r"http://c: no worker read w\[0:4, 3:6\]"):
-        transport._check_coverage([*keys[:3], "left"], [boxes[key] for key in (*keys[:3], "left")])
+        _check_coverage(rank_boxes, servers, [*keys[:3], "left"], [boxes[key] for key in (*keys[:3], "left")])
 
 
 def test_servers_of_this_host_are_told_from_others():

@@ -7,7 +7,9 @@ from collections import Counter
 import pytest
 
 from megagrpo.models.families.boxes import cut, intersect, missing, size, whole
+from megagrpo.sync.trainer_side.send_plan import PlanNews, messages_of
 from megagrpo.sync.wire.messages import pieces, rounds
+from megagrpo.sync.wire.rank_boxes import RankBoxes, by_tensor
 from megagrpo.sync.wire.sync_plan import plan_transfers
 
 
@@ -70,6 +72,27 @@ def test_both_ends_of_every_pair_see_the_same_messages_in_the_same_order(seed):
             out = [message for message in sent[rank] if message.destination == worker]
             assert out == [message for message in taken[worker] if message.source == rank]
             assert [message.tag for message in out] == list(range(len(out)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_rank_and_a_worker_find_their_messages_from_their_own_boxes(seed):
+    dice = random.Random(seed)
+    held, wanted, num_ranks, num_workers = random_sync(dice)
+    rank_boxes, limit = RankBoxes({name: ((), boxes) for name, boxes in held.items()}), dice.choice([3, 25, 10**6])
+    workers = {
+        worker: by_tensor((name, box) for name, boxes in wanted.items() for box in boxes if worker in boxes[box])
+        for worker in range(num_workers)
+    }
+    choices = rank_boxes.choices(rank_boxes.sources_for(workers))
+    whole_plan = rank_boxes.transfers_to(workers)
+    for rank in range(num_ranks):
+        own = {name for name, boxes in held.items() if any(rank in ranks for ranks in boxes.values())}
+        found = messages_of(PlanNews(1, workers, choices), rank_boxes, rank, own, limit)
+        assert found == rounds(whole_plan, limit, source=rank)
+    for worker, boxes in workers.items():
+        of_worker = rank_boxes.sources(choices[choices[:, 0] == worker])
+        found = rounds(rank_boxes.transfers_to({worker: boxes}, of_worker), limit, destination=worker)
+        assert found == rounds(whole_plan, limit, destination=worker)
 
 
 @pytest.mark.parametrize("seed", range(20))
