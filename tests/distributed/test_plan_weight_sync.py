@@ -56,6 +56,16 @@ def test_the_rows_of_a_small_run(folder):
     assert told["seconds"].startswith("0.00") and told["seconds"].endswith("is the busiest")
 
 
+def test_with_a_relay_the_ranks_send_to_as_many_servers_as_they_can_feed(folder):
+    words = ("rollout.tp=3", "rollout.servers=8", "parallel.pp=2")
+    plain = run_ranks(rows_in_a_rank, 1, folder, *words, 6)[0]
+    relayed = run_ranks(rows_in_a_rank, 1, folder, *words, "rollout.weight_sync_relay=true", 6)[0]
+    assert "relay" not in plain and relayed["relay"] == "8 server(s), 2 of them from ranks; at most 4 in a chain"
+    sent = [float(told["moved"].split()[0]) for told in (plain, relayed)]
+    assert sent[0] == pytest.approx(4 * sent[1], rel=0.01) and plain["received"] == relayed["received"]
+    assert float(relayed["seconds"].split()[0]) < 0.5 * float(plain["seconds"].split()[0])  # with the chain's fill
+
+
 def test_experts_that_workers_share_out_are_planned_whole(folder):
     experts = dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, head_dim=64)
     (folder / "config.json").write_text(
