@@ -1,8 +1,8 @@
 """The p2p transport: trainer ranks send weights directly to workers, by gloo (CPUs) or NCCL (GPUs), across hosts.
 
-Rank 0 makes the plan (`send_plan.py`); each rank and worker finds its own messages in it. A rank packs the slices of one
-layer for one worker into messages of bounded size, and keeps a few messages in flight. Replicas of a block share the
-sending. Every element crosses the wire once per worker that wants it, from a rank or from another worker. Plan and
+Rank 0 makes the plan (`send_plan.py`), in which each rank and worker finds its own messages. A rank packs the slices of
+one layer for one worker into messages of bounded size, and keeps a few messages in flight. Replicas of a block share
+the sending. Every element crosses the wire once per worker that wants it, from a rank or from another worker. Plan and
 process group are reused until a server or worker is replaced.
 """
 
