@@ -9,6 +9,7 @@ process computes its own part of the plan from the boxes of its own tensors.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -155,6 +156,15 @@ def _choose(pieces: list[Piece], layers: Sequence[int]) -> Sources:
     for workers in {workers for _, workers in sending}:
         for worker in workers:
             sharing[worker].append(workers)
+    heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # ranks -> (elements, rank), some with too few elements
+
+    def least_loaded(ranks: tuple[int, ...]) -> int:
+        """Return the first of the ranks that send least so far. Loads only grow, so a current top is the smallest."""
+        heap = heaps.setdefault(ranks, [(-1, rank) for rank in ranks])  # equal loads, by rank: a heap
+        while heap[0][0] != load[heap[0][1]]:
+            heapq.heapreplace(heap, (load[heap[0][1]], heap[0][1]))
+        return heap[0][1]
+
     chosen: dict[tuple[tuple[int, ...], int, int], int] = {}
     # stable: ties stay in order
     for group, count in sorted(groups.items(), key=lambda item: (len(item[0][0]), -item[1])):
@@ -165,7 +175,7 @@ def _choose(pieces: list[Piece], layers: Sequence[int]) -> Sources:
                 *(sending.get((layer, workers), ()) for workers in sharing[worker])
             )
             preferred = [rank for rank in ranks if rank in senders]
-        chosen[group] = min(preferred or ranks, key=lambda rank: (load[rank], rank))
+        chosen[group] = min(preferred, key=lambda rank: (load[rank], rank)) if preferred else least_loaded(ranks)
         load[chosen[group]] += count
         sending[layer, (worker,)].add(chosen[group])
     return chosen
