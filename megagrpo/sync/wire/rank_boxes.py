@@ -67,12 +67,20 @@ class RankBoxes:
         """Return `sources` as a table [n, 4] int64 of workers, indices of the holders in `groups`, layers, and chosen
         ranks."""
         numbers = {ranks: number for number, ranks in enumerate(self.groups)}
-        rows = [(worker, numbers[ranks], layer, source) for (ranks, worker, layer), source in sources.items()]
+        rows = [
+            (worker, number, layer, source)
+            for ranks, of_ranks in sources.items()
+            for number in [numbers[ranks]]
+            for (worker, layer), source in of_ranks.items()
+        ]
         return np.array(rows, dtype=np.int64).reshape(-1, 4)
 
     def sources(self, choices: np.ndarray) -> Sources:
         """Return the inverse of `choices`."""
-        return {(self.groups[group], worker, layer): source for worker, group, layer, source in choices.tolist()}
+        sources: dict[int, dict[tuple[int, int], int]] = {}
+        for worker, group, layer, source in choices.tolist():
+            sources.setdefault(group, {})[worker, layer] = source
+        return {self.groups[group]: of_ranks for group, of_ranks in sources.items()}
 
     def packed(self) -> str:
         """Return the boxes as text, which `unpacked` reads: compressed JSON."""

@@ -22,8 +22,8 @@ from megagrpo.sync.wire.box_slices import cover
 
 # tensor -> box -> the ranks that hold the box, or the workers that want it
 BoxMap = Mapping[str, Mapping[Box, Sequence[int]]]
-# (ranks that hold the slices, worker, layer) -> the rank that sends them, where several hold them
-Sources = Mapping[tuple[tuple[int, ...], int, int], int]
+# ranks that hold slices, where they are several -> (worker, layer) -> the rank that sends them
+Sources = Mapping[tuple[int, ...], Mapping[tuple[int, int], int]]
 # elements; a smaller message costs more to start than to send, so its slices join another message of the same pair
 SMALL = 2**19
 
@@ -91,9 +91,10 @@ def plan_transfers(holders: BoxMap, wanted: BoxMap, sources: Sources | None = No
     table = np.fromiter((value for row in rows for value in row), dtype=np.int64).reshape(-1, 5)
     tensor, box, elements, source = (np.repeat(table[:, column], table[:, 3]) for column in (0, 1, 2, 4))
     source[source < 0] = [
-        chosen.get((ranks, worker, layers[index]), UNKNOWN)
+        of_ranks.get((worker, layers[index]), UNKNOWN)
         for index, _, _, ranks, workers in pieces
         if len(ranks) > 1
+        for of_ranks in [chosen.get(ranks, {})]  # a hash of many ranks takes long
         for worker in workers
     ]
     destination = np.fromiter(
@@ -140,45 +141,51 @@ def _pieces(holders: BoxMap, wanted: BoxMap) -> list[Piece]:
 
 
 def _choose(pieces: list[Piece], layers: Sequence[int]) -> Sources:
+    # Sets of ranks and of workers are numbered, because a hash of a thousand numbers takes long.
+    rank_sets: dict[tuple[int, ...], int] = {}
+    worker_sets: dict[tuple[int, ...], int] = {}
     load: Counter[int] = Counter()
-    # (layer, workers) -> ranks that send them a message
-    sending: dict[tuple[int, tuple[int, ...]], set[int]] = defaultdict(set)
-    groups: Counter[tuple[tuple[int, ...], int, int]] = Counter()  # (ranks that hold it, worker, layer) -> elements
+    sending: dict[tuple[int, int], set[int]] = defaultdict(set)  # (layer, worker set) -> ranks that send it a message
+    groups: Counter[tuple[int, int, int]] = Counter()  # (rank set, worker, layer) -> elements
     for tensor, _, count, ranks, workers in pieces:
         if len(ranks) == 1:
             load[ranks[0]] += count * len(workers)
-            sending[layers[tensor], workers].add(ranks[0])
+            sending[layers[tensor], worker_sets.setdefault(workers, len(worker_sets))].add(ranks[0])
         else:
+            number = rank_sets.setdefault(ranks, len(rank_sets))
             for worker in workers:
-                groups[ranks, worker, layers[tensor]] += count
-    # worker -> sets of workers, itself included, that want the same slice
-    sharing: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-    for workers in {workers for _, workers in sending}:
+                groups[number, worker, layers[tensor]] += count
+    sharing: dict[int, list[int]] = defaultdict(list)  # worker -> sets of workers, itself included, of the same slice
+    for workers, number in worker_sets.items():
         for worker in workers:
-            sharing[worker].append(workers)
-    heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # ranks -> (elements, rank), some with too few elements
-
-    def least_loaded(ranks: tuple[int, ...]) -> int:
-        """Return the first of the ranks that send least so far. Loads only grow, so a current top is the smallest."""
-        heap = heaps.setdefault(ranks, [(-1, rank) for rank in ranks])  # equal loads, by rank: a heap
-        while heap[0][0] != load[heap[0][1]]:
-            heapq.heapreplace(heap, (load[heap[0][1]], heap[0][1]))
-        return heap[0][1]
-
-    chosen: dict[tuple[tuple[int, ...], int, int], int] = {}
+            sharing[worker].append(number)
+    everyone = [(ranks, frozenset(ranks)) for ranks in rank_sets]
+    heaps = [[(-1, rank) for rank in sorted(ranks)] for ranks in rank_sets]  # (elements, rank); elements may be outdated
+    chosen: dict[tuple[int, ...], dict[tuple[int, int], int]] = {ranks: {} for ranks in rank_sets}
+    joined: dict[tuple[int, int], set[int]] = defaultdict(set)  # (layer, worker) -> ranks chosen to send it a message
     # stable: ties stay in order
-    for group, count in sorted(groups.items(), key=lambda item: (len(item[0][0]), -item[1])):
-        ranks, worker, layer = group
-        preferred = []
+    for (number, worker, layer), count in sorted(
+        groups.items(), key=lambda item: (len(everyone[item[0][0]][0]), -item[1])
+    ):
+        ranks, members = everyone[number]
+        preferred: list[int] = []
         if count <= SMALL:
-            senders = sending[layer, (worker,)].union(
-                *(sending.get((layer, workers), ()) for workers in sharing[worker])
-            )
-            preferred = [rank for rank in ranks if rank in senders]
-        chosen[group] = min(preferred, key=lambda rank: (load[rank], rank)) if preferred else least_loaded(ranks)
-        load[chosen[group]] += count
-        sending[layer, (worker,)].add(chosen[group])
+            senders = joined[layer, worker].union(*(sending.get((layer, other), ()) for other in sharing[worker]))
+            preferred = [rank for rank in senders if rank in members]
+        source = (
+            min(preferred, key=lambda rank: (load[rank], rank)) if preferred else _least_loaded(heaps[number], load)
+        )
+        chosen[ranks][worker, layer] = source
+        load[source] += count
+        joined[layer, worker].add(source)
     return chosen
+
+
+def _least_loaded(heap: list[tuple[int, int]], load: Mapping[int, int]) -> int:
+    """Return the first of the ranks in `heap` that send least. Loads only grow, so a current top is the smallest."""
+    while heap[0][0] != load[heap[0][1]]:
+        heapq.heapreplace(heap, (load[heap[0][1]], heap[0][1]))
+    return heap[0][1]
 
 
 def _totals(index: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:

@@ -17,7 +17,7 @@ def test_the_boxes_of_all_ranks_come_back_from_text_as_they_were():
         {"w": ((4, 6), {((0, 0), (2, 6)): [0, 2], ((2, 0), (4, 6)): [1]}), "scalar": ((), {((), ()): [0]})}
     )
     assert RankBoxes.unpacked(rank_boxes.packed()).tensors == rank_boxes.tensors
-    sources = {((0, 2), 5, 3): 2, ((1,), 6, -1): 1}
+    sources = {(0, 2): {(5, 3): 2}, (1,): {(6, -1): 1, (7, 2): 1}}
     assert rank_boxes.sources(rank_boxes.choices(sources)) == sources
     index = rank_boxes.index(7, "bfloat16")
     assert index.num_bytes == 50 and [block.rank for block in index.tensors["w"].blocks] == [0, 1]
