@@ -15,6 +15,7 @@ import argparse
 import json
 import resource
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megagrpo.config import ParallelSection
@@ -26,7 +27,7 @@ from megagrpo.proof.plan.cuts import EngineLayout, wanted_boxes
 from megagrpo.proof.plan.weight_sync import LINK_GB_PER_S
 from megagrpo.sync.trainer_side.send_plan import PlanNews, messages_of
 from megagrpo.sync.wire.messages import rounds
-from megagrpo.sync.wire.rank_boxes import RankBoxes, by_tensor
+from megagrpo.sync.wire.rank_boxes import RankBoxes, WorkerBoxes, by_tensor
 from megagrpo.sync.wire.relay import feeders, heads
 
 ELEMENT_BYTES = 2  # bf16
@@ -60,7 +61,7 @@ class Costs:
     resident_gib: float
 
 
-def costs(boxes: RankBoxes, wanted: dict[int, dict], ranks: int, servers: int, relay: bool) -> Costs:
+def costs(boxes: RankBoxes, wanted: Mapping[int, WorkerBoxes], ranks: int, servers: int, relay: bool) -> Costs:
     """Plan a sync of `ranks` ranks to `servers` servers, which `wanted` (worker of a server -> its boxes) describes."""
     per_server = len(wanted)
     workers = {number: wanted[number % per_server] for number in range(servers * per_server)}
@@ -101,7 +102,7 @@ def costs(boxes: RankBoxes, wanted: dict[int, dict], ranks: int, servers: int, r
     )
 
 
-def planned(name: str, ranks: int) -> tuple[RankBoxes, dict[int, dict]]:
+def planned(name: str, ranks: int) -> tuple[RankBoxes, dict[int, WorkerBoxes]]:
     """Return the boxes of `ranks` ranks, and of each worker of one server."""
     parallel, engine = MODELS[name]
     parallel = _with_ep(parallel, ranks)
