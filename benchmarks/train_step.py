@@ -15,8 +15,13 @@ policy gradient over response tokens, - sum(advantage * logprob) / number of res
 
 Three kinds of samples: of one length, of mixed lengths, and groups of 8 that share a prompt, as GRPO makes them (of one
 length; megagrpo computes the prompt once). Micro-batches hold at most `--max-tokens` real tokens on both sides. Both
-sides run under the settings that megagrpo makes for this machine's matrix products. Repetitions alternate; medians are
-shown. Tokens per second count the tokens of all samples, not padding.
+sides run under the settings that megagrpo makes for this machine's matrix products. Tokens per second count the tokens
+of all samples, not padding.
+
+Each contender takes warm-up steps until two in a row agree in CPU time (`repeats.py`; a `!` marks a warm-up that ended
+at its limit). Then the contenders take `--repeats` steps in turn, in alternating order. The table has the medians and
+in `spread` the distance between the largest and the smallest over the median. A ratio is taken within each turn; its
+median stands before its smallest and largest value.
 """
 
 from __future__ import annotations
@@ -25,18 +30,23 @@ import argparse
 import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from megagrpo.platform.process.variables import OPENMP
 
 os.environ |= OPENMP | os.environ  # read once, when torch is imported
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run by its path, this file sees only its own folder
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from benchmarks.repeats import RULE, is_warm, spread, warm_up_text, with_range
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import PackingRules, assign, pack
 from megagrpo.models.families.hf_config import parse_hf_config
@@ -165,19 +175,57 @@ def make_samples(count: int, prompt: int, response: int, kind: str) -> list[Trai
     return samples
 
 
-def measure(
-    contenders: Sequence[Contender], samples: Sequence[TrainSample], repeats: int
-) -> dict[str, tuple[float, float, float]]:
-    """(median wall seconds, median CPU seconds, last loss) of each contender after one warm-up step each; the order
-    alternates."""
-    times: dict[str, list[tuple[float, float]]] = {c.name: [] for c in contenders}
-    losses = {c.name: c.step(samples) for c in contenders}
-    for repeat in range(repeats):
-        for contender in contenders if repeat % 2 == 0 else reversed(contenders):
-            wall, cpu = time.perf_counter(), time.process_time()
-            losses[contender.name] = contender.step(samples)
-            times[contender.name].append((time.perf_counter() - wall, time.process_time() - cpu))
-    return {name: (*map(statistics.median, zip(*rows, strict=True)), losses[name]) for name, rows in times.items()}
+@dataclass
+class Steps:
+    """The measured steps of a contender: wall and CPU seconds of each, and the loss before the last one. `warm_ups` are
+    the CPU seconds of the steps before them."""
+
+    warm_ups: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    loss: float = 0.0
+
+
+def measure(contenders: Sequence[Contender], samples: Sequence[TrainSample], repeats: int) -> dict[str, Steps]:
+    """Return the steps of each contender, by its name: first each one's warm-up, then `repeats` turns."""
+    results = {c.name: Steps() for c in contenders}
+
+    def step(contender: Contender) -> tuple[float, float]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        results[contender.name].loss = contender.step(samples)
+        return time.perf_counter() - wall, time.process_time() - cpu
+
+    for contender in contenders:
+        while not is_warm(results[contender.name].warm_ups):
+            results[contender.name].warm_ups.append(step(contender)[1])
+    for turn in range(repeats):
+        for contender in contenders if turn % 2 == 0 else reversed(contenders):
+            wall, cpu = step(contender)
+            results[contender.name].wall.append(wall)
+            results[contender.name].cpu.append(cpu)
+    return results
+
+
+def row(kind: str, name: str, steps: Steps, ours: Steps, tokens: int) -> str:
+    """Return the table's row of a contender."""
+    wall, cpu = statistics.median(steps.wall), statistics.median(steps.cpu)
+    ratios = (
+        "" if steps is ours else with_range([a / b for a, b in zip(theirs, own, strict=True)])
+        for theirs, own in ((steps.wall, ours.wall), (steps.cpu, ours.cpu))
+    )
+    cells = (
+        f"{kind}: {name}",
+        warm_up_text(steps.warm_ups),
+        f"{wall:.2f}",
+        f"{spread(steps.wall):.0%}",
+        f"{cpu:.2f}",
+        f"{spread(steps.cpu):.0%}",
+        f"{tokens / wall:.1f}",
+        f"{tokens / cpu:.1f}",
+        *ratios,
+        f"{steps.loss:.4f}",
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -203,20 +251,17 @@ def main() -> None:
     ]
     print(
         f"{args.dtype}, {args.threads} threads, {args.samples} samples of {args.prompt} + {args.response} tokens, "
-        f"micro-batches of at most {args.max_tokens}, median of {args.repeats}, load {os.getloadavg()[0]:.1f}"
+        f"micro-batches of at most {args.max_tokens}, {RULE}, median of {args.repeats}, load {os.getloadavg()[0]:.1f}\n"
     )
-    print(
-        f"{'samples':8} {'contender':30} {'s/step':>8} {'CPU s':>8} {'tokens/s':>9} {'tokens/CPU s':>13} {'/ours':>6} "
-        f"{'CPU':>6}    loss"
-    )
+    print("| | warm-ups | s/step | spread | CPU s | spread | tokens/s | tokens/CPU s | /ours | CPU | loss |")
+    print("|---" * 11 + "|")
     for kind in args.kinds:
         samples = make_samples(args.samples, args.prompt, args.response, kind)
         tokens = sum(s.token_ids.numel() for s in samples)
         results = measure(contenders, samples, args.repeats)
-        ours = results[Megagrpo.name]
-        for name, (wall, cpu, loss) in results.items():
-            speed = f"{tokens / wall:9.1f} {tokens / cpu:13.1f} {wall / ours[0]:6.2f} {cpu / ours[1]:6.2f}"
-            print(f"{kind:8} {name:30} {wall:8.2f} {cpu:8.2f} {speed} {loss:8.4f}", flush=True)
+        for name, steps in results.items():
+            print(row(kind, name, steps, results[Megagrpo.name], tokens), flush=True)
+    print(f"\nload {os.getloadavg()[0]:.1f} at the end")
 
 
 if __name__ == "__main__":
