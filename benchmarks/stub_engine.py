@@ -31,7 +31,11 @@ from pathlib import Path
 from typing import Any
 
 MAX_TOKENS = 65536  # of a response
-ROUTES = {"/get_world_size": {"world_size": 1}, "/is_paused": {"is_paused": False}}
+ROUTES = {
+    "/get_world_size": {"world_size": 1},
+    "/is_paused": {"is_paused": False},
+    "/collective_rpc": {"results": ["none"]},
+}
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,11 @@ def ideal_seconds(lengths: Sequence[int], behavior: Behavior, servers: int = 1) 
 
 
 class Entries:
-    """Token ids and log-prob entries as JSON, rendered once: a response is a slice of each."""
+    """Token ids of `vocabulary` and log-prob entries as JSON, rendered once: a response is a slice of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: Sequence[int] = range(1000, 151_000)) -> None:
         count = 2 * MAX_TOKENS
-        self.ids = [1000 + (k * 7919) % 150_000 for k in range(count)]
+        self.ids = [vocabulary[k * 7919 % len(vocabulary)] for k in range(count)]
         self.logprobs = [-((k * 2654435761) % 1000003) / 400_000 - 1e-7 for k in range(count)]
         self._ids, self._id_ends = self._join(str(token) for token in self.ids)
         pairs = zip(self.ids, self.logprobs, strict=True)
