@@ -1,118 +1,90 @@
-"""Time of a step's own work at full size: reward calls, and the packing of samples into micro-batches.
+"""What a training step costs besides the model, when it grows to 100,000 samples and thousands of ranks.
 
-    python benchmarks/scale.py --samples 2000 --group 8 --tokens 24000
-    python benchmarks/scale.py --packing    # 1,000 to 100,000 samples of five distributions of lengths, 32 ranks
+    python benchmarks/scale.py                              # everything, in less than five minutes on two cores
+    python benchmarks/scale.py --parts packing client       # some parts
+    python benchmarks/scale.py --picture docs/images/scale.svg
 
-Rewards: groups of long responses through a worker process, with a built-in function.
-
-`in process` is the function alone. `in a worker` is what a step waits for: a call for each whole group, its arguments
-as JSON through a socket, and the function. `short texts` are the same calls with responses of one digit, which leaves
-the costs of a call itself. CPU is that of the trainer's process, without the worker's.
+Stub engines answer the requests, and fake ranks are processes with real gloo groups, so no model is needed. Each part
+is a file of `benchmarks/scaling/` and runs in a process of its own. The table has a row per size: seconds, bytes, and
+in the last measured row the slope of log seconds against log size (1 is linear). A row marked `computed` was not run:
+it follows from measured seconds and bytes, or from a plan. Sizes end at 100,000 samples and 16,384 ranks.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import random
+import importlib
+import multiprocessing
+import os
+import sys
 import time
-from collections.abc import Callable
-from functools import partial
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
 
-from megagrpo.config import RewardFunction, RewardsSection
-from megagrpo.data.packing import PackingRules, assign, imbalance
-from megagrpo.rewards.functions.text_rewards import exact_number
-from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.types import Prompt, Rollout
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by its path, this file sees only its own folder
 
-WORDS = "so we add the two sides and get 12 = 3 * 4, which is even; now take x = 7 and let us check that again:".split()
+from benchmarks.scaling.table import HEADER, Series, draw, lines_of
+from megagrpo.platform.process.variables import OPENMP
 
-
-def response(tokens: int, number: int) -> str:
-    """A text of about four characters a token, in lines of 20 words, that ends in `number`."""
-    rng = random.Random(number)
-    words = [rng.choice(WORDS) + ("\n" if i % 20 == 19 else "") for i in range(tokens * 4 // 4)]
-    return f"<think>{' '.join(words)}</think>The answer is {number}."
+PARTS = ("packing", "client", "sync_plans", "rewards")
 
 
-def rollouts(samples: int, group: int, tokens: int) -> list[Rollout]:
-    """Responses of prompts in groups. Few different texts: their scoring does not depend on it."""
-    texts = [response(tokens, number) for number in range(4)] if tokens > 1 else ["0", "1", "2", "3"]
-    ids, logprobs = tuple(range(100_000, 100_000 + tokens)), (0.0,) * tokens
-    prompts = [Prompt(i, (1, 2), "What is it?", {"answer": str(i % 4)}) for i in range(samples // group)]
-    return [
-        Rollout(p, ids, logprobs, "stop", 0, texts[(i + j) % 4]) for i, p in enumerate(prompts) for j in range(group)
-    ]
+def run_part(name: str, results: Connection) -> None:
+    """Send each series of a part, then None."""
+    try:
+        for series in importlib.import_module(f"benchmarks.scaling.{name}").series():
+            results.send(series)
+    except Exception:
+        traceback.print_exc()
+        results.send(Series(name, "failed: the error is above", "", note="this part failed"))
+    results.send(None)
 
 
-def seconds(work: Callable[[], object]) -> tuple[float, float]:
-    """The seconds, and the CPU seconds of this process, that `work` takes."""
-    begun, used = time.perf_counter(), time.process_time()
-    work()
-    return time.perf_counter() - begun, time.process_time() - used
+def measured(name: str) -> list[Series]:
+    """Run a part in a fork, which has all modules, and print its rows as they come."""
+    here, there = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=run_part, args=(name, there))
+    process.start()
+    there.close()
+    kept: list[Series] = []
+    try:
+        while (series := here.recv()) is not None:
+            print("\n".join(lines_of(series)) or f"| {series.part} | {series.what} | | | | | |", flush=True)
+            kept.append(series)
+    except EOFError:
+        kept.append(Series(name, "failed: its process ended", "", note="this part failed"))
+    process.join()
+    return kept
 
 
-def sample_lengths(kind: str, count: int, budget: int) -> list[int]:
-    """Lengths of samples in tokens, at most the budget of a micro-batch."""
-    rng = random.Random(0)
-    draws: dict[str, Callable[[], float]] = {
-        "uniform, 1/2 to 1": lambda: rng.uniform(budget / 2, budget),
-        "uniform, 0 to 1/4": lambda: rng.uniform(1, budget / 4),
-        "lognormal, median 1/8": lambda: rng.lognormvariate(math.log(budget / 8), 1),
-        "lognormal, 15 % at 1": lambda: budget if rng.random() < 0.15 else rng.lognormvariate(math.log(budget / 8), 1),
-        "all just above 1/3": lambda: budget / 3 + 1,
-    }
-    return [max(1, min(budget, int(draws[kind]()))) for _ in range(count)]
+def cpu_name() -> str:
+    """Return the model of this machine's CPU."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU")
 
 
-def packing(budget: int = 32768, ranks: int = 32, counts: tuple[int, ...] = (1_000, 16_000, 100_000)) -> None:
-    """Print the seconds of `assign`, the fill of the micro-batches and the fullest rank over the mean."""
-    print("| lengths over budget | " + " | ".join(f"s, {count:,}" for count in counts) + " | slope | fill | spread |")
-    print("|---" * (len(counts) + 4) + "|")
-    kinds = ("uniform, 1/2 to 1", "uniform, 0 to 1/4", "lognormal, median 1/8", "lognormal, 15 % at 1")
-    for kind in (*kinds, "all just above 1/3"):
-        taken, bins, lengths = [], [], []
-        for count in counts:
-            lengths = sample_lengths(kind, count, budget)
-            begun = time.perf_counter()
-            bins = assign(lengths, PackingRules(max_tokens=budget), ranks)
-            taken.append(time.perf_counter() - begun)
-        loads = [sum(lengths[i] for i in chosen) for chosen in bins]
-        slope = math.log(taken[-1] / taken[0]) / math.log(counts[-1] / counts[0])
-        spread = imbalance([sum(loads[rank::ranks]) for rank in range(ranks)])
-        shown = " | ".join(f"{value:.3f}" for value in taken)
-        print(f"| {kind} | {shown} | {slope:.2f} | {sum(loads) / len(loads) / budget:.4f} | {spread:.5f} |")
-
-
-def main() -> None:
+def main() -> int:
+    """Run the parts, print the table and the notes, and draw the plot. Returns 1 if a part failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=2000)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=24_000)
-    parser.add_argument("--of", type=int, default=100_000, help="samples of a step, for the last column")
-    parser.add_argument("--packing", action="store_true", help="only the packing")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--picture", type=Path, default=Path("runs/benchmark/scale.svg"), help="SVG to write")
     args = parser.parse_args()
-    if args.packing:
-        return packing()
-    rows = {}
-    for kind, tokens in ("", args.tokens), (", short texts", 1):
-        asked = rollouts(args.samples, args.group, tokens)
-        texts, golds = [r.text for r in asked], [r.prompt.columns["answer"] for r in asked]
-        rows[f"in process{kind}"] = seconds(partial(exact_number, texts, golds))
-        with RewardScorer(
-            RewardsSection(functions=[RewardFunction(function="exact_number")], workers=1), args.tokens
-        ) as scorer:
-            scorer.score(asked[: args.group])
-            rows[f"in a worker{kind}"] = seconds(partial(scorer.score, asked))
-    print(
-        f"| exact_number, {args.tokens} tokens, groups of {args.group} | ms/sample | CPU ms/sample | s for {args.of:,} "
-        "samples |"
-    )
-    print("|---|---|---|---|")
-    for name, (taken, used) in rows.items():
-        wall, cpu = taken / args.samples, used / args.samples
-        print(f"| {name} | {1000 * wall:.3f} | {1000 * cpu:.3f} | {wall * args.of:.1f} |")
+    os.environ.update(OPENMP | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | os.environ)
+    begun = time.perf_counter()
+    for name in args.parts:  # imported here once for all forks
+        importlib.import_module(f"benchmarks.scaling.{name}")
+    print(f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f} at the beginning\n")
+    print(HEADER)
+    kept = [series for name in args.parts for series in measured(name)]
+    print()
+    for series in kept:
+        if series.note:
+            print(f"- {series.part}, {series.what}: {series.note}")
+    draw(kept, args.picture)
+    print(f"\n{args.picture}; {time.perf_counter() - begun:.0f} s in all, load {os.getloadavg()[0]:.1f} at the end")
+    return int(any(series.note == "this part failed" for series in kept))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

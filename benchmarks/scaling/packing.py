@@ -1,4 +1,4 @@
-"""The packing of a step's samples into micro-batches, for 32 data-parallel ranks, from five distributions of lengths."""
+"""The packing of samples into micro-batches, for 32 data-parallel ranks, from five distributions of lengths."""
 
 from __future__ import annotations
 
