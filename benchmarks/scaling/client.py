@@ -12,7 +12,7 @@ from benchmarks.stub_engine import Behavior, StubEngine, ideal_seconds
 from megagrpo.engine.client import VllmEngine
 from megagrpo.types import Prompt, SamplingParams
 
-SLOTS, SEQUENCES, LONGEST = 256, 2048, 800
+SLOTS, SEQUENCES, LONGEST = 64, 512, 800
 GROUPS = (1, 8, 16)
 REQUESTS = (2_000, 20_000)
 OTHER_FILES = 64  # open files of a process beside its connections
@@ -23,7 +23,7 @@ def generated(
 ) -> tuple[float, float, list[int]]:
     """Return the wall seconds and this process's CPU seconds of generating `n` responses to each prompt, and the
     lengths of the responses."""
-    engine = VllmEngine([stub.url], lambda ids: "", max_num_seqs=slots)
+    engine = VllmEngine([stub.url], lambda ids: "", max_num_seqs=slots, patience=60.0)
     asked = [Prompt(index, tuple(range(64)), "") for index in range(prompts)]
     lengths: list[int] = []
 
