@@ -20,7 +20,7 @@ from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.platform.parallel.spawn import run_ranks
 from megagrpo.platform.process.phases import Phases
 from megagrpo.trainer.rollout.collector import Collector
-from megagrpo.trainer.rollout.exchange import trained_samples
+from megagrpo.trainer.rollout.token_exchange import trained_samples
 from megagrpo.types import SamplingParams
 from tests.message_log import Message, record
 
