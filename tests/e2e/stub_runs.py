@@ -94,14 +94,24 @@ def first_steps(
     """Return the first `count` steps of each rank, with responses of `length` tokens in groups of `GROUP`, on dp x pp 2
     ranks."""
     behavior = Behavior(slots=64, median=length, sigma=0.0, seconds_per_token=0.0)
+    config = world.folder() / "config.yaml"
     with SyncedStub(behavior, range(3, 200)) as stub:
-        output = f"{folder}/runs{length}x{prompts}"
-        words = [f"model.path={long_model(folder)}", f"run.output_dir={output}", f"run.max_steps={count + 1}"]
-        words += [f"rollout.prompts_per_step={prompts}", f"rollout.num_generations={GROUP}", "parallel.pp=2"]
-        words += [f"rollout.max_completion_length={length}", f"rollout.urls=[{stub.url}]"]
-        words += ["train.max_tokens_per_micro_batch=1024", *overrides]
-        config = world.folder() / "config.yaml"
+        words = [*shape_of_run(folder, length, prompts, count), f"rollout.urls=[{stub.url}]", *overrides]
         return run_ranks(steps_of_rank, ranks, config, words, count, gathers, timeout=world.SECONDS)
+
+
+def shape_of_run(folder: Path, length: int, prompts: int, count: int = 1) -> list[str]:
+    """Return the overrides of the world's config for such a run, without its servers."""
+    return [
+        f"model.path={long_model(folder)}",
+        f"run.output_dir={folder}/runs{length}x{prompts}",
+        f"run.max_steps={count + 1}",
+        f"rollout.prompts_per_step={prompts}",
+        f"rollout.num_generations={GROUP}",
+        f"rollout.max_completion_length={length}",
+        "train.max_tokens_per_micro_batch=1024",
+        "parallel.pp=2",
+    ]
 
 
 def long_model(folder: Path) -> Path:
