@@ -31,7 +31,8 @@ PARTS = ("packing", "records", "exchange", "client", "agreement", "sync_plans", 
 
 
 def run_part(name: str, results: Connection) -> None:
-    """Send each series of a part, then None."""
+    """Send each series of a part, then None. What the part prints goes to stderr."""
+    os.dup2(2, 1)
     try:
         for series in importlib.import_module(f"benchmarks.scaling.{name}").series():
             results.send(series)

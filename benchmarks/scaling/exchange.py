@@ -90,6 +90,6 @@ def series() -> Iterator[Series]:
         memory.points.append(Point(ranks, None, held * own, computed=True))
         tokens.note += f"{ranks:,} ranks: {samples:,} samples of {length:,} tokens, {ranks // of_replica} replicas. "
     facts.note = f"{per_sample:.0f} B for each sample of the step"
-    tokens.note += f"{per_token:.1f} B for each token that a replica samples or trains; sent and received count"
+    tokens.note += f"{per_token:.1f} B for each token that a replica samples, sent and received; at most 24"
     memory.note = f"{held:.0f} B a token that the rank trains, {bytes_text(fullest.memory)} at {WORLDS[-1]} ranks"
     yield from (facts, tokens, memory)

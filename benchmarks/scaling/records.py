@@ -11,7 +11,6 @@ from functools import partial
 from io import StringIO
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from benchmarks.scaling.fake_samples import GROUP, prompts, scored_group
@@ -49,7 +48,7 @@ def works(samples: StepSamples, folder: Path) -> dict[tuple[str, str], Work]:
     """Return what is timed of these samples, by part and name. `folder` is the folder of a run."""
     count, own = len(samples), list(samples.own.values())
     flat = advantages(samples).flatten()
-    sums = torch.stack([torch.arange(count), flat, torch.full((count,), TOKENS), torch.zeros(count)], dim=1).double()
+    sums = torch.stack([flat, torch.full((count,), TOKENS), torch.zeros(count)], dim=1).double()
 
     def write() -> None:
         file = JsonlFile(folder / "completions.jsonl", 0)
@@ -77,7 +76,7 @@ def works(samples: StepSamples, folder: Path) -> dict[tuple[str, str], Work]:
             staleness(samples, 1),
             reward_statistics(samples.rewards(GROUP)),
         ),
-        ("REAL", "terms of all groups"): lambda: RealTerms.of(sums, np.arange(count).tolist(), GROUP, 0.5),
+        ("REAL", "terms of all groups"): lambda: RealTerms.of(range(count), sums, GROUP, 0.5),
         ("token log", "choice of four groups"): partial(chosen_samples, flat.tolist(), GROUP, 4),
         ("completions", "rows as JSON to a file"): write,
         ("report", "one step"): report,

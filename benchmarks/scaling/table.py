@@ -153,13 +153,13 @@ def draw(all_series: Iterable[Series], path: Path) -> None:
     from matplotlib import pyplot
 
     panels = (("samples", "seconds"), ("ranks", "seconds"), ("ranks", "bytes"))
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(15, 5.2), layout="constrained")
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(15, 7), layout="constrained")
     kept = list(all_series)
     for axis, (unit, value) in zip(axes, panels, strict=True):
         shown = [series for series in kept if series.unit == unit and any(getattr(p, value) for p in series.points)]
         for number, series in enumerate(shown):
             points = sorted((p for p in series.points if getattr(p, value)), key=lambda point: point.size)
-            color = f"C{number % 10}"
+            color = pyplot.get_cmap("tab20")(number % 20)
             sizes, values = [p.size for p in points], [getattr(p, value) for p in points]
             axis.plot(sizes, values, color=color, linewidth=1, label=f"{series.part}: {series.what}")
             for point in points:
@@ -168,7 +168,7 @@ def draw(all_series: Iterable[Series], path: Path) -> None:
         axis.set(xscale="log", yscale="log", xlabel=unit, ylabel=value, title=f"{value} against {unit}")
         axis.grid(alpha=0.3)
         if shown:
-            axis.legend(fontsize=6, frameon=False)
+            axis.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncol=2)
     figure.suptitle("One step's own work; hollow points are computed, not run", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
