@@ -153,7 +153,7 @@ def draw(all_series: Iterable[Series], path: Path) -> None:
     from matplotlib import pyplot
 
     panels = (("samples", "seconds"), ("ranks", "seconds"), ("ranks", "bytes"))
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(15, 7), layout="constrained")
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(14, 8), layout="constrained")
     kept = list(all_series)
     for axis, (unit, value) in zip(axes, panels, strict=True):
         shown = [series for series in kept if series.unit == unit and any(getattr(p, value) for p in series.points)]
@@ -168,7 +168,7 @@ def draw(all_series: Iterable[Series], path: Path) -> None:
         axis.set(xscale="log", yscale="log", xlabel=unit, ylabel=value, title=f"{value} against {unit}")
         axis.grid(alpha=0.3)
         if shown:
-            axis.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncol=2)
+            axis.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     figure.suptitle("One step's own work; hollow points are computed, not run", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
