@@ -160,7 +160,8 @@ def _choose(pieces: list[Piece], layers: Sequence[int]) -> Sources:
         for worker in workers:
             sharing[worker].append(number)
     everyone = [(ranks, frozenset(ranks)) for ranks in rank_sets]
-    heaps = [[(-1, rank) for rank in sorted(ranks)] for ranks in rank_sets]  # (elements, rank); elements may be outdated
+    # (elements, rank); elements may be outdated
+    heaps = [[(-1, rank) for rank in sorted(ranks)] for ranks in rank_sets]
     chosen: dict[tuple[int, ...], dict[tuple[int, int], int]] = {ranks: {} for ranks in rank_sets}
     joined: dict[tuple[int, int], set[int]] = defaultdict(set)  # (layer, worker) -> ranks chosen to send it a message
     # stable: ties stay in order
