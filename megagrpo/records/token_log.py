@@ -78,10 +78,13 @@ class TokenLog(Recorder):
         if not self._chosen or layout is None or layout.tp_rank or layout.cp_rank:
             return loss_fn
 
+        chosen = set(self._chosen)
+
         def recording(inputs: LossInputs) -> LossOutput:
             # A policy may compute the loss of a part in advance: the last call for a micro-batch is the one that
             # trains.
-            self._inputs[id(inputs.micro_batch)] = _columns(inputs)
+            if not chosen.isdisjoint(inputs.micro_batch.samples.tolist()):
+                self._inputs[id(inputs.micro_batch)] = _columns(inputs)
             return loss_fn(inputs)
 
         return recording
