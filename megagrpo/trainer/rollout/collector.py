@@ -27,7 +27,8 @@ from megagrpo.trainer.rollout.async_rollouts import AsyncPool, place_of
 from megagrpo.trainer.rollout.scored_groups import OnDemand, scored_rollouts
 from megagrpo.types import Prompt, SamplingParams, ScoredRollout, Truncation
 
-Part = tuple[list[ScoredRollout], dict[str, float]]  # what one replica sampled, and its counters
+# what one replica sampled, its counters, and the votes of its groups
+Part = tuple[list[ScoredRollout], dict[str, float], np.ndarray | None]
 
 
 class StopRequested(Exception):
@@ -80,19 +81,26 @@ class Collector:
         sampled_by = np.array(self._by_place(prompts) if ahead else self._by_slice(len(prompts)))
         mine = np.flatnonzero(sampled_by == self.layout.dp_rank).tolist()
 
+        sampled: list[Part] = []
+
         def part() -> Part:
-            pool = self.pool if ahead else None
-            source = pool or OnDemand(*self._generating())
-            chosen = [prompts[i] for i in mine], num_generations, sampling, seed
-            scored, counted = scored_rollouts(source, *chosen, self.phases, self.step)
-            return scored, counted | ({} if pool is None else pool.counters())
+            if (
+                not sampled
+            ):  # a retry is for replicas with starved engines: the pool of others has handed out its groups
+                pool = self.pool if ahead else None
+                source = pool or OnDemand(*self._generating())
+                chosen = [prompts[i] for i in mine], num_generations, sampling, seed
+                scored, counted = scored_rollouts(source, *chosen, self.phases, self.step)
+                counted |= {} if pool is None else pool.counters()
+                sampled.append((scored, counted, votes_of(scored, num_generations, vote)))
+            return sampled[0]
 
         while (found := self._attempt(part)) is None:
             self.refill()  # retry: the same seeds give the same rollouts
-        scored, counted = found
         by_sample = np.repeat(sampled_by, num_generations)
-        facts, columns, counters = self._of_all(scored, counted, by_sample, num_generations, vote)
-        own = dict(zip(np.flatnonzero(by_sample == self.layout.dp_rank).tolist(), scored, strict=False))
+        columns = replace(self.columns, votes=vote is not None)
+        facts, counters = self._of_all(found, columns, by_sample)
+        own = dict(zip(np.flatnonzero(by_sample == self.layout.dp_rank).tolist(), found[0], strict=False))
         of_samples = [prompt for prompt in prompts for _ in range(num_generations)]
         return StepSamples(of_samples, facts, by_sample, columns, own), counters
 
@@ -101,20 +109,20 @@ class Collector:
         return self.engine, self.rewards
 
     def _attempt(self, part: Callable[[], Part]) -> Part | None:
-        """Run `part` on each replica's leader and return its result, ([], {}) on other ranks. Agrees on new columns.
+        """Run `part` on each replica's leader and return its result, an empty one on other ranks. Collective.
 
-        Returns None on every rank when an engine is starved. Collective.
+        Returns None on every rank when an engine is starved. All ranks agree on new columns.
         """
 
         def outcome() -> Part | EngineError:
             try:
-                return part() if self.layout.is_dp_leader else ([], {})
+                return part() if self.layout.is_dp_leader else ([], {}, None)
             except EngineError as error:
                 return error
 
         found = run_own_and_agree(self.layout, outcome)
         failure = found if isinstance(found, EngineError) else None
-        new = Columns() if isinstance(found, EngineError) else Columns.of(*found)
+        new = Columns() if isinstance(found, EngineError) else Columns.of(*found[:2])
         is_starved, grows = isinstance(failure, EngineStarved), self.columns | new != self.columns
         # of several failures the one of the lowest rank counts, which has the largest number
         failed = 0 if failure is None or is_starved else self.layout.world_size - self.layout.world_rank
@@ -131,27 +139,20 @@ class Collector:
                 self.columns |= columns
         return None if is_starved or isinstance(found, EngineError) else found
 
-    def _of_all(
-        self,
-        scored: Sequence[ScoredRollout],
-        counted: dict[str, float],
-        sampled_by: np.ndarray,
-        num_generations: int,
-        vote: Vote | None,
-    ) -> tuple[np.ndarray, Columns, dict[str, float]]:
-        """Return the facts [N] of all samples, their columns, and the sums of the replicas' counters. Collective."""
-        columns = replace(self.columns, votes=vote is not None)
-        rows = facts_of(scored, columns, votes_of(scored, num_generations, vote))
+    def _of_all(self, part: Part, columns: Columns, sampled_by: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
+        """Return the facts [N] of all samples, and the sums of the replicas' counters. Collective."""
+        scored, counted, votes = part
+        rows = facts_of(scored, columns, votes)
         header = np.array([counted.get(name, math.nan) for name in columns.counters])
         counts = np.bincount(sampled_by, minlength=self.layout.dp_size)
         sizes = (header.nbytes + counts * rows.itemsize).tolist()
         table = np.concatenate([header.view(np.uint8), rows.view(np.uint8)])
         facts, counters = np.empty(sampled_by.size, rows.dtype), Counter[str]()
-        for dp_rank, part in enumerate(gather_rows(self.layout, table, sizes)):
-            numbers = part[: header.nbytes].view(np.float64).tolist()
+        for dp_rank, received in enumerate(gather_rows(self.layout, table, sizes)):
+            numbers = received[: header.nbytes].view(np.float64).tolist()
             counters.update({n: v for n, v in zip(columns.counters, numbers, strict=True) if not math.isnan(v)})
-            facts[sampled_by == dp_rank] = part[header.nbytes :].view(rows.dtype)
-        return facts, columns, dict(counters)
+            facts[sampled_by == dp_rank] = received[header.nbytes :].view(rows.dtype)
+        return facts, dict(counters)
 
     def ask(
         self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int, step: int
