@@ -227,9 +227,9 @@ def test_an_object_gather_that_is_put_back_is_found():
         assert len(found) == 1 and "all_gather_object from" in found[0] and many > 4 * few
 
 
-def test_a_row_of_facts_has_25_bytes_with_one_reward_function():
+def test_a_row_of_facts_has_37_bytes_with_one_reward_function():
     rollout = Rollout(Prompt(0, (1,), ""), (2, 3), (-1.0, -1.0), "stop", 0, "")
-    assert StepSamples.of([ScoredRollout(rollout, {"f": 1.0}, 1.0)]).facts.itemsize == 25
+    assert StepSamples.of([ScoredRollout(rollout, {"f": 1.0}, 1.0)]).facts.itemsize == 37
 
 
 def broken() -> str:
