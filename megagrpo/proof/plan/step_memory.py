@@ -17,7 +17,7 @@ ROW_TOKEN_BYTES = 8  # of a `Rollout`: int32 and float32
 TEXT_TOKEN_BYTES = 4  # of a response as text
 TRAVEL_BYTES = 4  # of a token id, and of a log-prob, while they travel
 SAMPLE_TOKEN_BYTES = 13  # of a `TrainSample`: int64, bool, float32
-BATCH_TOKEN_BYTES = 41  # of a `MicroBatch`: four rows of int64, two of float32, one of bool
+BATCH_TOKEN_BYTES = 57  # of a `RankBatch`: six rows of int64, two of float32, one of bool
 
 
 def planned_step_memory(config: RunConfig, world_size: int, lengths: Lengths) -> dict[str, dict[str, float]]:
