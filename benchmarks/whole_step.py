@@ -51,7 +51,7 @@ class Steps:
     """The steps of a contender: the warm-up ends when two in a row agree, and `wanted` steps are measured after it."""
 
     def __init__(self, wanted: int):
-        self.wanted, self.warm_ups, self.measured = wanted, [], []
+        self.wanted, self.warm_ups, self.measured = wanted, list[Step](), list[Step]()
 
     def add(self, step: Step) -> bool:
         """Add a step. Returns whether it was the last one."""
@@ -255,17 +255,17 @@ def main() -> None:
     for name in RUNNERS:
         if name == TRL_BF16 and args.dtype != "bf16":
             continue
-        warm_ups, steps = contend(name, args, folder)
-        results[name] = s = {key: statistics.median([step[key] for step in steps]) for key in steps[0]}
+        warm_ups, measured = contend(name, args, folder)
+        results[name] = s = {key: statistics.median([step[key] for step in measured]) for key in measured[0]}
         tokens = s["prompt_tokens"] + s["response_tokens"]
         cells = (
             name,
             warm_up_text([step["cpu"] for step in warm_ups]),
             f"{s['step']:.2f}",
-            f"{spread([step['step'] for step in steps]):.0%}",
+            f"{spread([step['step'] for step in measured]):.0%}",
             *(f"{s[phase]:.2f}" for phase in PHASES),
             f"{s['cpu']:.1f}",
-            f"{spread([step['cpu'] for step in steps]):.0%}",
+            f"{spread([step['cpu'] for step in measured]):.0%}",
             f"{tokens:.0f}",
             f"{tokens / s['step']:.1f}",
             f"{os.getloadavg()[0]:.1f}",

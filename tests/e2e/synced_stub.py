@@ -7,6 +7,7 @@ import asyncio
 import json
 import multiprocessing
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
@@ -23,7 +24,7 @@ class Weights:
     """The weights of a worker. `tensors` holds all tensors of the last update."""
 
     def __init__(self) -> None:
-        self.receiver = MemoryReceiver(Worker(0, torch.device("cpu"), lambda index: index))
+        self.receiver = MemoryReceiver(Worker(0, torch.device("cpu"), lambda index: Counter()))
         self.tensors: dict[str, torch.Tensor] = {}
         self.reader: ShardReader | None = None
 

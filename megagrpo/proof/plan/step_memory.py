@@ -11,7 +11,7 @@ from megagrpo.proof.plan.workload import Lengths
 
 ROLLOUT_BYTES = 830  # of the objects of a scored rollout without its arrays and text
 BODY_TOKEN_BYTES, DECODED_TOKEN_BYTES = 97, 140  # of a response's JSON, and of its entries while they are read
-READING_THREADS = 2  # responses that a leader reads at once
+RESPONSES_READ_AT_ONCE = 2  # responses that a leader reads at once
 SAMPLE_BYTES = 300  # of facts, prompts and plans of a sample, on every rank
 ROW_TOKEN_BYTES = 8  # of a `Rollout`: int32 and float32
 TEXT_TOKEN_BYTES = 4  # of a response as text
@@ -39,8 +39,8 @@ def planned_step_memory(config: RunConfig, world_size: int, lengths: Lengths) ->
     }
     # responses of equal length end together, and wait to be read
     slots = ceil((len(r.urls) or r.servers) * r.dp * r.max_num_seqs / dp)
-    bodies = min(own, slots) if lengths.response >= lengths.longest else READING_THREADS
-    read = READING_THREADS * DECODED_TOKEN_BYTES + bodies * BODY_TOKEN_BYTES
+    bodies = min(own, slots) if lengths.response >= lengths.longest else RESPONSES_READ_AT_ONCE
+    read = RESPONSES_READ_AT_ONCE * DECODED_TOKEN_BYTES + bodies * BODY_TOKEN_BYTES
     row = own * TRAVEL_BYTES * (lengths.sample + lengths.response)  # freed, but malloc keeps it
     tokens = own * lengths.sample
     trained = {"rows": row, "samples": tokens * SAMPLE_TOKEN_BYTES, "micro_batches": tokens * BATCH_TOKEN_BYTES}

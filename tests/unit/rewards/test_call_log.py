@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from megagrpo.config import RewardsSection
-from megagrpo.records.completions import completion_rows, table
+from megagrpo.records.completions import table
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.pool import Call, _is_result_of
 from megagrpo.rewards.workers.values import MOST_NAMES, CallLog, is_logged
 from megagrpo.trainer.rollout.collector import rollout_metrics
 from megagrpo.types import Prompt, Rollout
+from tests.unit.records.completion_rows import completion_rows
 
 FUNCTIONS = """
 import re
