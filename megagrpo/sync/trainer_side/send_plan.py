@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import pickle
 import zlib
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+import msgspec
 import numpy as np
 import torch
 
@@ -70,12 +70,12 @@ def collect_boxes(ranks: Ranks, keys: list[BlockKey]) -> RankBoxes:
     )
 
 
-def _gather_distinct[T](ranks: Ranks, obj: T) -> list[tuple[T, list[int]]]:
-    """Return the distinct ones of all ranks' `obj`, which must be picklable, each with its ranks, sorted. Collective.
+def _gather_distinct(ranks: Ranks, keys: list[BlockKey]) -> list[tuple[list[BlockKey], list[int]]]:
+    """Return the distinct ones of all ranks' `keys`, each with its ranks, sorted. Collective.
 
-    Every rank receives 16 bytes per rank, and each distinct object once, compressed.
+    Every rank receives 16 bytes per rank, and each distinct list once, compressed.
     """
-    packed, rank = zlib.compress(pickle.dumps(obj)), ranks.world_rank
+    packed, rank = zlib.compress(msgspec.msgpack.encode(keys)), ranks.world_rank
     facts = torch.zeros(2, ranks.world_size, dtype=torch.int64)
     digest = hashlib.blake2b(packed, digest_size=8).digest()
     facts[:, rank] = torch.tensor([int.from_bytes(digest, "little", signed=True), len(packed)])
@@ -91,7 +91,7 @@ def _gather_distinct[T](ranks: Ranks, obj: T) -> list[tuple[T, list[int]]]:
             everything[start : start + len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     data = ranks.all_reduce(everything).numpy().tobytes()
     return [
-        (pickle.loads(zlib.decompress(data[start:end])), group)
+        (msgspec.msgpack.decode(zlib.decompress(data[start:end]), type=list[BlockKey]), group)
         for group, (start, end) in zip(groups, itertools.pairwise(ends), strict=True)
     ]
 
