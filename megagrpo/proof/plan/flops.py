@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.proof.plan.shapes import expert_parameters, stage_parameters
+
+if TYPE_CHECKING:  # numpy is slow to import, and the command line needs this module's callers
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -40,16 +42,20 @@ def token_flops(model: HfConfig) -> TokenFlops:
 def attention_flops(model: HfConfig, length: float) -> float:
     """Return the FLOPs of causal attention's forward pass over one sequence of `length` tokens: half of the score
     square, or the window's band."""
-    return float(_attention_flops(model, np.array([length]))[0])
-
-
-def _attention_flops(model: HfConfig, lengths: np.ndarray) -> np.ndarray:
-    """`attention_flops` of each length [n]."""
-    total = np.zeros(lengths.size)
-    for window, layers in Counter(map(model.window, range(model.num_layers))).items():
-        seen = np.minimum(window or lengths, lengths)
-        total += layers * 2 * (seen * lengths - seen * seen / 2) * model.num_heads * (model.head_dim + model.value_dim)
+    total = 0.0
+    for window, layers in _windows(model):
+        total += layers * _band_flops(model, length, min(window or length, length))
     return total
+
+
+def _windows(model: HfConfig) -> list[tuple[int | None, int]]:
+    """Return each width of an attention window, None for whole attention, with its number of layers."""
+    return list(Counter(map(model.window, range(model.num_layers))).items())
+
+
+def _band_flops[T: (float, np.ndarray)](model: HfConfig, length: T, seen: T) -> T:
+    """Return the FLOPs of one layer's attention over `length` tokens, of which each sees at most `seen`."""
+    return 2 * (seen * length - seen * seen / 2) * model.num_heads * (model.head_dim + model.value_dim)
 
 
 def model_flops(model: HfConfig, prompt: float, response: float, frozen: bool = False) -> float:
@@ -71,6 +77,8 @@ def step_flops(model: HfConfig, spans: np.ndarray, num_loss: int, frozen: bool =
     """
     flops = token_flops(model)
     products = int((spans[:, 1] - spans[:, 0]).sum()) * flops.blocks + num_loss * flops.head
-    starts, stops = (_attention_flops(model, column) for column in spans.T)
-    attention = float((stops - starts).sum())
+    attention = 0.0
+    for window, layers in _windows(model):
+        starts, stops = (_band_flops(model, column, column.clip(max=window)) for column in spans.T)
+        attention += layers * float((stops - starts).sum())
     return (2 if frozen else 3) * products + 3 * attention
