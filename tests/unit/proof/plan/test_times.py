@@ -497,7 +497,7 @@ def test_leaders_keep_what_they_sampled_and_every_rank_its_replicas_micro_batche
     leader, rank, node = memory["leader"], memory["rank"], memory["node"]
     own = 1024 / 8  # samples of a replica
     assert leader["rollouts"] - 8 * own * 800 == own * ROLLOUT_BYTES and "rollouts" not in rank
-    assert rank["micro_batches"] == leader["micro_batches"] == 41 * own * 1000
+    assert rank["micro_batches"] == leader["micro_batches"] == 57 * own * 1000
     assert leader["rows"] == 2 * rank["rows"] == 8 * own * 1800 and rank["facts"] == leader["facts"]
     assert sum(node.values()) == pytest.approx(8 * sum(leader.values()))  # the ranks of the first stage are leaders
     wide = planned_step_memory(config("parallel.tp=4", "parallel.sequence_parallel=true"), 16, LENGTHS)
