@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from megagrpo.config import RewardsSection
+from megagrpo.data.step_samples import StepSamples
 from megagrpo.records.completions import table
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.pool import Call, _is_result_of
 from megagrpo.rewards.workers.values import MOST_NAMES, CallLog, is_logged
-from megagrpo.trainer.rollout.collector import rollout_metrics
+from megagrpo.trainer.rollout.sample_metrics import rollout_metrics
 from megagrpo.types import Prompt, Rollout
 from tests.unit.records.completion_rows import completion_rows
 
@@ -77,7 +78,7 @@ def test_columns_and_numbers_travel_with_the_rewards_and_are_means_over_the_resp
     assert [s.rewards["exact"] for s in found] == [1, 0, 1, 1, 0, 1]
     assert [s.extra["exact/found"] for s in found] == ["7", None, "7", "8", "9", "8"]
     assert [s.extra["waits/found"] for s in found] == [3, 1, 1, 5, 1, 1]
-    metrics = rollout_metrics(found)
+    metrics = rollout_metrics(StepSamples.of(found))
     assert metrics["rewards/exact/share with a number"] == pytest.approx(5 / 6)  # the same however the batch is divided
     assert metrics["rewards/waits/twice"] == 2.5 and 1 <= metrics["rewards/exact/size"] <= 6
     rows = completion_rows(1, found, [0.0] * 6)
