@@ -94,11 +94,14 @@ def engine_precision(trainer: torch.dtype) -> torch.dtype:
 
 
 def prepare_precision(dtype: torch.dtype) -> None:
-    """Make products of bf16 as fast as a CPU can, and products of float32 on a GPU exact. Idempotent.
+    """Make products of bf16 as fast as the device can, and products of float32 on a GPU exact. Idempotent.
 
     Call it before the first product: NVIDIA's libraries read NVIDIA_TF32_OVERRIDE when they start. Transformer Engine
-    multiplies float32 in TF32, whose 10 bits of mantissa drop most of a small update of a weight.
+    multiplies float32 in TF32, whose 10 bits of mantissa drop most of a small update of a weight. On Hopper it then
+    multiplies the tokens of all experts in one kernel, where its default is a kernel for each expert.
     """
+    if dtype == torch.bfloat16 and has_gpu():
+        ENVIRONMENT.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
     if dtype == torch.float32 and has_gpu():
         ENVIRONMENT.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     if dtype == torch.bfloat16 and not _multiplies_bf16():

@@ -147,6 +147,15 @@ def test_a_gpu_multiplies_float32_exactly_unless_the_user_says_otherwise(monkeyp
     assert environment.get("NVIDIA_TF32_OVERRIDE") == expected
 
 
+@pytest.mark.parametrize("users", [None, "0"])
+def test_a_gpu_multiplies_the_tokens_of_all_experts_in_one_kernel_unless_the_user_says_otherwise(monkeypatch, users):
+    environment = {} if users is None else {"NVTE_USE_CUTLASS_GROUPED_GEMM": users}
+    monkeypatch.setattr(device, "has_gpu", lambda: True)
+    monkeypatch.setattr(device, "ENVIRONMENT", environment)
+    device.prepare_precision(torch.bfloat16)
+    assert environment["NVTE_USE_CUTLASS_GROUPED_GEMM"] == (users or "1")
+
+
 def test_notices_of_collectives_that_megatron_calls_are_silenced():
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
