@@ -38,8 +38,8 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.proof.plan.engine_memory import GIB
 from megagrpo.proof.plan.planned_memory import host_memory, trainer_memory
 from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.train_types import LossInputs, LossOutput, TrainSample, TrainState
 from megagrpo.trainer.state_offload import Offload
-from megagrpo.types import LossInputs, LossOutput, TrainSample, TrainState
 
 MIB = 2**20
 LENGTH = 256

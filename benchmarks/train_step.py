@@ -53,7 +53,7 @@ from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.types import LossInputs, LossOutput, TrainSample
+from megagrpo.train_types import LossInputs, LossOutput, TrainSample
 
 SMOLLM2_135M: dict[str, Any] = dict(
     model_type="llama",

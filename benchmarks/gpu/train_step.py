@@ -141,7 +141,7 @@ def samples_of(case: Case):
     """Samples of random tokens with these lengths, and advantages that add up to 0 in each pair."""
     import torch
 
-    from megagrpo.types import TrainSample
+    from megagrpo.train_types import TrainSample
 
     torch.manual_seed(0)
     samples, prompt_ids = [], torch.empty(0)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megagrpo.config import AlgorithmSection
-from megagrpo.types import ScoredRollout, TrainSample
+from megagrpo.train_types import TrainSample
+from megagrpo.types import ScoredRollout
 
 STD_EPSILON = 1e-4  # added to every standard deviation, as TRL and ms-swift do
 REWARD_ROUNDING = (

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megagrpo.algorithms.policy_losses import LOG_RATIO_LIMIT
 from megagrpo.algorithms.sequences import Sequences, masked_sum
-from megagrpo.types import Metric
+from megagrpo.train_types import Metric
 
 
 def correction_weights(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megagrpo.algorithms.quantiles import AllReduce, quantile
 from megagrpo.config import AlgorithmSection
-from megagrpo.types import TrainState
+from megagrpo.train_types import TrainState
 
 
 def threshold_of_top(entropies: Tensor, share: float, all_reduce: AllReduce = lambda values, _: values) -> float:

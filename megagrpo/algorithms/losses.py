@@ -14,7 +14,7 @@ from megagrpo.algorithms.policy_losses import PolicyTerm, Tokens, importance_rat
 from megagrpo.algorithms.reductions import numerator
 from megagrpo.algorithms.sequences import Sequences, masked_sum
 from megagrpo.config import AlgorithmSection
-from megagrpo.types import LossFn, LossInputs, LossOutput, Metric
+from megagrpo.train_types import LossFn, LossInputs, LossOutput, Metric
 
 
 def make_loss(algorithm: AlgorithmSection) -> LossFn:

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from megagrpo.types import Metric
+from megagrpo.train_types import Metric
 
 
 def mismatch_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> dict[str, Metric]:

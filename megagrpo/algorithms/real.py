@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.algorithms.sequences import Sequences
-from megagrpo.types import MicroBatch
+from megagrpo.train_types import MicroBatch
 
 
 def sample_sums(micro_batch: MicroBatch, logprobs: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megagrpo.algorithms.sequences import Sequences
 from megagrpo.config.loss_table import Average
-from megagrpo.types import TrainBatch
+from megagrpo.train_types import TrainBatch
 
 
 def numerator(per_token: Tensor, sequences: Sequences, average: Average) -> Tensor:

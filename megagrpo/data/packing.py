@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megagrpo.config import RunConfig
 from megagrpo.data.bins import fill_emptiest, imbalance, least_bins
-from megagrpo.types import ComputedTokens, Metric, MicroBatch, TrainBatch, TrainSample
+from megagrpo.train_types import ComputedTokens, Metric, MicroBatch, TrainBatch, TrainSample
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megagrpo.platform import device
 from megagrpo.policy.fp8.tensor import dense
-from megagrpo.types import Metric
+from megagrpo.train_types import Metric
 
 # the most likely cause comes first
 TENSOR_KINDS = ("weight", "gradient", "gradient summed over ranks")

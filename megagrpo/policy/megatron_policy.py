@@ -46,16 +46,8 @@ from megagrpo.policy.optimizer import (
 )
 from megagrpo.policy.stored import store_weights
 from megagrpo.policy.transformer_config import ModelOptions
-from megagrpo.types import (
-    NO_TRUNCATION,
-    LossFn,
-    LossInputs,
-    Metric,
-    MicroBatch,
-    RefHead,
-    TrainBatch,
-    Truncation,
-)
+from megagrpo.train_types import LossFn, LossInputs, Metric, MicroBatch, RefHead, TrainBatch
+from megagrpo.types import NO_TRUNCATION, Truncation
 
 
 class MegatronPolicy:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.platform.parallel.layout import Layout
-from megagrpo.types import Metric
+from megagrpo.train_types import Metric
 
 
 def on_host(parts: Sequence[dict[str, Metric]], *flags: Tensor) -> tuple[list[dict[str, Metric]], list[list[bool]]]:

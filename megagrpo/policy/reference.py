@@ -17,7 +17,7 @@ from megagrpo.policy.fp8.tensor import copied
 from megagrpo.policy.lm_head.top_logprobs import TopLogprobs
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state
-from megagrpo.types import MicroBatch, RefHead, TrainBatch
+from megagrpo.train_types import MicroBatch, RefHead, TrainBatch
 
 
 class FrozenModel(Protocol):

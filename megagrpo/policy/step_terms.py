@@ -14,7 +14,7 @@ from megagrpo.algorithms.entropy import threshold_of_top
 from megagrpo.algorithms.real import RealTerms, sample_sums, sums_by_sample
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.types import TrainBatch
+from megagrpo.train_types import TrainBatch
 
 
 def add_step_terms(

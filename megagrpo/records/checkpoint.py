@@ -65,7 +65,7 @@ from megagrpo.records.run_files import (
     remove_old,
     remove_partial,
 )
-from megagrpo.types import TrainState
+from megagrpo.train_types import TrainState
 
 BYTES_PER_PARAMETER = 14  # weight (2), float32 master, first and second moment: lower bound for the disk space check
 

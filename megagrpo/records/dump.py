@@ -48,7 +48,8 @@ from megagrpo.policy.reference import Reference
 from megagrpo.records.metrics import values_of
 from megagrpo.records.recorder import Recorder, TrainedRollouts, Update
 from megagrpo.records.starts import package_versions
-from megagrpo.types import LossFn, LossInputs, LossOutput, Rollout, ScoredRollout
+from megagrpo.train_types import LossFn, LossInputs, LossOutput
+from megagrpo.types import Rollout, ScoredRollout
 
 STEP_FILE = "step.json"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
-from megagrpo.types import Metric
+from megagrpo.train_types import Metric
 
 _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megagrpo.data.step_samples import StepSamples
-from megagrpo.types import LossFn, Metric, TrainBatch
+from megagrpo.train_types import LossFn, Metric, TrainBatch
 
 
 @dataclass(frozen=True)

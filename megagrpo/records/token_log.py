@@ -32,7 +32,7 @@ from megagrpo.platform.parallel.bulk_messages import PartError, parts_to_first_r
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.records.jsonl_file import JsonlFile, encoded
 from megagrpo.records.recorder import Recorder, TrainedRollouts, Update
-from megagrpo.types import LossFn, LossInputs, LossOutput
+from megagrpo.train_types import LossFn, LossInputs, LossOutput
 
 TOKENS_FILE = "tokens.jsonl"
 LOGGED_DIGITS = 3

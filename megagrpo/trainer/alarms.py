@@ -13,8 +13,8 @@ from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.finite import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.sync.trainer_side.transport import Weights
+from megagrpo.train_types import TrainState
 from megagrpo.trainer.saves import Saves
-from megagrpo.types import TrainState
 
 FIRST_STEPS = 5  # the mismatch of the first steps is the run's baseline
 JUMP = 3.0  # alarm when the mismatch is this many times as far from 1 as the baseline

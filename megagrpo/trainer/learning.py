@@ -31,10 +31,10 @@ from megagrpo.policy.step_terms import add_step_terms
 from megagrpo.records.metrics import values_of
 from megagrpo.records.recorder import Recorder, Update
 from megagrpo.sync.trainer_side.transport import Weights
+from megagrpo.train_types import LossFn, Metric, TrainBatch, TrainState
 from megagrpo.trainer.engine_side import as_config_errors
 from megagrpo.trainer.rollout.token_exchange import trained_samples
 from megagrpo.trainer.run_inputs import ModelFiles
-from megagrpo.types import LossFn, Metric, TrainBatch, TrainState
 
 
 @dataclass

@@ -12,6 +12,7 @@ from megagrpo.config import EvaluationSection, RunSection
 from megagrpo.engine.protocol import EngineError
 from megagrpo.platform.parallel.agree import RankError, on_first_rank
 from megagrpo.platform.parallel.layout import Layout
+from megagrpo.train_types import TrainState
 from megagrpo.trainer.alarms import Alarms, BrokenTraining
 from megagrpo.trainer.callbacks import CallbackError, Callbacks
 from megagrpo.trainer.evaluation.sets import HeldOut, evaluate
@@ -22,7 +23,6 @@ from megagrpo.trainer.rollout.groups import Rollouts
 from megagrpo.trainer.run_inputs import Inputs
 from megagrpo.trainer.saves import Saves
 from megagrpo.trainer.time_limit import OUT_OF_TIME
-from megagrpo.types import TrainState
 
 
 @dataclass

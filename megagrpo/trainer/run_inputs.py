@@ -25,12 +25,12 @@ from megagrpo.policy.device_checks import check_device
 from megagrpo.records.profile import check_profile
 from megagrpo.records.sinks.find_trackers import check_trackers, unused_options
 from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.train_types import LossFn
 from megagrpo.trainer.callbacks import Callbacks, load_callbacks
 from megagrpo.trainer.engine_side import NamedServers, check_servers
 from megagrpo.trainer.evaluation.sets import HeldOut, check_columns, load_sets
 from megagrpo.trainer.run_folder import RunFolder, open_run_folder
 from megagrpo.trainer.trials.reward_trial import start_warnings
-from megagrpo.types import LossFn
 
 
 @dataclass(frozen=True)

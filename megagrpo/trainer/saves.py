@@ -11,10 +11,10 @@ from megagrpo.config import ConfigError
 from megagrpo.data.prompt_order import PromptOrder
 from megagrpo.records.checkpoint import Checkpointer, CheckpointError
 from megagrpo.records.writer import MetricsWriter
+from megagrpo.train_types import TrainState
 from megagrpo.trainer.gpu_turns import GpuTurns
 from megagrpo.trainer.rollout.collector import Collector
 from megagrpo.trainer.time_limit import TimeLimit
-from megagrpo.types import TrainState
 
 
 @dataclass

@@ -8,6 +8,7 @@ from megagrpo.algorithms.advantages import reward_statistics
 from megagrpo.config import RunConfig
 from megagrpo.records.metrics import reduce_updates
 from megagrpo.records.recorder import TrainedRollouts
+from megagrpo.train_types import TrainState
 from megagrpo.trainer.gpu_turns import GpuTurns
 from megagrpo.trainer.learning import Learning
 from megagrpo.trainer.lifecycle import Lifecycle
@@ -15,7 +16,6 @@ from megagrpo.trainer.recording import Records
 from megagrpo.trainer.rollout.groups import Rollouts
 from megagrpo.trainer.rollout.sample_metrics import rollout_metrics
 from megagrpo.trainer.syncing import Syncing
-from megagrpo.types import TrainState
 
 
 @dataclass

@@ -12,6 +12,7 @@ from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.optimizer import apex_note
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.run_files import CHECKPOINTS
+from megagrpo.train_types import TrainState
 from megagrpo.trainer.alarms import make_alarms
 from megagrpo.trainer.engine_side import as_config_errors, connect, start_servers
 from megagrpo.trainer.gpu_turns import GpuTurns
@@ -27,7 +28,6 @@ from megagrpo.trainer.state_offload import NoOffload, Offload
 from megagrpo.trainer.syncing import Syncing
 from megagrpo.trainer.time_limit import TimeLimit
 from megagrpo.trainer.trainer import Trainer
-from megagrpo.types import TrainState
 
 
 def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitStack) -> Trainer:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megagrpo.records.checkpoint import Checkpointer
-from megagrpo.types import TrainState
+from megagrpo.train_types import TrainState
 
 
 def save_now(saver: Checkpointer, state: TrainState) -> Path:

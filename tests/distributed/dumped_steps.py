@@ -26,7 +26,8 @@ from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.records.dump import StepDumps
 from megagrpo.records.metrics import values_of
 from megagrpo.records.recorder import TrainedRollouts, Update
-from megagrpo.types import Dialogue, Metric, Prompt, Rollout, ScoredRollout, TrainState
+from megagrpo.train_types import Metric, TrainState
+from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout
 
 FUNCTIONS = [dict(function="nowhere:chance"), dict(function="nowhere:coin", weight=0.5)]
 

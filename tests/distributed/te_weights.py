@@ -32,8 +32,8 @@ from megagrpo.policy.optimizer import parts_of
 from megagrpo.policy.reference import Reference
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.run_files import newest_checkpoint
+from megagrpo.train_types import TrainState
 from megagrpo.trainer.state_offload import Offload
-from megagrpo.types import TrainState
 
 FILE = Path(__file__).parents[1] / "vectors" / "te_weights.json"
 CASES = [

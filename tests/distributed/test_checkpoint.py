@@ -25,7 +25,7 @@ from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import fill_weights
 from megagrpo.records.checkpoint import Checkpointer, CheckpointError
 from megagrpo.records.run_files import checkpoints, newest_checkpoint
-from megagrpo.types import TrainState
+from megagrpo.train_types import TrainState
 
 
 @pytest.fixture

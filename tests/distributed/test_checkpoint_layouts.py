@@ -18,7 +18,7 @@ from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.run_files import newest_checkpoint
-from megagrpo.types import TrainSample, TrainState
+from megagrpo.train_types import TrainSample, TrainState
 
 STATE = TrainState(step=1, weight_version=2, cursor=8)
 # 96 is no multiple of 128, so megatron-core pads between the buckets of its gradient buffer.

@@ -19,7 +19,7 @@ from megagrpo.proof.verify.verified_step import fill_weights, take_step, whole_t
 from megagrpo.proof.verify.verify_compare import compare
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.run_files import newest_checkpoint
-from megagrpo.types import TrainState
+from megagrpo.train_types import TrainState
 
 
 def config(dtype: str, sharded: bool, precision: str = "fp32"):

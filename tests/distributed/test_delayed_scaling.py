@@ -24,7 +24,7 @@ from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import fill_weights
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.run_files import newest_checkpoint
-from megagrpo.types import TrainState
+from megagrpo.train_types import TrainState
 
 MOST = {INPUT: 448.0, WEIGHT: 448.0, GRADIENT: 57344.0}
 PARTS = (INPUT, WEIGHT, GRADIENT)

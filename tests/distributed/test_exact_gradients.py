@@ -16,7 +16,7 @@ from megagrpo.policy import optimizer
 from megagrpo.proof.verify.shrink import plainly, random_samples
 from megagrpo.proof.verify.verified_step import Outcome, relative_error, take_step
 from megagrpo.proof.verify.verify_compare import compare
-from megagrpo.types import TrainSample
+from megagrpo.train_types import TrainSample
 
 LOSSES = {
     "grpo": dict(loss_type="grpo", beta=0.1),

@@ -18,7 +18,7 @@ from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 from megagrpo.policy.step_terms import add_step_terms
 from megagrpo.proof.verify.shrink import VOCABULARY, random_samples
 from megagrpo.proof.verify.verified_step import prepare
-from megagrpo.types import LossInputs, RefHead
+from megagrpo.train_types import LossInputs, RefHead
 
 # ----------------------------------------------------------------------------------------------------- the kernel alone
 

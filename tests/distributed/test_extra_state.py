@@ -20,7 +20,7 @@ from megagrpo.policy.reference import Reference
 from megagrpo.policy.specs import RMSNorm
 from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.records.run_files import newest_checkpoint
-from megagrpo.types import TrainState
+from megagrpo.train_types import TrainState
 
 
 def give_extra_state(held: dict[int, torch.Tensor] | None = None) -> None:

@@ -30,7 +30,7 @@ from megagrpo.proof.verify.verified_step import fill_weights, take_step
 from megagrpo.proof.verify.verify_compare import compare, distances, silent_tensors
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.run_files import newest_checkpoint
-from megagrpo.types import TrainState
+from megagrpo.train_types import TrainState
 
 CASES = {
     "one": (1, "qwen2_untied", {}, {}),

@@ -108,7 +108,7 @@ def steps_with_wrong_early_gradients() -> list[tuple[float, list[torch.Tensor]]]
     from megagrpo.platform.parallel.layout import init_layout
     from megagrpo.proof.verify.shrink import random_samples
     from megagrpo.proof.verify.verified_step import prepare
-    from megagrpo.types import LossInputs, LossOutput
+    from megagrpo.train_types import LossInputs, LossOutput
 
     def neighbours(inputs: LossInputs) -> LossOutput:
         rows = inputs.policy_logprobs

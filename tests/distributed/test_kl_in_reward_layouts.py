@@ -12,7 +12,7 @@ from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.reference import kl_by_sample
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import prepare
-from megagrpo.types import TrainSample
+from megagrpo.train_types import TrainSample
 
 ALGORITHM = dict(beta=0.1, kl_in_reward=True, kl_estimator="k1", steps_per_generation=2)
 CASES = [

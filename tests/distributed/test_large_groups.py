@@ -14,7 +14,8 @@ from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.data.step_samples import StepSamples
 from megagrpo.proof.verify.shrink import VOCABULARY, plainly
-from megagrpo.types import Prompt, Rollout, ScoredRollout, TrainSample
+from megagrpo.train_types import TrainSample
+from megagrpo.types import Prompt, Rollout, ScoredRollout
 
 GROUP = 10
 MODEL = "llama_tied"

@@ -33,7 +33,7 @@ from megagrpo.policy.reference import Reference
 from megagrpo.proof.verify.verified_step import relative_error, whole_tensors
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.run_files import newest_checkpoint
-from megagrpo.types import TrainSample, TrainState
+from megagrpo.train_types import TrainSample, TrainState
 
 TINY = dict(
     hidden_size=48,

@@ -21,7 +21,7 @@ from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.run_files import newest_checkpoint
 from megagrpo.sync.trainer_side.shared_memory import SharedMemory
 from megagrpo.sync.trainer_side.sync import WeightSync
-from megagrpo.types import TrainState
+from megagrpo.train_types import TrainState
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from megagrpo.proof.verify import verified_step
 from megagrpo.proof.verify.shrink import VOCABULARY, plainly, random_samples
 from megagrpo.proof.verify.verified_step import take_step
 from megagrpo.proof.verify.verify_compare import compare
-from megagrpo.types import TrainSample
+from megagrpo.train_types import TrainSample
 
 
 def batched_messages_between_two_stages(patch):

@@ -23,8 +23,8 @@ from megagrpo.proof.verify.shrink import random_samples, shrink_model
 from megagrpo.proof.verify.verified_step import fill_weights
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.run_files import newest_checkpoint
+from megagrpo.train_types import TrainState
 from megagrpo.trainer.state_offload import NoOffload, Offload
-from megagrpo.types import TrainState
 
 SHARDED, WHOLE = dict(distributed_optimizer=True), dict(distributed_optimizer=False)
 # Name -> ranks, model, layout, further sections of the config.

@@ -19,7 +19,7 @@ from megagrpo.proof.verify.verified_step import fill_weights, whole_tensors
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.metrics import values_of
 from megagrpo.records.run_files import newest_checkpoint
-from megagrpo.types import TrainState
+from megagrpo.train_types import TrainState
 
 BUCKETS = dict(overlap_grad_reduce=True, ddp_bucket_size=3000)  # several in the small models
 CASES = {  # model, ranks, parallel, distributed optimizer

@@ -25,7 +25,7 @@ from megagrpo.policy.reference import Reference
 from megagrpo.proof.verify.shrink import VOCABULARY, random_samples
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.run_files import newest_checkpoint
-from megagrpo.types import TrainState
+from megagrpo.train_types import TrainState
 
 TRL = json.loads((Path(__file__).parents[1] / "vectors" / "trl_misc.json").read_text())["sync_ref_model"]
 SIZES = dict(hidden_size=96, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, intermediate_size=64)

@@ -23,9 +23,9 @@ from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import fill_weights
 from megagrpo.records.dump import StepDumps
 from megagrpo.records.writer import MetricsWriter
+from megagrpo.train_types import TrainState
 from megagrpo.trainer.alarms import Alarms, BrokenTraining
 from megagrpo.trainer.learning import Learning
-from megagrpo.types import TrainState
 
 PLAIN, SHARDED = dict(distributed_optimizer=False), dict(distributed_optimizer=True)
 CASES = [

@@ -17,6 +17,7 @@ from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.profile import Profiler
 from megagrpo.records.recorder import Recorder, Recorders
 from megagrpo.records.writer import MetricsWriter
+from megagrpo.train_types import TrainState
 from megagrpo.trainer.alarms import Alarms
 from megagrpo.trainer.callbacks import Callbacks
 from megagrpo.trainer.gpu_turns import GpuTurns
@@ -29,7 +30,6 @@ from megagrpo.trainer.saves import Saves
 from megagrpo.trainer.speed import make_speed
 from megagrpo.trainer.time_limit import TimeLimit
 from megagrpo.trainer.trainer import Trainer
-from megagrpo.types import TrainState
 
 
 class Given:

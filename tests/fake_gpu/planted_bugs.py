@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megagrpo import types
+from megagrpo import train_types
 from megagrpo.platform.device.host_copies import HostCopies
 from megagrpo.platform.device.tensor_offload import OffloadedStorages
 from megagrpo.policy import activation_offload, megatron_policy
@@ -28,7 +28,7 @@ def a_mask_on_the_host(patch: Patch) -> None:
 
 def micro_batches_on_the_host(patch: Patch) -> None:
     """Micro-batches are not moved to the device."""
-    patch.setattr(types.MicroBatch, "to", lambda self, device: self)
+    patch.setattr(train_types.MicroBatch, "to", lambda self, device: self)
 
 
 def no_wait_for_copies(patch: Patch) -> None:

@@ -1,5 +1,5 @@
 """Types: mypy checks the package and the benchmarks with the settings of pyproject.toml, and the docstrings' examples of
-`megagrpo.types` are run."""
+`megagrpo.types` and `megagrpo.train_types` are run."""
 
 import dataclasses
 import doctest
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megagrpo import types
+from megagrpo import train_types, types
 
 ROOT = Path(__file__).parents[2]
 SHOWN = 30  # lines of the checker's output
@@ -25,18 +25,20 @@ def test_the_type_checker_reports_nothing():
 
 
 def test_the_examples_of_the_exchanged_types_are_true():
-    """They share their names, in the order of the file, as a reader takes them."""
-    examples = [test for test in doctest.DocTestFinder(exclude_empty=True).find(types) if test.examples]
-    names, runner = dict(vars(types)), doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    """They share their names, in the order of the two files, as a reader takes them."""
+    names, runner = dict[str, object](), doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     said = []
-    for example in sorted(examples, key=lambda test: test.lineno):
-        example.globs = names
-        runner.run(example, out=said.append, clear_globs=False)
+    for module in (types, train_types):
+        names |= vars(module)
+        examples = [test for test in doctest.DocTestFinder(exclude_empty=True).find(module) if test.examples]
+        for example in sorted(examples, key=lambda test: test.lineno):
+            example.globs = names
+            runner.run(example, out=said.append, clear_globs=False)
+        shown = {test.name.removeprefix(f"{module.__name__}.") for test in examples}
+        assert shown == {
+            name for name, value in vars(module).items() if dataclasses.is_dataclass(value) and isinstance(value, type)
+        }
     assert not runner.failures, "".join(said)
-    shown = {test.name.removeprefix("megagrpo.types.") for test in examples}
-    assert shown == {
-        name for name, value in vars(types).items() if dataclasses.is_dataclass(value) and isinstance(value, type)
-    }
 
 
 def test_a_response_takes_at_most_12_bytes_a_token():

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx, once_differentiable
 
-from megagrpo.types import MicroBatch, moved
+from megagrpo.train_types import MicroBatch, moved
 
 
 def rank_indices(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megagrpo.platform.parallel.context import gathered_indices
 from megagrpo.policy.attention.causal import Scores, causal_bias, masked_attention
-from megagrpo.types import moved
+from megagrpo.train_types import moved
 
 # A batch accepts sequences of at least this share of its longest, and chunks that see at least this share of the keys
 # that its first chunk sees: at most 30 % of its rows are padding.

@@ -24,7 +24,7 @@ from torch import Tensor
 from megagrpo.policy.attention.causal import Scores, causal_attention
 from megagrpo.policy.attention.context_parallel import MIN_FILL, context_attention
 from megagrpo.policy.elementwise import rotate
-from megagrpo.types import moved
+from megagrpo.train_types import moved
 
 
 def pack_params(

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo.policy.lm_head.vocab_shard import VocabShard
-from megagrpo.types import NO_TRUNCATION, LossFn, LossInputs, MicroBatch, RefHead, Truncation
+from megagrpo.train_types import LossFn, LossInputs, MicroBatch, RefHead
+from megagrpo.types import NO_TRUNCATION, Truncation
 
 LOGPROBS, ENTROPY, KL = range(3)  # indices of the outputs
 DIRECTIONS = ("forward", "reverse")

@@ -25,7 +25,7 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import gather_gradients
 from megagrpo.policy.specs import LAYERS_PER_BLOCK
 from megagrpo.proof.verify.verified_step import policy_gradient
-from megagrpo.types import TrainBatch, TrainSample
+from megagrpo.train_types import TrainBatch, TrainSample
 
 Key = tuple[int, str]  # decoder layer of the whole model, and its half (see PARTS)
 PARTS = ("attention", "mlp")

@@ -22,7 +22,7 @@ from megagrpo.platform.process.terminal import show, wrapped
 from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.proof.plan.plan_problems import check
 from megagrpo.proof.verify.precision import PARTS, PrecisionErrors, batch_of, measure
-from megagrpo.types import TrainSample
+from megagrpo.train_types import TrainSample
 
 # relative error of a layer's contribution to the hidden states; on SmolLM2-135M rounding alone is 2 to 13 %
 THRESHOLD = 0.2

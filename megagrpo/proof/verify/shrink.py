@@ -13,7 +13,7 @@ from megagrpo.data.packing import padded
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.family import COMMON, FULL, SLIDING, rope, rotated_share
 from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
-from megagrpo.types import TrainSample
+from megagrpo.train_types import TrainSample
 
 VOCABULARY = 101  # prime: no tensor-parallel size divides it, so there are padding rows
 MAX_PROMPT, MAX_RESPONSE = 16, 16  # tokens

@@ -29,7 +29,7 @@ from megagrpo.policy.reference import Reference
 from megagrpo.policy.step_terms import add_step_terms
 from megagrpo.proof.verify.shrink import random_tensor
 from megagrpo.records.metrics import values_of
-from megagrpo.types import LossInputs, LossOutput, MicroBatch, TrainBatch, TrainSample
+from megagrpo.train_types import LossInputs, LossOutput, MicroBatch, TrainBatch, TrainSample
 
 Tensors = dict[str, Tensor]
 

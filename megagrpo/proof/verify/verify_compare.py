@@ -14,7 +14,7 @@ from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform import device
 from megagrpo.platform.process.terminal import WIDTH, wrapped
 from megagrpo.proof.verify.verified_step import Outcome, relative_error
-from megagrpo.types import TrainSample
+from megagrpo.train_types import TrainSample
 
 # Tolerance between two float32 computations, relative to the size of the quantity. The order of float32 sums moves it
 # by 1e-8 to 3e-6;

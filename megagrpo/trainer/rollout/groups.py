@@ -16,9 +16,10 @@ from megagrpo.config import RunConfig
 from megagrpo.data.prompt_order import PromptOrder
 from megagrpo.data.step_samples import StepSamples
 from megagrpo.engine.protocol import derive_seed
+from megagrpo.train_types import TrainState
 from megagrpo.trainer.rollout.collector import Collector
 from megagrpo.trainer.rollout.sample_metrics import pass_rates, staleness
-from megagrpo.types import SamplingParams, TrainState
+from megagrpo.types import SamplingParams
 
 
 @dataclass

@@ -20,7 +20,8 @@ from megagrpo.data.packing import PackPlan
 from megagrpo.data.step_samples import TRUNCATED, StepSamples
 from megagrpo.platform.parallel.bulk_messages import exchange_rows, share_rows
 from megagrpo.platform.parallel.layout import Layout
-from megagrpo.types import Rollout, TrainSample
+from megagrpo.train_types import TrainSample
+from megagrpo.types import Rollout
 
 ROUND_WORDS = 2**26  # words of 4 bytes that a leader sends in one message: 256 MiB
 WORD_BITS = 32

@@ -15,7 +15,7 @@ from megagrpo.proof.audit.audit_checks import check_step
 from megagrpo.proof.audit.naive_loss import Response, policy_term
 from megagrpo.proof.plan import plan
 from megagrpo.proof.verify.shrink import random_samples
-from megagrpo.types import LossInputs
+from megagrpo.train_types import LossInputs
 
 PAGE = Path(__file__).parents[3] / "docs" / "losses.md"
 AVERAGES = {"grpo": "sequence_means", "dapo": "tokens", "dr_grpo": "fixed_length", "luspo": "sequence_sums"}

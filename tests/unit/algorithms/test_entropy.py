@@ -11,7 +11,7 @@ import torch
 
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient, threshold_of_top
 from megagrpo.config import AlgorithmSection
-from megagrpo.types import TrainState
+from megagrpo.train_types import TrainState
 
 MISC = json.loads((Path(__file__).parents[2] / "vectors" / "trl_misc.json").read_text())
 

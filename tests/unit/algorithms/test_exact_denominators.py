@@ -12,7 +12,7 @@ from megagrpo.algorithms.reductions import denominator
 from megagrpo.config.loss_table import LOSSES as LOSS_TABLE
 from megagrpo.data.packing import PackingRules, pack
 from megagrpo.proof.verify.shrink import GROUP_SIZE, random_samples
-from megagrpo.types import LossInputs
+from megagrpo.train_types import LossInputs
 
 COUNTED = ["grpo", "dapo", "dr_grpo", "bnpo"]
 LOSSES = {loss_type: dict(loss_type=loss_type) for loss_type in LOSS_TABLE} | {

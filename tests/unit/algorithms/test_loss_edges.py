@@ -15,7 +15,7 @@ from megagrpo.config import RunConfig
 from megagrpo.config.loss_table import LOSSES
 from megagrpo.data.packing import build_micro_batch
 from megagrpo.proof.audit import naive_loss
-from megagrpo.types import LossInputs, TrainBatch, TrainSample
+from megagrpo.train_types import LossInputs, TrainBatch, TrainSample
 
 OPTIONS = {name: dict(loss_type=name) for name in LOSSES} | {
     "cispo": dict(loss_type="cispo", epsilon_high=5.0),

@@ -10,7 +10,7 @@ from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import PackingRules, build_micro_batch, pack
-from megagrpo.types import LossInputs, TrainSample
+from megagrpo.train_types import LossInputs, TrainSample
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "losses.json").read_text())
 PROMPT = 2  # tokens before each response

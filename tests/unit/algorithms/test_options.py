@@ -17,7 +17,7 @@ from megagrpo.config import AlgorithmSection, RunConfig
 from megagrpo.config.algorithm_rules import advantage_problems, loss_problems
 from megagrpo.data.packing import PackingRules, pack
 from megagrpo.proof.verify.shrink import GROUP_SIZE, random_samples
-from megagrpo.types import LossInputs, TrainState
+from megagrpo.train_types import LossInputs, TrainState
 
 REFUSED = {
     "algorithm.delta: 2 has no effect with loss_type sapo": dict(loss_type="sapo", delta=2.0),

@@ -14,7 +14,7 @@ from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
 from megagrpo.config.loss_table import LOSSES
 from megagrpo.data.packing import UNLIMITED, pack
-from megagrpo.types import LossInputs, TrainSample
+from megagrpo.train_types import LossInputs, TrainSample
 
 VECTORS = Path(__file__).parents[2] / "vectors"
 TRL = json.loads((VECTORS / "trl_loss.json").read_text())

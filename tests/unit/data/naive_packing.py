@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megagrpo.data.packing import PackingRules, assign, imbalances
-from megagrpo.types import MicroBatch, TrainSample
+from megagrpo.train_types import MicroBatch, TrainSample
 
 UNLIMITED = PackingRules(max_tokens=sys.maxsize)
 

@@ -6,7 +6,7 @@ import torch
 
 from megagrpo.data.packing import PackingRules, assign, build_micro_batch, imbalances, pack, padded
 from megagrpo.records.metrics import values_of
-from megagrpo.types import StepTerms, TrainSample
+from megagrpo.train_types import StepTerms, TrainSample
 
 SHARE = PackingRules(max_tokens=64, share_prompts=True)
 

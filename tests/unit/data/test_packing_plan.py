@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megagrpo.data.packing import PackingRules, SampleShapes, build_batch, build_micro_batch, pack, plan_packing, slices
-from megagrpo.types import TrainSample
+from megagrpo.train_types import TrainSample
 from tests.unit.data.naive_packing import naive_micro_batch, naive_pack
 
 

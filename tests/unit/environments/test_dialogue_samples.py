@@ -15,9 +15,10 @@ from megagrpo.data.packing import UNLIMITED, PackingRules, pack
 from megagrpo.data.step_samples import StepSamples
 from megagrpo.records.completions import completion_row
 from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.train_types import LossInputs
 from megagrpo.trainer.rollout.collector import numbered
 from megagrpo.trainer.rollout.sample_metrics import rollout_metrics
-from megagrpo.types import Dialogue, LossInputs, Prompt, Rollout, ScoredRollout
+from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout
 
 MESSAGES = (
     {"role": "assistant", "content": "ask"},

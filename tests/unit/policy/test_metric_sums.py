@@ -11,7 +11,7 @@ from megagrpo.config import ParallelSection
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.metric_sums import MetricsOfRanks, merged, on_host
 from megagrpo.records.metrics import reduce_updates, values_of
-from megagrpo.types import Metric
+from megagrpo.train_types import Metric
 from tests.message_log import objects, record
 
 

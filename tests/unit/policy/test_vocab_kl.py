@@ -4,7 +4,7 @@ import torch
 from megagrpo.platform import device
 from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
-from megagrpo.types import RefHead
+from megagrpo.train_types import RefHead
 
 VOCAB, PADDED, WIDTH = 37, 40, 16
 

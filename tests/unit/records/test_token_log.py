@@ -7,7 +7,8 @@ import torch
 from megagrpo.data.step_samples import StepSamples
 from megagrpo.records.recorder import TrainedRollouts
 from megagrpo.records.token_log import TOKENS_FILE, TokenLog, chosen_samples, values_of_samples
-from megagrpo.types import Dialogue, LossInputs, LossOutput, MicroBatch, Prompt, Rollout, ScoredRollout
+from megagrpo.train_types import LossInputs, LossOutput, MicroBatch
+from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout
 from tests.unit.records.report.synthetic import OneRank, Texts
 
 GROUP = 2

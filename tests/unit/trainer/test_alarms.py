@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import load_config
+from megagrpo.train_types import TrainState
 from megagrpo.trainer.alarms import always_raising, mismatch_limit, mismatch_warning
 from megagrpo.trainer.lifecycle import Evaluations
-from megagrpo.types import TrainState
 
 CONFIG = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 # docs/async.md

@@ -10,8 +10,8 @@ from megagrpo.data.packing import PackingRules, pack
 from megagrpo.platform.process.phases import Phases
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.records.recorder import Recorder
+from megagrpo.train_types import TrainState
 from megagrpo.trainer.learning import Learning
-from megagrpo.types import TrainState
 
 
 @pytest.mark.parametrize(

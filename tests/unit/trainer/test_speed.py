@@ -10,8 +10,8 @@ from megagrpo.config import load_config
 from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.proof.plan.flops import step_flops
 from megagrpo.records.recorder import Update
+from megagrpo.train_types import ComputedTokens, TrainBatch
 from megagrpo.trainer.speed import Speed, make_speed
-from megagrpo.types import ComputedTokens, TrainBatch
 from tests.unit.records.test_metrics import CONFIG
 
 LLAMA = dict(

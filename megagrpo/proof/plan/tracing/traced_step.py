@@ -21,7 +21,7 @@ from megagrpo.proof.plan.roofline import Costs, Trace, trace_rows
 from megagrpo.proof.plan.tracing.one_rank import one_rank
 from megagrpo.proof.plan.tracing.without_floats import StepCounter, WithoutFloats
 from megagrpo.proof.plan.workload import Lengths
-from megagrpo.types import Metric, TrainBatch, TrainSample
+from megagrpo.train_types import Metric, TrainBatch, TrainSample
 
 
 def trace_step(

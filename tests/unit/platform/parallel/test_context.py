@@ -9,7 +9,7 @@ import torch
 
 from megagrpo.data.packing import PackingRules, build_micro_batch
 from megagrpo.platform.parallel.context import gathered_indices, rank_indices
-from megagrpo.types import TrainSample
+from megagrpo.train_types import TrainSample
 
 
 def borders(lengths: list[int]) -> torch.Tensor:

@@ -8,8 +8,9 @@ import pytest
 from megagrpo.config import RunConfig
 from megagrpo.data.step_samples import StepSamples
 from megagrpo.engine.protocol import derive_seed
+from megagrpo.train_types import TrainState
 from megagrpo.trainer.rollout.groups import Rollouts, redraw_size
-from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout, TrainState
+from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout
 
 FLAT, MIXED, UNKNOWN, LONE = (1.0, 1.0), (0.0, 1.0), (math.nan, math.nan), (math.nan, 1.0)
 SAMPLING = SamplingParams(1.0, 8)
