@@ -71,9 +71,8 @@ class VirtualRanks:
         self.calls = SimpleNamespace(
             get_rank=lambda group: self.own.rank,
             get_world_size=lambda group: self.size,
-            send=self._send,
             isend=self._send,
-            recv=self._recv,
+            irecv=self._recv,
         )
 
     def all_reduce(self, values: Callable[[int], Tensor]) -> tuple[list[Tensor], float]:

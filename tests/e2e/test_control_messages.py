@@ -51,6 +51,7 @@ def test_steps_and_checkpoints_of_a_run_send_no_objects(options, tmp_path):
     for code, messages in run_ranks(counted, 2, words, timeout=world.SECONDS):
         assert code == 0
         assert sum(message.kind == "isend" for message in messages) > 10, "the log has missed the reductions"
+        assert not [m.caller for m in messages if m.kind == "monitored_barrier"], "rank 0 waits for each rank in turn"
         objects = Counter((m.kind, m.caller) for m in messages if m.is_object)
         ours = {key: count for key, count in objects.items() if not key[1].startswith((*OF_SAVE, *ROLLOUTS))}
         assert not ours, "a step or a checkpoint sends Python objects"

@@ -5,11 +5,12 @@ Only this file and `platform/device/` use `megatron.core.parallel_state`.
 
 from __future__ import annotations
 
-import re
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -103,12 +104,19 @@ class Layout:
     def all_reduce(self, values: Tensor, reduction: Reduction = "sum", within: float | None = None) -> Tensor:
         """Return `values`, on the host, reduced over the world: the same bits on every rank. Collective.
 
-        `reduction` names an operation, or merges two tensors, the first one of lower ranks. `within` is that of
-        `all_gather_objects`.
+        `reduction` names an operation, or merges two tensors, the first one of lower ranks.
+
+        Raises LateRanks when some ranks have not joined `within` this many seconds; the world is then unusable. Without
+        `within` the world's own timeout applies.
         """
-        if within is not None and self.world_size > 1:
-            self._await_all(within)
-        return host_messages.all_reduce(values, reduction, self.cpu_group)
+        if within is None:
+            return host_messages.all_reduce(values, reduction, self.cpu_group)
+        joined = time.time()
+        try:
+            return host_messages.all_reduce(values, reduction, self.cpu_group, within)
+        except RuntimeError as error:
+            late = host_messages.late_ranks(self.world_rank, self.world_size, joined, within)
+            raise LateRanks(late, within) from error
 
     def broadcast_object(self, obj: Any, source: int = 0) -> Any:
         """Return the `obj`, which must be picklable, of rank `source`. Collective."""
@@ -119,23 +127,14 @@ class Layout:
     def all_gather_objects(self, obj: Any, within: float | None = None) -> list[Any]:
         """Gather `obj`, which must be picklable, from every rank of the world, in rank order. Collective.
 
-        Every rank receives as many bytes as the largest object has, times the world. Not for a training step.
-
-        Raises LateRanks when some ranks have not joined `within` this many seconds; the world is then unusable. Without
-        `within` the world's own timeout applies.
+        Every rank receives as many bytes as the largest object has, times the world. Not for a training step. Raises
+        LateRanks as `all_reduce` does.
         """
-        if within is not None and self.world_size > 1:
-            self._await_all(within)
+        if within is not None:
+            self.all_reduce(torch.tensor(0), within=within)
         everyone = [None] * self.world_size
         dist.all_gather_object(everyone, obj, group=self.cpu_group)
         return everyone
-
-    def _await_all(self, seconds: float) -> None:
-        try:
-            dist.monitored_barrier(group=self.cpu_group, timeout=timedelta(seconds=seconds), wait_all_ranks=True)
-        except RuntimeError as error:
-            late = re.search(r"Ranks ([\d, ]+) failed to pass", str(error))  # only rank 0 gets this text
-            raise LateRanks([int(rank) for rank in late[1].split(",")] if late else [], seconds) from error
 
     def barrier(self) -> None:
         """Wait for every rank of the world."""

@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megagrpo.config import ParallelSection
 from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_and_agree, run_own_and_agree
 from megagrpo.platform.parallel.host_messages import LONG_BYTES
-from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.platform.parallel.layout import LateRanks, init_layout
 from tests.message_log import record
 
 
@@ -121,6 +122,42 @@ def test_a_failed_rank_raises_its_own_error_and_the_others_name_the_first_failed
         assert results == [rank, [0, 1, 2], "from 0", mine, mine, first, None]
 
 
+def timed_and_untimed() -> list[list[str]]:
+    layout = init_layout(ParallelSection())
+    kinds = []
+    for within in (30.0, None):
+        with record(layout) as messages:
+            assert layout.all_reduce(torch.tensor(1), within=within) == layout.world_size
+        kinds.append([message.kind for message in messages])
+    with record(layout) as messages:
+        layout.all_gather_objects("x", within=30.0)
+    kinds.append([message.kind for message in messages])
+    return kinds
+
+
+def test_a_timed_message_costs_as_many_rounds_as_an_untimed_one_and_no_barrier():
+    for timed, untimed, objects in run_ranks(timed_and_untimed, 4):
+        assert timed == untimed == ["isend", "irecv"] * 2, "a timeout adds messages"
+        assert objects == [*timed, "all_gather_object"]
+
+
+def late(hanging: int) -> list[int]:
+    layout = init_layout(ParallelSection())
+    layout.all_reduce(torch.tensor(0))
+    if layout.world_rank == hanging:  # it joins after the others have given up
+        _get_default_store().wait(["joined/0"])
+    with pytest.raises(LateRanks) as raised:
+        layout.all_reduce(torch.tensor(0), within=1.0)
+    if layout.world_rank == 0:
+        _get_default_store().wait([f"joined/{hanging}"])
+    return raised.value.ranks
+
+
+@pytest.mark.parametrize("hanging", [1, 2, 4])
+def test_rank_0_names_the_rank_that_joins_after_the_timeout(hanging):
+    assert run_ranks(late, 5, hanging) == [[hanging], [], [], [], []]
+
+
 def logged() -> list[list[tuple]]:
     layout = init_layout(ParallelSection(tp=2))
     with record(layout) as messages:
@@ -138,7 +175,7 @@ def logged() -> list[list[tuple]]:
 
 def test_the_log_has_each_message_over_the_host_groups_once_with_its_bytes_and_caller():
     leader, other, *_ = run_ranks(logged, 4)
-    exchange = [("isend", 4, 24, 0, "logged", False), ("recv", 4, 0, 24, "logged", False)] * 2
+    exchange = [("isend", 4, 24, 0, "logged", False), ("irecv", 4, 0, 24, "logged", False)] * 2
     gather = ("all_gather", 4, 8, 24, "logged", False)
     assert other[:-1] == [*exchange, gather]
     assert leader[:-1] == [*exchange, gather, ("all_to_all_single", 2, 16, 16, "logged", False)]
