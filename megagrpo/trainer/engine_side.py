@@ -43,11 +43,11 @@ from megagrpo.trainer.node_servers import NodeServers, await_all, launch_on_each
 @contextmanager
 def as_config_errors() -> Iterator[None]:
     """Convert ValueError, RankError, EngineStartError and WeightSyncError raised inside to ConfigError: the user can
-    fix the cause. A RankError repeats another rank's error."""
+    fix the cause. A RankError becomes the text of the failed rank, so that a launcher's ranks print it once."""
     try:
         yield
     except (ValueError, RankError, EngineStartError, WeightSyncError) as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(error.problem if isinstance(error, RankError) else str(error)) from error
 
 
 class NamedServers(NamedTuple):

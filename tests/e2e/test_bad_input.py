@@ -58,6 +58,24 @@ def test_a_mistake_in_the_config_is_named(case, tmp_path):
     refused(world.train(tmp_path, *overrides), *words)
 
 
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("data.prompt_column=questoin", "`questoin`"),  # read by leaders of replicas
+        ("model.tokenizer=/no/such/tokenizer", "/no/such/tokenizer"),
+        ("rewards.functions.0.function=no_such_module:f", "'no_such_module'"),
+        ("rollout.urls=[http://127.0.0.1:9]", "does not respond"),  # asked by rank 0
+        ("run.callbacks=[no_such_module:C]", "'no_such_module'"),
+        ("model.path=/no/such/model", "/no/such/model"),  # read by every rank
+    ],
+)
+def test_a_mistake_is_printed_once_by_all_ranks_together(override, text, tmp_path):
+    run = world.finish(world.start(tmp_path, "parallel.tp=2", override, NPROC="2"), tmp_path)
+    refused(run, text)
+    told = [line for line in run.err.splitlines() if text in line]
+    assert len(told) == 1 and "rank " not in told[0], run.err
+
+
 def test_a_tensor_parallel_size_that_does_not_fit_names_those_that_do(tmp_path):
     refused(
         world.finish(world.start(tmp_path, "parallel.tp=3"), tmp_path),

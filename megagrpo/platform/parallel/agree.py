@@ -14,7 +14,14 @@ from megagrpo.platform.parallel.layout import Layout
 
 
 class RankError(RuntimeError):
-    """An action failed on another rank; the text names the rank and its error."""
+    """An action failed on another rank; the text names the rank and its error. `problem` is that error's own text."""
+
+    def __init__(self, rank: int, kind: str, problem: str) -> None:
+        super().__init__(rank, kind, problem)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return "rank {}: {}: {}".format(*self.args)
 
 
 def run_and_agree[T](layout: Layout, action: Callable[[], T]) -> list[T]:
@@ -51,6 +58,6 @@ def _run[T](layout: Layout, action: Callable[[], T]) -> tuple[T, bool]:
     failed, has_result = layout.all_reduce(torch.tensor([failed, int(result is not None)]), "max").tolist()
     if failed:
         rank = layout.world_size - failed
-        text = layout.broadcast_object(f"rank {rank}: {type(failure).__name__}: {failure}", rank)
-        raise failure or RankError(text)
+        texts = layout.broadcast_object((type(failure).__name__, str(failure)), rank)
+        raise failure or RankError(rank, *texts)
     return result, bool(has_result)
