@@ -137,7 +137,8 @@ def connect(
         token: str | None = servers.on_nodes.token
     else:
         wait = partial(launcher.wait, say) if launcher else lambda: servers.named.urls
-        urls, token = on_first_rank(layout, lambda: (wait(), launcher.token if launcher else servers.named.token))
+        with as_config_errors():
+            urls, token = on_first_rank(layout, lambda: (wait(), launcher.token if launcher else servers.named.token))
     with as_config_errors():
         transport, reason = choose_transport(config, layout, urls, nodes)
         refills = transport_class(transport).refills

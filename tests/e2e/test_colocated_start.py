@@ -31,6 +31,16 @@ def test_a_policy_is_built_after_servers_on_its_gpus_have_started_and_beside_oth
     assert run.code == 2 and first in run.err
 
 
+def test_a_server_beside_the_policy_that_does_not_start_is_an_error_of_the_config(tmp_path):
+    def prepare():
+        engine_side.servers_sleep = lambda config: False
+        Launcher.start = lambda self: None
+        Launcher.wait = raising(EngineStartError("the server has ended"))
+
+    run = world.train(tmp_path, prepare=prepare, launched=True)
+    assert run.code == 2 and run.err.count("the server has ended") == 1 and "rank 0" not in run.err
+
+
 VERBS = ("/sleep", "/wake_up", "/update_weights", "/resume")
 SYNC = [
     "load_weights_only",
