@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megagrpo.config import TrainSection
 from megagrpo.models.bridge.adapter_files import ADAPTER_FILES, save_adapter
 from megagrpo.models.bridge.file_checksums import CHECKSUMS, checksums, verify_others, verify_tensors
+from megagrpo.models.bridge.hf_export import Source, find_sources
 from megagrpo.models.bridge.hf_files import carry, files_of
 from megagrpo.models.bridge.megatron_io import (
     HF_FILES,
@@ -119,6 +120,7 @@ class Checkpointer:
         self.keep, self.model_folder = keep, model_folder
         self.seconds = 0.0  # duration of the last write, in the background or not
         self._saving: _Saving | None = None
+        self._sources: dict[str, Source] = {}  # of adapters, since the first save
         self._model_files = files_of(model_folder)  # read now: `model_folder` may be gone when a checkpoint is written
         trained = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad]
         count = sum(p.numel() for p in trained if _is_first_copy(p, layout))
@@ -240,7 +242,9 @@ class Checkpointer:
         policy, lora = self.policy, self.policy.config.lora
         if lora.enabled:
             adapters = list(adapter_blocks(policy.chunks, policy.hf_config, self.layout))
-            save_adapter(adapters, self.layout, partial / ADAPTER_FILES, lora, policy.config.model.path, policy.dtype)
+            self._sources = self._sources or find_sources(adapters, self.layout)
+            base, folder = policy.config.model.path, partial / ADAPTER_FILES
+            save_adapter(adapters, self.layout, self._sources, folder, lora, base, policy.dtype)
 
     def _publish(self, saving: _Saving, written: dict[str, str]) -> None:
         partial, final, state = saving.partial, saving.final, saving.state

@@ -23,6 +23,7 @@ from megagrpo.models.bridge.adapter_files import (
     read_lora,
     save_adapter,
 )
+from megagrpo.models.bridge.hf_export import find_sources
 from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.bridge.parameter_blocks import adapter_blocks
 from megagrpo.models.families.hf_config import load_hf_config
@@ -108,7 +109,9 @@ def _step(root, parallel, out):
     merged = dict(whole_model(policy))
     policy.backward(batch, make_loss(config.algorithm), batch.num_tokens)
     gradients, _, _ = whole_tensors(policy, hf_config, layout, lambda p: p.main_grad)
-    save_adapter(list(adapter_blocks(policy.chunks, hf_config, layout)), layout, out, config.lora, "base", policy.dtype)
+    adapters = list(adapter_blocks(policy.chunks, hf_config, layout))
+    sources = find_sources(adapters, layout)
+    save_adapter(adapters, layout, sources, out, config.lora, "base", policy.dtype)
     frozen = [p for chunk in policy.chunks for p in chunk.parameters() if not p.requires_grad]
     held = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad)
     clean = not any(hasattr(p, "main_grad") or p.grad is not None for p in frozen)

@@ -3,6 +3,7 @@ adapters."""
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,13 +16,15 @@ from test_weight_sync_copies import OneReader
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.models.bridge.hf_export import save_hf
-from megagrpo.models.bridge.parameter_blocks import merged_blocks
+from megagrpo.models.bridge.parameter_blocks import adapter_blocks, merged_blocks
 from megagrpo.proof.verify.verified_step import whole_tensors
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.run_files import newest_checkpoint
+from megagrpo.sync.trainer_side.adapter_sync import AdapterSync
 from megagrpo.sync.trainer_side.shared_memory import SharedMemory
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.train_types import TrainState
+from tests.message_log import objects, record
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +87,32 @@ def test_a_checkpoint_holds_adapters_alone_and_continues_in_another_layout(saved
         json.loads((tmp_path / "step_000001/adapter/adapter_config.json").read_text())["base_model_name_or_path"]
         == "tiny"
     )
+
+
+def _save_and_push(root: Path, folder: Path) -> list[list[str]]:
+    """The Python objects, but those of Megatron's own save, of two checkpoints and of two syncs of an adapter."""
+    config, layout, hf_config, policy, _ = prepare(root, dict(tp=2), adapter_path=str(root / "adapter"))
+    saver, found = Checkpointer(folder, layout, policy, 2, root / "model"), []
+    with (
+        AdapterSync(object() if layout.world_rank == 0 else None, layout, "float32", config.lora, "base") as sync,
+        mock.patch.object(AdapterSync, "_deliver_adapter", lambda *arguments: (1, 1)),
+    ):
+        for number in (1, 2):
+            with record(layout) as messages:
+                save_now(saver, TrainState(step=number))
+            found.append([text for text in objects(messages) if "hf_export" in text])
+            with record(layout) as messages:
+                sync.push(adapter_blocks(policy.chunks, hf_config, layout), number)
+            found.append(objects(messages))
+    return found
+
+
+def test_ranks_tell_the_names_of_adapters_in_the_first_checkpoint_and_the_first_sync_alone(root, tmp_path):
+    for first_save, first_push, *later in run_ranks(_save_and_push, 2, root, tmp_path):
+        assert len(first_save) == len(first_push) == 1 and "find_sources" in first_push[0]
+        assert later == [[], []]
+    names = [load_file(file).keys() for file in sorted(tmp_path.glob("step_*/adapter/*.safetensors"))]
+    assert len(names) == 2 and names[0] == names[1]
 
 
 def test_the_tool_merges_an_adapter_into_its_model(root, tmp_path):

@@ -147,6 +147,7 @@ def export_adapter(folder: Path, out: Path, base: str | None = None) -> None:
 def save_adapter(
     parameters: Parameters,
     layout: Layout,
+    sources: dict[str, Source],
     folder: Path,
     lora: LoraSection,
     base: str,
@@ -155,10 +156,10 @@ def save_adapter(
 ) -> None:
     """Write adapters as a folder that PEFT, vLLM and `load_adapter` read. Collective.
 
-    `parameters` comes from `adapter_blocks`. `base` is the base model as the user named it; a folder of the hub's cache
-    is written as its hub name. `dtype` is the dtype in the file. `look` receives every whole A [rank, in] and B [out,
-    rank] on rank 0, before the cast to the file. The folder appears complete or not at all. Raises OSError on every
-    rank when it cannot be written.
+    `parameters` comes from `adapter_blocks`, `sources` from `find_sources` of them, once for all calls. `base` is the
+    base model as the user named it; a folder of the hub's cache is written as its hub name. `dtype` is the dtype in the
+    file. `look` receives every whole A [rank, in] and B [out, rank] on rank 0, before the cast to the file. The folder
+    appears complete or not at all. Raises OSError on every rank when it cannot be written.
     """
 
     def write(tensors: Stream, sources: dict[str, Source], unfinished: Path) -> None:
@@ -170,7 +171,7 @@ def save_adapter(
         projections = sorted({name.split(".")[-3] for name in sources})
         (unfinished / CONFIG).write_text(json.dumps(adapter_config(lora, projections, base), indent=2))
 
-    save_folder(folder, parameters, layout, write, dtype)
+    save_folder(folder, parameters, layout, sources, write, dtype)
 
 
 def adapter_config(lora: LoraSection, projections: list[str], base: str) -> dict[str, Any]:

@@ -52,7 +52,10 @@ class Source:
 
 
 def find_sources(parameters: Parameters, layout: Layout) -> dict[str, Source]:
-    """Return all tensors in layer order; the lowest rank with a block sends it. Collective, small messages only."""
+    """Return all tensors in layer order; the lowest rank with a block sends it. Collective.
+
+    Every rank receives the names of all blocks as Python objects: once in a run for the same parameters.
+    """
     mine = [(b.name, b.shape, param.dtype, b.box) for _, param, blocks in parameters for b in blocks]
     sources: dict[str, Source] = {}
     for rank, of_rank in enumerate(layout.all_gather_objects(mine)):
@@ -180,7 +183,8 @@ def save_hf(
         rounded.update(writer.rounded)
         copy_side_files(source_folder, unfinished, dtype)
 
-    save_folder(out_folder, list(merged_blocks(chunks, hf_config, layout)), layout, write)
+    parameters = list(merged_blocks(chunks, hf_config, layout))
+    save_folder(out_folder, parameters, layout, find_sources(parameters, layout), write)
     return rounded
 
 
@@ -193,15 +197,15 @@ def save_folder(
     folder: Path,
     parameters: Parameters,
     layout: Layout,
+    sources: dict[str, Source],
     write: Callable[[Stream, dict[str, Source], Path], None],
     dtype: torch.dtype | None = None,
 ) -> None:
     """Call `write` on rank 0 with the stream of whole tensors, to create `folder`. Collective.
 
-    Tensors are cast to `dtype` unless it is None. The folder appears complete or not at all. When anything fails every
-    rank raises; the failing rank raises its own error.
+    `sources` are those of `find_sources`. Tensors are cast to `dtype` unless it is None. The folder appears complete or
+    not at all. When anything fails every rank raises; the failing rank raises its own error.
     """
-    sources = find_sources(parameters, layout)
     tensors = stream(parameters, layout, sources, sources, dtype)
 
     def write_all() -> None:

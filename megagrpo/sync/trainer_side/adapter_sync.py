@@ -8,6 +8,7 @@ must equal the checksums of the written one.
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from megagrpo.config import LoraSection
 from megagrpo.engine.client import VllmEngine
 from megagrpo.models.bridge.adapter_files import save_adapter
-from megagrpo.models.bridge.hf_export import Parameters
+from megagrpo.models.bridge.hf_export import Parameters, Source, find_sources
 from megagrpo.models.bridge.parameter_blocks import PEFT
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
@@ -40,6 +41,7 @@ class AdapterSync(WeightSync):
         super().__init__(engine, layout, dtype, shared)
         self.layout, self.lora, self.base, self.folder = layout, lora, base, shared.folder
         self._delivered_adapter: tuple[Path, Sums, int] | None = None
+        self._sources: dict[str, Source] = {}  # since the first push
 
     @torch.no_grad()
     def push(
@@ -58,9 +60,9 @@ class AdapterSync(WeightSync):
         handover.before_sending()
         try:
             blocks, dtype = cast(Parameters, list(parameters)), ENGINE_DTYPES[self.dtype]
-            save_adapter(
-                blocks, self.layout, folder, self.lora, self.base, dtype, lambda *item: self._note(sums, *item)
-            )
+            self._sources = self._sources or find_sources(blocks, self.layout)
+            look = partial(self._note, sums)
+            save_adapter(blocks, self.layout, self._sources, folder, self.lora, self.base, dtype, look)
         except (OSError, ValueError) as error:  # a disk error, or NaN or infinity in a weight
             raise WeightSyncError(f"weight version {weight_version} was not written: {error}") from error
         handover.before_serving()
