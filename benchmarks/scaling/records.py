@@ -48,7 +48,7 @@ def works(samples: StepSamples, folder: Path) -> dict[tuple[str, str], Work]:
     """Return what is timed of these samples, by part and name. `folder` is the folder of a run."""
     count, own = len(samples), list(samples.own.values())
     flat = advantages(samples).flatten()
-    sums = torch.stack([flat, torch.full((count,), TOKENS), torch.zeros(count)], dim=1).double()
+    sums = torch.stack([torch.where(flat > 0, TOKENS, -TOKENS), torch.zeros(count)], dim=1).double()
 
     def write() -> None:
         file = JsonlFile(folder / "completions.jsonl", 0)

@@ -19,32 +19,28 @@ from megagrpo.train_types import MicroBatch
 
 
 def sample_sums(micro_batch: MicroBatch, logprobs: Tensor | None) -> Tensor:
-    """[S, 4] float64 of each sequence: its sample, that one's advantage, its loss tokens, and their sum of log(policy /
-    old). `logprobs` [T] of the policy; None: they are the old ones."""
+    """[S, 3] float64 of each sequence: its sample; its loss tokens, as a negative number if the sample's A <= 0; and
+    their sum of log(policy / old). `logprobs` [T] of the policy; None: they are the old ones."""
     sequences = Sequences(micro_batch.sequence_index, micro_batch.loss_mask, micro_batch.num_sequences)
     first = micro_batch.cu_seqlens[:-1].long()
     moved = torch.zeros(micro_batch.num_tokens, dtype=torch.float64)
     if logprobs is not None and micro_batch.terms.old_logprobs is not None:
         moved = logprobs.cpu().double() - micro_batch.terms.old_logprobs.cpu().double()
-    columns = (
-        micro_batch.samples,
-        micro_batch.advantages[first],
-        sequences.sums(sequences.mask.double()),
-        sequences.sums(moved),
-    )
-    return torch.stack([column.double() for column in columns], dim=1)
+    counts = sequences.sums(sequences.mask.double())
+    signed = torch.where(micro_batch.advantages[first] > 0, counts, -counts)
+    return torch.stack([micro_batch.samples.double(), signed, sequences.sums(moved)], dim=1)
 
 
 def sums_by_sample(sums: Iterable[Tensor], members: Sequence[int]) -> Tensor:
-    """[N, 3] float64: the columns of these `sample_sums` after the first, for the step's samples `members` [N],
+    """[N, 2] float64: the columns of these `sample_sums` after the first, for the step's samples `members` [N],
     ascending.
 
     A sample whose prompt is shared has two sequences, one of them with its loss tokens. A sample without loss tokens
     among these sequences has zeros. So the sum over ranks, in any order, has the same bits.
     """
-    samples, table = torch.tensor(members, dtype=torch.int64), torch.zeros(len(members), 3, dtype=torch.float64)
+    samples, table = torch.tensor(members, dtype=torch.int64), torch.zeros(len(members), 2, dtype=torch.float64)
     for rows in sums:
-        counted = rows[rows[:, 2] > 0]
+        counted = rows[rows[:, 1] != 0]
         table[torch.searchsorted(samples, counted[:, 0].long())] = counted[:, 1:]
     return table
 
@@ -76,16 +72,17 @@ class RealTerms:
 
     @classmethod
     def of(cls, members: Sequence[int], sums: Tensor, group_size: int, tau: float) -> RealTerms:
-        """From the whole step's samples `members` [N], ascending, and their `sums_by_sample` [N, 3] over all ranks.
+        """From the whole step's samples `members` [N], ascending, and their `sums_by_sample` [N, 2] over all ranks.
 
         Packing drops samples whose tokens are all masked. They stay in their groups: a sample without loss tokens has
         score 0 and lies on the side of A <= 0, as in ms-swift.
         """
-        samples, (advantages, counts, moved) = torch.tensor(members, dtype=torch.int64), sums.t()
+        samples, (signed, moved) = torch.tensor(members, dtype=torch.int64), sums.t()
+        counts = signed.abs()
         if not members:
             return cls(samples, counts, counts)
         _, groups = (samples // group_size).unique_consecutive(return_inverse=True)
-        losses, slopes = group_terms(moved / counts.clamp(min=1) / tau, advantages, groups)
+        losses, slopes = group_terms(moved / counts.clamp(min=1) / tau, signed, groups)
         speakers = torch.zeros_like(losses).index_add(0, groups, (counts > 0).double())
         values = (losses / speakers.clamp(min=1))[groups]
         per_token = 1 / (losses.numel() * counts.clamp(min=1))
