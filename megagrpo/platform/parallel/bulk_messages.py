@@ -81,19 +81,37 @@ def parts_to_first_rank(
 
 
 def _send_parts(layout: Layout, parts: Iterable[bytes]) -> None:
-    """Send the parts to rank 0, then the end. An error ends them and travels as a text."""
+    """Send the parts to rank 0, then the end. An error ends them and travels as a text.
+
+    Each part is made while the part before it waits for rank 0 or travels. Two parts are in memory.
+    """
+    sent: list[tuple[dist.Work, torch.Tensor]] = []
     try:
         for part in filter(None, parts):
-            _send(layout, part)
+            _wait(sent)
+            sent = _send(layout, part)
     except Exception as error:
-        dist.send(torch.tensor([PART_ERROR]), dst=0, group=layout.cpu_group)
-        _send(layout, f"{type(error).__name__}: {error}".encode(errors="backslashreplace"))
-    dist.send(torch.tensor([PART_END]), dst=0, group=layout.cpu_group)
+        _wait(sent)
+        text = f"{type(error).__name__}: {error}".encode(errors="backslashreplace")
+        sent = [_send_table(layout, torch.tensor([PART_ERROR])), *_send(layout, text)]
+    _wait([*sent, _send_table(layout, torch.tensor([PART_END]))])
 
 
-def _send(layout: Layout, part: bytes) -> None:
-    dist.send(torch.tensor([len(part)]), dst=0, group=layout.cpu_group)
-    dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), dst=0, group=layout.cpu_group)
+def _send(layout: Layout, part: bytes) -> list[tuple[dist.Work, torch.Tensor]]:
+    table = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+    return [_send_table(layout, torch.tensor([len(part)])), _send_table(layout, table)]
+
+
+def _send_table(layout: Layout, table: torch.Tensor) -> tuple[dist.Work, torch.Tensor]:
+    """Begin to send, and return what ends it with the tensor, which must live until then."""
+    work = dist.isend(table, dst=0, group=layout.cpu_group)
+    assert work is not None, "this rank belongs to the group"
+    return work, table
+
+
+def _wait(sent: Iterable[tuple[dist.Work, torch.Tensor]]) -> None:
+    for work, _ in sent:
+        work.wait()
 
 
 def _receive(layout: Layout, source: int, table: torch.Tensor) -> torch.Tensor:
