@@ -6,7 +6,7 @@ import fcntl
 import json
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,8 +18,9 @@ from megagrpo.records.report.privacy import Privacy, privacy_of
 from megagrpo.records.run_files import COMPLETIONS
 from megagrpo.records.run_lock import LOCK
 
-_STEP = re.compile(rb'\{"step": (\d+)[,}]')
+STEP = re.compile(rb'\{"step": (\d+)[,}]')
 _REWARD = re.compile(rb'"finish_reason": (?:"\w*"|null), "reward": (-?[\d.eE+-]+|null),')
+BUFFER = 1 << 20  # bytes read at once: a line may have 100 kB
 
 Row = dict[str, Any]
 
@@ -31,6 +32,8 @@ class StepRewards:
     count: int = 0
     low: float = math.inf
     high: float = -math.inf
+    start: int = field(default=0, compare=False)  # byte at which the first line begins
+    stop: int = field(default=0, compare=False)  # byte at which the last line ends
 
 
 @dataclass(frozen=True)
@@ -116,46 +119,64 @@ def read_lines(file: Path, damaged: dict[str, int], steps: Collection[int] | Non
 
     Lines that cannot be read are counted in `damaged`. The end of the last line of a run in progress may be missing.
     """
+    for _, line in lines_of(file):
+        if steps is not None and (match := STEP.match(line)) and int(match[1]) not in steps:
+            continue  # without parsing: completions.jsonl may have gigabytes
+        if (row := parsed(line, file.name, damaged)) is not None and (steps is None or row["step"] in steps):
+            yield row
+
+
+def lines_of(file: Path, spans: Iterable[tuple[int, float]] = ((0, math.inf),)) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that begin in spans of bytes, each line once, after the byte at which it begins. Nothing if the
+    file is missing."""
     if not file.is_file():
         return
-    with open(file, "rb") as lines:
-        for line in lines:
-            if steps is not None and (match := _STEP.match(line)) and int(match[1]) not in steps:
-                continue  # without parsing: completions.jsonl may have gigabytes
-            try:
-                row = json.loads(line)
-                if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-                    raise ValueError("not a row with a step")
-            except (ValueError, RecursionError):
-                if line.strip():
-                    damaged[file.name] = damaged.get(file.name, 0) + 1
-                continue
-            if steps is None or row["step"] in steps:
-                yield row
+    place = 0
+    with open(file, "rb", buffering=BUFFER) as lines:
+        for start, stop in sorted(spans):
+            if start > place:
+                place = lines.seek(int(start))
+            while place < stop and (line := lines.readline()):
+                yield place, line
+                place += len(line)
+
+
+def parsed(line: bytes, name: str, damaged: dict[str, int]) -> Row | None:
+    """Return the JSON object of a line; None, counted in `damaged`, if it is none or has no step."""
+    try:
+        row = json.loads(line)
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise ValueError("not a row with a step")
+    except (ValueError, RecursionError):
+        if line.strip():
+            damaged[name] = damaged.get(name, 0) + 1
+        return None
+    return row
 
 
 def rewards_per_step(file: Path) -> dict[int, StepRewards]:
     """Return step -> rewards of responses in `completions.jsonl`. Lines in a run's format are searched, not parsed."""
     steps: dict[int, StepRewards] = {}
-    if file.is_file():
-        with open(file, "rb") as lines:
-            for line in lines:
-                if not (match := _STEP.match(line)):
-                    continue
-                step, reward = steps.setdefault(int(match[1]), StepRewards()), _reward_in(line)
-                step.count += 1
-                if reward is not None:
-                    step.low, step.high = min(step.low, reward), max(step.high, reward)
+    step = StepRewards()
+    for place, line in lines_of(file):
+        if match := STEP.match(line):
+            step, reward = steps.setdefault(int(match[1]), StepRewards(start=place)), _reward(line)
+            step.count += 1
+            if reward is not None:
+                step.low, step.high = min(step.low, reward), max(step.high, reward)
+        step.stop = place + len(line)  # a line without a step at its head is looked at with the line before it
     return steps
 
 
-def _reward_in(line: bytes) -> float | None:
+def reward_in(line: bytes) -> bytes | None:
+    """Return the JSON of the reward of a line in a run's format, without parsing the line; None for other lines."""
+    match = _REWARD.match(line, max(0, line.rfind(b'"finish_reason"')))  # texts end before it
+    return match[1] if match else None
+
+
+def _reward(line: bytes) -> float | None:
     try:
-        value = (
-            match[1]
-            if (match := _REWARD.match(line, max(0, line.find(b'"finish_reason"'))))
-            else json.loads(line).get("reward")
-        )
+        value = reward_in(line) or json.loads(line).get("reward")
         reward = math.nan if value in (None, b"null") else float(value)
     except (ValueError, TypeError, RecursionError):
         return None

@@ -1,7 +1,8 @@
 """Chooses which steps, groups and responses the page holds, and compresses each step on its own.
 
 A page holds the whole of a small run. Of a larger run it holds steps at even distances, the first, the last, the best
-and the worst one, and of each step the groups that teach most, until the size limit is reached.
+and the worst one, and of each step the groups that teach most, until the size limit is reached. Texts of one group at a
+time are in memory.
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ import gzip
 import json
 import math
 import statistics
+from array import array
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from megagrpo.platform.process.terminal import printable
-from megagrpo.records.report.collect import Row, RunFiles, read_lines
+from megagrpo.records.report.collect import Row, RunFiles
 from megagrpo.records.report.reduce import number
+from megagrpo.records.report.response_index import TOKENS, StepIndex, index_steps, rows_at
 from megagrpo.records.run_files import COMPLETIONS
 
-TOKENS = "tokens.jsonl"
 MAX_STEPS = 48  # per run
+MAX_RESPONSES = 1_000_000  # of these steps, if they are large
+MAX_SEARCH = 256 << 20  # bytes of groups in a row that do not fit, before the search for a smaller one ends
 TOKEN_SHARE = 0.6  # of the responses' bytes, at most, for groups with tokens
 MIN_ROOM = 4000  # bytes; less room is not filled
 MAX_CHARACTERS = 4000  # of one response, and of one message of a prompt
@@ -42,33 +47,37 @@ class Chosen:
 def choose(run: RunFiles, budget: int, prompts: Collection[str] = ()) -> Chosen:
     """Return the responses of the run that fit into `budget` bytes of the page. Groups of `prompts`, which other runs
     on the page show, come first."""
-    steps = chosen_steps(run, sorted(run.rewards))
+    largest = max((step.count for step in run.rewards.values()), default=1)
+    steps = chosen_steps(run, sorted(run.rewards), max(4, min(MAX_STEPS, MAX_RESPONSES // largest)))
     setting = run.setting("rollout.num_generations")
     size = setting if isinstance(setting, int) and setting > 0 else None
-    groups = {step: groups_of(rows, size) for step, rows in _rows_by_step(run, steps).items()}
+    found = index_steps(run, steps, size, (lambda prompt: _key_of(run, prompt) in prompts) if prompts else None)
     chosen, room = Chosen(), budget * 3 // 4  # base64 takes four characters for three bytes
-    taken: dict[int, list[int]] = {step: [] for step in groups}
-    token_room = room * TOKEN_SHARE
-    for step, index in offers(groups, prompts):
-        group = groups[step][index]
-        size = len(_compressed([group]))
+    taken: dict[int, dict[int, bytes]] = {step: {} for step in found}
+    token_room, searched = room * TOKEN_SHARE, 0
+    for step, index in offers(found):
+        group = read_group(run, found[step], index)
+        if not group["responses"]:
+            continue
+        packed = _compressed([group])
         if _has_tokens(group):
-            if size > token_room:
-                group = groups[step][index] = without_tokens(group)
-                size = len(_compressed([group]))
+            if len(packed) > token_room:
+                packed = _compressed([without_tokens(group)])
             else:
-                token_room -= size
-        if size <= room:
-            room -= size
-            taken[step].append(index)
-        elif room < MIN_ROOM:
+                token_room -= len(packed)
+        if len(packed) <= room:
+            room -= len(packed)
+            searched = 0
+            taken[step][index] = packed
+            chosen.responses[0] += len(group["responses"])
+            chosen.prompts.add(prompt_key(group))
+        elif room < MIN_ROOM or (searched := searched + found[step].num_bytes(index)) > MAX_SEARCH:
             break
-    for step, indices in taken.items():
-        if indices:
-            chosen.chunks[step] = base64.b64encode(_compressed([groups[step][i] for i in sorted(indices)])).decode()
-            chosen.shown[step] = [len(indices), len(groups[step])]
-            chosen.responses[0] += sum(len(groups[step][i]["responses"]) for i in indices)
-            chosen.prompts |= {prompt_key(groups[step][i]) for i in indices}
+    for step, groups in taken.items():
+        if groups:
+            texts = b",".join(gzip.decompress(groups[i])[1:-1] for i in sorted(groups))
+            chosen.chunks[step] = base64.b64encode(_gzip(b"[" + texts + b"]")).decode()
+            chosen.shown[step] = [len(groups), len(found[step])]
     chosen.responses[1] = sum(step.count for step in run.rewards.values())
     return chosen
 
@@ -92,40 +101,39 @@ def chosen_steps(run: RunFiles, steps: Sequence[int], most: int = MAX_STEPS) -> 
     return sorted(special | {steps[round(i * (len(steps) - 1) / (even - 1))] for i in range(even)})
 
 
-def offers(groups: dict[int, list[dict[str, Any]]], prompts: Collection[str] = ()) -> Iterator[tuple[int, int]]:
+def offers(groups: dict[int, StepIndex]) -> Iterator[tuple[int, int]]:
     """Yield (step, index of the group): the most interesting group of every step, then the second one, and so on.
 
     A round's steps are the last, the first, then steps between, so that a page with little room still covers the run.
+    Groups whose prompt another run shows come first.
     """
     steps = sorted(groups)
     # by the largest power of 2 in the index
     spread = sorted(range(len(steps)), key=lambda i: (i != len(steps) - 1, i != 0, -(i & -i)))
-    ranked = {step: ranking(of_step) for step, of_step in groups.items()}
-    if prompts:
-        ranked = {
-            step: sorted(order, key=lambda i: prompt_key(groups[step][i]) not in prompts)
-            for step, order in ranked.items()
-        }
+    ranked = {step: array("L", ranking(of_step)) for step, of_step in groups.items()}
     for rank in range(max(map(len, ranked.values()), default=0)):
         for i in spread:
             if rank < len(ranked[steps[i]]):
                 yield steps[i], ranked[steps[i]][rank]
 
 
-def groups_of(rows: Sequence[Row], size: int | None) -> list[dict[str, Any]]:
-    """Return one step's groups, in order, as shown. `size` is the number of responses per prompt, if known."""
-    cuts = [0]
-    for i in range(1, len(rows)):
-        same = rows[i].get("prompt_id") == rows[i - 1].get("prompt_id")
-        if not same or (size and i - cuts[-1] == size):
-            cuts.append(i)
-    parts = [rows[a:b] for a, b in zip(cuts, [*cuts[1:], len(rows)], strict=True)]
-    return [_group(part) for part in parts]
+def read_group(run: RunFiles, index: StepIndex, group: int) -> dict[str, Any]:
+    """Return a group of a step, as shown. A response that cannot be read is missing."""
+    first: Row = {}
+    numbers, responses = index.responses(group), []
+    rows = rows_at(run, COMPLETIONS, index.places[numbers.start : numbers.stop])
+    for response, row in zip(numbers, rows, strict=True):
+        if row is None:
+            continue
+        if response in index.tokens:
+            row["tokens"] = next(rows_at(run, TOKENS, [index.tokens[response]]))
+        first = first or {name: row.get(name) for name in ("prompt_id", "prompt")}
+        responses.append(_response(row))
+    return first | {"prompt": messages_of(first.get("prompt")), "responses": responses}
 
 
-def _group(rows: Sequence[Row]) -> dict[str, Any]:
-    prompt = messages_of(rows[0].get("prompt"))
-    return {"prompt_id": rows[0].get("prompt_id"), "prompt": prompt, "responses": [_response(row) for row in rows]}
+def _key_of(run: RunFiles, prompt: Any) -> str:
+    return prompt_key({"prompt": messages_of(run.privacy.row({"prompt": prompt})["prompt"])})
 
 
 def prompt_key(group: dict[str, Any]) -> str:
@@ -153,21 +161,23 @@ def text_of(value: Any) -> str:
     return printable(text)
 
 
-def ranking(groups: Sequence[dict[str, Any]]) -> list[int]:
-    """Return the indices of a step's groups by interest: with tokens, then best and worst, then by reward spread."""
-
-    def rewards(group: dict[str, Any]) -> list[float]:
-        return [r["reward"] for r in group["responses"] if r["reward"] is not None]
-
-    spread = [statistics.pstdev(values) if (values := rewards(group)) else 0.0 for group in groups]
-    mean = [statistics.fmean(values) if (values := rewards(group)) else 0.0 for group in groups]
-    extremes = (
-        {max(range(len(groups)), key=mean.__getitem__), min(range(len(groups)), key=mean.__getitem__)}
-        if groups
-        else set()
+def ranking(groups: StepIndex) -> list[int]:
+    """Return the indices of a step's groups by interest: with the prompt of another run, with tokens, then best and
+    worst, then by reward spread."""
+    moments = [_moments(groups.rewards_of(group)) for group in range(len(groups))]
+    by_mean = [mean for mean, _ in moments]
+    extremes = {by_mean.index(max(by_mean)), by_mean.index(min(by_mean))} if moments else set()
+    with_tokens = groups.with_tokens()
+    return sorted(
+        range(len(groups)),
+        key=lambda i: (i not in groups.known, i not in with_tokens, i not in extremes, -moments[i][1], i),
     )
-    with_tokens = [_has_tokens(group) for group in groups]
-    return sorted(range(len(groups)), key=lambda i: (not with_tokens[i], i not in extremes, -spread[i], i))
+
+
+@lru_cache(maxsize=1024)
+def _moments(rewards: tuple[float, ...]) -> tuple[float, float]:
+    """Return mean and standard deviation; 0 without rewards."""
+    return (statistics.fmean(rewards), statistics.pstdev(rewards)) if rewards else (0.0, 0.0)
 
 
 def without_tokens(group: dict[str, Any]) -> dict[str, Any]:
@@ -180,22 +190,6 @@ def without_tokens(group: dict[str, Any]) -> dict[str, Any]:
 
 def _has_tokens(group: dict[str, Any]) -> bool:
     return any("tokens" in response for response in group["responses"])
-
-
-def _rows_by_step(run: RunFiles, steps: Sequence[int]) -> dict[int, list[Row]]:
-    chosen = set(steps)
-    rows: dict[int, list[Row]] = {step: [] for step in steps}
-    for row in read_lines(run.folder / COMPLETIONS, run.damaged, chosen):
-        rows[row["step"]].append(run.privacy.row(row))
-    for row in read_lines(run.folder / TOKENS, run.damaged, chosen):
-        of_step, sample = rows[row["step"]], row.get("sample")
-        if (
-            isinstance(sample, int)
-            and 0 <= sample < len(of_step)
-            and of_step[sample].get("prompt_id") == row.get("prompt_id")
-        ):
-            of_step[sample]["tokens"] = run.privacy.row(row)
-    return {step: of_step for step, of_step in rows.items() if of_step}
 
 
 def _response(row: Row) -> dict[str, Any]:
@@ -241,4 +235,8 @@ def _numbers(values: Any) -> list[float | None]:
 
 
 def _compressed(groups: Sequence[dict[str, Any]]) -> bytes:
-    return gzip.compress(json.dumps(list(groups), ensure_ascii=False, separators=(",", ":")).encode(), 6, mtime=0)
+    return _gzip(json.dumps(list(groups), ensure_ascii=False, separators=(",", ":")).encode())
+
+
+def _gzip(text: bytes) -> bytes:
+    return gzip.compress(text, 6, mtime=0)

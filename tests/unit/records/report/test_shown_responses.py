@@ -1,22 +1,26 @@
 import base64
 import gzip
 import json
+import random
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from megagrpo.records.report import page
+from megagrpo.records.jsonl_file import encoded
+from megagrpo.records.report import page, shown_responses
 from megagrpo.records.report.collect import RunFiles, read_run
 from megagrpo.records.report.payload import MAX_BYTES, payload
+from megagrpo.records.report.response_index import StepIndex
 from megagrpo.records.report.shown_responses import (
     MAX_CHARACTERS,
     MAX_TOKENS,
     choose,
     chosen_steps,
-    groups_of,
     messages_of,
     offers,
     ranking,
+    read_group,
     text_of,
 )
 from tests.unit.records.report.synthetic import append, make_run
@@ -30,8 +34,13 @@ def steps_with(rewards: dict[int, float | None]) -> RunFiles:
     return RunFiles(Path("run"), steps=[{"step": step, "reward": reward} for step, reward in rewards.items()])
 
 
-def group(*rewards: float | None, tokens: bool = False) -> dict:
-    return {"responses": [{"reward": reward} | ({"tokens": {}} if tokens else {}) for reward in rewards]}
+def index_of(*groups: tuple[float | None, ...], tokens: int | None = None) -> StepIndex:
+    """The index of a step with these rewards. `tokens` is a response that has tokens."""
+    index = StepIndex(tokens={} if tokens is None else {tokens: 0})
+    for prompt_id, rewards in enumerate(groups):
+        for reward in rewards:
+            index.add(prompt_id, reward, 0, None)
+    return index
 
 
 def test_a_small_run_is_on_the_page_as_a_whole(tmp_path):
@@ -75,29 +84,25 @@ def test_of_many_steps_the_first_last_best_worst_and_even_ones_are_chosen():
 
 
 def test_the_best_group_of_each_step_is_offered_before_the_second_one_and_the_last_step_first():
-    groups = {step: [group(0, 1), group(1, 1)] for step in (10, 20, 30, 40, 50)}
+    groups = {step: index_of((0, 1), (1, 1)) for step in (10, 20, 30, 40, 50)}
     first = [step for step, index in offers(groups)][:5]
     assert first == [50, 10, 30, 20, 40] and [index for _, index in offers(groups)] == [0] * 5 + [1] * 5
 
 
 def test_groups_with_tokens_come_first_then_the_extremes_then_the_widest():
-    groups = [
-        group(0.5, 0.5),
-        group(0, 1),
-        group(1, 1),
-        group(None, None),
-        group(0.4, 0.6),
-        group(0.5, 0.5, tokens=True),
-    ]
+    groups = index_of((0.5, 0.5), (0, 1), (1, 1), (None, None), (0.4, 0.6), (0.5, 0.5), tokens=11)
     assert ranking(groups) == [5, 2, 3, 1, 4, 0]
-    assert ranking([]) == []
+    assert ranking(StepIndex()) == []
+    groups.known = {4}
+    assert ranking(groups) == [4, 5, 2, 3, 1, 0]
 
 
 def test_two_groups_of_the_same_prompt_stay_apart_when_the_group_size_is_known():
-    rows = [{"prompt_id": 7, "prompt": "a", "completion": "x"}] * 4
-    assert [len(one["responses"]) for one in groups_of(rows, 2)] == [2, 2]
-    assert [len(one["responses"]) for one in groups_of(rows, None)] == [4]
-    assert [one["prompt_id"] for one in groups_of([*rows, {"prompt_id": 8}], 4)] == [7, 8]
+    for size, responses in ((2, [2, 2]), (None, [4])):
+        index = StepIndex()
+        assert [index.add(7, 0.5, 0, size) for _ in range(4)] == [True, False, size == 2, False]
+        assert [len(index.responses(group)) for group in range(len(index))] == responses
+        assert index.add(8, 0.5, 0, size) and index.prompt_ids[-2:] == [7, 8]
 
 
 def test_a_prompt_of_any_shape_is_pairs_of_role_and_text():
@@ -196,3 +201,55 @@ def test_two_runs_share_the_size_of_the_page(tmp_path):
     assert [one.responses for one in data.chosen] == [[640, 640]] * 2
     tight = [choose(read_run(run), 40_000).responses[0] for run in runs]
     assert 0 < min(tight) < 640 and min(tight) > 0.5 * max(tight)
+
+
+def large_step(folder: Path, responses: int, characters: int) -> RunFiles:
+    """A run of one step with long responses in groups of 4. The group of prompt 7 has the widest rewards."""
+    append(folder / "metrics.jsonl", {"step": 1, "reward": 0.5})
+    rng = random.Random(0)
+    with open(folder / "completions.jsonl", "wb") as file:
+        for i in range(responses):
+            completion = f"{rng.randbytes(characters // 2).hex()}"
+            row = {"step": 1, "prompt_id": i // 4, "prompt": "a", "completion": completion, "finish_reason": "stop"}
+            file.write(encoded([row | {"reward": (i % 4) * (3.0 if i // 4 == 7 else 1.0)}]))
+    return read_run(folder)
+
+
+def test_the_texts_of_a_large_step_are_not_in_memory_together(tmp_path):
+    run = large_step(tmp_path, 2000, 10_000)
+    assert (tmp_path / "completions.jsonl").stat().st_size > 20_000_000
+    tracemalloc.start()
+    try:
+        chosen = choose(run, 200_000)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 5_000_000, f"{peak:,} bytes"
+    assert chosen.shown[1][1] == 500 and 7 in [group["prompt_id"] for group in opened(chosen.chunks[1])]
+
+
+def test_of_large_steps_fewer_are_chosen_and_the_search_for_a_group_that_fits_ends(tmp_path, monkeypatch):
+    folder = make_run(tmp_path / "run", steps=20, groups=4, size=4)
+    for responses, most in ((6 * 16, 6), (1, 4)):
+        monkeypatch.setattr(shown_responses, "MAX_RESPONSES", responses)
+        steps = sorted(choose(read_run(folder), 1_000_000).chunks)
+        assert most - 2 < len(steps) <= most and (steps[0], steps[-1]) == (1, 20)
+    (tmp_path / "large").mkdir()
+    run, read = large_step(tmp_path / "large", 400, 10_000), []
+    monkeypatch.setattr(shown_responses, "MAX_SEARCH", 450_000)
+    monkeypatch.setattr(shown_responses, "read_group", lambda *a: read.append(a[2]) or read_group(*a))
+    assert not choose(run, 6_000).chunks and len(read) == 12, "groups of 40 kB"
+
+
+def test_lines_in_another_form_and_unreadable_ones_keep_their_places(tmp_path):
+    folder = make_run(tmp_path / "run", steps=4, groups=2, size=4)
+    whole = {step: opened(chunk) for step, chunk in choose(read_run(folder), 1_000_000).chunks.items()}
+    lines = (folder / "completions.jsonl").read_bytes().splitlines(keepends=True)
+    lines[9] = json.dumps(dict(reversed(json.loads(lines[9]).items()))).encode() + b"\n"
+    lines[10] = json.dumps(json.loads(lines[10]), separators=(",", ":")).encode() + b"\n"
+    (folder / "completions.jsonl").write_bytes(
+        b"".join([*lines[:12], b'{"step": 2, "prom\n', *lines[12:], b'{"step": 4'])
+    )
+    run = read_run(folder)
+    assert {step: opened(chunk) for step, chunk in choose(run, 1_000_000).chunks.items()} == whole
+    assert run.damaged == {"completions.jsonl": 2}
