@@ -1,4 +1,4 @@
-"""Seconds of the parts of a step that every rank computes for all samples of the step, without their tokens.
+"""Seconds of the parts of a step that one rank computes for all samples of the step, without their tokens.
 
     python benchmarks/step_parts.py    # 1,000 to 100,000 samples
 
@@ -8,9 +8,13 @@ of a straight line through (log samples, log CPU seconds).
 
 from __future__ import annotations
 
+import json
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +25,9 @@ from megagrpo.algorithms.real import group_terms
 from megagrpo.config import DataSection
 from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.packing import PackingRules, SampleShapes, plan_packing, slices
+from megagrpo.records.jsonl_file import encoded
+from megagrpo.records.report.collect import read_run
+from megagrpo.records.report.shown_responses import choose
 
 SIZES, GROUP, RANKS, BUDGET = (1_000, 4_000, 16_000, 100_000), 8, 32, 32768
 Work = Callable[[], object]
@@ -58,6 +65,37 @@ def rewards(count: int, *functions: int) -> torch.Tensor:
     return torch.rand(count // GROUP, GROUP, *functions, generator=torch.Generator().manual_seed(0)).double()
 
 
+def row(index: int) -> dict[str, Any]:
+    """A line of `completions.jsonl` with a response of 2,000 characters."""
+    return {
+        "step": 1,
+        "prompt_id": index // GROUP,
+        "prompt": [{"role": "user", "content": f"What is {index // GROUP}?"}],
+        "completion": " ".join(str(index * factor) for factor in range(1, 1000))[:2000],
+        "num_tokens": 800,
+        "finish_reason": "stop",
+        "reward": float(index % 3 == 0),
+        "rewards": {"exact_number": 1.0},
+        "advantage": 0.5,
+        "weight_version": 0,
+    }
+
+
+def completions(count: int) -> Work:
+    """The lines of `completions.jsonl`, in parts of 64, without the writing."""
+    part = [row(index) for index in range(64)]
+    return lambda: [len(encoded(part)) for _ in range(count // 64)]
+
+
+def report(count: int) -> Work:
+    """The choice of the responses that a page of 2 MB shows, of a run of one step."""
+    folder = tempfile.TemporaryDirectory()
+    with open(Path(folder.name) / "completions.jsonl", "wb") as file:
+        file.writelines(encoded([row(index)]) for index in range(count))
+    (Path(folder.name) / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5}) + "\n")
+    return lambda: choose(read_run(Path(folder.name)), 2_000_000)  # holds the folder
+
+
 PARTS: dict[str, Callable[[int], Work]] = {
     "packing plan": lambda count: packing_plan(count, share_prompts=False),
     "packing plan, shared prompts": lambda count: packing_plan(count, share_prompts=True),
@@ -70,6 +108,8 @@ PARTS: dict[str, Callable[[int], Work]] = {
         quantile, torch.rand(100 * count), 0.8, lambda counts, _: counts
     ),
     "curriculum": pass_rates,
+    "completions.jsonl, 2,000 characters a line": completions,
+    "report, 2,000 characters a response": report,
 }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.scaling.fake_samples import GROUP, prompts, scored_group
-from benchmarks.scaling.table import Point, Series, best_seconds
+from benchmarks.scaling.table import Point, Series, best_seconds, peak_bytes, reset_peak
 from megagrpo.__main__ import main
 from megagrpo.algorithms.advantages import advantages_of, reward_statistics
 from megagrpo.algorithms.real import RealTerms
@@ -29,6 +29,7 @@ from megagrpo.trainer.rollout.sample_metrics import pass_rates, rollout_metrics,
 
 COUNTS = (1_000, 16_000, 100_000)
 TOKENS = 64  # of a response: the cost is that of samples, not of tokens
+FILES = ("completions", "report")
 RULES, ALGORITHM = PackingRules(max_tokens=32768, share_prompts=True), AlgorithmSection()
 
 Work = Callable[[], object]
@@ -84,12 +85,14 @@ def works(samples: StepSamples, folder: Path) -> dict[tuple[str, str], Work]:
 
 
 def series() -> Iterator[Series]:
-    """Yield each work's seconds for 1,000 to 100,000 samples."""
+    """Yield each work's seconds for 1,000 to 100,000 samples, and the memory that work on files adds."""
     kept: dict[tuple[str, str], Series] = {}
     for count in COUNTS:
         samples = samples_of(count)
         with tempfile.TemporaryDirectory() as folder:
             for (part, what), work in works(samples, Path(folder)).items():
                 one = kept.setdefault((part, what), Series(part, what, "samples"))
-                one.points.append(Point(count, best_seconds(work)))
+                before = reset_peak() if part in FILES else 0
+                seconds = best_seconds(work)
+                one.points.append(Point(count, seconds, peak_bytes() - before if part in FILES else None))
     yield from kept.values()
