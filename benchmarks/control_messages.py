@@ -42,11 +42,15 @@ class Control:
 
 # of a synchronous step with one optimizer step and a weight sync over p2p; the test counts them in a run
 STEP = (
-    Control("request to stop", 3, lambda ranks: 8, 43),
-    Control("generated and scored", 1, lambda ranks: 16, 60),
+    Control("request to stop", 2, lambda ranks: 8, 43),
+    Control("generated", 1, lambda ranks: 16, 60),
+    Control("scored", 1, lambda ranks: 32, 43),
+    Control("groups of the token log", 1, lambda ranks: 64, 0),
     Control("metrics and finite gradients", 1, lambda ranks: 24 * 32, 1600),
     Control("sync: weights checked", 1, lambda ranks: 8, 420),
-    Control("sync: servers and group", 2, lambda ranks: 16, 0),
+    Control("sync: weights prepared", 1, lambda ranks: 8, 0),
+    Control("sync: servers", 2, lambda ranks: 8, 0),
+    Control("sync: group and plan", 1, lambda ranks: 32, 0),
     Control("sync: failures", 1, lambda ranks: 16, 0),
     Control("sync: reports", 1, lambda ranks: 32 * ranks, 190),
     Control("sync: verified", 1, lambda ranks: 48, 90),

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 from ranks import run_ranks
 
+from benchmarks.control_messages import STEP
 from megagrpo.__main__ import main
 from megagrpo.trainer.trainer import Trainer
 from tests.e2e import world
@@ -16,6 +17,7 @@ from tests.message_log import record
 OF_SAVE = ("megatron/core/dist_checkpointing/", "megagrpo/models/bridge/megatron_io.py")
 # rollouts and logged tokens still travel as objects
 ROLLOUTS = ("megagrpo/trainer/rollout/collector.py", "megagrpo/records/token_log.py")
+OF_THE_END = ("megagrpo/records/checkpoint.py", "megagrpo/records/ahead_files.py", "megagrpo/models/bridge/")
 
 
 def counted(words: list[str]) -> tuple[int, list]:
@@ -55,3 +57,10 @@ def test_steps_and_checkpoints_of_a_run_send_no_objects(options, tmp_path):
         objects = Counter((m.kind, m.caller) for m in messages if m.is_object)
         ours = {key: count for key, count in objects.items() if not key[1].startswith((*OF_SAVE, *ROLLOUTS))}
         assert not ours, "a step or a checkpoint sends Python objects"
+
+
+def test_the_benchmark_counts_the_small_messages_of_a_step(tmp_path):
+    words = ["train", *world.arguments(tmp_path, "run.max_steps=3", "rollout.weight_sync_transport=p2p")]
+    for code, messages in run_ranks(counted, 2, words, timeout=world.SECONDS):
+        sent = [m.caller for m in messages if m.kind == "isend" and not m.caller.startswith(OF_THE_END)]
+        assert code == 0 and len(sent) == 2 * sum(control.count for control in STEP), Counter(sent)
