@@ -10,12 +10,12 @@ import errno
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import NamedTuple
-
-import aiohttp
-import yarl
+from typing import TYPE_CHECKING, NamedTuple
 
 from megagrpo.engine.http import CERTIFICATES, CONNECT_SECONDS, MOVED_SECONDS, MovedServers
+
+if TYPE_CHECKING:  # imported late, because a rank that does not generate opens 150 files less without it
+    import aiohttp
 
 KEPT_SECONDS = 4.0  # that an idle connection is kept; vLLM closes it after 5 (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
 READ_BYTES = 1 << 20  # of a response that are buffered before the socket is paused
@@ -59,6 +59,8 @@ class Connections:
         await self._new.close()
 
     def _session(self, force_close: bool) -> aiohttp.ClientSession:
+        import aiohttp
+
         kept = None if force_close else KEPT_SECONDS
         connector = aiohttp.TCPConnector(limit=0, ssl=CERTIFICATES, force_close=force_close, keepalive_timeout=kept)
         limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
@@ -75,6 +77,8 @@ class Connections:
 
         Raises ConnectionFailed, and TimeoutError when the time is over or `end` was called.
         """
+        import aiohttp
+
         address = self._address(url)
         try:
             async with self._deadline(url, address):
@@ -125,11 +129,15 @@ class Connections:
 
 def _came_before_a_response(error: Exception) -> bool:
     """Whether the server closed or reset the connection before it sent a byte."""
+    import aiohttp
+
     if isinstance(error, aiohttp.ServerDisconnectedError):
         return isinstance(error.message, str)  # else it is the begun response
     return isinstance(error, ConnectionResetError) or getattr(error, "errno", None) in (errno.ECONNRESET, errno.EPIPE)
 
 
 async def _post(session: aiohttp.ClientSession, url: str, body: bytes) -> Answer:
+    import yarl
+
     async with session.post(yarl.URL(url, encoded=True), data=body) as response:
         return Answer(response.status, await response.read())
