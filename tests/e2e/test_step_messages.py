@@ -13,7 +13,7 @@ RANKS, PROMPTS = 4, 8
 SAMPLES = PROMPTS * GROUP
 PER_TOKEN, PER_SAMPLE = 12, 64  # bytes
 LENGTHS = (16, 128)  # tokens of a response
-TO_THE_WRITER = "bulk_messages.py"  # texts and columns, which go from each leader to rank 0 alone, in parts
+TO_THE_WRITER = "megagrpo/records/"  # texts and columns, which go from each leader to rank 0 alone, in parts
 
 
 @pytest.fixture(scope="module")
