@@ -54,7 +54,7 @@ def push_from_megatron(parallel: dict, engine, folders: list, version: int, hang
         for number, folder in enumerate(folders):
             load_hf(chunks, hf_config, folder, layout)
             reports.append(sync.push(blocks(chunks, hf_config, layout), version + number))
-        sent = sum(message.elements for messages in transport.planned.rounds.values() for message in messages)
+        sent = sum(message.elements for messages in transport.rounds.values() for message in messages)
     layout.close()
     return [(report.bytes_published, report.bytes_read) for report in reports], sent * 4, failure
 

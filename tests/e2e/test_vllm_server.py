@@ -101,8 +101,8 @@ def test_the_requests_of_a_group_give_the_tokens_of_one_request_for_all_of_it(fr
     choices = httpx.post(f"{fresh.launcher.urls[0]}/inference/v1/generate", json=body, timeout=60).json()["choices"]
     group = fresh.engine.generate([prompt], 4, sampling, seed=1)[0]
     assert ids([group]) == [[tuple(choice["token_ids"]) for choice in choices]]
-    assert [rollout.rollout_logprobs for rollout in group] == [
-        tuple(entry["logprob"] for entry in choice["logprobs"]["content"]) for choice in choices
+    assert [rollout.rollout_logprobs.tolist() for rollout in group] == [
+        [entry["logprob"] for entry in choice["logprobs"]["content"]] for choice in choices
     ]
 
 
