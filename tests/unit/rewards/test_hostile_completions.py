@@ -13,6 +13,7 @@ from megagrpo.types import Prompt, Rollout
 from tests.unit.rewards.reward_services import make_model, says, serving
 
 TIMEOUT = 1.0
+SERVED_TIMEOUT = 8.0  # of functions that ask a server of this file, which a busy machine slows
 MEGABYTE = 1 << 20
 HOSTILE = {
     "a tower of powers": r"<answer>10^{10^{10}}</answer> \boxed{10^{10^{10}}}",
@@ -67,7 +68,8 @@ def test_a_hostile_completion_ends_by_its_deadline_and_the_run_goes_on(name, ser
     url, model = services
     function = {"model": f"model:{model}", "served": f"{url}/reward"}.get(name, name)
     args = {"llm_judge": {"url": f"{url}/v1", "model": "m"}, "model": {"max_length": 64}}.get(name, ARGS.get(name, {}))
-    section = RewardsSection(functions=[{"function": function, "args": args, "name": "it"}], timeout=TIMEOUT, workers=2)
+    timeout = SERVED_TIMEOUT if name in ("llm_judge", "served") else TIMEOUT
+    section = RewardsSection(functions=[{"function": function, "args": args, "name": "it"}], timeout=timeout, workers=2)
     with RewardScorer(section, 100) as scorer:
         ids = (1,) * 50
         texts = [text for kind, text in HOSTILE.items() if kind in FEW or name not in SLOW_TO_LOAD] + [GOOD]
@@ -78,7 +80,7 @@ def test_a_hostile_completion_ends_by_its_deadline_and_the_run_goes_on(name, ser
         begun = time.monotonic()
         scored = scorer.score(batch)
         calls = 2 * len(batch)  # all of them in one call, and then each alone
-        assert time.monotonic() - begun < calls * (TIMEOUT + (10 if name in SLOW_TO_LOAD else 1))
+        assert time.monotonic() - begun < calls * (timeout + (10 if name in SLOW_TO_LOAD else 1))
         assert all(s.reward == s.reward or s.rewards["it"] is None for s in scored)
         alone = scorer.score(batch[-1:])[0].rewards["it"]
         assert (
