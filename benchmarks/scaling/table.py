@@ -150,6 +150,7 @@ def draw(all_series: Iterable[Series], path: Path) -> None:
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "scale"  # the same picture from the same numbers
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text, not the outlines of its letters
     from matplotlib import pyplot
 
     panels = (("samples", "seconds"), ("ranks", "seconds"), ("ranks", "bytes"))
