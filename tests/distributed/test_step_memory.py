@@ -73,7 +73,7 @@ def used(prompts: int) -> tuple[bool, int]:
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     step(layout, prompts)
     grown = resident("VmHWM") - before
     layout.close()
