@@ -50,7 +50,7 @@ def generated(
 
 
 def in_order_seconds(lengths: Sequence[int], behavior: Behavior) -> float:
-    """Return the time of sequences that begin in this order, each as soon as a slot is free: nobody can do better
+    """Return the time of sequences that begin in this order, each as soon as a slot is free: no client can do better
     without knowing the lengths."""
     ends = [0.0] * behavior.slots
     for length in lengths:
