@@ -1,7 +1,8 @@
 """Predicts the seconds of a step in which the hosts read, exchange, pack and write its samples. docs/plan.md has the
 formulas.
 
-The seconds are of one core, and of gloo between two hosts. `python benchmarks/scale.py` prints them.
+The seconds are of one core, and of gloo between two hosts. `python benchmarks/scale.py --parts planned` prints them
+beside measured ones.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 from math import ceil, log2
 
 from megagrpo.config import RunConfig
+from megagrpo.proof.plan.passes import fill
 from megagrpo.proof.plan.workload import Lengths
 
-REQUEST_SECONDS, READ_TOKEN_SECONDS = 0.5e-3, 0.35e-6  # a leader reads a response
+REQUEST_SECONDS, READ_TOKEN_SECONDS = 0.45e-3, 0.6e-6  # a leader reads a response
 PLANNED_SAMPLE_SECONDS = 5e-6  # every rank: advantages, packing and metrics of all samples
-BUILT_SAMPLE_SECONDS, BUILT_TOKEN_SECONDS = 150e-6, 60e-9  # micro-batches of a rank's own samples
-WRITTEN_SAMPLE_SECONDS, WRITTEN_TOKEN_SECONDS = 20e-6, 40e-9  # the line of a response, one after the other
+BUILT_SECONDS = 0.25e-3  # a micro-batch of a rank's own samples
+BUILT_SAMPLE_SECONDS, BUILT_TOKEN_SECONDS = 20e-6, 30e-9  # what is in it
+WRITTEN_SAMPLE_SECONDS, WRITTEN_TOKEN_SECONDS = 17e-6, 40e-9  # the line of a response, one after the other
 GLOO_SECONDS = 50e-6  # of a small message between two hosts over gloo
 GLOO_GB_PER_S = 1.0  # of a large one
 AGREEMENTS = 16  # small all-reduces over all ranks in a step
@@ -36,12 +39,14 @@ def control_seconds(config: RunConfig, world_size: int, lengths: Lengths) -> dic
     p, samples = config.parallel, step_samples(config)
     dp = max(1, world_size // p.model_parallel_size)
     own = samples / dp
+    micro_batches = ceil(own * lengths.sample / (config.train.max_tokens_per_micro_batch * fill(config, lengths)))
+    built = own * (BUILT_SAMPLE_SECONDS + BUILT_TOKEN_SECONDS * lengths.sample)
     facts, row = samples * FACT_BYTES, 4 * (lengths.sample + lengths.response)
     return {
         "read": own * (REQUEST_SECONDS + READ_TOKEN_SECONDS * lengths.response),
         "facts": _seconds(dp - 1, facts) + _broadcast(p.model_parallel_size, facts),
         "tokens": _seconds(dp - 1, own * row) + _broadcast(p.tp * p.cp * min(2, p.pp), own * row),
-        "pack": samples * PLANNED_SAMPLE_SECONDS + own * (BUILT_SAMPLE_SECONDS + BUILT_TOKEN_SECONDS * lengths.sample),
+        "pack": samples * PLANNED_SAMPLE_SECONDS + micro_batches * BUILT_SECONDS + built,
         "agree": AGREEMENTS * _seconds(ceil(log2(world_size)), 0),
         "write": samples * (WRITTEN_SAMPLE_SECONDS + WRITTEN_TOKEN_SECONDS * lengths.response),
     }
