@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +22,21 @@ from tests.e2e.synced_stub import SyncedStub
 from tests.message_log import Message, record
 
 GROUP = 4
+# part of a step -> what does it: `draw` generates, and exchanges facts; `batches` exchanges tokens and packs
+HOST_PARTS = {"draw": "rollouts", "batches": "learning", "finish": "records.recorders"}
 
 
 @dataclass
 class Step:
-    """A step of one rank: its messages, the samples that its replica sampled and trained, seconds by phase, and bytes
-    of resident memory: `peak` during the step, above what was resident before it."""
+    """A step of one rank: its messages, the samples that its replica sampled and trained, seconds, CPU seconds of the
+    parts in `HOST_PARTS`, and bytes of resident memory: `peak` during the step, above what was resident before it."""
 
     messages: list[Message] = field(default_factory=list)
     sampled: set[int] = field(default_factory=set)
     trained: set[int] = field(default_factory=set)
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    cpu_seconds: dict[str, float] = field(default_factory=dict)
     peak: int = 0
 
 
@@ -54,6 +60,9 @@ def steps_of_rank(config_path: Path, overrides: list[str], count: int, gathers: 
             return backward(batch, *arguments)
 
         policy.backward = noting
+        for part, owner in HOST_PARTS.items():
+            owner = attrgetter(owner)(trainer)
+            object.__setattr__(owner, part, partial(timed, steps, part, getattr(owner, part)))
         trainer.syncing.sync()
         with trainer.lifecycle.endings():
             trainer.lifecycle.begin()
@@ -71,6 +80,14 @@ def steps_of_rank(config_path: Path, overrides: list[str], count: int, gathers: 
                 step.seconds, step.peak, step.metrics = time.perf_counter() - begun, peak_bytes() - before, metrics
     layout.close()
     return steps
+
+
+def timed(steps: list[Step], part: str, work: Callable[..., Any], *arguments: Any) -> Any:
+    """Return `work(*arguments)`, and note the CPU seconds of this process in the last step."""
+    begun = time.process_time()
+    result = work(*arguments)
+    steps[-1].cpu_seconds[part] = time.process_time() - begun
+    return result
 
 
 def ordinary_step(
