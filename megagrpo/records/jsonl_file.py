@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -21,34 +22,31 @@ _LONG_TEXT = json.dumps(_MARK).encode()
 
 
 class JsonlFile:
-    """Appends JSON lines to a file. A line broken by a full disk is alone on its line. NaN and infinity become null."""
+    """Appends JSON lines to a file, which holds whole lines alone. NaN and infinity become null."""
 
     def __init__(self, path: Path, last_step: int):
-        """Open the file. Lines of steps after `last_step`, and a line that a kill truncated, are removed."""
-        if path.exists():
-            rewritten = path.with_suffix(".rewriting")
-            with open(path, "rb") as lines, open(rewritten, "wb") as file:
-                file.writelines(line for line in lines if _step_of(line) <= last_step)
-            os.replace(rewritten, path)
+        """Open the file. Lines of steps after `last_step`, and a line that a kill truncated, are cut from its end."""
         self._file = open(path, "ab", buffering=0)
-        self._broken_line = False
+        self._file.truncate(_end_of_step(path, last_step))
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
         """Append a line per row."""
         self.append_lines(encoded(rows))
 
     def append_lines(self, lines: bytes) -> None:
-        """Append whole lines, as `encoded` returns them."""
-        data = memoryview((b"\n" if self._broken_line else b"") + lines)
-        self._broken_line = bool(data)
-        while data:
-            # unbuffered: with a full disk, write() writes a part and the next call raises
-            data = data[self._file.write(data) :]
-        self._broken_line = False
+        """Append whole lines, as `encoded` returns them. A line that a full disk breaks is removed."""
+        end, data = self._file.seek(0, os.SEEK_END), memoryview(lines)
+        try:
+            while data:
+                # unbuffered: with a full disk, write() writes a part and the next call raises
+                data = data[self._file.write(data) :]
+        except OSError:
+            self._file.truncate(end + lines.rfind(b"\n", 0, len(lines) - len(data)) + 1)
+            raise
 
     def store(self, parts: Iterable[bytes]) -> StoredRows:
         """Append parts of whole lines, one after the other, and return their rows."""
-        start, count = self._file.tell(), 0
+        start, count = self._file.seek(0, os.SEEK_END), 0
         for lines in parts:
             self.append_lines(lines)
             count += lines.count(b"\n")
@@ -92,6 +90,17 @@ def _line(row: dict[str, Any]) -> bytes:
 
 def _dumps(value: Any) -> bytes:
     return _ENCODER.encode(value).encode(errors="backslashreplace")
+
+
+def _end_of_step(path: Path, last_step: int) -> int:
+    """Return the bytes up to the last line of a step that is at most `last_step`. Only lines after it are read."""
+    end = path.stat().st_size
+    if not end:
+        return 0
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as lines:
+        while end and _step_of(lines[(start := lines.rfind(b"\n", 0, end - 1) + 1) : end]) > last_step:
+            end = start
+    return end
 
 
 def _step_of(line: bytes) -> float:

@@ -11,8 +11,10 @@ import pytest
 from rich.console import Console
 
 from megagrpo.config import load_config
+from megagrpo.records import jsonl_file
 from megagrpo.records.console import ConsoleSink
-from megagrpo.records.jsonl_file import JsonlFile
+from megagrpo.records.jsonl_file import JsonlFile, encoded
+from megagrpo.records.jsonl_file import _step_of as step_of
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.types import Prompt, Rollout, ScoredRollout
 from tests.unit.records.completion_rows import completion_parts, completion_rows
@@ -127,13 +129,15 @@ def test_a_sink_that_fails_is_named_once_the_others_go_on_and_only_files_are_tri
     assert len(lines(tmp_path / "metrics.jsonl")) == 3
 
 
-def test_a_full_disk_breaks_one_line_and_no_other(tmp_path):
+def test_a_line_that_a_full_disk_breaks_is_removed_and_no_other(tmp_path):
     path = tmp_path / "m.jsonl"
     file = JsonlFile(path, 0)
     file.append([{"step": 1}])
     whole = file._file
 
     class Full:
+        seek, truncate = whole.seek, whole.truncate
+
         def write(self, data):
             if len(data) < 12:
                 raise OSError(28, "No space left on device")
@@ -141,13 +145,28 @@ def test_a_full_disk_breaks_one_line_and_no_other(tmp_path):
 
     file._file = Full()
     with pytest.raises(OSError, match="No space"):
-        file.append([{"step": 2, "reward": 0.5}])
+        file.append([{"step": 2}, {"step": 2, "reward": 0.5}])
     file._file = whole
-    file.append([{"step": 3}])
+    stored = file.store([encoded([{"step": 3}])])
     file.close()
-    assert [line for line in path.read_text().splitlines() if line.endswith("}")] == ['{"step": 1}', '{"step": 3}']
-    JsonlFile(path, 9).close()
-    assert [row["step"] for row in lines(path)] == [1, 3]
+    assert [row["step"] for row in lines(path)] == [1, 2, 3] and list(stored) == [{"step": 3}]
+
+
+def test_a_resumed_run_reads_and_cuts_only_the_end_of_its_files(tmp_path, monkeypatch):
+    path, read = tmp_path / "m.jsonl", []
+    written = encoded({"step": step, "text": "long" * step} for step in range(1, 1001))
+    path.write_bytes(written + b'{"step": 1001, "re')
+    inode = path.stat().st_ino
+    monkeypatch.setattr(jsonl_file, "_step_of", lambda line: read.append(line) or step_of(line))
+    JsonlFile(path, 990).close()
+    assert [row["step"] for row in lines(path)] == list(range(1, 991)) and path.stat().st_ino == inode
+    assert len(read) == 12  # the broken line, ten lines to cut, and one to keep
+    for last, left in ((990, 990), (0, 0), (5, 0)):
+        JsonlFile(path, last).close()
+        assert path.read_bytes().count(b"\n") == left
+    path.write_bytes(b"no json\n\n")
+    JsonlFile(path, 5).close()
+    assert path.read_bytes() == b""
 
 
 def test_a_run_folder_that_cannot_be_written_is_reported_and_training_goes_on(capsys):
