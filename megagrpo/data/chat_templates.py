@@ -8,8 +8,6 @@ from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 
-from jinja2 import Environment, TemplateError, meta
-
 from megagrpo.config.data import RENDERER_ARGUMENTS
 from megagrpo.platform.process.hints import did_you_mean
 
@@ -63,6 +61,8 @@ def check_kwargs(names: Collection[str], template: str | None, key: str = "data.
 @lru_cache(16)
 def variables(template: str) -> frozenset[str] | None:
     """Return the variables that a template looks up; None when it cannot be parsed, which rendering reports."""
+    from jinja2 import Environment, TemplateError, meta  # not for ranks that load no tokenizer
+
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
         return frozenset(meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))) - set(

@@ -6,8 +6,6 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
 from megagrpo.data.tokenizer import PLAIN_TEXT, Tokenizer
 
 Message = dict[str, Any]
@@ -91,6 +89,8 @@ class FollowUps:
         return end, whole[len(closed) :]
 
     def _render(self, messages: list[Message], generate: bool, kwargs: Mapping[str, Any] | None = None) -> str:
+        from jinja2.exceptions import TemplateError  # not for ranks that load no tokenizer
+
         try:
             return self._tokenizer.apply_template(
                 messages, self._template, "generate" if generate else "closed", self._tools, kwargs

@@ -1,6 +1,6 @@
 """Converts text and chat messages to token ids and back, with Hugging Face tokenizers or bare SentencePiece models.
 
-transformers is imported when a tokenizer is loaded: its import opens 6,000 files, and most ranks load no tokenizer.
+Packages are imported when a tokenizer is loaded: transformers opens 6,000 files, and most ranks load no tokenizer.
 """
 
 from __future__ import annotations
@@ -10,9 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-
-from jinja2 import TemplateSyntaxError
-from sentencepiece import SentencePieceProcessor
 
 from megagrpo.config import RunConfig
 from megagrpo.data.chat_templates import PLAIN_TEXT as PLAIN_TEXT
@@ -199,7 +196,7 @@ class Tokenizer(ABC):
             ending: Ending = "continue" if messages[-1]["role"] == "assistant" else "generate"
             return self.apply_template(messages, template, ending, tools, kwargs)
         except Exception as error:
-            where = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+            where = f", line {error.lineno}" if hasattr(error, "lineno") else ""
             raise ValueError(
                 f"data.chat_template: {_beginning(template)}{where} cannot render {_beginning(repr(messages))}: "
                 f"{type(error).__name__}: {' '.join(str(error).split())}; correct the template, or the prompt"
@@ -253,6 +250,8 @@ class SentencePieceTokenizer(Tokenizer):
     piece is encoded separately, dummy prefix included, as in Meta's and Mistral's code."""
 
     def __init__(self, path: str | Path, more_eos: Iterable[int] = ()):
+        from sentencepiece import SentencePieceProcessor
+
         self.processor = SentencePieceProcessor(model_file=str(path))
         own = [] if self.processor.eos_id() < 0 else [self.processor.eos_id()]
         super().__init__([*own, *more_eos], None)

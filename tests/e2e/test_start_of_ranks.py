@@ -26,6 +26,7 @@ LIMIT = 3800
 NOT_TO_TRAIN = (
     *("vllm", "datasets", "pandas", "pyarrow", "tensorboard", "torch.utils.tensorboard", "wandb", "mlflow", "trackio"),
     *("transformers", "accelerate", "tokenizers", "huggingface_hub", "math_verify", "openai", "PIL", "google.protobuf"),
+    *("jinja2", "sentencepiece"),
 )
 
 
