@@ -212,8 +212,10 @@ def start_now(job: str) -> None:
 
 
 def processes_of(job: str) -> list[int]:
-    """Living processes that Slurm has started for a job, and their children."""
-    return _processes_with(f"SLURM_JOB_ID={job}", f"SLURM_CONF={os.environ['SLURM_CONF']}")
+    """Living processes that Slurm has started for a job, and their children. Servers do not inherit Slurm's
+    variables."""
+    slurm = _processes_with(f"SLURM_JOB_ID={job}", f"SLURM_CONF={os.environ['SLURM_CONF']}")
+    return sorted({*slurm, *_processes_with(f"MEGAGRPO_JOB=slurm-{job}")})
 
 
 def _processes_with(*variables: str) -> list[int]:
