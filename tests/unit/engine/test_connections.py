@@ -41,6 +41,7 @@ def server(*script):
                 requests.append(number)
                 if answer is None:
                     time.sleep(60)
+                    return
                 if answer == RESET:
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
                     return
