@@ -17,6 +17,7 @@ from megagrpo.config.evaluation import evaluation_problems
 from megagrpo.config.extra_args import extra_args_problems
 from megagrpo.config.lora import lora_problems
 from megagrpo.config.multi_turn import multi_turn_problems
+from megagrpo.config.overlap_rules import overlap_problems
 from megagrpo.config.paths import path_problems
 from megagrpo.config.placement import nearest_divisor, placement_problems
 from megagrpo.config.problems import Problem
@@ -33,6 +34,7 @@ def cross_field_problems(config: RunConfig) -> list[Problem]:
     """Return the problems of fields that are each valid but contradict each other. Pure function of the config."""
     of_algorithm = (kl_problems(config), loss_problems(config.algorithm), advantage_problems(config.algorithm))
     of_policy = (lora_problems(config), fp8_problems(config), quantization_problems(config), layout_problems(config))
+    of_policy = (*of_policy, overlap_problems(config))
     of_steps = (length_problems(config), step_problems(config), optimizer_problems(config), fused_problems(config))
     of_rollout = (data_problems(config), stop_problems(config), evaluation_problems(config), placement_problems(config))
     others = (ahead_problems(config), extra_args_problems(config), tracker_problems(config), path_problems(config))

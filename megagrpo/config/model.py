@@ -102,6 +102,9 @@ class ParallelSection(Section):
     of tp and dp, regrouped, so ep needs no additional ranks."""
     etp: PositiveInt | None = None
     """Tensor-parallel size inside each expert; `tp` when empty."""
+    expert_dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
+    """What sends tokens to their experts: NCCL's all-to-all, one row per expert of a token; or kernels of the package
+    `deep_ep`, one row per rank, by NVLink and RDMA (`deepep`), or fused with the sort by expert (`hybridep`)."""
     sequence_parallel: bool = False
     """Shard norms and residuals over the tensor-parallel group along the sequence; needs tp > 1."""
     timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = 30.0

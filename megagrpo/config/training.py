@@ -68,6 +68,10 @@ class TrainSection(Section):
     """Shard optimizer state and master weights over the data-parallel ranks."""
     overlap_grad_reduce: bool | None = None
     """Reduce gradients over data-parallel ranks by bucket, during the last micro-batch's backward. Empty: on GPUs."""
+    overlap: list[Literal["param_gather", "tp", "experts", "shared_experts", "weight_gradients"]] = []
+    """Messages of a train step that run beside computation: the all-gather of weights after an optimizer step
+    (`param_gather`), of tensor parallelism (`tp`), the all-to-all of experts beside another micro-batch (`experts`),
+    beside the shared experts, and beside the experts' weight gradients. docs/overlap.md has the rules."""
     ddp_bucket_size: PositiveInt | None = None
     """Gradients per bucket with `overlap_grad_reduce`. Empty: 40 million, or one million per replica if that is more.
     Only the first pipeline stage uses several buckets; later stages, for which no stage waits, use one."""

@@ -5,14 +5,20 @@ from __future__ import annotations
 import torch
 
 import megagrpo.platform.device as device
-from megagrpo.config import AlgorithmSection, ModelSection, TrainSection
+from megagrpo.config import AlgorithmSection, ModelSection, ParallelSection, TrainSection
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.lm_head import fused_logprobs
+from megagrpo.policy.overlap import check_overlap
 
 
 def check_device(
-    model: ModelSection, train: TrainSection, algorithm: AlgorithmSection, truncates: bool, hf_config: HfConfig
+    model: ModelSection,
+    train: TrainSection,
+    parallel: ParallelSection,
+    algorithm: AlgorithmSection,
+    truncates: bool,
+    hf_config: HfConfig,
 ) -> torch.dtype:
     """Check that this rank's device can run the config, without a model, and return the compute dtype. `truncates` is
     `rollout.truncates`. Raises ValueError with key and fix."""
@@ -24,6 +30,7 @@ def check_device(
                 "model.fp8_param: weights in float32 have no masters to be rounded from; set model.precision to bf16"
             )
     shares_prompts(train.share_prompts)
+    check_overlap(train, parallel, dtype)
     check_fused(train, algorithm, truncates, dtype, hf_config.hidden_size)
     return dtype
 

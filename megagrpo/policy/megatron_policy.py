@@ -27,6 +27,7 @@ from megagrpo.policy.build import build_model, head_input, hidden_states, lm_hea
 from megagrpo.policy.chunks import config_of
 from megagrpo.policy.device_checks import check_fused, shares_prompts
 from megagrpo.policy.embedding import add_gradients_directly
+from megagrpo.policy.expert_overlap import plan_chunks
 from megagrpo.policy.finite import BadTensor, GradientCheck, NonFiniteError, bad_weight, first_cause
 from megagrpo.policy.fp8.delayed_scaling import scaling_of
 from megagrpo.policy.fp8.fp8_settings import Fp8
@@ -39,6 +40,8 @@ from megagrpo.policy.metric_sums import MetricsOfRanks, merged, on_host
 from megagrpo.policy.optimizer import (
     build_optimizer,
     build_scheduler,
+    gather_in_forward,
+    gather_weights,
     masters_from_weights,
     overlaps_reduction,
     weights_from_masters,
@@ -74,9 +77,12 @@ class MegatronPolicy:
                 own_linears=config.lora.enabled,
                 init_weights=config.model.base_storage == "none",
                 longest_sequence=config.longest_sequence,
+                overlap=config.train.overlap,
                 fp8=Fp8.of(config.model, hf_config.num_layers),
             ),
         )
+        if "experts" in config.train.overlap:
+            plan_chunks(self.chunks)
         if config.model.offload_activations:
             offload_activations(self.chunks, config.model.offload_activations)
         if config.lora.enabled:
@@ -187,7 +193,9 @@ class MegatronPolicy:
 
         Raises NonFiniteError; weights, optimizer and learning-rate schedule are then unchanged.
         """
-        return self.backward(batch, loss_fn, denominator) | self.update()
+        metrics = self.backward(batch, loss_fn, denominator) | self.update()
+        self.finish_updates()
+        return metrics
 
     def backward(self, batch: TrainBatch, loss_fn: LossFn, denominator: int) -> dict[str, Metric]:
         """Compute `train_step`'s gradient in the parameters' float32 `main_grad`; return the step's loss and metrics.
@@ -243,8 +251,13 @@ class MegatronPolicy:
         self.scheduler.step(increment=1)
         with self.phases("optimizer"):
             _, grad_norm, _ = self.optimizer.step()
+            gather_in_forward(self.model)
         norm = {} if grad_norm is None else {"grad_norm": Metric(float(grad_norm))}
         return norm | {"learning_rate": Metric(float(self.optimizer.param_groups[0]["lr"]), reduce="last")}
+
+    def finish_updates(self) -> None:
+        """Complete the weights after the last `update` before anything but a forward pass reads them. Collective."""
+        gather_weights(self.model)
 
     @contextmanager
     def _schedule_arguments(
@@ -258,11 +271,14 @@ class MegatronPolicy:
         if names := sorted({name for m in micro_batches for of_sample in m.inputs for name in of_sample}):
             raise ValueError(f"Prompt.inputs: the policy reads token ids only, and a prompt has {', '.join(names)}")
 
-        def forward_step(iterator: Iterator[RankBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        def forward_step(
+            iterator: Iterator[RankBatch], model: Any, return_schedule_plan: bool = False
+        ) -> tuple[Any, Callable[..., Any]]:
             item = next(iterator)
             micro_batch, indices, shares_pack = item.micro_batch, item.indices, self.layout.parallel.cp > 1
             positions = micro_batch.position_ids[indices]
-            output = model(
+            run = model.build_schedule_plan if return_schedule_plan else model
+            output = run(
                 input_ids=micro_batch.token_ids[indices][None],
                 position_ids=positions[None],
                 attention_mask=None,

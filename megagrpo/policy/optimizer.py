@@ -51,6 +51,8 @@ def wrap_data_parallel(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=train.distributed_optimizer,
             overlap_grad_reduce=overlaps,
+            overlap_param_gather="param_gather" in train.overlap,
+            delay_wgrad_compute="weight_gradients" in train.overlap,
             bucket_size=size if overlaps else None,
             fp8_param_gather=in_fp8,
         )
@@ -129,6 +131,7 @@ def build_optimizer(
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=train.distributed_optimizer,
+        overlap_param_gather="param_gather" in train.overlap,
         muon_momentum=train.muon_momentum,
         muon_nesterov=True,
         muon_extra_scale_factor=MUON_SCALE,
@@ -229,6 +232,24 @@ def weights_from_masters(built: MegatronOptimizer, wrapped: Sequence[Distributed
         part._copy_main_params_to_model_params()
     for chunk in wrapped:
         if chunk.ddp_config.use_distributed_optimizer:
+            chunk.start_param_sync(force_sync=True)
+
+
+def gather_in_forward(wrapped: Sequence[DistributedDataParallel]) -> None:
+    """Make the next forward pass of any kind all-gather the updated weights, bucket by bucket (`param_gather`).
+
+    Megatron does so only where gradients are zeroed, so a pass for log-probs would compute with stale weights.
+    """
+    for chunk in wrapped:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.reset_param_sync_dispatch_state()
+
+
+@torch.no_grad()
+def gather_weights(wrapped: Sequence[DistributedDataParallel]) -> None:
+    """All-gather the updated weights now, if that was left to the next forward pass (`param_gather`). Collective."""
+    for chunk in wrapped:
+        if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
 
 

@@ -19,6 +19,7 @@ from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform import device
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.megatron_patches import keep_in_bf16, pad_routing
+from megagrpo.policy.overlap import overlap_config
 from megagrpo.policy.specs import LAYERS_PER_BLOCK
 
 
@@ -48,6 +49,7 @@ class ModelOptions:
     own_linears: bool = False  # all linears are Megatron's, so that adapters or stored weights can replace parts
     longest_sequence: int | None = None  # for `build.rotary_frequencies`
     fp8: Fp8 | None = None  # how the blocks' linears multiply
+    overlap: Sequence[str] = ()  # `train.overlap`
 
 
 def transformer_config(hf_config: HfConfig, parallel: ParallelSection, options: ModelOptions) -> TransformerConfig:
@@ -75,6 +77,7 @@ def transformer_config(hf_config: HfConfig, parallel: ParallelSection, options: 
         **_windows_config(hf_config),
         **_activation(hf_config, fused, _fuses_activation(hf_config, options.fusions)),
         **_experts_config(hf_config, parallel),
+        **overlap_config(parallel.expert_dispatcher, options.overlap),
         **(_latent_config(hf_config) if hf_config.mla else {}),
         **(fp8.megatron_config() if fp8 else {}),
     )
@@ -121,9 +124,7 @@ def _layout_config(parallel: ParallelSection) -> dict[str, Any]:
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
         context_parallel_size=parallel.cp,
         cp_comm_type="p2p",  # Transformer Engine's ring attention: keys and values go from rank to rank in a ring
-        # Micro-batches differ in length. With variable lengths Megatron requires this dispatcher, even without experts.
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",
+        variable_seq_lengths=True,  # micro-batches differ in length
         # With batched messages and two stages, megatron-core 0.19 swaps two messages to the same peer and trains on
         # wrong activations.
         batch_p2p_comm=parallel.vpp == 1,

@@ -49,6 +49,7 @@ class Trainer:
                     gradients = learning.policy.backward(update.batch, update.loss_fn, update.denominator)
                     update.metrics = gradients | learning.policy.update()
                 updates.append(update.metrics)
+            learning.policy.finish_updates()
             metrics |= reduce_updates(updates) | reduce_updates([batch.packing for batch in batches])
             # also frees the reference's hidden states, which are not needed while servers generate
             del batches, batch, update

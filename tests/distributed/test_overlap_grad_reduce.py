@@ -11,6 +11,7 @@ from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.data.packing import pack, packing_rules, padded
+from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.policy.finite import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
@@ -44,8 +45,9 @@ def config(parallel: dict, **train):
 class Training:
     """A policy with given weights, and steps of it on given samples."""
 
-    def __init__(self, settings, model: str, layout: Layout | None = None):
-        self.layout, self.hf_config = layout or init_layout(settings.parallel), tiny_model(model)
+    def __init__(self, settings, model: str | HfConfig, layout: Layout | None = None):
+        self.layout = layout or init_layout(settings.parallel)
+        self.hf_config = tiny_model(model) if isinstance(model, str) else model
         self.policy = MegatronPolicy(settings, self.layout, self.hf_config)
         fill_weights(self.policy, self.hf_config, self.layout)
         self.policy.weights_changed()

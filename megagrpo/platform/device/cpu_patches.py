@@ -74,6 +74,8 @@ def patch_torch() -> None:
     # DDP buckets, pipeline schedules, checkpoint writer.
     replace(cuda, Stream=_Stream, Event=_Stream, stream=lambda stream=None: contextlib.nullcontext())
     replace(cuda, **dict.fromkeys(("current_stream", "default_stream"), lambda *_, **__: _Stream()))
+    # Combined 1F1B schedule.
+    replace(torch.Tensor, record_stream=lambda self, stream: None)
     # Pipeline point-to-point messages, checkpoint writer.
     replace(cuda, synchronize=lambda *_, **__: None)
     # RNG trackers. torch would queue these calls until a GPU appears, so seeds would silently have no effect.
@@ -156,8 +158,7 @@ def _scale(chunk_size: int, noop: torch.Tensor, tensor_lists: list[list[torch.Te
 
 
 def _gather_alone(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
-    """Gather now, even where torch would wait to combine several gathers."""
-    assert not async_op, "weights are gathered before the next step begins"
+    """Gather now, even where torch would wait to combine several gathers or to overlap them (`async_op`)."""
     group._allgather_base(whole, part).wait()
 
 

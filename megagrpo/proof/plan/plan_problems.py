@@ -108,6 +108,7 @@ def expert_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
     """Yield violated requirements and limits of a mixture of experts, and expert settings on a model without any."""
     p, coefficient = config.parallel, config.algorithm.router_aux_loss_coef
     balance = ("algorithm.router_aux_loss_coef",)
+    yield from _overlap_problems(config, model)
     if model.experts and config.train.optimizer == "muon":
         said = f"muon does not support the experts of {model.family}; choose adam"
         yield Problem(("train.optimizer",), said)
@@ -122,6 +123,22 @@ def expert_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
         yield Problem(balance, f"{coefficient:g}, but {why}, unlike those of {model.family}; set it to 0")
     if coefficient and not model.experts:
         yield Problem(balance, f"{coefficient:g}, but {model.family} has no experts; set it to 0")
+
+
+def _overlap_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
+    """Yield overlaps and a dispatcher for experts that the model does not have, and an overlap of latent attention."""
+    key = ("train.overlap",)
+    if not model.experts and config.parallel.expert_dispatcher != "alltoall":
+        said = f"{config.parallel.expert_dispatcher}, but {model.family} has no experts; choose alltoall"
+        yield Problem(("parallel.expert_dispatcher",), said)
+    for name in config.train.overlap:
+        if name in ("experts", "weight_gradients", "shared_experts") and not model.experts:
+            yield Problem(key, f"{name}, but {model.family} has no experts; leave it out")
+        elif name == "shared_experts" and model.experts and not model.experts.shared_size:
+            yield Problem(key, f"{name}, but {model.family} has no shared experts; leave it out")
+    if "tp" in config.train.overlap and model.mla:
+        # Megatron switches it off for the whole model at the first linear whose name Transformer Engine does not know
+        yield Problem(key, f"tp, but Transformer Engine cannot overlap {model.family}'s latent attention; leave it out")
 
 
 def adapter_problems(lora: LoraSection, model: HfConfig) -> Iterator[Problem]:

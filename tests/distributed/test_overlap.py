@@ -1,0 +1,97 @@
+"""Steps with `train.overlap` are those without it, and nothing reads weights that are not gathered yet."""
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from te_manifest import architecture
+from test_overlap_grad_reduce import BUCKETS, Training, config
+from tiny_policy import tiny_model
+
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.policy.optimizer import gather_gradients
+from megagrpo.proof.verify.verified_step import whole_tensors
+
+# overlap, model, ranks, parallel, config.model
+GATHERS: dict[str, tuple[list[str], str, int, dict, dict]] = {
+    "dp2": (["param_gather"], "llama_tied", 2, {}, {}),
+    "pp2 vpp2 dp2": (["param_gather"], "qwen3_untied", 4, dict(pp=2, vpp=2), {}),
+    "experts": (["param_gather"], "qwen3_moe", 2, dict(ep=2), {}),
+    "bf16": (["param_gather"], "qwen3_moe", 2, {}, dict(precision="bf16")),
+    "fp8": (["param_gather"], "qwen2_untied", 2, {}, dict(precision="bf16", fp8_recipe="tensorwise", fp8_param=True)),
+}
+SHARED: dict[str, tuple[list[str], str, int, dict, dict]] = {
+    "ep2": (["shared_experts"], "deepseek_v3", 2, dict(ep=2), {}),
+    "tp2 ep2": (["shared_experts"], "deepseek_v3", 4, dict(tp=2, ep=2, etp=1, sequence_parallel=True), {}),
+    "recomputed": (["shared_experts"], "deepseek_v2", 2, dict(ep=2), dict(recompute="full")),
+}
+BF16 = dict(precision="bf16")
+EXPERTS: dict[str, tuple[list[str], str, int, dict, dict]] = {
+    "beside ep2": (["experts"], "qwen3_moe", 2, dict(ep=2), BF16),
+    "beside pp2 vpp2 ep2": (["experts"], "qwen3_moe", 4, dict(pp=2, vpp=2, ep=2), BF16),
+    "beside shared": (["experts"], "deepseek_v3", 2, dict(ep=2), BF16),
+    "beside tp2 ep2": (["experts"], "qwen3_moe", 4, dict(tp=2, ep=2, etp=1, sequence_parallel=True), BF16),
+    "beside gather": (["experts", "param_gather"], "qwen3_moe", 4, dict(ep=2), BF16),
+}
+USUAL = ("dp2", "experts", "ep2", "beside ep2")
+ANOTHER_ORDER = 1e-6  # relative: a sum of three float32 gradients in another order
+
+
+def model_of(name: str) -> HfConfig:
+    return architecture(name) if name.startswith("deepseek") else tiny_model(name)
+
+
+def _updates(settings: Any, model: HfConfig) -> tuple[dict, list[dict], list[list]]:
+    """Weights after three updates, their metrics, and the log-probs between them, which need gathered weights."""
+    training, metrics, logprobs = Training(settings, model), [], []
+    for index in range(3):
+        batch = training.batches[index % 2]
+        found = training.policy.backward(batch, training.loss, batch.num_tokens) | training.policy.update()
+        metrics.append({name: metric.value for name, metric in found.items()})
+        logprobs.append(training.policy.logprobs(batch))
+    training.policy.finish_updates()
+    return training.weights(), metrics, logprobs
+
+
+def settings_of(parallel: dict, overlap: list[str], **model: Any) -> Any:
+    made = config(parallel, distributed_optimizer=True, **BUCKETS)
+    train = made.train.model_copy(update=dict(overlap=overlap))
+    return made.model_copy(update=dict(train=train, model=made.model.model_copy(update=model)))
+
+
+def cases(table: dict) -> list:
+    return [pytest.param(*case, id=n, marks=[] if n in USUAL else pytest.mark.full) for n, case in table.items()]
+
+
+@pytest.mark.parametrize(("overlap", "name", "ranks", "parallel", "model"), cases(GATHERS | EXPERTS))
+def test_updates_and_log_probs_between_them_are_those_without_overlap(overlap, name, ranks, parallel, model):
+    runs = [
+        run_ranks(_updates, ranks, settings_of(parallel, chosen, **model), model_of(name)) for chosen in (overlap, [])
+    ]
+    assert runs[0][0][0], "rank 0 has the whole weights"
+    for (weights, metrics, logprobs), (plain, plain_metrics, plain_logprobs) in zip(*runs, strict=True):
+        assert metrics == plain_metrics
+        assert all(torch.equal(weights[key], tensor) for key, tensor in plain.items())
+        for rows, plain_rows in zip(logprobs, plain_logprobs, strict=True):
+            assert all(a is b is None or torch.equal(a, b) for a, b in zip(rows, plain_rows, strict=True))
+
+
+def _gradients(settings: Any, model: HfConfig) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of a step and its summed gradients."""
+    training = Training(settings, model)
+    batch = training.batches[0]
+    loss = training.policy.backward(batch, training.loss, batch.num_tokens)["loss"].value
+    gather_gradients(training.policy.model)
+    return loss, whole_tensors(training.policy, model, training.layout, lambda p: p.main_grad)[0]
+
+
+@pytest.mark.parametrize(("overlap", "name", "ranks", "parallel", "model"), cases(SHARED))
+def test_gradients_are_those_without_overlap(overlap, name, ranks, parallel, model):
+    (loss, gradients), (plain_loss, plain) = (
+        run_ranks(_gradients, ranks, settings_of(parallel, chosen, **model), model_of(name))[0]
+        for chosen in (overlap, [])
+    )
+    assert loss == plain_loss and gradients.keys() == plain.keys()
+    apart = {key: float((gradients[key] - plain[key]).norm() / plain[key].norm()) for key in plain}
+    assert max(apart.values()) < ANOTHER_ORDER, max(apart, key=apart.__getitem__)
