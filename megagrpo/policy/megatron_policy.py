@@ -40,7 +40,6 @@ from megagrpo.policy.metric_sums import MetricsOfRanks, merged, on_host
 from megagrpo.policy.optimizer import (
     build_optimizer,
     build_scheduler,
-    gather_in_forward,
     gather_weights,
     masters_from_weights,
     overlaps_reduction,
@@ -251,7 +250,6 @@ class MegatronPolicy:
         self.scheduler.step(increment=1)
         with self.phases("optimizer"):
             _, grad_norm, _ = self.optimizer.step()
-            gather_in_forward(self.model)
         norm = {} if grad_norm is None else {"grad_norm": Metric(float(grad_norm))}
         return norm | {"learning_rate": Metric(float(self.optimizer.param_groups[0]["lr"]), reduce="last")}
 

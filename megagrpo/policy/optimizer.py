@@ -235,19 +235,9 @@ def weights_from_masters(built: MegatronOptimizer, wrapped: Sequence[Distributed
             chunk.start_param_sync(force_sync=True)
 
 
-def gather_in_forward(wrapped: Sequence[DistributedDataParallel]) -> None:
-    """Make the next forward pass of any kind all-gather the updated weights, bucket by bucket (`param_gather`).
-
-    Megatron does so only where gradients are zeroed, so a pass for log-probs would compute with stale weights.
-    """
-    for chunk in wrapped:
-        if chunk.ddp_config.overlap_param_gather:
-            chunk.reset_param_sync_dispatch_state()
-
-
 @torch.no_grad()
 def gather_weights(wrapped: Sequence[DistributedDataParallel]) -> None:
-    """All-gather the updated weights now, if that was left to the next forward pass (`param_gather`). Collective."""
+    """All-gather the updated weights now, if Megatron left it to the next forward pass (`param_gather`). Collective."""
     for chunk in wrapped:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
