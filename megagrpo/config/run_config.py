@@ -69,8 +69,18 @@ class RunConfig(Section):
 
     @property
     def micro_batch_align(self) -> int:
-        """Every micro-batch is padded to a multiple of this many tokens, for the layout and for products in FP8."""
-        return self.parallel.micro_batch_align(self.model.token_align)
+        """Every micro-batch is padded to a multiple of this many tokens, for the layout and for products in FP8. With
+        `train.overlap: [tp]` all have the same length: Transformer Engine's communication buffers have one size."""
+        align, budget = self.parallel.micro_batch_align(self.model.token_align), self.train.max_tokens_per_micro_batch
+        return max(align, budget // align * align) if "tp" in self.train.overlap else align
+
+    @property
+    def without_overlap(self) -> RunConfig:
+        """The config with the messages of a step one after the other, by NCCL or gloo."""
+        parallel = self.parallel.model_copy(update={"expert_dispatcher": "alltoall"})
+        return self.model_copy(
+            update={"parallel": parallel, "train": self.train.model_copy(update={"overlap": []})}
+        )
 
     def with_num_prompts(self, num_prompts: int) -> RunConfig:
         """Return the config with `run.max_steps` from `run.num_train_epochs` and `num_prompts` training prompts; itself

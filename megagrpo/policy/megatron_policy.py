@@ -27,7 +27,6 @@ from megagrpo.policy.build import build_model, head_input, hidden_states, lm_hea
 from megagrpo.policy.chunks import config_of
 from megagrpo.policy.device_checks import check_fused, shares_prompts
 from megagrpo.policy.embedding import add_gradients_directly
-from megagrpo.policy.expert_overlap import plan_chunks
 from megagrpo.policy.finite import BadTensor, GradientCheck, NonFiniteError, bad_weight, first_cause
 from megagrpo.policy.fp8.delayed_scaling import scaling_of
 from megagrpo.policy.fp8.fp8_settings import Fp8
@@ -46,6 +45,7 @@ from megagrpo.policy.optimizer import (
     weights_from_masters,
     wrap_data_parallel,
 )
+from megagrpo.policy.overlap import prepare_overlap
 from megagrpo.policy.stored import store_weights
 from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.train_types import LossFn, LossInputs, Metric, MicroBatch, RefHead, TrainBatch
@@ -80,8 +80,7 @@ class MegatronPolicy:
                 fp8=Fp8.of(config.model, hf_config.num_layers),
             ),
         )
-        if "experts" in config.train.overlap:
-            plan_chunks(self.chunks)
+        prepare_overlap(config, self.chunks)
         if config.model.offload_activations:
             offload_activations(self.chunks, config.model.offload_activations)
         if config.lora.enabled:
@@ -269,14 +268,11 @@ class MegatronPolicy:
         if names := sorted({name for m in micro_batches for of_sample in m.inputs for name in of_sample}):
             raise ValueError(f"Prompt.inputs: the policy reads token ids only, and a prompt has {', '.join(names)}")
 
-        def forward_step(
-            iterator: Iterator[RankBatch], model: Any, return_schedule_plan: bool = False
-        ) -> tuple[Any, Callable[..., Any]]:
+        def forward_step(iterator: Iterator[RankBatch], model: Any, return_schedule_plan: bool = False) -> Any:
             item = next(iterator)
             micro_batch, indices, shares_pack = item.micro_batch, item.indices, self.layout.parallel.cp > 1
             positions = micro_batch.position_ids[indices]
-            run = model.build_schedule_plan if return_schedule_plan else model
-            output = run(
+            output = (model.build_schedule_plan if return_schedule_plan else model)(
                 input_ids=micro_batch.token_ids[indices][None],
                 position_ids=positions[None],
                 attention_mask=None,

@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from megagrpo.config import ParallelSection, TrainSection
+from megagrpo.config import ParallelSection, RunConfig, TrainSection
 from megagrpo.platform import device
+from megagrpo.policy.chunks import config_of
+from megagrpo.policy.expert_overlap import plan_chunks
 
 DEEP_EP_CLASSES = {"deepep": "Buffer", "hybridep": "HybridEPBuffer"}  # HybridEP is a branch of the package
 
@@ -33,6 +36,24 @@ def overlap_config(dispatcher: str, overlap: Sequence[str]) -> dict[str, Any]:
         overlap_moe_expert_parallel_comm="experts" in overlap,
         delay_wgrad_compute=delayed and "experts" in overlap,
         overlap_dispatch_backward_with_experts_wgrad=delayed and "experts" not in overlap,
+    )
+
+
+def prepare_overlap(config: RunConfig, chunks: Sequence[nn.Module]) -> None:
+    """Prepare the bare chunks for `train.overlap`. With `tp` allocate Transformer Engine's communication buffers, for
+    micro-batches of `config.micro_batch_align` tokens, which all have then. Collective over tensor-parallel ranks."""
+    if "experts" in config.train.overlap:
+        plan_chunks(chunks)
+    if "tp" not in config.train.overlap:
+        return
+    from transformer_engine.pytorch.module.base import UserBufferQuantizationMode, initialize_ub
+
+    initialize_ub(
+        [config.micro_batch_align // config.parallel.cp, config_of(chunks[0]).hidden_size],
+        config.parallel.tp,
+        quantization_modes=[UserBufferQuantizationMode.NONE],
+        dtype=torch.bfloat16,
+        bootstrap_backend="nccl",
     )
 
 

@@ -15,6 +15,7 @@ from megagrpo.proof.plan import plan_text
 from megagrpo.proof.plan.engine_memory import GIB
 from megagrpo.proof.plan.gpu_specs import Gpu
 from megagrpo.proof.plan.notes import run_notes
+from megagrpo.proof.plan.overlap import overlap_text
 from megagrpo.proof.plan.plan_problems import check, gpu_problems
 from megagrpo.proof.plan.plan_rules import RuleVerdict, rules_text, verdicts
 from megagrpo.proof.plan.search import Candidate, search
@@ -84,7 +85,7 @@ class Plan:
 
 
 def _times_json(times: StepTimes) -> dict[str, Any]:
-    names = ("seconds", "gpus", "bubble", "step", "bound", "control", "sync")
+    names = ("seconds", "gpus", "bubble", "step", "bound", "control", "sync", "overlap")
     made: dict[str, Any] = {name: getattr(times, name) for name in names}
     return made | {"tokens_per_second_per_gpu": times.tokens_per_gpu, "mfu": times.mfu, "idle": times.idle}
 
@@ -110,6 +111,8 @@ def with_times(
             "rollout.tp or rollout.gpu_memory_utilization"
         )
         notes.append(Problem(("--search", "rollout.tp", "rollout.gpu_memory_utilization"), text))
+    if times:
+        rows = [row for row in rows if row[0] != "overlap"] + [("overlap", overlap_text(config, times.overlap))]
     made = replace(made, problems=made.problems + unfit, rows=rows, times=times, found=layouts, notes=notes)
     return replace(made, step_memory=samples)
 

@@ -104,20 +104,43 @@ class Links:
         return self.latency(group * stride) + max(inside, outside)
 
 
-def layer_seconds(links: Links, p: ParallelSection, size: float, tokens: float, kv_size: float, sent: float) -> float:
+@dataclass(frozen=True)
+class LayerMessages:
+    """Seconds of one decoder layer's messages in a forward pass, by axis."""
+
+    tp: float
+    cp: float
+    experts: float
+
+    def times(self, layers: int) -> LayerMessages:
+        """Return the messages of `layers` layers."""
+        return LayerMessages(self.tp * layers, self.cp * layers, self.experts * layers)
+
+    def plus(self, other: LayerMessages) -> LayerMessages:
+        """Return the messages of both."""
+        return LayerMessages(self.tp + other.tp, self.cp + other.cp, self.experts + other.experts)
+
+    @property
+    def total(self) -> float:
+        """The sum of all axes."""
+        return self.tp + self.cp + self.experts
+
+
+def layer_messages(
+    links: Links, p: ParallelSection, size: float, tokens: float, kv_size: float, sent: float
+) -> LayerMessages:
     """Return seconds of one decoder layer's messages in a forward pass, for `tokens` tokens of a context-parallel rank.
 
     A token's hidden state has `size` bytes; its keys and values, for a rank's own heads, have `kv_size`. `sent` is the
-    number of experts per token, 0 in a layer without experts.
+    number of rows per token that go to experts (`overlap.sent_rows`), 0 in a layer without experts.
 
     Tensor parallelism gathers and scatters tokens around attention and MLP (Korthikanti et al. 2022, arXiv 2205.05198).
     Context parallelism passes keys and values around, expert parallelism sends tokens to experts and back.
     """
     around = 2 * links.reduce_scatter(tokens * size, p.tp)
-    total = around + links.reduce_scatter(tokens * p.cp * kv_size, p.cp, p.tp)
+    ring = links.reduce_scatter(tokens * p.cp * kv_size, p.cp, p.tp)
     if not sent:
-        return total + around
+        return LayerMessages(2 * around, ring, 0.0)
     own = tokens / p.tp * sent * size
-    return (
-        total + 2 * links.all_to_all(own, p.ep, p.expert_tp) + 2 * links.reduce_scatter(own * p.expert_tp, p.expert_tp)
-    )
+    experts = 2 * links.all_to_all(own, p.ep, p.expert_tp) + 2 * links.reduce_scatter(own * p.expert_tp, p.expert_tp)
+    return LayerMessages(around, ring, experts)

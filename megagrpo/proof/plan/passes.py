@@ -3,13 +3,15 @@ products, memory traffic between them, kernel launches by the host, and messages
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
 from megagrpo.config import RunConfig
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.proof.plan.flops import attention_flops, token_flops
-from megagrpo.proof.plan.gpu_specs import HOST_GB_PER_S, Gpu, Links, layer_seconds
+from megagrpo.proof.plan.gpu_specs import HOST_GB_PER_S, Gpu, LayerMessages, Links, layer_messages
+from megagrpo.proof.plan.overlap import Direction, Overlap, sent_rows
 from megagrpo.proof.plan.planned_memory import activation_elements, expert_output_elements
 from megagrpo.proof.plan.workload import Lengths
 
@@ -28,12 +30,15 @@ EXPERT_LAYER_STARTS = 1.5e-3  # the same for a layer with experts, where the hos
 class PassSeconds:
     """Seconds of a step's passes: `forward`, and `backward` with recompute and the wait for offloaded activations.
 
-    `bubble` is the share of both in which pipeline stages are idle.
+    `bubble` is the share of both in which pipeline stages are idle. `gains` are the seconds of `Overlap.gains`, and
+    `first` those of one micro-batch's forward pass.
     """
 
     forward: float
     backward: float
     bubble: float
+    gains: Mapping[str, float]
+    first: float
 
 
 def fill(config: RunConfig, lengths: Lengths) -> float:
@@ -54,23 +59,38 @@ def pass_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, 
     per_update = samples * lengths.sample / dp / slices
     count = max(p.pp, ceil(per_update / (budget * fill(config, lengths))))  # micro-batches of one pass of one replica
     # Expert-parallel ranks wait for each other in every layer, so the fullest of their micro-batches sets the time.
-    waits = model.experts is not None and p.ep * p.expert_tp > p.tp * p.cp
+    # With `tp` in `train.overlap` all micro-batches are padded to the budget.
+    waits = (model.experts is not None and p.ep * p.expert_tp > p.tp * p.cp) or "tp" in config.train.overlap
     tokens = min(budget, per_update) if waits else per_update / count
     cost = _Layers(config, model, gpu, tokens / p.cp, lengths)
-    forward, talk = cost.forward, cost.messages
+    forward, talk = cost.forward, cost.messages.total
     recomputed = {"none": 0.0, "selective": cost.attention, "full": max(forward, cost.starts) + talk}[recompute]
     # backward products per forward one: with adapters weights have no gradients
     trained = 1 if config.lora.enabled else 2
     backward = max(trained * cost.products + 2 * (cost.attention + cost.traffic), cost.starts) + talk + recomputed
+    overlap = _overlap(config, model, cost, trained, slices * count)
+    hidden = overlap.hidden
     backward += sum(max(0.0, cost.copies - seconds) for seconds in (max(forward, cost.starts), backward))
     handed = (p.pp > 1) * p.vpp * Links(gpu).seconds(tokens / p.cp * cost.token_bytes / p.tp, p.tp * p.cp * dp + 1)
     responses = lengths.response / lengths.sample * tokens / p.cp
     head = responses * token_flops(model).head / (cost.peak * DENSE_EFFICIENCY * p.tp)
     passes = slices * count
     bubble = (p.pp - 1) / (p.vpp * count)
-    ahead = passes * ((max(forward, cost.starts) + talk) / p.pp + head + handed) * (1 + bubble)
-    back = passes * (backward / p.pp + trained * head + handed) * (1 + bubble)
-    return PassSeconds(ahead, back, bubble / (1 + bubble))
+    ahead = passes * ((max(forward, cost.starts) + talk - hidden.forward) / p.pp + head + handed) * (1 + bubble)
+    back = passes * ((backward - hidden.backward) / p.pp + trained * head + handed) * (1 + bubble)
+    gains = {name: passes * gain / p.pp * (1 + bubble) for name, gain in overlap.gains().items()}
+    return PassSeconds(ahead, back, bubble / (1 + bubble), gains, ahead / passes)
+
+
+def _overlap(config: RunConfig, model: HfConfig, cost: _Layers, trained: int, micro_batches: int) -> Overlap:
+    """Return what can overlap in the passes of one micro-batch, as if the rank had all stages."""
+    again = config.model.recompute == "full"
+    sent, tp, linears = cost.messages.experts, cost.messages.tp, cost.products - cost.experts
+    ahead = Direction(linears, cost.experts, cost.forward, tp, sent)
+    computed = (trained + again) * cost.products + (2 + again) * (cost.attention + cost.traffic)
+    products = (trained + again) * linears, (trained + again) * cost.experts
+    back = Direction(*products, computed, (1 + again) * tp, (1 + again) * sent)
+    return Overlap(config, model, ahead, back, micro_batches)
 
 
 class _Layers:
@@ -86,10 +106,9 @@ class _Layers:
         self.token_bytes = model.hidden_size * element
         uneven = IMBALANCE if p.ep > 1 else 1.0
         scores = attention_flops(model, lengths.sample) / lengths.sample
-        self.products = (
-            tokens / p.tp / self.peak * (flops.dense / DENSE_EFFICIENCY + uneven * flops.experts / EXPERT_EFFICIENCY)
-        )
-        self.products *= fp8_time(config, model, gpu)
+        each = tokens / p.tp / self.peak * fp8_time(config, model, gpu)
+        self.experts = each * uneven * flops.experts / EXPERT_EFFICIENCY
+        self.products = each * flops.dense / DENSE_EFFICIENCY + self.experts
         self.attention = tokens / p.tp / self.peak * scores / ATTENTION_EFFICIENCY
         touched = activation_elements(config, model, gpu=True)[0] + expert_output_elements(model, p.tp)
         touched *= TOUCHES * element * model.num_layers
@@ -99,10 +118,11 @@ class _Layers:
         self.starts = (model.num_layers - mixed) * LAYER_STARTS + mixed * EXPERT_LAYER_STARTS
         kv = 2 * (model.num_kv_heads / p.tp) * (model.head_dim + model.value_dim) / 2 * element
         links = Links(gpu)
-        self.messages = (model.num_layers - mixed) * layer_seconds(links, p, self.token_bytes, tokens, kv, 0)
+        sizes = links, p, self.token_bytes, tokens, kv
+        self.messages: LayerMessages = layer_messages(*sizes, 0).times(model.num_layers - mixed)
         if mixed:
-            sent = uneven * model.mixture.per_token
-            self.messages += mixed * layer_seconds(links, p, self.token_bytes, tokens, kv, sent)
+            sent = uneven * sent_rows(p, model)
+            self.messages = self.messages.plus(layer_messages(*sizes, sent).times(mixed))
 
     @property
     def forward(self) -> float:

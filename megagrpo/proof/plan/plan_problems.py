@@ -83,7 +83,8 @@ def layout_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Yield problems of a number of ranks that the layout does not divide, of a micro-batch that alignment cuts below
     the longest sample, and of ranks that do not exist."""
     yield from config.parallel.world_problems(world_size)
-    longest, budget, align = config.max_model_len, config.train.max_tokens_per_micro_batch, config.micro_batch_align
+    longest, budget = config.max_model_len, config.train.max_tokens_per_micro_batch
+    align = config.parallel.micro_batch_align(config.model.token_align)
     if budget // align * align < longest <= budget:
         factors = " x ".join(_align_factors(config))
         said = (

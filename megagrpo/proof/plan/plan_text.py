@@ -35,6 +35,8 @@ def rows_of(
     rows.append(("layout", _layout_text(config.parallel, world_size, dp)))
     if model is not None and model.experts:
         rows.append(("experts", _experts_text(config.parallel, model.experts, world_size)))
+    if config.train.overlap:
+        rows.append(("overlap", ", ".join(config.train.overlap)))
     rows.append(("machine", _machine_text(config.rollout, world_size, gpu_memory_gb)))
     rows.append(("rollout", _rollout_text(config.rollout, config.max_model_len)))
     if model is not None and memory is not None and gpu_memory_gb is not None and not config.rollout.urls:
@@ -76,8 +78,9 @@ def _model_text(path: str, model: HfConfig) -> str:
 
 def _experts_text(p: ParallelSection, experts: Experts, world_size: int) -> str:
     sizes = f"etp {p.expert_tp} x ep {p.ep} x {max(1, world_size // p.expert_parallel_size)} copies"
-    counts = f"{experts.count} in {len(experts.blocks)} layers, {experts.per_token} a token"
-    return f"{counts}; the ranks of a stage = {sizes}, {experts.count // p.ep} experts on each"
+    counts = f"{experts.count} in {len(experts.blocks)} layers, {experts.per_token} a token, sent by"
+    each = f"{experts.count // p.ep} experts on each"
+    return f"{counts} {p.expert_dispatcher}; the ranks of a stage = {sizes}, {each}"
 
 
 def _lora_text(lora: LoraSection, model: HfConfig) -> str:

@@ -99,10 +99,10 @@ def _stage_memory(
 
 def in_flight(config: RunConfig, stage: int) -> float:
     """Return a stage's peak number of micro-batches, counted with all its layers, whose backward pass has not run."""
-    p = config.parallel
+    p, beside = config.parallel, int("experts" in config.train.overlap)  # a backward pass needs another forward pass
     if p.vpp > 1:  # interleaved 1F1B: chunks of layers / (pp vpp)
-        return (2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1) / p.vpp
-    return p.pp - stage
+        return (2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1 + beside) / p.vpp
+    return p.pp - stage + beside
 
 
 def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) -> tuple[float, float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 from megagrpo.config import RunConfig
@@ -13,6 +13,7 @@ from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.proof.plan.engine_memory import GIB
 from megagrpo.proof.plan.flops import model_flops
 from megagrpo.proof.plan.gpu_specs import Gpu, Links
+from megagrpo.proof.plan.overlap import Direction, Overlap, overlap_text, sent_rows
 from megagrpo.proof.plan.passes import ATTENTION_EFFICIENCY, BANDWIDTH, DENSE_EFFICIENCY, EXPERT_EFFICIENCY
 from megagrpo.proof.plan.planned_memory import stage_memory
 from megagrpo.proof.plan.workload import Lengths
@@ -96,11 +97,13 @@ class Trace:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds of a traced train step by phase, its MFU, and the share of the step lost to each cause, largest first."""
+    """Seconds of a traced train step by phase, its MFU, the share of the step lost to each cause, largest first, and
+    the seconds of `Overlap.gains`."""
 
     seconds: dict[str, float]
     mfu: float
     losses: dict[str, float]
+    gains: dict[str, float]
 
     @property
     def total(self) -> float:
@@ -115,7 +118,7 @@ def kernel_seconds(kernel: Kernel, gpu: Gpu) -> float:
 
 
 def message_seconds(message: Message, gpu: Gpu) -> float:
-    """Return the seconds of one message. No overlap with computation is assumed."""
+    """Return the seconds of one message alone."""
     links = Links(gpu)
     if message.operation in ("send", "recv"):
         return links.latency(1) + links.seconds(message.bytes, 1)
@@ -132,12 +135,22 @@ def micro_batches(config: RunConfig, trace: Trace, world_size: int, lengths: Len
 
 
 def roofline(config: RunConfig, model: HfConfig, trace: Trace, world_size: int, gpu: Gpu, lengths: Lengths) -> Roofline:
-    """Return seconds, MFU and lost shares of the traced rank's step, with pipeline bubbles. Messages never overlap."""
+    """Return seconds, MFU and lost shares of the traced rank's step, with pipeline bubbles. Messages overlap with
+    computation as `train.overlap` and the dispatcher say; they do not in the trace."""
     count = micro_batches(config, trace, world_size, lengths)
     costs = trace.step(count)
     device = _by_phase(costs.kernels, lambda kernel: kernel_seconds(kernel, gpu))
     host = _by_phase(costs.kernels, lambda k: EXPERT_LAUNCH_SECONDS if k.kind == "experts" else LAUNCH_SECONDS)
-    messages = _by_phase(costs.messages, lambda message: message_seconds(message, gpu))
+    sent = sent_rows(config.parallel, model) / model.mixture.per_token if model.experts else 1.0
+
+    def message(one: Message) -> float:
+        to_experts = one.operation.startswith("alltoall")
+        return message_seconds(replace(one, bytes=one.bytes * sent) if to_experts else one, gpu)
+
+    messages = _by_phase(costs.messages, message)
+    overlap = _overlap(config, model, costs, count, gpu, message)
+    hidden = {"forward": overlap.hidden.forward, "backward": overlap.hidden.backward, "optimizer": overlap.hidden.gather}
+    messages = {phase: seconds - hidden.get(phase, 0.0) for phase, seconds in messages.items()}
     seconds = {phase: max(device[phase], host[phase]) + messages[phase] for phase in TRACE_PHASES}
     passes = sum(seconds[phase] for phase in ("forward", "head", "backward"))
     bubble = passes * (config.parallel.pp - 1) / (config.parallel.vpp * count)
@@ -154,7 +167,31 @@ def roofline(config: RunConfig, model: HfConfig, trace: Trace, world_size: int, 
     }
     largest_first = sorted(losses.items(), key=lambda item: -item[1])
     shares = {name: lost / total for name, lost in largest_first if lost > 0.001 * total}
-    return Roofline(seconds | ({"bubble": bubble} if bubble else {}), ideal / total, shares)
+    phases = seconds | ({"bubble": bubble} if bubble else {})
+    return Roofline(phases, ideal / total, shares, overlap.gains())
+
+
+def _overlap(
+    config: RunConfig, model: HfConfig, costs: Costs, count: int, gpu: Gpu, message: Callable[[Message], float]
+) -> Overlap:
+    """Return what can overlap in the step of `count` micro-batches. In the passes all-to-alls are of experts, gathers
+    and scatters of tensor parallelism."""
+
+    def computing(phase: str, kind: str | None = None) -> float:
+        chosen = ((k, n) for k, n in costs.kernels.items() if k.phase == phase and kind in (None, k.kind))
+        return sum(n * kernel_seconds(k, gpu) for k, n in chosen)
+
+    def sending(phase: str, *operations: str) -> float:
+        chosen = ((m, n) for m, n in costs.messages.items() if m.phase == phase and m.operation.startswith(operations))
+        return sum(n * message(m) for m, n in chosen)
+
+    def direction(phase: str) -> Direction:
+        products = computing(phase, "products"), computing(phase, "experts")
+        tp = sending(phase, "allgather", "reduce_scatter", "allreduce") if config.parallel.tp > 1 else 0.0
+        return Direction(*products, computing(phase), tp, sending(phase, "alltoall"))
+
+    gather = sending("optimizer", "allgather")
+    return Overlap(config, model, direction("forward"), direction("backward"), count, gather)
 
 
 def _by_phase[T: (Kernel, Message)](counts: Mapping[T, float], seconds: Callable[[T], float]) -> dict[str, float]:
@@ -200,4 +237,5 @@ def trace_rows(
         rows.append(("roofline", f"{made.total:.2f} s for the train step of this rank, MFU {made.mfu:.0%}"))
         lost = (f"{name} {share:.0%}" for name, share in made.losses.items() if share >= 0.01)
         rows.append(("lost to", ", ".join(lost)))
+        rows.append(("overlap", overlap_text(config, made.gains)))
     return rows

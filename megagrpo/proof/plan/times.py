@@ -32,7 +32,8 @@ CURVE_POINTS = 64
 @dataclass(frozen=True)
 class StepTimes:
     """`seconds` is phase -> seconds; load happens once, the others in each step. `control` and `sync` are the parts of
-    these phases that `control_seconds` and `sync_parts` predict.
+    these phases that `control_seconds` and `sync_parts` predict. `overlap` has the seconds of messages that each overlap
+    of `train.overlap` hides, or would hide if it were on.
 
     `mfu` is the train phase's, on the trainer's GPUs. `idle` is the share of all GPUs' time per step spent waiting, for
     the other side or in a pipeline bubble.
@@ -47,6 +48,7 @@ class StepTimes:
     ahead: bool = False  # asynchronous: generation overlaps with training
     control: dict[str, float] = field(default_factory=dict)
     sync: dict[str, float] = field(default_factory=dict)
+    overlap: dict[str, float] = field(default_factory=dict)
 
     @property
     def computing(self) -> float:
@@ -85,7 +87,12 @@ def step_times(
     passes = pass_seconds(config, model, world_size, gpu, lengths)
     forward, backward, fraction = passes.forward, passes.backward, passes.bubble
     logprob_passes = int(a.updates_per_step > 1 or a.kl_in_reward) + int(a.beta > 0)
+    overlap = {name: a.num_iterations * seconds for name, seconds in passes.gains.items()}
+    if "param_gather" in overlap:  # not of the last update, whose weights the weight sync needs
+        gather = sum(_gather_seconds(config, model, world_size, gpu))
+        overlap["param_gather"] = (a.updates_per_step - 1) * min(gather, passes.first)
     updates = a.updates_per_step * _update_seconds(config, model, world_size, gpu)
+    updates -= overlap["param_gather"] if "param_gather" in config.train.overlap else 0.0
     train = a.num_iterations * (forward + backward + (forward if a.router_aux_loss_coef else 0)) + updates
     control, sync = control_seconds(config, world_size, lengths), sync_parts(config, model, world_size, gpu)
     generate = generate_seconds(config, model, gpu, lengths) if generate is None else generate
@@ -102,7 +109,7 @@ def step_times(
     mfu = a.num_iterations * samples * of_sample / (train * world_size * gpu.bf16_tflops * 1e12)
     servers = 0 if config.rollout.placed == "colocated" else server_gpus(config.rollout)
     ahead, tokens = config.rollout.max_staleness > 0, samples * lengths.sample
-    made = StepTimes(seconds, world_size + servers, tokens, mfu, 0.0, fraction, ahead, control, sync)
+    made = StepTimes(seconds, world_size + servers, tokens, mfu, 0.0, fraction, ahead, control, sync, overlap)
     waits = (fraction * (made.computing - updates) + seconds["control"]) * world_size
     if servers:
         both = made.step - seconds["sync"]
@@ -110,19 +117,34 @@ def step_times(
     return replace(made, idle=waits / (made.step * made.gpus))
 
 
+def _copies(config: RunConfig, model: HfConfig, world_size: int) -> tuple[tuple[float, int, int], ...]:
+    """Return the parameters of the fullest rank, outside experts and of experts, with the number of ranks that hold the
+    same ones and the distance between these ranks."""
+    p = config.parallel
+    copies = world_size // p.model_parallel_size * p.cp
+    expert_copies = max(1, copies * p.tp // (p.ep * p.expert_tp))
+    outside, experts = max(stage_parameters(model, p)), max(stage_experts(model, p))
+    return (outside, copies, p.tp), (experts, expert_copies, p.ep * p.expert_tp)
+
+
+def _gather_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu) -> list[float]:
+    """Return the seconds to all-gather weights after an optimizer step, outside experts and of experts."""
+    size, links = config.model.weight_bytes, Links(gpu)
+    return [
+        links.reduce_scatter(count * size, *ranks)
+        for count, *ranks in _copies(config, model, world_size)
+        if not config.lora.enabled
+    ]
+
+
 def _update_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu) -> float:
     """Return seconds of an optimizer step: reduce float32 gradients, read and write its state, all-gather weights."""
-    p, links = config.parallel, Links(gpu)
-    dp = world_size // p.model_parallel_size
-    outside, experts = max(stage_parameters(model, p)), max(stage_experts(model, p))
     if config.lora.enabled:
-        return 0.05 * outside * 4 / (gpu.memory_gb_per_s * 1e9)
-    copies, expert_copies = dp * p.cp, max(1, dp * p.cp * p.tp // (p.ep * p.expert_tp))
+        return 0.05 * max(stage_parameters(model, config.parallel)) * 4 / (gpu.memory_gb_per_s * 1e9)
+    links, groups = Links(gpu), _copies(config, model, world_size)
     size = 4 + config.model.weight_bytes
-    messages = links.reduce_scatter(outside * size, copies, p.tp) + links.reduce_scatter(
-        experts * size, expert_copies, p.ep * p.expert_tp
-    )
-    own = outside / copies + experts / expert_copies if config.train.distributed_optimizer else outside + experts
+    messages = sum(links.reduce_scatter(count * size, *ranks) for count, *ranks in groups)
+    own = sum(count / (copies if config.train.distributed_optimizer else 1) for count, copies, _ in groups)
     moved = own * 2 * (8 + 4) / (gpu.memory_gb_per_s * 1e9)
     if config.train.optimizer_offload:
         moved += own * 2 * 8 / (HOST_GB_PER_S * 1e9)

@@ -34,8 +34,11 @@ def shrink_config(config: RunConfig) -> RunConfig:
     """Return `config` for the small model and batch.
 
     Settings that decide how a step is computed stay: parallelism, precision, recompute, loss, KL, clipping, sampling
-    temperature, packing, shared prompts, optimizer.
+    temperature, packing, shared prompts, optimizer. Of overlaps and dispatchers only `shared_experts` stays, which needs
+    no GPU.
     """
+    overlap = [name for name in config.train.overlap if name == "shared_experts"]
+    config = config.without_overlap
     longest = MAX_PROMPT + MAX_RESPONSE
     changes: dict[str, dict[str, Any]] = {
         "run": dict(max_steps=100),
@@ -61,6 +64,7 @@ def shrink_config(config: RunConfig) -> RunConfig:
             min_learning_rate=0.0,
             max_tokens_per_micro_batch=max(2 * longest, padded(longest, config.micro_batch_align)),
             logprob_chunk=LOGPROB_CHUNK,
+            overlap=overlap,
         ),
     }
     sections = config.model_dump()
@@ -77,7 +81,7 @@ def plainly(config: RunConfig) -> RunConfig:
 
     The optimizer is sharded only for FP8 weights, which are rounded from sharded masters.
     """
-    in_chunks = dict(fused_logprobs=False, logprobs_fp8_recipe="none")
+    in_chunks = dict(fused_logprobs=False, logprobs_fp8_recipe="none", overlap=[])
     return config.model_copy(
         update=dict(
             parallel=ParallelSection(timeout_minutes=config.parallel.timeout_minutes),

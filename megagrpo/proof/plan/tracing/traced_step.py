@@ -37,6 +37,7 @@ def trace_step(
         raise ConfigError(
             "--trace: counts operations without a GPU, but this machine has one; set CUDA_VISIBLE_DEVICES= to hide it"
         )
+    config = config.without_overlap  # `roofline` subtracts what overlaps
     p, counter = config.parallel, StepCounter()
     few = p.pp if p.vpp > 1 else 1  # the interleaved schedule takes multiples of pp
     many = max((1 + extra) * few, p.pp)
