@@ -67,9 +67,10 @@ class Overlap:
 
     def gains(self) -> dict[str, float]:
         """Return the seconds that each overlap hides, or would hide, in addition to the config's other ones; only
-        overlaps that the config does not exclude."""
+        overlaps that config and model do not exclude."""
         on = set(self.config.train.overlap)
-        possible = [name for name in OVERLAPS if name in on or not any(refusals(self.config, name))]
+        refused = {n for n in OVERLAPS if any(refusals(self.config, n)) or refused_by_model(n, self.model)}
+        possible = [name for name in OVERLAPS if name in on or name not in refused]
         return {name: self.hidden_by(on | {name}).total - self.hidden_by(on - {name}).total for name in possible}
 
     def hidden_by(self, names: Collection[str]) -> Hidden:
@@ -84,10 +85,12 @@ class Overlap:
             delayed = weights if "weight_gradients" in names else 0.0
             ahead += self._steady * (min(f.sent / 2, b.computing - b.experts) + min(f.sent / 2, b.experts - delayed))
             back += self._steady * (min(b.sent / 2, f.computing - f.experts) + min(b.sent / 2, f.experts + delayed))
-        elif "weight_gradients" in names:
-            back += min(b.sent / (4 if recomputed else 2), weights)
-        if "shared_experts" in names:
-            ahead, back = ahead + min(f.sent, shared * f.linears), back + min(b.sent, shared * b.linears)
+        else:
+            beside = shared * b.linears if "shared_experts" in names else 0.0
+            if "weight_gradients" in names:
+                beside += min(b.sent / (4 if recomputed else 2), weights)
+            ahead += min(f.sent, shared * f.linears) if "shared_experts" in names else 0.0
+            back += min(b.sent, beside)
         if "param_gather" in names:
             updates = self.config.algorithm.updates_per_step
             gather = min(self.gather, f.computing / self.micro_batches) * (updates - 1) / updates
@@ -108,6 +111,18 @@ class Overlap:
         if experts is None:
             return 0.0
         return 6 * self.model.hidden_size * experts.shared_size * len(experts.blocks) / token_flops(self.model).dense
+
+
+def refused_by_model(name: str, model: HfConfig) -> str:
+    """Return why the overlap `name` cannot run with this model; empty if it can."""
+    if name in ("experts", "weight_gradients", "shared_experts") and not model.experts:
+        return f"{model.family} has no experts"
+    if name == "shared_experts" and not model.mixture.shared_size:
+        return f"{model.family} has no shared experts"
+    # Megatron switches `tp` off for the whole model at the first linear whose name Transformer Engine does not know.
+    if name == "tp" and model.mla:
+        return f"Transformer Engine cannot overlap {model.family}'s latent attention"
+    return ""
 
 
 def sent_rows(p: ParallelSection, model: HfConfig) -> float:

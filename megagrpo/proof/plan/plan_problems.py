@@ -14,6 +14,7 @@ from megagrpo.proof.plan.code_problems import code_problems
 from megagrpo.proof.plan.engine_memory import GIB, kv_bytes
 from megagrpo.proof.plan.files import data_problems, output_problems, tokenizer_problems
 from megagrpo.proof.plan.gpu_specs import Gpu
+from megagrpo.proof.plan.overlap import refused_by_model
 from megagrpo.proof.plan.planned_memory import Memory, run_memory
 
 
@@ -127,19 +128,13 @@ def expert_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
 
 
 def _overlap_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
-    """Yield overlaps and a dispatcher for experts that the model does not have, and an overlap of latent attention."""
-    key = ("train.overlap",)
+    """Yield overlaps that the model does not allow, and a dispatcher for experts that it does not have."""
     if not model.experts and config.parallel.expert_dispatcher != "alltoall":
         said = f"{config.parallel.expert_dispatcher}, but {model.family} has no experts; choose alltoall"
         yield Problem(("parallel.expert_dispatcher",), said)
     for name in config.train.overlap:
-        if name in ("experts", "weight_gradients", "shared_experts") and not model.experts:
-            yield Problem(key, f"{name}, but {model.family} has no experts; leave it out")
-        elif name == "shared_experts" and model.experts and not model.experts.shared_size:
-            yield Problem(key, f"{name}, but {model.family} has no shared experts; leave it out")
-    if "tp" in config.train.overlap and model.mla:
-        # Megatron switches it off for the whole model at the first linear whose name Transformer Engine does not know
-        yield Problem(key, f"tp, but Transformer Engine cannot overlap {model.family}'s latent attention; leave it out")
+        if reason := refused_by_model(name, model):
+            yield Problem(("train.overlap",), f"{name}, but {reason}; leave it out")
 
 
 def adapter_problems(lora: LoraSection, model: HfConfig) -> Iterator[Problem]:
