@@ -5,9 +5,9 @@
     megagrpo plan my_run.yaml --weight-sync link_gb_per_s=50
     megagrpo plan my_run.yaml --gpu h100 --trace
 
-Besides keys of the config, key=value may be world_size (ranks; default: as few as the layout needs) and gpu_memory_gb;
-with --gpu also prompt_tokens and response_tokens, the average lengths; with --weight-sync also link_gb_per_s. Exit code
-0: the run can start, 2: it cannot.
+Besides keys of the config, key=value may be world_size (ranks; default: as few as the layout needs, with --gpu those of
+run.nodes nodes with 8 GPUs each) and gpu_memory_gb; with --gpu also prompt_tokens and response_tokens, the average
+lengths; with --weight-sync also link_gb_per_s. Exit code 0: the run can start, 2: it cannot.
 """
 
 from __future__ import annotations

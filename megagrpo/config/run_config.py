@@ -78,9 +78,7 @@ class RunConfig(Section):
     def without_overlap(self) -> RunConfig:
         """The config with the messages of a step one after the other, by NCCL or gloo."""
         parallel = self.parallel.model_copy(update={"expert_dispatcher": "alltoall"})
-        return self.model_copy(
-            update={"parallel": parallel, "train": self.train.model_copy(update={"overlap": []})}
-        )
+        return self.model_copy(update={"parallel": parallel, "train": self.train.model_copy(update={"overlap": []})})
 
     def with_num_prompts(self, num_prompts: int) -> RunConfig:
         """Return the config with `run.max_steps` from `run.num_train_epochs` and `num_prompts` training prompts; itself

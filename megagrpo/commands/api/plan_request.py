@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megagrpo.commands.api.config_input import ConfigLike, Overrides, Settings, read
-from megagrpo.config import ConfigError, Problem, ProblemError
+from megagrpo.config import ConfigError, Problem, ProblemError, RunConfig
 
 if TYPE_CHECKING:
     from megagrpo.proof.plan import Plan
@@ -65,7 +65,8 @@ def plan(
 
     Args:
         config: The config, as for `megagrpo.train`.
-        world_size: Ranks of the trainer; as few as the layout needs when left out.
+        world_size: Ranks of the trainer. When left out: with `gpu` those of `run.nodes` nodes with 8 GPUs each, else as
+            few as the layout needs.
         gpu: A kind of GPU, `h100`, `h200`, `b200` or `a100`, to predict seconds and memory for.
         gpu_memory_gb: Memory of a GPU in GiB; that of `gpu` when left out.
         search: With `gpu`, also find the fastest layouts.
@@ -84,6 +85,25 @@ def plan(
     return make_plan(read(config, overrides), request)
 
 
+def _ranks(config: RunConfig, request: PlanRequest) -> tuple[int, str]:
+    """Return the trainer's ranks, and what was assumed if the request does not name them. With a kind of GPU these are
+    the ranks that `megagrpo submit` would start on `run.nodes` nodes, if the layout divides them."""
+    from megagrpo.platform.launch.job import Cluster, place
+
+    smallest = config.parallel.smallest_world
+    if request.world_size or request.gpu is None:
+        return request.world_size or smallest, ""
+    other, nodes = "world_size=N plans for another number", Cluster()
+    try:
+        placed = place(config.run.nodes, config.rollout, nodes).world_size
+    except ConfigError:
+        placed = 0
+    where = f"run.nodes {config.run.nodes} with {nodes.gpus_per_node} GPUs each"
+    if placed and not config.parallel.world_problems(placed):
+        return placed, f"{placed} rank(s), for {where}; {other}"
+    return smallest, f"{smallest} rank(s), as few as the layout needs, because it does not fit {where}; {other}"
+
+
 def make_plan(settings: Settings, request: PlanRequest) -> Plan:
     """Return the plan of a config. Raises ConfigError for a wrong config or request."""
     from megagrpo.proof import plan as planner
@@ -100,8 +120,9 @@ def make_plan(settings: Settings, request: PlanRequest) -> Plan:
         if average is not None and average > limit:
             reason = f"{average:g} is above the longest that the config allows, {limit}"
             raise ConfigError(f"{name}: {reason}; lower it, or raise the limit")
-    ranks = request.world_size or config.parallel.smallest_world
+    ranks, assumed = _ranks(config, request)
     made = planner.plan(config, ranks, request.gpu_memory_gb or (None if kind is None else kind.memory_gib))
+    made.rows.extend([("assumed", assumed)] if assumed else [])
     lengths = expected_lengths(config, request.prompt_tokens, request.response_tokens)
     if kind is not None:
         made = planner.with_times(made, config, ranks, kind, lengths, request.search)

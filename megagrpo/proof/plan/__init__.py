@@ -15,7 +15,7 @@ from megagrpo.proof.plan import plan_text
 from megagrpo.proof.plan.engine_memory import GIB
 from megagrpo.proof.plan.gpu_specs import Gpu
 from megagrpo.proof.plan.notes import run_notes
-from megagrpo.proof.plan.overlap import overlap_text
+from megagrpo.proof.plan.overlap import overlap_row
 from megagrpo.proof.plan.plan_problems import check, gpu_problems
 from megagrpo.proof.plan.plan_rules import RuleVerdict, rules_text, verdicts
 from megagrpo.proof.plan.search import Candidate, search
@@ -112,7 +112,7 @@ def with_times(
         )
         notes.append(Problem(("--search", "rollout.tp", "rollout.gpu_memory_utilization"), text))
     if times:
-        rows = [row for row in rows if row[0] != "overlap"] + [("overlap", overlap_text(config, times.overlap))]
+        rows = [row for row in rows if row[0] != "overlap"] + overlap_row(config, made.model, times.overlap)
     made = replace(made, problems=made.problems + unfit, rows=rows, times=times, found=layouts, notes=notes)
     return replace(made, step_memory=samples)
 

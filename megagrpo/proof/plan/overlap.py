@@ -135,9 +135,10 @@ def sent_rows(p: ParallelSection, model: HfConfig) -> float:
     return p.ep * (1 - prod((elsewhere - i) / (experts.count - i) for i in range(experts.per_token)))
 
 
-def overlap_text(config: RunConfig, gains: dict[str, float]) -> str:
-    """Return what the plan says about overlaps: `gains` are the seconds of `Overlap.gains`."""
+def overlap_row(config: RunConfig, model: HfConfig, gains: dict[str, float]) -> list[tuple[str, str]]:
+    """Return the plan's row about overlaps, none if nothing can overlap: `gains` are the seconds of `Overlap.gains`."""
     chosen = config.train.overlap
-    parts = [f"{name} hides {gains[name]:.2f} s" for name in chosen if name in gains]
+    parts = [f"{name} hides {gains.get(name, 0.0):.2f} s" for name in chosen]
     parts += [f"{name} is off and would hide {gain:.2f}" for name, gain in gains.items() if name not in chosen and gain]
-    return ", ".join([*parts, f"dispatcher {config.parallel.expert_dispatcher}"])
+    parts += [f"dispatcher {config.parallel.expert_dispatcher}"] if model.experts else []
+    return [("overlap", ", ".join(parts))] if parts else []

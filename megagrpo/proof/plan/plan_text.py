@@ -78,9 +78,9 @@ def _model_text(path: str, model: HfConfig) -> str:
 
 def _experts_text(p: ParallelSection, experts: Experts, world_size: int) -> str:
     sizes = f"etp {p.expert_tp} x ep {p.ep} x {max(1, world_size // p.expert_parallel_size)} copies"
-    counts = f"{experts.count} in {len(experts.blocks)} layers, {experts.per_token} a token, sent by"
-    each = f"{experts.count // p.ep} experts on each"
-    return f"{counts} {p.expert_dispatcher}; the ranks of a stage = {sizes}, {each}"
+    counts = f"{experts.count} in {len(experts.blocks)} layers, {experts.per_token} a token"
+    sent = "" if p.expert_dispatcher == "alltoall" else f", sent by {p.expert_dispatcher}"
+    return f"{counts}; the ranks of a stage = {sizes}, {experts.count // p.ep} experts on each{sent}"
 
 
 def _lora_text(lora: LoraSection, model: HfConfig) -> str:

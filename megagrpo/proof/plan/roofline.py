@@ -13,7 +13,7 @@ from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.proof.plan.engine_memory import GIB
 from megagrpo.proof.plan.flops import model_flops
 from megagrpo.proof.plan.gpu_specs import Gpu, Links
-from megagrpo.proof.plan.overlap import Direction, Overlap, overlap_text, sent_rows
+from megagrpo.proof.plan.overlap import Direction, Overlap, overlap_row, sent_rows
 from megagrpo.proof.plan.passes import ATTENTION_EFFICIENCY, BANDWIDTH, DENSE_EFFICIENCY, EXPERT_EFFICIENCY
 from megagrpo.proof.plan.planned_memory import stage_memory
 from megagrpo.proof.plan.workload import Lengths
@@ -149,12 +149,13 @@ def roofline(config: RunConfig, model: HfConfig, trace: Trace, world_size: int, 
 
     messages = _by_phase(costs.messages, message)
     overlap = _overlap(config, model, costs, count, gpu, message)
-    hidden = {"forward": overlap.hidden.forward, "backward": overlap.hidden.backward, "optimizer": overlap.hidden.gather}
-    messages = {phase: seconds - hidden.get(phase, 0.0) for phase, seconds in messages.items()}
-    seconds = {phase: max(device[phase], host[phase]) + messages[phase] for phase in TRACE_PHASES}
-    passes = sum(seconds[phase] for phase in ("forward", "head", "backward"))
+    hidden = overlap.hidden
+    for phase, seconds in (("forward", hidden.forward), ("backward", hidden.backward), ("optimizer", hidden.gather)):
+        messages[phase] -= seconds
+    phases = {phase: max(device[phase], host[phase]) + messages[phase] for phase in TRACE_PHASES}
+    passes = sum(phases[phase] for phase in ("forward", "head", "backward"))
     bubble = passes * (config.parallel.pp - 1) / (config.parallel.vpp * count)
-    total = sum(seconds.values()) + bubble
+    total = sum(phases.values()) + bubble
     samples = config.rollout.prompts_per_step * config.rollout.num_generations
     useful = model_flops(model, lengths.prompt, lengths.response, config.lora.enabled)
     ideal = samples * useful / world_size / (gpu.bf16_tflops * 1e12)
@@ -167,7 +168,7 @@ def roofline(config: RunConfig, model: HfConfig, trace: Trace, world_size: int, 
     }
     largest_first = sorted(losses.items(), key=lambda item: -item[1])
     shares = {name: lost / total for name, lost in largest_first if lost > 0.001 * total}
-    phases = seconds | ({"bubble": bubble} if bubble else {})
+    phases |= {"bubble": bubble} if bubble else {}
     return Roofline(phases, ideal / total, shares, overlap.gains())
 
 
@@ -237,5 +238,5 @@ def trace_rows(
         rows.append(("roofline", f"{made.total:.2f} s for the train step of this rank, MFU {made.mfu:.0%}"))
         lost = (f"{name} {share:.0%}" for name, share in made.losses.items() if share >= 0.01)
         rows.append(("lost to", ", ".join(lost)))
-        rows.append(("overlap", overlap_text(config, made.gains)))
+        rows += overlap_row(config, model, made.gains)
     return rows

@@ -32,8 +32,8 @@ CURVE_POINTS = 64
 @dataclass(frozen=True)
 class StepTimes:
     """`seconds` is phase -> seconds; load happens once, the others in each step. `control` and `sync` are the parts of
-    these phases that `control_seconds` and `sync_parts` predict. `overlap` has the seconds of messages that each overlap
-    of `train.overlap` hides, or would hide if it were on.
+    these phases that `control_seconds` and `sync_parts` predict. `overlap` has the seconds of messages that each
+    overlap hides, or would hide if `train.overlap` had it.
 
     `mfu` is the train phase's, on the trainer's GPUs. `idle` is the share of all GPUs' time per step spent waiting, for
     the other side or in a pipeline bubble.

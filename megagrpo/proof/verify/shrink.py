@@ -34,8 +34,7 @@ def shrink_config(config: RunConfig) -> RunConfig:
     """Return `config` for the small model and batch.
 
     Settings that decide how a step is computed stay: parallelism, precision, recompute, loss, KL, clipping, sampling
-    temperature, packing, shared prompts, optimizer. Of overlaps and dispatchers only `shared_experts` stays, which needs
-    no GPU.
+    temperature, packing, shared prompts, optimizer. Of `train.overlap` only `shared_experts` stays, which needs no GPU.
     """
     overlap = [name for name in config.train.overlap if name == "shared_experts"]
     config = config.without_overlap

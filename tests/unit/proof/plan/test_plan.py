@@ -238,7 +238,7 @@ def test_what_does_not_fit_the_experts_is_told_with_what_does(folder):
 def test_the_plan_says_where_the_experts_are():
     made = dict(plan(load_config(REPOSITORY / "configs" / "qwen3_30b_a3b_4nodes.yaml"), 16).rows)
     assert "30,532.1M parameters (3,353.0M active)" in made["model"]
-    assert made["experts"].endswith("a token; the ranks of a stage = etp 1 x ep 4 x 2 copies, 32 experts on each")
+    assert made["experts"].endswith("a token; the ranks of a stage = etp 1 x ep 8 x 1 copies, 16 experts on each")
 
 
 def test_bf16_weights_gradients_and_sharded_optimizer_state_add_up(folder):
