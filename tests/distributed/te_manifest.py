@@ -161,7 +161,7 @@ def delayed_scales(history: History, form: str, run: list[Pass]) -> list[list[fl
     magnitudes; the scales can also be computed in torch."""
     from megatron.core import fp8_utils
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from transformer_engine.pytorch import fp8_autocast, quantization
+    from transformer_engine.pytorch import autocast, quantization
 
     manager = quantization.FP8GlobalStateManager
     manager.reset()
@@ -178,7 +178,7 @@ def delayed_scales(history: History, form: str, run: list[Pass]) -> list[list[fl
     )
     found = []
     for trains, (*inputs, gradient) in run:
-        with torch.set_grad_enabled(trains), fp8_autocast(enabled=True, fp8_recipe=recipe):
+        with torch.set_grad_enabled(trains), autocast(enabled=True, recipe=recipe):
             forward.amax_history[0, :2] = torch.maximum(forward.amax_history[0, :2], torch.tensor(inputs))
         if trains:
             backward.amax_history[0, 0] = gradient

@@ -127,7 +127,7 @@ def _products(recipe: str, hybrid: bool) -> list[float]:
         linear = kind(192, 320, bias=False, params_dtype=torch.float32, device="cpu", **options)
         linear.weight.data.copy_(weight)
         own, inputs = weight.clone().requires_grad_(), [x.clone().requires_grad_() for _ in range(2)]
-        with te.fp8_autocast(enabled=True, fp8_recipe=fp8_utils.get_fp8_recipe(told)):
+        with te.autocast(enabled=True, recipe=fp8_utils.get_fp8_recipe(told)):
             found = linear(inputs[0])
         normed = (
             inputs[1] * torch.rsqrt(inputs[1].square().mean(-1, keepdim=True) + linear.eps) if options else inputs[1]
