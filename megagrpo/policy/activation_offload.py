@@ -61,7 +61,7 @@ class OffloadedLayer:
         self._offloader, self._before = offloader, before
         self._saved: list[SavedTensor] = []
         self._sources: list[Tensor] = []
-        self._hosts: list[Tensor] = []
+        self._hosts: list[list[Tensor]] = []
         self._loaded: list[Tensor] | None = None
         self._complete: Any = None  # event of the last copy
 

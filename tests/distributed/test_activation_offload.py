@@ -41,8 +41,9 @@ def _gradients(settings, hf_config) -> tuple[dict[str, torch.Tensor], dict[str, 
 
     def counted(copy, name):
         def copied(self, tensors):
-            count[name] += sum(t.nbytes for t in tensors)
-            assert not any(t.data_ptr() in weights for t in tensors)
+            parts = [part for t in tensors for part in (t if isinstance(t, list) else [t])]
+            count[name] += sum(part.nbytes for part in parts)
+            assert not any(part.data_ptr() in weights for part in parts)
             return copy(self, tensors)
 
         return copied

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from torch import Tensor
 from megagrpo.platform import device
 
 Event = torch.cuda.Event
+# torch rounds each pinned allocation up to a power of two. Tensors share pieces of this size, so a set of tensors takes
+# its exact bytes in whole pieces and less than one piece more, not up to twice its bytes.
+PIECE_BYTES = 2**25
 
 
 class HostCopies:
@@ -18,15 +22,18 @@ class HostCopies:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
 
-    def to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
-        """Start copies of uint8 tensors [n] to the host, after queued device work. Return them and the end event."""
-        hosts = [device.host_bytes(source.numel()) for source in sources]
-        return hosts, self._copy(sources, hosts)
+    def to_host(self, sources: Sequence[Tensor]) -> tuple[list[list[Tensor]], Event]:
+        """Start copies of uint8 tensors [n] to the host, after queued device work. Return the parts of each copy, uint8
+        [part], and the end event."""
+        hosts = host_parts([source.numel() for source in sources])
+        return hosts, self._copy(_split(sources, hosts), list(chain(*hosts)))
 
-    def to_device(self, hosts: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
-        """Start copies of uint8 host tensors [n] to the device; return them and the event of completion."""
-        targets = [torch.empty(host.shape, dtype=host.dtype, device=device.device()) for host in hosts]
-        return targets, self._copy(hosts, targets)
+    def to_device(self, hosts: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], Event]:
+        """Start copies of the parts of uint8 tensors [n] to the device; return the tensors and the event of
+        completion."""
+        sizes = [sum(part.numel() for part in parts) for parts in hosts]
+        targets = [torch.empty(size, dtype=torch.uint8, device=device.device()) for size in sizes]
+        return targets, self._copy(list(chain(*hosts)), _split(targets, hosts))
 
     def wait(self, event: Event) -> None:
         """Make the device's current stream wait until the copies are complete."""
@@ -39,3 +46,25 @@ class HostCopies:
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source, non_blocking=True)
             return self._stream.record_event()
+
+
+def host_parts(sizes: Sequence[int]) -> list[list[Tensor]]:
+    """Return host memory for tensors of these bytes: for each one views, uint8 [part], of pieces of PIECE_BYTES. The
+    last piece is the smallest power of two that holds the rest."""
+    left, free, tensors = sum(sizes), torch.empty(0, dtype=torch.uint8), list[list[Tensor]]()
+    for size in sizes:
+        parts: list[Tensor] = []
+        while size:
+            if not free.numel():
+                free = device.host_bytes(min(PIECE_BYTES, 1 << (left - 1).bit_length()))
+            part, free = free[:size], free[size:]
+            parts.append(part)
+            size, left = size - part.numel(), left - part.numel()
+        tensors.append(parts)
+    return tensors
+
+
+def _split(tensors: Sequence[Tensor], hosts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return the tensors [n] cut like their parts on the host, in one list."""
+    pairs = zip(tensors, hosts, strict=True)
+    return [part for tensor, parts in pairs for part in tensor.split([each.numel() for each in parts])]
