@@ -2,9 +2,12 @@
 
     megagrpo convert MODEL OUT
     megagrpo launch 4 convert MODEL OUT --tp 2 --pp 2
+    megagrpo convert MODEL OUT --megatron-lm
 
 The checkpoint loads in any layout; more ranks only share the work. Memory does not grow with the model. After an
 interruption, run the same command again to continue.
+
+With --megatron-lm, OUT is a folder that Megatron-LM loads into its GPTModel with --load OUT.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo convert`."""
     parser.add_argument("model", metavar="MODEL", help="Hugging Face folder, hub name, or package:NAME")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to create")
+    parser.add_argument(
+        "--megatron-lm", action="store_true", help="write the checkpoint for the GPTModel of Megatron-LM"
+    )
     add_layout_arguments(parser)
 
 
@@ -33,6 +39,7 @@ def run(options: argparse.Namespace) -> int:
         from megagrpo.models.bridge.conversion import import_hf
         from megagrpo.records.progress_bars import conversion_progress
 
-        import_hf(options.model, options.out, layout, conversion_progress(layout.world_rank))
+        progress = conversion_progress(layout.world_rank)
+        import_hf(options.model, options.out, layout, progress, options.megatron_lm)
 
     return run_in_layout(options, action)

@@ -11,6 +11,7 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megagrpo.models.bridge.adapter_files import ADAPTER_FILES, CONFIG, WEIGHTS
+from megagrpo.models.bridge.gpt_checkpoint import newest_iteration
 from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.bridge.megatron_io import HF_FILES, check_is_checkpoint
 from megagrpo.models.bridge.tensor_files import Entry, TensorFile, dtype_name
@@ -46,6 +47,7 @@ def contents(path: Path) -> Contents:
     """Read the content of the checkpoint at `path`. Raises ValueError when it is not a checkpoint, or is damaged."""
     if (path / CONFIG).is_file():
         return _of_adapter(path)
+    path = newest_iteration(path)
     if (path / "metadata.json").is_file():
         return _of_megatron(path)
     checkpoint = Checkpoint(path)

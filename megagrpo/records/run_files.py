@@ -16,7 +16,6 @@ LATEST = "latest"  # stands for the newest complete checkpoint
 BEST = "best"  # name of the link to the checkpoint with the best evaluation
 PARTIAL = ".partial"  # end of the name of a folder that is incomplete
 TORCH_DIST = "metadata.json"  # file of every distributed checkpoint
-MEGATRON_LM = "latest_checkpointed_iteration.txt"  # file beside Megatron-LM's checkpoints
 METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
 AXES = ("tp", "cp", "pp", "dp", "ep", "etp")  # of a recorded layout
 RESOLVED = "resolved.yaml"  # the config of a run, with every value
@@ -106,6 +105,8 @@ def next_free(path: Path) -> Path:
 def why_no_checkpoint(path: Path) -> str | None:
     """Return why `path` is not a distributed checkpoint, and what to name instead: the end of a sentence that begins
     with the path. Return None for a checkpoint, of this or another program."""
+    from megagrpo.models.families.weight_sources import MEGATRON_LM
+
     try:
         if not path.exists():
             return f"does not exist{_others_in(path.parent)}"
@@ -116,14 +117,12 @@ def why_no_checkpoint(path: Path) -> str | None:
         return f"cannot be read: {error.strerror}"
     if path.name.endswith(PARTIAL):
         return f"is incomplete: it is still being written, or its run was killed{_others_in(path.parent)}"
-    if TORCH_DIST in names:
+    if TORCH_DIST in names or MEGATRON_LM in names:
         return None
     if RESOLVED in names or CHECKPOINTS in names:
         return f"is the folder of a run{_others_in(path / CHECKPOINTS) or ', which has no complete checkpoint'}"
     if others := _others_in(path):
         return f"is the folder of a run's checkpoints{others}"
-    if MEGATRON_LM in names:
-        return "holds checkpoints of Megatron-LM; name one of its iter_* folders"
     if "config.json" in names:
         return "is a Hugging Face folder, which needs no export"
     return f"is not a checkpoint: it lacks {TORCH_DIST}; name a folder such as runs/NAME/{CHECKPOINTS}/step_000010"

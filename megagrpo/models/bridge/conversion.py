@@ -24,6 +24,7 @@ from torch import Tensor
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.adapter_files import ADAPTER_FILES
 from megagrpo.models.bridge.file_checksums import CHECKSUMS, verify_others
+from megagrpo.models.bridge.gpt_checkpoint import RELEASE, GptKeys, check_arguments, newest_iteration
 from megagrpo.models.bridge.hf_export import Parameters, Stream, exhaust, find_sources, shapes, stream
 from megagrpo.models.bridge.hf_files import Files, Rounded, Writer, carry, copy_side_files, files_for, files_of, narrows
 from megagrpo.models.bridge.load import Checkpoint, counted
@@ -33,7 +34,7 @@ from megagrpo.models.bridge.tensor_files import NAMES
 from megagrpo.models.bridge.torch_dist import ARCHIVE_BYTES, Piece, PieceWriter, StoredTensors, add_pieces
 from megagrpo.models.bridge.unfinished import Unfinished
 from megagrpo.models.families.hf_config import HfConfig, architecture_differences, load_hf_config
-from megagrpo.models.families.weight_sources import INDEX, resolve_model
+from megagrpo.models.families.weight_sources import INDEX, MEGATRON_LM, resolve_model
 from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.platform.process.progress_hook import SILENT, Progress, Task
@@ -43,9 +44,10 @@ from megagrpo.platform.process.terminal import show, warn
 _COMMIT = 2**28  # bytes between two commits: a kill loses at most this much work
 
 
-def import_hf(model: str, out: Path, layout: Layout, progress: Progress = SILENT) -> None:
+def import_hf(model: str, out: Path, layout: Layout, progress: Progress = SILENT, megatron_lm: bool = False) -> None:
     """Write `out`: Megatron's files, and in `out`/hf the files that an export needs beside the weights. Collective.
 
+    With `megatron_lm`, `out` is a folder of Megatron-LM's checkpoints with one, `release`, that its GPTModel loads.
     Every parameter is stored in a dtype that holds its tensors without loss. Raises ValueError, naming file and tensor,
     when the model is damaged, does not fit its config.json or holds a NaN. Raises ValueError when `out` is not empty.
     Raises OSError when the disk is too small or cannot be written. Ranks without an error of their own raise RankError.
@@ -54,26 +56,31 @@ def import_hf(model: str, out: Path, layout: Layout, progress: Progress = SILENT
     source = run_own_and_agree(layout, lambda: resolve_model(model, "MODEL"))
     hf_config = load_hf_config(source)
     checkpoint = run_own_and_agree(layout, lambda: Checkpoint(source))
-    own = run_own_and_agree(layout, lambda: structure(hf_config, layout))
+    keys = run_own_and_agree(layout, lambda: GptKeys.to_write(hf_config)) if megatron_lm else None
+    own = run_own_and_agree(layout, lambda: structure(hf_config, layout, keys))
     blocks = [block for part in own.parts for block in part.blocks]
     run_own_and_agree(layout, lambda: checkpoint.check(blocks, hf_config))
     on_first_rank(layout, lambda: checkpoint.check_head(hf_config))
     if layout.world_rank == 0:
         checkpoint.say_left_out(hf_config)
-    with _unfinished(out, layout, source) as folder:
+    with _unfinished(out, layout, source, megatron_lm=megatron_lm) as folder:
+        weights = folder.path / RELEASE if megatron_lm else folder.path
+        on_first_rank(layout, lambda: weights.mkdir(exist_ok=True))
         with progress.task(f"writing {out.name}") as task:
-            pieces = _import_tensors(own, checkpoint, folder, layout, task)
+            pieces = _import_tensors(own, keys, checkpoint, folder, weights, layout, task)
         everyone, frame = layout.all_gather_objects(pieces), folder.path / "frame"
         on_first_rank(layout, lambda: _empty(frame))
-        save_frame(frame)
+        save_frame(frame, own, hf_config if megatron_lm else None)
 
         def finish() -> None:
             _empty(folder.path / HF_FILES)
             carry(source, files_of(source), folder.path / HF_FILES)
             add_pieces(frame, [piece for pieces in everyone for piece in pieces])
             for file in frame.iterdir():
-                file.rename(folder.path / file.name)
+                file.rename(weights / file.name)
             remove(frame)
+            if megatron_lm:
+                (folder.path / MEGATRON_LM).write_text(RELEASE)
 
         on_first_rank(layout, finish)
 
@@ -85,12 +92,18 @@ def _empty(folder: Path) -> None:
 
 
 def _import_tensors(
-    own: Structure, checkpoint: Checkpoint, folder: Unfinished, layout: Layout, task: Task
+    own: Structure,
+    keys: GptKeys | None,
+    checkpoint: Checkpoint,
+    folder: Unfinished,
+    weights: Path,
+    layout: Layout,
+    task: Task,
 ) -> list[Piece]:
     written = [part for part in own.parts if is_main_replica(part.stored.replica_id)]
-    mine = {part: _dtype_of(part, checkpoint, own) for part in written}
+    mine = _dtypes_of(written, checkpoint, own, layout)
     sizes = {part.name: math.prod(part.shape) * dtype.itemsize for part, dtype in mine.items()}
-    writer = run_own_and_agree(layout, lambda: PieceWriter(folder.path, layout.world_rank, folder.journal))
+    writer = run_own_and_agree(layout, lambda: PieceWriter(weights, layout.world_rank, folder.journal))
     left = {part: dtype for part, dtype in mine.items() if part.name not in writer.done}
     folder.check_space(sum(sizes[part.name] + 2 * ARCHIVE_BYTES for part in left))
     done = sum(sizes[name] for name in writer.done)
@@ -100,7 +113,8 @@ def _import_tensors(
         for part, dtype in left.items():
             value = torch.empty(part.shape, dtype=dtype)
             fill(value, part.blocks, checkpoint.read)
-            writer.write(part.name, part.pieces(value))
+            stored = part.pieces(value)
+            writer.write(part.name, [*stored, *(keys.also_as(stored) if keys else ())])
             task.advance(sizes[part.name])
         writer.close()
 
@@ -108,10 +122,19 @@ def _import_tensors(
     return writer.pieces
 
 
-def _dtype_of(part: Part, checkpoint: Checkpoint, own: Structure) -> torch.dtype:
-    """Return the narrowest dtype that holds all tensors of a parameter without loss."""
-    dtypes = [checkpoint.entry(block.name).dtype for block in part.blocks]
-    return reduce(torch.promote_types, dtypes) if dtypes else own.dtype
+def _dtypes_of(parts: list[Part], checkpoint: Checkpoint, own: Structure, layout: Layout) -> dict[Part, torch.dtype]:
+    """Return for each part the narrowest dtype that holds all tensors stored under its key without loss. Collective: a
+    stacked tensor has the layers of all ranks."""
+    mine: dict[str, torch.dtype] = {}
+    for part in parts:
+        dtypes = [checkpoint.entry(block.name).dtype for block in part.blocks] or [own.dtype]
+        key = part.places[0].key
+        mine[key] = reduce(torch.promote_types, dtypes, mine.get(key, dtypes[0]))
+    common: dict[str, torch.dtype] = {}
+    for of_rank in layout.all_gather_objects(mine):
+        for key, dtype in of_rank.items():
+            common[key] = torch.promote_types(dtype, common.get(key, dtype))
+    return {part: common[part.places[0].key] for part in parts}
 
 
 def export_hf(
@@ -134,18 +157,22 @@ def export_hf(
     if (checkpoint / ADAPTER_FILES).is_dir():
         fix = f"merge it: megagrpo merge {checkpoint / ADAPTER_FILES} {out}"
         raise ValueError(f"{checkpoint} has an adapter but no weights; {fix}")
-    if model is None and not (checkpoint / HF_FILES).is_dir():
+    hf_files = checkpoint / HF_FILES
+    checkpoint = newest_iteration(checkpoint)
+    if model is None and not hf_files.is_dir():
         why = f"has no {HF_FILES} folder with config.json; name the original model with --model"
         raise ValueError(f"{checkpoint} {why}")
     check_is_checkpoint(checkpoint)
     if (checkpoint / CHECKSUMS).is_file():
         on_first_rank(layout, lambda: verify_others(checkpoint))
-    source = run_own_and_agree(layout, lambda: resolve_model(model, "--model")) if model else checkpoint / HF_FILES
+    source = run_own_and_agree(layout, lambda: resolve_model(model, "--model")) if model else hf_files
     hf_config = load_hf_config(source)
     if model is not None and layout.world_rank == 0:
-        _warn_of_other_numbers(hf_config, checkpoint, model)
+        _warn_of_other_numbers(hf_config, hf_files, model)
     stored = run_own_and_agree(layout, lambda: StoredTensors(checkpoint))
-    own = run_own_and_agree(layout, lambda: structure(hf_config, layout))
+    if (keys := GptKeys.of(stored, hf_config)) is not None:
+        on_first_rank(layout, lambda: check_arguments(stored, hf_config, str(source)))
+    own = run_own_and_agree(layout, lambda: structure(hf_config, layout, keys))
     run_own_and_agree(layout, lambda: _check_stored(own, stored))
     # one entry: gate and up of a parameter are adjacent
     read = lru_cache(maxsize=1)(lambda part: _read_stored(part, stored))
@@ -172,16 +199,16 @@ def export_hf(
     return rounded
 
 
-def _warn_of_other_numbers(hf_config: HfConfig, checkpoint: Path, model: str) -> None:
-    """Print a line if `model` computes differently than the model whose config.json is in the checkpoint."""
+def _warn_of_other_numbers(hf_config: HfConfig, hf_files: Path, model: str) -> None:
+    """Print a line if `model` computes differently than the model whose config.json is in a checkpoint's `hf_files`."""
     try:
-        own = load_hf_config(checkpoint / HF_FILES)
+        own = load_hf_config(hf_files)
     except ValueError:  # missing or damaged: `model` replaces it
         return
     if names := architecture_differences(own, hf_config):
         warn(
-            f"warning: --model: {model} has another {', '.join(names)} than the model of {checkpoint}, and the export "
-            "computes with it; leave --model out to export the model as it was trained"
+            f"warning: --model: {model} has another {', '.join(names)} than the model of {hf_files.parent}, and the "
+            "export computes with it; leave --model out to export the model as it was trained"
         )
 
 
@@ -239,13 +266,13 @@ def _check_stored(own: Structure, stored: StoredTensors) -> None:
 
 
 @contextlib.contextmanager
-def _unfinished(out: Path, layout: Layout, *sources: Path, dtype: torch.dtype | None = None) -> Iterator[Unfinished]:
+def _unfinished(out: Path, layout: Layout, *sources: Path, **form: Any) -> Iterator[Unfinished]:
     """Yield the folder that becomes `out`. An error removes it. After a kill or an interrupt, the next attempt from the
-    same sources to the same dtype resumes it."""
+    same sources to the same `form` (dtype, keys) resumes it."""
     p = layout.parallel
     sizes = (layout.world_size, p.tp, p.pp, p.vpp, p.pipeline_layers, p.ep, p.expert_tp)
     named = [[str(source), fingerprint(source)] for source in sources]
-    folder = Unfinished(out, layout, dict(sources=named, layout=str(sizes), dtype=str(dtype)))
+    folder = Unfinished(out, layout, dict(sources=named, layout=str(sizes), form=str(form)))
     try:
         yield folder
         folder.publish()

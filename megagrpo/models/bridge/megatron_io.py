@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megagrpo.models.bridge.file_checksums import checksums
+from megagrpo.models.bridge.gpt_checkpoint import GptKeys, common_state, extra_states
 from megagrpo.models.bridge.parameter_blocks import Parameter, blocks
 from megagrpo.models.bridge.planned_blocks import without_data
 from megagrpo.models.bridge.torch_dist import StoredTensors
@@ -79,14 +80,19 @@ class Structure:
     dtype: torch.dtype  # dtype of the parameters during training
 
 
-def structure(hf_config: HfConfig, layout: Layout) -> Structure:
-    """Return this rank's part of the model, without communication. Raises ValueError if the layout cannot cut it."""
+def structure(hf_config: HfConfig, layout: Layout, keys: GptKeys | None = None) -> Structure:
+    """Return this rank's part of the model, stored under the `keys` of GPTModel or by default of HybridModel.
+
+    There is no communication. Raises ValueError if the layout cannot cut the model.
+    """
     dtype = weights_dtype(hf_config)
     with without_data():
         chunks = build_model(hf_config, layout, ModelOptions(dtype=dtype, init_weights=False))
         state = model_state(chunks, layout)
         stored: dict[str, Any] = {}
         for i, own in enumerate(state.values()):
+            if keys is not None:
+                keys.apply(own)
             stored |= {f"chunk{i}.{name}" if i else name: value for name, value in own.items()}
         named = blocks(chunks, hf_config, layout)
         parts = [_part(name, param, of_param, stored.pop(name)) for name, param, of_param in named]
@@ -99,10 +105,23 @@ def _part(name: str, param: Parameter, blocks: list[Block], stored: ShardedTenso
     return Part(name, tuple(param.shape), blocks, stored, places)
 
 
-def save_frame(folder: Path) -> None:
-    """Write the files that make `folder` a distributed checkpoint without tensors. Collective."""
+def save_frame(folder: Path, own: Structure, megatron_lm: HfConfig | None = None) -> None:
+    """Write the files that make `folder` a distributed checkpoint without tensors. Collective.
+
+    `own` is this rank's part. With the model `megatron_lm`, the files hold what Megatron-LM expects beside tensors.
+    """
+    state: dict[str, Any] = {}
+    if megatron_lm is not None:
+        places = (place for part in own.parts for place in part.places)
+        state = common_state(megatron_lm) | dict(model=extra_states(places))
     # The default strategy needs a package that cannot be installed everywhere.
-    dist_checkpointing.save({}, str(folder), content_metadata=METADATA, async_strategy="mcore")
+    dist_checkpointing.save(
+        state,
+        str(folder),
+        content_metadata=METADATA,
+        validate_access_integrity=_is_checked(),
+        async_strategy="mcore",
+    )
 
 
 def read_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:

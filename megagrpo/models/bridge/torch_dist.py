@@ -15,6 +15,7 @@ import pickle
 import zipfile
 from collections.abc import Buffer, Iterable
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -208,6 +209,7 @@ class StoredTensors:
         except Exception as error:  # unpickling can raise any exception
             raise ValueError(f"{folder} is not a Megatron checkpoint, or its .metadata is corrupt: {error!r}") from None
         self._files: dict[str, mmap.mmap] = {}  # mapped files by name
+        self._chunks: dict[tuple[str, int], dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
         self._compared: set[tuple[str, int]] = set()  # (file, offset) of checked pieces
 
     def check_files(self) -> None:
@@ -238,7 +240,7 @@ class StoredTensors:
 
     def mapped(self, tensor: ShardedTensor) -> Tensor | None:
         """Return a read-only view [local_shape] of the file in its dtype if one piece is the tensor, else None."""
-        for chunk in self._tensor(tensor.key).chunks:
+        for chunk in self._chunks_at(tensor):
             if _box(chunk) == _box_of(tensor):
                 return self._piece(tensor.key, chunk).view(tensor.local_shape)
         return None
@@ -250,7 +252,7 @@ class StoredTensors:
         """
         wanted, count = _box_of(tensor), 0
         target = tensor.data.view((1,) * tensor.prepend_axis_num + tuple(tensor.local_shape))
-        for chunk in self._tensor(tensor.key).chunks:
+        for chunk in self._chunks_at(tensor):
             if common := intersect(wanted, _box(chunk)):
                 part = self._piece(tensor.key, chunk)[_relative(common, _box(chunk))]
                 target[_relative(common, wanted)].copy_(part)
@@ -258,6 +260,24 @@ class StoredTensors:
         if count != size(wanted) and not tensor.allow_shape_mismatch:
             held = f"{count} of {size(wanted)} elements of a part of {tensor.key}"
             raise ValueError(f"{self.folder} is damaged: it holds {held}")
+
+    def _chunks_at(self, tensor: ShardedTensor) -> list[ChunkStorageMetadata]:
+        """Return the pieces that may overlap `tensor`, those at its layer and expert, out of thousands."""
+        axes = tensor.prepend_axis_num
+        groups = self._chunks.get((tensor.key, axes))
+        if groups is None:
+            groups = self._chunks[tensor.key, axes] = {}
+            for chunk in self._tensor(tensor.key).chunks:
+                first, extent = chunk.offsets[:axes], chunk.sizes[:axes]
+                for at in product(*(range(lo, lo + n) for lo, n in zip(first, extent, strict=True))):
+                    groups.setdefault(at, []).append(chunk)
+        return groups.get(tuple(tensor.global_offset[:axes]), [])
+
+    def object_bytes(self, key: str) -> bytes:
+        """Return the bytes of the object `key`, as stored. Raises KeyError when there is none."""
+        name = f"{key}/shard_0_1"  # as Megatron names an object that is not sharded
+        info = self.metadata.storage_data[MetadataIndex(name)]
+        return self._whole(name, info)[info.offset : info.offset + info.length]
 
     def _piece(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         info = self.metadata.storage_data[MetadataIndex(key, chunk.offsets)]

@@ -32,6 +32,7 @@ _IN_CACHE = re.compile(r"models--(?P<owner>[^/]+)--(?P<name>[^/]+)/snapshots/[^/
 SIDE_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "README.md"]  # README.md names the license
 NAMED_TEMPLATES = "additional_chat_templates/*.jinja"  # chat templates beside the default one
 ADAPTER_CONFIG = "adapter_config.json"  # file of an adapter as PEFT saves it
+MEGATRON_LM = "latest_checkpointed_iteration.txt"  # file beside Megatron-LM's checkpoints, names the newest one
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 

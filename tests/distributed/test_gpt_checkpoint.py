@@ -1,0 +1,255 @@
+"""Checkpoints of Megatron-LM's GPTModel: its own functions save what we read, and load what we write."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gpt_models
+import pytest
+import torch
+import transformers
+from ranks import RankFailed, run_ranks
+from test_build_and_bridge import run_tool
+from test_convert import assert_same_files, back, world
+from tiny_families import MODELS, tiny_model
+
+from megagrpo.config import ParallelSection
+from megagrpo.models.bridge.conversion import import_hf
+from megagrpo.models.families.weight_sources import MEGATRON_LM
+from megagrpo.platform.parallel.layout import init_layout
+
+ALL_EXPERTS = dict(mlp_only_layers=[])
+CASES = {  # name: the model, what differs, the layouts that save, export, convert and load
+    "llama untied": ("llama untied", {}, dict(tp=2), dict(pp=2), {}, dict(tp=2)),
+    "llama tied": ("llama tied", {}, dict(pp=2), {}, dict(tp=2), {}),
+    "qwen2": ("qwen2", {}, {}, dict(tp=2), dict(pp=2, vpp=2), dict(pp=2)),
+    "qwen3": ("qwen3", {}, dict(tp=2), dict(pp=2, pipeline_layers=[1, 3]), dict(tp=2), {}),
+    "qwen3_moe": ("qwen3_moe", ALL_EXPERTS, dict(ep=2), dict(tp=2), dict(pp=2), dict(tp=2, ep=2, etp=1)),
+    "qwen3_moe, tensor-parallel experts": (
+        "qwen3_moe",
+        ALL_EXPERTS,
+        dict(tp=2, etp=2),
+        dict(ep=2),
+        dict(tp=2, ep=2, etp=1),
+        dict(pp=2),
+    ),
+    "qwen3_moe, a dense layer": ("qwen3_moe", {}, dict(ep=2), dict(pp=2), dict(tp=2, etp=2), dict(ep=2)),
+    "deepseek_v3": ("deepseek_v3", {}, dict(tp=2), dict(ep=2), dict(pp=2), dict(ep=2)),
+    "mixtral": ("mixtral", {}, dict(pp=2), dict(ep=2), {}, dict(ep=2)),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """A folder with a model of every case in bfloat16, with some float32 tensors in two layers, in several files."""
+    for kind, _ in MODELS.values():
+        getattr(transformers, f"{kind}ForCausalLM")
+    root = tmp_path_factory.mktemp("models")
+    run_ranks(make_models, 1, root)
+    return root
+
+
+def make_models(root: Path) -> None:
+    for name, (model, changes, *_) in CASES.items():
+        kind, extra = MODELS[model]
+        built = tiny_model(kind, extra | changes).to(torch.bfloat16)
+        for part in ("layers.1.input_layernorm", "layers.3.mlp.down_proj", "layers.3.mlp.experts"):
+            for module in (module for path, module in built.named_modules() if path.endswith(part)):
+                for parameter in module.float().parameters():
+                    parameter.data.mul_(1 + 2.0**-12)  # not representable in bfloat16
+        built.save_pretrained(root / name, max_shard_size="150KB")
+
+
+def padded(layout: Any) -> int:
+    """Megatron-LM pads the vocabulary to a multiple of 128 per rank; ours only to a multiple of tp."""
+    return 128 * layout.parallel.tp
+
+
+def save_random(source: Path, out: Path, sizes: dict, **more: Any) -> None:
+    hf_config, layout = gpt_models.start(source, sizes)
+    model = gpt_models.gpt_model(hf_config, layout, padded(layout))
+    numbers = torch.Generator().manual_seed(layout.world_rank)
+    with torch.no_grad():
+        for name, parameter in model[0].named_parameters():
+            if "norm" not in name:
+                continue
+            # replicated over the tensor-parallel ranks
+            numbers.manual_seed(sum(map(ord, name)) + layout.pp_rank)
+            parameter.add_(torch.randn(parameter.shape, generator=numbers).to(parameter.dtype) / 10)
+    gpt_models.save(out, hf_config, layout, model, 10, **more)
+    layout.close()
+
+
+def there(source: Path, out: Path, sizes: dict) -> None:
+    layout = init_layout(ParallelSection(**sizes))
+    import_hf(str(source), out, layout, megatron_lm=True)
+    layout.close()
+
+
+def assert_loads_equal(source: Path, one: Path, other: Path, sizes: dict) -> list[int]:
+    hf_config, layout = gpt_models.start(source, sizes)
+    loaded, iterations = [], []
+    for folder in (one, other):
+        model = gpt_models.gpt_model(hf_config, layout, padded(layout))
+        with torch.no_grad():
+            for parameter in model[0].parameters():
+                parameter.fill_(-7)
+        iterations.append(gpt_models.load(folder, hf_config, layout, model))
+        loaded.append(dict(model[0].named_parameters()))
+    for name, first in loaded[0].items():
+        second = loaded[1][name]
+        if name in ("embedding.word_embeddings.weight", "output_layer.weight"):  # each pads in its own way
+            rows = max(0, min(hf_config.vocab_size - layout.tp_rank * len(first), len(first)))
+            first, second = first[:rows], second[:rows]
+        assert torch.equal(first, second) and not (first == -7).all(-1).any(), name
+    layout.close()
+    return iterations
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_of_megatron_lm_becomes_a_hugging_face_model_and_one_of_megatron_lm_again(name, models, tmp_path):
+    """GPTModel loads the same weights from both checkpoints, in another layout; the folders between are the same."""
+    *_, saved, exported, converted, loaded = CASES[name]
+    source, first, hf, second = models / name, tmp_path / "gpt", tmp_path / "hf", tmp_path / "gpt_again"
+    run_ranks(save_random, world(saved), source, first, saved)
+    assert (first / MEGATRON_LM).read_text() == "10"
+    run_ranks(back, world(exported), first, hf, exported, str(source))
+    run_ranks(there, world(converted), hf, second, converted)
+    assert set(run_ranks(assert_loads_equal, world(loaded), source, first, second, loaded)[0]) == {10, 0}
+    run_ranks(back, 1, second, tmp_path / "hf_again", {})
+    assert_same_files(hf, tmp_path / "hf_again")
+    run_ranks(there, world(converted), source, tmp_path / "gpt_of_source", converted)
+    run_ranks(back, world(exported), tmp_path / "gpt_of_source", tmp_path / "source_again", exported)
+    assert_same_files(source, tmp_path / "source_again")
+
+
+def logits_of_gpt(folder: Path, source: Path, tokens: torch.Tensor) -> torch.Tensor:
+    hf_config, layout = gpt_models.start(source, {})
+    model = gpt_models.gpt_model(hf_config, layout, padded(layout), torch.float32)
+    gpt_models.load(folder, hf_config, layout, model)
+    positions = torch.arange(tokens.shape[1])[None].expand_as(tokens)
+    with torch.no_grad():
+        logits = model[0](tokens, positions, None)
+    layout.close()
+    return logits[..., : hf_config.vocab_size]
+
+
+def logits_of_transformers(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+@pytest.mark.parametrize("name", ["llama untied", "qwen2", "qwen3_moe", "qwen3_moe, a dense layer"])
+def test_transformers_and_gpt_model_compute_the_same_from_the_weights_of_megatron_lm(name, models, tmp_path):
+    tokens = torch.arange(24).view(2, 12) * 5 % 127
+    run_ranks(save_random, 1, models / name, tmp_path / "gpt", {})
+    run_ranks(back, 1, tmp_path / "gpt", tmp_path / "hf", {}, str(models / name))
+    expected = run_ranks(logits_of_gpt, 1, tmp_path / "gpt", models / name, tokens)[0]
+    found = run_ranks(logits_of_transformers, 1, tmp_path / "hf", tokens)[0]
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def saved(models, tmp_path_factory) -> Path:
+    """A checkpoint that Megatron-LM has saved of a Qwen3."""
+    folder = tmp_path_factory.mktemp("gpt") / "qwen3"
+    run_ranks(save_random, 1, models / "qwen3", folder, {})
+    return folder
+
+
+def changed(source: Path, folder: Path, **keys: Any) -> Path:
+    """A copy of a model with other values in config.json."""
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | keys))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            dict(num_attention_heads=4, num_key_value_heads=4, head_dim=20),
+            r"it has num_attention_heads 6 \(config.json implies 4\), num_query_groups 2 \(config.json implies 4\), kv_",
+        ),
+        (
+            dict(num_hidden_layers=3, layer_types=None),
+            r"it has num_layers 4 \(config.json implies 3\); name its own mod",
+        ),
+        (dict(intermediate_size=64), r"linear_fc1.weight has shape \(4, 160, 96\); config.json implies \(4, 128, 96\)"),
+        (
+            dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], head_dim=None, hidden_size=144),
+            r"it has hidden_size 96 \(config.json implies 144\)",
+        ),
+    ],
+    ids=["heads", "layers", "shape", "family"],
+)
+def test_a_checkpoint_of_another_architecture_is_refused(keys, message, models, saved, tmp_path):
+    """The shapes of all parameters are the same with 4 + 2 * 4 heads of 20 as with 6 + 2 * 2 heads of 24."""
+    other = changed(models / "qwen3", tmp_path / "model", **keys)
+    with pytest.raises(RankFailed) as error:
+        run_ranks(back, 1, saved, tmp_path / "out", {}, str(other))
+    assert re.search(message, str(error.value)), str(error.value)[-400:]
+    assert [file.name for file in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_checkpoint_without_a_key_is_refused(models, tmp_path):
+    """Save without the norms of heads, which are not in Megatron-LM's recorded arguments here."""
+    run_ranks(save_random, 1, models / "llama tied", tmp_path / "gpt", {})
+    other = changed(models / "llama tied", tmp_path / "model", model_type="qwen3", architectures=["Qwen3ForCausalLM"])
+    with pytest.raises(RankFailed, match=r"it lacks decoder\.layers\.self_attention\.q_layernorm\.weight"):
+        run_ranks(back, 1, tmp_path / "gpt", tmp_path / "out", {}, str(other))
+
+
+def test_other_numbers_than_those_of_the_training_are_a_warning(models, saved, tmp_path, capfd):
+    other = changed(models / "qwen3", tmp_path / "model", rms_norm_eps=1e-3)
+    run_ranks(back, 1, saved, tmp_path / "out", {}, str(other))
+    said = "was trained with norm_epsilon 1e-06 (config.json implies 0.001); set config.json of "
+    assert said in capfd.readouterr().err
+    run_ranks(back, 1, saved, tmp_path / "out_again", {}, str(models / "qwen3"))
+    assert "warning: " not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tracker", "folder", "message"),
+    [
+        ("20", None, "names iter_0000020, which does not exist; copy the checkpoint again"),
+        ("newest", None, "holds 'newest', not an iteration; name an iter_\\* folder"),
+        ("3", "iter_0000003/mp_rank_00", r"old format \(mp_rank_\*\), one file per rank; load and save it in"),
+    ],
+    ids=["missing", "no number", "old format"],
+)
+def test_a_folder_without_the_named_iteration_is_refused(tracker, folder, message, models, tmp_path, capfd):
+    checkpoint = tmp_path / "gpt"
+    (checkpoint / (folder or "")).mkdir(parents=True)
+    (checkpoint / MEGATRON_LM).write_text(tracker)
+    assert run_ranks(run_tool, 1, "export", checkpoint, tmp_path / "out", "--model", models / "qwen3") == [2]
+    assert re.search(message, capfd.readouterr().err)
+
+
+def test_the_commands_write_and_read_the_layout_of_megatron_lm(models, saved, tmp_path, capfd):
+    assert run_ranks(run_tool, 1, "convert", models / "qwen3", tmp_path / "gpt", "--megatron-lm") == [0]
+    assert sorted(file.name for file in (tmp_path / "gpt").iterdir()) == ["hf", MEGATRON_LM, "release"]
+    assert run_ranks(run_tool, 1, "export", tmp_path / "gpt", tmp_path / "hf") == [0]
+    for file in (models / "qwen3").glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "hf" / file.name).read_bytes()
+    capfd.readouterr()
+    assert run_ranks(run_tool, 1, "inspect", saved) == [0]
+    said = capfd.readouterr().out
+    assert re.search(r"decoder\.layers\.self_attention\.linear_proj\.weight +bfloat16 +\[4, 96, 144\]", said)
+    assert run_ranks(run_tool, 1, "export", saved, tmp_path / "none") == [2]
+    assert "has no hf folder with config.json; name the original model with --model" in capfd.readouterr().err
+
+
+def test_a_model_that_gpt_model_does_not_have_is_refused(tmp_path, capfd):
+    kind, extra = MODELS["glm4"]
+    run_ranks(lambda: tiny_model(kind, extra).save_pretrained(tmp_path / "glm4"), 1)
+    assert run_ranks(run_tool, 1, "convert", tmp_path / "glm4", tmp_path / "out", "--megatron-lm") == [2]
+    assert (
+        "--megatron-lm: GPTModel has no norms on the outputs of attention and MLP, which glm4" in capfd.readouterr().err
+    )
