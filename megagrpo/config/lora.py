@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from math import sqrt
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 LARGEST_IN_VLLM = 512
 ALL_LINEAR = "all-linear"
+_OUTSIDE = ("lm_head", "model.embed_tokens")  # modules that never have an adapter
 
 
 class LoraSection(Section):
@@ -31,7 +33,10 @@ class LoraSection(Section):
     """Share of the adapters' inputs set to 0 in training. Log-probs of reference and old policy use no dropout."""
     target_modules: list[str] | str = ALL_LINEAR
     """Projections with an adapter: `all-linear`, or a list of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
-    down_proj; for fused weights qkv_proj and gate_up_proj. Experts have no adapters."""
+    down_proj; for fused weights qkv_proj and gate_up_proj. A name may be longer, such as layers.0.mlp.up_proj. Or a
+    regular expression for whole names, such as model.layers.0.self_attn.q_proj. Experts have no adapters."""
+    layers_to_transform: list[NonNegativeInt] | None = None
+    """Layers with adapters, counted from 0. null: all layers. For one regular expression leave it null, as in PEFT."""
     adapter_path: str | None = None
     """Adapter to continue from, a PEFT folder, also the reference. Empty: a new adapter; the model is the reference."""
     sync: Literal["merged", "adapter"] = "merged"
@@ -53,25 +58,37 @@ class LoraSection(Section):
         return self.alpha / (sqrt(self.rank) if self.use_rslora else self.rank)
 
     @property
-    def projections(self) -> tuple[str, ...]:
-        """The projections with an adapter, in the order of the forward pass."""
-        return tuple(p for p in PROJECTIONS if self.target_modules == ALL_LINEAR or p in self.target_modules)
+    def names(self) -> list[str] | None:
+        """The names of `target_modules`; None for `all-linear` and for a regular expression."""
+        targets = self.target_modules
+        if isinstance(targets, str):
+            return [targets] if targets.isidentifier() else None
+        return targets
+
+    @property
+    def expression(self) -> str | None:
+        """The regular expression of `target_modules`; None if it is none."""
+        targets = self.target_modules
+        return targets if isinstance(targets, str) and targets != ALL_LINEAR and self.names is None else None
+
+    def adapts(self, module: str) -> bool:
+        """Whether the linear `module` of a decoder layer, such as model.layers.0.self_attn.q_proj, has an adapter.
+
+        The rules are those of PEFT: a name in `target_modules` is the end of the module's, and a regular expression
+        matches all of it.
+        """
+        if self.expression is not None:
+            return re.fullmatch(self.expression, module) is not None
+        layers, names = self.layers_to_transform, self.names
+        if layers is not None and int(module.split(".layers.")[1].split(".")[0]) not in layers:
+            return False
+        return names is None or any(f".{module}".endswith(f".{name}") for name in names)
 
 
 def lora_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield target modules that cannot have adapters, LoRA options without them, and options that exclude them."""
-    lora, targets = config.lora, ("lora.target_modules",)
-    choice = f"choose {ALL_LINEAR} or a list of {', '.join(PROJECTIONS)}"
-    named = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules
-    if unknown := [name for name in named if name not in PROJECTIONS and lora.target_modules != ALL_LINEAR]:
-        why = (
-            "embeddings and LM head have no adapters"
-            if {"lm_head", "embed_tokens"} & set(unknown)
-            else "unknown projection"
-        )
-        yield Problem(targets, f"{', '.join(unknown)}: {why}; {choice}")
-    if not named:
-        yield Problem(targets, f"the list is empty, so nothing is trained; {choice}")
+    lora = config.lora
+    yield from _target_problems(lora)
     if not lora.enabled and lora.adapter_path is not None:
         reason = f"{lora.adapter_path} needs lora.rank, the rank of that adapter"
         yield Problem(("lora.adapter_path", "lora.rank"), f"{reason}; set lora.rank, or leave the path empty")
@@ -91,3 +108,28 @@ def lora_problems(config: RunConfig) -> Iterator[Problem]:
     if lora.enabled and config.debug.dump_steps:
         reason = "megagrpo audit does not support adapters; leave dump_steps empty, or set lora.rank to 0"
         yield Problem(("debug.dump_steps", "lora.rank"), reason)
+
+
+def _target_problems(lora: LoraSection) -> Iterator[Problem]:
+    """Yield target modules that no model has, and layers that select nothing."""
+    targets, layers = ("lora.target_modules",), ("lora.layers_to_transform",)
+    choice = f"choose {ALL_LINEAR} or a list of {', '.join(PROJECTIONS)}"
+    outside = "embeddings and LM head have no adapters"
+    if unknown := [name for name in lora.names or [] if name.rpartition(".")[2] not in PROJECTIONS]:
+        why = outside if {"lm_head", "embed_tokens"} & set(unknown) else "unknown projection"
+        yield Problem(targets, f"{', '.join(unknown)}: {why}; {choice}")
+    if lora.names == []:
+        yield Problem(targets, f"the list is empty, so nothing is trained; {choice}")
+    if lora.expression is not None:
+        try:
+            matched = [name for name in _OUTSIDE if re.fullmatch(lora.expression, name)]
+        except re.error as error:
+            yield Problem(targets, f"{lora.expression} is no regular expression ({error}); {choice}")
+            return
+        if matched:
+            yield Problem(targets, f"{lora.expression} matches {matched[0]}: {outside}; match projections alone")
+        if lora.layers_to_transform is not None:
+            said = f"is not supported with a regular expression in lora.target_modules ({lora.expression})"
+            yield Problem((*layers, *targets), f"{said}; match the layers there, or list the modules")
+    if lora.layers_to_transform == []:
+        yield Problem(layers, "the list is empty, so nothing is trained; name layers, or choose null for all")

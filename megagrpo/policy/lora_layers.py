@@ -33,62 +33,56 @@ from torch import Tensor, nn
 from megagrpo.config import LoraSection
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.policy.chunks import layers_of, mix_in
+from megagrpo.policy.specs import LAYERS_PER_BLOCK
 
-Names = dict[str, tuple[str, ...]]  # linear -> names of its projections
 ADAPTER_MODULE = "adapter"  # submodule of a linear that holds its adapters; no other parameter has this in its name
 
 
 def attach_adapters(chunks: Sequence[nn.Module], hf_config: HfConfig, lora: LoraSection, recompute: str) -> None:
-    """Freeze the bare chunks and add uninitialised adapters in the weights' dtype to the projections `lora` names.
-
-    Experts get no adapters, since each would need its own. In a mixture's blocks only the attention has adapters.
-    """
-    names = hf_config.linears
+    """Freeze the bare chunks and add uninitialised adapters in the weights' dtype to the linears that `lora` names."""
     for chunk in chunks:
         chunk.requires_grad_(False)
         for layer in layers_of([chunk]):
-            attention, mlp = getattr(layer, "self_attention", None), getattr(layer, "mlp", None)
-            for linear, parts, groups in (*_of_attention(attention, names), *_of_mlp(mlp, names)):
-                if wanted := [name for name in parts if name in lora.projections]:
+            modules = hf_config.modules((layer.layer_number - 1) // LAYERS_PER_BLOCK)
+            for linear, names in ((_find(layer, key), names) for key, names in modules.items()):
+                if linear is not None and (wanted := [_projection(name) for name in names if lora.adapts(name)]):
                     column = linear.weight.partition_dim == 0
+                    parts, groups = _rows(linear, [_projection(name) for name in names])
                     linear.adapter = (ColumnAdapter if column else RowAdapter)(linear, parts, groups, wanted, lora)
                     mix_in(linear, Adapted)
-        if recompute == "full" and chunk.pre_process:
-            # Recompute runs a block's backward pass only if its input requires a gradient. Nothing before the first
-            # block is trained.
+        bare = not any(parameter.requires_grad for parameter in chunk.parameters())
+        if (recompute == "full" or bare) and chunk.pre_process:
+            # Recompute runs a block's backward pass only if its input requires a gradient, and a pipeline stage needs
+            # outputs that do. Nothing before the first block is trained.
             embedding: Any = chunk.embedding
             embedding.register_forward_hook(
                 lambda module, inputs, output: output.requires_grad_(torch.is_grad_enabled())
             )
 
 
-def _of_attention(attention: Any, names: Names) -> list[tuple[Any, dict[str, int], int]]:
-    """Return (linear, rows of each projection in one output group, groups on this rank) for each attention linear."""
-    if not hasattr(attention, "linear_qkv"):
-        return []
-    config: TransformerConfig = attention.config
-    head, queries = config.kv_channels, config.num_attention_heads // config.num_query_groups
-    groups = config.num_query_groups // config.tensor_model_parallel_size
-    inputs = _rows(names["self_attention.linear_qkv"], (queries * head, head, head))
-    outputs = _rows(names["self_attention.linear_proj"], (config.hidden_size,))
-    return [(attention.linear_qkv, inputs, groups), (attention.linear_proj, outputs, 1)]
+def _find(layer: nn.Module, key: str) -> Any:
+    """Return the linear `key` of a hybrid layer, such as mlp.linear_fc1; None if the layer has none of this name."""
+    found: Any = layer
+    for part in key.split("."):
+        found = getattr(found, part, None)
+    return found
 
 
-def _of_mlp(mlp: Any, names: Names) -> list[tuple[Any, dict[str, int], int]]:
-    if not hasattr(mlp, "linear_fc1"):
-        return []
-    config: TransformerConfig = mlp.config
-    width = config.ffn_hidden_size // config.tensor_model_parallel_size
-    inputs, outputs = (
-        _rows(names["mlp.linear_fc1"], (width, width)),
-        _rows(names["mlp.linear_fc2"], (config.hidden_size,)),
-    )
-    return [(mlp.linear_fc1, inputs, 1), (mlp.linear_fc2, outputs, 1)]
+def _projection(module: str) -> str:
+    return module.rpartition(".")[2]
 
 
-def _rows(names: tuple[str, ...], rows: tuple[int, ...]) -> dict[str, int]:
-    """Return the rows of each projection. A single fused projection gets the sum of all rows."""
-    return dict(zip(names, rows, strict=True)) if len(names) == len(rows) else {names[0]: sum(rows)}
+def _rows(linear: Any, names: Sequence[str]) -> tuple[dict[str, int], int]:
+    """Return (rows of each projection in one output group, groups on this rank) of a linear.
+
+    Queries, keys and values are interleaved by group; other projections are one group.
+    """
+    config: TransformerConfig = linear.config
+    if len(names) == 3:
+        head, queries = config.kv_channels, config.num_attention_heads // config.num_query_groups
+        groups = config.num_query_groups // config.tensor_model_parallel_size
+        return dict(zip(names, (queries * head, head, head), strict=True)), groups
+    return dict.fromkeys(names, linear.weight.shape[0] // len(names)), 1
 
 
 class Adapted:

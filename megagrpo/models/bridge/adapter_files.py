@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megagrpo.config import LoraSection
+from megagrpo.config.lora import ALL_LINEAR
 from megagrpo.models.bridge.file_checksums import verify_inside
 from megagrpo.models.bridge.hf_export import Parameters, Source, Stream, refuse_non_empty, save_folder, save_hf
 from megagrpo.models.bridge.hf_files import File, Files, Rounded, Writer
@@ -35,9 +36,9 @@ ADAPTER_FILES = "adapter"  # subfolder of a checkpoint
 RUN_KEY = "lora.adapter_path"  # the config key in a run's error messages; a tool passes its own argument
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # PEFT's options beyond A and B of one rank, with the value that disables each option.
-PLAIN = dict(
-    bias="none", use_dora=False, rank_pattern={}, alpha_pattern={}, modules_to_save=None, layers_to_transform=None
-)
+PLAIN = dict(bias="none", use_dora=False, rank_pattern={}, alpha_pattern={}, modules_to_save=None)
+# options that narrow PEFT's selection of modules; `lora` has others
+UNUSED = dict(exclude_modules=None, layers_pattern=None)
 
 
 @torch.no_grad()
@@ -82,7 +83,8 @@ def load_adapter(
         where = "the model" if odd[0] in names else str(folder)
         what = f"{odd[0]} is only in {where} ({len(odd)} such tensors)"
         if key == RUN_KEY:
-            raise ValueError(f"lora.target_modules: {what}; name the projections of the adapter")
+            fix = "name the projections of the adapter, and its layers in lora.layers_to_transform"
+            raise ValueError(f"lora.target_modules: {what}; {fix}")
         raise ValueError(f"{key}: {what}; name the model that the adapter was trained on")
     for param, blocks in adapters:
         name, shape = blocks[0].name, blocks[0].shape
@@ -109,16 +111,19 @@ def read_lora(folder: Path, key: str = RUN_KEY) -> LoraSection:
     verify_inside(folder)
     saved = json.loads((folder / CONFIG).read_text())
     odd = ["peft_type"] if saved.get("peft_type") != "LORA" else []
-    odd += [name for name, plain in PLAIN.items() if saved.get(name, plain) not in (plain, None)]
+    odd += [name for name, plain in (PLAIN | UNUSED).items() if (saved.get(name) or plain) != plain]
     if odd:
-        what = f"{odd[0]} {saved.get(odd[0])}; only plain LoRA of one rank, on every layer, is supported"
+        what = f"{odd[0]} {saved.get(odd[0])}; only plain LoRA of one rank is supported"
         raise ValueError(f"{key}: the adapter in {folder} has {what}")
-    modules = saved["target_modules"]
-    if not isinstance(modules, str):  # PEFT may name whole modules; a projection is the last part
-        modules = sorted({name.rpartition(".")[2] for name in modules})
-    rslora, dropout = bool(saved.get("use_rslora")), saved.get("lora_dropout", 0)
-    scale = dict(rank=saved["r"], alpha=saved["lora_alpha"], use_rslora=rslora)
-    return LoraSection(**scale, dropout=dropout, target_modules=modules)
+    modules, layers = saved["target_modules"], saved.get("layers_to_transform")
+    return LoraSection(
+        rank=saved["r"],
+        alpha=saved["lora_alpha"],
+        use_rslora=bool(saved.get("use_rslora")),
+        dropout=saved.get("lora_dropout", 0),
+        target_modules=modules if isinstance(modules, str) else sorted(modules),
+        layers_to_transform=[layers] if isinstance(layers, int) else layers or None,
+    )
 
 
 def base_of(folder: Path) -> str:
@@ -175,13 +180,13 @@ def save_adapter(
 
 
 def adapter_config(lora: LoraSection, projections: list[str], base: str) -> dict[str, Any]:
-    """Return the contents of adapter_config.json."""
+    """Return the contents of adapter_config.json. For `all-linear` it names the `projections`, as PEFT does."""
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     own: dict[str, Any] = dict(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, use_rslora=lora.use_rslora)
-    own |= dict(target_modules=projections)
+    own |= dict(target_modules=projections if lora.target_modules == ALL_LINEAR else lora.names or lora.expression)
     about: dict[str, Any] = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=shared_name(base))
     about |= dict(inference_mode=True, fan_in_fan_out=False)
-    return about | own | PLAIN | dict(init_lora_weights=True)
+    return about | own | PLAIN | dict(layers_to_transform=lora.layers_to_transform, init_lora_weights=True)
 
 
 MERGE_ARGUMENT = "ADAPTER"  # name of the command-line argument in errors

@@ -110,13 +110,14 @@ def adapter_blocks(
 def trained_blocks(
     chunks: list[nn.Module], hf_config: HfConfig, layout: Layout
 ) -> list[tuple[str, Tensor | DenseWeight, list[Block]]]:
-    """Return (name, parameter in Megatron's shape, its blocks) for everything with a gradient: the adapters, if any, or
-    else all weights that are parameters."""
-    adapters: list[tuple[str, Tensor | DenseWeight, list[Block]]] = [*adapter_blocks(chunks, hf_config, layout)]
-    return adapters or [
-        (name, param, parameter_blocks)
-        for name, param, parameter_blocks in blocks(chunks, hf_config, layout)
-        if isinstance(param, (nn.Parameter, DenseWeight))
+    """Return (name, parameter in Megatron's shape, its blocks) for everything with a gradient on this rank."""
+    return [
+        *adapter_blocks(chunks, hf_config, layout),
+        *(
+            (name, param, parameter_blocks)
+            for name, param, parameter_blocks in blocks(chunks, hf_config, layout)
+            if isinstance(param, DenseWeight) or (isinstance(param, Tensor) and param.requires_grad)
+        ),
     ]
 
 

@@ -64,7 +64,7 @@ class HfConfig:
     max_positions: int
     dtype: str  # dtype of the weights on disk: "bfloat16", "float16" or "float32"
     raw: dict[str, Any] = field(repr=False, compare=False)
-    # Megatron's linears outside of experts -> their Hugging Face projections, for example q_proj
+    # Megatron's linears outside of experts -> their Hugging Face modules, for example model.layers.{L}.mlp.down_proj
     linears: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
     partial_rotary_factor: float = 1.0  # share of each head's dimensions, the first ones, that are rotated
     rotary_interleaved: bool = False  # rotation pairs neighbouring dimensions, not the two halves of a head
@@ -112,3 +112,12 @@ class HfConfig:
     def has_experts(self, block: int) -> bool:
         """Whether decoder block `block`, counted from 0, has a mixture of experts in place of an MLP."""
         return self.experts is not None and block in self.experts.blocks
+
+    def modules(self, block: int) -> dict[str, tuple[str, ...]]:
+        """Return `linears` of decoder block `block`, counted from 0: only those that it has, with its number."""
+        absent = "mlp.linear_" if self.has_experts(block) else "mlp.shared_experts."
+        return {
+            linear: tuple(name.replace("{L}", str(block)) for name in names)
+            for linear, names in self.linears.items()
+            if not linear.startswith(absent)
+        }

@@ -55,7 +55,7 @@ def parse_hf_config(raw: dict[str, Any]) -> HfConfig:
 def _linears(table: Table) -> dict[str, tuple[str, ...]]:
     linears = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
     rules = {linear: table[f"{linear}.weight"] for linear in linears if f"{linear}.weight" in table}
-    return {linear: tuple(name.split(".")[-2] for name in rule.names) for linear, rule in rules.items()}
+    return {linear: tuple(name.removesuffix(".weight") for name in rule.names) for linear, rule in rules.items()}
 
 
 def _of_model(lines: Sequence[str]) -> list[Problem]:

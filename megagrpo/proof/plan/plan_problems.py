@@ -16,6 +16,7 @@ from megagrpo.proof.plan.files import data_problems, output_problems, tokenizer_
 from megagrpo.proof.plan.gpu_specs import Gpu
 from megagrpo.proof.plan.overlap import refused_by_model
 from megagrpo.proof.plan.planned_memory import Memory, run_memory
+from megagrpo.proof.plan.shapes import modules_of
 
 
 @dataclass(frozen=True)
@@ -138,25 +139,34 @@ def _overlap_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
 
 
 def adapter_problems(lora: LoraSection, model: HfConfig) -> Iterator[Problem]:
-    """Yield problems of LoRA's target modules: unknown projections, projections inside experts, and modules that vLLM
-    takes no adapter for."""
-    named = [] if lora.target_modules == "all-linear" else lora.projections
-    inside = [name for name in named if name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")]
+    """Yield problems of LoRA's target modules and layers: names that the model lacks, projections inside experts, and
+    modules that vLLM takes no adapter for."""
     targets = ("lora.target_modules",)
     if lora.enabled and model.mla:
         said = f"{lora.rank}, but adapters do not support {model.family}'s latent attention; set it to 0"
         yield Problem(("lora.rank",), said)
         return
-    own = [name for names in model.linears.values() for name in names]
-    if odd := [name for name in named if name not in own and name not in inside * bool(model.experts)]:
+    own = [name.rpartition(".")[2] for names in model.linears.values() for name in names]
+    modules, last = modules_of(model, range(model.num_layers)), model.num_layers - 1
+    if beyond := [layer for layer in lora.layers_to_transform or [] if layer > last]:
+        said = f"{beyond[0]} is out of range: the model has {model.num_layers} layers; use 0 to {last}"
+        yield Problem(("lora.layers_to_transform",), said)
+    absent = [name for name in lora.names or [] if not any(f".{module}".endswith(f".{name}") for module in modules)]
+    inside = [
+        name for name in absent if model.experts and name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+    ]
+    if odd := [name for name in absent if name not in inside]:
         said = f"{model.family} has no {', '.join(odd)}; name some of {', '.join(own)}, or choose all-linear"
         yield Problem(targets, said)
-    fused = {"gate_up_proj"} & set(own) & set(lora.projections)
+    if lora.expression is not None and not any(map(lora.adapts, modules)):
+        said = f"{lora.expression} matches no projection of {model.family}; one is {modules[0]}"
+        yield Problem(targets, said)
     # of GLM vLLM expects gate_proj and up_proj apart
+    fused = any(map(lora.adapts, (name for name in modules if name.endswith(".gate_up_proj"))))
     if lora.syncs_adapters and fused and "qkv_proj" not in own:
         said = f"vLLM takes no adapter of the gate_up_proj of {model.family}; choose merged, or name other projections"
         yield Problem(("lora.sync", *targets), f"{said} in lora.target_modules")
-    if lora.enabled and model.experts and inside:
+    if lora.enabled and inside:
         said = f"{', '.join(inside)} of {model.family} are inside its experts, which have no adapters; leave them out"
         yield Problem(targets, f"{said}, or choose all-linear, which means all other projections")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -120,18 +120,17 @@ def _layer_adapters(model: HfConfig, layer: int, tp: int, lora: LoraSection) -> 
     output. Experts have no adapters."""
     hidden, queries, keys = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     by_output = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "qkv_proj": queries + 2 * keys}
-    by_input = {"o_proj": queries}
-    if not model.has_experts(layer):
-        by_output |= dict.fromkeys(("gate_proj", "up_proj"), model.intermediate_size)
-        by_output["gate_up_proj"] = 2 * model.intermediate_size
-        by_input["down_proj"] = model.intermediate_size
-    adapted = adapted_projections(model, lora)
-    return lora.rank * sum(hidden + size // tp for name, size in (by_output | by_input).items() if name in adapted)
+    by_output |= dict.fromkeys(("gate_proj", "up_proj"), model.intermediate_size)
+    by_output["gate_up_proj"] = 2 * model.intermediate_size
+    by_input = {"o_proj": queries, "down_proj": model.intermediate_size}
+    adapted = [module.rpartition(".")[2] for module in modules_of(model, [layer]) if lora.adapts(module)]
+    return lora.rank * sum(hidden + (by_output | by_input)[name] // tp for name in adapted)
 
 
-def adapted_projections(model: HfConfig, lora: LoraSection) -> list[str]:
-    """Return the model's projections with an adapter, in the order of the forward pass."""
-    return [name for names in model.linears.values() for name in names if name in lora.projections]
+def modules_of(model: HfConfig, layers: Iterable[int]) -> list[str]:
+    """Return the modules of linears in these layers, such as model.layers.0.self_attn.q_proj, in the order of the
+    forward pass."""
+    return [name for layer in layers for names in model.modules(layer).values() for name in names]
 
 
 def stage_fp8(model: HfConfig, parallel: ParallelSection, bf16_layers: Sequence[int]) -> list[int]:

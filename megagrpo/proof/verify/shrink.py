@@ -8,7 +8,8 @@ from zlib import crc32
 
 import torch
 
-from megagrpo.config import ParallelSection, RunConfig
+from megagrpo.config import LoraSection, ParallelSection, RunConfig
+from megagrpo.config.lora import ALL_LINEAR
 from megagrpo.data.packing import padded
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.family import COMMON, FULL, SLIDING, rope, rotated_share
@@ -43,7 +44,7 @@ def shrink_config(config: RunConfig) -> RunConfig:
         "run": dict(max_steps=100),
         "algorithm": dict(steps_per_generation=1),  # one optimizer step is verified
         "model": dict(bf16_layers=[end for end in (0, -1) if end in config.model.bf16_layers]),
-        "lora": dict(rank=min(config.lora.rank, 4), alpha=1.0, dropout=0.0, adapter_path=None),
+        "lora": _few_adapters(config.lora),
         "parallel": dict(
             timeout_minutes=min(config.parallel.timeout_minutes, HANG_MINUTES),
             pipeline_layers=_few_layers(config.parallel.pipeline_layers),
@@ -73,6 +74,20 @@ def shrink_config(config: RunConfig) -> RunConfig:
 def _few_layers(stages: list[int] | None) -> list[int] | None:
     """Return the layers of each stage: one for the smallest stages, up to three for larger ones."""
     return stages and [min(layers - min(stages) + 1, 3) for layers in stages]
+
+
+def _few_adapters(lora: LoraSection) -> dict[str, Any]:
+    """Return the section `lora` with few small adapters. The small model has other layers: of a selection the first
+    layer stays, and names that may hold a layer's number lose it."""
+    names = [name.rpartition(".")[2] for name in lora.names or []]
+    return dict(
+        rank=min(lora.rank, 4),
+        alpha=1.0,
+        dropout=0.0,
+        adapter_path=None,
+        target_modules=sorted(set(names), key=names.index) or ALL_LINEAR,
+        layers_to_transform=lora.layers_to_transform and [0],
+    )
 
 
 def plainly(config: RunConfig) -> RunConfig:

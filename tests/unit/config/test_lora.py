@@ -1,8 +1,10 @@
 """Invalid settings of adapters, and settings derived from them."""
 
 import pytest
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
 
-from megagrpo.config import load_config
+from megagrpo.config import LoraSection, load_config
 from tests.unit.config.test_config import SMALLEST, problems, write
 
 
@@ -23,6 +25,18 @@ from tests.unit.config.test_config import SMALLEST, problems, write
             "lora.adapter_path: /there needs lora.rank, the rank of that adapter; set lora.rank",
         ),
         (
+            "lora.target_modules=model.layers.[0",
+            "lora.target_modules: model.layers.[0 is no regular expression (unterminated character set at position 13)",
+        ),
+        (
+            "lora.target_modules=.*",
+            "lora.target_modules: .* matches lm_head: embeddings and LM head have no adapters; match projections alone",
+        ),
+        (
+            "lora.layers_to_transform=[]",
+            "lora.layers_to_transform: the list is empty, so nothing is trained; name layers, or choose null for all",
+        ),
+        (
             "debug.dump_steps=[1]",
             "debug.dump_steps: megagrpo audit does not support adapters; leave dump_steps empty, or set lora.rank to 0",
         ),
@@ -34,13 +48,41 @@ def test_what_adapters_cannot_do_is_refused(tmp_path, override, message):
     assert problem.startswith(message)
 
 
+def test_an_expression_names_its_layers_itself(tmp_path):
+    _, problem = problems(
+        write(tmp_path, SMALLEST), "lora.rank=8", r"lora.target_modules=.*\.q_proj", "lora.layers_to_transform=[1]"
+    )
+    assert problem.startswith(
+        r"lora.layers_to_transform: is not supported with a regular expression in lora.target_modules (.*\.q_proj); match"
+    )
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        dict(target_modules="all-linear", layers_to_transform=None),
+        dict(target_modules=["q_proj", "layers.1.mlp.up_proj"], layers_to_transform=None),
+        dict(target_modules=["proj", "self_attn.v_proj", "down_proj"], layers_to_transform=[0, 11]),
+        dict(target_modules=r".*\.1?[01]\..*_proj", layers_to_transform=None),
+    ],
+    ids=str,
+)
+def test_adapters_are_where_peft_has_them(chosen):
+    modules = [
+        f"model.layers.{layer}.{name}"
+        for layer in (0, 1, 11)
+        for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")
+    ]
+    lora = LoraSection(rank=1, **chosen)
+    if chosen["target_modules"] != "all-linear":  # which PEFT replaces by a list
+        theirs = LoraConfig(**chosen)
+        assert [*map(lora.adapts, modules)] == [bool(check_target_module_exists(theirs, name)) for name in modules]
+    assert any(map(lora.adapts, modules))
+
+
 def test_the_scale_of_adapters_is_that_of_peft(tmp_path):
     loaded = load_config(write(tmp_path, SMALLEST), ["lora.rank=16", "lora.alpha=8"]).lora
-    assert (
-        loaded.scale == 0.5
-        and loaded.model_copy(update=dict(use_rslora=True)).scale == 2.0
-        and len(loaded.projections) == 9
-    )
+    assert loaded.scale == 0.5 and loaded.model_copy(update=dict(use_rslora=True)).scale == 2.0
 
 
 @pytest.mark.parametrize(

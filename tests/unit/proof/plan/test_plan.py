@@ -710,6 +710,21 @@ def test_adapters_go_on_the_projections_that_a_model_has(folder):
     )
 
 
+def test_adapters_of_some_layers_are_counted_there(folder):
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    chosen = ("lora.rank=32", "lora.target_modules=[q_proj, mlp.down_proj]", "lora.layers_to_transform=[0, 31]")
+    made = dict(plan(config(folder, *chosen), 1).rows)["LoRA"]
+    assert "on q_proj, down_proj in 2 of 32 layers: " in made
+    assert f"{2 * 32 * (2 * 4096 + 4096 + 14336):,} trained" in made
+    (problem,) = told(plan(config(folder, "lora.rank=4", "lora.layers_to_transform=[31, 32]"), 1))
+    assert problem == "lora.layers_to_transform: 32 is out of range: the model has 32 layers; use 0 to 31"
+    (problem,) = told(plan(config(folder, "lora.rank=4", r"lora.target_modules=layers\..*\.q_proj"), 1))
+    assert problem == (
+        r"lora.target_modules: layers\..*\.q_proj matches no projection of llama; one is "
+        "model.layers.0.self_attn.q_proj"
+    )
+
+
 def test_an_adapter_that_vllm_does_not_take_is_refused(folder):
     (folder / "config.json").write_text(
         json.dumps(LLAMA | {"model_type": "glm4", "head_dim": 32, "rms_norm_eps": 1e-5})
