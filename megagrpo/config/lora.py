@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # A model has either q_proj, k_proj and v_proj or qkv_proj, and either gate_proj and up_proj or gate_up_proj.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
+EXPERT_PROJECTIONS = ("gate_up_proj", "down_proj")
 LARGEST_IN_VLLM = 512
 ALL_LINEAR = "all-linear"
 _OUTSIDE = ("lm_head", "model.embed_tokens")  # modules that never have an adapter
@@ -34,11 +35,14 @@ class LoraSection(Section):
     target_modules: list[str] | str = ALL_LINEAR
     """Projections with an adapter: `all-linear`, or a list of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
     down_proj; for fused weights qkv_proj and gate_up_proj. A name may be longer, such as layers.0.mlp.up_proj. Or a
-    regular expression for whole names, such as model.layers.0.self_attn.q_proj. Experts have no adapters."""
+    regular expression for whole names, such as model.layers.0.self_attn.q_proj. Experts: `target_parameters`."""
     layers_to_transform: list[NonNegativeInt] | None = None
     """Layers with adapters, counted from 0. null: all layers. For one regular expression leave it null, as in PEFT."""
     adapter_path: str | None = None
     """Adapter to continue from, a PEFT folder, also the reference. Empty: a new adapter; the model is the reference."""
+    target_parameters: list[str] = []
+    """Experts with adapters: `experts.gate_up_proj`, `experts.down_proj`, or both. Each expert has its own A and B. The
+    names are those of PEFT's key; a longer one, such as layers.0.mlp.experts.down_proj, means one layer."""
     sync: Literal["merged", "adapter"] = "merged"
     """What vLLM gets. merged: whole weights with adapters. adapter: only adapters, applied to vLLM's own weights."""
 
@@ -84,6 +88,10 @@ class LoraSection(Section):
             return False
         return names is None or any(f".{module}".endswith(f".{name}") for name in names)
 
+    def adapts_experts(self, parameter: str) -> bool:
+        """Whether the experts' `parameter`, such as model.layers.0.mlp.experts.down_proj, has adapters."""
+        return any(f".{parameter}".endswith(f".{name}") for name in self.target_parameters)
+
 
 def lora_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield target modules that cannot have adapters, LoRA options without them, and options that exclude them."""
@@ -118,7 +126,8 @@ def _target_problems(lora: LoraSection) -> Iterator[Problem]:
     if unknown := [name for name in lora.names or [] if name.rpartition(".")[2] not in PROJECTIONS]:
         why = outside if {"lm_head", "embed_tokens"} & set(unknown) else "unknown projection"
         yield Problem(targets, f"{', '.join(unknown)}: {why}; {choice}")
-    if lora.names == []:
+    yield from _expert_problems(lora)
+    if lora.names == [] and not lora.target_parameters:
         yield Problem(targets, f"the list is empty, so nothing is trained; {choice}")
     if lora.expression is not None:
         try:
@@ -133,3 +142,17 @@ def _target_problems(lora: LoraSection) -> Iterator[Problem]:
             yield Problem((*layers, *targets), f"{said}; match the layers there, or list the modules")
     if lora.layers_to_transform == []:
         yield Problem(layers, "the list is empty, so nothing is trained; name layers, or choose null for all")
+
+
+def _expert_problems(lora: LoraSection) -> Iterator[Problem]:
+    """Yield names that no experts have, and options that adapters of experts exclude."""
+    key = ("lora.target_parameters",)
+    if unknown := [name for name in lora.target_parameters if name.rpartition(".")[2] not in EXPERT_PROJECTIONS]:
+        choice = " and ".join(f"experts.{name}" for name in EXPERT_PROJECTIONS)
+        yield Problem(key, f"{', '.join(unknown)}: not a parameter of experts; choose among {choice}")
+    if lora.target_parameters and lora.dropout:
+        said = f"experts have no dropout of adapters, in PEFT too, but lora.dropout is {lora.dropout:g}"
+        yield Problem((*key, "lora.dropout"), f"{said}; set it to 0, or leave the list empty")
+    if lora.target_parameters and lora.syncs_adapters:
+        said = "vLLM applies adapters of experts only with kernels that have not been run here"
+        yield Problem(("lora.sync", *key), f"adapter, but {said}; choose merged, or leave the list empty")

@@ -53,6 +53,7 @@ def build_model(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> l
         spec = partial(
             transformer_engine_spec,
             own_linears=options.own_linears,
+            own_experts=options.own_experts,
             own_attention=_own_attention(hf_config, layout.parallel.cp),
             own_rotation=not fuses_rope(hf_config, options.fusions),
         )

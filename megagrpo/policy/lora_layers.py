@@ -5,6 +5,7 @@ linear. A projection fused in the files (qkv, gate_up) has one A and one B, with
 
 Column-parallel linears (q, k, v, gate, up) shard B along its output and replicate A. Row-parallel linears (o, down)
 shard A along its input and replicate B. Activations that cross ranks have `rank` columns, not the model's width.
+Experts are sharded alike over their own tensor-parallel ranks, and no activation of their adapters crosses ranks.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_name
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import MoETransformerLayer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
@@ -50,6 +52,7 @@ def attach_adapters(chunks: Sequence[nn.Module], hf_config: HfConfig, lora: Lora
                     parts, groups = _rows(linear, [_projection(name) for name in names])
                     linear.adapter = (ColumnAdapter if column else RowAdapter)(linear, parts, groups, wanted, lora)
                     mix_in(linear, Adapted)
+            _attach_to_experts(layer, hf_config, lora)
         bare = not any(parameter.requires_grad for parameter in chunk.parameters())
         if (recompute == "full" or bare) and chunk.pre_process:
             # Recompute runs a block's backward pass only if its input requires a gradient, and a pipeline stage needs
@@ -58,6 +61,23 @@ def attach_adapters(chunks: Sequence[nn.Module], hf_config: HfConfig, lora: Lora
             embedding.register_forward_hook(
                 lambda module, inputs, output: output.requires_grad_(torch.is_grad_enabled())
             )
+
+
+def _attach_to_experts(layer: Any, hf_config: HfConfig, lora: LoraSection) -> None:
+    """Add adapters to each expert of a layer with experts. gate_up_proj has one A and one B, as in PEFT."""
+    if not isinstance(layer, MoETransformerLayer):
+        return
+    for key, name in hf_config.expert_parameters((layer.layer_number - 1) // LAYERS_PER_BLOCK).items():
+        if lora.adapts_experts(name):
+            for expert in layer.mlp.experts.local_experts:
+                linear = getattr(expert, key)
+                rows, wanted = {_projection(name): linear.weight.shape[0]}, [_projection(name)]
+                kind = ExpertColumnAdapter if linear.weight.partition_dim == 0 else ExpertRowAdapter
+                linear.adapter = kind(linear, rows, 1, wanted, lora)
+                for parameter in linear.adapter.parameters():
+                    # of the experts' buffers and optimizer, as the expert's weights are (`prepare_experts`)
+                    parameter.allreduce = parameter.sequence_parallel = False
+                mix_in(linear, Adapted)
 
 
 def _find(layer: nn.Module, key: str) -> Any:
@@ -195,6 +215,34 @@ class RowAdapter(_Adapter):
         )
         down = reduce(F.linear(self.drop(x, cut=True), part.lora_A), group=self.tp_group)
         return self.scale * F.linear(down, part.lora_B)
+
+
+class ExpertAdapter(_Adapter):
+    """Adapter of one linear of an expert, without communication in its forward pass: the token dispatcher gives all
+    ranks that share the expert the same tokens, and adds up their outputs and the gradients of their inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's share of scale B A x, [tokens, out], from x [tokens, in]."""
+        (name,) = self
+        part = self.low_rank(name)
+        # The matrix that all of these ranks hold gets a part of its gradient on each.
+        a, b = (
+            copy_to_tensor_model_parallel_region(matrix, group=self.tp_group) if dim is None else matrix
+            for matrix, dim in zip((part.lora_A, part.lora_B), self.cut, strict=True)
+        )
+        return self.scale * F.linear(F.linear(x, a), b)
+
+
+class ExpertColumnAdapter(ExpertAdapter):
+    """Adapter of an expert's column-parallel linear: every rank has its rows of the output."""
+
+    cut = None, 0
+
+
+class ExpertRowAdapter(ExpertAdapter):
+    """Adapter of an expert's row-parallel linear: every rank has a part of the sum."""
+
+    cut = 1, None
 
 
 def adapters(chunks: Sequence[nn.Module]) -> Iterator[_Adapter]:

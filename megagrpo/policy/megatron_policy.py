@@ -74,6 +74,7 @@ class MegatronPolicy:
                 fusions=config.model.fusions,
                 sequence_parallel=config.parallel.sequence_parallel,
                 own_linears=config.lora.enabled,
+                own_experts=config.lora.enabled and bool(config.lora.target_parameters),
                 init_weights=config.model.base_storage == "none",
                 longest_sequence=config.longest_sequence,
                 overlap=config.train.overlap,

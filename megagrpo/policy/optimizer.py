@@ -139,7 +139,12 @@ def build_optimizer(
         muon_fp32_matmul_prec="highest" if dtype == torch.float32 else "medium",
     )
     with _adam(train):
-        return get_megatron_optimizer(config, list(wrapped))
+        built: Any = get_megatron_optimizer(config, list(wrapped))
+    if len(parts := parts_of(built)) > 1:
+        # Where only experts are trained, every rank's optimizer of all else is empty, and megatron-core 0.19 fails to
+        # save it.
+        built.chained_optimizers = [part for part in parts if not part.is_stub_optimizer]
+    return cast(MegatronOptimizer, built)
 
 
 @contextlib.contextmanager

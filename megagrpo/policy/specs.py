@@ -200,13 +200,18 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
 
 
 def transformer_engine_spec(
-    hf_config: HfConfig, own_linears: bool = False, own_attention: bool = False, own_rotation: bool = True
+    hf_config: HfConfig,
+    own_linears: bool = False,
+    own_experts: bool = False,
+    own_attention: bool = False,
+    own_rotation: bool = True,
 ) -> ModuleSpec:
     """Return megatron-core's own Transformer Engine stack, with the norms that it leaves out.
 
     With `own_linears` linears outside experts are Megatron's, and the norm before them is a separate module, so
-    adapters can read its output. With `own_attention` core attention is `TorchAttention`. With `own_rotation`
-    Transformer Engine's attention rotates by `Rotary`; Megatron's unfused rotation makes the host wait in each layer.
+    adapters can read its output. With `own_experts` a layer's experts are Megatron's linears too, computed one after
+    the other. With `own_attention` core attention is `TorchAttention`. With `own_rotation` Transformer Engine's
+    attention rotates by `Rotary`; Megatron's unfused rotation makes the host wait in each layer.
     """
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
@@ -227,6 +232,16 @@ def transformer_engine_spec(
         layer.sharded_state_dict_keys_map, mlp_layer.sharded_state_dict_keys_map = ATTENTION_KEYS, MLP_KEYS
         mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         mlp_layer.mlp = functools.partial(MLP.as_mlp_submodule, submodules=mlp)
+    if own_experts:
+        moe = spec.submodules.moe_layer.submodules
+        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        moe.mlp = functools.partial(
+            MoELayer,
+            submodules=MoESubmodules(
+                experts=functools.partial(SequentialMLP, submodules=linears),
+                shared_experts=moe.mlp.keywords["submodules"].shared_experts,
+            ),
+        )
     if hf_config.post_norms:
         layer.self_attention.module = post_normed(SelfAttention, TENorm)
         mlp_layer.mlp = functools.partial(post_normed(MLP, TENorm).as_mlp_submodule, **mlp_layer.mlp.keywords)

@@ -6,12 +6,15 @@ import pytest
 from ranks import run_ranks
 from tiny_policy import Case, tiny_model, tiny_run
 
+from megagrpo.proof.plan.shapes import modules_of
 from megagrpo.proof.verify.shrink import plainly, random_samples
 from megagrpo.proof.verify.verified_step import Outcome, take_step
 from megagrpo.proof.verify.verify_compare import compare, silent_tensors
 
 SHARDED = dict(distributed_optimizer=True)
 ALL = dict(rank=3)
+EXPERTS = ALL | dict(target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+ONLY_EXPERTS = dict(rank=2, target_modules=[], target_parameters=["experts.down_proj"])
 CASES = [
     (Case("tp3", 3, dict(tp=3)), "llama_tied", ALL),
     (Case("tp2_sp_cp2", 4, dict(tp=2, cp=2, sequence_parallel=True), SHARDED), "qwen2_untied", ALL),
@@ -29,6 +32,9 @@ CASES = [
     ),
     (Case("tp2_sp", 2, dict(tp=2, sequence_parallel=True)), "gemma2", ALL),
     (Case("pp2_dp2", 4, dict(pp=2), SHARDED), "llama_tied", dict(rank=2, layers_to_transform=[0])),
+    (Case("tp2_sp_etp2_dp2", 4, dict(tp=2, sequence_parallel=True), SHARDED), "qwen3_moe", EXPERTS),
+    (Case("tp2_ep2_cp2", 4, dict(tp=2, ep=2, etp=1, cp=2, sequence_parallel=True), SHARDED), "mixtral", EXPERTS),
+    (Case("pp2_ep2", 4, dict(pp=2, ep=2)), "mixtral", ONLY_EXPERTS),
     (Case("tp2_sp_ep2", 2, dict(tp=2, ep=2, etp=1, sequence_parallel=True)), "qwen3_moe", ALL),
 ]
 
@@ -61,8 +67,11 @@ def test_a_step_of_adapters_equals_that_of_one_process(case, model, lora, recomp
     )[0]
     assert [d for d in compare(found, expected) if not d.passed] == []
     assert found.disagreement == 0
-    names = [name.split(".")[-1] for of_linear in tiny_model(model).linears.values() for name in of_linear]
-    assert {name.split(".")[-3] for name in found.gradients} == set(lora.get("target_modules", names))
+    small = tiny_model(model)
+    names = [name.split(".")[-1] for name in modules_of(small, range(small.num_layers))]
+    assert any(".mlp.experts." in name for name in found.gradients) == bool(lora.get("target_parameters"))
+    others = {name.split(".")[-3] for name in found.gradients if ".mlp.experts." not in name}
+    assert others == set(lora.get("target_modules", names))
 
 
 def test_a_recomputed_step_of_adapters_on_the_first_stage_equals_it_too():

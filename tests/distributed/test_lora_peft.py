@@ -60,14 +60,15 @@ def samples() -> list[TrainSample]:
     return made
 
 
-def make_with_peft(root, kind="Qwen2", **selection):
+def make_with_peft(root, kind="Qwen2", shape=None, std=0.3, **selection):
     """A model and an adapter saved by transformers and PEFT, merged weights, logits, and gradients. The loss is
     on-policy `dapo`: the mean over response tokens of -A log-prob."""
     import transformers
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**TINY, initializer_range=0.1, pad_token_id=None)
+    shape = TINY | dict(initializer_range=0.1, pad_token_id=None) | (shape or {})
+    config = getattr(transformers, f"{kind}Config")(**shape)
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     model.save_pretrained(root / "model")
     selection = dict(target_modules="all-linear") | selection
@@ -76,7 +77,7 @@ def make_with_peft(root, kind="Qwen2", **selection):
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
-                parameter.normal_(std=0.3)
+                parameter.normal_(std=std)
     adapted.save_pretrained(root / "adapter")
     loss, logits = 0.0, []
     for sample in samples():
@@ -87,8 +88,9 @@ def make_with_peft(root, kind="Qwen2", **selection):
     gradients = {
         name.replace(".default", ""): p.grad.double() for name, p in adapted.named_parameters() if p.requires_grad
     }
-    merged = adapted.merge_and_unload().state_dict()
-    return gradients, {k: v.clone() for k, v in merged.items()}, torch.cat([row.detach() for row in logits])
+    adapted.merge_and_unload().save_pretrained(root / "merged")
+    merged = {name: tensor.clone() for name, tensor in load_file(root / "merged/model.safetensors").items()}
+    return gradients, merged, torch.cat([row.detach() for row in logits])
 
 
 def prepare(root, parallel: dict, **lora):

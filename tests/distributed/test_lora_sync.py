@@ -37,8 +37,9 @@ def root(tmp_path_factory):
 SAVED = "step_000001/adapter/adapter_model.safetensors"
 
 
-def _push(root: Path, parallel: dict, shared: Path, out: Path):
-    _, layout, hf_config, policy, _ = prepare(root, parallel, adapter_path=str(root / "adapter"))
+def _push(root: Path, parallel: dict, shared: Path, out: Path, selection: dict | None = None):
+    lora = dict(adapter_path=str(root / "adapter")) | (selection or {})
+    _, layout, hf_config, policy, _ = prepare(root, parallel, **lora)
     save_hf(policy.chunks, hf_config, layout, out, root / "model", dtype=torch.bfloat16)
     engine = OneReader() if layout.world_rank == 0 else None
     with WeightSync(engine, layout, "bfloat16", SharedMemory(layout, "bfloat16", folder=shared)) as sync:

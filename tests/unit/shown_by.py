@@ -101,6 +101,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "lora.alpha": "distributed/test_lora_peft.py::test_gradients_merged_weights_and_files_are_those_of_peft",
     "lora.dropout": "distributed/test_lora_peft.py::test_dropout_drops_the_same_on_all_ranks_and_only_in_training",
     "lora.layers_to_transform": "distributed/test_lora_peft.py::test_so_are_those_of_some_modules_in_some_layers",
+    "lora.target_parameters": "distributed/test_lora_experts.py::test_gradients_merged_weights_and_files_are_those_of_peft",
     "lora.rank": "distributed/test_lora_peft.py::test_gradients_merged_weights_and_files_are_those_of_peft",
     "lora.sync": "unit/engine/servers/test_server_options.py::test_servers_sleep_at_level_2_and_keep_the_weights_that_adapters_act_on",
     "lora.target_modules": "distributed/test_lora_layouts.py::test_a_step_of_adapters_equals_that_of_one_process",

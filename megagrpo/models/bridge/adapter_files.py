@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -48,7 +49,16 @@ def fill_adapters(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, 
         load_adapter(chunks, hf_config, layout, Path(os.path.expanduser(lora.adapter_path)), lora)
         return
     for _, param, blocks in adapter_blocks(chunks, hf_config, layout):
-        fill(param, blocks, lambda block: fresh_matrix(block.name, block.shape, seed)[block.slices])
+        fill(param, blocks, lambda block: _fresh(block, seed))
+
+
+def _fresh(block: Block, seed: int) -> Tensor:
+    """Return the block [block_shape] of a fresh A or B. Each expert is initialized by itself."""
+    if len(block.shape) == 2:
+        return fresh_matrix(block.name, block.shape, seed)[block.slices]
+    if "lora_B" in block.name:
+        return torch.zeros(block.block_shape)
+    return fresh_matrix(f"{block.name} {block.box[0][0]}", block.shape[1:], seed)[None, *block.slices[1:]]
 
 
 def fresh_matrix(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -86,18 +96,27 @@ def load_adapter(
             fix = "name the projections of the adapter, and its layers in lora.layers_to_transform"
             raise ValueError(f"lora.target_modules: {what}; {fix}")
         raise ValueError(f"{key}: {what}; name the model that the adapter was trained on")
-    for param, blocks in adapters:
-        name, shape = blocks[0].name, blocks[0].shape
-        stored = file.tensor(name)
-        if tuple(stored.shape) != shape:
-            raise ValueError(f"{key}: {name} in {folder} has shape {list(stored.shape)}; the model needs {list(shape)}")
-        if bad := first_bad(stored):
+
+    @lru_cache(maxsize=4)  # the experts of a layer share two or four
+    def stored(name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor, needed = file.tensor(name), in_file(name, shape)
+        if tuple(tensor.shape) != needed:
+            lengths = f"{list(tensor.shape)}; the model needs {list(needed)}"
+            raise ValueError(f"{key}: {name} in {folder} has shape {lengths}")
+        if bad := first_bad(tensor):
             raise ValueError(f"{key}: {name} in {folder} holds {bad}; the adapter is broken: use another")
+        return tensor.view(shape)
 
-        def part(block: Block, stored: Tensor = stored) -> Tensor:
-            return stored[block.slices]
+    for param, blocks in adapters:
+        fill(param, blocks, lambda block: stored(block.name, block.shape)[block.slices])
 
-        fill(param, blocks, part)
+
+def in_file(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in PEFT's files of A or B `name`: that of all experts is flattened to a matrix."""
+    if len(shape) == 2:
+        return shape
+    first, middle, last = shape
+    return (first * middle, last) if "lora_A" in name else (first, middle * last)
 
 
 def read_lora(folder: Path, key: str = RUN_KEY) -> LoraSection:
@@ -122,6 +141,7 @@ def read_lora(folder: Path, key: str = RUN_KEY) -> LoraSection:
         use_rslora=bool(saved.get("use_rslora")),
         dropout=saved.get("lora_dropout", 0),
         target_modules=modules if isinstance(modules, str) else sorted(modules),
+        target_parameters=sorted(saved.get("target_parameters") or []),
         layers_to_transform=[layers] if isinstance(layers, int) else layers or None,
     )
 
@@ -168,12 +188,12 @@ def save_adapter(
     """
 
     def write(tensors: Stream, sources: dict[str, Source], unfinished: Path) -> None:
-        header = make_header({name: (dtype, source.shape) for name, source in sources.items()})
+        header = make_header({name: (dtype, in_file(name, source.shape)) for name, source in sources.items()})
         with Writer(unfinished, Files((File(WEIGHTS, header),), None)) as writer:
             for name, tensor in tensors:
                 look(name, tensor)
-                writer.write(name, tensor)
-        projections = sorted({name.split(".")[-3] for name in sources})
+                writer.write(name, tensor.reshape(in_file(name, tuple(tensor.shape))))
+        projections = sorted({name.split(".")[-3] for name in sources if ".experts." not in name})
         (unfinished / CONFIG).write_text(json.dumps(adapter_config(lora, projections, base), indent=2))
 
     save_folder(folder, parameters, layout, sources, write, dtype)
@@ -183,7 +203,8 @@ def adapter_config(lora: LoraSection, projections: list[str], base: str) -> dict
     """Return the contents of adapter_config.json. For `all-linear` it names the `projections`, as PEFT does."""
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     own: dict[str, Any] = dict(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, use_rslora=lora.use_rslora)
-    own |= dict(target_modules=projections if lora.target_modules == ALL_LINEAR else lora.names or lora.expression)
+    own |= dict(target_modules=projections if lora.target_modules == ALL_LINEAR else lora.expression or lora.names)
+    own |= dict(target_parameters=lora.target_parameters) if lora.target_parameters else {}
     about: dict[str, Any] = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=shared_name(base))
     about |= dict(inference_mode=True, fan_in_fan_out=False)
     return about | own | PLAIN | dict(layers_to_transform=lora.layers_to_transform, init_lora_weights=True)
@@ -208,7 +229,14 @@ def merge(
     source = resolve_model(model or base_of(adapter), key)
     hf_config = load_hf_config(source)
     chunks = build_model(
-        hf_config, layout, ModelOptions(dtype=weights_dtype(hf_config), init_weights=False, own_linears=True)
+        hf_config,
+        layout,
+        ModelOptions(
+            dtype=weights_dtype(hf_config),
+            init_weights=False,
+            own_linears=True,
+            own_experts=bool(lora.target_parameters),
+        ),
     )
     attach_adapters(chunks, hf_config, lora, recompute="none")
     for added in adapters(chunks):

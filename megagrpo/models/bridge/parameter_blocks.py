@@ -13,13 +13,14 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from megagrpo.models.families import FAMILIES
-from megagrpo.models.families.blocks import Block, Local, in_layer, named, same
+from megagrpo.models.families.blocks import Block, Local, gated, in_layer, interleaved, named, of_all_experts, same
+from megagrpo.models.families.boxes import whole
 from megagrpo.models.families.dense import EMBEDDING, HEAD
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.fp8.dense_access import DenseWeight
 from megagrpo.policy.fp8.tensor import is_fp8
-from megagrpo.policy.lora_layers import LowRank, is_adapter
+from megagrpo.policy.lora_layers import ADAPTER_MODULE, ExpertAdapter, LowRank, is_adapter
 from megagrpo.policy.specs import LAYERS_PER_BLOCK
 from megagrpo.policy.stored import StoredWeight
 
@@ -32,6 +33,7 @@ _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # Either one module per expert, or Transformer Engine's grouped linear with one weight and bias per expert.
 _EXPERT = re.compile(r"(mlp\.experts\.)(?:local_experts\.(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(\d*)")
 _ADAPTER = re.compile(r"(.+)\.adapter\.(\w+)\.(lora_[AB])")
+_EXPERT_ADAPTER = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc[12]")
 
 
 def blocks(
@@ -85,7 +87,10 @@ def fill(param: Parameter, parameter_blocks: list[Block], value_of: Callable[[Bl
 def adapter_blocks(
     chunks: list[nn.Module], hf_config: HfConfig, layout: Layout
 ) -> Iterator[tuple[str, Tensor, list[Block]]]:
-    """Like `blocks`, for this rank's adapters only: A [rank, in] and B [out, rank]. Names are those of PEFT's files."""
+    """Like `blocks`, for this rank's adapters only: A [rank, in] and B [out, rank]. Names are those of PEFT's files.
+
+    Experts are parts of one A [experts, rank, in] and B [out, rank, experts], which PEFT's files flatten to matrices.
+    """
     table = FAMILIES[hf_config.family].table(hf_config)
     for i, chunk in enumerate(chunks):
         model = unwrap_model(chunk)
@@ -96,15 +101,35 @@ def adapter_blocks(
             adapter = _ADAPTER.fullmatch(in_decoder[2]) if in_decoder else None
             assert in_decoder and adapter, f"{name} is an adapter outside of the decoder's linears"
             linear, projection, matrix = adapter.groups()
+            block_number = _block_number(model, int(in_decoder[1]))
+            if in_expert := _EXPERT_ADAPTER.fullmatch(linear):
+                expert = int(in_expert[1]) + layout.ep_rank * (hf_config.mixture.count // layout.parallel.ep)
+                both = hasattr(model.get_submodule(f"{name.rpartition('.linear_')[0]}.linear_fc2"), ADAPTER_MODULE)
+                # PEFT wraps the module of all experts once per parameter
+                folder = "experts.base_layer" if both and projection == "gate_up_proj" else "experts"
+                name_in_file = f"{PEFT}model.layers.{block_number}.mlp.{folder}.{matrix}.weight"
+                local = Local(param, layout.parallel.expert_tp, layout.etp_rank, hf_config, expert)
+                yield f"chunk{i}.{name}" if i else name, param, _expert_blocks(name_in_file, projection, local)
+                continue
             rule = table[f"{linear}.weight"]
             weight = next(name for name in rule.names if name.split(".")[-2] == projection)
             if matrix == "lora_A" or len(rule.names) > 1:  # B of a fused projection is laid out like its weight
                 rule = same(weight)
             patterns = rule.blocks(Local(param, layout.parallel.tp, layout.tp_rank, hf_config))
-            named_blocks = [in_layer(block, _block_number(model, int(in_decoder[1]))) for block in patterns]
+            named_blocks = [in_layer(block, block_number) for block in patterns]
             name_in_file = f"{PEFT}{named_blocks[0].name.removesuffix('weight')}{matrix}.weight"
             renamed = [dataclasses.replace(block, name=name_in_file) for block in named_blocks]
             yield f"chunk{i}.{name}" if i else name, param, renamed
+
+
+def _expert_blocks(name: str, projection: str, local: Local) -> list[Block]:
+    """Return the blocks of A or B of one expert, in the tensor `name` of all experts."""
+    experts, expert, in_a = local.hf.mixture, local.expert, "lora_A" in name
+    assert expert is not None, f"{name} belongs to no expert"
+    rule = same(name)
+    if projection == "gate_up_proj" and not in_a:
+        rule = interleaved(name) if experts.interleaved else gated(name, name)
+    return [of_all_experts(block, expert, experts.count, first=in_a) for block in rule.blocks(local)]
 
 
 def trained_blocks(
@@ -197,6 +222,12 @@ def merged_blocks(
         adapter = getattr(modules[name.rpartition(".")[0]], "adapter", None)
         if adapter is None or not name.endswith(".weight"):
             yield name, param, parameter_blocks
+            continue
+        if isinstance(adapter, ExpertAdapter):  # rows of B are ordered like the weight's
+            (part,) = adapter
+            shape = tuple(param.shape)
+            everything = Block(name, shape, whole(shape), shape, axis=0, at=0, count=shape[0])
+            yield name, Merged(param, ((everything, adapter.low_rank(part)),), adapter.scale), parameter_blocks
             continue
         parts = ((block, projection(block)) for block in parameter_blocks)
         adapted = tuple((block, adapter[part]) for block, part in parts if part in adapter)

@@ -27,6 +27,7 @@ class Experts:
     groups: int = 1
     groups_per_token: int = 1
     shared_size: int = 0  # width of the shared experts, an MLP for every token; 0: none
+    interleaved: bool = False  # in files rows of gate and up projection alternate
     clamp: float | None = None  # expert: (up + 1) gate sigmoid(1.702 gate), both clamped to this; None: silu(gate) up
 
 
@@ -121,3 +122,10 @@ class HfConfig:
             for linear, names in self.linears.items()
             if not linear.startswith(absent)
         }
+
+    def expert_parameters(self, block: int) -> dict[str, str]:
+        """Return Megatron's linears of an expert in decoder block `block` -> the parameter of all its experts in
+        transformers; empty for a block without experts."""
+        experts = f"model.layers.{block}.mlp.experts."
+        names = {"linear_fc1": f"{experts}gate_up_proj", "linear_fc2": f"{experts}down_proj"}
+        return names if self.has_experts(block) else {}

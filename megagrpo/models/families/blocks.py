@@ -163,6 +163,31 @@ def gated(gate: str, up: str) -> BlockRule:
     return BlockRule(names, blocks)
 
 
+def interleaved(name: str) -> BlockRule:
+    """Gate and up projection in one tensor with alternating rows; Megatron keeps this rank's gate rows above its up
+    projection rows."""
+
+    def blocks(local: Local) -> list[Block]:
+        rows, rest = local.param.shape[0] // 2, tuple(local.param.shape[1:])
+        full, start = (2 * rows * local.tp_size, *rest), 2 * rows * local.tp_rank
+        box, order = cut(full, 0, start, start + 2 * rows), (1, 0, *range(2, 2 + len(rest)))
+        return [Block(name, full, box, grid=(2, rows, *rest), axis=0, at=0, count=2, order=order)]
+
+    return BlockRule((name,), blocks)
+
+
+def of_all_experts(block: Block, expert: int, count: int, first: bool) -> Block:
+    """Return the block of one expert's tensor in the tensor of all `count` experts, its `first` or last dimension."""
+    (lo, hi), dims = block.box, len(block.grid)
+    if first:
+        box, shape, grid = ((expert, *lo), (expert + 1, *hi)), (count, *block.shape), (1, *block.grid)
+        order = None if block.order is None else (0, *(dim + 1 for dim in block.order))
+        return dataclasses.replace(block, shape=shape, box=box, grid=grid, axis=block.axis + 1, order=order)
+    box, shape, grid = ((*lo, expert), (*hi, expert + 1)), (*block.shape, count), (*block.grid, 1)
+    order = None if block.order is None else (*block.order, dims)
+    return dataclasses.replace(block, shape=shape, box=box, grid=grid, order=order)
+
+
 def with_last_dim(block: Block, size: int) -> Block:
     """Return the block of a tensor and parameter that have one more dimension, held whole."""
     assert block.order is None, f"{block.name} is permuted"

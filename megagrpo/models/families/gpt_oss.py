@@ -83,7 +83,7 @@ _FIXED = {
 
 
 def _read(raw: Raw, common: HfConfig) -> HfConfig:
-    experts = mixture(raw, clamp=7.0)
+    experts = mixture(raw, clamp=7.0, interleaved=True)
     turns = windows(raw, raw.get("sliding_window", 128), lambda block: block % 2 == 0)
     return replace(common, qkv_bias=True, linear_bias=True, sinks=True, experts=experts, windows=turns, norm_eps=1e-5)
 

@@ -161,14 +161,19 @@ def adapter_problems(lora: LoraSection, model: HfConfig) -> Iterator[Problem]:
     if lora.expression is not None and not any(map(lora.adapts, modules)):
         said = f"{lora.expression} matches no projection of {model.family}; one is {modules[0]}"
         yield Problem(targets, said)
+    experts = [name for layer in range(model.num_layers) for name in model.expert_parameters(layer).values()]
+    if odd := [name for name in lora.target_parameters if not any(f".{one}".endswith(f".{name}") for one in experts)]:
+        said = f"{model.family} has no {', '.join(odd)}"
+        fix = f"the first of its experts is {experts[0]}" if experts else "it has no experts; leave the list empty"
+        yield Problem(("lora.target_parameters",), f"{said}; {fix}")
     # of GLM vLLM expects gate_proj and up_proj apart
     fused = any(map(lora.adapts, (name for name in modules if name.endswith(".gate_up_proj"))))
     if lora.syncs_adapters and fused and "qkv_proj" not in own:
         said = f"vLLM takes no adapter of the gate_up_proj of {model.family}; choose merged, or name other projections"
         yield Problem(("lora.sync", *targets), f"{said} in lora.target_modules")
     if lora.enabled and inside:
-        said = f"{', '.join(inside)} of {model.family} are inside its experts, which have no adapters; leave them out"
-        yield Problem(targets, f"{said}, or choose all-linear, which means all other projections")
+        said = f"{', '.join(inside)} of {model.family} are inside its experts; name those in lora.target_parameters"
+        yield Problem(targets, f"{said}, and leave them out here")
 
 
 def fp8_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:

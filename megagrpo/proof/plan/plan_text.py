@@ -13,7 +13,13 @@ from megagrpo.platform.process.terminal import WIDTH, side_by_side
 from megagrpo.proof.plan.engine_memory import GIB, engine_memory, sequence_memory
 from megagrpo.proof.plan.planned_memory import Memory
 from megagrpo.proof.plan.search import Candidate
-from megagrpo.proof.plan.shapes import modules_of, num_active_parameters, num_parameters, stage_adapters
+from megagrpo.proof.plan.shapes import (
+    modules_of,
+    num_active_parameters,
+    num_parameters,
+    stage_adapters,
+    stage_expert_adapters,
+)
 from megagrpo.proof.plan.times import StepTimes
 
 
@@ -84,12 +90,18 @@ def _experts_text(p: ParallelSection, experts: Experts, world_size: int) -> str:
 
 
 def _lora_text(lora: LoraSection, model: HfConfig) -> str:
-    trained = sum(stage_adapters(model, ParallelSection(), lora))
+    alone = model, ParallelSection(), lora
+    trained = sum((*stage_adapters(*alone), *stage_expert_adapters(*alone)))
     share = trained / num_parameters(model)
     layers = range(model.num_layers)
     adapted = [[name for name in modules_of(model, [layer]) if lora.adapts(name)] for layer in layers]
     where = ", ".join(dict.fromkeys(name.rpartition(".")[2] for of_layer in adapted for name in of_layer))
-    where += f" in {sum(map(bool, adapted))} of {len(layers)} layers" if not all(adapted) else ""
+    where += f" in {sum(map(bool, adapted))} of {len(layers)} layers" if any(adapted) and not all(adapted) else ""
+    experts = [
+        name for layer in layers for name in model.expert_parameters(layer).values() if lora.adapts_experts(name)
+    ]
+    of_experts = dict.fromkeys(name.split(".mlp.")[1] for name in experts)
+    where = ", ".join(filter(None, (where, *of_experts)))
     size = f"{trained:,} trained parameters, {share:.2%} of the model's"
     return f"rank {lora.rank}, scale {lora.scale:g}, on {where}: {size}"
 

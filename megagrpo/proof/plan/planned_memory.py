@@ -52,8 +52,8 @@ def _stage_memory(
 ) -> dict[str, dict[str, float]]:
     """Return phase -> part -> GiB of one rank of a stage, which sends `sent` bytes in a weight sync."""
     p, train, in_fp8 = config.parallel, config.train, stage.in_fp8
-    parameters = stage.outside + stage.experts + stage.adapters
-    trained, trained_experts = (stage.adapters, 0) if config.lora.enabled else (stage.outside, stage.experts)
+    parameters = stage.outside + stage.experts + stage.adapters + stage.expert_adapters
+    trained, trained_experts = _trained(config, stage)
     copies, expert_copies = dp * p.cp, max(1, dp * p.cp * p.tp // (p.ep * p.expert_tp))
     element = config.model.weight_bytes
     # Muon keeps one moment of a matrix. The embeddings' second moment is ignored.
@@ -198,7 +198,7 @@ def host_memory(
     needs about as much as one of them, which is not counted. The gathering rank writes. With `run.async_save` it copies
     weights, masters and moments, otherwise only weights.
     """
-    p, stages, lora, ranks = config.parallel, _stages(config, model), config.lora.enabled, []
+    p, stages, ranks = config.parallel, _stages(config, model), []
     turns = gpu and config.takes_turns
     moved = moved_bytes(config, model, world_size) if turns else [0.0] * p.pp
     activations = activation_bytes(config, model) if gpu else [0.0] * p.pp
@@ -206,7 +206,7 @@ def host_memory(
     # ranks go tp fastest, then cp, dp, pp; a stage's expert ranks go etp fastest, then ep
     for rank in range(world_size):
         stage, index = divmod(rank, world_size // p.pp)
-        trained, experts = (stages[stage].adapters, 0) if lora else (stages[stage].outside, stages[stage].experts)
+        trained, experts = _trained(config, stages[stage])
         outside = _Shard(trained, index // p.tp, world_size // (p.pp * p.tp))
         inside = _Shard(experts, index // (p.expert_tp * p.ep), world_size // p.expert_parallel_size)
         purposes = _rank(config, [outside, inside], stages[stage].chunk)
@@ -229,7 +229,7 @@ def copied_bytes(config: RunConfig, model: HfConfig, world_size: int) -> list[fl
     """
     a, copied = config.algorithm, []
     for stage, parts in zip(_stages(config, model), _moved(config, model, world_size), strict=True):
-        weights = stage.adapters * config.model.weight_bytes if config.lora.enabled else parts["weights"]
+        weights = sum(_trained(config, stage)) * config.model.weight_bytes if config.lora.enabled else parts["weights"]
         reference = parts["reference"] / a.ref_model_sync_steps if a.sync_ref_model else 0.0
         copied.append(sum(parts.values()) + weights + parts["optimizer"] + reference)
     return copied
@@ -247,6 +247,12 @@ def activation_bytes(config: RunConfig, model: HfConfig) -> list[float]:
     layers = [len(stage.layers) * in_flight(config, stage.index) for stage in _stages(config, model)]
     share = config.model.offload_activations
     return [max(0.0, count - NOT_OFFLOADED) * share * stored * tokens * config.model.weight_bytes for count in layers]
+
+
+def _trained(config: RunConfig, stage: Stage) -> tuple[int, int]:
+    """Return the trained parameters of one rank of a stage: (outside of experts, of experts)."""
+    adapters = stage.adapters, stage.expert_adapters
+    return adapters if config.lora.enabled else (stage.outside, stage.experts)
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ def stage_adapters(model: HfConfig, parallel: ParallelSection, lora: LoraSection
 
 def _layer_adapters(model: HfConfig, layer: int, tp: int, lora: LoraSection) -> int:
     """Return one layer's adapter parameters on a rank. A is sharded if the projection shards its input, B if its
-    output. Experts have no adapters."""
+    output. Experts are not counted."""
     hidden, queries, keys = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     by_output = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "qkv_proj": queries + 2 * keys}
     by_output |= dict.fromkeys(("gate_proj", "up_proj"), model.intermediate_size)
@@ -125,6 +125,25 @@ def _layer_adapters(model: HfConfig, layer: int, tp: int, lora: LoraSection) -> 
     by_input = {"o_proj": queries, "down_proj": model.intermediate_size}
     adapted = [module.rpartition(".")[2] for module in modules_of(model, [layer]) if lora.adapts(module)]
     return lora.rank * sum(hidden + (by_output | by_input)[name] // tp for name in adapted)
+
+
+def stage_expert_adapters(model: HfConfig, parallel: ParallelSection, lora: LoraSection) -> list[int]:
+    """Return the parameters of experts' adapters on one rank of each pipeline stage; 0 without them."""
+    if not lora.enabled or model.experts is None:
+        return [0] * parallel.pp
+    hidden, width = model.hidden_size, model.experts.intermediate_size // parallel.expert_tp
+    of_expert = lora.rank * model.experts.count // parallel.ep
+    sizes = {"linear_fc1": hidden + 2 * width, "linear_fc2": hidden + width}
+    return [
+        of_expert
+        * sum(
+            sizes[linear]
+            for layer in layers
+            for linear, name in model.expert_parameters(layer).items()
+            if lora.adapts_experts(name)
+        )
+        for layers in layers_of_ranks(model, parallel)
+    ]
 
 
 def modules_of(model: HfConfig, layers: Iterable[int]) -> list[str]:
@@ -169,7 +188,8 @@ class Stage:
     layers: list[int]
     outside: int  # parameters that belong to no expert
     experts: int
-    adapters: int
+    adapters: int  # outside of experts
+    expert_adapters: int
     linears: int
     chunk: int  # of the largest buffer of gradients
     in_fp8: int
@@ -182,8 +202,9 @@ def stages_of(
     in_fp8 = [0] * parallel.pp if bf16_layers is None else stage_fp8(model, parallel, bf16_layers)
     layers, outside = layers_of_ranks(model, parallel), stage_parameters(model, parallel)
     experts, adapters = stage_experts(model, parallel), stage_adapters(model, parallel, lora)
+    of_experts = stage_expert_adapters(model, parallel, lora)
     linears, chunks = stage_linears(model, parallel), largest_chunks(model, parallel)
-    return list(map(Stage, range(parallel.pp), layers, outside, experts, adapters, linears, chunks, in_fp8))
+    return list(map(Stage, range(parallel.pp), layers, outside, experts, adapters, of_experts, linears, chunks, in_fp8))
 
 
 @lru_cache(maxsize=64)

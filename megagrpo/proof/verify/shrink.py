@@ -79,13 +79,15 @@ def _few_layers(stages: list[int] | None) -> list[int] | None:
 def _few_adapters(lora: LoraSection) -> dict[str, Any]:
     """Return the section `lora` with few small adapters. The small model has other layers: of a selection the first
     layer stays, and names that may hold a layer's number lose it."""
-    names = [name.rpartition(".")[2] for name in lora.names or []]
+    names = None if lora.names is None else list(dict.fromkeys(name.rpartition(".")[2] for name in lora.names))
+    experts = dict.fromkeys(f"experts.{name.rpartition('.')[2]}" for name in lora.target_parameters)
     return dict(
         rank=min(lora.rank, 4),
         alpha=1.0,
         dropout=0.0,
         adapter_path=None,
-        target_modules=sorted(set(names), key=names.index) or ALL_LINEAR,
+        target_modules=ALL_LINEAR if names is None else names,
+        target_parameters=list(experts),
         layers_to_transform=lora.layers_to_transform and [0],
     )
 

@@ -37,6 +37,10 @@ from tests.unit.config.test_config import SMALLEST, problems, write
             "lora.layers_to_transform: the list is empty, so nothing is trained; name layers, or choose null for all",
         ),
         (
+            "lora.target_parameters=[mlp.experts.up_proj]",
+            "lora.target_parameters: mlp.experts.up_proj: not a parameter of experts; choose among experts.gate_up_proj",
+        ),
+        (
             "debug.dump_steps=[1]",
             "debug.dump_steps: megagrpo audit does not support adapters; leave dump_steps empty, or set lora.rank to 0",
         ),
@@ -45,6 +49,25 @@ from tests.unit.config.test_config import SMALLEST, problems, write
 def test_what_adapters_cannot_do_is_refused(tmp_path, override, message):
     rank = "lora.rank=0" if "adapter_path" in override else "lora.rank=8"
     _, problem = problems(write(tmp_path, SMALLEST), rank, override)
+    assert problem.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "lora.dropout=0.1",
+            "lora.target_parameters: experts have no dropout of adapters, in PEFT too, but lora.dropout",
+        ),
+        (
+            "lora.sync=adapter",
+            "lora.sync: adapter, but vLLM applies adapters of experts only with kernels that have not",
+        ),
+    ],
+)
+def test_what_adapters_of_experts_exclude_is_refused(tmp_path, override, message):
+    experts = ("lora.rank=8", "lora.target_parameters=[experts.down_proj]", "lora.target_modules=[]")
+    _, problem = problems(write(tmp_path, SMALLEST), *experts, override)
     assert problem.startswith(message)
 
 

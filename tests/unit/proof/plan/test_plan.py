@@ -25,6 +25,7 @@ from megagrpo.proof.plan.shapes import (
     layers_of_ranks,
     num_active_parameters,
     num_parameters,
+    stage_expert_adapters,
     stage_experts,
     stage_parameters,
 )
@@ -692,7 +693,7 @@ def test_adapters_in_experts_are_refused_and_all_linear_leaves_them_out(folder):
     (folder / "config.json").write_text(json.dumps(MIXED))
     (problem,) = told(plan(config(folder, "lora.rank=4", "lora.target_modules=[q_proj, up_proj]"), 1))
     assert problem.startswith(
-        "lora.target_modules: up_proj of qwen3_moe are inside its experts, which have no adapters; leave them out"
+        "lora.target_modules: up_proj of qwen3_moe are inside its experts; name those in lora.target_parameters"
     )
     made = dict(plan(config(folder, "lora.rank=4"), 1).rows)["LoRA"]
     assert f"{4 * 30 * (4 * 576 + 2 * 576 + 2 * 192):,} trained" in made
@@ -708,6 +709,35 @@ def test_adapters_go_on_the_projections_that_a_model_has(folder):
         "lora.target_modules: phi3 has no q_proj; name some of qkv_proj, o_proj, gate_up_proj, down_proj, or choose "
         "all-linear"
     )
+
+
+def test_adapters_of_experts_are_counted_on_each_rank(folder):
+    (folder / "config.json").write_text(json.dumps(MIXED))
+    model = parse_hf_config(MIXED)
+    chosen = (
+        "lora.rank=4",
+        "lora.target_modules=[]",
+        "lora.target_parameters=[experts.gate_up_proj, experts.down_proj]",
+    )
+    settings = config(folder, *chosen)
+    width, count = model.mixture.intermediate_size, model.mixture.count
+    made = dict(plan(settings, 1).rows)["LoRA"]
+    assert "on experts.gate_up_proj, experts.down_proj: " in made
+    assert f"{30 * count * 4 * (2 * 576 + 3 * width):,} trained" in made
+    sharded = ParallelSection(tp=2, etp=2, ep=2, pp=3)
+    assert (
+        stage_expert_adapters(model, sharded, settings.lora) == [10 * count // 2 * 4 * (2 * 576 + 3 * width // 2)] * 3
+    )
+    (problem,) = told(
+        plan(config(folder, "lora.rank=4", "lora.target_parameters=[layers.30.mlp.experts.down_proj]"), 1)
+    )
+    assert problem == (
+        "lora.target_parameters: qwen3_moe has no layers.30.mlp.experts.down_proj; the first of its experts is "
+        "model.layers.0.mlp.experts.gate_up_proj"
+    )
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    (problem,) = told(plan(config(folder, "lora.rank=4", chosen[2]), 1))
+    assert problem.endswith("; it has no experts; leave the list empty")
 
 
 def test_adapters_of_some_layers_are_counted_there(folder):

@@ -1,0 +1,95 @@
+"""Adapters of experts against PEFT's, which are those of transformers' stacked parameters (`target_parameters`)."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from test_build_and_bridge import run_tool
+from test_lora_peft import _read_with_peft, _step, assert_resumes, make_with_peft
+from test_lora_sync import _push
+from tiny_families import EXPERTS, YARN_ROPE
+
+from megagrpo.proof.verify.verified_step import relative_error
+
+BOTH = ["experts.gate_up_proj", "experts.down_proj"]
+QWEN = dict(EXPERTS, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, head_dim=8)
+OSS = dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=6, rms_norm_eps=1e-5, initializer_range=0.2)
+OSS |= dict(rope_parameters=YARN_ROPE | dict(beta_fast=32.0, beta_slow=1.0, truncate=False), pad_token_id=0)
+# family, the model's shape, the adapters
+CASES = {
+    "qwen3_moe": ("Qwen3Moe", QWEN, dict(target_modules=["q_proj", "o_proj"], target_parameters=BOTH)),
+    "down alone": ("Qwen3Moe", QWEN, dict(target_modules=[], target_parameters=["layers.2.mlp.experts.down_proj"])),
+    "mixtral": (
+        "Mixtral",
+        dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+        dict(target_modules=["v_proj"], target_parameters=BOTH),
+    ),
+    "gpt_oss": ("GptOss", OSS, dict(target_modules=["k_proj"], target_parameters=BOTH)),
+}
+LAYOUTS = [
+    {},
+    dict(ep=2),
+    dict(tp=2, etp=2, sequence_parallel=True),
+    dict(tp=2, ep=2, etp=1, sequence_parallel=True),
+    dict(pp=2),
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    kind, shape, selection = CASES[request.param]
+    root = tmp_path_factory.mktemp("experts")
+    made = run_ranks(partial(make_with_peft, **selection), 1, root, kind, shape, 0.05)[0]
+    return root, selection, *made
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+def test_gradients_merged_weights_and_files_are_those_of_peft(parallel, case, tmp_path):
+    root, selection, gradients, expected, _ = case
+    ranks = max(parallel.get("tp", 1) * parallel.get("pp", 1), parallel.get("ep", 1))
+    ours, merged, *_ = run_ranks(_step, ranks, root, parallel, tmp_path / "out", selection)[0]
+    assert ours.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert relative_error(ours[name].reshape(gradient.shape), gradient) < 2e-5, name
+    assert merged.keys() == expected.keys()
+    assert max(relative_error(merged[name], tensor) for name, tensor in expected.items()) < 1e-6
+    written, read = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "out", root / "adapter"))
+    assert written.keys() == read.keys() and all(torch.equal(written[name], read[name]) for name in read)
+
+
+@pytest.mark.parametrize("parallel", [dict(tp=2, ep=2, etp=1, sequence_parallel=True)], ids=str)
+def test_peft_reads_what_we_write_and_computes_the_same(parallel, case, tmp_path):
+    root, selection, *_, logits = case
+    run_ranks(_step, 2, root, parallel, tmp_path / "out", selection)
+    assert torch.equal(run_ranks(_read_with_peft, 1, root, tmp_path / "out")[0], logits)
+    saved, theirs = (
+        json.loads((at / "adapter_config.json").read_text()) for at in (tmp_path / "out", root / "adapter")
+    )
+    for key in ("target_modules", "target_parameters"):
+        assert {*saved[key]} == {*theirs[key]}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(dict(ep=2), dict(tp=2, etp=2, sequence_parallel=True)), (dict(pp=2), dict(ep=2))], ids=str
+)
+def test_a_run_continues_in_another_layout(saved, loaded, case, tmp_path):
+    assert_resumes(case[0], saved, loaded, tmp_path, case[1])
+
+
+def test_the_engine_gets_the_weights_of_a_merge_which_are_those_of_peft(case, tmp_path):
+    root, selection, _, expected, _ = case
+    parallel = dict(tp=2, ep=2, etp=1, sequence_parallel=True)
+    synced = run_ranks(_push, 2, root, parallel, tmp_path / "shm", tmp_path / "export", selection)[0]
+    arguments = (run_tool, 2, "merge", root / "adapter", tmp_path / "merged", "--model", root / "model", "--ep", 2)
+    assert run_ranks(*arguments) == [0, 0]
+    exported, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("export", "merged"))
+    assert synced.keys() == exported.keys() == merged.keys() == expected.keys()
+    for name, tensor in merged.items():
+        assert torch.equal(exported[name], tensor.bfloat16()), name
+        assert torch.equal(torch.from_numpy(synced[name]), exported[name].float()), name
+        assert relative_error(tensor, expected[name]) < 1e-6, name
