@@ -15,8 +15,12 @@ from megagrpo.config.section import NonNegativeInt, PositiveFloat, Section
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
-# A model has either q_proj, k_proj and v_proj or qkv_proj, and either gate_proj and up_proj or gate_up_proj.
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
+# A model has either q_proj, k_proj and v_proj or qkv_proj, and either gate_proj and up_proj or gate_up_proj. Latent
+# attention has q_proj, or q_a_proj and q_b_proj, and the two of kv.
+PROJECTIONS = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+)
 EXPERT_PROJECTIONS = ("gate_up_proj", "down_proj")
 LARGEST_IN_VLLM = 512
 ALL_LINEAR = "all-linear"
@@ -34,7 +38,8 @@ class LoraSection(Section):
     """Share of the adapters' inputs set to 0 in training. Log-probs of reference and old policy use no dropout."""
     target_modules: list[str] | str = ALL_LINEAR
     """Projections with an adapter: `all-linear`, or a list of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
-    down_proj; for fused weights qkv_proj and gate_up_proj. A name may be longer, such as layers.0.mlp.up_proj. Or a
+    down_proj; for fused weights qkv_proj and gate_up_proj; for latent attention q_a_proj, q_b_proj, kv_a_proj_with_mqa
+    and kv_b_proj. A name may be longer, such as layers.0.mlp.up_proj. Or a
     regular expression for whole names, such as model.layers.0.self_attn.q_proj. Experts: `target_parameters`."""
     layers_to_transform: list[NonNegativeInt] | None = None
     """Layers with adapters, counted from 0. null: all layers. For one regular expression leave it null, as in PEFT."""
@@ -106,6 +111,9 @@ def lora_problems(config: RunConfig) -> Iterator[Problem]:
     if lora.syncs_adapters and lora.rank > LARGEST_IN_VLLM:
         reason = f"{lora.rank} is above vLLM's limit for adapters, {LARGEST_IN_VLLM}"
         yield Problem(("lora.rank", "lora.sync"), f"{reason}; lower lora.rank, or set lora.sync to merged")
+    if lora.dropout and config.model.recompute == "selective" and "mla_up_proj" in config.model.recompute_modules:
+        reason = f"{lora.dropout:g}, but model.recompute_modules has mla_up_proj, which would be dropped anew"
+        yield Problem(("lora.dropout", "model.recompute_modules"), f"{reason}; set lora.dropout to 0, or leave it out")
     storage = config.model.base_storage
     if storage != "none" and not lora.enabled:
         reason = f"{storage} needs frozen weights, but lora.rank is 0; set lora.rank, or choose none"

@@ -5,6 +5,7 @@ linear. A projection fused in the files (qkv, gate_up) has one A and one B, with
 
 Column-parallel linears (q, k, v, gate, up) shard B along its output and replicate A. Row-parallel linears (o, down)
 shard A along its input and replicate B. Activations that cross ranks have `rank` columns, not the model's width.
+The linears of latent attention whose weight is whole on every rank have whole adapters.
 Experts are sharded alike over their own tensor-parallel ranks, and no activation of their adapters crosses ranks.
 """
 
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 
 from megagrpo.config import LoraSection
 from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.policy.attention.latent_attention import WholeLinear
 from megagrpo.policy.chunks import layers_of, mix_in
 from megagrpo.policy.specs import LAYERS_PER_BLOCK
 
@@ -48,10 +50,10 @@ def attach_adapters(chunks: Sequence[nn.Module], hf_config: HfConfig, lora: Lora
             modules = hf_config.modules((layer.layer_number - 1) // LAYERS_PER_BLOCK)
             for linear, names in ((_find(layer, key), names) for key, names in modules.items()):
                 if linear is not None and (wanted := [_projection(name) for name in names if lora.adapts(name)]):
-                    column = linear.weight.partition_dim == 0
+                    kind, mixin = _kinds(linear)
                     parts, groups = _rows(linear, [_projection(name) for name in names])
-                    linear.adapter = (ColumnAdapter if column else RowAdapter)(linear, parts, groups, wanted, lora)
-                    mix_in(linear, Adapted)
+                    linear.adapter = kind(linear, parts, groups, wanted, lora)
+                    mix_in(linear, mixin)
             _attach_to_experts(layer, hf_config, lora)
         bare = not any(parameter.requires_grad for parameter in chunk.parameters())
         if (recompute == "full" or bare) and chunk.pre_process:
@@ -86,6 +88,12 @@ def _find(layer: nn.Module, key: str) -> Any:
     for part in key.split("."):
         found = getattr(found, part, None)
     return found
+
+
+def _kinds(linear: Any) -> tuple[type[_Adapter], type]:
+    if isinstance(linear, WholeLinear):
+        return WholeAdapter, AdaptedWhole
+    return (ColumnAdapter if linear.weight.partition_dim == 0 else RowAdapter), Adapted
 
 
 def _projection(module: str) -> str:
@@ -129,6 +137,14 @@ class Adapted:
         return whole | made
 
 
+class AdaptedWhole:
+    """A linear with whole weights that adds the output of `adapter` to its own. Megatron saves both by default."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        """Return the sum of both outputs [..., out], from x [..., in]."""
+        return super().forward(x) + self.adapter(x)  # type: ignore[misc, no-any-return]  # the linear's
+
+
 class LowRank(nn.Module):
     """This rank's shards of A and B of one projection. `cut` holds A's and B's sharded dimension; None: replicated."""
 
@@ -159,7 +175,7 @@ class _Adapter(nn.ModuleDict):
     ):
         super().__init__({name: LowRank(linear, parts[name] * groups, self.cut, lora.rank) for name in wanted})
         self.parts, self.groups, self.scale, self.dropout = parts, groups, lora.scale, lora.dropout
-        self.tp_group = linear.tp_group
+        self.tp_group = getattr(linear, "tp_group", None)
         self.sequence_parallel: bool = linear.config.sequence_parallel
 
     def low_rank(self, name: str) -> LowRank:
@@ -214,6 +230,19 @@ class RowAdapter(_Adapter):
             else reduce_from_tensor_model_parallel_region
         )
         down = reduce(F.linear(self.drop(x, cut=True), part.lora_A), group=self.tp_group)
+        return self.scale * F.linear(down, part.lora_B)
+
+
+class WholeAdapter(_Adapter):
+    """Adapter of a linear whose weight every tensor-parallel rank holds. Each rank computes its own tokens."""
+
+    cut = None, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scale B A x, [..., out], from x [..., in]."""
+        (name,) = self
+        part = self.low_rank(name)
+        down = F.linear(self.drop(x, cut=self.sequence_parallel), part.lora_A)
         return self.scale * F.linear(down, part.lora_B)
 
 

@@ -209,7 +209,7 @@ def transformer_engine_spec(
     """Return megatron-core's own Transformer Engine stack, with the norms that it leaves out.
 
     With `own_linears` linears outside experts are Megatron's, and the norm before them is a separate module, so
-    adapters can read its output. With `own_experts` a layer's experts are Megatron's linears too, computed one after
+    adapters can read its output. With `own_experts` too, a layer's experts are Megatron's linears, computed one after
     the other. With `own_attention` core attention is `TorchAttention`. With `own_rotation` Transformer Engine's
     attention rotates by `Rotary`; Megatron's unfused rotation makes the host wait in each layer.
     """
@@ -232,14 +232,16 @@ def transformer_engine_spec(
         layer.sharded_state_dict_keys_map, mlp_layer.sharded_state_dict_keys_map = ATTENTION_KEYS, MLP_KEYS
         mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         mlp_layer.mlp = functools.partial(MLP.as_mlp_submodule, submodules=mlp)
-    if own_experts:
+        latent.linear_q_proj = latent.linear_q_up_proj = latent.linear_kv_up_proj = ColumnParallelLinear
+        latent.linear_proj = RowParallelLinear
         moe = spec.submodules.moe_layer.submodules
-        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        grouped = moe.mlp.keywords["submodules"].experts
+        in_turn = functools.partial(SequentialMLP, submodules=mlp)
         moe.mlp = functools.partial(
             MoELayer,
             submodules=MoESubmodules(
-                experts=functools.partial(SequentialMLP, submodules=linears),
-                shared_experts=moe.mlp.keywords["submodules"].shared_experts,
+                experts=in_turn if own_experts else grouped,
+                shared_experts=functools.partial(SharedExpertMLP, submodules=mlp),
             ),
         )
     if hf_config.post_norms:

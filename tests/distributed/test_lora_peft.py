@@ -3,6 +3,7 @@ ways."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from functools import partial
 
@@ -60,6 +61,14 @@ def samples() -> list[TrainSample]:
     return made
 
 
+@contextlib.contextmanager
+def under_another_name(model):
+    """PEFT takes gate_proj, up_proj and down_proj of the mixtures that it knows for the experts of transformers 4."""
+    kind, model.config.model_type = model.config.model_type, "unknown"
+    yield
+    model.config.model_type = kind
+
+
 def make_with_peft(root, kind="Qwen2", shape=None, std=0.3, **selection):
     """A model and an adapter saved by transformers and PEFT, merged weights, logits, and gradients. The loss is
     on-policy `dapo`: the mean over response tokens of -A log-prob."""
@@ -73,7 +82,8 @@ def make_with_peft(root, kind="Qwen2", shape=None, std=0.3, **selection):
     model.save_pretrained(root / "model")
     selection = dict(target_modules="all-linear") | selection
     lora = LoraConfig(r=4, lora_alpha=10, use_rslora=True, task_type="CAUSAL_LM", **selection)
-    adapted = get_peft_model(model, lora)
+    with under_another_name(model):
+        adapted = get_peft_model(model, lora)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
@@ -218,11 +228,16 @@ def assert_resumes(root, saved, loaded, folder, selection=None):
     )
 
 
-def _read_with_peft(root, adapter):
+def _read_with_peft(root, adapter, renamed=False):
     import transformers
     from peft import PeftModel
 
-    model = PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(root / "model"), adapter)
+    model = transformers.AutoModelForCausalLM.from_pretrained(root / "model")
+    if renamed:
+        with under_another_name(model):
+            model = PeftModel.from_pretrained(model, adapter)
+    else:
+        model = PeftModel.from_pretrained(model, adapter)
     with torch.no_grad():
         return torch.cat([model(sample.token_ids[None]).logits[0] for sample in samples()])
 

@@ -18,6 +18,12 @@ from megagrpo.models.families.config_keys import architecture_problems
 from megagrpo.models.families.family import Table, common_config, rope
 
 MODEL = ("model",)  # keys of a problem with the model's folder
+_LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
+# Megatron's linears outside of experts, in the order of the forward pass
+_LINEARS = (
+    *(f"self_attention.linear_{name}" for name in ("qkv", *_LATENT, "proj")),
+    *(f"{mlp}.linear_{name}" for mlp in ("mlp", "mlp.shared_experts") for name in ("fc1", "fc2")),
+)
 
 
 def load_hf_config(folder: str | Path) -> HfConfig:
@@ -53,8 +59,7 @@ def parse_hf_config(raw: dict[str, Any]) -> HfConfig:
 
 
 def _linears(table: Table) -> dict[str, tuple[str, ...]]:
-    linears = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
-    rules = {linear: table[f"{linear}.weight"] for linear in linears if f"{linear}.weight" in table}
+    rules = {linear: table[f"{linear}.weight"] for linear in _LINEARS if f"{linear}.weight" in table}
     return {linear: tuple(name.removesuffix(".weight") for name in rule.names) for linear, rule in rules.items()}
 
 

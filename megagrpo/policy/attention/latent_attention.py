@@ -28,6 +28,7 @@ class WholeLinear(nn.Module):
 
     def __init__(self, config: MLATransformerConfig, in_size: int, out_size: int):
         super().__init__()
+        self.config = config
         self.weight = nn.Parameter(
             torch.empty(out_size, in_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         )

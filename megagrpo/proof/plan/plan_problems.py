@@ -142,10 +142,6 @@ def adapter_problems(lora: LoraSection, model: HfConfig) -> Iterator[Problem]:
     """Yield problems of LoRA's target modules and layers: names that the model lacks, projections inside experts, and
     modules that vLLM takes no adapter for."""
     targets = ("lora.target_modules",)
-    if lora.enabled and model.mla:
-        said = f"{lora.rank}, but adapters do not support {model.family}'s latent attention; set it to 0"
-        yield Problem(("lora.rank",), said)
-        return
     own = [name.rpartition(".")[2] for names in model.linears.values() for name in names]
     modules, last = modules_of(model, range(model.num_layers)), model.num_layers - 1
     if beyond := [layer for layer in lora.layers_to_transform or [] if layer > last]:
@@ -166,6 +162,9 @@ def adapter_problems(lora: LoraSection, model: HfConfig) -> Iterator[Problem]:
         said = f"{model.family} has no {', '.join(odd)}"
         fix = f"the first of its experts is {experts[0]}" if experts else "it has no experts; leave the list empty"
         yield Problem(("lora.target_parameters",), f"{said}; {fix}")
+    if lora.syncs_adapters and model.mla:
+        said = f"adapter, but vLLM folds the weights of {model.family}'s latent attention into products that apply no"
+        yield Problem(("lora.sync",), f"{said} adapter; choose merged")
     # of GLM vLLM expects gate_proj and up_proj apart
     fused = any(map(lora.adapts, (name for name in modules if name.endswith(".gate_up_proj"))))
     if lora.syncs_adapters and fused and "qkv_proj" not in own:
@@ -236,7 +235,7 @@ def _linear_sizes(config: RunConfig, model: HfConfig) -> dict[str, float]:
 def storage_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
     """Yield what prevents storing weights in fewer bits (`model.base_storage`)."""
     storage, tp = config.model.base_storage, config.parallel.tp
-    if storage == "none" or (config.lora.enabled and model.mla):  # adapter_problems rejects these adapters
+    if storage == "none":
         return
     if model.experts:
         said = f"{storage} does not support experts, which {model.family} has; choose none"

@@ -118,13 +118,29 @@ def stage_adapters(model: HfConfig, parallel: ParallelSection, lora: LoraSection
 def _layer_adapters(model: HfConfig, layer: int, tp: int, lora: LoraSection) -> int:
     """Return one layer's adapter parameters on a rank. A is sharded if the projection shards its input, B if its
     output. Experts are not counted."""
-    hidden, queries, keys = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    by_output = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "qkv_proj": queries + 2 * keys}
-    by_output |= dict.fromkeys(("gate_proj", "up_proj"), model.intermediate_size)
-    by_output["gate_up_proj"] = 2 * model.intermediate_size
-    by_input = {"o_proj": queries, "down_proj": model.intermediate_size}
+    sizes = _projection_sizes(model, model.mixture.shared_size if model.has_experts(layer) else model.intermediate_size)
     adapted = [module.rpartition(".")[2] for module in modules_of(model, [layer]) if lora.adapts(module)]
-    return lora.rank * sum(hidden + (by_output | by_input)[name] // tp for name in adapted)
+    return lora.rank * sum(whole + sharded // tp for whole, sharded in (sizes[name] for name in adapted))
+
+
+def _projection_sizes(model: HfConfig, width: int) -> dict[str, tuple[int, int]]:
+    """Return (size of A and B per rank of the adapter where all ranks hold the same, where they shard it) for each
+    projection. `width` is the MLP's."""
+    hidden, queries, keys = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    sizes = {
+        "q_proj": (hidden, queries),
+        **dict.fromkeys(("k_proj", "v_proj"), (hidden, keys)),
+        "qkv_proj": (hidden, queries + 2 * keys),
+        "o_proj": (hidden, model.num_heads * model.value_dim),
+        **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), (hidden, width)),
+        "gate_up_proj": (hidden, 2 * width),
+    }
+    if mla := model.mla:
+        sizes["q_a_proj"] = (hidden + (mla.query_rank or 0), 0)
+        sizes["q_b_proj"] = (mla.query_rank or 0, queries)
+        sizes["kv_a_proj_with_mqa"] = (hidden + mla.kv_rank + mla.rope_dim, 0)
+        sizes["kv_b_proj"] = (mla.kv_rank, model.num_heads * (mla.nope_dim + mla.value_dim))
+    return sizes
 
 
 def stage_expert_adapters(model: HfConfig, parallel: ParallelSection, lora: LoraSection) -> list[int]:

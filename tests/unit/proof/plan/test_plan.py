@@ -169,9 +169,16 @@ def test_the_ranks_share_out_heads_and_shared_experts_and_each_holds_the_latents
 
 def test_what_latent_attention_and_shared_experts_cannot_have_is_told(folder):
     (folder / "config.json").write_text(json.dumps(DEEPSEEK_V3))
-    assert told(plan(config(folder, "lora.rank=4"), 1)) == [
-        "lora.rank: 4, but adapters do not support deepseek_v3's latent attention; set it to 0"
+    assert told(plan(config(folder, "lora.rank=4", "lora.sync=adapter"), 1)) == [
+        "lora.sync: adapter, but vLLM folds the weights of deepseek_v3's latent attention into products that apply no "
+        "adapter; choose merged"
     ]
+    made = dict(plan(config(folder, "lora.rank=4"), 1).rows)["LoRA"]
+    assert "on q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj, gate_proj, up_proj, down_proj: " in made
+    sizes = 7168 * 2 + 1536 + 512 + 64 + 1536 + 128 * 192 + 512 + 128 * 256 + 7168 + 128 * 128
+    dense, layers, shared = 3 * (7168 + 18432), DEEPSEEK_V3["num_hidden_layers"], 3 * (7168 + 2048)
+    first = DEEPSEEK_V3["first_k_dense_replace"]
+    assert f"{4 * (layers * sizes + first * dense + (layers - first) * shared):,} trained" in made
     assert told(plan(config(folder, "algorithm.router_aux_loss_coef=0.1"), 1)) == [
         "algorithm.router_aux_loss_coef: 0.1, but the balancing loss needs experts chosen by softmax, without groups, "
         "unlike those of deepseek_v3; set it to 0"
