@@ -118,6 +118,9 @@ class MicroBatch:
     prefixes: Tensor | None = None  # [S] int64, index of the sequence that each one continues, or -1; None: all -1
     terms: StepTerms = field(default_factory=StepTerms)
     inputs: tuple[Mapping[str, Any], ...] = ()  # [S], `TrainSample.inputs` of each sequence; () if all are empty
+    # [tokens of this rank's layers, its M layers with experts, k] uint8 or int16: the experts that every pass takes;
+    # None: those of the router's scores
+    routes: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -193,6 +196,11 @@ class TrainBatch:
         return replace(
             self, micro_batches=tuple(m.with_terms(**row) for m, row in zip(self.micro_batches, rows, strict=True))
         )
+
+    def with_routes(self, routes: Sequence[Tensor]) -> TrainBatch:
+        """Return a copy whose micro-batches have these routes, one tensor for each."""
+        pairs = zip(self.micro_batches, routes, strict=True)
+        return replace(self, micro_batches=tuple(replace(m, routes=rows) for m, rows in pairs))
 
     def with_advantages(self, of_samples: Tensor) -> TrainBatch:
         """Return a copy with these advantages [N] of the step's samples."""

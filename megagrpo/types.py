@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+# [tokens, M, k] uint8 or int16: the k experts of each token in each of M layers with experts (`data/routes.py`)
+Routes = NDArray[np.uint8] | NDArray[np.int16]
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -81,7 +84,7 @@ def _equal(one: object, other: object) -> bool:
     if type(one) is not type(other):
         return NotImplemented
     pairs = zip(vars(one).values(), vars(other).values(), strict=True)
-    return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
+    return all(np.array_equal(a, b) if np.ndarray in (type(a), type(b)) else a == b for a, b in pairs)
 
 
 def _keep_as(row: object, **dtypes: type) -> None:
@@ -142,6 +145,8 @@ class Rollout:
     later_versions: tuple[tuple[int, int], ...] = ()  # (first token, weight version) after each sync during it
     # the text of `rollout.stop` that ended the policy's last turn, or ""; None without `rollout.stop`
     stop_string: str | None = None
+    # [Lp + Lr - 1, M, k], with `rollout.routing_replay: engine`: the experts that the engine took for prompt and response
+    routes: Routes | None = None
 
     __eq__ = _equal
 

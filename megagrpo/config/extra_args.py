@@ -56,6 +56,7 @@ REFUSED_ARGUMENTS = {
     "--pipeline-parallel-size": "is set by rollout.pp; leave it out",
     "--data-parallel-size": "is set by rollout.dp; leave it out",
     "--enable-expert-parallel": "is set by rollout.enable_expert_parallel; leave it out",
+    "--enable-return-routed-experts": "is set by rollout.routing_replay engine; leave it out",
     "--quantization": "is set by rollout.quantization; leave it out",
     "--gpu-memory-utilization": "is set by rollout.gpu_memory_utilization; leave it out",
     "--enforce-eager": "is set by rollout.enforce_eager; leave it out",

@@ -65,6 +65,10 @@ class RolloutSection(Section):
     straggler_seconds: Seconds | None = None
     """With max_staleness above 0: if a step waits and no group finishes for this many seconds, the responses being
     waited for are truncated, as at max_completion_length. Empty never truncates."""
+    routing_replay: Literal["off", "engine", "trainer"] = "off"
+    """For mixtures of experts: the experts that the trainer's passes use for each token. off: those with the highest
+    scores of its router. engine: those that vLLM used, in all passes. trainer: those of the pass that computes the
+    step's old log-probs, in the passes after it. docs/moe.md."""
     mismatch_threshold: Annotated[float, Field(ge=1)] | None = None
     """Warn when a step's `token_mult_prob_error` is above this. Empty: warn when it is three times as far from 1 as in
     the first 5 steps and above the normal 1.01 in fp32 or 1.1 in bf16; never with max_staleness above 0."""

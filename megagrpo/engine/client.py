@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from megagrpo.data.routes import RouteShape
 from megagrpo.engine.connections import Answer, ConnectionFailed, Connections
 from megagrpo.engine.distribution import READING_THREADS, Generation, Tools, first_error, stream
 from megagrpo.engine.http import HEALTH_SECONDS, answers, text_of_error
@@ -42,7 +43,8 @@ class VllmEngine(Updates, Generator):
     current weights. `model` is the model name to request, such as an adapter that the servers started with. With
     `any_version` the weight versions of responses are not checked, because other clients may have updated the weights.
     With `longest_first` the prompts with the longest responses in earlier visits (`Prompt.expected_length`) begin
-    first. All other options are those of `Updates`.
+    first. With `routes` rollouts have the experts of their tokens, which the servers must send. All other options are
+    those of `Updates`.
 
     `groups` is thread-safe. With `in_flight` it may also run during a weight update.
     """
@@ -55,6 +57,7 @@ class VllmEngine(Updates, Generator):
     model: str | None = None
     any_version: bool = False
     longest_first: bool = False
+    routes: RouteShape | None = None
     # the task of each generation, for `interrupt`
     _under_way: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     # request id of each request in flight -> `Prompt.place`
@@ -242,7 +245,7 @@ class VllmEngine(Updates, Generator):
 
     @property
     def _reader(self) -> Reader:
-        return Reader(self, self.decode, self.any_version)
+        return Reader(self, self.decode, self.any_version, self.routes)
 
     async def _was_paused(self, client: httpx.AsyncClient, url: str) -> bool:
         """Whether the server rejected a request only because of a weight update. In that case wait until the server is

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megagrpo.data.routes import InvalidRoutes, RouteShape
 from megagrpo.engine.protocol import EngineError
 from megagrpo.engine.requests import Request
 from megagrpo.engine.responses import InvalidResponse, Response, find_ending, read_response
 from megagrpo.engine.updates import Updates
-from megagrpo.types import Rollout
+from megagrpo.types import Rollout, Routes
 
 LARGEST_LOGPROB = 1e-4  # of rounding
 
@@ -20,12 +21,14 @@ LARGEST_LOGPROB = 1e-4  # of rounding
 class Reader:
     """Reads the responses of the servers of `engine`. Its methods may run in any thread.
 
-    `decode` turns response ids into text. With `any_version` weight versions are not checked.
+    `decode` turns response ids into text. With `any_version` weight versions are not checked. With `routes` rollouts
+    have the experts of their tokens.
     """
 
     engine: Updates
     decode: Callable[[Sequence[int]], str]
     any_version: bool = False
+    routes: RouteShape | None = None
 
     def read(self, content: bytes, max_tokens: int) -> Response:
         """Return the response in a body. Raises InvalidResponse if it is malformed, or stale while servers may
@@ -61,6 +64,7 @@ class Reader:
             )
         if problem:
             raise EngineError(f"{self.engine.name(url)} {problem}")
+        routes = self._routes(url, request, response, count)
         version, *later = self._versions(url, request, response)
         return Rollout(
             prompt,
@@ -71,7 +75,20 @@ class Reader:
             text,
             later_versions=tuple(part for part in later if part[0] < count),
             stop_string=stopped if sampling.stop else None,
+            routes=routes,
         )
+
+    def _routes(self, url: str, request: Request, response: Response, count: int) -> Routes | None:
+        """Return the routes of the prompt and the first `count` tokens of the response, except the last token's. Raises
+        EngineError for a route that is missing."""
+        if self.routes is None:
+            return None
+        prompt = request.group.prompt
+        try:
+            return self.routes.checked(response.routes, len(prompt.token_ids) + count - 1)
+        except InvalidRoutes as error:
+            reason = f"prompt {prompt.prompt_id}, response {request.number} (rollout.routing_replay)"
+            raise EngineError(f"{self.engine.name(url)} {error}; {reason}") from None
 
     def _versions(self, url: str, request: Request, response: Response) -> list[tuple[int, int]]:
         """Return (first token, weight version) of each part of a response.

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from megagrpo.data.routes import joined_routes, read_routes
+
 
 class _Entry(msgspec.Struct, gc=False):
     token_id: int
@@ -35,6 +37,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str
     logprobs: _Logprobs | None = None
     weight_versions: list[Span] | None = None
+    routed_experts: bytes | None = None  # a .npy file in base64, which msgspec decodes
 
 
 class _Body(msgspec.Struct):
@@ -59,6 +62,7 @@ class Response:
     spans: tuple[Span, ...] = ()  # empty: the server reports no weight versions
     joined: bool = False  # it has several parts
     cut: bool = False  # `cut` ended it
+    routes: np.ndarray | None = None  # [n, layers, k], of the tokens that the server read; None: it sent none
 
     @property
     def is_aborted(self) -> bool:
@@ -97,7 +101,8 @@ def _response(choice: _Choice, max_tokens: int) -> Response:
     if count and token_ids.min() < 0:
         raise InvalidResponse(f"invalid token_ids: {token_ids.min()} is negative")
     logprobs = np.fromiter(map(attrgetter("logprob"), content), np.float32, count)
-    return Response(token_ids, logprobs, choice.finish_reason, tuple(choice.weight_versions or ()))
+    routes = None if choice.routed_experts is None else read_routes(choice.routed_experts)
+    return Response(token_ids, logprobs, choice.finish_reason, tuple(choice.weight_versions or ()), routes=routes)
 
 
 def joined(first: Response, more: Response) -> Response:
@@ -110,6 +115,7 @@ def joined(first: Response, more: Response) -> Response:
         logprobs=np.concatenate([first.logprobs, more.logprobs]),
         spans=(*first.spans, *later),
         joined=True,
+        routes=joined_routes(first.routes, more.routes),
     )
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from megagrpo.data.follow_ups import FollowUps
+from megagrpo.data.routes import joined_routes
 from megagrpo.rewards.functions.text_rewards import encodable
-from megagrpo.types import Dialogue, Prompt, Rollout
+from megagrpo.types import Dialogue, Prompt, Rollout, Routes
 
 Message = dict[str, Any]
 
@@ -34,6 +35,7 @@ class Conversation:
     ids: list[int] = field(default_factory=list)
     written: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    routes: Routes | None = None  # as in `Rollout`, of the tokens that the engine has read so far
     messages: list[Message] = field(default_factory=list)
     message_start: int = 0  # index of the first token of the policy's last message
     is_open: bool = False  # whether the policy continues that message
@@ -76,6 +78,7 @@ class Conversation:
             self.message_start = len(self.ids)
         ids = rollout.response_ids.tolist()
         self._append(ids, True, rollout.rollout_logprobs.tolist())
+        self.routes = joined_routes(self.routes, rollout.routes)
         # characters after or of the stop string
         cut = len(decode(ids)) - len(rollout.text) if rollout.stop_string else 0
         content = decode(self.ids[self.message_start :])
@@ -132,6 +135,8 @@ class Conversation:
             return
         for row in (self.ids, self.written, self.logprobs):
             del row[stop:]
+        if self.routes is not None:
+            self.routes = self.routes[: len(self.prompt.token_ids) + stop]
         self._append(ids, False)
         self.messages[-1] = {"role": "assistant", "content": content}
         self.is_open = True
@@ -162,6 +167,7 @@ class Conversation:
             text=decode(self.ids),
             dialogue=dialogue,
             stop_string=self.stop_string,
+            routes=self.routes,
         )
 
 

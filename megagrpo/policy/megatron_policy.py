@@ -46,6 +46,7 @@ from megagrpo.policy.optimizer import (
     wrap_data_parallel,
 )
 from megagrpo.policy.overlap import prepare_overlap
+from megagrpo.policy.routing_replay import NO_REPLAY, RoutingReplay
 from megagrpo.policy.stored import store_weights
 from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.train_types import LossFn, LossInputs, Metric, MicroBatch, RefHead, TrainBatch
@@ -79,6 +80,7 @@ class MegatronPolicy:
                 longest_sequence=config.longest_sequence,
                 overlap=config.train.overlap,
                 fp8=Fp8.of(config.model, hf_config.num_layers),
+                replays_routes=config.rollout.routing_replay != "off",
             ),
         )
         prepare_overlap(config, self.chunks)
@@ -102,6 +104,7 @@ class MegatronPolicy:
         self.shares_prompts = shares_prompts(config.train.share_prompts)
         check_fused(config.train, config.algorithm, config.rollout.truncates, self.dtype, hf_config.hidden_size)
         self._scaling = scaling_of(self.chunks)
+        self.replay = RoutingReplay(self.chunks, hf_config) if config.rollout.routing_replay != "off" else NO_REPLAY
         self._schedule = get_forward_backward_func()
         for chunk in self.chunks:
             config_of(chunk).grad_scale_func = self.optimizer.scale_loss
@@ -229,7 +232,7 @@ class MegatronPolicy:
         metrics["loss"] = Metric(metrics["loss"].sum)
         if bad is not None or not math.isfinite(metrics["loss"].value):
             raise NonFiniteError(bad, metrics)
-        return metrics | balance
+        return metrics | balance | self.replay.metrics(self.layout)
 
     def _prepare_routers(self, batch: TrainBatch) -> dict[str, Metric]:
         """Prepare the routers for the coming backward passes, and return the balancing loss, if there is one.
@@ -273,15 +276,20 @@ class MegatronPolicy:
             item = next(iterator)
             micro_batch, indices, shares_pack = item.micro_batch, item.indices, self.layout.parallel.cp > 1
             positions = micro_batch.position_ids[indices]
-            output = (model.build_schedule_plan if return_schedule_plan else model)(
-                input_ids=micro_batch.token_ids[indices][None],
-                position_ids=positions[None],
-                attention_mask=None,
-                packed_seq_params=pack_params(
-                    micro_batch.cu_seqlens, micro_batch.prefixes, indices if shares_pack else None, positions
-                ),
-                padding_mask=self._not_counted(micro_batch, indices),
-            )
+            coefficient, routes = self.config.algorithm.router_aux_loss_coef, micro_batch.routes
+            counts = coefficient or routes is not None
+            counted = self._of_layers(micro_batch.loss_mask[indices]) if counts else None
+            with self.replay.forward(model, routes, counted):
+                output = (model.build_schedule_plan if return_schedule_plan else model)(
+                    input_ids=micro_batch.token_ids[indices][None],
+                    position_ids=positions[None],
+                    attention_mask=None,
+                    packed_seq_params=pack_params(
+                        micro_batch.cu_seqlens, micro_batch.prefixes, indices if shares_pack else None, positions
+                    ),
+                    # of the routers, with a balancing loss: True where a token is not in the loss
+                    padding_mask=~counted[None] if counted is not None and coefficient else None,
+                )
             self.phases.task.advance(1 / len(self.model))
             return output, partial(last_stage, item=item, chunk=model)
 
@@ -291,7 +299,7 @@ class MegatronPolicy:
         self.phases.task.expect(len(moved), "micro-batches")
         if self._scaling is not None:
             self._scaling.begin()
-        with hidden_states(self.chunks):
+        with hidden_states(self.chunks), self.replay.passing(trains=not forward_only):
             yield dict(
                 forward_step_func=forward_step,
                 data_iterator=iterators[0] if single else iterators,
@@ -303,15 +311,10 @@ class MegatronPolicy:
                 collect_non_loss_data=forward_only,
             )
 
-    def _not_counted(self, micro_batch: MicroBatch, indices: Tensor) -> Tensor | None:
-        """Return the routers' padding mask [1, tokens of this rank's layers] bool, True where a token is not in the
-        loss; None without a balancing loss."""
-        if not self.config.algorithm.router_aux_loss_coef:
-            return None
-        rows = ~micro_batch.loss_mask[indices]
-        if self.config.parallel.sequence_parallel:
-            rows = rows.chunk(self.layout.parallel.tp)[self.layout.tp_rank]
-        return rows[None]
+    def _of_layers(self, rows: Tensor) -> Tensor:
+        """Return the part of rows [T/cp] for the tokens that this rank's layers compute outside of attention."""
+        p = self.config.parallel
+        return rows.chunk(p.tp)[self.layout.tp_rank] if p.sequence_parallel else rows
 
     def _loss_inputs(
         self, hidden: Tensor, item: RankBatch, chunk: torch.nn.Module, early: Upstream | None = None

@@ -51,6 +51,7 @@ class ModelOptions:
     longest_sequence: int | None = None  # for `build.rotary_frequencies`
     fp8: Fp8 | None = None  # how the blocks' linears multiply
     overlap: Sequence[str] = ()  # `train.overlap`
+    replays_routes: bool = False  # routers take given experts, which Transformer Engine's fused router cannot
 
 
 def transformer_config(hf_config: HfConfig, parallel: ParallelSection, options: ModelOptions) -> TransformerConfig:
@@ -77,7 +78,7 @@ def transformer_config(hf_config: HfConfig, parallel: ParallelSection, options: 
         **_fusions_config(hf_config, fused, options.fusions),
         **_windows_config(hf_config),
         **_activation(hf_config, fused, _fuses_activation(hf_config, options.fusions)),
-        **_experts_config(hf_config, parallel),
+        **_experts_config(hf_config, parallel, options.replays_routes),
         **overlap_config(parallel.expert_dispatcher, options.overlap),
         **(_latent_config(hf_config) if hf_config.mla else {}),
         **(fp8.megatron_config() if fp8 else {}),
@@ -199,7 +200,7 @@ def _windows_config(hf_config: HfConfig) -> dict[str, Any]:
     return dict(window_size=(size - 1, 0), window_attn_skip_freq=inside)
 
 
-def _experts_config(hf_config: HfConfig, parallel: ParallelSection) -> dict[str, Any]:
+def _experts_config(hf_config: HfConfig, parallel: ParallelSection, replays_routes: bool) -> dict[str, Any]:
     """Megatron's settings for a mixture of experts. No token is dropped. `balance` implements the balancing loss."""
     experts = hf_config.experts
     if experts is None:
@@ -217,13 +218,14 @@ def _experts_config(hf_config: HfConfig, parallel: ParallelSection) -> dict[str,
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
         moe_grouped_gemm=device.has_transformer_engine(),
-        **_routing_kernels(experts.groups),
+        **_routing_kernels(own_choice=replays_routes or experts.groups > 1),
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.expert_tp,
     )
 
 
-def _routing_kernels(groups: int) -> dict[str, Any]:
-    """Megatron's settings for fused routing kernels. The fused router cannot replace how groups are chosen."""
+def _routing_kernels(own_choice: bool) -> dict[str, Any]:
+    """Megatron's settings for fused routing kernels. The fused router takes the highest scores: it cannot choose by
+    groups or replay routes."""
     here = device.has_gpu() and device.has_transformer_engine()
-    return dict(moe_permute_fusion=here, moe_router_fusion=here and groups == 1)
+    return dict(moe_permute_fusion=here, moe_router_fusion=here and not own_choice)

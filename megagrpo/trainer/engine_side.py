@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megagrpo.config import ConfigError, RolloutSection, RunConfig, weight_path
+from megagrpo.data.routes import RouteShape
 from megagrpo.data.tokenizer import Tokenizer
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http import MovedServers, check_urls, named_urls
@@ -122,10 +123,12 @@ def connect(
     config: RunConfig,
     layout: Layout,
     tokenizer: Tokenizer | None,
+    routes: RouteShape | None,
     say: Callable[[str], None],
     resources: ExitStack,
 ) -> tuple[VllmEngine | None, WeightSync]:
     """Wait for the servers and return this rank's client, None without a `tokenizer`, and the weight sync. Collective.
+    With `routes` the client's rollouts have the experts of their tokens.
 
     Servers that end are restarted or brought back until `resources` closes. Raises ConfigError for unreachable servers.
     """
@@ -162,6 +165,7 @@ def connect(
             sleeps=servers.sleep,
             refills=refills,
             in_flight=config.rollout.in_flight if config.rollout.max_staleness else None,
+            routes=routes,
             **engine_limits(config.rollout),
         )
         if engine.sleeps:

@@ -27,12 +27,14 @@ from megagrpo.platform.process.progress_hook import Progress
 from megagrpo.policy.finite import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import FrozenModel, Reference, kl_by_sample
+from megagrpo.policy.routing_replay import route_shape
 from megagrpo.policy.step_terms import add_step_terms
 from megagrpo.records.metrics import values_of
 from megagrpo.records.recorder import Recorder, Update
 from megagrpo.sync.trainer_side.transport import Weights
 from megagrpo.train_types import LossFn, Metric, TrainBatch, TrainState
 from megagrpo.trainer.engine_side import as_config_errors
+from megagrpo.trainer.rollout.route_exchange import replayed_batches
 from megagrpo.trainer.rollout.token_exchange import trained_samples
 from megagrpo.trainer.run_inputs import ModelFiles
 
@@ -73,14 +75,20 @@ class Learning:
         parts = slices(len(samples), self.config.algorithm.steps_per_generation, seed)
         plans = [plan_packing(shapes, rules, layout.dp_size, part) for part in parts]
         mine = trained_samples(samples, plans, layout)
-        return [self.with_logprobs(build_batch(plan, layout.dp_rank, mine, rules)) for plan in plans]
+        batches = [build_batch(plan, layout.dp_rank, mine, rules) for plan in plans]
+        if self.config.rollout.routing_replay == "engine":
+            batches = replayed_batches(batches, samples, plans, layout, route_shape(self.policy.hf_config))
+        return [self.with_logprobs(batch) for batch in batches]
 
     def with_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Add log-probs (float32 [T] per micro-batch): old ones when the policy changes before their use, reference
-        ones for the KL term. A KL in the reward needs both."""
+        ones for the KL term. A KL in the reward needs both. With `routing_replay: trainer` the pass for the old ones
+        records the routes of all later passes."""
         algorithm = self.config.algorithm
         with self.phases("logprobs"):
-            if algorithm.updates_per_step > 1 or algorithm.kl_in_reward:
+            if self.config.rollout.routing_replay == "trainer":
+                batch = self.policy.replay.recorded(batch, self.policy.logprobs)
+            elif algorithm.updates_per_step > 1 or algorithm.kl_in_reward:
                 batch = batch.with_terms(old_logprobs=self.policy.logprobs(batch))
             return batch if self.reference is None else self.reference.annotate(batch)
 

@@ -10,6 +10,7 @@ from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.servers.serving import offloads
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.optimizer import apex_note
+from megagrpo.policy.routing_replay import route_shape
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.run_files import CHECKPOINTS
 from megagrpo.train_types import TrainState
@@ -44,7 +45,8 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     policy, reference = load_policy(config, layout, model, progress)
     if note := apex_note(policy.optimizer):
         say(note)
-    engine, weight_sync = connect(servers, config, layout, data.tokenizer, say, resources)
+    routes = route_shape(model.hf_config) if config.rollout.routing_replay == "engine" else None
+    engine, weight_sync = connect(servers, config, layout, data.tokenizer, routes, say, resources)
     rollouts = make_rollouts(inputs, engine, layout, state, journal, resources)
     collector = rollouts.collector
     offload = Offload(policy, reference) if offloads(config.rollout, config.train.offload) else NoOffload()

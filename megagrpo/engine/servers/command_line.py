@@ -49,6 +49,7 @@ def server_command(
         "--pipeline-parallel-size": o.pp,
         "--data-parallel-size": o.dp,
         "--enable-expert-parallel": o.expert_parallel,
+        "--enable-return-routed-experts": o.returns_routes,
         "--quantization": o.quantization,
         # log-probs of the distribution that is sampled from, temperature included
         "--logprobs-mode": "processed_logprobs",

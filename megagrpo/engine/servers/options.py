@@ -19,6 +19,7 @@ class ServerOptions:
     max_num_seqs: int = 256
     kv_cache_gb: float = 2.0  # KV cache size, on a machine without a GPU
     expert_parallel: bool = False  # distribute whole experts over the tp x dp workers of a stage
+    returns_routes: bool = False  # responses have the experts of every token and layer
     gpu_memory_utilization: float = 0.4
     quantization: str | None = None  # vLLM quantizes the weights to this when it loads them
     enforce_eager: bool = False

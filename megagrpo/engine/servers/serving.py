@@ -123,6 +123,7 @@ def _options(
         dp=r.dp,
         nodes=r.nodes_per_server,
         expert_parallel=r.enable_expert_parallel,
+        returns_routes=r.routing_replay == "engine",
         max_num_seqs=r.max_num_seqs,
         kv_cache_gb=r.kv_cache_gb,
         gpu_memory_utilization=r.gpu_memory_utilization,

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil, lcm
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import torch
 
 from megagrpo.config import LoraSection, ParallelSection, RunConfig
 from megagrpo.config.lora import ALL_LINEAR
 from megagrpo.data.packing import padded
+from megagrpo.data.routes import RouteShape
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.family import COMMON, FULL, SLIDING, rope, rotated_share
 from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
 from megagrpo.train_types import TrainSample
+from megagrpo.types import Routes
 
 VOCABULARY = 101  # prime: no tensor-parallel size divides it, so there are padding rows
 MAX_PROMPT, MAX_RESPONSE = 16, 16  # tokens
@@ -214,3 +218,16 @@ def random_samples(seed: int = 1) -> list[TrainSample]:
         advantage = float(0.5 + torch.randn((), generator=generator)) if i % 5 else 0.0
         samples.append(TrainSample(ids, mask, logprobs, advantage, index=i, truncated=i in (0, 7)))
     return samples
+
+
+def random_routes(samples: Sequence[TrainSample], shape: RouteShape) -> dict[int, Routes]:
+    """Return routes [L - 1, M, k] by sample, equal for equal prompts: a token's routes depend on its text so far."""
+    routes = {}
+    for sample in samples:
+        rows = []
+        for stop in range(1, sample.token_ids.numel()):
+            seed = crc32(sample.token_ids[:stop].numpy().tobytes())
+            draw = np.random.default_rng(seed).random((len(shape.layers), shape.experts))
+            rows.append(draw.argsort(-1)[:, : shape.per_token])
+        routes[sample.index] = np.array(rows, shape.dtype).reshape(-1, len(shape.layers), shape.per_token)
+    return routes

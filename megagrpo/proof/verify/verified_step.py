@@ -25,9 +25,11 @@ from megagrpo.policy.fp8.masters import unrounded_values
 from megagrpo.policy.fp8.tensor import dense
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import gather_gradients
+from megagrpo.policy.rank_routes import with_sample_routes
 from megagrpo.policy.reference import Reference
+from megagrpo.policy.routing_replay import route_shape
 from megagrpo.policy.step_terms import add_step_terms
-from megagrpo.proof.verify.shrink import random_tensor
+from megagrpo.proof.verify.shrink import random_routes, random_tensor
 from megagrpo.records.metrics import values_of
 from megagrpo.train_types import LossInputs, LossOutput, MicroBatch, TrainBatch, TrainSample
 
@@ -97,6 +99,11 @@ def prepare(
     batch = pack(samples, packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
     if config.model.fp8_recipe == "delayed":  # scales then follow the whole batch, however it is packed
         policy.backward(batch, policy_gradient, batch.num_tokens)
+    if config.rollout.routing_replay == "engine":
+        shape = route_shape(hf_config)
+        batch = with_sample_routes(batch, random_routes(samples, shape), layout, shape)
+    if config.rollout.routing_replay == "trainer":
+        batch = policy.replay.recorded(batch, policy.logprobs)
     logprobs = policy.logprobs(batch)
     batch = batch.with_terms(old_logprobs=_old_logprobs(batch, logprobs))
     return policy, batch if reference is None else reference.annotate(batch), logprobs

@@ -29,6 +29,7 @@ from megagrpo.sync.vllm_side.cpu_parallelism import (
     make_stage_buffers,
     use_expert_map,
 )
+from megagrpo.sync.vllm_side.cpu_routes import return_routed_experts
 from megagrpo.sync.vllm_side.loading import Loading, first_names
 from megagrpo.sync.vllm_side.reader import ShardReader
 from megagrpo.sync.vllm_side.receiver import Receiver, Worker, receiver_class
@@ -50,6 +51,7 @@ def register() -> None:
         use_expert_map()
         exchange_tokens()
         make_stage_buffers()
+        return_routed_experts()
         count_workers_of_a_node()
         name_file_stores_by_owner()
     if WEIGHT_BACKEND not in WeightTransferEngineFactory._registry:

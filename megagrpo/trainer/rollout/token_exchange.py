@@ -10,7 +10,7 @@ whole rows. Middle stages need only lengths, and the masks of conversations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ def trained_samples(
     On middle pipeline stages token ids and log-probs are 0: no layer there reads them.
     """
     lengths, responses = samples.facts["length"].astype(np.int64), samples.responses
-    travel = _Travel(samples, trained_by(plans, len(samples), layout.dp_size), layout, round_words)
+    travel = Travel(samples, trained_by(plans, len(samples), layout.dp_size), layout, round_words)
     tokens = travel.rows(lengths + responses, _token_row, layout.ends)
     masks: dict[int, np.ndarray] = {}
     if samples.columns.dialogues:
@@ -66,7 +66,7 @@ def trained_by(plans: Sequence[PackPlan], num_samples: int, dp_size: int) -> np.
     return ranks
 
 
-class _Travel:
+class Travel:
     """The rows of a step between replicas. A sender's samples go in ascending order, in rounds of bounded size."""
 
     def __init__(self, samples: StepSamples, ranks: np.ndarray, layout: Layout, round_words: int):
@@ -79,16 +79,22 @@ class _Travel:
         """Return the rows of this replica's samples on the ranks of `group`, {} on others. Sample i has `words[i]`
         words of 4 bytes, which `row_of` makes of its rollout. Collective."""
         found: dict[int, np.ndarray] = {}
-        for chosen in self._rounds(words):
-            mine = chosen[self._trained_by[chosen] == self._layout.dp_rank]
-            mine = mine[np.argsort(self._samples.sampled_by[mine], kind="stable")]  # as the senders' parts arrive
-            table = np.zeros(int(words[mine].sum()), np.int32)
-            if self._layout.leaders is not None:
-                table = self._exchanged(chosen, words, row_of)
+        for mine, table in self.tables(words, row_of):
             if group is not None:
+                table = np.zeros(int(words[mine].sum()), np.int32) if table is None else table
                 rows = np.split(share_rows(self._layout, table, group), words[mine].cumsum())
                 found |= zip(mine.tolist(), rows, strict=False)  # after the last border there is an empty row
         return found
+
+    def tables(
+        self, words: np.ndarray, row_of: Callable[[Rollout], np.ndarray]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """Yield for each round the samples that this replica gets, and on its leader the table of their rows in this
+        order; None on other ranks. Collective, also for ranks that do not use the tables."""
+        for chosen in self._rounds(words):
+            mine = chosen[self._trained_by[chosen] == self._layout.dp_rank]
+            mine = mine[np.argsort(self._samples.sampled_by[mine], kind="stable")]  # as the senders' parts arrive
+            yield mine, None if self._layout.leaders is None else self._exchanged(chosen, words, row_of)
 
     def _rounds(self, words: np.ndarray) -> list[np.ndarray]:
         """Return the samples of each round, ascending. A sender begins a round with each `round_words` words."""

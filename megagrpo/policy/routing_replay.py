@@ -1,0 +1,167 @@
+"""Routing replay: routers take given experts, or record theirs (Zheng et al. 2025, arXiv 2507.18071, replay the
+trainer's routes; Ma et al. 2025, arXiv 2510.11370, the engine's).
+
+A replayed router computes its scores from the hidden states as usual, and takes the scores of the given experts in
+place of the highest ones. Gradients therefore reach the router. Megatron's own RouterReplay keeps one list of layers per
+process; here each router has its own slot, and routes travel with their micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.utils import unwrap_model
+from torch import Tensor, nn
+
+from megagrpo.data.routes import RouteShape
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.platform import device
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.policy.balance import routers
+from megagrpo.train_types import Metric, TrainBatch
+
+Select = Callable[..., tuple[Tensor, Tensor]]  # (scores [tokens, E], k, ...) -> scores and experts [tokens, k]
+
+
+class RouteSlot:
+    """What a router asks for the experts of its tokens, through the hook that Megatron has for replayed routes.
+
+    A layer inside an activation checkpoint runs twice: in the forward pass without gradients, then in the backward
+    pass. Its second run takes the routes of the first. In every pipeline schedule a model chunk runs its micro-batches
+    backward in the order of their forward passes, so a queue is enough.
+    """
+
+    def __init__(self, column: int, select: Select | None):
+        """`column` is the layer's index among this rank's layers with experts. `select` replaces the choice of the
+        highest scores, for experts in groups."""
+        self.column, self._select = column, select
+        self.given: Tensor | None = None  # [tokens, k], of the forward pass in progress
+        self.counted: Tensor | None = None  # [tokens] bool, of the forward pass in progress: tokens to compare
+        self.recorded: Tensor | None = None  # [tokens, k] of the last pass that chose by scores
+        self.agreement = torch.zeros(2, dtype=torch.int64)  # experts of counted tokens that the scores choose too, all
+        self.trains = False  # whether a backward pass follows, in which checkpoints run layers again
+        self.to_recompute: deque[Tensor] = deque()
+
+    def get_replay_topk(self, scores: Tensor, topk: int, *groups: Any) -> tuple[Tensor, Tensor]:
+        """Return (scores, experts) [tokens, k] from scores [tokens, E]. `groups` ends with Megatron's own choice."""
+        select = self._select or groups[-1]
+        if self.given is not None:
+            given = self.given
+            # gather and scatter would leave tokens without routes out silently
+            if given.shape != (scores.shape[0], topk):
+                raise ValueError(f"routes {list(given.shape)} for {scores.shape[0]} tokens with {topk} experts each")
+            if self.trains and not torch.is_grad_enabled():
+                self.to_recompute.append(given)
+            if self.trains and self.counted is not None:
+                chosen = select(scores.detach(), topk, *groups[:-1])[1]
+                same = (chosen[:, :, None] == given[:, None, :]).any(-1) & self.counted[:, None]
+                self.agreement += torch.stack([same.sum(), topk * self.counted.sum()])
+        elif self.to_recompute:
+            given = self.to_recompute.popleft()
+        else:
+            values, self.recorded = select(scores, topk, *groups[:-1])
+            return values, self.recorded
+        experts = given.long()
+        return scores.gather(1, experts), experts
+
+
+def route_shape(hf_config: HfConfig) -> RouteShape:
+    """Return the shape of the routes of a model with experts."""
+    experts = hf_config.mixture
+    return RouteShape(tuple(sorted(experts.blocks)), hf_config.num_layers, experts.count, experts.per_token)
+
+
+class RoutingReplay:
+    """The routers of this rank's bare chunks, each with its own slot.
+
+    Routes of a rank are [tokens, M, k]: the tokens that its layers compute, and its M layers with experts in order.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], hf_config: HfConfig):
+        self._dtype = torch.from_numpy(np.zeros(0, route_shape(hf_config).dtype)).dtype
+        self._slots: list[RouteSlot] = []
+        self._of_chunk: dict[int, list[RouteSlot]] = {}  # by the chunk's id
+        self._recorded: dict[int, list[Tensor]] | None = None  # by the chunk's id: routes of each micro-batch
+        for chunk in chunks:
+            for router in routers([chunk]):
+                groups = router.router_replay
+                router.router_replay = RouteSlot(len(self._slots), groups and groups.get_replay_topk)
+                self._slots.append(router.router_replay)
+            self._of_chunk[id(chunk)] = [router.router_replay for router in routers([chunk])]
+
+    @contextmanager
+    def passing(self, trains: bool) -> Iterator[None]:
+        """Context manager of one pass over micro-batches; with `trains` a backward pass is part of it.
+
+        Raises RuntimeError if a layer inside an activation checkpoint did not run again.
+        """
+        for slot in self._slots:
+            slot.trains = trains
+            slot.agreement = torch.zeros(2, dtype=torch.int64, device=device.device())
+        left = 0
+        try:
+            yield
+            left = sum(len(slot.to_recompute) for slot in self._slots)
+        finally:
+            for slot in self._slots:
+                slot.to_recompute.clear()
+        if left:
+            raise RuntimeError(f"routing replay: {left} forward passes of layers were not recomputed")
+
+    @contextmanager
+    def forward(self, model: nn.Module, routes: Tensor | None, counted: Tensor | None) -> Iterator[None]:
+        """Context manager of a chunk's forward pass over a micro-batch with these `routes` of the rank; None: routers
+        choose. Routes of tokens that are `counted` [tokens] bool, if given, are compared with the routers' own choice."""
+        chunk = id(unwrap_model(model))
+        slots = self._of_chunk.get(chunk, [])
+        for slot in slots:
+            slot.given, slot.counted = None if routes is None else routes[:, slot.column], counted
+        try:
+            yield
+        finally:
+            for slot in slots:
+                slot.given = slot.counted = None
+        if self._recorded is not None:
+            taken = [slot.recorded for slot in slots if slot.recorded is not None]
+            if taken:  # a chunk may have no layer with experts
+                self._recorded[chunk].append(torch.stack(taken, dim=1).to(self._dtype))
+
+    def recorded(
+        self, batch: TrainBatch, logprobs: Callable[[TrainBatch], list[Tensor | None]]
+    ) -> TrainBatch:
+        """Return the batch with `logprobs(batch)`, one pass over it without routes, as its old log-probs, and with the
+        routes that the routers took in this pass. They stay on the device."""
+        self._recorded = {chunk: [] for chunk in self._of_chunk}
+        try:
+            batch = batch.with_terms(old_logprobs=logprobs(batch))
+            parts = [rows for rows in self._recorded.values() if rows]
+        finally:
+            self._recorded = None
+        routes = [torch.cat(chunks, dim=1) for chunks in zip(*parts, strict=True)]
+        return batch.with_routes(routes) if routes else batch  # a rank may have no layer with experts
+
+    def metrics(self, layout: Layout) -> dict[str, Metric]:
+        """Return the share of the given experts of counted tokens that the routers would have chosen too, in the last
+        pass. Collective; empty if no token had routes."""
+        local = torch.stack([slot.agreement for slot in self._slots]).sum(0).cpu() if self._slots else torch.zeros(2)
+        same, all_experts = layout.all_reduce(local.double()).tolist()
+        return {"routing/agreement": Metric(same, all_experts)} if all_experts else {}
+
+
+class NoReplay(RoutingReplay):
+    """Leaves all routers as they are."""
+
+    def __init__(self) -> None:
+        self._slots, self._of_chunk, self._recorded = [], {}, None
+
+    def metrics(self, layout: Layout) -> dict[str, Metric]:
+        """Return nothing, without a message."""
+        return {}
+
+
+NO_REPLAY = NoReplay()
