@@ -145,7 +145,7 @@ class Rollout:
     later_versions: tuple[tuple[int, int], ...] = ()  # (first token, weight version) after each sync during it
     # the text of `rollout.stop` that ended the policy's last turn, or ""; None without `rollout.stop`
     stop_string: str | None = None
-    # [Lp + Lr - 1, M, k], with `rollout.routing_replay: engine`: the experts that the engine took for prompt and response
+    # [Lp + Lr - 1, M, k], with `rollout.routing_replay: engine`: experts that the engine took for prompt and response
     routes: Routes | None = None
 
     __eq__ = _equal

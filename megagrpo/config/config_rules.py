@@ -14,7 +14,7 @@ from megagrpo.config.algorithm_rules import (
 )
 from megagrpo.config.data import RENDERER_ARGUMENTS
 from megagrpo.config.evaluation import evaluation_problems
-from megagrpo.config.extra_args import extra_args_problems
+from megagrpo.config.extra_args import extra_args_problems, options_of
 from megagrpo.config.lora import lora_problems
 from megagrpo.config.multi_turn import multi_turn_problems
 from megagrpo.config.overlap_rules import overlap_problems
@@ -38,7 +38,8 @@ def cross_field_problems(config: RunConfig) -> list[Problem]:
     of_steps = (length_problems(config), step_problems(config), optimizer_problems(config), fused_problems(config))
     of_rollout = (data_problems(config), stop_problems(config), evaluation_problems(config), placement_problems(config))
     others = (ahead_problems(config), extra_args_problems(config), tracker_problems(config), path_problems(config))
-    groups = (*of_algorithm, multi_turn_problems(config.multi_turn), *of_policy, *of_steps, *of_rollout, *others)
+    of_turns = (multi_turn_problems(config.multi_turn), replay_problems(config))
+    groups = (*of_algorithm, *of_turns, *of_policy, *of_steps, *of_rollout, *others)
     return [problem for group in groups for problem in group]
 
 
@@ -153,6 +154,21 @@ def stop_problems(config: RunConfig) -> Iterator[Problem]:
     if r.stop and str(config.model.tokenizer).endswith(".model"):
         reason = "needs a tokenizer that vLLM loads, but model.tokenizer is a bare SentencePiece file"
         yield Problem((key, "model.tokenizer"), f"{reason}; name a Hugging Face folder")
+
+
+def replay_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield settings with which there are no routes to replay."""
+    r, key = config.rollout, "rollout.routing_replay"
+    if r.routing_replay == "engine" and r.pp > 1:
+        reason = f"engine needs the routes of all layers, and vLLM does not return them with rollout.pp {r.pp}"
+        yield Problem((key, "rollout.pp"), f"{reason}; set pp to 1 and raise tp, or choose trainer")
+    if r.routing_replay == "engine" and "--no-enable-prefix-caching" in options_of(r.extra_args):
+        reason = "engine: vLLM keeps routes with the blocks of its prefix cache, and rollout.extra_args disables it"
+        yield Problem((key, "rollout.extra_args"), f"{reason}; leave --no-enable-prefix-caching out")
+    if r.routing_replay == "trainer" and config.algorithm.updates_per_step == 1:
+        reason = "trainer replays the routes of the old log-probs, but a step has one optimizer step, which computes"
+        keys = (key, "algorithm.num_iterations", "algorithm.steps_per_generation")
+        yield Problem(keys, f"{reason} them itself; raise one of the others, or choose engine or off")
 
 
 def fused_problems(config: RunConfig) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,7 +27,9 @@ class RankTokens:
     borders: np.ndarray  # [B + 1] int64, where the tokens of each micro-batch begin
 
     @classmethod
-    def of(cls, micro_batches: Sequence[MicroBatch], parallel: ParallelSection, cp_rank: int, tp_rank: int) -> RankTokens:
+    def of(
+        cls, micro_batches: Sequence[MicroBatch], parallel: ParallelSection, cp_rank: int, tp_rank: int
+    ) -> RankTokens:
         """Return the tokens of the ranks with these coordinates. The micro-batches are on the host."""
         samples, positions = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for m in micro_batches:

@@ -2,8 +2,8 @@
 trainer's routes; Ma et al. 2025, arXiv 2510.11370, the engine's).
 
 A replayed router computes its scores from the hidden states as usual, and takes the scores of the given experts in
-place of the highest ones. Gradients therefore reach the router. Megatron's own RouterReplay keeps one list of layers per
-process; here each router has its own slot, and routes travel with their micro-batch.
+place of the highest ones. Gradients therefore reach the router. Megatron's RouterReplay keeps one list of layers for
+the process; here each router has its own slot, and routes travel with their micro-batch.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class RoutingReplay:
     @contextmanager
     def forward(self, model: nn.Module, routes: Tensor | None, counted: Tensor | None) -> Iterator[None]:
         """Context manager of a chunk's forward pass over a micro-batch with these `routes` of the rank; None: routers
-        choose. Routes of tokens that are `counted` [tokens] bool, if given, are compared with the routers' own choice."""
+        choose. Routes of tokens that are `counted` [tokens] bool are compared with the routers' own choice."""
         chunk = id(unwrap_model(model))
         slots = self._of_chunk.get(chunk, [])
         for slot in slots:
@@ -131,9 +131,7 @@ class RoutingReplay:
             if taken:  # a chunk may have no layer with experts
                 self._recorded[chunk].append(torch.stack(taken, dim=1).to(self._dtype))
 
-    def recorded(
-        self, batch: TrainBatch, logprobs: Callable[[TrainBatch], list[Tensor | None]]
-    ) -> TrainBatch:
+    def recorded(self, batch: TrainBatch, logprobs: Callable[[TrainBatch], list[Tensor | None]]) -> TrainBatch:
         """Return the batch with `logprobs(batch)`, one pass over it without routes, as its old log-probs, and with the
         routes that the routers took in this pass. They stay on the device."""
         self._recorded = {chunk: [] for chunk in self._of_chunk}

@@ -112,6 +112,9 @@ def expert_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
     p, coefficient = config.parallel, config.algorithm.router_aux_loss_coef
     balance = ("algorithm.router_aux_loss_coef",)
     yield from _overlap_problems(config, model)
+    if config.rollout.routing_replay != "off" and not model.experts:
+        said = f"{config.rollout.routing_replay}, but {model.family} has no experts; set it to off"
+        yield Problem(("rollout.routing_replay",), said)
     if model.experts and config.train.optimizer == "muon":
         said = f"muon does not support the experts of {model.family}; choose adam"
         yield Problem(("train.optimizer",), said)

@@ -43,10 +43,11 @@ def shrink_config(config: RunConfig) -> RunConfig:
     """
     overlap = [name for name in config.train.overlap if name == "shared_experts"]
     config = config.without_overlap
-    longest = MAX_PROMPT + MAX_RESPONSE
+    longest, records = MAX_PROMPT + MAX_RESPONSE, config.rollout.routing_replay == "trainer"
     changes: dict[str, dict[str, Any]] = {
         "run": dict(max_steps=100),
-        "algorithm": dict(steps_per_generation=1),  # one optimizer step is verified
+        # one optimizer step is verified; routes are recorded for several
+        "algorithm": dict(steps_per_generation=1) | (dict(num_iterations=2) if records else {}),
         "model": dict(bf16_layers=[end for end in (0, -1) if end in config.model.bf16_layers]),
         "lora": _few_adapters(config.lora),
         "parallel": dict(

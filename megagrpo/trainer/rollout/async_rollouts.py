@@ -23,7 +23,7 @@ import numpy as np
 from megagrpo.engine.client import VllmEngine
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.rollout.scored_groups import ScoredGroup, begin_scoring
-from megagrpo.types import Prompt, Rollout, SamplingParams
+from megagrpo.types import Prompt, Rollout, Routes, SamplingParams
 
 
 class AsyncPool:
@@ -238,6 +238,8 @@ def packed(place: int, group: Sequence[Rollout]) -> dict[str, Any]:
     ]
     for rollout in rollouts:
         del rollout["prompt"], rollout["dialogue"]
+        if (routes := rollout.pop("routes")) is not None:
+            rollout["routes"] = {"dtype": routes.dtype.name, "shape": routes.shape, "values": _encoded(routes)}
     return {"place": place, "prompt_id": group[0].prompt.prompt_id, "rollouts": rollouts}
 
 
@@ -253,6 +255,7 @@ def unpacked(saved: dict[str, Any], prompt: Prompt) -> list[Rollout]:
             rollout["text"],
             later_versions=tuple((start, version + 1) for start, version in rollout["later_versions"]),
             stop_string=rollout.get("stop_string"),
+            routes=_decoded_routes(rollout.get("routes")),
         )
         for rollout in saved["rollouts"]
     ]
@@ -266,6 +269,13 @@ def _decoded(response_ids: str, logprobs: str) -> tuple[np.ndarray, np.ndarray]:
     """Return token ids int32 and log-probs float32 [Lr]. Older checkpoints have log-probs in float64."""
     ids, numbers = np.frombuffer(base64.b64decode(response_ids), np.int32), base64.b64decode(logprobs)
     return ids, np.frombuffer(numbers, np.float64 if len(numbers) > 4 * len(ids) else np.float32).astype(np.float32)
+
+
+def _decoded_routes(saved: dict[str, Any] | None) -> Routes | None:
+    """Return routes [tokens, M, k]; None for a group of a run without them."""
+    if saved is None:
+        return None
+    return np.frombuffer(base64.b64decode(saved["values"]), saved["dtype"]).reshape(saved["shape"])
 
 
 def place_of(prompt: Prompt) -> int:

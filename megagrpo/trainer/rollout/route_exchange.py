@@ -39,7 +39,7 @@ def replayed_batches(
     """Return the step's batches of this replica with the engine's routes of the tokens and layers of this rank.
     Collective.
 
-    Raises RankError on every rank if a sample has no routes.
+    Raises ValueError on the rank of a sample without routes, and RankError on all other ranks.
     """
     lengths = samples.facts["length"].astype(np.int64)
     run_own_and_agree(layout, lambda: _check(samples, shape))
@@ -111,7 +111,8 @@ def _check(samples: StepSamples, shape: RouteShape) -> None:
         if known < needed:
             raise ValueError(
                 f"rollout.routing_replay: sample {index} (prompt {rollout.prompt.prompt_id}) has no route for token "
-                f"{known} in layer {shape.layers[0]}; {needed} of its tokens need one"
+                f"{known} in layer {shape.layers[0]}, and {needed} of its tokens need one; set it to off, or resume a "
+                "checkpoint of a run with routing_replay engine"
             )
 
 

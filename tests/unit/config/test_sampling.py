@@ -26,6 +26,13 @@ REFUSED = {
     "evaluation.sets, or leave keep_best empty",
     "evaluation.num_generations=2": "evaluation.num_generations: 2 greedy responses (temperature 0) are identical; "
     "raise evaluation.temperature, or use 1",
+    "rollout.routing_replay=engine rollout.pp=2": "rollout.routing_replay: engine needs the routes of all layers, and "
+    "vLLM does not return them with rollout.pp 2; set pp to 1 and raise tp, or choose trainer",
+    "rollout.routing_replay=engine "
+    "rollout.extra_args=[--no-enable-prefix-caching]": "rollout.routing_replay: engine: vLLM keeps routes with the "
+    "blocks of its prefix cache, and rollout.extra_args disables it; leave --no-enable-prefix-caching out",
+    "rollout.routing_replay=trainer": "rollout.routing_replay: trainer replays the routes of the old log-probs, but a "
+    "step has one optimizer step, which computes them itself; raise one of the others, or choose engine or off",
     "evaluation.sets.hard.source=b "
     "evaluation.sets.hard.num_generations=4": "evaluation.sets.hard.num_generations: 4 greedy responses "
     "(temperature 0) are identical; raise the set's temperature, or use 1",

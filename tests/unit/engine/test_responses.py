@@ -1,11 +1,13 @@
 """Responses are read into arrays as strictly as by the naive reader: only a complete, consistent response passes."""
 
+import base64
+import io
 import json
 
 import numpy as np
 import pytest
 
-from megagrpo.engine.responses import InvalidResponse, Span, joined, read_response
+from megagrpo.engine.responses import InvalidResponse, Response, Span, joined, read_response
 from tests.unit.engine.test_async_client import choice
 
 
@@ -113,3 +115,38 @@ def test_a_continuation_follows_its_beginning_with_shifted_weight_versions():
     whole = joined(first, more)
     assert whole.token_ids.tolist() == [5, 6, 7] and whole.logprobs.tolist() == [-0.5] * 3 and whole.joined
     assert whole.finish_reason == "stop" and whole.spans == (Span("1", 0, 2), Span("2", 2, 3))
+
+
+def sent(routes: np.ndarray) -> str:
+    """An array as vLLM sends it: a .npy file in base64."""
+    with io.BytesIO() as file:
+        np.save(file, routes)
+        return base64.b64encode(file.getvalue()).decode()
+
+
+def with_routes(routes: np.ndarray, *choices_of) -> Response:
+    one = choice(*choices_of) | {"routed_experts": sent(routes)}
+    return read_response(json.dumps({"choices": [one]}).encode(), 8)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_routes_are_read_as_they_were_sent(dtype):
+    routes = np.arange(5 * 3 * 2, dtype=dtype).reshape(5, 3, 2)
+    assert np.array_equal(with_routes(routes, [5, 6], "stop").routes, routes)
+    assert read_response(json.dumps(body()).encode(), 8).routes is None
+
+
+def test_an_array_that_holds_no_routes_is_refused():
+    for routes in (np.zeros((2, 2, 2), np.float32), np.array([{}], object)):
+        with pytest.raises(InvalidResponse):
+            with_routes(routes, [5], "stop")
+
+
+def test_a_token_keeps_the_route_of_its_first_pass_when_a_response_is_continued():
+    # a prompt of two tokens: the first part was read up to its last but one token, the whole text in the second request
+    first, more = np.zeros((3, 1, 2), np.uint8), np.arange(10, dtype=np.uint8).reshape(5, 1, 2)
+    parts = (with_routes(first, [5, 6], "abort"), with_routes(more, [7, 8], "stop"))
+    assert joined(*parts).routes.tolist() == [*first.tolist(), *more[3:].tolist()]
+    nothing = read_response(json.dumps({"choices": [choice([], "abort")]}).encode(), 8)
+    assert np.array_equal(joined(nothing, parts[1]).routes, more)
+    assert np.array_equal(joined(parts[0], nothing).routes, first)

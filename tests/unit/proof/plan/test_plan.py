@@ -236,6 +236,9 @@ def test_what_does_not_fit_the_experts_is_told_with_what_does(folder):
     assert problems(LLAMA, 1, "algorithm.router_aux_loss_coef=0.01") == [
         "algorithm.router_aux_loss_coef: 0.01, but llama has no experts; set it to 0"
     ]
+    assert problems(LLAMA, 1, "rollout.routing_replay=engine") == [
+        "rollout.routing_replay: engine, but llama has no experts; set it to off"
+    ]
     (narrow,) = problems(MIXED | {"moe_intermediate_size": 193}, 1, "rollout.tp=3")
     assert narrow.startswith(
         "rollout.tp: vLLM cannot split 9 heads, 3 KV heads, vocabulary 49152 and intermediate_size=193 over tp=3; "

@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megagrpo.config import ConfigError, load_config
@@ -211,6 +212,15 @@ def test_the_version_of_each_token_is_known():
     assert rollout.token_versions.tolist() == [5, 6, 6, 8]
     (back,) = unpacked(json.loads(json.dumps(packed(0, [rollout]))), rollout.prompt)
     assert back == replace(rollout, weight_version=6, later_versions=((1, 7), (3, 9)))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+def test_a_checkpoint_keeps_the_routes_of_a_group(dtype):
+    routes = np.arange(3 * 4 * 2, dtype=dtype).reshape(3, 4, 2)
+    rollout = Rollout(prompts(0, 1)[0], (1, 2, 3), (-0.1,) * 3, "stop", 5, "", routes=routes)
+    (back,) = unpacked(json.loads(json.dumps(packed(0, [rollout]))), rollout.prompt)
+    assert back == replace(rollout, weight_version=6) and back.routes.dtype == dtype
+    assert "routes" not in packed(0, [replace(rollout, routes=None)])["rollouts"][0]
 
 
 def test_groups_of_an_older_checkpoint_have_log_probs_in_float64():
