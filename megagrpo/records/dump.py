@@ -5,7 +5,8 @@ step.json         samples with texts, rewards, advantages; per optimizer step it
                   configuration and library versions. Numbers that JSON lacks are the strings "nan", "inf" and "-inf".
 samples.safetensors
                   `token_ids` [sum of L] int64, `borders` [N + 1] int64, `prompt_lengths` [N] int64, `rollout_logprobs`
-                  [sum of L] float64 (0 if not `written`), `written` [sum of L] bool (the policy wrote it)
+                  [sum of L] float64 (0 if not `written`), `written` [sum of L] bool (the policy wrote it), and with
+                  `rollout.routing_replay: engine` `routes` [sum of L, M, k], the experts of each token
 update_K.safetensors
                   one row per loss token as optimizer step K saw it: `sample`, `token` (its index in the sample),
                   `token_id`, `advantage`, `policy_logprobs`, `old_logprobs`, `ref_logprobs`, `rollout_logprobs`,
@@ -273,7 +274,11 @@ def merge(parts: Sequence[Rows]) -> Rows:
 
 def _token_rows(rollout: Rollout) -> Rows:
     prompt = np.array(rollout.prompt.token_ids, np.int64)
-    return {
+    length, routes = len(prompt) + len(rollout.response_ids), {}
+    if rollout.routes is not None:  # the engine has not read the last token
+        missing = length - len(rollout.routes)
+        routes["routes"] = torch.from_numpy(np.pad(rollout.routes, ((0, missing), (0, 0), (0, 0)), mode="edge"))
+    return routes | {
         "token_ids": torch.from_numpy(np.concatenate([prompt, rollout.response_ids])),
         "prompt_lengths": torch.tensor([len(prompt)]),
         "rollout_logprobs": torch.from_numpy(np.concatenate([np.zeros(len(prompt)), rollout.rollout_logprobs])),

@@ -15,14 +15,17 @@ from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
+from megagrpo.data.routes import RouteShape
 from megagrpo.data.step_samples import StepSamples
 from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.families.hf_config import HfConfig, load_hf_config
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.rank_routes import with_sample_routes
 from megagrpo.policy.reference import Reference
+from megagrpo.policy.routing_replay import route_shape
 from megagrpo.policy.step_terms import add_step_terms
-from megagrpo.proof.verify.shrink import random_samples
+from megagrpo.proof.verify.shrink import random_routes, random_samples
 from megagrpo.records.dump import StepDumps
 from megagrpo.records.metrics import values_of
 from megagrpo.records.recorder import TrainedRollouts, Update
@@ -47,11 +50,12 @@ def make_model(folder: Path, hf_config: HfConfig) -> None:
     model.save_pretrained(folder)
 
 
-def rollouts() -> list[ScoredRollout]:
+def rollouts(shape: RouteShape | None = None) -> list[ScoredRollout]:
     """The samples in the form that an engine returns. There are two rewards; some responses have only one of them, one
-    response has none."""
+    response has none. With `shape` they have random routes."""
     chance = random.Random(1)
     made = []
+    routes = random_routes(random_samples(), shape) if shape else {}
     for i, sample in enumerate(random_samples()):
         ids = sample.token_ids.tolist()
         length, written = int(sample.response_mask.int().argmax()), tuple(sample.response_mask.tolist())
@@ -59,7 +63,7 @@ def rollouts() -> list[ScoredRollout]:
         prompt = Prompt(i, tuple(ids[:length]), "a question", {})
         logprobs = tuple(sample.rollout_logprobs[length:].tolist())
         reason = "length" if sample.truncated else "stop"
-        rollout = Rollout(prompt, tuple(ids[length:]), logprobs, reason, 1, "an answer", dialogue)
+        rollout = Rollout(prompt, tuple(ids[length:]), logprobs, reason, 1, "an answer", dialogue, routes=routes.get(i))
         rewards = {
             "chance": chance.random() if i != 7 else None,
             "coin": float(chance.random() < 0.5) if i % 4 != 3 else None,
@@ -73,9 +77,9 @@ def rollouts() -> list[ScoredRollout]:
     return made
 
 
-def samples_of_replicas(layout: Layout) -> StepSamples:
+def samples_of_replicas(layout: Layout, shape: RouteShape | None = None) -> StepSamples:
     """The rollouts as the replicas sampled them in turn."""
-    scored = rollouts()
+    scored = rollouts(shape)
     replica = layout.dp_rank if layout.is_dp_leader else None
     return StepSamples.of(scored, np.arange(len(scored)) % layout.dp_size, replica)
 
@@ -86,13 +90,18 @@ def dump_step(config: RunConfig, layout: Layout, model: Path, run: Path, steps: 
     policy = MegatronPolicy(config, layout, hf)
     load_hf(policy.chunks, hf, model, layout)
     policy.weights_changed()
-    scored, said, state = rollouts(), [], TrainState()
-    samples, group = samples_of_replicas(layout), config.rollout.num_generations
+    replay = config.rollout.routing_replay
+    shape = route_shape(hf) if replay == "engine" else None
+    scored, said, state = rollouts(shape), [], TrainState()
+    samples, group = samples_of_replicas(layout, shape), config.rollout.num_generations
     tables = samples.rewards(group), samples.rewards_by_function(group)
     advantages = advantages_of(*tables, algorithm, [f.weight for f in config.rewards.functions])
     batch = pack(
         to_samples(scored, advantages), packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size
     )
+    if shape:
+        batch = with_sample_routes(batch, random_routes(random_samples(), shape), layout, shape)
+    batch = policy.replay.recorded(batch, policy.logprobs) if replay == "trainer" else batch
     batch = Reference(policy).annotate(batch) if algorithm.beta else batch
     divisor = denominator(batch, algorithm.loss.average, config.rollout.max_completion_length)
     dumps = StepDumps(policy, run / "dumps", model, said.append)

@@ -7,12 +7,14 @@ of mixtures of experts, in float32 whatever the weights' dtype.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import MethodType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from megagrpo.config import AlgorithmSection, RolloutSection
 
@@ -86,12 +88,42 @@ def _attention(
     return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2), None
 
 
-def log_softmax(model: nn.Module, token_ids: Tensor, rollout: RolloutSection) -> Tensor:
+class Routing(TorchFunctionMode):
+    """Context manager of one pass of `model`: its routers take the experts `routes` [L, M, k], layer by layer, or their
+    own if it is None. `taken` are the experts [L, k] of each layer in its order.
+
+    A router of transformers chooses with one topk over all experts.
+    """
+
+    def __init__(self, model: nn.Module, routes: Tensor | None):
+        super().__init__()
+        config: Any = model.config
+        experts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        self._experts, self._routes = next(filter(None, experts), 0), routes
+        self._per_token = getattr(config, "num_experts_per_tok", 0)
+        self.taken: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`, or replace a router's choice."""
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") != "topk" or args[0].shape[-1] != self._experts:
+            return result
+        if result[1].shape[-1] != self._per_token:
+            return result
+        layer = len(self.taken)
+        if self._routes is not None and layer == self._routes.shape[1]:  # transformers' own balancing loss
+            return result
+        self.taken.append(result[1] if self._routes is None else self._routes[:, layer].long())
+        return args[0].gather(-1, self.taken[-1]), self.taken[-1]
+
+
+def log_softmax(model: nn.Module, token_ids: Tensor, rollout: RolloutSection, routes: Tensor | None = None) -> Tensor:
     """Return log-probs [L - 1, V] of every next token of one sample, in the distribution that `rollout` samples from.
 
-    Tokens that it never samples have -1e30, except the sample's own tokens.
+    Tokens that it never samples have -1e30, except the sample's own tokens. With `routes` routers take these experts.
     """
-    logits = model(token_ids[None]).logits[0, :-1] / rollout.temperature
+    with Routing(model, routes) if routes is not None else nullcontext():
+        logits = model(token_ids[None]).logits[0, :-1] / rollout.temperature
     if rollout.truncates:
         logits = logits.masked_fill(~_kept(logits.detach(), rollout).scatter(1, token_ids[1:, None], True), -1e30)
     return logits.log_softmax(dim=-1)
@@ -107,20 +139,22 @@ def _kept(logits: Tensor, rollout: RolloutSection) -> Tensor:
     return ((left > 0) & (left.cumsum(dim=-1) - left < rollout.top_p)).gather(1, order.argsort(dim=-1))
 
 
-def router_probabilities(model: nn.Module, token_ids: Tensor, places: Tensor) -> Tensor:
+def router_probabilities(model: nn.Module, token_ids: Tensor, places: Tensor, routes: Tensor | None = None) -> Tensor:
     """Return [layers x Lr, E]: the probabilities of each expert router at the tokens before `places` [Lr]."""
-    layers = model(token_ids[None], output_router_logits=True).router_logits
+    with Routing(model, routes) if routes is not None else nullcontext():
+        layers = model(token_ids[None], output_router_logits=True).router_logits
     return torch.cat([layer[places - 1] for layer in layers]).softmax(dim=-1)
 
 
-def balancing_slope(probabilities: Tensor, experts_per_token: int) -> Tensor:
+def balancing_slope(probabilities: Tensor, experts_per_token: int, taken: Tensor | None = None) -> Tensor:
     """Return [E]: the derivative of E sum_i f_i P_i by every row [E] of `probabilities` [rows, E].
 
-    f_i, the number of times that expert i is taken per row, is a constant. P_i is the mean of the rows.
+    f_i, the number of times that expert i is taken per row, is a constant. P_i is the mean of the rows. `taken` are the
+    experts of all rows; None: those of the largest probabilities.
     """
     rows, experts = probabilities.shape
-    taken = probabilities.topk(experts_per_token).indices.flatten().bincount(minlength=experts).to(probabilities.dtype)
-    return experts * taken / rows**2
+    taken = probabilities.topk(experts_per_token).indices if taken is None else taken
+    return experts * taken.flatten().bincount(minlength=experts).to(probabilities.dtype) / rows**2
 
 
 def kl_term(policy: Tensor, reference: Tensor, picked: Tensor, ratio: Tensor, algorithm: AlgorithmSection) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 
@@ -45,6 +45,8 @@ class Recomputed:
 def recompute(step: Step, advantages: list[float]) -> Iterator[Recomputed]:
     """Yield every optimizer step of `step`, recomputed with the `advantages` of its samples. At most two float64 models
     and one gradient are in memory."""
+    if step.config.rollout.routing_replay == "trainer":
+        step = replace(step, samples=_with_routes(step))
     reference = _model(step, step.reference).requires_grad_(False) if step.config.algorithm.beta else None
     old = _old_logprobs(step) if len(step.updates) > 1 else None
     for update in step.updates:
@@ -59,7 +61,23 @@ def _model(step: Step, folder: Path) -> nn.Module:
 def _old_logprobs(step: Step) -> list[Tensor]:
     """Return [Lr] of each sample, from the weights that generated it: the weights before the first optimizer step."""
     model = _model(step, step.updates[0].weights)
-    return [_picked(naive.log_softmax(model, s.token_ids, step.config.rollout)[s.places - 1], s) for s in step.samples]
+    return [_picked(_log_softmax(step, model, sample), sample) for sample in step.samples]
+
+
+@torch.no_grad()
+def _with_routes(step: Step) -> list[Sample]:
+    """Return the samples with the routes that the pass for the old log-probs takes."""
+    model, samples = _model(step, step.updates[0].weights), []
+    for sample in step.samples:
+        with naive.Routing(model, None) as routing:
+            model(sample.token_ids[None])
+        samples.append(replace(sample, routes=torch.stack(routing.taken, dim=1)))
+    return samples
+
+
+def _log_softmax(step: Step, model: nn.Module, sample: Sample) -> Tensor:
+    """Return [Lr, V]: the log-probs of every next token at the policy's tokens."""
+    return naive.log_softmax(model, sample.token_ids, step.config.rollout, sample.routes)[sample.places - 1]
 
 
 def _picked(policy: Tensor, sample: Sample) -> Tensor:
@@ -85,14 +103,14 @@ def _recompute_update(
         if elsewhere or step.is_masked(sample) or (algorithm.leaves_out_zero_advantage and advantage == 0):
             _append(result, None, None, None, None, None)
             continue
-        policy = naive.log_softmax(model, sample.token_ids, rollout)[sample.places - 1]
+        policy = _log_softmax(step, model, sample)
         response = _response(step, index, policy, advantage, old)
         share = divisor * naive_loss.share(algorithm.loss.average, response.logprobs.numel())
         terms = _policy_terms(response, whole, index, algorithm, share)
         ref_picked = kl = None
         if reference is not None:
             with torch.no_grad():
-                ref = naive.log_softmax(reference, sample.token_ids, rollout)[sample.places - 1]
+                ref = _log_softmax(step, reference, sample)
             ref_picked = _picked(ref, sample)
         if reference is not None and not algorithm.kl_in_reward:
             ratio = naive_loss.probability_ratio(response.logprobs - response.old, algorithm.importance_sampling_level)
@@ -100,7 +118,8 @@ def _recompute_update(
             terms.append(algorithm.beta * kl / share)
         sum((term.sum() for term in terms[1:]), terms[0].sum()).backward()
         if slope is not None:
-            (naive.router_probabilities(model, sample.token_ids, sample.places) @ slope).sum().backward()
+            probabilities = naive.router_probabilities(model, sample.token_ids, sample.places, sample.routes)
+            (probabilities @ slope).sum().backward()
         of_real = algorithm.loss.whole_step  # REAL's value is not the sum of the terms that its gradient comes from
         result.loss += sum(term.sum().item() for term in terms[of_real:])
         result.loss_size += sum(term.detach().abs().sum().item() for term in terms)
@@ -162,7 +181,7 @@ def _whole_step(
     responses = {}
     for index, (sample, advantage) in enumerate(zip(step.samples, advantages, strict=True)):
         if index in update.samples and not step.is_masked(sample):
-            policy = naive.log_softmax(model, sample.token_ids, step.config.rollout)[sample.places - 1]
+            policy = _log_softmax(step, model, sample)
             responses[index] = _response(step, index, policy, advantage, old)
     entropies = [value for response in responses.values() for value in response.entropy.tolist()]
     if algorithm.top_entropy_quantile < 1 and entropies:
@@ -183,9 +202,11 @@ def _whole_step(
 def _balancing_slope(step: Step, update: DumpedUpdate, model: nn.Module) -> Tensor:
     """Return [E]: the contribution of the balancing loss to the gradient of each router probability."""
     samples = [step.samples[i] for i in update.samples if not step.is_masked(step.samples[i])]
-    rows = [naive.router_probabilities(model, sample.token_ids, sample.places) for sample in samples]
+    rows = [naive.router_probabilities(model, s.token_ids, s.places, s.routes) for s in samples]
+    taken = [sample.routes[sample.places - 1].flatten() for sample in samples if sample.routes is not None]
     per_token: int = attrgetter("config.num_experts_per_tok")(model)
-    return step.config.algorithm.router_aux_loss_coef * naive.balancing_slope(torch.cat(rows), per_token)
+    slope = naive.balancing_slope(torch.cat(rows), per_token, torch.cat(taken).long() if taken else None)
+    return step.config.algorithm.router_aux_loss_coef * slope
 
 
 def _append(result: Recomputed, *rows: Tensor | None) -> None:

@@ -23,6 +23,7 @@ class Sample:
     rollout_logprobs: Tensor
     places: Tensor
     text: dict[str, Any]  # prompt, columns, response, finish_reason, rewards, reward, advantage
+    routes: Tensor | None = None  # [L, M, k], with `rollout.routing_replay: engine`
 
     @property
     def length(self) -> int:
@@ -122,7 +123,12 @@ def _samples(rows: dict[str, Tensor], texts: list[dict[str, Any]]) -> list[Sampl
     spans = [slice(start, stop) for start, stop in itertools.pairwise(borders)]
     return [
         Sample(
-            rows["token_ids"][span], prompt, rows["rollout_logprobs"][span], rows["written"][span].nonzero()[:, 0], text
+            rows["token_ids"][span],
+            prompt,
+            rows["rollout_logprobs"][span],
+            rows["written"][span].nonzero()[:, 0],
+            text,
+            rows["routes"][span] if "routes" in rows else None,
         )
         for span, prompt, text in zip(spans, prompts, texts, strict=True)
     ]
