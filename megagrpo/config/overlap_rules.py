@@ -86,6 +86,8 @@ def _experts(config: RunConfig) -> _Reasons:
         yield "lora.rank", "is not supported with adapters (lora.rank > 0)"
     if config.algorithm.router_aux_loss_coef:
         yield "algorithm.router_aux_loss_coef", "does not tell routers which tokens count; set it to 0"
+    if config.rollout.routing_replay != "off":
+        yield "rollout.routing_replay", "does not hand routes to routers; set routing_replay to off"
 
 
 def _shared_experts(config: RunConfig) -> _Reasons:
