@@ -73,10 +73,13 @@ def ours(shape: str, **model: str) -> Outcome:
     return run_ranks(stepped, 1, False, run, small(shape), random_samples(), timeout=300)[0]
 
 
-def theirs(shape: str, ranks: int = 1, parallel: dict | None = None, **model: Any) -> Outcome:
+def theirs(
+    shape: str, ranks: int = 1, parallel: dict | None = None, overlap: tuple[str, ...] = (), **model: Any
+) -> Outcome:
     """The step with Transformer Engine's layers."""
     train = dict(share_prompts=False, distributed_optimizer=ranks > 1 or "fp8_param" in model)
     run = tiny_run(parallel or {}, model=dict(precision="fp32") | model, train=train)
+    run = run.model_copy(update=dict(train=run.train.model_copy(update=dict(overlap=list(overlap)))))
     found = run_ranks(stepped, ranks, True, run, small(shape), random_samples(), timeout=300)[0]
     assert silent_tensors(found) == []
     return found
@@ -191,3 +194,22 @@ def test_a_rank_without_a_gpu_takes_a_step_beside_transformer_engine(shape):
     settings = tiny_run({}, train=dict(max_grad_norm=1e-3))
     (found,) = run_ranks(take_step, 1, settings, small(shape), random_samples(), timeout=300)
     assert silent_tensors(found) == []
+
+
+@pytest.mark.parametrize("parallel", [dict(ep=2), dict(ep=2, pp=2, vpp=2)], ids=["ep2", "ep2 pp2 vpp2"])
+@pytest.mark.parametrize(
+    ("overlap", "model"),
+    [
+        (("weight_gradients",), {}),
+        (("weight_gradients",), dict(recompute="full")),
+        (("experts", "weight_gradients"), {}),
+    ],
+    ids=["beside the dispatch", "recomputed", "beside another micro-batch"],
+)
+def test_delayed_weight_gradients_are_those_of_a_step_without_delay(parallel, overlap, model):
+    ranks = 2 * parallel.get("pp", 1)
+    delayed, plain = (
+        theirs("qwen3_moe", ranks, parallel, chosen, precision="bf16", **model) for chosen in (overlap, ())
+    )
+    assert torch.equal(delayed.logprobs, plain.logprobs)
+    assert [n for n, gradient in plain.gradients.items() if not torch.equal(delayed.gradients[n], gradient)] == []

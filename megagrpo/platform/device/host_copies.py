@@ -13,7 +13,7 @@ from megagrpo.platform import device
 Event = torch.cuda.Event
 # torch rounds each pinned allocation up to a power of two. Tensors share pieces of this size, so a set of tensors takes
 # its exact bytes in whole pieces and less than one piece more, not up to twice its bytes.
-PIECE_BYTES = 2**25
+PINNED_PIECE_BYTES = 2**25
 
 
 class HostCopies:
@@ -49,14 +49,14 @@ class HostCopies:
 
 
 def host_parts(sizes: Sequence[int]) -> list[list[Tensor]]:
-    """Return host memory for tensors of these bytes: for each one views, uint8 [part], of pieces of PIECE_BYTES. The
+    """Return host memory for tensors of these bytes: for each one views, uint8 [part], of pieces of PINNED_PIECE_BYTES. The
     last piece is the smallest power of two that holds the rest."""
     left, free, tensors = sum(sizes), torch.empty(0, dtype=torch.uint8), list[list[Tensor]]()
     for size in sizes:
         parts: list[Tensor] = []
         while size:
             if not free.numel():
-                free = device.host_bytes(min(PIECE_BYTES, 1 << (left - 1).bit_length()))
+                free = device.host_bytes(min(PINNED_PIECE_BYTES, 1 << (left - 1).bit_length()))
             part, free = free[:size], free[size:]
             parts.append(part)
             size, left = size - part.numel(), left - part.numel()

@@ -132,7 +132,7 @@ def layer_messages(
     """Return seconds of one decoder layer's messages in a forward pass, for `tokens` tokens of a context-parallel rank.
 
     A token's hidden state has `size` bytes; its keys and values, for a rank's own heads, have `kv_size`. `sent` is the
-    number of rows per token that go to experts (`overlap.sent_rows`), 0 in a layer without experts.
+    number of rows per token that go to experts (`hidden_messages.sent_rows`), 0 in a layer without experts.
 
     Tensor parallelism gathers and scatters tokens around attention and MLP (Korthikanti et al. 2022, arXiv 2205.05198).
     Context parallelism passes keys and values around, expert parallelism sends tokens to experts and back.

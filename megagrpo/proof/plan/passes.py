@@ -11,7 +11,7 @@ from megagrpo.config import RunConfig
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.proof.plan.flops import attention_flops, token_flops
 from megagrpo.proof.plan.gpu_specs import HOST_GB_PER_S, Gpu, LayerMessages, Links, layer_messages
-from megagrpo.proof.plan.overlap import Direction, Overlap, sent_rows
+from megagrpo.proof.plan.hidden_messages import Direction, Overlap, sent_rows
 from megagrpo.proof.plan.planned_memory import activation_elements, expert_output_elements
 from megagrpo.proof.plan.workload import Lengths
 

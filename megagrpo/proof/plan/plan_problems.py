@@ -14,7 +14,7 @@ from megagrpo.proof.plan.code_problems import code_problems
 from megagrpo.proof.plan.engine_memory import GIB, kv_bytes
 from megagrpo.proof.plan.files import data_problems, output_problems, tokenizer_problems
 from megagrpo.proof.plan.gpu_specs import Gpu
-from megagrpo.proof.plan.overlap import refused_by_model
+from megagrpo.proof.plan.hidden_messages import refused_by_model
 from megagrpo.proof.plan.planned_memory import Memory, run_memory
 from megagrpo.proof.plan.shapes import modules_of
 

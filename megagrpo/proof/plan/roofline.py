@@ -13,7 +13,7 @@ from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.proof.plan.engine_memory import GIB
 from megagrpo.proof.plan.flops import model_flops
 from megagrpo.proof.plan.gpu_specs import Gpu, Links
-from megagrpo.proof.plan.overlap import Direction, Overlap, overlap_row, sent_rows
+from megagrpo.proof.plan.hidden_messages import Direction, Overlap, overlap_row, sent_rows
 from megagrpo.proof.plan.passes import ATTENTION_EFFICIENCY, BANDWIDTH, DENSE_EFFICIENCY, EXPERT_EFFICIENCY
 from megagrpo.proof.plan.planned_memory import stage_memory
 from megagrpo.proof.plan.workload import Lengths

@@ -9,7 +9,7 @@ from megagrpo.platform.device.host_copies import HostCopies, host_parts
 
 
 def test_pieces_are_powers_of_two_and_waste_less_than_one(monkeypatch):
-    monkeypatch.setattr(host_copies, "PIECE_BYTES", 64)
+    monkeypatch.setattr(host_copies, "PINNED_PIECE_BYTES", 64)
     asked: list[int] = []
     host_bytes = host_copies.device.host_bytes
     monkeypatch.setattr(host_copies.device, "host_bytes", lambda count: asked.append(count) or host_bytes(count))
@@ -24,7 +24,7 @@ def test_pieces_are_powers_of_two_and_waste_less_than_one(monkeypatch):
 
 
 def test_what_goes_to_the_host_comes_back(monkeypatch):
-    monkeypatch.setattr(host_copies, "PIECE_BYTES", 64)
+    monkeypatch.setattr(host_copies, "PINNED_PIECE_BYTES", 64)
     copies, sources = HostCopies(), [torch.arange(size, dtype=torch.uint8) for size in (100, 3, 0, 64, 130)]
     hosts, _ = copies.to_host(sources)
     back, _ = copies.to_device(hosts)

@@ -10,7 +10,7 @@ from megagrpo.config import ParallelSection, load_config
 from megagrpo.models.families.hf_config import load_hf_config, parse_hf_config
 from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.proof.plan.gpu_specs import GPUS
-from megagrpo.proof.plan.overlap import Direction, Overlap, overlap_row, sent_rows
+from megagrpo.proof.plan.hidden_messages import Direction, Overlap, overlap_row, sent_rows
 from megagrpo.proof.plan.plan_problems import expert_problems
 from megagrpo.proof.plan.roofline import (
     Costs,
