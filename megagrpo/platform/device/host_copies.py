@@ -49,8 +49,8 @@ class HostCopies:
 
 
 def host_parts(sizes: Sequence[int]) -> list[list[Tensor]]:
-    """Return host memory for tensors of these bytes: for each one views, uint8 [part], of pieces of PINNED_PIECE_BYTES. The
-    last piece is the smallest power of two that holds the rest."""
+    """Return host memory for tensors of these bytes: for each one views, uint8 [part], of pieces of PINNED_PIECE_BYTES.
+    The last piece is the smallest power of two that holds the rest."""
     left, free, tensors = sum(sizes), torch.empty(0, dtype=torch.uint8), list[list[Tensor]]()
     for size in sizes:
         parts: list[Tensor] = []

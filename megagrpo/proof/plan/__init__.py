@@ -14,8 +14,8 @@ from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.proof.plan import plan_text
 from megagrpo.proof.plan.engine_memory import GIB
 from megagrpo.proof.plan.gpu_specs import Gpu
-from megagrpo.proof.plan.notes import run_notes
 from megagrpo.proof.plan.hidden_messages import overlap_row
+from megagrpo.proof.plan.notes import run_notes
 from megagrpo.proof.plan.plan_problems import check, gpu_problems
 from megagrpo.proof.plan.plan_rules import RuleVerdict, rules_text, verdicts
 from megagrpo.proof.plan.search import Candidate, search
