@@ -3,8 +3,9 @@
 Every Hugging Face projection has its own A [rank, in] and B [out, rank], even where Megatron fuses several in one
 linear. A projection fused in the files (qkv, gate_up) has one A and one B, with rows in Megatron's order.
 
-Column-parallel linears (q, k, v, gate, up) shard B along its output and replicate A. Row-parallel linears (o, down)
-shard A along its input and replicate B. Activations that cross ranks have `rank` columns, not the model's width.
+Column-parallel linears (q, k, v, gate, up) shard B along its output and replicate A. With more tensor-parallel ranks
+than KV heads q, k and v replicate B too. Row-parallel linears (o, down) shard A along its input and replicate B.
+Activations that cross ranks have `rank` columns, not the model's width.
 The linears of latent attention whose weight is whole on every rank have whole adapters.
 Experts are sharded alike over their own tensor-parallel ranks, and no activation of their adapters crosses ranks.
 """
@@ -34,6 +35,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from megagrpo.config import LoraSection
+from megagrpo.models.families.blocks import qkv_segments
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.policy.attention.latent_attention import WholeLinear
 from megagrpo.policy.chunks import layers_of, mix_in
@@ -52,6 +54,8 @@ def attach_adapters(chunks: Sequence[nn.Module], hf_config: HfConfig, lora: Lora
                 if linear is not None and (wanted := [_projection(name) for name in names if lora.adapts(name)]):
                     kind, mixin = _kinds(linear)
                     parts, groups = _rows(linear, [_projection(name) for name in names])
+                    if not groups:  # fewer KV heads than ranks
+                        kind, groups = SplitGroupsAdapter, linear.config.num_query_groups
                     linear.adapter = kind(linear, parts, groups, wanted, lora)
                     mix_in(linear, mixin)
             _attach_to_experts(layer, hf_config, lora)
@@ -213,6 +217,34 @@ class ColumnAdapter(_Adapter):
         """Return the contribution of projection `name`, [..., groups, rows in a group]; 0 if it has no adapter."""
         shape = (*like.shape[:-1], self.groups, self.parts[name])
         return like.new_zeros(shape) if down is None else F.linear(down, self.low_rank(name).lora_B).view(shape)
+
+
+class SplitGroupsAdapter(ColumnAdapter):
+    """Adapters of q, k and v whose rows Megatron cuts inside a group, with fewer KV heads than ranks.
+
+    `groups` are those of all ranks. Every rank has the whole B, and computes its own rows of B A x.
+    """
+
+    cut = None, None
+
+    def __init__(self, linear: Any, parts: dict[str, int], groups: int, wanted: Sequence[str], lora: LoraSection):
+        super().__init__(linear, parts, groups, wanted, lora)
+        config, group = linear.config, linear.tp_group
+        segments = qkv_segments(
+            config.num_attention_heads, config.num_query_groups, config.kv_channels, group.size(), group.rank()
+        )
+        self.rows = dict(zip(parts, segments.values(), strict=True))
+        for name in wanted:
+            # `_part` sums the gradient, so finalize_model_grads must not
+            self.low_rank(name).lora_B.sequence_parallel = False  # type: ignore[attr-defined]
+
+    def _part(self, name: str, down: Tensor | None, like: Tensor) -> Tensor:
+        rows = self.rows[name]
+        shape = (*like.shape[:-1], 1, len(rows))
+        if down is None:
+            return like.new_zeros(shape)
+        b = copy_to_tensor_model_parallel_region(self.low_rank(name).lora_B, group=self.tp_group)
+        return F.linear(down, b[rows.start : rows.stop]).view(shape)
 
 
 class RowAdapter(_Adapter):

@@ -103,6 +103,19 @@ def test_a_server_that_slept_and_was_pushed_to_equals_a_fresh_one(monkeypatch):
     assert sum(sent) == total and max(sent) < 0.35 * total
 
 
+def test_ranks_that_share_a_kv_head_send_its_rows_once():
+    """Four ranks, two KV heads: a rank has a part of the queries, or of a key and a value."""
+    synced, fresh = tied_llamas()
+    version = synced.engine.weight_version + 1
+    folders = [model_folder("llama", 0), fresh.folder]
+    results = run_ranks(push_from_megatron, 4, dict(tp=4), synced.engine, folders, version)
+    synced.engine.weight_version = version + 1
+    assert sampled(synced.engine) == sampled(fresh.engine)
+    total = sum(tensor.nbytes for tensor in weights(fresh.folder).values())
+    assert all(reports == [(total, total)] * 2 for reports, _, _ in results)
+    assert sum(sent for _, sent, _ in results) == total
+
+
 @pytest.mark.full
 def test_a_server_that_hangs_in_the_middle_is_named_and_the_next_push_succeeds():
     synced, fresh = tied_llamas()

@@ -205,9 +205,11 @@ class Merged:
 
 def _rows(b: Tensor, block: Block) -> Tensor:
     """Return the rows of B [out, rank] for the block's rows of the weight. The rows of a fused projection are a part of
-    B, ordered like the weight."""
+    B, ordered like the weight. B may be whole where the weight is sharded."""
     if len(b) == block.block_shape[0]:
         return b
+    if len(b) == block.shape[0]:
+        return b[block.slices[0]]
     return dataclasses.replace(block, grid=(*block.grid[:-1], b.shape[1])).view(b).reshape(-1, b.shape[1])
 
 

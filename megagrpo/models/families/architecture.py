@@ -102,6 +102,10 @@ class HfConfig:
         """Number of each head's dimensions that are rotated."""
         return self.mla.rope_dim if self.mla else int(self.head_dim * self.partial_rotary_factor)
 
+    def kv_heads_of_rank(self, tp_size: int) -> int:
+        """Return the number of KV heads that the queries of a rank attend to. With more ranks than KV heads it is 1."""
+        return max(1, self.num_kv_heads // tp_size)
+
     def padded_vocab(self, tp_size: int) -> int:
         """Return V: the vocabulary rounded up to a multiple of `tp_size`. Rows from `vocab_size` on are unused."""
         return -(-self.vocab_size // tp_size) * tp_size

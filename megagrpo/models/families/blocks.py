@@ -121,25 +121,49 @@ def qkv(pattern: str) -> BlockRule:
     """Queries, keys and values of attention in one Megatron parameter.
 
     Megatron interleaves by group, `[group][its queries, key, value][head_dim]`, and shards between groups. Hugging Face
-    has three tensors, with {p} in `pattern` for q, k and v; without {p} one: queries above keys above values.
+    has three tensors, with {p} in `pattern` for q, k and v; without {p} one: queries above keys above values. With more
+    tensor-parallel ranks than groups, several ranks share the rows of a group, cut without regard to heads.
     """
     names = tuple(dict.fromkeys(pattern.replace("{p}", p) for p in "qkv"))
 
     def blocks(local: Local) -> list[Block]:
         hf, rest = local.hf, tuple(local.param.shape[1:])
         groups, queries = hf.num_kv_heads // local.tp_size, hf.num_heads // hf.num_kv_heads
-        grid = (groups, queries + 2, hf.head_dim, *rest)
-        parts, above = [], 0
+        grid = (groups, queries + 2, hf.head_dim, *rest) if groups else tuple(local.param.shape)
+        sizes = hf.num_heads, hf.num_kv_heads, hf.head_dim
+        held = {} if groups else qkv_segments(*sizes, local.tp_size, local.tp_rank)
+        parts, above, row = [], 0, 0
         for p, at, count in zip("qkv", (0, queries, queries + 1), (queries, 1, 1), strict=True):
             rows = count * hf.head_dim  # rows of one group
             total = (rows if len(names) == 3 else (queries + 2) * hf.head_dim) * hf.num_kv_heads
-            start, full = above + rows * groups * local.tp_rank, (total, *rest)
-            name, box = pattern.replace("{p}", p), cut(full, 0, start, start + rows * groups)
-            parts.append(Block(name, full, box, grid, axis=1, at=at, count=count))
+            name, full = pattern.replace("{p}", p), (total, *rest)
+            if groups:
+                start = above + rows * groups * local.tp_rank
+                box = cut(full, 0, start, start + rows * groups)
+                parts.append(Block(name, full, box, grid, axis=1, at=at, count=count))
+            elif held[p]:
+                box = cut(full, 0, above + held[p].start, above + held[p].stop)
+                parts.append(Block(name, full, box, grid, axis=0, at=row, count=len(held[p])))
+                row += len(held[p])
             above += 0 if len(names) == 3 else rows * hf.num_kv_heads
         return parts
 
     return BlockRule(names, blocks)
+
+
+def qkv_segments(heads: int, kv_heads: int, head_dim: int, tp_size: int, tp_rank: int) -> dict[str, range]:
+    """Return the rows of the whole q, k and v that a rank holds, one above the other, where `tp_size` is a multiple of
+    `kv_heads`: Megatron cuts the rows of all groups evenly, so a rank has a part of one group."""
+    queries = heads // kv_heads
+    group = (queries + 2) * head_dim
+    first = group * kv_heads * tp_rank // tp_size
+    last = group * kv_heads * (tp_rank + 1) // tp_size
+    index, parts = first // group, {}
+    for p, at, count in zip("qkv", (0, queries, queries + 1), (queries, 1, 1), strict=True):
+        rows, above = count * head_dim, group * index + at * head_dim  # of this group's p
+        lo, hi = (min(max(row - above, 0), rows) for row in (first, last))
+        parts[p] = range(rows * index + lo, rows * index + hi)
+    return parts
 
 
 def gated(gate: str, up: str) -> BlockRule:

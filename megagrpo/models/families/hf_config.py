@@ -90,9 +90,16 @@ def model_problems(hf_config: HfConfig, parallel: ParallelSection) -> list[Probl
         sizes["intermediate_size"] = hf_config.intermediate_size
     if hf_config.experts and hf_config.experts.shared_size:
         sizes["moe_intermediate_size x n_shared_experts"] = hf_config.experts.shared_size
+
+    def fits(key: str, size: int, tp: int) -> bool:
+        if key != "num_key_value_heads" or hf_config.mla or size % tp == 0:
+            return size % tp == 0
+        # ranks share the rows of a KV head's group, so the rows must be divisible too
+        return tp % size == 0 and 2 * size * hf_config.head_dim % tp == 0
+
     for key, size in sizes.items():
-        if size % tp:
-            valid = [d for d in _divisors(hf_config.num_kv_heads) if not any(n % d for n in sizes.values())]
+        if not fits(key, size, tp):
+            valid = [d for d in _divisors(hf_config.num_heads) if all(fits(*item, d) for item in sizes.items())]
             said = f"{key}={size} is not divisible by tp={tp}; valid tp: {_words(valid)}"
             problems.append(Problem(("parallel.tp", "model.path"), said, rule=rules.get(key, 3)))
     problems += _stage_problems(hf_config.num_layers, parallel)

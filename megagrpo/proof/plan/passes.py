@@ -116,10 +116,14 @@ class _Layers:
         recomputed = activation_elements(config, model, gpu=True)[1] * config.model.offload_activations
         self.copies = tokens * recomputed * element * model.num_layers / (HOST_GB_PER_S * 1e9)
         self.starts = (model.num_layers - mixed) * LAYER_STARTS + mixed * EXPERT_LAYER_STARTS
-        kv = 2 * (model.num_kv_heads / p.tp) * (model.head_dim + model.value_dim) / 2 * element
+        kv = 2 * model.kv_heads_of_rank(p.tp) * (model.head_dim + model.value_dim) / 2 * element
         links = Links(gpu)
         sizes = links, p, self.token_bytes, tokens, kv
         self.messages: LayerMessages = layer_messages(*sizes, 0).times(model.num_layers - mixed)
+        if p.tp > model.num_kv_heads:  # Megatron gathers q, k and v
+            gathered = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * element
+            around = model.num_layers * links.reduce_scatter(tokens * gathered, p.tp)
+            self.messages = self.messages.plus(LayerMessages(around, 0.0, 0.0))
         if mixed:
             sent = uneven * sent_rows(p, model)
             self.messages = self.messages.plus(layer_messages(*sizes, sent).times(mixed))

@@ -61,6 +61,7 @@ def check(
     problems += tokenizer_problems(config.model.tokenizer or config.model.path, data, model.vocab_size) + unfit
     sequence = kv_bytes(config, model, config.max_model_len) / GIB
     problems += [*expert_problems(config, model), *adapter_problems(config.lora, model)]
+    problems += few_kv_head_problems(config, model)
     problems += [*storage_problems(config, model), *fp8_problems(config, model)]
     problems += rollout_problems(config, model, sequence)
     if unfit:
@@ -139,6 +140,21 @@ def _overlap_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
     for name in config.train.overlap:
         if reason := refused_by_model(name, model):
             yield Problem(("train.overlap",), f"{name}, but {reason}; leave it out")
+
+
+def few_kv_head_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
+    """Yield what is not supported where several tensor-parallel ranks share a KV head."""
+    tp, of_layers = config.parallel.tp, [model.modules(layer) for layer in range(model.num_layers)]
+    if tp <= model.num_kv_heads:
+        return
+    said = f"{tp} exceeds the {model.num_kv_heads} KV heads of {model.family}"
+    if config.train.optimizer == "muon":
+        reason = "muon needs whole groups of heads on a rank; lower it, or choose adam"
+        yield Problem(("parallel.tp", "train.optimizer"), f"{said}, and {reason}", rule=2)
+    names = {name for of_layer in of_layers for name in of_layer.get("self_attention.linear_qkv", ())}
+    if config.lora.enabled and any(name.endswith(".qkv_proj") and config.lora.adapts(name) for name in names):
+        reason = "adapters of the fused qkv_proj need whole groups of heads on a rank; lower it"
+        yield Problem(("parallel.tp", "lora.target_modules"), f"{said}, and {reason}", rule=2)
 
 
 def adapter_problems(lora: LoraSection, model: HfConfig) -> Iterator[Problem]:

@@ -133,7 +133,8 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
     keeps q, k and v as one tensor, q and k again after rotation, and its output. Our CPU attention, above 128 tokens,
     keeps copies of q, of k and v for every query head, and the output twice; q, k and v themselves only if normalised.
     Our GPU attention keeps q, k and v as the kernel takes them, and the output twice; with normalised q and k also q, k
-    and v as one tensor, and a copy of q. Latents are kept before and after their norm.
+    and v as one tensor, and a copy of q. Latents are kept before and after their norm. With more ranks than KV heads,
+    the value is a view of the gathered q, k and v of all ranks, which it keeps.
 
     The MLP keeps gate, up and silu(gate) up. On a GPU without the fusion `bias_activation` of `model.fusions` it also
     keeps silu(gate) and a copy of up. A token that uses k experts has k MLPs, each with a copy of its input, spread
@@ -143,7 +144,7 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
     """
     tp = config.parallel.tp
     shards = tp if config.parallel.sequence_parallel else 1
-    queries, keys = model.num_heads * model.head_dim / tp, model.num_kv_heads * model.head_dim / tp
+    queries, keys = model.num_heads * model.head_dim / tp, model.kv_heads_of_rank(tp) * model.head_dim
     if model.mla:
         attention = (model.head_dim + model.value_dim) * (model.num_heads + model.num_kv_heads) / tp
         attention += (2 * ((model.mla.query_rank or 0) + model.mla.kv_rank) + model.mla.rope_dim) / shards
@@ -153,6 +154,8 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
         attention = 3 * queries + 3 * keys
     else:
         attention = 5 * queries + (queries + 2 * keys if model.qk_norm else 0)
+    if tp > model.num_kv_heads:
+        attention += (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     unfused = gpu and "bias_activation" not in config.model.fusions
     inside = 5 if unfused else 3
     mlp = inside * model.intermediate_size / tp

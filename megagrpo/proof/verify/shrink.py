@@ -119,15 +119,16 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
 
     The widths of hidden states and latents, and a rank's parts of heads and MLPs, are multiples of `unit`. It keeps:
 
-    - the family with its biases and norms, tied or untied embeddings, query heads per KV head, and several or one KV
-      heads per rank
+    - the family with its biases and norms, tied or untied embeddings, query heads per KV head, and several KV heads per
+      rank, or one, or several ranks per KV head
     - whether heads add up to the hidden size, the rotary scaling, and whether all layers have a window, or some, or
       none
     - of a mixture of experts, whether a token has several experts and whether some layer has none
     - of latent attention, whether queries come from a latent, and whether experts are chosen by groups
     """
     real = parse_hf_config(raw)
-    kv_heads = parallel.tp * min(2, ceil(real.num_kv_heads / parallel.tp))
+    of_rank = ceil(real.num_kv_heads / parallel.tp)
+    kv_heads = real.num_kv_heads if parallel.tp % real.num_kv_heads == 0 else parallel.tp * min(2, of_rank)
     heads = kv_heads * (real.num_heads // real.num_kv_heads)
     head_dim = padded(16 if heads < 8 else 8, unit)
     small: dict[str, Any] = dict(

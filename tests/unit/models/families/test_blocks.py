@@ -59,6 +59,26 @@ def test_qkv_is_split_by_group_across_ranks(tp):
         assert torch.equal(whole["v"][group * 5 : group * 5 + 5], groups[group, 20:])
 
 
+@pytest.mark.parametrize(("tp", "heads", "kv_heads"), [(4, 12, 2), (8, 16, 4), (4, 4, 1), (8, 8, 1), (2, 2, 1)])
+def test_ranks_beyond_the_kv_heads_share_the_rows_of_a_group(tp, heads, kv_heads):
+    """Also where a rank has no row of the queries or of the keys, and where a cut is inside a head."""
+    hf = replace(HF, num_heads=heads, num_kv_heads=kv_heads, head_dim=8)
+    queries = heads // kv_heads
+    rows = kv_heads * (queries + 2) * 8
+    whole = torch.arange(rows * 3, dtype=torch.float32).view(kv_heads, queries + 2, 8, 3)
+    expected = dict(q=whole[:, :queries], k=whole[:, queries], v=whole[:, queries + 1])
+    for pattern, names in (("{p}", "qkv"), ("qkv", ["qkv"])):
+        found = {name: torch.full_like(whole, -1).view(-1, 3) for name in names}
+        for rank, part in enumerate(whole.view(rows, 3).chunk(tp)):
+            for block in qkv(pattern).blocks(Local(part, tp, rank, hf)):
+                found[block.name] = found[block.name][: block.shape[0]]
+                assert (found[block.name][block.slices] == -1).all(), "two ranks hold the same elements"
+                found[block.name][block.slices] = block.read(part)
+        apart = {name: expected[name].reshape(-1, 3) for name in "qkv"}
+        for name, tensor in found.items():
+            assert torch.equal(tensor, torch.cat([*apart.values()]) if name == "qkv" else apart[name]), name
+
+
 def test_qkv_bias_is_split_like_the_weight():
     whole, _ = assemble(qkv("{p}"), (50,), 0, 2)
     assert whole["q"].shape == (60,) and whole["v"].shape == (20,)

@@ -246,6 +246,28 @@ def test_what_does_not_fit_the_experts_is_told_with_what_does(folder):
     )
 
 
+def test_more_ranks_than_kv_heads_are_planned_and_say_what_they_exclude(folder):
+    one = LLAMA | dict(num_attention_heads=12, num_key_value_heads=1, head_dim=64)
+    (folder / "config.json").write_text(json.dumps(one))
+    made = plan(config(folder, "parallel.tp=4"), 4)
+    assert told(made) == [] and "12 heads, 1 KV heads" in dict(made.rows)["model"]
+    model = load_hf_config(folder)
+    kept = [activation_elements(config(folder, f"parallel.tp={tp}"), model, gpu=True)[0] * tp for tp in (1, 4)]
+    assert kept[1] > kept[0] + 4 * (12 + 2) * 64  # the gathered queries, keys and values
+    muon = ("train.optimizer=muon", "train.distributed_optimizer=false")
+    assert told(plan(config(folder, "parallel.tp=4", *muon), 4)) == [
+        "parallel.tp: 4 exceeds the 1 KV heads of llama, and muon needs whole groups of heads on a rank; lower it, or "
+        "choose adam"
+    ]
+    fused = one | dict(model_type="phi3", pad_token_id=0, rms_norm_eps=1e-6)
+    (folder / "config.json").write_text(json.dumps(fused))
+    assert told(plan(config(folder, "parallel.tp=4", "lora.rank=4"), 4))[0] == (
+        "parallel.tp: 4 exceeds the 1 KV heads of phi3, and adapters of the fused qkv_proj need whole groups of heads "
+        "on a rank; lower it"
+    )
+    assert told(plan(config(folder, "parallel.tp=4", "lora.rank=4", "lora.target_modules=[o_proj]"), 4)) == []
+
+
 def test_the_plan_says_where_the_experts_are():
     made = dict(plan(load_config(REPOSITORY / "configs" / "qwen3_30b_a3b_4nodes.yaml"), 16).rows)
     assert "30,532.1M parameters (3,353.0M active)" in made["model"]
