@@ -29,7 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {  # biases, head norms, experts, fused proj
     "qwen2_untied": SHAPES["qwen2_untied"] | dict(num_attention_heads=16, num_key_value_heads=2),
     "qwen3_tied": SHAPES["qwen3_tied"] | dict(num_attention_heads=4, num_key_value_heads=1),
     "qwen3_moe": SHAPES["qwen3_moe"] | dict(num_attention_heads=8, num_key_value_heads=2),
-    "phi3": MORE_SHAPES["phi3"] | dict(num_attention_heads=8, num_key_value_heads=1),
+    "phi3": MORE_SHAPES["phi3"] | dict(hidden_size=1024, num_attention_heads=8, num_key_value_heads=1),
     "glm4": MORE_SHAPES["glm4"] | dict(num_attention_heads=8, num_key_value_heads=2),
     "gemma3": MORE_SHAPES["gemma3"] | dict(num_attention_heads=4, num_key_value_heads=1),
 }

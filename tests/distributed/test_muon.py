@@ -29,8 +29,8 @@ def config(parallel: dict, **options):
     return tiny_run(parallel, train=train, algorithm=dict(beta=0.0))
 
 
-def step(case: Case) -> Outcome:
-    return run_ranks(take_step, case.ranks, config(case.parallel), tiny_model("qwen3_untied"), random_samples())[0]
+def step(case: Case, model: str = "qwen3_untied") -> Outcome:
+    return run_ranks(take_step, case.ranks, config(case.parallel), tiny_model(model), random_samples())[0]
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +76,40 @@ def test_the_matrices_of_blocks_follow_the_formula_and_the_rest_adam(one):
 def test_the_step_is_the_same_in_every_layout(case, one):
     found = step(case)
     assert [d for d in compare(found, one) if not d.passed] == [] and found.disagreement == 0
+
+
+@pytest.fixture(scope="module")
+def one_with_experts() -> Outcome:
+    return step(Case("one process", 1, {}), "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("ep2", 2, dict(ep=2)),
+        Case("tp2_sp_etp2", 2, dict(tp=2, sequence_parallel=True, etp=2)),
+        Case("tp2_sp_ep2_pp2", 4, dict(tp=2, sequence_parallel=True, ep=2, etp=1, pp=2)),
+    ],
+    ids=str,
+)
+def test_the_step_of_experts_is_the_same_in_every_layout(case, one_with_experts):
+    found = step(case, "qwen3_moe")
+    assert [d for d in compare(found, one_with_experts) if not d.passed] == [] and found.disagreement == 0
+
+
+def test_every_expert_follows_the_formula(one_with_experts):
+    """Also the router, which is a matrix."""
+    gradients, weights, seen = one_with_experts.gradients, one_with_experts.weights, 0
+    for name, gradient in gradients.items():
+        if not (name.endswith("down_proj.weight") or name.endswith("mlp.gate.weight")):
+            continue
+        start = before(name, tuple(gradient.shape))
+        change = 0.2 * max(start.shape) ** 0.5 * orthogonal(gradient)
+        expected = start - RATE * (change + DECAY * start)
+        assert relative_error(weights[name] - start, expected - start) < 2e-3, name
+        seen += ".experts." in name
+    model = tiny_model("qwen3_moe")
+    assert seen == model.mixture.count * len(model.mixture.blocks)
 
 
 def test_a_run_that_stops_and_goes_on_has_the_same_weights(tmp_path):

@@ -116,9 +116,6 @@ def expert_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
     if config.rollout.routing_replay != "off" and not model.experts:
         said = f"{config.rollout.routing_replay}, but {model.family} has no experts; set it to off"
         yield Problem(("rollout.routing_replay",), said)
-    if model.experts and config.train.optimizer == "muon":
-        said = f"muon does not support the experts of {model.family}; choose adam"
-        yield Problem(("train.optimizer",), said)
     if model.experts and model.experts.per_token > model.experts.count:
         said = f"num_experts_per_tok {model.experts.per_token} exceeds the model's {model.experts.count} experts;"
         yield Problem(("model",), f"{said} correct config.json", rule=7)
