@@ -234,7 +234,8 @@ def _fp8_param_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def optimizer_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield options that Muon does not support, a bucket size without overlap, a final learning rate above the peak."""
+    """Yield options that Muon or an own optimizer does not support, a bucket size without overlap, and options of the
+    learning rate without effect or above the peak."""
     t, optimizer = config.train, "train.optimizer"
     if t.ddp_bucket_size is not None and t.overlap_grad_reduce is False:
         reason = f"{t.ddp_bucket_size} only applies with train.overlap_grad_reduce, which is false"
@@ -242,14 +243,23 @@ def optimizer_problems(config: RunConfig) -> Iterator[Problem]:
     if t.min_learning_rate > t.learning_rate:
         reason = f"{t.min_learning_rate} is above train.learning_rate {t.learning_rate}; lower it"
         yield Problem(("train.min_learning_rate", "train.learning_rate"), reason)
-    if t.optimizer != "muon":
+    if t.own_schedule and (t.warmup_steps or t.warmup_ratio or t.min_learning_rate):
+        keys = ("train.warmup_steps", "train.warmup_ratio", "train.min_learning_rate", "train.lr_scheduler_type")
+        yield Problem(
+            keys, "your own schedule returns the whole learning rate, so these have no effect; leave them out"
+        )
+    if t.optimizer_args and not t.own_optimizer:
+        reason = f"has no effect on train.optimizer {t.optimizer}; leave it out, or name your own optimizer"
+        yield Problem(("train.optimizer_args", optimizer), reason)
+    if t.optimizer == "adam":
         return
+    name = "muon" if t.optimizer == "muon" else "your own"
     if t.distributed_optimizer:
-        reason = "true shards matrices, but train.optimizer muon needs whole matrices on every data-parallel rank"
+        reason = f"true shards matrices, but train.optimizer {name} needs whole matrices on every data-parallel rank"
         yield Problem(("train.distributed_optimizer", optimizer), f"{reason}; set it to false")
-    if config.lora.enabled:
+    if config.lora.enabled and t.optimizer == "muon":
         yield Problem((optimizer, "lora.rank"), "muon does not support adapters (lora.rank > 0); choose adam")
     if t.optimizer_state_dtype != "fp32" or t.optimizer_offload:
-        reason = "train.optimizer muon keeps its momentum in fp32 on the device"
+        reason = f"train.optimizer {name} keeps its {'momentum' if name == 'muon' else 'state'} in fp32 on the device"
         fix = "set it to fp32, and optimizer_offload to false"
         yield Problem(("train.optimizer_state_dtype", "train.optimizer_offload", optimizer), f"{reason}; {fix}")

@@ -140,6 +140,8 @@ PATHS: dict[str, Resolve] = {
     "run.callbacks.*": _function,
     "run.trackers.*": _function,
     "algorithm.loss_type": _function,
+    "train.optimizer": _function,
+    "train.lr_scheduler_type": _function,
     "lora.adapter_path": _file,
     "data.train.source": _data,
     "data.eval.source": _data,

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megagrpo.config.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megagrpo.config.section import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    choice_or_user_code,
+)
 
+OPTIMIZERS, SCHEDULES = ("adam", "muon"), ("constant", "linear", "cosine")
 FUSED_SCRATCH_BYTES = 2**30  # limit on the scratch memory of `train.fused_logprobs`
 
 
 class TrainSection(Section):
-    optimizer: Literal["adam", "muon"] = "adam"
-    """AdamW; or Muon for the blocks' matrices, AdamW for embeddings, LM head, norms and biases. docs/optimizers.md."""
+    optimizer: Annotated[str, *choice_or_user_code(OPTIMIZERS)] = "adam"
+    """AdamW; or Muon for the blocks' matrices, AdamW for embeddings, LM head, norms and biases; or your subclass of
+    torch.optim.Optimizer as `path/file.py:name` or `package.module:name`. docs/optimizers.md."""
+    optimizer_args: dict[str, Any] = {}
+    """Keyword arguments of your own optimizer, beside `lr` and `weight_decay`."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate of AdamW. Muon's updates are scaled to the size of AdamW's, so that one rate serves both."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after warm-up, down to `min_learning_rate` at `run.max_steps`."""
+    lr_scheduler_type: Annotated[str, *choice_or_user_code(SCHEDULES)] = "constant"
+    """Shape of the learning rate after warm-up, down to `min_learning_rate` at `run.max_steps`; or your function
+    (step, total_steps, train) -> learning rate, as `path/file.py:name`. docs/optimizers.md."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -75,6 +87,16 @@ class TrainSection(Section):
     ddp_bucket_size: PositiveInt | None = None
     """Gradients per bucket with `overlap_grad_reduce`. Empty: 40 million, or one million per replica if that is more.
     Only the first pipeline stage uses several buckets; later stages, for which no stage waits, use one."""
+
+    @property
+    def own_optimizer(self) -> bool:
+        """Whether `optimizer` names the user's class."""
+        return self.optimizer not in OPTIMIZERS
+
+    @property
+    def own_schedule(self) -> bool:
+        """Whether `lr_scheduler_type` names the user's function."""
+        return self.lr_scheduler_type not in SCHEDULES
 
     def warmup(self, optimizer_steps: int) -> int:
         """Return the optimizer steps of warm-up in a run of `optimizer_steps`."""

@@ -24,6 +24,7 @@ from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.variables import KEPT_BYTES
 from megagrpo.policy.chunks import config_of
 from megagrpo.policy.fp8.masters import unrounded_values
+from megagrpo.policy.own_optimizer import OwnSchedule, create_state, own_optimizer
 
 # Scale of Muon's updates that makes their root mean square about equal to AdamW's (Moonlight, arXiv 2502.16982).
 MUON_SCALE = 0.2
@@ -108,9 +109,11 @@ def _buffer_layout(
 def build_optimizer(
     wrapped: Sequence[DistributedDataParallel], train: TrainSection, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """Build AdamW, or Muon with AdamW. bfloat16 weights get float32 masters. Norms and biases have no weight decay.
+    """Build AdamW, Muon with AdamW, or the user's optimizer. bfloat16 weights get float32 masters. Norms and biases
+    have no weight decay.
 
-    Raises ValueError when moments should be offloaded but there is no GPU, or when the package with Muon is missing.
+    Raises ValueError when moments should be offloaded but there is no GPU, when the package with Muon is missing, or
+    when the user's optimizer does not work.
     """
     if train.optimizer == "muon" and importlib.util.find_spec("emerging_optimizers") is None:
         raise ValueError(
@@ -120,7 +123,7 @@ def build_optimizer(
     if train.optimizer_offload and not device.has_gpu():
         raise ValueError("train.optimizer_offload: true needs a GPU, and this machine has none; set it to false")
     config = OptimizerConfig(
-        optimizer=train.optimizer,
+        optimizer="adam" if train.own_optimizer else train.optimizer,
         lr=train.learning_rate,
         min_lr=train.min_learning_rate,
         weight_decay=train.weight_decay,
@@ -144,14 +147,19 @@ def build_optimizer(
         # Where only experts are trained, every rank's optimizer of all else is empty, and megatron-core 0.19 fails to
         # save it.
         built.chained_optimizers = [part for part in parts if not part.is_stub_optimizer]
+    for part in parts_of(built) if train.own_optimizer else ():
+        part.init_state_fn = create_state
     return cast(MegatronOptimizer, built)
 
 
 @contextlib.contextmanager
 def _adam(train: TrainSection) -> Iterator[None]:
-    """Context manager: Megatron builds CompactAdam, not its Adam, if `train` asks for compact or offloaded moments."""
+    """Context manager: Megatron builds the user's optimizer, or CompactAdam if `train` asks for compact or offloaded
+    moments, in place of its Adam."""
     stock = optimizer.Adam
-    if train.optimizer_state_dtype != "fp32" or train.optimizer_offload:
+    if train.own_optimizer:
+        optimizer.Adam = own_optimizer(train)
+    elif train.optimizer_state_dtype != "fp32" or train.optimizer_offload:
         optimizer.Adam = partial(
             CompactAdam, dtype=MOMENT_DTYPES[train.optimizer_state_dtype], offload=train.optimizer_offload
         )
@@ -249,20 +257,22 @@ def gather_weights(wrapped: Sequence[DistributedDataParallel]) -> None:
 
 
 def build_scheduler(built: MegatronOptimizer, train: TrainSection, total_steps: int) -> OptimizerParamScheduler:
-    """Build a linear warm-up to `learning_rate`, then constant, linear or cosine decay to `min_learning_rate`.
+    """Build a linear warm-up to `learning_rate`, then constant, linear or cosine decay to `min_learning_rate`; or the
+    user's schedule. Raises ProblemError when that does not work.
 
     The step after `total_steps` would use the minimum: with minimum 0 the last step still learns, as in transformers.
 
     Advance it before each optimizer step: step k of a warm-up of n steps uses k / n of the rate, so step 1 moves too.
     """
-    return OptimizerParamScheduler(
+    kind = partial(OwnSchedule, train, total_steps) if train.own_schedule else OptimizerParamScheduler
+    return kind(
         built,
         init_lr=0.0,
         max_lr=train.learning_rate,
         min_lr=train.min_learning_rate,
         lr_warmup_steps=train.warmup(total_steps),
         lr_decay_steps=total_steps + 1,
-        lr_decay_style=train.lr_scheduler_type,
+        lr_decay_style="constant" if train.own_schedule else train.lr_scheduler_type,
         start_wd=train.weight_decay,
         end_wd=train.weight_decay,
         wd_incr_steps=total_steps,

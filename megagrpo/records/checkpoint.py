@@ -369,6 +369,8 @@ def _follow_config(saved: Any, train: TrainSection) -> None:
         "eps": train.adam_epsilon,
         "momentum": train.muon_momentum,
     }
+    if train.own_optimizer:
+        options = {name: options[name] for name in ("max_lr", "min_lr")} | train.optimizer_args
     for group in _groups(saved):
         values = group | {name: value for name, value in options.items() if group.get(name) is not None}
         group.clear()

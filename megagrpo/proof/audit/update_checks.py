@@ -25,7 +25,7 @@ def check_update(step: Step, update: DumpedUpdate, result: Recomputed) -> Iterat
     """Yield the checks of one optimizer step, or one check that says why the update cannot be recomputed."""
     train, number = step.config.train, update.steps_before
     total = step.config.run.num_steps * step.config.algorithm.updates_per_step
-    if "grad_norm" in update.metrics and number is not None:
+    if "grad_norm" in update.metrics and number is not None and not train.own_schedule:
         rate = naive_optimizer.learning_rate(number + 1, train, total)
         yield compare("learning_rate", [update.metric("learning_rate")], [rate], ROUNDING_TOLERANCE, lambda _: "", 0.0)
     if reason := _not_recomputed(step, update):
@@ -71,6 +71,8 @@ def check_update(step: Step, update: DumpedUpdate, result: Recomputed) -> Iterat
 def _not_recomputed(step: Step, update: DumpedUpdate) -> str:
     if step.config.train.optimizer != "adam":
         return f"train.optimizer is {step.config.train.optimizer}"
+    if step.config.train.own_schedule:
+        return f"train.lr_scheduler_type is {step.config.train.lr_scheduler_type}"
     if step.config.model.fp8_param:
         return "model.fp8_param keeps weights in FP8"
     return "" if update.optimizer else "the dump holds no sample of the optimizer"

@@ -40,7 +40,7 @@ _Named = dict[str, tuple[str, str, Mapping[str, str]]]  # config key -> name, ki
 
 
 def _of_run(config: RunConfig) -> _Named:
-    """Return the user's own callbacks, trackers, loss and transport of weights."""
+    """Return the user's own callbacks, trackers, loss, optimizer, schedule and transport of weights."""
     named: _Named = {f"run.callbacks.{i}": (name, "callback", {}) for i, name in enumerate(config.run.callbacks)}
     trackers = ((i, name) for i, name in enumerate(config.run.trackers) if name not in TRACKER_PACKAGES)
     named |= {f"run.trackers.{i}": (name, "tracker", {}) for i, name in trackers}
@@ -48,6 +48,10 @@ def _of_run(config: RunConfig) -> _Named:
         named["rollout.weight_sync_transport"] = (config.rollout.weight_sync_transport, "transport", {})
     if config.algorithm.loss.custom:
         named["algorithm.loss_type"] = (config.algorithm.loss_type, "loss", {})
+    if config.train.own_optimizer:
+        named["train.optimizer"] = (config.train.optimizer, "optimizer", {})
+    if config.train.own_schedule:
+        named["train.lr_scheduler_type"] = (config.train.lr_scheduler_type, "schedule", {})
     return named
 
 
