@@ -19,6 +19,7 @@ from tiny_families import MODELS, tiny_model
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.conversion import import_hf
+from megagrpo.models.bridge.torch_dist import read_metadata
 from megagrpo.models.families.weight_sources import MEGATRON_LM
 from megagrpo.platform.parallel.layout import init_layout
 
@@ -253,3 +254,32 @@ def test_a_model_that_gpt_model_does_not_have_is_refused(tmp_path, capfd):
     assert (
         "--megatron-lm: GPTModel has no norms on the outputs of attention and MLP, which glm4" in capfd.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        (
+            "qwen3_moe",
+            "self_attention.linear_qkv self_attention.core_attention self_attention.q_layernorm pre_mlp_layernorm "
+            "mlp.experts.experts.linear_fc1 mlp.experts.experts.linear_fc2",
+        ),
+        (
+            "deepseek_v3",
+            "self_attention.linear_kv_down_proj self_attention.linear_kv_up_proj input_layernorm "
+            "self_attention.core_attention mlp.shared_experts.linear_fc1 mlp.linear_fc2",
+        ),
+    ],
+)
+def test_the_extra_states_that_transformer_engine_asks_for_are_written(name, modules, models, tmp_path):
+    """Its linears, norms and attention ask for one each; Megatron's own layers, as in the other tests, for fewer."""
+    run_ranks(there, 2, models / name, tmp_path / "gpt", dict(tp=2, etp=2))
+    keys = read_metadata(tmp_path / "gpt" / "release").state_dict_metadata
+    found = {key.partition("/")[0] for key in keys}
+    prefix = "decoder.layers." if name == "qwen3_moe" else ""
+    for module in modules.split():
+        assert any(key.startswith(prefix) and key.endswith(f"{module}._extra_state") for key in found), module
+    assert "decoder.final_layernorm._extra_state" in found and "embedding.word_embeddings._extra_state" not in found
+    if name == "qwen3_moe":
+        of_experts = {key for key in keys if key.startswith("decoder.layers.mlp.experts.experts.linear_fc1._extra")}
+        assert len(of_experts) == 4 * 8 and f"{prefix}mlp.experts.experts.linear_fc1._extra_state/shard_3.7_4.8" in keys

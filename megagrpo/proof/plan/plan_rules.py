@@ -24,7 +24,7 @@ NODE = "the job's nodes, before it starts"
 START = "the run, before its first step"
 PLAN_RULES = (
     PlanRule(1, "tp divides the attention heads"),
-    PlanRule(2, "tp divides the KV heads"),
+    PlanRule(2, "tp divides the KV heads, or is a multiple of them"),
     PlanRule(3, "tp divides the MLP's width"),
     PlanRule(4, "the vocabulary is padded for tp; exports remove the padding"),
     PlanRule(5, "pp x vpp divides the layers, vpp needs pp"),

@@ -164,4 +164,4 @@ def test_the_audit_says_that_it_does_not_recompute_own_code(key):
     update = SimpleNamespace(metrics={"grad_norm": 1.0}, metric=lambda name: 1e-6, steps_before=0, optimizer={})
     checks = list(check_update(step, update, None))
     assert checks[-1].note == f"not recomputed: train.{key} is own.py:name"
-    assert [check.name for check in checks[:-1]] == ["learning_rate"] * (key == "optimizer")
+    assert [check.quantity for check in checks[:-1]] == ["learning_rate"] * (key == "optimizer")
