@@ -62,6 +62,11 @@ class LoraSection(Section):
         return self.enabled and self.sync == "adapter"
 
     @property
+    def in_experts(self) -> bool:
+        """Whether experts have adapters."""
+        return self.enabled and bool(self.target_parameters)
+
+    @property
     def scale(self) -> float:
         """Factor on the adapters' output."""
         return self.alpha / (sqrt(self.rank) if self.use_rslora else self.rank)

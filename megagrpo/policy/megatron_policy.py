@@ -75,7 +75,7 @@ class MegatronPolicy:
                 fusions=config.model.fusions,
                 sequence_parallel=config.parallel.sequence_parallel,
                 own_linears=config.lora.enabled,
-                own_experts=config.lora.enabled and bool(config.lora.target_parameters),
+                own_experts=config.lora.in_experts or config.model.base_storage != "none",
                 init_weights=config.model.base_storage == "none",
                 longest_sequence=config.longest_sequence,
                 overlap=config.train.overlap,

@@ -76,20 +76,26 @@ CASES = [
 LARGEST = ParallelSection(tp=2, pp=2)
 
 
-def config(parallel: dict, storage: str, train: dict | None = None, recompute: str = "none"):
+MIXED = dict(target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+
+
+def config(parallel: dict, storage: str, train: dict | None = None, recompute: str = "none", lora: dict | None = None):
     model = dict(base_storage=storage, recompute=recompute)
-    return tiny_run(parallel, lora=dict(rank=2), model=model, train=dict(share_prompts=False) | (train or {}))
+    return tiny_run(
+        parallel, lora=dict(rank=2) | (lora or {}), model=model, train=dict(share_prompts=False) | (train or {})
+    )
 
 
 @functools.cache
-def one_process(storage: str) -> Outcome:
-    (found,) = run_ranks(take_step, 1, plainly(config({}, storage)), model(), random_samples())
+def one_process(storage: str, shape: str = "qwen2_untied") -> Outcome:
+    settings = config({}, storage, lora=MIXED if shape == "qwen3_moe" else {})
+    (found,) = run_ranks(take_step, 1, plainly(settings), model(shape), random_samples())
     assert silent_tensors(found) == []
     return found
 
 
-def model():
-    return shrink_model(SHAPES["qwen2_untied"], LARGEST, unit=STORED_BLOCK)
+def model(shape: str = "qwen2_untied"):
+    return shrink_model(SHAPES[shape], LARGEST, unit=STORED_BLOCK)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +114,21 @@ def test_a_step_on_stored_weights_equals_that_of_one_process(case, storage):
     assert [d for d in compare(found, one_process(storage)) if not d.passed] == [] and found.disagreement == 0
 
 
+@pytest.mark.parametrize(
+    ("case", "storage"),
+    [
+        (Case("tp2_ep2", 2, dict(tp=2, ep=2, etp=1, sequence_parallel=True), dict(distributed_optimizer=True)), "nf4"),
+        (Case("tp2_etp2", 2, dict(tp=2, etp=2, sequence_parallel=True)), "fp8"),
+    ],
+    ids=str,
+)
+def test_so_does_one_of_experts_with_adapters(case, storage):
+    settings = config(case.parallel, storage, case.train, lora=MIXED)
+    found = run_ranks(take_step, case.ranks, settings, model("qwen3_moe"), random_samples())[0]
+    assert [d for d in compare(found, one_process(storage, "qwen3_moe")) if not d.passed] == []
+    assert found.disagreement == 0 and any(".mlp.experts." in name for name in found.gradients)
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_step_on_stored_weights_equals_one_on_dense_weights_that_were_rounded_before(storage):
     def rounded(name: str, shape: tuple) -> torch.Tensor:
@@ -115,8 +136,10 @@ def test_a_step_on_stored_weights_equals_one_on_dense_weights_that_were_rounded_
         inside = name.endswith("_proj.weight") and "lora" not in name
         return stored(tensor, storage).detach() if inside else tensor
 
-    (found,) = run_ranks(take_step, 1, config({}, "none"), model(), random_samples(), rounded)
-    assert [d for d in compare(found, one_process(storage)) if not d.passed] == []
+    for shape, lora in (("qwen2_untied", {}), ("qwen3_moe", MIXED)):
+        settings = config({}, "none", lora=lora)
+        (found,) = run_ranks(take_step, 1, settings, model(shape), random_samples(), rounded)
+        assert [d for d in compare(found, one_process(storage, shape)) if not d.passed] == [], shape
 
 
 def _measure(storage: str) -> tuple[int, int, int, bool]:

@@ -235,7 +235,7 @@ def merge(
             dtype=weights_dtype(hf_config),
             init_weights=False,
             own_linears=True,
-            own_experts=bool(lora.target_parameters),
+            own_experts=lora.in_experts,
         ),
     )
     attach_adapters(chunks, hf_config, lora, recompute="none")

@@ -250,21 +250,23 @@ def _linear_sizes(config: RunConfig, model: HfConfig) -> dict[str, float]:
 
 def storage_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
     """Yield what prevents storing weights in fewer bits (`model.base_storage`)."""
-    storage, tp = config.model.base_storage, config.parallel.tp
-    if storage == "none":
+    p, experts = config.parallel, model.experts
+    if config.model.base_storage == "none":
         return
-    if model.experts:
-        said = f"{storage} does not support experts, which {model.family} has; choose none"
-        yield Problem(("model.base_storage",), said)
-        return
-    inputs = {
+    inputs: dict[str, float] = {
         "hidden_size": model.hidden_size,
-        "heads x head_dim": model.num_heads * model.head_dim / tp,
-        "intermediate_size": model.intermediate_size / tp,
+        "heads x head_dim": model.num_heads * model.value_dim / p.tp,
     }
+    if not all(map(model.has_experts, range(model.num_layers))):
+        inputs["intermediate_size"] = model.intermediate_size / p.tp
+    if experts:
+        inputs["moe_intermediate_size"] = experts.intermediate_size / p.expert_tp
+        inputs["the shared experts' width"] = experts.shared_size / p.tp
+    if model.mla:
+        inputs |= {"q_lora_rank": model.mla.query_rank or 0, "kv_lora_rank": model.mla.kv_rank}
     for what, size in inputs.items():
         if size % 64:
-            said = f"a rank's part of {what} is {size:g}, not a multiple of 64; choose none or another tp"
+            said = f"a rank's part of {what} is {size:g}, not a multiple of 64; choose none or another layout"
             yield Problem(("model.base_storage", "parallel.tp"), said)
 
 

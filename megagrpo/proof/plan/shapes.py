@@ -189,11 +189,22 @@ def _cut_linears(model: HfConfig, layer: int) -> int:
 
 
 def stage_linears(model: HfConfig, parallel: ParallelSection) -> list[int]:
-    """Return the parameters of the blocks' linears on one rank per pipeline stage; `stage_parameters` includes them."""
+    """Return the parameters of the blocks' parallel linears on one rank per pipeline stage, experts included; not those
+    of latents, whose weights are whole on every rank."""
     attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
-    mlp = 3 * model.hidden_size * model.intermediate_size
-    one = [attention + (0 if model.has_experts(layer) else mlp) for layer in range(model.num_layers)]
-    return [sum(one[layer] for layer in layers) // parallel.tp for layers in layers_of_ranks(model, parallel)]
+    if model.mla:
+        attention, _ = attention_parameters(model)
+    dense, mixed, experts = 3 * model.hidden_size * model.intermediate_size, 0, 0
+    if model.experts:
+        mixed = 3 * model.hidden_size * model.experts.shared_size
+        width = model.experts.intermediate_size // parallel.expert_tp
+        experts = 3 * model.hidden_size * width * model.experts.count // parallel.ep
+    stages = []
+    for layers in layers_of_ranks(model, parallel):
+        mixtures = sum(map(model.has_experts, layers))
+        outside = len(layers) * attention + mixtures * mixed + (len(layers) - mixtures) * dense
+        stages.append(outside // parallel.tp + mixtures * experts)
+    return stages
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from megagrpo.proof.plan.shapes import (
     num_parameters,
     stage_expert_adapters,
     stage_experts,
+    stage_linears,
     stage_parameters,
 )
 
@@ -921,8 +922,16 @@ def test_weights_in_fewer_bits_take_less_room_and_must_be_cut_into_blocks(folder
         "model.base_storage: a rank's part of intermediate_size is 14368, not a multiple of 64; choose none"
     )
     (folder / "config.json").write_text(json.dumps(MIXED))
-    (problem,) = told(plan(config(folder, "lora.rank=4", "model.base_storage=fp8"), 1))
-    assert problem == "model.base_storage: fp8 does not support experts, which qwen3_moe has; choose none"
+    model = parse_hf_config(MIXED)
+    attention, experts = 576 * 64 * (2 * model.num_heads + 2 * model.num_kv_heads), 12 * 3 * 576 * 192
+    assert stage_linears(model, ParallelSection(tp=2, ep=3, etp=1, pp=2)) == [15 * (attention // 2 + experts // 3)] * 2
+    assert told(plan(config(folder, "lora.rank=4", "model.base_storage=fp8"), 1)) == []
+    sharded = ("parallel.tp=3", "parallel.etp=2", "parallel.sequence_parallel=true")
+    (problem,) = told(plan(config(folder, "lora.rank=4", "model.base_storage=nf4", *sharded), 6))
+    assert problem == (
+        "model.base_storage: a rank's part of moe_intermediate_size is 96, not a multiple of 64; choose none or another "
+        "layout"
+    )
 
 
 def test_a_weight_sync_needs_room_for_the_module_that_vllm_reloads(folder):
