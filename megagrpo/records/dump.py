@@ -18,6 +18,7 @@ optimizer_K.safetensors
 reference/        the reference's weights as a Hugging Face folder, once they have changed
 weights_K/        the weights before optimizer step K as a Hugging Face folder. Missing for the run's first optimizer
                   step: the weights are the model's
+                  With LoRA both are adapters, as PEFT folders, in every step
 
 A dump is complete or absent. A dumped step computes the same results as any other step.
 """
@@ -37,8 +38,10 @@ import torch
 from safetensors.torch import load, save, save_file
 from torch import Tensor
 
-from megagrpo.models.bridge.hf_export import save_hf
+from megagrpo.models.bridge.adapter_files import save_adapter
+from megagrpo.models.bridge.hf_export import Source, find_sources, save_hf
 from megagrpo.models.bridge.optimizer_sample import Read, sample
+from megagrpo.models.bridge.parameter_blocks import adapter_blocks
 from megagrpo.models.bridge.tensor_files import dtype_name
 from megagrpo.platform.parallel.agree import on_first_rank, run_own_and_agree
 from megagrpo.platform.parallel.bulk_messages import parts_to_first_rank
@@ -80,6 +83,7 @@ class StepDumps(Recorder):
         self._step = 0  # step that is being dumped; 0: none
         self._updates: list[dict[str, Any]] = []
         self._seen: dict[int, LossInputs] = {}
+        self._sources: dict[str, Source] = {}  # of adapters, since the first dump
         self._before: Sampled = {}  # optimizer state before the current optimizer step
 
     def begin(self, rollouts: TrainedRollouts) -> None:
@@ -87,7 +91,7 @@ class StepDumps(Recorder):
         self._step, self._updates = (rollouts.step if rollouts.step in self._config.debug.dump_steps else 0), []
         if self._step:
             cleared = self._attempt(lambda: on_first_rank(self._layout, self._clear))
-            if cleared and self._reference is not None and self._reference.moved:
+            if cleared and self._reference is not None and (self._reference.moved or self._config.lora.enabled):
                 with self._reference.in_place():
                     self._attempt(lambda: self._save("reference"))
 
@@ -147,13 +151,19 @@ class StepDumps(Recorder):
 
     def _save_weights(self) -> None:
         number = len(self._updates) + 1
-        name = None if self._step == number == 1 else f"weights_{number}"
+        name = None if self._step == number == 1 and not self._config.lora.enabled else f"weights_{number}"
         if name:
             self._save(name)
         self._updates.append({"weights": name})
 
     def _save(self, name: str) -> None:
-        policy = self._policy
+        policy, lora = self._policy, self._config.lora
+        if lora.enabled:
+            adapters = list(adapter_blocks(policy.chunks, policy.hf_config, self._layout))
+            self._sources = self._sources or find_sources(adapters, self._layout)
+            base = self._config.model.path
+            save_adapter(adapters, self._layout, self._sources, self._partial / name, lora, base, policy.dtype)
+            return
         save_hf(
             policy.chunks, policy.hf_config, self._layout, self._partial / name, self._model_folder, dtype=policy.dtype
         )

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from megagrpo.algorithms.advantages import advantages_of, to_samples
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
@@ -17,7 +18,9 @@ from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.data.routes import RouteShape
 from megagrpo.data.step_samples import StepSamples
+from megagrpo.models.bridge.adapter_files import fill_adapters
 from megagrpo.models.bridge.load import load_hf
+from megagrpo.models.bridge.parameter_blocks import adapter_blocks, fill
 from megagrpo.models.families.hf_config import HfConfig, load_hf_config
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
@@ -25,7 +28,7 @@ from megagrpo.policy.rank_routes import with_sample_routes
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.routing_replay import route_shape
 from megagrpo.policy.step_terms import add_step_terms
-from megagrpo.proof.verify.shrink import random_routes, random_samples
+from megagrpo.proof.verify.shrink import random_routes, random_samples, random_tensor
 from megagrpo.records.dump import StepDumps
 from megagrpo.records.metrics import values_of
 from megagrpo.records.recorder import TrainedRollouts, Update
@@ -37,7 +40,6 @@ FUNCTIONS = [dict(function="nowhere:chance"), dict(function="nowhere:coin", weig
 
 def make_model(folder: Path, hf_config: HfConfig) -> None:
     """Save a model of this shape as a Hugging Face folder."""
-    import torch
     import transformers
 
     torch.manual_seed(0)
@@ -89,7 +91,12 @@ def dump_step(config: RunConfig, layout: Layout, model: Path, run: Path, steps: 
     algorithm, hf = config.algorithm, load_hf_config(model)
     policy = MegatronPolicy(config, layout, hf)
     load_hf(policy.chunks, hf, model, layout)
+    fill_adapters(policy.chunks, hf, layout, config.lora, seed=0)
+    with torch.no_grad():
+        for _, parameter, found in adapter_blocks(policy.chunks, hf, layout):
+            fill(parameter, found, lambda block: random_tensor(block.name, block.shape)[block.slices])
     policy.weights_changed()
+    reference = Reference(policy) if config.algorithm.beta else None
     replay = config.rollout.routing_replay
     shape = route_shape(hf) if replay == "engine" else None
     scored, said, state = rollouts(shape), [], TrainState()
@@ -102,9 +109,9 @@ def dump_step(config: RunConfig, layout: Layout, model: Path, run: Path, steps: 
     if shape:
         batch = with_sample_routes(batch, random_routes(random_samples(), shape), layout, shape)
     batch = policy.replay.recorded(batch, policy.logprobs) if replay == "trainer" else batch
-    batch = Reference(policy).annotate(batch) if algorithm.beta else batch
+    batch = reference.annotate(batch) if reference else batch
     divisor = denominator(batch, algorithm.loss.average, config.rollout.max_completion_length)
-    dumps = StepDumps(policy, run / "dumps", model, said.append)
+    dumps = StepDumps(policy, run / "dumps", model, said.append, reference)
     for step in steps:
         if algorithm.num_iterations > 1:
             batch = batch.with_terms(old_logprobs=policy.logprobs(batch))

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import cached
 from torch.overrides import TorchFunctionMode
 
 from megagrpo.config import AlgorithmSection, RolloutSection
@@ -122,7 +123,8 @@ def log_softmax(model: nn.Module, token_ids: Tensor, rollout: RolloutSection, ro
 
     Tokens that it never samples have -1e30, except the sample's own tokens. With `routes` routers take these experts.
     """
-    with Routing(model, routes) if routes is not None else nullcontext():
+    # with adapters weights are computed once
+    with Routing(model, routes) if routes is not None else nullcontext(), cached():
         logits = model(token_ids[None]).logits[0, :-1] / rollout.temperature
     if rollout.truncates:
         logits = logits.masked_fill(~_kept(logits.detach(), rollout).scatter(1, token_ids[1:, None], True), -1e30)

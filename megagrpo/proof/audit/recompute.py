@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from megagrpo.config import AlgorithmSection
-from megagrpo.proof.audit import naive, naive_loss
+from megagrpo.proof.audit import naive, naive_lora, naive_loss
 from megagrpo.proof.audit.naive_loss import Response, WholeStep
 from megagrpo.proof.audit.saved import DumpedUpdate, Sample, Step
 
@@ -54,7 +54,12 @@ def recompute(step: Step, advantages: list[float]) -> Iterator[Recomputed]:
 
 
 def _model(step: Step, folder: Path) -> nn.Module:
-    return naive.load_model(folder, step.dtype, step.config.longest_sequence)
+    """Return the model with the weights in `folder`, or the run's initial model with the adapter in `folder`."""
+    adapts = (folder / "adapter_config.json").is_file()
+    model = naive.load_model(step.model if adapts else folder, step.dtype, step.config.longest_sequence)
+    if adapts:
+        naive_lora.add_adapter(model, folder)
+    return model
 
 
 @torch.no_grad()
@@ -135,7 +140,7 @@ def _elements(model: nn.Module, update: DumpedUpdate) -> dict[str, Elements]:
     """Return sampled elements of every tensor of transformers' model, with its checkpoints' names and shapes."""
     if not update.optimizer:
         return {}
-    weights = {name: parameter for name, parameter in model.named_parameters()}
+    weights = naive_lora.adapter_of(model) or {name: parameter for name, parameter in model.named_parameters()}
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in weights.items()}
     if not update.optimizer.keys() <= weights.keys():
         weights, gradients = (revert_weight_conversion(model, dict(tensors)) for tensors in (weights, gradients))

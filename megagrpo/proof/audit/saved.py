@@ -103,7 +103,7 @@ def load_step(run: Path, step: int, model: Path | None = None) -> Step:
     if not (model / "config.json").is_file():
         why = "holds no config.json; give the folder of the model that the run started from"
         raise ConfigError(f"--model: {model} {why}")
-    if not (reference / "config.json").is_file():
+    if not any((reference / name).is_file() for name in ("config.json", "adapter_config.json")):
         fix = "put the weights of model.reference_path back there"
         raise ConfigError(f"{file}: the reference {reference} holds no config.json; {fix}")
     return Step(

@@ -41,14 +41,15 @@ from tests.unit.config.test_config import SMALLEST, problems, write
             "lora.target_parameters: mlp.experts.up_proj: not a parameter of experts; choose among experts.gate_up_proj",
         ),
         (
-            "debug.dump_steps=[1]",
-            "debug.dump_steps: megagrpo audit does not support adapters; leave dump_steps empty, or set lora.rank to 0",
+            "debug.dump_steps=[1],lora.dropout=0.1",
+            "debug.dump_steps: megagrpo audit cannot recompute a step with lora.dropout 0.1; leave dump_steps empty, or",
         ),
     ],
 )
 def test_what_adapters_cannot_do_is_refused(tmp_path, override, message):
     rank = "lora.rank=0" if "adapter_path" in override else "lora.rank=8"
-    _, problem = problems(write(tmp_path, SMALLEST), rank, override)
+    several = override.split(",lora.")  # the second key again
+    _, problem = problems(write(tmp_path, SMALLEST), rank, several[0], *(f"lora.{more}" for more in several[1:]))
     assert problem.startswith(message)
 
 
