@@ -37,6 +37,8 @@ LATENT_NAMES = [
 CASES = {
     "qwen3_moe": ("Qwen3Moe", QWEN, dict(target_modules=["q_proj", "o_proj"], target_parameters=BOTH)),
     "down alone": ("Qwen3Moe", QWEN, dict(target_modules=[], target_parameters=["layers.2.mlp.experts.down_proj"])),
+    # the width of gate and up together is the hidden size, so that no shape tells the two matrices apart
+    "narrow": ("Qwen3Moe", QWEN | dict(moe_intermediate_size=24), dict(target_modules=[], target_parameters=BOTH)),
     "mixtral": (
         "Mixtral",
         dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
