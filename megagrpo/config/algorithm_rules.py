@@ -32,13 +32,11 @@ def kl_problems(config: RunConfig) -> Iterator[Problem]:
         wanted = {in_reward: a.kl_in_reward, moves: a.sync_ref_model, "model.reference_path": m.reference_path}
         reason = "needs a reference, but algorithm.beta is 0; raise beta"
         yield from [Problem((key, "algorithm.beta"), f"{value} {reason}") for key, value in wanted.items() if value]
-    if config.lora.enabled and a.sync_ref_model:
-        reason = "true is not supported with LoRA, whose reference is the model with its initial adapters"
-        yield Problem((moves, "lora.rank"), f"{reason}; set it to false")
+    if config.lora.enabled and a.sync_ref_model and a.ref_model_mixup_alpha != 1:
+        reason = f"{a.ref_model_mixup_alpha:g} mixes two adapters, which is no adapter of rank {config.lora.rank}"
+        yield Problem(("algorithm.ref_model_mixup_alpha", "lora.rank"), f"{reason}; set it to 1")
     if config.lora.enabled and m.reference_path:
-        reason = (
-            f"{m.reference_path} is not supported with LoRA, whose reference is the model with its initial adapters"
-        )
+        reason = f"{m.reference_path} is not supported with LoRA, whose reference is the model with earlier adapters"
         yield Problem(("model.reference_path", "lora.rank"), f"{reason}; leave it empty")
     if a.kl_in_reward and a.kl_estimator != "k1":
         yield Problem((estimator, in_reward), f"{a.kl_estimator} is not supported with kl_in_reward; set it to k1")

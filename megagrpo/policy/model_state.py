@@ -11,13 +11,15 @@ from torch import nn
 
 from megagrpo.policy.fp8.masters import store_unrounded
 from megagrpo.policy.fp8.tensor import dense, is_fp8
+from megagrpo.policy.lora_layers import is_adapter
 
 # key of a layer's state besides weights; with several experts in one layer the expert's number follows
 EXTRA_STATE = "_extra_state"
 
 
-def sharded_state(chunk: nn.Module, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return Megatron's sharded state of `chunk`, without extra states.
+def sharded_state(chunk: nn.Module, metadata: dict[str, Any], adapters_only: bool = False) -> dict[str, Any]:
+    """Return Megatron's sharded state of `chunk`, without extra states; with `adapters_only` without the base model's
+    weights.
 
     The extra state of Megatron's linears is None. Transformer Engine's layers have an empty one, or with delayed
     scaling a pickle, which Transformer Engine refuses to read. `scale_state` saves its contents as tensors.
@@ -25,7 +27,7 @@ def sharded_state(chunk: nn.Module, metadata: dict[str, Any]) -> dict[str, Any]:
     return {
         name: entry
         for name, entry in unwrap_model(chunk).sharded_state_dict(metadata=metadata).items()
-        if not name.rpartition(".")[2].startswith(EXTRA_STATE)
+        if not name.rpartition(".")[2].startswith(EXTRA_STATE) and (is_adapter(name) or not adapters_only)
     }
 
 

@@ -127,8 +127,10 @@ class Reference:
             return entry
 
         with self.in_place():
+            adapters_only = self._policy.config.lora.enabled
             states = {
-                str(i): dense_state(sharded_state(chunk, metadata)) for i, chunk in enumerate(self._policy.chunks)
+                str(i): dense_state(sharded_state(chunk, metadata, adapters_only))
+                for i, chunk in enumerate(self._policy.chunks)
             }
             dict_list_map_inplace(hold, states)
         add_prefix_for_sharding(states, "reference.")
@@ -138,7 +140,7 @@ class Reference:
         """Load a checkpoint's reference that had moved."""
         with self.in_place():
             for i, chunk in enumerate(self._policy.chunks):
-                load_state(chunk, states[str(i)])
+                load_state(chunk, states[str(i)], strict=not self._policy.config.lora.enabled)
         self.times_moved += 1
 
 

@@ -50,7 +50,6 @@ from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_own_a
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.removal import remove
 from megagrpo.policy.fp8.scale_state import load_scales, sharded_scales
-from megagrpo.policy.lora_layers import is_adapter
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state
 from megagrpo.policy.optimizer import dense_moments
@@ -266,8 +265,10 @@ class Checkpointer:
 
     def _sharded_state(self, is_loading: bool, with_rng: bool, reference: Reference | None) -> dict[str, Any]:
         local = METADATA | {"dp_cp_group": self.layout.dp_cp_group}
+        # with LoRA only the adapters, as the run starts from the base model
+        adapters_only = self.policy.config.lora.enabled
         state: dict[str, Any] = {
-            name: self._trained(sharded_state(chunk, local))
+            name: sharded_state(chunk, local, adapters_only)
             for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True)
         }
         state["optimizer"] = self.policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=local)
@@ -281,14 +282,6 @@ class Checkpointer:
         if with_rng:
             state["rng"] = sharded_rng(self.layout)
         return state
-
-    def _trained(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the trained part of the state: with LoRA only the adapters, as the run starts from the base model."""
-        return (
-            {name: value for name, value in state.items() if is_adapter(name)}
-            if self.policy.config.lora.enabled
-            else state
-        )
 
     def _chunk_names(self) -> list[str]:
         count = len(self.policy.chunks)

@@ -11,13 +11,15 @@ import transformers
 from checkpoint_now import save_now
 from ranks import run_ranks
 from tiny_policy import tiny_run
+from torch.distributed.checkpoint import FileSystemReader
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.data.packing import pack, packing_rules
+from megagrpo.models.bridge.adapter_files import fill_adapters
 from megagrpo.models.bridge.conversion import export_hf
 from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.parameter_blocks import blocks
+from megagrpo.models.bridge.parameter_blocks import adapter_blocks, blocks
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
@@ -74,10 +76,12 @@ def _make_models(folder: Path) -> None:
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
 
 
-def moved_and_saved(parallel: dict, model: Path, checkpoints: Path, alpha: float = ALPHA) -> tuple[dict, dict]:
+def moved_and_saved(
+    parallel: dict, model: Path, checkpoints: Path, alpha: float = ALPHA, lora: dict | None = None
+) -> tuple[dict, dict]:
     """This rank's blocks of policy and reference after a step, a move of the reference by `alpha`, and a checkpoint of
     both."""
-    layout, hf_config, policy, reference, checkpointer = _build(parallel, model, checkpoints)
+    layout, hf_config, policy, reference, checkpointer = _build(parallel, model, checkpoints, lora)
     batch = pack(random_samples(), packing_rules(policy.config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
     divisor = denominator(batch, "sequence_means", 1)
     policy.train_step(reference.annotate(batch), make_loss(policy.config.algorithm), divisor)
@@ -89,20 +93,22 @@ def moved_and_saved(parallel: dict, model: Path, checkpoints: Path, alpha: float
     return held
 
 
-def loaded(parallel: dict, model: Path, checkpoints: Path) -> tuple[dict, dict]:
+def loaded(parallel: dict, model: Path, checkpoints: Path, lora: dict | None = None) -> tuple[dict, dict]:
     """The blocks of `moved_and_saved`, loaded in this layout."""
-    layout, hf_config, policy, reference, checkpointer = _build(parallel, model, checkpoints)
+    layout, hf_config, policy, reference, checkpointer = _build(parallel, model, checkpoints, lora)
     checkpointer.load(newest_checkpoint(checkpointer.folder))
     held = _held(policy, hf_config, layout), _of_reference(policy, reference, hf_config, layout)
     layout.close()
     return held
 
 
-def _build(parallel: dict, model: Path, checkpoints: Path):
-    config = tiny_run(parallel, train=dict(learning_rate=1e-2, adam_epsilon=1e-3), algorithm=dict(beta=0.1))
+def _build(parallel: dict, model: Path, checkpoints: Path, lora: dict | None):
+    train = dict(learning_rate=1e-2, adam_epsilon=1e-3)
+    config = tiny_run(parallel, train=train, algorithm=dict(beta=0.1), lora=lora or {})
     layout, hf_config = init_layout(config.parallel), load_hf_config(model)
     policy = MegatronPolicy(config, layout, hf_config)
     load_hf(policy.chunks, hf_config, model, layout)
+    fill_adapters(policy.chunks, hf_config, layout, config.lora, seed=1)
     policy.weights_changed()
     reference = Reference(policy)
     return layout, hf_config, policy, reference, Checkpointer(checkpoints, layout, policy, 1, model, reference)
@@ -115,7 +121,8 @@ def _of_reference(policy, reference, hf_config, layout) -> dict:
 
 def _held(policy, hf_config, layout) -> dict:
     held = {}
-    for _, parameter, found in blocks(policy.chunks, hf_config, layout):
+    adapters = list(adapter_blocks(policy.chunks, hf_config, layout))
+    for _, parameter, found in adapters or blocks(policy.chunks, hf_config, layout):
         held |= {(b.name, b.shape, b.box): b.read(parameter.detach()).numpy().copy() for b in found}
     return held
 
@@ -159,6 +166,29 @@ def test_a_moved_reference_is_its_mixture_and_comes_back_in_another_layout(kind,
         assert not torch.equal(policy, first)
         torch.testing.assert_close(reference, (1 - ALPHA) * first + ALPHA * policy, rtol=1e-6, atol=1e-7)
         assert torch.equal(after[0][name], policy) and torch.equal(after[1][name], reference), name
+
+
+@pytest.mark.parametrize(("kind", "saved", "restored"), [("tied", TP2, PP2), ("experts", EP2, TP2_ETP1)], ids=str)
+def test_so_does_one_that_has_become_the_policys_adapters(kind, saved, restored, models, tmp_path):
+    lora = dict(rank=3) | (dict(target_parameters=["experts.down_proj"]) if kind == "experts" else {})
+    of_policy, of_reference = (
+        whole(part)
+        for part in zip(
+            *run_ranks(moved_and_saved, saved[1], saved[0], models / kind, tmp_path, 1.0, lora), strict=True
+        )
+    )
+    policy, reference = (
+        whole(part)
+        for part in zip(*run_ranks(loaded, restored[1], restored[0], models / kind, tmp_path, lora), strict=True)
+    )
+    assert policy.keys() == reference.keys() == of_policy.keys() and all(".lora_" in name for name in policy)
+    assert any(tensor.any() for name, tensor in reference.items() if "lora_B" in name)
+    for name, tensor in of_policy.items():
+        assert all(torch.equal(tensor, other[name]) for other in (of_reference, policy, reference)), name
+    saved_tensors = FileSystemReader(tmp_path / "step_000001").read_metadata().state_dict_metadata.values()
+    numbers = sum(tensor.size.numel() for tensor in saved_tensors if hasattr(tensor, "size"))
+    # policy, reference and two moments
+    assert numbers == 4 * sum(tensor.numel() for tensor in of_policy.values())
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -117,6 +117,24 @@ def test_a_server_samples_with_the_adapter_that_came_last(engine, tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        dict(target_modules=["q_proj", "o_proj", "up_proj"], layers_to_transform=[1]),
+        dict(target_modules=r".*\.0\.(self_attn\.[kv]_proj|mlp\.down_proj)"),
+    ],
+    ids=str,
+)
+def test_it_samples_with_an_adapter_of_some_modules_in_some_layers(engine, chosen, tmp_path):
+    lora, version = LORA.model_copy(update=chosen), engine.weight_version + 1
+    run_ranks(push, 2, dict(pp=2), engine, "a", tmp_path / "a", version, lora)
+    engine.weight_version = version
+    for prompt, (ids, logprobs) in zip(PROMPTS, answers(engine), strict=True):
+        expected = naive_logprobs(tmp_path / "a", prompt, ids)
+        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.full
 def test_an_adapter_that_vllm_refuses_or_that_is_not_finite_is_an_error_and_the_old_one_stays(engine, tmp_path):
     sync(engine, "a", tmp_path / "a")
     before = answers(engine)

@@ -26,12 +26,11 @@ def config(algorithm=None, **sections) -> RunConfig:
         (dict(model=dict(path="x", reference_path="y")), "model.reference_path: y needs a reference"),
         (
             dict(algorithm=dict(beta=0.1, sync_ref_model=True), lora=dict(rank=4)),
-            "algorithm.sync_ref_model: true is not supported with LoRA, whose reference is the model with its initial "
-            "adapters; set it to",
+            "algorithm.ref_model_mixup_alpha: 0.6 mixes two adapters, which is no adapter of rank 4; set it to 1",
         ),
         (
             dict(algorithm=dict(beta=0.1), lora=dict(rank=4), model=dict(path="x", reference_path="y")),
-            "model.reference_path: y is not supported with LoRA, whose reference is the model with its initial "
+            "model.reference_path: y is not supported with LoRA, whose reference is the model with earlier "
             "adapters; leave it empty",
         ),
         (
