@@ -167,7 +167,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def launch(folder: Path, log_name: str, num_servers: int = 1, **options) -> Launcher:
     """Start servers on `folder`; tests can halt their workers (`halt`)."""
     if not options.get("lora_rank"):
-        options["extra_args"] = ("--worker-extension-cls", "halting.Halting")
+        options["extra_args"] = (*options.get("extra_args", ()), "--worker-extension-cls", "halting.Halting")
     usual = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 64, "kv_cache_gb": 1, "omp_threads": 1}
     settings = ServerOptions(str(folder), **usual | options)
     launcher = Launcher(settings, scratch() / log_name, num_servers=num_servers)

@@ -1,0 +1,150 @@
+"""The experts that vLLM reports for a response are the ones it used: equal to transformers' routers in float32, for
+tokens of cached prefixes, preempted requests, aborted responses and later turns too."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from dataclasses import replace
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from megagrpo.data.routes import RouteShape, joined_routes
+from megagrpo.engine.protocol import EngineError
+from megagrpo.engine.responses import read_response
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.proof.audit.naive import Routing
+from megagrpo.types import Prompt, Rollout, SamplingParams
+from tests.e2e.tiny_servers import Running, connect, launch, model_folder, oracle
+
+SAMPLING = SamplingParams(1.0, 24)
+LONG = tuple((11 * k) % 997 + 3 for k in range(70))  # two whole blocks of the prefix cache, and a part
+BLOCKS = 14  # of 32 tokens, for a server that must preempt requests
+
+
+def shape_of(kind: str) -> RouteShape:
+    hf_config = load_hf_config(model_folder(kind))
+    experts = hf_config.mixture
+    return RouteShape(tuple(sorted(experts.blocks)), hf_config.num_layers, experts.count, experts.per_token)
+
+
+def server(kind: str, name: str, **options) -> Running:
+    folder = model_folder(kind)
+    return connect(launch(folder, name, returns_routes=True, **options), folder, routes=shape_of(kind))
+
+
+@pytest.fixture(scope="module")
+def running():
+    running = server("qwen3_moe", "routes")
+    yield running
+    running.launcher.stop()
+
+
+def routers_choice(kind: str, token_ids: list[int]) -> np.ndarray:
+    """Experts [L, M, k], sorted, that transformers' routers take for this text."""
+    model = oracle(model_folder(kind))
+    with torch.no_grad(), Routing(model, None) as routing:
+        model(torch.tensor([token_ids]))
+    return torch.stack(routing.taken, dim=1).sort(-1).values.numpy()
+
+
+def check(kind: str, rollout: Rollout) -> int:
+    """Compare the routes of a rollout with transformers'; return how many there are."""
+    ids = [*rollout.prompt.token_ids, *rollout.response_ids.tolist()]
+    assert rollout.routes is not None and len(rollout.routes) == len(ids) - 1
+    assert np.array_equal(np.sort(rollout.routes, -1), routers_choice(kind, ids)[:-1])
+    return rollout.routes[..., 0].size
+
+
+def test_the_routes_of_groups_are_those_of_transformers(running):
+    prompts = [Prompt(0, LONG, ""), Prompt(1, LONG[:5], ""), Prompt(2, (*LONG, 7, 9), "")]
+    groups = running.engine.generate(prompts, 4, SAMPLING, seed=1)
+    # the prompts share blocks with each other and with the responses of their groups
+    assert sum(check("qwen3_moe", rollout) for group in groups for rollout in group) > 1000
+    cached = httpx.get(f"{running.engine.urls[0]}/metrics", headers=bearer(running)).text
+    assert float(re.search(r"^vllm:prefix_cache_hits_total.* ([0-9.e+]+)$", cached, re.MULTILINE)[1]) >= 64
+
+
+def bearer(running: Running) -> dict[str, str]:
+    return {"Authorization": f"Bearer {running.launcher.token}"}
+
+
+def test_a_later_turn_adds_the_routes_of_its_own_tokens(running):
+    prompt, (first,) = Prompt(5, LONG[:9], ""), running.engine.extend([Prompt(5, LONG[:9], "")], [SAMPLING], [3])
+    longer = (*prompt.token_ids, *first.response_ids.tolist(), 8, 9, 10)  # a tool's answer
+    (second,) = running.engine.extend([Prompt(5, longer, "")], [SAMPLING], [4])
+    whole = [*longer[len(prompt.token_ids) :], *second.response_ids.tolist()]
+    routes = joined_routes(first.routes, second.routes)
+    check("qwen3_moe", replace(second, prompt=prompt, response_ids=np.array(whole, np.int32), routes=routes))
+
+
+def test_an_aborted_response_has_the_routes_of_the_tokens_that_were_read(running):
+    url, params = running.engine.urls[0], dict(max_tokens=55, temperature=0.0, logprobs=0, detokenize=False)
+    body = dict(token_ids=LONG, sampling_params=params | dict(ignore_eos=True), request_id="to-abort")
+    answers = []
+
+    def ask() -> None:
+        answer = httpx.post(f"{url}/inference/v1/generate", json=body, headers=bearer(running), timeout=60)
+        answers.append(read_response(answer.content, 60))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.02)
+        abort = {"request_ids": ["to-abort"]}
+        httpx.post(f"{url}/inference/v1/abort_requests", json=abort, headers=bearer(running), timeout=60)
+    (answer,) = answers
+    if answer.token_ids.size:
+        assert len(answer.routes) == len(LONG) + answer.token_ids.size - 1
+    assert answer.finish_reason in ("abort", "length")
+
+
+def test_a_server_that_sends_no_routes_is_an_error_with_the_flag():
+    folder = model_folder("qwen3_moe")
+    running = connect(launch(folder, "no_routes"), folder, routes=shape_of("qwen3_moe"))
+    try:
+        with pytest.raises(EngineError, match=r"sent no routed_experts; start it with --enable-return-routed-experts"):
+            running.engine.generate([Prompt(0, LONG, "")], 2, SAMPLING, seed=1)
+    finally:
+        running.launcher.stop()
+
+
+@pytest.mark.full
+def test_requests_that_were_preempted_keep_their_routes():
+    running = server("qwen3_moe", "preempted", extra_args=("--num-gpu-blocks-override", str(BLOCKS)))
+    try:
+        prompts = [Prompt(i, tuple(5 + i + 7 * k % 900 for k in range(40)), "") for i in range(6)]
+        groups = running.engine.generate(prompts, 2, SamplingParams(1.0, 60), seed=1)
+        assert sum(check("qwen3_moe", rollout) for group in groups for rollout in group) > 500
+        said = httpx.get(f"{running.engine.urls[0]}/metrics", headers=bearer(running)).text
+        assert float(re.search(r"^vllm:num_preemptions_total.* ([0-9.e+]+)$", said, re.MULTILINE)[1]) > 0
+    finally:
+        running.launcher.stop()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "gpt_oss"])
+def test_the_routes_of_this_family_are_those_of_transformers(kind):
+    running = server(kind, f"routes_{kind}")
+    try:
+        groups = running.engine.generate([Prompt(0, LONG, ""), Prompt(1, LONG[:5], "")], 2, SAMPLING, seed=1)
+        assert sum(check(kind, rollout) for group in groups for rollout in group) > 100
+    finally:
+        running.launcher.stop()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "options", [dict(tp=2), dict(tp=2, expert_parallel=True), dict(dp=2, expert_parallel=True)], ids=str
+)
+def test_a_server_of_two_workers_sends_whole_routes(options):
+    running = server("qwen3_moe", "routes_of_two", **options)
+    try:
+        groups = running.engine.generate([Prompt(0, LONG, ""), Prompt(1, LONG[:5], "")], 4, SAMPLING, seed=1)
+        assert sum(check("qwen3_moe", rollout) for group in groups for rollout in group) > 100
+    finally:
+        running.launcher.stop()
