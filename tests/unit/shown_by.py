@@ -157,6 +157,10 @@ KEYS: dict[str, str | tuple[str, ...]] = {
         "unit/engine/servers/test_server_options.py::test_a_request_that_takes_longer_than_its_timeout_goes_to_another_server"
     ),
     "rollout.nodes_per_server": "e2e/test_server_nodes.py::test_two_nodes_are_one_server_that_gets_verified_weights",
+    "rollout.routing_replay": (
+        "distributed/test_routing_replay.py::test_every_expert_that_a_router_takes_was_given",
+        "e2e/test_routing_replay_run.py::test_in_bfloat16_replay_removes_at_least_half_of_the_mismatch",
+    ),
     "rollout.servers": "unit/engine/servers/test_server_options.py::test_as_many_servers_start_at_the_ports_that_follow",
     "rollout.startup_timeout": (
         "unit/engine/servers/test_launcher.py::test_a_server_that_does_not_answer_in_time_ends_the_start_with_the_key"

@@ -19,7 +19,7 @@ from megagrpo.proof.plan.notes import run_notes
 from megagrpo.proof.plan.plan_problems import check, gpu_problems
 from megagrpo.proof.plan.plan_rules import RuleVerdict, rules_text, verdicts
 from megagrpo.proof.plan.search import Candidate, search
-from megagrpo.proof.plan.step_memory import planned_step_memory
+from megagrpo.proof.plan.step_memory import planned_step_memory, route_bytes
 from megagrpo.proof.plan.times import StepTimes, step_times
 from megagrpo.proof.plan.workload import Lengths
 
@@ -102,7 +102,8 @@ def with_times(
     rows = [*made.rows, ("kind", where), ("lengths", f"{average}, {lengths.longest:g} at most")]
     unfit = list(gpu_problems(config, gpu))
     times = step_times(config, made.model, world_size, gpu, lengths) if made.memory and not unfit else None
-    samples = planned_step_memory(config, world_size, lengths) if times else {}
+    routes = route_bytes(config, made.model)
+    samples = planned_step_memory(config, world_size, lengths, routes) if times else {}
     layouts = search(config, made.model, world_size, gpu, lengths) if searching and not unfit else []
     notes = list(made.notes)
     if searching and not layouts and not unfit:

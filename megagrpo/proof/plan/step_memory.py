@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import ceil
 
 from megagrpo.config import RunConfig
+from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.proof.plan.control_plane import step_samples
 from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE
 from megagrpo.proof.plan.workload import Lengths
@@ -20,13 +21,26 @@ SAMPLE_TOKEN_BYTES = 13  # of a `TrainSample`: int64, bool, float32
 BATCH_TOKEN_BYTES = 57  # of a `RankBatch`: six rows of int64, two of float32, one of bool
 
 
-def planned_step_memory(config: RunConfig, world_size: int, lengths: Lengths) -> dict[str, dict[str, float]]:
+ROUTE_ROUND_BYTES = 2**28  # of routes that a leader sends to others at once
+
+
+def route_bytes(config: RunConfig, model: HfConfig) -> int:
+    """Return the bytes of a token's routes in all layers, with `rollout.routing_replay: engine`."""
+    experts = model.experts
+    if experts is None or config.rollout.routing_replay != "engine":
+        return 0
+    return len(experts.blocks) * experts.per_token * (1 if experts.count <= 256 else 2)
+
+
+def planned_step_memory(
+    config: RunConfig, world_size: int, lengths: Lengths, routes: int = 0
+) -> dict[str, dict[str, float]]:
     """Return the peak of a step's samples in host memory, as bytes by part: of a `leader`, which samples for its
     replica, of another `rank`, and of the fullest `node`.
 
-    A leader keeps what it sampled until it is written: arrays of 8 bytes a token, and texts. Every rank keeps the facts
-    of all samples, and the rows and samples of its replica until they are micro-batches. The peak is then, or while
-    responses are read.
+    A leader keeps what it sampled until it is written: arrays of 8 bytes a token, texts, and `routes` bytes a token.
+    Every rank keeps the facts of all samples, and the rows and samples of its replica until they are micro-batches. It
+    keeps the routes of its own tokens and layers. The peak is then, or while responses are read.
     """
     p, r, samples = config.parallel, config.rollout, step_samples(config)
     dp = max(1, world_size // p.model_parallel_size)
@@ -44,7 +58,14 @@ def planned_step_memory(config: RunConfig, world_size: int, lengths: Lengths) ->
     row = own * TRAVEL_BYTES * (lengths.sample + lengths.response)  # freed, but malloc keeps it
     tokens = own * lengths.sample
     trained = {"rows": row, "samples": tokens * SAMPLE_TOKEN_BYTES, "micro_batches": tokens * BATCH_TOKEN_BYTES}
-    training, reading = kept | trained | {"rows": 2 * row}, kept | {"json": read * lengths.longest}
+    json = read * lengths.longest
+    if routes:
+        kept["rollouts"] += sampled * lengths.sample * routes
+        trained["routes"] = tokens * routes / (p.pp * p.cp * (p.tp if p.sequence_parallel else 1))
+        # in base64; those that are read also as bytes and as an array
+        json += (bodies * 4 / 3 + 2 * RESPONSES_READ_AT_ONCE) * routes * (lengths.prompt + lengths.longest)
+    training, reading = kept | trained | {"rows": 2 * row}, kept | {"json": json}
+    training["rows"] += 2 * min(routes * tokens, ROUTE_ROUND_BYTES)  # sent and received
     leader = max(training, reading, key=lambda parts: sum(parts.values()))
     rank = {"facts": kept["facts"]} | trained
     leaders = min(dp, max(1, GPUS_PER_NODE // (p.tp * p.cp)))

@@ -35,7 +35,7 @@ from megagrpo.proof.plan.planned_memory import activation_elements, smallest_gpu
 from megagrpo.proof.plan.search import USABLE, USABLE_WITH_EXPERTS, search
 from megagrpo.proof.plan.shapes import num_parameters
 from megagrpo.proof.plan.splits import splits_of
-from megagrpo.proof.plan.step_memory import ROLLOUT_BYTES, planned_step_memory
+from megagrpo.proof.plan.step_memory import ROLLOUT_BYTES, planned_step_memory, route_bytes
 from megagrpo.proof.plan.times import (
     DECODE_BANDWIDTH,
     DECODE_STEP_SECONDS,
@@ -510,6 +510,22 @@ def test_leaders_keep_what_they_sampled_and_every_rank_its_replicas_micro_batche
     assert ahead["rollouts"] == 4 * leader["rollouts"] and ahead["micro_batches"] == leader["micro_batches"]
     together = planned_step_memory(config("rollout.max_num_seqs=1024"), 1, Lengths(1, 800, 800))["leader"]
     assert together["json"] > 1000 * 800 * 97  # responses of equal length end together, and wait to be read
+
+
+def test_routes_are_kept_by_their_leader_and_cut_over_the_ranks_that_replay_them():
+    replayed = config("parallel.pp=2", "parallel.tp=2", "parallel.sequence_parallel=true")
+    plain, with_routes = (planned_step_memory(replayed, 16, LENGTHS, routes) for routes in (0, 384))
+    own = 1024 / 4  # samples of a replica
+    assert with_routes["leader"]["rollouts"] - plain["leader"]["rollouts"] == own * 1000 * 384
+    assert with_routes["rank"]["routes"] == own * 1000 * 384 / 4 and "routes" not in plain["rank"]
+
+
+def test_a_token_of_a_model_with_many_experts_has_two_bytes_per_expert():
+    raw = json.loads((REPOSITORY / "configs/models/Qwen/Qwen3-30B-A3B/config.json").read_text())
+    for experts, expected in ((128, 48 * 8), (384, 2 * 48 * 8)):
+        model = parse_hf_config(raw | dict(num_experts=experts))
+        assert route_bytes(config("rollout.routing_replay=engine"), model) == expected
+        assert route_bytes(config(), model) == 0
 
 
 def test_a_sync_is_bound_by_senders_where_servers_have_more_gpus_than_the_trainer():

@@ -1,0 +1,136 @@
+"""Runs of a small mixture of experts with the experts that a real vLLM used: on-demand, ahead, resumed, in turns, with
+several optimizer steps, and audited. In bf16 replay removes most of the mismatch between vLLM and the trainer."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from ranks import run_ranks
+
+from megagrpo.__main__ import main
+from megagrpo.engine.servers.launcher import Launcher
+from megagrpo.engine.servers.options import ServerOptions
+from tests.e2e import world
+
+REPLAY = "rollout.routing_replay=engine"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+
+
+@functools.cache
+def moe_folder() -> Path:
+    """A random mixture of experts with the world's tokenizer. Many experts with small scores are close to each other,
+    so bf16 rounding changes routes."""
+    folder = world.folder() / "moe"
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=258,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+        max_position_embeddings=256,
+        initializer_range=0.12,
+        tie_word_embeddings=True,
+        eos_token_id=257,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    for name in TOKENIZER:
+        if (file := world.folder() / "model" / name).exists():
+            shutil.copy(file, folder)
+    return folder
+
+
+@functools.cache
+def server(dtype: str) -> str:
+    options = ServerOptions(
+        str(moe_folder()), dtype, 64, max_num_seqs=64, kv_cache_gb=1, omp_threads=1, finds_text=True
+    )
+    launcher = Launcher(
+        ServerOptions(**vars(options) | dict(returns_routes=True)), world.folder() / f"moe_server_{dtype}"
+    )
+    launcher.start()
+    return launcher.wait()[0]
+
+
+def train(output: Path, *overrides: str, dtype: str = "float32") -> world.Run:
+    model = f"model.path={moe_folder()}"
+    done = world.train(output, f"rollout.urls=[{server(dtype)}]", model, *overrides)
+    assert done.code == 0, done.err
+    return done
+
+
+@pytest.fixture(scope="module")
+def replayed(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("replayed"), REPLAY, "algorithm.beta=0.1", "debug.dump_steps=[1,2]")
+
+
+def test_in_float32_the_routers_choose_what_vllm_chose(replayed):
+    for line in replayed.metrics:
+        assert line["routing/agreement"] > 0.999 and line["token_mult_prob_error"] < 1.0001
+
+
+def test_the_audit_replays_the_routes_of_a_run(replayed):
+    for step in (1, 2):
+        code, said = world.audit(replayed.folder, "--step", step)
+        assert code == 0 and said.splitlines()[-1] == "agrees: every quantity is within its tolerance", said
+
+
+def test_in_bfloat16_replay_removes_at_least_half_of_the_mismatch(tmp_path):
+    same = ("run.max_steps=3", "model.precision=bf16", "train.learning_rate=1e-6", "rollout.prompts_per_step=8")
+    off, on = (
+        train(tmp_path / replay, *same, f"rollout.routing_replay={replay}", dtype="bfloat16")
+        for replay in ("off", "engine")
+    )
+    errors = [sum(line["token_mult_prob_error"] - 1 for line in run.metrics) / len(run.metrics) for run in (off, on)]
+    agreement = [line["routing/agreement"] for line in on.metrics]
+    print("mismatch off, engine:", errors, "agreement:", agreement)
+    assert 0 < errors[1] < errors[0] / 2 and max(agreement) < 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [["algorithm.num_iterations=2"], ["algorithm.steps_per_generation=2"]], ids=str)
+def test_the_trainers_own_routes_are_replayed_in_later_optimizer_steps(tmp_path, options):
+    run = train(tmp_path, "rollout.routing_replay=trainer", *options, "debug.dump_steps=[2]")
+    assert all(0.9 < line["routing/agreement"] <= 1 for line in run.metrics)
+    code, said = world.audit(run.folder, "--step", 2)
+    assert code == 0, said
+
+
+AHEAD = ("rollout.max_staleness=1", "rollout.placement=external", "algorithm.importance_correction=token_truncate")
+AHEAD += ("algorithm.importance_correction_max=2",)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("in_flight", ["keep", "resume"])
+def test_a_run_that_generates_ahead_replays_and_resumes(tmp_path, in_flight):
+    ahead = (*AHEAD, REPLAY, f"rollout.in_flight={in_flight}", "rollout.max_num_seqs=4")
+    train(tmp_path, *ahead, "run.max_steps=2", "run.save_steps=2")
+    run = train(tmp_path, *ahead, "run.max_steps=4", "run.resume=true")
+    assert [line["step"] for line in run.metrics] == [1, 2, 3, 4]
+    assert all(0 < line["routing/agreement"] <= 1 for line in run.metrics)
+
+
+@pytest.mark.parametrize("layout", ["parallel.pp=2", pytest.param("parallel.cp=2", marks=pytest.mark.full)])
+def test_two_ranks_take_the_step_of_one(replayed, layout, tmp_path):
+    overrides = (f"rollout.urls=[{server('float32')}]", f"model.path={moe_folder()}", REPLAY, "algorithm.beta=0.1")
+    words = ["train", *world.arguments(tmp_path, *overrides, layout, "debug.dump_steps=[2]")]
+    assert run_ranks(main, 2, words) == [0, 0]
+    run = world.Run(0, "", "", tmp_path / "run")
+    for name in ("grad_norm", "loss", "routing/agreement"):
+        assert run.metrics[0][name] == pytest.approx(replayed.metrics[0][name], rel=1e-4, abs=1e-5)
+    code, said = world.audit(run.folder, "--step", 2)
+    assert code == 0, said
