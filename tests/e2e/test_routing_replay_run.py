@@ -36,7 +36,7 @@ def moe_folder() -> Path:
         num_key_value_heads=2,
         head_dim=32,
         num_experts=32,
-        num_experts_per_tok=4,
+        num_experts_per_tok=2,
         moe_intermediate_size=64,
         norm_topk_prob=True,
         mlp_only_layers=[0],
