@@ -34,12 +34,11 @@ def cross_field_problems(config: RunConfig) -> list[Problem]:
     """Return the problems of fields that are each valid but contradict each other. Pure function of the config."""
     of_algorithm = (kl_problems(config), loss_problems(config.algorithm), advantage_problems(config.algorithm))
     of_policy = (lora_problems(config), fp8_problems(config), quantization_problems(config), layout_problems(config))
-    of_policy = (*of_policy, overlap_problems(config))
     of_steps = (length_problems(config), step_problems(config), optimizer_problems(config), fused_problems(config))
     of_rollout = (data_problems(config), stop_problems(config), evaluation_problems(config), placement_problems(config))
     others = (ahead_problems(config), extra_args_problems(config), tracker_problems(config), path_problems(config))
-    of_turns = (multi_turn_problems(config.multi_turn), replay_problems(config))
-    groups = (*of_algorithm, *of_turns, *of_policy, *of_steps, *of_rollout, *others)
+    own = (multi_turn_problems(config.multi_turn), replay_problems(config), overlap_problems(config))
+    groups = (*of_algorithm, *own, *of_policy, *of_steps, *of_rollout, *others)
     return [problem for group in groups for problem in group]
 
 
