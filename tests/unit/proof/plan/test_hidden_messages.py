@@ -12,6 +12,7 @@ from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.proof.plan.gpu_specs import GPUS
 from megagrpo.proof.plan.hidden_messages import Direction, Overlap, overlap_row, sent_rows
 from megagrpo.proof.plan.plan_problems import expert_problems
+from megagrpo.proof.plan.planned_memory import in_flight
 from megagrpo.proof.plan.roofline import (
     Costs,
     Kernel,
@@ -138,3 +139,11 @@ def test_a_kind_of_gpu_plans_for_the_ranks_of_the_nodes_and_says_so(name, ranks)
 def test_a_layout_that_does_not_fit_the_nodes_is_planned_on_as_few_ranks_as_it_needs():
     found = plan("megagrpo:qwen2.5_7b_1node", gpu="h100", overrides=["parallel.cp=16"])
     assert dict(found.rows)["assumed"].startswith("16 rank(s), as few as the layout needs, because it does not fit")
+
+
+def test_a_backward_pass_beside_another_forward_pass_keeps_one_more_micro_batch():
+    layouts = {"parallel.pp=1": (1, 2), "parallel.vpp=2": (2.5, 3)}  # micro-batches on the first stage
+    for layout, (alone, beside) in layouts.items():
+        override = [layout, *(["parallel.vpp=1"] if "pp=1" in layout else [])]
+        assert in_flight(made(*override)[0], 0) == alone
+        assert in_flight(made(*override, "train.overlap=[experts]")[0], 0) == beside
