@@ -93,7 +93,7 @@ def _ranks(config: RunConfig, request: PlanRequest) -> tuple[int, str]:
     smallest = config.parallel.smallest_world
     if request.world_size or request.gpu is None:
         return request.world_size or smallest, ""
-    other, nodes = "world_size=N plans for another number", Cluster()
+    other, nodes = "world_size=N plans for another number", Cluster.model_validate({})
     try:
         placed = place(config.run.nodes, config.rollout, nodes).world_size
     except ConfigError:
