@@ -198,7 +198,7 @@ class _Adapter(nn.ModuleDict):
 class ColumnAdapter(_Adapter):
     """Adapters of a column-parallel linear. Within each of `groups` the rows of all `parts` are side by side."""
 
-    cut = None, 0
+    cut: tuple[int | None, int | None] = None, 0
 
     def forward(self, x: Tensor) -> Tensor:
         """Return scale B A x, [..., this rank's output rows], from x [..., in]."""

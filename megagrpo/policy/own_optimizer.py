@@ -110,7 +110,8 @@ def _optimizer_fault(kind: Any, train: TrainSection) -> str | None:
     start = [p.detach().clone() for p in parameters]
     try:
         groups = [dict(params=[p], weight_decay=0.1 * (p.dim() > 1)) for p in parameters]
-        own = kind(groups, lr=1e-2, weight_decay=0.1, **train.optimizer_args)
+        build: Callable[..., Optimizer] = kind
+        own = build(groups, lr=1e-2, weight_decay=0.1, **train.optimizer_args)
         for _ in range(2):
             for p in parameters:
                 p.grad = torch.cos(7 * p.detach())
