@@ -44,6 +44,7 @@ OPEN = (
     "evaluation.sets.NAME.options",
     "rewards.functions.N.args",
     "run.mlflow.tags",
+    "train.optimizer_args",
 )  # these keys allow any key below them
 
 # Names in metrics.jsonl of a training step with one reward function `exact_number`, beta > 0 and any options of the
