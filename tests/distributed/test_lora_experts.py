@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,3 +111,43 @@ def test_the_engine_gets_the_weights_of_a_merge_which_are_those_of_peft(case, tm
         assert torch.equal(exported[name], tensor.bfloat16()), name
         assert torch.equal(torch.from_numpy(synced[name]), exported[name].float()), name
         assert relative_error(tensor, expected[name]) < 1e-6, name
+
+
+def _in_vllm(root, architecture: str) -> dict[str, torch.Tensor]:
+    """Each expert's (w1, w2, w3) change of the weights as vLLM's own code reads the adapter: no server, no kernel."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.model_manager import LoRAModelManager
+    from vllm.lora.peft_helper import PEFTHelper
+
+    helper = PEFTHelper.from_dict(json.loads((root / "adapter/adapter_config.json").read_text()))
+    tensors = load_file(root / "adapter/adapter_model.safetensors")
+    model = LoRAModel.from_lora_tensors(1, tensors, helper, device="cpu")
+    manager = LoRAModelManager.__new__(LoRAModelManager)
+    manager.is_pooling_model = False
+    manager.model = SimpleNamespace(config=SimpleNamespace(architectures=[architecture]))
+    experts, changes = SimpleNamespace(local_num_experts=4, global_num_experts=4, ep_rank=0), {}
+    for name in [name for name in model.loras if name.endswith(".mlp.experts")]:
+        manager._convert_3d_to_2d_moe_lora(model, experts, name)
+        held = model.loras[name]
+        for expert in range(4):
+            for part, a, b in zip(("w1", "w2", "w3"), held.lora_a, held.lora_b, strict=True):
+                changes[f"{name}.{expert}.{part}"] = held.scaling * b[expert] @ a[expert]
+    return changes
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss"], indirect=True)
+def test_vllm_reads_the_same_adapters_from_these_files(case):
+    root, _, _, merged, _ = case
+    gpt_oss, base = "gate_up_proj" in "".join(merged), load_file(root / "model/model.safetensors")
+    ((found),) = run_ranks(_in_vllm, 1, root, "GptOssForCausalLM" if gpt_oss else "Qwen3MoeForCausalLM")
+    assert len(found) == 4 * 4 * 3
+    for name, change in found.items():
+        experts, expert, part = name.rsplit(".", 2)
+        if gpt_oss:
+            fused = f"{experts}.down_proj" if part == "w2" else f"{experts}.gate_up_proj"
+            both = (merged[fused] - base[fused])[int(expert)].T
+            expected = {"w1": both[::2], "w2": both, "w3": both[1::2]}[part]
+        else:
+            of_expert = f"{experts}.{expert}.{dict(w1='gate_proj', w2='down_proj', w3='up_proj')[part]}.weight"
+            expected = merged[of_expert] - base[of_expert]
+        assert relative_error(change.double(), expected.double()) < 1e-5, name
