@@ -93,7 +93,7 @@ def load_adapter(
         where = "the model" if odd[0] in names else str(folder)
         what = f"{odd[0]} is only in {where} ({len(odd)} such tensors)"
         if key == RUN_KEY:
-            fix = "name the projections of the adapter, and its layers in lora.layers_to_transform"
+            fix = "name the adapter's projections, layers and experts as its adapter_config.json does"
             raise ValueError(f"lora.target_modules: {what}; {fix}")
         raise ValueError(f"{key}: {what}; name the model that the adapter was trained on")
 
@@ -134,7 +134,7 @@ def read_lora(folder: Path, key: str = RUN_KEY) -> LoraSection:
     if odd:
         what = f"{odd[0]} {saved.get(odd[0])}; only plain LoRA of one rank is supported"
         raise ValueError(f"{key}: the adapter in {folder} has {what}")
-    modules, layers = saved["target_modules"], saved.get("layers_to_transform")
+    modules, layers = saved["target_modules"] or [], saved.get("layers_to_transform")
     return LoraSection(
         rank=saved["r"],
         alpha=saved["lora_alpha"],
