@@ -64,6 +64,9 @@ def test_routing_runs_in_fused_kernels_on_a_gpu(shape, router, on_gpu, monkeypat
     monkeypatch.setattr(device, "has_gpu", lambda: True)
     config = built(shape)
     assert config.moe_permute_fusion and config.moe_router_fusion is router
+    # the fused router takes the highest scores, whatever it is given
+    replayed = built(shape, replays_routes=True)
+    assert replayed.moe_permute_fusion and not replayed.moe_router_fusion
 
 
 def test_selective_recomputation_names_its_modules(on_gpu):
