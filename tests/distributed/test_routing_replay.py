@@ -64,6 +64,14 @@ def test_a_step_with_replay_is_the_same_in_this_layout(options, replay):
     check(row_of(**options), replay)
 
 
+def test_layers_with_experts_may_run_again_on_their_own():
+    row = row_of(pp=2, recompute="selective")
+    settings = config(row)
+    settings = settings.model_copy(update=dict(model=settings.model.model_copy(update=dict(recompute_modules=["moe"]))))
+    (found, *_) = run_ranks(take_step, ranks(row), settings, tiny_model("qwen3_moe"), random_samples())
+    assert worst_gradient(found, one_process("qwen3_moe", row["loss"], "engine")) < (1e-5, "")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "row", [row for row in covering_layouts() if row["model"] in ("qwen3_moe", "mixtral")], ids=name

@@ -46,6 +46,11 @@ def _with_connector(original: Any) -> Any:
         original(self, kv_cache_config, *arguments, **named)
         self.routes_connector = self.routes_pending = None
         if self.vllm_config.aux_output_config.enabled:
+            if self.speculative_config is not None:
+                raise ValueError(
+                    "--enable-return-routed-experts on CPUs does not know which speculated tokens were rejected; leave "
+                    "--speculative-config out"
+                )
             # imports most of vLLM, which the plugin loader has not done in every process
             from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
 
