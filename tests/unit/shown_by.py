@@ -159,7 +159,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "rollout.nodes_per_server": "e2e/test_server_nodes.py::test_two_nodes_are_one_server_that_gets_verified_weights",
     "rollout.routing_replay": (
         "distributed/test_routing_replay.py::test_every_expert_that_a_router_takes_was_given",
-        "e2e/test_routing_replay_run.py::test_in_bfloat16_replay_removes_at_least_half_of_the_mismatch",
+        "e2e/test_replayed_mismatch.py::test_in_bfloat16_replay_removes_at_least_half_of_the_mismatch",
     ),
     "rollout.servers": "unit/engine/servers/test_server_options.py::test_as_many_servers_start_at_the_ports_that_follow",
     "rollout.startup_timeout": (
