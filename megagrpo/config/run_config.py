@@ -75,6 +75,12 @@ class RunConfig(Section):
         return max(align, budget // align * align) if "tp" in self.train.overlap else align
 
     @property
+    def one_connection(self) -> bool:
+        """Whether ranks on GPUs before Blackwell need CUDA_DEVICE_MAX_CONNECTIONS=1: tensor and context parallelism
+        launch messages before products. `train.overlap: [experts]` needs several, to run two micro-batches at once."""
+        return max(self.parallel.tp, self.parallel.cp) > 1 and "experts" not in self.train.overlap
+
+    @property
     def without_overlap(self) -> RunConfig:
         """The config with the messages of a step one after the other, by NCCL or gloo."""
         parallel = self.parallel.model_copy(update={"expert_dispatcher": "alltoall"})

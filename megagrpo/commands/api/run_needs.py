@@ -31,7 +31,7 @@ def needs_of(config: RunConfig, name: str, gpu: bool, world_size: int | None = N
         shared_memory=max(SMALLEST_SHM, copies),
         ram=max(SMALLEST_RAM, in_ram + ranks + copies),
         disk=max(SMALLEST_DISK, checkpoint),
-        one_connection=parallel.tp > 1 or parallel.cp > 1,
+        one_connection=config.one_connection,
         shares_gpu=rollout.placed == "colocated",
         cuda_ipc=transport == "cuda_ipc",
         unseen=next((problem.text for problem in made.problems if isinstance(problem, UnseenModel)), ""),

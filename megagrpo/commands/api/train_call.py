@@ -114,7 +114,7 @@ def run_training(name: str, overrides: Sequence[str], ranks: int | None = None) 
 
         ranks = planned_ranks(config, ranks)
         set_thread_environment(ranks)
-        set_cuda_max_connections(config.parallel)
+        set_cuda_max_connections(config)
         if ranks > 1:
             return run_ranks(ranks, ["megagrpo", "train", name, *overrides])
     with without_garbage_collection(), one_metadata_scan():

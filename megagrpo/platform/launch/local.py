@@ -7,7 +7,7 @@ import signal
 import socket
 from typing import TYPE_CHECKING
 
-from megagrpo.config import ConfigError, ParallelSection, RolloutSection
+from megagrpo.config import ConfigError, ParallelSection, RolloutSection, RunConfig
 from megagrpo.platform.launch.preflight import needs_one_connection, visible_gpu_lines
 from megagrpo.platform.process.scratch import temporary_files
 from megagrpo.platform.process.terminal import warn
@@ -56,10 +56,10 @@ def set_thread_environment(ranks: int) -> None:
     ENVIRONMENT.setdefault("PYTHONUNBUFFERED", "1")
 
 
-def set_cuda_max_connections(parallel: ParallelSection) -> None:
-    """Set CUDA_DEVICE_MAX_CONNECTIONS=1, unless it is set, for tensor or context parallelism on GPUs before Blackwell.
-    vLLM servers do not inherit it."""
-    if max(parallel.tp, parallel.cp) > 1 and needs_one_connection(visible_gpu_lines(ENVIRONMENT)):
+def set_cuda_max_connections(config: RunConfig) -> None:
+    """Set CUDA_DEVICE_MAX_CONNECTIONS=1, unless it is set, on GPUs before Blackwell if `config.one_connection`. vLLM
+    servers do not inherit it."""
+    if config.one_connection and needs_one_connection(visible_gpu_lines(ENVIRONMENT)):
         ENVIRONMENT.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 

@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     index = next((ENVIRONMENT[name] for name in NODE_INDICES if name in ENVIRONMENT), "0")
     set_thread_environment(options.ranks)
     try:
-        set_cuda_max_connections(load_config(train_arguments[0], train_arguments[1:]).parallel)
+        set_cuda_max_connections(load_config(train_arguments[0], train_arguments[1:]))
     except ConfigError as error:
         warn(str(error))
         return 2

@@ -81,7 +81,7 @@ def _settings(
     memory = [f"gpu_memory_gb={cluster.gpu_memory_gb:g}"] if cluster.gpu_memory_gb and cluster.gpus_per_node else []
     preflight = ["--gpus", str(cluster.gpus_per_node)]
     preflight += ["--interface", cluster.interface] if cluster.interface else []
-    if cluster.gpus_per_node and max(config.parallel.tp, config.parallel.cp) > 1:
+    if cluster.gpus_per_node and config.one_connection:
         preflight.append("--one-connection")
     exports = [f"export {name}={q(value)}" for name, value in cluster.variables.items()]
     values = {

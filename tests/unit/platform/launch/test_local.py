@@ -15,7 +15,7 @@ import pytest
 import torch.distributed.run  # noqa: F401  # once for all launchers, which are forks
 
 from megagrpo.__main__ import main
-from megagrpo.config import ParallelSection, load_config
+from megagrpo.config import load_config
 from megagrpo.platform.launch import local as module
 
 REPOSITORY = Path(__file__).parents[4]
@@ -144,13 +144,19 @@ def test_cores_are_shared_out_and_what_the_user_set_stays(local, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "parallel", "value"),
-    [("H100", dict(tp=2), "1"), ("H100", dict(cp=2), "1"), ("H100", dict(pp=2), None), ("B200", dict(tp=2), None)],
+    ("gpu", "overrides", "value"),
+    [
+        ("H100", ["parallel.tp=2"], "1"),
+        ("H100", ["parallel.cp=2"], "1"),
+        ("H100", ["parallel.pp=2"], None),
+        ("B200", ["parallel.tp=2"], None),
+        ("H100", ["parallel.tp=2", "parallel.ep=2", "train.overlap=[experts]", "model.precision=bf16"], None),
+    ],
 )
-def test_ranks_that_overlap_messages_with_products_get_one_connection(gpu, parallel, value, local, monkeypatch):
+def test_ranks_that_overlap_messages_with_products_get_one_connection(gpu, overrides, value, local, monkeypatch):
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     monkeypatch.setattr(local, "visible_gpu_lines", lambda environment: [f"GPU 0: NVIDIA {gpu}"])
-    local.set_cuda_max_connections(ParallelSection(**parallel))
+    local.set_cuda_max_connections(load_config("megagrpo:quickstart", overrides))
     assert os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None) == value
 
 
