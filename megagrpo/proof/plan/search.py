@@ -176,11 +176,14 @@ class _Search:
 
 
 def _layouts(config: RunConfig, model: HfConfig, world_size: int) -> Iterator[ParallelSection]:
-    """Yield the layouts of the ranks into which the model can be sharded, without virtual stages."""
-    longest = config.max_model_len
+    """Yield the layouts of the ranks into which the model can be sharded, without virtual stages.
+
+    A tp beyond the KV heads, where each layer gathers queries, keys and values, is tried only if the config has one.
+    """
+    longest, largest_tp = config.max_model_len, max(model.num_kv_heads, config.parallel.tp)
     stages = [pp for pp in range(1, min(world_size, model.num_layers) + 1) if world_size % pp == 0]
     for tp, pp, cp in product(_powers(GPUS_PER_NODE), stages, _powers(max(1, longest // TOKENS_PER_CONTEXT_RANK))):
-        if world_size % (tp * pp * cp):
+        if tp > largest_tp or world_size % (tp * pp * cp):
             continue
         experts: list[tuple[int, int | None]] = [(1, None)]
         if model.experts:
