@@ -13,7 +13,6 @@ from torch import nn
 from megagrpo.config import ParallelSection, RunConfig, TrainSection
 from megagrpo.platform import device
 from megagrpo.policy.chunks import config_of
-from megagrpo.policy.expert_overlap import plan_chunks
 
 DEEP_EP_CLASSES = {"deepep": "Buffer", "hybridep": "HybridEPBuffer"}  # HybridEP is a branch of the package
 
@@ -43,6 +42,8 @@ def prepare_overlap(config: RunConfig, chunks: Sequence[nn.Module]) -> None:
     """Prepare the bare chunks for `train.overlap`. With `tp` allocate Transformer Engine's communication buffers, for
     micro-batches of `config.micro_batch_align` tokens, which all have then. Collective over tensor-parallel ranks."""
     if "experts" in config.train.overlap:
+        from megagrpo.policy.expert_overlap import plan_chunks  # opens files that other runs do not need
+
         plan_chunks(chunks)
     if "tp" not in config.train.overlap:
         return

@@ -29,6 +29,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "parallel.etp": "distributed/test_expert_parity.py::test_every_layout_takes_the_step_of_one_process",
     "parallel.pipeline_layers": "unit/proof/plan/test_plan.py::test_uneven_stages_are_planned_with_their_own_layers",
     "parallel.pp": "e2e/test_layouts.py::test_two_pipeline_stages_and_two_context_parallel_ranks",
+    "parallel.expert_dispatcher": "unit/policy/test_overlap_checks.py::test_each_overlap_is_one_setting_of_megatron",
     "parallel.sequence_parallel": "distributed/test_expert_parity.py::test_every_layout_takes_the_step_of_one_process",
     "parallel.timeout_minutes": "distributed/test_timeout.py::test_collectives_end_after_the_timeout_of_the_config",
     "parallel.vpp": (
@@ -53,6 +54,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "train.logprob_chunk": "unit/proof/plan/test_plan.py::test_logits_cost_a_chunk_and_exact_kl_the_hidden_states_of_the_reference",
     "train.min_learning_rate": "e2e/test_options.py::test_the_learning_rate_follows_its_schedule",
     "train.muon_momentum": "distributed/test_muon.py::test_a_run_that_stops_and_goes_on_has_the_same_weights",
+    "train.overlap": "distributed/test_overlap.py::test_updates_and_log_probs_between_them_are_those_without_overlap",
     "train.overlap_grad_reduce": (
         "distributed/test_overlap_grad_reduce.py::test_steps_are_those_without_overlap_and_sums_begin_before_the_backward_pass_ends"
     ),
