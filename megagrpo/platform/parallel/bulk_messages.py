@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megagrpo.platform.parallel.layout import Layout
 
 PART_END, PART_ERROR = -1, -2  # sent in place of the size of a part
+Sending = tuple[dist.Work, torch.Tensor]  # what ends a message, and the tensor, which must live until then
 
 
 class PartError(RuntimeError):
@@ -85,31 +86,32 @@ def _send_parts(layout: Layout, parts: Iterable[bytes]) -> None:
 
     Each part is made while the part before it waits for rank 0 or travels. Two parts are in memory.
     """
-    sent: list[tuple[dist.Work, torch.Tensor]] = []
+    sent: list[Sending] = []
     try:
         for part in filter(None, parts):
-            _wait(sent)
+            wait(sent)
             sent = _send(layout, part)
     except Exception as error:
-        _wait(sent)
+        wait(sent)
         text = f"{type(error).__name__}: {error}".encode(errors="backslashreplace")
-        sent = [_send_table(layout, torch.tensor([PART_ERROR])), *_send(layout, text)]
-    _wait([*sent, _send_table(layout, torch.tensor([PART_END]))])
+        sent = [begin_send(torch.tensor([PART_ERROR]), 0, layout.cpu_group), *_send(layout, text)]
+    wait([*sent, begin_send(torch.tensor([PART_END]), 0, layout.cpu_group)])
 
 
-def _send(layout: Layout, part: bytes) -> list[tuple[dist.Work, torch.Tensor]]:
+def _send(layout: Layout, part: bytes) -> list[Sending]:
     table = torch.frombuffer(bytearray(part), dtype=torch.uint8)
-    return [_send_table(layout, torch.tensor([len(part)])), _send_table(layout, table)]
+    return [begin_send(each, 0, layout.cpu_group) for each in (torch.tensor([len(part)]), table)]
 
 
-def _send_table(layout: Layout, table: torch.Tensor) -> tuple[dist.Work, torch.Tensor]:
-    """Begin to send, and return what ends it with the tensor, which must live until then."""
-    work = dist.isend(table, dst=0, group=layout.cpu_group)
+def begin_send(table: torch.Tensor, rank: int, group: dist.ProcessGroup) -> Sending:
+    """Begin to send to world rank `rank`, and return what ends it with the tensor, which must live until then."""
+    work = dist.isend(table, dst=rank, group=group)
     assert work is not None, "this rank belongs to the group"
     return work, table
 
 
-def _wait(sent: Iterable[tuple[dist.Work, torch.Tensor]]) -> None:
+def wait(sent: Iterable[Sending]) -> None:
+    """Wait until all tensors are sent."""
     for work, _ in sent:
         work.wait()
 

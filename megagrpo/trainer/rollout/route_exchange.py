@@ -19,6 +19,7 @@ from megagrpo.data.packing import PackPlan
 from megagrpo.data.routes import RouteShape
 from megagrpo.data.step_samples import StepSamples
 from megagrpo.platform.parallel.agree import run_own_and_agree
+from megagrpo.platform.parallel.bulk_messages import begin_send, wait
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.rank_routes import RankTokens, rank_columns, with_rank_routes
 from megagrpo.train_types import TrainBatch
@@ -84,22 +85,15 @@ class _Delivery:
                 if rank == layout.world_rank:
                     self.routes[places] = self._received(places) if rows is None else rows[wanted][:, columns]
                 elif rows is not None:
-                    sent.append(self._send(rows[wanted][:, columns], rank))
-        for work, _ in sent:
-            work.wait()
+                    table = torch.from_numpy(np.ascontiguousarray(rows[wanted][:, columns])).view(torch.uint8)
+                    sent.append(begin_send(table, rank, layout.replica))
+        wait(sent)
 
     def _received(self, places: np.ndarray) -> Routes:
         table = torch.from_numpy(np.empty_like(self.routes[places]))
         leader = self._layout.leader_of(self._layout.dp_rank)
         dist.recv(table.view(torch.uint8), src=leader, group=self._layout.replica)
         return table.numpy()
-
-    def _send(self, rows: Routes, rank: int) -> tuple[dist.Work, torch.Tensor]:
-        """Begin to send, and return what ends it with the tensor, which must live until then."""
-        table = torch.from_numpy(np.ascontiguousarray(rows)).view(torch.uint8)
-        work = dist.isend(table, dst=rank, group=self._layout.replica)
-        assert work is not None, "this rank belongs to the group"
-        return work, table
 
 
 def _check(samples: StepSamples, shape: RouteShape) -> None:
