@@ -19,31 +19,14 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.rank_routes import with_sample_routes
 from megagrpo.policy.routing_replay import route_shape
 from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout
-from tests.e2e.tiny_servers import connect, launch, scratch
+from tests.e2e.tiny_servers import MANY_EXPERTS, connect, launch, scratch
 
-SIZES = dict(
-    vocab_size=258,
-    hidden_size=128,
-    intermediate_size=192,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    num_experts=32,
-    num_experts_per_tok=2,
-    moe_intermediate_size=64,
-    norm_topk_prob=True,
-    mlp_only_layers=[0],
-    max_position_embeddings=256,
-    initializer_range=0.12,
-    tie_word_embeddings=True,
-)
 PROMPTS = [Prompt(i, tuple((7 * i + 3 * k) % 250 for k in range(20 + i)), "") for i in range(16)]
 
 
 def make_model(folder: Path) -> None:
     torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(**SIZES, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    config = transformers.Qwen3MoeConfig(**MANY_EXPERTS, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 

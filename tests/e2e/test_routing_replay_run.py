@@ -16,6 +16,7 @@ from megagrpo.__main__ import main
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
 from tests.e2e import world
+from tests.e2e.tiny_servers import MANY_EXPERTS
 
 REPLAY = "rollout.routing_replay=engine"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
@@ -26,26 +27,7 @@ def moe_folder() -> Path:
     """A random mixture of experts with the world's tokenizer."""
     folder = world.folder() / "moe"
     torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=258,
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=32,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        norm_topk_prob=True,
-        mlp_only_layers=[0],
-        max_position_embeddings=256,
-        initializer_range=0.12,
-        tie_word_embeddings=True,
-        eos_token_id=257,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
+    config = transformers.Qwen3MoeConfig(**MANY_EXPERTS, eos_token_id=257, bos_token_id=None, pad_token_id=None)
     transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
     for name in TOKENIZER:
         if (file := world.folder() / "model" / name).exists():

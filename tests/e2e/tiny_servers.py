@@ -64,6 +64,8 @@ EXPERTS = dict(
     mlp_only_layers=[0],
     head_dim=32,
 )
+# In bf16 vLLM and the trainer choose other experts for some of its tokens.
+MANY_EXPERTS = SIZES | EXPERTS | dict(vocab_size=258, num_hidden_layers=4, num_experts=32, initializer_range=0.12)
 # vLLM's latent attention on CPUs supports one size of latents: 512 and 64.
 LATENT = dict(
     num_key_value_heads=4,
