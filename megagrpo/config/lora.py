@@ -117,7 +117,7 @@ def lora_problems(config: RunConfig) -> Iterator[Problem]:
         reason = f"{lora.rank} is above vLLM's limit for adapters, {LARGEST_IN_VLLM}"
         yield Problem(("lora.rank", "lora.sync"), f"{reason}; lower lora.rank, or set lora.sync to merged")
     if lora.dropout and config.model.recompute == "selective" and "mla_up_proj" in config.model.recompute_modules:
-        reason = f"{lora.dropout:g}, but model.recompute_modules has mla_up_proj, which would be dropped anew"
+        reason = f"{lora.dropout:g}, but model.recompute_modules has mla_up_proj, which would drop other elements"
         yield Problem(("lora.dropout", "model.recompute_modules"), f"{reason}; set lora.dropout to 0, or leave it out")
     storage = config.model.base_storage
     if storage != "none" and not lora.enabled:
