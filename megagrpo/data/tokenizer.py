@@ -196,7 +196,9 @@ class Tokenizer(ABC):
             ending: Ending = "continue" if messages[-1]["role"] == "assistant" else "generate"
             return self.apply_template(messages, template, ending, tools, kwargs)
         except Exception as error:
-            where = f", line {error.lineno}" if hasattr(error, "lineno") else ""
+            from jinja2 import TemplateSyntaxError
+
+            where = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
             raise ValueError(
                 f"data.chat_template: {_beginning(template)}{where} cannot render {_beginning(repr(messages))}: "
                 f"{type(error).__name__}: {' '.join(str(error).split())}; correct the template, or the prompt"
