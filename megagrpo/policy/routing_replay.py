@@ -45,9 +45,8 @@ class RouteSlot:
         self.recorded: Tensor | None = None  # [tokens, k] of the last pass that chose by scores
         self.agreement = torch.zeros(2, dtype=torch.int64)  # experts of counted tokens that the scores choose too, all
         self.trains = False  # whether a backward pass follows, in which checkpoints run layers again
-        self.replays = (
-            False  # whether a micro-batch of this pass has routes: then all have, and runs without are errors
-        )
+        # whether a micro-batch of this pass has routes: then all have, and runs without are errors
+        self.replays = False
         self.to_recompute: deque[Tensor] = deque()
 
     def get_replay_topk(self, scores: Tensor, topk: int, *groups: Any) -> tuple[Tensor, Tensor]:

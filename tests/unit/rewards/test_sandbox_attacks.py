@@ -2,6 +2,7 @@
 kind of wall."""
 
 import ctypes
+import dataclasses
 import os
 import socket
 import subprocess
@@ -185,7 +186,8 @@ def test_a_program_has_no_more_threads_than_its_limit(walls):
     )
     program += "    except RuntimeError:\n        stop.wait()\nstarted = []\nthreading.Thread(target=spawn).start()\n"
     program += "import time\ntime.sleep(0.5)\nprint(threading.active_count(), flush=True)\nstop.set()"
-    assert 8 < int(run(program, LIMITS, walls=walls).stdout) <= LIMITS.max_threads
+    patient = dataclasses.replace(LIMITS, seconds=60.0)  # threads start slowly on a loaded machine
+    assert 8 < int(run(program, patient, walls=walls).stdout) <= LIMITS.max_threads
 
 
 def test_on_a_linux_that_cannot_count_the_start_check_says_that_memory_and_threads_are_not_bounded(monkeypatch):
