@@ -104,6 +104,9 @@ class AlgorithmSection(Section):
     router_aux_loss_coef: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss of a mixture of experts, as transformers defines it, over all response tokens
     of the step, so it is the same in every layout. Above 0 costs one more forward pass per optimizer step."""
+    router_z_loss_coef: NonNegativeFloat = 0.0
+    """Weight of the routers' z-loss (ST-MoE; `moe_z_loss_coeff` in Megatron): the squared log-sum-exp of a router's
+    logits, summed over layers, as the mean over all response tokens of the step, so it is the same in every layout."""
     num_iterations: PositiveInt = 1
     """How often each step's rollouts are trained on."""
     steps_per_generation: PositiveInt = 1
@@ -128,7 +131,7 @@ class AlgorithmSection(Section):
     token count. Their rewards stay in the statistics of their group, and they still count as sequences."""
     skip_zero_advantage: bool = True
     """Skip the forward and backward pass of samples whose advantage is exactly 0 where they add no gradient: not with
-    beta, router_aux_loss_coef, an entropy option, real or a loss of your own. They still count in every denominator, so
+    beta, a router_ option, an entropy option, real or a loss of your own. They still count in every denominator, so
     the update is the same."""
 
     @property
@@ -169,5 +172,10 @@ class AlgorithmSection(Section):
     @property
     def leaves_out_zero_advantage(self) -> bool:
         """Whether samples whose advantage is 0 are skipped."""
-        has_gradient = self.beta or self.router_aux_loss_coef or self.entropy_bonus or self.top_entropy_quantile < 1
+        has_gradient = self.beta or self.counts_in_routers or self.entropy_bonus or self.top_entropy_quantile < 1
         return self.skip_zero_advantage and not (has_gradient or self.loss.whole_step or self.loss.custom)
+
+    @property
+    def counts_in_routers(self) -> bool:
+        """Whether routers compute sums over the response tokens."""
+        return bool(self.router_aux_loss_coef or self.router_z_loss_coef)

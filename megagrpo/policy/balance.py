@@ -1,19 +1,24 @@
-"""Load-balancing loss of mixtures of experts (Fedus et al. 2021, arXiv 2101.03961) over a step, equal in every layout.
+"""The losses of routers over a step, equal in every layout: load balancing (Fedus et al. 2021, arXiv 2101.03961) and
+the z-loss (Zoph et al. 2022, arXiv 2202.08906).
 
 A model has E experts, and each token takes k. N counts the pairs of a counted token and a layer with experts. f_i is
 the number of times that expert i was taken, divided by N. P_i is the mean router probability of expert i. The loss is E
 * sum_i f_i P_i, which is k when the load is even. transformers computes the same loss from one batch of the step's
 tokens.
 
-f is a constant to the gradient. The loss is therefore a sum over tokens once f is known, and the forward pass inside
-`counting` finds f.
+f is a constant to the gradient. The loss is therefore a sum over tokens once f is known, and a forward pass over the
+step finds f.
+
+The z-loss is the sum over layers of the mean over counted tokens of logsumexp(router logits)^2, as in Megatron, whose
+mean is over a micro-batch. The number of counted tokens is known ahead, so it needs no other pass.
+
 A token counts if its next token is in the loss.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import cast
 
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -21,17 +26,31 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
+from megagrpo.config import AlgorithmSection
 from megagrpo.platform.parallel.layout import Layout
+from megagrpo.train_types import Metric
 
 
 class BalancedRouter(TopKRouter):
-    """A TopKRouter that counts the load inside `counting` and adds the balancing loss's gradient once `slope` is set.
+    """A TopKRouter that counts the load once it has `counts`, and adds the gradient of the balancing loss once `slope`
+    is set, and of the z-loss once it has a `z_sum`.
 
     `padding_mask` [tokens, 1] bool is True at tokens that do not count. Routing depends on neither mask nor counts.
     """
 
     counts: Tensor | None = None  # [2, E] float64: how often each expert was taken, and the sum of its probabilities
     slope: Tensor | None = None  # [E] float32: derivative of the loss by an expert's probability at any counted token
+    z_weight = 0.0  # derivative of the loss by logsumexp(logits)^2 of a counted token
+    z_sum: Tensor | None = None  # float64: sum of logsumexp(logits)^2 of the step's counted tokens
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Return logits [tokens, E] whose gradient includes the z-loss of the tokens that count; mask [tokens]."""
+        # A layer inside an activation checkpoint runs twice, and has gradients in its second run only.
+        if self.z_sum is None or padding_mask is None or not torch.is_grad_enabled():
+            return logits
+        z = torch.where(padding_mask, 0.0, logits.float().logsumexp(-1).square()).sum()
+        self.z_sum += z.detach()
+        return cast(Tensor, MoEAuxLossAutoScaler.apply(logits, self.z_weight * z))
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (probabilities, routing map), both [tokens, E], from logits [tokens, 1, E], as TopKRouter does."""
@@ -53,25 +72,47 @@ def routers(chunks: list[nn.Module]) -> list[BalancedRouter]:
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, BalancedRouter)]
 
 
-@contextlib.contextmanager
-def counting(chunks: list[nn.Module]) -> Iterator[None]:
-    """Context manager: forward passes inside it add to the counts of this rank's routers. The counts start at 0."""
-    for router in routers(chunks):
-        router.counts = torch.zeros(2, router.num_experts, dtype=torch.float64, device=router.weight.device)
-    yield
+class RouterTerms:
+    """What the routers of this rank's bare chunks compute over an optimizer step. All methods are collective."""
 
+    def __init__(self, chunks: list[nn.Module], algorithm: AlgorithmSection, layout: Layout):
+        self._chunks, self._algorithm, self._layout = chunks, algorithm, layout
+        self._routers = routers(chunks)
+        self._metrics: dict[str, Metric] = {}  # of the step in progress, known before its backward pass
+        self._num_tokens = 1
 
-def set_slopes(chunks: list[nn.Module], weight: float, layout: Layout) -> float:
-    """End `counting` and return the balancing loss of the tokens counted on all ranks. Later backward passes add
-    `weight` times its gradient. Collective."""
-    local = routers(chunks)
-    experts = unwrap_model(chunks[0]).config.num_moe_experts
-    counts = torch.zeros(2, experts, dtype=torch.float64)  # a stage may have no layer with experts
-    for router in local:
-        counts += router.counts.cpu() if router.counts is not None else 0
-    taken, probability = layout.all_reduce(counts)
-    pairs = probability.sum().round().clamp(min=1)  # the probabilities of one token add up to 1
-    for router in local:
-        slope = weight * experts * taken / pairs**2
-        router.counts, router.slope = None, slope.to(router.weight.device, torch.float32)
-    return float(experts * (taken * probability).sum() / pairs**2)
+    def begin(self, num_tokens: int, forward: Callable[[], None]) -> None:
+        """Prepare the routers for the backward passes of a step with `num_tokens` loss tokens over all ranks. `forward`
+        runs all micro-batches forward, for the balancing loss."""
+        self._metrics, self._num_tokens = {}, max(1, num_tokens)
+        if z_coefficient := self._algorithm.router_z_loss_coef:
+            for router in self._routers:
+                router.z_weight = z_coefficient / self._num_tokens
+                router.z_sum = torch.zeros((), dtype=torch.float64, device=router.weight.device)
+        if self._algorithm.router_aux_loss_coef:
+            self._metrics["aux_loss"] = Metric(self._balance(forward))
+
+    def _balance(self, forward: Callable[[], None]) -> float:
+        """Return the balancing loss of the tokens counted on all ranks. Later backward passes add its gradient."""
+        for router in self._routers:
+            router.counts = torch.zeros(2, router.num_experts, dtype=torch.float64, device=router.weight.device)
+        with torch.no_grad():
+            forward()
+        experts = unwrap_model(self._chunks[0]).config.num_moe_experts
+        counts = torch.zeros(2, experts, dtype=torch.float64)  # a stage may have no layer with experts
+        for router in self._routers:
+            counts += router.counts.cpu() if router.counts is not None else 0
+        taken, probability = self._layout.all_reduce(counts)
+        pairs = probability.sum().round().clamp(min=1)  # the probabilities of one token add up to 1
+        for router in self._routers:
+            slope = self._algorithm.router_aux_loss_coef * experts * taken / pairs**2
+            router.counts, router.slope = None, slope.to(router.weight.device, torch.float32)
+        return float(experts * (taken * probability).sum() / pairs**2)
+
+    def metrics(self) -> dict[str, Metric]:
+        """Return the metrics of the step after its backward passes."""
+        if not self._algorithm.router_z_loss_coef:
+            return self._metrics
+        local = [router.z_sum.cpu() for router in self._routers if router.z_sum is not None]
+        z_sum = self._layout.all_reduce(torch.stack([torch.zeros((), dtype=torch.float64), *local]).sum())
+        return self._metrics | {"z_loss": Metric(float(z_sum), self._num_tokens)}

@@ -22,7 +22,7 @@ from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
 from megagrpo.policy.activation_offload import offload_activations
 from megagrpo.policy.attention.packed import pack_params
-from megagrpo.policy.balance import counting, set_slopes
+from megagrpo.policy.balance import RouterTerms
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
 from megagrpo.policy.chunks import config_of
 from megagrpo.policy.device_checks import check_fused, shares_prompts
@@ -105,6 +105,7 @@ class MegatronPolicy:
         check_fused(config.train, config.algorithm, config.rollout.truncates, self.dtype, hf_config.hidden_size)
         self._scaling = scaling_of(self.chunks)
         self.replay = RoutingReplay(self.chunks, hf_config) if config.rollout.routing_replay != "off" else NO_REPLAY
+        self._routers = RouterTerms(self.chunks, config.algorithm, layout)
         self._schedule = get_forward_backward_func()
         for chunk in self.chunks:
             config_of(chunk).grad_scale_func = self.optimizer.scale_loss
@@ -219,7 +220,7 @@ class MegatronPolicy:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._early_differs.zero_()
-        balance = self._prepare_routers(batch)
+        self._routers.begin(batch.num_tokens, partial(self._forward, batch))
         with self._schedule_arguments(batch.micro_batches, loss, forward_only=False) as arguments:
             per_micro_batch = self._schedule(**arguments)
         metrics, bad, early_differs = self._reduce_metrics(per_micro_batch)
@@ -232,20 +233,14 @@ class MegatronPolicy:
         metrics["loss"] = Metric(metrics["loss"].sum)
         if bad is not None or not math.isfinite(metrics["loss"].value):
             raise NonFiniteError(bad, metrics)
-        return metrics | balance | self.replay.metrics(self.layout)
+        return metrics | self._routers.metrics() | self.replay.metrics(self.layout)
 
-    def _prepare_routers(self, batch: TrainBatch) -> dict[str, Metric]:
-        """Prepare the routers for the coming backward passes, and return the balancing loss, if there is one.
-
-        It needs a forward pass of its own over the step.
-        """
-        coefficient = self.config.algorithm.router_aux_loss_coef
-        if not coefficient:
-            return {}
-        forward = self._schedule_arguments(batch.micro_batches, lambda *args, **kwargs: None, forward_only=True)
-        with torch.no_grad(), counting(self.chunks), forward as arguments:
+    def _forward(self, batch: TrainBatch) -> None:
+        """Run the micro-batches forward, up to the final hidden states, with the routes of the step."""
+        with self._schedule_arguments(
+            batch.micro_batches, lambda *args, **kwargs: None, forward_only=True
+        ) as arguments:
             self._schedule(**arguments)
-        return {"aux_loss": Metric(set_slopes(self.chunks, coefficient, self.layout))}
 
     def update(self) -> dict[str, Metric]:
         """Clip the gradient of `backward` and take one step of the learning-rate schedule, then of the optimizer.
@@ -276,9 +271,9 @@ class MegatronPolicy:
             item = next(iterator)
             micro_batch, indices, shares_pack = item.micro_batch, item.indices, self.layout.parallel.cp > 1
             positions = micro_batch.position_ids[indices]
-            coefficient, routes = self.config.algorithm.router_aux_loss_coef, micro_batch.routes
-            counts = coefficient or routes is not None
-            counted = self._of_layers(micro_batch.loss_mask[indices]) if counts else None
+            counts, routes = self.config.algorithm.counts_in_routers, micro_batch.routes
+            asked = counts or routes is not None
+            counted = self._of_layers(micro_batch.loss_mask[indices]) if asked else None
             with self.replay.forward(model, routes, counted):
                 output = (model.build_schedule_plan if return_schedule_plan else model)(
                     input_ids=micro_batch.token_ids[indices][None],
@@ -287,8 +282,8 @@ class MegatronPolicy:
                     packed_seq_params=pack_params(
                         micro_batch.cu_seqlens, micro_batch.prefixes, indices if shares_pack else None, positions
                     ),
-                    # of the routers, with a balancing loss: True where a token is not in the loss
-                    padding_mask=~counted[None] if counted is not None and coefficient else None,
+                    # of routers that sum over tokens: True where a token is not in the loss
+                    padding_mask=~counted[None] if counted is not None and counts else None,
                 )
             self.phases.task.advance(1 / len(self.model))
             return output, partial(last_stage, item=item, chunk=model)

@@ -141,11 +141,16 @@ def _kept(logits: Tensor, rollout: RolloutSection) -> Tensor:
     return ((left > 0) & (left.cumsum(dim=-1) - left < rollout.top_p)).gather(1, order.argsort(dim=-1))
 
 
-def router_probabilities(model: nn.Module, token_ids: Tensor, places: Tensor, routes: Tensor | None = None) -> Tensor:
-    """Return [layers x Lr, E]: the probabilities of each expert router at the tokens before `places` [Lr]."""
+def router_logits(model: nn.Module, token_ids: Tensor, places: Tensor, routes: Tensor | None = None) -> Tensor:
+    """Return [layers x Lr, E]: the logits of each expert router at the tokens before `places` [Lr]."""
     with Routing(model, routes) if routes is not None else nullcontext():
         layers = model(token_ids[None], output_router_logits=True).router_logits
-    return torch.cat([layer[places - 1] for layer in layers]).softmax(dim=-1)
+    return torch.cat([layer[places - 1] for layer in layers])
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """Return the sum of logsumexp(row)^2 over the rows of router logits [rows, E] (ST-MoE, arXiv 2202.08906, eq. 5)."""
+    return logits.logsumexp(dim=-1).square().sum()
 
 
 def balancing_slope(probabilities: Tensor, experts_per_token: int, taken: Tensor | None = None) -> Tensor:

@@ -122,9 +122,10 @@ def _recompute_update(
             kl = naive.kl_term(policy, ref, sample.token_ids[sample.places], ratio, algorithm)
             terms.append(algorithm.beta * kl / share)
         sum((term.sum() for term in terms[1:]), terms[0].sum()).backward()
-        if slope is not None:
-            probabilities = naive.router_probabilities(model, sample.token_ids, sample.places, sample.routes)
-            (probabilities @ slope).sum().backward()
+        if algorithm.counts_in_routers:
+            logits = naive.router_logits(model, sample.token_ids, sample.places, sample.routes)
+            z_loss = algorithm.router_z_loss_coef * naive.z_loss(logits) / sum(step.loss_lengths(update))
+            (z_loss if slope is None else z_loss + (logits.softmax(dim=-1) @ slope).sum()).backward()
         of_real = algorithm.loss.whole_step  # REAL's value is not the sum of the terms that its gradient comes from
         result.loss += sum(term.sum().item() for term in terms[of_real:])
         result.loss_size += sum(term.detach().abs().sum().item() for term in terms)
@@ -207,7 +208,7 @@ def _whole_step(
 def _balancing_slope(step: Step, update: DumpedUpdate, model: nn.Module) -> Tensor:
     """Return [E]: the contribution of the balancing loss to the gradient of each router probability."""
     samples = [step.samples[i] for i in update.samples if not step.is_masked(step.samples[i])]
-    rows = [naive.router_probabilities(model, s.token_ids, s.places, s.routes) for s in samples]
+    rows = [naive.router_logits(model, s.token_ids, s.places, s.routes).softmax(dim=-1) for s in samples]
     taken = [sample.routes[sample.places - 1].flatten() for sample in samples if sample.routes is not None]
     per_token: int = attrgetter("config.num_experts_per_tok")(model)
     slope = naive.balancing_slope(torch.cat(rows), per_token, torch.cat(taken).long() if taken else None)

@@ -125,8 +125,12 @@ def expert_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
     if coefficient and model.experts and (model.experts.sigmoid or model.experts.groups > 1):
         why = "the balancing loss needs experts chosen by softmax, without groups"
         yield Problem(balance, f"{coefficient:g}, but {why}, unlike those of {model.family}; set it to 0")
-    if coefficient and not model.experts:
-        yield Problem(balance, f"{coefficient:g}, but {model.family} has no experts; set it to 0")
+    for key, value in {
+        "router_aux_loss_coef": coefficient,
+        "router_z_loss_coef": config.algorithm.router_z_loss_coef,
+    }.items():
+        if value and not model.experts:
+            yield Problem((f"algorithm.{key}",), f"{value:g}, but {model.family} has no experts; set it to 0")
 
 
 def _overlap_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:

@@ -113,7 +113,11 @@ def test_fused_logprobs_are_not_asked_for_what_they_cannot_do(tmp_path, override
 def test_samples_without_advantage_are_computed_when_told_so(tmp_path, override, left_out):
     path = write(tmp_path, SMALLEST)
     assert load_config(path, [override]).algorithm.leaves_out_zero_advantage == left_out
-    for other_gradient in ("algorithm.beta=0.1", "algorithm.router_aux_loss_coef=0.01"):
+    for other_gradient in (
+        "algorithm.beta=0.1",
+        "algorithm.router_aux_loss_coef=0.01",
+        "algorithm.router_z_loss_coef=0.01",
+    ):
         assert not load_config(path, [override, other_gradient]).algorithm.leaves_out_zero_advantage
 
 

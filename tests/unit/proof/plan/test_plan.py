@@ -237,6 +237,9 @@ def test_what_does_not_fit_the_experts_is_told_with_what_does(folder):
     assert problems(LLAMA, 1, "algorithm.router_aux_loss_coef=0.01") == [
         "algorithm.router_aux_loss_coef: 0.01, but llama has no experts; set it to 0"
     ]
+    assert problems(LLAMA, 1, "algorithm.router_z_loss_coef=0.001") == [
+        "algorithm.router_z_loss_coef: 0.001, but llama has no experts; set it to 0"
+    ]
     assert problems(LLAMA, 1, "rollout.routing_replay=engine") == [
         "rollout.routing_replay: engine, but llama has no experts; set it to off"
     ]
