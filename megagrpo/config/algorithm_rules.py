@@ -162,8 +162,9 @@ def ahead_problems(config: RunConfig) -> Iterator[Problem]:
         cause = f"with {key} > 0 they generate during training"
         yield Problem(("train.offload", key), f"{reason}, but {cause}; leave it empty")
     yield from uncorrected(a, key, f"{value} trains on responses of older weights", "set max_staleness to 0")
-    if config.lora.syncs_adapters:
-        reason = f"{value} updates the weights of generating servers, which lora.sync adapter does not support"
-        yield Problem((key, "lora.sync", "lora.rank"), f"{reason}; set lora.sync to merged")
+    if config.lora.syncs_adapters and r.in_flight == "keep":
+        reason = "keep continues responses with new weights, but lora.sync is adapter: a request keeps its adapter"
+        fix = "choose wait (responses end with their adapter) or resume (requested again with the new one)"
+        yield Problem(("rollout.in_flight", "lora.sync", key), f"{reason}; {fix}")
     if config.multi_turn.enabled:
         yield Problem((key, *ANSWERING), f"{value} does not support multi_turn; set max_staleness to 0")

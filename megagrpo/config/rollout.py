@@ -57,7 +57,7 @@ class RolloutSection(Section):
     """With max_staleness above 0: handling of in-flight responses during a weight sync. keep: they pause and continue
     with the new weights.
     resume: they are aborted and requested again from the tokens generated so far. wait: the sync waits until they are
-        finished."""
+        finished. With lora.sync adapter, wait: they end with their adapter, and the sync does not wait."""
     scheduling: Literal["fifo", "longest_first"] = "fifo"
     """Order in which the responses of a step begin. fifo: in the order of the prompts. longest_first: prompts whose
     responses were longest at their last visit begin first, so that fewer servers wait for the last response. Seeds and

@@ -56,6 +56,11 @@ class RunConfig(Section):
         return self.rollout.max_prompt_length + self.max_response_length
 
     @property
+    def synced_adapters(self) -> int:
+        """Adapters that a vLLM server uses at once: the newest and one per step of staleness. 0: it gets weights."""
+        return 1 + self.rollout.max_staleness if self.lora.syncs_adapters else 0
+
+    @property
     def takes_turns(self) -> bool:
         """Whether trainer and vLLM use a GPU's memory in turns: vLLM sleeps during training, the trainer offloads
         during generation (`train.offload`)."""

@@ -22,7 +22,7 @@ from megagrpo.engine.http import HEALTH_SECONDS, answers, text_of_error
 from megagrpo.engine.protocol import EngineError, EngineInterrupted, Generator, Group, derive_seed
 from megagrpo.engine.reading import Reader
 from megagrpo.engine.requests import GroupRequest, Request, longest_first
-from megagrpo.engine.responses import InvalidResponse, Response, joined
+from megagrpo.engine.responses import InvalidResponse, Response, Span, joined
 from megagrpo.engine.server_slots import Slots
 from megagrpo.engine.tool_parsing import ToolCalls, read_tool_calls
 from megagrpo.engine.updates import LOOK_SECONDS, Updates, adapter_name
@@ -60,8 +60,8 @@ class VllmEngine(Updates, Generator):
     routes: RouteShape | None = None
     # the task of each generation, for `interrupt`
     _under_way: set[asyncio.Task[None]] = field(default_factory=set, init=False)
-    # request id of each request in flight -> `Prompt.place`
-    _in_flight_places: dict[str, int | None] = field(default_factory=dict, init=False)
+    # request id of each request in flight -> `Prompt.place`, and the weight version when it was sent
+    _in_flight: dict[str, tuple[int | None, int]] = field(default_factory=dict, init=False)
     # `Prompt.place` of the prompts whose responses are truncated
     _cut: set[int] = field(default_factory=set, init=False)
 
@@ -118,9 +118,18 @@ class VllmEngine(Updates, Generator):
     def cut(self, places: Collection[int]) -> None:
         """Truncate in-flight responses to the prompts with these `Prompt.place`s: each ends with its tokens so far."""
         self._cut |= set(places)
-        place_of = dict(self._in_flight_places)
-        # ids inside vLLM
-        internal_ids = [f"generate-tokens-{request_id}" for request_id in place_of if place_of[request_id] in places]
+        self._abort([name for name, (place, _) in dict(self._in_flight).items() if place in places])
+
+    def leave_old_adapters(self) -> None:
+        """Abort in-flight responses whose adapter is older than `in_flight` allows. They continue with the current one.
+        Every client calls it after each push, before the next one removes their adapter from the servers."""
+        if self.adapters and self.in_flight is not None:
+            oldest = self.weight_version + 1 - (self.adapters if self.in_flight == "wait" else 1)
+            self._abort([name for name, (_, version) in dict(self._in_flight).items() if version < oldest])
+
+    def _abort(self, requests: Sequence[str]) -> None:
+        """Abort the requests with these ids, on every server."""
+        internal_ids = [f"generate-tokens-{request_id}" for request_id in requests]  # ids inside vLLM
 
         async def verbs(client: httpx.AsyncClient, url: str) -> None:
             # a failing server's error surfaces where its responses are awaited
@@ -132,9 +141,7 @@ class VllmEngine(Updates, Generator):
             asyncio.run(self._each(verbs, self.fleet.serving()))
 
     def _group(self, index: int, prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> GroupRequest:
-        # None for full weights, and before the first adapter is loaded: the request then names no model
-        model = self.model or (adapter_name(self.weight_version) if self.lora and self.weight_version else None)
-        return GroupRequest(index, prompt, n, sampling, seed, self.weight_version, model)
+        return GroupRequest(index, prompt, n, sampling, seed, self.weight_version)
 
     def _run(self, groups: list[GroupRequest], on_begun: Callable[[], None] = lambda: None) -> Stream[Group]:
         self.follow()
@@ -187,7 +194,7 @@ class VllmEngine(Updates, Generator):
             cut = request.group.prompt.place in self._cut
             if cut and response.token_ids.size:
                 response = replace(response, finish_reason="length", cut=True)
-            elif cut or self.in_flight == "resume":
+            elif cut or self.in_flight == "resume" or (self.adapters and self.in_flight is not None):
                 more = await self._ask(generation, url, request, response, limit=1 if cut else None)
                 response = more and replace(joined(response, more), cut=cut)
             else:
@@ -208,8 +215,9 @@ class VllmEngine(Updates, Generator):
         """Send a request, which may continue an aborted response `first`, and return the response, which may be
         aborted; None when the request must be retried, here or elsewhere. Raises EngineError when no attempts are left
         or the server rejects the request."""
+        version = self.weight_version
         try:
-            answer = await self._post(generation, url, request, first, limit)
+            answer = await self._post(generation, url, request, first, limit, version)
         except TimeoutError as error:
             self._hung(url, request, error)
             return None
@@ -218,7 +226,8 @@ class VllmEngine(Updates, Generator):
             return None
         if answer.status == 503 and self.in_flight is not None and await generation.shared(self._was_paused, url):
             return await self._ask(generation, url, request, first, limit)
-        if answer.status >= 500:
+        # a server that was restarted has the newest adapter only
+        if answer.status >= 500 or (answer.status == 404 and self.adapters):
             await self._failed(generation, url, request, text_of_error(*answer))
             return None
         if answer.status != 200:
@@ -226,22 +235,37 @@ class VllmEngine(Updates, Generator):
             raise EngineError(f"{self.name(url)} rejected prompt {request.group.prompt.prompt_id}: {reason}")
         try:
             read = partial(self._reader.read, answer.content, request.max_tokens(first, limit))
-            return await generation.read(len(answer.content), read)
+            response = await generation.read(len(answer.content), read)
+            return self._of_adapter(response, version) if self.adapters and self.in_flight is not None else response
         except InvalidResponse as error:
             await self._failed(generation, url, request, str(error), trusted=False)
             return None
 
     async def _post(
-        self, generation: Generation, url: str, request: Request, first: Response | None, limit: int | None
+        self,
+        generation: Generation,
+        url: str,
+        request: Request,
+        first: Response | None,
+        limit: int | None,
+        version: int,
     ) -> Answer:
-        """Send a request with a request id, by which `cut` aborts it."""
+        """Send a request with a request id, by which `_abort` aborts it. With adapters it names that of `version`."""
         request_id = uuid.uuid4().hex
-        self._in_flight_places[request_id] = request.group.prompt.place
+        # None for full weights, and before the first adapter is loaded: the request then names no model
+        model = self.model or (adapter_name(version) if self.adapters and version else None)
+        self._in_flight[request_id] = request.group.prompt.place, version
         try:
-            body = request.body(request_id, first, limit)
+            body = request.body(request_id, model, first, limit)
             return await generation.tools.connections.post(url, "/inference/v1/generate", body)
         finally:
-            del self._in_flight_places[request_id]
+            del self._in_flight[request_id]
+
+    @staticmethod
+    def _of_adapter(response: Response, version: int) -> Response:
+        """Return the response with the version of its adapter, which the server does not report."""
+        count = response.token_ids.size
+        return replace(response, spans=(Span(str(version), 0, count),) if count else ())
 
     @property
     def _reader(self) -> Reader:

@@ -20,8 +20,8 @@ _encode = msgspec.json.Encoder().encode
 class GroupRequest:
     """Everything that the requests for `n` responses to one prompt share.
 
-    `index` is the prompt's index in the call, `version` the weight version when the call began, and `model` the model
-    name to request, if any. `rollouts` takes the rollouts as they come.
+    `index` is the prompt's index in the call, `version` the weight version when the call began. `rollouts` takes the
+    rollouts as they come.
     """
 
     index: int
@@ -30,7 +30,6 @@ class GroupRequest:
     sampling: SamplingParams
     seed: int
     version: int
-    model: str | None = None
     rollouts: dict[int, Rollout] = field(default_factory=dict)
 
     def requests(self) -> list[Request]:
@@ -83,9 +82,11 @@ class Request:
         """Return the most tokens of the response, or of the continuation of `first`."""
         return limit or self.group.sampling.max_tokens - (0 if first is None else first.token_ids.size)
 
-    def body(self, request_id: str, first: Response | None = None, limit: int | None = None) -> bytes:
-        """Return the request as JSON. With `first` it continues this aborted response, by at most `limit` tokens; the
-        tokens of `first` join the prompt."""
+    def body(
+        self, request_id: str, model: str | None = None, first: Response | None = None, limit: int | None = None
+    ) -> bytes:
+        """Return the request for the model of that name, if any, as JSON. With `first` it continues this aborted
+        response, by at most `limit` tokens; the tokens of `first` join the prompt."""
         group = self.group
         tokens, seed = group.prompt_json, group.seed + self.number
         if first is not None:
@@ -93,5 +94,5 @@ class Request:
             tokens = msgspec.Raw(_encode([*group.prompt.token_ids, *written]))
             seed = derive_seed(group.seed, self.number, len(written))
         params = sampling_params(group.sampling) | {"seed": seed, "max_tokens": self.max_tokens(first, limit)}
-        model = {} if group.model is None else {"model": group.model}
-        return _encode({"token_ids": tokens, "sampling_params": params, "request_id": request_id, **model})
+        named = {} if model is None else {"model": model}
+        return _encode({"token_ids": tokens, "sampling_params": params, "request_id": request_id, **named})

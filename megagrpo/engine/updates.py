@@ -30,9 +30,10 @@ PAUSE_MODES = {None: "wait", "wait": "wait", "keep": "keep", "resume": "abort"} 
 class Updates(Servers):
     """Servers that hold the same weights, version `weight_version`.
 
-    Each phase of an update times out after `sync_timeout` seconds. With `lora` a weight version is an adapter, and the
-    base weights never change. With `sleeps` the servers can release their GPU memory. Without `refills` a server that
-    returns must wait until all ranks push weights. All other options are those of `Servers`.
+    Each phase of an update times out after `sync_timeout` seconds. With `adapters` a weight version is an adapter, the
+    base weights never change, and a server serves as many versions at once. With `sleeps` the servers can release their
+    GPU memory. Without `refills` a server that returns must wait until all ranks push weights. All other options are
+    those of `Servers`.
 
     `in_flight` is the treatment of in-flight responses in an update. "wait": it waits for them. "keep": they pause and
     continue afterwards. "resume": they are aborted and continued from their tokens. None: none is in flight.
@@ -40,7 +41,7 @@ class Updates(Servers):
 
     _: KW_ONLY
     sync_timeout: float = 300.0
-    lora: bool = False
+    adapters: int = 0
     sleeps: bool = False
     refills: bool = True
     in_flight: str | None = None
@@ -93,7 +94,7 @@ class Updates(Servers):
         """
 
         async def verbs(client: httpx.AsyncClient, url: str) -> None:
-            await self._call(client, url, f"/sleep?level={1 if self.lora or keeps_weights else 2}")
+            await self._call(client, url, f"/sleep?level={1 if self.adapters or keeps_weights else 2}")
 
         if self.sleeps and self.fleet.begin_sleep(last):
             while self.fleet.unsettled():
@@ -233,14 +234,20 @@ class Updates(Servers):
         return self._update(verbs, only=only)
 
     def use_adapter(self, version: int) -> None:
-        """Request the adapter of `version` from here on, and unload the previous adapter."""
+        """Request the adapter of `version` from here on, and unload the one before `oldest_adapter`."""
+        unused = self.oldest_adapter(version) - 1
 
         async def verbs(client: httpx.AsyncClient, url: str) -> None:
-            await self._forget_adapter(client, url, self.weight_version)
+            await self._forget_adapter(client, url, unused)
 
-        if self.weight_version not in (0, version):
+        if unused > 0:
             self._update(verbs)
         self.fleet.synced(version)
+
+    def oldest_adapter(self, version: int) -> int:
+        """The oldest version whose adapter stays when `version` becomes current. One more than `adapters` stays while
+        responses are in flight: clients abort the last responses of that one after the push."""
+        return version + 1 - self.adapters - (self.in_flight is not None)
 
     async def _forget_adapter(self, client: httpx.AsyncClient, url: str, version: int) -> None:
         try:
@@ -316,7 +323,7 @@ class Updates(Servers):
         if not await answers(client, url):
             return False
         try:
-            if self.lora:
+            if self.adapters:
                 models = await self._request(client, url, "/v1/models", seconds=HEALTH_SECONDS, method="GET")
                 return not version or adapter_name(version) in (model["id"] for model in models["data"])
             if (await self._request(client, url, "/is_paused", seconds=HEALTH_SECONDS, method="GET"))["is_paused"]:
@@ -329,7 +336,7 @@ class Updates(Servers):
 
     def reported_name(self, version: int) -> str:
         """The name that a server with the weights of `version` reports for them."""
-        return str(version) if version and not self.lora else INITIAL_VERSION
+        return str(version) if version and not self.adapters else INITIAL_VERSION
 
 
 @contextlib.contextmanager

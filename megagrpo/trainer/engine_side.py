@@ -161,7 +161,7 @@ def connect(
             logs=launched.logs if launched else [],
             token=token,
             moved=servers.moved,
-            lora=config.lora.syncs_adapters,
+            adapters=config.synced_adapters,
             sleeps=servers.sleep,
             refills=refills,
             in_flight=config.rollout.in_flight if config.rollout.max_staleness else None,

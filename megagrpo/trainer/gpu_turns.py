@@ -157,7 +157,7 @@ def start_asleep(launcher: Launcher, syncs_adapters: bool, sync_timeout: float, 
         logs=launcher.logs,
         token=launcher.token,
         sleeps=True,
-        lora=syncs_adapters,
+        adapters=int(syncs_adapters),
         sync_timeout=sync_timeout,
     )
     servers.sleep(_keeps_weights(Turn.STARTING))

@@ -45,6 +45,7 @@ class Syncing:
         self.state.weight_version = version
         if self.collector.engine is not None:
             self.collector.engine.weight_version = version
+            self.collector.engine.leave_old_adapters()
 
     def refill(self) -> None:
         """Push the current weights again, to servers that were restarted and lost them."""

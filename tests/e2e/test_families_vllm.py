@@ -158,7 +158,7 @@ def test_adapters_of_fused_projections_reach_vllm(tmp_path):
     launcher = launch(folder, "phi3_adapters", lora_rank=LORA.rank)
     try:
         launcher.wait()
-        engine = VllmEngine(launcher.urls, lambda ids: "", max_num_seqs=64, logs=launcher.logs, lora=True)
+        engine = VllmEngine(launcher.urls, lambda ids: "", max_num_seqs=64, logs=launcher.logs, adapters=1)
         run_ranks(push_adapter, 4, engine, folder, tmp_path / "merged")
         engine.weight_version = 2  # the ranks are forks and have their own client
         answers = [

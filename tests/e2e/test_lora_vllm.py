@@ -39,7 +39,7 @@ def engine() -> VllmEngine:
     """The server under test accepts adapters."""
     launcher = launch(world.folder() / "model", "lora", lora_rank=LORA.rank)
     launcher.wait()
-    return VllmEngine(launcher.urls, lambda ids: "", max_num_seqs=64, logs=launcher.logs, lora=True)
+    return VllmEngine(launcher.urls, lambda ids: "", max_num_seqs=64, logs=launcher.logs, adapters=1)
 
 
 def push(

@@ -246,7 +246,7 @@ def test_clamped_experts_and_sinks_reach_workers_that_have_a_part_of_each(tmp_pa
 @pytest.mark.full
 def test_adapters_alone_reach_two_workers(tmp_path):
     folder = model_folder("llama", 0)
-    running = connect(launch(folder, "llama_lora2", tp=2, lora_rank=LORA.rank), folder, lora=True)
+    running = connect(launch(folder, "llama_lora2", tp=2, lora_rank=LORA.rank), folder, adapters=1)
     bare, answers = greedy(running.engine), []
     for version, (ranks, salt) in enumerate(((4, "a"), (1, "b"), (1, "a")), 1):
         parallel = dict(tp=2, pp=2) if ranks == 4 else {}

@@ -72,7 +72,9 @@ def server_command(
         flags |= {"--master-port": ports.rendezvous, "--data-parallel-rpc-port": ports.handshake if o.dp > 1 else None}
     if o.lora_rank:
         slots = next(rank for rank in LORA_RANKS if rank >= o.lora_rank)
-        flags |= {"--enable-lora": True, "--max-loras": 1, "--max-cpu-loras": 1, "--max-lora-rank": slots}
+        # with several adapters, one more than responses use: the next one is loaded while they run
+        held = o.adapters + (o.adapters > 1)
+        flags |= {"--enable-lora": True, "--max-loras": o.adapters, "--max-cpu-loras": held, "--max-lora-rank": slots}
     else:
         flags["--weight-transfer-config"] = json.dumps({"backend": "megagrpo"})
     if gpu:

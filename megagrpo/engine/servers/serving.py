@@ -136,6 +136,7 @@ def _options(
         deterministic=config.run.deterministic,
         sleep_mode=servers_sleep(r) and beside_ranks,
         lora_rank=config.lora.rank if config.lora.syncs_adapters and adapter is None else 0,
+        adapters=max(1, config.synced_adapters),
         tool_parser=config.multi_turn.vllm_parser,
         finds_text=bool(r.stop),
         tokenizer=config.model.tokenizer,

@@ -113,9 +113,10 @@ class AdapterSync(WeightSync):
                 verify_adapter(sums, reports)
                 self.engine.use_adapter(version)
                 self._delivered_adapter = folder, sums, version
-            for old in self.folder.glob("adapter*"):
-                if old != folder:
-                    remove(old)
+            used = {f"adapter{kept}" for kept in range(self.engine.oldest_adapter(version), version + 1)}
+            for path in self.folder.glob("adapter*"):
+                if path.name not in used:
+                    remove(path)
         except Exception as error:
             return error_text(error)
         size = sum(path.stat().st_size for path in folder.iterdir())

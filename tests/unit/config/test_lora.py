@@ -128,6 +128,13 @@ def test_the_scale_of_adapters_is_that_of_peft(tmp_path):
             ["lora.rank=1024", "lora.sync=adapter"],
             "lora.rank: 1024 is above vLLM's limit for adapters, 512; lower lora.rank, or set",
         ),
+        (
+            [
+                *("lora.rank=4", "lora.sync=adapter", "rollout.max_staleness=1", "rollout.placement=dedicated"),
+                "algorithm.importance_correction=token_truncate",
+            ],
+            "rollout.in_flight: keep continues responses with new weights, but lora.sync is adapter: a request keeps its",
+        ),
     ],
 )
 def test_options_of_storage_and_sync_that_contradict_adapters_are_refused(tmp_path, overrides, message):

@@ -191,7 +191,7 @@ def test_servers_sleep_at_level_2_and_keep_the_weights_that_adapters_act_on(adap
         gpu_turns.start_asleep(
             Launcher(ServerOptions("", "float32", 64), Path()), settings.lora.syncs_adapters, 60.0, print
         )
-        engine = VllmEngine([url], str, sleeps=True, lora=settings.lora.syncs_adapters)
+        engine = VllmEngine([url], str, sleeps=True, adapters=settings.synced_adapters)
         engine.sleep()
         engine.fleet.end_sleep()
         engine.sleep(keeps_weights=True)  # for a checkpoint
