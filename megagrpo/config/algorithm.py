@@ -107,6 +107,10 @@ class AlgorithmSection(Section):
     router_z_loss_coef: NonNegativeFloat = 0.0
     """Weight of the routers' z-loss (ST-MoE; `moe_z_loss_coeff` in Megatron): the squared log-sum-exp of a router's
     logits, summed over layers, as the mean over all response tokens of the step, so it is the same in every layout."""
+    moe_router_bias_update_rate: NonNegativeFloat = 0.0
+    """Aux-loss-free balancing of DeepSeek-V3: after each optimizer step the selection bias of an expert moves by this,
+    up if it got fewer of the step's response tokens than the mean of its layer's experts, down if it got more. For
+    families with such a bias; DeepSeek-V3 was pretrained with 0.001. With 0 the biases do not change."""
     num_iterations: PositiveInt = 1
     """How often each step's rollouts are trained on."""
     steps_per_generation: PositiveInt = 1
@@ -131,7 +135,7 @@ class AlgorithmSection(Section):
     token count. Their rewards stay in the statistics of their group, and they still count as sequences."""
     skip_zero_advantage: bool = True
     """Skip the forward and backward pass of samples whose advantage is exactly 0 where they add no gradient: not with
-    beta, a router_ option, an entropy option, real or a loss of your own. They still count in every denominator, so
+    beta, a router option, an entropy option, real or a loss of your own. They still count in every denominator, so
     the update is the same."""
 
     @property
@@ -178,4 +182,4 @@ class AlgorithmSection(Section):
     @property
     def counts_in_routers(self) -> bool:
         """Whether routers compute sums over the response tokens."""
-        return bool(self.router_aux_loss_coef or self.router_z_loss_coef)
+        return bool(self.router_aux_loss_coef or self.router_z_loss_coef or self.moe_router_bias_update_rate)

@@ -37,7 +37,12 @@ def cross_field_problems(config: RunConfig) -> list[Problem]:
     of_steps = (length_problems(config), step_problems(config), optimizer_problems(config), fused_problems(config))
     of_rollout = (data_problems(config), stop_problems(config), evaluation_problems(config), placement_problems(config))
     others = (ahead_problems(config), extra_args_problems(config), tracker_problems(config), path_problems(config))
-    own = (multi_turn_problems(config.multi_turn), replay_problems(config), overlap_problems(config))
+    own = (
+        multi_turn_problems(config.multi_turn),
+        replay_problems(config),
+        router_problems(config),
+        overlap_problems(config),
+    )
     groups = (*of_algorithm, *own, *of_policy, *of_steps, *of_rollout, *others)
     return [problem for group in groups for problem in group]
 
@@ -168,6 +173,17 @@ def replay_problems(config: RunConfig) -> Iterator[Problem]:
         reason = "trainer replays the routes of the old log-probs, but a step has one optimizer step, which computes"
         keys = (key, "algorithm.num_iterations", "algorithm.steps_per_generation")
         yield Problem(keys, f"{reason} them itself; raise one of the others, or choose engine or off")
+
+
+def router_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield settings that train and freeze routers at the same time."""
+    frozen, rate = "train.freeze_moe_router", "algorithm.moe_router_bias_update_rate"
+    if config.train.freeze_moe_router and config.lora.enabled:
+        yield Problem((frozen, "lora.rank"), "true has no effect: adapters leave routers frozen; set it to false")
+    if config.algorithm.moe_router_bias_update_rate and (config.train.freeze_moe_router or config.lora.enabled):
+        other, fix = (frozen, "set it to false") if config.train.freeze_moe_router else ("lora.rank", "set it to 0")
+        value = f"{config.algorithm.moe_router_bias_update_rate:g}"
+        yield Problem((rate, other), f"{value} changes routers, but {other} freezes them; {fix}, or the rate to 0")
 
 
 def fused_problems(config: RunConfig) -> Iterator[Problem]:

@@ -84,6 +84,9 @@ class TrainSection(Section):
     """Messages of a train step that run beside computation: the all-gather of weights after an optimizer step
     (`param_gather`), of tensor parallelism (`tp`), the all-to-all of experts beside another micro-batch (`experts`),
     beside the shared experts, and beside the experts' weight gradients. docs/overlap.md has the rules."""
+    freeze_moe_router: bool = False
+    """Do not train the routers of a mixture of experts: they have no gradients and no optimizer state, and their
+    weights do not change. docs/moe.md."""
     ddp_bucket_size: PositiveInt | None = None
     """Gradients per bucket with `overlap_grad_reduce`. Empty: 40 million, or one million per replica if that is more.
     Only the first pipeline stage uses several buckets; later stages, for which no stage waits, use one."""

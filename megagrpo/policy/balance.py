@@ -1,5 +1,5 @@
 """The losses of routers over a step, equal in every layout: load balancing (Fedus et al. 2021, arXiv 2101.03961) and
-the z-loss (Zoph et al. 2022, arXiv 2202.08906).
+the z-loss (Zoph et al. 2022, arXiv 2202.08906); and updates of selection biases (Wang et al. 2024, arXiv 2408.15664).
 
 A model has E experts, and each token takes k. N counts the pairs of a counted token and a layer with experts. f_i is
 the number of times that expert i was taken, divided by N. P_i is the mean router probability of expert i. The loss is E
@@ -12,6 +12,9 @@ step finds f.
 The z-loss is the sum over layers of the mean over counted tokens of logsumexp(router logits)^2, as in Megatron, whose
 mean is over a micro-batch. The number of counted tokens is known ahead, so it needs no other pass.
 
+An expert's selection bias moves by a constant rate after an optimizer step, towards the mean load of its layer. The
+load is the number of counted tokens that took the expert in the backward passes of the step, replayed routes included.
+
 A token counts if its next token is in the loss.
 """
 
@@ -21,6 +24,7 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
@@ -42,6 +46,13 @@ class BalancedRouter(TopKRouter):
     slope: Tensor | None = None  # [E] float32: derivative of the loss by an expert's probability at any counted token
     z_weight = 0.0  # derivative of the loss by logsumexp(logits)^2 of a counted token
     z_sum: Tensor | None = None  # float64: sum of logsumexp(logits)^2 of the step's counted tokens
+
+    loads: Tensor | None = None  # [E] int64: how many of the step's counted tokens took each expert
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Add the tokens that count to the loads, from the map [tokens, E] and mask [tokens]."""
+        if self.loads is not None and padding_mask is not None and torch.is_grad_enabled():
+            self.loads += (routing_map & ~padding_mask[:, None]).sum(0)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Return logits [tokens, E] whose gradient includes the z-loss of the tokens that count; mask [tokens]."""
@@ -72,6 +83,17 @@ def routers(chunks: list[nn.Module]) -> list[BalancedRouter]:
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, BalancedRouter)]
 
 
+def selection_biases(chunks: list[nn.Module]) -> list[Tensor]:
+    """Return the biases [E] float32 with which this rank's routers choose experts; empty for families without any."""
+    return [router.expert_bias for router in routers(chunks) if router.expert_bias is not None]
+
+
+def freeze_routers(chunks: list[nn.Module]) -> None:
+    """Leave the weights and biases of this rank's routers out of training. Call it before gradient buffers exist."""
+    for router in routers(chunks):
+        router.requires_grad_(False)
+
+
 class RouterTerms:
     """What the routers of this rank's bare chunks compute over an optimizer step. All methods are collective."""
 
@@ -89,6 +111,8 @@ class RouterTerms:
             for router in self._routers:
                 router.z_weight = z_coefficient / self._num_tokens
                 router.z_sum = torch.zeros((), dtype=torch.float64, device=router.weight.device)
+        for router in self._routers if self._algorithm.moe_router_bias_update_rate else ():
+            router.loads = torch.zeros(router.num_experts, dtype=torch.int64, device=router.weight.device)
         if self._algorithm.router_aux_loss_coef:
             self._metrics["aux_loss"] = Metric(self._balance(forward))
 
@@ -116,3 +140,16 @@ class RouterTerms:
         local = [router.z_sum.cpu() for router in self._routers if router.z_sum is not None]
         z_sum = self._layout.all_reduce(torch.stack([torch.zeros((), dtype=torch.float64), *local]).sum())
         return self._metrics | {"z_loss": Metric(float(z_sum), self._num_tokens)}
+
+    @torch.no_grad()
+    def update_biases(self) -> None:
+        """Move the selection biases by the loads of the step's backward passes."""
+        loads = [router.loads for router in self._routers if router.loads is not None]
+        if not loads:  # no rank of this pipeline stage has any
+            return
+        total = torch.stack(loads)
+        dist.all_reduce(total, group=self._layout.process_groups.tp_dp_cp)
+        for router, load in zip(self._routers, total, strict=True):
+            sign = torch.sign(load.sum() - router.num_experts * load)  # mean load - load, in whole numbers
+            router.expert_bias += self._algorithm.moe_router_bias_update_rate * sign
+            router.loads = None

@@ -22,7 +22,7 @@ from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
 from megagrpo.policy.activation_offload import offload_activations
 from megagrpo.policy.attention.packed import pack_params
-from megagrpo.policy.balance import RouterTerms
+from megagrpo.policy.balance import RouterTerms, freeze_routers
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
 from megagrpo.policy.chunks import config_of
 from megagrpo.policy.device_checks import check_fused, shares_prompts
@@ -90,6 +90,8 @@ class MegatronPolicy:
             attach_adapters(self.chunks, hf_config, config.lora, config.model.recompute)
         if config.model.base_storage != "none":
             store_weights(self.chunks, config.model.base_storage)
+        if config.train.freeze_moe_router:
+            freeze_routers(self.chunks)
         self.model = wrap_data_parallel(self.chunks, config.train, layout, config.model.fp8_param)
         # Hooks of an overlapped reduction need each gradient in the weight's dtype. In float32 the option changes no
         # bit of a step, so several replicas add gradients in the order of the hooks.
@@ -243,11 +245,12 @@ class MegatronPolicy:
             self._schedule(**arguments)
 
     def update(self) -> dict[str, Metric]:
-        """Clip the gradient of `backward` and take one step of the learning-rate schedule, then of the optimizer.
-        Return the gradient norm before the clip and the rate of this step."""
+        """Clip the gradient of `backward` and take one step of the learning-rate schedule, then of the optimizer, and
+        move the routers' selection biases. Return the gradient norm before the clip and the rate of this step."""
         self.scheduler.step(increment=1)
         with self.phases("optimizer"):
             _, grad_norm, _ = self.optimizer.step()
+            self._routers.update_biases()
         norm = {} if grad_norm is None else {"grad_norm": Metric(float(grad_norm))}
         return norm | {"learning_rate": Metric(float(self.optimizer.param_groups[0]["lr"]), reduce="last")}
 

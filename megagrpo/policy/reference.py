@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor
 
 from megagrpo.platform.parallel.layout import Layout
+from megagrpo.policy.balance import selection_biases
 from megagrpo.policy.fp8.tensor import copied
 from megagrpo.policy.lm_head.top_logprobs import TopLogprobs
 from megagrpo.policy.megatron_policy import MegatronPolicy
@@ -45,7 +46,8 @@ class FrozenModel(Protocol):
 
 
 class Reference:
-    """A copy of this rank's trained weights at construction, in compute dtype on the same device (2 or 4 bytes each).
+    """A copy of this rank's trained weights at construction, in compute dtype on the same device (2 or 4 bytes each),
+    and of selection biases that steps move.
 
     With LoRA only adapters are trained. Fresh adapters add nothing, so the reference is the base model, not copied.
 
@@ -116,7 +118,12 @@ class Reference:
             return self._policy.top_logprobs(batch, k)
 
     def _parameters(self) -> list[Tensor]:
-        return [p for chunk in self._policy.chunks for p in chunk.parameters() if p.requires_grad]
+        """Return the policy's tensors that steps change or, with weights from elsewhere, all that may differ."""
+        chunks, config = self._policy.chunks, self._policy.config
+        others = config.model.reference_path is not None
+        parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad or others]
+        moves = others or config.algorithm.moe_router_bias_update_rate
+        return parameters + (selection_biases(chunks) if moves else [])
 
     def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
         """Return each chunk's sharded state, with the reference's storage under keys that start with "reference."."""

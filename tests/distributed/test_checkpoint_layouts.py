@@ -1,5 +1,6 @@
 """A checkpoint of one layout resumes in another: the next step gives the weights of the uninterrupted run."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def _make_model(folder: Path) -> None:
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
-def settings(parallel: dict) -> RunConfig:
+def settings(parallel: dict, algorithm: dict | None = None, train: dict | None = None) -> RunConfig:
     return RunConfig.model_validate(
         dict(
             model=dict(path="x", precision="fp32"),
@@ -56,7 +57,8 @@ def settings(parallel: dict) -> RunConfig:
             rollout=dict(max_prompt_length=8, max_completion_length=8),
             data=dict(train=dict(source="x")),
             rewards=dict(functions=[dict(function="exact_number")]),
-            train=dict(learning_rate=1e-2, adam_epsilon=1e-3, max_tokens_per_micro_batch=64),
+            algorithm=algorithm or {},
+            train=dict(learning_rate=1e-2, adam_epsilon=1e-3, max_tokens_per_micro_batch=64) | (train or {}),
         )
     )
 
@@ -72,10 +74,10 @@ def samples() -> list[TrainSample]:
     ]
 
 
-def train_steps(parallel: dict, model: Path, checkpoints: Path, resume: bool) -> dict:
+def train_steps(parallel: dict, model: Path, checkpoints: Path, resume: bool, **sections: dict) -> dict:
     """This rank's blocks after two steps: in one run with a checkpoint between them, or resumed from that
     checkpoint."""
-    config = settings(parallel)
+    config = settings(parallel, **sections)
     layout = init_layout(config.parallel)
     hf_config = load_hf_config(model)
     policy = MegatronPolicy(config, layout, hf_config)
@@ -214,9 +216,11 @@ def test_every_expert_is_counted_once_in_the_space_that_a_checkpoint_takes(model
     assert run_ranks(space_that_a_checkpoint_takes, 4, dict(ep=2), model_with_experts, tmp_path) == [one] * 4
 
 
-def assert_continues(saved: tuple, loaded: tuple, model: Path, tmp_path: Path) -> None:
-    unbroken = full_tensors(run_ranks(train_steps, saved[1], saved[0], model, tmp_path, False))
-    resumed = full_tensors(run_ranks(train_steps, loaded[1], loaded[0], model, tmp_path, True))
+def assert_continues(saved: tuple, loaded: tuple, model: Path, tmp_path: Path, **sections: dict) -> dict:
+    """The tensors after the second step."""
+    unbroken = full_tensors(run_ranks(partial(train_steps, **sections), saved[1], saved[0], model, tmp_path, False))
+    resumed = full_tensors(run_ranks(partial(train_steps, **sections), loaded[1], loaded[0], model, tmp_path, True))
     assert resumed.keys() == unbroken.keys()
     for name, tensor in unbroken.items():
         assert ((resumed[name] - tensor).norm() / tensor.norm()).item() < 1e-6, name
+    return resumed

@@ -37,7 +37,7 @@ ALPHA = 0.3
 def test_the_mixture_is_trls():
     policy = torch.nn.Linear(2, 2, bias=False)
     policy.weight.data = torch.tensor(TRL["ref0"])
-    reference = Reference(SimpleNamespace(chunks=[policy]))
+    reference = Reference(SimpleNamespace(chunks=[policy], config=tiny_run()))
     policy.weight.data = torch.tensor(TRL["policy"])
     for alpha, expected in zip(TRL["alphas"], TRL["ref_after"], strict=True):
         reference.mix_in(alpha)
@@ -48,7 +48,7 @@ def test_the_mixture_is_trls():
 
 def test_in_bfloat16_the_mixture_is_rounded_once():
     policy = torch.nn.Linear(512, 64, bias=False, dtype=torch.bfloat16)
-    reference, before = Reference(SimpleNamespace(chunks=[policy])), policy.weight.data.double()
+    reference, before = Reference(SimpleNamespace(chunks=[policy], config=tiny_run())), policy.weight.data.double()
     policy.weight.data = policy.weight.data.clone().normal_()
     reference.mix_in(ALPHA)
     with reference.in_place():

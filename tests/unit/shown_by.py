@@ -32,6 +32,9 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "algorithm.loss_type": "unit/algorithms/test_reference_losses.py::test_trl",
     "algorithm.mask_truncated_completions": "distributed/test_dump_losses.py::test_a_step_with_this_option_agrees_with_float64",
     "algorithm.max_resample_times": "unit/trainer/rollout/test_groups.py::test_after_the_last_round_the_step_is_filled_as_asked",
+    "algorithm.moe_router_bias_update_rate": (
+        "distributed/test_router_bias.py::test_biases_move_by_the_loads_of_replayed_routes"
+    ),
     "algorithm.multi_objective_aggregation": (
         "unit/environments/test_dialogue_samples.py::test_rewards_of_turns_and_environments_are_columns_of_weight_one",
         "unit/algorithms/test_reference_advantages.py::test_trl",
@@ -203,6 +206,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "train.adam_beta1": "distributed/test_optimizer_step.py::test_the_weights_of_four_steps_are_those_of_adamw_in_float64",
     "train.adam_beta2": "distributed/test_optimizer_step.py::test_the_weights_of_four_steps_are_those_of_adamw_in_float64",
     "train.adam_epsilon": "distributed/test_optimizer_step.py::test_the_weights_of_four_steps_are_those_of_adamw_in_float64",
+    "train.freeze_moe_router": "distributed/test_frozen_router.py::test_routers_have_no_state_and_keep_their_bits",
     "train.learning_rate": "distributed/test_optimizer_step.py::test_the_weights_of_four_steps_are_those_of_adamw_in_float64",
     "train.lr_scheduler_type": "distributed/test_optimizer_step.py::test_the_weights_of_four_steps_are_those_of_adamw_in_float64",
     "train.max_grad_norm": "distributed/test_optimizer_step.py::test_the_weights_of_four_steps_are_those_of_adamw_in_float64",

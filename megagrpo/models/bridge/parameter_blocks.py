@@ -133,15 +133,17 @@ def _expert_blocks(name: str, projection: str, local: Local) -> list[Block]:
 
 
 def trained_blocks(
-    chunks: list[nn.Module], hf_config: HfConfig, layout: Layout
+    chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, biases: bool = False
 ) -> list[tuple[str, Tensor | DenseWeight, list[Block]]]:
-    """Return (name, parameter in Megatron's shape, its blocks) for everything with a gradient on this rank."""
+    """Return (name, parameter in Megatron's shape, its blocks) for everything with a gradient on this rank; with
+    `biases` also for the routers' expert biases, which have none."""
     return [
         *adapter_blocks(chunks, hf_config, layout),
         *(
             (name, param, parameter_blocks)
             for name, param, parameter_blocks in blocks(chunks, hf_config, layout)
-            if isinstance(param, DenseWeight) or (isinstance(param, Tensor) and param.requires_grad)
+            if isinstance(param, DenseWeight)
+            or (isinstance(param, Tensor) and (param.requires_grad or (biases and not isinstance(param, nn.Parameter))))
         ),
     ]
 

@@ -128,9 +128,16 @@ def expert_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
     for key, value in {
         "router_aux_loss_coef": coefficient,
         "router_z_loss_coef": config.algorithm.router_z_loss_coef,
+        "moe_router_bias_update_rate": config.algorithm.moe_router_bias_update_rate,
     }.items():
         if value and not model.experts:
             yield Problem((f"algorithm.{key}",), f"{value:g}, but {model.family} has no experts; set it to 0")
+    if config.train.freeze_moe_router and not model.experts:
+        said = f"true, but {model.family} has no experts; set it to false"
+        yield Problem(("train.freeze_moe_router",), said)
+    if (rate := config.algorithm.moe_router_bias_update_rate) and model.experts and not model.experts.bias:
+        said = f"{rate:g}, but the routers of {model.family} have no selection bias; set it to 0, or use"
+        yield Problem(("algorithm.moe_router_bias_update_rate",), f"{said} algorithm.router_aux_loss_coef")
 
 
 def _overlap_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:

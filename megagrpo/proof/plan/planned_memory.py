@@ -254,8 +254,9 @@ def activation_bytes(config: RunConfig, model: HfConfig) -> list[float]:
 
 def _trained(config: RunConfig, stage: Stage) -> tuple[int, int]:
     """Return the trained parameters of one rank of a stage: (outside of experts, of experts)."""
-    adapters = stage.adapters, stage.expert_adapters
-    return adapters if config.lora.enabled else (stage.outside, stage.experts)
+    if config.lora.enabled:
+        return stage.adapters, stage.expert_adapters
+    return stage.outside - (stage.routers if config.train.freeze_moe_router else 0), stage.experts
 
 
 @dataclass(frozen=True)

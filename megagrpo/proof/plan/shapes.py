@@ -17,10 +17,14 @@ def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:
     norms = (4 if model.post_norms else 2) * model.hidden_size
     if model.has_experts(layer):
         shared = 3 * model.hidden_size * model.mixture.shared_size
-        routers = model.mixture.count * (model.hidden_size + model.linear_bias)
-        return (attention + shared) // tp + whole + norms + routers
+        return (attention + shared) // tp + whole + norms + router_parameters(model)
     mlp = 3 * model.hidden_size * model.intermediate_size
     return (attention + mlp) // tp + whole + norms
+
+
+def router_parameters(model: HfConfig) -> int:
+    """Return the parameters of the router of one layer with experts."""
+    return model.mixture.count * (model.hidden_size + model.linear_bias)
 
 
 def attention_parameters(model: HfConfig) -> tuple[int, int]:
@@ -220,6 +224,7 @@ class Stage:
     linears: int
     chunk: int  # of the largest buffer of gradients
     in_fp8: int
+    routers: int  # also counted in `outside`
 
 
 def stages_of(
@@ -231,7 +236,10 @@ def stages_of(
     experts, adapters = stage_experts(model, parallel), stage_adapters(model, parallel, lora)
     of_experts = stage_expert_adapters(model, parallel, lora)
     linears, chunks = stage_linears(model, parallel), largest_chunks(model, parallel)
-    return list(map(Stage, range(parallel.pp), layers, outside, experts, adapters, of_experts, linears, chunks, in_fp8))
+    router = router_parameters(model) if model.experts else 0
+    routers = [router * mixed for mixed, _ in _layer_counts(model, parallel)]
+    of_stages = (layers, outside, experts, adapters, of_experts, linears, chunks, in_fp8, routers)
+    return list(map(Stage, range(parallel.pp), *of_stages))
 
 
 @lru_cache(maxsize=64)

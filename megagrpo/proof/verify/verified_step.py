@@ -73,7 +73,8 @@ def take_step(
         gather_gradients(policy.model)
         gradients, apart, padding = whole_tensors(policy, hf_config, layout, attrgetter("main_grad"))
         metrics |= policy.update()
-        stepped, also_apart, _ = whole_tensors(policy, hf_config, layout, attrgetter("data"))
+        moves_biases = config.algorithm.moe_router_bias_update_rate > 0
+        stepped, also_apart, _ = whole_tensors(policy, hf_config, layout, attrgetter("data"), moves_biases)
         rows = _rows_of_tokens(batch, logprobs, layout)
     finally:
         layout.release()
@@ -167,16 +168,20 @@ def _rows_of_tokens(batch: TrainBatch, logprobs: list[Tensor | None], layout: La
 
 @torch.no_grad()
 def whole_tensors(
-    policy: MegatronPolicy, hf_config: HfConfig, layout: Layout, part: Callable[[Parameter], Tensor]
+    policy: MegatronPolicy,
+    hf_config: HfConfig,
+    layout: Layout,
+    part: Callable[[Parameter], Tensor],
+    biases: bool = False,
 ) -> tuple[Tensors, float, float]:
-    """Return `part(parameter)` of every trained parameter as whole tensors in Hugging Face shapes, merged from all
-    ranks' blocks; on rank 0, empty elsewhere.
+    """Return `part(parameter)` of every trained parameter, and with `biases` of every expert bias, as whole tensors in
+    Hugging Face shapes, merged from all ranks' blocks; on rank 0, empty elsewhere.
 
     The second result is the largest relative difference between ranks with the same block, the third the largest
     element outside all blocks.
     """
     mine, padding = [], 0.0
-    for _, parameter, of_parameter in trained_blocks(policy.chunks, hf_config, layout):
+    for _, parameter, of_parameter in trained_blocks(policy.chunks, hf_config, layout, biases):
         tensor = part(parameter).detach().to("cpu", torch.float64, copy=True)
         for block in of_parameter:
             view = block.view(tensor)

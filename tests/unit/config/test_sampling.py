@@ -33,6 +33,13 @@ REFUSED = {
     "blocks of its prefix cache, and rollout.extra_args disables it; leave --no-enable-prefix-caching out",
     "rollout.routing_replay=trainer": "rollout.routing_replay: trainer replays the routes of the old log-probs, but a "
     "step has one optimizer step, which computes them itself; raise one of the others, or choose engine or off",
+    "train.freeze_moe_router=true lora.rank=4": "train.freeze_moe_router: true has no effect: adapters leave routers "
+    "frozen; set it to false",
+    "algorithm.moe_router_bias_update_rate=0.1 lora.rank=4": "algorithm.moe_router_bias_update_rate: 0.1 changes "
+    "routers, but lora.rank freezes them; set it to 0, or the rate to 0",
+    "algorithm.moe_router_bias_update_rate=0.1 "
+    "train.freeze_moe_router=true": "algorithm.moe_router_bias_update_rate: 0.1 changes routers, but "
+    "train.freeze_moe_router freezes them; set it to false, or the rate to 0",
     "evaluation.sets.hard.source=b "
     "evaluation.sets.hard.num_generations=4": "evaluation.sets.hard.num_generations: 4 greedy responses "
     "(temperature 0) are identical; raise the set's temperature, or use 1",

@@ -240,6 +240,16 @@ def test_what_does_not_fit_the_experts_is_told_with_what_does(folder):
     assert problems(LLAMA, 1, "algorithm.router_z_loss_coef=0.001") == [
         "algorithm.router_z_loss_coef: 0.001, but llama has no experts; set it to 0"
     ]
+    assert problems(LLAMA, 1, "train.freeze_moe_router=true") == [
+        "train.freeze_moe_router: true, but llama has no experts; set it to false"
+    ]
+    assert problems(MIXED, 1, "algorithm.moe_router_bias_update_rate=0.001") == [
+        "algorithm.moe_router_bias_update_rate: 0.001, but the routers of qwen3_moe have no selection bias; set it to 0, "
+        "or use algorithm.router_aux_loss_coef"
+    ]
+    assert problems(LLAMA, 1, "algorithm.moe_router_bias_update_rate=0.001") == [
+        "algorithm.moe_router_bias_update_rate: 0.001, but llama has no experts; set it to 0"
+    ]
     assert problems(LLAMA, 1, "rollout.routing_replay=engine") == [
         "rollout.routing_replay: engine, but llama has no experts; set it to off"
     ]

@@ -1,0 +1,124 @@
+"""A frozen router has no gradient, no optimizer state and the same bits after steps; everything else trains as before."""
+
+import functools
+from operator import attrgetter
+
+import pytest
+import torch
+from layouts import AXES, config_of, ranks
+from ranks import run_ranks
+from test_checkpoint_layouts import EP2, VPP_EP2, _make_model_with_experts, assert_continues
+from test_gpt_oss import RAW as GPT_OSS
+from tiny_policy import tiny_model, tiny_run
+
+from megagrpo.config import ParallelSection, RunConfig
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.policy.balance import routers
+from megagrpo.policy.optimizer import held_by
+from megagrpo.proof.plan.planned_memory import stage_memory
+from megagrpo.proof.verify.shrink import plainly, random_samples, shrink_model
+from megagrpo.proof.verify.verified_step import (
+    Outcome,
+    policy_gradient,
+    prepare,
+    relative_error,
+    take_step,
+    whole_tensors,
+)
+
+FEW = (
+    dict(recompute="full"),
+    dict(dp=2, ep=2, distributed_optimizer=True),
+    dict(pp=2, vpp=2, recompute="full", budget="tight"),
+    dict(tp=2, cp=2, sequence_parallel=True, share_prompts=True, ep=2, distributed_optimizer=True),
+)
+
+
+def row_of(**options) -> dict:
+    return {axis: values[0] for axis, values in AXES.items()} | dict(model="qwen3_moe") | options
+
+
+def config(row: dict, frozen: bool = True) -> RunConfig:
+    made = config_of(row)
+    return made.model_copy(update=dict(train=made.train.model_copy(update=dict(freeze_moe_router=frozen))))
+
+
+def gradients(frozen: bool) -> tuple[dict[str, torch.Tensor], float]:
+    """Gradients of one process at given weights, and their norm."""
+    settings, model = plainly(config(row_of(loss="dapo"), frozen)), tiny_model("qwen3_moe")
+    layout = init_layout(settings.parallel)
+    policy, batch, _ = prepare(settings, model, layout, random_samples())
+    for router in routers(policy.chunks):
+        torch.nn.init.normal_(router.weight.data, generator=torch.Generator().manual_seed(0))
+    policy.weights_changed()
+    policy.backward(batch, policy_gradient, 1)
+    found, *_ = whole_tensors(policy, model, layout, attrgetter("main_grad"))
+    norm = policy.update()["grad_norm"].value
+    layout.close()
+    return {name: gradient.numpy() for name, gradient in found.items()}, norm
+
+
+def test_the_other_gradients_are_those_of_a_run_that_trains_routers():
+    ((frozen, frozen_norm),), ((trained, norm),) = (run_ranks(gradients, 1, each) for each in (True, False))
+    left_out = trained.keys() - frozen.keys()
+    assert left_out == {name for name in trained if name.endswith("mlp.gate.weight")} != set()
+    assert all(abs(trained[name]).max() > 0 for name in left_out) and frozen_norm < norm
+    for name, gradient in frozen.items():
+        assert (gradient == trained[name]).all(), name
+
+
+@functools.cache
+def one_process() -> Outcome:
+    return run_ranks(take_step, 1, plainly(config(row_of())), tiny_model("qwen3_moe"), random_samples())[0]
+
+
+@pytest.mark.parametrize("options", FEW, ids=str)
+def test_the_step_is_the_same_in_this_layout(options):
+    row = row_of(**options)
+    (found, *_) = run_ranks(take_step, ranks(row), config(row), tiny_model("qwen3_moe"), random_samples())
+    expected = one_process()
+    assert found.gradients.keys() == expected.gradients.keys()
+    assert max(relative_error(found.gradients[name], known) for name, known in expected.gradients.items()) < 1e-5
+    assert max(relative_error(found.weights[name], known) for name, known in expected.weights.items()) < 1e-5
+
+
+def state_of_routers(settings: RunConfig, model: HfConfig) -> tuple[int, bool, int]:
+    """The number of weights and biases of routers on this rank, whether two steps leave their bits, and how many of
+    them have a gradient buffer or optimizer state."""
+    layout = init_layout(settings.parallel)
+    policy, batch, _ = prepare(settings, model, layout, random_samples())
+    weights = [p for router in routers(policy.chunks) for p in router.parameters()]
+    before = [p.detach().clone() for p in weights]
+    for _ in range(2):
+        policy.train_step(batch, policy_gradient, 1)
+    same = all(torch.equal(*pair) for pair in zip(before, weights, strict=True))
+    extra = sum(hasattr(p, "main_grad") or p.grad is not None or any(held_by(policy.optimizer, p)) for p in weights)
+    layout.close()
+    return len(weights), same, extra
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_routers_have_no_state_and_keep_their_bits(precision, distributed):
+    train = dict(freeze_moe_router=True, distributed_optimizer=distributed, learning_rate=0.1)
+    settings = tiny_run(dict(ep=2), model=dict(path="tiny", precision=precision), train=train)
+    model = shrink_model(GPT_OSS, ParallelSection(ep=2))  # its routers have biases
+    for count, same, extra in run_ranks(state_of_routers, 2, settings, model):
+        assert count == 2 * len(model.experts.blocks) and same and extra == 0
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(EP2, VPP_EP2)], ids=str)
+def test_a_run_continues_from_a_checkpoint_of_another_layout(saved, loaded, tmp_path):
+    run_ranks(_make_model_with_experts, 1, tmp_path / "model")
+    assert_continues(saved, loaded, tmp_path / "model", tmp_path, train=dict(freeze_moe_router=True))
+
+
+def test_the_plan_counts_no_state_of_routers():
+    model = tiny_model("qwen3_moe")
+    frozen, trained = (stage_memory(config(row_of(pp=2), frozen), model, 1)[1]["train"] for frozen in (True, False))
+    blocks = [block for block in model.experts.blocks if block >= model.num_layers // 2]
+    routers = len(blocks) * model.experts.count * model.hidden_size
+    assert frozen["weights"] == trained["weights"] and routers > 0
+    assert (trained["gradients"] - frozen["gradients"]) * 2**30 == pytest.approx(4 * routers)
+    assert (trained["optimizer"] - frozen["optimizer"]) * 2**30 == pytest.approx(8 * routers)

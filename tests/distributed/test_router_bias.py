@@ -1,0 +1,120 @@
+"""Selection biases of experts move by the loads of all ranks' response tokens, alike in every layout, and nothing
+else moves them."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from dumped_steps import make_model
+from ranks import run_ranks
+from safetensors.torch import load_file
+from test_checkpoint_layouts import EP2, TP2_EP2, VPP_EP2, assert_continues
+from test_latent_parity import V3, model
+from tiny_policy import tiny_run
+
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.config import RunConfig
+from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.policy.balance import selection_biases
+from megagrpo.policy.reference import Reference
+from megagrpo.policy.routing_replay import route_shape
+from megagrpo.proof.verify.shrink import random_routes, random_samples, random_tensor
+from megagrpo.proof.verify.verified_step import Outcome, prepare, take_step
+
+RATE = 0.25
+TP2 = dict(tp=2, sequence_parallel=True)
+LAYOUTS = {
+    "dp2_ep2": (2, dict(ep=2), dict(distributed_optimizer=True)),
+    "tp2_ep2_etp1": (2, TP2 | dict(ep=2, etp=1), {}),
+    "tp2_cp2": (4, TP2 | dict(cp=2), {}),
+    "pp2_ep2_shared_prompts": (4, dict(pp=2, ep=2), dict(share_prompts=True)),
+    "small_micro_batches": (1, {}, dict(max_tokens_per_micro_batch=32)),
+}
+
+
+def config(parallel: dict, train: dict, replay: str = "off", rate: float = RATE, recompute: str = "none") -> RunConfig:
+    made = tiny_run(
+        parallel,
+        algorithm=dict(loss_type="grpo", beta=0.1, moe_router_bias_update_rate=rate),
+        model=dict(path="tiny", precision="fp32", recompute=recompute),
+        rollout=dict(temperature=0.8, routing_replay=replay),
+    )
+    return made.model_copy(update=dict(train=made.train.model_copy(update=dict(distributed_optimizer=False) | train)))
+
+
+def biases(outcome: Outcome) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in outcome.weights.items() if name.endswith("e_score_correction_bias")}
+
+
+@functools.cache
+def one_process(replay: str) -> Outcome:
+    return run_ranks(take_step, 1, config({}, {}, replay), model(V3), random_samples())[0]
+
+
+@pytest.mark.parametrize("replay", ["off", "engine"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_biases_move_alike_in_every_layout(name, replay):
+    ranks, parallel, train = LAYOUTS[name]
+    settings = config(parallel, train, replay, recompute="full")
+    found = run_ranks(take_step, ranks, settings, model(V3), random_samples())[0]
+    expected = biases(one_process(replay))
+    assert biases(found).keys() == expected.keys() and expected
+    for key, value in expected.items():
+        assert torch.equal(biases(found)[key], value), key
+
+
+def test_biases_move_by_the_loads_of_replayed_routes():
+    shape, samples = route_shape(model(V3)), random_samples()
+    routes, moved = random_routes(samples, shape), biases(one_process("engine"))
+    assert len(moved) == len(shape.layers)
+    for column, layer in enumerate(shape.layers):
+        load = [0] * shape.experts
+        for sample in samples:
+            for position in (sample.response_mask.nonzero()[:, 0] - 1).tolist():
+                for expert in routes[sample.index][position][column].tolist():
+                    load[expert] += 1
+        mean = sum(load) / len(load)
+        assert max(load) > mean, "no expert is loaded more than the others"
+        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        before = random_tensor(name, (shape.experts,))
+        signs = torch.tensor([1 if one < mean else -1 if one > mean else 0 for one in load])
+        torch.testing.assert_close(moved[name].float(), before + RATE * signs, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(EP2, VPP_EP2), pytest.param(TP2_EP2, EP2, marks=pytest.mark.full)], ids=str
+)
+def test_checkpoints_hold_the_biases(saved, loaded, tmp_path):
+    run_ranks(make_model, 1, tmp_path / "model", model(V3))
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    algorithm = dict(moe_router_bias_update_rate=RATE)
+    after = assert_continues(saved, loaded, tmp_path / "model", tmp_path, algorithm=algorithm)
+    names = [name for name in after if name.endswith("e_score_correction_bias")]
+    assert len(names) == len(route_shape(model(V3)).layers)
+    for name in names:
+        assert (after[name] - before[name]).abs().max() >= RATE
+
+
+def two_steps() -> tuple[list[float], bool]:
+    """How far each of two steps, whose gradients are computed twice, moves the biases of each layer, and whether the
+    reference's log-probs stay."""
+    settings = config({}, {})
+    layout = init_layout(settings.parallel)
+    policy, batch, _ = prepare(settings, model(V3), layout, random_samples())
+    reference, seen = Reference(policy), [[b.clone() for b in selection_biases(policy.chunks)]]
+    before = reference.logprobs(batch)
+    for _ in range(2):
+        policy.backward(batch, make_loss(settings.algorithm), batch.num_tokens)
+        policy.train_step(batch, make_loss(settings.algorithm), batch.num_tokens)
+        seen.append([b.clone() for b in selection_biases(policy.chunks)])
+    same = all(torch.equal(*pair) for pair in zip(before, reference.logprobs(batch), strict=True))
+    layout.close()
+    pairs = [pair for step in itertools.pairwise(seen) for pair in zip(*step, strict=True)]
+    return [(after - before).abs().max().item() for before, after in pairs], same
+
+
+def test_each_optimizer_step_moves_biases_once_and_the_reference_keeps_its_own():
+    ((moved, same),) = run_ranks(two_steps, 1)
+    assert same and len(moved) == 2 * len(route_shape(model(V3)).layers)
+    assert moved == pytest.approx([RATE] * len(moved), abs=1e-6)
