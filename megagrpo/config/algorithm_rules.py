@@ -35,9 +35,9 @@ def kl_problems(config: RunConfig) -> Iterator[Problem]:
     if config.lora.enabled and a.sync_ref_model and a.ref_model_mixup_alpha != 1:
         reason = f"{a.ref_model_mixup_alpha:g} mixes two adapters, which is no adapter of rank {config.lora.rank}"
         yield Problem(("algorithm.ref_model_mixup_alpha", "lora.rank"), f"{reason}; set it to 1")
-    if config.lora.enabled and m.reference_path:
-        reason = f"{m.reference_path} is not supported with LoRA, whose reference is the model with earlier adapters"
-        yield Problem(("model.reference_path", "lora.rank"), f"{reason}; leave it empty")
+    if config.lora.enabled and a.sync_ref_model and m.reference_path:
+        reason = f"{m.reference_path} has other weights below the adapters, and checkpoints hold adapters only"
+        yield Problem(("model.reference_path", moves, "lora.rank"), f"{reason}; set sync_ref_model to false")
     if a.kl_in_reward and a.kl_estimator != "k1":
         yield Problem((estimator, in_reward), f"{a.kl_estimator} is not supported with kl_in_reward; set it to k1")
     if a.kl_in_reward and a.use_bias_correction_kl:

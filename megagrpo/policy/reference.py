@@ -18,6 +18,7 @@ from megagrpo.policy.fp8.tensor import copied
 from megagrpo.policy.lm_head.top_logprobs import TopLogprobs
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state
+from megagrpo.policy.stored import StoredWeight
 from megagrpo.train_types import MicroBatch, RefHead, TrainBatch
 
 
@@ -50,14 +51,19 @@ class Reference:
     and of selection biases that steps move.
 
     With LoRA only adapters are trained. Fresh adapters add nothing, so the reference is the base model, not copied.
+    With `whole` it copies the base model too, in its stored form, and its adapters add nothing: another model.
 
     It is a `FrozenModel`. Only `mix_in` and `load_state_dict` change it; `times_moved` counts the calls of both.
     `weights` are in the order of the policy's parameters.
     """
 
-    def __init__(self, policy: MegatronPolicy):
-        self._policy = policy
+    def __init__(self, policy: MegatronPolicy, whole: bool = False):
+        self._policy, self._whole = policy, whole
         self.weights = [copied(p) for p in self._parameters()]
+        if whole:
+            for weight, parameter in zip(self.weights, self._parameters(), strict=True):
+                if parameter.requires_grad:
+                    weight.zero_()
         self.times_moved = 0
 
     @property
@@ -121,9 +127,11 @@ class Reference:
         """Return the policy's tensors that steps change or, with weights from elsewhere, all that may differ."""
         chunks, config = self._policy.chunks, self._policy.config
         others = config.model.reference_path is not None
-        parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad or others]
-        moves = others or config.algorithm.moe_router_bias_update_rate
-        return parameters + (selection_biases(chunks) if moves else [])
+        weights: list[Tensor] = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad or others]
+        if others or config.algorithm.moe_router_bias_update_rate:
+            weights += selection_biases(chunks)
+        stored = [module for chunk in chunks for module in chunk.modules() if self._whole]
+        return weights + [part for module in stored if isinstance(module, StoredWeight) for part in module.buffers()]
 
     def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
         """Return each chunk's sharded state, with the reference's storage under keys that start with "reference."."""

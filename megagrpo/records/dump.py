@@ -91,7 +91,8 @@ class StepDumps(Recorder):
         self._step, self._updates = (rollouts.step if rollouts.step in self._config.debug.dump_steps else 0), []
         if self._step:
             cleared = self._attempt(lambda: on_first_rank(self._layout, self._clear))
-            if cleared and self._reference is not None and (self._reference.moved or self._config.lora.enabled):
+            adapter = self._config.lora.enabled and self._config.model.reference_path is None
+            if cleared and self._reference is not None and (self._reference.moved or adapter):
                 with self._reference.in_place():
                     self._attempt(lambda: self._save("reference"))
 

@@ -143,7 +143,7 @@ def load_policy(
         policy = MegatronPolicy(config, layout, hf_config)
         if reference_folder is not None:
             run_own_and_agree(layout, lambda: load_hf(policy.chunks, hf_config, reference_folder, layout, progress))
-            reference = Reference(policy)
+            reference = Reference(policy, whole=config.lora.enabled)
         run_own_and_agree(layout, lambda: load_hf(policy.chunks, hf_config, model.folder, layout, progress))
         fill_adapters(policy.chunks, hf_config, layout, config.lora, config.run.seed)
     policy.weights_changed()

@@ -146,6 +146,18 @@ def test_another_checkpoint_as_reference_gives_a_kl_from_the_first_step_on(tmp_p
     assert run.metrics[0]["kl"] > 0.01
 
 
+@pytest.mark.full
+def test_the_audit_agrees_with_another_checkpoint_as_reference_of_adapters(tmp_path):
+    words = ["algorithm.beta=0.1", f"model.reference_path={other_model()}", "lora.rank=4", "train.learning_rate=5e-3"]
+    run = succeeded(world.train(tmp_path, *words, "run.max_steps=2", "debug.dump_steps=[1,2]"))
+    for step in (1, 2):
+        code, said = world.audit(run.folder, "--step", step, "--json")
+        found = json.loads(said)
+        assert code == 0 and found["passed"], said
+        assert not (run.folder / "dumps" / f"step_{step:06d}" / "reference").exists()
+    assert run.metrics[0]["kl"] > 0.01
+
+
 def test_a_reference_of_another_architecture_or_vocabulary_is_refused_by_what_differs(tmp_path):
     for name, key, value, said in (
         ("config.json", "num_hidden_layers", 3, "num_layers: 2, 3"),

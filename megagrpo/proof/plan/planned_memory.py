@@ -70,6 +70,8 @@ def _stage_memory(
         "optimizer": (moment_bytes + master_bytes) * sharded,
         "reference": whole * element - saved if config.algorithm.beta else 0,
     }
+    if config.lora.enabled and config.model.reference_path is not None:
+        resident["reference"] = resident["weights"]
     if gpu and in_fp8 and not config.model.fp8_param:
         resident["fp8_weights"] = in_fp8 * FP8_BYTES
     tokens = train.max_tokens_per_micro_batch / p.cp

@@ -29,9 +29,13 @@ def config(algorithm=None, **sections) -> RunConfig:
             "algorithm.ref_model_mixup_alpha: 0.6 mixes two adapters, which is no adapter of rank 4; set it to 1",
         ),
         (
-            dict(algorithm=dict(beta=0.1), lora=dict(rank=4), model=dict(path="x", reference_path="y")),
-            "model.reference_path: y is not supported with LoRA, whose reference is the model with earlier "
-            "adapters; leave it empty",
+            dict(
+                algorithm=dict(beta=0.1, sync_ref_model=True, ref_model_mixup_alpha=1),
+                lora=dict(rank=4),
+                model=dict(path="x", reference_path="y"),
+            ),
+            "model.reference_path: y has other weights below the adapters, and checkpoints hold adapters only; "
+            "set sync_ref_model to false",
         ),
         (
             dict(algorithm=IN_REWARD | dict(kl_estimator="k3")),

@@ -733,6 +733,11 @@ def test_adapters_of_llama_8b_are_as_many_as_peft_counts_and_alone_have_gradient
     assert (memory["gradients"], memory["optimizer"], memory["reference"]) == pytest.approx(
         (4 * gib, 12 * gib, 2 * gib)
     )
+    of_model = "algorithm.beta=0.1", "lora.rank=32", "model.reference_path=other"
+    for storage in ("none", "nf4"):
+        other = config(folder, *of_model, f"model.base_storage={storage}")
+        memory = trainer_memory(other, parse_hf_config(LLAMA_8B), dp=1)["generate"]
+        assert memory["reference"] == memory["weights"]
 
 
 def test_adapters_in_experts_are_refused_and_all_linear_leaves_them_out(folder):
