@@ -100,6 +100,10 @@ def length_problems(config: RunConfig) -> Iterator[Problem]:
         reason = f"{t.max_tokens_per_micro_batch} is less than the longest sample, {longest}"
         keys = ("train.max_tokens_per_micro_batch", *LONGEST_SAMPLE)
         yield Problem(keys, f"{reason}; raise it, or shorten the sample", rule=14)
+    if t.share_prompts and "rope" in config.model.fusions:
+        reason = "true lets positions continue a prompt's, but the fused rotation of model.fusions begins at 0"
+        keys = ("train.share_prompts", "model.fusions")
+        yield Problem(keys, f"{reason}; leave rope out, or share_prompts empty")
 
 
 def step_problems(config: RunConfig) -> Iterator[Problem]:

@@ -85,6 +85,16 @@ class RunConfig(Section):
         launch messages before products. `train.overlap: [experts]` needs several, to run two micro-batches at once."""
         return max(self.parallel.tp, self.parallel.cp) > 1 and "experts" not in self.train.overlap
 
+    def shares_prompts(self, transformer_engine: bool) -> bool:
+        """Whether responses in a micro-batch share one copy of their prompt (`train.share_prompts`).
+
+        Without a choice they do, except on Transformer Engine with context parallelism, whose ring cannot (our slower
+        attention would run in its place), or with its fused rotation, which begins each sequence at position 0.
+        """
+        if self.train.share_prompts is not None:
+            return self.train.share_prompts
+        return not transformer_engine or (self.parallel.cp == 1 and "rope" not in self.model.fusions)
+
     @property
     def without_overlap(self) -> RunConfig:
         """The config with the messages of a step one after the other, by NCCL or gloo."""

@@ -56,8 +56,9 @@ class TrainSection(Section):
     max_tokens_per_micro_batch: PositiveInt = 4096
     """Token budget of one packed micro-batch; the longest sample must fit."""
     share_prompts: bool | None = None
-    """Compute a prompt once for all its responses in a micro-batch: the same gradient from fewer tokens. Empty: on if
-    the attention supports it (Transformer Engine's does not)."""
+    """Compute a prompt once for all its responses in a micro-batch: the same gradient from fewer tokens. Empty: on,
+    except on Transformer Engine with `parallel.cp` above 1 (true then uses our slower attention) or with the fused
+    rotation of `model.fusions`."""
     logprob_chunk: PositiveInt = 256
     """Tokens whose logits exist at once in the LM head. Each chunk adds to the gradient of the whole head, which on
     GPUs is bound by memory traffic, so larger chunks are faster."""

@@ -48,18 +48,25 @@ def build_model(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> l
         raise ProblemError(*problems)
     device.prepare_precision(options.dtype)
     config, fp8 = transformer_config(hf_config, layout.parallel, options), options.fp8
+    own_attention = _own_attention(hf_config, layout.parallel.cp, options.shares_prompts)
     spec: Callable[[HfConfig], ModuleSpec]
     if device.has_transformer_engine():
         spec = partial(
             transformer_engine_spec,
             own_linears=options.own_linears,
             own_experts=options.own_experts,
-            own_attention=_own_attention(hf_config, layout.parallel.cp),
+            own_attention=own_attention,
             own_rotation=not fuses_rope(hf_config, options.fusions),
         )
     else:
         spec = local_spec
-    chunks = [_build_chunk(hf_config, config, layout, chunk, spec(hf_config)) for chunk in range(layout.parallel.vpp)]
+    # Attention modules rotate queries and keys themselves where angles differ per block or the rotation is not fused.
+    rotates_itself = hf_config.local_rope_theta is not None or own_attention
+    rotation = "rope" if config.apply_rope_fusion and not rotates_itself else "none"
+    chunks = [
+        _build_chunk(hf_config, config, layout, chunk, spec(hf_config), rotation)
+        for chunk in range(layout.parallel.vpp)
+    ]
     for chunk in chunks:
         _set_rotary(chunk, hf_config, options.longest_sequence)
         _accumulate_in_products(chunk)
@@ -70,13 +77,14 @@ def build_model(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> l
     return chunks
 
 
-def _own_attention(hf_config: HfConfig, cp: int) -> bool:
+def _own_attention(hf_config: HfConfig, cp: int, shares_prompts: bool) -> bool:
     """Whether core attention is `TorchAttention`: without Transformer Engine, or for features its attention lacks.
 
-    These are capped scores, and windows or sinks together with context parallelism. On GPUs before Hopper, and in
-    deterministic runs, Transformer Engine's attention of packs has no fused kernel: it would keep all scores.
+    These are capped scores, and windows, sinks or shared prompts together with context parallelism. On GPUs before
+    Hopper, and in deterministic runs, Transformer Engine's attention of packs has no fused kernel: it would keep all
+    scores.
     """
-    beyond_a_ring = cp > 1 and (any(hf_config.windows) or hf_config.sinks)
+    beyond_a_ring = cp > 1 and (any(hf_config.windows) or hf_config.sinks or shares_prompts)
     unfused = device.is_deterministic() or not device.has_packed_attention()
     return not device.has_transformer_engine() or hf_config.score_cap is not None or beyond_a_ring or unfused
 
@@ -98,10 +106,8 @@ def _accumulate_in_products(chunk: nn.Module) -> None:
 
 
 def _build_chunk(
-    hf_config: HfConfig, config: TransformerConfig, layout: Layout, chunk: int, spec: ModuleSpec
+    hf_config: HfConfig, config: TransformerConfig, layout: Layout, chunk: int, spec: ModuleSpec, rotation: str
 ) -> nn.Module:
-    # Attention modules rotate queries and keys themselves where angles differ per block or the rotation is not fused.
-    rotates_itself = hf_config.local_rope_theta is not None or _own_attention(hf_config, layout.parallel.cp)
     model = HybridModel(
         config,
         spec,
@@ -111,7 +117,7 @@ def _build_chunk(
         pre_process=layout.chunk_is_first(chunk),
         post_process=layout.chunk_is_last(chunk),
         share_embeddings_and_output_weights=hf_config.tied_embeddings,
-        position_embedding_type="rope" if config.apply_rope_fusion and not rotates_itself else "none",
+        position_embedding_type=rotation,
         rotary_base=hf_config.rope_theta,
         rotary_percent=hf_config.partial_rotary_factor,
         pg_collection=layout.process_groups,

@@ -29,21 +29,9 @@ def check_device(
             raise ValueError(
                 "model.fp8_param: weights in float32 have no masters to be rounded from; set model.precision to bf16"
             )
-    shares_prompts(train.share_prompts)
     check_overlap(train, parallel, dtype)
     check_fused(train, algorithm, truncates, dtype, hf_config.hidden_size)
     return dtype
-
-
-def shares_prompts(wanted: bool | None) -> bool:
-    """Return whether responses share one copy of their prompt; `wanted` is `train.share_prompts`. Raises ValueError."""
-    possible = not device.has_transformer_engine()
-    if wanted and not possible:
-        raise ValueError(
-            "train.share_prompts: Transformer Engine's attention cannot share a prompt; set it to false or leave it "
-            "empty"
-        )
-    return possible if wanted is None else wanted
 
 
 def check_fused(

@@ -25,7 +25,7 @@ from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.balance import RouterTerms, freeze_routers
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
 from megagrpo.policy.chunks import config_of
-from megagrpo.policy.device_checks import check_fused, shares_prompts
+from megagrpo.policy.device_checks import check_fused
 from megagrpo.policy.embedding import add_gradients_directly
 from megagrpo.policy.finite import BadTensor, GradientCheck, NonFiniteError, bad_weight, first_cause
 from megagrpo.policy.fp8.delayed_scaling import scaling_of
@@ -64,6 +64,7 @@ class MegatronPolicy:
     def __init__(self, config: RunConfig, layout: Layout, hf_config: HfConfig):
         self.config, self.layout, self.hf_config = config, layout, hf_config
         self.dtype = device.resolve_precision(config.model.precision)
+        self.shares_prompts = config.shares_prompts(device.has_transformer_engine())
         device.reuse_freed_memory()
         self.chunks = build_model(
             hf_config,
@@ -80,6 +81,7 @@ class MegatronPolicy:
                 longest_sequence=config.longest_sequence,
                 overlap=config.train.overlap,
                 fp8=Fp8.of(config.model, hf_config.num_layers),
+                shares_prompts=self.shares_prompts,
                 replays_routes=config.rollout.routing_replay != "off",
             ),
         )
@@ -103,7 +105,6 @@ class MegatronPolicy:
         self.scheduler = build_scheduler(
             self.optimizer, config.train, config.run.num_steps * config.algorithm.updates_per_step
         )
-        self.shares_prompts = shares_prompts(config.train.share_prompts)
         check_fused(config.train, config.algorithm, config.rollout.truncates, self.dtype, hf_config.hidden_size)
         self._scaling = scaling_of(self.chunks)
         self.replay = RoutingReplay(self.chunks, hf_config) if config.rollout.routing_replay != "off" else NO_REPLAY

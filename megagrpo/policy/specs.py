@@ -39,6 +39,7 @@ from megagrpo.platform import device
 from megagrpo.platform.device import apex
 from megagrpo.policy.attention.latent_attention import LatentAttention
 from megagrpo.policy.attention.packed import Rotary, TorchAttention
+from megagrpo.policy.attention.prefixes import prefixed
 from megagrpo.policy.elementwise import geglu, rms_norm, swiglu
 
 LAYERS_PER_BLOCK = 2  # hybrid layers in one decoder block
@@ -111,8 +112,8 @@ def post_normed(base: Any, norm: type) -> Any:
 
 @functools.cache
 def rotating(base: Any) -> Any:
-    """Return a subclass of `base`, Transformer Engine's attention, that rotates a pack's queries and keys by `rotary`,
-    as `TorchAttention` does."""
+    """Return a subclass of `base`, an attention that takes prefixes, that rotates a pack's queries and keys by
+    `rotary`, as `TorchAttention` does."""
 
     class Rotating(base):
         rotary: Rotary | None = None  # set by build._set_rotary
@@ -223,9 +224,12 @@ def transformer_engine_spec(
     if hf_config.qk_norm:
         attention.q_layernorm = attention.k_layernorm = TENorm
     if own_attention:
-        attention.core_attention = latent.core_attention = TorchAttention
-    elif own_rotation or hf_config.local_rope_theta:
-        attention.core_attention = rotating(attention.core_attention)
+        attention.core_attention = latent.submodules.core_attention = TorchAttention
+    else:
+        attention.core_attention = prefixed(attention.core_attention)
+        latent.submodules.core_attention = prefixed(latent.submodules.core_attention)
+        if own_rotation or hf_config.local_rope_theta:
+            attention.core_attention = rotating(attention.core_attention)
     if own_linears:
         attention.linear_qkv, attention.linear_proj = ColumnParallelLinear, RowParallelLinear
         layer.input_layernorm = mlp_layer.pre_mlp_layernorm = TENorm

@@ -51,6 +51,7 @@ class ModelOptions:
     longest_sequence: int | None = None  # for `build.rotary_frequencies`
     fp8: Fp8 | None = None  # how the blocks' linears multiply
     overlap: Sequence[str] = ()  # `train.overlap`
+    shares_prompts: bool = False  # responses continue one copy of their prompt
     replays_routes: bool = False  # routers take given experts, which Transformer Engine's fused router cannot
 
 

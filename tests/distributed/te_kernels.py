@@ -385,30 +385,37 @@ def attention(
     qkv_format=None,
     cu_seqlens_q=None,
     cu_seqlens_q_padded=None,
+    cu_seqlens_kv=None,
     attn_mask_type=None,
     **others,
 ):
     """Causal attention inside each packed sequence, with Transformer Engine's arguments; padding gives 0. [tokens,
-    heads x width]."""
-    assert ((qkv_format or self.qkv_format), attn_mask_type, query.dim()) == ("thd", "padding_causal", 3)
-    known = {"cu_seqlens_kv", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv", "num_splits"}
+    heads x width]. The mask ends at the last query and, with `bottom_right`, at the last key."""
+    bottom_right = attn_mask_type.endswith("_bottom_right")
+    mask = attn_mask_type.removesuffix("_bottom_right")
+    assert ((qkv_format or self.qkv_format), mask, query.dim()) == ("thd", "padding_causal", 3)
+    known = {"cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv", "num_splits"}
     assert not [name for name, given in others.items() if given is not None and name not in known], others
     places, sizes = (
         (cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded).tolist(),
         cu_seqlens_q.diff().tolist(),
     )
-    assert max(sizes) <= others["max_seqlen_q"]
+    keys, seen_sizes = (cu_seqlens_kv.tolist(), cu_seqlens_kv.diff().tolist()) if bottom_right else (places, sizes)
+    assert max(sizes) <= others["max_seqlen_q"] and max(seen_sizes) <= others["max_seqlen_kv"]
     groups, left, found = query.shape[1] // key.shape[1], self.window_size[0] if self.window_size else -1, []
-    for first, size, end in zip(places, sizes, [*places[1:-1], len(query)], strict=False):
-        q, k, v = (each[first : first + size].float() for each in (query, key, value))
-        k, v = (each.repeat_interleave(groups, 1) for each in (k, v))
-        index = torch.arange(size, device=query.device)
-        back = index[:, None] - index
+    ends = [*places[1:-1], len(query)]
+    for first, size, start, count, end in zip(places, sizes, keys, seen_sizes, ends, strict=False):
+        q, k, v = (
+            query[first : first + size].float(),
+            *(each[start : start + count].float().repeat_interleave(groups, 1) for each in (key, value)),
+        )
+        index = torch.arange(count, device=query.device)
+        back = index[count - size :, None] - index
         seen = (back >= 0) & ((back <= left) | (left < 0))
         scores = (torch.einsum("qhd,khd->hqk", q, k) * self.softmax_scale).masked_fill(~seen, -torch.inf)
         if self.softmax_type == "learnable":
             scores = torch.cat([scores, self.softmax_offset.float().view(-1, 1, 1).expand(-1, size, 1)], -1)
-        given = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :size], v).to(query.dtype)
+        given = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :count], v).to(query.dtype)
         found.append(torch.nn.functional.pad(given, (0, 0, 0, 0, 0, end - first - size)))
     return torch.cat(found).flatten(1)
 

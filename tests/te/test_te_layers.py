@@ -74,10 +74,15 @@ def ours(shape: str, **model: str) -> Outcome:
 
 
 def theirs(
-    shape: str, ranks: int = 1, parallel: dict | None = None, overlap: tuple[str, ...] = (), **model: Any
+    shape: str,
+    ranks: int = 1,
+    parallel: dict | None = None,
+    overlap: tuple[str, ...] = (),
+    share: bool = False,
+    **model: Any,
 ) -> Outcome:
-    """The step with Transformer Engine's layers."""
-    train = dict(share_prompts=False, distributed_optimizer=ranks > 1 or "fp8_param" in model)
+    """The step with Transformer Engine's layers. With `share` responses share their prompts."""
+    train = dict(share_prompts=share, distributed_optimizer=ranks > 1 or "fp8_param" in model)
     run = tiny_run(parallel or {}, model=dict(precision="fp32") | model, train=train)
     run = run.model_copy(update=dict(train=run.train.model_copy(update=dict(overlap=list(overlap)))))
     found = run_ranks(stepped, ranks, True, run, small(shape), random_samples(), timeout=300)[0]
@@ -100,6 +105,17 @@ def test_a_step_of_every_family_is_ours(shape):
 def test_a_step_in_a_layout_is_ours_in_one_process(case):
     ranks, shape, parallel = LAYOUTS[case]
     assert furthest(theirs(shape, ranks, parallel), ours(shape)) < LIKE_OURS
+
+
+@pytest.mark.parametrize("shape", FAMILIES)
+def test_a_step_with_shared_prompts_is_the_one_without(shape):
+    assert furthest(theirs(shape, share=True), ours(shape)) < LIKE_OURS
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_a_step_with_shared_prompts_in_a_layout_is_the_one_without(case):
+    ranks, shape, parallel = LAYOUTS[case]
+    assert furthest(theirs(shape, ranks, parallel, share=True), ours(shape)) < LIKE_OURS
 
 
 @pytest.mark.parametrize("option", OPTIONS)

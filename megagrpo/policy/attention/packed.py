@@ -36,9 +36,9 @@ def pack_params(
     each of this rank's tokens in its sample. None: computed from the borders, for layers on the host.
 
     `prefixes` [S] int64 holds the index of the sequence that each sequence continues, or -1. A sequence sees its
-    prefix's tokens before its own, and its positions continue the prefix's. A prefix has no prefix of its own. Only
-    `TorchAttention` supports prefixes. `indices` [T/cp] int64 are the pack positions of a context-parallel rank's
-    tokens (`context.rank_indices`); None when the rank holds all tokens.
+    prefix's tokens before its own, and its positions continue the prefix's. A prefix has no prefix of its own.
+    `indices` [T/cp] int64 are the pack positions of a context-parallel rank's tokens (`context.rank_indices`); None
+    when the rank holds all tokens.
     """
     lengths = cu_seqlens.diff()
     before = prefix_lengths(lengths, prefixes)

@@ -153,7 +153,7 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
     elif gpu and own_attention(config, model):
         attention = 3 * queries + 2 * keys + (2 * queries + 2 * keys if model.qk_norm else 0)
     elif gpu:
-        attention = 3 * queries + 3 * keys
+        attention = 3 * queries + (1 + 2 * repeated_keys(config)) * keys
     else:
         attention = 5 * queries + (queries + 2 * keys if model.qk_norm else 0)
     if tp > model.num_kv_heads:
@@ -180,9 +180,21 @@ def expert_output_elements(model: HfConfig, tp: int) -> float:
     return len(model.experts.blocks) / model.num_layers * model.experts.per_token / tp * model.hidden_size
 
 
+def repeated_keys(config: RunConfig) -> float:
+    """Return the keys that Transformer Engine's attention gets per token of a micro-batch of longest samples: with
+    shared prompts those of the prompt are repeated for each response."""
+    if not config.shares_prompts(transformer_engine=True):
+        return 1.0
+    prompt, response = config.rollout.max_prompt_length, config.max_response_length
+    together = max(1, min(config.rollout.num_generations, config.train.max_tokens_per_micro_batch // response))
+    return (prompt + response) / (response + prompt / together)
+
+
 def own_attention(config: RunConfig, model: HfConfig) -> bool:
-    """Whether a Hopper GPU uses our attention, not Transformer Engine's: in deterministic runs, with capped scores."""
-    return config.run.deterministic or model.score_cap is not None
+    """Whether a Hopper GPU uses our attention, not Transformer Engine's: in deterministic runs, with capped scores, and
+    with windows, sinks or shared prompts over context-parallel ranks (`build._own_attention`)."""
+    beyond_a_ring = any(model.windows) or model.sinks or config.shares_prompts(transformer_engine=True)
+    return config.run.deterministic or model.score_cap is not None or (config.parallel.cp > 1 and bool(beyond_a_ring))
 
 
 def host_memory(

@@ -80,6 +80,18 @@ def test_an_exact_kl_takes_no_correction(tmp_path):
     assert load_config(path, ["algorithm.kl_estimator=k3"]).algorithm.use_bias_correction_kl
 
 
+def test_prompts_are_shared_unless_transformer_engine_cannot(tmp_path):
+    def shares(*overrides: str) -> tuple[bool, bool]:
+        made = load_config(write(tmp_path, SMALLEST), list(overrides))
+        return made.shares_prompts(transformer_engine=True), made.shares_prompts(transformer_engine=False)
+
+    assert shares() == shares("train.share_prompts=true", "parallel.cp=2") == (True, True)
+    assert shares("parallel.cp=2") == shares("model.fusions=[rope]") == (False, True)
+    assert shares("train.share_prompts=false") == (False, False)
+    with pytest.raises(ConfigError, match="share_prompts: true lets positions continue a prompt's"):
+        shares("train.share_prompts=true", "model.fusions=[rope]")
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

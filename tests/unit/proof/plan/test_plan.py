@@ -519,12 +519,18 @@ def test_our_attention_on_a_gpu_keeps_copies_of_normalised_queries_keys_and_valu
     def elements(*overrides: str) -> float:
         return activation_elements(config(folder, *overrides), model, gpu=True)[0]
 
-    assert elements("run.deterministic=true") - elements() == 2 * queries + keys
+    plain = elements("train.share_prompts=false")
+    assert elements("run.deterministic=true") - plain == 2 * queries + keys
+    assert elements("train.share_prompts=true", "parallel.cp=2") == elements("run.deterministic=true")
+    # 8 responses of 128 tokens to a prompt of 96 see 8 x 224 keys in place of 8 x 128 + 96
+    sizes = "rollout.max_prompt_length=96", "rollout.max_completion_length=128", "rollout.num_generations=8"
+    shared = elements(*sizes, "train.max_tokens_per_micro_batch=2048")
+    assert shared - plain == pytest.approx(2 * keys * (8 * 224 / (8 * 128 + 96) - 1))
 
 
 def test_context_parallelism_shares_the_activations_and_the_sharded_optimizer(folder):
     def memory(*overrides: str) -> dict[str, float]:
-        made = config(folder, "train.distributed_optimizer=true", *overrides)
+        made = config(folder, "train.distributed_optimizer=true", "train.share_prompts=false", *overrides)
         return trainer_memory(made, parse_hf_config(LLAMA), dp=1)["train"]
 
     whole, half = memory(), memory("parallel.cp=2")
@@ -591,7 +597,8 @@ def test_a_gpu_that_is_too_small_is_refused_with_a_share_that_fits():
 
 def test_ram_that_is_too_small_for_what_leaves_the_gpus_is_refused():
     def problems(ram: float, gpu: float | None = 80, *overrides: str) -> list[str]:
-        config = load_config(REPOSITORY / "configs" / "qwen2.5_7b_1node.yaml", [*IN_STAGES, *overrides])
+        options = [*IN_STAGES, "train.share_prompts=false", *overrides]
+        config = load_config(REPOSITORY / "configs" / "qwen2.5_7b_1node.yaml", options)
         return told(plan(config, 8, gpu, host_memory_gb=ram))
 
     (problem,) = problems(100)
@@ -971,7 +978,9 @@ def test_a_weight_sync_needs_room_for_the_module_that_vllm_reloads(folder):
 
 def test_activations_without_fusions_stay_as_separate_tensors(folder):
     kept = {
-        text: activation_elements(config(folder, f"model.fusions={text}"), parse_hf_config(LLAMA), gpu=True)[0]
+        text: activation_elements(
+            config(folder, f"model.fusions={text}", "train.share_prompts=false"), parse_hf_config(LLAMA), gpu=True
+        )[0]
         for text in ("[]", "[rope]", "[bias_activation]")
     }
     assert kept["[]"] == kept["[rope]"] == kept["[bias_activation]"] + 2 * 1536
