@@ -125,7 +125,7 @@ def test_a_wrong_checksum_on_a_gpu_names_the_tensor_after_its_layer(tmp_path, mo
     for module in (copy_checksums, reader, slots):
         monkeypatch.setattr(module, "is_host", lambda values: False)
     name, stock = "model.layers.3.tensor", reader.device_checksum
-    monkeypatch.setattr(reader, "device_checksum", lambda values, column=0: stock(values, column) + 1)
+    monkeypatch.setattr(reader, "device_checksum", lambda values, box=None: stock(values, box) + 1)
     values = torch.randn(8, 3)
     alone = OneRank()
     with WeightSync(OneReader(), alone, "bfloat16", SharedMemory(alone, "bfloat16", folder=tmp_path)) as sync:

@@ -167,7 +167,7 @@ class Slots:
             values, number = span(key), self.numbers[key]
             started = time.perf_counter()
             elements = values.view(self.dtype).view(extent(key[2]) or (1,))
-            checksums[number] = checksum(elements, key[2][0][-1] if key[2][0] else 0)
+            checksums[number] = checksum(elements, key[2])
             spent += time.perf_counter() - started
             progress.record(weight_version, self.blocks[number][1] + values.numel())
 

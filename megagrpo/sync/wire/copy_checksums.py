@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megagrpo.models.families.boxes import Box, extent
+from megagrpo.models.families.boxes import Box, extent, whole
 
 PIECE = 2**18  # elements, at most 1 MiB: a core's L2 cache
-_INTEGERS = {2: torch.int16, 4: torch.int32}
+_PRODUCTS = 2**21  # elements that are multiplied by weights at once, at most 8 MiB
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _TOO_LARGE = (2 - 2**-8) * 2.0**127  # a float32: bfloat16 rounds this value and larger ones to infinity
 
 
@@ -25,27 +28,68 @@ class Checked(NamedTuple):
     seconds: float
 
 
-def checksum(values: Tensor, column: int = 0) -> int:
-    """Return the sum, modulo 2**64, of the elements read as unsigned integers of their own width.
+def checksum(values: Tensor, box: Box | None = None) -> int:
+    """Return the sum, modulo 2**64, of the words of 8 bytes along the rows, each times an odd weight of its position.
 
-    `values` is [...] float32, bfloat16 or float16, with any strides. Each element is shifted by its position within 8
-    bytes of its row, so a row is summed 8 bytes at a time. `column` is the first element's index along the whole
-    tensor's last dimension. Checksums of parts add up to the tensor's checksum. The checksum detects lost, zeroed,
-    stale and flipped elements, and swapped neighbours. Other swaps, such as of two rows, stay undetected.
+    `values` is [...] float32, bfloat16, float16 or FP8, with any strides. It holds the part `box` of a tensor, by
+    default all of it. With n elements in 8 bytes, column c of a row is element c % n of word c // n. The weight of a
+    word is the product of pseudo-random weights: of its index in the row, and of each index of the row. Checksums of
+    parts add up to the tensor's checksum. The checksum detects lost, zeroed, stale and flipped elements, and
+    permutations: of rows, columns, halves, experts or neighbours. If just two elements are exchanged, both in the last
+    place of a word, their difference counts modulo 2**(width - 1): equal numbers of opposite sign stay undetected.
     """
-    return on_host([device_checksum(values, column)])[0]
+    return on_host([device_checksum(values, box)])[0]
 
 
-def device_checksum(values: Tensor, column: int = 0) -> Tensor:
+def device_checksum(values: Tensor, box: Box | None = None) -> Tensor:
     """Return `checksum` as a [] int64 tensor on the device of `values`, without waiting. Above 2**63 it is negative."""
     values = values.detach() if values.dim() else values.detach()[None]
-    if _whole_words(values, column):
-        return values.view(-1).view(torch.int64).sum()
+    first = (box or whole(values.shape))[0] or (0,)
+    of_rows = row_weights(first[:-1], values.shape[:-1], values.device)
+    return _weighted_sum(values, of_rows, first[-1])
+
+
+def _weighted_sum(values: Tensor, of_rows: Tensor, column: int) -> Tensor:
+    """Return the checksum, [] int64, of `values` [..., n], whose rows have the weights `of_rows` [...] int64. `column`
+    is the index of their first element."""
     lanes, width = 8 // values.element_size(), 8 * values.element_size()
-    integers = values.view(_INTEGERS[values.element_size()]).to(torch.int64) & (2**width - 1)
-    columns = range(min(lanes, values.shape[-1]))
-    sums = [integers[..., lane::lanes].sum() << width * ((column + lane) % lanes) for lane in columns]
-    return torch.stack(sums).sum() if sums else values.new_zeros((), dtype=torch.int64)
+    if _whole_words(values, column):
+        lane_values = [(column, values.view(torch.int64))]
+    else:
+        integers = values.view(_INTEGERS[values.element_size()]).to(torch.int64) & (2**width - 1)
+        shifts = [width * ((column + lane) % lanes) for lane in range(min(lanes, values.shape[-1]))]
+        lane_values = [(column + lane, integers[..., lane::lanes] << shift) for lane, shift in enumerate(shifts)]
+    sums, step = [], max(1, _PRODUCTS // max(1, values.shape[-1]))
+    for start, words in lane_values:
+        of_columns = position_weights(0, start // lanes, words.shape[-1], values.device)
+        pieces = zip(words.reshape(-1, len(of_columns)).split(step), of_rows.reshape(-1).split(step), strict=True)
+        sums += [((piece * of_columns).sum(-1) * weights).sum() for piece, weights in pieces]
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=values.device)
+
+
+def row_weights(first: Sequence[int], shape: Sequence[int], device: torch.device) -> Tensor:
+    """Return the weights [*shape] int64 of the rows whose indices begin at `first`. A vector is one row of weight 1."""
+    weights = torch.ones((), dtype=torch.int64, device=device)
+    for dim, (start, count) in enumerate(zip(reversed(first), reversed(shape), strict=True), 1):
+        weights = position_weights(dim, start, count, device).view(-1, *[1] * (dim - 1)) * weights
+    return weights
+
+
+def position_weights(dim: int, start: int, count: int, device: torch.device) -> Tensor:
+    """Return the weights [count] int64, odd, of the indices from `start` along a dimension, counted from the last one:
+    0 is the dimension of words in a row."""
+    return _table(dim, 1 << (start + count).bit_length(), device)[start : start + count]
+
+
+@lru_cache(maxsize=256)
+def _table(dim: int, count: int, device: torch.device) -> Tensor:
+    """Return pseudo-random numbers [count] int64: the generator splitmix64, started at a number of the dimension."""
+    numbers = (np.arange(count, dtype=np.uint64) + np.uint64(dim << 40)) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
+    numbers ^= numbers >> np.uint64(31)
+    with torch.inference_mode(False):
+        return torch.from_numpy((numbers | np.uint64(1)).view(np.int64)).to(device)
 
 
 def on_host(sums: Sequence[Tensor]) -> list[int]:
@@ -59,8 +103,10 @@ def is_host(values: Tensor) -> bool:
 
 
 def _whole_words(values: Tensor, column: int) -> bool:
+    """Whether the rows of `values` [..., n] can be read in whole words of 8 bytes."""
     lanes = 8 // values.element_size()
-    return values.is_contiguous() and not any(n % lanes for n in (values.shape[-1], column, values.storage_offset()))
+    starts = (*values.stride()[:-1], values.shape[-1], column, values.storage_offset())
+    return bool(values.numel()) and values.stride(-1) == 1 and not any(n % lanes for n in starts)
 
 
 def copy_checked(target: Tensor, source: Tensor, box: Box) -> Checked:
@@ -70,16 +116,19 @@ def copy_checked(target: Tensor, source: Tensor, box: Box) -> Checked:
     in any shape that the order allows, and any strides. Dtypes are float32, bfloat16 or float16, and may differ. On a
     GPU the host does not wait. On a CPU each piece is checked while it is in the cache.
     """
-    whole, column = target.view(extent(box) or (1,)), box[0][-1] if box[0] else 0
-    pieces = [(target.view(source.shape), source, whole)]
-    if is_host(target) and source.is_contiguous() and _whole_words(whole, column):
-        parts = zip(target.view(-1).split(PIECE), source.reshape(-1).split(PIECE), strict=True)
-        pieces, column = [(piece, part, piece) for piece, part in parts], 0
+    shape, first = extent(box) or (1,), box[0] or (0,)
+    of_rows = row_weights(first[:-1], shape[:-1], target.device).reshape(-1)
+    rows = target.view(len(of_rows), shape[-1])
+    pieces = [(target.view(source.shape), source, rows, of_rows)]
+    if is_host(target) and source.is_contiguous() and target.numel():
+        step = max(1, PIECE // shape[-1])
+        parts = zip(rows.split(step), source.reshape(rows.shape).split(step), of_rows.split(step), strict=True)
+        pieces = [(piece, part, piece, weights) for piece, part, weights in parts]
     sums, seconds = [], 0.0
-    for piece, part, checked in pieces:
+    for piece, part, checked, weights in pieces:
         piece.copy_(part)
         started = time.perf_counter()
-        sums.append(device_checksum(checked, column))
+        sums.append(_weighted_sum(checked, weights, first[-1]))
         seconds += time.perf_counter() - started
     total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
     return Checked(total, seconds if is_host(target) else 0.0)

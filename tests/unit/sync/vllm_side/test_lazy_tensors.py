@@ -123,8 +123,8 @@ def test_a_reader_puts_slices_of_several_blocks_together_and_keeps_the_books(pub
     arrived.copy_(lazy[1:5])
     assert torch.equal(arrived, real[1:5]) and reader.bytes == arrived.nbytes and not reader.unread()
     assert reader.reads == {
-        ("w", 0, ((1, 0), (2, 4))): checksum(real[1:2]),
-        ("w", 1, ((2, 0), (5, 4))): checksum(real[2:5]),
+        ("w", 0, ((1, 0), (2, 4))): checksum(real[1:2], ((1, 0), (2, 4))),
+        ("w", 1, ((2, 0), (5, 4))): checksum(real[2:5], ((2, 0), (5, 4))),
     }
 
 
@@ -198,4 +198,4 @@ def test_what_a_loader_copies_from_several_blocks_arrives_with_checksums_of_the_
     arrived.copy_(LOADERS[name](next(reader.tensors())[1]))
     torch.testing.assert_close(arrived, expected, rtol=0, atol=0)
     for (_, _, (lo, hi)), total in reader.reads.items():
-        assert total == checksum(real[lo[0] : hi[0], lo[1] : hi[1]].contiguous(), lo[1])
+        assert total == checksum(real[lo[0] : hi[0], lo[1] : hi[1]].contiguous(), (lo, hi))

@@ -1,6 +1,7 @@
 """Copies with checksums: they copy any strides, and their checksum equals the naive sum over elements."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -8,50 +9,137 @@ import torch
 
 from megagrpo.models.families.boxes import cut, extent, whole
 from megagrpo.sync.wire.copy_checksums import (
+    PIECE,
     checksum,
     copy_checked,
     device_checksum,
     finite_as,
     first_false,
     on_host,
+    position_weights,
 )
 
 DTYPES = [torch.bfloat16, torch.float32]
 
 
-def naive(values, column=0):
-    """Each element's bits, shifted by its place within 8 bytes of its row."""
-    bits = values.contiguous().view(torch.int16 if values.element_size() == 2 else torch.int32).numpy()
+def splitmix64(number):
+    """The generator of the position weights, with Python's integers."""
+    number = number * 0x9E3779B97F4A7C15 % 2**64
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        number = (number ^ number >> shift) * factor % 2**64
+    return number ^ number >> 31
+
+
+def weight(dim, index):
+    """The weight of an index along a dimension, counted from the last one."""
+    return splitmix64(index + (dim << 40)) | 1
+
+
+def naive(values, first=None):
+    """Each element's bits, shifted by its place within 8 bytes of its row, times the weight of its word."""
+    values = values if values.dim() else values[None]
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[values.element_size()]
     width, lanes = 8 * values.element_size(), 8 // values.element_size()
     total = 0
-    for place, value in np.ndenumerate(bits):
-        total += (int(value) % 2**width) << width * ((place[-1] + column if place else column) % lanes)
+    for place, value in np.ndenumerate(values.contiguous().view(integers).numpy()):
+        *rows, column = (a + b for a, b in zip(place, first or [0] * len(place), strict=True))
+        factor = math.prod(weight(dim, index) for dim, index in enumerate(reversed([*rows, column // lanes])))
+        total += (int(value) % 2**width << width * (column % lanes)) * factor
     return total % 2**64
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(), (1,), (5,), (8,), (3, 4), (7, 5), (2, 3, 8), (0, 4)], ids=str)
+def part_of(values, box):
+    return values[tuple(slice(a, b) for a, b in zip(*box, strict=True))]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (8,), (3, 4), (7, 5), (2, 3, 8), (0, 4), (3, 0)], ids=str)
 def test_the_checksum_is_the_naive_sum(shape, dtype):
     torch.manual_seed(0)
     values = torch.randn(shape).to(dtype)
     assert checksum(values) == naive(values)
     if values.dim() > 1:
         assert checksum(values.transpose(0, 1)) == naive(values.transpose(0, 1))
-        assert checksum(values[:, 1:], 1) == naive(values[:, 1:], 1)
+        assert checksum(values[:, 1:], cut(shape, 1, 1, shape[1])) == naive(values[:, 1:], [0, 1, 0][: len(shape)])
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e5m2])
+@pytest.mark.parametrize("edges", [(4, 8), (1, 7), (3, 4)])
+@pytest.mark.parametrize("experts", [None, 3])
+def test_the_checksums_of_parts_add_up(edges, dtype, experts):
+    torch.manual_seed(1)
+    shape = (6, 16) if experts is None else (experts, 6, 16)
+    values = torch.randn(shape).to(dtype)
+    boxes = [((a, c), (b, d)) for a, b in ((0, 2), (2, 6)) for c, d in itertools.pairwise([0, *edges, 16])]
+    if experts is not None:
+        boxes = [((e, *lo), (f, *hi)) for e, f in ((0, 1), (1, 3)) for lo, hi in boxes]
+    assert sum(checksum(part_of(values, box), box) for box in boxes) % 2**64 == checksum(values) == naive(values)
+
+
+def exchanged(values, dim, first, second):
+    """A copy with two equal index ranges along `dim` exchanged."""
+    result = values.clone()
+    for here, there in ((first, second), (second, first)):
+        result[(slice(None),) * dim + (here,)] = values[(slice(None),) * dim + (there,)]
+    return result
+
+
+PERMUTED = {
+    "two rows": lambda v: exchanged(v, -2 % v.dim(), slice(1, 2), slice(4, 5)),
+    "neighbouring rows": lambda v: exchanged(v, -2 % v.dim(), slice(2, 3), slice(3, 4)),
+    "halves of the rows, as gate and up": lambda v: exchanged(v, -2 % v.dim(), slice(0, 4), slice(4, 8)),
+    "halves of each row": lambda v: exchanged(v, -1 % v.dim(), slice(0, 16), slice(16, 32)),
+    "two words of one row": lambda v: exchanged(v.view(-1), 0, slice(8, 16), slice(16, 24)).view(v.shape),
+    "neighbouring elements": lambda v: exchanged(v.view(-1), 0, slice(5, 6), slice(6, 7)).view(v.shape),
+    "elements of the same column": lambda v: exchanged(v.view(-1), 0, slice(5, 6), slice(37, 38)).view(v.shape),
+    "rows in reverse order": lambda v: v.flip(-2),
+    "the order of experts": lambda v: v.roll(1, 0),
+    "a square of 8 rows and 8 columns, transposed": lambda v: torch.cat([v[..., :8].mT, v[..., 8:]], -1),
+}
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn])
+@pytest.mark.parametrize("experts", [None, 4])
+@pytest.mark.parametrize("kind", PERMUTED)
+def test_a_permutation_changes_the_checksum(kind, experts, dtype):
+    torch.manual_seed(3)
+    shape = (8, 32) if experts is None else (experts, 8, 32)
+    values = torch.randn(shape).to(dtype)
+    permuted = PERMUTED[kind](values)
+    assert not torch.equal(permuted.view(torch.uint8), values.view(torch.uint8))
+    assert checksum(permuted) != checksum(values)
+
+
+@pytest.mark.parametrize("kind", ["two rows", "halves of each row"])
+def test_exchanged_parts_with_equal_sums_change_the_checksum(kind):
+    """Each half holds the same elements in another order, so that the sums of both are equal."""
+    row = torch.arange(1.0, 17.0)
+    values = torch.cat([row, row.flip(0)]).expand(8, 32).contiguous()
+    values[4] = values[4].roll(8)
+    assert checksum(PERMUTED[kind](values)) != checksum(values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("edges", [(4, 8), (1, 7), (3, 4)])
-def test_the_checksums_of_parts_add_up_and_tell_what_changed(edges, dtype):
-    torch.manual_seed(1)
-    values = torch.randn(6, 12).to(dtype)
-    columns = [0, *edges, 12]
-    parts = [(slice(a, b), slice(c, d)) for a, b in ((0, 2), (2, 6)) for c, d in itertools.pairwise(columns)]
-    assert sum(checksum(values[part], part[1].start) for part in parts) % 2**64 == checksum(values)
-    for change in (lambda v: v[3, 7:9].copy_(v[3, 7:9].flip(0)), lambda v: v[5, 11].zero_(), lambda v: v[0, 0].neg_()):
+@pytest.mark.parametrize("place", [(0, 0), (0, 3), (5, 11), (3, 8)])
+def test_any_flipped_bit_of_an_element_changes_the_checksum(place, dtype):
+    values = torch.randn(6, 12, generator=torch.Generator().manual_seed(4)).to(dtype)
+    integers = torch.int16 if dtype is torch.bfloat16 else torch.int32
+    totals = {checksum(values)}
+    for bit in range(8 * values.element_size() - 1):
         other = values.clone()
-        change(other)
-        assert checksum(other) != checksum(values)
+        other.view(integers)[place] ^= 1 << bit
+        totals.add(checksum(other))
+    other = values.clone()
+    other[place] = -other[place]
+    assert len(totals | {checksum(other)}) == 8 * values.element_size() + 1
+
+
+def test_weights_of_positions_are_odd_and_differ_between_dimensions():
+    device = torch.device("cpu")
+    of_dims = [position_weights(dim, 5, 1000, device) for dim in range(3)]
+    numbers = [number for weights in of_dims for number in weights.tolist()]
+    assert len(set(numbers)) == 3000 and all(number % 2 for number in numbers)
+    assert of_dims[1].tolist() == position_weights(1, 0, 5000, device)[5:1005].tolist()  # from a larger table
 
 
 SOURCES = {
@@ -120,8 +208,17 @@ def test_what_the_cast_makes_infinite_is_refused(sign):
 def test_a_gpus_checksum_is_the_hosts(dtype, column, width):
     # sign bits make large sums
     values = -torch.rand(7, width, generator=torch.Generator().manual_seed(width)).to(dtype)
-    sums = [device_checksum(part, column) for part in (values, values[:, 1:], values.t())]
-    assert on_host(sums) == [checksum(part, column) for part in (values, values[:, 1:], values.t())]
+    parts = [values, values[:, 1:], values.t()]
+    boxes = [((2, column), (2 + part.shape[0], column + part.shape[1])) for part in parts]
+    sums = [device_checksum(part, box) for part, box in zip(parts, boxes, strict=True)]
+    assert on_host(sums) == [checksum(part, box) for part, box in zip(parts, boxes, strict=True)]
+
+
+def test_a_row_longer_than_a_piece_and_rows_of_several_pieces_have_the_sum_of_the_whole():
+    for shape in ((PIECE + 12,), (3, PIECE // 2)):
+        source = torch.randn(shape)
+        target = torch.empty(source.numel(), dtype=torch.bfloat16)
+        assert on_host([copy_checked(target, source, whole(shape)).checksum]) == [checksum(source.bfloat16())]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
