@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from test_cuda_sync import push
 
+from megagrpo.sync.wire import copy_checksums
+from megagrpo.sync.wire.cuda_handles import mappable_bytes
 from megagrpo.sync.wire.tensor_index import WeightSyncError
 from tests.fake_gpu import planted_bugs as bugs
 from tests.fake_gpu.runtime import needs_fake_gpu, on_gpus
@@ -29,6 +31,7 @@ def problems_of_a_sync(bug, folder) -> list[str] | None:
         except WeightSyncError as error:
             (folder / "request").write_text("{}")
             return [f"raised {error}"]
+        copy_checksums.position_table.cache_clear()  # the weights of positions stay for the next sync
         gc.collect()
         left = torch.cuda.memory_allocated() - before
         return [f"left {left} bytes"] if left and dist.get_rank() == 0 else []
@@ -42,3 +45,19 @@ def test_a_sync_leaves_no_memory_behind(tmp_path):
 def test_a_planted_bug_is_seen(bug, tmp_path):
     problems = on_gpus(problems_of_a_sync, 2, bug, tmp_path)[0]
     assert [problem for problem in problems if problem.startswith(BUGS[bug])], problems
+
+
+def allocated_with_expandable_segments() -> tuple[list[bool], str]:
+    """Whether each segment is expandable, and the error of an ordinary allocation: the runtime has no virtual memory."""
+    buffer = mappable_bytes(32 << 20, torch.device("cuda"))
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty_like(buffer)
+    return [segment["is_expandable"] for segment in torch.cuda.memory_snapshot()], str(caught.value)
+
+
+def test_the_buffer_that_workers_map_is_not_in_an_expandable_segment():
+    (segments, error), *_ = on_gpus(
+        allocated_with_expandable_segments, 1, PYTORCH_ALLOC_CONF="max_split_size_mb:64,expandable_segments:True"
+    )
+    assert segments == [False]
+    assert "cuDeviceGet" in error  # torch looks for CUDA's virtual memory, so its settings are back

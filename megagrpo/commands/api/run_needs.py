@@ -33,7 +33,6 @@ def needs_of(config: RunConfig, name: str, gpu: bool, world_size: int | None = N
         disk=max(SMALLEST_DISK, checkpoint),
         one_connection=config.one_connection,
         shares_gpu=rollout.placed == "colocated",
-        cuda_ipc=transport == "cuda_ipc",
         unseen=next((problem.text for problem in made.problems if isinstance(problem, UnseenModel)), ""),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from megagrpo.platform.doctor.gpu_checks import gpu_checks, has_nvidia_card, nvidia_state, visible_gpus
-from megagrpo.platform.doctor.host_checks import cpu_checks, ipc_checks, limit_checks, memory_checks, network_checks
+from megagrpo.platform.doctor.host_checks import cpu_checks, limit_checks, memory_checks, network_checks
 from megagrpo.platform.doctor.link_checks import rdma_checks, topology_checks
 from megagrpo.platform.doctor.machine import Finding, Machine
 from megagrpo.platform.doctor.needs import Needs
@@ -26,7 +26,7 @@ def check_up(machine: Machine, needs: Needs) -> list[Finding]:
     gpus = visible_gpus(state.gpus, machine.environment) if state else []
     parts: list[Callable[[], Iterable[Finding]]] = [lambda: gpu_checks(machine, needs, cuda)]
     if gpus:
-        parts += [lambda: topology_checks(machine, needs), lambda: ipc_checks(machine, needs)]
+        parts += [lambda: topology_checks(machine, needs)]
     parts += [lambda: rdma_checks(machine, needs)] if gpu or needs.nodes > 1 else []
     parts += [lambda: package_checks("gpu" if gpu else "cpu")]
     if gpu:

@@ -1,4 +1,4 @@
-"""Checks the host: memory, shared memory, disk, limits, expandable segments, ports, and the libraries of a CPU run."""
+"""Checks the host: memory, shared memory, disk, limits, ports, and the libraries of a CPU run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pathlib import Path
 from megagrpo.platform.doctor.machine import Finding, Machine, judged
 from megagrpo.platform.doctor.needs import Needs
 from megagrpo.platform.install.steps import NUMA
-from megagrpo.platform.process.environment import expandable_segments
 from megagrpo.platform.process.shm_names import SHARED_MEMORY
 from megagrpo.proof.plan.engine_memory import GIB
 
@@ -87,23 +86,6 @@ def memlock_check(value: int, rdma: bool) -> Finding:
     fix = LIMIT_FIX.format(flag="l", name="memlock", value="unlimited").replace("memlock=unlimited", "memlock=-1")
     effect = "NCCL over RDMA fails with 'ibv_reg_mr failed'" if rdma else "enough without RDMA"
     return judged("ulimit memlock", f"{value / 2**20:.0f} MiB; {effect}", not rdma, fix, "fail")
-
-
-# ------------------------------------------------------------------------------------------------------------- CUDA IPC
-
-
-def ipc_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Check expandable segments, which a run with weights by CUDA IPC refuses
-    (`megagrpo/sync/trainer_side/cuda_ipc.py`)."""
-    name = expandable_segments(machine.environment)
-    if name is None:
-        yield Finding("CUDA IPC", "expandable_segments is off")
-    elif not needs.cuda_ipc:
-        yield Finding("CUDA IPC", f"{needs.source} does not use it")
-    else:
-        result = f"{name} has expandable_segments:True, which a run with weights by CUDA IPC refuses"
-        fix = "unset it, or set rollout.weight_sync_transport: shared_memory"
-        yield Finding("CUDA IPC", result, "warn" if needs.source == "any run" else "fail", fix)
 
 
 # -------------------------------------------------------------------------------------------------- network, clock, CPU

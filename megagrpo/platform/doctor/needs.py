@@ -21,5 +21,4 @@ class Needs:
     disk: float = SMALLEST_DISK
     one_connection: bool = False  # tp or cp, which need CUDA_DEVICE_MAX_CONNECTIONS=1 before Blackwell
     shares_gpu: bool = True  # trainer and vLLM are two processes on one GPU
-    cuda_ipc: bool = True
     unseen: str = ""  # why the size of the model is unknown

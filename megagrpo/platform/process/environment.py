@@ -173,7 +173,7 @@ TABLE = (
     _hurts("TORCH_DISTRIBUTED_DEBUG", "torch", "DETAIL", "every collective is checked by another one", on_gpus=False),
     _hurts("PYTORCH_NO_CUDA_MEMORY_CACHING", "torch", "1", "each allocation is a call of cudaMalloc"),
     Row("PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF", "torch", PASSED,
-        "configures torch's allocator; CUDA IPC excludes expandable_segments"),
+        "configures torch's allocator; weights for CUDA IPC are kept outside of expandable segments"),
     _hurts("PYTORCH_JIT", "torch", "0", "scripted functions of Megatron run unfused"),
     _hurts("TORCHDYNAMO_DISABLE TORCH_COMPILE_DISABLE", "torch", "1", "vLLM does not compile its model"),
     Row("TORCH_* PYTORCH_* TORCHDYNAMO_* TORCHINDUCTOR_*", "torch", PASSED,
@@ -378,14 +378,6 @@ def _reach_loopback_directly(environment: MutableMapping[str, str]) -> None:
         hosts = [host for host in re.split(r"[,\s]+", environment.get(name, "")) if host]
         if "*" not in hosts:
             environment[name] = ",".join(dict.fromkeys([*hosts, "localhost", "127.0.0.1", "::1"]))
-
-
-def expandable_segments(environment: Mapping[str, str]) -> str | None:
-    """Return the variable that makes torch use expandable segments, or None. torch and vLLM read the first one set."""
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if text := environment.get(name, ""):
-            return name if "expandable_segments:true" in text.lower().replace(" ", "") else None
-    return None
 
 
 def _interpreter() -> Iterator[Verdict]:

@@ -17,13 +17,11 @@ from torch import Tensor
 
 from megagrpo.config.transport_table import TRANSPORTS
 from megagrpo.engine.client import VllmEngine
-from megagrpo.platform.process.environment import expandable_segments
-from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.sync.trainer_side.node_shares import Nodes
 from megagrpo.sync.trainer_side.shared_memory import FileUpdate, SharedMemory
 from megagrpo.sync.trainer_side.slots import Slots
 from megagrpo.sync.trainer_side.transport import Ranks, Weight, of_first_rank, own_or_raise
-from megagrpo.sync.wire.cuda_handles import export, release
+from megagrpo.sync.wire.cuda_handles import export, mappable_bytes, release
 
 
 class CudaIpc(SharedMemory):
@@ -34,12 +32,6 @@ class CudaIpc(SharedMemory):
     refills = False
 
     def __init__(self, *arguments: Any, **options: Any):
-        if name := expandable_segments(ENVIRONMENT):
-            raise ValueError(
-                f"{name}: expandable_segments:True and rollout.weight_sync_transport cuda_ipc exclude each other, "
-                "because most containers do not permit to map such memory; unset the variable, or set the transport to "
-                "shared_memory"
-            )
         super().__init__(*arguments, **options)
         self._servers: dict[str, int] | None = None  # url -> number of workers, of rank 0 in the last update
 
@@ -92,7 +84,7 @@ class DeviceSlots(Slots):
         """Return the buffer's name in blocks, and its bytes [size] uint8 on the GPU."""
         name = self.memory_of(self.rank, slot, self.folder)
         if name not in self.buffers:
-            self.buffers[name] = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+            self.buffers[name] = mappable_bytes(self.size, self.device)
         return name, self.buffers[name]
 
 

@@ -78,12 +78,12 @@ def row_weights(first: Sequence[int], shape: Sequence[int], device: torch.device
 def position_weights(dim: int, start: int, count: int, device: torch.device) -> Tensor:
     """Return the weights [count] int64, odd, of the indices from `start` along a dimension, counted from the last one:
     0 is the dimension of words in a row."""
-    return _table(dim, 1 << (start + count).bit_length(), device)[start : start + count]
+    return position_table(dim, 1 << (start + count).bit_length(), device)[start : start + count]
 
 
 @lru_cache(maxsize=256)
-def _table(dim: int, count: int, device: torch.device) -> Tensor:
-    """Return pseudo-random numbers [count] int64: the generator splitmix64, started at a number of the dimension."""
+def position_table(dim: int, count: int, device: torch.device) -> Tensor:
+    """Return odd pseudo-random numbers [count] int64, of the generator splitmix64 from a start of each dimension."""
     numbers = (np.arange(count, dtype=np.uint64) + np.uint64(dim << 40)) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)

@@ -7,6 +7,9 @@ covers one mapping, so each worker gets its own handle. The memory is freed when
 from __future__ import annotations
 
 import base64
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,9 +31,32 @@ FIELDS = {
     "event_sync_required": bool,
 }
 
+_EXPANDABLE = re.compile(r"(\bexpandable_segments\s*:\s*)True")
+
+
+def mappable_bytes(count: int, device: torch.device) -> Tensor:
+    """Return a buffer [count] uint8 on a GPU, for `export`."""
+    with _outside_expandable_segments():
+        return torch.empty(count, dtype=torch.uint8, device=device)
+
+
+@contextmanager
+def _outside_expandable_segments() -> Iterator[None]:
+    """Context manager: torch's allocator takes no memory from expandable segments, whatever `PYTORCH_ALLOC_CONF` says.
+
+    Most containers do not permit to map such memory, because another process opens it through ptrace (pidfd_getfd).
+    torch resets every option that is absent, so all settings are written with one word changed.
+    """
+    settings = torch._C._accelerator_getAllocatorSettings()
+    torch._C._accelerator_setAllocatorSettings(_EXPANDABLE.sub(r"\1False", settings))
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)
+
 
 def export(buffer: Tensor) -> dict[str, Any]:
-    """Return a handle of `buffer` [n] uint8, a flat tensor on a GPU, for one other process. The tensor must live until
+    """Return a handle of `buffer` [n] uint8 of `mappable_bytes`, for one other process. The tensor must live until
     that process has mapped and released it."""
     flat = buffer.dtype == torch.uint8 and buffer.dim() == 1 and buffer.storage_offset() == 0
     assert buffer.is_cuda and flat, "a handle describes flat bytes on a GPU"

@@ -14,7 +14,6 @@ from megagrpo.platform.doctor.gpu_checks import NvidiaState, driver_check, gpu_c
 from megagrpo.platform.doctor.host_checks import (
     available_ram,
     cpu_checks,
-    ipc_checks,
     limit_check,
     memlock_check,
     memory_checks,
@@ -339,21 +338,6 @@ def test_limits_are_compared():
     assert memlock_check(8 << 20, rdma=False).state == memlock_check(resource.RLIM_INFINITY, rdma=True).state == "ok"
 
 
-@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_expandable_segments_fail_a_run_whose_servers_get_weights_by_cuda_ipc(variable):
-    made = Machine(environment={variable: "expandable_segments: True"})
-    (finding,) = ipc_checks(made, Needs(source="7b"))
-    assert finding.state == "fail" and variable in finding.result and "shared_memory" in finding.fix
-    assert [one.state for one in ipc_checks(made, Needs())] == ["warn"]
-    assert [one.state for one in ipc_checks(made, Needs(source="7b", cuda_ipc=False))] == ["ok"]
-    assert [one.state for one in ipc_checks(Machine(environment={}), Needs(source="7b"))] == ["ok"]
-
-
-def test_torch_reads_the_newer_variable_for_segments_first():
-    both = {"PYTORCH_ALLOC_CONF": "expandable_segments:False", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    assert [one.state for one in ipc_checks(Machine(environment=both), Needs(source="7b"))] == ["ok"]
-
-
 def test_a_name_that_does_not_resolve_is_a_warning_on_several_nodes():
     assert [name_check(name, 2).state for name in ("no-such-host.invalid", "localhost")] == ["warn", "ok"]
     assert name_check("no-such-host.invalid", 1).state == "ok"
@@ -415,7 +399,7 @@ def test_threads_and_foreign_packages_are_found():
 def test_needs_come_from_the_plan_of_the_config():
     config = load_config(Path("configs/qwen2.5_7b_1node.yaml"), ["parallel.tp=2"])
     gpu, cpu = needs_of(config, "7b", True, 8), needs_of(config, "7b", False, 8)
-    assert (gpu.gpus, gpu.nodes, gpu.one_connection, gpu.cuda_ipc) == (8, 1, True, True)
+    assert (gpu.gpus, gpu.nodes, gpu.one_connection) == (8, 1, True)
     assert gpu.shared_memory == 1.0 and cpu.shared_memory == pytest.approx(4 * 7.616e9 / 2**30, rel=1e-3)
     assert needs_of(load_config(Path("configs/deepseek_v3_32nodes.yaml")), "v3", True).nodes > 8
 
@@ -427,7 +411,7 @@ def test_a_checkup_has_a_fix_for_each_finding_that_is_not_ok(tmp_path):
     assert {finding.state for finding in everything} <= set(STATES) and all(finding.result for finding in everything)
     assert all(finding.fix for finding in everything if finding.state != "ok")
     assert not [finding for finding in everything if finding.subject == "doctor"]
-    assert {"NVSwitch fabric", "CUDA IPC", "clock skew", "other nodes", "vllm"} <= states(everything).keys()
+    assert {"NVSwitch fabric", "clock skew", "other nodes", "vllm"} <= states(everything).keys()
 
 
 def test_a_check_that_raises_does_not_hide_the_others(tmp_path, monkeypatch):

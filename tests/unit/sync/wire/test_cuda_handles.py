@@ -2,19 +2,17 @@
 
 import inspect
 import json
-import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from megagrpo.platform.process.environment import expandable_segments
-from megagrpo.sync.trainer_side.cuda_ipc import CudaIpc, HandleUpdate
+from megagrpo.sync.trainer_side.cuda_ipc import HandleUpdate
 from megagrpo.sync.trainer_side.shared_memory import replies_of
 from megagrpo.sync.vllm_side.memory_receiver import MappedBlocks
 from megagrpo.sync.wire import cuda_handles
-from megagrpo.sync.wire.cuda_handles import FIELDS, DeviceMaps, pack, unpack
+from megagrpo.sync.wire.cuda_handles import FIELDS, DeviceMaps, mappable_bytes, pack, unpack
 from megagrpo.sync.wire.progress_file import ProgressReader
 from megagrpo.sync.wire.tensor_index import SharedBlock, SharedTensor, TensorIndex, WeightSyncError
 
@@ -100,26 +98,29 @@ def test_a_reader_waits_for_no_event_of_the_exporting_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("environment", "name"),
+    ("settings", "meanwhile"),
     [
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: True"}, "PYTORCH_ALLOC_CONF"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "PYTORCH_CUDA_ALLOC_CONF"),
         (
-            {"PYTORCH_ALLOC_CONF": "expandable_segments:False", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-            None,
+            "max_split_size_mb:64, expandable_segments: True,roundup_power2_divisions:4",
+            "max_split_size_mb:64, expandable_segments: False,roundup_power2_divisions:4",
         ),
-        ({}, None),
+        ("expandable_segments:False", "expandable_segments:False"),
+        ("max_split_size_mb:64", "max_split_size_mb:64"),
+        ("", ""),
     ],
 )
-def test_memory_that_containers_do_not_map_is_refused(environment, name, tmp_path, monkeypatch):
-    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(variable, raising=False)
-    for variable, value in environment.items():
-        monkeypatch.setenv(variable, value)
-    assert expandable_segments(os.environ) == name
-    if name:
-        with pytest.raises(
-            ValueError,
-            match=f"{name}: expandable_segments:True and rollout.weight_sync_transport cuda_ipc exclude each other",
-        ):
-            CudaIpc(SimpleNamespace(world_rank=0), "float32", folder=tmp_path)
+def test_a_buffer_for_other_processes_is_allocated_outside_of_expandable_segments(settings, meanwhile, monkeypatch):
+    """torch's settings are real; the allocation is a GPU's. tests/fake_gpu/test_sync.py makes it."""
+    read, write = torch._C._accelerator_getAllocatorSettings, torch._C._accelerator_setAllocatorSettings
+    before, seen = read(), []
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: seen.append(read()))
+    try:
+        write(settings)
+        mappable_bytes(8, torch.device("cpu"))
+        assert (seen, read()) == ([meanwhile], settings)
+        monkeypatch.setattr(torch, "empty", lambda *shape, **options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            mappable_bytes(8, torch.device("cpu"))
+        assert read() == settings  # also after running out of memory
+    finally:
+        write(before)
