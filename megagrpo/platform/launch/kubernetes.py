@@ -1,4 +1,8 @@
-"""Writes a run as a Kubernetes JobSet: `launch/jobset.yaml` with the values of the run. No value passes a shell."""
+"""Writes a run as a Kubernetes JobSet: `launch/jobset.yaml` with the values of the run. No value passes a shell.
+
+Servers on several nodes each are a LeaderWorkerSet beside it. Its controller restarts the nodes of one server together,
+and leaves the trainer and the other servers alone.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from megagrpo.config.io import shipped_folder
 from megagrpo.platform.launch.job import Cluster, Placement, job_folder
 
 PORT, SERVER_PORT, BOARD_PORT = 29400, 8000, 29600
+GROUP_LEADER, GROUP_INDEX = "$(LWS_LEADER_ADDRESS)", "$(LWS_WORKER_INDEX)"  # the controller sets them in each pod
 MAX_JOBSET_NAME = 40  # characters; a pod's name, which adds suffixes, may have 63
 GRACE_SECONDS_SPARE = 60  # in addition to the cluster's lead_seconds, to stop servers and flush logs
 
@@ -21,9 +26,9 @@ GRACE_SECONDS_SPARE = 60  # in addition to the cluster's lead_seconds, to stop s
 def manifest(
     config: RunConfig, config_name: str, overrides: Sequence[str], cluster: Cluster, placement: Placement
 ) -> str:
-    """Return the manifest as YAML. Raises ConfigError for a cluster or a run that Kubernetes does not support.
+    """Return the manifest, YAML of one or two documents. Raises ConfigError for what Kubernetes does not support.
 
-    Servers listen on fixed ports and pods have DNS names in the JobSet's subdomain: their addresses are predictable.
+    Servers listen on fixed ports and pods have DNS names in their set's subdomain: their addresses are predictable.
     """
     if placement.server_nodes and placement.first_server_gpu:
         raise ConfigError(
@@ -40,7 +45,11 @@ def manifest(
     trainer += ["--master", f"{name}-trainer-0-0.{name}:{PORT}"]
     trainer += ["--logs", _literal(f"{config.run.output_dir}/{config.run.name}.logs"), *words]
     servers = [*words, f"rollout.servers={placement.servers_per_node}", f"rollout.port={SERVER_PORT}"]
-    heads = [f"{name}-servers-0-{node}.{name}" for node in range(0, placement.server_nodes, placement.nodes_per_server)]
+    groups = placement.nodes_per_server > 1
+    heads = [
+        f"{name}-servers-{index}.{name}-servers" if groups else f"{name}-servers-0-{index}.{name}"
+        for index in range(placement.server_nodes // placement.nodes_per_server)
+    ]
     if heads:
         urls = ",".join(
             f"http://{h}:{SERVER_PORT + server}" for h in heads for server in range(placement.servers_per_node)
@@ -48,8 +57,8 @@ def manifest(
         seconds = f"{config.rollout.startup_timeout:g}"
         trainer += ["rollout.placement=external", f"rollout.urls=[{urls}]", f"rollout.reconnect_timeout={seconds}"]
         trainer += ["--wait-seconds", seconds, "--wait-for", urls]
-    if placement.nodes_per_server > 1:
-        servers += ["--head", ",".join(f"{head}:{BOARD_PORT}" for head in heads)]
+    if groups:
+        servers += ["--head", f"{GROUP_LEADER}:{BOARD_PORT}", "--node", GROUP_INDEX]
     jobset = _filled(
         yaml.safe_load((shipped_folder("launch") / "jobset.yaml").read_text()),
         {
@@ -71,9 +80,29 @@ def manifest(
             "gpus": {"nvidia.com/gpu": cluster.gpus_per_node} if cluster.gpus_per_node else {},
         },
     )
-    if not placement.server_nodes:
-        jobset["spec"]["replicatedJobs"].pop()
-    return yaml.safe_dump(jobset, sort_keys=False)
+    if placement.server_nodes and not groups:
+        return yaml.safe_dump(jobset, sort_keys=False)
+    pod = jobset["spec"]["replicatedJobs"].pop()["template"]["spec"]["template"]
+    documents = [jobset, *([_server_groups(f"{name}-servers", placement, pod)] if groups else [])]
+    return yaml.safe_dump_all(documents, sort_keys=False)
+
+
+def _server_groups(name: str, placement: Placement, pod: dict[str, Any]) -> dict[str, Any]:
+    """Return a LeaderWorkerSet: one group of pods per server, each pod on a node of its own."""
+    pod["spec"]["restartPolicy"] = "Always"  # the only one that its stateful sets permit
+    return {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "metadata": {"name": name},
+        "spec": {
+            "replicas": placement.server_nodes // placement.nodes_per_server,
+            "leaderWorkerTemplate": {
+                "size": placement.nodes_per_server,
+                "restartPolicy": "RecreateGroupOnPodRestart",
+                "workerTemplate": pod,
+            },
+        },
+    }
 
 
 def _filled(part: Any, values: Mapping[str, Any]) -> Any:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 
 from megagrpo.__main__ import main
 from megagrpo.config import ConfigError, RunConfig, load_config
+from megagrpo.engine.servers.serve_inputs import place_of
 from megagrpo.platform.launch import job as job_module
 from megagrpo.platform.launch.job import Cluster, Container, Placement, load_cluster
 from megagrpo.platform.launch.kubernetes import manifest
@@ -548,19 +550,94 @@ def test_a_manifest_has_the_trainers_and_the_servers_of_the_run():
         assert {"name": "MEGAGRPO_TOKEN_FILE", "value": "/secret/token"} in container["env"]
 
 
-def test_servers_on_several_nodes_have_one_address_each_in_a_manifest():
+def test_servers_on_several_nodes_are_groups_of_their_own_in_a_manifest():
     overrides = [*ON_TWO, "run.nodes=5", "rollout.servers=2", "rollout.tp=16"]
     made, cluster = config(*overrides), Cluster(container=Container(image="i"), storage_claim="c")
-    found = yaml.safe_load(manifest(made, str(QUICKSTART), overrides, cluster, place(made, cluster)))
-    trainer, servers = (job["template"]["spec"] for job in found["spec"]["replicatedJobs"])
-    words = trainer["template"]["spec"]["containers"][0]["command"]
+    jobset, groups = yaml.safe_load_all(manifest(made, str(QUICKSTART), overrides, cluster, place(made, cluster)))
+    (trainer,) = (job["template"]["spec"]["template"]["spec"] for job in jobset["spec"]["replicatedJobs"])
+    urls = [f"http://quickstart-servers-{server}.quickstart-servers:8000" for server in (0, 1)]
+    assert f"rollout.urls=[{','.join(urls)}]" in trainer["containers"][0]["command"]
+    assert (groups["metadata"]["name"], groups["spec"]["replicas"]) == ("quickstart-servers", 2)
+    template = groups["spec"]["leaderWorkerTemplate"]
+    pod = template["workerTemplate"]["spec"]
+    assert (template["size"], template["restartPolicy"]) == (2, "RecreateGroupOnPodRestart")
+    assert pod["restartPolicy"] == "Always" and trainer["restartPolicy"] == "Never"
+    words = pod["containers"][0]["command"]
+    assert words[-6:] == [
+        "--head",
+        "$(LWS_LEADER_ADDRESS):29600",
+        "--node",
+        "$(LWS_WORKER_INDEX)",
+        "--reach",
+        "$(POD_IP)",
+    ]
+    assert "rollout.servers=1" in words
+    # as Kubernetes fills it in for the second pod of a group
     assert (
-        "rollout.urls=[http://quickstart-servers-0-0.quickstart:8000,http://quickstart-servers-0-2.quickstart:8000]"
-        in words
+        place_of(made.rollout.nodes_per_server, "quickstart-servers-1.quickstart-servers.default:29600", 1).index == 1
     )
-    words = servers["template"]["spec"]["containers"][0]["command"]
-    heads = "quickstart-servers-0-0.quickstart:29600,quickstart-servers-0-2.quickstart:29600"
-    assert servers["completions"] == 4 and words[words.index("--head") + 1] == heads and "rollout.servers=1" in words
+
+
+@pytest.fixture(scope="module")
+def schemas():
+    """Kind -> schema of its custom resource definition."""
+    return yaml.safe_load((Path(__file__).parent / "kubernetes_schemas.yaml").read_text())
+
+
+def problems_of(document, schemas):
+    return [
+        f"{error.json_path}: {error.message}"
+        for error in Draft202012Validator(schemas[document["kind"]]).iter_errors(document)
+    ]
+
+
+MANIFESTS = {
+    "servers in the trainer's pods": [],
+    "servers on whole nodes": ["run.nodes=4", "rollout.placement=dedicated", "rollout.servers=16"],
+    "servers on several nodes": [*ON_TWO, "run.nodes=5", "rollout.servers=2", "rollout.tp=16"],
+}
+
+
+@pytest.mark.parametrize("gpus", [0, 8])
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_a_manifest_has_the_fields_and_types_of_its_schema(kind, gpus, schemas):
+    made = config(*MANIFESTS[kind])
+    cluster = Cluster(
+        gpus_per_node=gpus,
+        container=Container(image="i"),
+        storage_claim="c",
+        env={"NCCL_DEBUG": "WARN"},
+        interface="eth0",
+    )
+    documents = list(
+        yaml.safe_load_all(manifest(made, str(QUICKSTART), MANIFESTS[kind], cluster, place(made, cluster)))
+    )
+    assert [problems_of(document, schemas) for document in documents] == [[]] * len(documents)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda spec: spec.update(replicas=1), "'replicas' was unexpected"),
+        (lambda spec: spec["failurePolicy"].update(maxRestarts="10"), "'10' is not of type 'integer'"),
+        (lambda spec: spec["failurePolicy"]["rules"][0].update(action="Fail"), "'Fail' is not one of"),
+        (lambda spec: spec["replicatedJobs"][0].pop("name"), "'name' is a required property"),
+        (
+            lambda spec: spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0].update(
+                commands="x"
+            ),
+            "'commands' was unexpected",
+        ),
+    ],
+)
+def test_a_wrong_field_of_a_manifest_is_seen(change, problem, schemas):
+    cluster = load_cluster(ROOT / "launch" / "clusters" / "kubernetes.yaml")
+    path = ROOT / "configs" / "llama3.1_70b_8nodes.yaml"
+    made = load_config(path, [])
+    document = yaml.safe_load(manifest(made, str(path), [], cluster, place(made, cluster)))
+    change(document["spec"])
+    (found,) = problems_of(document, schemas)
+    assert problem in found
 
 
 def test_a_mistake_in_the_config_is_not_started_again_by_kubernetes():
