@@ -1,0 +1,87 @@
+"""In float64, at given routes, the gradients of a layout are those of one process to 1e-12.
+
+Megatron and our code compute in float32 here and there, whatever the dtype of the model: scores and weights of the
+router, rotary angles, log-probs, gradient buffers. `Wide` makes every such place compute in float64, so that what is
+left is the order of sums.
+"""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from layouts import AXES, config_of, covering_layouts, name, ranks
+from ranks import run_ranks
+from tiny_policy import tiny_model
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megagrpo.config import RunConfig
+from megagrpo.proof.verify.shrink import plainly, random_samples
+from megagrpo.proof.verify.verified_step import Outcome, relative_error, take_step
+
+TOLERANCE = 1e-12
+FEW = (
+    dict(recompute="full", budget="tight"),
+    dict(dp=2, ep=2, distributed_optimizer=True, share_prompts=True),
+    dict(pp=2, vpp=2, recompute="selective"),
+    dict(tp=2, cp=2, sequence_parallel=True, ep=2, etp=1, share_prompts=True),
+    dict(tp=2, etp=2, sequence_parallel=True, pp=2),
+)
+
+
+class Wide(TorchDispatchMode):
+    """Context manager: every operation that is asked for float32 computes float64."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*map(_wide, args), **{key: _wide(value) for key, value in (kwargs or {}).items()})
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+def wide_step(config: RunConfig, shape: str) -> Outcome | None:
+    torch.set_default_dtype(torch.float64)
+    convert = Tensor.type  # Megatron's optimizers know parameters by the name of their type
+    Tensor.type = lambda tensor, *to: convert(tensor, *to) if to else "torch.cuda.FloatTensor"
+    with Wide():
+        return take_step(config, tiny_model(shape), random_samples())
+
+
+def row_of(model: str, **options) -> dict:
+    return {axis: values[0] for axis, values in AXES.items()} | dict(model=model) | options
+
+
+def config(row: dict) -> RunConfig:
+    made = config_of(row)
+    algorithm = made.algorithm.model_copy(update=dict(router_aux_loss_coef=0.1, router_z_loss_coef=0.1))
+    rollout = made.rollout.model_copy(update=dict(routing_replay="engine"))
+    return made.model_copy(update=dict(algorithm=algorithm, rollout=rollout))
+
+
+@functools.cache
+def one_process(model: str, loss: str) -> Outcome:
+    return run_ranks(wide_step, 1, plainly(config(row_of(model, loss=loss))), model)[0]
+
+
+def check(row: dict) -> None:
+    (found, *_) = run_ranks(wide_step, ranks(row), config(row), row["model"])
+    expected = one_process(row["model"], row["loss"])
+    errors = {key: relative_error(found.gradients[key], value) for key, value in expected.gradients.items()}
+    assert {key: error for key, error in errors.items() if not error <= TOLERANCE} == {}
+    assert found.disagreement <= TOLERANCE
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("options", FEW, ids=str)
+def test_gradients_at_given_routes_are_those_of_one_process_to_float64(options):
+    check(row_of("qwen3_moe", **options))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "row", [row for row in covering_layouts() if row["model"] in ("qwen3_moe", "mixtral")], ids=name
+)
+def test_gradients_are_those_of_one_process_to_float64_in_all_layouts(row):
+    check(row)
