@@ -32,8 +32,8 @@ def group_advantages(rewards: Tensor, scale: Scale, estimator: Estimator = "grpo
     differences (Hu et al. 2025, arXiv 2501.03262).
 
     Standard deviations are unbiased and ignore NaN. Unscorable responses, groups of equal rewards (a batch of them for
-    reinforce_plus_plus) and groups with one scorable response get exactly 0. Rewards are equal if they differ by
-    rounding only. Raises ValueError for an infinite reward.
+    reinforce_plus_plus), groups with one scorable response, and rewards at the mean get exactly 0. Rewards are equal if
+    they differ by rounding only. Raises ValueError for an infinite reward.
     """
     if rewards.dim() != 2:
         raise ValueError(f"rewards must be [prompts, generations], got shape {tuple(rewards.shape)}")
@@ -44,9 +44,10 @@ def group_advantages(rewards: Tensor, scale: Scale, estimator: Estimator = "grpo
         everything = rewards.flatten()[None]
         return group_advantages(everything, "group").view_as(rewards)
     centred = rewards - rewards.nanmean(dim=1, keepdim=True)
-    # The mean of equal floats may differ from them in the last bit; without this a dead group would get a gradient from
-    # rounding.
-    centred = torch.where(_is_flat(rewards) & ~rewards.isnan(), 0.0, centred)
+    # The mean of floats is rounded in its last bit; without this a reward at the mean would get a gradient from
+    # rounding, and its sample would not be skipped.
+    largest = rewards.abs().nan_to_num(nan=0.0).amax(dim=1, keepdim=True).clamp(min=1)
+    centred = torch.where(centred.abs() <= REWARD_ROUNDING * largest, 0.0, centred)
     spread = rewards
     if estimator == "rloo":
         scorable = (~rewards.isnan()).sum(dim=1, keepdim=True)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from megagrpo.config import AlgorithmSection
 
 STD_EPSILON = 1e-4
+ROUNDING = 1e-12  # relative to the largest reward or 1: a smaller distance from the mean is 0
 
 
 def weighted_sum(rewards: Sequence[float | None], weights: Sequence[float]) -> float:
@@ -46,11 +47,17 @@ def advantages(
 
 
 def _compared(reward: float, others: Sequence[float], estimator: str) -> float:
-    """Return the reward minus its group's mean, for rloo minus the mean of the others; 0 if all rewards are equal."""
+    """Return the reward minus its group's mean, for rloo minus the mean of the others; 0 without others."""
     known = _known(others)
-    if math.isnan(reward) or all(other == reward for other in known):
+    if math.isnan(reward) or not known:
         return math.nan if math.isnan(reward) else 0.0
-    return reward - statistics.fmean(known if estimator == "rloo" else [reward, *known])
+    return _difference(reward, known if estimator == "rloo" else [reward, *known])
+
+
+def _difference(value: float, among: Sequence[float]) -> float:
+    """Return value - mean of `among`; exactly 0 if they differ by rounding only."""
+    difference = value - statistics.fmean(among)
+    return 0.0 if abs(difference) <= ROUNDING * max(1.0, *map(abs, among)) else difference
 
 
 def _divided(value: float, among: Sequence[float]) -> float:
@@ -64,9 +71,9 @@ def _divided(value: float, among: Sequence[float]) -> float:
 def _whiten(values: Sequence[float]) -> list[float]:
     """Normalise over the whole batch: subtract the mean, divide by the standard deviation."""
     known = _known(values)
-    if len(set(known)) < 2:
+    if len(known) < 2:
         return [0.0] * len(values)
-    return [_divided(value - statistics.fmean(known), known) for value in values]
+    return [_divided(_difference(value, known), known) for value in values]
 
 
 def _sums_of_normalized(
