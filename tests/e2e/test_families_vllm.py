@@ -14,6 +14,7 @@ from tiny_families import MODELS, TINY, tiny_model
 from megagrpo.config import LoraSection, ParallelSection
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.protocol import EngineStartError
+from megagrpo.engine.servers.serving import _adapted
 from megagrpo.models.bridge.hf_export import save_hf
 from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.bridge.parameter_blocks import adapter_blocks, blocks, fill
@@ -138,28 +139,39 @@ def test_a_family_reaches_vllm_exactly_and_both_compute_the_same(name):
         torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(reference), atol=1e-4, rtol=0)
 
 
-def push_adapter(engine, folder: Path, merged: Path) -> None:
-    """Give a fused model adapters over ranks, write the merged model to `merged`, and push the adapters alone."""
+def push_adapter(engine, folder: Path, merged: Path, lora: LoraSection) -> None:
+    """Give the model adapters over ranks, write the merged model to `merged`, and push the adapters alone."""
     layout, hf_config = init_layout(ParallelSection(**LAYOUT)), load_hf_config(folder)
     chunks = build_model(hf_config, layout, ModelOptions(dtype=torch.float32, sequence_parallel=True, own_linears=True))
-    attach_adapters(chunks, hf_config, LORA, recompute="none")
+    attach_adapters(chunks, hf_config, lora, recompute="none")
     load_hf(chunks, hf_config, folder, layout)
     for _, parameter, found in adapter_blocks(chunks, hf_config, layout):
         fill(parameter, found, lambda block: 0.3 * random_tensor(block.name, block.shape)[block.slices])
     save_hf(chunks, hf_config, layout, merged, folder)
-    with AdapterSync(engine if layout.world_rank == 0 else None, layout, "float32", LORA, str(folder)) as sync:
+    with AdapterSync(engine if layout.world_rank == 0 else None, layout, "float32", lora, str(folder)) as sync:
         sync.push(adapter_blocks(chunks, hf_config, layout), 2)
     layout.close()
 
 
 @pytest.mark.full
-def test_adapters_of_fused_projections_reach_vllm(tmp_path):
-    folder = folder_of("phi3")
-    launcher = launch(folder, "phi3_adapters", lora_rank=LORA.rank)
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [
+        ("phi3", {}),  # fused projections
+        ("qwen3_moe", dict(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])),
+        ("qwen3_moe", {}),  # dense blocks too
+        ("deepseek_v3", dict(target_modules=["q_b_proj", "o_proj"])),
+        ("deepseek_v3", dict(target_modules=["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"])),
+        ("deepseek_v3", dict(target_modules=["gate_proj", "up_proj", "down_proj"])),  # dense blocks, shared experts
+    ],
+)
+def test_adapters_reach_vllm(name, chosen, tmp_path):
+    folder, lora = folder_of(name), LORA.model_copy(update=chosen)
+    launcher = launch(folder, f"{name}_adapters", lora_rank=LORA.rank, lora_modules=_adapted(lora, folder))
     try:
         launcher.wait()
         engine = VllmEngine(launcher.urls, lambda ids: "", max_num_seqs=64, logs=launcher.logs, adapters=1)
-        run_ranks(push_adapter, 4, engine, folder, tmp_path / "merged")
+        run_ranks(push_adapter, 4, engine, folder, tmp_path / "merged", lora)
         engine.weight_version = 2  # the ranks are forks and have their own client
         answers = [
             (group[0].response_ids.tolist(), group[0].rollout_logprobs.tolist())

@@ -75,6 +75,8 @@ def server_command(
         # with several adapters, one more than responses use: the next one is loaded while they run
         held = o.adapters + (o.adapters > 1)
         flags |= {"--enable-lora": True, "--max-loras": o.adapters, "--max-cpu-loras": held, "--max-lora-rank": slots}
+        # vLLM would also prepare experts for adapters, for which it has no kernel on a CPU
+        flags["--lora-target-modules"] = o.lora_modules or None
     else:
         flags["--weight-transfer-config"] = json.dumps({"backend": "megagrpo"})
     if gpu:
@@ -86,7 +88,10 @@ def server_command(
         # engine would die.
         flags["--no-enable-chunked-prefill"] = True
     used = {flag: value for flag, value in flags.items() if value is not None and value is not False}
-    words = [word for flag, value in used.items() for word in ([flag] if value is True else [flag, str(value)])]
+    words: list[str] = []
+    for flag, value in used.items():
+        values = value if isinstance(value, tuple) else (value,)
+        words += [flag] if value is True else [flag, *map(str, values)]
     module = "megagrpo.sync.vllm_side.headless" if headless else "vllm.entrypoints.openai.api_server"
     program = ["-m", module] if gpu else [str(PLUGIN / "vllm_main.py")]
     return [sys.executable, *program, *words, *o.extra_args]

@@ -28,6 +28,7 @@ class ServerOptions:
     sleep_mode: bool = False  # allow the server to release its GPU memory between rollouts
     lora_rank: int = 0  # largest rank of the adapters to load; 0 when weight syncs send full weights
     adapters: int = 1  # adapters that requests in one batch may use
+    lora_modules: tuple[str, ...] = ()  # the linears that adapters may have; (): all that vLLM supports
     omp_threads: int | None = None  # threads per worker without a GPU; None divides all cores among the workers
     tool_parser: str | None = None  # vLLM's tool parser, for `VllmEngine.read_tool_calls`
     finds_text: bool = False  # load the tokenizer, so that texts can end a response (`SamplingParams.stop`)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megagrpo.config import ConfigError, RolloutSection, RunConfig
+from megagrpo.config import ConfigError, LoraSection, RolloutSection, RunConfig
 from megagrpo.data.tokenizer import Tokenizer
 from megagrpo.engine.access import address_of
 from megagrpo.engine.client import VllmEngine
@@ -137,11 +137,19 @@ def _options(
         sleep_mode=servers_sleep(r) and beside_ranks,
         lora_rank=config.lora.rank if config.lora.syncs_adapters and adapter is None else 0,
         adapters=max(1, config.synced_adapters),
+        lora_modules=_adapted(config.lora, model_folder) if config.lora.syncs_adapters else (),
         tool_parser=config.multi_turn.vllm_parser,
         finds_text=bool(r.stop),
         tokenizer=config.model.tokenizer,
         extra_args=(*r.extra_args, *adapter_arguments(adapter)),
     )
+
+
+def _adapted(lora: LoraSection, model_folder: Path) -> tuple[str, ...]:
+    """Return the last parts of the names of all linears with adapters, such as q_proj."""
+    model = load_hf_config(model_folder)
+    of_layers = [names for layer in range(model.num_layers) for names in model.modules(layer).values()]
+    return tuple(sorted({name.rpartition(".")[2] for names in of_layers for name in names if lora.adapts(name)}))
 
 
 def _check_quantization(quantization: str, model_folder: Path) -> None:

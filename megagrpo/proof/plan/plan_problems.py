@@ -189,9 +189,9 @@ def adapter_problems(lora: LoraSection, model: HfConfig) -> Iterator[Problem]:
         said = f"{model.family} has no {', '.join(odd)}"
         fix = f"the first of its experts is {experts[0]}" if experts else "it has no experts; leave the list empty"
         yield Problem(("lora.target_parameters",), f"{said}; {fix}")
-    if lora.syncs_adapters and model.mla:
-        said = f"adapter, but vLLM folds the weights of {model.family}'s latent attention into products that apply no"
-        yield Problem(("lora.sync",), f"{said} adapter; choose merged")
+    if lora.syncs_adapters and any(name.endswith(".kv_b_proj") and lora.adapts(name) for name in modules):
+        said = f"adapter, but vLLM folds kv_b_proj of {model.family} into products that apply no adapter"
+        yield Problem(("lora.sync", *targets), f"{said}; choose merged, or leave it out of lora.target_modules")
     # of GLM vLLM expects gate_proj and up_proj apart
     fused = any(map(lora.adapts, (name for name in modules if name.endswith(".gate_up_proj"))))
     if lora.syncs_adapters and fused and "qkv_proj" not in own:

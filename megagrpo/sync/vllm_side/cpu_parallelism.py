@@ -1,4 +1,4 @@
-"""Parallelism in vLLM for CPU: patches for experts, data-parallel copies, pipeline stages and several nodes."""
+"""Parallelism and experts in vLLM for CPU: patches for experts, copies, pipeline stages and several nodes."""
 
 from __future__ import annotations
 
@@ -121,3 +121,24 @@ def count_workers_of_a_node() -> None:
             del current_platform.device_count
 
     WorkerProc._init_message_queues = init_message_queues
+
+
+def compute_frozen_experts() -> None:
+    """Compute experts with the CPU's kernel in a server that takes adapters.
+
+    vLLM (seen in 0.32) then chooses Triton's kernel for experts, adapted or not, and the first request ends the server.
+    Adapters of experts are refused (`config/lora.py`). Remove this patch when a server on a mixture with
+    `--enable-lora` responds without it; the tests check that.
+    """
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+
+    original = method.select_unquantized_moe_backend
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def select(moe_config: Any) -> Any:
+        moe_config.is_lora_enabled = False
+        return original(moe_config)
+
+    method.select_unquantized_moe_backend = select

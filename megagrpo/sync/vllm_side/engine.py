@@ -24,6 +24,7 @@ from vllm.platforms import current_platform
 from megagrpo.platform.process.parent_death import tie_process_tree
 from megagrpo.platform.process.shm_names import CPU_WORKERS, name_segments_by_owner, owned
 from megagrpo.sync.vllm_side.cpu_parallelism import (
+    compute_frozen_experts,
     count_workers_of_a_node,
     exchange_tokens,
     make_stage_buffers,
@@ -51,6 +52,7 @@ def register() -> None:
         use_expert_map()
         exchange_tokens()
         make_stage_buffers()
+        compute_frozen_experts()
         return_routed_experts()
         count_workers_of_a_node()
         name_file_stores_by_owner()

@@ -171,9 +171,10 @@ def test_the_ranks_share_out_heads_and_shared_experts_and_each_holds_the_latents
 def test_what_latent_attention_and_shared_experts_cannot_have_is_told(folder):
     (folder / "config.json").write_text(json.dumps(DEEPSEEK_V3))
     assert told(plan(config(folder, "lora.rank=4", "lora.sync=adapter"), 1)) == [
-        "lora.sync: adapter, but vLLM folds the weights of deepseek_v3's latent attention into products that apply no "
-        "adapter; choose merged"
+        "lora.sync: adapter, but vLLM folds kv_b_proj of deepseek_v3 into products that apply no adapter; choose merged, "
+        "or leave it out of lora.target_modules"
     ]
+    assert not told(plan(config(folder, "lora.rank=4", "lora.sync=adapter", "lora.target_modules=[q_b_proj]"), 1))
     made = dict(plan(config(folder, "lora.rank=4"), 1).rows)["LoRA"]
     assert "on q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj, gate_proj, up_proj, down_proj: " in made
     sizes = 7168 * 2 + 1536 + 512 + 64 + 1536 + 128 * 192 + 512 + 128 * 256 + 7168 + 128 * 128
