@@ -80,10 +80,9 @@ def server_layout_problems(config: RunConfig) -> Iterator[Problem]:
         )
         keys, fix = ("rollout.dp", "rollout.placement", "run.nodes"), "choose dedicated, or set dp to 1"
         yield Problem(keys, f"{r.dp} {reason}; {fix}")
-    if r.dp * r.pp > 1 and config.lora.syncs_adapters:
-        reason = f"{r.server_text}, but lora.sync adapter supports tensor parallelism only"
-        said = f"{reason}; set pp and dp to 1, or lora.sync to merged"
-        yield Problem(("rollout.pp", "rollout.dp", "lora.sync"), said)
+    if r.dp > 1 and config.lora.syncs_adapters:
+        reason = f"{r.dp}, but lora.sync is adapter: copies of vLLM drop their adapters while they have no request"
+        yield Problem(("rollout.dp", "lora.sync"), f"{reason}; set dp to 1, or lora.sync to merged")
 
 
 def length_problems(config: RunConfig) -> Iterator[Problem]:

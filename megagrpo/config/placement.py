@@ -38,11 +38,7 @@ def weight_path(config: RunConfig, gpu: bool, one_host: bool) -> tuple[str, str]
     r = config.rollout
     configured, placed = r.weight_sync_transport, r.placed
     if config.lora.syncs_adapters:
-        if not one_host:
-            raise ValueError(
-                "lora.sync: adapter sends files, so all ranks and servers must share one host; set it to merged"
-            )
-        return "shared_memory", "lora.sync adapter sends files"
+        return "shared_memory", "lora.sync adapter sends files" + ("" if one_host else ", to other hosts over HTTP")
     if configured not in ("auto", *TRANSPORTS):  # of the user's own
         return configured, "set by rollout.weight_sync_transport"
     one_host = one_host and r.nodes_per_server == 1
@@ -85,9 +81,6 @@ def placement_problems(config: RunConfig) -> Iterator[Problem]:
     if r.placed == "colocated" and r.servers % config.run.nodes:
         reason = f"{r.servers} servers cannot be spread over run.nodes {config.run.nodes} nodes evenly; use a multiple"
         yield Problem(("rollout.servers", "run.nodes", placement), reason)
-    if r.placed == "colocated" and config.run.nodes > 1 and config.lora.syncs_adapters:
-        reason = f"adapter sends files to servers on the first node only, but run.nodes is {config.run.nodes}"
-        yield Problem(("lora.sync", "run.nodes", placement), f"{reason}; set it to merged")
     if r.weight_sync_transport == "cuda_ipc" and r.placed != "colocated":
         reason = f"cuda_ipc only reaches servers on the trainer's GPUs, but rollout.placement is {r.placed}"
         yield Problem(("rollout.weight_sync_transport", placement, urls), f"{reason}; choose p2p or auto")
@@ -143,9 +136,6 @@ def server_nodes_problems(config: RunConfig) -> Iterator[Problem]:
     if r.weight_sync_transport == "shared_memory":
         reason = f"shared_memory reaches one host, but nodes_per_server is {nodes}; set the transport to auto or p2p"
         yield Problem(("rollout.weight_sync_transport", key), reason)
-    if config.lora.syncs_adapters:
-        reason = f"adapter sends files to one host, but rollout.nodes_per_server is {nodes}; set it to merged"
-        yield Problem(("lora.sync", key), reason)
 
 
 def nearest_divisor(of: int, near: int) -> int:

@@ -7,6 +7,7 @@ live server that fails the update is an error naming server, phase, worker and t
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import time
@@ -19,8 +20,10 @@ import httpx
 
 from megagrpo.engine.http import HEALTH_SECONDS, NoAnswer, Servers, ServerTimeout, answers
 from megagrpo.engine.protocol import ServerDied, WeightUpdate
+from megagrpo.platform.process.shm_names import SHARED_MEMORY
 from megagrpo.sync.wire.tensor_index import WeightSyncError
 
+ADAPTER_PART = 1 << 25  # bytes of an adapter's file in one message to a server on another host
 INITIAL_VERSION = "default"  # vLLM's name for the weights it started with
 LOOK_SECONDS = 0.5  # between two polls of servers that do not respond
 PAUSE_MODES = {None: "wait", "wait": "wait", "keep": "keep", "resume": "abort"}  # `in_flight` -> vLLM's pause mode
@@ -202,9 +205,10 @@ class Updates(Servers):
         """
         await self._rpc(client, url, "end_weight_update")
 
-    async def _rpc(self, client: httpx.AsyncClient, url: str, method: str) -> list[Any]:
-        """Call a method of `WorkerVerbs` on every worker, and return the results."""
-        results: list[Any] = (await self._call(client, url, "/collective_rpc", {"method": method}))["results"]
+    async def _rpc(self, client: httpx.AsyncClient, url: str, method: str, *args: Any) -> list[Any]:
+        """Call a method of `WorkerVerbs` on every worker, and return the results, of the first data-parallel copy."""
+        body = {"method": method, "args": args}
+        results: list[Any] = (await self._call(client, url, "/collective_rpc", body))["results"]
         return results
 
     async def _call(self, client: httpx.AsyncClient, url: str, path: str, body: Any = None, **options: Any) -> Any:
@@ -212,26 +216,54 @@ class Updates(Servers):
 
     # -- adapters
 
-    def load_adapter(self, folder: Path, version: int, only: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    def load_adapter(
+        self,
+        folder: Path,
+        version: int,
+        sums: dict[str, list[str]],
+        here: Callable[[str], bool],
+        only: Sequence[str] | None = None,
+    ) -> int:
         """Load the adapter in `folder` on every server, or on those in `only`, under the name of its version. Returns
-        the checksums of what each worker then holds. Raises WeightSyncError when a server rejects the adapter."""
+        the number of workers. Raises WeightSyncError when a server rejects it, or a worker's differs from `sums`
+        (`WorkerVerbs.adapter_problem`). Servers that are not `here` get the files first."""
 
-        async def verbs(client: httpx.AsyncClient, url: str) -> list[dict[str, Any]]:
+        async def verbs(client: httpx.AsyncClient, url: str) -> list[int]:
             self.fleet.loading(url)
             with _phase("update"):
+                path = folder if here(url) else await self._send_adapter(client, url, folder, version)
                 await self._forget_adapter(client, url, version)  # left over from an earlier attempt or another run
                 # Without load_inplace: with it, vLLM would read the folder again for every request.
-                body = {"lora_name": adapter_name(version), "lora_path": str(folder)}
+                body = {"lora_name": adapter_name(version), "lora_path": str(path)}
                 await self._call(client, url, "/v1/load_lora_adapter", body)
-                held = await self._rpc(client, url, "adapter_checksums")
+                self._check(url, await self._rpc(client, url, "adapter_problem", sums))
+                workers = await self._world_size(client, url)
             self.fleet.loaded(url, version)
-            return [{"server": url, "worker": i, "sums": sums} for i, sums in enumerate(held)]
+            return [workers]
 
         for what in ("weights", "kv_cache"):
             self._wake(what, only)
         if only is None:
             self.fleet.end_sleep()
-        return self._update(verbs, only=only)
+        return sum(self._update(verbs, only=only))
+
+    async def _send_adapter(self, client: httpx.AsyncClient, url: str, folder: Path, version: int) -> Path:
+        """Send the files of `folder` to a server on another host, whose workers store them. Returns their folder."""
+        unused = [f"adapter{self.oldest_adapter(version) - 2}"]  # the previous version serves until this one is loaded
+        for path in sorted(folder.iterdir()):
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                for end in range(ADAPTER_PART, size + ADAPTER_PART, ADAPTER_PART):
+                    data = base64.b64encode(await asyncio.to_thread(file.read, ADAPTER_PART)).decode()
+                    part = (folder.parent.name, folder.name, unused, path.name, data, end >= size)
+                    self._check(url, await self._rpc(client, url, "store_adapter", *part))
+        return SHARED_MEMORY / folder.parent.name / folder.name
+
+    def _check(self, url: str, problems: Sequence[str]) -> None:
+        """Raise WeightSyncError for the first problem of a worker of the server, if any."""
+        for worker, problem in enumerate(problems):
+            if problem:
+                raise WeightSyncError(f"{self.name(url)}, worker {worker}: {problem}")
 
     def use_adapter(self, version: int) -> None:
         """Request the adapter of `version` from here on, and unload the one before `oldest_adapter`."""

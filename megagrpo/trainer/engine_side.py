@@ -226,7 +226,8 @@ def make_weight_sync(
     """Build the run's weight sync over `transport`, for an engine that computes in `dtype`. `nodes` are the nodes of
     the ranks if each has its own servers. Collective."""
     if config.lora.syncs_adapters:
-        return AdapterSync(engine, layout, dtype, config.lora, config.model.path)
+        here = is_here if config.rollout.nodes_per_server == 1 else lambda url: False
+        return AdapterSync(engine, layout, dtype, config.lora, config.model.path, here)
     r = config.rollout
     megabytes, relay = r.weight_sync_bucket_megabytes, r.weight_sync_relay
     settings = TransportSettings(device.device(), r.weight_sync_timeout, megabytes, nodes, relay)

@@ -19,12 +19,13 @@ from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.bridge.parameter_blocks import adapter_blocks, fill
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.platform.process.shm_names import SHARED_MEMORY, remove_stale
 from megagrpo.policy.build import build_model
 from megagrpo.policy.lora_layers import attach_adapters
 from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.proof.verify.shrink import random_tensor
-from megagrpo.sync.trainer_side.adapter_sync import AdapterSync, verify_adapter
-from megagrpo.sync.wire.tensor_index import WeightSyncError
+from megagrpo.sync.trainer_side.adapter_sync import AdapterSync
+from megagrpo.sync.vllm_side.worker_verbs import difference
 from megagrpo.types import Prompt, SamplingParams
 from tests.e2e import world
 from tests.e2e.tiny_servers import launch, naive_logprobs
@@ -43,10 +44,17 @@ def engine() -> VllmEngine:
 
 
 def push(
-    parallel: dict, engine, salt: str, out: Path, version: int, lora: LoraSection = LORA, spoil: float = 0.0
+    parallel: dict,
+    engine,
+    salt: str,
+    out: Path,
+    version: int,
+    lora: LoraSection = LORA,
+    spoil: float = 0.0,
+    parent: Path | None = None,
 ) -> int:
     """Make adapters that depend on `salt`, write the merged model to `out`, and push the adapters; return the bytes
-    that the workers read."""
+    that the workers read. With `parent` the servers cannot read the files there, as on another host."""
     layout = init_layout(ParallelSection(**parallel))
     folder = world.folder() / "model"
     hf_config = load_hf_config(folder)
@@ -58,7 +66,9 @@ def push(
             fill(param, found, lambda block: random_tensor(salt + block.name, block.shape)[block.slices] + spoil)
     if not spoil:
         save_hf(chunks, hf_config, layout, out, folder)
-    with AdapterSync(engine if layout.world_rank == 0 else None, layout, "float32", lora, str(folder)) as sync:
+    elsewhere = () if parent is None else (lambda url: False, parent)
+    driver = engine if layout.world_rank == 0 else None
+    with AdapterSync(driver, layout, "float32", lora, str(folder), *elsewhere) as sync:
         read = sync.push(adapter_blocks(chunks, hf_config, layout), version).bytes_read
     layout.close()
     return read
@@ -117,6 +127,20 @@ def test_a_server_samples_with_the_adapter_that_came_last(engine, tmp_path):
 
 
 @pytest.mark.full
+def test_cached_prefixes_of_an_earlier_run_are_not_those_of_its_successor(engine, tmp_path):
+    before = engine.weight_version
+    found = []
+    for salt in "ab":  # the second run begins with the same version
+        engine.weight_version = before
+        sync(engine, salt, tmp_path / salt)
+        found.append(answers(engine))
+        for prompt, (ids, logprobs) in zip(PROMPTS, found[-1], strict=True):
+            expected = naive_logprobs(tmp_path / salt, prompt, ids)
+            torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
+    assert found[0] != found[1]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     "chosen",
     [
@@ -156,13 +180,52 @@ def _push_changed(engine: VllmEngine, out: Path, version: int, change: dict) -> 
 
 def test_what_a_worker_holds_must_be_what_was_written():
     sums = {"layers.0.mlp.up_proj": ["1", "2"], "layers.0.mlp.down_proj": ["3", "4"]}
-    report = {"server": "here", "worker": 1, "sums": sums}
-    verify_adapter(sums, [report])
+    assert not difference(sums, dict(sums))
     for wrong in ({"layers.0.mlp.up_proj": ["1", "2"]}, sums | {"layers.0.mlp.down_proj": ["3", "5"]}):
-        with pytest.raises(
-            WeightSyncError, match=r"here, worker 1: adapter of .*down_proj: the checksums differ from the written ones"
-        ):
-            verify_adapter(sums, [report | {"sums": wrong}])
+        assert "adapter of layers.0.mlp.down_proj: the checksums differ from the written ones" in difference(
+            sums, wrong
+        )
+
+
+def ask(engine: VllmEngine, method: str, *words) -> list[str]:
+    answer = httpx.post(f"{engine.urls[0]}/collective_rpc", json={"method": method, "args": words}, timeout=60)
+    return answer.json()["results"]
+
+
+@pytest.mark.full
+def test_a_worker_tells_what_differs_and_stores_nothing_outside_of_a_trainers_folder(engine, tmp_path):
+    sync(engine, "a", tmp_path / "a")
+    (problem,) = ask(engine, "adapter_problem", {"layers.0.mlp.up_proj": ["1", "2"]})
+    assert problem == "adapter of layers.0.mlp.down_proj: the checksums differ from the written ones"
+    for owner, adapter, name in (("..", "adapter1", "x"), ("megagrpo-1.abcdefgh", "..", "x"), ("tmp", "a", "b")):
+        (problem,) = ask(engine, "store_adapter", owner, adapter, [], name, "", True)
+        assert problem == f"ValueError: {owner}/{adapter}/{name} is no name of an adapter's file"
+
+
+@pytest.mark.full
+def test_a_server_on_another_host_gets_the_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("megagrpo.engine.updates.ADAPTER_PART", 1000)  # many parts
+    launcher = launch(world.folder() / "model", "lora_elsewhere", lora_rank=LORA.rank)
+    launcher.wait()
+    engine = VllmEngine(launcher.urls, lambda ids: "", max_num_seqs=64, logs=launcher.logs, adapters=1)
+    before, held = set(SHARED_MEMORY.glob("megagrpo-*")), []
+    for version in (1, 2):
+        run_ranks(push, 1, {}, engine, f"{version}", tmp_path / f"{version}", version, LORA, 0.0, tmp_path / "shm")
+        engine.weight_version = version
+        for prompt, (ids, logprobs) in zip(PROMPTS, answers(engine), strict=True):
+            expected = naive_logprobs(tmp_path / f"{version}", prompt, ids)
+            torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
+        assert not list((tmp_path / "shm").iterdir())  # the trainer has removed its own
+        # the folder of the first trainer is gone
+        (folder,) = [path for path in set(SHARED_MEMORY.glob("megagrpo-*")) - before if list(path.glob("adapter*"))]
+        held.append(folder)
+        assert [path.name for path in folder.glob("adapter*")] == [f"adapter{version}"]
+        remove_stale()
+        assert folder.exists()
+    assert held[0] != held[1]
+    launcher.stop()
+    remove_stale()
+    assert not held[1].exists()
 
 
 @pytest.mark.full

@@ -17,7 +17,8 @@ from ranks import run_ranks
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.servers.launcher import free_ports, healthy
 from tests.e2e.test_push_to_vllm import push_from_megatron
-from tests.e2e.tiny_servers import PROMPTS, below, greedy, model_folder, naive_logprobs, weights
+from tests.e2e.test_two_workers import LORA, as_the_merged_model, with_adapters
+from tests.e2e.tiny_servers import PROMPTS, Running, below, greedy, model_folder, naive_logprobs, weights
 from tests.e2e.world import alive, wait_for
 
 QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
@@ -104,6 +105,20 @@ def test_two_nodes_are_one_server_that_gets_verified_weights(tmp_path):
         assert [len(workers_below(command)) for command in nodes.commands] == [1, 1]
         read = assert_synced(nodes, "llama", 2, dict(tp=2))
     assert bytes_of("llama") < read < 1.05 * bytes_of("llama")  # both workers read the norms
+
+
+@pytest.mark.full
+def test_adapters_alone_reach_the_workers_of_both_nodes(tmp_path):
+    folder = model_folder("llama", 0)
+    with two_nodes(folder, tmp_path, "rollout.tp=2", "lora.rank=4", "lora.sync=adapter") as nodes:
+        nodes.engine.adapters = 1
+        running, read = Running(folder, None, nodes.engine), set()
+        for version, salt in enumerate("ab", 1):
+            out, here = tmp_path / salt, lambda url: False
+            read.add(run_ranks(with_adapters, 1, {}, salt, nodes.engine, folder, out, version, True, LORA, here)[0])
+            nodes.engine.weight_version = version  # the ranks are forks and have their own client
+            as_the_merged_model(running, out)
+    assert len(read) == 1 and read.pop() % 2 == 0
 
 
 @pytest.mark.full

@@ -4,6 +4,7 @@ whole weights and adapters. Most tests share one server; `full` tests start thei
 import os
 import re
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.protocol import EngineDeadError
 from megagrpo.models.bridge.hf_export import save_hf
 from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.parameter_blocks import adapter_blocks, merged_blocks
+from megagrpo.models.bridge.parameter_blocks import adapter_blocks, fill, merged_blocks
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
@@ -25,6 +26,7 @@ from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.proof.verify.shrink import random_tensor
 from megagrpo.sync.trainer_side.adapter_sync import AdapterSync
 from megagrpo.sync.trainer_side.sync import WeightSync
+from megagrpo.sync.wire.exchange import is_here
 from megagrpo.sync.wire.tensor_index import WeightSyncError
 from megagrpo.types import SamplingParams
 from tests.e2e.test_weight_sync import LAYER, OneRank, Tampered, halves, with_a_flipped_bit, without
@@ -99,21 +101,33 @@ def test_two_workers_synced_from_any_shards_are_a_fresh_engine_and_read_their_ow
 
 
 def with_adapters(
-    parallel: dict, salt: str, engine: VllmEngine, folder: Path, out: Path, version: int, alone: bool
+    parallel: dict,
+    salt: str,
+    engine: VllmEngine,
+    folder: Path,
+    out: Path,
+    version: int,
+    alone: bool,
+    lora: LoraSection = LORA,
+    here: Callable[[str], bool] = is_here,
 ) -> int:
     """Load `folder` with random adapters, write the merged model to `out`, and push adapters, `alone` or merged; return
     the bytes read."""
     layout = init_layout(ParallelSection(**parallel))
     hf_config = load_hf_config(folder)
     chunks = build_model(hf_config, layout, ModelOptions(dtype=torch.float32, own_linears=True))
-    attach_adapters(chunks, hf_config, LORA, recompute="none")
+    attach_adapters(chunks, hf_config, lora, recompute="none")
     load_hf(chunks, hf_config, folder, layout)
     with torch.no_grad():
-        for _, param, (block,) in adapter_blocks(chunks, hf_config, layout):
-            param.copy_(random_tensor(salt + block.name, block.shape)[block.slices])
+        for _, param, found in adapter_blocks(chunks, hf_config, layout):
+            fill(param, found, lambda block: random_tensor(salt + block.name, block.shape)[block.slices])
     save_hf(chunks, hf_config, layout, out, folder)
     driver = engine if layout.world_rank == 0 else None
-    sync = AdapterSync(driver, layout, "float32", LORA, str(folder)) if alone else WeightSync(driver, layout, "float32")
+    sync = (
+        AdapterSync(driver, layout, "float32", lora, str(folder), here)
+        if alone
+        else WeightSync(driver, layout, "float32")
+    )
     with sync:
         found = (adapter_blocks if alone else merged_blocks)(chunks, hf_config, layout)
         read = sync.push(found, version).bytes_read
@@ -254,5 +268,5 @@ def test_adapters_alone_reach_two_workers(tmp_path):
         run_ranks(with_adapters, ranks, parallel, salt, running.engine, folder, out, version, True)
         running.engine.weight_version = version
         answers.append(as_the_merged_model(running, out))
-    assert answers[0] == answers[2] and len({tuple(bare), tuple(answers[0]), tuple(answers[1])}) == 3
+    assert answers[0] == answers[2] and len({str(bare), str(answers[0]), str(answers[1])}) == 3
     running.launcher.stop()

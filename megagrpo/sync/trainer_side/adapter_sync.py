@@ -1,16 +1,18 @@
 """Weight sync of LoRA adapters only: the model's weights stay in the engine.
 
-The adapters go through shared memory as a PEFT folder, which every server loads under a new name per version. Requests
-use that name, so no request is served with another version. Every worker reports the checksums of its adapter; they
-must equal the checksums of the written one.
+The adapters are a PEFT folder in shared memory, which every server loads under a new name per version. Servers on other
+hosts get its files over HTTP. Requests use that name, so no request is served with another version. Every worker
+compares the checksums of its adapter with those of the written one.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,13 +22,16 @@ from megagrpo.engine.client import VllmEngine
 from megagrpo.models.bridge.adapter_files import save_adapter
 from megagrpo.models.bridge.hf_export import Parameters, Source, find_sources
 from megagrpo.models.bridge.parameter_blocks import PEFT
+from megagrpo.platform.parallel.agree import run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.platform.process.removal import remove
-from megagrpo.sync.trainer_side.shared_memory import SharedMemory
+from megagrpo.platform.process.shm_names import SHARED_MEMORY
+from megagrpo.sync.trainer_side.own_folder import OwnFolder
 from megagrpo.sync.trainer_side.sync import SyncReport, Weights, WeightSync, error_text
 from megagrpo.sync.trainer_side.transport import NO_HANDOVER, Handover, outcome_of_first_rank
 from megagrpo.sync.wire.copy_checksums import checksum
+from megagrpo.sync.wire.exchange import is_here
 from megagrpo.sync.wire.tensor_index import ENGINE_DTYPES, WeightSyncError
 
 Sums = dict[str, list[str]]  # projection (layers.0.self_attn.q_proj) -> [checksum of A, checksum of B * scale]
@@ -34,12 +39,29 @@ Sums = dict[str, list[str]]  # projection (layers.0.self_attn.q_proj) -> [checks
 
 class AdapterSync(WeightSync):
     """A `WeightSync` whose `push` takes blocks from `megagrpo.models.bridge.parameter_blocks.adapter_blocks`. `base` is
-    the model as the config names it."""
+    the model as the config names it. Servers that are not `here` cannot read this host's `parent`. Construction is
+    collective. Raises OSError when no folder can be created there, RankError on the other ranks.
+    """
 
-    def __init__(self, engine: VllmEngine | None, layout: Layout, dtype: str, lora: LoraSection, base: str):
-        shared = SharedMemory(layout, dtype)
-        super().__init__(engine, layout, dtype, shared)
-        self.layout, self.lora, self.base, self.folder = layout, lora, base, shared.folder
+    def __init__(  # not that of WeightSync: there is no transport
+        self,
+        engine: VllmEngine | None,
+        layout: Layout,
+        dtype: str,
+        lora: LoraSection,
+        base: str,
+        here: Callable[[str], bool] = is_here,
+        parent: Path = SHARED_MEMORY,
+    ):
+        self.engine, self.ranks, self.dtype, self._driving = engine, layout, dtype, threading.Lock()
+        self.layout, self.lora, self.base, self.here = layout, lora, base, here
+        self._own: OwnFolder | None = None
+
+        def create() -> None:
+            self._own = OwnFolder(parent) if engine is not None else None
+
+        run_own_and_agree(layout, create)
+        self.folder = parent if self._own is None else self._own.path  # rank 0 writes
         self._delivered_adapter: tuple[Path, Sums, int] | None = None
         self._sources: dict[str, Source] = {}  # since the first push
 
@@ -89,8 +111,13 @@ class AdapterSync(WeightSync):
             if self._delivered_adapter is None:
                 return self.engine.weight_version
             folder, sums, version = self._delivered_adapter
-            verify_adapter(sums, self.engine.load_adapter(folder, version, only=[url]))
+            self.engine.load_adapter(folder, version, sums, self.here, only=[url])
             return version
+
+    def close(self) -> None:
+        """Remove the adapters in shared memory."""
+        if self._own is not None:
+            self._own.close()
 
     def _note(self, sums: Sums, name: str, values: Tensor) -> None:
         """Record the checksum of one tensor [...] in the form that vLLM holds: B is multiplied by the scale."""
@@ -109,8 +136,7 @@ class AdapterSync(WeightSync):
         assert self.engine is not None, "rank 0 drives the engine"
         try:
             with self._driving:
-                reports = self.engine.load_adapter(folder, version)
-                verify_adapter(sums, reports)
+                workers = self.engine.load_adapter(folder, version, sums, self.here)
                 self.engine.use_adapter(version)
                 self._delivered_adapter = folder, sums, version
             used = {f"adapter{kept}" for kept in range(self.engine.oldest_adapter(version), version + 1)}
@@ -120,19 +146,4 @@ class AdapterSync(WeightSync):
         except Exception as error:
             return error_text(error)
         size = sum(path.stat().st_size for path in folder.iterdir())
-        return size, size * len(reports)
-
-
-def verify_adapter(sums: Sums, reports: list[dict[str, Any]]) -> None:
-    """Check that every worker holds exactly the adapter with the checksums `sums`.
-
-    Raises WeightSyncError, naming the worker and the projection, otherwise.
-    """
-    for report in reports:
-        if odd := sorted(
-            name for name in sums.keys() | report["sums"].keys() if sums.get(name) != report["sums"].get(name)
-        ):
-            raise WeightSyncError(
-                f"{report['server']}, worker {report['worker']}: adapter of {odd[0]}: the checksums differ from the "
-                "written ones"
-            )
+        return size, size * workers

@@ -11,9 +11,7 @@ On several nodes each node has its own files, with the whole model, for its own 
 
 from __future__ import annotations
 
-import atexit
 import json
-import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,12 +26,11 @@ from megagrpo.config.transport_table import TRANSPORTS
 from megagrpo.engine.client import VllmEngine
 from megagrpo.models.families.boxes import brackets
 from megagrpo.platform.parallel.host_messages import Reduction
-from megagrpo.platform.process.ownership import make_folder
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
-from megagrpo.platform.process.removal import remove, remove_tree
-from megagrpo.platform.process.shm_names import FOLDER, SHARED_MEMORY, remove_stale
+from megagrpo.platform.process.removal import remove
+from megagrpo.platform.process.shm_names import SHARED_MEMORY
 from megagrpo.sync.trainer_side.node_shares import NodeFiles, Nodes, Transfer
-from megagrpo.sync.trainer_side.orphaned_files import remove_when_orphaned
+from megagrpo.sync.trainer_side.own_folder import OwnFolder
 from megagrpo.sync.trainer_side.slots import BlockInFile, Slots, activity_path, by_layer
 from megagrpo.sync.trainer_side.transport import (
     DEFAULT_SETTINGS,
@@ -73,15 +70,13 @@ class SharedMemory(Transport):
         self._published: Slots | None = None
         self._blocks: list[list[BlockInFile]] = []  # per rank
         self._tensors: dict[tuple[int, int], dict[str, SharedTensor]] = {}  # (slot, node) -> tensors and their blocks
-        remove_stale(folder)
         nodes = settings.nodes
         first = nodes.of_ranks.index(nodes.of_ranks[ranks.world_rank]) if nodes else 0  # the first rank of this node
-        self._leads, made, problem = first == ranks.world_rank, "", ""
-        if self._leads:
+        self._own, made, problem = None, "", ""
+        if first == ranks.world_rank:
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                path, self._lock = make_folder(FOLDER, folder)
-                made = str(path)
+                self._own = OwnFolder(folder)
+                made = str(self._own.path)
             except OSError as error:
                 problem = f"{folder} cannot be written to: {error.strerror}"
         everyone: list[tuple[str, str, str]] = ranks.all_gather_objects((socket.gethostname(), made, problem))
@@ -89,8 +84,8 @@ class SharedMemory(Transport):
         if nodes is None and len(hosts) > 1:
             problem = f"shared_memory needs all ranks on one host; they are on {', '.join(hosts)}; use p2p"
         if problem := problem or next((problem for *_, problem in everyone if problem), ""):
-            if made:
-                remove_tree(made)
+            if self._own is not None:
+                self._own.close()
             raise ValueError(f"rollout.weight_sync_transport: {problem}")
         self.nodes = nodes or Nodes((0,) * len(everyone))
         of_ranks = self.nodes.of_ranks
@@ -98,26 +93,16 @@ class SharedMemory(Transport):
         self.folders = {node: Path(everyone[of_ranks.index(node)][1]) for node in set(of_ranks)}  # its first rank's
         self.folder = self.folders[self.node]
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._pid = os.getpid()
-        self._remover = remove_when_orphaned(self.folder) if self._leads else None
-        atexit.register(self.close)
         if settings.seconds is not None:
             self.ranks = TimedRanks(ranks, settings.seconds, self.folder)
 
     def close(self) -> None:
-        """Remove the files in shared memory. Does nothing on a second call or in a forked child."""
-        if os.getpid() != self._pid:
-            return
+        """Remove the files in shared memory. Does nothing on a second call."""
         if self._published is not None:
             self._published.close()
             self._published = None
-        if self._remover is not None:
-            remove_tree(self.folder)
-            os.close(self._lock)
-            self._remover.kill()
-            self._remover.wait()
-            self._remover = None
-        atexit.unregister(self.close)
+        if self._own is not None:
+            self._own.close()
 
     @contextmanager
     def prepare(self, weights: Sequence[Weight], version: int, engine: VllmEngine | None) -> Iterator[FileUpdate]:
@@ -146,7 +131,7 @@ class SharedMemory(Transport):
         )
         if not self.nodes.many:
             return update
-        if self._leads:
+        if self._own is not None:
             for server in self.nodes.servers_of(self.node):
                 FileUpdate.request(update, server)
         self.ranks.all_reduce(torch.tensor(0))  # rank 0 sends requests to all servers next

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megagrpo.sync.vllm_side.adapter_store import store
 from megagrpo.sync.wire.copy_checksums import checksum
 
 
@@ -32,11 +33,21 @@ class WorkerVerbs:
         """Return the quantization that is applied to loaded weights, as a value of `rollout.quantization`."""
         return self.vllm_config.model_config.quantization or "none"
 
-    def adapter_checksums(self) -> dict[str, list[str]]:
-        """Return projection (layers.0.self_attn.q_proj) -> [checksum of A, checksum of B * scale] of the last adapter.
+    def store_adapter(self, *part: Any) -> str:
+        """Store a part of an adapter on this host, see `adapter_store.store`. Returns "" or the problem."""
+        try:
+            store(*part)
+        except (OSError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
 
-        A and B are whole, in vLLM's adapter dtype. Checksums are text: other JSON readers have no 64-bit integers.
-        """
+    def adapter_problem(self, sums: dict[str, list[str]]) -> str:
+        """Compare the last adapter with `sums`: projection (layers.0.self_attn.q_proj) -> [checksum of A, checksum of
+        B * scale], as text, because other JSON readers have no 64-bit integers. Returns "" or the difference."""
+        return difference(sums, self._adapter_checksums())
+
+    def _adapter_checksums(self) -> dict[str, list[str]]:
+        """Return the checksums of the last adapter. A and B are whole, in vLLM's adapter dtype."""
         manager = self.model_runner.lora_manager._adapter_manager
         adapters = manager.list_adapters()
         if not adapters:
@@ -50,6 +61,12 @@ class WorkerVerbs:
                 projection: [_sum(x), _sum(y)] for projection, x, y in zip(names, a, b, strict=True) if x is not None
             }
         return {name.partition("model.")[2]: of_adapter for name, of_adapter in sums.items()}
+
+
+def difference(written: dict[str, list[str]], held: dict[str, list[str]]) -> str:
+    """Return the first projection whose checksums differ, as a text, or ""."""
+    odd = sorted(name for name in written.keys() | held.keys() if written.get(name) != held.get(name))
+    return f"adapter of {odd[0]}: the checksums differ from the written ones" if odd else ""
 
 
 def _sum(values: Tensor) -> str:

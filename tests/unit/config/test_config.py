@@ -299,10 +299,6 @@ def test_experts_cannot_be_shared_out_over_one_worker(tmp_path):
             "rollout.dp: 2 needs servers whose reports the trainer can read, but colocated servers are on 2 nodes; "
             "choose dedicated",
         ),
-        (
-            ["rollout.pp=2", "lora.rank=8", "lora.sync=adapter"],
-            "rollout.pp: rollout.tp 1 x rollout.pp 2, but lora.sync adapter supports",
-        ),
     ],
 )
 def test_sizes_of_a_server_that_contradict_each_other_are_refused(overrides, said, tmp_path):

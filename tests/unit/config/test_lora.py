@@ -125,6 +125,10 @@ def test_the_scale_of_adapters_is_that_of_peft(tmp_path):
             "lora.sync: adapter needs adapters, but lora.rank is 0; set lora.rank, or choose merged",
         ),
         (
+            ["lora.rank=4", "lora.sync=adapter", "rollout.dp=2", "rollout.enable_expert_parallel=true"],
+            "rollout.dp: 2, but lora.sync is adapter: copies of vLLM drop their adapters while they have no request; set",
+        ),
+        (
             ["lora.rank=1024", "lora.sync=adapter"],
             "lora.rank: 1024 is above vLLM's limit for adapters, 512; lower lora.rank, or set",
         ),

@@ -60,6 +60,10 @@ def config(*overrides):
             "set by rollout.weight_sync_transport",
         ),
         (["lora.rank=8", "lora.sync=adapter"], True, True, "shared_memory", "lora.sync adapter sends files"),
+        (
+            ["lora.rank=8", "lora.sync=adapter"],
+            *(True, False, "shared_memory", "lora.sync adapter sends files, to other hosts over HTTP"),
+        ),
     ],
 )
 def test_a_transport_is_chosen_for_a_reason(overrides, gpu, one_host, transport, why):
@@ -85,7 +89,6 @@ def test_a_transport_is_chosen_for_a_reason(overrides, gpu, one_host, transport,
             True,
             "p2p uses NCCL, which refuses two processes on one GPU, .* set the transport to",
         ),
-        (["lora.rank=8", "lora.sync=adapter"], True, False, "lora.sync: adapter sends files, .* set it to merged"),
     ],
 )
 def test_a_transport_that_does_not_reach_the_servers_is_refused(overrides, gpu, one_host, message):
@@ -122,10 +125,6 @@ def test_a_transport_that_does_not_reach_the_servers_is_refused(overrides, gpu, 
             "train.offload: true offloads the trainer while servers generate",
         ),
         (
-            ["lora.rank=8", "lora.sync=adapter", "run.nodes=2", "rollout.servers=2"],
-            "lora.sync: adapter sends files .* first node only, but",
-        ),
-        (
             [URLS, "rollout.nodes_per_server=3", "rollout.tp=2", "rollout.pp=2"],
             r"rollout.nodes_per_server: 3 nodes cannot share 4 devices \(rollout.tp 2 x rollout.pp 2\) evenly; use 2",
         ),
@@ -146,10 +145,6 @@ def test_a_transport_that_does_not_reach_the_servers_is_refused(overrides, gpu, 
             [URLS, *ON_TWO, "rollout.weight_sync_transport=shared_memory"],
             "rollout.weight_sync_transport: shared_memory reaches one host, but nodes_per_server is 2; set the "
             "transport to auto or p2p",
-        ),
-        (
-            [URLS, *ON_TWO, "lora.rank=8", "lora.sync=adapter"],
-            "lora.sync: adapter sends files to one host, but rollout.nodes_per_server is 2; set it to merged",
         ),
         (
             ["lora.rank=8", "lora.sync=adapter", "rollout.weight_sync_transport=p2p"],

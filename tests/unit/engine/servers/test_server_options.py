@@ -1,6 +1,7 @@
 """Config keys for vLLM: the command line of a server, the requests of a step, their timeouts, and sleep."""
 
 import contextlib
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,6 +65,18 @@ def test_a_server_loads_a_tokenizer_only_to_find_stop_strings_or_tool_calls(two_
     } & set(stopping)
     assert holds(calling, ["--tokenizer", str(tmp_path)]) and holds(calling, ["--tool-call-parser", "hermes"])
     assert "--enable-auto-tool-choice" in calling and "--skip-tokenizer-init" not in calling
+
+
+def test_a_server_that_takes_adapters_has_room_for_those_of_all_versions(two_gpus, tmp_path):
+    facts = dict(model_type="llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    (tmp_path / "config.json").write_text(json.dumps(facts | dict(intermediate_size=64, vocab_size=64)))
+    words = ["lora.rank=20", "lora.sync=adapter", "lora.target_modules=[q_proj, o_proj]"]
+    ahead = ["rollout.max_staleness=2", "rollout.in_flight=wait", "rollout.placement=dedicated"]
+    ahead += ["algorithm.importance_correction=token_truncate"]
+    for more, used, held in (([], "1", "1"), (ahead, "3", "4")):
+        command = launcher(tmp_path, *words, *more)._command(8000)
+        assert holds(command, ["--max-loras", used, "--max-cpu-loras", held, "--max-lora-rank", "32"])
+        assert holds(command, ["--lora-target-modules", "o_proj", "q_proj"])
 
 
 def test_copies_that_share_experts_get_a_device_each(monkeypatch, tmp_path):
