@@ -155,6 +155,41 @@ def test_a_server_that_refuses_for_another_reason_fails_after_some_attempts(monk
     assert len(bodies) == 3
 
 
+@pytest.mark.parametrize(("in_flight", "syncs"), [("resume", 1), ("wait", 2)])
+def test_a_response_leaves_an_adapter_that_is_too_old_and_its_tokens_have_the_versions_of_their_adapters(
+    in_flight, syncs
+):
+    def reply(body):
+        if body["model"] != "policy-7":
+            return [choice([8], "stop", ("default", 0, 1))]
+        for _ in range(syncs):
+            assert not [body for body in bodies if "request_ids" in body]
+            engine.weight_version += 1
+            engine.leave_old_adapters()
+        return [choice([5, 6], "abort", ("default", 0, 2))]
+
+    with scripted(reply=reply) as (url, bodies):
+        engine = VllmEngine([url], str, in_flight=in_flight, adapters=2)
+        engine.weight_version = 7
+        (rollout,) = engine.generate([PROMPT], 1, SAMPLING, seed=0)[0]
+    assert rollout.response_ids.tolist() == [5, 6, 8] and rollout.token_versions.tolist() == [7, 7, 7 + syncs]
+    first, aborted, second = bodies
+    assert aborted == {"request_ids": [f"generate-tokens-{first['request_id']}"]}
+    assert second["model"] == f"policy-{7 + syncs}" and second["token_ids"] == [1, 2, 5, 6]
+
+
+def test_a_server_without_the_adapter_is_asked_again_for_the_current_one():
+    def without():
+        engine.weight_version = 8
+        return 404
+
+    with scripted(without, [choice([4], "stop", ("default", 0, 1))]) as (url, bodies):
+        engine = VllmEngine([url], str, in_flight="wait", adapters=2)
+        engine.weight_version = 7
+        (rollout,) = engine.generate([PROMPT], 1, SAMPLING, seed=0)[0]
+    assert [body["model"] for body in bodies] == ["policy-7", "policy-8"] and rollout.weight_version == 8
+
+
 def test_what_was_cut_ends_like_what_reaches_its_greatest_length():
     first = derive_seed(0, PROMPT.prompt_id, 0)
     both_sent = threading.Barrier(2)
