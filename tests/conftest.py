@@ -1,10 +1,14 @@
-"""How tests are shared among the processes of pytest-xdist (`make test`)."""
+"""How tests are shared among the processes of pytest-xdist (`make test`), and which Python `launch/local.sh` takes."""
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 import pytest
+
+os.environ["VIRTUAL_ENV"] = sys.prefix  # for launch/local.sh in a clone without a .venv: the tests' own environment
 
 TOGETHER = ("tests/e2e/",)
 """Folders whose files share servers and models: one process takes all files of a folder, because each process makes its

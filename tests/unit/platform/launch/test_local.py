@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -240,6 +241,26 @@ def test_a_wrong_config_ends_the_script_with_code_2_before_any_rank_starts():
     ended = subprocess.run(script, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2 and "parallel.tpp: unknown key; did you mean parallel.tp?" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_clone_without_an_environment_uses_the_activated_one_or_names_the_fix(tmp_path):
+    script = tmp_path / "launch" / "local.sh"
+    script.parent.mkdir()
+    shutil.copy(REPOSITORY / "launch" / "local.sh", script)
+    (tmp_path / "megagrpo").symlink_to(REPOSITORY / "megagrpo")
+    bare = tmp_path / "bare" / "bin" / "python3"  # a Python without packages
+    bare.parent.mkdir(parents=True)
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
+    bare.chmod(0o755)
+    environment = os.environ | {"PATH": f"{bare.parent}:{os.environ['PATH']}"}
+    options = dict(capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    activated = subprocess.run([script, "no_file.yaml"], env=environment | {"VIRTUAL_ENV": sys.prefix}, **options)
+    assert activated.returncode == 2 and "no_file.yaml" in activated.stderr, activated.stderr
+    environment.pop("VIRTUAL_ENV", None)
+    for more in ({}, {"VIRTUAL_ENV": str(bare.parents[1])}):
+        ended = subprocess.run([script, "no_file.yaml"], env=environment | more, **options)
+        assert ended.returncode == 2 and "Traceback" not in ended.stderr
+        assert f"lacks the packages of megagrpo, and {tmp_path} has no .venv; run launch/setup.sh" in ended.stderr
 
 
 def test_ranks_of_another_command_are_started_without_torchruns_own_rendezvous(tmp_path):
