@@ -26,6 +26,7 @@ from megagrpo.policy.balance import RouterTerms, freeze_routers
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
 from megagrpo.policy.chunks import config_of
 from megagrpo.policy.device_checks import check_fused
+from megagrpo.policy.dora import update_norms
 from megagrpo.policy.embedding import add_gradients_directly
 from megagrpo.policy.finite import BadTensor, GradientCheck, NonFiniteError, bad_weight, first_cause
 from megagrpo.policy.fp8.delayed_scaling import scaling_of
@@ -298,6 +299,8 @@ class MegatronPolicy:
         self.phases.task.expect(len(moved), "micro-batches")
         if self._scaling is not None:
             self._scaling.begin()
+        if self.config.lora.use_dora:
+            update_norms(self.chunks)
         with hidden_states(self.chunks), self.replay.passing(trains=not forward_only):
             yield dict(
                 forward_step_func=forward_step,

@@ -28,6 +28,7 @@ EXPERTS = dict(rank=2, target_parameters=["experts.gate_up_proj", "experts.down_
 DOWN = dict(rank=2, target_modules=["o_proj"], target_parameters=["experts.down_proj"], use_rslora=True)
 ADAPTERS = {
     "qwen2": (SHAPES["qwen2_untied"], TP2, dict(rank=3)),
+    "dora": (SHAPES["qwen2_untied"], TP2, dict(rank=3, use_dora=True)),
     "qwen3_moe": (SHAPES["qwen3_moe"], dict(ep=2), EXPERTS),
     "gpt_oss": (GPT_OSS, TP2 | dict(ep=2, etp=1), DOWN),
     "deepseek_v3": (V3, TP2 | dict(ep=2, etp=1), EXPERTS),
@@ -56,7 +57,7 @@ def test_a_step_of_this_family_agrees_with_float64(name, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "qwen3_moe" else pytest.param(name, marks=pytest.mark.full) for name in ADAPTERS]
+    "name", [name if name in ("dora", "qwen3_moe") else pytest.param(name, marks=pytest.mark.full) for name in ADAPTERS]
 )
 def test_a_step_of_adapters_agrees_with_float64(name, tmp_path, capfd):
     raw, parallel, lora = ADAPTERS[name]

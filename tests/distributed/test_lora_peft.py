@@ -88,6 +88,8 @@ def make_with_peft(root, kind="Qwen2", shape=None, std=0.3, **selection):
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=std)
+            elif "lora_magnitude_vector" in name:
+                parameter.mul_(1 + std * torch.randn(len(parameter)))
     adapted.save_pretrained(root / "adapter")
     loss, logits = 0.0, []
     for sample in samples():
@@ -96,7 +98,9 @@ def make_with_peft(root, kind="Qwen2", shape=None, std=0.3, **selection):
         loss = loss - sample.advantage * logprobs[sample.response_mask[1:]].sum()
     (loss / sum(response for _, response, _ in SAMPLES)).backward()
     gradients = {
-        name.replace(".default", ""): p.grad.double() for name, p in adapted.named_parameters() if p.requires_grad
+        name.replace("vector.default.weight", "vector").replace(".default", ""): p.grad.double()
+        for name, p in adapted.named_parameters()
+        if p.requires_grad
     }
     adapted.merge_and_unload().save_pretrained(root / "merged")
     merged = {name: tensor.clone() for name, tensor in load_file(root / "merged/model.safetensors").items()}
@@ -299,7 +303,12 @@ def test_dropout_drops_the_same_on_all_ranks_and_only_in_training(parallel, made
 BROKEN = {
     "lora.rank: 5, but the adapter in .* has 4; set it to 4": (dict(rank=5), {}),
     "lora.alpha: 10.0, but the adapter": ({}, dict(lora_alpha=3)),
-    "has use_dora True; only plain LoRA": ({}, dict(use_dora=True)),
+    "lora.use_dora: False, but the adapter in .* has True; set it to True": ({}, dict(use_dora=True)),
+    "has bias all; only LoRA and DoRA of one rank": ({}, dict(bias="all")),
+    "has use_dora and target_parameters .*; PEFT has no DoRA of experts": (
+        {},
+        dict(use_dora=True, target_parameters=["a.b"]),
+    ),
     "has peft_type LOHA": ({}, dict(peft_type="LOHA")),
     "lora.target_modules: .*lora_A.weight is only in the model": ({}, {}),  # a tensor is missing
     "lora.adapter_path: .* has shape": ({}, {}),  # a tensor is truncated

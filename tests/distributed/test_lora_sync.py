@@ -172,10 +172,10 @@ def test_the_merge_tool_names_its_own_arguments_in_errors(root, tmp_path, capfd)
     fewer = {name: tensor for name, tensor in tensors.items() if name != min(tensors)}
     for folder, changes, held, expected in (
         (
-            "dora",
-            dict(use_dora=True),
+            "biases",
+            dict(bias="all"),
             tensors,
-            "has use_dora True; only plain LoRA of one rank is supported",
+            "has bias all; only LoRA and DoRA of one rank are supported",
         ),
         ("fewer", {}, fewer, "is only in the model (1 such tensors); name the model that the adapter was trained on"),
         ("cut", {}, cut, "the model needs [4, "),

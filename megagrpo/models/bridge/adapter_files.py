@@ -30,26 +30,29 @@ from megagrpo.platform.parallel.agree import run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.progress_hook import SILENT, Progress
 from megagrpo.policy.build import build_model, weights_dtype
-from megagrpo.policy.lora_layers import adapters, attach_adapters
+from megagrpo.policy.dora import start_magnitudes
+from megagrpo.policy.lora_layers import MAGNITUDE, adapters, attach_adapters
 from megagrpo.policy.transformer_config import ModelOptions
 
 ADAPTER_FILES = "adapter"  # subfolder of a checkpoint
 RUN_KEY = "lora.adapter_path"  # the config key in a run's error messages; a tool passes its own argument
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# PEFT's options beyond A and B of one rank, with the value that disables each option.
-PLAIN = dict(bias="none", use_dora=False, rank_pattern={}, alpha_pattern={}, modules_to_save=None)
+# PEFT's options beyond adapters of one rank, with the value that disables each option.
+PLAIN: dict[str, Any] = dict(bias="none", rank_pattern={}, alpha_pattern={}, modules_to_save=None)
 # options that narrow PEFT's selection of modules; `lora` has others
 UNUSED = dict(exclude_modules=None, layers_pattern=None)
 
 
 @torch.no_grad()
 def fill_adapters(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, lora: LoraSection, seed: int) -> None:
-    """Load the adapter of `lora.adapter_path`, or initialize a fresh adapter. Collective."""
+    """Load the adapter of `lora.adapter_path`, or initialize a fresh adapter of the loaded model. Collective."""
     if lora.adapter_path is not None:
         load_adapter(chunks, hf_config, layout, Path(os.path.expanduser(lora.adapter_path)), lora)
         return
     for _, param, blocks in adapter_blocks(chunks, hf_config, layout):
-        fill(param, blocks, lambda block: _fresh(block, seed))
+        if not blocks[0].name.endswith(MAGNITUDE):
+            fill(param, blocks, lambda block: _fresh(block, seed))
+    start_magnitudes(chunks)
 
 
 def _fresh(block: Block, seed: int) -> Tensor:
@@ -82,7 +85,7 @@ def load_adapter(
     value is NaN or infinite. `key` is the config key or the argument that named the folder.
     """
     saved = read_lora(folder, key)
-    for name in ("rank", "alpha", "use_rslora"):
+    for name in ("rank", "alpha", "use_rslora", "use_dora"):
         wanted, made = getattr(lora, name), getattr(saved, name)
         if wanted != made:
             raise ValueError(f"lora.{name}: {wanted}, but the adapter in {folder} has {made}; set it to {made}")
@@ -112,8 +115,8 @@ def load_adapter(
 
 
 def in_file(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape in PEFT's files of A or B `name`: that of all experts is flattened to a matrix."""
-    if len(shape) == 2:
+    """Return the shape in PEFT's files of the tensor `name`: A or B of all experts is flattened to a matrix."""
+    if len(shape) < 3:
         return shape
     first, middle, last = shape
     return (first * middle, last) if "lora_A" in name else (first, middle * last)
@@ -132,13 +135,17 @@ def read_lora(folder: Path, key: str = RUN_KEY) -> LoraSection:
     odd = ["peft_type"] if saved.get("peft_type") != "LORA" else []
     odd += [name for name, plain in (PLAIN | UNUSED).items() if (saved.get(name) or plain) != plain]
     if odd:
-        what = f"{odd[0]} {saved.get(odd[0])}; only plain LoRA of one rank is supported"
+        what = f"{odd[0]} {saved.get(odd[0])}; only LoRA and DoRA of one rank are supported"
+        raise ValueError(f"{key}: the adapter in {folder} has {what}")
+    if saved.get("use_dora") and saved.get("target_parameters"):
+        what = f"use_dora and target_parameters {', '.join(saved['target_parameters'])}; PEFT has no DoRA of experts"
         raise ValueError(f"{key}: the adapter in {folder} has {what}")
     modules, layers = saved["target_modules"] or [], saved.get("layers_to_transform")
     return LoraSection(
         rank=saved["r"],
         alpha=saved["lora_alpha"],
         use_rslora=bool(saved.get("use_rslora")),
+        use_dora=bool(saved.get("use_dora")),
         dropout=saved.get("lora_dropout", 0),
         target_modules=modules if isinstance(modules, str) else sorted(modules),
         target_parameters=sorted(saved.get("target_parameters") or []),
@@ -182,27 +189,30 @@ def save_adapter(
     """Write adapters as a folder that PEFT, vLLM and `load_adapter` read. Collective.
 
     `parameters` comes from `adapter_blocks`, `sources` from `find_sources` of them, once for all calls. `base` is the
-    base model as the user named it; a folder of the hub's cache is written as its hub name. `dtype` is the dtype in the
-    file. `look` receives every whole A [rank, in] and B [out, rank] on rank 0, before the cast to the file. The folder
+    base model as the user named it; a folder of the hub's cache is written as its hub name. `dtype` is the dtype of A
+    and B in the file. `look` receives every whole A [rank, in] and B [out, rank] in it on rank 0. The folder
     appears complete or not at all. Raises OSError on every rank when it cannot be written.
     """
 
     def write(tensors: Stream, sources: dict[str, Source], unfinished: Path) -> None:
-        header = make_header({name: (dtype, in_file(name, source.shape)) for name, source in sources.items()})
+        dtypes = {name: source.dtype if name.endswith(MAGNITUDE) else dtype for name, source in sources.items()}
+        header = make_header({name: (dtypes[name], in_file(name, source.shape)) for name, source in sources.items()})
         with Writer(unfinished, Files((File(WEIGHTS, header),), None)) as writer:
             for name, tensor in tensors:
-                look(name, tensor)
+                look(name, tensor.to(dtypes[name]))
                 writer.write(name, tensor.reshape(in_file(name, tuple(tensor.shape))))
-        projections = sorted({name.split(".")[-3] for name in sources if ".experts." not in name})
+        modules = {name.rpartition(".lora_")[0] for name in sources if ".experts." not in name}
+        projections = sorted({module.rpartition(".")[2] for module in modules})
         (unfinished / CONFIG).write_text(json.dumps(adapter_config(lora, projections, base), indent=2))
 
-    save_folder(folder, parameters, layout, sources, write, dtype)
+    save_folder(folder, parameters, layout, sources, write)
 
 
 def adapter_config(lora: LoraSection, projections: list[str], base: str) -> dict[str, Any]:
     """Return the contents of adapter_config.json. For `all-linear` it names the `projections`, as PEFT does."""
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     own: dict[str, Any] = dict(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, use_rslora=lora.use_rslora)
+    own |= dict(use_dora=lora.use_dora)
     own |= dict(target_modules=projections if lora.target_modules == ALL_LINEAR else lora.expression or lora.names)
     own |= dict(target_parameters=lora.target_parameters) if lora.target_parameters else {}
     about: dict[str, Any] = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=shared_name(base))

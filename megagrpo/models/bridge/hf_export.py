@@ -75,13 +75,12 @@ def stream(
     layout: Layout,
     sources: dict[str, Source],
     names: Collection[str],
-    dtype: torch.dtype | None = None,
     writer: int = 0,
 ) -> Stream:
     """Yield (name, whole tensor) for `names`, in order, on rank `writer`'s CPU; others yield nothing. Collective.
 
-    Every rank must exhaust the stream. `dtype` None keeps the dtypes of the parameters. When a rank cannot read a
-    parameter, no further tensor is yielded, and at the end every rank raises.
+    Every rank must exhaust the stream. When a rank cannot read a parameter, no further tensor is yielded, and at the
+    end every rank raises.
     """
     mine = {(b.name, b.box): (param, b) for _, param, blocks in parameters for b in blocks}
     failure: Exception | None = None
@@ -104,10 +103,10 @@ def stream(
             failed |= part is None
             if failed or part is None:
                 continue
-            if box == whole(source.shape) and dtype in (None, part.dtype):
+            if box == whole(source.shape):
                 full = part
             else:
-                full = torch.empty(source.shape, dtype=dtype or source.dtype) if full is None else full
+                full = torch.empty(source.shape, dtype=source.dtype) if full is None else full
                 full[tuple(map(slice, *box))].copy_(part)
         if layout.world_rank == writer and not failed:
             assert full is not None, f"{name} has at least one block"
@@ -199,14 +198,13 @@ def save_folder(
     layout: Layout,
     sources: dict[str, Source],
     write: Callable[[Stream, dict[str, Source], Path], None],
-    dtype: torch.dtype | None = None,
 ) -> None:
     """Call `write` on rank 0 with the stream of whole tensors, to create `folder`. Collective.
 
-    `sources` are those of `find_sources`. Tensors are cast to `dtype` unless it is None. The folder appears complete or
-    not at all. When anything fails every rank raises; the failing rank raises its own error.
+    `sources` are those of `find_sources`. The folder appears complete or not at all. When anything fails every rank
+    raises; the failing rank raises its own error.
     """
-    tensors = stream(parameters, layout, sources, sources, dtype)
+    tensors = stream(parameters, layout, sources, sources)
 
     def write_all() -> None:
         if layout.world_rank == 0:

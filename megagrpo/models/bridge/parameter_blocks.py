@@ -18,9 +18,10 @@ from megagrpo.models.families.boxes import whole
 from megagrpo.models.families.dense import EMBEDDING, HEAD
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform.parallel.layout import Layout
+from megagrpo.policy.dora import update_norms
 from megagrpo.policy.fp8.dense_access import DenseWeight
 from megagrpo.policy.fp8.tensor import is_fp8
-from megagrpo.policy.lora_layers import ADAPTER_MODULE, ExpertAdapter, LowRank, is_adapter
+from megagrpo.policy.lora_layers import ADAPTER_MODULE, MAGNITUDE, ExpertAdapter, LowRank, is_adapter
 from megagrpo.policy.specs import LAYERS_PER_BLOCK
 from megagrpo.policy.stored import StoredWeight
 
@@ -32,7 +33,7 @@ Parameter = Tensor | StoredWeight | DenseWeight
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # Either one module per expert, or Transformer Engine's grouped linear with one weight and bias per expert.
 _EXPERT = re.compile(r"(mlp\.experts\.)(?:local_experts\.(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(\d*)")
-_ADAPTER = re.compile(r"(.+)\.adapter\.(\w+)\.(lora_[AB])")
+_ADAPTER = re.compile(r"(.+)\.adapter\.(\w+)\.(lora_\w+)")
 _EXPERT_ADAPTER = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc[12]")
 
 
@@ -87,7 +88,8 @@ def fill(param: Parameter, parameter_blocks: list[Block], value_of: Callable[[Bl
 def adapter_blocks(
     chunks: list[nn.Module], hf_config: HfConfig, layout: Layout
 ) -> Iterator[tuple[str, Tensor, list[Block]]]:
-    """Like `blocks`, for this rank's adapters only: A [rank, in] and B [out, rank]. Names are those of PEFT's files.
+    """Like `blocks`, for this rank's adapters only: A [rank, in], B [out, rank], and DoRA's magnitudes [out]. Names are
+    those of PEFT's files.
 
     Experts are parts of one A [experts, rank, in] and B [out, rank, experts], which PEFT's files flatten to matrices.
     """
@@ -113,11 +115,13 @@ def adapter_blocks(
                 continue
             rule = table[f"{linear}.weight"]
             weight = next(name for name in rule.names if name.split(".")[-2] == projection)
-            if matrix == "lora_A" or len(rule.names) > 1:  # B of a fused projection is laid out like its weight
+            # B and magnitudes of a fused projection are laid out like its weight
+            if matrix == "lora_A" or len(rule.names) > 1:
                 rule = same(weight)
             patterns = rule.blocks(Local(param, layout.parallel.tp, layout.tp_rank, hf_config))
             named_blocks = [in_layer(block, block_number) for block in patterns]
-            name_in_file = f"{PEFT}{named_blocks[0].name.removesuffix('weight')}{matrix}.weight"
+            suffix = matrix if matrix == MAGNITUDE else f"{matrix}.weight"
+            name_in_file = f"{PEFT}{named_blocks[0].name.removesuffix('weight')}{suffix}"
             renamed = [dataclasses.replace(block, name=name_in_file) for block in named_blocks]
             yield f"chunk{i}.{name}" if i else name, param, renamed
 
@@ -177,7 +181,8 @@ def _blocks_with(key: str, hf_config: HfConfig) -> Iterable[int | None]:
 
 @dataclass(frozen=True)
 class Merged:
-    """The merged weight W + scale B A of one parameter on this rank, float32.
+    """The merged weight W + scale B A of one parameter on this rank, float32. With DoRA rows are multiplied by `factor`
+    [out], magnitude / norm.
 
     Every read of `data` or `detach()` computes it again; nothing is cached. `parts` has the block and adapter of each
     projection. A rank holds all of B A that its part of W needs, so there is no communication.
@@ -186,6 +191,7 @@ class Merged:
     weight: Parameter
     parts: tuple[tuple[Block, LowRank], ...]
     scale: float
+    factor: Tensor | None = None
 
     dtype = torch.float32
 
@@ -202,7 +208,7 @@ class Merged:
             view = block.view(merged)
             product = _rows(low_rank.lora_B, block).float() @ low_rank.lora_A.float()
             view.add_(product.view(view.shape), alpha=self.scale)
-        return merged
+        return merged if self.factor is None else merged.mul_(self.factor.to(merged)[:, None])
 
 
 def _rows(b: Tensor, block: Block) -> Tensor:
@@ -218,7 +224,18 @@ def _rows(b: Tensor, block: Block) -> Tensor:
 def merged_blocks(
     chunks: list[nn.Module], hf_config: HfConfig, layout: Layout
 ) -> Iterator[tuple[str, Parameter | Merged, list[Block]]]:
-    """Like `blocks`, with a `Merged` in place of each weight with adapters. Exports and the engine use these."""
+    """Like `blocks`, with a `Merged` in place of each weight with adapters. Exports and the engine use these.
+
+    The call is collective: it computes the norms of DoRA, so that reading a weight needs no other rank.
+    """
+    update_norms(chunks)
+    return _merged_blocks(chunks, hf_config, layout)
+
+
+@torch.no_grad()
+def _merged_blocks(
+    chunks: list[nn.Module], hf_config: HfConfig, layout: Layout
+) -> Iterator[tuple[str, Parameter | Merged, list[Block]]]:
     modules: dict[str, nn.Module] = {}
     for i, chunk in enumerate(chunks):
         modules |= {f"chunk{i}.{name}" if i else name: module for name, module in unwrap_model(chunk).named_modules()}
@@ -235,7 +252,8 @@ def merged_blocks(
             continue
         parts = ((block, projection(block)) for block in parameter_blocks)
         adapted = tuple((block, adapter[part]) for block, part in parts if part in adapter)
-        yield name, Merged(param, adapted, adapter.scale), parameter_blocks
+        factor = adapter.factor() if adapter.use_dora else None
+        yield name, Merged(param, adapted, adapter.scale, factor), parameter_blocks
 
 
 def projection(block: Block) -> str:

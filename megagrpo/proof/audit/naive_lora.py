@@ -1,5 +1,5 @@
 """LoRA (arXiv 2106.09685) in float64 on transformers' model: every adapted weight is W + scale B A, read from the files
-that PEFT writes."""
+that PEFT writes. With DoRA (arXiv 2402.09353) its rows have trained norms."""
 
 from __future__ import annotations
 
@@ -12,21 +12,28 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 PREFIX, BASE = "base_model.model.", ".base_layer"  # PEFT's, around the module's name
+ENDS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")  # of PEFT's names of tensors
 
 
 class _Sum(nn.Module):
-    """W + scale B A. The weights [experts, ...] of all experts have A [experts x rank, in], B [out, rank x experts]."""
+    """W + scale B A. The weights [experts, ...] of all experts have A [experts x rank, in], B [out, rank x experts].
 
-    def __init__(self, name: str, a: Tensor, b: Tensor, scale: float, transposed: bool):
+    `trained` has A, B and with DoRA the magnitudes [out], by the ends of their names in PEFT's files.
+    """
+
+    def __init__(self, name: str, trained: dict[str, Tensor], scale: float, transposed: bool):
         super().__init__()
-        self.name, self.lora_A, self.lora_B = name, nn.Parameter(a.double()), nn.Parameter(b.double())
-        self.scale, self.transposed = scale, transposed
+        self.name, self.scale, self.transposed = name, scale, transposed
+        self.ends, self.trained = tuple(trained), nn.ParameterList(tensor.double() for tensor in trained.values())
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return the weight with its adapter, in the weight's shape."""
+        a, b, *magnitudes = self.trained
         if weight.dim() == 2:
-            return weight + self.scale * self.lora_B @ self.lora_A
-        a, b = self.lora_A.unflatten(0, (len(weight), -1)), self.lora_B.unflatten(1, (-1, len(weight)))
+            whole = weight + self.scale * b @ a
+            # the norm of a row has no gradient
+            return (magnitudes[0] / whole.detach().norm(dim=1))[:, None] * whole if magnitudes else whole
+        a, b = a.unflatten(0, (len(weight), -1)), b.unflatten(1, (-1, len(weight)))
         return weight + self.scale * torch.einsum("ore,eri->eio" if self.transposed else "ore,eri->eoi", b, a)
 
 
@@ -38,9 +45,10 @@ def add_adapter(model: nn.Module, folder: Path) -> None:
     model.requires_grad_(False)
     for name in sorted({name.rpartition(".lora_")[0] for name in tensors}):
         module = model.get_submodule(name.removeprefix(PREFIX).removesuffix(BASE))
-        a, b = (tensors[f"{name}.lora_{matrix}.weight"] for matrix in "AB")
+        trained = {end: tensors[f"{name}.{end}"] for end in ENDS if f"{name}.{end}" in tensors}
+        a, b, *_ = trained.values()
         transposed = getattr(module, "is_transposed", False)
-        own = _Sum(name, a, b, scale, transposed)
+        own = _Sum(name, trained, scale, transposed)
         parametrize.register_parametrization(module, _parameter(module, a, b, transposed), own)
 
 
@@ -54,6 +62,6 @@ def _parameter(module: nn.Module, a: Tensor, b: Tensor, transposed: bool) -> str
 
 
 def adapter_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the matrices of the model's adapter by their names in PEFT's files; empty without one."""
+    """Return the tensors of the model's adapter by their names in PEFT's files; empty without one."""
     adapters = [module for module in model.modules() if isinstance(module, _Sum)]
-    return {f"{one.name}.{matrix}.weight": getattr(one, matrix) for one in adapters for matrix in ("lora_A", "lora_B")}
+    return {f"{one.name}.{end}": one.trained[index] for one in adapters for index, end in enumerate(one.ends)}

@@ -13,7 +13,7 @@ from megagrpo.config.training import FUSED_SCRATCH_BYTES
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.proof.plan.engine_memory import GIB, engine_memory, reload_bytes, sequence_memory
 from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE
-from megagrpo.proof.plan.shapes import Stage, num_parameters, stages_of
+from megagrpo.proof.plan.shapes import Stage, adapted_outputs, num_parameters, stages_of
 
 # bytes of both moments of a parameter, with their share of two scales
 MOMENT_BYTES = {"fp32": 8, "bf16": 4, "fp8": 2 + 8 / 256}
@@ -142,7 +142,7 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
     keeps silu(gate) and a copy of up. A token that uses k experts has k MLPs, each with a copy of its input, spread
     evenly over the ranks. An expert also keeps its activation before it is weighted, unless both are fused. All
     experts' outputs exist at once during the pass and are not kept. With an adapter the outputs of the projection, of
-    the adapter and their sum exist at once.
+    the adapter and their sum exist at once; with DoRA also the scaled sum, and each linear keeps the sum.
     """
     tp = config.parallel.tp
     shards = tp if config.parallel.sequence_parallel else 1
@@ -168,8 +168,9 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
         mixed = len(model.experts.blocks) / model.num_layers
         mlp = mixed * sent + (1 - mixed) * mlp
     everything = (6 if model.post_norms else 4) * model.hidden_size / shards + attention + mlp
+    everything += adapted_outputs(model, config.parallel, config.lora) if config.lora.use_dora else 0
     stored = model.hidden_size / shards if config.model.recompute == "full" else everything
-    beside = 4 * model.intermediate_size / tp if config.lora.enabled else 0
+    beside = (4 + 4 * config.lora.use_dora) * model.intermediate_size / tp if config.lora.enabled else 0
     return everything, stored, 2 * model.hidden_size / shards + mlp + expert_output_elements(model, tp) + beside
 
 

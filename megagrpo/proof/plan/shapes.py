@@ -120,29 +120,48 @@ def stage_adapters(model: HfConfig, parallel: ParallelSection, lora: LoraSection
 
 
 def _layer_adapters(model: HfConfig, layer: int, tp: int, lora: LoraSection) -> int:
-    """Return one layer's adapter parameters on a rank. A is sharded if the projection shards its input, B if its
-    output. Experts are not counted."""
-    sizes = _projection_sizes(model, model.mixture.shared_size if model.has_experts(layer) else model.intermediate_size)
-    adapted = [module.rpartition(".")[2] for module in modules_of(model, [layer]) if lora.adapts(module)]
-    return lora.rank * sum(whole + sharded // tp for whole, sharded in (sizes[name] for name in adapted))
+    """Return one layer's adapter parameters on a rank. A is sharded if the projection shards its input, B and DoRA's
+    magnitudes if its output. Experts are not counted."""
+    sizes, count = _projection_sizes(model, layer), 0
+    for name in (module.rpartition(".")[2] for module in modules_of(model, [layer]) if lora.adapts(module)):
+        inputs, outputs = sizes[name]
+        rows = outputs if name in _ROW_PARALLEL + _WHOLE else outputs // tp
+        count += lora.rank * (rows + (inputs // tp if name in _ROW_PARALLEL else inputs)) + lora.use_dora * rows
+    return count
 
 
-def _projection_sizes(model: HfConfig, width: int) -> dict[str, tuple[int, int]]:
-    """Return (size of A and B per rank of the adapter where all ranks hold the same, where they shard it) for each
-    projection. `width` is the MLP's."""
+def adapted_outputs(model: HfConfig, parallel: ParallelSection, lora: LoraSection) -> float:
+    """Return elements per token on a rank of the outputs of all linears with adapters, averaged over the layers."""
+    shards, total = parallel.tp if parallel.sequence_parallel else 1, 0.0
+    for layer in range(model.num_layers):
+        sizes = _projection_sizes(model, layer)
+        for linear in model.modules(layer).values():
+            names = [module.rpartition(".")[2] for module in linear if any(map(lora.adapts, linear))]
+            total += sum(sizes[name][1] / (shards if name in _ROW_PARALLEL + _WHOLE else parallel.tp) for name in names)
+    return total / model.num_layers
+
+
+_ROW_PARALLEL = ("o_proj", "down_proj")  # their inputs are sharded over tensor-parallel ranks; others' outputs are
+_WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")  # projections to latents, which every rank holds
+
+
+def _projection_sizes(model: HfConfig, layer: int) -> dict[str, tuple[int, int]]:
+    """Return the (inputs, outputs) of each projection of a layer outside its experts."""
+    width = model.mixture.shared_size if model.has_experts(layer) else model.intermediate_size
     hidden, queries, keys = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     sizes = {
         "q_proj": (hidden, queries),
         **dict.fromkeys(("k_proj", "v_proj"), (hidden, keys)),
         "qkv_proj": (hidden, queries + 2 * keys),
-        "o_proj": (hidden, model.num_heads * model.value_dim),
-        **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), (hidden, width)),
+        "o_proj": (model.num_heads * model.value_dim, hidden),
+        **dict.fromkeys(("gate_proj", "up_proj"), (hidden, width)),
         "gate_up_proj": (hidden, 2 * width),
+        "down_proj": (width, hidden),
     }
     if mla := model.mla:
-        sizes["q_a_proj"] = (hidden + (mla.query_rank or 0), 0)
+        sizes["q_a_proj"] = (hidden, mla.query_rank or 0)
         sizes["q_b_proj"] = (mla.query_rank or 0, queries)
-        sizes["kv_a_proj_with_mqa"] = (hidden + mla.kv_rank + mla.rope_dim, 0)
+        sizes["kv_a_proj_with_mqa"] = (hidden, mla.kv_rank + mla.rope_dim)
         sizes["kv_b_proj"] = (mla.kv_rank, model.num_heads * (mla.nope_dim + mla.value_dim))
     return sizes
 

@@ -194,7 +194,7 @@ def random_tensor(name: str, shape: tuple[int, ...], temperature: float = 1.0) -
     generator = torch.Generator().manual_seed(crc32(name.encode()))
     noise = torch.randn(shape, generator=generator)
     if len(shape) == 1:
-        return 0.1 * noise + (1.0 if "norm" in name else 0.0)
+        return 0.1 * noise + (1.0 if "norm" in name or "magnitude" in name else 0.0)
     scale = LOGIT_SCALE * temperature if name in ("model.embed_tokens.weight", "lm_head.weight") else 1.0
     return scale * noise / shape[-1] ** 0.5
 
