@@ -167,9 +167,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def launch(folder: Path, log_name: str, num_servers: int = 1, **options) -> Launcher:
-    """Start servers on `folder`; tests can halt their workers (`halt`)."""
+    """Start servers on `folder`; tests can halt their workers (`halt`), or extend them by a class of their own."""
+    workers = options.pop("workers", "halting.Halting")
     if not options.get("lora_rank"):
-        options["extra_args"] = (*options.get("extra_args", ()), "--worker-extension-cls", "halting.Halting")
+        options["extra_args"] = (*options.get("extra_args", ()), "--worker-extension-cls", workers)
     usual = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 64, "kv_cache_gb": 1, "omp_threads": 1}
     settings = ServerOptions(str(folder), **usual | options)
     launcher = Launcher(settings, scratch() / log_name, num_servers=num_servers)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from vllm.config import ModelConfig
+from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -123,7 +124,21 @@ def _destination(model: nn.Module, name: str) -> tuple[int, int, bool]:
     """Return (storage, number of elements, whether rows may stay unfilled as padding) of the parameter to be filled."""
     module = model.get_submodule(name.rpartition(".")[0])
     param = model.get_parameter(name)
-    return param.untyped_storage()._cdata, param.numel(), isinstance(module, VocabParallelEmbedding)
+    numel = param.numel() if (loaded := _padded_experts(module, param)) is None else loaded
+    return param.untyped_storage()._cdata, numel, isinstance(module, VocabParallelEmbedding)
+
+
+def _padded_experts(module: nn.Module, param: Tensor) -> int | None:
+    """Return how many elements loaders fill of experts that vLLM pads to whole FP8 blocks; None for other parameters.
+
+    A width that 128 does not divide is padded: 192 of Qwen3-235B on 8 workers becomes 256. vLLM zeroes the rest before
+    it quantizes.
+    """
+    if not isinstance(getattr(module, "quant_method", None), Fp8PerBlockOnlineMoEMethod) or param.dim() != 3:
+        return None
+    moe: Any = module.moe_config
+    padded = moe.hidden_dim * moe.intermediate_size_per_partition
+    return param.numel() // padded * moe.hidden_dim_unpadded * moe.intermediate_size_per_partition_unpadded
 
 
 def first_names(names: list[str]) -> str:
