@@ -101,8 +101,8 @@ def length_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem(keys, f"{reason}; raise it, or shorten the sample", rule=14)
     if t.share_prompts and "rope" in config.model.fusions:
         reason = "true lets positions continue a prompt's, but the fused rotation of model.fusions begins at 0"
-        keys = ("train.share_prompts", "model.fusions")
-        yield Problem(keys, f"{reason}; leave rope out, or share_prompts empty")
+        fix = "leave rope out, or share_prompts empty"
+        yield Problem(("train.share_prompts", "model.fusions"), f"{reason}; {fix}")
 
 
 def step_problems(config: RunConfig) -> Iterator[Problem]:

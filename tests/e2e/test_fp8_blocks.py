@@ -20,7 +20,6 @@ from tests.e2e import tiny_servers
 from tests.e2e.test_weight_sync import shards
 from tests.e2e.tiny_servers import (
     EXPERTS,
-    SIZES,
     V3,
     WORKERS_SHARE_MEMORY,
     connect,
