@@ -9,17 +9,31 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "distributed"))  # as pytest does
 
+from benchmarks.scaling.fake_samples import GROUP, Engine, prompts
 from benchmarks.scaling.table import Point, Series, bytes_text, seconds_text
-from megagrpo.config import RunConfig, load_config
+from megagrpo.config import ParallelSection, RunConfig, load_config
+from megagrpo.data.packing import PackingRules, build_batch, plan_packing
+from megagrpo.data.routes import RouteShape
+from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.platform.parallel.spawn import run_ranks
+from megagrpo.platform.process.phases import Phases
 from megagrpo.proof.plan.control_plane import control_seconds
 from megagrpo.proof.plan.step_memory import planned_step_memory
 from megagrpo.proof.plan.workload import Lengths
+from megagrpo.trainer.rollout.collector import Collector
+from megagrpo.trainer.rollout.route_exchange import replayed_batches
+from megagrpo.trainer.rollout.token_exchange import trained_samples
+from megagrpo.types import SamplingParams
 from tests.e2e import stub_runs, world
 
 RANKS, LENGTH, SHORT = 4, 512, 128
@@ -27,6 +41,10 @@ PROMPTS = (25, 150)  # of 4 responses each, for the memory
 MANY = 500  # for the seconds
 LEADERS = (0, 1)  # the other ranks are the second pipeline stage
 PARTS = {"read": "draw", "pack": "batches", "write": "finish"}  # part of the control plane -> what does it in the step
+
+
+ROUTED = (32, 4096)  # responses that each replica samples, and tokens of each, for the routes
+ROUTES = RouteShape(tuple(range(48)), 48, 128, 8)  # of Qwen3-30B-A3B
 
 
 class Compared(NamedTuple):
@@ -40,8 +58,8 @@ def memory_growth(folder: Path, few: int, many: int) -> dict[str, Compared]:
     """Return who -> bytes that the first step with many prompts needs more than that with few, of a leader and of
     another rank."""
     planned, measured = [], []
-    for prompts in (few, many):
-        config, lengths, ranks = _step(folder, LENGTH, prompts, 1)
+    for count in (few, many):
+        config, lengths, ranks = _step(folder, LENGTH, count, 1)
         memory = planned_step_memory(config, RANKS, lengths)
         planned.append({who: sum(memory[who].values()) for who in ("leader", "rank")})
         leaders, others = ([rank.peak for i, rank in enumerate(ranks) if (i in LEADERS) == leads] for leads in (1, 0))
@@ -54,6 +72,42 @@ def control_plane(folder: Path, prompts: int) -> dict[str, Compared]:
     config, lengths, ranks = _step(folder, SHORT, prompts, 2)
     planned = control_seconds(config, RANKS, lengths)
     return {part: Compared(planned[part], ranks[0].cpu_seconds[name]) for part, name in PARTS.items()}
+
+
+def exchanged_routes(samples: int, tokens: int) -> float:
+    """Exchange the routes of `samples` responses of each replica, and return CPU seconds of this rank. Collective."""
+    layout = init_layout(ParallelSection(pp=2))
+    asked = prompts(samples * layout.dp_size)
+    share = slice(layout.dp_rank * len(asked) // layout.dp_size, (layout.dp_rank + 1) * len(asked) // layout.dp_size)
+    engine = Engine(asked[share], tokens) if layout.is_dp_leader else None
+    collector = Collector(layout, engine, engine, Phases())
+    collected, _ = collector.collect(asked, GROUP, SamplingParams(1.0, tokens), 0)
+    for index, scored in collected.own.items():
+        read = len(scored.rollout.prompt.token_ids) + tokens - 1
+        known = ROUTES.filler(np.arange(read), len(ROUTES.layers))
+        collected.own[index] = replace(scored, rollout=replace(scored.rollout, routes=known))
+    rules = PackingRules(max_tokens=32768, at_least=2)
+    plan = plan_packing(collected.shapes(np.ones(len(collected)), rules), rules, layout.dp_size)
+    batch = build_batch(plan, layout.dp_rank, trained_samples(collected, [plan], layout), rules)
+    layout.barrier()
+    begun = time.process_time()
+    replayed_batches([batch], collected, [plan], layout, ROUTES)
+    used = time.process_time() - begun
+    layout.close()
+    return used
+
+
+def routes() -> Compared:
+    """Return the seconds of a leader for the routes of a step."""
+    samples, tokens = ROUTED
+    sizes = dict(prompts_per_step=RANKS // 2 * samples // GROUP, num_generations=GROUP, max_completion_length=tokens)
+    overrides = [f"rollout.{name}={value}" for name, value in sizes.items()]
+    overrides += ["parallel.pp=2", "train.max_tokens_per_micro_batch=32768"]
+    config = load_config(world.folder() / "config.yaml", overrides)
+    lengths = Lengths(len(prompts(GROUP)[0].token_ids), tokens, tokens)
+    planned = control_seconds(config, RANKS, lengths, ROUTES.bytes_per_token)["routes"]
+    used = run_ranks(exchanged_routes, RANKS, samples, tokens, timeout=200.0)
+    return Compared(planned, max(used[rank] for rank in LEADERS))
 
 
 def _step(folder: Path, length: int, prompts: int, count: int) -> tuple[RunConfig, Lengths, list[stub_runs.Step]]:
@@ -78,3 +132,9 @@ def series() -> Iterator[Series]:
         points = [Point(samples, used), Point(samples, plan, computed=True)]
         note = f"planned {seconds_text(plan)}, measured {seconds_text(used)}"
         yield Series("plan", f"{part} of a leader, {SHORT} tokens a sample", "samples of 4 ranks", points, note)
+    plan, used = routes()
+    samples = ROUTED[0] * RANKS // 2
+    points = [Point(samples, used), Point(samples, plan, computed=True)]
+    what = f"routes of a leader, {ROUTED[1]:,} tokens of {ROUTES.bytes_per_token} B"
+    note = f"planned {seconds_text(plan)}, measured {seconds_text(used)}"
+    yield Series("plan", what, "samples of 4 ranks", points, note)

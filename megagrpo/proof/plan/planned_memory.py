@@ -13,7 +13,7 @@ from megagrpo.config.training import FUSED_SCRATCH_BYTES
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.proof.plan.engine_memory import GIB, engine_memory, reload_bytes, sequence_memory
 from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE
-from megagrpo.proof.plan.shapes import Stage, adapted_outputs, num_parameters, stages_of
+from megagrpo.proof.plan.shapes import Stage, adapted_outputs, layer_route_bytes, num_parameters, stages_of
 
 # bytes of both moments of a parameter, with their share of two scales
 MOMENT_BYTES = {"fp32": 8, "bf16": 4, "fp8": 2 + 8 / 256}
@@ -89,14 +89,33 @@ def _stage_memory(
     masters = master_bytes * sharded
     moved = min(stage.chunk, max(trained, trained_experts)) * element if train.distributed_optimizer else 0
     loading = {"optimizer": masters, "staging": max(largest, moved - masters)}
+    batch = {"ref_hidden": ref_hidden}
+    if routes := _route_bytes(config, model, dp, stage, gpu):
+        batch["routes"] = routes
     phases = {
         "load": resident | loading,
         "generate": resident,
-        "logprobs": resident | {"activations": passing, "logits": logprobs, "ref_hidden": ref_hidden},
-        "train": resident | {"activations": activations, "logits": train_step, "ref_hidden": ref_hidden},
+        "logprobs": resident | {"activations": passing, "logits": logprobs} | batch,
+        "train": resident | {"activations": activations, "logits": train_step} | batch,
         "sync": resident | {"staging": sent},
     }
     return {phase: {part: size / GIB for part, size in parts.items()} for phase, parts in phases.items()}
+
+
+def _route_bytes(config: RunConfig, model: HfConfig, dp: int, stage: Stage, gpu: bool) -> float:
+    """Return the bytes of replayed routes on the device of a rank of a stage, if all samples have full length.
+
+    Recorded routes stay there until the step ends. Those of the engine stay in host memory (`step_memory`), and are
+    copied to a GPU for one optimizer step.
+    """
+    p, rollout, algorithm = config.parallel, config.rollout, config.algorithm
+    samples = rollout.prompts_per_step * rollout.num_generations / dp
+    if rollout.routing_replay == "off" or not model.experts:
+        return 0.0
+    if rollout.routing_replay == "engine":
+        samples = samples / algorithm.steps_per_generation if gpu else 0.0
+    tokens = samples * config.max_model_len / p.cp / (p.tp if p.sequence_parallel else 1)
+    return tokens * sum(map(model.has_experts, stage.layers)) * layer_route_bytes(model)
 
 
 def in_flight(config: RunConfig, stage: int) -> float:

@@ -27,6 +27,11 @@ def router_parameters(model: HfConfig) -> int:
     return model.mixture.count * (model.hidden_size + model.linear_bias)
 
 
+def layer_route_bytes(model: HfConfig) -> int:
+    """Return the bytes of a token's experts in one layer with experts."""
+    return model.mixture.per_token * (1 if model.mixture.count <= 256 else 2)
+
+
 def attention_parameters(model: HfConfig) -> tuple[int, int]:
     """Return the parameters of a layer's attention: (sharded over tensor-parallel ranks, replicated on all ranks)."""
     mla, heads = model.mla, model.num_heads

@@ -8,6 +8,7 @@ from megagrpo.config import RunConfig
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.proof.plan.control_plane import step_samples
 from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE
+from megagrpo.proof.plan.shapes import layer_route_bytes
 from megagrpo.proof.plan.workload import Lengths
 
 ROLLOUT_BYTES = 830  # of the objects of a scored rollout without its arrays and text
@@ -26,10 +27,9 @@ ROUTE_ROUND_BYTES = 2**28  # of routes that a leader sends to others at once
 
 def route_bytes(config: RunConfig, model: HfConfig) -> int:
     """Return the bytes of a token's routes in all layers, with `rollout.routing_replay: engine`."""
-    experts = model.experts
-    if experts is None or config.rollout.routing_replay != "engine":
+    if model.experts is None or config.rollout.routing_replay != "engine":
         return 0
-    return len(experts.blocks) * experts.per_token * (1 if experts.count <= 256 else 2)
+    return len(model.experts.blocks) * layer_route_bytes(model)
 
 
 def planned_step_memory(

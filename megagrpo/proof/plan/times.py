@@ -17,6 +17,7 @@ from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE, HOST_GB_PER_S, Gpu, Lin
 from megagrpo.proof.plan.passes import pass_seconds
 from megagrpo.proof.plan.planned_memory import copied_bytes
 from megagrpo.proof.plan.shapes import expert_parameters, num_parameters, stage_experts, stage_parameters
+from megagrpo.proof.plan.step_memory import route_bytes
 from megagrpo.proof.plan.workload import Lengths
 
 PREFILL_EFFICIENCY = 0.5
@@ -94,7 +95,8 @@ def step_times(
     updates = a.updates_per_step * _update_seconds(config, model, world_size, gpu)
     updates -= overlap["param_gather"] if "param_gather" in config.train.overlap else 0.0
     train = a.num_iterations * (forward + backward + (forward if a.router_aux_loss_coef else 0)) + updates
-    control, sync = control_seconds(config, world_size, lengths), sync_parts(config, model, world_size, gpu)
+    control = control_seconds(config, world_size, lengths, route_bytes(config, model))
+    sync = sync_parts(config, model, world_size, gpu)
     generate = generate_seconds(config, model, gpu, lengths) if generate is None else generate
     beside = min(control["read"], generate)  # responses are read while others are generated
     seconds = {

@@ -520,6 +520,21 @@ def test_routes_are_kept_by_their_leader_and_cut_over_the_ranks_that_replay_them
     assert with_routes["rank"]["routes"] == own * 1000 * 384 / 4 and "routes" not in plain["rank"]
 
 
+def test_routes_take_time_to_read_and_to_exchange():
+    def control(routes: int, *overrides: str, world: int = 64) -> dict[str, float]:
+        return control_seconds(config(*overrides), world, LENGTHS, routes)
+
+    plain, with_routes, twice = (control(routes) for routes in (0, 384, 768))
+    assert "routes" not in plain and {part for part in plain if plain[part] != with_routes[part]} == {"read"}
+    assert 1.8 < twice["routes"] / with_routes["routes"] < 2.1
+    assert 0 < control(384, world=1)["routes"] < control(384, "parallel.pp=2", world=2)["routes"]
+    sharded = control(384, "parallel.tp=8", "parallel.sequence_parallel=true")["routes"]
+    assert control(384, "parallel.tp=8")["routes"] > 1.5 * sharded  # each rank then has all tokens
+    raw = json.loads((REPOSITORY / "configs/models/Qwen/Qwen3-30B-A3B/config.json").read_text())
+    times = step_times(config("rollout.routing_replay=engine"), parse_hf_config(raw), 64, H100, LENGTHS)
+    assert times.control["routes"] == with_routes["routes"] and times.seconds["control"] > with_routes["routes"]
+
+
 def test_a_token_of_a_model_with_many_experts_has_two_bytes_per_expert():
     raw = json.loads((REPOSITORY / "configs/models/Qwen/Qwen3-30B-A3B/config.json").read_text())
     for experts, expected in ((128, 48 * 8), (384, 2 * 48 * 8)):
