@@ -221,6 +221,9 @@ class LossInputs:
     full_kl: Tensor | None = None  # [T] float32, with gradient: KL over the whole vocabulary; None without `ref_head`
 
 
+AGREEMENT = "routing/agreement"
+"""The metric of routing replay: its name; that of one layer is AGREEMENT/LAYER, with the layer's number from 0."""
+
 _MERGES: dict[str, Callable[[Any, Any], Any]] = {
     "mean": operator.add,
     "max": max,

@@ -23,7 +23,8 @@ from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.balance import routers
-from megagrpo.train_types import Metric, TrainBatch
+from megagrpo.policy.rank_routes import rank_columns
+from megagrpo.train_types import AGREEMENT, Metric, TrainBatch
 
 Select = Callable[..., tuple[Tensor, Tensor]]  # (scores [tokens, E], k, ...) -> scores and experts [tokens, k]
 
@@ -87,7 +88,8 @@ class RoutingReplay:
     """
 
     def __init__(self, chunks: Sequence[nn.Module], hf_config: HfConfig):
-        self._dtype = torch.from_numpy(np.zeros(0, route_shape(hf_config).dtype)).dtype
+        self._shape = route_shape(hf_config)
+        self._dtype = torch.from_numpy(np.zeros(0, self._shape.dtype)).dtype
         self._slots: list[RouteSlot] = []
         self._of_chunk: dict[int, list[RouteSlot]] = {}  # by the chunk's id
         self._recorded: dict[int, list[Tensor]] | None = None  # by the chunk's id: routes of each micro-batch
@@ -150,10 +152,21 @@ class RoutingReplay:
 
     def metrics(self, layout: Layout) -> dict[str, Metric]:
         """Return the share of the given experts of counted tokens that the routers would have chosen too, in the last
-        pass. Collective; empty if no token had routes."""
-        local = torch.stack([slot.agreement for slot in self._slots]).sum(0).cpu() if self._slots else torch.zeros(2)
-        same, all_experts = layout.all_reduce(local.double()).tolist()
-        return {"routing/agreement": Metric(same, all_experts)} if all_experts else {}
+        pass: over all layers, by layer, and the smallest of a layer. Collective; empty if no token had routes.
+        """
+        layers, parallel = self._shape.layers, layout.parallel
+        counts = torch.zeros(len(layers), 2, dtype=torch.float64)  # experts that the scores choose too, all
+        # without sequence parallelism the tensor-parallel ranks have the same tokens
+        if self._slots and (parallel.sequence_parallel or layout.tp_rank == 0):
+            own = torch.stack([slot.agreement for slot in self._slots])
+            counts[rank_columns(self._shape, parallel, layout.pp_rank)] = own.cpu().double()
+        counts = layout.all_reduce(counts)
+        (same, total), by_layer = counts.sum(0).tolist(), counts.tolist()
+        if not total:
+            return {}
+        lowest = min(agreed / counted for agreed, counted in by_layer)
+        shares = {f"{AGREEMENT}/{layer}": Metric(*pair) for layer, pair in zip(layers, by_layer, strict=True)}
+        return {AGREEMENT: Metric(same, total), f"{AGREEMENT}_min": Metric(lowest, total, "min")} | shares
 
 
 class NoReplay(RoutingReplay):

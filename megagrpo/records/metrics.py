@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
-from megagrpo.train_types import Metric
+from megagrpo.train_types import AGREEMENT, Metric
 
 _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean,
@@ -29,6 +29,14 @@ def reduce_updates(updates: Sequence[dict[str, Metric]]) -> dict[str, float]:
     return {
         name: _REDUCTIONS[metrics[0].reduce]([metric.value for metric in metrics]) for name, metrics in by_name.items()
     }
+
+
+def split_layers(metrics: dict[str, float]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Return the metrics of a step without those of single layers, and these as `routing/agreement_by_layer`: layer ->
+    share. Trackers draw a chart for each name, and a model has up to a hundred layers."""
+    of_layers = {name: name.removeprefix(f"{AGREEMENT}/") for name in metrics if name.startswith(f"{AGREEMENT}/")}
+    by_layer = {f"{AGREEMENT}_by_layer": {layer: metrics[name] for name, layer in of_layers.items()}}
+    return {n: v for n, v in metrics.items() if n not in of_layers}, by_layer if of_layers else {}
 
 
 def idle_shares(times: dict[str, float]) -> dict[str, float]:

@@ -18,6 +18,7 @@ from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.terminal import warn
 from megagrpo.records.completions import Rows, completion_lines
 from megagrpo.records.console import ConsoleSink
+from megagrpo.records.metrics import split_layers
 from megagrpo.records.recorder import Recorder, TrainedRollouts
 from megagrpo.records.sinks.find_trackers import make_sink
 from megagrpo.records.sinks.jsonl import JsonlSink
@@ -49,8 +50,10 @@ class MetricsWriter:
         return writer
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of one finished training step."""
-        self._each("step", step, metrics)
+        """Write the metrics of one finished training step. Those of single layers go to `metrics.jsonl` only."""
+        scalars, by_layer = split_layers(metrics)
+        for name in list(self._sinks):
+            self._call(name, "step", step, scalars | by_layer if name == JSONL else scalars)
 
     def completions(self, step: int, lines: Iterable[bytes]) -> None:
         """Write the responses of one step, whose lines come in parts: first to `completions.jsonl`, from which the
@@ -93,11 +96,14 @@ class MetricsWriter:
             self._warn(name, error)
 
     def _each(self, method: str, *arguments: Any) -> None:
-        for name, sink in list(self._sinks.items()):
-            try:
-                getattr(sink, method)(*arguments)
-            except Exception as error:
-                self._failed_sink(name, error)
+        for name in list(self._sinks):
+            self._call(name, method, *arguments)
+
+    def _call(self, name: str, method: str, *arguments: Any) -> None:
+        try:
+            getattr(self._sinks[name], method)(*arguments)
+        except Exception as error:
+            self._failed_sink(name, error)
 
     def _failed_sink(self, name: str, error: Exception) -> None:
         """Report a sink that raised, and no longer call it unless the next call may succeed."""

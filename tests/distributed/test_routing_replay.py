@@ -30,6 +30,8 @@ FEW = (
     dict(tp=2, cp=2, sequence_parallel=True, share_prompts=True, recompute="full", ep=2),
 )
 
+LAYERS = {"qwen3_moe": 3, "mixtral": 4}  # with experts
+
 
 def row_of(model: str = "qwen3_moe", **options) -> dict:
     return {axis: values[0] for axis, values in AXES.items()} | dict(model=model) | options
@@ -55,7 +57,10 @@ def check(row: dict, replay: str) -> None:
     expected = one_process(row["model"], row["loss"], replay)
     assert worst_gradient(found, expected) < (1e-5, "")
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
-    assert found.metrics["routing/agreement"] == pytest.approx(expected.metrics["routing/agreement"], abs=1e-9)
+    agreement = {name: share for name, share in expected.metrics.items() if name.startswith("routing/")}
+    assert len(agreement) == 2 + LAYERS[row["model"]]
+    assert (agreement["routing/agreement_min"] < 1) == (replay == "engine")
+    assert {name: found.metrics.get(name) for name in agreement} == pytest.approx(agreement, abs=1e-9)
 
 
 @pytest.mark.parametrize("replay", ["engine", "trainer"])
@@ -122,6 +127,39 @@ def test_every_expert_that_a_router_takes_was_given(options):
     row = row_of(**options)
     found = run_ranks(taken_experts, ranks(row), config(row), tiny_model("qwen3_moe"))
     assert all(wrong == 0 for _, wrong, _ in found) and sum(total for total, _, _ in found) > 0
+
+
+def counted_agreement(settings: RunConfig, model: HfConfig) -> tuple[dict[str, tuple], dict[int, list[float]]]:
+    """The metrics of agreement as (sum, count), and on one rank the same by hand: layer -> [sum, count]."""
+    layout, shape = init_layout(settings.parallel), route_shape(model)
+    policy, batch, _ = prepare(settings, model, layout, random_samples())
+    naive = {layer: [0.0, 0.0] for layer in shape.layers}
+    original = RouteSlot.get_replay_topk
+
+    def by_hand(self, scores, topk, *groups):
+        if self.given is not None and self.counted is not None:
+            of_layer = naive[shape.layers[self.column]]
+            for token in self.counted.nonzero()[:, 0].tolist():
+                chosen = sorted(range(scores.shape[1]), key=lambda expert: -float(scores[token, expert]))[:topk]
+                of_layer[0] += len(set(chosen) & set(self.given[token].tolist()))
+                of_layer[1] += topk
+        return original(self, scores, topk, *groups)
+
+    RouteSlot.get_replay_topk = by_hand
+    metrics = policy.backward(batch, policy_gradient, 1)
+    counted = {name: (m.sum, m.count) for name, m in metrics.items() if name.startswith("routing/")}
+    return counted, naive
+
+
+def test_the_agreement_of_a_layer_counts_each_loss_token_once():
+    ((alone, naive),) = run_ranks(counted_agreement, 1, config(row_of()), tiny_model("qwen3_moe"))
+    assert {f"routing/agreement/{layer}": tuple(counts) for layer, counts in naive.items()}.items() <= alone.items()
+    total = tuple(map(sum, zip(*naive.values(), strict=True)))
+    assert alone["routing/agreement"] == total
+    assert alone["routing/agreement_min"] == (min(same / every for same, every in naive.values()), total[1])
+    for options in FEW[1:]:
+        row = row_of(**options)
+        assert run_ranks(counted_agreement, ranks(row), config(row), tiny_model("qwen3_moe"))[-1][0] == alone
 
 
 # ---------------------------------------------------------------------------------------------------- broken on purpose

@@ -65,6 +65,25 @@ def test_each_step_and_evaluation_is_a_line_that_is_on_disk_at_once(tmp_path):
     assert second["step"] == 1 and second["reward"] == 0.52 and second["kl"] is None and second["wall_time"] > 1e9
 
 
+def test_metrics_of_single_layers_are_one_value_of_the_file_and_reach_no_tracker(tmp_path):
+    seen = []
+
+    class Tracker:
+        def step(self, step, metrics):
+            seen.append(metrics)
+
+    writer = MetricsWriter(tmp_path, config())
+    writer._sinks["tracker"] = Tracker()
+    agreement = {"routing/agreement": 0.9, "routing/agreement_min": 0.8}
+    writer.step(1, STEP | agreement | {f"routing/agreement/{layer}": 0.8 + layer / 1000 for layer in range(94)})
+    writer.step(2, STEP)
+    first, second = lines(tmp_path / "metrics.jsonl")
+    assert first["routing/agreement_by_layer"] == {str(layer): 0.8 + layer / 1000 for layer in range(94)}
+    assert seen == [STEP | agreement, STEP]
+    assert not [name for name in first if name.startswith("routing/agreement/")]
+    assert not [name for name in second if name.startswith("routing/")]
+
+
 def test_completions_keep_everything_about_each_rollout(tmp_path):
     writer = MetricsWriter(tmp_path, config())
     writer.completions(3, iter(completion_parts(3, [scored(1.0), scored(None, "π?\n")], [0.9, 0.0])))
