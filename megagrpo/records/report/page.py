@@ -22,6 +22,7 @@ SCRIPTS = (
     "base.js",
     "charts.js",
     "plots.js",
+    "layers.js",
     "overview.js",
     "tokens.js",
     "responses.js",

@@ -14,7 +14,7 @@ from megagrpo.records.report import changed_settings
 from megagrpo.records.report.collect import Row, RunFiles
 from megagrpo.records.report.findings import findings
 from megagrpo.records.report.plan_check import plan_against_measured
-from megagrpo.records.report.reduce import curves, number, result, rows_per_point, state, when_of
+from megagrpo.records.report.reduce import curves, number, result, rows_per_point, shares_of_layers, state, when_of
 from megagrpo.records.report.shown_responses import Chosen, choose
 from megagrpo.records.run_files import AXES
 
@@ -34,7 +34,10 @@ class Payload:
 def payload(runs: Sequence[RunFiles], static_bytes: int) -> Payload:
     """Return the data of the runs. `static_bytes` of the page's limit are used by its code."""
     averaged = rows_per_point([run.steps for run in runs]), rows_per_point([run.evaluations for run in runs])
-    described = [describe(run, *averaged) | {"label": label} for run, label in zip(runs, labels(runs), strict=True)]
+    described = [
+        describe(run, *averaged) | {"label": label, "layers": shares_of_layers(run.steps, len(runs))}
+        for run, label in zip(runs, labels(runs), strict=True)
+    ]
     changed_settings.tell_apart([run.config for run in runs], [one["config"] for one in described])
     used = static_bytes + len(json.dumps(described))  # compression of the head makes room for what is added below
     chosen: list[Chosen] = []

@@ -12,6 +12,8 @@ MAX_POINTS = 2000  # per curve, of all runs of a page together
 DIGITS = 5  # significant digits
 NEAR_ONE = ("token_mult_prob_error",)  # metrics whose distance from 1 counts; they keep DIGITS decimals more
 NOT_CURVES = ("step", "wall_time")
+BY_LAYER = "routing/agreement_by_layer"
+MAX_CELLS = 20_000  # shares of single layers, of all runs of a page together
 
 
 def rows_per_point(rows: Sequence[Sequence[Row]]) -> int:
@@ -44,6 +46,24 @@ def curves(rows: Sequence[Row], per_point: int = 1) -> dict[str, Any]:
         "seconds": [None if when is None else round(when - begin, 1) for when in ends],
         "metrics": {name: values for name, values in metrics.items() if any(value is not None for value in values)},
     }
+
+
+def shares_of_layers(rows: Sequence[Row], runs: int = 1) -> dict[str, Any] | None:
+    """Return the layers with routing replay, steps, seconds since the first row, and the share of experts that agree by
+    point and layer. Each share is the mean of the same number of rows, so that a page has `MAX_CELLS` of its `runs`.
+
+    None if no row has any.
+    """
+    times = [{name: row[name] for name in NOT_CURVES if name in row} for row in rows]
+    shares = [row[BY_LAYER] if isinstance(row.get(BY_LAYER), dict) else {} for row in rows]
+    layers = sorted({name for of_layers in shares for name in of_layers if name.isdecimal()}, key=int)
+    if not layers:
+        return None
+    tables = [time | {name: of[name] for name in layers if name in of} for time, of in zip(times, shares, strict=True)]
+    found = curves(tables, math.ceil(len(rows) * len(layers) * runs / MAX_CELLS))
+    columns = [found["metrics"].get(layer, [None] * len(found["step"])) for layer in layers]
+    points = list(map(list, zip(*columns, strict=True)))
+    return {"layers": list(map(int, layers)), "step": found["step"], "seconds": found["seconds"], "shares": points}
 
 
 def when_of(row: Row) -> float | None:

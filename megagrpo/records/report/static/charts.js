@@ -31,6 +31,8 @@ const HEALTH = [
   { id: "divergence", title: "Divergence from vLLM", unit: "nats", log: true,
     series: [["gen_kl_error", "gen_kl"], ["policy_kl_error", "policy_kl"], ["js_divergence_error", "js"]],
     text: "KL divergence in both directions, and Jensen-Shannon divergence." },
+  { id: "routing", title: "Routing agreement", unit: "share", series: [["routing/agreement", "all layers"], ["routing/agreement_min", "lowest layer"]],
+    text: "Share of replayed experts that the trainer's routers would choose too." },
   { id: "kl", title: "KL to the reference", unit: "nats", log: true, series: [["kl", "kl"]], text: "The KL term that algorithm.beta multiplies." },
   { id: "grad", title: "Gradient norm", unit: "", zero: true, alarm: "grad_norm", log: true, series: [["grad_norm", "grad_norm"]],
     text: "Before clipping to train.max_grad_norm." },

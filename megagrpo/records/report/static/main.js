@@ -43,7 +43,7 @@ async function main() {
   const phases = phasesCard(runs), speed = chartGrid(SPEED, runs, phases ? [phases] : []);
   app.replaceChildren(masthead({ ...data, runs }), bar, el("main", {},
     section("learning", "Learning", "", chartGrid(LEARNING, runs)),
-    section("health", "Health", "Do the numbers of the optimizer and of both engines stay in their normal range?", chartGrid(HEALTH, runs)),
+    section("health", "Health", "Do the numbers of the optimizer and of both engines stay in their normal range?", chartGrid(HEALTH, runs, [], layersCard(runs))),
     section("speed", "Speed", "Where do the seconds of a step go?", speed, moreMetrics(runs)),
     responsesSection(runs), alarmsSection(runs), machineSection(runs), configSection(runs), recordsSection(runs)),
     el("footer", {}, `Made by megagrpo ${data.version}. This file loads nothing from a network.`), tooltip);

@@ -102,9 +102,9 @@ function stackOf(run) {
 }
 
 class Plot {
-  /** A card with a plot. `chart` is a row of charts.js, with `stack` for phases of a run, which `stackRun` chooses. */
+  /** A card with a plot. `chart` is a row of charts.js, with `stack` for phases of `oneRun`. */
   constructor(chart, runs, series) {
-    Object.assign(this, { chart, runs, series, log: false, stale: true, near: false, uplot: null, stackRun: runs[0] });
+    Object.assign(this, { chart, runs, series, log: false, stale: true, near: false, uplot: null, oneRun: runs[0] });
     this.readout = el("div", { class: "readout", "aria-live": "off" });
     this.area = el("div", { class: "plot", tabindex: "0", role: "img", on: { keydown: (event) => this.key(event) } });
     this.logButton = chart.log && el("button", { type: "button", class: "small", "aria-pressed": "false", title: "logarithmic axis",
@@ -112,7 +112,7 @@ class Plot {
     this.badge = el("a", { href: "#alarms", hidden: true });
     this.note = el("p", { class: "note" });
     const head = el("div", { class: "card-head" }, el("h3", {}, chart.title), this.badge, this.logButton);
-    this.card = el("article", { class: `card chart${chart.hero ? " hero" : ""}${chart.stack ? " wide" : ""}`, id: `chart-${chart.id}` },
+    this.card = el("article", { class: `card chart${chart.hero ? " hero" : ""}${chart.wide ? " wide" : ""}`, id: `chart-${chart.id}` },
       head, this.readout, this.area, this.note);
     this.card.plot = this;
     this.mark();
@@ -123,7 +123,7 @@ class Plot {
   }
 
   size() {
-    if (view.paper) return { width: this.chart.stack ? 620 : 296, height: 160 }; // a column of A4 and of letter paper
+    if (view.paper) return { width: this.chart.wide ? 620 : 296, height: 160 }; // a column of A4 and of letter paper
     return { width: Math.max(160, this.area.clientWidth), height: Math.max(120, this.area.clientHeight) };
   }
 
@@ -161,7 +161,7 @@ class Plot {
     this.stale = false;
     this.uplot?.destroy();
     this.uplot = null;
-    this.lines = this.chart.stack ? stackOf(this.stackRun) : linesOf(this.chart, this.runs, this.series);
+    this.lines = this.chart.stack ? stackOf(this.oneRun) : linesOf(this.chart, this.runs, this.series);
     const shown = this.lines.filter((line) => line.x.some(isNumber));
     this.mark();
     this.area.classList.toggle("empty", !shown.length);
@@ -334,10 +334,10 @@ function nearest(column, index) {
   return index;
 }
 
-/** The cards of the charts that have values in any run, after `first`. */
-function chartGrid(charts, runs, first = []) {
+/** The cards of the charts that have values in any run, between `first` and `last`. */
+function chartGrid(charts, runs, first = [], last = []) {
   const filled = ordered(charts, runs).map((chart) => [chart, seriesOf(chart, runs)]).filter(([, series]) => series.length);
-  const cards = [...first, ...filled.map(([chart, series]) => new Plot(chart, runs, series).card)];
+  const cards = [...first, ...filled.map(([chart, series]) => new Plot(chart, runs, series).card), ...last];
   widen(cards);
   return el("div", { class: "charts" }, cards);
 }
@@ -354,12 +354,16 @@ function widen(cards) {
 function phasesCard(runs) {
   const timed = runs.filter((run) => run.training.metrics["time/step"]);
   if (!timed.length) return null;
-  const chart = { id: "phases", title: "Seconds of a step", unit: "s", stack: true, text: "Seconds of rank 0 by phase. “other” is the time between phases." };
-  const plot = new Plot(chart, timed, []);
-  if (timed.length > 1) {
-    const options = timed.map((run) => [run.index, run.label]);
-    plot.card.querySelector(".card-head").append(choice("run", options, timed[0].index, (index) => {
-      plot.stackRun = timed.find((run) => run.index === index);
+  const chart = { id: "phases", title: "Seconds of a step", unit: "s", stack: true, wide: true, text: "Seconds of rank 0 by phase. “other” is the time between phases." };
+  return withChoice(new Plot(chart, timed, []));
+}
+
+/** The card of a plot of one run, with buttons that choose the run. */
+function withChoice(plot) {
+  if (plot.runs.length > 1) {
+    const options = plot.runs.map((run) => [run.index, run.label]);
+    plot.card.querySelector(".card-head").append(choice("run", options, plot.oneRun.index, (index) => {
+      plot.oneRun = plot.runs.find((run) => run.index === index);
       plot.invalidate();
     }));
   }

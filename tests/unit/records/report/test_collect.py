@@ -5,7 +5,7 @@ import pytest
 
 from megagrpo.config import ConfigError
 from megagrpo.records.report.collect import StepRewards, read_lines, read_run, rewards_per_step
-from megagrpo.records.report.reduce import curves, number, result, rows_per_point, state
+from megagrpo.records.report.reduce import curves, number, result, rows_per_point, shares_of_layers, state
 from tests.unit.records.report.synthetic import append, make_run
 
 
@@ -128,6 +128,21 @@ def test_curves_keep_gaps_and_average_neighbours():
         and half["per_point"] == 2
     )
     assert curves([])["step"] == []
+
+
+def test_shares_of_layers_are_tables_of_steps_and_layers_in_order_with_gaps():
+    shares = [{}, {"10": 0.5, "2": 0.9}, {"10": 0.7, "2": 0.8}, {"10": 0.6, "2": 1.0, "step": 3}]
+    rows = [
+        {"step": i + 1, "wall_time": 5.0 + i, "reward": 1.0} | ({"routing/agreement_by_layer": of} if of else {})
+        for i, of in enumerate(shares)
+    ]
+    table = shares_of_layers(rows)
+    assert table["layers"] == [2, 10] and table["step"] == [1, 2, 3, 4] and table["seconds"] == [0, 1, 2, 3]
+    assert table["shares"] == [[None, None], [0.9, 0.5], [0.8, 0.7], [1, 0.6]]
+    assert shares_of_layers(rows[:1]) is None and shares_of_layers([]) is None
+    assert shares_of_layers([{"step": 1, "routing/agreement_by_layer": [0.5]}]) is None
+    many = [row | {"step": i} for i in range(4000) for row in rows[1:2]]
+    assert len(shares_of_layers(many, runs=4)["step"]) == 2000  # 2 layers of 4 runs share 20,000 cells
 
 
 def test_numbers_are_rounded_to_five_digits_and_others_are_none():

@@ -9,7 +9,7 @@ import pytest
 from megagrpo.records.report import page as writer
 from megagrpo.records.report.collect import read_run
 from megagrpo.records.report.payload import payload
-from tests.unit.records.report.synthetic import append, make_run
+from tests.unit.records.report.synthetic import add_layers, append, make_run
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("chromium") and shutil.which("chromedriver")),
@@ -450,4 +450,58 @@ def test_the_page_fits_a_narrow_screen(browser, tmp_path):
         assert all(0 <= left < right <= 400 and 0 <= top < bottom <= 140 for left, right, top, bottom in places)
     finally:
         browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    calm(browser)
+
+
+def opacities(browser, rows: int, steps: int) -> list[list[int]]:
+    """The opacity of the cells in the plot of layers as drawn, 0 to 255, of each row and step."""
+    code = """
+        const p = document.getElementById('chart-layers').plot, u = p.uplot, { left, width } = u.bbox;
+        const image = u.ctx.getImageData(0, 0, u.ctx.canvas.width, u.ctx.canvas.height);
+        const x = (step) => Math.round(Math.min(Math.max(u.valToPos(step, 'x', true), left + 3), left + width - 3));
+        const y = (row) => Math.round(u.valToPos(row, 'y', true)), numbers = (count) => [...Array(count).keys()];
+        const at = (row, step) => image.data[4 * (y(row) * image.width + x(step)) + 3];
+        return numbers(arguments[0]).map((row) => numbers(arguments[1]).map((i) => at(row, i + 1)));"""
+    return browser.js(code, rows, steps)
+
+
+def test_the_plot_of_layers_is_darker_where_more_experts_differ(browser, tmp_path):
+    run = add_layers(make_run(tmp_path / "moe"), range(1, 4))
+    show(browser, tmp_path, run)
+    assert chart(browser, "layers", "p.table.layers") == [1, 2, 3]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    shares = [row["routing/agreement_by_layer"] for row in rows if "routing/agreement" in row]
+    differ = {i: [1 - of_layer[str(i)] for of_layer in shares] for i in (1, 2, 3)}
+    most = max(map(max, differ.values()))
+    for drawn, of_layer in zip(opacities(browser, 3, 6), differ.values(), strict=True):
+        assert drawn == pytest.approx([255 * share / most for share in of_layer], abs=2)
+    assert browser.texts("#chart-layers .scale.layers span")[1] == f"{100 * most:.3g}%"
+    order = sorted(differ, key=lambda layer: -differ[layer][-1])
+    shown = browser.texts("#chart-layers .readout .label")
+    assert shown == [f"most: layer {order[0]}", f"least: layer {order[-1]}"]
+    agreement = chart(browser, "routing", "p.lines.map((line) => line.label)")
+    assert agreement == ["all layers", "lowest layer"]
+    calm(browser)
+
+
+def test_the_pointer_names_the_step_and_the_layer_and_a_zoom_draws_the_cells_in_it(browser, tmp_path):
+    from selenium.webdriver import ActionChains
+
+    show(browser, tmp_path, add_layers(make_run(tmp_path / "moe"), range(1, 4)), make_run(tmp_path / "dense"))
+    chart(browser, "layers", "1")
+    area = browser.all("#chart-layers .u-over")[0]
+    ActionChains(browser.driver).move_to_element(area).perform()
+    browser.until(lambda: "layer 2" in browser.texts("#chart-layers .readout .label"))
+    assert browser.texts("#chart-layers .readout .at")[0] in ("step 3", "step 4")
+    browser.js("zoom([2, 4])")
+    assert chart(browser, "layers", "[p.uplot.scales.x.min, p.uplot.scales.x.max]") == [2, 4]
+    assert browser.texts("#chart-layers .choice button") == []  # the dense run has no layers to choose
+    calm(browser)
+
+
+def test_a_long_run_of_many_layers_fits_the_page(browser, tmp_path):
+    run = add_layers(make_run(tmp_path / "moe", steps=700, groups=1, size=2, length=3), range(94))
+    show(browser, tmp_path, run)
+    cells = chart(browser, "layers", "p.rows.map((row) => row.length)")
+    assert set(cells) == {94} and 150 < len(cells) < 20_000 / 94
     calm(browser)
