@@ -1,7 +1,7 @@
-"""Draws docs/images: python docs/pictures.py [RUN]. RUN is the folder of a finished quickstart; without it only the
-layout is drawn.
+"""Draws docs/images: python docs/pictures.py [RUN [MOE]]. RUN is the folder of a finished quickstart, MOE the one of
+the example `moe`; without them only the layout is drawn.
 
-The pictures of the report need RUN/report.html, as `megagrpo report` writes it, and Debian's chromium with its driver.
+The pictures of a report need its report.html, as `megagrpo report` writes it, and Debian's chromium with its driver.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape
 
 IMAGES = Path(__file__).with_name("images")
@@ -147,18 +150,7 @@ def layout() -> Picture:
 
 def report(page: Path) -> None:
     """Take screenshots of a report: its first sections, and the responses of step 2 with coloured tokens."""
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    for flag in ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1360,1553"):
-        options.add_argument(flag)
-    options.binary_location = shutil.which("chromium") or "chromium"
-    driver = webdriver.Chrome(options, Service(shutil.which("chromedriver") or "chromedriver"))
-    try:
-        driver.get(page.resolve().as_uri())
-        while not driver.execute_script("return document.documentElement.dataset.ready === 'true'"):
-            time.sleep(0.1)
+    with browser(page, 1553) as driver:
         driver.save_screenshot(IMAGES / "report.png")
         for click in ("[aria-label='previous recorded step']",) * 6 + ("[data-value=surprise]",):
             driver.execute_script("document.querySelector(arguments[0]).click()", click)
@@ -168,6 +160,35 @@ def report(page: Path) -> None:
         driver.set_window_size(1360, 1243)
         time.sleep(1)
         driver.save_screenshot(IMAGES / "report-responses.png")
+
+
+def layers(page: Path) -> None:
+    """Take a screenshot of the layers of a run with routing replay."""
+    with browser(page, 1000) as driver:
+        code = (
+            "const card = document.getElementById('chart-layers'); card.scrollIntoView({block: 'center'}); return card"
+        )
+        card = driver.execute_script(code)
+        time.sleep(1)
+        card.screenshot(str(IMAGES / "report-layers.png"))
+
+
+@contextmanager
+def browser(page: Path, height: int) -> Iterator[Any]:
+    """Yield a headless Chromium that shows the page."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    for flag in ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size=1360,{height}"):
+        options.add_argument(flag)
+    options.binary_location = shutil.which("chromium") or "chromium"
+    driver = webdriver.Chrome(options, Service(shutil.which("chromedriver") or "chromedriver"))
+    try:
+        driver.get(page.resolve().as_uri())
+        while not driver.execute_script("return document.documentElement.dataset.ready === 'true'"):
+            time.sleep(0.1)
+        yield driver
     finally:
         driver.quit()
 
@@ -176,6 +197,8 @@ def main() -> None:
     """Draw the layout, and the curve and the report of the run that the command line names."""
     IMAGES.mkdir(exist_ok=True)
     layout().write(IMAGES / "layout.svg")
+    if len(sys.argv) > 2:
+        layers(Path(sys.argv[2]) / "report.html")
     if len(sys.argv) > 1:
         lines = (Path(sys.argv[1]) / "metrics.jsonl").read_text().splitlines()
         curve([json.loads(line) for line in lines]).write(IMAGES / "quickstart.svg")
