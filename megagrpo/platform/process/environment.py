@@ -6,7 +6,6 @@ servers and ranks start, and `inherited` to the environment of a server. A varia
 
 from __future__ import annotations
 
-import importlib.util
 import locale
 import os
 import re
@@ -16,8 +15,8 @@ import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
+from megagrpo.platform.process.proxies import PROXIES, UNPROXIED, proxy_problem, reach_loopback_directly
 from megagrpo.platform.process.variables import RENDEZVOUS_VARIABLE
 
 PASSED, IGNORED, REMOVED, REFUSED = "passed on", "ignored with a warning", "removed for servers", "refused"
@@ -52,8 +51,6 @@ RANKS = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"  # a launcher of ranks set
 AT = f"MASTER_ADDR MASTER_PORT {RENDEZVOUS_VARIABLE}"
 OTHER_RANKS = "GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME NODE_RANK TORCHELASTIC_*"
 END_OF_JOB = "SLURM_JOB_END_TIME"
-PROXIES = "HTTP_PROXY HTTPS_PROXY ALL_PROXY http_proxy https_proxy all_proxy"
-UNPROXIED = "NO_PROXY no_proxy"
 LONGEST_JOB = 10 * 365 * 86400  # seconds
 DATA_CACHES = {  # variable -> the cache of data sets below its folder; the first variable that is set counts
     "HF_DATASETS_CACHE": "",
@@ -251,7 +248,7 @@ def settle(environment: MutableMapping[str, str]) -> list[str]:
         for name in verdict.names if verdict.fate == IGNORED else ():
             del environment[name]
         environment.update(verdict.instead)
-    _reach_loopback_directly(environment)
+    reach_loopback_directly(environment)
     return [str(verdict) for verdict in verdicts]
 
 
@@ -339,22 +336,8 @@ def _job_of_this_process() -> str | None:
 def _proxies(environment: Mapping[str, str]) -> Iterator[Verdict]:
     """Yield the proxies for which httpx, which also downloads from the hub, would raise an exception."""
     for name in PROXIES.split():
-        if problem := _proxy_problem(environment.get(name, "")):
+        if problem := proxy_problem(environment.get(name, "")):
             yield Verdict((name,), *problem)
-
-
-def _proxy_problem(value: str) -> tuple[str, str] | None:
-    """Return why httpx cannot use a proxy, and the fix; None when it can."""
-    try:
-        parts = urlsplit(value if "://" in value else f"http://{value}")
-        _ = parts.port
-    except ValueError:
-        return "this is not the address of a proxy", "correct or unset it"
-    if parts.scheme not in ("http", "https", "socks5", "socks5h"):
-        return f"httpx knows no proxies of the kind {parts.scheme}", "write http, https or socks5, or unset it"
-    if parts.scheme.startswith("socks") and importlib.util.find_spec("socksio") is None:
-        return "SOCKS proxies need the package socksio, which is not installed", "pip install socksio, or unset it"
-    return None
 
 
 def _caches(environment: Mapping[str, str]) -> Iterator[Verdict]:
@@ -368,16 +351,6 @@ def _caches(environment: Mapping[str, str]) -> Iterator[Verdict]:
         reason = f"{folder} cannot be written, so data sets are cached in the temporary folder of this run"
         instead = (("HF_DATASETS_CACHE", str(Path(tempfile.gettempdir(), "datasets"))),)
         yield Verdict((name,), reason, "set HF_DATASETS_CACHE to a folder that you can write", PASSED, instead)
-
-
-def _reach_loopback_directly(environment: MutableMapping[str, str]) -> None:
-    """Except this host from proxies, so that trackers and rewards reach their servers on it."""
-    if not any(environment.get(name) for name in PROXIES.split()):
-        return
-    for name in UNPROXIED.split():
-        hosts = [host for host in re.split(r"[,\s]+", environment.get(name, "")) if host]
-        if "*" not in hosts:
-            environment[name] = ",".join(dict.fromkeys([*hosts, "localhost", "127.0.0.1", "::1"]))
 
 
 def _interpreter() -> Iterator[Verdict]:
