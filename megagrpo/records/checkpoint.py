@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import textwrap
 import time
 from collections.abc import Iterable, Iterator
@@ -27,7 +26,6 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megagrpo.config import TrainSection
 from megagrpo.models.bridge.adapter_files import ADAPTER_FILES, save_adapter
 from megagrpo.models.bridge.file_checksums import CHECKSUMS, checksums, verify_others, verify_tensors
 from megagrpo.models.bridge.hf_export import Source, find_sources
@@ -54,6 +52,7 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state
 from megagrpo.policy.optimizer import dense_moments
 from megagrpo.policy.reference import Reference
+from megagrpo.policy.saved_optimizer import drop_absent, follow_config
 from megagrpo.records.ahead_files import sums_of_ahead, write_ahead
 from megagrpo.records.run_files import (
     BEST,
@@ -210,7 +209,7 @@ class Checkpointer:
                 raise CheckpointError(f"{path} cannot be read, or does not fit this model: {why}") from e
             for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True):
                 load_state(chunk, loaded[name], strict=not self.policy.config.lora.enabled)
-            _follow_config(loaded["optimizer"], self.policy.config.train)
+            follow_config(loaded["optimizer"], self.policy.config.train)
             self.policy.optimizer.load_state_dict(loaded["optimizer"])
         self.policy.scheduler.load_state_dict(loaded["scheduler"])
         if with_scales:
@@ -272,7 +271,7 @@ class Checkpointer:
             for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True)
         }
         state["optimizer"] = self.policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=local)
-        _drop_absent(state["optimizer"])
+        drop_absent(state["optimizer"])
         # only now: the optimizer identifies parameters by object identity
         state |= {name: dense_state(state[name]) for name in self._chunk_names()}
         state["scheduler"] = self.policy.scheduler.state_dict()
@@ -346,45 +345,6 @@ def _reason(error: BaseException) -> str:
     failures = getattr(error, "failures", {})
     lines = [f"rank {rank}: {type(failure).__name__}: {failure}" for rank, (failure, _) in sorted(failures.items())]
     return textwrap.shorten((lines or [str(error)])[0], 500)
-
-
-def _follow_config(saved: Any, train: TrainSection) -> None:
-    """Overwrite the options in a saved optimizer state with this run's config. Megatron would look up a group by its
-    learning rates, which may have changed, and keep its betas.
-
-    Groups share one `betas`, and their keys are interned, as in a fresh optimizer. pickle writes a shared object once,
-    so a resumed run saves the same bytes as an uninterrupted run.
-    """
-    options = {
-        "max_lr": train.learning_rate,
-        "min_lr": train.min_learning_rate,
-        "betas": (train.adam_beta1, train.adam_beta2),
-        "eps": train.adam_epsilon,
-        "momentum": train.muon_momentum,
-    }
-    if train.own_optimizer:
-        options = {name: options[name] for name in ("max_lr", "min_lr")} | train.optimizer_args
-    for group in _groups(saved):
-        values = group | {name: value for name, value in options.items() if group.get(name) is not None}
-        group.clear()
-        group |= {sys.intern(name): value for name, value in values.items()}
-
-
-def _groups(saved: Any) -> Iterator[dict[str, Any]]:
-    """Yield every parameter group of a saved optimizer state, which may hold the states of several optimizers."""
-    if isinstance(saved, dict):
-        yield from saved.get("param_groups", ())
-        saved = list(saved.values())
-    if isinstance(saved, list):
-        for part in saved:
-            yield from _groups(part)
-
-
-def _drop_absent(optimizer: dict[Any, Any]) -> None:
-    """Remove states gathered by another rank: None here, which Megatron's checkpoints treat as shared by all ranks."""
-    for part in [optimizer, *(part for part in optimizer.values() if isinstance(part, dict))]:
-        if part.get("param_state", part) is None:
-            del part["param_state"]
 
 
 def _is_first_copy(parameter: torch.Tensor, layout: Layout) -> bool:

@@ -4,7 +4,7 @@ stopped."""
 import pickle
 
 from megagrpo.config import TrainSection
-from megagrpo.records.checkpoint import _follow_config
+from megagrpo.policy.saved_optimizer import follow_config
 
 TRAIN = TrainSection(learning_rate=1e-4, adam_beta2=0.95)
 
@@ -30,7 +30,7 @@ def schedule() -> dict:
 
 def test_a_resumed_optimizer_is_saved_in_the_same_bytes():
     loaded = pickle.loads(pickle.dumps(fresh()))["optimizer"]
-    _follow_config(loaded, TRAIN)
+    follow_config(loaded, TRAIN)
     assert pickle.dumps({"optimizer": loaded, "scheduler": schedule()}) == pickle.dumps(fresh())
 
 
@@ -40,6 +40,6 @@ def test_groups_of_several_optimizers_take_the_config_s_options_and_keep_the_oth
         {"param_groups": [{"max_lr": old.learning_rate, "momentum": None, "wd_mult": 0.0}]},
         {0: {"param_groups": [{"eps": 1.0}]}},
     ]
-    _follow_config(saved, TRAIN)
+    follow_config(saved, TRAIN)
     assert saved[0]["param_groups"] == [{"max_lr": 1e-4, "momentum": None, "wd_mult": 0.0}]
     assert saved[1][0]["param_groups"] == [{"eps": TRAIN.adam_epsilon}]
