@@ -70,13 +70,13 @@ def parts_to_first_rank(
         elif layout.world_rank == owner:
             _send_parts(layout, parts(turn))
         elif layout.world_rank == 0:
-            while (size := int(_receive(layout, owner, torch.empty(1, dtype=torch.int64)))) != PART_END:
+            while (size := _receive_size(layout, owner)) != PART_END:
                 if size == PART_ERROR:
-                    size = int(_receive(layout, owner, torch.empty(1, dtype=torch.int64)))
-                    text = _receive(layout, owner, torch.empty(size, dtype=torch.uint8)).numpy().tobytes().decode()
+                    size = _receive_size(layout, owner)
+                    text = _receive_part(layout, owner, size).decode()
                     failure = failure or f"rank {owner}: {text}"
                 else:
-                    yield _receive(layout, owner, torch.empty(size, dtype=torch.uint8)).numpy().tobytes()
+                    yield _receive_part(layout, owner, size)
     if failure:
         raise PartError(failure)
 
@@ -103,6 +103,14 @@ def _send(layout: Layout, part: bytes) -> list[Sending]:
     return [begin_send(each, 0, layout.cpu_group) for each in (torch.tensor([len(part)]), table)]
 
 
+def _receive_size(layout: Layout, owner: int) -> int:
+    return int(receive(torch.empty(1, dtype=torch.int64), owner, layout.cpu_group))
+
+
+def _receive_part(layout: Layout, owner: int, size: int) -> bytes:
+    return receive(torch.empty(size, dtype=torch.uint8), owner, layout.cpu_group).numpy().tobytes()
+
+
 def begin_send(table: torch.Tensor, rank: int, group: dist.ProcessGroup) -> Sending:
     """Begin to send to world rank `rank`, and return what ends it with the tensor, which must live until then."""
     work = dist.isend(table, dst=rank, group=group)
@@ -116,6 +124,7 @@ def wait(sent: Iterable[Sending]) -> None:
         work.wait()
 
 
-def _receive(layout: Layout, source: int, table: torch.Tensor) -> torch.Tensor:
-    dist.recv(table, src=source, group=layout.cpu_group)
+def receive(table: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Fill `table`, contiguous, with the tensor that world rank `rank` sends by `begin_send`, and return it."""
+    dist.recv(table, src=rank, group=group)
     return table

@@ -13,13 +13,12 @@ from itertools import product
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from megagrpo.data.packing import PackPlan
 from megagrpo.data.routes import RouteShape
 from megagrpo.data.step_samples import StepSamples
 from megagrpo.platform.parallel.agree import run_own_and_agree
-from megagrpo.platform.parallel.bulk_messages import begin_send, wait
+from megagrpo.platform.parallel.bulk_messages import begin_send, receive, wait
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.rank_routes import RankTokens, rank_columns, with_rank_routes
 from megagrpo.train_types import TrainBatch
@@ -90,10 +89,9 @@ class _Delivery:
         wait(sent)
 
     def _received(self, places: np.ndarray) -> Routes:
-        table = torch.from_numpy(np.empty_like(self.routes[places]))
-        leader = self._layout.leader_of(self._layout.dp_rank)
-        dist.recv(table.view(torch.uint8), src=leader, group=self._layout.replica)
-        return table.numpy()
+        routes, leader = np.empty_like(self.routes[places]), self._layout.leader_of(self._layout.dp_rank)
+        receive(torch.from_numpy(routes).view(torch.uint8), leader, self._layout.replica)
+        return routes
 
 
 def _check(samples: StepSamples, shape: RouteShape) -> None:
