@@ -15,7 +15,7 @@ from torch import Tensor
 from megagrpo.models.families.boxes import Box, extent, whole
 
 PIECE = 2**18  # elements, at most 1 MiB: a core's L2 cache
-_PRODUCTS = 2**21  # elements that are multiplied by weights at once, at most 8 MiB
+_PRODUCTS = 2**20  # words of a temporary tensor on a GPU, 8 MiB
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _TOO_LARGE = (2 - 2**-8) * 2.0**127  # a float32: bfloat16 rounds this value and larger ones to infinity
 
@@ -59,10 +59,15 @@ def _weighted_sum(values: Tensor, of_rows: Tensor, column: int) -> Tensor:
         integers = values.view(_INTEGERS[values.element_size()]).to(torch.int64) & (2**width - 1)
         shifts = [width * ((column + lane) % lanes) for lane in range(min(lanes, values.shape[-1]))]
         lane_values = [(column + lane, integers[..., lane::lanes] << shift) for lane, shift in enumerate(shifts)]
-    sums, step = [], max(1, _PRODUCTS // max(1, values.shape[-1]))
+    sums, of_rows = [], of_rows.reshape(-1)
     for start, words in lane_values:
         of_columns = position_weights(0, start // lanes, words.shape[-1], values.device)
-        pieces = zip(words.reshape(-1, len(of_columns)).split(step), of_rows.reshape(-1).split(step), strict=True)
+        rows = words.reshape(-1, len(of_columns))
+        if is_host(values):
+            sums.append(torch.mv(rows.t(), of_rows).dot(of_columns))  # in one pass, without a temporary tensor
+            continue
+        step = max(1, _PRODUCTS // len(of_columns))  # torch multiplies no matrices of integers on a GPU
+        pieces = zip(rows.split(step), of_rows.split(step), strict=True)
         sums += [((piece * of_columns).sum(-1) * weights).sum() for piece, weights in pieces]
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=values.device)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megagrpo.models.families.boxes import cut, extent, whole
+from megagrpo.sync.wire import copy_checksums
 from megagrpo.sync.wire.copy_checksums import (
     PIECE,
     checksum,
@@ -205,12 +206,15 @@ def test_what_the_cast_makes_infinite_is_refused(sign):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("column", [0, 1, 5])
 @pytest.mark.parametrize("width", [0, 3, 8, 1001])
-def test_a_gpus_checksum_is_the_hosts(dtype, column, width):
+def test_a_gpus_checksum_is_the_hosts(dtype, column, width, monkeypatch):
     # sign bits make large sums
     values = -torch.rand(7, width, generator=torch.Generator().manual_seed(width)).to(dtype)
     parts = [values, values[:, 1:], values.t()]
     boxes = [((2, column), (2 + part.shape[0], column + part.shape[1])) for part in parts]
-    sums = [device_checksum(part, box) for part, box in zip(parts, boxes, strict=True)]
+    with monkeypatch.context() as patch:
+        patch.setattr(copy_checksums, "is_host", lambda values: False)
+        patch.setattr(copy_checksums, "_PRODUCTS", 100)
+        sums = [device_checksum(part, box) for part, box in zip(parts, boxes, strict=True)]
     assert on_host(sums) == [checksum(part, box) for part, box in zip(parts, boxes, strict=True)]
 
 
