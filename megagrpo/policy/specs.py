@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megagrpo.models.families.hf_config import HfConfig
@@ -106,6 +107,18 @@ def post_normed(base: Any, norm: type) -> Any:
             """Return (normed output [T, 1, H], bias)."""
             output, bias = super().forward(*args, **kwargs)
             return self.post_norm(output), bias
+
+        def sharded_state_dict(
+            self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+        ) -> dict[str, Any]:
+            """Return the state for a checkpoint. Megatron's MLP takes every tensor-parallel rank's norm for the first
+            copy, so that all of them would be written."""
+            state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+            norm, groups = self.post_norm.state_dict(keep_vars=True), dict(tp_group=self.tp_group)
+            groups |= dict(dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"])
+            return state | make_sharded_tensors_for_checkpoint(
+                norm, f"{prefix}post_norm.", {}, sharded_offsets, **groups
+            )
 
     return PostNormed
 
