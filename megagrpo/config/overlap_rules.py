@@ -84,11 +84,6 @@ def _experts(config: RunConfig) -> _Reasons:
         yield "model.fp8_recipe", f"calls parts of layers, outside the FP8 of {m.fp8_recipe}; choose none"
     if config.lora.enabled:
         yield "lora.rank", "is not supported with adapters (lora.rank > 0)"
-    for key in ("router_aux_loss_coef", "router_z_loss_coef", "moe_router_bias_update_rate"):
-        if getattr(config.algorithm, key):
-            yield f"algorithm.{key}", "does not tell routers which tokens count; set it to 0"
-    if config.rollout.routing_replay != "off":
-        yield "rollout.routing_replay", "does not hand routes to routers; set routing_replay to off"
 
 
 def _shared_experts(config: RunConfig) -> _Reasons:

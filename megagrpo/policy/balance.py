@@ -20,7 +20,8 @@ A token counts if its next token is in the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -49,6 +50,17 @@ class BalancedRouter(TopKRouter):
 
     loads: Tensor | None = None  # [E] int64: how many of the step's counted tokens took each expert
 
+    mask: Tensor | None = None  # `padding_mask` of a forward pass that does not pass it on
+
+    @contextmanager
+    def masking(self, padding_mask: Tensor | None) -> Iterator[None]:
+        """Context manager of a forward pass in which this mask is not an argument."""
+        self.mask = padding_mask
+        try:
+            yield
+        finally:
+            self.mask = None
+
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Add the tokens that count to the loads, from the map [tokens, E] and mask [tokens]."""
         if self.loads is not None and padding_mask is not None and torch.is_grad_enabled():
@@ -65,6 +77,7 @@ class BalancedRouter(TopKRouter):
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (probabilities, routing map), both [tokens, E], from logits [tokens, 1, E], as TopKRouter does."""
+        padding_mask = self.mask if padding_mask is None else padding_mask
         probs, routing_map = super().routing(logits, padding_mask)
         if padding_mask is None or (self.counts is None and self.slope is None):
             return probs, routing_map

@@ -8,6 +8,7 @@ for HybridModel. They can go when HybridModel has `build_schedule_plan`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from megatron.core.models.common.model_chunk_schedule_plan import (
@@ -22,6 +23,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
 from megagrpo.policy.chunks import decoder_of, layers_of, mix_in
+from megagrpo.policy.routing_replay import later
 from megagrpo.policy.specs import LAYERS_PER_BLOCK
 
 
@@ -96,13 +98,17 @@ class _BlockPlan(TransformerLayerSchedulePlan):
         delayed["pre_dispatch_computation"] = [attention.self_attention, delayed["pre_dispatch_computation"]]
         extra_args |= dict(config=mlp.config, is_moe=mixed, num_local_experts=mixed and mlp.mlp.num_local_experts)
         extra_args["delay_wgrad_compute"] = mlp.config.delay_wgrad_compute
+        # The plan is made inside the micro-batch's forward step and runs later, beside other micro-batches.
+        replaying = later(mlp.mlp.router) if mixed else nullcontext
 
         def until_dispatch(node: ScheduleNode, hidden_states: Tensor) -> Any:
             pack, rotary = node.chunk_state.packed_seq_params, node.chunk_state.rotary_pos_emb
             hidden_states, _ = attention(
                 hidden_states=hidden_states, attention_mask=None, packed_seq_params=pack, rotary_pos_emb=rotary
             )
-            return before_dispatch(node, hidden_states)
+            masked = mlp.mlp.router.masking(node.chunk_state.padding_mask) if mixed else nullcontext()
+            with replaying(), masked:
+                return before_dispatch(node, hidden_states)
 
         names = ("pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine")
         for name, part in zip(names, (until_dispatch, *rest), strict=True):

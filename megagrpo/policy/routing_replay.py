@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,16 @@ class RouteSlot:
         self.replays = False
         self.to_recompute: deque[Tensor] = deque()
 
+    @contextmanager
+    def using(self, given: Tensor | None, counted: Tensor | None) -> Iterator[None]:
+        """Context manager of the layer's forward pass over a micro-batch with the routes `given` and the tokens
+        `counted`."""
+        self.given, self.counted = given, counted
+        try:
+            yield
+        finally:
+            self.given = self.counted = None
+
     def get_replay_topk(self, scores: Tensor, topk: int, *groups: Any) -> tuple[Tensor, Tensor]:
         """Return (scores, experts) [tokens, k] from scores [tokens, E]. `groups` ends with Megatron's own choice."""
         select = self._select or groups[-1]
@@ -73,6 +84,12 @@ class RouteSlot:
             return values, self.recorded
         experts = given.long()
         return scores.gather(1, experts), experts
+
+
+def later(router: Any) -> Callable[[], AbstractContextManager[None]]:
+    """Return what makes context managers, in which `router` replays the routes of the forward pass in progress now."""
+    slot = router.router_replay
+    return partial(slot.using, slot.given, slot.counted) if isinstance(slot, RouteSlot) else nullcontext
 
 
 def route_shape(hf_config: HfConfig) -> RouteShape:
@@ -125,14 +142,11 @@ class RoutingReplay:
         choose. Routes of tokens that are `counted` [tokens] bool are compared with the routers' own choice."""
         chunk = id(unwrap_model(model))
         slots = self._of_chunk.get(chunk, [])
-        for slot in slots:
-            slot.given, slot.counted = None if routes is None else routes[:, slot.column], counted
-            slot.replays = routes is not None
-        try:
-            yield
-        finally:
+        with ExitStack() as stack:
             for slot in slots:
-                slot.given = slot.counted = None
+                slot.replays = routes is not None
+                stack.enter_context(slot.using(None if routes is None else routes[:, slot.column], counted))
+            yield
         if self._recorded is not None:
             taken = [slot.recorded for slot in slots if slot.recorded is not None]
             if taken:  # a chunk may have no layer with experts

@@ -61,14 +61,6 @@ REFUSED = [  # overrides, and the beginning of the problem
         "train.overlap: experts is not supported with adapters",
     ),
     (
-        ["train.overlap=[experts]", "parallel.ep=2", "algorithm.router_aux_loss_coef=0.1"],
-        "train.overlap: experts does not tell routers which tokens count",
-    ),
-    (
-        ["train.overlap=[experts]", "parallel.ep=2", "rollout.routing_replay=engine"],
-        "train.overlap: experts does not hand routes to routers",
-    ),
-    (
         [
             "train.overlap=[shared_experts]",
             "model.recompute=selective",
