@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import textwrap
 import time
@@ -344,7 +345,10 @@ def _reason(error: BaseException) -> str:
     """Shorten a Megatron or torch error to a line. The original has each rank's traceback and all keys of the model."""
     failures = getattr(error, "failures", {})
     lines = [f"rank {rank}: {type(failure).__name__}: {failure}" for rank, (failure, _) in sorted(failures.items())]
-    return textwrap.shorten((lines or [str(error)])[0], 500)
+    line = textwrap.shorten((lines or [str(error)])[0], 500)
+    if re.match(r"\D*\d+: KeyError: \W*optimizer\.state\.\S+\.mlp\.router\.", line):
+        return "it has no optimizer state of routers; set train.freeze_moe_router to true, as in the run that saved it"
+    return line
 
 
 def _is_first_copy(parameter: torch.Tensor, layout: Layout) -> bool:

@@ -1,19 +1,21 @@
 """A frozen router has no gradient, no optimizer state and the same bits after steps; everything else trains as before."""
 
 import functools
+from functools import partial
 from operator import attrgetter
 
 import pytest
 import torch
 from layouts import AXES, config_of, ranks
 from ranks import run_ranks
-from test_checkpoint_layouts import EP2, VPP_EP2, _make_model_with_experts, assert_continues
+from test_checkpoint_layouts import EP2, VPP_EP2, _make_model_with_experts, assert_continues, train_steps
 from test_gpt_oss import RAW as GPT_OSS
 from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.platform.parallel.spawn import RankFailed
 from megagrpo.policy.balance import routers
 from megagrpo.policy.optimizer import held_by
 from megagrpo.proof.plan.planned_memory import stage_memory
@@ -112,6 +114,18 @@ def test_routers_have_no_state_and_keep_their_bits(precision, distributed):
 def test_a_run_continues_from_a_checkpoint_of_another_layout(saved, loaded, tmp_path):
     run_ranks(_make_model_with_experts, 1, tmp_path / "model")
     assert_continues(saved, loaded, tmp_path / "model", tmp_path, train=dict(freeze_moe_router=True))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_run_may_freeze_routers_on_resume_but_not_train_frozen_ones(frozen, tmp_path):
+    run_ranks(_make_model_with_experts, 1, tmp_path / "model")
+    first, second = (partial(train_steps, train=dict(freeze_moe_router=each)) for each in (frozen, not frozen))
+    run_ranks(first, 1, {}, tmp_path / "model", tmp_path, False)
+    if not frozen:
+        run_ranks(second, 1, {}, tmp_path / "model", tmp_path, True)
+        return
+    with pytest.raises(RankFailed, match=r"no optimizer state of routers; set train\.freeze_moe_router to true"):
+        run_ranks(second, 1, {}, tmp_path / "model", tmp_path, True)
 
 
 def test_the_plan_counts_no_state_of_routers():

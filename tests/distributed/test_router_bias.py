@@ -10,7 +10,7 @@ from dumped_steps import make_model
 from ranks import run_ranks
 from test_checkpoint_layouts import EP2, PP2_EP2, SIZES, TP2_EP2, assert_continues
 from test_latent_parity import V3, model
-from tiny_policy import tiny_run
+from tiny_policy import tiny_run, whole_model
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import RunConfig
@@ -95,9 +95,9 @@ def test_checkpoints_hold_the_biases(saved, loaded, tmp_path):
     assert len(moved) == len(route_shape(model(V3)).layers)
 
 
-def two_steps() -> tuple[list[float], bool]:
-    """How far each of two steps, whose gradients are computed twice, moves the biases of each layer, and whether the
-    reference's log-probs stay."""
+def two_steps() -> tuple[list[float], bool, bool]:
+    """How far each of two steps, whose gradients are computed twice, moves the biases of each layer, whether the
+    reference's log-probs stay, and whether the tensors that exports and weight syncs read have the biases."""
     settings = config({}, {})
     layout = init_layout(settings.parallel)
     policy, batch, _ = prepare(settings, model(V3), layout, random_samples())
@@ -108,12 +108,14 @@ def two_steps() -> tuple[list[float], bool]:
         policy.train_step(batch, make_loss(settings.algorithm), batch.num_tokens)
         seen.append([b.clone() for b in selection_biases(policy.chunks)])
     same = all(torch.equal(*pair) for pair in zip(before, reference.logprobs(batch), strict=True))
+    exported = [t for name, t in whole_model(policy) if name.endswith("e_score_correction_bias")]
+    equal = all(torch.equal(*pair) for pair in zip(exported, seen[-1], strict=True))
     layout.close()
     pairs = [pair for step in itertools.pairwise(seen) for pair in zip(*step, strict=True)]
-    return [(after - before).abs().max().item() for before, after in pairs], same
+    return [(after - before).abs().max().item() for before, after in pairs], same, equal
 
 
 def test_each_optimizer_step_moves_biases_once_and_the_reference_keeps_its_own():
-    ((moved, same),) = run_ranks(two_steps, 1)
-    assert same and len(moved) == 2 * len(route_shape(model(V3)).layers)
+    ((moved, same, equal),) = run_ranks(two_steps, 1)
+    assert same and equal and len(moved) == 2 * len(route_shape(model(V3)).layers)
     assert moved == pytest.approx([RATE] * len(moved), abs=1e-6)
