@@ -6,11 +6,14 @@ from operator import attrgetter
 
 import pytest
 import torch
+from dumped_steps import make_model
 from layouts import AXES, config_of, ranks
 from ranks import run_ranks
 from test_checkpoint_layouts import EP2, VPP_EP2, _make_model_with_experts, assert_continues, train_steps
+from test_dump_layouts import audit
 from test_gpt_oss import RAW as GPT_OSS
-from tiny_policy import tiny_model, tiny_run
+from test_routing_replay import dump
+from tiny_policy import SHAPES, tiny_model, tiny_run
 
 from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.models.families.hf_config import HfConfig
@@ -126,6 +129,14 @@ def test_a_run_may_freeze_routers_on_resume_but_not_train_frozen_ones(frozen, tm
         return
     with pytest.raises(RankFailed, match=r"no optimizer state of routers; set train\.freeze_moe_router to true"):
         run_ranks(second, 1, {}, tmp_path / "model", tmp_path, True)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.full)])
+def test_the_audit_agrees_with_the_gradient_norm(family, tmp_path, capfd):
+    raw = GPT_OSS if family == "gpt_oss" else SHAPES[family]
+    run_ranks(make_model, 1, tmp_path / "model", shrink_model(raw, ParallelSection(tp=2, pp=2, ep=2, etp=2)))
+    run_ranks(dump, 2, raw, dict(ep=2), dict(train=dict(freeze_moe_router=True)), "engine", tmp_path)
+    assert run_ranks(audit, 1, tmp_path, 1) == [0], capfd.readouterr().out
 
 
 def test_the_plan_counts_no_state_of_routers():

@@ -9,7 +9,9 @@ import torch
 from dumped_steps import make_model
 from ranks import run_ranks
 from test_checkpoint_layouts import EP2, PP2_EP2, SIZES, TP2_EP2, assert_continues
+from test_dump_layouts import audit
 from test_latent_parity import V3, model
+from test_routing_replay import dump
 from tiny_policy import tiny_run, whole_model
 
 from megagrpo.algorithms.losses import make_loss
@@ -93,6 +95,14 @@ def test_checkpoints_hold_the_biases(saved, loaded, tmp_path):
     after = assert_continues(saved, loaded, tmp_path / "model", tmp_path, algorithm=algorithm)
     moved = [name for name in after if name.endswith("e_score_correction_bias")]
     assert len(moved) == len(route_shape(model(V3)).layers)
+
+
+@pytest.mark.full
+def test_the_audit_uses_the_biases_of_each_optimizer_step(tmp_path, capfd):
+    run_ranks(make_model, 1, tmp_path / "model", model(V3))
+    algorithm = dict(moe_router_bias_update_rate=RATE)
+    run_ranks(dump, 2, V3, dict(ep=2), dict(algorithm=algorithm), "off", tmp_path)
+    assert run_ranks(audit, 1, tmp_path, 1) == [0], capfd.readouterr().out
 
 
 def two_steps() -> tuple[list[float], bool, bool]:

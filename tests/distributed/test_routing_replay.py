@@ -225,6 +225,7 @@ def dump(raw, parallel, sections, replay, root):
         parallel,
         algorithm=algorithm,
         debug=dict(dump_steps=[1]),
+        train=sections.get("train", {}),
         rewards=dict(functions=FUNCTIONS),
         model=dict(tokenizer="/nowhere"),
         rollout=dict(temperature=0.8, routing_replay=replay),

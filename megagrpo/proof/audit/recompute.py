@@ -59,6 +59,9 @@ def _model(step: Step, folder: Path) -> nn.Module:
     model = naive.load_model(step.model if adapts else folder, step.dtype, step.config.longest_sequence)
     if adapts:
         naive_lora.add_adapter(model, folder)
+    for module in model.modules() if step.config.train.freeze_moe_router else ():
+        if type(module).__name__.endswith(("TopKRouter", "TopkRouter")):
+            module.requires_grad_(False)
     return model
 
 
