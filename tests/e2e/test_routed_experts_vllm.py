@@ -144,6 +144,18 @@ def test_the_routes_of_gpt_oss_are_those_of_transformers():
         running.launcher.stop()
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v3", pytest.param("deepseek_v2", marks=pytest.mark.full)])
+def test_latent_attention_has_routes_without_a_prefix_cache(kind):
+    running = server(kind, f"routes_{kind}", max_num_seqs=8)
+    try:
+        prompts = [Prompt(i, tuple((11 * k + i) % 997 + 3 for k in range(99 - 9 * i)), "") for i in range(8)]
+        for seed in (1, 2, 3):  # more blocks than the server has room for
+            groups = running.engine.generate(prompts, 4, SAMPLING, seed=seed)
+            assert sum(check(kind, rollout) for group in groups for rollout in group) > 2000
+    finally:
+        running.launcher.stop()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "options", [dict(tp=2), dict(tp=2, expert_parallel=True), dict(dp=2, expert_parallel=True)], ids=str

@@ -101,11 +101,6 @@ def _check_place(r: RolloutSection, model_folder: Path, on_cpu: bool, node: Serv
         )
     if on_cpu and r.quantization != "none":
         _check_quantization(r.quantization, model_folder)
-    if on_cpu and r.routing_replay == "engine" and load_hf_config(model_folder).mla:
-        raise ValueError(
-            "rollout.routing_replay: engine needs vLLM's prefix cache, which vLLM for CPUs does not have for latent "
-            "attention; choose trainer or off, or run on GPUs"
-        )
 
 
 def _options(

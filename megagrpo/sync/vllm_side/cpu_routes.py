@@ -30,11 +30,16 @@ def return_routed_experts() -> None:
 def _as_own_runner(original: Any) -> Any:
     @functools.wraps(original)
     def verify(self: VllmConfig) -> None:
-        """Check as for a platform with its own model runner: everything but the version of vLLM's runner."""
+        """Check as for a platform with its own model runner: everything but the version of vLLM's runner. The prefix
+        cache, which this platform turns off for latent attention, is needed only for prompts that are read in parts."""
+        cache = self.cache_config
+        known, whole_prompts = cache.enable_prefix_caching, not self.scheduler_config.enable_chunked_prefill
         current_platform.is_out_of_tree = lambda: True
         try:
+            cache.enable_prefix_caching = known or (self.model_config.use_mla and whole_prompts)
             original(self)
         finally:
+            cache.enable_prefix_caching = known
             del current_platform.is_out_of_tree
 
     return verify
@@ -90,6 +95,17 @@ def _with_rows(original: Any) -> Any:
             sampled = np.array([len(output.sampled_token_ids[output.req_id_to_index[r]]) for r in pending.request_ids])
             pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))  # no token is rejected without speculation
             output.aux_output_connector_output = pending.process_output()
+            if not self.cache_config.enable_prefix_caching:
+                _drop_blocks(self.routes_connector)
         return output
 
     return sample_tokens
+
+
+def _drop_blocks(connector: Any) -> None:
+    """Free whole blocks of routes. Their keys are those of the prefix cache; without it no key comes and none reads
+    them, because each step has sent its routes already."""
+    for request in connector._requests.values():
+        for _, rows in request.pending_blocks:
+            connector._buffer.release_block(rows)
+        request.pending_blocks = []
