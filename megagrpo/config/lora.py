@@ -126,9 +126,6 @@ def lora_problems(config: RunConfig) -> Iterator[Problem]:
     if storage != "none" and not lora.enabled:
         reason = f"{storage} needs frozen weights, but lora.rank is 0; set lora.rank, or choose none"
         yield Problem(("model.base_storage", "lora.rank"), reason)
-    if storage != "none" and lora.syncs_adapters:
-        reason = f"adapter leaves vLLM with unrounded weights, but model.base_storage {storage} trains rounded ones"
-        yield Problem(("lora.sync", "lora.rank", "model.base_storage"), f"{reason}; choose merged")
     if lora.enabled and config.debug.dump_steps and (lora.dropout or storage != "none"):
         key, value = ("model.base_storage", storage) if storage != "none" else ("lora.dropout", f"{lora.dropout:g}")
         reason = f"megagrpo audit cannot recompute a step with {key} {value}; leave dump_steps empty, or change {key}"

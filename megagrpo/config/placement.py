@@ -37,7 +37,7 @@ def weight_path(config: RunConfig, gpu: bool, one_host: bool) -> tuple[str, str]
     ValueError when the configured transport cannot reach the servers."""
     r = config.rollout
     configured, placed = r.weight_sync_transport, r.placed
-    if config.lora.syncs_adapters:
+    if not config.syncs_weights:
         return "shared_memory", "lora.sync adapter sends files" + ("" if one_host else ", to other hosts over HTTP")
     if configured not in ("auto", *TRANSPORTS):  # of the user's own
         return configured, "set by rollout.weight_sync_transport"
@@ -87,7 +87,7 @@ def placement_problems(config: RunConfig) -> Iterator[Problem]:
     if r.weight_sync_relay and r.weight_sync_transport in ("shared_memory", "cuda_ipc"):
         reason = f"true only applies to p2p, but the transport is {r.weight_sync_transport}"
         yield Problem(("rollout.weight_sync_relay", "rollout.weight_sync_transport"), f"{reason}; leave it out")
-    if r.weight_sync_transport not in ("auto", "shared_memory") and config.lora.syncs_adapters:
+    if r.weight_sync_transport not in ("auto", "shared_memory") and not config.syncs_weights:
         reason = f"{r.weight_sync_transport} sends weights, but lora.sync adapter sends adapters as files"
         fix = "set the transport to auto, or lora.sync to merged"
         yield Problem(("rollout.weight_sync_transport", "lora.sync", "lora.rank"), f"{reason}; {fix}")

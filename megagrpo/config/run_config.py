@@ -61,6 +61,11 @@ class RunConfig(Section):
         return 1 + self.rollout.max_staleness if self.lora.syncs_adapters else 0
 
     @property
+    def syncs_weights(self) -> bool:
+        """Whether vLLM gets weights: all, or once the rounded ones below the adapters that it gets alone."""
+        return not self.lora.syncs_adapters or self.model.base_storage != "none"
+
+    @property
     def takes_turns(self) -> bool:
         """Whether trainer and vLLM use a GPU's memory in turns: vLLM sleeps during training, the trainer offloads
         during generation (`train.offload`)."""

@@ -134,9 +134,10 @@ class Updates(Servers):
 
         async def verbs(client: httpx.AsyncClient, url: str) -> None:
             with _phase("resume"):
-                # The trainer has verified the weights. vLLM has this route since 0.27.
-                name = {"new_version": str(version)}
-                await self._call(client, url, "/update_weight_version", name, optional=True)
+                # The trainer has verified the weights. vLLM has this route since 0.27. Adapters have their own names.
+                if not self.adapters:
+                    name = {"new_version": str(version)}
+                    await self._call(client, url, "/update_weight_version", name, optional=True)
                 await self._call(client, url, f"/reset_prefix_cache{running}")
                 await self._call(client, url, "/resume")
 

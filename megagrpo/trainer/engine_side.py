@@ -31,9 +31,9 @@ from megagrpo.platform.process.loopback import LOOPBACK
 from megagrpo.platform.process.open_files import raise_open_files
 from megagrpo.platform.process.progress_hook import Progress
 from megagrpo.platform.process.variables import number
-from megagrpo.sync.trainer_side.adapter_sync import AdapterSync
+from megagrpo.sync.trainer_side.adapter_sync import AdapterSync, BaseSync
 from megagrpo.sync.trainer_side.node_shares import Nodes
-from megagrpo.sync.trainer_side.sync import WeightSync
+from megagrpo.sync.trainer_side.sync import Weights, WeightSync
 from megagrpo.sync.trainer_side.transport import TransportSettings, transport_class
 from megagrpo.sync.wire.exchange import is_here
 from megagrpo.sync.wire.tensor_index import WeightSyncError
@@ -71,13 +71,13 @@ class Servers:
     on_nodes: NodeServers | None = None
 
 
-def check_servers(rollout: RolloutSection, syncs_adapters: bool) -> NamedServers:
+def check_servers(rollout: RolloutSection, takes_weights: bool) -> NamedServers:
     """Check the servers of `rollout.urls`, or of the file that replaces it, and return their token and URLs. Raises
     ValueError when a server does not respond or cannot take weights."""
     token = read_token(rollout.token_file)
     urls = named_urls(rollout.urls, rollout.urls_file)
     check_urls(urls)
-    if not syncs_adapters:
+    if takes_weights:
         check_plugin(urls, token, rollout.quantization)
     return NamedServers(token, urls)
 
@@ -124,11 +124,12 @@ def connect(
     layout: Layout,
     tokenizer: Tokenizer | None,
     routes: RouteShape | None,
+    base: Callable[[], Weights],
     say: Callable[[str], None],
     resources: ExitStack,
 ) -> tuple[VllmEngine | None, WeightSync]:
     """Wait for the servers and return this rank's client, None without a `tokenizer`, and the weight sync. Collective.
-    With `routes` the client's rollouts have the experts of their tokens.
+    With `routes` the client's rollouts have the experts of their tokens. `base` gives the weights below adapters.
 
     Servers that end are restarted or brought back until `resources` closes. Raises ConfigError for unreachable servers.
     """
@@ -171,7 +172,8 @@ def connect(
         if engine.sleeps:
             engine.fleet.begin_sleep()
     with as_config_errors():
-        weight_sync = make_weight_sync(config, engine if first else None, layout, servers.dtype, transport, say, nodes)
+        driver = engine if first else None
+        weight_sync = make_weight_sync(config, driver, layout, servers.dtype, transport, base, say, nodes)
     resources.enter_context(weight_sync)
     if launched is not None and launched.max_restarts and engine is not None:
         resources.enter_context(Restarter(launched, engine, weight_sync.load_last, say))
@@ -220,15 +222,19 @@ def make_weight_sync(
     layout: Layout,
     dtype: str,
     transport: str,
+    base: Callable[[], Weights],
     say: Callable[[str], None],
     nodes: Nodes | None = None,
 ) -> WeightSync:
     """Build the run's weight sync over `transport`, for an engine that computes in `dtype`. `nodes` are the nodes of
-    the ranks if each has its own servers. Collective."""
-    if config.lora.syncs_adapters:
-        here = is_here if config.rollout.nodes_per_server == 1 else lambda url: False
-        return AdapterSync(engine, layout, dtype, config.lora, config.model.path, here)
-    r = config.rollout
+    the ranks if each has its own servers. `base` gives the weights below adapters. Collective."""
+    r, base_sync = config.rollout, None
     megabytes, relay = r.weight_sync_bucket_megabytes, r.weight_sync_relay
-    settings = TransportSettings(device.device(), r.weight_sync_timeout, megabytes, nodes, relay)
-    return WeightSync(engine, layout, dtype, transport_class(transport)(layout, dtype, settings), say)
+    if config.syncs_weights:
+        settings = TransportSettings(device.device(), r.weight_sync_timeout, megabytes, nodes, relay)
+        weight_sync = WeightSync(engine, layout, dtype, transport_class(transport)(layout, dtype, settings), say)
+        if not config.lora.syncs_adapters:
+            return weight_sync
+        base_sync = BaseSync(weight_sync, base)
+    here = is_here if r.nodes_per_server == 1 else lambda url: False
+    return AdapterSync(engine, layout, dtype, config.lora, config.model.path, here, base_sync=base_sync)

@@ -74,7 +74,7 @@ class Inputs:
 def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitStack) -> Inputs:
     """Read and check inputs, lock the run's folder. Collective. Raises ValueError with an invalid input's key."""
     first = layout.world_rank == 0
-    servers = on_first_rank(layout, lambda: check_servers(config.rollout, config.lora.syncs_adapters))
+    servers = on_first_rank(layout, lambda: check_servers(config.rollout, config.syncs_weights))
     ENVIRONMENT.pop(TOKEN_VARIABLE, None)  # reward functions must not see the token
     loss_fn = run_own_and_agree(layout, lambda: make_loss(config.algorithm))
     callbacks = run_own_and_agree(layout, lambda: load_callbacks(config.run.callbacks) if first else None)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from megagrpo.config import RunConfig
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.servers.serving import offloads
+from megagrpo.models.bridge.parameter_blocks import blocks
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.optimizer import apex_note
 from megagrpo.policy.routing_replay import route_shape
@@ -46,7 +48,8 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     if note := apex_note(policy.optimizer):
         say(note)
     routes = route_shape(model.hf_config) if config.rollout.routing_replay == "engine" else None
-    engine, weight_sync = connect(servers, config, layout, data.tokenizer, routes, say, resources)
+    base = partial(blocks, policy.chunks, model.hf_config, layout)
+    engine, weight_sync = connect(servers, config, layout, data.tokenizer, routes, base, say, resources)
     rollouts = make_rollouts(inputs, engine, layout, state, journal, resources)
     collector = rollouts.collector
     offload = Offload(policy, reference) if offloads(config.rollout, config.train.offload) else NoOffload()

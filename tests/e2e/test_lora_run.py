@@ -80,11 +80,27 @@ def test_a_run_continues_from_an_adapter_which_is_its_reference(run, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("storage", ["fp8", "nf4"])
-def test_vllm_samples_from_the_rounded_weights_that_the_trainer_computes_with(storage, run, tmp_path):
-    stored = world.train(tmp_path, *LORA, "run.max_steps=2", f"model.base_storage={storage}")
+@pytest.mark.parametrize(("storage", "alone"), [("fp8", False), ("nf4", False), ("nf4", True)])
+def test_vllm_samples_from_the_rounded_weights_that_the_trainer_computes_with(storage, alone, run, tmp_path):
+    more = [f"model.base_storage={storage}", f"lora.sync={'adapter' if alone else 'merged'}"]
+    stored = world.train(tmp_path, *LORA, "run.max_steps=2", *more, launched=alone)
     assert stored.code == 0, stored.err
     assert all(line["token_mult_prob_error"] < 1.001 and line["train/skipped_steps"] == 0 for line in stored.metrics)
     assert [row["completion"] for row in stored.completions] != [row["completion"] for row in run.completions][
         : len(stored.completions)
     ]
+    if alone:  # the base is sent once
+        assert stored.metrics[0]["weight_sync/gigabytes"] == stored.metrics[1]["weight_sync/gigabytes"] > 0
+
+
+@pytest.mark.full
+def test_a_server_that_is_killed_gets_the_rounded_weights_again_below_the_adapters(tmp_path):
+    words = (*LORA, "run.max_steps=6", "model.base_storage=nf4", "lora.sync=adapter")
+    with world.running(tmp_path, *words, launched=True) as trainer:
+        world.wait_for(lambda: world.steps_done(tmp_path) >= 2, "second step")
+        for pid in world.family(trainer.pid):
+            if "vllm_main.py" in (line := open(f"/proc/{pid}/cmdline").read()) and "supervisor.py" not in line:
+                os.kill(pid, signal.SIGKILL)
+        run = trainer.wait(seconds=240)
+    assert run.code == 0 and "restarting it, 1 of 3 times" in run.out, run.err
+    assert all(line["token_mult_prob_error"] < 1.001 for line in run.metrics)

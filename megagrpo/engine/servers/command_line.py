@@ -77,7 +77,7 @@ def server_command(
         flags |= {"--enable-lora": True, "--max-loras": o.adapters, "--max-cpu-loras": held, "--max-lora-rank": slots}
         # vLLM would also prepare experts for adapters, for which it has no kernel on a CPU
         flags["--lora-target-modules"] = o.lora_modules or None
-    else:
+    if not o.lora_rank or o.takes_base:
         flags["--weight-transfer-config"] = json.dumps({"backend": "megagrpo"})
     if gpu:
         flags |= {"--gpu-memory-utilization": o.gpu_memory_utilization, **dict.fromkeys(SLEEP_FLAGS, o.sleep_mode)}

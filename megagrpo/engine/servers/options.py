@@ -27,6 +27,7 @@ class ServerOptions:
     deterministic: bool = False
     sleep_mode: bool = False  # allow the server to release its GPU memory between rollouts
     lora_rank: int = 0  # largest rank of the adapters to load; 0 when weight syncs send full weights
+    takes_base: bool = False  # with adapters: weight syncs also send the weights below them
     adapters: int = 1  # adapters that requests in one batch may use
     lora_modules: tuple[str, ...] = ()  # the linears that adapters may have; (): all that vLLM supports
     omp_threads: int | None = None  # threads per worker without a GPU; None divides all cores among the workers

@@ -131,6 +131,7 @@ def _options(
         deterministic=config.run.deterministic,
         sleep_mode=servers_sleep(r) and beside_ranks,
         lora_rank=config.lora.rank if config.lora.syncs_adapters and adapter is None else 0,
+        takes_base=config.syncs_weights,
         adapters=max(1, config.synced_adapters),
         lora_modules=_adapted(config.lora, model_folder) if config.lora.syncs_adapters else (),
         tool_parser=config.multi_turn.vllm_parser,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -37,6 +38,29 @@ from megagrpo.sync.wire.tensor_index import ENGINE_DTYPES, WeightSyncError
 Sums = dict[str, list[str]]  # projection (layers.0.self_attn.q_proj) -> [checksum of A, checksum of B * scale]
 
 
+@dataclass
+class BaseSync:
+    """The sync of the weights below the adapters, which vLLM's own files do not have. They are sent once."""
+
+    weight_sync: WeightSync
+    weights: Callable[[], Weights]
+    is_sent: bool = False
+
+    def push(self, weight_version: int, handover: Handover, task: Task) -> bool:
+        """Send the weights unless all servers have them. Returns whether it did. Collective."""
+        if not self.weight_sync.ranks.all_reduce(torch.tensor(int(not self.is_sent)), "max"):
+            return False
+        self.weight_sync.push(self.weights(), weight_version, handover, task)
+        self.is_sent = True
+        return True
+
+    def load_last(self, url: str) -> int | None:
+        """Load the weights into the server at `url`, as `WeightSync.load_last`. None: the next push sends them."""
+        version = self.weight_sync.load_last(url)
+        self.is_sent = version is not None
+        return version
+
+
 class AdapterSync(WeightSync):
     """A `WeightSync` whose `push` takes blocks from `megagrpo.models.bridge.parameter_blocks.adapter_blocks`. `base` is
     the model as the config names it. Servers that are not `here` cannot read this host's `parent`. Construction is
@@ -52,9 +76,11 @@ class AdapterSync(WeightSync):
         base: str,
         here: Callable[[str], bool] = is_here,
         parent: Path = SHARED_MEMORY,
+        base_sync: BaseSync | None = None,
     ):
         self.engine, self.ranks, self.dtype, self._driving = engine, layout, dtype, threading.Lock()
         self.layout, self.lora, self.base, self.here = layout, lora, base, here
+        self.base_sync = base_sync
         self._own: OwnFolder | None = None
 
         def create() -> None:
@@ -87,8 +113,9 @@ class AdapterSync(WeightSync):
             save_adapter(blocks, self.layout, self._sources, folder, self.lora, self.base, dtype, look)
         except (OSError, ValueError) as error:  # a disk error, or NaN or infinity in a weight
             raise WeightSyncError(f"weight version {weight_version} was not written: {error}") from error
-        handover.before_serving()
         published = time.perf_counter()
+        if self.base_sync is None or not self.base_sync.push(weight_version, handover, task):
+            handover.before_serving()
         outcome = outcome_of_first_rank(
             self.ranks, self._deliver_adapter(folder, sums, weight_version) if first else (), 2
         )
@@ -104,12 +131,14 @@ class AdapterSync(WeightSync):
             *map(int, outcome),
         )
 
-    def load_last(self, url: str) -> int:
+    def load_last(self, url: str) -> int | None:
         """Load the last `push`'s adapter into the server at `url`; returns its version. See `WeightSync.load_last`."""
         assert self.engine is not None, "rank 0 drives the engine"
         with self._driving:
             if self._delivered_adapter is None:
                 return self.engine.weight_version
+            if self.base_sync is not None and self.base_sync.load_last(url) is None:
+                return None
             folder, sums, version = self._delivered_adapter
             self.engine.load_adapter(folder, version, sums, self.here, only=[url])
             return version
@@ -118,6 +147,8 @@ class AdapterSync(WeightSync):
         """Remove the adapters in shared memory."""
         if self._own is not None:
             self._own.close()
+        if self.base_sync is not None:
+            self.base_sync.weight_sync.close()
 
     def _note(self, sums: Sums, name: str, values: Tensor) -> None:
         """Record the checksum of one tensor [...] in the form that vLLM holds: B is multiplied by the scale."""

@@ -23,6 +23,7 @@ from vllm.platforms import current_platform
 
 from megagrpo.platform.process.parent_death import tie_process_tree
 from megagrpo.platform.process.shm_names import CPU_WORKERS, name_segments_by_owner, owned
+from megagrpo.sync.vllm_side.adapter_wrappers import AdapterWrappers
 from megagrpo.sync.vllm_side.cpu_parallelism import (
     compute_frozen_experts,
     count_workers_of_a_node,
@@ -95,7 +96,10 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.wrappers = AdapterWrappers(self.model)
+        self.wrappers.take_off()
         self.loading = Loading(self.model, self.model_config)
+        self.wrappers.put_back()
         self.receivers: dict[str, Receiver] = {}  # one per transport that has been used
         self.receiver: Receiver | None = None  # of the current update
         self.open = self.reloading = False  # open: vLLM's update is open; reloading: parameters are moved aside
@@ -130,6 +134,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.open = self.reloading = True
         self.report = ""
         self._note("start")
+        self.wrappers.take_off()
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -154,6 +159,12 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         """Put the new parameters in place and report. An update that failed or received no weights is aborted."""
+        try:
+            self._finish()
+        finally:
+            self.wrappers.put_back()
+
+    def _finish(self) -> None:
         if self.reader is None or not self.reloading:
             self._abort()
             self.open = False

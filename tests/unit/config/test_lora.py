@@ -129,10 +129,6 @@ def test_the_scale_of_adapters_is_that_of_peft(tmp_path):
             "model.base_storage: nf4 needs frozen weights, but lora.rank is 0; set lora.rank, or choose none",
         ),
         (
-            ["model.base_storage=fp8", "lora.rank=4", "lora.sync=adapter"],
-            "lora.sync: adapter leaves vLLM with unrounded weights, but model.base_storage fp8 trains rounded ones",
-        ),
-        (
             ["lora.use_dora=true"],
             "lora.use_dora: needs adapters, but lora.rank is 0; set lora.rank, or leave it out",
         ),

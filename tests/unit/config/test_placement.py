@@ -64,6 +64,10 @@ def config(*overrides):
             ["lora.rank=8", "lora.sync=adapter"],
             *(True, False, "shared_memory", "lora.sync adapter sends files, to other hosts over HTTP"),
         ),
+        (
+            ["lora.rank=8", "lora.sync=adapter", "model.base_storage=nf4"],
+            *(False, False, "p2p", "several hosts"),  # of the weights below
+        ),
     ],
 )
 def test_a_transport_is_chosen_for_a_reason(overrides, gpu, one_host, transport, why):
@@ -289,7 +293,7 @@ def test_ranks_on_several_hosts_need_servers_that_all_of_them_reach():
             "p2p",
             "several hosts",
         )
-    sync = engine_side.make_weight_sync(config(URLS), None, ranks, "float32", "p2p", print)
+    sync = engine_side.make_weight_sync(config(URLS), None, ranks, "float32", "p2p", tuple, print)
     assert isinstance(sync.transport, PointToPoint)
 
 

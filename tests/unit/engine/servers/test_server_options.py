@@ -77,6 +77,8 @@ def test_a_server_that_takes_adapters_has_room_for_those_of_all_versions(two_gpu
         command = launcher(tmp_path, *words, *more)._command(8000)
         assert holds(command, ["--max-loras", used, "--max-cpu-loras", held, "--max-lora-rank", "32"])
         assert holds(command, ["--lora-target-modules", "o_proj", "q_proj"])
+        assert "--weight-transfer-config" not in command
+    assert "--weight-transfer-config" in launcher(tmp_path, *words, "model.base_storage=nf4")._command(8000)
 
 
 def test_copies_that_share_experts_get_a_device_each(monkeypatch, tmp_path):
