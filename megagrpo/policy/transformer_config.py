@@ -78,7 +78,7 @@ def transformer_config(hf_config: HfConfig, parallel: ParallelSection, options: 
         **_layout_config(parallel),
         **_fusions_config(hf_config, fused, options.fusions),
         **_windows_config(hf_config),
-        **_activation(hf_config, fused, _fuses_activation(hf_config, options.fusions)),
+        **_activation(hf_config, fused, fuses_activation(hf_config, options.fusions)),
         **_experts_config(hf_config, parallel, options.replays_routes),
         **overlap_config(parallel.expert_dispatcher, options.overlap),
         **(_latent_config(hf_config) if hf_config.mla else {}),
@@ -143,7 +143,7 @@ def fuses_rope(hf_config: HfConfig, fusions: Sequence[str]) -> bool:
     return wanted and hf_config.rope_type not in ("yarn", "longrope") and not hf_config.mla
 
 
-def _fuses_activation(hf_config: HfConfig, fusions: Sequence[str]) -> bool:
+def fuses_activation(hf_config: HfConfig, fusions: Sequence[str]) -> bool:
     """Whether one kernel applies the bias and activation. Without it Megatron's grouped experts drop their bias."""
     return "bias_activation" in fusions or (hf_config.experts is not None and hf_config.linear_bias)
 
@@ -152,7 +152,7 @@ def _fusions_config(hf_config: HfConfig, fused: bool, fusions: Sequence[str]) ->
     """The fields of Megatron's configuration for fused kernels, which exist on GPUs only."""
     return dict(
         apply_rope_fusion=fuses_rope(hf_config, fusions),
-        bias_activation_fusion=fused and _fuses_activation(hf_config, fusions),
+        bias_activation_fusion=fused and fuses_activation(hf_config, fusions),
         # Megatron's grouped experts reject this fusion together with biases
         bias_dropout_fusion=fused and not hf_config.linear_bias,
     )

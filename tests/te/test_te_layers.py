@@ -46,6 +46,7 @@ OPTIONS = {
     "recompute full": dict(model=dict(recompute="full")),
     "recompute selective": dict(model=dict(recompute="selective")),
     "activations on the host": dict(model=dict(offload_activations=1.0)),
+    "fused activation": dict(model=dict(fusions=["bias_activation"])),
 }
 
 
@@ -127,6 +128,10 @@ def test_a_step_with_an_option_is_ours(option):
         for on_theirs in (False, True)
     )
     assert silent_tensors(found) == [] and furthest(found, expected) < LIKE_OURS
+
+
+def test_a_step_of_experts_with_a_fused_activation_is_ours():
+    assert furthest(theirs("qwen3_moe", fusions=["bias_activation"]), ours("qwen3_moe")) < LIKE_OURS
 
 
 def _products(recipe: str, hybrid: bool) -> list[float]:

@@ -229,11 +229,10 @@ def trace_rows(
         text += f"{costs.total('launches', phase):,.0f} kernel launches, {costs.waits[phase]:,.0f} waits of the host"
         rows.append((phase, text + (f"; {made.seconds[phase]:.2f} s" if made else "")))
     dp = max(1, world_size // config.parallel.model_parallel_size)
-    planned = {gpu: sum(stage_memory(config, model, dp, gpu)[stage]["train"].values()) for gpu in (False, True)}
+    planned = sum(stage_memory(config, model, dp)[stage]["train"].values())
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in trace.peak.items() if size > 0.01 * GIB)
     traced = f"{sum(trace.peak.values()) / GIB:.1f} GiB, allocated in {parts}"
-    ours = f"planned {planned[False]:.1f} with the layers that were traced"
-    rows.append(("peak", f"{traced}; {ours}, {planned[True]:.1f} with Transformer Engine's"))
+    rows.append(("peak", f"{traced}; planned {planned:.1f}"))
     if made is not None:
         rows.append(("roofline", f"{made.total:.2f} s for the train step of this rank, MFU {made.mfu:.0%}"))
         lost = (f"{name} {share:.0%}" for name, share in made.losses.items() if share >= 0.01)

@@ -18,6 +18,7 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.proof.plan.gpu_specs import Gpu
 from megagrpo.proof.plan.planned_memory import stage_memory
 from megagrpo.proof.plan.roofline import Costs, Trace, trace_rows
+from megagrpo.proof.plan.tracing.fused_kernels import fused_kernels, take_activations_of_a_gpu
 from megagrpo.proof.plan.tracing.one_rank import one_rank
 from megagrpo.proof.plan.tracing.without_floats import StepCounter, WithoutFloats
 from megagrpo.proof.plan.workload import Lengths
@@ -42,8 +43,13 @@ def trace_step(
     few = p.pp if p.vpp > 1 else 1  # the interleaved schedule takes multiples of pp
     many = max((1 + extra) * few, p.pp)
     shape = _message_shape(config, model, prompt, response)
-    with one_rank(config.parallel, world_size, rank, counter) as layout, WithoutFloats(counter, shape):
+    with (
+        one_rank(config.parallel, world_size, rank, counter) as layout,
+        fused_kernels(config, model, counter),
+        WithoutFloats(counter, shape),
+    ):
         policy = MegatronPolicy(config, layout, model)
+        take_activations_of_a_gpu(policy.chunks, model, config.model.fusions)
         _mark(policy, counter)
         loss = make_loss(config.algorithm)
 

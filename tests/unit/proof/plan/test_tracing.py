@@ -54,9 +54,10 @@ for extra in (1, 3):
     phases = ("forward", "head", "backward")
     flops = {f"{phase}/{kind}": each.total("flops", phase, kind) for phase in phases for kind in ("products", "experts", "attention")}
     waits = {phase: each.waits[phase] for phase in phases}
+    traffic = {phase: each.total("bytes", phase, "elementwise") for phase in phases}
     launches = [each.total("launches", phase) for phase in phases]
     messages = [(m.phase, m.operation, m.bytes, m.ranks) for m in trace.fixed.messages]
-    found = dict(flops=flops, launches=launches, waits=waits, fixed_waits=trace.fixed.waits, messages=messages)
+    found = dict(flops=flops, launches=launches, waits=waits, traffic=traffic, fixed_waits=trace.fixed.waits, messages=messages)
     print(json.dumps(found | dict(peak=trace.peak, tokens=trace.tokens)))
 """
 
@@ -143,7 +144,7 @@ def test_what_a_micro_batch_adds_does_not_depend_on_their_number(traced):
 
 def test_traced_memory_is_the_plans(traced):
     config, model, (found, _) = traced
-    planned = stage_memory(config, model, 4, gpu=False)[0]["train"]
+    planned = stage_memory(config, model, 4)[0]["train"]
     assert sum(found["peak"].values()) / GIB == pytest.approx(sum(planned.values()), rel=0.1)
 
 
@@ -162,8 +163,27 @@ def test_experts_are_grouped_products_with_the_formulas_flops_and_one_wait_of_th
 
 def test_traced_memory_of_a_stage_with_experts_is_the_plans(traced_with_experts):
     config, model, (found, _) = traced_with_experts
-    planned = stage_memory(config, model, 2, gpu=False)[0]["train"]
+    planned = stage_memory(config, model, 2)[0]["train"]
     assert sum(found["peak"].values()) / GIB == pytest.approx(sum(planned.values()), rel=0.1)
+
+
+def test_a_fused_activation_reads_and_writes_once(traced, tmp_path):
+    """Apart: silu(gate), up + 0 and their product move 2, 2 and 3 widths; fused: 3."""
+    _, model, (apart, _) = traced
+    _, _, (fused, _) = traces(tmp_path, TINY, "model.fusions=[bias_activation]")
+    width = 2 * 2 * (PROMPT + RESPONSE) * model.intermediate_size * model.num_layers  # bytes of all tokens and layers
+    saved = {phase: apart["traffic"][phase] - fused["traffic"][phase] for phase in ("forward", "backward")}
+    assert saved["forward"] == 4 * width and saved["backward"] > 4 * width
+
+
+def test_norms_and_attention_are_one_kernel_a_layer(traced):
+    """A layer reads and writes hidden states in two norms and two sums; rotations move queries and keys, activations 7
+    widths of the MLP. Nothing copies packed tokens."""
+    _, model, (found, _) = traced
+    tokens, hidden = 2 * (PROMPT + RESPONSE), model.hidden_size
+    heads = (model.num_heads + model.num_kv_heads) * model.head_dim
+    layer = 2 * 2 * hidden + 2 * 3 * hidden + 4 * heads + 7 * model.intermediate_size
+    assert 1.0 <= found["traffic"]["forward"] / (2 * tokens * model.num_layers * layer) < 1.2
 
 
 def test_gradients_and_weights_are_the_messages_of_a_data_parallel_step(traced):
