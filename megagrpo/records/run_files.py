@@ -15,7 +15,6 @@ _CHECKPOINT = r"step_\d{6,}"
 LATEST = "latest"  # stands for the newest complete checkpoint
 BEST = "best"  # name of the link to the checkpoint with the best evaluation
 PARTIAL = ".partial"  # end of the name of a folder that is incomplete
-TORCH_DIST = "metadata.json"  # file of every distributed checkpoint
 METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
 AXES = ("tp", "cp", "pp", "dp", "ep", "etp")  # of a recorded layout
 RESOLVED = "resolved.yaml"  # the config of a run, with every value
@@ -105,7 +104,7 @@ def next_free(path: Path) -> Path:
 def why_no_checkpoint(path: Path) -> str | None:
     """Return why `path` is not a distributed checkpoint, and what to name instead: the end of a sentence that begins
     with the path. Return None for a checkpoint, of this or another program."""
-    from megagrpo.models.families.weight_sources import MEGATRON_LM
+    from megagrpo.models.families.weight_sources import MEGATRON_LM, NEMO_WEIGHTS, TORCH_DIST
 
     try:
         if not path.exists():
@@ -117,7 +116,7 @@ def why_no_checkpoint(path: Path) -> str | None:
         return f"cannot be read: {error.strerror}"
     if path.name.endswith(PARTIAL):
         return f"is incomplete: it is still being written, or its run was killed{_others_in(path.parent)}"
-    if TORCH_DIST in names or MEGATRON_LM in names:
+    if TORCH_DIST in names or MEGATRON_LM in names or (path / NEMO_WEIGHTS).is_file():
         return None
     if RESOLVED in names or CHECKPOINTS in names:
         return f"is the folder of a run{_others_in(path / CHECKPOINTS) or ', which has no complete checkpoint'}"

@@ -18,6 +18,19 @@ from megagrpo.policy.attention.packed import TorchAttention
 from megagrpo.policy.transformer_config import ModelOptions, transformer_config
 
 
+def linear_with_norm() -> type:
+    """A linear whose output is normalised, with the keys of the layer specs of Megatron-Bridge's Gemma."""
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    class LinearWithNorm(RowParallelLinear):
+        def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any):
+            super().__init__(input_size, output_size, config=config, **options)
+            self.post_layernorm = WrappedTorchNorm(config, output_size, config.layernorm_epsilon)
+
+    return LinearWithNorm
+
+
 def gpt_model(
     hf_config: HfConfig, layout: Layout, padded_vocab: int, dtype: torch.dtype = torch.bfloat16
 ) -> list[nn.Module]:
@@ -28,6 +41,7 @@ def gpt_model(
     options = ModelOptions(dtype=dtype)
     config = transformer_config(hf_config, layout.parallel, options)
     config.num_layers, config.use_te_activation_func = hf_config.num_layers, False
+    config.layernorm_zero_centered_gamma = False  # which torch's norm lacks; it changes no weight and no key
     if hf_config.experts:
         config.moe_layer_freq = [int(hf_config.has_experts(block)) for block in range(hf_config.num_layers)]
         if all(config.moe_layer_freq):
@@ -39,6 +53,9 @@ def gpt_model(
                 layer.submodules.self_attention.submodules.core_attention = TorchAttention
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=hf_config.qk_norm, normalization="RMSNorm")
+        if hf_config.post_norms:
+            spec.submodules.self_attention.submodules.linear_proj = linear_with_norm()
+            spec.submodules.mlp.keywords["submodules"].linear_fc2 = linear_with_norm()
     model = GPTModel(
         config,
         spec,
@@ -79,7 +96,7 @@ def arguments(folder: Path, hf_config: HfConfig, layout: Layout, **more: Any) ->
         add_position_embedding=True,
         norm_epsilon=hf_config.norm_eps,
         rotary_base=int(hf_config.rope_theta),
-        swiglu=True,
+        swiglu=hf_config.activation == "silu",
         num_experts=hf_config.experts and hf_config.experts.count,
         untie_embeddings_and_output_weights=not hf_config.tied_embeddings,
         no_save_optim=True,

@@ -20,7 +20,7 @@ from tiny_families import MODELS, tiny_model
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.conversion import import_hf
 from megagrpo.models.bridge.torch_dist import read_metadata
-from megagrpo.models.families.weight_sources import MEGATRON_LM
+from megagrpo.models.families.weight_sources import MEGATRON_LM, resolve_model
 from megagrpo.platform.parallel.layout import init_layout
 
 ALL_EXPERTS = dict(mlp_only_layers=[])
@@ -41,6 +41,11 @@ CASES = {  # name: the model, what differs, the layouts that save, export, conve
     "qwen3_moe, a dense layer": ("qwen3_moe", {}, dict(ep=2), dict(pp=2), dict(tp=2, etp=2), dict(ep=2)),
     "deepseek_v3": ("deepseek_v3", {}, dict(tp=2), dict(ep=2), dict(pp=2), dict(ep=2)),
     "mixtral": ("mixtral", {}, dict(pp=2), dict(ep=2), {}, dict(ep=2)),
+    "gemma2": ("gemma2", {}, dict(tp=2), dict(pp=2), {}, dict(tp=2)),
+    "gemma3": ("gemma3", {}, dict(pp=2), {}, dict(tp=2), {}),
+    "glm4": ("glm4", {}, {}, dict(tp=2), dict(pp=2), dict(pp=2)),
+    "glm": ("glm", {}, dict(tp=2), {}, dict(pp=2), {}),
+    "phi3": ("phi3", {}, {}, dict(pp=2), dict(tp=2), dict(tp=2)),
 }
 
 
@@ -247,13 +252,60 @@ def test_the_commands_write_and_read_the_layout_of_megatron_lm(models, saved, tm
     assert "has no hf folder with config.json; name the original model with --model" in capfd.readouterr().err
 
 
-def test_a_model_that_gpt_model_does_not_have_is_refused(tmp_path, capfd):
-    kind, extra = MODELS["glm4"]
-    run_ranks(lambda: tiny_model(kind, extra).save_pretrained(tmp_path / "glm4"), 1)
-    assert run_ranks(run_tool, 1, "convert", tmp_path / "glm4", tmp_path / "out", "--megatron-lm") == [2]
-    assert (
-        "--megatron-lm: GPTModel has no norms on the outputs of attention and MLP, which glm4" in capfd.readouterr().err
-    )
+def save_wrapped(source: Path, out: Path, prefix: str, keys: dict[str, str]) -> None:
+    """Save as NeMo does: every key has the prefix of the module that wraps GPTModel. `keys` replace other keys."""
+    from megatron.core import dist_checkpointing
+
+    hf_config, layout = gpt_models.start(source, {})
+    state = gpt_models.gpt_model(hf_config, layout, padded(layout))[0].sharded_state_dict(prefix=prefix)
+    for entry in state.values():
+        for old, new in keys.items():
+            entry.key = entry.key.replace(old, new)
+    out.mkdir(parents=True)
+    dist_checkpointing.save(state, str(out), async_strategy="mcore")
+    layout.close()
+
+
+OF_MCORE_BRIDGE = {
+    "linear_proj.post_layernorm": "post_self_attn_layernorm",
+    "linear_fc2.post_layernorm": "post_mlp_layernorm",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "keys", "below"),
+    [
+        ("qwen3", "module.", {}, "nemo/weights"),
+        ("qwen3_moe, a dense layer", "model.", {}, "nemo"),
+        ("glm4", "model.module.", OF_MCORE_BRIDGE, "nemo"),
+    ],
+)
+def test_keys_of_programs_that_wrap_gpt_model_are_read(name, prefix, keys, below, models, tmp_path, capfd):
+    source = models / name
+    run_ranks(save_wrapped, 1, source, tmp_path / "plain", "", {})
+    run_ranks(save_wrapped, 1, source, tmp_path / below, prefix, keys)
+    for folder, ranks in (("plain", 2), ("nemo", 1)):
+        words = ("export", tmp_path / folder, tmp_path / f"{folder}_hf", "--model", source, "--tp", ranks)
+        capfd.readouterr()
+        assert run_ranks(run_tool, ranks, *words) == [0] * ranks
+        (tmp_path / f"{folder}_hf" / "README.md").unlink()  # names the folder
+    said = f"no readable arguments of Megatron-LM, so only shapes were compared; make sure that {source} is its model"
+    assert said in capfd.readouterr().err
+    stored = read_metadata(tmp_path / below).state_dict_metadata
+    assert f"{prefix}decoder.final_layernorm.weight" in stored
+    assert all(any(new in key for key in stored) for new in keys.values())
+    assert_same_files(tmp_path / "plain_hf", tmp_path / "nemo_hf")
+
+
+def test_a_run_does_not_start_from_a_checkpoint_of_megatron_lm(saved, models, tmp_path):
+    """Neither from its folder nor from an iteration; the error is the command that converts it."""
+    for folder in (saved, saved / "iter_0000010"):
+        with pytest.raises(ValueError, match="is a checkpoint of Megatron, not a Hugging Face folder") as caught:
+            resolve_model(str(folder))
+        command = re.search("`megagrpo (.*)`", str(caught.value))[1].replace("OUT", f"{tmp_path}/{folder.name}")
+        words = command.replace("MODEL", str(models / "qwen3")).split()
+        assert run_ranks(run_tool, 1, *words) == [0]
+        assert resolve_model(f"{tmp_path}/{folder.name}")
 
 
 @pytest.mark.parametrize(

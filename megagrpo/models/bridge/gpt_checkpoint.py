@@ -11,7 +11,7 @@ import io
 import re
 import zipfile
 from argparse import Namespace
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -26,15 +26,26 @@ from megatron.core.safe_globals import SAFE_GLOBALS
 
 from megagrpo.models.bridge.torch_dist import StoredTensors
 from megagrpo.models.families.architecture import HfConfig
-from megagrpo.models.families.weight_sources import MEGATRON_LM
+from megagrpo.models.families.weight_sources import MEGATRON_LM, NEMO_WEIGHTS
 from megagrpo.platform.process.terminal import warn
 from megagrpo.policy.specs import LAYERS_PER_BLOCK
 
 RELEASE = "release"  # folder and tracker entry of weights without training state
 VERSION = 3.0  # of Megatron-LM's checkpoints: the order of queries, keys and values
 _FINAL_NORM = "decoder.final_layernorm.weight"
+_PREFIXES = ("", "module.", "model.", "model.module.")  # of all keys; NeMo wraps GPTModel in modules of these names
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _NO_EXTRA_STATE = ("embedding.", "output_layer.")
+# Norms on the outputs of attention and MLP, which megatron-core's layer specs lack: the keys of Megatron-Bridge,
+# which are written, and those of mcore-bridge. Either is read.
+_POST_NORMS = {
+    "self_attention.post_norm.weight": "self_attention.linear_proj.post_layernorm.weight",
+    "mlp.post_norm.weight": "mlp.linear_fc2.post_layernorm.weight",
+}
+_OTHER_POST_NORMS = {
+    "self_attention.linear_proj.post_layernorm.weight": "self_attention.post_self_attn_layernorm.weight",
+    "mlp.linear_fc2.post_layernorm.weight": "mlp.post_mlp_layernorm.weight",
+}
 # Norms that GPTModel stores under another key with Megatron's own layers (of experts) or with Transformer Engine's (of
 # latents), which fuse them into the next linear. Both keys are written; either is read.
 _OTHER_KEYS = {
@@ -55,10 +66,11 @@ _NUMBERS = ("norm_epsilon", "rotary_base", "rotary_percent", "moe_router_topk", 
 
 
 def newest_iteration(folder: Path) -> Path:
-    """Return the distributed checkpoint that a folder of Megatron-LM's checkpoints names as its latest, or `folder` if
-    it is none. Raises ValueError when the named one is missing or in Megatron-LM's old format."""
+    """Return the distributed checkpoint that a folder of Megatron-LM's checkpoints names as its latest, the one inside
+    a folder of NeMo, or `folder` if it is neither. Raises ValueError when the named one is missing or in Megatron-LM's
+    old format."""
     if not (folder / MEGATRON_LM).is_file():
-        return folder
+        return (folder / NEMO_WEIGHTS).parent if (folder / NEMO_WEIGHTS).is_file() else folder
     text = (folder / MEGATRON_LM).read_text().strip()
     if text != RELEASE and not text.isdecimal():
         raise ValueError(f"{folder / MEGATRON_LM} holds {text[:40]!r}, not an iteration; name an iter_* folder")
@@ -72,11 +84,13 @@ def newest_iteration(folder: Path) -> Path:
 
 
 class GptKeys:
-    """The keys of GPTModel for a model of `blocks` blocks: `stacked` as one tensor of all layers, or per layer."""
+    """The keys of GPTModel for a model of `blocks` blocks: `stacked` as one tensor of all layers, or per layer. All
+    have `prefix`. `stored` are the keys of an existing checkpoint, without it."""
 
-    def __init__(self, hf_config: HfConfig, stacked: bool, stored: Collection[str] = ()):
-        self.blocks, self.stacked, self._stored = hf_config.num_layers, stacked, stored
-        self._other_keys = _OTHER_KEYS | (_OTHER_KEYS_OF_LATENT if hf_config.mla else {})
+    def __init__(self, hf_config: HfConfig, stacked: bool, stored: Collection[str] = (), prefix: str = ""):
+        self.blocks, self.stacked, self._stored, self._prefix = hf_config.num_layers, stacked, stored, prefix
+        self._second_keys = _OTHER_KEYS | (_OTHER_KEYS_OF_LATENT if hf_config.mla else {})
+        self._aliases = self._second_keys | _OTHER_POST_NORMS
         self._maps = GPTCompatLayerMaps(
             attention_to_gpt={LAYERS_PER_BLOCK * block: block for block in range(self.blocks)},
             mlp_to_gpt={LAYERS_PER_BLOCK * block + 1: block for block in range(self.blocks)},
@@ -86,12 +100,7 @@ class GptKeys:
 
     @classmethod
     def to_write(cls, hf_config: HfConfig) -> GptKeys:
-        """Return the keys under which GPTModel saves this model. Raises ValueError when GPTModel has no such model."""
-        if hf_config.post_norms:
-            raise ValueError(
-                f"--megatron-lm: GPTModel has no norms on the outputs of attention and MLP, which {hf_config.family} "
-                "needs; leave the option out"
-            )
+        """Return the keys under which GPTModel saves this model."""
         mixed = {hf_config.has_experts(block) for block in range(hf_config.num_layers)}
         return cls(hf_config, stacked=len(mixed) == 1)
 
@@ -99,9 +108,11 @@ class GptKeys:
     def of(cls, stored: StoredTensors, hf_config: HfConfig) -> GptKeys | None:
         """Return the keys of a stored checkpoint, or None if HybridModel has written it."""
         keys = stored.metadata.state_dict_metadata
-        if _FINAL_NORM not in keys:
+        prefix = next((prefix for prefix in _PREFIXES if prefix + _FINAL_NORM in keys), None)
+        if prefix is None:
             return None
-        return cls(hf_config, stacked=not any(_LAYER.match(key) for key in keys), stored=keys)
+        names = {key.removeprefix(prefix) for key in keys}
+        return cls(hf_config, not any(_LAYER.match(name) for name in names), names, prefix)
 
     def apply(self, state: dict[str, Any]) -> None:
         """Give the entries of a chunk's sharded state these keys, in place."""
@@ -114,19 +125,23 @@ class GptKeys:
                     entry.key = f"decoder.layers.{block}.{entry.key[number.end() :]}"
                 entry.key = entry.key.replace("decoder.final_norm.", "decoder.final_layernorm.")
         for entry in state.values():
-            if entry.key not in self._stored and (other := self._other_key(entry.key)) in self._stored:
+            entry.key = _renamed(entry.key, _POST_NORMS) or entry.key
+            if entry.key not in self._stored and (other := _renamed(entry.key, self._aliases)) in self._stored:
                 entry.key = other
+            entry.key = self._prefix + entry.key
 
     def also_as(self, pieces: list[ShardedTensor]) -> list[ShardedTensor]:
         """Return copies of the pieces of a parameter that GPTModel also reads under another key, with that key."""
-        renamed = [(piece, self._other_key(piece.key)) for piece in pieces]
+        renamed = [(piece, _renamed(piece.key, self._second_keys)) for piece in pieces]
         return [dataclasses.replace(piece, key=key) for piece, key in renamed if key is not None]
 
-    def _other_key(self, key: str) -> str | None:
-        for name, other in self._other_keys.items():
-            if key.endswith(f".{name}"):
-                return key.removesuffix(name) + other
-        return None
+
+def _renamed(key: str, names: Mapping[str, str]) -> str | None:
+    """Return `key` with the new end that `names` gives to its end, or None."""
+    for name, other in names.items():
+        if key.endswith(f".{name}"):
+            return key.removesuffix(name) + other
+    return None
 
 
 def extra_states(places: Iterable[ShardedTensor]) -> dict[str, ShardedObject]:
@@ -214,7 +229,10 @@ def check_arguments(stored: StoredTensors, hf_config: HfConfig, model: str) -> N
     """
     saved = _arguments_in(stored)
     if saved is None:
-        warn(f"warning: {stored.folder} has no readable arguments of Megatron-LM, so only shapes were compared")
+        warn(
+            f"warning: {stored.folder} has no readable arguments of Megatron-LM, so only shapes were compared; "
+            f"make sure that {model} is its model"
+        )
         return
     if not saved.get("group_query_attention", True):
         saved |= dict(num_query_groups=saved.get("num_attention_heads"))

@@ -33,6 +33,8 @@ SIDE_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "README.md"]  # R
 NAMED_TEMPLATES = "additional_chat_templates/*.jinja"  # chat templates beside the default one
 ADAPTER_CONFIG = "adapter_config.json"  # file of an adapter as PEFT saves it
 MEGATRON_LM = "latest_checkpointed_iteration.txt"  # file beside Megatron-LM's checkpoints, names the newest one
+TORCH_DIST = "metadata.json"  # file of every distributed checkpoint
+NEMO_WEIGHTS = f"weights/{TORCH_DIST}"  # the same of a checkpoint of NeMo, beside the folder of its configuration
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
@@ -116,9 +118,14 @@ def _error(key: str, text: str) -> ProblemError:
 
 
 def _directory(folder: Path, key: str) -> Path:
-    """Return `folder`. Raises ProblemError when it is a file."""
+    """Return `folder`. Raises ProblemError when it is a file or a Megatron checkpoint."""
     if not folder.is_dir():
         raise _error(key, f"{folder} is a file; name the folder that holds config.json and safetensors")
+    has_config = (folder / "config.json").is_file()
+    if not has_config and any((folder / name).is_file() for name in (MEGATRON_LM, TORCH_DIST, NEMO_WEIGHTS)):
+        model = "" if (folder / "hf" / "config.json").is_file() else " --model MODEL"
+        fix = f"convert it with `megagrpo export {folder} OUT{model}`, and name OUT"
+        raise _error(key, f"{folder} is a checkpoint of Megatron, not a Hugging Face folder; {fix}")
     return folder
 
 

@@ -4,8 +4,8 @@ checkpoints."""
 import pytest
 
 from megagrpo.__main__ import main
-from megagrpo.models.families.weight_sources import MEGATRON_LM
-from megagrpo.records.run_files import CHECKPOINTS, RESOLVED, STATE_FILE, TORCH_DIST, why_no_checkpoint
+from megagrpo.models.families.weight_sources import MEGATRON_LM, TORCH_DIST
+from megagrpo.records.run_files import CHECKPOINTS, RESOLVED, STATE_FILE, why_no_checkpoint
 
 
 @pytest.mark.parametrize("command", ["export", "merge"])

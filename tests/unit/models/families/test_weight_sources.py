@@ -7,7 +7,15 @@ import re
 import pytest
 
 from megagrpo.models.families import weight_sources
-from megagrpo.models.families.weight_sources import INDEX, new_folder, resolve_model
+from megagrpo.models.families.weight_sources import (
+    INDEX,
+    MEGATRON_LM,
+    NEMO_WEIGHTS,
+    TORCH_DIST,
+    new_folder,
+    resolve_model,
+    shape_folder,
+)
 from tests.unit.models.hub.hub_server import hub
 
 LLAMA = dict(
@@ -36,6 +44,26 @@ def test_a_folder_says_what_it_lacks(folder):
         resolve_model(str(folder))
     with pytest.raises(ValueError, match="does not exist"):
         resolve_model(str(folder / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("files", "fix"),
+    [
+        ([MEGATRON_LM], "--model MODEL`, and name OUT"),
+        ([TORCH_DIST], "--model MODEL`, and name OUT"),
+        ([NEMO_WEIGHTS], "--model MODEL`, and name OUT"),
+        ([TORCH_DIST, "hf/config.json"], "OUT`, and name OUT"),
+    ],
+)
+def test_a_checkpoint_of_megatron_is_refused_with_the_command_that_converts_it(files, fix, tmp_path):
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    message = f"model.path: {tmp_path} is a checkpoint of Megatron, not a Hugging Face folder; convert it with `megagrpo export"
+    for read in (resolve_model, shape_folder):
+        with pytest.raises(ValueError, match=re.escape(message)) as caught:
+            read(str(tmp_path))
+        assert str(caught.value).endswith(f"{tmp_path} {'OUT ' if fix.startswith('--') else ''}{fix}")
 
 
 def index(*names):
