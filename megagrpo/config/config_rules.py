@@ -204,7 +204,7 @@ def fused_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def fp8_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield FP8 options without an FP8 recipe, and adapters with one, because their linears cannot multiply in FP8."""
+    """Yield FP8 options without an FP8 recipe, and options that adapters exclude with one."""
     m, recipe = config.model, "model.fp8_recipe"
     if m.fp8_recipe != "delayed":
         reason = (
@@ -214,8 +214,7 @@ def fp8_problems(config: RunConfig) -> Iterator[Problem]:
             if (value := getattr(m, name)) != type(m).model_fields[name].default:
                 yield Problem((f"model.{name}", recipe), f"{value} {reason}")
     if m.fp8_recipe != "none" and config.lora.enabled:
-        why = "is not supported with LoRA: linears with an adapter multiply in model.precision"
-        yield Problem((recipe, "lora.rank"), f"{m.fp8_recipe} {why}; choose none, or set lora.rank to 0")
+        yield from _fp8_lora_problems(config)
     if m.fp8_recipe != "none" and m.fp8_param:
         yield from _fp8_param_problems(config)
     if m.fp8_recipe == "none":
@@ -229,6 +228,23 @@ def fp8_problems(config: RunConfig) -> Iterator[Problem]:
         for key, setting in idle.items():
             if setting:
                 yield Problem((f"model.{key}", recipe), f"{setting} {reason}")
+
+
+def _fp8_lora_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield options that contradict adapters beside products in FP8."""
+    m, recipe = config.model, "model.fp8_recipe"
+    if m.fp8_recipe == "delayed":
+        reason = "delayed has scales with a history, which has not been compared under frozen weights"
+        yield Problem((recipe, "lora.rank"), f"{reason}; choose tensorwise or blockwise, or set lora.rank to 0")
+    if config.lora.in_experts:
+        reason = f"{m.fp8_recipe} multiplies experts in groups, without adapters; leave lora.target_parameters empty"
+        yield Problem((recipe, "lora.target_parameters"), f"{reason}, or choose none")
+    if m.base_storage != "none":
+        reason = f"{m.fp8_recipe} rounds weights that model.base_storage {m.base_storage} has rounded; choose none"
+        yield Problem((recipe, "model.base_storage"), f"{reason} for one of them")
+    if m.fp8_param:
+        reason = "true rounds trained weights from masters, but lora.rank freezes them; set it to false"
+        yield Problem(("model.fp8_param", "lora.rank"), reason)
 
 
 def _fp8_param_problems(config: RunConfig) -> Iterator[Problem]:

@@ -54,6 +54,7 @@ def build_model(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> l
         spec = partial(
             transformer_engine_spec,
             own_linears=options.own_linears,
+            in_fp8=fp8 is not None,
             own_experts=options.own_experts,
             own_attention=own_attention,
             own_rotation=not fuses_rope(hf_config, options.fusions),

@@ -126,7 +126,7 @@ class Adapted:
     def forward(self: Any, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Return (output + adapter output [T, 1, out], bias) of the linear, from input [T, 1, in]."""
         output, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]  # the linear's
-        return self.adapter.add(output, input_, None if self.skip_bias_add else self.bias), bias
+        return self.adapter.add(output, input_, _added_bias(self)), bias
 
     def sharded_state_dict(
         self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -142,6 +142,13 @@ class Adapted:
             if (key := f"{prefix}{ADAPTER_MODULE}.gate_up_proj.{matrix}") in made:
                 made[key] = apply_swiglu_sharded_factory(made[key], sharded_offsets)
         return whole | made
+
+
+def _added_bias(linear: Any) -> Tensor | None:
+    """Return the bias that a linear adds to its output; None if it has none, or returns it beside its output."""
+    apart = linear.te_return_bias if hasattr(linear, "te_return_bias") else linear.skip_bias_add
+    bias: Tensor | None = None if apart else linear.bias
+    return bias if bias is not None and bias.numel() else None  # Transformer Engine's empty bias means none
 
 
 class AdaptedWhole:

@@ -216,18 +216,20 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
 def transformer_engine_spec(
     hf_config: HfConfig,
     own_linears: bool = False,
+    in_fp8: bool = False,
     own_experts: bool = False,
     own_attention: bool = False,
     own_rotation: bool = True,
 ) -> ModuleSpec:
     """Return megatron-core's own Transformer Engine stack, with the norms that it leaves out.
 
-    With `own_linears` linears outside experts are Megatron's, and the norm before them is a separate module, so
-    adapters can read its output. With `own_experts` too, a layer's experts are Megatron's linears, computed one after
-    the other. With `own_attention` core attention is `TorchAttention`. With `own_rotation` Transformer Engine's
-    attention rotates by `Rotary`; Megatron's unfused rotation makes the host wait in each layer.
+    With `own_linears` the norm before linears outside experts is a separate module, so adapters can read its output.
+    These linears are Megatron's, or with `in_fp8` Transformer Engine's. With `own_experts` too, a layer's experts are
+    such linears, computed one after the other. With `own_attention` core attention is `TorchAttention`. With
+    `own_rotation` Transformer Engine's attention rotates by `Rotary`; Megatron's unfused rotation makes the host wait
+    in each layer.
     """
-    from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
     spec = copy.deepcopy(hybrid_stack_spec)
@@ -244,13 +246,15 @@ def transformer_engine_spec(
         if own_rotation or hf_config.local_rope_theta:
             attention.core_attention = rotating(attention.core_attention)
     if own_linears:
-        attention.linear_qkv, attention.linear_proj = ColumnParallelLinear, RowParallelLinear
+        own = (ColumnParallelLinear, RowParallelLinear)
+        column, row = (TEColumnParallelLinear, TERowParallelLinear) if in_fp8 else own
+        attention.linear_qkv, attention.linear_proj = column, row
         layer.input_layernorm = mlp_layer.pre_mlp_layernorm = TENorm
         layer.sharded_state_dict_keys_map, mlp_layer.sharded_state_dict_keys_map = ATTENTION_KEYS, MLP_KEYS
-        mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
         mlp_layer.mlp = functools.partial(MLP.as_mlp_submodule, submodules=mlp)
-        latent.linear_q_proj = latent.linear_q_up_proj = latent.linear_kv_up_proj = ColumnParallelLinear
-        latent.linear_proj = RowParallelLinear
+        latent.linear_q_proj = latent.linear_q_up_proj = latent.linear_kv_up_proj = column
+        latent.linear_proj = row
         moe = spec.submodules.moe_layer.submodules
         grouped = moe.mlp.keywords["submodules"].experts
         in_turn = functools.partial(SequentialMLP, submodules=mlp)

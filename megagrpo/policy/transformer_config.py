@@ -46,7 +46,7 @@ class ModelOptions:
     fusions: Sequence[str] = ()
     sequence_parallel: bool = False
     init_weights: bool = True  # False: uninitialised memory, for callers that load all weights
-    own_linears: bool = False  # all linears are Megatron's, so that adapters or stored weights can replace parts
+    own_linears: bool = False  # no linear contains a norm, so that adapters or stored weights can replace parts
     own_experts: bool = False  # each expert is a module with Megatron's linears, for adapters and stored weights
     longest_sequence: int | None = None  # for `build.rotary_frequencies`
     fp8: Fp8 | None = None  # how the blocks' linears multiply

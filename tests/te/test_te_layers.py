@@ -68,9 +68,10 @@ def stepped(on_theirs: bool, *args: Any) -> Outcome:
 
 
 @functools.cache
-def ours(shape: str, **model: str) -> Outcome:
-    """The step of one process without Transformer Engine."""
-    run = tiny_run({}, model=dict(precision="fp32") | model, train=dict(share_prompts=False))
+def ours(shape: str, rank: int = 0, dora: bool = False, **model: str) -> Outcome:
+    """The step of one process without Transformer Engine; with a `rank`, of adapters."""
+    lora = dict(rank=rank, use_dora=dora)
+    run = tiny_run({}, model=dict(precision="fp32") | model, train=dict(share_prompts=False), lora=lora)
     return run_ranks(stepped, 1, False, run, small(shape), random_samples(), timeout=300)[0]
 
 
@@ -80,11 +81,15 @@ def theirs(
     parallel: dict | None = None,
     overlap: tuple[str, ...] = (),
     share: bool = False,
+    rank: int = 0,
+    dora: bool = False,
     **model: Any,
 ) -> Outcome:
-    """The step with Transformer Engine's layers. With `share` responses share their prompts."""
+    """The step with Transformer Engine's layers. With `share` responses share their prompts; with a `rank`, of
+    adapters."""
     train = dict(share_prompts=share, distributed_optimizer=ranks > 1 or "fp8_param" in model)
-    run = tiny_run(parallel or {}, model=dict(precision="fp32") | model, train=train)
+    lora = dict(rank=rank, use_dora=dora)
+    run = tiny_run(parallel or {}, model=dict(precision="fp32") | model, train=train, lora=lora)
     run = run.model_copy(update=dict(train=run.train.model_copy(update=dict(overlap=list(overlap)))))
     found = run_ranks(stepped, ranks, True, run, small(shape), random_samples(), timeout=300)[0]
     assert silent_tensors(found) == []
@@ -183,11 +188,37 @@ def test_a_step_in_fp8_is_ours_but_for_numbers_between_two(shape, recipe):
         (one.logprobs - other.logprobs).abs().median() for one, other in ((found, expected), (expected, exact))
     )
     assert apart < 0.2 * noise
+    assert_like_noise(found, expected, exact)
+
+
+def assert_like_noise(found: Outcome, expected: Outcome, exact: Outcome) -> None:
+    """Gradients in FP8 differ from each other by less than from those without FP8."""
     gradients, of_fp8 = (
         {k: e for k, e in distances(a, b).items() if k[0] == "gradient"}
         for a, b in ((found, expected), (expected, exact))
     )
     assert sorted(gradients.values())[len(gradients) // 2] < 0.6 * sorted(of_fp8.values())[len(of_fp8) // 2]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape", "ranks", "parallel", "dora"),
+    [
+        ("tensorwise", "llama_tied", 1, {}, False),
+        ("blockwise", "llama_tied", 1, {}, True),
+        ("tensorwise", "qwen3_tied", 1, {}, True),
+        ("blockwise", "qwen3_moe", 2, dict(ep=2), False),
+    ],
+)
+def test_a_step_of_adapters_beside_fp8_is_ours_but_for_numbers_between_two(recipe, shape, ranks, parallel, dora):
+    lora = dict(rank=4, dora=dora)
+    found = theirs(shape, ranks, parallel, fp8_recipe=recipe, **lora)
+    expected, exact = ours(shape, fp8_recipe=recipe, **lora), ours(shape, **lora)
+    assert found.gradients.keys() == expected.gradients.keys() and all(".lora_" in name for name in found.gradients)
+    apart, noise = (
+        (one.logprobs - other.logprobs).abs().median() for one, other in ((found, expected), (expected, exact))
+    )
+    assert 0 < noise and apart < 0.2 * noise
+    assert_like_noise(found, expected, exact)
 
 
 @pytest.mark.parametrize(

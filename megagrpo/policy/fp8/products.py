@@ -115,12 +115,14 @@ class Product(torch.autograd.Function):
         return product.to(x.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """Return the gradients of x [..., in] and W [out, in] from that of the product [..., out]."""
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        """Return the gradients of x [..., in] and, unless it is frozen, W [out, in] from that of the product."""
         (x,), weight, operands = ctx.saved_tensors, ctx.weight, ctx.operands
         inputs, grads = x.flatten(0, -2), grad.flatten(0, -2)
         grad_x = (operands.gradient(grads, 1) @ operands.weight(weight, 0)).to(x.dtype).view(x.shape)
         if ctx.group is not None:
             torch.distributed.all_reduce(grad_x, group=ctx.group)
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None, None, None
         grad_weight = operands.gradient(grads, 0).t() @ operands.input(inputs, 0)
         return grad_x, grad_weight.to(weight.dtype), None, None

@@ -73,12 +73,21 @@ from tests.unit.config.test_config import SMALLEST, problems, write
         ),
         (
             ["model.fp8_recipe=delayed", "model.fp8_amax_compute_algo=most_recent", "lora.rank=4"],
-            "model.fp8_recipe: delayed is not supported with LoRA: linears with an adapter multiply in "
-            "model.precision;",
+            "model.fp8_recipe: delayed has scales with a history, which has not been compared under frozen weights; "
+            "choose tensorwise or blockwise",
         ),
         (
-            ["model.fp8_recipe=mxfp8", "lora.rank=4"],
-            "model.fp8_recipe: mxfp8 is not supported with LoRA: linears with an adapter multiply in model.precision;",
+            ["model.fp8_recipe=mxfp8", "lora.rank=4", "lora.target_parameters=[experts.down_proj]"],
+            "model.fp8_recipe: mxfp8 multiplies experts in groups, without adapters; leave lora.target_parameters "
+            "empty, or choose none",
+        ),
+        (
+            ["model.fp8_recipe=blockwise", "lora.rank=4", "model.base_storage=nf4"],
+            "model.fp8_recipe: blockwise rounds weights that model.base_storage nf4 has rounded; choose none for one",
+        ),
+        (
+            ["model.fp8_recipe=blockwise", "lora.rank=4", "model.fp8_param=true"],
+            "model.fp8_param: true rounds trained weights from masters, but lora.rank freezes them; set it to false",
         ),
     ],
 )
