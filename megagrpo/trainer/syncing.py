@@ -45,7 +45,8 @@ class Syncing:
         self.state.weight_version = version
         if self.collector.engine is not None:
             self.collector.engine.weight_version = version
-            self.collector.engine.leave_old_adapters()
+        if self.collector.pool is not None:
+            self.collector.pool.engine.leave_old_adapters()
 
     def refill(self) -> None:
         """Push the current weights again, to servers that were restarted and lost them."""
