@@ -311,7 +311,7 @@ def test_idle_is_the_time_in_which_nothing_is_under_way():
         ),
         (
             ["lora.rank=8", "lora.sync=adapter"],
-            "rollout.max_staleness: 1 updates the weights .* not support; set lora.sync to merged",
+            "rollout.in_flight: keep continues .* a request keeps its adapter; choose wait .* or resume",
         ),
         (
             ["multi_turn.tools=[megagrpo.environments.calculator:calculator]"],
