@@ -14,8 +14,9 @@ from tiny_families import MODELS, TINY, tiny_model
 from megagrpo.config import LoraSection, ParallelSection
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.protocol import EngineStartError
-from megagrpo.engine.servers.serving import _adapted
-from megagrpo.models.bridge.hf_export import save_hf
+from megagrpo.engine.servers.serving import ADAPTER_MODEL, _adapted, adapter_arguments
+from megagrpo.models.bridge.adapter_files import save_adapter
+from megagrpo.models.bridge.hf_export import find_sources, save_hf
 from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.bridge.parameter_blocks import adapter_blocks, blocks, fill
 from megagrpo.models.families.hf_config import load_hf_config
@@ -183,6 +184,37 @@ def test_adapters_reach_vllm(name, chosen, tmp_path):
         torch.testing.assert_close(
             torch.tensor(logprobs), naive_logprobs(tmp_path / "merged", prompt, ids), atol=1e-4, rtol=0
         )
+
+
+def write_adapter(folder: Path, merged: Path, out: Path, lora: LoraSection) -> None:
+    """Write an adapter of the model to `out`, and the merged model to `merged`."""
+    layout, hf_config = init_layout(ParallelSection()), load_hf_config(folder)
+    chunks = build_model(hf_config, layout, ModelOptions(dtype=torch.float32, own_linears=True))
+    attach_adapters(chunks, hf_config, lora, recompute="none")
+    load_hf(chunks, hf_config, folder, layout)
+    found = list(adapter_blocks(chunks, hf_config, layout))
+    for _, parameter, of_parameter in found:
+        fill(parameter, of_parameter, lambda block: 0.3 * random_tensor(block.name, block.shape)[block.slices])
+    save_hf(chunks, hf_config, layout, merged, folder)
+    save_adapter(found, layout, find_sources(found, layout), out, lora, str(folder), torch.float32)
+    layout.close()
+
+
+@pytest.mark.full
+def test_a_server_starts_with_an_adapter_on_a_mixture(tmp_path):
+    folder = folder_of("qwen3_moe")
+    lora = LORA.model_copy(update=dict(target_modules=["q_proj", "o_proj"]))
+    run_ranks(write_adapter, 1, folder, tmp_path / "merged", tmp_path / "adapter", lora)
+    launcher = launch(folder, "qwen3_moe_served", extra_args=tuple(adapter_arguments(tmp_path / "adapter")))
+    try:
+        launcher.wait()
+        engine = VllmEngine(launcher.urls, lambda ids: "", max_num_seqs=64, logs=launcher.logs, model=ADAPTER_MODEL)
+        groups = engine.generate(PROMPTS, 1, GREEDY, seed=0)
+    finally:
+        launcher.stop()
+    for prompt, (rollout,) in zip(PROMPTS, groups, strict=True):
+        expected = naive_logprobs(tmp_path / "merged", prompt, rollout.response_ids.tolist())
+        torch.testing.assert_close(torch.from_numpy(rollout.rollout_logprobs.copy()), expected, atol=1e-3, rtol=0)
 
 
 @pytest.mark.full

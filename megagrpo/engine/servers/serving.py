@@ -175,12 +175,17 @@ def adapter_arguments(adapter: Path | None) -> list[str]:
     verify_inside(adapter)
     try:
         rank = int(json.loads((adapter / "adapter_config.json").read_text())["r"])
+        names = list(TensorFile(adapter / WEIGHTS).entries)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"--adapter: {adapter} holds no adapter_config.json of PEFT with a rank `r`: {error}"
         ) from error
     fits = next((known for known in LORA_RANKS if known >= rank), rank)
-    return ["--enable-lora", "--max-lora-rank", str(fits), "--lora-modules", f"{ADAPTER_MODEL}={adapter.resolve()}"]
+    served = f"{ADAPTER_MODEL}={adapter.resolve()}"
+    arguments = ["--enable-lora", "--max-lora-rank", str(fits), "--lora-modules", served]
+    if any(".experts." in name for name in names):
+        return arguments
+    return [*arguments, "--lora-target-modules", *sorted({name.split(".")[-3] for name in names})]
 
 
 @dataclass(frozen=True)

@@ -150,10 +150,12 @@ def test_every_reader_of_an_adapter_in_a_checkpoint_verifies_its_checksum(tmp_pa
     (adapter / "adapter_config.json").write_text(
         json.dumps(dict(peft_type="LORA", r=8, lora_alpha=16, target_modules=["q_proj"]))
     )
-    (adapter / "adapter_model.safetensors").write_bytes(bytes(64))
+    file = adapter / "adapter_model.safetensors"
+    save_file({"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(8, 4)}, file)
     (adapter.parent / "checksums.json").write_text(json.dumps(checksums(adapter.parent, adapter.iterdir())))
-    assert read_lora(adapter).rank == 8 and "--enable-lora" in adapter_arguments(adapter)
-    (adapter / "adapter_model.safetensors").write_bytes(bytes(63) + b"\1")
+    arguments = adapter_arguments(adapter)
+    assert read_lora(adapter).rank == 8 and arguments[-2:] == ["--lora-target-modules", "q_proj"]
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
     for read in (read_lora, adapter_arguments):
         with pytest.raises(
             ValueError, match=r"adapter_model.safetensors is corrupt: its CRC-32 is \w{8}; \w{8} was written"
