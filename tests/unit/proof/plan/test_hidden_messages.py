@@ -26,7 +26,7 @@ from megagrpo.proof.plan.roofline import (
 from megagrpo.proof.plan.workload import expected_lengths
 
 FOUR_NODES = "megagrpo:qwen3_30b_a3b_4nodes"
-ALONE = ["train.overlap=[]"]
+ALONE = ["train.overlap=[]", "parallel.pp=2", "parallel.vpp=2"]
 FORWARD, BACKWARD = Direction(5, 3, 10, 2, 4), Direction(10, 6, 22, 3, 4)
 
 

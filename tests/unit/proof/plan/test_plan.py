@@ -287,7 +287,7 @@ def test_more_ranks_than_kv_heads_are_planned_and_say_what_they_exclude(folder):
 def test_the_plan_says_where_the_experts_are():
     made = dict(plan(load_config(REPOSITORY / "configs" / "qwen3_30b_a3b_4nodes.yaml"), 16).rows)
     assert "30,532.1M parameters (3,353.0M active)" in made["model"]
-    assert made["experts"].endswith("a token; the ranks of a stage = etp 1 x ep 8 x 1 copies, 16 experts on each")
+    assert made["experts"].endswith("a token; the ranks of a stage = etp 1 x ep 8 x 2 copies, 16 experts on each")
 
 
 def test_bf16_weights_gradients_and_sharded_optimizer_state_add_up(folder):
