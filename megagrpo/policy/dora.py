@@ -42,7 +42,7 @@ def update_norms(chunks: Sequence[nn.Module]) -> None:
             squares.copy_(total)
     for linear in linears:
         for squares in linear.adapter.norms.values():
-            squares.sqrt_().clamp_(min=torch.finfo(squares.dtype).tiny)  # a row of zeros stays one
+            squares.sqrt_().clamp_(min=torch.finfo(squares.dtype).tiny)  # a row of zeros
 
 
 @torch.no_grad()

@@ -25,9 +25,10 @@ from megagrpo.config import LoraSection
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.models.bridge.adapter_files import fill_adapters
 from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.parameter_blocks import adapter_blocks
+from megagrpo.models.bridge.parameter_blocks import Merged, adapter_blocks, merged_blocks
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.policy.dora import start_magnitudes
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.proof.verify.shrink import plainly, random_samples, random_tensor
@@ -139,6 +140,27 @@ def test_a_fresh_adapter_adds_nothing_and_has_the_norms_of_the_model(parallel, p
         weight = base[name.removeprefix("base_model.model.").replace("lora_magnitude_vector", "weight")]
         weight = weight.bfloat16() if precision == "bf16" else weight
         assert relative_error(value, weight.double().norm(dim=1)) < 1e-6, name
+
+
+def _with_rows_of_zeros(root):
+    """Whether a step on a model with rows of zeros is finite, and whether these rows are almost 0 in merged weights."""
+    config, layout, hf_config, policy, batch = prepare(root, dict(tp=2), **DORA)
+    linears = [m for chunk in policy.chunks for m in chunk.modules() if hasattr(m, "adapter")]
+    with torch.no_grad():
+        for linear in linears:
+            linear.weight[1] = 0
+    start_magnitudes(policy.chunks)
+    metrics = policy.train_step(batch, make_loss(config.algorithm), batch.num_tokens)
+    finite = all(p.isfinite().all() for chunk in policy.chunks for p in chunk.parameters())
+    weights = (weight for _, weight, _ in merged_blocks(policy.chunks, hf_config, layout))
+    merged = [weight.detach() for weight in weights if isinstance(weight, Merged)]
+    zeros = [weight[1].abs().max() < 1e-30 < weight[0].abs().max() for weight in merged]
+    return finite and metrics["grad_norm"].value > 0, sum(zeros) == len(linears)
+
+
+def test_a_row_of_zeros_makes_no_nan(made):
+    """Llama-3.1-8B's o_proj has such rows."""
+    assert run_ranks(_with_rows_of_zeros, 2, made[0]) == [(True, True)] * 2
 
 
 # ----------------------------------------------------------------------------------------------------------- over ranks
