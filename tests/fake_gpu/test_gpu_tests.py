@@ -15,7 +15,7 @@ USUAL = {
     "tensor parallel": (2, [f"{LAYOUTS}::{LAYOUT}[tp=2,sequence_parallel-2-qwen2_untied]"], 1, ()),
     "pipeline": (2, [f"{LAYOUTS}::{LAYOUT}[pp=2,pipeline_layers=[10,14]-2-llama_tied]"], 1, ()),
     "experts": (2, [f"{LAYOUTS}::{LAYOUT}[ep=2,dp=2-2-qwen3_moe]"], 1, ()),
-    "parity": (1, [PARITY, "-k", "gpu and (qwen3_tied or mixtral)"], 2, ()),
+    "parity": (1, [PARITY, "-k", "gpu and (qwen3_tied or mixtral)"], 3, ()),
     "activations": (1, ["tests/gpu/test_gpu_activations.py", "-m", "gpu"], 2, (NO_TE,)),
     "checkpoints": (2, [f"{RANKS}/test_checkpoint.py", f"{RANKS}/test_extra_state.py"], None, ()),
     "weights by CUDA IPC": (2, [f"{RANKS}/test_cuda_sync.py"], 1, ()),
@@ -23,7 +23,7 @@ USUAL = {
 WHOLE = {
     "layouts of four": (4, [LAYOUTS], 31, ("needs 8 GPU(s), and there are 4",)),
     "layouts of eight": (8, [LAYOUTS, "-k", "parallel-8-"], 3, ()),
-    "all families": (1, [PARITY, "-m", "gpu"], 9, ()),
+    "all families": (1, [PARITY, "-m", "gpu"], 12, ()),
     "Muon": (2, [f"{RANKS}/test_muon.py", f"{RANKS}/test_compact_moments.py"], None, (HAS_GPU,)),
 }
 CASES = [*((name, *case) for name, case in USUAL.items())]
