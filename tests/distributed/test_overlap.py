@@ -10,6 +10,7 @@ from test_overlap_grad_reduce import BUCKETS, Training, config
 from tiny_policy import tiny_model
 
 from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.optimizer import gather_gradients
 from megagrpo.proof.verify.verified_step import whole_tensors
 
@@ -42,9 +43,9 @@ def model_of(name: str) -> HfConfig:
     return architecture(name) if name.startswith("deepseek") else tiny_model(name)
 
 
-def _updates(settings: Any, model: HfConfig) -> tuple[dict, list[dict], list[list]]:
+def updates(settings: Any, model: HfConfig, layout: Layout | None = None) -> tuple[dict, list[dict], list[list]]:
     """Weights after three updates, their metrics, and the log-probs between them, which need gathered weights."""
-    training, metrics, logprobs = Training(settings, model), [], []
+    training, metrics, logprobs = Training(settings, model, layout), [], []
     for index in range(3):
         batch = training.batches[index % 2]
         found = training.policy.backward(batch, training.loss, batch.num_tokens) | training.policy.update()
@@ -67,7 +68,7 @@ def cases(table: dict) -> list:
 @pytest.mark.parametrize(("overlap", "name", "ranks", "parallel", "model"), cases(GATHERS | EXPERTS))
 def test_updates_and_log_probs_between_them_are_those_without_overlap(overlap, name, ranks, parallel, model):
     runs = [
-        run_ranks(_updates, ranks, settings_of(parallel, chosen, **model), model_of(name)) for chosen in (overlap, [])
+        run_ranks(updates, ranks, settings_of(parallel, chosen, **model), model_of(name)) for chosen in (overlap, [])
     ]
     assert runs[0][0][0], "rank 0 has the whole weights"
     for (weights, metrics, logprobs), (plain, plain_metrics, plain_logprobs) in zip(*runs, strict=True):
@@ -77,9 +78,9 @@ def test_updates_and_log_probs_between_them_are_those_without_overlap(overlap, n
             assert all(a is b is None or torch.equal(a, b) for a, b in zip(rows, plain_rows, strict=True))
 
 
-def _gradients(settings: Any, model: HfConfig) -> tuple[float, dict[str, torch.Tensor]]:
+def gradients(settings: Any, model: HfConfig, layout: Layout | None = None) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss of a step and its summed gradients."""
-    training = Training(settings, model)
+    training = Training(settings, model, layout)
     batch = training.batches[0]
     loss = training.policy.backward(batch, training.loss, batch.num_tokens)["loss"].value
     gather_gradients(training.policy.model)
@@ -88,10 +89,10 @@ def _gradients(settings: Any, model: HfConfig) -> tuple[float, dict[str, torch.T
 
 @pytest.mark.parametrize(("overlap", "name", "ranks", "parallel", "model"), cases(SHARED))
 def test_gradients_are_those_without_overlap(overlap, name, ranks, parallel, model):
-    (loss, gradients), (plain_loss, plain) = (
-        run_ranks(_gradients, ranks, settings_of(parallel, chosen, **model), model_of(name))[0]
+    (loss, found), (plain_loss, plain) = (
+        run_ranks(gradients, ranks, settings_of(parallel, chosen, **model), model_of(name))[0]
         for chosen in (overlap, [])
     )
-    assert loss == plain_loss and gradients.keys() == plain.keys()
-    apart = {key: float((gradients[key] - plain[key]).norm() / plain[key].norm()) for key in plain}
+    assert loss == plain_loss and found.keys() == plain.keys()
+    apart = {key: float((found[key] - plain[key]).norm() / plain[key].norm()) for key in plain}
     assert max(apart.values()) < ANOTHER_ORDER, max(apart, key=apart.__getitem__)

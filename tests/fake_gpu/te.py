@@ -1,5 +1,5 @@
 """Transformer Engine's layers on a fake GPU: its kernels in torch (te_kernels.py), and those of the optimizer, which
-only a GPU takes."""
+only a GPU takes. Routers and the sending of tokens use Megatron's code in place of fused kernels."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ def replace_kernels() -> None:
     """Replace Transformer Engine's kernels in this process by torch functions on its fake GPU."""
     from transformer_engine.pytorch.cpp_extensions import gemm
 
+    from megagrpo.policy import transformer_config
+
+    transformer_config._routing_kernels = lambda own_choice: dict(moe_permute_fusion=False, moe_router_fusion=False)
     gemm.get_cublas_workspace_size_bytes = lambda: 1
     put_kernels(multi_tensor_l2norm, multi_tensor_scale, multi_tensor_scale_tensor, multi_tensor_adam)
 
