@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from inspect import getmodule
 from itertools import pairwise
 from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer import mlp
-from megatron.core.transformer.moe import shared_experts, token_dispatcher
 from torch import Tensor, nn
 
 from megagrpo.config import RunConfig
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.policy import specs
-from megagrpo.policy.attention.packed import TorchAttention
+from megagrpo.policy.attention.packed import PackedSeqParams, TorchAttention
+from megagrpo.policy.fp8.megatron_patches import token_dispatcher
+from megagrpo.policy.specs import MLP, SharedExpertMLP
 from megagrpo.policy.transformer_config import fuses_activation
 from megagrpo.proof.plan.planned_memory import own_attention
 from megagrpo.proof.plan.tracing.without_floats import StepCounter, size_of
@@ -99,12 +99,13 @@ def fused_kernels(config: RunConfig, model: HfConfig, counter: StepCounter) -> I
         inputs = [each for each in (x, bias, *more) if isinstance(each, Tensor)]
         return fused((*x.shape[:-1], x.shape[-1] // 2), True, *inputs)
 
-    patches = [
+    modules = getmodule(MLP), getmodule(SharedExpertMLP)
+    patches: list[contextlib.AbstractContextManager[Any]] = [
         mock.patch.object(specs, "rms_norm", norm),
         mock.patch.object(token_dispatcher, "permute", permute),
         mock.patch.object(token_dispatcher, "unpermute", unpermute),
         mock.patch.object(token_dispatcher, "sort_chunks_by_idxs", sort),
-        *(mock.patch.object(module, n, gated) for module in (mlp, shared_experts) for n in GATED if hasattr(module, n)),
+        *(mock.patch.object(module, n, gated) for module in modules for n in GATED if hasattr(module, n)),
     ]
     if config.parallel.cp == 1 and not own_attention(config, model):
         patches.append(mock.patch.object(TorchAttention, "forward", _packed_attention(TorchAttention.forward, counter)))
@@ -144,7 +145,7 @@ def _packed_attention(whole: Any, counter: StepCounter) -> Any:
 def take_activations_of_a_gpu(chunks: list[nn.Module], model: HfConfig, fusions: Any) -> None:
     """Have the MLPs of traced chunks take Megatron's gated activation, as Transformer Engine's spec does: fused, or
     operation by operation."""
-    for module in (module for chunk in chunks for module in chunk.modules() if isinstance(module, mlp.MLP)):
+    for module in (module for chunk in chunks for module in chunk.modules() if isinstance(module, MLP)):
         module.config.use_te_activation_func = False
         module.config.bias_activation_fusion = fuses_activation(model, fusions)
         del module.activation_func
