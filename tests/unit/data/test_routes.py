@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megagrpo.data.routes import InvalidRoutes, RouteShape
+from megagrpo.data.routes import InvalidRoutes, RouteShape, joined_routes
 
 SHAPE = RouteShape(layers=(1, 2, 4), num_layers=5, experts=8, per_token=3)
 
@@ -54,3 +54,9 @@ def test_fillers_are_valid_routes_and_load_all_experts_alike():
     filler = SHAPE.filler(np.arange(16), SHAPE.num_layers)
     assert np.array_equal(SHAPE.checked(filler, 16), filler[:, :3])
     assert np.bincount(filler[:, 0].flatten()).tolist() == [6] * 8
+
+
+def test_routes_of_a_later_request_never_replace_those_of_tokens_that_were_read_before():
+    first, later = np.zeros((5, 2, 2), np.uint8), np.ones((9, 2, 2), np.uint8)
+    assert joined_routes(first, later)[:, 0, 0].tolist() == [0] * 5 + [1] * 4
+    assert joined_routes(later, first)[:, 0, 0].tolist() == [1] * 9
