@@ -51,7 +51,7 @@ from megagrpo.policy.routing_replay import NO_REPLAY, RoutingReplay
 from megagrpo.policy.stored import store_weights
 from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.train_types import LossFn, LossInputs, Metric, MicroBatch, RefHead, TrainBatch
-from megagrpo.types import NO_TRUNCATION, Truncation
+from megagrpo.types import NO_TRUNCATION
 
 
 class MegatronPolicy:
@@ -345,20 +345,8 @@ class MegatronPolicy:
 
     def _head_task(self, labels: Tensor) -> HeadTask:
         """Return settings of the LM head's passes that are the same for all batches of the run, with `labels` [N]."""
-        rollout, train = self.config.rollout, self.config.train
-        return HeadTask(
-            labels,
-            group=self.layout.tp_group,
-            temperature=rollout.temperature,
-            logit_cap=self.hf_config.logit_cap,
-            vocab_size=self.hf_config.vocab_size,
-            truncation=Truncation(rollout.top_p, rollout.top_k, rollout.min_p),
-            chunk=train.logprob_chunk,
-            early_differs=self._early_differs,
-            into_main_grad=self._into_main_grad,
-            fused=train.fused_logprobs,
-            fp8=None if train.logprobs_fp8_recipe == "none" else train.logprobs_fp8_recipe,
-        )
+        of_rank = dict(early_differs=self._early_differs, into_main_grad=self._into_main_grad)
+        return HeadTask.of(self.config, self.hf_config, labels, group=self.layout.tp_group, **of_rank)
 
     def _whole_rows(self, rows: Tensor, item: RankBatch) -> Tensor:
         """Return rows [..., N] of this rank's loss tokens as rows [..., T] of the micro-batch, 0 at other tokens."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megagrpo.config import RunConfig
+from megagrpo.models.families.architecture import HfConfig
 from megagrpo.policy.lm_head.vocab_shard import VocabShard
 from megagrpo.train_types import LossFn, LossInputs, MicroBatch, RefHead
 from megagrpo.types import NO_TRUNCATION, Truncation
@@ -50,6 +53,22 @@ class HeadTask:
     def __post_init__(self) -> None:
         if self.direction not in DIRECTIONS:
             raise ValueError(f"direction: {self.direction!r} is not one of {', '.join(DIRECTIONS)}")
+
+    @classmethod
+    def of(cls, config: RunConfig, hf_config: HfConfig, labels: Tensor, **of_rank: Any) -> HeadTask:
+        """Return the task of a run's keys for these labels [N]; `of_rank` are the fields that depend on the rank."""
+        rollout, train = config.rollout, config.train
+        return cls(
+            labels,
+            temperature=rollout.temperature,
+            logit_cap=hf_config.logit_cap,
+            vocab_size=hf_config.vocab_size,
+            truncation=Truncation(rollout.top_p, rollout.top_k, rollout.min_p),
+            chunk=train.logprob_chunk,
+            fused=train.fused_logprobs,
+            fp8=None if train.logprobs_fp8_recipe == "none" else train.logprobs_fp8_recipe,
+            **of_rank,
+        )
 
     def shard(self, weight: Tensor) -> VocabShard:
         """Return this rank's shard of the vocabulary, whose head is `weight` [V/tp, H]."""
