@@ -10,9 +10,9 @@ from megagrpo.config.placement import placement_problems
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.proof.plan.engine_memory import GIB, engine_memory, reload_bytes
 from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE
-from megagrpo.proof.plan.plan_problems import vllm_can_split
 from megagrpo.proof.plan.planned_memory import smallest_gpu
 from megagrpo.proof.plan.times import server_gpus
+from megagrpo.proof.plan.vllm_problems import vllm_can_split
 
 
 @dataclass(frozen=True)

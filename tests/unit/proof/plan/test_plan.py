@@ -12,7 +12,6 @@ from megagrpo.models.families.hf_config import load_hf_config, parse_hf_config
 from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.proof.plan import Plan, plan
 from megagrpo.proof.plan.engine_memory import PREFILL_TOKENS, engine_memory, kv_bytes, kv_elements
-from megagrpo.proof.plan.plan_problems import vllm_can_split
 from megagrpo.proof.plan.planned_memory import (
     activation_elements,
     host_memory,
@@ -31,6 +30,7 @@ from megagrpo.proof.plan.shapes import (
     stage_linears,
     stage_parameters,
 )
+from megagrpo.proof.plan.vllm_problems import vllm_can_split
 
 REPOSITORY = Path(__file__).parents[4]
 CONFIGS = {  # ranks, and GiB of a GPU; test_submit.py tests the configs for clusters
