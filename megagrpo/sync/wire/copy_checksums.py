@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,12 +88,11 @@ def position_weights(dim: int, start: int, count: int, device: torch.device) -> 
 @lru_cache(maxsize=256)
 def position_table(dim: int, count: int, device: torch.device) -> Tensor:
     """Return odd pseudo-random numbers [count] int64, of the generator splitmix64 from a start of each dimension."""
-    numbers = (np.arange(count, dtype=np.uint64) + np.uint64(dim << 40)) * np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
-    numbers ^= numbers >> np.uint64(31)
     with torch.inference_mode(False):
-        return torch.from_numpy((numbers | np.uint64(1)).view(np.int64)).to(device)
+        numbers = (torch.arange(count, device=device) + (dim << 40)) * (0x9E3779B97F4A7C15 - 2**64)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1)):
+            numbers = (numbers ^ (numbers >> shift & 2 ** (64 - shift) - 1)) * factor
+        return numbers | 1
 
 
 def on_host(sums: Sequence[Tensor]) -> list[int]:
