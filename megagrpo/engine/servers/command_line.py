@@ -11,7 +11,6 @@ from pathlib import Path
 
 from megagrpo.engine.access import GUARD, interface_addresses
 from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
-from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.process.environment import inherited
 from megagrpo.platform.process.loopback import LOOPBACK, LOOPBACK_ADDRESS
 from megagrpo.platform.process.variables import ENVIRONMENT, MALLOC, OPENMP, TOKEN_FILE_VARIABLE
@@ -142,10 +141,6 @@ def server_environment(
     threads = o.omp_threads or max(1, len(os.sched_getaffinity(0)) // workers)
     tunables = env.pop("GLIBC_TUNABLES", MALLOC)
     env |= OPENMP
-    if _has_sinks(Path(o.model)):
-        # vLLM 0.32 splits a text above 64 tokens among threads that have no request of their own. If layers with and
-        # without a window share a cache, the attention of layers with sinks and a window is then wrong.
-        env["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
     return env | {
         "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(o.kv_cache_gb)),  # vLLM reads whole GiB
         # binding fails for tp > 1 on one NUMA node, and competes with the trainer for cores
@@ -155,10 +150,6 @@ def server_environment(
         # the last one: glibc moves it, and a process's title fits only into the variables before it
         "GLIBC_TUNABLES": tunables,
     }
-
-
-def _has_sinks(model: Path) -> bool:
-    return (model / "config.json").is_file() and load_hf_config(model).sinks
 
 
 def _interface_of(address: str) -> str:

@@ -3,7 +3,6 @@
 import asyncio
 import http.server
 import importlib.util
-import json
 import mmap
 import os
 import signal
@@ -31,7 +30,6 @@ from megagrpo.platform.launch.node import wait_until_healthy
 from megagrpo.platform.process import variables
 from megagrpo.platform.process.ownership import TEMPORARY, make_folder, owner_in
 from megagrpo.platform.process.shm_names import CPU_WORKERS, FOLDER, SEGMENTS, remove_stale
-from tests.unit.models.families.published_configs import published
 
 SUPERVISOR = Path(supervisor_module.__file__)
 # A server with a child that ignores SIGTERM and leaves its process group, and with an orphaned grandchild.
@@ -598,17 +596,6 @@ def test_a_deterministic_server_on_a_gpu_computes_requests_apart_from_each_other
     assert Launcher(asked, tmp_path, devices=["0"])._environment(0)["VLLM_BATCH_INVARIANT"] == "1"
     assert "VLLM_BATCH_INVARIANT" not in Launcher(plain, tmp_path, devices=["0"])._environment(0)
     assert "VLLM_BATCH_INVARIANT" not in Launcher(asked, tmp_path)._environment(0)  # vLLM for CPU has no such kernels
-
-
-def test_texts_of_a_model_with_attention_sinks_are_not_split_among_threads_of_a_cpu(tmp_path):
-    for name in ("gpt-oss 20B in bfloat16", "Qwen3 30B A3B"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(published(name)))
-    sinks, plain = (
-        Launcher(ServerOptions(str(tmp_path / name), "float32", 64), tmp_path)._environment(0)
-        for name in ("gpt-oss 20B in bfloat16", "Qwen3 30B A3B")
-    )
-    assert sinks["VLLM_CPU_ATTN_SPLIT_KV"] == "0" and "VLLM_CPU_ATTN_SPLIT_KV" not in plain
 
 
 def test_experts_are_shared_out_whole_when_that_is_asked_for(tmp_path):
