@@ -26,6 +26,7 @@ OPTIONS = {
         "qwen3_moe",
         dict(lora=dict(rank=4, target_parameters=["experts.gate_up_proj", "experts.down_proj"])),
     ),
+    "routes of the engine": ("qwen3_moe", dict(rollout=dict(routing_replay="engine"))),
     "whole samples": ("llama_tied", dict(train=dict(share_prompts=False))),
     "exact KL": ("qwen3_untied", dict(algorithm=dict(beta=0.1, kl_estimator="full_reverse"))),
     "top-p": ("qwen3_untied", dict(rollout=dict(temperature=0.8, top_p=0.9, top_k=40))),
