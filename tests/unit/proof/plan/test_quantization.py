@@ -1,7 +1,6 @@
 """Rollouts in FP8: the servers' options, conflicting settings, and the effect on the plan."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -86,19 +85,6 @@ def test_without_gpus_servers_quantize_no_experts_and_say_so_before_they_start(k
         launched(tmp_path, config(kind))
     monkeypatch.setattr(serving.device, "visible_gpus", lambda: ["0"])
     assert kind in launched(tmp_path, config(kind))
-
-
-def test_without_gpus_vllm_has_no_routes_of_latent_attention(tmp_path, monkeypatch):
-    replay = config("none", "rollout.routing_replay=engine")
-    folder = Path(__file__).parents[4] / "configs" / "models" / "deepseek-ai" / "DeepSeek-V3"
-    shutil.copy(folder / "config.json", tmp_path)
-    monkeypatch.setattr(serving.device, "visible_gpus", lambda: None)
-    with pytest.raises(
-        ValueError, match=r"rollout\.routing_replay: engine needs vLLM's prefix cache, .* trainer or off"
-    ):
-        launched(tmp_path, replay)
-    monkeypatch.setattr(serving.device, "visible_gpus", lambda: ["0"])
-    assert "--enable-return-routed-experts" in launched(tmp_path, replay)
 
 
 def test_the_plan_counts_a_byte_for_each_weight_of_a_block():

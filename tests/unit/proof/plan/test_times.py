@@ -441,7 +441,7 @@ def test_dedicated_servers_get_as_many_gpus_as_keep_the_trainer_busy(gpus, promp
     assert len(found) == 5 and time.process_time() - began < 30
     for one in found:
         assert one.times.gpus <= gpus and one.times.step < own.step / 3
-        assert idle_ranks(one.times) < 0.5 and one.bound.split()[0] in ("generation", "training")
+        assert idle_ranks(one.times) < 0.6 and one.bound.split()[0] in ("generation", "training")
     assert idle_ranks(found[0].times) < 0.35
 
 
