@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,8 +48,12 @@ def test_an_example_has_a_config_a_readme_and_its_files(folder):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_passes_the_plan(name, tmp_path):
-    """With its reward model replaced where a script makes it or the hub has it."""
+    """With its reward model replaced where a script makes it or the hub has it, and with the model that a script
+    makes."""
     own = ["rewards.functions.0.function=exact_number", "rewards.functions.0.args={}"] if name == "reward_model" else []
+    if (script := shipped_configs() / "examples" / name / "make_model.py").exists():
+        subprocess.run([sys.executable, script, tmp_path / "model"], check=True, timeout=300)
+        own.append(f"model.path={tmp_path / 'model'}")
     made = plan(example(name, f"run.output_dir={tmp_path}", *own), 1, 80.0 if name in ON_GPUS else None)
     assert made.problems == []
 

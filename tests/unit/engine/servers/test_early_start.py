@@ -1,6 +1,7 @@
 """A vLLM process that starts before its server is known: it becomes the server, or ends."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -132,6 +133,7 @@ def test_the_waiting_process_ends_when_its_pipe_is_closed(program):
 )
 def test_its_environment_is_that_of_the_runs_first_server(overrides, program, tmp_path):
     config = configured(*overrides)
+    shutil.copy(QUICKSTART.parent / "models/Qwen/Qwen3-0.6B/config.json", tmp_path)
     early_start.begin(config.rollout, config.lora.rank if config.lora.syncs_adapters else 0)
     launcher = make_launcher(config, tmp_path, tmp_path, "float32", num_ranks=1)
     assert launcher._environment(0) == early_start._waiting[0].environment
