@@ -126,7 +126,7 @@ class Reference:
     def _parameters(self) -> list[Tensor]:
         """Return the policy's tensors that steps change or, with weights from elsewhere, all that may differ."""
         chunks, config = self._policy.chunks, self._policy.config
-        others = config.model.reference_path is not None
+        others = self._whole or config.model.reference_path is not None
         weights: list[Tensor] = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad or others]
         if others or config.algorithm.moe_router_bias_update_rate:
             weights += selection_biases(chunks)
