@@ -83,9 +83,6 @@ class Generator(Protocol):
     def interrupt(self) -> None:
         """Make the running and every later generation raise EngineInterrupted. May be called from a signal handler."""
 
-    def leave_old_adapters(self) -> None:
-        """Let no response in flight use an adapter that the next weight sync removes. Called after each weight sync."""
-
 
 def derive_seed(*parts: int | str) -> int:
     """Derive a 63-bit seed from all parts and nothing else, such as the process or the Python version."""

@@ -107,10 +107,6 @@ class DialogueEngine(Generator):
         """Make `groups` raise EngineInterrupted, at the latest when the policy's next turn begins."""
         self.engine.interrupt()
 
-    def leave_old_adapters(self) -> None:
-        """See `VllmEngine.leave_old_adapters`."""
-        self.engine.leave_old_adapters()
-
     def groups(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> Stream[Group]:
         """Generate `n` rollouts of each prompt; see `Generator.groups`. `sampling.max_tokens` limits each turn of the
         policy, and also the whole response without `max_response_length`."""
