@@ -48,7 +48,7 @@ def build_model(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> l
         raise ProblemError(*problems)
     device.prepare_precision(options.dtype)
     config, fp8 = transformer_config(hf_config, layout.parallel, options), options.fp8
-    own_attention = _own_attention(hf_config, layout.parallel.cp, options.shares_prompts)
+    own_attention = _own_attention(hf_config, layout.parallel.cp, options)
     spec: Callable[[HfConfig], ModuleSpec]
     if device.has_transformer_engine():
         spec = partial(
@@ -78,15 +78,16 @@ def build_model(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> l
     return chunks
 
 
-def _own_attention(hf_config: HfConfig, cp: int, shares_prompts: bool) -> bool:
+def _own_attention(hf_config: HfConfig, cp: int, options: ModelOptions) -> bool:
     """Whether core attention is `TorchAttention`: without Transformer Engine, or for features its attention lacks.
 
     These are capped scores, and windows, sinks or shared prompts together with context parallelism. On GPUs before
-    Hopper, and in deterministic runs, Transformer Engine's attention of packs has no fused kernel: it would keep all
-    scores.
+    Hopper, in float32, and in deterministic runs, Transformer Engine's attention of packs has no fused kernel: it would
+    keep all scores, and has no mask for shared prompts.
     """
-    beyond_a_ring = cp > 1 and (any(hf_config.windows) or hf_config.sinks or shares_prompts)
-    unfused = device.is_deterministic() or not device.has_packed_attention()
+    beyond_a_ring = cp > 1 and (any(hf_config.windows) or hf_config.sinks or options.shares_prompts)
+    in_float32 = device.has_gpu() and options.dtype == torch.float32
+    unfused = device.is_deterministic() or not device.has_packed_attention() or in_float32
     return not device.has_transformer_engine() or hf_config.score_cap is not None or beyond_a_ring or unfused
 
 

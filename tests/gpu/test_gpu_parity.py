@@ -27,8 +27,8 @@ def small(shape: str):
     return shrink_model((SHAPES | MORE_SHAPES)[shape], ParallelSection(), unit=64)
 
 
-def step(shape: str, precision: str, on_cpu: bool, **model) -> Outcome:
-    train = dict(distributed_optimizer=model.get("fp8_param", False))
+def step(shape: str, precision: str, on_cpu: bool, share: bool | None = None, **model) -> Outcome:
+    train = dict(distributed_optimizer=model.get("fp8_param", False), share_prompts=share)
     settings = plainly(tiny_run({}, model=dict(precision=precision, **model), train=train))
     options = ON_CPU if on_cpu else {}
     (found,) = run_ranks(take_step, 1, settings, small(shape), random_samples(), timeout=300, **options)
@@ -79,3 +79,14 @@ def test_a_step_in_float32_is_that_of_the_cpu(place, shape):
     exact, found = step(shape, "fp32", on_cpu=True), step(shape, "fp32", on_cpu=False)
     assert (found.logprobs - exact.logprobs).abs().max() < FLOAT32
     assert whole_error(found, exact) < FLOAT32
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("precision", ("bf16", "fp32"))
+@pytest.mark.parametrize("shape", ("llama_tied", "qwen3_moe", "gemma3"))
+@pytest.mark.parametrize("place", PLACES)
+def test_shared_prompts_change_neither_log_probs_nor_gradients(place, shape, precision):
+    need(place)
+    found, expected = (step(shape, precision, on_cpu=place == "cpu", share=share) for share in (True, False))
+    assert (found.logprobs - expected.logprobs).abs().max() < 1e-5
+    assert whole_error(found, expected) < {"bf16": 0.01, "fp32": 1e-5}[precision]

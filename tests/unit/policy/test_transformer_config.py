@@ -82,12 +82,13 @@ def test_without_transformer_engine_the_modules_that_need_it_are_left_out():
 
 
 def test_attention_is_ours_where_transformer_engine_would_keep_all_scores(on_gpu, monkeypatch):
-    model = tiny_model("llama_tied")
-    assert not _own_attention(model, cp=1, shares_prompts=False)
+    model, options = tiny_model("llama_tied"), ModelOptions(torch.bfloat16)
+    assert not _own_attention(model, 1, options)
     monkeypatch.setattr(device, "is_deterministic", lambda: True)
-    assert _own_attention(model, cp=1, shares_prompts=False)
+    assert _own_attention(model, 1, options)
     monkeypatch.setattr(device, "is_deterministic", lambda: False)
     monkeypatch.setattr(device, "has_gpu", lambda: True)
     for capability, own in (((8, 0), True), ((9, 0), False), ((10, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
-        assert _own_attention(model, cp=1, shares_prompts=False) is own
+        assert _own_attention(model, 1, options) is own
+    assert _own_attention(model, 1, ModelOptions(torch.float32))
