@@ -23,7 +23,7 @@ USUAL = {
 WHOLE = {
     "layouts of four": (4, [LAYOUTS], 31, ("needs 8 GPU(s), and there are 4",)),
     "layouts of eight": (8, [LAYOUTS, "-k", "parallel-8-"], 3, ()),
-    "all families": (1, [PARITY, "-m", "gpu"], 12, ()),
+    "all families": (1, [PARITY, "-m", "gpu"], 18, ()),
     "Muon": (2, [f"{RANKS}/test_muon.py", f"{RANKS}/test_compact_moments.py"], None, (HAS_GPU,)),
 }
 CASES = [*((name, *case) for name, case in USUAL.items())]
