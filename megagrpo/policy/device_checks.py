@@ -5,32 +5,30 @@ from __future__ import annotations
 import torch
 
 import megagrpo.platform.device as device
-from megagrpo.config import AlgorithmSection, ModelSection, ParallelSection, TrainSection
+from megagrpo.config import AlgorithmSection, RunConfig, TrainSection
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.lm_head import fused_logprobs
 from megagrpo.policy.overlap import check_overlap
 
 
-def check_device(
-    model: ModelSection,
-    train: TrainSection,
-    parallel: ParallelSection,
-    algorithm: AlgorithmSection,
-    truncates: bool,
-    hf_config: HfConfig,
-) -> torch.dtype:
-    """Check that this rank's device can run the config, without a model, and return the compute dtype. `truncates` is
-    `rollout.truncates`. Raises ValueError with key and fix."""
-    dtype = device.resolve_precision(model.precision)
-    if fp8 := Fp8.of(model, hf_config.num_layers):
+def check_device(config: RunConfig, hf_config: HfConfig) -> torch.dtype:
+    """Check that this rank's device can run the config, without a model, and return the compute dtype. Raises
+    ValueError with key and fix."""
+    dtype = device.resolve_precision(config.model.precision)
+    if fp8 := Fp8.of(config.model, hf_config.num_layers):
         fp8.megatron_config()
         if fp8.keeps_weights and dtype != torch.bfloat16:
             raise ValueError(
                 "model.fp8_param: weights in float32 have no masters to be rounded from; set model.precision to bf16"
             )
-    check_overlap(train, parallel, dtype)
-    check_fused(train, algorithm, truncates, dtype, hf_config.hidden_size)
+    if config.lora.use_dora and dtype == torch.bfloat16 and not config.train.distributed_optimizer:
+        raise ValueError(
+            "lora.use_dora: magnitudes are float32, which a bf16 run saves only with the distributed optimizer; set "
+            "train.distributed_optimizer to true"
+        )
+    check_overlap(config.train, config.parallel, dtype)
+    check_fused(config.train, config.algorithm, config.rollout.truncates, dtype, hf_config.hidden_size)
     return dtype
 
 

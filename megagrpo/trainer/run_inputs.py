@@ -82,8 +82,7 @@ def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources:
     check_profile(config.run.profile, device.has_gpu())
     model_folder = resolve_model(config.model.path)
     hf_config = load_hf_config(model_folder)
-    checked = config.model, config.train, config.parallel, config.algorithm, config.rollout.truncates
-    dtype = run_own_and_agree(layout, lambda: check_device(*checked, hf_config))
+    dtype = run_own_and_agree(layout, lambda: check_device(config, hf_config))
     on_first_rank(layout, lambda: Checkpoint(model_folder).check_all(hf_config))
     folder = open_run_folder(config, layout, resources)
     tokenizer = run_own_and_agree(layout, lambda: tokenizer_of(config, model_folder) if layout.is_dp_leader else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from functools import partial
@@ -28,6 +29,7 @@ from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.bridge.parameter_blocks import Merged, adapter_blocks, merged_blocks
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.policy.device_checks import check_device
 from megagrpo.policy.dora import start_magnitudes
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
@@ -261,3 +263,12 @@ def test_a_bfloat16_run_resumes_exactly(made, tmp_path):
     assert dtypes == {("A", torch.bfloat16), ("B", torch.bfloat16), ("m", torch.float32)}
     first = {name: value for name, value in load_file(made[0] / "adapter/adapter_model.safetensors").items()}
     assert all(not torch.equal(unbroken[name], value.double()) for name, value in first.items() if "magnitude" in name)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_magnitudes_in_bf16_need_the_distributed_optimizer_to_be_saved(saved):
+    sections = dict(model=dict(precision="bf16"), lora=dict(rank=2, use_dora=True))
+    config = tiny_run(**sections, train=dict(distributed_optimizer=saved))
+    problem = pytest.raises(ValueError, match=r"lora\.use_dora: .* set train\.distributed_optimizer to true")
+    with contextlib.nullcontext() if saved else problem:
+        assert check_device(config, tiny_model("qwen2_untied")) == torch.bfloat16

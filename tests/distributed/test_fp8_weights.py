@@ -238,4 +238,4 @@ def test_fp8_weights_of_a_policy_in_float32_are_refused():
         ValueError,
         match=r"model\.fp8_param: weights in float32 have no masters to be rounded from; set model\.precision",
     ):
-        check_device(run.model, run.train, run.parallel, run.algorithm, run.rollout.truncates, model("qwen2_untied"))
+        check_device(run, model("qwen2_untied"))

@@ -48,8 +48,7 @@ def build(train: dict) -> None:
 
 
 def checked(config: RunConfig) -> torch.dtype:
-    model = tiny_model("qwen2_untied")
-    return check_device(config.model, config.train, config.parallel, config.algorithm, config.rollout.truncates, model)
+    return check_device(config, tiny_model("qwen2_untied"))
 
 
 @pytest.mark.parametrize(
