@@ -519,7 +519,8 @@ def test_our_attention_on_a_gpu_keeps_copies_of_normalised_queries_keys_and_valu
     queries, keys = 64 * model.num_heads, 64 * model.num_kv_heads
 
     def elements(*overrides: str) -> float:
-        return activation_elements(config(folder, *overrides), model, gpu=True)[0]
+        made = config(folder, "model.precision=bf16", *overrides)
+        return activation_elements(made, model, gpu=True)[0]
 
     plain = elements("train.share_prompts=false")
     assert elements("run.deterministic=true") - plain == 2 * queries + keys
