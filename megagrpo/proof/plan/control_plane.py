@@ -11,7 +11,7 @@ from math import ceil, log2
 
 from megagrpo.config import RunConfig
 from megagrpo.proof.plan.passes import fill
-from megagrpo.proof.plan.workload import Lengths
+from megagrpo.proof.plan.workload import Lengths, average_bundle
 
 REQUEST_SECONDS, READ_TOKEN_SECONDS = 0.45e-3, 0.6e-6  # a leader reads a response
 PLANNED_SAMPLE_SECONDS = 5e-6  # every rank: advantages, packing and metrics of all samples
@@ -42,7 +42,8 @@ def control_seconds(config: RunConfig, world_size: int, lengths: Lengths, routes
     p, samples = config.parallel, step_samples(config)
     dp = max(1, world_size // p.model_parallel_size)
     own = samples / dp
-    micro_batches = ceil(own * lengths.sample / (config.train.max_tokens_per_micro_batch * fill(config, lengths)))
+    computed = own * average_bundle(config, lengths).tokens_per_response
+    micro_batches = ceil(computed / (config.train.max_tokens_per_micro_batch * fill(config, lengths)))
     built = own * (BUILT_SAMPLE_SECONDS + BUILT_TOKEN_SECONDS * lengths.sample)
     facts, row = samples * FACT_BYTES, 4 * (lengths.sample + lengths.response)
     seconds = {

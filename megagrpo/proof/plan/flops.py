@@ -58,15 +58,26 @@ def _band_flops[T: (float, np.ndarray)](model: HfConfig, length: T, seen: T) -> 
     return 2 * (seen * length - seen * seen / 2) * model.num_heads * (model.head_dim + model.value_dim)
 
 
-def model_flops(model: HfConfig, prompt: float, response: float, frozen: bool = False) -> float:
+def model_flops(
+    model: HfConfig, prompt: float, response: float, frozen: bool = False, together: float = 1.0
+) -> float:
     """Return the FLOPs of one sample's forward and backward pass, without recompute, as MFU counts them.
 
     The backward pass counts as two forward passes (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), the LM head
     for response tokens only. `frozen` base weights, below adapters, have no gradients; adapter FLOPs are ignored.
+    A prompt that `together` responses share is computed once, so the sample has 1 / `together` of its FLOPs.
     """
     flops = token_flops(model)
-    products = (prompt + response) * flops.blocks + response * flops.head
-    return (2 if frozen else 3) * products + 3 * attention_flops(model, prompt + response)
+    products = (prompt / together + response) * flops.blocks + response * flops.head
+    return (2 if frozen else 3) * products + 3 * sample_attention(model, prompt, response, together)
+
+
+def sample_attention(model: HfConfig, prompt: float, response: float, together: float = 1.0) -> float:
+    """Return the FLOPs of attention's forward pass over one sample, with 1 / `together` of those of its prompt alone.
+
+    Each response sees its whole prompt, shared or not.
+    """
+    return attention_flops(model, prompt + response) - (1 - 1 / together) * attention_flops(model, prompt)
 
 
 def step_flops(model: HfConfig, spans: np.ndarray, num_loss: int, frozen: bool = False) -> float:

@@ -9,11 +9,11 @@ from math import ceil
 
 from megagrpo.config import RunConfig
 from megagrpo.models.families.hf_config import HfConfig
-from megagrpo.proof.plan.flops import attention_flops, token_flops
+from megagrpo.proof.plan.flops import sample_attention, token_flops
 from megagrpo.proof.plan.gpu_specs import HOST_GB_PER_S, Gpu, LayerMessages, Links, layer_messages
 from megagrpo.proof.plan.hidden_messages import Direction, Overlap, sent_rows
 from megagrpo.proof.plan.planned_memory import activation_elements, expert_output_elements
-from megagrpo.proof.plan.workload import Lengths
+from megagrpo.proof.plan.workload import Bundle, Lengths, average_bundle
 
 DENSE_EFFICIENCY = 0.6  # share of the peak that products of large matrices reach
 ATTENTION_EFFICIENCY = 0.5
@@ -42,9 +42,9 @@ class PassSeconds:
 
 
 def fill(config: RunConfig, lengths: Lengths) -> float:
-    """Return the share of a micro-batch's budget that whole samples fill. On average half a sample's room, or all but
-    one sample's, is left over."""
-    share = min(1.0, lengths.sample / config.train.max_tokens_per_micro_batch)
+    """Return the share of a micro-batch's budget that whole bundles fill. On average half a bundle's room, or all but
+    one bundle's, is left over."""
+    share = min(1.0, average_bundle(config, lengths).tokens / config.train.max_tokens_per_micro_batch)
     return max(share, 1 - share / 2)
 
 
@@ -56,13 +56,14 @@ def pass_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, 
     dp = world_size // p.model_parallel_size
     slices = config.algorithm.steps_per_generation
     budget = config.train.max_tokens_per_micro_batch
-    per_update = samples * lengths.sample / dp / slices
+    bundle = average_bundle(config, lengths)
+    per_update = samples * bundle.tokens_per_response / dp / slices
     count = max(p.pp, ceil(per_update / (budget * fill(config, lengths))))  # micro-batches of one pass of one replica
     # Expert-parallel ranks wait for each other in every layer, so the fullest of their micro-batches sets the time.
     # With `tp` in `train.overlap` all micro-batches are padded to the budget.
     waits = (model.experts is not None and p.ep * p.expert_tp > p.tp * p.cp) or "tp" in config.train.overlap
     tokens = min(budget, per_update) if waits else per_update / count
-    cost = _Layers(config, model, gpu, tokens / p.cp, lengths)
+    cost = _Layers(config, model, gpu, tokens / p.cp, bundle)
     forward, talk = cost.forward, cost.messages.total
     recomputed = {"none": 0.0, "selective": cost.attention, "full": max(forward, cost.starts) + talk}[recompute]
     # backward products per forward one: with adapters weights have no gradients
@@ -72,7 +73,7 @@ def pass_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, 
     hidden = overlap.hidden
     backward += sum(max(0.0, cost.copies - seconds) for seconds in (max(forward, cost.starts), backward))
     handed = (p.pp > 1) * p.vpp * Links(gpu).seconds(tokens / p.cp * cost.token_bytes / p.tp, p.tp * p.cp * dp + 1)
-    responses = lengths.response / lengths.sample * tokens / p.cp
+    responses = bundle.response / bundle.tokens_per_response * tokens / p.cp
     head = responses * token_flops(model).head / (cost.peak * DENSE_EFFICIENCY * p.tp)
     passes = slices * count
     bubble = (p.pp - 1) / (p.vpp * count)
@@ -99,16 +100,17 @@ class _Layers:
     `tokens` is the number of tokens of a context-parallel rank.
     """
 
-    def __init__(self, config: RunConfig, model: HfConfig, gpu: Gpu, tokens: float, lengths: Lengths):
+    def __init__(self, config: RunConfig, model: HfConfig, gpu: Gpu, tokens: float, bundle: Bundle):
         p, flops, element = config.parallel, token_flops(model), config.model.weight_bytes
         mixed = len(model.experts.blocks) if model.experts else 0
         self.peak = gpu.bf16_tflops * 1e12 / (2 if element == 4 else 1)
         self.token_bytes = model.hidden_size * element
         uneven = IMBALANCE if p.ep > 1 else 1.0
-        scores = attention_flops(model, lengths.sample) / lengths.sample
+        attention = sample_attention(model, bundle.prompt, bundle.response, bundle.responses)
         each = tokens / p.tp / self.peak * fp8_time(config, model, gpu)
         self.experts = each * uneven * flops.experts / EXPERT_EFFICIENCY
         self.products = each * flops.dense / DENSE_EFFICIENCY + self.experts
+        scores = attention / bundle.tokens_per_response
         self.attention = tokens / p.tp / self.peak * scores / ATTENTION_EFFICIENCY
         touched = activation_elements(config, model, gpu=True)[0] + expert_output_elements(model, p.tp)
         touched *= TOUCHES * element * model.num_layers

@@ -14,6 +14,7 @@ from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.proof.plan.engine_memory import GIB, engine_memory, reload_bytes, sequence_memory
 from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE
 from megagrpo.proof.plan.shapes import Stage, adapted_outputs, layer_route_bytes, num_parameters, stages_of
+from megagrpo.proof.plan.workload import Bundle, responses_together
 
 # bytes of both moments of a parameter, with their share of two scales
 MOMENT_BYTES = {"fp32": 8, "bf16": 4, "fp8": 2 + 8 / 256}
@@ -203,11 +204,9 @@ def expert_output_elements(model: HfConfig, tp: int) -> float:
 def repeated_keys(config: RunConfig) -> float:
     """Return the keys that Transformer Engine's attention gets per token of a micro-batch of longest samples: with
     shared prompts those of the prompt are repeated for each response."""
-    if not config.shares_prompts(transformer_engine=True):
-        return 1.0
     prompt, response = config.rollout.max_prompt_length, config.max_response_length
-    together = max(1, min(config.rollout.num_generations, config.train.max_tokens_per_micro_batch // response))
-    return (prompt + response) / (response + prompt / together)
+    bundle = Bundle(prompt, response, responses_together(config, prompt, response))
+    return (prompt + response) / bundle.tokens_per_response
 
 
 def own_attention(config: RunConfig, model: HfConfig) -> bool:

@@ -18,7 +18,7 @@ from megagrpo.proof.plan.passes import pass_seconds
 from megagrpo.proof.plan.planned_memory import copied_bytes
 from megagrpo.proof.plan.shapes import expert_parameters, num_parameters, stage_experts, stage_parameters
 from megagrpo.proof.plan.step_memory import route_bytes
-from megagrpo.proof.plan.workload import Lengths
+from megagrpo.proof.plan.workload import Lengths, average_bundle
 
 PREFILL_EFFICIENCY = 0.5
 DECODE_BANDWIDTH = 0.7  # share of the peak memory bandwidth when decoding
@@ -36,7 +36,7 @@ class StepTimes:
     these phases that `control_seconds` and `sync_parts` predict. `overlap` has the seconds of messages that each
     overlap hides, or would hide if `train.overlap` had it.
 
-    `mfu` is the train phase's, on the trainer's GPUs. `idle` is the share of all GPUs' time per step spent waiting, for
+    `mfu` is the train phase's, on the trainer's GPUs; as in the metric, FLOPs of a shared prompt count once. `idle` is the share of all GPUs' time per step spent waiting, for
     the other side or in a pipeline bubble.
     """
 
@@ -107,7 +107,8 @@ def step_times(
         "sync": _sync_seconds(sync),
         "control": sum(control.values()) - beside,
     }
-    of_sample = model_flops(model, lengths.prompt, lengths.response, frozen=config.lora.enabled)
+    together = average_bundle(config, lengths).responses
+    of_sample = model_flops(model, lengths.prompt, lengths.response, config.lora.enabled, together)
     mfu = a.num_iterations * samples * of_sample / (train * world_size * gpu.bf16_tflops * 1e12)
     servers = 0 if config.rollout.placed == "colocated" else server_gpus(config.rollout)
     ahead, tokens = config.rollout.max_staleness > 0, samples * lengths.sample
