@@ -8,6 +8,7 @@ step alone, so a resumed run draws the same.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +56,9 @@ class CompactAdam(FusedAdam):
     def compact_moments(self) -> None:
         """Convert all moments back to the compact form. Moments from `dense_moments` are stored without loss."""
         for p in self._stored():
+            if self._dtype == torch.float32:
+                self.state[p] = {name: moment.to(self._where(p)) for name, moment in self.state[p].items()}
+                continue
             dense, self.state[p] = self.state[p], self._storage(p)
             generator = torch.Generator(p.device).manual_seed(0)
             for part in _parts(p):
@@ -66,19 +70,26 @@ class CompactAdam(FusedAdam):
         return [p for p, state in self.state.items() if state]
 
     def dense_moment(self, p: Tensor, name: str) -> Tensor:
-        """Return the moment `name` of `p`, float32 in the shape and on the device of `p`."""
-        values = torch.empty_like(p, dtype=torch.float32)
+        """Return the moment `name` of `p`, float32 in the shape of `p`, where the moments are stored. A stored float32
+        moment is returned itself."""
+        if self._dtype == torch.float32:
+            return self.state[p][name]
+        values = torch.empty(p.shape, dtype=torch.float32, device=self._where(p))
         for part in _parts(p):
             values.view(-1)[part] = self._read(p, name, part)
         return values
 
     def _storage(self, p: Tensor) -> dict[str, Tensor]:
         """Return the compact form of two moments of zeros."""
-        storage_device, blocks = torch.device("cpu") if self._offload else p.device, -(-p.numel() // MOMENT_BLOCK_SIZE)
+        zeros = partial(torch.zeros, device=self._where(p), pin_memory=self._offload and device.has_gpu())
         if self._dtype != FP8:
-            return {name: torch.zeros(p.shape, dtype=self._dtype, device=storage_device) for name in MOMENTS}
-        values = {name: torch.zeros(blocks, MOMENT_BLOCK_SIZE, dtype=FP8, device=storage_device) for name in MOMENTS}
-        return values | {f"{name}_scale": torch.zeros(blocks, device=storage_device) for name in MOMENTS}
+            return {name: zeros(p.shape, dtype=self._dtype) for name in MOMENTS}
+        blocks = -(-p.numel() // MOMENT_BLOCK_SIZE)
+        values = {name: zeros((blocks, MOMENT_BLOCK_SIZE), dtype=FP8) for name in MOMENTS}
+        return values | {f"{name}_scale": zeros(blocks, dtype=torch.float32) for name in MOMENTS}
+
+    def _where(self, p: Tensor) -> torch.device:
+        return torch.device("cpu") if self._offload else p.device
 
     def _read(self, p: Tensor, name: str, part: slice) -> Tensor:
         """Return elements `part` of the moment `name` of the flattened `p`, float32 on its device."""

@@ -47,6 +47,18 @@ def test_on_the_host_the_step_is_that_of_the_fused_adam_bit_by_bit():
     )
 
 
+def test_a_checkpoint_of_moments_on_the_host_reads_them_there_without_a_copy():
+    """A copy on the GPU would need the memory that the offload freed."""
+    _, optimizer = path(compact(torch.float32, offload=True), steps=5)
+    (before,) = optimizer.state.values()
+    optimizer.dense_moments()
+    (dense,) = optimizer.state.values()
+    assert all(dense[name].data_ptr() == before[name].data_ptr() for name in before)
+    optimizer.compact_moments()
+    (after,) = optimizer.state.values()
+    assert all(after[name].data_ptr() == before[name].data_ptr() and torch.equal(after[name], before[name]) for name in before)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
 def test_the_second_moment_decays_though_each_step_changes_it_by_less_than_its_last_bit(dtype):
     weight = torch.nn.Parameter(torch.ones(512))
