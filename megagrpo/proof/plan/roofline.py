@@ -12,13 +12,14 @@ from megagrpo.config import RunConfig
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.proof.plan.engine_memory import GIB
 from megagrpo.proof.plan.flops import model_flops
-from megagrpo.proof.plan.gpu_specs import Gpu, Links
+from megagrpo.proof.plan.gpu_specs import HOST_GB_PER_S, Gpu, Links
 from megagrpo.proof.plan.hidden_messages import Direction, Overlap, overlap_row, sent_rows
 from megagrpo.proof.plan.passes import ATTENTION_EFFICIENCY, BANDWIDTH, DENSE_EFFICIENCY, EXPERT_EFFICIENCY
 from megagrpo.proof.plan.planned_memory import stage_memory
 from megagrpo.proof.plan.workload import Lengths
 
 TRACE_PHASES = ("forward", "head", "backward", "reduce", "optimizer")
+HOST_COPY = "host_copy"  # operation of a message between the GPU and the host
 LAUNCH_SECONDS = 5e-6  # the host's time for one operation, launched from Python
 EXPERT_LAUNCH_SECONDS = 2e-6  # the same for one expert's part of a grouped product, launched from C++
 KERNEL_SECONDS = 2e-6  # the shortest kernel
@@ -120,6 +121,8 @@ def kernel_seconds(kernel: Kernel, gpu: Gpu) -> float:
 def message_seconds(message: Message, gpu: Gpu) -> float:
     """Return the seconds of one message alone."""
     links = Links(gpu)
+    if message.operation == HOST_COPY:
+        return message.bytes / (HOST_GB_PER_S * 1e9)
     if message.operation in ("send", "recv"):
         return links.latency(1) + links.seconds(message.bytes, 1)
     if message.operation.startswith("alltoall"):
@@ -148,6 +151,7 @@ def roofline(config: RunConfig, model: HfConfig, trace: Trace, world_size: int, 
         return message_seconds(replace(one, bytes=one.bytes * sent) if to_experts else one, gpu)
 
     messages = _by_phase(costs.messages, message)
+    copied = sum(n * message(one) for one, n in costs.messages.items() if one.operation == HOST_COPY)
     overlap = _overlap(config, model, costs, count, gpu, message)
     hidden = overlap.hidden
     for phase, seconds in (("forward", hidden.forward), ("backward", hidden.backward), ("optimizer", hidden.gather)):
@@ -161,7 +165,8 @@ def roofline(config: RunConfig, model: HfConfig, trace: Trace, world_size: int, 
     ideal = samples * useful / world_size / (gpu.bf16_tflops * 1e12)
     losses = {
         "pipeline bubble": bubble,
-        "messages": sum(messages.values()),
+        "messages": sum(messages.values()) - copied,
+        "copies of moments to the host and back": copied,
         "launches": sum(max(0.0, host[phase] - device[phase]) for phase in TRACE_PHASES),
         **_device_losses(costs, gpu),
         "recomputation and padding": max(0.0, costs.total("flops") / (gpu.bf16_tflops * 1e12) - ideal),

@@ -19,6 +19,7 @@ from megagrpo.proof.plan.gpu_specs import Gpu
 from megagrpo.proof.plan.planned_memory import stage_memory
 from megagrpo.proof.plan.roofline import Costs, Trace, trace_rows
 from megagrpo.proof.plan.tracing.fused_kernels import fused_kernels, take_activations_of_a_gpu
+from megagrpo.proof.plan.tracing.offloaded_moments import offloaded_moments
 from megagrpo.proof.plan.tracing.one_rank import one_rank
 from megagrpo.proof.plan.tracing.without_floats import StepCounter, WithoutFloats
 from megagrpo.proof.plan.workload import Lengths
@@ -39,6 +40,7 @@ def trace_step(
             "--trace: counts operations without a GPU, but this machine has one; set CUDA_VISIBLE_DEVICES= to hide it"
         )
     config = config.without_overlap  # `roofline` subtracts what overlaps
+    config = config.model_copy(update={"train": config.train.model_copy(update={"overlap_grad_reduce": False})})
     p, counter = config.parallel, StepCounter()
     few = p.pp if p.vpp > 1 else 1  # the interleaved schedule takes multiples of pp
     many = max((1 + extra) * few, p.pp)
@@ -46,6 +48,7 @@ def trace_step(
     with (
         one_rank(config.parallel, world_size, rank, counter) as layout,
         fused_kernels(config, model, counter),
+        offloaded_moments(counter),
         WithoutFloats(counter, shape),
     ):
         policy = MegatronPolicy(config, layout, model)

@@ -6,9 +6,10 @@ indices are integers or booleans with values, so code that branches on them take
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -172,6 +173,8 @@ class StepCounter:
 
     def __init__(self) -> None:
         self.phase = "build"
+        self._host = False
+        self._on_host: set[int] = set()  # storages
         self.costs = Costs()
         self._memory: Counter[str] = Counter()  # phase of allocation -> bytes now
         self._alive: dict[int, tuple[str, int]] = {}
@@ -183,12 +186,26 @@ class StepCounter:
         computing = self.phase in ("forward", "head")
         return "backward" if computing and torch._C._current_graph_task_id() != -1 else self.phase
 
+    @contextlib.contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Context manager: new tensors are in host memory, so neither they nor their kernels count."""
+        before, self._host = self._host, True
+        try:
+            yield
+        finally:
+            self._host = before
+
     def begin(self) -> None:
         """Reset the counts. Memory that exists still counts towards the peak."""
         self.costs, self.peak = Costs(), dict(self._memory)
 
     def __call__(self, func: Any, inputs: Any, outputs: Any) -> None:
         """Count one operation with its inputs and outputs."""
+        if self._host:
+            for leaf in tree_leaves(outputs):
+                if isinstance(leaf, Tensor):
+                    self._keep_on_host(leaf.untyped_storage())
+            return
         produced = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         for tensor in produced:
             if without_data(tensor):
@@ -231,9 +248,16 @@ class StepCounter:
         ranks = torch.distributed.ProcessGroup.unbox(group).size()
         self.costs.messages[Message(self.now, name, max(sizes), ranks)] += 1
 
+    def _keep_on_host(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._on_host:
+            self._on_host.add(storage._cdata)
+            weakref.finalize(storage, self._on_host.discard, storage._cdata)
+
     def _remember(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
+        if key in self._on_host:
+            return
         if key in self._alive:
             known, before = self._alive[key]
             if size != before:  # resized
