@@ -33,6 +33,7 @@ TOKENS_PER_CONTEXT_RANK = 4096  # least tokens of the longest sample per cp rank
 MICRO_BATCHES = (1, 2, 4, 8)  # sizes to try, in longest samples
 # share of the trainer's seconds added per stage when layouts are compared: micro-batches are never quite even
 STAGE_COST = 0.01
+TRAIN_COST = 0.2  # cost of a second that the trainer computes while servers generate, in seconds of a step
 GPU_COST = 0.1  # twice the GPUs must shorten a step by 7 %
 SPLITS = 5  # divisions of the GPUs whose layouts are searched
 SPLIT_GAIN = 0.05  # share by which another division must be cheaper than the run's own
@@ -56,10 +57,12 @@ class Candidate:
 
 
 def _cost(times: StepTimes, stages: int) -> float:
-    """Return the seconds of a step, plus a small share of the trainer's per stage, so that simpler layouts win near
-    ties. `stages` includes virtual ones. Where servers are slower than the trainer, the layout that trains faster is
-    cheaper."""
-    return _mean_step(times) + STAGE_COST * stages * times.computing
+    """Return the mean seconds of a step, and a share of the trainer's seconds, so that of equal steps the one that
+    trains faster is cheaper. A small share per stage is added to the trainer's seconds, so that simpler layouts win near
+    ties. `stages` includes virtual ones."""
+    slower = {phase: (1 + STAGE_COST * stages) * times.seconds[phase] for phase in ("logprobs", "train")}
+    times = replace(times, seconds=times.seconds | slower)
+    return _mean_step(times) + TRAIN_COST * times.computing
 
 
 def _mean_step(times: StepTimes) -> float:
