@@ -6,8 +6,10 @@ import math
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from ranks import run_ranks
 
@@ -18,7 +20,7 @@ from megagrpo.proof.plan import plan, with_times
 from megagrpo.proof.plan.control_plane import READ_TOKEN_SECONDS, REQUEST_SECONDS, control_seconds
 from megagrpo.proof.plan.cuts import EngineLayout
 from megagrpo.proof.plan.engine_memory import engine_memory, reload_bytes
-from megagrpo.proof.plan.flops import attention_flops, model_flops, token_flops
+from megagrpo.proof.plan.flops import attention_flops, model_flops, step_flops, token_flops
 from megagrpo.proof.plan.gpu_specs import GPUS, LINK_EFFICIENCY, Links
 from megagrpo.proof.plan.passes import (
     ATTENTION_EFFICIENCY,
@@ -32,7 +34,7 @@ from megagrpo.proof.plan.passes import (
 )
 from megagrpo.proof.plan.plan_text import times_table
 from megagrpo.proof.plan.planned_memory import activation_elements, smallest_gpu, trainer_memory
-from megagrpo.proof.plan.search import USABLE, USABLE_WITH_EXPERTS, search
+from megagrpo.proof.plan.search import USABLE, USABLE_WITH_EXPERTS, _cost, search
 from megagrpo.proof.plan.shapes import num_parameters
 from megagrpo.proof.plan.splits import splits_of
 from megagrpo.proof.plan.step_memory import ROLLOUT_BYTES, planned_step_memory, route_bytes
@@ -45,7 +47,7 @@ from megagrpo.proof.plan.times import (
     step_times,
     sync_seconds,
 )
-from megagrpo.proof.plan.workload import Lengths, expected_lengths
+from megagrpo.proof.plan.workload import Lengths, average_bundle, expected_lengths
 
 REPOSITORY = Path(__file__).parents[4]
 H100 = GPUS["h100"]
@@ -154,11 +156,16 @@ def test_experts_count_as_many_as_a_token_meets():
     assert (flops.blocks + flops.head) / 2 == pytest.approx(37e9, rel=0.03)
 
 
-def test_a_pass_is_its_products_its_attention_and_the_memory_that_layers_touch_and_recomputing_costs_one_more():
-    settings, tokens, flops = config(), 1024 * 1000, token_flops(MODEL)
-    peak, memory = H100.bf16_tflops * 1e12, H100.memory_gb_per_s * 1e9 * BANDWIDTH
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_pass_is_its_products_its_attention_and_the_memory_that_layers_touch_and_recomputing_costs_one_more(
+    shared,
+):
+    flops, peak, memory = token_flops(MODEL), H100.bf16_tflops * 1e12, H100.memory_gb_per_s * 1e9 * BANDWIDTH
+    settings, tokens = config(f"train.share_prompts={str(shared).lower()}"), 1024 * (850 if shared else 1000)
     products = tokens * flops.dense / DENSE_EFFICIENCY / peak
-    attention = 1024 * attention_flops(MODEL, 1000) / ATTENTION_EFFICIENCY / peak
+    # four responses share a prompt in 4096 tokens, and each sees all of it
+    again = 0.75 * attention_flops(MODEL, 200) if shared else 0
+    attention = 1024 * (attention_flops(MODEL, 1000) - again) / ATTENTION_EFFICIENCY / peak
     traffic = tokens * TOUCHES * 32 * activation_elements(settings, MODEL, gpu=True)[0] * 2 / memory
     head = 1024 * 800 * flops.head / DENSE_EFFICIENCY / peak
     passes = pass_seconds(settings, MODEL, 1, H100, LENGTHS)
@@ -166,10 +173,49 @@ def test_a_pass_is_its_products_its_attention_and_the_memory_that_layers_touch_a
     assert passes.backward == pytest.approx(2 * passes.forward)
     layers = products + attention + traffic
     extra = {
-        how: pass_seconds(config(f"model.recompute={how}"), MODEL, 1, H100, LENGTHS).backward - passes.backward
+        how: pass_seconds(
+            config(f"train.share_prompts={str(shared).lower()}", f"model.recompute={how}"), MODEL, 1, H100, LENGTHS
+        ).backward
+        - passes.backward
         for how in ("full", "selective")
     }
     assert extra == pytest.approx({"full": layers, "selective": attention})
+
+
+@pytest.mark.parametrize(
+    ("keys", "responses", "tokens"),
+    [
+        ([], 4, 850),  # (4096 - 200) / 800 responses fit
+        (["train.max_tokens_per_micro_batch=9000"], 8, 825),  # 11 fit, so two micro-batches share 16
+        (["train.max_tokens_per_micro_batch=13000"], 16, 812.5),
+        (["train.max_tokens_per_micro_batch=2048"], 2, 900),
+        (["parallel.cp=2"], 1, 1000),  # Transformer Engine's ring shares none
+        (["model.fusions=[rope]"], 1, 1000),
+        (["train.share_prompts=false"], 1, 1000),
+    ],
+)
+def test_a_shared_prompt_is_computed_once_in_a_micro_batch(keys, responses, tokens):
+    settings = config(*keys)
+    bundle = average_bundle(settings, LENGTHS)
+    assert (bundle.responses, bundle.tokens_per_response) == (responses, tokens)
+    times = step_times(settings, MODEL, 8, H100, LENGTHS)
+    # the FLOPs that the metric `mfu` counts for the same bundle
+    spans = np.array([(0, 200), *[(200, 1000)] * responses] if responses > 1 else [(0, 1000)])
+    flops = 1024 / responses * step_flops(MODEL, spans, 800 * responses)
+    assert times.mfu == pytest.approx(flops / (times.seconds["train"] * 8 * H100.bf16_tflops * 1e12))
+
+
+def test_the_measured_seconds_of_shared_prompts_are_predicted_within_fifteen_percent():
+    """Four steps of one H200 (benchmarks/RESULTS.md): seconds of train and of log-probs."""
+    train_step = importlib.import_module("benchmarks.gpu.train_step")
+    long = "rollout.max_prompt_length=2048", "rollout.max_completion_length=1024"
+    measured = {((), False): (1.341, 0.459), ((), True): (1.132, 0.383)}
+    measured |= {(long, False): (1.858, 0.630), (long, True): (0.861, 0.281)}
+    for (keys, shared), seconds in measured.items():
+        shape = train_step.shape("7b", 8)
+        made = train_step.run_config("none", *keys, f"train.share_prompts={str(shared).lower()}")
+        case = train_step.Case("7b", parse_hf_config(shape), made, train_step.sizes_of(made))
+        assert case.predicted(GPUS["h200"])[:2] == pytest.approx(seconds, rel=0.15), (keys, shared)
 
 
 def test_short_micro_batches_take_as_long_as_their_kernels_take_to_start():
@@ -184,11 +230,13 @@ def test_short_micro_batches_take_as_long_as_their_kernels_take_to_start():
 
 
 def test_half_a_sample_is_left_over_in_a_micro_batch_or_all_but_one():
-    settings = config()
+    settings = config("train.share_prompts=false")
     assert (
         fill(settings, Lengths(200, 3000, 3800)) == 3200 / 4096
         and fill(settings, Lengths(200, 800, 1600)) == 1 - 1000 / 4096 / 2
     )
+    # whole bundles: a prompt with four responses in a budget of 4096, with 16 short ones in half of it
+    assert fill(config(), LENGTHS) == 3400 / 4096 and fill(config(), Lengths(200, 80, 160)) == 1 - 1480 / 4096 / 2
 
 
 def test_ranks_that_share_experts_out_wait_for_the_fullest_micro_batch_and_the_fullest_experts():
@@ -366,7 +414,7 @@ def test_waiting_for_the_other_side_is_idle_time_and_all_gpus_count():
     )
     assert ahead.idle == pytest.approx((8 * (longer - shorter) + 16 * control) / (16 * ahead.step))
     staged = step_times(config("parallel.pp=8", "rollout.servers=8"), MODEL, 8, H100, LENGTHS)
-    assert staged.bubble == pytest.approx(7 / (7 + math.ceil(1024 * 1000 / 4096 / fill(config(), LENGTHS))))
+    assert staged.bubble == pytest.approx(7 / (7 + math.ceil(1024 * 850 / 4096 / fill(config(), LENGTHS))))
     waits = staged.bubble * staged.seconds["train"] + staged.seconds["control"]
     assert staged.idle == pytest.approx(waits / staged.step, rel=0.02)
 
@@ -443,6 +491,18 @@ def test_dedicated_servers_get_as_many_gpus_as_keep_the_trainer_busy(gpus, promp
         assert one.times.gpus <= gpus and one.times.step < own.step / 3
         assert idle_ranks(one.times) < 0.6 and one.bound.split()[0] in ("generation", "training")
     assert idle_ranks(found[0].times) < 0.35
+
+
+def test_of_equal_steps_the_search_prefers_the_faster_trainer_and_of_nearly_equal_trainers_fewer_stages():
+    keys = ["rollout.placement=dedicated", "rollout.max_staleness=1", "algorithm.importance_correction=token_truncate"]
+    times = step_times(config(*keys), MODEL, 8, H100, LENGTHS)
+
+    def cost(train: float, stages: int) -> float:
+        return _cost(replace(times, seconds=times.seconds | {"generate": 100.0, "train": train}), stages)
+
+    assert cost(40, 16) < cost(50, 8) < cost(50, 9) < cost(51, 8)  # generation takes 70 s or more
+    assert cost(49.9, 16) > cost(50, 8)
+    assert cost(120, 1) - cost(110, 1) > 4 * (cost(50, 1) - cost(40, 1))  # the trainer is slower in most cases
 
 
 def idle_ranks(times) -> float:

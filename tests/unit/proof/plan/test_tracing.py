@@ -11,9 +11,10 @@ from megagrpo.config import load_config
 from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.proof.plan.engine_memory import GIB
 from megagrpo.proof.plan.flops import attention_flops, token_flops
-from megagrpo.proof.plan.gpu_specs import GPUS
+from megagrpo.proof.plan.gpu_specs import GPUS, HOST_GB_PER_S
 from megagrpo.proof.plan.planned_memory import stage_memory
-from megagrpo.proof.plan.roofline import Costs, Kernel, Trace, kernel_seconds, roofline
+from megagrpo.proof.plan.roofline import HOST_COPY, Costs, Kernel, Message, Trace, kernel_seconds, roofline
+from megagrpo.proof.plan.shapes import num_parameters
 from megagrpo.proof.plan.workload import Lengths
 
 ROOT = Path(__file__).parents[4]
@@ -44,6 +45,7 @@ import json, sys
 from megagrpo.config import load_config
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.models.families.weight_sources import shape_folder
+from megagrpo.proof.plan.roofline import HOST_COPY
 from megagrpo.proof.plan.tracing.traced_step import trace_step
 
 config = load_config(sys.argv[1], sys.argv[3:])
@@ -57,7 +59,8 @@ for extra in (1, 3):
     traffic = {phase: each.total("bytes", phase, "elementwise") for phase in phases}
     launches = [each.total("launches", phase) for phase in phases]
     messages = [(m.phase, m.operation, m.bytes, m.ranks) for m in trace.fixed.messages]
-    found = dict(flops=flops, launches=launches, waits=waits, traffic=traffic, fixed_waits=trace.fixed.waits, messages=messages)
+    copied = sum(m.bytes * count for m, count in trace.fixed.messages.items() if m.operation == HOST_COPY)
+    found = dict(copied=copied, flops=flops, launches=launches, waits=waits, traffic=traffic, fixed_waits=trace.fixed.waits, messages=messages)
     print(json.dumps(found | dict(peak=trace.peak, tokens=trace.tokens)))
 """
 
@@ -68,6 +71,8 @@ def settings(folder: Path, model: dict = TINY) -> list[str]:
         "rollout.max_prompt_length=256",
         "rollout.max_completion_length=768",
         "train.max_tokens_per_micro_batch=2048",
+        "parallel.tp=1",
+        "parallel.sequence_parallel=false",
     ]
     return [f"model.path={folder}", *words, "train.logprob_chunk=512"]
 
@@ -146,6 +151,23 @@ def test_traced_memory_is_the_plans(traced):
     config, model, (found, _) = traced
     planned = stage_memory(config, model, 4)[0]["train"]
     assert sum(found["peak"].values()) / GIB == pytest.approx(sum(planned.values()), rel=0.1)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("fp32", 8), ("bf16", 4)])
+def test_moments_on_the_host_take_no_memory_of_the_device_and_are_copied_there_and_back(traced, tmp_path, dtype, size):
+    config, model, (here, _) = traced
+    words = "train.optimizer_offload=true", f"train.optimizer_state_dtype={dtype}"
+    offloading, _, (found, _) = traces(tmp_path, TINY, *words)
+    own = num_parameters(model) / 4  # of four data-parallel ranks
+    assert sum(here["peak"].values()) - sum(found["peak"].values()) == pytest.approx(8 * own, rel=0.05)
+    planned = stage_memory(offloading, model, 4)[0]["train"]
+    assert sum(found["peak"].values()) / GIB == pytest.approx(sum(planned.values()), rel=0.1)
+    assert found["copied"] == pytest.approx(2 * size * own, rel=0.01) and here["copied"] == 0
+    copies = Message("optimizer", HOST_COPY, 1e9, 1)
+    trace = Trace(Costs(messages={copies: 3}), Costs(kernels={Kernel("forward", "products", 1e12, 1e6): 1}), {}, 2048, 1536)
+    made = roofline(offloading, model, trace, 4, GPUS["h100"], Lengths(256, 768, 768))
+    assert made.seconds["optimizer"] == pytest.approx(3 / HOST_GB_PER_S) and "messages" not in made.losses
+    assert made.losses["copies of moments to the host and back"] == pytest.approx(3 / HOST_GB_PER_S / made.total)
 
 
 def test_the_host_waits_once_a_step_for_its_metrics_and_once_for_the_norm_of_the_gradient(traced):
