@@ -58,9 +58,7 @@ def _band_flops[T: (float, np.ndarray)](model: HfConfig, length: T, seen: T) -> 
     return 2 * (seen * length - seen * seen / 2) * model.num_heads * (model.head_dim + model.value_dim)
 
 
-def model_flops(
-    model: HfConfig, prompt: float, response: float, frozen: bool = False, together: float = 1.0
-) -> float:
+def model_flops(model: HfConfig, prompt: float, response: float, frozen: bool = False, together: float = 1.0) -> float:
     """Return the FLOPs of one sample's forward and backward pass, without recompute, as MFU counts them.
 
     The backward pass counts as two forward passes (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), the LM head

@@ -102,8 +102,8 @@ def search(
         if best:
             costs = {id(one): finder.expected_cost(one, best[0]) for one in splits}
             splits = sorted((one for one in splits if costs[id(one)] < limit), key=lambda one: costs[id(one)])
-        else:  # too few ranks hold the model
-            splits = sorted((one for one in splits if one.world_size > split.world_size), key=lambda s: -s.world_size)
+        else:  # too few ranks hold the model, or no layout divides their number
+            splits.sort(key=lambda one: -one.world_size)
     return best
 
 

@@ -56,7 +56,9 @@ def test_a_checkpoint_of_moments_on_the_host_reads_them_there_without_a_copy():
     assert all(dense[name].data_ptr() == before[name].data_ptr() for name in before)
     optimizer.compact_moments()
     (after,) = optimizer.state.values()
-    assert all(after[name].data_ptr() == before[name].data_ptr() and torch.equal(after[name], before[name]) for name in before)
+    assert all(
+        after[name].data_ptr() == before[name].data_ptr() and torch.equal(after[name], before[name]) for name in before
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)

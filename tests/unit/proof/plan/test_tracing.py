@@ -164,7 +164,9 @@ def test_moments_on_the_host_take_no_memory_of_the_device_and_are_copied_there_a
     assert sum(found["peak"].values()) / GIB == pytest.approx(sum(planned.values()), rel=0.1)
     assert found["copied"] == pytest.approx(2 * size * own, rel=0.01) and here["copied"] == 0
     copies = Message("optimizer", HOST_COPY, 1e9, 1)
-    trace = Trace(Costs(messages={copies: 3}), Costs(kernels={Kernel("forward", "products", 1e12, 1e6): 1}), {}, 2048, 1536)
+    trace = Trace(
+        Costs(messages={copies: 3}), Costs(kernels={Kernel("forward", "products", 1e12, 1e6): 1}), {}, 2048, 1536
+    )
     made = roofline(offloading, model, trace, 4, GPUS["h100"], Lengths(256, 768, 768))
     assert made.seconds["optimizer"] == pytest.approx(3 / HOST_GB_PER_S) and "messages" not in made.losses
     assert made.losses["copies of moments to the host and back"] == pytest.approx(3 / HOST_GB_PER_S / made.total)
