@@ -58,8 +58,8 @@ class Candidate:
 
 def _cost(times: StepTimes, stages: int) -> float:
     """Return the mean seconds of a step, and a share of the trainer's seconds, so that of equal steps the one that
-    trains faster is cheaper. A small share per stage is added to the trainer's seconds, so that simpler layouts win near
-    ties. `stages` includes virtual ones."""
+    trains faster is cheaper. A small share per stage is added to the trainer's seconds, so that simpler layouts win
+    near ties. `stages` includes virtual ones."""
     slower = {phase: (1 + STAGE_COST * stages) * times.seconds[phase] for phase in ("logprobs", "train")}
     times = replace(times, seconds=times.seconds | slower)
     return _mean_step(times) + TRAIN_COST * times.computing

@@ -36,8 +36,8 @@ class StepTimes:
     these phases that `control_seconds` and `sync_parts` predict. `overlap` has the seconds of messages that each
     overlap hides, or would hide if `train.overlap` had it.
 
-    `mfu` is the train phase's, on the trainer's GPUs; as in the metric, FLOPs of a shared prompt count once. `idle` is the share of all GPUs' time per step spent waiting, for
-    the other side or in a pipeline bubble.
+    `mfu` is the train phase's, on the trainer's GPUs; as in the metric, FLOPs of a shared prompt count once. `idle` is
+    the share of all GPUs' time per step spent waiting, for the other side or in a pipeline bubble.
     """
 
     seconds: dict[str, float]

@@ -155,7 +155,7 @@ def test_traced_memory_is_the_plans(traced):
 
 @pytest.mark.parametrize(("dtype", "size"), [("fp32", 8), ("bf16", 4)])
 def test_moments_on_the_host_take_no_memory_of_the_device_and_are_copied_there_and_back(traced, tmp_path, dtype, size):
-    config, model, (here, _) = traced
+    _, model, (here, _) = traced
     words = "train.optimizer_offload=true", f"train.optimizer_state_dtype={dtype}"
     offloading, _, (found, _) = traces(tmp_path, TINY, *words)
     own = num_parameters(model) / 4  # of four data-parallel ranks
