@@ -63,7 +63,7 @@ class CompactAdam(FusedAdam):
             generator = torch.Generator(p.device).manual_seed(0)
             for part in _parts(p):
                 for name in MOMENTS:
-                    self._write(p, name, part, dense[name].view(-1)[part], generator)
+                    self._write(p, name, part, dense[name].view(-1)[part].to(p.device), generator)
 
     def _stored(self) -> list[Tensor]:
         # state is a defaultdict: looking up another key would create it
