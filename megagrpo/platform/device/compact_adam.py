@@ -17,6 +17,7 @@ from torch.optim.optimizer import ParamsT
 
 from megagrpo.platform import device
 from megagrpo.platform.device.adam import FusedAdam
+from megagrpo.platform.device.host_copies import HostPieces
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
@@ -32,7 +33,7 @@ class CompactAdam(FusedAdam):
 
     def __init__(self, params: ParamsT, *, dtype: torch.dtype, offload: bool, **settings: Any):
         super().__init__(params, **settings)
-        self._dtype, self._offload = dtype, offload
+        self._dtype, self._offload, self._host = dtype, offload, HostPieces()
 
     def _step_group(self, group: dict[str, Any], params: list[Tensor]) -> None:
         for p in params:
@@ -57,7 +58,7 @@ class CompactAdam(FusedAdam):
         """Convert all moments back to the compact form. Moments from `dense_moments` are stored without loss."""
         for p in self._stored():
             if self._dtype == torch.float32:
-                self.state[p] = {name: moment.to(self._where(p)) for name, moment in self.state[p].items()}
+                self.state[p] = {name: self._placed(p, moment) for name, moment in self.state[p].items()}
                 continue
             dense, self.state[p] = self.state[p], self._storage(p)
             generator = torch.Generator(p.device).manual_seed(0)
@@ -81,12 +82,19 @@ class CompactAdam(FusedAdam):
 
     def _storage(self, p: Tensor) -> dict[str, Tensor]:
         """Return the compact form of two moments of zeros."""
-        zeros = partial(torch.zeros, device=self._where(p), pin_memory=self._offload and device.has_gpu())
+        zeros = self._host.zeros if self._offload else partial(torch.zeros, device=p.device)
         if self._dtype != FP8:
             return {name: zeros(p.shape, dtype=self._dtype) for name in MOMENTS}
         blocks = -(-p.numel() // MOMENT_BLOCK_SIZE)
         values = {name: zeros((blocks, MOMENT_BLOCK_SIZE), dtype=FP8) for name in MOMENTS}
-        return values | {f"{name}_scale": zeros(blocks, dtype=torch.float32) for name in MOMENTS}
+        return values | {f"{name}_scale": zeros((blocks,), dtype=torch.float32) for name in MOMENTS}
+
+    def _placed(self, p: Tensor, moment: Tensor) -> Tensor:
+        """Return a float32 moment where it is stored. Those of a checkpoint are copied there."""
+        if not self._offload:
+            return moment.to(p.device)
+        stays = moment.device.type == "cpu" and moment.is_pinned() == device.has_gpu()
+        return moment if stays else self._host.zeros(p.shape, moment.dtype).copy_(moment)
 
     def _where(self, p: Tensor) -> torch.device:
         return torch.device("cpu") if self._offload else p.device

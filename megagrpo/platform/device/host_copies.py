@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 
@@ -14,6 +15,8 @@ Event = torch.cuda.Event
 # torch rounds each pinned allocation up to a power of two. Tensors share pieces of this size, so a set of tensors takes
 # its exact bytes in whole pieces and less than one piece more, not up to twice its bytes.
 PINNED_PIECE_BYTES = 2**25
+HOST_PIECE_BYTES = 2**28  # of `HostPieces`, whose tensors lie in one piece each
+ALIGN_BYTES = 64
 
 
 class HostCopies:
@@ -46,6 +49,22 @@ class HostCopies:
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source, non_blocking=True)
             return self._stream.record_event()
+
+
+class HostPieces:
+    """Tensors that stay on the host, as views of shared pieces: whole tensors, of any size, in little more than their
+    bytes. A piece is freed with its last tensor."""
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return zeros of this shape."""
+        size = math.prod(shape) * dtype.itemsize
+        if (padded := -(-size // ALIGN_BYTES) * ALIGN_BYTES) > self._free.numel():
+            self._free = device.host_bytes(max(HOST_PIECE_BYTES, 1 << (padded - 1).bit_length()))
+        taken, self._free = self._free[:size], self._free[padded:]
+        return taken.view(dtype).view(shape).zero_()
 
 
 def host_parts(sizes: Sequence[int]) -> list[list[Tensor]]:
