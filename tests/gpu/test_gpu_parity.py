@@ -1,8 +1,12 @@
 """Transformer Engine's bf16 step on a GPU, against the same step on the CPU: same weights, same samples, in separate
 processes. `cpu` runs the same code without a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from test_gpt_oss import RAW as GPT_OSS
+from test_latent_parity import V3
 from tiny_policy import MORE_SHAPES, SHAPES, tiny_run
 
 from megagrpo.config import ParallelSection
@@ -17,19 +21,23 @@ from tests.gpu.places import PLACES, need
 # together. Our bf16 step on a CPU reaches half of them: 0.017 (Gemma 3; 0.012 the others) and 0.041.
 LOGPROB, GRADIENT = 0.034, 0.082
 DENSE = ("llama_tied", "qwen2_untied", "qwen3_tied", "glm4", "phi3", "gemma2", "gemma3")
-EXPERTS = ("qwen3_moe", "mixtral")
+EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 FLOAT32 = 1e-4  # of log-probs in nats, and of all gradients together; products in TF32 are 1e-3 off
 ON_CPU = dict(env={"CUDA_VISIBLE_DEVICES": ""}, start="spawn" if device.has_gpu() else None)
 
 
 def small(shape: str):
-    """Heads and widths that are multiples of 64, the sizes that GPU kernels support."""
-    return shrink_model((SHAPES | MORE_SHAPES)[shape], ParallelSection(), unit=64)
+    """Heads and widths that are multiples of 64, the sizes that GPU kernels support. Heads of latent attention have
+    their real sizes: which kernels exist depends on them."""
+    known = SHAPES | MORE_SHAPES | dict(gpt_oss=GPT_OSS, deepseek_v3=V3)
+    found = shrink_model(known[shape], ParallelSection(), unit=64)
+    return found if found.mla is None else replace(found, mla=replace(found.mla, nope_dim=128, value_dim=128))
 
 
-def step(shape: str, precision: str, on_cpu: bool, share: bool | None = None, **model) -> Outcome:
-    train = dict(distributed_optimizer=model.get("fp8_param", False), share_prompts=share)
+def step(shape: str, precision: str, on_cpu: bool, share: bool = False, **model) -> Outcome:
+    train = dict(distributed_optimizer=model.get("fp8_param", False))
     settings = plainly(tiny_run({}, model=dict(precision=precision, **model), train=train))
+    settings = settings.model_copy(update=dict(train=settings.train.model_copy(update=dict(share_prompts=share))))
     options = ON_CPU if on_cpu else {}
     (found,) = run_ranks(take_step, 1, settings, small(shape), random_samples(), timeout=300, **options)
     return found
@@ -83,7 +91,7 @@ def test_a_step_in_float32_is_that_of_the_cpu(place, shape):
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("precision", ("bf16", "fp32"))
-@pytest.mark.parametrize("shape", ("llama_tied", "qwen3_moe", "gemma3"))
+@pytest.mark.parametrize("shape", ("llama_tied", "qwen3_moe", "gemma3", "gpt_oss", "deepseek_v3"))
 @pytest.mark.parametrize("place", PLACES)
 def test_shared_prompts_change_neither_log_probs_nor_gradients(place, shape, precision):
     need(place)
