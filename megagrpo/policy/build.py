@@ -82,12 +82,12 @@ def _own_attention(hf_config: HfConfig, cp: int, options: ModelOptions) -> bool:
     """Whether core attention is `TorchAttention`: without Transformer Engine, or for features its attention lacks.
 
     These are capped scores, and windows, sinks or shared prompts together with context parallelism. On GPUs before
-    Hopper, in float32, and in deterministic runs, Transformer Engine's attention of packs has no fused kernel: it would
-    keep all scores, and has no mask for shared prompts.
+    Hopper, with sinks on cuDNN before 9.26, in float32, and in deterministic runs, Transformer Engine's attention of
+    packs has no fused kernel: it would keep all scores, and has no mask for shared prompts.
     """
     beyond_a_ring = cp > 1 and (any(hf_config.windows) or hf_config.sinks or options.shares_prompts)
     in_float32 = device.has_gpu() and options.dtype == torch.float32
-    unfused = device.is_deterministic() or not device.has_packed_attention() or in_float32
+    unfused = device.is_deterministic() or not device.has_packed_attention(hf_config.sinks) or in_float32
     return not device.has_transformer_engine() or hf_config.score_cap is not None or beyond_a_ring or unfused
 
 

@@ -223,9 +223,12 @@ def has_apex() -> bool:
     return has_gpu() or apex.computes_on_cpu()
 
 
-def has_packed_attention() -> bool:
-    """Whether cuDNN has fused attention for packed sequences on this GPU: from Hopper on. True without a GPU."""
-    return not has_gpu() or torch.cuda.get_device_capability() >= (9, 0)
+def has_packed_attention(sinks: bool) -> bool:
+    """Whether cuDNN has fused attention for packed sequences on this GPU: from Hopper on, and with attention sinks from
+    9.26 on (older ones read out of bounds for the sinks' gradients: Transformer Engine, issue 3249). True without a
+    GPU."""
+    fused = not has_gpu() or torch.cuda.get_device_capability() >= (9, 0)
+    return fused and not (sinks and has_gpu() and (torch.backends.cudnn.version() or 0) < 92600)
 
 
 def fp8_problem(recipe: str) -> str | None:

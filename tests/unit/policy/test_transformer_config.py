@@ -1,5 +1,7 @@
 """What Megatron's configuration says of kernels on a GPU. Building it needs neither a GPU nor Transformer Engine."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -92,3 +94,7 @@ def test_attention_is_ours_where_transformer_engine_would_keep_all_scores(on_gpu
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         assert _own_attention(model, 1, options) is own
     assert _own_attention(model, 1, ModelOptions(torch.float32))
+    for version, own in ((None, True), (92000, True), (92600, False)):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        assert _own_attention(replace(model, sinks=True), 1, options) is own
+        assert not _own_attention(model, 1, options)
