@@ -211,10 +211,11 @@ def repeated_keys(config: RunConfig) -> float:
 
 def own_attention(config: RunConfig, model: HfConfig) -> bool:
     """Whether a Hopper GPU uses our attention, not Transformer Engine's: in deterministic runs, in float32, with capped
-    scores, and with windows, sinks or shared prompts over context-parallel ranks (`build._own_attention`)."""
-    beyond_a_ring = any(model.windows) or model.sinks or config.shares_prompts(transformer_engine=True)
+    scores, with sinks (PyTorch 2.13 brings cuDNN 9.20), and with windows or shared prompts over context-parallel ranks
+    (`build._own_attention`)."""
+    beyond_a_ring = any(model.windows) or config.shares_prompts(transformer_engine=True)
     unfused = config.run.deterministic or config.model.precision == "fp32" or model.score_cap is not None
-    return unfused or (config.parallel.cp > 1 and bool(beyond_a_ring))
+    return unfused or model.sinks or (config.parallel.cp > 1 and beyond_a_ring)
 
 
 def host_memory(

@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -518,12 +519,13 @@ def test_our_attention_on_a_gpu_keeps_copies_of_normalised_queries_keys_and_valu
     model = parse_hf_config(raw)
     queries, keys = 64 * model.num_heads, 64 * model.num_kv_heads
 
-    def elements(*overrides: str) -> float:
+    def elements(*overrides: str, **changes: bool) -> float:
         made = config(folder, "model.precision=bf16", *overrides)
-        return activation_elements(made, model, gpu=True)[0]
+        return activation_elements(made, replace(model, **changes), gpu=True)[0]
 
     plain = elements("train.share_prompts=false")
     assert elements("run.deterministic=true") - plain == 2 * queries + keys
+    assert elements(sinks=True) == elements("run.deterministic=true")
     assert elements("train.share_prompts=true", "parallel.cp=2") == elements("run.deterministic=true")
     # 8 responses of 128 tokens to a prompt of 96 see 8 x 224 keys in place of 8 x 128 + 96
     sizes = "rollout.max_prompt_length=96", "rollout.max_completion_length=128", "rollout.num_generations=8"
