@@ -233,9 +233,6 @@ def fp8_problems(config: RunConfig) -> Iterator[Problem]:
 def _fp8_lora_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield options that contradict adapters beside products in FP8."""
     m, recipe = config.model, "model.fp8_recipe"
-    if m.fp8_recipe == "delayed":
-        reason = "delayed has scales with a history, which has not been compared under frozen weights"
-        yield Problem((recipe, "lora.rank"), f"{reason}; choose tensorwise or blockwise, or set lora.rank to 0")
     if config.lora.in_experts:
         reason = f"{m.fp8_recipe} multiplies experts in groups, without adapters; leave lora.target_parameters empty"
         yield Problem((recipe, "lora.target_parameters"), f"{reason}, or choose none")

@@ -73,7 +73,7 @@ def _linears(recipe: str, use_dora: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
 def test_a_linear_adds_its_adapter_to_the_product_in_fp8(recipe, use_dora):
     errors = run_ranks(_linears, 1, recipe, use_dora)[0]
     assert len(errors) >= 16 and max(errors) < 1e-5
@@ -98,14 +98,16 @@ def one_process(shape: str, recipe: str, use_dora: bool) -> Outcome:
     return found
 
 
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "delayed"])
 @pytest.mark.parametrize(("case", "shape", "lora"), CASES, ids=str)
-def test_a_step_is_that_of_one_process_within_its_own_rounding(case, shape, lora):
+def test_a_step_is_that_of_one_process_within_its_own_rounding(case, shape, lora, recipe):
     recompute = "full" if case.name == "pp2" else "none"
-    settings = of_run(case.parallel, "blockwise", case.train, recompute, **lora)
+    settings = of_run(case.parallel, recipe, case.train, recompute, **lora)
     found = run_ranks(take_step, case.ranks, settings, model(shape), random_samples())[0]
-    alone, exact = (one_process(shape, recipe, bool(lora)) for recipe in ("blockwise", "none"))
+    alone, exact = (one_process(shape, kind, bool(lora)) for kind in (recipe, "none"))
     assert [d for d in compare(found, exact, alone, coarse=True) if not d.passed] == []
     noise, apart = distances(alone, exact), distances(found, alone)
     rounded = sorted(noise[key] for key in noise if key[0] == "gradient")
     assert rounded[len(rounded) // 2] > 1e-2
-    assert shape == "qwen3_moe" or max(apart[key] for key in apart if key[0] == "gradient") < 0.25
+    limit = 0.4 if recipe == "delayed" else 0.25  # one scale for all micro-batches, as in test_fp8.py
+    assert shape == "qwen3_moe" or max(apart[key] for key in apart if key[0] == "gradient") < limit

@@ -207,6 +207,8 @@ def assert_like_noise(found: Outcome, expected: Outcome, exact: Outcome) -> None
         ("blockwise", "llama_tied", 1, {}, True),
         ("tensorwise", "qwen3_tied", 1, {}, True),
         ("blockwise", "qwen3_moe", 2, dict(ep=2), False),
+        ("delayed", "llama_tied", 1, {}, False),
+        ("delayed", "qwen3_moe", 1, {}, True),
     ],
 )
 def test_a_step_of_adapters_beside_fp8_is_ours_but_for_numbers_between_two(recipe, shape, ranks, parallel, dora):

@@ -50,7 +50,8 @@ class DelayedScaling:
     def run(self, stack: Callable[..., Tensor], hidden: Tensor, **options: Any) -> Tensor:
         """Run the decoder's forward pass `stack` on `hidden` [T, 1, H] and update the scales that depend on it."""
         self._forward, self._trains = True, torch.is_grad_enabled()
-        if self._trains and hidden.requires_grad:
+        if self._trains:
+            hidden.requires_grad_()  # frozen embeddings (LoRA): the backward pass still ends with a gradient
             hidden.register_hook(lambda gradient: self.update([GRADIENT]))
         try:
             output = stack(**options)

@@ -72,11 +72,6 @@ from tests.unit.config.test_config import SMALLEST, problems, write
             "model.fp8_margin: 1 only applies to scales with a history, but model.fp8_recipe is none; choose delayed",
         ),
         (
-            ["model.fp8_recipe=delayed", "model.fp8_amax_compute_algo=most_recent", "lora.rank=4"],
-            "model.fp8_recipe: delayed has scales with a history, which has not been compared under frozen weights; "
-            "choose tensorwise or blockwise",
-        ),
-        (
             ["model.fp8_recipe=mxfp8", "lora.rank=4", "lora.target_parameters=[experts.down_proj]"],
             "model.fp8_recipe: mxfp8 multiplies experts in groups, without adapters; leave lora.target_parameters "
             "empty, or choose none",
