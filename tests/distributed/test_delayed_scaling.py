@@ -254,13 +254,14 @@ def source(tmp_path):
     return made
 
 
-@pytest.mark.full
-def test_a_run_resumes_with_its_scales_and_magnitudes(tmp_path, source):
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 4])
+def test_a_run_resumes_with_its_scales_and_magnitudes(tmp_path, source, rank):
     folder, made = source("qwen2_untied"), settings(dict(tp=2, sequence_parallel=True), fp8_amax_history_len=16)
+    made = made.model_copy(update=dict(lora=made.lora.model_copy(update=dict(rank=rank))))
     straight = run_ranks(_saved, 2, made, "qwen2_untied", tmp_path / "run", folder)
     resumed = run_ranks(_resumed, 2, made, "qwen2_untied", tmp_path / "run", folder)
-    for (loss, amaxes), ((again,), magnitudes, _) in zip(straight, resumed, strict=True):
-        assert loss == again and torch.equal(amaxes, magnitudes)
+    for (loss, amaxes), ((again,), magnitudes, scales) in zip(straight, resumed, strict=True):
+        assert loss == again and torch.equal(amaxes, magnitudes) and (scales != 1).all()
 
 
 @pytest.mark.full
