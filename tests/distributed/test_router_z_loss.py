@@ -68,6 +68,35 @@ def test_the_z_loss_of_replayed_routes_is_the_same_in_this_layout():
     check(row_of(pp=2, recompute="full", share_prompts=True), "engine")
 
 
+@functools.cache
+def adapted(number: int, z_loss: float = COEFFICIENT, balance: float = 2.0) -> Outcome:
+    """The step of adapters on attention and experts with both losses of frozen routers, in layout `number`."""
+    row = row_of(**([{}, *WITH_ADAPTERS][number]))
+    made = config(row, z_loss)
+    algorithm = made.algorithm.model_copy(update=dict(router_aux_loss_coef=balance))
+    lora = made.lora.model_copy(update=dict(rank=4, target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
+    made = made.model_copy(update=dict(algorithm=algorithm, lora=lora))
+    return run_ranks(take_step, ranks(row), made, tiny_model(row["model"]), random_samples())[0]
+
+
+WITH_ADAPTERS = (
+    dict(dp=2, ep=2, distributed_optimizer=True),
+    dict(tp=2, cp=2, sequence_parallel=True, share_prompts=True, ep=2, etp=1),
+)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_losses_of_frozen_routers_reach_adapters_alike_in_this_layout(number):
+    found, expected = adapted(number), adapted(0)
+    for name in ("z_loss", "aux_loss"):
+        assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-6)
+    assert all(".lora_" in name for name in expected.gradients)
+    assert max(relative_error(found.gradients[name], known) for name, known in expected.gradients.items()) < 1e-5
+    for without in (adapted(0, z_loss=0.0), adapted(0, balance=0.0)):
+        apart = [relative_error(without.gradients[name], known) for name, known in expected.gradients.items()]
+        assert max(apart) > 1e-3
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "row", [row for row in covering_layouts() if row["model"] in ("qwen3_moe", "mixtral")], ids=name
