@@ -88,8 +88,8 @@ WITH_ADAPTERS = (
 @pytest.mark.parametrize("number", [1, 2])
 def test_the_losses_of_frozen_routers_reach_adapters_alike_in_this_layout(number):
     found, expected = adapted(number), adapted(0)
-    for name in ("z_loss", "aux_loss"):
-        assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-6)
+    for loss in ("z_loss", "aux_loss"):
+        assert found.metrics[loss] == pytest.approx(expected.metrics[loss], rel=1e-6)
     assert all(".lora_" in name for name in expected.gradients)
     assert max(relative_error(found.gradients[name], known) for name, known in expected.gradients.items()) < 1e-5
     for without in (adapted(0, z_loss=0.0), adapted(0, balance=0.0)):
