@@ -40,6 +40,31 @@ class TrainSample:
     index: int = -1  # index among the step's samples; -1 for padding
     truncated: bool = False  # the response reached its length limit
     inputs: Mapping[str, Any] = field(default_factory=dict)  # `Prompt.inputs`
+    temperature: float | None = None  # the row's own; None: the run's
+    trajectory: int | None = None  # index among the step's trajectories; None: `index`, the trajectory has one sample
+    token_advantages: Tensor | None = None  # [L] float32, with `algorithm.advantage_by`; None: all are `advantage`
+
+    @property
+    def advantages(self) -> Tensor:
+        """[L] float32: the advantage of each token."""
+        if self.token_advantages is not None:
+            return self.token_advantages
+        return torch.full((self.token_ids.numel(),), self.advantage, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """The trajectories of the S sequences of a micro-batch, in a step with trajectories of several samples.
+
+    >>> from dataclasses import replace
+    >>> from megagrpo.data.packing import build_micro_batch
+    >>> both = build_micro_batch([first, replace(second, trajectory=0)])  # 3 and 2 loss tokens
+    >>> both.several.index.tolist(), both.several.num_loss.tolist()
+    ([0, 0], [5.0, 5.0])
+    """
+
+    index: Tensor  # [S] int64, `TrainSample.trajectory` of each sequence; -1 for padding
+    num_loss: Tensor  # [S] float32, loss tokens of all samples of that trajectory, at least 1
 
 
 @dataclass(frozen=True)
@@ -111,7 +136,7 @@ class MicroBatch:
     position_ids: Tensor  # [T] int64, position in the sample, from 0
     cu_seqlens: Tensor  # [S + 1] int32, borders of the sequences
     loss_mask: Tensor  # [T] bool, True at loss tokens; only packing decides this
-    advantages: Tensor  # [T] float32, equal for all tokens of a sample
+    advantages: Tensor  # [T] float32, equal for all tokens of a sample, or of a turn
     rollout_logprobs: Tensor  # [T] float32
     samples: Tensor  # [S] int64, `TrainSample.index` of each sequence
     sequence_index: Tensor  # [T] int64, index of each token's sequence
@@ -121,11 +146,19 @@ class MicroBatch:
     # [tokens of this rank's layers, its M layers with experts, k] uint8 or int16: the experts that every pass takes;
     # None: those of the router's scores
     routes: Tensor | None = None
+    # [T] float32, if a sample has its own temperature; NaN: the run's temperature
+    temperatures: Tensor | None = None
+    several: Trajectories | None = None  # None: each trajectory of the step has one sample
 
     @property
     def num_tokens(self) -> int:
         """T."""
         return self.token_ids.numel()
+
+    @property
+    def trajectories(self) -> Tensor:
+        """[S] int64: index of each sequence's trajectory; -1 for padding."""
+        return self.samples if self.several is None else self.several.index
 
     @property
     def num_sequences(self) -> int:
@@ -136,9 +169,10 @@ class MicroBatch:
         """Return a copy with these fields of `StepTerms`. Other terms stay."""
         return replace(self, terms=replace(self.terms, **terms))
 
-    def with_advantages(self, of_samples: Tensor) -> MicroBatch:
-        """Return a copy with these advantages [N] of the step's samples."""
-        of_sequences = torch.where(self.samples >= 0, of_samples.float()[self.samples], 0.0)
+    def with_advantages(self, of_trajectories: Tensor) -> MicroBatch:
+        """Return a copy with these advantages [N] of the step's trajectories."""
+        owners = self.trajectories
+        of_sequences = torch.where(owners >= 0, of_trajectories.float()[owners], 0.0)
         return replace(self, advantages=of_sequences[self.sequence_index])
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -185,9 +219,10 @@ class TrainBatch:
 
     micro_batches: tuple[MicroBatch, ...]
     num_tokens: int  # loss tokens of all ranks, including samples that were skipped for an advantage of 0
-    num_sequences: int  # samples of all ranks, including skipped ones
+    num_sequences: int  # trajectories of all ranks, including those of skipped samples
     packing: dict[str, Metric] = field(default_factory=dict)  # metrics of the packing's balance over all ranks
-    samples: tuple[int, ...] = ()  # `TrainSample.index` of the `num_sequences` samples
+    samples: tuple[int, ...] = ()  # `TrainSample.index` of all their samples
+    trajectories: tuple[int, ...] = ()  # `TrainSample.trajectory` of the `num_sequences` trajectories, ascending
     computed: ComputedTokens = field(default_factory=ComputedTokens)
 
     def with_terms(self, **terms: Sequence[Any]) -> TrainBatch:
@@ -202,10 +237,10 @@ class TrainBatch:
         pairs = zip(self.micro_batches, routes, strict=True)
         return replace(self, micro_batches=tuple(replace(m, routes=rows) for m, rows in pairs))
 
-    def with_advantages(self, of_samples: Tensor) -> TrainBatch:
-        """Return a copy with these advantages [N] of the step's samples."""
-        of_samples = of_samples.float()
-        return replace(self, micro_batches=tuple(m.with_advantages(of_samples) for m in self.micro_batches))
+    def with_advantages(self, of_trajectories: Tensor) -> TrainBatch:
+        """Return a copy with these advantages [N] of the step's trajectories."""
+        rows = of_trajectories.float()
+        return replace(self, micro_batches=tuple(m.with_advantages(rows) for m in self.micro_batches))
 
 
 @dataclass(frozen=True)
@@ -291,6 +326,7 @@ class TrainState:
     best_value: float | None = None  # value of `evaluation.keep_best` at that step
     cursor: int = 0  # prompts drawn or skipped since the start
     pass_rates: list[tuple[int, float, int]] = field(default_factory=list)  # of the curriculum: prompt_id, rate, epoch
+    source: str = ""  # state of `data.source`, of `SourcedPrompts`; on rank 0 only
     skipped_steps: int = 0  # optimizer steps skipped because loss or gradient was NaN or infinite
     skipped_in_a_row: int = 0  # skipped optimizer steps since the last one that was taken
     mismatch_alarms: int = 0  # steps with a warning of the train/rollout mismatch

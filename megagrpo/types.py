@@ -9,7 +9,7 @@ responses. Later examples use the names of earlier ones, also in `train_types.py
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ class Prompt:
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # this prompt's variables of the chat template
     opened: str = ""  # the end of token_ids as text if it opens a thought for the response, such as "<think>\n"
     inputs: Mapping[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)  # its own temperature and max_tokens, if any
     expected_length: float = 0.0  # mean tokens of the responses at the prompt's last visit; 0 if it had none
 
 
@@ -65,8 +66,34 @@ NO_TRUNCATION = Truncation()
 
 
 @dataclass(frozen=True)
+class Penalties:
+    """What repeated tokens lose, by vLLM's rules. Of a request's tokens, the prompt's count for `repetition` only.
+
+    >>> bool(Penalties()), Penalties(frequency=0.5).counts
+    (False, True)
+    """
+
+    repetition: float = 1.0  # a positive logit is divided by it, a negative one multiplied
+    frequency: float = 0.0  # subtracted for each earlier occurrence in the response
+    presence: float = 0.0  # subtracted once if the token occurs in the response
+
+    def __bool__(self) -> bool:
+        """Return whether the rules change any logit."""
+        return self != NO_PENALTIES
+
+    @property
+    def counts(self) -> bool:
+        """Whether a penalty depends on what the response alone has."""
+        return self.frequency != 0 or self.presence != 0
+
+
+NO_PENALTIES = Penalties()
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How the engine samples. Log-probs are those of softmax(logits / temperature) over tokens that `truncation` keeps.
+    Before that, logits of tokens that `constraint` forbids are excluded, and logits get `logit_bias`, then `penalties`.
 
     >>> sampling = SamplingParams(temperature=1.0, max_tokens=3, stop_token_ids=(2,))
     """
@@ -77,6 +104,15 @@ class SamplingParams:
     truncation: Truncation = NO_TRUNCATION
     stop: tuple[str, ...] = ()  # texts that end a response, at the token that completes the text
     include_stop: bool = True  # whether the response's text includes the text of `stop` that ended it
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    penalties: Penalties = NO_PENALTIES
+    constraint: tuple[str, str] | None = None  # of the text: "regex", "json" or "grammar", and it
+
+    def of(self, prompt: Prompt) -> SamplingParams:
+        """Return the parameters for this prompt, whose own `max_tokens` lowers the limit and never raises it."""
+        own = dict(prompt.sampling)
+        limit = min(self.max_tokens, own.pop("max_tokens", self.max_tokens))
+        return replace(self, **own, max_tokens=limit) if prompt.sampling else self
 
 
 def _equal(one: object, other: object) -> bool:
@@ -93,6 +129,31 @@ def _keep_as(row: object, **dtypes: type) -> None:
         object.__setattr__(row, name, np.asarray(getattr(row, name), dtype))
 
 
+# How a conversation may end (docs/multi_turn.md), and why one may fail.
+ENDINGS = ("done", "length", "budget", "max_turns", "tool_limit", "time_limit", "failed")
+CAUSES = ("", "timeout", "died", "raised", "protocol", "prompt_length", "messages")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the policy in a conversation, and what followed it.
+
+    >>> Turn(start=0, stop=2, calls=("calculator",)).failures
+    0
+    """
+
+    start: int  # its tokens are [start, stop) of the response
+    stop: int
+    reward: float | None = None  # of a scheduler; None: it gave none
+    calls: tuple[str, ...] = ()  # names of the tools that were called
+    failures: int = 0  # of these calls
+    shortened: int = 0  # of these calls: their results were longer than `multi_turn.max_result_chars`
+    finish_reason: str = "stop"  # "stop" or "length"
+    generated: float = field(default=0.0, compare=False)  # seconds until the policy had written it
+    answered: float = field(default=0.0, compare=False)  # seconds that tools, scheduler or environment then took
+    queued: float = field(default=0.0, compare=False)  # seconds of `generated` that it waited for a server's slot
+
+
 @dataclass(frozen=True, eq=False)
 class Dialogue:
     """What a response with several turns has besides its tokens.
@@ -100,28 +161,59 @@ class Dialogue:
     Tokens that the policy did not write (results of tools, messages of the user) count nowhere: not in the loss, and
     not in lengths, denominators or comparisons of log-probs.
 
-    >>> dialogue = Dialogue(np.array([True, False, True]), messages=(), num_turns=2, ended="done")
+    >>> turns = Turn(0, 1, calls=("calculator",)), Turn(2, 3)
+    >>> dialogue = Dialogue(np.array([True, False, True]), messages=(), turns=turns, ended="done")
     >>> Rollout(prompt, (8, 9, 2), (-0.5, 0.0, -0.125), "stop", 1, "4", dialogue).length  # 9 is a tool's
     2
     """
 
     written: NDArray[np.bool_]  # [Lr], True at tokens that the policy wrote
     messages: tuple[dict[str, Any], ...]  # all messages after the prompt: the policy's, the tools' and the user's
-    num_turns: int  # turns of the policy
-    ended: str  # "done", "length", "budget", "max_turns", "tool_limit" or "failed"
+    turns: tuple[Turn, ...]  # of the policy, in order
+    ended: str  # one of ENDINGS
     rewards: dict[str, float | None] = field(default_factory=dict)  # of turns and environment by column, weight 1
-    turn_rewards: tuple[float | None, ...] = ()  # one per judged turn
-    tool_calls: int = 0
-    tool_failures: int = 0
+    cause: str = ""  # one of CAUSES if it failed
+    retries: int = 0  # earlier attempts at this response, which failed
+    counts: dict[str, int] = field(default_factory=dict)  # by metric, of which a step has the sums
 
     __eq__ = _equal
 
     def __post_init__(self) -> None:
         _keep_as(self, written=np.bool_)
 
+    @property
+    def tool_calls(self) -> int:
+        """The number of tool calls."""
+        return sum(len(turn.calls) for turn in self.turns)
+
+    @property
+    def tool_failures(self) -> int:
+        """The number of tool calls that failed."""
+        return sum(turn.failures for turn in self.turns)
+
+    @property
+    def tool_shortened(self) -> int:
+        """The number of tool calls whose results were shortened."""
+        return sum(turn.shortened for turn in self.turns)
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Seconds of all turns together: waiting for slots, generation without it, answers of tools, scheduler or
+        environment. Then the longest turn's and the longest answer's seconds."""
+        columns = [[getattr(turn, name) for turn in self.turns] for name in ("queued", "generated", "answered")]
+        queued, generated, answered = map(sum, columns)
+        return queued, generated - queued, answered, max(columns[1], default=0.0), max(columns[2], default=0.0)
+
     def record(self) -> dict[str, Any]:
-        """Return all fields except `written`, for files."""
-        return {name: value for name, value in vars(self).items() if name != "written"}
+        """Return all fields except `written` as JSON values, for files."""
+        fields = {name: value for name, value in vars(self).items() if name != "written"}
+        return fields | {"turns": [vars(turn) for turn in self.turns]}
+
+    @classmethod
+    def of_record(cls, written: NDArray[np.bool_], record: dict[str, Any]) -> Dialogue:
+        """Return the dialogue with this mask [Lr] and the fields of `record`."""
+        turns = tuple(Turn(**turn | {"calls": tuple(turn["calls"])}) for turn in record["turns"])
+        return cls(written, **record | {"turns": turns, "messages": tuple(record["messages"])})
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +239,10 @@ class Rollout:
     stop_string: str | None = None
     # [Lp + Lr - 1, M, k], with `rollout.routing_replay: engine`: experts that the engine took for prompt and response
     routes: Routes | None = None
+    # the trajectory's other samples, in order, if it has several: each has the context it was sampled in as
+    # `prompt.token_ids`, and tokens, log-probs, versions, routes and `written` of its own. This rollout has the
+    # trajectory's last turn: its `finish_reason`, text and rewards are the trajectory's
+    branches: tuple[Rollout, ...] = ()
 
     __eq__ = _equal
 

@@ -59,7 +59,7 @@ def test_a_response_takes_at_most_12_bytes_a_token():
 
 
 def test_rollouts_are_equal_by_their_tokens():
-    prompt, dialogue = types.Prompt(0, (1, 2), "x"), types.Dialogue([True, False], (), 1, "done")
+    prompt, dialogue = types.Prompt(0, (1, 2), "x"), types.Dialogue([True, False], (), (types.Turn(0, 1),), "done")
     one = types.Rollout(prompt, (5, 6), (-0.5, -0.25), "stop", 0, "a", dialogue)
     same = types.Rollout(
         prompt, np.array([5, 6]), np.array([-0.5, -0.25]), "stop", 0, "a", dataclasses.replace(dialogue)

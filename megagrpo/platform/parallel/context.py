@@ -58,6 +58,8 @@ class RankBatch:
     indices: Tensor  # [T/cp] int64, `rank_indices` of the rank
     loss: Tensor  # [N] int64, indices of the loss tokens in `indices`
     pack_order: Tensor | None  # [T] int64, `gathered_indices`; None with one rank
+    on_host: MicroBatch  # the same micro-batch
+    on_host_tokens: Tensor  # [N] int64, pack positions of the loss tokens
 
     @classmethod
     def of(cls, micro_batch: MicroBatch, cp_size: int, cp_rank: int, device: torch.device) -> RankBatch:
@@ -65,7 +67,8 @@ class RankBatch:
         indices = rank_indices(micro_batch.cu_seqlens, cp_size, cp_rank)
         loss = micro_batch.loss_mask[indices].nonzero()[:, 0]
         pack_order = moved(gathered_indices(micro_batch.cu_seqlens, cp_size), device) if cp_size > 1 else None
-        return cls(micro_batch.to(device), moved(indices, device), moved(loss, device), pack_order)
+        on_host = micro_batch, indices[loss]
+        return cls(micro_batch.to(device), moved(indices, device), moved(loss, device), pack_order, *on_host)
 
 
 def gather_rows(rows: Tensor, indices: Tensor, pack_order: Tensor | None, group: dist.ProcessGroup) -> Tensor:

@@ -18,11 +18,13 @@ class Phases:
     the phase that waits for it. A phase inside another one shares its progress, and its seconds count in both.
 
     `about` begins the progress titles, such as "step 3/40 ". `mark` returns a context that names a profile's range.
+    `ended` gets each phase that has ended, and each span between two calls of `collect`, with its start and stop.
     """
 
     def __init__(self, progress: Progress = SILENT) -> None:
         self.about = ""
         self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext  # no profiler
+        self.ended: Callable[[str, float, float], None] = lambda name, start, stop: None
         self.task: Task = SILENT_TASK  # of the phase that runs
         self._progress = progress
         self._seconds: dict[str, float] = defaultdict(float)
@@ -37,12 +39,16 @@ class Phases:
             try:
                 yield self.task
             finally:
-                self._seconds[phase] += time.perf_counter() - start
+                stop = time.perf_counter()
+                self._seconds[phase] += stop - start
                 self.task = outer
+                self.ended(phase, start, stop)
 
-    def collect(self) -> dict[str, float]:
-        """Return and reset `time/PHASE` for each phase and `time/step`: seconds since the last call or the start."""
+    def collect(self, span: str = "step") -> dict[str, float]:
+        """Return and reset `time/PHASE` for each phase and `time/step`: seconds since the last call or the start.
+        `span` names this time for `ended`."""
         now = time.perf_counter()
+        self.ended(span, self._started, now)
         metrics = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()} | {
             "time/step": now - self._started
         }
