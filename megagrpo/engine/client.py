@@ -5,31 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from collections.abc import Generator as Stream
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from operator import itemgetter
-from typing import Any
 
 import httpx
 
 from megagrpo.data.routes import RouteShape
 from megagrpo.engine.connections import Answer, ConnectionFailed, Connections
-from megagrpo.engine.distribution import READING_THREADS, Generation, Tools, first_error, stream
+from megagrpo.engine.distribution import READING_THREADS, Generation, Home, Tools, first_error, gather, stream
 from megagrpo.engine.http import HEALTH_SECONDS, answers, text_of_error
 from megagrpo.engine.protocol import EngineError, EngineInterrupted, Generator, Group, derive_seed
 from megagrpo.engine.reading import Reader
 from megagrpo.engine.requests import GroupRequest, Request, longest_first
 from megagrpo.engine.responses import InvalidResponse, Response, Span, joined
 from megagrpo.engine.server_slots import Slots
-from megagrpo.engine.tool_parsing import ToolCalls, read_tool_calls
 from megagrpo.engine.updates import LOOK_SECONDS, Updates, adapter_name
 from megagrpo.sync.wire.tensor_index import WeightSyncError
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 BYTES_PER_TOKEN = 100  # of a body, about
+# (session, home, index of the prompt, number of the response in its group) -> the response
+Respond = Callable[[Generation, Home, int, int], Coroutine[None, None, Rollout]]
 ATTEMPTS_PER_SERVER = 3  # failed attempts at a response before the error; per server if servers may return
 
 
@@ -43,8 +43,8 @@ class VllmEngine(Updates, Generator):
     current weights. `model` is the model name to request, such as an adapter that the servers started with. With
     `any_version` the weight versions of responses are not checked, because other clients may have updated the weights.
     With `longest_first` the prompts with the longest responses in earlier visits (`Prompt.expected_length`) begin
-    first. With `routes` rollouts have the experts of their tokens, which the servers must send. All other options are
-    those of `Updates`.
+    first. A server has `copies` data-parallel copies, and a conversation stays with one of them. With `routes` rollouts
+    have the experts of their tokens, which the servers must send. All other options are those of `Updates`.
 
     `groups` is thread-safe. With `in_flight` it may also run during a weight update.
     """
@@ -52,6 +52,7 @@ class VllmEngine(Updates, Generator):
     decode: Callable[[Sequence[int]], str]
     _: KW_ONLY
     max_num_seqs: int = 256
+    copies: int = 1
     clients: int = 1
     client: int = 0
     model: str | None = None
@@ -84,28 +85,92 @@ class VllmEngine(Updates, Generator):
         EngineInterrupted after `interrupt`, EngineError when a server rejects a request or responds inconsistently.
         """
         groups = [
-            self._group(index, prompt, n, sampling, derive_seed(seed, prompt.prompt_id, prompt.occurrence))
-            for index, prompt in enumerate(prompts)
+            GroupRequest(
+                prompt, n, sampling, derive_seed(seed, prompt.prompt_id, prompt.occurrence), self.weight_version
+            )
+            for prompt in prompts
         ]
-        return self._run(groups, on_begun)
+
+        def respond(session: Generation, home: Home, index: int, number: int) -> Coroutine[None, None, Rollout]:
+            return session.respond(Request(groups[index], number), home)
+
+        return self.converse(prompts, n, respond, on_begun)
 
     def extend(
         self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Rollout]:
         """Generate one rollout per prompt, in order, each with its limits and seed. Raises the errors of `groups`."""
-        requests = enumerate(zip(prompts, sampling, seeds, strict=True))
-        groups = [self._group(index, prompt, 1, params, seed) for index, (prompt, params, seed) in requests]
-        return [rollout for _, (rollout,) in sorted(self._run(groups), key=itemgetter(0))]
 
-    def read_tool_calls(self, turns: Sequence[Sequence[int]], tools: Sequence[dict[str, Any]]) -> list[ToolCalls]:
-        """Return, for each turn, the text outside of the tool calls and the calls. The servers parse the turns with the
-        tool parser they started with."""
+        def respond(session: Generation, home: Home, index: int, _: int) -> Coroutine[None, None, Rollout]:
+            return session.turn(prompts[index], sampling[index], seeds[index], home)
 
-        async def read() -> list[ToolCalls]:
-            async with self._client() as client:
-                return await read_tool_calls(client, self.serving(), turns, tools)
+        return [rollout for _, (rollout,) in sorted(self.converse(prompts, 1, respond), key=itemgetter(0))]
 
-        return asyncio.run(read())
+    def converse(
+        self, prompts: Sequence[Prompt], n: int, respond: Respond, on_begun: Callable[[], None] = lambda: None
+    ) -> Stream[Group]:
+        """Run `respond(session, home, index, number)` for `n` responses to each prompt, and yield each group as soon as
+        it is finished. `index` is the prompt's index, `number` that of the response in its group. `respond` takes turns
+        with `session.turn`, and may await other work in between. Raises the errors of `groups` and of `respond`."""
+
+        async def one(session: Generation, home: Home, index: int, number: int) -> Rollout:
+            try:
+                return await respond(session, home, index, number)
+            finally:
+                session.close(home)
+
+        async def work(session: Generation, put: Callable[[Group], None]) -> None:
+            async def of_group(index: int, homes: Sequence[Home]) -> None:
+                put((index, await gather([one(session, home, index, number) for number, home in enumerate(homes)])))
+                self._cut.discard(prompts[index].place)
+
+            order = longest_first(prompts) if self.longest_first else range(len(prompts))
+            await gather([of_group(index, session.open(n)) for index in order])
+
+        return self._stream(work, on_begun)
+
+    def _stream(
+        self,
+        work: Callable[[Generation, Callable[[Group], None]], Coroutine[None, None, None]],
+        on_begun: Callable[[], None],
+    ) -> Stream[Group]:
+        """Run `work(session, put)` in an event loop, in a task that `interrupt` cancels, and yield what it puts."""
+
+        async def with_session(put: Callable[[Group], None]) -> None:
+            task = asyncio.current_task()
+            assert task is not None, "this coroutine runs in a task"
+            self._under_way.add(task)
+            try:
+                if self._interrupted:  # check after registering in _under_way: else this races with `interrupt`
+                    raise asyncio.CancelledError
+                async with self.session(on_begun) as session:
+                    await work(session, put)
+            finally:
+                self._under_way.discard(task)
+
+        self.follow()
+        try:
+            yield from stream(with_session)
+        except asyncio.CancelledError:
+            raise EngineInterrupted("generation was interrupted") from None
+
+    @contextlib.asynccontextmanager
+    async def session(self, on_begun: Callable[[], None] = lambda: None) -> AsyncIterator[Generation]:
+        """Open a Generation, which takes the turns of conversations one by one. Raises the errors of `groups`, also
+        inside the block."""
+        async with (
+            self._client() as client,
+            Connections(self._headers, self.request_timeout, self.moved) as connections,
+        ):
+            with ThreadPoolExecutor(READING_THREADS, "responses") as threads:
+                slots = Slots(self.max_num_seqs, self.clients)
+                tools = Tools(client, connections, threads, slots, self.copies, self.client)
+                generation = Generation(self, tools, self._complete, on_begun)
+                try:
+                    async with generation.running():
+                        yield generation
+                except BaseExceptionGroup as errors:
+                    raise first_error(errors) from None
 
     def interrupt(self) -> None:
         """Make every running and every later generation raise EngineInterrupted. Running ones close their connections,
@@ -119,6 +184,10 @@ class VllmEngine(Updates, Generator):
         """Truncate in-flight responses to the prompts with these `Prompt.place`s: each ends with its tokens so far."""
         self._cut |= set(places)
         self._abort([name for name, (place, _) in dict(self._in_flight).items() if place in places])
+
+    def is_cut(self, prompt: Prompt) -> bool:
+        """Whether responses in progress to the prompt are truncated."""
+        return prompt.place in self._cut
 
     def leave_old_adapters(self) -> None:
         """Abort in-flight responses whose adapter is older than `in_flight` allows. They continue with the current one.
@@ -140,49 +209,6 @@ class VllmEngine(Updates, Generator):
         if internal_ids:
             asyncio.run(self._each(verbs, self.fleet.serving()))
 
-    def _group(self, index: int, prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> GroupRequest:
-        return GroupRequest(index, prompt, n, sampling, seed, self.weight_version)
-
-    def _run(self, groups: list[GroupRequest], on_begun: Callable[[], None] = lambda: None) -> Stream[Group]:
-        self.follow()
-        if self.longest_first:
-            groups = longest_first(groups)
-        try:
-            yield from stream(partial(self._work_off, groups, on_begun))
-        except asyncio.CancelledError:
-            raise EngineInterrupted("generation was interrupted") from None
-
-    async def _work_off(
-        self, groups: list[GroupRequest], on_begun: Callable[[], None], put: Callable[[Group], None]
-    ) -> None:
-        """Put each finished group, in a task that `interrupt` cancels."""
-
-        def deliver(request: Request, rollout: Rollout) -> None:
-            group = request.group
-            group.rollouts[request.number] = rollout
-            if len(group.rollouts) == group.n:
-                put((group.index, [group.rollouts.pop(number) for number in range(group.n)]))
-                self._cut.discard(group.prompt.place)
-
-        task = asyncio.current_task()
-        assert task is not None, "this coroutine runs in a task"
-        self._under_way.add(task)
-        try:
-            if self._interrupted:  # check after registering in _under_way: the other order races with `interrupt`
-                raise asyncio.CancelledError
-            async with (
-                self._client() as client,
-                Connections(self._headers, self.request_timeout, self.moved) as connections,
-            ):
-                with ThreadPoolExecutor(READING_THREADS, "responses") as threads:
-                    tools = Tools(client, connections, threads, Slots(self.max_num_seqs, self.clients), self.client)
-                    requests = [group.requests() for group in groups]
-                    await Generation(self, tools, requests, self._complete, deliver, on_begun).run()
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from None
-        finally:
-            self._under_way.discard(task)
-
     # -- one response
 
     async def _complete(self, generation: Generation, url: str, request: Request) -> Rollout | None:
@@ -191,7 +217,7 @@ class VllmEngine(Updates, Generator):
         one."""
         response = await self._ask(generation, url, request)
         while response is not None and response.is_aborted:
-            cut = request.group.prompt.place in self._cut
+            cut = self.is_cut(request.group.prompt)
             if cut and response.token_ids.size:
                 response = replace(response, finish_reason="length", cut=True)
             elif cut or self.in_flight == "resume" or (self.adapters and self.in_flight is not None):
@@ -257,7 +283,7 @@ class VllmEngine(Updates, Generator):
         self._in_flight[request_id] = request.group.prompt.place, version
         try:
             body = request.body(request_id, model, first, limit)
-            return await generation.tools.connections.post(url, "/inference/v1/generate", body)
+            return await generation.tools.connections.post(url, "/inference/v1/generate", body, request.headers)
         finally:
             del self._in_flight[request_id]
 

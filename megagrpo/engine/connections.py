@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # imported late, because a rank that does not generate opens 
 KEPT_SECONDS = 4.0  # that an idle connection is kept; vLLM closes it after 5 (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
 READ_BYTES = 1 << 20  # of a response that are buffered before the socket is paused
 JSON = {"content-type": "application/json"}
+NO_HEADERS: Mapping[str, str] = {}
 
 
 class ConnectionFailed(Exception):
@@ -72,8 +73,8 @@ class Connections:
             read_bufsize=READ_BYTES,
         )
 
-    async def post(self, url: str, path: str, body: bytes) -> Answer:
-        """Send a request to the server `url` and return the response.
+    async def post(self, url: str, path: str, body: bytes, headers: Mapping[str, str] = NO_HEADERS) -> Answer:
+        """Send a request to the server `url`, with additional `headers`, and return the response.
 
         Raises ConnectionFailed, and TimeoutError when the time is over or `end` was called.
         """
@@ -83,11 +84,11 @@ class Connections:
         try:
             async with self._deadline(url, address):
                 try:
-                    return await _post(self._kept, address + path, body)
+                    return await _post(self._kept, address + path, body, headers)
                 except (aiohttp.ClientConnectionError, ConnectionResetError) as error:
                     if not _came_before_a_response(error):
                         raise
-                    return await _post(self._new, address + path, body)
+                    return await _post(self._new, address + path, body, headers)
         except aiohttp.ConnectionTimeoutError as error:
             raise ConnectionFailed(repr(error)) from error
         except TimeoutError as error:
@@ -136,8 +137,8 @@ def _came_before_a_response(error: Exception) -> bool:
     return isinstance(error, ConnectionResetError) or getattr(error, "errno", None) in (errno.ECONNRESET, errno.EPIPE)
 
 
-async def _post(session: aiohttp.ClientSession, url: str, body: bytes) -> Answer:
+async def _post(session: aiohttp.ClientSession, url: str, body: bytes, headers: Mapping[str, str]) -> Answer:
     import yarl
 
-    async with session.post(yarl.URL(url, encoded=True), data=body) as response:
+    async with session.post(yarl.URL(url, encoded=True), data=body, headers=headers) as response:
         return Answer(response.status, await response.read())

@@ -129,6 +129,16 @@ class Servers:
             headers=self._headers,
         )
 
+    def metrics(self, url: str) -> bytes:
+        """Return the text of a server's `/metrics`. Raises an error of httpx when it does not respond."""
+
+        async def ask() -> bytes:
+            async with self._client() as client:
+                answer = await client.get(f"{url}/metrics", timeout=HEALTH_SECONDS)
+            return answer.raise_for_status().content
+
+        return asyncio.run(ask())
+
     def serving(self) -> list[str]:
         """Return the servers that get requests. Raises EngineDeadError when there is none."""
         if not (serving := self.fleet.serving()):

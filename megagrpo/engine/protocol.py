@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Generator as Stream
-from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -82,6 +82,26 @@ class Generator(Protocol):
 
     def interrupt(self) -> None:
         """Make the running and every later generation raise EngineInterrupted. May be called from a signal handler."""
+
+
+class AheadGenerator(Generator, Protocol):
+    """A generator that may generate in several threads, also during weight updates."""
+
+    def groups(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: SamplingParams,
+        seed: int,
+        on_begun: Callable[[], None] = lambda: None,
+    ) -> Stream[Group]:
+        """Like `Generator.groups`. `on_begun` is called, perhaps repeatedly, when the engine has room for more."""
+
+    def cut(self, places: Collection[int]) -> None:
+        """Truncate responses in progress to the prompts with these `Prompt.place`s."""
+
+    def leave_old_adapters(self) -> None:
+        """Continue responses in progress with the current adapter if theirs is too old. Call it after each push."""
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ import msgspec
 
 from megagrpo.engine.protocol import derive_seed
 from megagrpo.engine.responses import Response
-from megagrpo.types import Prompt, Rollout, SamplingParams
+from megagrpo.types import Prompt, SamplingParams
 
 _encode = msgspec.json.Encoder().encode
 
@@ -20,17 +20,17 @@ _encode = msgspec.json.Encoder().encode
 class GroupRequest:
     """Everything that the requests for `n` responses to one prompt share.
 
-    `index` is the prompt's index in the call, `version` the weight version when the call began. `rollouts` takes the
-    rollouts as they come.
+    `version` is the weight version when the call began.
     """
 
-    index: int
     prompt: Prompt
     n: int
     sampling: SamplingParams
     seed: int
     version: int
-    rollouts: dict[int, Rollout] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sampling = self.sampling.of(self.prompt)
 
     def requests(self) -> list[Request]:
         """Return the request for each response."""
@@ -53,30 +53,45 @@ def sampling_params(sampling: SamplingParams) -> dict[str, Any]:
         "stop_token_ids": sampling.stop_token_ids,
         "logprobs": 0,  # only the log-prob of the sampled token
         "detokenize": False,
+        # always: a model's generation_config.json may have others (Qwen2.5: repetition_penalty 1.05)
+        **{f"{name}_penalty": value for name, value in vars(sampling.penalties).items()},
     }
+    if sampling.logit_bias:
+        params["logit_bias"] = dict(sampling.logit_bias)
+    if sampling.constraint is not None:
+        params["structured_outputs"] = dict([sampling.constraint])
     if sampling.stop:  # a server finds them in the text; `find_ending` also finds those that an interruption splits
         params |= {"stop": sampling.stop, "detokenize": True}
     return params
 
 
-def longest_first(groups: Sequence[GroupRequest]) -> list[GroupRequest]:
-    """Order groups by the expected length of their responses, longest first. A prompt without an earlier visit counts
-    as the mean of the others. Scheduling the longest first is within 4/3 of the best time (Graham, 1969)."""
-    known = [length for group in groups if (length := group.prompt.expected_length)]
+def longest_first(prompts: Sequence[Prompt]) -> list[int]:
+    """Return the indices of prompts by the expected length of their responses, longest first. A prompt without an
+    earlier visit counts as the mean of the others. Scheduling the longest first is within 4/3 of the best time (Graham,
+    1969)."""
+    known = [prompt.expected_length for prompt in prompts if prompt.expected_length]
     mean = sum(known) / max(1, len(known))
-    return sorted(groups, key=lambda group: -(group.prompt.expected_length or mean))
+    return sorted(range(len(prompts)), key=lambda index: -(prompts[index].expected_length or mean))
 
 
 @dataclass(eq=False)
 class Request:
     """A request for response `number` of a group, and the number of its failed attempts.
 
-    Its seed is the group's plus `number`: vLLM gives the responses of one request with n > 1 the same seeds.
+    Its seed is the group's plus `number`: vLLM gives the responses of one request with n > 1 the same seeds. One that
+    `is_pinned` goes to the data-parallel copy `copy` of its server; vLLM chooses the copy of others.
     """
 
     group: GroupRequest
     number: int
     failures: int = 0
+    is_pinned: bool = False
+    copy: int | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """HTTP headers that choose the copy."""
+        return {} if self.copy is None else {"X-data-parallel-rank": str(self.copy)}
 
     def max_tokens(self, first: Response | None = None, limit: int | None = None) -> int:
         """Return the most tokens of the response, or of the continuation of `first`."""

@@ -2,44 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
-
+from megagrpo.engine.connections import ConnectionFailed, Connections
 from megagrpo.engine.protocol import EngineError
 
 DERENDER_ROUTE = "/v1/chat/completions/derender"
-MAX_PARSE_REQUESTS = 64  # requests in flight
 
 # The text outside of the calls, and the calls: {"name": ..., "arguments": JSON text}.
 ToolCalls = tuple[str, list[dict[str, str]]]
 
 
 async def read_tool_calls(
-    client: httpx.AsyncClient, urls: Sequence[str], turns: Sequence[Sequence[int]], tools: Sequence[dict[str, Any]]
-) -> list[ToolCalls]:
-    """Return the content and the tool calls of each turn, in order. Turns are distributed over the servers. Raises
-    EngineError when a server cannot parse tool calls or does not respond."""
-    at_once = asyncio.Semaphore(MAX_PARSE_REQUESTS)
-
-    async def read(index: int) -> ToolCalls:
-        url = urls[index % len(urls)]
-        async with at_once:
-            try:
-                answer = await client.post(f"{url}{DERENDER_ROUTE}", json=_request(turns[index], tools))
-            except httpx.TransportError as error:
-                raise EngineError(f"vLLM server {url} did not respond to {DERENDER_ROUTE}: {error!r}") from error
-        if answer.status_code != 200:
-            raise EngineError(
-                f"vLLM server {url} cannot parse tool calls: {answer.text[:300]}; it must be started with "
-                "--enable-scale-out, --enable-auto-tool-choice, --tool-call-parser and a tokenizer"
-            )
-        message = answer.json()["choices"][0]["message"]
-        return message.get("content") or "", [call["function"] for call in message.get("tool_calls") or []]
-
-    return await asyncio.gather(*map(read, range(len(turns))))
+    connections: Connections, url: str, turn: Sequence[int], tools: Sequence[dict[str, Any]]
+) -> ToolCalls:
+    """Return the content and the tool calls of a turn. Raises EngineError when the server cannot parse tool calls, and
+    ConnectionFailed when it does not respond."""
+    try:
+        answer = await connections.post(url, DERENDER_ROUTE, json.dumps(_request(turn, tools)).encode())
+    except (ConnectionFailed, TimeoutError) as error:
+        raise ConnectionFailed(f"vLLM server {url} did not respond to {DERENDER_ROUTE}: {error!r}") from error
+    if answer.status != 200:
+        raise EngineError(
+            f"vLLM server {url} cannot parse tool calls: {answer.content[:300].decode(errors='replace')}; it must be "
+            "started with --enable-scale-out, --enable-auto-tool-choice, --tool-call-parser and a tokenizer"
+        )
+    message = json.loads(answer.content)["choices"][0]["message"]
+    return message.get("content") or "", [call["function"] for call in message.get("tool_calls") or []]
 
 
 def _request(token_ids: Sequence[int], tools: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -58,6 +58,8 @@ def server_command(
         "--enable-auto-tool-choice": o.tool_parser is not None,
         "--tokenizer": (o.tokenizer or o.model) if o.loads_tokenizer else None,
         "--skip-tokenizer-init": not o.loads_tokenizer,
+        # the one that the trainer knows: vLLM's default chooses another one for some JSON schemas
+        "--structured-outputs-config": json.dumps({"backend": "xgrammar"}) if o.constrains else None,
         "--enable-sleep-mode": o.sleep_mode,
         "--enforce-eager": o.enforce_eager or not gpu,  # compiling on a CPU takes longer than it saves
         "--enable-scale-out": True,

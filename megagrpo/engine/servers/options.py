@@ -33,6 +33,7 @@ class ServerOptions:
     omp_threads: int | None = None  # threads per worker without a GPU; None divides all cores among the workers
     tool_parser: str | None = None  # vLLM's tool parser, for `VllmEngine.read_tool_calls`
     finds_text: bool = False  # load the tokenizer, so that texts can end a response (`SamplingParams.stop`)
+    constrains: bool = False  # requests have structured outputs (`SamplingParams.constraint`)
     tokenizer: str | None = None  # tokenizer of tool parser and stop strings; None means the model's own
     extra_args: tuple[str, ...] = ()
 
@@ -45,7 +46,7 @@ class ServerOptions:
     @property
     def loads_tokenizer(self) -> bool:
         """Whether the servers need a tokenizer: all else is token ids."""
-        return self.finds_text or self.tool_parser is not None
+        return self.finds_text or self.constrains or self.tool_parser is not None
 
     @property
     def devices(self) -> int:

@@ -135,7 +135,8 @@ def _options(
         adapters=max(1, config.synced_adapters),
         lora_modules=_adapted(config.lora, model_folder) if config.lora.syncs_adapters else (),
         tool_parser=config.multi_turn.vllm_parser,
-        finds_text=bool(r.stop),
+        finds_text=bool(r.stop or config.multi_turn.agent),  # an agent's requests may have stop strings
+        constrains=bool(r.structured_outputs),
         tokenizer=config.model.tokenizer,
         extra_args=(*r.extra_args, *adapter_arguments(adapter)),
     )
@@ -300,6 +301,7 @@ class Serving:
             urls,
             tokenizer.decode,
             max_num_seqs=r.max_num_seqs,
+            copies=r.dp if launcher else 1,
             request_timeout=r.request_timeout,
             logs=logs,
             token=launcher.token if launcher else self._token,

@@ -6,6 +6,7 @@ The trainer may send more types than JSON has (`as_json` lists them), but receiv
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import datetime
 import json
@@ -102,6 +103,20 @@ class Channel:
             if not select.select([self._socket], [], [], left)[0]:
                 raise TimeoutError
             self._messages += self.read()
+        return self._messages.popleft()
+
+    async def receive_async(self, seconds: float) -> Any:
+        """Like `receive`, but other coroutines run meanwhile."""
+        loop, readable = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self, readable.set)
+        try:
+            async with asyncio.timeout(seconds):
+                while not self._messages:
+                    await readable.wait()
+                    readable.clear()
+                    self._messages += self.read()
+        finally:
+            loop.remove_reader(self)
         return self._messages.popleft()
 
     def read(self) -> list[Any]:

@@ -270,6 +270,9 @@ async def _answer(
         begun = time.perf_counter()
         if action == "describe":
             answer: list[Any] = ["result", loaded.signature]
+        elif action == "call":
+            async with asyncio.timeout(timeout) as limit:
+                answer = ["result", await loaded.function(**arguments)]
         else:
             count = len(arguments["completions"])
             log = CallLog(count)

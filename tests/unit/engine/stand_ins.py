@@ -32,7 +32,7 @@ def ids_for(body: dict, index: int) -> list[int]:
     return [(body["sampling_params"]["seed"] + index + k) % 997 for k in range(4)]
 
 
-def choices_for(body: dict, version: str = "default") -> list[dict]:
+def choices_for(body: dict, version: str = "default", reason: str = "length") -> list[dict]:
     """Choices in the format of vLLM's responses."""
     choices = []
     for index in range(body["sampling_params"]["n"]):
@@ -43,7 +43,7 @@ def choices_for(body: dict, version: str = "default") -> list[dict]:
             {
                 "index": index,
                 "token_ids": ids,
-                "finish_reason": "length",
+                "finish_reason": reason,
                 "logprobs": {"content": content},
                 "weight_versions": spans,
             }
@@ -56,8 +56,11 @@ class StandIn:
     With `ill` it fails health checks. It has weights of `version`. `spoiled` maps a path of a control request to a kind
     of misbehaviour. `asked` contains the bodies of prompts."""
 
+    reason = "length"  # why its responses end
+
     def __init__(self, mode: str = "answer", delay: float = 0.0, version: str = "default", port: int = 0):
         self.mode, self.delay, self.version, self.ill, self.asked = mode, delay, version, False, []
+        self.headers: dict[str, dict[str, str]] = {}  # of prompts, by request id
         self.spoiled: dict[str, str] = {}
         stand_in = self
 
@@ -83,11 +86,11 @@ class StandIn:
 
     def _serve(self, rfile, wfile, connection) -> None:
         _, path, _ = rfile.readline().decode().split(" ", 2)
-        length = 0
+        headers = {}
         while (line := rfile.readline().strip()) != b"":
-            name, _, value = line.partition(b":")
-            length = int(value) if name.lower() == b"content-length" else length
-        body = json.loads(rfile.read(length) or b"null")
+            name, _, value = line.decode().partition(":")
+            headers[name.lower()] = value.strip()
+        body = json.loads(rfile.read(int(headers.get("content-length", 0))) or b"null")
         if path in self.spoiled:
             return self._break(self.spoiled[path], b'{"world_size": 1}', wfile, connection)
         if path == "/health":
@@ -100,9 +103,12 @@ class StandIn:
             return _reply(wfile, b"", kind="text/plain")
         if path == "/get_world_size":
             return _reply(wfile, b'{"world_size": 1}')
+        if path.endswith("/derender"):
+            return _reply(wfile, json.dumps({"choices": [{"message": {"content": self.url}}]}).encode())
         self.asked.append(body)
+        self.headers[body.get("request_id", "")] = headers
         time.sleep(self.delay)
-        text = json.dumps({"choices": choices_for(body, self.version)}).encode()
+        text = json.dumps({"choices": choices_for(body, self.version, self.reason)}).encode()
         return _reply(wfile, text) if self.mode == "answer" else self._misbehave(body, text, wfile, connection)
 
     def _break(self, mode, text, wfile, connection) -> bool:

@@ -1,5 +1,6 @@
 """A reward worker that breaks the protocol affects no other worker; reward values and output are checked."""
 
+import asyncio
 import datetime
 import math
 import os
@@ -21,7 +22,7 @@ from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.channel import MAX_MESSAGE_BYTES, Channel, Frames, ProtocolError, as_json, from_json
 from megagrpo.rewards.workers.output import BURST
 from megagrpo.rewards.workers.values import MAX_REWARD, reward_of, rewards_of
-from megagrpo.types import Prompt
+from megagrpo.types import Prompt, Turn
 from tests.unit.rewards.test_workers import rewards_of as rewards_named
 from tests.unit.rewards.test_workers import rollouts, scorer
 
@@ -328,9 +329,11 @@ def responders(folder):
 
 def play(responders, how):
     """A conversation whose environment misbehaves once in this way, and the text of the tool message."""
-    conversation = Conversation(Prompt(0, (1,), "Q", {"how": how}), 0, 0, 0, [{"role": "user", "content": "Q"}], 100)
-    responders.begin([conversation])
-    ((message,),) = responders.use_tools([conversation], [[{"name": "act", "arguments": {"x": 1}}]])
+    conversation = Conversation(Prompt(0, (1,), "Q", {"how": how}), 0, 0, [{"role": "user", "content": "Q"}], 100)
+    conversation.turns = [Turn(0, 0)]
+    responders.log_next_failure()
+    asyncio.run(responders.begin(conversation))
+    (message,) = asyncio.run(responders.use_tools(conversation, [{"name": "act", "arguments": {"x": 1}}]))
     return conversation, message["content"]
 
 
@@ -345,13 +348,13 @@ def test_an_episode_that_breaks_the_protocol_is_over_and_the_next_one_is_not(res
 def test_an_episode_that_forks_answers_once(responders):
     conversation, said = play(responders, "fork")
     assert said == "done"
-    responders.finish([conversation])
+    asyncio.run(responders.finish(conversation))
     assert conversation.rewards == {"Episode": 0.25}
 
 
 def test_an_environment_that_gives_text_for_a_reward_gets_0(responders, caplog):
     conversation, _ = play(responders, "text")
-    responders.finish([conversation])
+    asyncio.run(responders.finish(conversation))
     assert (
         conversation.rewards == {"Episode": 0.0}
         and "it returned a str, 'high'; a reward must be a number or None" in caplog.text

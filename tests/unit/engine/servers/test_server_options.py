@@ -9,6 +9,7 @@ import pytest
 
 from megagrpo.config import load_config
 from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.requests import sampling_params as request_params
 from megagrpo.engine.servers import serving
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
@@ -52,6 +53,13 @@ def two_gpus(monkeypatch):
 def test_a_key_of_the_rollout_is_an_argument_of_vllm(override, two_gpus, tmp_path):
     command, plain = (launcher(tmp_path, *words)._command(8000) for words in ([override], []))
     assert holds(command, VALUES[override]) and not holds(plain, VALUES[override])
+
+
+def test_a_server_of_structured_outputs_has_a_tokenizer_and_the_trainers_library(two_gpus, tmp_path):
+    command = launcher(tmp_path, "rollout.structured_outputs.regex=a")._command(8000)
+    assert holds(command, ["--structured-outputs-config", '{"backend": "xgrammar"}'])
+    assert "--skip-tokenizer-init" not in command
+    assert "--structured-outputs-config" not in launcher(tmp_path)._command(8000)
 
 
 def test_a_server_loads_a_tokenizer_only_to_find_stop_strings_or_tool_calls(two_gpus, tmp_path):
@@ -180,6 +188,21 @@ def test_a_step_samples_as_its_keys_say():
     assert sampling_params(rollout, (2, 5)) == expected
     stopping = rollout.model_copy(update={"stop": ["</answer>"], "include_stop_str_in_output": False})
     assert sampling_params(stopping, (2, 5)) == replace(expected, stop=("</answer>",), include_stop=False)
+
+
+def test_a_request_has_the_changes_of_logits_that_its_keys_say():
+    names = ("logit_bias.29=-100", "repetition_penalty=1.1", "frequency_penalty=0.2", "presence_penalty=0.3")
+    rollout = config(*(f"rollout.{name}" for name in names), "rollout.structured_outputs.choice=[a, b]").rollout
+    sent = request_params(sampling_params(rollout, ()))
+    plain = request_params(sampling_params(config().rollout, ()))
+    assert [plain[f"{name}_penalty"] for name in ("repetition", "frequency", "presence")] == [1, 0, 0]
+    assert {name: value for name, value in sent.items() if plain.get(name) != value} == {
+        "logit_bias": {29: -100},
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.2,
+        "presence_penalty": 0.3,
+        "structured_outputs": {"grammar": 'root ::= "a" | "b"'},
+    }
 
 
 @pytest.mark.parametrize(("seconds", "asked"), [(2, 1), (20, 0)])

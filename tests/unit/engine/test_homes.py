@@ -1,0 +1,179 @@
+"""Turns of conversations go to the server that holds their prefix. Real servers with fixed delays."""
+
+import asyncio
+import random
+from collections import Counter
+from contextlib import ExitStack, closing
+
+import pytest
+
+from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.protocol import EngineError
+from megagrpo.types import Prompt, SamplingParams
+from tests.unit.engine.stand_ins import StandIn
+
+SAMPLING = SamplingParams(1.0, 4)
+
+
+@pytest.fixture
+def servers():
+    """A factory of stand-ins that are closed at the end."""
+    with ExitStack() as stack:
+        yield lambda *words, **options: stack.enter_context(closing(StandIn(*words, **options)))
+
+
+def converse(servers, groups, n, turns, pause=0.0, **options):
+    """Hold `n` conversations for each of `groups` prompts. Returns {prompt: [all tokens of each conversation]}.
+
+    `turns` and `pause` give a conversation's number of turns, and the seconds of its tools after each turn.
+    """
+    engine = VllmEngine([server.url for server in servers], str, **options)
+    prompts = [Prompt(i, (1, 2, i + 3), "") for i in range(groups)]
+
+    async def respond(session, home, index, number):
+        tokens = prompts[index].token_ids
+        for turn in range(turns(index, number)):
+            rollout = await session.turn(Prompt(index, tokens, ""), SAMPLING, 1000 * index + 10 * number + turn, home)
+            tokens += (*rollout.response_ids.tolist(), index, number, turn)
+            await asyncio.sleep(pause() if callable(pause) else pause)
+        return tokens
+
+    return dict(engine.converse(prompts, n, respond))
+
+
+def hits(servers):
+    """The share of later turns that came to a server that has seen the turn before."""
+    found = Counter()
+    for server in servers:
+        seen = set()
+        for body in server.asked:
+            tokens = tuple(body["token_ids"])
+            if len(tokens) > 3:
+                found[tokens[:-7] in seen] += 1
+            seen.add(tokens)
+    return found[True] / found.total()
+
+
+@pytest.mark.parametrize("slots", [16, 6, 3], ids=lambda slots: f"{slots} slots")
+def test_nine_of_ten_turns_find_their_prefix_with_eight_servers(servers, slots):
+    rng = random.Random(3)
+    many = [servers(delay=0.02) for _ in range(8)]
+    lengths = {(index, number): rng.randint(1, 8) for index in range(16) for number in range(4)}
+    held = converse(many, 16, 4, lambda *of: lengths[of], lambda: rng.expovariate(1 / 0.03), max_num_seqs=slots)
+    assert sum(len(server.asked) for server in many) == sum(lengths.values())
+    assert all(len(held[i][number]) == 3 + 7 * lengths[i, number] for i in range(16) for number in range(4))
+    share = hits(many)
+    print(f"{slots} slots: {share:.3f} of the turns found their prefix")
+    assert share > 0.9
+    counts = [len(server.asked) for server in many]
+    assert max(counts) < 2 * sum(counts) / 8  # and no server is left out
+
+
+def test_tokens_do_not_depend_on_servers_and_slots(servers):
+    def turns(index, number):
+        return 1 + (index + number) % 4
+
+    expected = converse([servers()], 6, 3, turns)
+    assert converse([servers(delay=0.01), servers(), servers()], 6, 3, turns, 0.01, max_num_seqs=2) == expected
+
+
+def test_conversations_move_to_an_idle_server_when_their_own_one_is_full(servers):
+    """One prompt begins on one server. As soon as another server is idle, it takes some of the conversations."""
+    both = servers(delay=0.05), servers(delay=0.05)
+    converse(both, 1, 8, lambda *_: 6, max_num_seqs=8)
+    assert [len(server.asked) for server in both] == [48, 0]  # no conversation waits
+    both = servers(delay=0.05), servers(delay=0.05)
+    converse(both, 1, 12, lambda *_: 6, max_num_seqs=4)
+    assert min(len(server.asked) for server in both) > 24 and hits(both) > 0.7
+
+
+def test_later_turns_precede_conversations_that_have_not_begun(servers):
+    one = servers(delay=0.01)
+    converse([one], 4, 2, lambda *_: 3, max_num_seqs=2)
+    firsts = [place for place, body in enumerate(one.asked) if len(body["token_ids"]) == 3]
+    assert len(one.asked) == 24 and firsts[-1] >= 12, firsts  # else the prefix cache would have to hold all of them
+
+
+def test_a_conversation_goes_on_elsewhere_when_its_server_dies(servers):
+    dies, stays = servers(), servers()
+
+    async def respond(session, home, index, number):
+        first = await session.turn(Prompt(0, (1, 2, 3), ""), SAMPLING, 7, home)
+        if home.url == dies.url:
+            dies.mode = "reset"
+        return [first.response_ids.tolist(), (await session.turn(Prompt(0, (1, 2, 3, 4), ""), SAMPLING, 8, home))]
+
+    engine = VllmEngine([dies.url, stays.url], str, patience=5.0)
+    ((_, [(first, second)]),) = engine.converse([Prompt(0, (1, 2, 3), "")], 1, respond)
+    assert (first[0], second.response_ids[0]) == (7, 8) and stays.asked[-1]["token_ids"] == [1, 2, 3, 4]
+
+
+def test_a_conversation_that_gives_up_frees_its_slot(servers):
+    one = servers(delay=0.3)
+
+    async def respond(session, home, index, number):
+        try:
+            async with asyncio.timeout(0.1 if number == 0 else None):
+                return await session.turn(Prompt(0, (1, 2, number), ""), SAMPLING, number, home)
+        except TimeoutError:
+            return await session.turn(Prompt(0, (1, 2, 9), ""), SAMPLING, 9, home)
+
+    engine = VllmEngine([one.url], str, max_num_seqs=1)
+    ((_, rollouts),) = engine.converse([Prompt(0, (1, 2, 3), "")], 3, respond)
+    assert [rollout.response_ids[0] for rollout in rollouts] == [9, 1, 2]
+
+
+def test_a_conversation_stays_with_one_copy_of_its_server_and_copies_have_equally_many(servers):
+    both = servers(delay=0.02), servers(delay=0.02)
+    converse(both, 4, 4, lambda *_: 3, copies=2)
+    copies = Counter()
+    for server in both:
+        by_prefix = {}
+        for body in server.asked:
+            tokens, copy = tuple(body["token_ids"]), server.headers[body["request_id"]]["x-data-parallel-rank"]
+            if len(tokens) == 3:
+                copies[server.url, copy] += 1
+            else:
+                assert copy in by_prefix[tokens[:-7]]
+            by_prefix.setdefault(tokens, set()).add(copy)
+    assert copies == {(server.url, copy): 4 for server in both for copy in "01"}
+
+
+def test_a_server_chooses_the_copy_of_a_response_with_one_turn(servers):
+    one = servers()
+    VllmEngine([one.url], str, copies=2).generate([Prompt(0, (1, 2), "")], 3, SAMPLING, seed=0)
+    assert len(one.headers) == 3 and not any("x-data-parallel-rank" in headers for headers in one.headers.values())
+
+
+@pytest.mark.parametrize("patience", [0.0, 5.0])
+def test_another_server_parses_calls_when_the_own_one_does_not_respond(servers, patience):
+    both = servers(), servers()
+
+    async def respond(session, home, index, number):
+        await session.turn(Prompt(0, (1, 2, 3), ""), SAMPLING, 7, home)
+        own = await session.read_tool_calls([5], [], home)
+        {server.url: server for server in both}[home.url].spoiled["/v1/chat/completions/derender"] = "reset"
+        return [own[0] == home.url, (await session.read_tool_calls([5], [], home))[0] != home.url]
+
+    engine = VllmEngine([server.url for server in both], str, patience=patience)
+    assert list(engine.converse([Prompt(0, (1, 2, 3), "")], 1, respond)) == [(0, [[True, True]])]
+    both[0].spoiled["/v1/chat/completions/derender"] = both[1].spoiled["/v1/chat/completions/derender"] = "reset"
+    if not patience:
+        with pytest.raises(EngineError, match="did not respond to /v1/chat/completions/derender"):
+            list(engine.converse([Prompt(0, (1, 2, 3), "")], 1, respond))
+
+
+@pytest.mark.parametrize(("slots", "waits"), [(1, True), (8, False)])
+def test_a_home_counts_the_seconds_that_its_turns_wait_for_slots(servers, slots, waits):
+    one, seconds = servers(delay=0.2), []
+    engine = VllmEngine([one.url], str, max_num_seqs=slots)
+
+    async def respond(session, home, index, number):
+        await home.granted
+        began = home.queued
+        for turn in range(2):
+            await session.turn(Prompt(0, (1, 2, 3, *[4] * turn), ""), SAMPLING, turn, home)
+        seconds.append(home.queued - began)
+
+    list(engine.converse([Prompt(0, (1, 2, 3), "")], 4, respond))
+    assert (max(seconds) > 0.15) == waits, seconds
