@@ -1,4 +1,4 @@
-"""Names of the built-in schedulers and tools, and locations of the user's. Imports none of them."""
+"""Names of the built-in schedulers, tools and adapters, and locations of the user's. Imports none of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,45 @@ SCHEDULERS = {
     "reasoning_gym": "megagrpo.environments.gym_attempts:ReasoningGym",
 }
 TOOLS = {"calculator": "megagrpo.environments.calculator:calculator"}
+_ADAPTERS = "megagrpo.environments.adapters."
+# Prefix of a name -> the class whose constructor gets the rest of the name as `name`.
+ENVIRONMENT_ADAPTERS = {
+    "gymnasium:": _ADAPTERS + "gymnasium_env:Gymnasium",
+    "mcp:": _ADAPTERS + "mcp_server:McpServer",
+    "nemo_gym:": _ADAPTERS + "nemo_gym:NemoGym",
+    "openenv:": _ADAPTERS + "openenv_client:OpenEnv",
+    "verifiers:": _ADAPTERS + "verifiers_env:Verifiers",
+    "verifiers_v1:": _ADAPTERS + "verifiers_v1:VerifiersV1",
+}
+TOOL_ADAPTERS = {
+    "mcp:": _ADAPTERS + "mcp_server:McpServer",
+    "sandbox_fusion:": _ADAPTERS + "sandbox_fusion:SandboxFusion",
+}
 
 
 def targets(section: MultiTurnSection) -> tuple[Target | None, list[Target], Target | None]:
     """Return (scheduler, tools, environment). Raises ProblemError with the key for an unknown name or missing file."""
     scheduler = section.scheduler and locate(section.scheduler, "multi_turn.scheduler", "scheduler", SCHEDULERS)
-    tools = [locate(name, f"multi_turn.tools.{i}", "tool", TOOLS) for i, name in enumerate(section.tools)]
-    environment = section.environment and locate(section.environment, "multi_turn.environment", "environment", {})
+    tools = [locate_tool(name, f"multi_turn.tools.{i}") for i, name in enumerate(section.tools)]
+    environment = section.environment and locate_environment(section.environment, "multi_turn.environment")
     return scheduler or None, tools, environment or None
+
+
+def locate_tool(name: str, key: str) -> Target:
+    """Return the location of the tool at `key`, or of the adapter whose prefix it has. Raises as `targets`."""
+    return _adapted(name, TOOL_ADAPTERS) or locate(name, key, "tool", TOOLS, _own(TOOL_ADAPTERS))
+
+
+def locate_environment(name: str, key: str) -> Target:
+    """Return the location of an environment's class, or of the adapter whose prefix it has. Raises as `targets`."""
+    return _adapted(name, ENVIRONMENT_ADAPTERS) or locate(name, key, "environment", {}, _own(ENVIRONMENT_ADAPTERS))
+
+
+def _adapted(name: str, adapters: dict[str, str]) -> Target | None:
+    prefix, _, rest = name.partition(":")
+    location, _, attribute = adapters.get(f"{prefix}:", "").partition(":")
+    return Target(location, attribute, preset=(("name", rest.strip()),)) if location and rest.strip() else None
+
+
+def _own(adapters: dict[str, str]) -> str:
+    return f"package.module:name, path/file.py:name, or one of {', '.join(f'{prefix}NAME' for prefix in adapters)}"

@@ -1,0 +1,296 @@
+"""The process of one episode: it holds an environment, a scheduler class, or both, and answers the worker's calls.
+
+A worker forks it (`hosted.py`). With `multi_turn.container` a command starts it instead, as
+`python -m megagrpo.environments.episode` in a container or in another Python; it then speaks over stdin and stdout.
+A call is [verb, arguments]; the answer is {"value": value} or {"failure": reason} (`rewards/workers/channel.py`).
+This module imports the standard library only, besides modules of this package that do the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable
+from threading import Thread
+from typing import Any, NoReturn
+
+from megagrpo.environments.tool_schema import tool_schema
+from megagrpo.rewards.target import Target
+from megagrpo.rewards.workers.channel import Channel, as_json, from_json
+from megagrpo.rewards.workers.values import MAX_REWARD, InvalidRewards, reward_of
+from megagrpo.rewards.workers.worker import explain, find, tie_to_parent
+
+Arguments = dict[str, Any]
+NOT_TOOLS = ("reset", "get_reward")
+INVALID_ACTION = "That is not a valid action."  # an adapter's answer to a turn that names no action
+_COPIED_BYTES = 1 << 16  # per read between a container's stdio and the process of the episode
+
+
+class EnvironmentLost(RuntimeError):
+    """An environment raises this when it cannot go on: its response fails. Other errors of a tool go to the policy."""
+
+
+class Loop:
+    """One event loop for all calls of a process, so that a connection opened in one call serves the next. It runs in a
+    thread, so that connections also answer between calls.
+
+    It begins with the first coroutine: a worker that forks episodes must have none.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def awaited(self, value: Any) -> Any:
+        """Return the value of a plain function, or await what a coroutine function returned."""
+        if not inspect.isawaitable(value):
+            return value
+
+        async def wait() -> Any:
+            return await value
+
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            Thread(target=self._loop.run_forever, name="event loop of an environment", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(wait(), self._loop).result()
+
+
+class Players:
+    """The environment and the scheduler of one process. Constructed at its first call; one episode after another may
+    use it: `reset` begins the next one, with the same environment and a new scheduler."""
+
+    def __init__(
+        self,
+        environment: Target | None,
+        environment_args: Arguments,
+        scheduler: Target | None = None,
+        scheduler_args: Arguments | None = None,
+    ):
+        self._loop = Loop()
+        self._environment_class = None if environment is None else find(environment)
+        self._environment_args = environment_args | (dict(environment.preset) if environment else {})
+        self._scheduler_class = None if scheduler is None else find(scheduler)
+        self._scheduler_args = scheduler_args or {}
+        self._environment: Any = None
+        self._scheduler: Any = None
+
+    def play(self, verb: str, arguments: Arguments) -> Any:
+        """Run a verb: "describe", "reset", "step", "reward", or "tool" with a name and arguments."""
+        if verb == "describe":
+            return describe_environment(self._environment_class, self._environment_args, self._loop)
+        if verb == "reset":
+            self._scheduler = None
+        self._construct()
+        players = [player for player in (self._environment, self._scheduler) if player is not None]
+        match verb:
+            case "reset":
+                return self._reset([p for p in players if hasattr(p, "reset")], arguments)
+            case "step":
+                return answer(players[-1].step, arguments, self._loop)
+            case "reward":
+                judges = {type(p).__name__: p for p in players if hasattr(p, "get_reward")}
+                return {name: self._reward(name, judge, arguments) for name, judge in judges.items()}
+        if hasattr(self._environment, "call_tool"):
+            return used(self._environment.call_tool, arguments, self._loop)
+        return used(getattr(self._environment, arguments["name"]), arguments["arguments"], self._loop)
+
+    def _construct(self) -> None:
+        if self._environment is None and self._environment_class is not None:
+            self._environment = self._environment_class(**self._environment_args)
+        if self._scheduler is None and self._scheduler_class is not None:
+            self._scheduler = self._scheduler_class(**self._scheduler_args)
+
+    def _reset(self, players: list[Any], columns: Arguments) -> str | None:
+        texts = [self._loop.awaited(p.reset(**accepted(p.reset, columns))) for p in players]
+        texts = [text for text in texts if text is not None]
+        if wrong := [text for text in texts if not isinstance(text, str)]:
+            raise TypeError(f"reset must return text or None, not {wrong[0]!r:.200}")
+        return "".join(texts) if texts else None
+
+    def _reward(self, name: str, judge: Any, arguments: Arguments) -> float | None:
+        value = self._loop.awaited(judge.get_reward(**accepted(judge.get_reward, arguments)))
+        return checked_reward(f"`{name}.get_reward`", value)
+
+
+def serve(players: Callable[[], Players], channel: Channel) -> NoReturn:
+    """Answer the calls that arrive at `channel` until the other side closes it; never returns."""
+    pid, loaded = os.getpid(), None
+    while True:
+        try:
+            verb, arguments = from_json(channel.receive())
+        except EOFError:
+            os._exit(0)
+        try:
+            loaded = loaded or players()
+            reply = {"value": loaded.play(verb, arguments)}
+        except (InvalidRewards, EnvironmentLost) as error:
+            reply = {"failure": str(error)}
+        except BaseException as error:
+            reply = {"failure": explain(error, whole=False)}
+        if os.getpid() != pid:  # user code has forked, and the copy has returned too
+            os._exit(0)
+        try:
+            channel.send(reply)
+        except (TypeError, ValueError, RecursionError) as error:
+            channel.send({"failure": f"its result cannot be sent: {error}"})
+
+
+def describe_environment(environment: Any, arguments: Arguments, loop: Loop) -> Arguments:
+    """Return `tools` (schemas), `steps` (whether it answers turns without calls), `reward_names` of a class.
+
+    An instance is constructed only if its tools are known by asking (`list_tools`). Raises ValueError for a class
+    that cannot be used.
+    """
+    if not isinstance(environment, type) or not callable(getattr(environment, "reset", None)):
+        raise ValueError(f"`{getattr(environment, '__name__', environment)}` must be a class with a method `reset`")
+    unknown_argument(environment, arguments)
+    steps = takes_turns(environment)
+    if hasattr(environment, "list_tools"):
+        tools = loop.awaited(environment(**arguments).list_tools())
+    else:
+        names = [name for name, _ in inspect.getmembers(environment, inspect.isfunction)]
+        names = [name for name in names if not name.startswith("_") and name not in NOT_TOOLS]
+        # bound to any object, because a schema has no `self`; no instance is created
+        bound = [getattr(environment, name).__get__(object()) for name in names if not (steps and name == "step")]
+        tools = [tool_schema(method) for method in bound]
+    reward_names = [environment.__name__] if hasattr(environment, "get_reward") else []
+    return {"tools": tools, "steps": steps, "reward_names": reward_names}
+
+
+def takes_turns(environment: type) -> bool:
+    """Whether a class answers the policy's turns: it has `step(self, messages, ...)`. Another `step` is a tool."""
+    return hasattr(environment, "step") and "messages" in inspect.signature(environment.step).parameters
+
+
+def unknown_argument(function: Any, arguments: Arguments) -> None:
+    """Raise ValueError for an argument of the config that a constructor or function does not take."""
+    known = accepted(function, arguments)
+    if unknown := [name for name in arguments if name not in known]:
+        takes = ", ".join(inspect.signature(function).parameters)
+        raise ValueError(f"`{function.__name__}` has no argument `{unknown[0]}`; its arguments: {takes}")
+
+
+def used(function: Callable[..., Any], arguments: Arguments, loop: Loop) -> Arguments:
+    """Call a tool. Returns {"result": text}, or {"error": text} if it raises; the text is the tool message."""
+    try:
+        result = loop.awaited(function(**arguments))
+    except EnvironmentLost:
+        raise
+    except Exception as error:
+        return {"error": str(error) or type(error).__name__}
+    return {"result": result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)}
+
+
+def answer(
+    function: Callable[..., Any], arguments: Arguments, loop: Loop
+) -> tuple[list[dict[str, Any]], bool, float | None]:
+    """Call a scheduler or `step`. Returns messages with any follow-up, whether to end, and the turn's reward."""
+    match result := loop.awaited(function(**accepted(function, arguments))):
+        case (list() as messages, bool() as done):
+            return messages, done, None
+        case (list() as messages, bool() as done, reward):
+            name = getattr(function, "__qualname__", function)
+            return messages, done, checked_reward(f"the reward of `{name}`", reward)
+    raise TypeError(f"a scheduler must return (messages, done) or (messages, done, reward), not {result!r:.200}")
+
+
+def accepted(function: Callable[..., Any], arguments: Arguments) -> Arguments:
+    """Return the arguments that `function` takes by name."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in {p.name for p in parameters}}
+
+
+def checked_reward(what: str, value: Any) -> float | None:
+    """Return a reward as a float or None. Raises InvalidRewards that begins with `what`."""
+    try:
+        return None if value is None else reward_of(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidRewards(f"{what}: {error}") from None
+
+
+def is_valid(verb: str, value: Any) -> bool:
+    """Whether the value of an episode's `verb`, perhaps from user code, has the shape that the trainer expects."""
+    match verb, value:
+        case "reset", str() | None:
+            return True
+        case "describe", {"tools": list() as tools, "steps": bool(), "reward_names": list() as names, **rest}:
+            return not rest and all(map(_is_schema, tools)) and all(isinstance(name, str) for name in names)
+        case "reward", dict() as rewards:
+            return all(map(_is_reward, rewards.values()))
+        case "step", [list() as messages, bool(), reward]:
+            return _is_reward(reward) and all(isinstance(message, dict) for message in messages)
+        case "tool", {"result": str(), **rest} | {"error": str(), **rest}:
+            return not rest
+    return False
+
+
+def _is_schema(value: Any) -> bool:
+    match value:
+        case {"type": "function", "function": {"name": str(), "parameters": dict()}}:
+            return True
+    return False
+
+
+def _is_reward(value: Any) -> bool:
+    return value is None or (type(value) is float and abs(value) <= MAX_REWARD)  # False for NaN
+
+
+# ------------------------------------------------------------------------------------------- in a container, over stdio
+
+
+def main() -> None:
+    """Serve an episode over stdin and stdout. The first message holds the arguments of `Players`.
+
+    User code runs in a child process. When stdin closes, because the trainer ended the episode, the child is killed
+    even in the middle of a call: a runtime's command line does not pass SIGKILL on to its container.
+    """
+    ours, theirs = socket.socketpair()
+    output = os.dup(1)
+    os.dup2(2, 1)  # what user code prints must not mix with the answers
+    if (child := os.fork()) == 0:
+        os.setpgid(0, 0)
+        tie_to_parent()
+        os.close(output)
+        ours.close()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        channel = Channel(theirs)
+        options = from_json(channel.receive())
+        serve(lambda: Players(**options), channel)
+    theirs.close()
+    with contextlib.suppress(OSError):  # the child has done it
+        os.setpgid(child, child)
+    try:
+        _copy(0, ours, output)
+    finally:
+        os.killpg(child, signal.SIGKILL)
+
+
+def _copy(source: int, players: socket.socket, output: int) -> None:
+    """Copy bytes from `source` to `players` and from there to `output` until one of the two ends."""
+    while True:
+        for ready in select.select([source, players.fileno()], [], [])[0]:
+            if ready == source:
+                if not (data := os.read(source, _COPIED_BYTES)):
+                    return
+                players.sendall(data)
+            else:
+                if not (data := players.recv(_COPIED_BYTES)):
+                    return
+                while data:
+                    data = data[os.write(output, data) :]
+
+
+def options_message(environment: Target, environment_args: Arguments) -> Any:
+    """Return the first message for `main`."""
+    return as_json({"environment": environment, "environment_args": environment_args})
+
+
+if __name__ == "__main__":
+    main()

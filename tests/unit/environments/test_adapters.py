@@ -1,0 +1,682 @@
+"""Adapters of other projects' environments, with the real packages and servers in processes of their own.
+
+NeMo-Gym and SandboxFusion are tested with servers that speak their documented HTTP protocols: nemo-gym pins other
+versions of openai, mcp and pyarrow than vLLM, and SandboxFusion's server is no package.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import psutil
+import pytest
+
+from megagrpo.environments.episode import Loop
+from tests.unit.environments.test_environments import (  # noqa: F401 - a fixture
+    call,
+    conversation,
+    each,
+    gone,
+    mine,
+    responders,
+    used,
+)
+
+
+def say(one, text):
+    """Add a turn of the policy."""
+    one.messages.append({"role": "assistant", "content": text})
+    one.turns.append(one.turns[-1])
+
+
+def answered(table, one, text):
+    """The answer to a turn: (last message, done, reward)."""
+    say(one, text)
+    ((messages, done, reward),) = each(table.schedule, [one])
+    one.messages += messages[len(one.all_messages) :]
+    return messages[-1]["content"], done, reward
+
+
+def begun(table, *more, **columns):
+    one = conversation(**columns)
+    one.messages = []
+    (text,) = each(table.begin, [one])
+    assert not one.ended
+    return one, text
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """A factory of servers: writes a program, starts it with a port, waits until it answers, returns its address."""
+    processes = []
+
+    def start(program, *arguments, path="/health"):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        file = tmp_path / f"server_{len(processes)}.py"
+        file.write_text(program)
+        processes.append(subprocess.Popen([sys.executable, str(file), str(port), *arguments]))
+        for _ in range(600):
+            assert processes[-1].poll() is None, "the server has ended"
+            try:
+                httpx.get(f"http://127.0.0.1:{port}{path}")
+                return f"http://127.0.0.1:{port}"
+            except httpx.HTTPError:
+                time.sleep(0.1)
+        raise AssertionError("the server does not answer")
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+# ------------------------------------------------------------------------------------------------------------ Gymnasium
+
+
+def test_gymnasium_frozen_lake_is_played_in_words(responders):  # noqa: F811
+    pytest.importorskip("gymnasium")
+    arguments = {"is_slippery": False, "actions": ["left", "down", "right", "up"], "show": "render", "invalid": -0.1}
+    table = responders("gymnasium:FrozenLake-v1", environment_args=arguments)
+    assert table.tools == [] and table.reward_names == ["turns"]
+    one, text = begun(table, seed=3)
+    assert text == "\n[S]FFF\nFHFH\nFFFH\nHFFG"
+    assert answered(table, one, "I go up, no: down")[1:] == (False, 0.0)
+    assert answered(table, one, "hm") == ("That is not a valid action.", False, -0.1)
+    for word in ("down", "right", "right", "Down"):
+        assert answered(table, one, word)[1] is False
+    assert answered(table, one, "right") == ("  (Right)\nSFFF\nFHFH\nFFFH\nHFF[G]", True, 1.0)
+    for turn, reward in zip(range(-7, 0), (0, -0.1, 0, 0, 0, 0, 1.0), strict=True):
+        one.turns[turn] = type(one.turns[turn])(0, 0, reward)
+    each(table.finish, [one])
+    assert one.rewards == {"turns": pytest.approx(0.9)}
+
+
+def test_gymnasium_numbers_and_boxes():
+    pytest.importorskip("gymnasium")
+    from megagrpo.environments.adapters.gymnasium_env import Gymnasium
+
+    taxi = Gymnasium("Taxi-v4")
+    first = taxi.reset(seed=1)
+    assert first == Gymnasium("Taxi-v4").reset(seed=1) != taxi.reset(seed=2)
+    actions = [taxi._action(text) for text in ("3 or 5", "7", "2.5", "none")]
+    assert actions == [5, None, None, None]
+    car = Gymnasium("MountainCarContinuous-v0")
+    assert car._action("a force of 0.25").tolist() == [0.25] and car._action("-7").tolist() == [-1.0]
+    assert car._action("none") is None
+    with pytest.raises(ValueError, match=r"Taxi-v4 has 6 actions, but environment_args\.actions names 1"):
+        Gymnasium("Taxi-v4", actions=["up"])
+
+
+# ------------------------------------------------------------------------------------------------------------------ MCP
+
+NOTES = """
+import os, subprocess, time
+try:
+    from mcp.server.mcpserver import MCPServer as FastMCP
+except ImportError:
+    from mcp.server.fastmcp import FastMCP
+
+server, notes = FastMCP("notes"), []
+
+@server.tool()
+def add(text: str) -> str:
+    "Adds a note."
+    notes.append(text)
+    return f"{len(notes)} notes in {os.getpid()}"
+
+@server.tool()
+def fail() -> str:
+    "Fails."
+    raise ValueError("no such thing")
+
+@server.tool()
+def die() -> str:
+    "Dies."
+    os._exit(3)
+
+@server.tool()
+def hang() -> str:
+    "Hangs."
+    time.sleep(600)
+
+server.run()
+"""
+
+
+@pytest.fixture
+def notes(tmp_path):
+    pytest.importorskip("mcp")
+    file = tmp_path / "notes.py"
+    file.write_text(NOTES)
+    return f"mcp:{sys.executable} {file}"
+
+
+def test_an_mcp_server_per_response(responders, notes):  # noqa: F811
+    table = responders(notes)
+    schema = table.tools[0]["function"]
+    assert [t["function"]["name"] for t in table.tools] == ["add", "fail", "die", "hang"]
+    assert schema["description"] == "Adds a note." and schema["parameters"]["required"] == ["text"]
+    both = [conversation(0), conversation(1)]
+    each(table.begin, both)
+    told = [used(table, one, "add", text="a") for one in both] + [used(table, both[0], "add", text="b")]
+    assert [text.split()[0] for text in told] == ["1", "1", "2"]
+    assert "fail" in json.loads(used(table, both[0], "fail"))["error"] and "error" in used(table, both[0], "add", x=1)
+    (messages,) = each(table.use_tools, [both[1]], [[call("add", text="b"), call("add", text="c")]])
+    assert [m["content"].split()[0] for m in messages] == ["2", "3"]  # two calls in one turn
+    assert not both[0].ended
+    pids = {int(text.split()[-1]) for text in told}
+    assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
+    each(table.finish, both)
+    gone(*pids)
+
+
+@pytest.mark.parametrize(("fault", "reason"), [("hang", "no answer in time"), ("die", "the MCP server has ended")])
+def test_an_mcp_server_that_hangs_or_dies_costs_its_response_only(responders, notes, fault, reason):  # noqa: F811
+    table = responders(notes, timeout=8.0)
+    both = [conversation(0), conversation(1)]
+    each(table.begin, both)
+    pid = int(used(table, both[0], "add", text="a").split()[-1])
+    assert reason in used(table, both[0], fault)
+    assert (both[0].ended, both[1].ended) == ("failed", "") and used(table, both[1], "add", text="a")[0] == "1"
+    gone(pid)
+
+
+def test_a_reused_mcp_environment_gets_a_new_server(responders, notes):  # noqa: F811
+    table = responders(notes, reuse_environments=True)
+    told = []
+    for number in range(2):
+        one = conversation(number)
+        each(table.begin, [one])
+        told.append(used(table, one, "add", text="a").split())
+        each(table.finish, [one])
+    assert [text[0] for text in told] == ["1", "1"] and told[0][-1] != told[1][-1]
+
+
+def test_mcp_tools_without_an_environment_are_shared_and_come_back_after_a_crash(responders, notes):  # noqa: F811
+    table = responders(tools=["calculator", notes])
+    one = conversation()
+    assert used(table, one, "calculator", expression="6 * 7") == "42"
+    assert [used(table, one, "add", text="a").split()[0] for _ in range(2)] == ["1", "2"]
+    assert "has ended" in used(table, one, "die") and not one.ended
+    assert used(table, one, "add", text="a").split()[0] == "1"
+
+
+PAGES = """
+import asyncio
+from mcp import types
+from mcp.server.lowlevel import Server
+from mcp.server.stdio import stdio_server
+
+SCHEMA = {"type": "object", "properties": {}}
+
+
+async def listed(context, params):
+    page = int(params.cursor) if params and params.cursor else 0
+    tool = types.Tool(name=f"tool_{page}", description="One.", input_schema=SCHEMA)
+    return types.ListToolsResult(tools=[tool], next_cursor=str(page + 1) if page < 2 else None)
+
+
+async def main():
+    server = Server("pages", on_list_tools=listed)
+    async with stdio_server() as streams:
+        await server.run(*streams, server.create_initialization_options())
+
+
+asyncio.run(main())
+"""
+
+
+def test_all_pages_of_an_mcp_servers_tools_are_listed(responders, tmp_path):  # noqa: F811
+    pytest.importorskip("mcp.server.mcpserver", reason="the server is written for mcp 2")
+    (tmp_path / "pages.py").write_text(PAGES)
+    table = responders(f"mcp:{sys.executable} {tmp_path / 'pages.py'}")
+    assert [t["function"]["name"] for t in table.tools] == ["tool_0", "tool_1", "tool_2"]
+
+
+def test_an_mcp_command_that_does_not_start_is_refused(responders):  # noqa: F811
+    pytest.importorskip("mcp")
+    with pytest.raises(ValueError, match="the MCP server does not start: no-such-server"):
+        responders("mcp:no-such-server")
+
+
+# ------------------------------------------------------------------------------------------------------------ verifiers
+
+GAME = '''
+import verifiers as vf
+from datasets import Dataset
+
+
+def add(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: One.
+        b: The other.
+    """
+    return a + b
+
+
+class Game(vf.MultiTurnEnv):
+    async def setup_state(self, state):
+        state["left"] = 3
+        return state
+
+    async def env_response(self, messages, state, **kwargs):
+        state["left"] -= 1
+        if state["answer"] in messages[-1].content:
+            state["final_env_response"] = [vf.UserMessage(content="right")]
+            return state["final_env_response"]
+        return [vf.UserMessage(content=f"no; {state['left']} left")]
+
+
+class Shifted(vf.StatefulToolEnv):
+    def update_tool_args(self, tool_name, tool_args, messages, state, **kwargs):
+        return tool_args | {"b": 100}
+
+
+def right(completion, answer):
+    return float(any(answer in (m.content or "") for m in completion if m.role == "assistant"))
+
+
+def turns(state):
+    return len(state["trajectory"])
+
+
+def results(completion):
+    return sum(m.role == "tool" for m in completion)
+
+
+def load_environment(kind):
+    data = Dataset.from_list([{"question": "Guess.", "answer": "7"}])
+    shared = dict(dataset=data, rubric=vf.Rubric([right, turns, results], [1.0, 0.01, 0.001]))
+    if kind == "game":
+        return Game(max_turns=9, **shared)
+    if kind == "tool":
+        return vf.ToolEnv(tools=[add], **shared)
+    if kind == "stateful":
+        environment = Shifted(**shared)
+        environment.add_tool(add, args_to_skip=["b"])
+        return environment
+    return vf.SingleTurnEnv(**shared)
+'''
+
+
+@pytest.fixture
+def verifiers(responders, mine):  # noqa: F811
+    """A factory of responders of an environment of the kind."""
+    pytest.importorskip("verifiers.envs.multiturn_env", reason="needs verifiers 0.1.9 to 0.2")
+    (mine.parent / "guessing.py").write_text(GAME)
+
+    def make(kind):
+        return responders("verifiers:guessing", environment_args={"kind": kind}, timeout=120.0)
+
+    return make
+
+
+PROMPT = [{"role": "user", "content": "hi"}]
+
+
+def test_a_multi_turn_environment_of_verifiers(verifiers):
+    table = verifiers("game")
+    assert table.tools == [] and table.reward_names == ["Verifiers", "turns"]
+    one, text = begun(table, prompt=PROMPT, answer="7")
+    assert text is None and answered(table, one, "5") == ("no; 2 left", False, None)
+    assert answered(table, one, "It is 7") == ("right", True, None)
+    each(table.finish, [one])
+    assert one.rewards == {"Verifiers": pytest.approx(1.02), "turns": None}
+
+
+@pytest.mark.parametrize(("kind", "given", "result"), [("tool", {"a": 3, "b": 4}, "7"), ("stateful", {"a": 3}, "103")])
+def test_tool_environments_of_verifiers(verifiers, kind, given, result):
+    table = verifiers(kind)
+    (tool,) = table.tools
+    assert tool["function"]["name"] == "add" and list(tool["function"]["parameters"]["properties"]) == list(given)
+    one, _ = begun(table, prompt=PROMPT, answer="7")
+    say(one, "")
+    one.messages[-1]["tool_calls"] = [{"type": "function", "function": call("add", **given)}]
+    (messages,) = each(table.use_tools, [one], [[call("add", **given)]])
+    assert messages[0]["content"] == result
+    one.messages += messages
+    assert "unexpected keyword argument" in used(table, one, "add", x=1)
+    assert answered(table, one, "It is 7")[1] is True  # no call: the environment's stop condition
+    each(table.finish, [one])
+    assert one.rewards["Verifiers"] == pytest.approx(1.021)
+
+
+def test_a_single_turn_environment_of_verifiers_and_a_response_that_was_cut(verifiers):
+    table = verifiers("single")
+    one, _ = begun(table, prompt=PROMPT, answer="7")
+    assert answered(table, one, "It is 7")[1] is True
+    two, _ = begun(table, number=1, prompt=PROMPT, answer="7")
+    say(two, "It is 7")  # ended by its length: no step
+    each(table.finish, [one, two])
+    assert one.rewards["Verifiers"] == two.rewards["Verifiers"] == pytest.approx(1.01)
+
+
+def test_the_rows_of_an_environment_of_verifiers(verifiers, mine):  # noqa: F811
+    command = [sys.executable, "-m", "megagrpo.environments.adapters.verifiers_env", "guessing", '{"kind": "game"}']
+    paths = f"{mine.parent}:{os.getcwd()}"
+    rows = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ, PYTHONPATH=paths), check=True)
+    prompt = [{"role": "user", "content": "Guess."}]
+    assert [json.loads(row) for row in rows.stdout.splitlines()] == [{"prompt": prompt, "answer": "7", "example_id": 0}]
+
+
+TASKS = """
+import verifiers.v1 as vf
+
+__all__ = ["Numbers", "NumbersEnv"]
+
+
+class NumbersConfig(vf.TasksetConfig):
+    count: int
+
+
+class NumbersData(vf.TaskData):
+    answer: str
+
+
+class NumbersTask(vf.Task[NumbersData]):
+    @vf.reward(weight=1.0)
+    async def right(self, trace) -> float:
+        return float(self.data.answer in trace.last_reply)
+
+    @vf.reward(weight=0.01)
+    async def turns(self, trace) -> float:
+        return float(trace.num_turns)
+
+
+class Numbers(vf.Taskset[NumbersTask, NumbersConfig]):
+    def load(self):
+        for i in range(self.config.count):
+            yield NumbersTask(NumbersData(prompt="hi", answer=str(7 + i)), self.config.task)
+
+
+class NumbersEnvConfig(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+
+
+class NumbersEnv(vf.Env[NumbersEnvConfig]):
+    async def run(self, task, agents):
+        async with agents.player.interaction(task) as interaction:
+            segment = await interaction.turn()
+            while not segment.terminated and task.data.answer not in segment.last_reply:
+                if segment.last_reply == "fail":
+                    raise RuntimeError("it failed")
+                segment = await interaction.turn(f"not {segment.last_reply}")
+"""
+
+
+def test_an_environment_of_verifiers_0_4_in_its_own_python(responders, mine):  # noqa: F811
+    python = os.environ.get("VERIFIERS_PYTHON", sys.executable)
+    probe = "from verifiers.v1 import Env, Taskset; from verifiers.v1.agent import Segment"
+    if subprocess.run([python, "-c", probe], capture_output=True).returncode:
+        pytest.skip("needs verifiers 0.4, whose pins do not fit vLLM's: VERIFIERS_PYTHON=/its/environment/bin/python")
+    (mine.parent / "numbers_tasks.py").write_text(TASKS)
+    arguments = {"environment_args": {"count": 3}, "reuse_environments": True, "timeout": 120.0}
+    table = responders("verifiers_v1:numbers_tasks", container=f"{python} -m {{module}}", **arguments)
+    assert table.tools == [] and table.reward_names == ["VerifiersV1", "turns"]
+    one, text = begun(table, idx=2)
+    assert text is None and answered(table, one, "5") == ("not 5", False, None)
+    assert answered(table, one, "It is 9")[1:] == (True, None)
+    each(table.finish, [one])
+    cut, _ = begun(table, number=1, idx=0)
+    assert answered(table, cut, "5")[1] is False  # and then the response ends
+    failed, _ = begun(table, number=2, idx=1)
+    say(failed, "fail")
+    assert each(table.schedule, [failed]) == [None] and failed.ended == "failed"
+    each(table.finish, [cut, failed])
+    rewards = [c.rewards["VerifiersV1"] for c in (one, cut, failed)]
+    assert rewards == [pytest.approx(1.02), pytest.approx(0.01), 0.0]
+
+
+# -------------------------------------------------------------------------------------------------------------- OpenEnv
+
+OPENENV = """
+import os, sys
+import uvicorn
+from fastmcp import FastMCP
+from openenv.core.env_server import create_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.mcp_environment import MCPEnvironment
+from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
+from openenv.core.env_server.types import Action, Observation, State
+
+
+class Guess(Action):
+    guess: int
+
+
+class Seen(Observation):
+    text: str
+
+
+class Game(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        self.secret = seed
+        return Seen(text="from 1 to 9")
+
+    def step(self, action, **kwargs):
+        if action.guess == 99:
+            os._exit(1)
+        right = action.guess == self.secret
+        return Seen(text="right" if right else "wrong", done=right, reward=1.0 if right else -0.5)
+
+    @property
+    def state(self):
+        return State()
+
+
+class Tools(MCPEnvironment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self):
+        server = FastMCP("tools")
+
+        @server.tool
+        def divide(a: int, b: int) -> float:
+            "Divides."
+            return a / b
+
+        super().__init__(server)
+
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        return Observation()
+
+    def _step_impl(self, action, timeout_s=None, **kwargs):
+        return Observation()
+
+    @property
+    def state(self):
+        return State()
+
+
+kinds = {"game": (Game, Guess, Seen), "tools": (Tools, CallToolAction, CallToolObservation)}
+app = create_app(*kinds[sys.argv[2]], max_concurrent_envs=8)
+uvicorn.run(app, port=int(sys.argv[1]), log_level="warning", ws_ping_interval=0.5, ws_ping_timeout=0.5)
+"""
+
+
+def test_an_openenv_server_whose_actions_are_turns(responders, serve):  # noqa: F811
+    pytest.importorskip("openenv.core")
+    table = responders(f"openenv:{serve(OPENENV, 'game')}", environment_args={"invalid": -1.0})
+    assert table.tools == [] and table.reward_names == ["OpenEnv", "turns"]
+    one, text = begun(table, seed=3)
+    other, _ = begun(table, number=1, seed=5)
+    assert text == "\nfrom 1 to 9" and answered(table, one, "5") == ("wrong", False, -0.5)
+    assert answered(table, one, "a word") == ("That is not a valid action.", False, -1.0)
+    assert answered(table, other, '{"guess": 5}') == ("right", True, 1.0)  # sessions do not share state
+    assert answered(table, one, "3") == ("right", True, 1.0)
+    say(other, "99")
+    each(table.begin, [other])
+    assert each(table.schedule, [other]) == [None] and other.ended == "failed"
+
+
+def test_an_openenv_session_outlives_a_long_turn_and_comes_back_after_it_was_closed(serve):
+    pytest.importorskip("openenv.core")
+    from megagrpo.environments.adapters.openenv_client import OpenEnv
+
+    loop, client = Loop(), OpenEnv(serve(OPENENV, "game"))
+    loop.awaited(client.reset(seed=3))
+    time.sleep(3.0)  # the server closes connections that do not answer its pings
+    assert loop.awaited(client.step([{"role": "assistant", "content": "3"}]))[1:] == (True, 1.0)
+    loop.awaited(client._client._ws.close())
+    assert loop.awaited(client.reset(seed=4)) == "\nfrom 1 to 9"
+    assert loop.awaited(client.step([{"role": "assistant", "content": "4"}]))[1:] == (True, 1.0)
+
+
+def test_an_openenv_server_of_mcp_tools(responders, serve):  # noqa: F811
+    pytest.importorskip("openenv.core")
+    table = responders(f"openenv:{serve(OPENENV, 'tools')}")
+    (tool,) = table.tools
+    assert tool["function"]["name"] == "divide" and list(tool["function"]["parameters"]["properties"]) == ["a", "b"]
+    one, text = begun(table)
+    assert text is None and used(table, one, "divide", a=1, b=2) == "0.5"
+    assert "zero" in json.loads(used(table, one, "divide", a=1, b=0))["error"]
+    assert answered(table, one, "It is 0.5")[1:] == (True, None)
+    each(table.finish, [one])
+    assert one.rewards == {"OpenEnv": 0.0, "turns": None}
+
+
+# ------------------------------------------------------------------------------------------------- protocols over HTTP
+
+NEMO = '''
+"""A counter that speaks the protocol of nemo_gym/base_resources_server.py, as its example_session_state_mgmt."""
+
+import sys
+import uuid
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from openai.types.responses import Response as Conversation
+from pydantic import BaseModel
+
+app, counters = FastAPI(), {}
+
+
+class Increment(BaseModel):
+    count: int
+
+
+@app.middleware("http")
+async def session(request: Request, call_next):
+    request.state.key = request.cookies.get("session") or str(uuid.uuid4())
+    answer = await call_next(request)
+    answer.set_cookie("session", request.state.key)
+    return answer
+
+
+@app.post("/seed_session")
+async def seed_session(request: Request):
+    counters[request.state.key] = (await request.json())["start"]
+    return {}
+
+
+@app.post("/increment")
+async def increment(body: Increment, request: Request):
+    "Adds to the counter."
+    counters[request.state.key] += body.count
+    return {"count": counters[request.state.key]}
+
+
+@app.post("/verify")
+async def verify(request: Request):
+    body = await request.json()
+    said = Conversation.model_validate(body["response"]).output
+    kinds = [item.type for item in said]
+    right = counters[request.state.key] == body["goal"] and "done" in said[-1].content[0].text
+    assert body["responses_create_params"]["input"][0]["content"] == "hi"
+    return {"reward": float(right), "kinds": kinds}
+
+
+uvicorn.run(app, port=int(sys.argv[1]), log_level="warning")
+'''
+
+
+def test_a_resources_server_of_nemo_gym(responders, serve):  # noqa: F811
+    table = responders(f"nemo_gym:{serve(NEMO)}", reuse_environments=True)
+    (tool,) = table.tools
+    assert tool["function"]["name"] == "increment" and tool["function"]["parameters"]["required"] == ["count"]
+    for number, (start, reward) in enumerate([(1, 1.0), (5, 0.0)]):
+        one, _ = begun(table, number=number, prompt=PROMPT, start=start, goal=3)
+        say(one, "")
+        one.messages[-1]["tool_calls"] = [{"type": "function", "function": call("increment", count=2)}]
+        one.messages += each(table.use_tools, [one], [[call("increment", count=2)]])[0]
+        assert one.messages[-1]["content"] == json.dumps({"count": start + 2}, separators=(",", ":"))
+        assert "HTTP 422" in used(table, one, "increment", count="many")
+        say(one, "done")
+        each(table.finish, [one])
+        assert one.rewards == {"NemoGym": reward}
+
+
+SANDBOX = '''
+"""Speaks the protocol of SandboxFusion's POST /run_code for Python."""
+
+import subprocess
+import sys
+import time
+import uvicorn
+from fastapi import FastAPI, Request
+
+app = FastAPI()
+
+
+@app.post("/run_code")
+def run_code(body: dict):
+    if body["language"] == "cobol":
+        return {"status": "SandboxError", "message": "no compiler"}
+    begun = time.monotonic()
+    try:
+        run = subprocess.run(
+            [sys.executable, "-c", body["code"]], capture_output=True, text=True, timeout=body["run_timeout"]
+        )
+        result = {"status": "Finished", "return_code": run.returncode, "stdout": run.stdout, "stderr": run.stderr}
+    except subprocess.TimeoutExpired:
+        result = {"status": "TimeLimitExceeded", "return_code": None, "stdout": "", "stderr": ""}
+    success = "Success" if result["return_code"] == 0 else "Failed"
+    result["execution_time"] = time.monotonic() - begun
+    return {"status": success, "message": "", "compile_result": None, "run_result": result}
+
+
+uvicorn.run(app, port=int(sys.argv[1]), log_level="warning")
+'''
+
+
+def test_the_sandbox_of_sandbox_fusion(responders, serve):  # noqa: F811
+    table = responders(tools=[f"sandbox_fusion:{serve(SANDBOX)}"])
+    one = conversation()
+    assert used(table, one, "run_code", code="print(6 * 7)") == "42"
+    failed = used(table, one, "run_code", code="print('a'); 1 / 0")
+    assert failed.startswith("a\nTraceback") and failed.endswith("exit status 1")
+    assert "TimeLimitExceeded" in used(table, one, "run_code", code="while True: pass", run_timeout=0.5)
+    assert used(table, one, "run_code", code="print('x' * 20000)").endswith("x\n[20000 characters in all]")
+    assert "no compiler" in json.loads(used(table, one, "run_code", code="", language="cobol"))["error"]
+
+
+def test_a_server_that_does_not_answer_is_refused_before_training(responders):  # noqa: F811
+    with pytest.raises(ValueError, match=r"the NeMo-Gym server http://127\.0\.0\.1:9/openapi\.json: ConnectError"):
+        responders("nemo_gym:http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("name", ["gymnasium", "verifiers", "openenv", "mcp"])
+def test_a_missing_package_is_named_with_the_command_that_installs_it(responders, mine, name):  # noqa: F811
+    module = {"openenv": "openenv", "mcp": "mcp"}.get(name, name)
+    shadow = mine.parent / "absent" / module
+    shadow.mkdir(parents=True, exist_ok=True)
+    (shadow / "__init__.py").write_text("raise ImportError('absent')")
+    module = {
+        "gymnasium": "gymnasium_env",
+        "verifiers": "verifiers_env",
+        "openenv": "openenv_client",
+        "mcp": "mcp_server",
+    }
+    code = f"import megagrpo.environments.adapters.{module[name]}"
+    paths = f"{mine.parent / 'absent'}:{os.getcwd()}"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": paths})
+    assert "ImportError: multi_turn" in ran.stderr and "pip install" in ran.stderr

@@ -1,0 +1,325 @@
+"""The protocol of environments in real processes: constructor arguments, turns, dynamic tools, reuse, containers."""
+
+import asyncio
+import os
+import stat
+import sys
+import time
+
+import psutil
+import pytest
+
+from megagrpo.config import MultiTurnSection
+from megagrpo.environments.conversation import Conversation
+from megagrpo.environments.responders import Responders
+from megagrpo.types import Prompt, Turn
+
+MINE = '''
+"""Environments of the tests."""
+
+import asyncio
+import os
+import subprocess
+import time
+
+from megagrpo.environments.episode import EnvironmentLost
+
+
+class Game:
+    """Answers turns, has a tool named `reset` that is known by asking, and counts its episodes."""
+
+    def __init__(self, goal, word="more"):
+        self.goal, self.word, self.episodes = goal, word, 0
+
+    def reset(self, start=0):
+        self.value, self.episodes = start, self.episodes + 1
+        return f" Reach {self.goal}."
+
+    def list_tools(self):
+        schema = {"type": "object", "properties": {"by": {"type": "integer"}}}
+        names = ("reset", "lose", "wait", "child", "count")
+        return [{"type": "function", "function": {"name": n, "description": n, "parameters": schema}} for n in names]
+
+    def call_tool(self, name, arguments):
+        if name == "lose":
+            raise EnvironmentLost("the server is gone")
+        if name == "wait":
+            print("noise on stdout", flush=True)
+            time.sleep(600)
+        if name == "child":
+            return str(subprocess.Popen(["sleep", "600"]).pid)
+        if name == "count":
+            return f"{self.episodes} {os.getpid()}"
+        self.value = arguments.get("by", 0)
+        return str(self.value)
+
+    def step(self, messages, turn):
+        print("noise on stdout", flush=True)
+        self.value += len(messages[-1]["content"])
+        return [*messages, {"role": "user", "content": self.word}], self.value >= self.goal, self.value / 10
+
+    def get_reward(self, messages):
+        return float(len(messages))
+
+
+class Queued:
+    """An environment whose asyncio objects belong to the loop of the first call."""
+
+    async def reset(self):
+        loop = asyncio.get_running_loop()
+        self.ready = loop.create_future()
+        loop.call_later(0.1, self.ready.set_result, "taken")
+        self.ticks, self.clock = 0, asyncio.create_task(self._tick())
+
+    async def _tick(self):
+        while True:
+            self.ticks += 1
+            await asyncio.sleep(0.01)
+
+    async def take(self) -> str:
+        """Waits."""
+        return f"{await self.ready} {self.ticks}"
+
+
+class Stepper:
+    """Its `step` is a tool, because it has no parameter `messages`."""
+
+    def reset(self):
+        pass
+
+    def step(self, action: str) -> str:
+        """Acts.
+
+        Args:
+            action: What to do.
+        """
+        return action.upper()
+'''
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory):
+    file = tmp_path_factory.mktemp("environments") / "mine.py"
+    file.write_text(MINE)
+    return file
+
+
+@pytest.fixture
+def responders(mine):
+    """A factory of `Responders`, which are closed at the end; names without a colon belong to the tests' file."""
+    made = []
+
+    def make(environment=None, **section):
+        if environment and ":" not in environment:
+            environment = f"{mine}:{environment}"
+        section = dict(timeout=20.0, workers=1) | section | ({"environment": environment} if environment else {})
+        made.append(Responders(MultiTurnSection(**section), mine.parent))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def conversation(number=0, content="hm", **columns):
+    prompt = Prompt(number, (1,), "hi", columns)
+    made = Conversation(prompt, number, number, [{"role": "user", "content": "hi"}], 100)
+    made.messages, made.turns = [{"role": "assistant", "content": content}], [Turn(0, 0)]
+    return made
+
+
+def each(method, conversations, *arguments):
+    """The results of a coroutine of `Responders` for each conversation, all at once."""
+
+    async def run():
+        return await asyncio.gather(*map(method, conversations, *arguments))
+
+    return asyncio.run(run())
+
+
+def call(name, **arguments):
+    return {"name": name, "arguments": arguments}
+
+
+def used(table, one, name, **arguments):
+    """The content of the tool message of one call."""
+    ((message,),) = each(table.use_tools, [one], [[call(name, **arguments)]])
+    return message["content"]
+
+
+# --------------------------------------------------------------------------------------------------------- the protocol
+
+
+def test_an_environment_answers_turns_and_lists_its_tools(responders):
+    table = responders("Game", environment_args={"goal": 5})
+    assert [s["function"]["name"] for s in table.tools] == ["reset", "lose", "wait", "child", "count"]
+    assert table.has_scheduler and table.reward_names == ["Game", "turns"]
+    one = conversation(start=1)
+    assert each(table.begin, [one]) == [" Reach 5."]
+    ((messages, done, reward),) = each(table.schedule, [one])
+    assert messages[-1] == {"role": "user", "content": "more"} and (done, reward) == (False, 0.3)
+    assert used(table, one, "reset", by=4) == "4"  # a tool of that name is no new episode
+    ((_, done, reward),) = each(table.schedule, [one])
+    assert (done, reward) == (True, 0.6)
+    each(table.finish, [one])
+    assert one.rewards == {"Game": 2.0, "turns": None}  # `get_reward` saw prompt and answer
+
+
+def test_a_step_without_messages_is_a_tool(responders):
+    table = responders("Stepper")
+    assert [s["function"]["name"] for s in table.tools] == ["step"] and not table.has_scheduler
+    one = conversation()
+    each(table.begin, [one])
+    assert used(table, one, "step", action="go") == "GO"
+
+
+def test_calls_of_an_episode_share_one_event_loop(responders):
+    table = responders("Queued")
+    one = conversation()
+    each(table.begin, [one])
+    time.sleep(1.0)
+    word, ticks = used(table, one, "take").split()
+    assert word == "taken" and int(ticks) > 5  # connections answer between calls
+
+
+def test_an_environment_that_is_lost_ends_its_response(responders):
+    table = responders("Game", environment_args={"goal": 5})
+    one = conversation()
+    each(table.begin, [one])
+    assert "the server is gone" in used(table, one, "lose") and one.ended == "failed"
+
+
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        (dict(environment_args={"goal": 1, "wrod": "x"}), "`Game` has no argument `wrod`; its arguments: goal, word"),
+        (dict(environment_args={"goal": 1}, scheduler="reasoning_gym"), "leave multi_turn.scheduler out"),
+        (dict(), "missing 1 required positional argument: 'goal'"),
+    ],
+)
+def test_unusable_arguments_are_refused_before_training(responders, section, problem):
+    with pytest.raises(ValueError, match=problem):
+        responders("Game", **section)
+
+
+# ---------------------------------------------------------------------------------------------------------------- reuse
+
+
+def count_and_pid(table, one):
+    return tuple(map(int, used(table, one, "count").split()))
+
+
+def test_reused_environments_are_reset_and_keep_their_process(responders):
+    table = responders("Game", environment_args={"goal": 5}, reuse_environments=True)
+    seen = []
+    for number in range(3):
+        one = conversation(number)
+        each(table.begin, [one])
+        ((_, _, reward),) = each(table.schedule, [one])
+        assert reward == 0.2  # the value of the last episode is gone
+        seen.append(count_and_pid(table, one))
+        each(table.finish, [one])
+    assert [count for count, _ in seen] == [1, 2, 3] and len({pid for _, pid in seen}) == 1
+    table.close()
+    gone(seen[0][1])
+
+
+@pytest.mark.parametrize("fault", ["lose", "wait", "killed"])
+def test_a_process_that_failed_or_died_serves_no_other_response(responders, fault):
+    table = responders("Game", environment_args={"goal": 5}, reuse_environments=True, timeout=2.0)
+    one, two = conversation(0), conversation(1)
+    each(table.begin, [one])
+    _, pid = count_and_pid(table, one)
+    if fault != "killed":
+        used(table, one, fault)
+    each(table.finish, [one])
+    if fault == "killed":
+        os.kill(pid, 9)
+        gone(pid)
+    assert each(table.begin, [two]) == [" Reach 5."] and not two.ended
+    count, other = count_and_pid(table, two)
+    assert (count, other != pid) == (1, True)
+
+
+def test_without_reuse_each_response_has_a_new_process(responders):
+    table = responders("Game", environment_args={"goal": 5})
+    seen = set()
+    for number in range(2):
+        one = conversation(number)
+        each(table.begin, [one])
+        seen.add(count_and_pid(table, one))
+        each(table.finish, [one])
+    assert [count for count, _ in seen] == [1, 1] and len(seen) == 2
+
+
+# ----------------------------------------------------------------------------------------------------------- containers
+
+# As docker does, the command line is not the parent of the process in the container: it only copies its stdio.
+RUNTIME = """#!{python}
+import os, subprocess, sys
+assert sys.argv[1:3] == ["run", "--rm"], sys.argv
+words = sys.argv[sys.argv.index("image") + 1 :]
+with open({log!r}, "a") as log:
+    log.write(repr(sys.argv[1:]) + "\\n")
+environment = dict(os.environ, IN_CONTAINER="1")
+inside = subprocess.Popen(words, stdin=0, stdout=1, env=environment, start_new_session=True)
+inside.wait()
+"""
+
+
+@pytest.fixture
+def runtime(tmp_path, monkeypatch):
+    """A container runtime on PATH. Returns its log."""
+    log = tmp_path / "log"
+    program = tmp_path / "bin" / "docker"
+    program.parent.mkdir()
+    program.write_text(RUNTIME.format(python=sys.executable, log=str(log)))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    python = program.parent / "python3"
+    python.symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return log
+
+
+def test_a_container_serves_an_episode_over_its_stdio(responders, runtime, mine):
+    template = "docker run --rm -i -v {folder}:{folder}:ro -v {package}:/megagrpo:ro image {command}"
+    table = responders("Game", environment_args={"goal": 5}, container=template)
+    both = [conversation(0), conversation(1, start=2)]
+    assert each(table.begin, both) == [" Reach 5.", " Reach 5."]
+    answers = each(table.schedule, both)  # what the environment prints does not mix with the answers
+    assert [reward for _, _, reward in answers] == [0.2, 0.4]
+    pids = [count_and_pid(table, one)[1] for one in both]
+    child = int(used(table, both[0], "child"))
+    each(table.finish, both)
+    assert [one.rewards["Game"] for one in both] == [2.0, 2.0]
+    gone(*pids, child)
+    (line, *_) = runtime.read_text().splitlines()
+    assert f"{mine.parent}:{mine.parent}:ro" in line and "'python3', '-m', 'megagrpo.environments.episode'" in line
+
+
+def test_a_call_that_hangs_in_a_container_is_killed_there(responders, runtime):
+    table = responders("Game", environment_args={"goal": 5}, container="docker run --rm image {command}", timeout=8.0)
+    one = conversation()
+    each(table.begin, [one])
+    _, pid = count_and_pid(table, one)
+    assert "no answer in time" in used(table, one, "wait") and one.ended == "failed"
+    gone(pid)  # although only the runtime's command line was killed
+
+
+def gone(*pids):
+    """Wait until the processes have ended."""
+    ends = time.monotonic() + 10
+    while any(map(running, pids)) and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert not any(map(running, pids))
+
+
+def running(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_container_that_does_not_start_is_refused_before_training(responders):
+    with pytest.raises(ValueError, match="its process died"):
+        responders("Game", environment_args={"goal": 5}, container="false {command}")
+    with pytest.raises(ValueError, match="No such file or directory: 'no-such-runtime'"):
+        responders("Game", environment_args={"goal": 5}, container="no-such-runtime {command}")
