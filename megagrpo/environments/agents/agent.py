@@ -1,0 +1,69 @@
+"""The trainer's side of an agent: it runs in workers with a deadline, and a failure costs its own conversation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from megagrpo.config import MultiTurnSection
+from megagrpo.data.tokenizer import as_messages
+from megagrpo.environments.agents.address import Address, Seat
+from megagrpo.environments.agents.agent_requests import POLICY_NAME, Ask
+from megagrpo.environments.agents.trajectory import Trajectory, plain
+from megagrpo.rewards.reward_registry import locate
+from megagrpo.rewards.target import Target
+from megagrpo.rewards.workers.pool import Call, WorkerPool
+from megagrpo.types import Prompt
+
+CAPACITY = 64  # conversations of one worker at once, each in a forked process
+LONGEST = 600.0  # seconds of a conversation without `multi_turn.max_seconds`
+_HOST = Target("megagrpo.environments.agents.host", "AgentHost")
+_LANE = "agents"
+
+
+class Agent:
+    """The agent of `multi_turn.agent`, in workers of its own. Raises ValueError when it cannot be imported."""
+
+    def __init__(self, section: MultiTurnSection, pool: WorkerPool):
+        assert section.agent is not None, "the section names an agent"
+        target = locate(section.agent, "multi_turn.agent", "agent", {})
+        self.name = target.attribute  # also that of the reward
+        self._seconds, self._options, self._pool = section.max_seconds or LONGEST, {"agent": target}, pool
+        pool.add_lane(_LANE, section.workers, CAPACITY)
+        (described,) = pool.run([self._call("describe", {})])
+        if described.kind != "result":
+            raise ValueError(f"multi_turn.agent: {described.value}")
+
+    def _call(self, action: str, arguments: dict[str, object]) -> Call:
+        return Call(_HOST, self._options, action, arguments, self._seconds, _LANE)
+
+    async def converse(self, address: Address, seat: Seat, fail: Callable[[Trajectory, str], None]) -> None:
+        """Let the agent have a conversation, and set how it ended and the agent's reward. `fail` gets the reason of a
+        failure. Raises the engine's error if it failed."""
+        trajectory = seat.trajectory
+        prompt, trajectory.rewards = trajectory.prompt, {self.name: 0.0}
+        async with address.seated(seat) as key:
+            client = {"base_url": address.url, "api_key": key, "model": POLICY_NAME}
+            arguments = prompt.columns | {"prompt": prompt.messages}
+            call = self._call("call", {"client": client, "arguments": arguments})
+            running = asyncio.wrap_future(self._pool.submit(call))
+            try:
+                await asyncio.wait((running, seat.broken), return_when=asyncio.FIRST_COMPLETED)
+                if seat.broken.done():
+                    seat.broken.result()
+                outcome = running.result()
+            finally:
+                running.cancel()
+        if outcome.kind == "result" and trajectory.samples:
+            trajectory.ended, trajectory.rewards = "done", {self.name: outcome.value}
+        elif outcome.kind == "timeout":
+            trajectory.ended = "time_limit"
+        elif outcome.kind == "result" or not trajectory.limit:
+            fail(trajectory, "it asked the policy for nothing" if outcome.kind == "result" else str(outcome.value))
+        else:  # it raised because of the limit
+            trajectory.ended = trajectory.limit
+
+
+def first_ask(prompt: Prompt) -> Ask:
+    """Return a request for a token, for an agent that has asked for nothing."""
+    return Ask([plain(message) for message in as_messages(prompt.messages, None)], [], max_tokens=1)

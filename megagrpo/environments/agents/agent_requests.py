@@ -1,0 +1,86 @@
+"""What an agent asks for and what it gets, whichever of OpenAI's two protocols it speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megagrpo.environments.agents.trajectory import Message, Refused
+from megagrpo.types import SamplingParams
+
+POLICY_NAME = "policy"  # the model's name; an agent may ask for any other
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request for the policy's next turn. `ignored` are parameters that would change the trained distribution."""
+
+    messages: list[Message]  # as `plain` returns them
+    tools: list[Message]  # JSON schemas, as in chat completions
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    parses_calls: bool = True
+    model: str = POLICY_NAME
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A turn of the policy for the agent. `calls` are tool calls in OpenAI's format."""
+
+    content: str
+    calls: list[Message]
+    finish_reason: str  # "stop", "length" or "tool_calls"
+    prompt_tokens: int
+    completion_tokens: int
+    number: str  # unique
+    created: int  # seconds since 1970
+    model: str = POLICY_NAME
+
+    @property
+    def message(self) -> Message:
+        """The reply as an assistant's message."""
+        return {"role": "assistant", "content": self.content} | ({"tool_calls": self.calls} if self.calls else {})
+
+
+def ignored(body: Mapping[str, Any], sampling: SamplingParams) -> tuple[str, ...]:
+    """Return the parameters of a request that have another value than the run's sampling. They have no effect: the
+    agent is trained on what the policy samples, with the log-probs of the run's distribution."""
+    cut = sampling.truncation
+    usual: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": cut.top_p,
+        "top_k": cut.top_k,
+        "min_p": cut.min_p,
+    }
+    usual |= {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}}
+    usual |= {"tool_choice": "auto", "parallel_tool_calls": True}
+    given = {name: body[name] for name in usual if body.get(name) is not None}
+    return tuple(n for n, value in given.items() if value != usual[n] and (n, value) != ("tool_choice", "none"))
+
+
+def refuse(body: Mapping[str, Any], *names: str) -> None:
+    """Raise Refused if the request has one of these parameters, which the address does not support."""
+    for name in names:
+        if body.get(name):
+            raise Refused(f"{name} is not supported here: leave it out", "unsupported_parameter", param=name)
+
+
+def positive(body: Mapping[str, Any], *names: str) -> int | None:
+    """Return the first of these limits that the request has. Raises Refused for one that is no positive number."""
+    for name in names:
+        if (value := body.get(name)) is not None:
+            if type(value) is not int or value < 1:
+                raise Refused(f"{name} must be a positive integer, not {value!r}", "invalid_value", param=name)
+            return value
+    return None
+
+
+def checked_tools(tools: Any) -> list[Message]:
+    """Return tools in the format of chat completions. Raises Refused for one that is no function."""
+    for tool in tools or ():
+        if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict) or "name" not in tool["function"]:
+            raise Refused("tools must be functions", "unsupported_parameter", param="tools")
+    return list(tools or ())

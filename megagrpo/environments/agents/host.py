@@ -1,0 +1,107 @@
+"""The part of an agent in worker processes: each conversation runs in a process forked from a worker that has already
+imported the agent, so it costs no import, has its own environment variables, and can be killed alone.
+
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from megagrpo.environments.episode import accepted
+from megagrpo.environments.hosted import MALFORMED
+from megagrpo.rewards.target import Target
+from megagrpo.rewards.workers.channel import Channel, Frames, ProtocolError, as_json
+from megagrpo.rewards.workers.values import InvalidRewards, reward_of
+from megagrpo.rewards.workers.worker import awaited, explain, find, leave_trainer, tie_to_parent
+
+_READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Client:
+    """What an agent needs to talk to the policy, for example with `openai.AsyncOpenAI(base_url=..., api_key=...)`."""
+
+    base_url: str
+    api_key: str
+    model: str
+
+
+class AgentHost:
+    """The coroutine function that a worker runs. It is made once per worker, and imports the agent before any deadline
+    starts."""
+
+    def __init__(self, agent: Target):
+        self._agent, self._name = find(agent), agent.attribute
+        if not callable(self._agent):
+            raise ValueError(f"`{self._name}` must be a function")
+
+    async def __call__(self, client: dict[str, str], arguments: dict[str, Any]) -> float | None:
+        """Run the agent in a new process, and return the reward that it returned. A cancelled call kills the process.
+
+        Raises InvalidRewards with the reason of a failure.
+        """
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            self._live(Channel(theirs), Client(**client), arguments)
+        theirs.close()
+        try:
+            answer = await _first_message(ours)
+        except ProtocolError as error:
+            raise InvalidRewards(f"its process broke the protocol: {error}") from None
+        finally:
+            ours.close()
+            _end(pid)
+        match answer:
+            case {"failure": str() as failure, **rest} if not rest:
+                raise InvalidRewards(failure)
+            case {"value": float() | None as value, **rest} if not rest:
+                return value
+        raise InvalidRewards("its process died" if answer is None else MALFORMED)
+
+    def _live(self, channel: Channel, client: Client, arguments: dict[str, Any]) -> NoReturn:
+        """Run the agent in the forked process; never returns."""
+        os.setpgid(0, 0)
+        tie_to_parent()
+        leave_trainer()
+        pid = os.getpid()
+        os.environ.update(OPENAI_BASE_URL=client.base_url, OPENAI_API_KEY=client.api_key)
+        os.environ["OPENAI_AGENTS_DISABLE_TRACING"] = "1"  # it sends every conversation to OpenAI
+        for name in ("NO_PROXY", "no_proxy"):
+            os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
+        try:
+            value = awaited(self._agent(**accepted(self._agent, arguments | {"client": client})))
+            answer: dict[str, float | str | None] = {
+                "value": None if value is None else reward_of(value, f"`{self._name}` returned")
+            }
+        except BaseException as error:
+            answer = {"failure": explain(error, whole=False)}
+        if os.getpid() == pid:  # else the agent has forked, and the copy has returned too
+            channel.send(as_json(answer))
+        os._exit(0)
+
+
+async def _first_message(connection: socket.socket) -> Any:
+    """Return the message that comes first; None if the other side ends without one."""
+    loop, frames = asyncio.get_running_loop(), Frames()
+    connection.setblocking(False)
+    while data := await loop.sock_recv(connection, _READ_BYTES):
+        for message in frames.add(data):
+            return message
+    return None
+
+
+def _end(pid: int) -> None:
+    """Kill a conversation's process and all processes that it started."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:  # it has not created its process group yet
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)

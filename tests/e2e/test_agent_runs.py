@@ -1,0 +1,64 @@
+"""Runs that train an agent with the `openai` package at a real engine, on the tokens that it sampled."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.e2e import world
+
+AGENTS = '''
+"""Agents of the tests."""
+
+import asyncio
+
+import openai
+
+
+async def twice(prompt, client):
+    """Ask, and ask again with the history; every other conversation also begins a second history."""
+    async with openai.AsyncOpenAI() as model:
+        ask, messages = model.chat.completions.create, [{"role": "user", "content": prompt}]
+        reply = await ask(model=client.model, messages=messages, temperature=0.3)
+        more = [*messages, reply.choices[0].message, {"role": "user", "content": "?"}]
+        other = ask(model=client.model, messages=messages, stop=["a", "e"], max_tokens=6)
+        replies = await asyncio.gather(ask(model=client.model, messages=more), other)
+        if any(c.isdigit() for c in replies[0].choices[0].message.content):
+            raise RuntimeError("a digit")
+    return float(len(replies[0].choices[0].message.content))
+
+
+def alone(prompt):
+    return len(openai.OpenAI().responses.create(model="m", input=prompt).output_text) / 10
+'''
+
+
+@pytest.fixture(scope="module")
+def talkative(tmp_path_factory):
+    """A folder with the world's model, where a quarter of all tokens end a turn, and agents."""
+    folder = tmp_path_factory.mktemp("talkative")
+    shutil.copytree(world.folder() / "model", folder / "model")
+    (folder / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(10, 74), 257]}))
+    (folder / "mine.py").write_text(AGENTS)
+    return folder
+
+
+def options(talkative, agent, *more):
+    limits = ["rollout.max_prompt_length=40", "rollout.max_completion_length=24", "multi_turn.workers=1"]
+    return [f"model.path={talkative}/model", f"multi_turn.agent={talkative}/mine.py:{agent}", *limits, *more]
+
+
+def test_an_agent_is_trained_on_exactly_the_tokens_of_all_its_samples(talkative, tmp_path):
+    words = options(talkative, "twice", "rewards.functions=[]", "algorithm.num_iterations=2", "debug.dump_steps=[2]")
+    run = world.train(tmp_path, *words)
+    assert run.code == 0, run.err
+    for line in run.metrics:
+        rows = [row for row in run.completions if row["step"] == line["step"]]
+        assert 1 <= line["token_mult_prob_error"] < 1.0001
+        failed = [row for row in rows if row["dialogue"]["ended"] == "failed"]
+        assert line["multi_turn/failures"] == len(failed) > 0 and all(row["reward"] == 0 for row in failed)
+        assert line["agents/branches/fork"] == len(rows) == sum(len(row["branches"]) for row in rows)
+        assert line["agents/ignored/temperature"] == len(rows)
+        assert line["rewards/twice/mean"] == pytest.approx(sum(row["reward"] for row in rows) / len(rows))
+    code, said = world.audit(run.folder, "--step", 2)
+    assert code == 0, said

@@ -1,0 +1,530 @@
+"""Agents in real worker processes that talk to the address with the `openai` package; the policy's turns are scripted."""
+
+import asyncio
+import json
+import re
+import threading
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from megagrpo.config import MultiTurnSection
+from megagrpo.data.tokenizer import load_tokenizer
+from megagrpo.engine.responses import find_ending
+from megagrpo.environments.agents.address import Address, Seat
+from megagrpo.environments.agents.agent import first_ask
+from megagrpo.environments.agents.trajectory import Renderer, Trajectory
+from megagrpo.environments.dialogues import DialogueEngine, Dialogues
+from megagrpo.environments.responders import Responders
+from megagrpo.environments.tool_calls import hermes
+from megagrpo.types import Prompt, Rollout, SamplingParams
+from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
+from tests.unit.environments.test_dialogues import Scripted
+from tests.unit.environments.test_trajectories import HERMES, QWEN3, SEARCH
+
+AGENTS = '''
+"""Agents of the tests."""
+
+import asyncio
+import os
+import subprocess
+import time
+
+import openai
+
+
+async def twice(prompt, client, answer):
+    async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key) as model:
+        messages = [{"role": "user", "content": prompt}]
+        for _ in range(2):
+            reply = await model.chat.completions.create(model=client.model, messages=messages)
+            messages += [reply.choices[0].message, {"role": "user", "content": "again"}]
+    return float(reply.choices[0].message.content == answer)
+
+
+def unmodified(prompt):
+    model = openai.OpenAI()
+    return len(model.chat.completions.create(model="gpt-4o", messages=prompt).choices[0].message.content)
+
+
+def silent(**columns):
+    return 1.0
+
+
+def busy(prompt):
+    openai.OpenAI().models.list()
+    subprocess.Popen(["sleep", "1000"])
+    while True:
+        pass
+
+
+def wrong(prompt):
+    unmodified(prompt)
+    return "good"
+
+
+def raises(prompt):
+    unmodified(prompt)
+    raise KeyError("lost")
+
+
+def dies(prompt):
+    os._exit(3)
+
+
+def endless(prompt, client):
+    model, messages = openai.OpenAI(), prompt
+    while True:
+        reply = model.chat.completions.create(model="m", messages=messages)
+        messages = [*messages, reply.choices[0].message, {"role": "user", "content": "again"}]
+
+
+async def waits(prompt, client):
+    await asyncio.sleep(0.5)
+    async with openai.AsyncOpenAI() as model:
+        await model.chat.completions.create(model="m", messages=[{"role": "user", "content": prompt}])
+    return os.getpid()
+
+
+def second(prompt, count):
+    unmodified([{"role": "user", "content": prompt}])
+    with open(count, "a+") as file:
+        file.seek(0)
+        tries = len(file.read())
+        file.write("x")
+    if not tries:
+        raise OSError("the first try")
+    return 1.0
+
+
+def works(prompt):
+    unmodified([{"role": "user", "content": prompt}])
+    time.sleep(1000)
+
+
+async def both(prompt):
+    async with openai.AsyncOpenAI() as model:
+        messages = [{"role": "user", "content": prompt}]
+        asked = [model.chat.completions.create(model="m", messages=messages) for _ in range(2)]
+        return len(await asyncio.gather(*asked))
+
+
+def tells(prompt):
+    unmodified(prompt)
+    names = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "NO_PROXY", "OPENAI_AGENTS_DISABLE_TRACING")
+    open("/proc/self/fd/1", "w").close()
+    return float(all(os.environ[name] for name in names))
+'''
+
+
+@pytest.fixture(scope="module")
+def tokenizer(chat_folder):  # noqa: F811
+    return load_tokenizer(chat_folder)
+
+
+@dataclass
+class Policy:
+    """Takes turns by a script; the last line is repeated. With `error` it fails instead."""
+
+    tokenizer: object
+    script: list[str]
+    error: Exception | None = None
+    seconds: float = 0.0
+    asked: list[tuple] = field(default_factory=list)
+    cancelled: int = 0
+
+    async def turn(self, prompt, sampling, number):
+        self.asked.append((prompt, sampling, number))
+        try:
+            await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if self.error:
+            raise self.error
+        ids = [*self.tokenizer.encode(self.script[min(number, len(self.script) - 1)], False), 2]
+        reason = "length" if len(ids) > sampling.max_tokens else "stop"
+        end = find_ending(ids[: sampling.max_tokens], self.tokenizer.decode, sampling.stop, sampling.include_stop)
+        count, text, stopped = end
+        reason = "stop" if stopped else reason
+        stop_string = stopped if sampling.stop else None
+        return Rollout(prompt, ids[:count], [-0.5] * count, reason, 4, text, stop_string=stop_string)
+
+    async def read_calls(self, prompt, rollout, tools):
+        return hermes(rollout.text)
+
+    def seat(self, prompt="question", template=HERMES, columns=None, index=0, **limits):
+        limits = {"max_length": 4000, "max_response": 3000} | limits
+        asked = Prompt(5, (1,), prompt, columns or {})
+        trajectory = Trajectory(asked, index, Renderer(self.tokenizer, template), **limits)
+        return Seat(trajectory, SamplingParams(0.7, 100), self.turn, self.read_calls)
+
+
+@pytest.fixture
+def policy(tokenizer):
+    return Policy(tokenizer, ["one", "two", "three"])
+
+
+@pytest.fixture(scope="module")
+def agents_of(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("agents")
+    (folder / "mine.py").write_text(AGENTS)
+    return lambda name, **keys: Responders(MultiTurnSection(agent=f"{folder}/mine.py:{name}", workers=1, **keys))
+
+
+def conversed(responders, *seats):
+    """The trajectories of conversations, all at once; nothing of them is left at the address."""
+
+    async def run():
+        address = Address()
+
+        async def one(seat):
+            await responders.agent.converse(address, seat, responders.fail)
+            if not seat.trajectory.samples:
+                await seat.reply(first_ask(seat.trajectory.prompt))
+            return seat.trajectory.rollout()
+
+        rollouts = await asyncio.gather(*(one(seat()) for seat in seats))
+        assert not address.seats
+        with pytest.raises(httpx.ConnectError):  # it is closed
+            httpx.get(f"{address.url}/models")
+        return rollouts
+
+    return asyncio.run(run())
+
+
+def with_client(policy, use, **seat):
+    """`use(client, url, seat)` in a conversation, with the async client of the `openai` package."""
+
+    async def run():
+        address, taken = Address(), policy.seat(**seat)
+        async with address.seated(taken) as key:
+            async with openai.AsyncOpenAI(base_url=address.url, api_key=key, max_retries=0) as client:
+                return await use(client, taken)
+
+    return asyncio.run(run())
+
+
+# ------------------------------------------------------------------------------------------------------- in processes
+
+
+def test_an_agent_is_trained_on_its_two_turns_and_gives_the_reward(agents_of, policy):
+    with agents_of("twice") as agents:
+        (rollout,) = conversed(agents, lambda: policy.seat(columns={"answer": "two"}))
+    assert (
+        agents.reward_names == ["twice"]
+        and rollout.dialogue.rewards == {"twice": 1.0}
+        and rollout.dialogue.ended == "done"
+    )
+    assert [m["content"] for m in rollout.dialogue.messages] == ["one", "again", "two"]
+    assert len(rollout.dialogue.turns) == 2 and not rollout.branches and rollout.dialogue.counts == {}
+    first, second = policy.asked[0][0].token_ids, policy.asked[1][0].token_ids
+    assert second[: len(first)] == first and rollout.prompt.token_ids == first
+    assert [number for *_, number in policy.asked] == [0, 1]
+
+
+def test_an_unmodified_agent_needs_no_argument_but_its_prompt(agents_of, policy):
+    prompt = [{"role": "user", "content": "hi"}]
+    with agents_of("unmodified") as agents:
+        (rollout,) = conversed(agents, lambda: policy.seat(prompt))
+    assert rollout.dialogue.rewards == {"unmodified": 3.0} and rollout.prompt.messages == prompt
+    with agents_of("tells") as agents:
+        (rollout,) = conversed(agents, lambda: policy.seat(prompt))
+    assert rollout.dialogue.rewards == {"tells": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("silent", "asked the policy for nothing"),
+        ("wrong", "`wrong` returned a str, 'good'"),
+        ("raises", r"KeyError: 'lost' \(.*mine.py"),
+        ("dies", "its process died"),
+    ],
+)
+def test_a_failure_costs_its_own_conversation_and_is_counted(agents_of, policy, name, reason, caplog):
+    prompt = [{"role": "user", "content": "hi"}]
+    with agents_of(name) as agents:
+        rollouts = conversed(agents, lambda: policy.seat(prompt), lambda: policy.seat(prompt))
+    assert [r.dialogue.rewards for r in rollouts] == [{name: 0.0}] * 2
+    assert [r.dialogue.ended for r in rollouts] == ["failed"] * 2 and all(len(r.response_ids) for r in rollouts)
+    (warning,) = [r.getMessage() for r in caplog.records if "multi_turn" in r.getMessage()]
+    assert re.search(reason, warning)
+
+
+def test_an_agent_that_holds_its_process_is_killed_with_what_it_started_and_alone(agents_of, policy, tmp_path):
+    with agents_of("busy", max_seconds=1.5) as agents:
+        begun = time.monotonic()
+        (rollout,) = conversed(agents, lambda: policy.seat())
+        assert rollout.dialogue.ended == "time_limit" and time.monotonic() - begun < 60
+        worker = psutil.Process().children(recursive=True)
+        assert not [p for p in worker if p.status() != "zombie" and p.cmdline()[:1] == ["sleep"]]
+        assert any("coroutines" in p.cmdline() for p in worker if p.is_running())  # the worker itself stays
+
+
+def test_conversations_of_one_worker_wait_at_once_each_in_its_own_process(agents_of, policy):
+    with agents_of("waits") as agents:
+        conversed(agents, lambda: policy.seat())  # imports the agent
+        rollouts = conversed(agents, *[lambda i=i: policy.seat(index=i) for i in range(16)])
+    pids = {r.dialogue.rewards["waits"] for r in rollouts}
+    assert len(pids) == 16
+
+
+def test_an_agent_that_runs_into_a_limit_has_not_failed(agents_of, policy):
+    prompt = [{"role": "user", "content": "hi"}]
+    with agents_of("endless") as agents:
+        (turns,) = conversed(agents, lambda: policy.seat(prompt, max_turns=3))
+        (tokens,) = conversed(agents, lambda: policy.seat(prompt, max_length=90))
+    assert turns.dialogue.ended == "max_turns" and len(turns.dialogue.turns) == 3
+    assert tokens.dialogue.ended == "budget" and tokens.dialogue.rewards == {"endless": 0.0}
+    assert len(tokens.prompt.token_ids) + len(tokens.response_ids) <= 90
+
+
+def test_an_engine_that_fails_ends_the_conversation_with_its_error(agents_of, policy):
+    policy.error = OSError("no server is left")
+    with agents_of("twice") as agents, pytest.raises(OSError, match="no server is left"):
+        conversed(agents, lambda: policy.seat(columns={"answer": "two"}))
+
+
+def test_an_agent_that_cannot_be_imported_is_an_error_before_the_first_step(agents_of):
+    with pytest.raises(ValueError, match=r"multi_turn.agent: .*nobody"):
+        agents_of("nobody")
+
+
+# ------------------------------------------------------------------------------------------------------ at the address
+
+
+def test_chat_completions_with_tools_stop_and_limits(policy):
+    policy.script = [
+        'I look.\n<tool_call>{"name": "search", "arguments": {"q": "rain"}}</tool_call>',
+        "a b c",
+        "x" * 90,
+    ]
+
+    async def use(client, seat):
+        ask = client.chat.completions.create
+        messages = [{"role": "user", "content": "hi"}]
+        reply = await ask(model="any", messages=messages, tools=[SEARCH], temperature=0.7)
+        (call,) = reply.choices[0].message.tool_calls
+        assert reply.choices[0].finish_reason == "tool_calls" and reply.model == "any"
+        assert (call.function.name, json.loads(call.function.arguments)) == ("search", {"q": "rain"})
+        assert reply.choices[0].message.content == "I look." and reply.usage.prompt_tokens > 20
+        messages += [reply.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "wet"}]
+        reply = await ask(model="any", messages=messages, tools=[SEARCH], stop=" c", temperature=0.1, top_p=0.5)
+        assert reply.choices[0].message.content == "a b" and reply.choices[0].finish_reason == "stop"
+        messages += [reply.choices[0].message, {"role": "user", "content": "go on"}]
+        reply = await ask(model="any", messages=messages, tools=[SEARCH], max_completion_tokens=5)
+        assert reply.choices[0].finish_reason == "length" and reply.usage.completion_tokens == 5
+        assert [card.id async for card in client.models.list()] == ["policy"]
+        return seat.trajectory
+
+    trajectory = with_client(policy, use)
+    rollout = trajectory.rollout()
+    assert not rollout.branches and trajectory.counts == {"ignored/temperature": 1, "ignored/top_p": 1}
+    assert [turn.calls for turn in rollout.dialogue.turns] == [("search",), (), ()]
+    assert [m["role"] for m in rollout.dialogue.messages] == ["assistant", "tool", "assistant", "user", "assistant"]
+    assert [sampling.temperature for _, sampling, _ in policy.asked] == [0.7] * 3
+
+
+def test_chat_completions_in_a_stream(policy):
+    policy.script = ['<tool_call>{"name": "search", "arguments": {"q": "rain"}}</tool_call>', "done"]
+
+    async def use(client, seat):
+        messages = [{"role": "user", "content": "hi"}]
+        keys = dict(model="m", messages=messages, tools=[SEARCH], stream_options={"include_usage": True})
+        async with client.chat.completions.stream(**keys) as stream:
+            completion = await stream.get_final_completion()
+        message = completion.choices[0].message
+        assert message.tool_calls[0].function.name == "search" and completion.usage.completion_tokens > 5
+        messages += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "wet"}]
+        chunks = [
+            c
+            async for c in await client.chat.completions.create(
+                model="m", messages=messages, tools=[SEARCH], stream=True
+            )
+        ]
+        assert "".join(c.choices[0].delta.content or "" for c in chunks) == "done"
+        return seat.trajectory
+
+    assert with_client(policy, use).counts == {}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_responses_continue_their_items(policy, streams):
+    policy.script = ['Hm.<tool_call>{"name": "search", "arguments": {"q": "rain"}}</tool_call>', "done", "more"]
+    tool = {"type": "function", **SEARCH["function"], "strict": True}
+
+    async def use(client, seat):
+        async def ask(items):
+            keys = dict(model="m", input=items, tools=[tool], instructions="Be brief.", store=False)
+            if not streams:
+                return await client.responses.create(**keys)
+            async with client.responses.stream(**keys) as stream:
+                return await stream.get_final_response()
+
+        items = [{"role": "user", "content": "hi"}]
+        reply = await ask(items)
+        text, call = reply.output
+        assert text.content[0].text == "Hm." and json.loads(call.arguments) == {"q": "rain"}
+        items += [*reply.output, {"type": "function_call_output", "call_id": call.call_id, "output": "wet"}]
+        items = [item if isinstance(item, dict) else item.model_dump(exclude_none=True) for item in items]
+        reply = await ask(items)
+        assert reply.output_text == "done" and reply.usage.output_tokens > 0
+        await ask([*items, *(i.model_dump() for i in reply.output), {"role": "user", "content": "?"}])
+        return seat.trajectory
+
+    trajectory = with_client(policy, use)
+    assert trajectory.counts == {} and len(trajectory.samples[0].turns) == 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "code"),
+    [
+        ({"n": 2}, "unsupported_parameter"),
+        ({"response_format": {"type": "json_object"}}, "unsupported_parameter"),
+        ({"logprobs": True}, "unsupported_parameter"),
+        ({"max_tokens": 0}, "invalid_value"),
+        ({"messages": []}, "invalid_messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "unsupported_content"),
+        ({"messages": [{"role": "user", "content": "long " * 2000}]}, "context_length_exceeded"),
+        ({"tools": [{"type": "custom"}]}, "unsupported_parameter"),
+    ],
+)
+def test_what_is_not_supported_is_refused_in_openais_format(policy, keys, code):
+    async def use(client, seat):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(
+                **{"model": "m", "messages": [{"role": "user", "content": "a"}]} | keys
+            )
+        assert refused.value.code == code and refused.value.body["message"]
+
+    with_client(policy, use)
+    assert not policy.asked
+
+
+def test_keys_are_valid_for_their_own_conversation_only(policy):
+    async def run():
+        address = Address()
+        async with address.seated(policy.seat()) as other:
+            async with address.seated(policy.seat()) as key:
+                assert list(address.seats) == [other, key]
+            for wrong in (key, "none"):
+                client = openai.AsyncOpenAI(base_url=address.url, api_key=wrong)
+                with pytest.raises(openai.AuthenticationError) as refused:
+                    await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "a"}])
+                assert refused.value.code == "invalid_api_key"
+            async with httpx.AsyncClient() as client:
+                answer = await client.post(f"{address.url}/embeddings", json={})
+                assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_found"
+
+    asyncio.run(run())
+
+
+def test_a_turn_that_nobody_waits_for_is_cancelled(policy):
+    policy.seconds = 100.0
+
+    async def use(client, seat):
+        with pytest.raises(openai.APITimeoutError):
+            ask = client.with_options(timeout=0.3).chat.completions.create
+            await ask(model="m", messages=[{"role": "user", "content": "a"}])
+        for _ in range(200):
+            if policy.cancelled:
+                break
+            await asyncio.sleep(0.05)
+        assert policy.cancelled == 1 and not seat.trajectory.samples
+
+    with_client(policy, use)
+
+
+def test_the_end_of_a_conversation_cancels_its_turns(policy):
+    policy.seconds = 100.0
+
+    async def run():
+        address = Address()
+        async with address.seated(policy.seat()), address.seated(policy.seat()) as key:
+            client = openai.AsyncOpenAI(base_url=address.url, api_key=key, max_retries=0)
+            ask = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "a"}])
+            asked = asyncio.ensure_future(ask)
+            while not policy.asked:
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
+        assert policy.cancelled == 1
+        with pytest.raises(openai.APIConnectionError):
+            await asked
+
+    asyncio.run(run())
+
+
+def test_a_template_that_drops_thoughts_gives_samples_that_the_counts_name(agents_of, policy):
+    policy.script = ["<think>x</think>one", "<think>y</think>two"]
+    with agents_of("twice") as agents:
+        (rollout,) = conversed(agents, lambda: policy.seat(template=QWEN3, columns={"answer": "<think>y</think>two"}))
+    assert rollout.dialogue.counts == {"agents/branches/template": 1}
+    assert rollout.text == "<think>y</think>two" and [b.text for b in rollout.branches] == ["<think>x</think>one"]
+    assert rollout.dialogue.rewards == {"twice": 1.0} and len(rollout.prompt.messages) == 3
+
+
+# ------------------------------------------------------------------------------------------------- in a DialogueEngine
+
+
+class Cuttable(Scripted):
+    """A scripted engine that truncates responses."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.places = set()
+
+    def cut(self, places):
+        self.places |= set(places)
+
+    def is_cut(self, prompt):
+        return prompt.place in self.places
+
+    def open(self, count):
+        return [SimpleNamespace(granted=None, turns=0, first=None) for _ in range(count)]
+
+    def close(self, home):
+        home.closed = True
+
+
+def engine_of(tokenizer, responders, script):
+    dialogues = Dialogues(responders, tokenizer, None, 1000, 500, chat_template=HERMES)
+    return DialogueEngine(Cuttable(tokenizer, script), dialogues)
+
+
+def test_a_failed_agent_is_tried_again_with_the_same_seeds(agents_of, tokenizer, tmp_path):
+    columns = {"count": str(tmp_path / "count")}
+    for retries, ended, tried in ((2, "done", 1), (0, "failed", 0)):
+        with agents_of("second", retries=retries) as responders:
+            engine = engine_of(tokenizer, responders, ["one", "two"])
+            ((_, (rollout,)),) = engine.groups([Prompt(5, (1,), "hi", columns)], 1, SamplingParams(0.7, 50), 3)
+        dialogue = rollout.dialogue
+        assert (dialogue.ended, dialogue.retries, dialogue.cause) == (ended, tried, "" if tried else "raised")
+        assert dialogue.rewards == {"second": float(tried)} and rollout.text == "one"
+        assert len(set(engine.engine.seeds)) == 1 and len(engine.engine.seeds) == tried + 1
+        (tmp_path / "count").unlink()
+
+
+def test_a_conversation_that_is_cut_ends_with_its_turns_while_the_agent_still_works(agents_of, tokenizer):
+    with agents_of("works", max_seconds=100.0) as responders:
+        engine = engine_of(tokenizer, responders, ["one"])
+        timer = threading.Timer(6.0, engine.cut, [[8]])
+        timer.start()
+        begun = time.monotonic()
+        ((_, (rollout,)),) = engine.groups([Prompt(5, (1,), "hi", place=8)], 1, SamplingParams(0.7, 50), 3)
+        assert time.monotonic() - begun < 60
+    assert rollout.dialogue.ended == rollout.finish_reason == "length" and rollout.text[:3] == "one"[: rollout.length]
+    assert rollout.dialogue.rewards == {"works": 0.0}
+
+
+def test_turns_at_once_get_servers_of_their_own(agents_of, tokenizer):
+    with agents_of("both") as responders:
+        engine = engine_of(tokenizer, responders, ["one"])
+        ((_, (rollout,)),) = engine.groups([Prompt(5, (1,), "hi")], 1, SamplingParams(0.7, 50), 3)
+    assert rollout.dialogue.rewards == {"both": 2.0} and len(rollout.branches) == 1
+    assert len(set(engine.engine.seeds)) == 2
