@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from megagrpo.data.follow_ups import FollowUps
 from megagrpo.data.routes import joined_routes
 from megagrpo.rewards.functions.text_rewards import encodable
-from megagrpo.types import Dialogue, Prompt, Rollout, Routes
+from megagrpo.types import Dialogue, Prompt, Rollout, Routes, Turn
 
 Message = dict[str, Any]
 
@@ -20,14 +20,12 @@ Message = dict[str, Any]
 class Conversation:
     """A multi-turn response in progress.
 
-    `prompt_index` is the index of its prompt in the call, `index` its index among the responses to that prompt,
-    `number` a unique id within the call. `opening` are the prompt's messages. Tokens are only appended, with one
-    exception: a scheduler may cut the end of the policy's last message. `ended` is the reason why the response is
-    complete, "" while it continues.
+    `index` is its index among the responses to its prompt, `number` a unique id. `opening` are the prompt's messages.
+    Tokens are only appended, with one exception: a scheduler may cut the end of the policy's last message. `ended` is
+    the reason why the response is complete, "" while it continues.
     """
 
     prompt: Prompt
-    prompt_index: int
     index: int
     number: int
     opening: list[Message]
@@ -40,22 +38,22 @@ class Conversation:
     message_start: int = 0  # index of the first token of the policy's last message
     is_open: bool = False  # whether the policy continues that message
     finish_reason: str = ""
-    weight_version: int = 0
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version that sampled it)
     stop_string: str | None = None  # as in `Rollout`
-    turns: int = 0
-    tool_rounds: int = 0
-    tool_calls: int = 0
-    tool_failures: int = 0
-    turn_rewards: list[float | None] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     rewards: dict[str, float | None] = field(default_factory=dict)
     ended: str = ""
+    cause: str = ""  # of a failure, as in `Dialogue`
+    retries: int = 0  # earlier attempts
 
     @property
     def prefix(self) -> Prompt:
         """The prompt for the engine to continue: the original prompt and the response so far."""
         prompt = self.prompt
         ids = (*prompt.token_ids, *self.ids)
-        return Prompt(prompt.prompt_id, ids, prompt.messages, prompt.columns, inputs=prompt.inputs)
+        return Prompt(
+            prompt.prompt_id, ids, prompt.messages, prompt.columns, inputs=prompt.inputs, sampling=prompt.sampling
+        )
 
     @property
     def room(self) -> int:
@@ -67,16 +65,16 @@ class Conversation:
         """The prompt's and the response's messages."""
         return [*self.opening, *self.messages]
 
-    def add_turn(self, rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> None:
-        """Append a turn that the policy generated."""
-        assert not self.turns or rollout.weight_version == self.weight_version, (
-            "the weights changed in the middle of a response"
-        )
+    def add_turn(self, rollout: Rollout, decode: Callable[[Sequence[int]], str], seconds: float = 0.0) -> None:
+        """Append a turn that the policy generated, in `seconds`."""
         if self.is_open:
             self.messages.pop()
         else:
             self.message_start = len(self.ids)
         ids = rollout.response_ids.tolist()
+        for first, version in ((0, rollout.weight_version), *rollout.later_versions):
+            if not self.versions or version != self.versions[-1][1]:
+                self.versions.append((len(self.ids) + first, version))
         self._append(ids, True, rollout.rollout_logprobs.tolist())
         self.routes = joined_routes(self.routes, rollout.routes)
         # characters after or of the stop string
@@ -84,7 +82,13 @@ class Conversation:
         content = decode(self.ids[self.message_start :])
         self.messages.append({"role": "assistant", "content": content[: len(content) - cut]})
         self.finish_reason, self.stop_string = rollout.finish_reason, rollout.stop_string
-        self.weight_version, self.turns, self.is_open = rollout.weight_version, self.turns + 1, False
+        self.is_open = False
+        start, stop = len(self.ids) - len(ids), len(self.ids)
+        self.turns.append(Turn(start, stop, finish_reason=rollout.finish_reason, generated=seconds))
+
+    def note(self, **facts: Any) -> None:
+        """Set fields of the last turn."""
+        self.turns[-1] = replace(self.turns[-1], **facts)
 
     def add_messages(self, messages: list[Message], follow_ups: FollowUps) -> None:
         """Append messages of others, such as tool results, after the policy's turn. When they leave no room for another
@@ -94,6 +98,10 @@ class Conversation:
         if len(ids) >= self.room:
             self.ended = "budget"
             return
+        self.extend(messages, ids)
+
+    def extend(self, messages: Sequence[Message], ids: Sequence[int]) -> None:
+        """Append messages of others with their tokens."""
         self._append(ids, False)
         self.messages += messages
 
@@ -137,6 +145,8 @@ class Conversation:
             del row[stop:]
         if self.routes is not None:
             self.routes = self.routes[: len(self.prompt.token_ids) + stop]
+        self.versions = self.versions[:1] + [part for part in self.versions[1:] if part[0] < stop]
+        self.turns = [replace(turn, start=min(turn.start, stop), stop=min(turn.stop, stop)) for turn in self.turns]
         self._append(ids, False)
         self.messages[-1] = {"role": "assistant", "content": content}
         self.is_open = True
@@ -151,21 +161,21 @@ class Conversation:
         dialogue = Dialogue(
             written=np.array(self.written, bool),
             messages=tuple(self.messages),
-            num_turns=self.turns,
+            turns=tuple(self.turns),
             ended=self.ended,
             rewards=self.rewards,
-            turn_rewards=tuple(self.turn_rewards),
-            tool_calls=self.tool_calls,
-            tool_failures=self.tool_failures,
+            cause=self.cause,
+            retries=self.retries,
         )
         return Rollout(
             prompt=self.prompt,
             response_ids=np.array(self.ids, np.int32),
             rollout_logprobs=np.array(self.logprobs, np.float32),
             finish_reason=self.finish_reason,
-            weight_version=self.weight_version,
+            weight_version=self.versions[0][1],
             text=decode(self.ids),
             dialogue=dialogue,
+            later_versions=tuple(self.versions[1:]),
             stop_string=self.stop_string,
             routes=self.routes,
         )

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from collections.abc import Generator as Stream
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +18,21 @@ from megagrpo.config import DataSection, MultiTurnSection
 from megagrpo.data.follow_ups import FollowUps
 from megagrpo.data.tokenizer import Tokenizer, as_messages, read_chat_template
 from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.distribution import Generation, Home
 from megagrpo.engine.protocol import Generator, Group, derive_seed
+from megagrpo.environments.agents.address import Address, Seat
+from megagrpo.environments.agents.agent import Agent, first_ask
+from megagrpo.environments.agents.trajectory import Renderer, Trajectory
+from megagrpo.environments.agents.turns import Turns
 from megagrpo.environments.conversation import Conversation
 from megagrpo.environments.responders import Responders
 from megagrpo.environments.tool_calls import as_message, hermes, named_call
 from megagrpo.rewards.answers import after_thought
 from megagrpo.rewards.functions.text_rewards import encodable
 from megagrpo.types import Prompt, Rollout, SamplingParams
+
+Read = tuple[str, list[dict[str, Any]]]  # the text of a turn, and its tool calls
+RETRY_SECONDS = 0.5  # before the first retry of a failed conversation; doubles with each one
 
 
 @dataclass(frozen=True)
@@ -84,15 +97,20 @@ def make_dialogues(
 class DialogueEngine(Generator):
     """An engine whose rollouts have several turns (`Rollout.dialogue`).
 
-    The conversations advance in lockstep, turn by turn. Each turn is one request with the whole prefix; vLLM's prefix
-    cache already holds everything before the new messages. Seeds depend only on prompt, response and turn, so a run is
-    reproducible whatever other requests are in flight.
+    Each conversation is one task: it takes its next turn as soon as its own tools, scheduler or environment have
+    answered. Each turn is one request with the whole prefix; the prefix cache of the conversation's server holds
+    everything before the new messages. Seeds depend only on prompt, response and turn, so a run is reproducible
+    whatever other requests are in flight.
     """
 
     def __init__(self, engine: VllmEngine, dialogues: Dialogues):
         self.engine, self._dialogues, self.responders = engine, dialogues, dialogues.responders
         self._tokenizer, self._follow_ups = dialogues.tokenizer, dialogues.follow_ups
         self._limits = dialogues.responders.section
+        self._numbers = itertools.count()  # of conversations
+        self._renderer = Renderer(dialogues.tokenizer, dialogues.chat_template)
+        # (event loop, timer) of each conversation that waits for an answer -> `Prompt.place`
+        self._answering: dict[tuple[asyncio.AbstractEventLoop, asyncio.Timeout], int | None] = {}
 
     @property
     def weight_version(self) -> int:
@@ -104,137 +122,230 @@ class DialogueEngine(Generator):
         self.engine.weight_version = version
 
     def interrupt(self) -> None:
-        """Make `groups` raise EngineInterrupted, at the latest when the policy's next turn begins."""
+        """Make running and later calls of `groups` raise EngineInterrupted."""
         self.engine.interrupt()
 
-    def groups(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> Stream[Group]:
-        """Generate `n` rollouts of each prompt; see `Generator.groups`. `sampling.max_tokens` limits each turn of the
+    def cut(self, places: Collection[int]) -> None:
+        """Truncate conversations in progress about the prompts with these `Prompt.place`s: a turn ends with its tokens
+        so far, and a conversation that waits for tools, a scheduler or an environment ends without their answer."""
+        self.engine.cut(places)
+        for loop, timer in [waiting for waiting in [*self._answering] if self._answering.get(waiting) in places]:
+            with contextlib.suppress(RuntimeError):  # the event loop has just ended in another thread
+                loop.call_soon_threadsafe(self._end_wait, loop, timer)
+
+    def _end_wait(self, loop: asyncio.AbstractEventLoop, timer: asyncio.Timeout) -> None:
+        if (loop, timer) in self._answering:
+            timer.reschedule(loop.time())
+
+    def leave_old_adapters(self) -> None:
+        """Continue turns in progress with the current adapter; see `VllmEngine.leave_old_adapters`."""
+        self.engine.leave_old_adapters()
+
+    def groups(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: SamplingParams,
+        seed: int,
+        on_begun: Callable[[], None] = lambda: None,
+    ) -> Stream[Group]:
+        """Generate `n` rollouts of each prompt; see `VllmEngine.groups`. `sampling.max_tokens` limits each turn of the
         policy, and also the whole response without `max_response_length`."""
-        limit = self._dialogues.max_response_length or sampling.max_tokens
-        conversations = self._conversations(prompts, n, limit)
-        self._open(conversations)
-        finished: dict[int, Rollout] = {}
-        active = conversations
-        while active:
-            self._take_turns(active, sampling, seed)
-            self._respond(active)
-            ended = [c for c in active if c.ended]
-            self.responders.finish(ended)
-            finished |= {c.number: c.rollout(self._tokenizer.decode) for c in ended}
-            active = [c for c in active if not c.ended]
-            for prompt_index in dict.fromkeys(c.prompt_index for c in ended):
-                numbers = range(prompt_index * n, (prompt_index + 1) * n)
-                if all(number in finished for number in numbers):
-                    yield prompt_index, [finished[number] for number in numbers]
+        self.responders.log_next_failure()
+        address = Address()
 
-    def _conversations(self, prompts: Sequence[Prompt], n: int, limit: int) -> list[Conversation]:
-        conversations = []
-        for prompt_index, prompt in enumerate(prompts):
-            opening = as_messages(prompt.messages, self._dialogues.system_prompt)
-            for i in range(n):
-                index, number = prompt.occurrence * n + i, prompt_index * n + i
-                conversations.append(Conversation(prompt, prompt_index, index, number, opening, limit))
-        return conversations
+        def respond(session: Generation, home: Home, index: int, number: int) -> Coroutine[None, None, Rollout]:
+            prompt, place = prompts[index], prompts[index].occurrence * n + number
+            if agent := self.responders.agent:
+                turns = Turns(session, home, place, seed)
+                return self._host(agent, address, turns, prompt, sampling)
+            return self._converse(session, home, prompt, place, sampling, seed)
 
-    def _open(self, conversations: Sequence[Conversation]) -> None:
-        """Start the conversations' episodes, and append the text of each episode's `reset` to its prompt."""
+        return self.engine.converse(prompts, n, respond, on_begun)
+
+    async def _converse(
+        self, session: Generation, home: Home, prompt: Prompt, index: int, sampling: SamplingParams, seed: int
+    ) -> Rollout:
+        """Hold the conversation `index` of a prompt. One that fails is held again, up to `multi_turn.retries` times,
+        with a new environment and the same seeds."""
+        await home.granted  # an episode starts when its server has room for the first turn
+        opening = as_messages(prompt.messages, self._dialogues.system_prompt)
+        limit, retries = self._dialogues.max_response_length or sampling.max_tokens, self._limits.retries
+        for attempt in range(retries + 1):
+            conversation = Conversation(prompt, index, next(self._numbers), opening, limit, retries=attempt)
+            try:
+                await self._hold(session, home, conversation, sampling, seed)
+            except BaseException:
+                self.responders.abandon(conversation)
+                raise
+            if conversation.ended != "failed" or self.engine.is_cut(prompt):
+                break
+            if attempt < retries:
+                await asyncio.sleep(RETRY_SECONDS * 2**attempt)
+        return conversation.rollout(self._tokenizer.decode)
+
+    async def _host(
+        self, agent: Agent, address: Address, turns: Turns, prompt: Prompt, sampling: SamplingParams
+    ) -> Rollout:
+        """Let the agent hold a conversation, with retries as in `_converse`."""
+        await turns.home.granted
+        response, retries = self._dialogues.max_response_length or sampling.max_tokens, self._limits.retries
+        limits = self._dialogues.max_prompt_length + response, response, self._limits.max_turns
+
+        async def read_calls(prompt: Prompt, rollout: Rollout, tools: Sequence[dict[str, Any]]) -> Read:
+            return await self._parsed(turns.session, turns.home, rollout.response_ids.tolist(), prompt.opened, tools)
+
+        for attempt in range(retries + 1):
+            trajectory = Trajectory(prompt, turns.index, self._renderer, *limits, retries=attempt)
+            seat = Seat(trajectory, sampling, turns.take, read_calls)
+            await self._unless_cut(prompt, partial(agent.converse, address, seat, self.responders.fail))
+            trajectory.ended = trajectory.ended or "length"  # it was cut
+            if not trajectory.samples:  # every response has a token
+                await seat.reply(first_ask(prompt))
+            if trajectory.ended != "failed" or self.engine.is_cut(prompt):
+                break
+            if attempt < retries:
+                await asyncio.sleep(RETRY_SECONDS * 2**attempt)
+        return trajectory.rollout()
+
+    async def _hold(
+        self, session: Generation, home: Home, conversation: Conversation, sampling: SamplingParams, seed: int
+    ) -> None:
+        """Take turns until the conversation ends."""
+
+        async def take_turn(max_tokens: int) -> None:
+            params, place = replace(sampling, max_tokens=max_tokens), len(conversation.turns)
+            own_seed = derive_seed(seed, conversation.prompt.prompt_id, conversation.index, place)
+            began, queued = time.monotonic(), home.queued
+            turn = await session.turn(conversation.prefix, params, own_seed, home)
+            conversation.add_turn(turn, self._tokenizer.decode, time.monotonic() - began)
+            conversation.note(queued=home.queued - queued)
+
+        try:
+            async with asyncio.timeout(self._limits.max_seconds) as limit:
+                await self._open(conversation)
+                while not conversation.ended:
+                    await take_turn(min(sampling.max_tokens, conversation.room))
+                    began = time.monotonic()
+                    await self._answer_or_cut(session, home, conversation)
+                    conversation.note(answered=time.monotonic() - began)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            conversation.ended = "time_limit"
+        if not conversation.turns:  # every response has a token
+            await take_turn(1)
+        await self.responders.finish(conversation)
+
+    async def _open(self, conversation: Conversation) -> None:
+        """Start the conversation's episode, and append the text of its `reset` to the prompt."""
         longest = self._dialogues.max_prompt_length
-        for conversation, reset_text in zip(conversations, self.responders.begin(conversations), strict=True):
-            if reset_text is None:
-                continue
-            reset_text, opening = encodable(reset_text), [*conversation.opening]
-            opening[-1] = opening[-1] | {"content": opening[-1]["content"] + reset_text}
-            template, kwargs = self._dialogues.chat_template, conversation.prompt.template_kwargs
-            token_ids = self._tokenizer.render(opening, None, template, self.responders.tools, kwargs)
-            if len(token_ids) > longest:
-                length = f"its prompt has {len(token_ids)} tokens with the text of `reset`"
-                self.responders.fail(conversation, f"{length}; the limit is {longest} (rollout.max_prompt_length)")
-                continue
-            prompt = conversation.prompt
-            shown = prompt.messages + reset_text if isinstance(prompt.messages, str) else opening
-            conversation.prompt, conversation.opening = replace(prompt, token_ids=token_ids, messages=shown), opening
+        reset_text = await self.responders.begin(conversation)
+        if reset_text is None:
+            return
+        reset_text, opening = encodable(reset_text), [*conversation.opening]
+        opening[-1] = opening[-1] | {"content": opening[-1]["content"] + reset_text}
+        template, kwargs = self._dialogues.chat_template, conversation.prompt.template_kwargs
+        token_ids = self._tokenizer.render(opening, None, template, self.responders.tools, kwargs)
+        if len(token_ids) > longest:
+            length = f"its prompt has {len(token_ids)} tokens with the text of `reset`"
+            self.responders.fail(
+                conversation, f"{length}; the limit is {longest} (rollout.max_prompt_length)", "prompt_length"
+            )
+            return
+        prompt = conversation.prompt
+        shown = prompt.messages + reset_text if isinstance(prompt.messages, str) else opening
+        conversation.prompt, conversation.opening = replace(prompt, token_ids=token_ids, messages=shown), opening
 
-    def _take_turns(self, conversations: Sequence[Conversation], sampling: SamplingParams, seed: int) -> None:
-        """Generate one turn of the policy in each conversation."""
-        params = [replace(sampling, max_tokens=min(sampling.max_tokens, c.room)) for c in conversations]
-        seeds = [derive_seed(seed, c.prompt.prompt_id, c.index, c.turns) for c in conversations]
-        turns = self.engine.extend([c.prefix for c in conversations], params, seeds)
-        for conversation, turn in zip(conversations, turns, strict=True):
-            conversation.add_turn(turn, self._tokenizer.decode)
+    async def _answer_or_cut(self, session: Generation, home: Home, conversation: Conversation) -> None:
+        """Like `_answer`. A conversation that `cut` truncates ends like one that reaches its greatest length."""
+        await self._unless_cut(conversation.prompt, partial(self._answer, session, home, conversation))
+        if self.engine.is_cut(conversation.prompt) and not conversation.ended:
+            conversation.ended = conversation.finish_reason = "length"
 
-    def _respond(self, conversations: Sequence[Conversation]) -> None:
-        """Run tools or the scheduler on each conversation's last turn, or end the conversation."""
-        calling: list[tuple[Conversation, list[dict[str, Any]]]] = []
-        waiting: list[Conversation] = []
-        for conversation in conversations:
-            # a conversation may have failed before its first turn
-            if not conversation.ended and conversation.finish_reason == "length":
-                conversation.ended = "length"
-        active = [c for c in conversations if not c.ended]
-        for conversation, calls in zip(active, self._read_calls(active), strict=True):
-            if calls and self._within_limits(conversation):
-                calling.append((conversation, calls))
-            elif not calls and self.responders.has_scheduler:
-                waiting.append(conversation)
-            elif not conversation.ended:
-                conversation.ended = "done"
-        self._call_tools(calling)
-        self._ask_scheduler(waiting)
+    async def _unless_cut(self, prompt: Prompt, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Run `work` until `cut` truncates the conversations about the prompt."""
+        waiting = asyncio.get_running_loop(), asyncio.timeout(None)
+        try:
+            async with waiting[1]:
+                self._answering[waiting] = prompt.place
+                if not self.engine.is_cut(prompt):  # check after adding to `_answering`: see `cut`
+                    await work()
+        except TimeoutError:
+            if not waiting[1].expired():
+                raise
+        finally:
+            self._answering.pop(waiting, None)
 
-    def _read_calls(self, conversations: Sequence[Conversation]) -> list[list[dict[str, Any]]]:
-        """Return the tool calls of each conversation's last turn, and replace its message by one with parsed calls."""
-        if not self.responders.tools or not conversations:
-            return [[] for _ in conversations]
-        last_turns = [c.ids[c.message_start :] for c in conversations]
+    async def _answer(self, session: Generation, home: Home, conversation: Conversation) -> None:
+        """Run tools or the scheduler on the conversation's last turn, or end the conversation."""
+        if conversation.finish_reason == "length":
+            conversation.ended = "length"
+            return
+        calls = await self._read_calls(session, home, conversation)
+        if calls and self._within_limits(conversation, len(calls)):
+            await self._call_tools(conversation, calls)
+        elif not calls and self.responders.has_scheduler:
+            await self._ask_scheduler(conversation)
+        elif not conversation.ended:
+            conversation.ended = "done"
+
+    async def _read_calls(self, session: Generation, home: Home, conversation: Conversation) -> list[dict[str, Any]]:
+        """Return the tool calls of the last turn, and replace its message by one with parsed calls."""
+        if not self.responders.tools:
+            return []
+        ids = conversation.ids[conversation.message_start :]
+        opened = conversation.prompt.opened
+        content, calls = await self._parsed(session, home, ids, opened, self.responders.tools)
+        if calls:
+            conversation.messages[-1] = as_message(content, calls)
+        return calls
+
+    async def _parsed(
+        self, session: Generation, home: Home, ids: Sequence[int], opened: str, tools: Sequence[dict[str, Any]]
+    ) -> Read:
+        """Return the text of a turn outside of its tool calls, and the calls; invalid ones have only `error`. `opened`
+        is as in `Prompt`."""
         if self._limits.vllm_parser is None:
-            read = []
-            for conversation, ids in zip(conversations, last_turns, strict=True):
-                text = self._tokenizer.decode(ids)  # not the message: a stop string may close the call
-                thinks = after_thought(text, conversation.prompt.opened) is None
-                read.append((text, []) if thinks else hermes(text))
-        else:
-            answers = self.engine.read_tool_calls(last_turns, self.responders.tools)
-            read = [(content, [named_call(**call) for call in calls]) for content, calls in answers]
-        for conversation, (content, calls) in zip(conversations, read, strict=True):
-            if calls:
-                conversation.messages[-1] = as_message(content, calls)
-        return [calls for _, calls in read]
+            content = self._tokenizer.decode(ids)  # not the message: a stop string may close the call
+            return (content, []) if after_thought(content, opened) is None else hermes(content)
+        content, found = await session.read_tool_calls(ids, tools, home)
+        return content, [named_call(**call) for call in found]
 
-    def _within_limits(self, conversation: Conversation) -> bool:
-        """Whether another tool call is allowed. Ends the conversation if not."""
-        rounds, limits = conversation.tool_rounds, self._limits
-        if limits.max_tool_calling_iterations is not None and rounds >= limits.max_tool_calling_iterations:
+    def _within_limits(self, conversation: Conversation, count: int) -> bool:
+        """Whether `count` further tool calls are allowed. Ends the conversation if not."""
+        rounds, limits = [len(turn.calls) for turn in conversation.turns if turn.calls], self._limits
+        if limits.max_tool_calling_iterations is not None and len(rounds) >= limits.max_tool_calling_iterations:
+            conversation.ended = "tool_limit"
+        elif limits.max_tool_calls is not None and sum(rounds) + count > limits.max_tool_calls:
             conversation.ended = "tool_limit"
         elif self._has_no_turns_left(conversation):
             conversation.ended = "max_turns"
         return not conversation.ended
 
     def _has_no_turns_left(self, conversation: Conversation) -> bool:
-        return self._limits.max_turns is not None and conversation.turns >= self._limits.max_turns
+        return self._limits.max_turns is not None and len(conversation.turns) >= self._limits.max_turns
 
-    def _call_tools(self, calling: Sequence[tuple[Conversation, list[dict[str, Any]]]]) -> None:
-        conversations = [conversation for conversation, _ in calling]
-        results = self.responders.use_tools(conversations, [calls for _, calls in calling])
-        for conversation, messages in zip(conversations, results, strict=True):
-            conversation.tool_rounds += 1
-            if not conversation.ended:
-                try:
-                    conversation.add_messages(messages, self._follow_ups)
-                except ValueError as error:  # with a row's own variables the template may rewrite earlier turns
-                    self.responders.fail(conversation, str(error))
+    async def _call_tools(self, conversation: Conversation, calls: Sequence[dict[str, Any]]) -> None:
+        messages = await self.responders.use_tools(conversation, calls)
+        if not conversation.ended:
+            try:
+                conversation.add_messages(messages, self._follow_ups)
+            except ValueError as error:  # with a row's own variables the template may rewrite earlier turns
+                self.responders.fail(conversation, str(error), "messages")
 
-    def _ask_scheduler(self, waiting: Sequence[Conversation]) -> None:
-        for conversation, answer in zip(waiting, self.responders.schedule(waiting), strict=True):
-            if answer is None:
-                continue
-            messages, done, reward = answer
-            conversation.turn_rewards.append(reward)
-            if done:
-                conversation.ended = "done"
-            elif self._has_no_turns_left(conversation):
-                conversation.ended = "max_turns"
-            else:
-                try:
-                    conversation.follow(messages, self._follow_ups)
-                except ValueError as error:
-                    self.responders.fail(conversation, str(error))
+    async def _ask_scheduler(self, conversation: Conversation) -> None:
+        answer = await self.responders.schedule(conversation)
+        if answer is None:
+            return
+        messages, done, reward = answer
+        conversation.note(reward=reward)
+        if done:
+            conversation.ended = "done"
+        elif self._has_no_turns_left(conversation):
+            conversation.ended = "max_turns"
+        else:
+            try:
+                conversation.follow(messages, self._follow_ups)
+            except ValueError as error:
+                self.responders.fail(conversation, str(error), "messages")

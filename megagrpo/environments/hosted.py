@@ -1,113 +1,164 @@
-"""The part of multi_turn in worker processes: tools, schedulers, environments, with an episode per stateful response.
+"""The part of multi_turn in worker processes: tools, scheduler functions, and the processes of episodes.
 
 Functions are stateless, so any worker may call them. Classes hold the state of one response: an instance lives in a
-process forked from a worker that has already imported the class. A call that hangs therefore ends only this episode.
-This module imports no torch.
+process forked from a worker that has already imported the class, or started by `multi_turn.container`. A call that
+hangs therefore ends only this episode. This module imports no torch.
 """
 
 from __future__ import annotations
 
-import inspect
-import json
+import asyncio
+import contextlib
 import os
+import select
+import shlex
 import signal
 import socket
-from collections.abc import Callable
+import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
+from megagrpo.environments.episode import (
+    Loop,
+    Players,
+    answer,
+    is_valid,
+    options_message,
+    serve,
+    unknown_argument,
+    used,
+)
 from megagrpo.environments.tool_schema import tool_schema
 from megagrpo.rewards.target import Target
-from megagrpo.rewards.workers.channel import Channel, ProtocolError, as_json, from_json
-from megagrpo.rewards.workers.values import MAX_REWARD, InvalidRewards, reward_of
-from megagrpo.rewards.workers.worker import awaited, explain, find, leave_trainer, tie_to_parent
+from megagrpo.rewards.workers.channel import Channel, ProtocolError, as_json
+from megagrpo.rewards.workers.values import InvalidRewards
+from megagrpo.rewards.workers.worker import find, leave_trainer, tie_to_parent
 
 Arguments = dict[str, Any]
 MALFORMED = "its process broke the protocol: it sent a malformed answer"
-NOT_TOOLS = ("reset", "get_reward")
+_MODULE = "megagrpo.environments.episode"
+_PACKAGE = str(Path(__file__).resolve().parents[2])  # the folder that holds the package megagrpo
+_DESCRIBED = -1  # number of the episode that describes the environment
 
 
 @dataclass
 class _Child:
     pid: int
     channel: Channel
+    process: subprocess.Popen[bytes] | None = None  # of a container's command
+    is_sound: bool = True  # no call has failed, so another episode may use it
+    is_called: bool = False
 
 
 class Hosted:
     """The callable that a worker runs: it calls one of its methods by name. It is made once per worker, and imports the
-    scheduler, the tools and the environment before any deadline starts."""
+    scheduler, the tools and the environment before any deadline starts. The methods of episodes are coroutines, and run
+    in workers of coroutines, where a slow episode delays no other one."""
 
     def __init__(
-        self, scheduler: Target | None, scheduler_args: Arguments, tools: list[Target], environment: Target | None
+        self,
+        scheduler: Target | None,
+        scheduler_args: Arguments,
+        tools: list[Target],
+        environment: Target | None,
+        environment_args: Arguments,
+        container: str | None = None,
+        reuse: bool = False,
     ):
+        self._loop = Loop()
         self._scheduler = None if scheduler is None else find(scheduler)
-        self._environment = None if environment is None else find(environment)
-        # the names that the config gives to the two
-        self._names = [None if target is None else target.attribute for target in (scheduler, environment)]
-        self._scheduler_args = scheduler_args
-        self._tools = [find(target) for target in tools]
+        self._targets = scheduler, environment
+        self._scheduler_args, self._environment_args = scheduler_args, environment_args
+        self._container, self._reuse = container, reuse
+        if environment is not None and container is None:
+            find(environment)  # imported here, before episodes are forked
+        loaded = [(find(target), target) for target in tools]
+        self._functions = [tool for tool, _ in loaded if not isinstance(tool, type)]
+        # a class holds tools that are known by asking it
+        self._toolsets = [tool(**dict(target.preset)) for tool, target in loaded if isinstance(tool, type)]
+        self._toolset_of: dict[str, Any] = {}  # by the name of a tool
         self._children: dict[int, _Child] = {}  # the processes of episodes, by number
+        self._idle: list[_Child] = []  # processes that wait for their next episode
 
     def __call__(self, method: str, arguments: Arguments) -> Any:
         return getattr(self, method)(**arguments)
 
-    def describe(self) -> Arguments:
+    def describe(self, timeout: float) -> Arguments:
         """Describe scheduler, tools and environment to the trainer, before the first prompt.
 
-        Returns `tools` (all schemas), `methods` (environment tool names), `reward_names`,
-        `scheduler_is_class`, `keeps_state` (whether responses need episodes). Raises ValueError for an unusable target.
+        Returns `tools` (all schemas), `methods` (environment tool names), `reward_names`, `takes_turns` (whether turns
+        without calls are answered), `turns_keep_state` (whether by an episode), `keeps_state` (whether responses need
+        episodes). Raises ValueError for an unusable target, InvalidRewards for an environment's process that fails.
         """
-        schemas = [tool_schema(tool) for tool in self._tools]
-        methods: list[str] = []
+        schemas: list[dict[str, Any]] = []
         reward_names: list[str] = []
-        scheduler, environment, (scheduler_name, environment_name) = self._scheduler, self._environment, self._names
+        scheduler, (scheduler_target, environment) = self._scheduler, self._targets
+        steps = False
         if environment is not None:
-            if not isinstance(environment, type) or not callable(getattr(environment, "reset", None)):
-                raise ValueError(f"`{environment_name}` must be a class with a method `reset`")
-            names = [name for name, _ in inspect.getmembers(environment, inspect.isfunction)]
-            methods = [name for name in names if not name.startswith("_") and name not in NOT_TOOLS]
-            # bound to any object, because a schema has no `self`; no instance is created
-            schemas += [tool_schema(getattr(environment, name).__get__(object())) for name in methods]
-            reward_names += [environment.__name__] if hasattr(environment, "get_reward") else []
+            self._children[_DESCRIBED] = self._start()
+            try:
+                described = asyncio.run(self.act(_DESCRIBED, "describe", {}, timeout))
+            finally:
+                if child := self._children.pop(_DESCRIBED, None):
+                    _kill(child)
+            schemas, reward_names, steps = described["tools"], described["reward_names"], described["steps"]
+        methods = [schema["function"]["name"] for schema in schemas]
+        schemas = [tool_schema(tool) for tool in self._functions] + self._ask_toolsets() + schemas
         is_class = isinstance(scheduler, type)
-        if scheduler is not None:
+        if scheduler is not None and scheduler_target is not None:
+            if steps:
+                raise ValueError("the environment answers turns itself (`step`); leave multi_turn.scheduler out")
             if is_class and not callable(getattr(scheduler, "step", None)):
-                raise ValueError(f"the class `{scheduler_name}` must have a method `step`")
-            accepted = _accepted(scheduler, self._scheduler_args)
-            if unknown := [name for name in self._scheduler_args if name not in accepted]:
-                takes = ", ".join(inspect.signature(scheduler).parameters)
-                raise ValueError(f"`{scheduler_name}` has no argument `{unknown[0]}`; its arguments: {takes}")
-            reward_names += ["turns"] + ([scheduler.__name__] if is_class and hasattr(scheduler, "get_reward") else [])
+                raise ValueError(f"the class `{scheduler_target.attribute}` must have a method `step`")
+            unknown_argument(scheduler, self._scheduler_args)
+            own = [scheduler.__name__] if is_class and hasattr(scheduler, "get_reward") else []
+            reward_names = [*reward_names, "turns", *own]
+        elif steps:
+            reward_names = [*reward_names, "turns"]
         names = [schema["function"]["name"] for schema in schemas]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"two tools are named `{twice[0]}`; rename one")
-        described = {"tools": schemas, "methods": methods, "reward_names": reward_names, "scheduler_is_class": is_class}
+        described = {"tools": schemas, "methods": methods, "reward_names": reward_names}
+        described |= {"takes_turns": scheduler is not None or steps, "turns_keep_state": is_class or steps}
         return described | {"keeps_state": is_class or environment is not None}
+
+    def _ask_toolsets(self) -> list[dict[str, Any]]:
+        listed: list[dict[str, Any]] = []
+        for toolset in self._toolsets:
+            schemas = self._loop.awaited(toolset.list_tools())
+            self._toolset_of |= {schema["function"]["name"]: toolset for schema in schemas}
+            listed += schemas
+        return listed
 
     def use_tool(self, name: str, arguments: Arguments) -> Arguments:
         """Call a tool. Returns {"result": text}, or {"error": text} if it raises; the text is the tool message."""
-        return _used(next(tool for tool in self._tools if tool.__name__ == name), arguments)
+        if function := next((tool for tool in self._functions if tool.__name__ == name), None):
+            return used(function, arguments, self._loop)
+        if name not in self._toolset_of:  # a worker that was not asked to describe them
+            self._ask_toolsets()
+        return used(self._toolset_of[name].call_tool, {"name": name, "arguments": arguments}, self._loop)
 
     def schedule(self, arguments: Arguments) -> tuple[list[dict[str, Any]], bool, float | None]:
         """Call a scheduler function. Returns messages with any follow-up, whether to end, and the turn's reward."""
         assert self._scheduler is not None, "only a scheduler is asked"
-        return _answer(self._scheduler, arguments | self._scheduler_args)
+        return answer(self._scheduler, arguments | self._scheduler_args, self._loop)
 
-    def begin(self, number: int, columns: Arguments, timeout: float) -> str | None:
-        """Start episode `number` in a new process and reset it. Returns the text of `reset` for the end of the prompt,
-        or None. Raises as `act`."""
-        self.finish(number)
-        ours, theirs = socket.socketpair()
-        pid = os.fork()
-        if pid == 0:
-            ours.close()
-            self._live(Channel(theirs))
-        theirs.close()
-        self._children[number] = _Child(pid, Channel(ours))
-        return self.act(number, "reset", columns, timeout)
+    async def begin(self, number: int, columns: Arguments, timeout: float) -> str | None:
+        """Start episode `number`, in a new process or one that has ended an episode, and reset it. Returns the text of
+        `reset` for the end of the prompt, or None. Raises as `act`."""
+        waiting = None
+        while self._idle and waiting is None:
+            waiting = self._idle.pop()
+            if select.select([waiting.channel], [], [], 0)[0]:  # it has died, or sent something unasked
+                _kill(waiting)
+                waiting = None
+        self._children[number] = waiting or self._start()
+        text: str | None = await self.act(number, "reset", columns, timeout)
+        return text
 
-    def act(self, number: int, verb: str, arguments: Arguments, timeout: float) -> Any:
-        """Run `verb` of an episode: "step", "reward", or the name of a tool. Returns its value.
+    async def act(self, number: int, verb: str, arguments: Arguments, timeout: float) -> Any:
+        """Run `verb` of an episode: "step", "reward", or "tool" with its `name` and `arguments`. Returns its value.
 
         Raises InvalidRewards with the reason of a failure. An episode that misses a deadline or dies is over: every
         later call of it fails too.
@@ -115,12 +166,16 @@ class Hosted:
         child = self._children.get(number)
         if child is None:
             raise InvalidRewards("its process has ended")
+        if child.is_called:  # the conversation did not wait for the call before
+            raise InvalidRewards("no answer in time")
+        was_sound, child.is_sound, child.is_called = child.is_sound, False, True
         try:
             child.channel.send(as_json([verb, arguments]))
-            match child.channel.receive(timeout):
+            match await child.channel.receive_async(timeout):
                 case {"failure": str() as failure, **rest} if not rest:
                     raise InvalidRewards(failure)
                 case {"value": value, **rest} if not rest and is_valid(verb, value):
+                    child.is_sound = was_sound
                     return value
             failure = MALFORMED
         except TimeoutError:
@@ -129,119 +184,77 @@ class Hosted:
             failure = f"its process broke the protocol: {error}"
         except (EOFError, OSError):
             failure = "its process died"
-        self.finish(number)
+        finally:
+            child.is_called = False
+        if self._children.get(number) is child:
+            await self.finish(number)
+        else:  # it was ended meanwhile
+            child.channel.close()
         raise InvalidRewards(failure)
 
-    def finish(self, number: int) -> None:
-        """End an episode and kill all processes it started."""
+    async def finish(self, number: int) -> None:
+        """End an episode: kill all processes it started, or keep its process for another episode."""
         child = self._children.pop(number, None)
-        if child is None:
-            return
-        child.channel.close()
-        try:
-            os.killpg(child.pid, signal.SIGKILL)
-        except ProcessLookupError:  # it has not created its process group yet
-            os.kill(child.pid, signal.SIGKILL)
-        os.waitpid(child.pid, 0)
+        if child is not None and self._reuse and child.is_sound:
+            self._idle.append(child)
+        elif child is not None:
+            _kill(child)
+
+    def _start(self) -> _Child:
+        """Start the process of an episode."""
+        ours, theirs = socket.socketpair()
+        if self._container is not None:
+            process = subprocess.Popen(
+                self._command(), stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True
+            )
+            theirs.close()
+            child = _Child(process.pid, Channel(ours), process)
+            with contextlib.suppress(OSError):  # it has ended already, which the first call reports
+                child.channel.send(options_message(self._environment, self._environment_args))
+            return child
+        pid = os.fork()
+        if pid == 0:
+            asyncio.events._set_running_loop(None)  # the worker's; the episode may run its own
+            ours.close()
+            self._live(Channel(theirs))
+        theirs.close()
+        return _Child(pid, Channel(ours))
+
+    @property
+    def _environment(self) -> Target:
+        environment = self._targets[1]
+        assert environment is not None, "a container holds an environment"
+        return environment
+
+    def _command(self) -> list[str]:
+        """Return the words of `multi_turn.container` with its placeholders filled in."""
+        assert self._container is not None, "there is a template"
+        location = self._environment.location
+        folder = str(Path(location).parent) if location.endswith(".py") else _PACKAGE
+        words: list[str] = []
+        for word in shlex.split(self._container):
+            filled = word.replace("{module}", _MODULE).replace("{package}", _PACKAGE).replace("{folder}", folder)
+            words += ["python3", "-m", _MODULE] if word == "{command}" else [filled]
+        return words
 
     def _live(self, channel: Channel) -> NoReturn:
         """Serve the episode's calls in the forked process; never returns."""
         os.setpgid(0, 0)
         tie_to_parent()
         leave_trainer()
-        pid = os.getpid()
-        players: list[Any] = []  # the instances of environment and scheduler
-        while True:
-            try:
-                verb, arguments = from_json(channel.receive())
-            except EOFError:
-                os._exit(0)
-            try:
-                players = players or self._players()
-                answer = {"value": _played(players, verb, arguments)}
-            except InvalidRewards as error:
-                answer = {"failure": str(error)}
-            except BaseException as error:
-                answer = {"failure": explain(error, whole=False)}
-            if os.getpid() != pid:  # user code has forked, and the copy has returned too
-                os._exit(0)
-            try:
-                channel.send(answer)
-            except (TypeError, ValueError, RecursionError) as error:
-                channel.send({"failure": f"its result cannot be sent: {error}"})
-
-    def _players(self) -> list[Any]:
-        scheduler = self._scheduler(**self._scheduler_args) if isinstance(self._scheduler, type) else None
-        environment = None if self._environment is None else self._environment()
-        return [player for player in (environment, scheduler) if player is not None]
+        scheduler, environment = self._targets
+        scheduler = scheduler if isinstance(self._scheduler, type) else None
+        serve(lambda: Players(environment, self._environment_args, scheduler, self._scheduler_args), channel)
 
 
-def _played(players: list[Any], verb: str, arguments: Arguments) -> Any:
-    """Run `verb` of an episode: of the environment, which comes first, or of the scheduler, which comes last."""
-    if verb == "reset":
-        texts = [awaited(p.reset(**_accepted(p.reset, arguments))) for p in players if hasattr(p, "reset")]
-        texts = [text for text in texts if text is not None]
-        if wrong := [text for text in texts if not isinstance(text, str)]:
-            raise TypeError(f"reset must return text or None, not {wrong[0]!r:.200}")
-        return "".join(texts) if texts else None
-    if verb == "step":
-        return _answer(players[-1].step, arguments)
-    if verb == "reward":
-        judges = {type(p).__name__: p for p in players if hasattr(p, "get_reward")}
-        return {name: _reward(f"`{name}.get_reward`", awaited(p.get_reward())) for name, p in judges.items()}
-    return _used(getattr(players[0], verb), arguments)
-
-
-def _used(function: Callable[..., Any], arguments: Arguments) -> Arguments:
+def _kill(child: _Child) -> None:
+    if not child.is_called:  # else `act` sees the end of the process, and closes its channel
+        child.channel.close()
     try:
-        result = awaited(function(**arguments))
-    except Exception as error:
-        return {"error": str(error) or type(error).__name__}
-    return {"result": result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)}
-
-
-def _answer(function: Callable[..., Any], arguments: Arguments) -> tuple[list[dict[str, Any]], bool, float | None]:
-    answer = awaited(function(**_accepted(function, arguments)))
-    match answer:
-        case (list() as messages, bool() as done):
-            return messages, done, None
-        case (list() as messages, bool() as done, reward):
-            return messages, done, _reward(f"the reward of `{getattr(function, '__qualname__', function)}`", reward)
-    raise TypeError(f"a scheduler must return (messages, done) or (messages, done, reward), not {answer!r:.200}")
-
-
-def _accepted(function: Callable[..., Any], arguments: Arguments) -> Arguments:
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return arguments
-    return {name: value for name, value in arguments.items() if name in {p.name for p in parameters}}
-
-
-def is_valid(verb: str, value: Any) -> bool:
-    """Whether the value of an episode's `verb`, perhaps from user code, has the shape that the trainer expects."""
-    match verb, value:
-        case "reset", str() | None:
-            return True
-        case "reward", dict() as rewards:
-            return all(map(_is_reward, rewards.values()))
-        case "step", [list() as messages, bool(), reward]:
-            return _is_reward(reward) and all(isinstance(message, dict) for message in messages)
-        case (("reset" | "reward" | "step"), _):
-            return False
-    # of a tool
-    return (
-        isinstance(value, dict)
-        and [*value] in (["result"], ["error"])
-        and all(isinstance(v, str) for v in value.values())
-    )
-
-
-def _is_reward(value: Any) -> bool:
-    return value is None or (type(value) is float and abs(value) <= MAX_REWARD)  # False for NaN
-
-
-def _reward(what: str, value: Any) -> float | None:
-    try:
-        return None if value is None else reward_of(value)
-    except (TypeError, ValueError) as error:
-        raise InvalidRewards(f"{what}: {error}") from None
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:  # it has not created its process group yet
+        os.kill(child.pid, signal.SIGKILL)
+    if child.process is None:
+        os.waitpid(child.pid, 0)
+    else:
+        child.process.wait()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import math
 from collections.abc import Sequence
@@ -9,130 +11,167 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import MultiTurnSection
+from megagrpo.environments.agents.agent import Agent
+from megagrpo.environments.agents.trajectory import Trajectory
 from megagrpo.environments.conversation import Conversation
 from megagrpo.environments.environment_registry import targets
-from megagrpo.environments.hosted import MALFORMED, is_valid
+from megagrpo.environments.episode import is_valid
+from megagrpo.environments.hosted import MALFORMED
 from megagrpo.platform.process.terminal import get_logger
 from megagrpo.rewards.target import Target
-from megagrpo.rewards.workers.pool import SHARED, Call, WorkerPool
+from megagrpo.rewards.workers.pool import SHARED, Call, Outcome, WorkerPool
 from megagrpo.rewards.workers.values import reward_of
 
 _HOSTED = Target("megagrpo.environments.hosted", "Hosted")
 # A method of `Hosted` -> the verb whose values it returns; the argument `verb` of `act` is its own.
 _VERBS = {"begin": "reset", "schedule": "step", "use_tool": "tool"}
+EPISODES = 1 << 16  # calls of episodes that one worker runs at once
 TURNS = "turns"  # name of the scheduler's reward column
 log = get_logger(__name__)
+_START_SECONDS = 300.0  # timeout to describe the environment: a container's image may be pulled, a server started
 _GRACE = 5.0  # seconds after the deadline within which a worker must report an episode that missed it
 
 
 class Responders:
-    """A configuration's scheduler, tools and environment. Every method runs many conversations concurrently.
+    """A configuration's scheduler, tools, environment or agent. Coroutines of many conversations run concurrently.
 
     The constructor loads them, and raises ValueError when one cannot be used. Call `close` at the end (or use `with`).
     """
 
     def __init__(self, section: MultiTurnSection, base_folder: str | Path | None = None):
         self.section = section
-        self._scheduler, tools, environment = targets(section)
+        scheduler, tools, environment = targets(section)
         self._options = dict(
-            scheduler=self._scheduler, scheduler_args=section.scheduler_args, tools=tools, environment=environment
+            scheduler=scheduler,
+            scheduler_args=section.scheduler_args,
+            tools=tools,
+            environment=environment,
+            environment_args=section.environment_args,
+            container=section.container,
+            reuse=section.reuse_environments,
         )
-        self._pool = WorkerPool(section.workers, None if base_folder is None else str(Path(base_folder).resolve()))
+        workers = 0 if section.agent else section.workers
+        self._pool = WorkerPool(workers, None if base_folder is None else str(Path(base_folder).resolve()))
         try:
-            ((described, failure),) = self._answers([self._call("describe", {}, section.timeout)])
-            if failure is not None:
-                raise ValueError(f"multi_turn: {failure}")
+            self.agent = Agent(section, self._pool) if section.agent else None
+            described = self._described()
         except BaseException:
             self.close()
             raise
         self.tools: list[dict[str, Any]] = described["tools"]  # schemas of all tools
         self.reward_names: list[str] = described["reward_names"]
         self._methods: list[str] = described["methods"]  # names of the environment's tools
-        # schemas of plain functions come first
-        self._functions: list[str] = [schema["function"]["name"] for schema in self.tools[: len(tools)]]
+        names = [schema["function"]["name"] for schema in self.tools]
+        self._functions: list[str] = [name for name in names if name not in self._methods]
         self._keeps_state: bool = described["keeps_state"]
-        self._scheduler_is_class: bool = described["scheduler_is_class"]
-        self._failed = ""
+        self._turns_keep_state: bool = described["turns_keep_state"]
+        self.has_scheduler: bool = described["takes_turns"]  # a scheduler or `step` answers turns without tool calls
+        self._logs_failure = True
         if self._keeps_state:
             for lane in range(section.workers):
-                self._pool.add_lane(f"episodes {lane}")
+                self._pool.add_lane(f"episodes {lane}", capacity=EPISODES)
 
-    @property
-    def has_scheduler(self) -> bool:
-        """Whether a scheduler decides what follows a turn without tool calls."""
-        return self._scheduler is not None
+    def _described(self) -> dict[str, Any]:
+        """Return what `Hosted.describe` returns."""
+        if self.agent is not None:
+            named = {"reward_names": [self.agent.name], "tools": [], "methods": []}
+            return named | dict.fromkeys(("takes_turns", "turns_keep_state", "keeps_state"), False)
+        call = self._call("describe", {"timeout": _START_SECONDS}, _START_SECONDS + _GRACE)
+        described, failure = _read(call, *self._pool.run([call]))
+        if failure is not None:
+            raise ValueError(f"multi_turn: {failure}")
+        return dict(described)
 
-    def begin(self, conversations: Sequence[Conversation]) -> list[str | None]:
-        """Start the conversations' episodes, if needed. Returns the text to append to each prompt, or None."""
-        self._failed = ""
+    def log_next_failure(self) -> None:
+        """Log the next failure. Later ones are only counted."""
+        self._logs_failure = True
+
+    async def begin(self, conversation: Conversation) -> str | None:
+        """Start the conversation's episode, if needed. Returns the text to append to the prompt, or None."""
         if not self._keeps_state:
-            return [None] * len(conversations)
-        calls = [self._episode("begin", c, dict(columns=c.prompt.columns)) for c in conversations]
-        return self._values(conversations, calls)
+            return None
+        text: str | None = await self._value(
+            conversation, self._episode("begin", conversation, dict(columns=conversation.prompt.columns))
+        )
+        return text
 
-    def schedule(
-        self, conversations: Sequence[Conversation]
-    ) -> list[tuple[list[dict[str, Any]], bool, float | None] | None]:
-        """Call the scheduler on each last turn. Returns its answer; None if it fails, which ends the conversation."""
-        answers = self._values(conversations, [self._step_call(c) for c in conversations])
-        return [None if answer is None else tuple(answer) for answer in answers]
+    async def schedule(self, conversation: Conversation) -> tuple[list[dict[str, Any]], bool, float | None] | None:
+        """Call the scheduler on the last turn. Returns its answer; None if it fails, which ends the conversation."""
+        answer = await self._value(conversation, self._step_call(conversation))
+        return None if answer is None else tuple(answer)
 
-    def use_tools(
-        self, conversations: Sequence[Conversation], calls: Sequence[Sequence[dict[str, Any]]]
-    ) -> list[list[dict[str, Any]]]:
-        """Run the tool calls of each conversation and return its tool messages, in order. The content is {"error": ...}
-        for a call that fails. Counts calls and failures."""
-        flat = [(c, self._checked(call)) for c, of_one in zip(conversations, calls, strict=True) for call in of_one]
-        sound = [(c, call) for c, call in flat if "error" not in call]
-        answers = iter(self._answers([self._tool_call(c, call) for c, call in sound]))
-        messages: dict[int, list[dict[str, Any]]] = {c.number: [] for c in conversations}
-        for conversation, call in flat:
-            result, failure = (call, None) if "error" in call else next(answers)
-            if failure is not None:
-                result = {"error": failure}
-                if call["name"] in self._methods:  # the environment's state is lost
-                    self.fail(conversation, failure)
-            conversation.tool_calls += 1
-            conversation.tool_failures += "error" in result
-            content = (
-                result["result"] if "result" in result else json.dumps({"error": result["error"]}, ensure_ascii=False)
-            )
-            messages[conversation.number].append(
-                {"role": "tool", "name": call.get("name", "unknown"), "content": content}
-            )
-        return list(messages.values())
+    async def use_tools(self, conversation: Conversation, calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Run the tool calls of the last turn and return their tool messages, in order. The content is {"error": ...}
+        for a call that fails. Counts calls and failures. Calls of the environment run one after another."""
+        checked, one_by_one = [self._checked(call) for call in calls], asyncio.Lock()
+        results = await asyncio.gather(*(self._result(conversation, call, one_by_one) for call in checked))
+        turn = conversation.turns[-1]
+        names = tuple(call.get("name", "unknown") for call in checked)
+        contents = [
+            result["result"] if "result" in result else json.dumps({"error": result["error"]}, ensure_ascii=False)
+            for result in results
+        ]
+        limit = self.section.max_result_chars
+        conversation.note(
+            calls=(*turn.calls, *names),
+            failures=turn.failures + sum("error" in result for result in results),
+            shortened=turn.shortened + sum(limit is not None and len(content) > limit for content in contents),
+        )
+        pairs = zip(names, (shortened(content, limit) for content in contents), strict=True)
+        return [{"role": "tool", "name": name, "content": content} for name, content in pairs]
 
-    def finish(self, conversations: Sequence[Conversation]) -> None:
-        """Set each conversation's reward columns and end its episode. As with reward functions, a failure gives 0."""
-        names = [name for name in self.reward_names if name != TURNS]
-        if names:
-            values = self._values(
-                conversations, [self._episode("act", c, dict(verb="reward", arguments={})) for c in conversations]
-            )
-            for conversation, rewards in zip(conversations, values, strict=True):
-                conversation.rewards |= {name: (rewards or {}).get(name, 0.0) for name in names}
+    async def _result(
+        self, conversation: Conversation, call: dict[str, Any], one_by_one: asyncio.Lock
+    ) -> dict[str, Any]:
+        """Return {"result": text} or {"error": text} of a tool call."""
+        if "error" in call:
+            return call
+        if call["name"] not in self._methods:
+            named = dict(name=call["name"], arguments=call["arguments"])
+            result, failure = await self._answer(self._call("use_tool", named, self.section.timeout))
+            return {"error": failure} if failure is not None else dict(result)
+        async with one_by_one:
+            used = self._episode("act", conversation, dict(verb="tool", arguments=call))
+            result, failure = await self._answer(used)
+        if failure is None:
+            return dict(result)
+        self.fail(conversation, failure)  # the environment's state is lost
+        return {"error": failure}
+
+    async def finish(self, conversation: Conversation) -> None:
+        """Set the conversation's reward columns and end its episode. As with reward functions, a failure gives 0."""
+        if names := [name for name in self.reward_names if name != TURNS]:
+            seen = dict(messages=conversation.all_messages, prompt_messages=len(conversation.opening))
+            judged = self._episode("act", conversation, dict(verb="reward", arguments=seen))
+            rewards = await self._value(conversation, judged) or {}
+            conversation.rewards |= {name: rewards.get(name, 0.0) for name in names}
         if self.has_scheduler:
-            for conversation in conversations:
-                judged = [reward for reward in conversation.turn_rewards if reward is not None]
-                try:
-                    conversation.rewards[TURNS] = reward_of(math.fsum(judged)) if judged else None
-                except ValueError as error:
-                    self.fail(conversation, f"the sum of its turns' rewards: {error}")
-                    conversation.rewards[TURNS] = 0.0
+            given = [turn.reward for turn in conversation.turns if turn.reward is not None]
+            try:
+                conversation.rewards[TURNS] = reward_of(math.fsum(given)) if given else None
+            except ValueError as error:
+                self.fail(conversation, f"the sum of its turns' rewards: {error}")
+                conversation.rewards[TURNS] = 0.0
         if self._keeps_state:
-            self._answers(
-                [self._call("finish", dict(number=c.number), _GRACE, self._lane_of(c)) for c in conversations]
-            )
+            await self._answer(self._end_call(conversation))
 
-    def fail(self, conversation: Conversation, reason: str) -> None:
-        """End a conversation that cannot continue. The first one since `begin` is logged."""
-        conversation.ended = "failed"
-        if not self._failed:
+    def abandon(self, conversation: Conversation) -> None:
+        """End the episode of a conversation that does not end. Does not wait for it."""
+        if self._keeps_state:
+            with contextlib.suppress(ValueError):  # the pool is closed
+                self._pool.submit(self._end_call(conversation))
+
+    def fail(self, conversation: Conversation | Trajectory, reason: str, cause: str = "") -> None:
+        """End a conversation that cannot continue, for `cause`, one of CAUSES. The first one after `log_next_failure`
+        is logged."""
+        conversation.ended, conversation.cause = "failed", cause or cause_of(reason)
+        if self._logs_failure:
             which = conversation.index, conversation.prompt.prompt_id
+            counted = "retries" if conversation.retries < self.section.retries else "failures"
             log.warning(
-                "multi_turn: response %d to prompt %d failed (counted in multi_turn/failures): %s", *which, reason
+                f"multi_turn: response %d to prompt %d failed (counted in multi_turn/{counted}): %s", *which, reason
             )
-        self._failed = self._failed or reason
+        self._logs_failure = False
 
     def close(self) -> None:
         """Kill the workers and with them the episodes. Safe to call twice."""
@@ -152,20 +191,16 @@ class Responders:
             return call
         return {"error": f"unknown tool {call['name']}; known: {', '.join(known)}"}
 
-    def _tool_call(self, conversation: Conversation, call: dict[str, Any]) -> Call:
-        if call["name"] in self._methods:
-            return self._episode("act", conversation, dict(verb=call["name"], arguments=call["arguments"]))
-        return self._call("use_tool", dict(name=call["name"], arguments=call["arguments"]), self.section.timeout)
-
     def _step_call(self, conversation: Conversation) -> Call:
-        left = None if self.section.max_turns is None else self.section.max_turns - conversation.turns
+        left = None if self.section.max_turns is None else self.section.max_turns - len(conversation.turns)
         arguments = conversation.prompt.columns | dict(
             messages=conversation.all_messages,
-            turn=conversation.turns,
+            prompt_messages=len(conversation.opening),
+            turn=len(conversation.turns),
             turns_left=left,
             finish_reason=conversation.finish_reason,
         )
-        if self._scheduler_is_class:
+        if self._turns_keep_state:
             return self._episode("act", conversation, dict(verb="step", arguments=arguments))
         return self._call("schedule", dict(arguments=arguments), self.section.timeout)
 
@@ -175,6 +210,9 @@ class Responders:
         arguments = dict(number=conversation.number, timeout=self.section.timeout) | arguments
         return self._call(function, arguments, self.section.timeout + _GRACE, self._lane_of(conversation))
 
+    def _end_call(self, conversation: Conversation) -> Call:
+        return self._call("finish", dict(number=conversation.number), _GRACE, self._lane_of(conversation))
+
     def _lane_of(self, conversation: Conversation) -> str:
         return f"episodes {conversation.number % self.section.workers}"
 
@@ -182,23 +220,43 @@ class Responders:
         """Build a call of a method of `Hosted`."""
         return Call(_HOSTED, self._options, "call", {"method": method, "arguments": arguments}, timeout, lane)
 
-    def _answers(self, calls: Sequence[Call]) -> list[tuple[Any, str | None]]:
-        """Run the calls. Returns, in order, (value, None) or (None, reason of the failure) of each."""
-        answers: list[tuple[Any, str | None]] = []
-        for call, outcome in zip(calls, self._pool.run(calls), strict=True):
-            verb = call.arguments["arguments"].get("verb") or _VERBS.get(call.arguments["method"])
-            if outcome.kind != "result":
-                answers.append((None, str(outcome.value)))
-            elif verb and not is_valid(verb, outcome.value):
-                answers.append((None, MALFORMED))
-            else:
-                answers.append((outcome.value, None))
-        return answers
+    async def _answer(self, call: Call) -> tuple[Any, str | None]:
+        """Run the call. Returns (value, None), or (None, reason of the failure)."""
+        answer = asyncio.wrap_future(self._pool.submit(call))
+        if call.lane == SHARED:  # a cancelled call ends its worker
+            return _read(call, await answer)
+        return _read(call, await asyncio.shield(answer))  # other episodes live in the worker; `finish` ends this one
 
-    def _values(self, conversations: Sequence[Conversation], calls: Sequence[Call]) -> list[Any]:
-        """Run the calls and return their values. A call that fails gives None and ends its conversation."""
-        answers = self._answers(calls)
-        for conversation, (_, failure) in zip(conversations, answers, strict=True):
-            if failure is not None:
-                self.fail(conversation, failure)
-        return [value for value, _ in answers]
+    async def _value(self, conversation: Conversation, call: Call) -> Any:
+        """Run the call and return its value. A call that fails gives None and ends the conversation."""
+        value, failure = await self._answer(call)
+        if failure is not None:
+            self.fail(conversation, failure)
+        return value
+
+
+def _read(call: Call, outcome: Outcome) -> tuple[Any, str | None]:
+    """Return (value, None), or (None, reason of the failure)."""
+    verb = call.arguments["arguments"].get("verb") or _VERBS.get(call.arguments["method"])
+    if outcome.kind != "result":
+        return None, str(outcome.value)
+    return (None, MALFORMED) if verb and not is_valid(verb, outcome.value) else (outcome.value, None)
+
+
+def cause_of(reason: str) -> str:
+    """Return the cause, one of CAUSES, of a failure of a worker or an episode."""
+    if reason == "no answer in time":
+        return "timeout"
+    if "broke the protocol" in reason:
+        return "protocol"
+    return "died" if reason.startswith(("its process", "the worker died")) else "raised"
+
+
+def shortened(text: str, limit: int | None) -> str:
+    """Return the text, without its middle and with a note instead if it has more than `limit` characters."""
+    if limit is None or len(text) <= limit:
+        return text
+    head, tail = limit - limit // 2, limit // 2
+    return (
+        f"{text[:head]}\n[... {len(text) - limit} of {len(text)} characters left out ...]\n{text[len(text) - tail :]}"
+    )

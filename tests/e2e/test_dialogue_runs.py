@@ -1,6 +1,7 @@
 """Runs with multi-turn responses on a real engine: tokens of users and tools are in the sequence, and never trained
 on."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -90,7 +91,7 @@ def test_a_run_of_several_turns_is_exact_to_the_token(talkative, tmp_path):
         dialogues = [row["dialogue"] for row in rows]
         assert line["token_mult_prob_error"] == pytest.approx(1, abs=1e-3)  # after the tokens of users and tools too
         assert (
-            line["multi_turn/mean_turns"] == pytest.approx(sum(d["num_turns"] for d in dialogues) / len(rows))
+            line["multi_turn/mean_turns"] == pytest.approx(sum(len(d["turns"]) for d in dialogues) / len(rows))
             and line["multi_turn/mean_turns"] > 1.3
         )
         assert line["rewards/turns/mean"] == pytest.approx(
@@ -103,14 +104,22 @@ def test_a_run_of_several_turns_is_exact_to_the_token(talkative, tmp_path):
                 row["finish_reason"] == "length"
             )
             assert [m["role"] for m in dialogue["messages"]] == (["assistant", "user"] * 3)[
-                : 2 * dialogue["num_turns"] - 1
+                : 2 * len(dialogue["turns"]) - 1
             ]
             assert row["reward"] == pytest.approx(row["rewards"]["low_bytes"] + (row["rewards"]["turns"] or 0))
-            judged = [reward for reward in dialogue["turn_rewards"] if reward is not None]
+            judged = [turn["reward"] for turn in dialogue["turns"] if turn["reward"] is not None]
             assert row["rewards"]["turns"] == (pytest.approx(sum(judged)) if judged else None)
         assert {d["ended"] for d in dialogues} >= {"done", "length"}
     code, said = world.audit(run.folder, "--step", 2)
     assert code == 0, said
+
+
+def untimed(run):
+    """The rows of a run's completions without the seconds of turns."""
+    rows = run.completions
+    for turn in (turn for row in rows for turn in row["dialogue"]["turns"]):
+        assert turn.pop("generated") >= turn.pop("queued") >= 0 and turn.pop("answered") >= 0
+    return rows
 
 
 def _mean(values):
@@ -129,13 +138,13 @@ def test_the_same_seed_says_the_same_whatever_the_layout(talkative, tmp_path):
         process = world.start(tmp_path / str(ranks), *words, NPROC=str(ranks))
         runs.append(world.finish(process, tmp_path / str(ranks)))
         assert runs[-1].code == 0, runs[-1].err
-    one, two = ([{k: v for k, v in row.items() if k != "advantage"} for row in run.completions] for run in runs)
+    one, two = ([{k: v for k, v in row.items() if k != "advantage"} for row in untimed(run)] for run in runs)
     assert one == two
     assert all(row["prompt"].endswith("? Go!") for row in one)
     failed = [row for row in one if row["dialogue"]["ended"] == "failed"]
     assert failed and runs[0].metrics[0]["multi_turn/failures"] == len(failed) and "three is a crowd" in runs[0].err
     assert all(
-        row["rewards"]["Board"] == row["dialogue"]["num_turns"] / 10 or row["dialogue"]["ended"] == "length"
+        row["rewards"]["Board"] == len(row["dialogue"]["turns"]) / 10 or row["dialogue"]["ended"] == "length"
         for row in one
     )
 
@@ -168,7 +177,7 @@ def test_evaluation_alone_has_the_same_turns(talkative, tmp_path):
     rows = found["responses"][""]
     assert (
         len(rows) == 4
-        and found["metrics"]["multi_turn/mean_turns"] == sum(row["dialogue"]["num_turns"] for row in rows) / 4
+        and found["metrics"]["multi_turn/mean_turns"] == sum(len(row["dialogue"]["turns"]) for row in rows) / 4
     )
     assert all(row["reward"] == row["rewards"]["turns"] for row in rows)
 
@@ -178,7 +187,15 @@ def test_a_server_without_a_parser_is_named():
         EngineError,
         match=f"vLLM server {world.server()} cannot parse tool calls: .*must be started with .*--tool-call-parser",
     ):
-        VllmEngine([world.server()], str).read_tool_calls([[5, 6]], [])
+        read_tool_calls(VllmEngine([world.server()], str), [[5, 6]], [])
+
+
+def read_tool_calls(engine, turns, tools):
+    async def read():
+        async with engine.session() as session:
+            return [await session.read_tool_calls(turn, tools, *session.open(1)) for turn in turns]
+
+    return asyncio.run(read())
 
 
 @pytest.mark.full
@@ -196,7 +213,7 @@ def test_vllms_parser_reads_what_ours_reads(tmp_path):
     with Launcher(options, tmp_path) as launcher:
         launcher.start()
         engine = VllmEngine(launcher.wait(), tokenizer.decode)
-        found = engine.read_tool_calls([tokenizer.encode(text, add_special_tokens=False) for text in texts], tools)
+        found = read_tool_calls(engine, [tokenizer.encode(text, add_special_tokens=False) for text in texts], tools)
     assert [(content.strip(), [named_call(**call) for call in calls]) for content, calls in found] == [
         hermes(text) for text in texts
     ]

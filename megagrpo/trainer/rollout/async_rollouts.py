@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.protocol import AheadGenerator
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.rollout.scored_groups import ScoredGroup, begin_scoring
-from megagrpo.types import Prompt, Rollout, Routes, SamplingParams
+from megagrpo.types import Dialogue, Prompt, Rollout, Routes, SamplingParams
 
 
 class AsyncPool:
@@ -34,7 +34,7 @@ class AsyncPool:
     """
 
     def __init__(
-        self, engine: VllmEngine, rewards: RewardScorer, max_staleness: int, straggler_seconds: float | None = None
+        self, engine: AheadGenerator, rewards: RewardScorer, max_staleness: int, straggler_seconds: float | None = None
     ):
         self.engine, self.rewards, self.max_staleness, self.straggler_seconds = (
             engine,
@@ -167,7 +167,8 @@ class AsyncPool:
             return {place: group for place, group in self._finished.items() if place in places}
 
     def _is_too_old(self, group: Sequence[Rollout]) -> bool:
-        return min(rollout.weight_version for rollout in group) < self.engine.weight_version - self.max_staleness
+        versions = (sample.weight_version for rollout in group for sample in (rollout, *rollout.branches))
+        return min(versions) < self.engine.weight_version - self.max_staleness
 
     def _hand_out(self, prompts: Sequence[Prompt]) -> list[int]:
         """Remove the groups of `prompts`. Returns the places of finished groups before them, which are never drawn."""
@@ -232,33 +233,54 @@ class AsyncPool:
 
 def packed(place: int, group: Sequence[Rollout]) -> dict[str, Any]:
     """Convert a group to JSON values; arrays are in base64, token ids as int32, log-probs as float32."""
-    rollouts = [
-        vars(rollout) | {name: _encoded(getattr(rollout, name)) for name in ("response_ids", "rollout_logprobs")}
-        for rollout in group
-    ]
-    for rollout in rollouts:
-        del rollout["prompt"], rollout["dialogue"]
-        if (routes := rollout.pop("routes")) is not None:
-            rollout["routes"] = {"dtype": routes.dtype.name, "shape": routes.shape, "values": _encoded(routes)}
-    return {"place": place, "prompt_id": group[0].prompt.prompt_id, "rollouts": rollouts}
+    return {
+        "place": place,
+        "prompt_id": group[0].prompt.prompt_id,
+        "rollouts": [_packed(rollout) for rollout in group],
+    }
+
+
+def _packed(rollout: Rollout) -> dict[str, Any]:
+    row: dict[str, Any] = vars(rollout) | {
+        name: _encoded(getattr(rollout, name)) for name in ("response_ids", "rollout_logprobs")
+    }
+    del row["prompt"]
+    if (routes := row.pop("routes")) is not None:
+        row["routes"] = {"dtype": routes.dtype.name, "shape": routes.shape, "values": _encoded(routes)}
+    if (dialogue := row.pop("dialogue")) is not None:
+        row["dialogue"] = dialogue.record() | {"written": _encoded(dialogue.written)}
+        # the text of an episode's `reset` is part of the prompt
+        row["prompt"] = {"token_ids": rollout.prompt.token_ids, "messages": rollout.prompt.messages}
+    if branches := row.pop("branches"):
+        row["branches"] = [_packed(branch) for branch in branches]
+    return row
 
 
 def unpacked(saved: dict[str, Any], prompt: Prompt) -> list[Rollout]:
     """Restore a group from its JSON values. Weight versions grow by one, because a resumed run syncs the checkpoint's
     weights as the next version."""
-    return [
-        Rollout(
-            prompt,
-            *_decoded(rollout["response_ids"], rollout["rollout_logprobs"]),
-            rollout["finish_reason"],
-            rollout["weight_version"] + 1,
-            rollout["text"],
-            later_versions=tuple((start, version + 1) for start, version in rollout["later_versions"]),
-            stop_string=rollout.get("stop_string"),
-            routes=_decoded_routes(rollout.get("routes")),
-        )
-        for rollout in saved["rollouts"]
-    ]
+    return [_unpacked(row, prompt) for row in saved["rollouts"]]
+
+
+def _unpacked(row: dict[str, Any], prompt: Prompt) -> Rollout:
+    dialogue = None
+    if (record := row.get("dialogue")) is not None:
+        written = np.frombuffer(base64.b64decode(record["written"]), np.bool_)
+        dialogue = Dialogue.of_record(written, {name: value for name, value in record.items() if name != "written"})
+        shown = row["prompt"]
+        prompt = replace(prompt, token_ids=tuple(shown["token_ids"]), messages=shown["messages"])
+    return Rollout(
+        prompt,
+        *_decoded(row["response_ids"], row["rollout_logprobs"]),
+        row["finish_reason"],
+        row["weight_version"] + 1,
+        row["text"],
+        dialogue,
+        later_versions=tuple((start, version + 1) for start, version in row["later_versions"]),
+        stop_string=row.get("stop_string"),
+        routes=_decoded_routes(row.get("routes")),
+        branches=tuple(_unpacked(branch, prompt) for branch in row.get("branches", ())),
+    )
 
 
 def _encoded(values: np.ndarray) -> str:

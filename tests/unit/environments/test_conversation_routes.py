@@ -38,7 +38,7 @@ def marks(conversation: Conversation) -> list[int]:
 
 
 def test_a_later_turn_adds_routes_for_the_tokens_that_were_not_read_before():
-    conversation = Conversation(PROMPT, 0, 0, 0, [], 100)
+    conversation = Conversation(PROMPT, 0, 0, [], 100)
     turn(conversation, "abc", 1)
     assert marks(conversation) == [1] * 5
     conversation.add_messages([{"role": "user", "content": "more"}], FollowUps())
@@ -49,11 +49,11 @@ def test_a_later_turn_adds_routes_for_the_tokens_that_were_not_read_before():
 
 
 def test_removed_tokens_lose_their_routes():
-    conversation = Conversation(PROMPT, 0, 0, 0, [{"role": "user", "content": "question"}], 100)
+    conversation = Conversation(PROMPT, 0, 0, [{"role": "user", "content": "question"}], 100)
     turn(conversation, "abcd", 1)
     conversation.follow([*conversation.opening, {"role": "assistant", "content": "abX"}], FollowUps())
     assert decode(conversation.ids) == "abX" and marks(conversation) == [1] * 5
     turn(conversation, "e", 2)
     assert marks(conversation) == [1] * 5 + [2]
-    conversation = Conversation(PROMPT, 0, 0, 0, [], 100)
-    assert conversation.rollout(decode).routes is None
+    conversation = Conversation(PROMPT, 0, 0, [], 100)
+    assert conversation.routes is None

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.train_types import LossInputs
 from megagrpo.trainer.rollout.collector import numbered
 from megagrpo.trainer.rollout.sample_metrics import rollout_metrics
-from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout
+from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, Turn
 
 MESSAGES = (
     {"role": "assistant", "content": "ask"},
@@ -27,8 +28,9 @@ MESSAGES = (
 )
 
 
-def dialogue(written, **more):
-    return Dialogue(tuple(written), MESSAGES, num_turns=2, ended="done", **more)
+def dialogue(written, calls=(), failures=0, turn_rewards=(None, None), **more):
+    first = Turn(0, 1, turn_rewards[0], calls, failures)
+    return Dialogue(tuple(written), MESSAGES, (first, Turn(1, 2, turn_rewards[1])), ended="done", **more)
 
 
 def rollout(response, written=None, prompt=(1, 2), **more):
@@ -37,7 +39,7 @@ def rollout(response, written=None, prompt=(1, 2), **more):
     return Rollout(Prompt(0, prompt, "hi"), tuple(response), logprobs, "stop", 3, "ask 9 it is 9", told)
 
 
-HOLES = rollout([7, 8, 20, 21, 9, 5], [True, True, False, False, True, True], tool_calls=2, tool_failures=1)
+HOLES = rollout([7, 8, 20, 21, 9, 5], [True, True, False, False, True, True], calls=("f", "g"), failures=1)
 PLAIN = rollout([7, 6, 5])
 FIRST_FOREIGN = rollout([20, 21, 7], [False, False, True])
 
@@ -102,6 +104,20 @@ def test_the_loss_is_that_of_the_tokens_alone(loss_type):
         assert found[1][name] == pytest.approx(pair, rel=1e-5), name
 
 
+def test_a_conversations_time_is_divided_into_slots_generation_and_tools():
+    turns = Turn(0, 2, generated=3.0, answered=4.0, queued=1.0), Turn(4, 6, generated=0.5, answered=0.5)
+    timed = replace(HOLES, dialogue=replace(HOLES.dialogue, turns=turns))
+    metrics = rollout_metrics(StepSamples.of(scored(timed, PLAIN)))
+    shares = {name: metrics[f"idle/{name}"] for name in ("slots", "generation", "tools")}
+    assert shares == pytest.approx({"slots": 1 / 8, "generation": 2.5 / 8, "tools": 4.5 / 8})
+    assert [metrics[f"multi_turn/turn_seconds/{name}"] for name in ("mean", "max")] == [1.75, 3.0]
+    assert [metrics[f"multi_turn/tool_seconds/{name}"] for name in ("mean", "max")] == [2.25, 4.0]
+    assert metrics["multi_turn/turn_tokens"] == 2
+    assert metrics["multi_turn/ended/done"] == 1.0
+    untimed = rollout_metrics(StepSamples.of(scored(HOLES)))
+    assert "idle/tools" not in untimed and untimed["multi_turn/turn_seconds/mean"] == 0.0
+
+
 def test_lengths_count_the_policys_tokens_and_num_tokens_all():
     metrics = rollout_metrics(StepSamples.of(scored(HOLES, PLAIN, FIRST_FOREIGN)))
     assert [metrics[f"completions/{name}_length"] for name in ("min", "mean", "max")] == [1, 8 / 3, 4]
@@ -145,19 +161,43 @@ def test_rewards_of_turns_and_environments_are_columns_of_weight_one():
     assert advantages[0] == -advantages[2] < advantages[1] == 0 and not any(map(math.isnan, advantages))
 
 
+NO_CALLS = {
+    "calls": [],
+    "failures": 0,
+    "shortened": 0,
+    "finish_reason": "stop",
+    "generated": 0.0,
+    "answered": 0.0,
+    "queued": 0.0,
+}
+
+
 def test_completions_keep_the_messages_the_turns_and_their_rewards():
     told = rollout([7, 20, 8], [True, False, True], turn_rewards=(0.5, None), rewards={"turns": 0.5})
     row = json.loads(json.dumps(completion_row(1, scored(told)[0], 1.0)))
     assert row["num_tokens"] == 2
     assert row["dialogue"] == {
         "messages": list(MESSAGES),
-        "num_turns": 2,
+        "turns": [
+            {"start": 0, "stop": 1, "reward": 0.5, **NO_CALLS},
+            {"start": 1, "stop": 2, "reward": None, **NO_CALLS},
+        ],
         "ended": "done",
         "rewards": {"turns": 0.5},
-        "turn_rewards": [0.5, None],
-        "tool_calls": 0,
-        "tool_failures": 0,
+        "cause": "",
+        "retries": 0,
+        "counts": {},
     }
+
+
+def test_completions_say_where_a_branch_leaves_its_trajectory():
+    main, opening = rollout([7, 20, 8], [True, False, True]), {"role": "user", "content": "hi"}
+    told = {"role": "user", "content": "In short: 9."}
+    context = replace(main.prompt, messages=[opening, MESSAGES[0], told])
+    branch = replace(main, prompt=context, dialogue=replace(main.dialogue, messages=(MESSAGES[2],)))
+    (row,) = completion_row(1, scored(replace(main, branches=(branch,)))[0], 1.0)["branches"]
+    assert row["shared_messages"] == 2 and row["prompt"] == [told]
+    assert row["dialogue"]["messages"] == (MESSAGES[2],)
 
 
 def test_a_prompt_that_comes_again_is_told_apart_before_replicas_share_the_prompts():

@@ -1,5 +1,6 @@
 """Schedulers, tools and environments in real worker processes, and conversations with a scripted engine."""
 
+import asyncio
 import logging
 import os
 import signal
@@ -7,6 +8,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,11 +18,12 @@ from megagrpo.config import MultiTurnSection
 from megagrpo.data.follow_ups import FollowUps
 from megagrpo.data.tokenizer import load_tokenizer
 from megagrpo.engine.responses import find_ending
+from megagrpo.environments import dialogues
 from megagrpo.environments.conversation import Conversation
 from megagrpo.environments.dialogues import Dialogues, make_dialogues
 from megagrpo.environments.responders import Responders
 from megagrpo.trainer.rollout.collector import numbered
-from megagrpo.types import Prompt, Rollout, SamplingParams
+from megagrpo.types import Prompt, Rollout, SamplingParams, Turn
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
 
 HERMES = (Path(__file__).parents[3] / "configs" / "templates" / "hermes_tools.jinja").read_text()
@@ -64,6 +67,38 @@ def ask_again(messages, turn, turns_left, answer, more="Sure?"):
     return [*messages, {"role": "user", "content": more}], right, 1.0 if right else 0.5 if messages[-1]["content"] else None
 
 
+def megabyte(size: int) -> str:
+    """Returns much.
+
+    Args:
+        size: How much.
+    """
+    return "a" * (size // 2) + "z" * (size // 2)
+
+
+class Flaky:
+    """Fails until the file `failures` has `times` lines: in `reset`, in its tool or in `get_reward`."""
+
+    def reset(self, failures, times, where="reset", **columns):
+        self.failures, self.times, self.where = failures, times, where
+        self._fail("reset")
+
+    def _fail(self, where):
+        done = len(open(self.failures).readlines())
+        if where == self.where and done < self.times:
+            open(self.failures, "a").write(f"{os.getpid()}\\n")
+            os._exit(1)
+
+    def look(self) -> str:
+        """Looks."""
+        self._fail("look")
+        return "seen"
+
+    def get_reward(self):
+        self._fail("get_reward")
+        return 1.0
+
+
 def raises(messages):
     raise KeyError("no such thing")
 
@@ -99,6 +134,15 @@ class Counter:
     def hang(self) -> str:
         """Never answers."""
         time.sleep(600)
+
+    def pause(self, seconds: float) -> str:
+        """Waits.
+
+        Args:
+            seconds: How long.
+        """
+        time.sleep(seconds)
+        return "waited"
 
     def die(self) -> str:
         """Ends the process."""
@@ -184,11 +228,22 @@ def responders(plugins):
 
 
 def conversation(number=0, content="hm", **columns):
-    made = Conversation(
-        Prompt(number, (1,), "hi", columns), 0, number, number, [{"role": "user", "content": "hi"}], 100
-    )
-    made.messages, made.turns = [{"role": "assistant", "content": content}], 1
+    made = Conversation(Prompt(number, (1,), "hi", columns), number, number, [{"role": "user", "content": "hi"}], 100)
+    made.messages, made.turns = [{"role": "assistant", "content": content}], [Turn(0, 0)]
     return made
+
+
+def each(method, conversations, *arguments):
+    """The results of a coroutine of `Responders` for each conversation, all at once."""
+
+    async def run():
+        return await asyncio.gather(*map(method, conversations, *arguments))
+
+    return asyncio.run(run())
+
+
+def turn_rewards(dialogue):
+    return tuple(turn.reward for turn in dialogue.turns)
 
 
 def call(name, **arguments):
@@ -219,7 +274,7 @@ def test_tools_answer_in_order_and_failures_are_told_and_counted(responders):
         ],
     ]
     begun = time.monotonic()
-    first, second = table.use_tools([one, two], calls)
+    first, second = each(table.use_tools, [one, two], calls)
     assert time.monotonic() - begun < 20
     assert contents(first) == ["0.5", '{"error": "division by zero"}', "42"]
     assert [(m["role"], m["name"]) for m in first] == [("tool", "divide"), ("tool", "divide"), ("tool", "calculator")]
@@ -233,7 +288,7 @@ def test_tools_answer_in_order_and_failures_are_told_and_counted(responders):
         "missing 1 required positional argument" in told[3]
         and told[4] == '{"error": "the tool call is not valid JSON"}'
     )
-    assert (one.tool_calls, one.tool_failures, two.tool_calls, two.tool_failures) == (3, 1, 5, 4)
+    assert [(len(c.turns[-1].calls), c.turns[-1].failures) for c in (one, two)] == [(3, 1), (5, 4)]
     assert not one.ended and not two.ended  # the policy may retry
 
 
@@ -242,15 +297,17 @@ def test_tools_answer_in_order_and_failures_are_told_and_counted(responders):
 
 def test_each_response_has_an_environment_of_its_own(responders):
     table = responders(environment="Counter")
-    assert [s["function"]["name"] for s in table.tools] == ["add", "die", "hang"] and table.reward_names == ["Counter"]
+    assert [s["function"]["name"] for s in table.tools] == ["add", "die", "hang", "pause"] and table.reward_names == [
+        "Counter"
+    ]
     three = [conversation(i, goal=10.0, greeting=f" Hello {i}." if i else None) for i in range(3)]
-    assert table.begin(three) == [None, " Hello 1.", " Hello 2."]
-    table.use_tools(three, [[call("add", amount=i + 1)] for i in range(3)])
-    told = table.use_tools(three, [[call("add", amount=1), call("add", amount=1)] for _ in range(3)])
+    assert each(table.begin, three) == [None, " Hello 1.", " Hello 2."]
+    each(table.use_tools, three, [[call("add", amount=i + 1)] for i in range(3)])
+    told = each(table.use_tools, three, [[call("add", amount=1), call("add", amount=1)] for _ in range(3)])
     assert [[text.split()[0] for text in contents(m)] for m in told] == [["2", "3"], ["3", "4"], ["4", "5"]]
     processes = {int(text.split()[-1]) for m in told for text in contents(m)}
     assert len(processes) == 3
-    table.finish(three)
+    each(table.finish, three)
     assert [c.rewards for c in three] == [{"Counter": 0.3}, {"Counter": 0.4}, {"Counter": 0.5}]
     assert not any(map(psutil.pid_exists, processes))
 
@@ -259,31 +316,45 @@ def test_each_response_has_an_environment_of_its_own(responders):
 def test_an_environment_that_hangs_or_dies_costs_its_own_response_only(responders, caplog, method, reason):
     table = responders(environment="Counter", timeout=1.0, workers=1)
     both = [conversation(i, goal=2.0) for i in range(2)]
-    table.begin(both)
+    each(table.begin, both)
     with caplog.at_level(logging.WARNING):
-        first, second = table.use_tools(both, [[call(method), call("add", amount=1)], [call("add", amount=1)]])
+        first, second = each(table.use_tools, both, [[call(method), call("add", amount=1)], [call("add", amount=1)]])
     assert reason in contents(first)[0] and "its process has ended" in contents(first)[1]
     assert (both[0].ended, both[1].ended) == ("failed", "") and contents(second)[0].startswith("1 in")
     assert f"response 0 to prompt 0 failed (counted in multi_turn/failures): {reason}" in caplog.text
-    table.finish(both)
+    each(table.finish, both)
     assert [c.rewards for c in both] == [{"Counter": 0.0}, {"Counter": 0.5}] and both[1].ended == ""
+
+
+def test_a_slow_environment_delays_no_other_one_although_they_share_a_worker(responders):
+    table = responders(environment="Counter", workers=1, timeout=30.0)
+    many = [conversation(i, goal=1.0) for i in range(4)]
+    each(table.begin, many)
+    ended = []
+
+    async def use(one, seconds):
+        await table.use_tools(one, [call("pause", seconds=seconds)])
+        ended.append(one.number)
+
+    each(use, many, [3.0, 0.2, 0.1, 0.0])
+    assert ended[-1] == 0 and len(ended) == 4
 
 
 def test_a_reset_that_fails_breaks_off_its_response_only(responders):
     table = responders(environment="Counter")
     both = [conversation(0, goal=1.0), conversation(1)]  # the second row does not have the column
-    assert table.begin(both) == [None, None] and [c.ended for c in both] == ["", "failed"]
+    assert each(table.begin, both) == [None, None] and [c.ended for c in both] == ["", "failed"]
 
 
 def test_episodes_die_with_their_worker_and_a_killed_worker_is_noticed_at_once(responders):
     table = responders(environment="Counter", workers=1, timeout=60.0)
     (one,) = [conversation(goal=1.0)]
-    table.begin([one])
-    (messages,) = table.use_tools([one], [[call("add", amount=1)]])
+    each(table.begin, [one])
+    (messages,) = each(table.use_tools, [one], [[call("add", amount=1)]])
     episode = psutil.Process(int(messages[0]["content"].split()[-1]))
     os.kill(episode.ppid(), signal.SIGKILL)
     begun = time.monotonic()
-    table.use_tools([one], [[call("add", amount=1)]])
+    each(table.use_tools, [one], [[call("add", amount=1)]])
     assert one.ended == "failed" and time.monotonic() - begun < 30
     psutil.wait_procs([episode], timeout=10)
     assert not episode.is_running()
@@ -335,25 +406,25 @@ def test_a_tool_that_its_file_does_not_define_is_refused(responders, plugins):
 )
 def test_a_scheduler_that_fails_ends_the_response_and_the_run_goes_on(responders, caplog, scheduler, reason):
     table, both = responders(scheduler=scheduler, timeout=1.0), [conversation(0), conversation(1)]
-    table.begin(both)
+    each(table.begin, both)
     with caplog.at_level(logging.WARNING):
-        assert table.schedule(both) == [None, None]
+        assert each(table.schedule, both) == [None, None]
     assert [c.ended for c in both] == ["failed", "failed"]
-    assert reason in caplog.text and caplog.text.count("to prompt 0 failed") == 1
-    table.finish(both)
+    assert reason in caplog.text and caplog.text.count("failed (counted in") == 1
+    each(table.finish, both)
     assert [c.rewards for c in both] == [{"turns": None}] * 2
 
 
 def test_a_scheduler_that_is_a_class_remembers(responders):
     table, both = responders(scheduler="Patient", scheduler_args={"limit": 2}), [conversation(0), conversation(1)]
-    assert table.begin(both) == [None, None] and table.reward_names == ["turns", "Patient"]
-    first, second = table.schedule(both), table.schedule(both[:1])
+    assert each(table.begin, both) == [None, None] and table.reward_names == ["turns", "Patient"]
+    first, second = each(table.schedule, both), each(table.schedule, both[:1])
     assert [(m[-1]["content"], done) for m, done, _ in first + second] == [
         ("asked 1", False),
         ("asked 1", False),
         ("asked 2", True),
     ]
-    table.finish(both)
+    each(table.finish, both)
     assert [c.rewards for c in both] == [{"Patient": 20.0, "turns": None}, {"Patient": 10.0, "turns": None}]
 
 
@@ -373,8 +444,9 @@ def test_the_reward_of_an_environment_passes_the_checks_of_a_reward_function(res
         [conversation(i, kind=kind) for i, kind in enumerate((*REFUSED, *GIVEN))],
     )
     for one in asked:
-        table.begin([one])
-        table.finish([one])
+        table.log_next_failure()
+        each(table.begin, [one])
+        each(table.finish, [one])
     assert [c.rewards["Odd"] for c in asked] == [*[0.0] * len(REFUSED), *GIVEN.values()]
     assert [c.ended for c in asked] == ["failed"] * len(REFUSED) + [""] * len(GIVEN)
     said = [record.getMessage() for record in caplog.records]
@@ -388,18 +460,20 @@ def test_the_reward_of_a_turn_and_the_sum_of_turns_pass_the_same_checks(responde
         [conversation(i, kind=kind) for i, kind in enumerate((*REFUSED, *GIVEN))],
     )
     for one, reason in zip(asked, (*REFUSED.values(), *[None] * len(GIVEN)), strict=True):
-        table.begin([one])
+        table.log_next_failure()
+        each(table.begin, [one])
         caplog.clear()
-        (answer,) = table.schedule([one])
+        (answer,) = each(table.schedule, [one])
         assert (answer is None) == (reason is not None) and f"the reward of `odd_turn`: {reason}" * (
             reason is not None
         ) in caplog.text
-        one.turn_rewards += [] if answer is None else [answer[2]]
-    table.finish(asked)
+        one.note(reward=answer and answer[2])
+    each(table.finish, asked)
     assert [c.rewards["turns"] for c in asked] == [*[None] * len(REFUSED), *GIVEN.values()]
     asked = [conversation(i, kind="large") for i in range(2)]
-    asked[0].turn_rewards, asked[1].turn_rewards = [8e14, 8e14], [8e14, None]
-    table.finish(asked)
+    table.log_next_failure()
+    asked[0].turns, asked[1].turns = [Turn(0, 0, 8e14)] * 2, [Turn(0, 0, 8e14), Turn(0, 0)]
+    each(table.finish, asked)
     assert [c.rewards["turns"] for c in asked] == [0.0, 8e14] and [c.ended for c in asked] == ["failed", ""]
     assert "the sum of its turns' rewards: it returned 1.6e+15" in caplog.text
 
@@ -413,7 +487,7 @@ def test_the_tips_of_ms_swift_are_given_once_and_word_for_word(responders):
         conversation(i, text, solution="$7$")
         for i, text in enumerate((RIGHT, WRONG, "no tag", "x But wait... It seems I made a mistake,"))
     ]
-    right, wrong, plain, again = trick.schedule(asked)
+    right, wrong, plain, again = each(trick.schedule, asked)
     assert right[1] and again[1]
     assert not wrong[1] and wrong[0][-1]["content"] == "<think>so\nnoBut wait... It seems I made a mistake,"
     assert plain[0][-1]["content"] == "no tagBut wait... It seems I made a mistake," and len(wrong[0]) == len(
@@ -423,10 +497,10 @@ def test_the_tips_of_ms_swift_are_given_once_and_word_for_word(responders):
         "role": "user",
         "content": "The answer is not correct, It seems You made a mistake, you need to recheck very carefully.",
     }
-    right, wrong, plain, again = verdict.schedule(asked)
+    right, wrong, plain, again = each(verdict.schedule, asked)
     assert right[1] and again[1] and not wrong[1]
     assert wrong[0] == [*asked[1].all_messages, asked[3].opening[-1]] == plain[0][:1] + wrong[0][1:]
-    (unknown,) = trick.schedule([conversation(0, WRONG, solution=" ")])
+    (unknown,) = each(trick.schedule, [conversation(0, WRONG, solution=" ")])
     assert unknown[1]  # an empty solution cannot prove the answer wrong
 
 
@@ -445,39 +519,64 @@ def test_reasoning_gym_gives_attempts_and_rewards_the_last(responders):
         gym_row(),
     )
     one, two = (conversation(i, "<answer>99999</answer>", **row) for i in range(2))
-    table.begin([one, two])
-    for messages, done, reward in table.schedule([one, two]):
+    each(table.begin, [one, two])
+    for messages, done, reward in each(table.schedule, [one, two]):
         assert messages[-1] == {"role": "user", "content": "That is not correct. Try again."} and (done, reward) == (
             False,
             0.0,
         )
-    one.messages, one.turns, two.turns = [{"role": "assistant", "content": f"<answer>{row['answer']}</answer>"}], 2, 2
-    assert [answer[1:] for answer in table.schedule([one, two])] == [(True, 0.5), (True, pytest.approx(0, abs=0.02))]
+    one.messages = [{"role": "assistant", "content": f"<answer>{row['answer']}</answer>"}]
+    one.turns, two.turns = [Turn(0, 0)] * 2, [Turn(0, 0)] * 2
+    assert [answer[1:] for answer in each(table.schedule, [one, two])] == [
+        (True, 0.5),
+        (True, pytest.approx(0, abs=0.02)),
+    ]
 
 
 # -------------------------------------------------------------------------------------------------- whole conversations
 
 
 class Scripted:
-    """An engine whose k-th turn of each response is the k-th line of its script."""
+    """An engine whose k-th turn of each response is the k-th line of its script, and the session that it opens."""
 
-    def __init__(self, tokenizer, script, limit_reason=()):
-        self.tokenizer, self.script, self.cut = tokenizer, script, set(limit_reason)
-        self.weight_version, self.requests = 4, []
+    def __init__(self, tokenizer, script):
+        self.tokenizer, self.script = tokenizer, script
+        self.weight_version, self.requests = 4, []  # by turn: prompts, sampling, seeds
+        self.seeds = []  # in order
 
-    def extend(self, prompts, sampling, seeds):
-        turn = len(self.requests)
-        self.requests.append((list(prompts), list(sampling), list(seeds)))
-        return [self._turn(prompt, params, turn) for prompt, params in zip(prompts, sampling, strict=True)]
+    def converse(self, prompts, n, respond, on_begun):
+        async def one(index, number):
+            home = SimpleNamespace(granted=asyncio.sleep(0), turns=0, first=None, queued=0.0)
+            return await respond(self, home, index, number)
 
-    def read_tool_calls(self, turns, tools):
+        async def all_of(index):
+            return index, list(await asyncio.gather(*(one(index, number) for number in range(n))))
+
+        async def run():
+            return [await group for group in asyncio.as_completed([all_of(i) for i in range(len(prompts))])]
+
+        yield from asyncio.run(run())
+
+    async def turn(self, prompt, sampling, seed, home):
+        if prompt.token_ids == home.first:  # another attempt
+            home.turns = 0
+        home.first = home.first or prompt.token_ids
+        if len(self.requests) == home.turns:
+            self.requests.append(([], [], []))
+        for values, value in zip(self.requests[home.turns], (prompt, sampling, seed), strict=True):
+            values.append(value)
+        self.seeds.append(seed)
+        home.turns += 1
+        return self._turn(prompt, sampling, home.turns - 1)
+
+    def is_cut(self, prompt):
+        return False
+
+    async def read_tool_calls(self, turn, tools, home):
         """Parse tool calls like a server with its own format: NAME{...} is a call."""
-        texts = [self.tokenizer.decode(turn) for turn in turns]
-        found = [text.partition("{") for text in texts]
+        name, _, rest = self.tokenizer.decode(turn).partition("{")
         names = {tool["function"]["name"] for tool in tools}
-        return [
-            ("", [{"name": name, "arguments": "{" + rest}]) if name in names else (name, []) for name, _, rest in found
-        ]
+        return ("", [{"name": name, "arguments": "{" + rest}]) if name in names else (name, [])
 
     def _turn(self, prompt, params, turn):
         ids = [*self.tokenizer.encode(self.script[turn], False), 2]
@@ -548,7 +647,7 @@ def test_a_tool_is_called_and_the_policy_goes_on_from_its_own_tokens(tokenizer, 
     assert sorted(index for index, _ in told) == [0, 1]
     again = dialogue_engine(tokenizer, table, [f"Hm. {CALL}", "It is 42."])
     again.generate(twice, 2, SamplingParams(1.0, 300, (2,)), 5)
-    assert [request[2] for request in again.engine.requests] == [first[2], second[2]]
+    assert [sorted(request[2]) for request in again.engine.requests] == [sorted(first[2]), sorted(second[2])]
 
 
 @pytest.mark.parametrize(
@@ -663,7 +762,7 @@ def test_limits_end_a_response_with_its_last_call_unanswered(tokenizer, responde
         prompts_of(tokenizer, table, {}), 1, SamplingParams(1.0, 900), 0
     )
     dialogue = rollout.dialogue
-    assert (dialogue.num_turns, dialogue.ended, dialogue.tool_calls, rollout.finish_reason) == (
+    assert (len(dialogue.turns), dialogue.ended, dialogue.tool_calls, rollout.finish_reason) == (
         turns,
         ended,
         turns - 1,
@@ -694,6 +793,64 @@ def test_limits_in_tokens_are_of_the_whole_response_or_of_each_turn(tokenizer, r
         assert [params[0].max_tokens for _, params, _ in engine.engine.requests] == [90, 90]
 
 
+def test_the_middle_of_a_long_result_is_left_out_and_counted(tokenizer, responders):
+    table = responders(tools=["megabyte"], max_result_chars=20, timeout=30.0)
+    script = ['<tool_call>{"name": "megabyte", "arguments": {"size": 4000000}}</tool_call>', "Long."]
+    engine = dialogue_engine(tokenizer, table, script)
+    ((rollout,),) = engine.generate(prompts_of(tokenizer, table, {}), 1, SamplingParams(1.0, 900), 0)
+    note = "[... 3999980 of 4000000 characters left out ...]"
+    assert rollout.dialogue.messages[1]["content"] == f"aaaaaaaaaa\n{note}\nzzzzzzzzzz"
+    assert (rollout.dialogue.tool_shortened, rollout.dialogue.tool_failures, rollout.dialogue.ended) == (1, 0, "done")
+
+
+@pytest.mark.parametrize(("limit", "turns", "calls"), [(1, 1, 0), (2, 2, 2), (3, 2, 2), (4, 3, 4)])
+def test_calls_are_limited_per_response(tokenizer, responders, limit, turns, calls):
+    table = responders(tools=["calculator"], max_tool_calls=limit)
+    engine = dialogue_engine(tokenizer, table, [CALL + CALL] * 3)
+    ((rollout,),) = engine.generate(prompts_of(tokenizer, table, {}), 1, SamplingParams(1.0, 900), 0)
+    dialogue = rollout.dialogue
+    assert (len(dialogue.turns), dialogue.tool_calls, dialogue.ended) == (turns, calls, "tool_limit")
+
+
+@pytest.mark.parametrize(
+    ("tool", "ended"), [("slowly", ("time_limit", "")), ("pause", ("failed", "timeout"))], ids=["tool", "environment"]
+)
+def test_a_conversation_that_takes_too_long_ends_with_its_complete_turns(tokenizer, responders, tool, ended):
+    """An environment whose call is under way cannot be judged."""
+    table = responders(tools=["slowly"], environment="Counter", max_seconds=1.5, timeout=30.0)
+    engine = dialogue_engine(
+        tokenizer, table, [f'<tool_call>{{"name": "{tool}", "arguments": {{"seconds": 25}}}}</tool_call>']
+    )
+    begun = time.monotonic()
+    ((rollout,),) = engine.generate(prompts_of(tokenizer, table, {"goal": 1.0}), 1, SamplingParams(1.0, 900), 0)
+    assert (rollout.dialogue.ended, rollout.dialogue.cause) == ended and len(rollout.dialogue.turns) == 1
+    assert time.monotonic() - begun < 20 and rollout.written.all() and rollout.dialogue.rewards == {"Counter": 0.0}
+
+
+@pytest.mark.parametrize("where", ["reset", "look", "get_reward"])
+@pytest.mark.parametrize(("retries", "ended"), [(1, "failed"), (2, "done")])
+def test_a_response_whose_environment_fails_is_held_again_and_equals_one_without_failures(
+    tokenizer, responders, tmp_path, monkeypatch, where, retries, ended
+):
+    monkeypatch.setattr(dialogues, "RETRY_SECONDS", 0.01)
+    table = responders(environment="Flaky", retries=retries)
+    script = ['<tool_call>{"name": "look", "arguments": {}}</tool_call>', "Seen."]
+
+    def respond(times):
+        (tmp_path / "failures").write_text("")
+        row = {"failures": str(tmp_path / "failures"), "times": times, "where": where}
+        engine = dialogue_engine(tokenizer, table, script)
+        ((rollout,),) = engine.generate(prompts_of(tokenizer, table, row), 1, SamplingParams(1.0, 300), 0)
+        return rollout, engine.engine.seeds
+
+    (failed, _), (sound, seeds) = respond(2), respond(0)
+    dialogue = failed.dialogue
+    assert (dialogue.ended, dialogue.retries, dialogue.cause) == (ended, retries, "" if ended == "done" else "died")
+    if ended == "done":
+        assert replace(failed, prompt=sound.prompt, dialogue=replace(dialogue, retries=0)) == sound
+        assert respond(1)[1][-len(seeds) :] == seeds and dialogue.rewards == {"Flaky": 1.0}
+
+
 def test_a_scheduler_asks_until_it_is_satisfied_and_its_rewards_add_up(tokenizer, responders):
     table = responders(scheduler="ask_again", scheduler_args={"more": "Really?"})
     script = ["41", "", "42", "43"]
@@ -702,8 +859,8 @@ def test_a_scheduler_asks_until_it_is_satisfied_and_its_rewards_add_up(tokenizer
     )
     slow, quick = (group[0].dialogue for group in both)
     assert [m["content"] for m in slow.messages] == ["41", "Really?", "", "Really?", "42"]
-    assert (slow.turn_rewards, slow.rewards, slow.ended) == ((0.5, None, 1.0), {"turns": 1.5}, "done")
-    assert (quick.num_turns, quick.turn_rewards) == (1, (1.0,))
+    assert (turn_rewards(slow), slow.rewards, slow.ended) == ((0.5, None, 1.0), {"turns": 1.5}, "done")
+    assert turn_rewards(quick) == (1.0,)
 
 
 def test_the_last_turn_is_still_judged(tokenizer, responders):
@@ -711,7 +868,7 @@ def test_the_last_turn_is_still_judged(tokenizer, responders):
     ((rollout,),) = dialogue_engine(tokenizer, table, ["1", "2"]).generate(
         prompts_of(tokenizer, table, {"answer": "9"}), 1, SamplingParams(1.0, 300), 0
     )
-    assert (rollout.dialogue.ended, rollout.dialogue.turn_rewards) == ("max_turns", (0.5, 0.5))
+    assert (rollout.dialogue.ended, turn_rewards(rollout.dialogue)) == ("max_turns", (0.5, 0.5))
 
 
 def test_a_scheduler_that_rewrites_history_breaks_off_with_a_warning(tokenizer, responders, caplog):
@@ -728,7 +885,7 @@ def test_a_message_of_the_policy_goes_on_with_a_doubt(tokenizer, responders):
     ((rollout,),) = dialogue_engine(tokenizer, table, [WRONG, " </think><answer>$7$</answer>"]).generate(
         prompts_of(tokenizer, table, {"solution": "$7$"}), 1, SamplingParams(1.0, 300), 0
     )
-    assert [m["role"] for m in rollout.dialogue.messages] == ["assistant"] and rollout.dialogue.num_turns == 2
+    assert [m["role"] for m in rollout.dialogue.messages] == ["assistant"] and len(rollout.dialogue.turns) == 2
     assert rollout.text == "<think>so\nnoBut wait... It seems I made a mistake, </think><answer>$7$</answer>"
     assert "But wait" in tokenizer.decode(
         [t for t, own in zip(rollout.response_ids, rollout.written, strict=True) if not own]
@@ -748,7 +905,7 @@ def test_what_reset_says_is_at_the_end_of_the_prompt(tokenizer, responders):
     assert said.dialogue.rewards == unsaid.dialogue.rewards == {"Counter": 0.75} and said.dialogue.messages[1][
         "content"
     ].startswith("3 in")
-    assert (long.dialogue.ended, long.dialogue.num_turns) == ("failed", 1)  # its prompt would be too long
+    assert (long.dialogue.ended, len(long.dialogue.turns)) == ("failed", 1)  # its prompt would be too long
 
 
 def dialogues_of(config, tokenizer, plugins, resources):
@@ -792,13 +949,13 @@ def test_what_a_configuration_describes_shows_its_tools_and_columns(tokenizer, p
     )
     with ExitStack() as resources:
         made = dialogues_of(config, tokenizer, plugins, resources)
-        assert [tool["function"]["name"] for tool in made.tools] == ["calculator", "add", "die", "hang"]
+        assert [tool["function"]["name"] for tool in made.tools] == ["calculator", "add", "die", "hang", "pause"]
         assert made.reward_names == ["Counter", "turns", "Patient"]
         assert dialogues_of(tiny_run(), tokenizer, plugins, resources) is None
 
 
 def test_a_later_turn_keeps_the_inputs_of_its_prompt():
     image = {"pixels": [1.0]}
-    made = Conversation(Prompt(0, (1,), "hi", inputs=image), 0, 0, 0, [{"role": "user", "content": "hi"}], 100)
+    made = Conversation(Prompt(0, (1,), "hi", inputs=image), 0, 0, [{"role": "user", "content": "hi"}], 100)
     made.ids = [7, 8]
     assert made.prefix.token_ids == (1, 7, 8) and made.prefix.inputs is image
