@@ -16,6 +16,7 @@ from torch import Tensor
 
 import megagrpo.platform.device as device
 from megagrpo.config import RunConfig
+from megagrpo.data.grammar import Grammar
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform.parallel.context import RankBatch, gather_rows
 from megagrpo.platform.parallel.layout import Layout
@@ -116,10 +117,10 @@ class MegatronPolicy:
             config_of(chunk).finalize_model_grads_func = self._finalize_gradients
         self._metrics = MetricsOfRanks(layout)
         self.phases = Phases()  # of the run; replaced by the caller
+        self.grammar: Grammar | None = None  # of `rollout.structured_outputs`, on the last stage; set by the caller
         self.times_filled = 0  # number of calls of weights_changed
         self._checks: list[GradientCheck] = []  # of the step in progress
-        # Whether the loss gradient may be computed before the backward pass, and on the device whether it was wrong
-        # there.
+        # Whether loss gradients may be computed before the backward pass; on the device, whether one was wrong there.
         self._early, self._early_differs = (
             config.algorithm.gradient_is_local,
             torch.zeros(1, dtype=torch.bool, device=device.device()),
@@ -163,7 +164,7 @@ class MegatronPolicy:
 
         def collect(hidden: Tensor, item: RankBatch, chunk: torch.nn.Module) -> TopLogprobs:
             states = head_input(chunk, hidden).index_select(0, item.loss)
-            task = self._head_task(item.micro_batch.labels[item.indices[item.loss]])
+            task = self._head_task(item)
             top = top_logprobs(states, lm_head(chunk), k, task)
             return TopLogprobs(*(self._whole_rows(rows.t(), item).t() for rows in (top.logprobs, top.token_ids)))
 
@@ -331,7 +332,7 @@ class MegatronPolicy:
         micro_batch, tokens = item.micro_batch, item.indices[item.loss]
         states, terms = head_input(chunk, hidden).index_select(0, item.loss), micro_batch.terms
         task = replace(
-            self._head_task(micro_batch.labels[tokens]),
+            self._head_task(item),
             entropy_gradient=terms.entropy_weights is not None,
             upstream=None if early is None else partial(early, micro_batch, tokens),
             ref=terms.ref_head,
@@ -343,10 +344,10 @@ class MegatronPolicy:
         logprobs, entropy, *full_kl = self._whole_rows(rows, item)
         return LossInputs(logprobs, entropy if task.entropy_gradient else entropy.detach(), micro_batch, *full_kl)
 
-    def _head_task(self, labels: Tensor) -> HeadTask:
-        """Return settings of the LM head's passes that are the same for all batches of the run, with `labels` [N]."""
+    def _head_task(self, item: RankBatch) -> HeadTask:
+        """Return the settings of the LM head's passes over the loss tokens of this rank's part of a micro-batch."""
         of_rank = dict(early_differs=self._early_differs, into_main_grad=self._into_main_grad)
-        return HeadTask.of(self.config, self.hf_config, labels, group=self.layout.tp_group, **of_rank)
+        return HeadTask.of(self.config, self.hf_config, item, self.grammar, group=self.layout.tp_group, **of_rank)
 
     def _whole_rows(self, rows: Tensor, item: RankBatch) -> Tensor:
         """Return rows [..., N] of this rank's loss tokens as rows [..., T] of the micro-batch, 0 at other tokens."""

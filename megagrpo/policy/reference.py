@@ -160,7 +160,7 @@ class Reference:
 
 
 def kl_by_sample(batches: Sequence[TrainBatch], layout: Layout) -> Tensor:
-    """Return [N] float64 per sample of the step: log(policy / reference) summed over its response tokens, the k1
+    """Return [N] float64 per trajectory of the step: log(policy / reference) summed over its response tokens, the k1
     estimate of the whole response.
 
     Every rank gets the result. The batches need old and ref log-probs. Collective.
@@ -177,5 +177,5 @@ def _add_kl(total: Tensor, micro_batch: MicroBatch) -> None:
     m = micro_batch.to(total.device)
     old, ref = m.terms.old_logprobs, m.terms.ref_logprobs
     assert old is not None and ref is not None, "the batch has no old or no reference log-probs"
-    sample = m.samples[m.sequence_index]
-    total.index_add_(0, sample[m.loss_mask], (old - ref)[m.loss_mask].double())
+    trajectory = m.trajectories[m.sequence_index]
+    total.index_add_(0, trajectory[m.loss_mask], (old - ref)[m.loss_mask].double())

@@ -66,8 +66,8 @@ def _with_real_terms(batch: TrainBatch, policy: MegatronPolicy, denominator: int
     moves = bool(layout.all_reduce(torch.tensor(int(has_old)), "max"))
     logprobs = policy.logprobs(batch) if moves else [None] * len(batch.micro_batches)
     mine = [sample_sums(m, row) for m, row in zip(batch.micro_batches, logprobs, strict=True)]
-    sums = layout.all_reduce(sums_by_sample(mine if _contributes(layout) else (), batch.samples))
-    terms = RealTerms.of(batch.samples, sums, config.rollout.num_generations, config.algorithm.real_tau)
+    sums = layout.all_reduce(sums_by_sample(mine if _contributes(layout) else (), batch.trajectories))
+    terms = RealTerms.of(batch.trajectories, sums, config.rollout.num_generations, config.algorithm.real_tau)
     slopes, values = zip(*(terms.rows(m, denominator) for m in batch.micro_batches), strict=True)
     return batch.with_terms(real_slopes=slopes, real_values=values)
 

@@ -40,7 +40,7 @@ def top_logprobs(hidden: Tensor, weight: Tensor, k: int, task: HeadTask) -> TopL
     logprobs = torch.empty(hidden.shape[0], k, dtype=memory.dtype, device=hidden.device)
     token_ids = torch.empty(hidden.shape[0], k, dtype=torch.int64, device=hidden.device)
     for rows in chunks(hidden.shape[0], task.chunk):
-        logits = shard.logits(hidden[rows], weight, task.temperature, task.logit_cap, memory)
+        logits = shard.logits(hidden[rows], weight, task.temperature_of(rows), task.logit_cap, memory)
         normaliser = Softmax.of(logits, task.labels[rows], shard).log_normaliser
         largest, token_ids[rows] = shard.topk(logits, k)
         logprobs[rows] = largest - normaliser[:, None]

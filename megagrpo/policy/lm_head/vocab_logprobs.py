@@ -50,7 +50,7 @@ def vocab_logprobs(hidden: Tensor, weight: Tensor, task: HeadTask) -> tuple[Tens
 
 def _begin(task: HeadTask, hidden: Tensor, weight: Tensor, gradients: bool) -> _Pass | FusedPass:
     """Return a pass over hidden [N, H] with head [V/tp, H]. With `gradients` it can compute the logits' gradients."""
-    return FusedPass(hidden, weight, task, stores=gradients) if task.fused else _Pass(hidden, weight, task)
+    return (FusedPass if task.fused else _Pass)(hidden, weight, task, stores=gradients)
 
 
 class _VocabHead(torch.autograd.Function):
@@ -117,16 +117,20 @@ def _taken(early: Tensor, actual: Tensor, differs: Tensor | None) -> bool:
 class _Pass:
     """One pass over the tokens, a chunk at a time: computes a chunk's logits, then its outputs or gradients."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, task: HeadTask):
+    def __init__(self, hidden: Tensor, weight: Tensor, task: HeadTask, stores: bool):
         self._task, self._policy, self.chunk = task, (hidden, weight), task.chunk
         self.shard = task.shard(weight)
         self._memory = self.shard.logits_buffer(hidden, task.chunk)
         self._ref_memory = self._memory[:0] if task.ref is None else torch.empty_like(self._memory)
         self._logits, self._ref_logits = self._memory, self._ref_memory
+        capped = task.logit_cap is not None
+        # [n, v] derivatives of the logits by the head's outputs, where the logits alone do not tell them
+        scales = task.processors is not None and (capped or task.processors.has_slopes)
+        self._slopes = torch.empty_like(self._memory) if scales and stores else None
 
     def compute_logits(self, rows: slice) -> None:
         """Compute the logits [n, v] of the tokens `rows`, of the reference too if there is one."""
-        self._logits = self._logits_of(self._policy, rows, self._memory)
+        self._logits = self._logits_of(self._policy, rows, self._memory, self._slopes)
         if (ref := self._task.ref) is not None:
             self._ref_logits = self._logits_of((ref.hidden, ref.weight), rows, self._ref_memory)
 
@@ -136,8 +140,18 @@ class _Pass:
         if self._task.truncation:
             drop_below(self._logits, self._task.labels[rows], self.shard, results[-1])
 
-    def _logits_of(self, model: tuple[Tensor, Tensor], rows: slice, memory: Tensor) -> Tensor:
-        return self.shard.logits(model[0][rows], model[1], self._task.temperature, self._task.logit_cap, memory)
+    def _logits_of(
+        self, model: tuple[Tensor, Tensor], rows: slice, memory: Tensor, slopes: Tensor | None = None
+    ) -> Tensor:
+        task, (hidden, weight) = self._task, model
+        if task.processors is None:
+            return self.shard.logits(hidden[rows], weight, task.temperature_of(rows), task.logit_cap, memory)
+        logits = self.shard.logits(hidden[rows], weight, 1.0, task.logit_cap, memory)
+        if slopes is not None:
+            slopes = slopes[: len(logits)]
+            slopes.fill_(1) if task.logit_cap is None else slopes.copy_(_slope(logits, 1 / task.logit_cap))
+        task.processors.apply(logits, rows, self.shard, slopes)
+        return logits.div_(task.temperature_of(rows))
 
     def forward(self, rows: slice) -> Tensor:
         """Return log-probs, entropy and log-normaliser [3, n]; with a truncation also the smallest kept logit [4, n].
@@ -170,12 +184,12 @@ class _Pass:
         H). For a capped logit z = cap tanh(x / cap), d z / d x is 1 - (z / cap)^2.
         """
         task, logits, normaliser = self._task, self._logits, results[self._task.num_outputs, :, None]
-        scales: dict[int, Tensor] = dict(zip(task.differentiable, upstream[:, :, None] / task.temperature, strict=True))
-        at_labels = scales[LOGPROBS][:, 0]
-        if task.logit_cap is not None:
-            at_labels = at_labels * self._slope(self.shard.gather_at_labels(logits, task.labels[rows]), task.logit_cap)
+        temperature = task.temperature_of(rows)
+        scales: dict[int, Tensor] = dict(zip(task.differentiable, upstream[:, :, None] / temperature, strict=True))
+        slope = self._slope_at(logits, slice(None), temperature, labels=task.labels[rows])
+        at_labels = scales[LOGPROBS] if slope is None else scales[LOGPROBS] * slope
         for columns in column_blocks(logits):
-            slope = None if task.logit_cap is None else self._slope(logits[:, columns], task.logit_cap)
+            slope = self._slope_at(logits, columns, temperature)
             # the factor of p; the label's term is added at the end
             log_p, factor = logits[:, columns].sub_(normaliser), -scales[LOGPROBS]
             if ENTROPY in scales:
@@ -186,12 +200,18 @@ class _Pass:
                 log_p.exp_().mul_(factor)
             if slope is not None:
                 log_p.mul_(slope)
-        self.shard.add_at_labels(logits, task.labels[rows], at_labels)
+        self.shard.add_at_labels(logits, task.labels[rows], at_labels[:, 0])
         return logits
 
-    def _slope(self, logits: Tensor, cap: float) -> Tensor:
-        """Return the derivative of capped logits, 0 for truncated logits; `logits` are after the temperature."""
-        return (logits * (self._task.temperature / cap)).square_().neg_().add_(1).clamp_(min=0)
+    def _slope_at(
+        self, logits: Tensor, columns: slice, temperature: float | Tensor, labels: Tensor | None = None
+    ) -> Tensor | None:
+        """Return d logit / d output of the head at `columns` [n, w], or at `labels` [n, 1]; None where it is 1."""
+        cap, source = self._task.logit_cap, logits if self._slopes is None else self._slopes[: len(logits)]
+        if self._slopes is None and cap is None:
+            return None
+        part = source[:, columns] if labels is None else self.shard.gather_at_labels(source, labels)[:, None]
+        return part if self._slopes is not None or cap is None else _slope(part, temperature / cap)
 
     def _grad_with_kl(self, log_p: Tensor, columns: slice, results: Tensor, factor: Tensor, scale: Tensor) -> None:
         """Overwrite log p with p factor, plus scale p (log p - log q - KL) if reverse, or scale (p - q) if forward."""
@@ -201,3 +221,9 @@ class _Pass:
             log_p.exp_().mul_(log_ratio.sub_(results[KL, :, None]).mul_(scale).add_(factor))
         else:
             log_p.exp_().mul_(scale + factor).sub_(log_q.exp_().mul_(scale))
+
+
+def _slope(logits: Tensor, per_logit: float | Tensor) -> Tensor:
+    """Return the derivative of capped logits [n, v], 0 for truncated ones. `per_logit` is the temperature divided by
+    the cap."""
+    return (logits * per_logit).square_().neg_().add_(1).clamp_(min=0)

@@ -44,9 +44,11 @@ class VocabShard:
         """Allocate a buffer [min(chunk, N), v] for the logits of at most `chunk` tokens of hidden [N, H]."""
         return hidden.new_empty(min(chunk, hidden.shape[0]), self.num_rows, dtype=sum_dtype(hidden.dtype))
 
-    def logits(self, hidden: Tensor, weight: Tensor, temperature: float, cap: float | None, buffer: Tensor) -> Tensor:
+    def logits(
+        self, hidden: Tensor, weight: Tensor, temperature: float | Tensor, cap: float | None, buffer: Tensor
+    ) -> Tensor:
         """Return the logits [n, v] of hidden [n, H], in the first rows of `buffer`: hidden weight^T, then cap
-        tanh(x / cap) with a cap, then / temperature."""
+        tanh(x / cap) with a cap, then / temperature, one number or [n, 1]."""
         out, head = buffer[: hidden.shape[0]], weight[: self.num_rows].t()
         if out.dtype == hidden.dtype:
             torch.mm(hidden, head, out=out)
@@ -54,7 +56,7 @@ class VocabShard:
             device.write_product(out, hidden, head)
         if cap is not None:
             return out.div_(cap).tanh_().mul_(cap / temperature)
-        return out if temperature == 1.0 else out.div_(temperature)
+        return out if isinstance(temperature, float) and temperature == 1.0 else out.div_(temperature)
 
     def gather_at_labels(self, values: Tensor, labels: Tensor) -> Tensor:
         """Return [n]: the value at each token's label in values [n, v], 0 where this rank does not hold the label."""
