@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import count, islice
+from typing import Any
 
-from megagrpo.config import DataSection
+from megagrpo.config import ConfigError, DataSection
 from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.response_lengths import ResponseLengths
+from megagrpo.train_types import TrainState
 from megagrpo.types import Prompt
 
 
@@ -60,7 +62,7 @@ class PromptOrder:
         for position, row, epoch in islice(self._upcoming(), n):
             self._cursor = position + 1
             self._drawn_in[row] = epoch
-            drawn.append(self._peeked.pop(position) if position in self._peeked else self._prompt(row, position))
+            drawn.append(self._peeked.pop(position) if position in self._peeked else self.prompt(row, position))
         self._peeked = {position: prompt for position, prompt in self._peeked.items() if position >= self._cursor}
         return drawn
 
@@ -68,7 +70,7 @@ class PromptOrder:
         """Return the prompts that `next(n)` would draw now, without drawing. A later `learn` may let some rest."""
         upcoming = list(islice(self._upcoming(), n))
         self._peeked |= {
-            position: self._prompt(row, position) for position, row, _ in upcoming if position not in self._peeked
+            position: self.prompt(row, position) for position, row, _ in upcoming if position not in self._peeked
         }
         return [self._peeked[position] for position, _, _ in upcoming]
 
@@ -78,11 +80,26 @@ class PromptOrder:
         self._drawn_in = {}
         return self.curriculum.metrics(self._cursor // len(self))
 
+    def store(self, state: TrainState) -> None:
+        """Write the cursor and the curriculum's history into the run's state."""
+        state.cursor, state.pass_rates = self.cursor, self.curriculum.history
+
+    def restore(self, state: TrainState) -> None:
+        """Continue from the state of a checkpoint. Raises ConfigError for a state that needs a data source."""
+        if state.source:
+            raise ConfigError("data.source: the checkpoint has the state of a data source; name its class again")
+        self.cursor, self.curriculum.history = state.cursor, state.pass_rates
+
+    def new_prompt(self, values: dict[str, Any], prompt_id: int, position: int | None = None) -> Prompt:
+        """Return the prompt of a row that is not in the data set, with these columns; here without content."""
+        return self.prompt(prompt_id, position)
+
     def all(self) -> list[Prompt]:
         """Return every prompt once, in the order of the data set. The cursor does not move."""
-        return [self._prompt(row) for row in self.rows]
+        return [self.prompt(row) for row in self.rows]
 
-    def _prompt(self, row: int, position: int | None = None) -> Prompt:
+    def prompt(self, row: int, position: int | None = None) -> Prompt:
+        """Return the prompt of a row; `position` is its place in the stream of prompts."""
         return Prompt(row, (), "", place=position)
 
     def _upcoming(self) -> Iterator[tuple[int, int, int]]:

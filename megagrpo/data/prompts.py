@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
+import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from megagrpo.config import DataSection, DatasetSection, RunConfig
 from megagrpo.data.chat_templates import PROMPT_TAIL, check_kwargs, opened_thought
 from megagrpo.data.prompt_order import PromptOrder
 from megagrpo.data.prompt_values import RenderedPrompts, as_prompt
+from megagrpo.data.row_settings import check_row_sampling, row_mapping
 from megagrpo.data.text_rows import ROWS_FOR_NAMES, JsonRows, column_hint, names_in, nested
 from megagrpo.data.tokenizer import Messages, Tokenizer, read_chat_template
 from megagrpo.types import Prompt
@@ -43,12 +43,13 @@ class PromptSource(PromptOrder):
         seed: int,
         key: str = "data.train",
         tools: Sequence[dict[str, Any]] = (),
+        max_completion_length: int = sys.maxsize,
     ):
         from megagrpo.data.data_sources import load_rows  # imported late: `datasets` and pandas are slow
 
         super().__init__((), data, seed)
         self._key, self._tokenizer = key, tokenizer
-        self._max_prompt_length = max_prompt_length
+        self._max_prompt_length, self._max_completion_length = max_prompt_length, max_completion_length
         self._template, self._tools = read_chat_template(data.chat_template), tools
         self._known_kwargs: set[frozenset[str]] = set()  # names of variables that were checked
         rows_seed = seed + _EVAL_SEED_OFFSET * (key != "data.train")
@@ -66,7 +67,7 @@ class PromptSource(PromptOrder):
     def sample(self, n: int) -> list[Prompt]:
         """Return up to `n` prompts that are spread evenly over the data set, the first included."""
         count = min(n, len(self))
-        return [self._prompt(self.rows[i * len(self) // count]) for i in range(count)]
+        return [self.prompt(self.rows[i * len(self) // count]) for i in range(count)]
 
     def repeated(self) -> list[tuple[int, int]]:
         """Return (row, first row) of each prompt with the tokens of an earlier one."""
@@ -83,6 +84,8 @@ class PromptSource(PromptOrder):
 
     def _check_columns(self, present: list[str]) -> None:
         wanted = [("data.prompt_column", self._data.prompt_column)]
+        if self._data.sampling_column and self._key == "data.train":
+            wanted.append(("data.sampling_column", self._data.sampling_column))
         wanted += [(f"data.columns.{new}", old) for new, old in self._data.columns.items()]
         wanted += [
             ("data.extract_hash_answer", name)
@@ -107,6 +110,7 @@ class PromptSource(PromptOrder):
             prompt = self._question(row, values)
             rendered.see(row, prompt)
             token_ids = self._token_ids(row, prompt, self._template_kwargs(row, values))
+            self._sampling(row, values)
             lengths.append(len(token_ids))
             self._fingerprints.append(hash(token_ids[-self._max_prompt_length :]))
         self.warnings += rendered.warnings(self._key, len(lengths))
@@ -130,8 +134,25 @@ class PromptSource(PromptOrder):
             raise ValueError(f"{self._key}: all prompts are dropped: {overlong_text}; raise the limit")
         return [row for row, length in enumerate(lengths) if length <= self._max_prompt_length]
 
-    def _prompt(self, row: int, position: int | None = None) -> Prompt:
-        values = self._rows[row]
+    def row(self, number: int) -> dict[str, Any]:
+        """Return the columns of a row of the data set, as they were read."""
+        return self._rows[number]
+
+    def accepts(self, values: dict[str, Any], number: int) -> bool:
+        """Whether the prompt of a new row is used: short enough, or truncated. Raises ValueError for an invalid row,
+        and with `data.overlong_prompts: error` for a prompt that is too long."""
+        tokens = len(self._token_ids(number, self._question(number, values), self._template_kwargs(number, values)))
+        if tokens > self._max_prompt_length and self._data.overlong_prompts == "error":
+            raise ValueError(f"the prompt of a new row has {tokens} tokens; rollout.max_prompt_length is less")
+        return tokens <= self._max_prompt_length or self._data.overlong_prompts == "truncate_left"
+
+    def prompt(self, row: int, position: int | None = None) -> Prompt:
+        """Return the prompt of a row; `position` is its place in the stream of prompts."""
+        return self.new_prompt(self._rows[row], row, position)
+
+    def new_prompt(self, values: dict[str, Any], prompt_id: int, position: int | None = None) -> Prompt:
+        """Return the prompt of a row with these columns, whose number is `prompt_id`."""
+        row = prompt_id
         question, own = self._question(row, values), self._template_kwargs(row, values)
         token_ids = self._token_ids(row, question, own)[-self._max_prompt_length :]
         last = {} if isinstance(question, str) else question[-1]
@@ -145,6 +166,7 @@ class PromptSource(PromptOrder):
             place=position,
             template_kwargs=own,
             opened=opened,
+            sampling=self._sampling(row, values),
             expected_length=self.response_lengths.expected(row),
         )
 
@@ -173,28 +195,32 @@ class PromptSource(PromptOrder):
 
     def _template_kwargs(self, row: int, values: dict[str, Any]) -> dict[str, Any]:
         """The row's own variables of the chat template. ValueError for variables that the template does not use."""
-        value, said = values.get(_TEMPLATE_KWARGS), f"{self._key}: row {row}: column `{_TEMPLATE_KWARGS}`"
-        # a mapping as JSON text, which keeps the types of files with one schema for all rows
-        if isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                value = json.loads(value)
-        if value is not None and not isinstance(value, dict):
-            raise ValueError(
-                f"{said} must be a mapping of variables of the chat template (got {value!r:.100}); correct or remove it"
-            )
-        kwargs = {name: v for name, v in (value or {}).items() if v is not None}  # Arrow adds None for absent keys
+        said = f"{self._key}: row {row}: column `{_TEMPLATE_KWARGS}`"
+        kwargs = row_mapping(values.get(_TEMPLATE_KWARGS), "variables of the chat template", said)
         if (names := frozenset(kwargs)) not in self._known_kwargs:
             check_kwargs(sorted(names), self._tokenizer.template(self._template, self._tools), said)
             self._known_kwargs.add(names)
         return kwargs
+
+    def _sampling(self, row: int, values: dict[str, Any]) -> dict[str, Any]:
+        """The row's own sampling parameters. ValueError for parameters that no request can have."""
+        column = self._data.sampling_column
+        if column is None or self._key != "data.train":
+            return {}
+        said = f"{self._key}: row {row}: column `{column}` (data.sampling_column)"
+        own = row_mapping(_field(values, column), "sampling parameters", said)
+        check_row_sampling(own, self._max_completion_length, said)
+        return own
 
 
 def prompt_reader(
     config: RunConfig, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]] = ()
 ) -> Callable[[DatasetSection, DataSection, str], PromptSource]:
     """Return a function that reads the data set of a section, with the settings of `data`, and its config key."""
-    limit, seed = config.rollout.max_prompt_length, config.run.seed
-    return lambda section, data, key: PromptSource(section, data, tokenizer, limit, seed, key, tools)
+    rollout, seed = config.rollout, config.run.seed
+    return lambda section, data, key: PromptSource(
+        section, data, tokenizer, rollout.max_prompt_length, seed, key, tools, rollout.max_completion_length
+    )
 
 
 def hash_answer(text: Any) -> str | None:
