@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -12,17 +13,16 @@ from torch import Tensor
 
 from megagrpo.config import AlgorithmSection
 from megagrpo.train_types import TrainSample
-from megagrpo.types import ScoredRollout
+from megagrpo.types import Rollout, ScoredRollout
 
 STD_EPSILON = 1e-4  # added to every standard deviation, as TRL and ms-swift do
 REWARD_ROUNDING = (
     1e-12  # rewards that differ by less, relative to the largest or to 1, count as equal: 0.1 + 0.2 and 0.3
 )
 Scale = Literal["group", "batch", "none"]
-Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 
-def group_advantages(rewards: Tensor, scale: Scale, estimator: Estimator = "grpo") -> Tensor:
+def group_advantages(rewards: Tensor, scale: Scale, estimator: str = "grpo") -> Tensor:
     """Advantages [P, G] float64 of rewards [P, G], NaN where no function could score.
 
     `grpo`: each reward minus its group's mean. `rloo`: minus the mean of the group's others (Ahmadian et al. 2024,
@@ -80,7 +80,8 @@ def advantages_of(
     """The advantages [P, G] that `algorithm` asks for, of rewards [P, G] and of those by function [P, G, F], before
     their `weights` [F]."""
     if algorithm.multi_objective_aggregation == "sum_then_normalize":
-        return group_advantages(rewards, algorithm.scale_rewards, algorithm.advantage_estimator)
+        estimator = "grpo" if algorithm.own_estimator else algorithm.advantage_estimator
+        return group_advantages(rewards, algorithm.scale_rewards, estimator)
     as_they_are = [1.0] * (by_function.shape[-1] - len(weights))  # rewards of turns and environments
     return normalized_sum_advantages(by_function, torch.tensor([*weights, *as_they_are]))
 
@@ -142,17 +143,21 @@ def reward_statistics(rewards: Tensor) -> dict[str, float]:
 
 
 def to_samples(scored: Sequence[ScoredRollout], advantages: Tensor) -> list[TrainSample]:
-    """One training sample per rollout; `advantages` [P, G] in the same order."""
+    """One training sample per rollout, then one per branch; `advantages` [P, G] are in the order of the rollouts."""
     flat = advantages.flatten().tolist()
-    return [_to_sample(s, advantage, index) for index, (s, advantage) in enumerate(zip(scored, flat, strict=True))]
+    samples = [_to_sample(s.rollout, s, flat[index], index) for index, s in enumerate(scored)]
+    for trajectory, s in enumerate(scored):
+        for branch in s.rollout.branches:
+            samples.append(replace(_to_sample(branch, s, flat[trajectory], len(samples)), trajectory=trajectory))
+    return samples
 
 
-def _to_sample(scored: ScoredRollout, advantage: float, index: int) -> TrainSample:
-    rollout = scored.rollout
+def _to_sample(rollout: Rollout, scored: ScoredRollout, advantage: float, index: int) -> TrainSample:
     prompt_ids = np.array(rollout.prompt.token_ids, np.int64)
     before = np.zeros(len(prompt_ids), np.float32)
     mask = torch.from_numpy(np.concatenate([before.astype(bool), rollout.written]))
     logprobs = torch.from_numpy(np.concatenate([before, rollout.rollout_logprobs]))
     token_ids = torch.from_numpy(np.concatenate([prompt_ids, rollout.response_ids]))
-    truncated = rollout.finish_reason == "length"
-    return TrainSample(token_ids, mask, logprobs, advantage, index, truncated, rollout.prompt.inputs)
+    prompt = rollout.prompt
+    truncated, own = scored.rollout.finish_reason == "length", prompt.sampling.get("temperature")
+    return TrainSample(token_ids, mask, logprobs, advantage, index, truncated, prompt.inputs, own)

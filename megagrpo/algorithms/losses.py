@@ -25,7 +25,8 @@ def make_loss(algorithm: AlgorithmSection) -> LossFn:
     def loss(inputs: LossInputs) -> LossOutput:
         batch, terms, policy = inputs.micro_batch, inputs.micro_batch.terms, inputs.policy_logprobs
         old = policy.detach() if terms.old_logprobs is None else terms.old_logprobs
-        sequences = Sequences(batch.sequence_index, batch.loss_mask, batch.num_sequences)
+        divisors = None if batch.several is None else batch.several.num_loss.to(policy.device, non_blocking=True)
+        sequences = Sequences(batch.sequence_index, batch.loss_mask, batch.num_sequences, divisors)
         metrics = mismatch_metrics(old, batch.rollout_logprobs, batch.loss_mask)
         correction = None
         if algorithm.importance_correction != "off":

@@ -19,8 +19,8 @@ from megagrpo.train_types import MicroBatch
 
 
 def sample_sums(micro_batch: MicroBatch, logprobs: Tensor | None) -> Tensor:
-    """[S, 3] float64 of each sequence: its sample; its loss tokens, as a negative number if the sample's A <= 0; and
-    their sum of log(policy / old). `logprobs` [T] of the policy; None: they are the old ones."""
+    """[S, 3] float64 of each sequence: its trajectory; its loss tokens, as a negative number if A <= 0; and their
+    sum of log(policy / old). `logprobs` [T] of the policy; None: they are the old ones."""
     sequences = Sequences(micro_batch.sequence_index, micro_batch.loss_mask, micro_batch.num_sequences)
     first = micro_batch.cu_seqlens[:-1].long()
     moved = torch.zeros(micro_batch.num_tokens, dtype=torch.float64)
@@ -28,7 +28,7 @@ def sample_sums(micro_batch: MicroBatch, logprobs: Tensor | None) -> Tensor:
         moved = logprobs.cpu().double() - micro_batch.terms.old_logprobs.cpu().double()
     counts = sequences.sums(sequences.mask.double())
     signed = torch.where(micro_batch.advantages[first] > 0, counts, -counts)
-    return torch.stack([micro_batch.samples.double(), signed, sequences.sums(moved)], dim=1)
+    return torch.stack([micro_batch.trajectories.double(), signed, sequences.sums(moved)], dim=1)
 
 
 def sums_by_sample(sums: Iterable[Tensor], members: Sequence[int]) -> Tensor:
@@ -41,7 +41,7 @@ def sums_by_sample(sums: Iterable[Tensor], members: Sequence[int]) -> Tensor:
     samples, table = torch.tensor(members, dtype=torch.int64), torch.zeros(len(members), 2, dtype=torch.float64)
     for rows in sums:
         counted = rows[rows[:, 1] != 0]
-        table[torch.searchsorted(samples, counted[:, 0].long())] = counted[:, 1:]
+        table.index_add_(0, torch.searchsorted(samples, counted[:, 0].long()), counted[:, 1:])
     return table
 
 
@@ -90,7 +90,7 @@ class RealTerms:
 
     def rows(self, micro_batch: MicroBatch, scale: float) -> tuple[Tensor, Tensor]:
         """(slopes [T], values [T]) float32 of a micro-batch's loss tokens times `scale`, 0 elsewhere."""
-        index = torch.searchsorted(self.samples, micro_batch.samples)  # 0 for padding, which has no loss tokens
+        index = torch.searchsorted(self.samples, micro_batch.trajectories)  # 0 for padding, which has no loss tokens
         terms = torch.stack([self.slopes, self.values]) if self.samples.numel() else self.slopes.new_zeros(2, 1)
         rows = (terms[:, index] * scale)[:, micro_batch.sequence_index]
         slopes, values = torch.where(micro_batch.loss_mask, rows, 0.0).float()

@@ -15,16 +15,22 @@ from megagrpo.train_types import TrainBatch
 
 
 def numerator(per_token: Tensor, sequences: Sequences, average: Average) -> Tensor:
-    """Return the sum of per_token [T] over loss tokens, or with `sequence_means` the sum of the sequences' means over
-    them. Values of other tokens may be infinite."""
+    """Return the sum of per_token [T] over loss tokens, or with `sequence_means` the sum of the trajectories' means
+    over them. Values of other tokens may be infinite.
+
+    The samples of a trajectory may be in different micro-batches and on different ranks: each adds the sum over its own
+    tokens, over the number of tokens of all of them.
+    """
     if average == "sequence_means":
-        return sequences.means(per_token).sum()
+        lengths = sequences.lengths() if sequences.divisors is None else sequences.divisors
+        return (sequences.sums(per_token) / lengths).sum()
     return torch.where(sequences.mask, per_token, 0.0).sum()
 
 
 def denominator(batch: TrainBatch, average: Average, max_completion_length: int) -> int:
-    """Return the divisor of the sum of all ranks' numerators: the loss tokens or the samples of the optimizer step, or
-    with `fixed_length` samples x max_completion_length. At least 1, so that a step without any has the gradient 0."""
+    """Return the divisor of the sum of all ranks' numerators: the loss tokens or the trajectories of the optimizer
+    step, or with `fixed_length` trajectories x max_completion_length. At least 1, so that a step without any has the
+    gradient 0."""
     if average == "tokens":
         return max(batch.num_tokens, 1)
     if average == "fixed_length":

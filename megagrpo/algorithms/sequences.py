@@ -15,6 +15,8 @@ class Sequences:
     index: Tensor
     mask: Tensor
     num_sequences: int
+    # [S] float32, counted tokens of the whole trajectory of each sequence, if it has several samples; None: `lengths`
+    divisors: Tensor | None = None
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, mask: Tensor) -> Sequences:

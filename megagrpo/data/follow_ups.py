@@ -21,18 +21,24 @@ class FollowUps:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, chat_template: str | None, tools: Sequence[Message] = (), users: bool = True
+        self,
+        tokenizer: Tokenizer,
+        chat_template: str | None,
+        tools: Sequence[Message] = (),
+        users: bool = True,
+        strict: bool = True,
     ):
-        """With `users`, user messages may follow a turn. With `tools`, tool messages may follow a turn."""
+        """With `users`, user messages may follow a turn. With `tools`, tool messages may follow a turn. Without
+        `strict` only `suffix` checks whether the template allows it."""
         self._tokenizer, self._tools = tokenizer, list(tools)
         template = tokenizer.template(chat_template, self._tools)
         self._name = "the tokenizer's chat template" if chat_template is None else "the template of data.chat_template"
         if template is None or template == PLAIN_TEXT:
             raise ValueError("data.chat_template: multi_turn needs a chat template; set Jinja text or a file")
         self._template = template
-        if users:
+        if users and strict:
             self._check({"role": "user", "content": _MARK})
-        if tools:
+        if tools and strict:
             self._check({"role": "tool", "name": self._tool_name(), "content": _MARK})
             self._check_tools()
 

@@ -7,6 +7,7 @@ ranks get the same number of micro-batches. So pipeline schedules and collective
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from megagrpo.config import RunConfig
 from megagrpo.data.bins import fill_emptiest, imbalance, least_bins
-from megagrpo.train_types import ComputedTokens, Metric, MicroBatch, TrainBatch, TrainSample
+from megagrpo.train_types import ComputedTokens, Metric, MicroBatch, TrainBatch, TrainSample, Trajectories
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class SampleShapes:
     num_loss: np.ndarray  # int64, loss tokens; 0 if masked
     advantages: np.ndarray  # float64
     masked: np.ndarray  # bool: the rules take all tokens of the sample out of the loss
+    trajectories: np.ndarray | None = None  # int64, index of each sample's trajectory; None: each has one sample
+    trajectory_loss: np.ndarray | None = None  # int64, loss tokens of all samples of that trajectory
 
     @classmethod
     def of(cls, samples: Sequence[TrainSample], rules: PackingRules) -> SampleShapes:
@@ -83,11 +86,24 @@ class SampleShapes:
         )
         keys = np.array([known.setdefault(prompt, len(known)) for prompt in of_prompts], dtype=np.int64)
         advantages = np.array([s.advantage for s in samples], dtype=np.float64)
-        return cls(lengths, prompts, keys, np.where(masked, 0, num_loss), advantages, masked)
+        shapes = cls(lengths, prompts, keys, np.where(masked, 0, num_loss), advantages, masked)
+        owners = [s.index if s.trajectory is None else s.trajectory for s in samples]
+        several = any(s.trajectory is not None for s in samples)
+        return shapes.of_trajectories(np.array(owners, dtype=np.int64)) if several else shapes
+
+    def of_trajectories(self, trajectories: np.ndarray) -> SampleShapes:
+        """Return these shapes of all samples of `trajectories` [N], numbered from 0."""
+        loss = np.bincount(trajectories, self.num_loss).astype(np.int64)
+        return replace(self, trajectories=trajectories, trajectory_loss=loss[trajectories])
 
     def select(self, indices: np.ndarray) -> SampleShapes:
         """Return the shapes of these samples, in this order."""
-        return SampleShapes(**{name: column[indices] for name, column in vars(self).items()})
+        columns = {name: column[indices] for name, column in vars(self).items() if column is not None}
+        return SampleShapes(**columns)
+
+    def trajectories_of(self, members: np.ndarray) -> np.ndarray:
+        """Return the trajectories [n] int64 of the samples `members`, ascending."""
+        return members if self.trajectories is None else np.unique(self.trajectories[members])
 
 
 @dataclass(frozen=True)
@@ -115,14 +131,17 @@ def pack(samples: Sequence[TrainSample], rules: PackingRules, dp_rank: int = 0, 
     """
     plan = plan_packing(SampleShapes.of(samples, rules), rules, dp_size)
     batch = build_batch(plan, dp_rank, dict(enumerate(samples)), rules)
-    return replace(batch, samples=tuple(s.index for s in samples))
+    indices = tuple(s.index for s in samples)
+    return replace(
+        batch, samples=indices, trajectories=batch.trajectories if plan.shapes.trajectories is not None else indices
+    )
 
 
 def plan_packing(
     shapes: SampleShapes, rules: PackingRules, dp_size: int, members: np.ndarray | None = None
 ) -> PackPlan:
-    """Distribute the samples of an optimizer step over micro-batches and ranks. `members` [n] are their indices,
-    ascending; None: all.
+    """Distribute the samples of an optimizer step over micro-batches and ranks. `members` [n] are their indices, with
+    samples of equal prompts next to each other; None: all.
 
     Samples that are skipped for an advantage of 0 still count, so the update is the same. Samples without loss tokens
     count as sequences. Raises ValueError when a sample exceeds the token budget.
@@ -154,8 +173,9 @@ def build_batch(plan: PackPlan, dp_rank: int, samples: Mapping[int, TrainSample]
             for indices in plan.of_rank(dp_rank)
         ),
         num_tokens=plan.num_tokens,
-        num_sequences=plan.samples.size,
+        num_sequences=(trajectories := plan.shapes.trajectories_of(plan.samples)).size,
         samples=tuple(plan.samples.tolist()),
+        trajectories=tuple(trajectories.tolist()),
         packing=plan.packing,
         computed=plan.computed,
     )
@@ -283,7 +303,7 @@ def build_micro_batch(
             cuts.append((-1, slice(more)))
     # The tokens after a shared prompt are those of its first sample, so only the ends of samples have no label.
     last = torch.from_numpy(borders[1:][np.append(prefixes[1:], -1) != np.arange(lengths.size)] - 1)
-    advantages = torch.tensor([known[i].advantage for i in owners.tolist()])
+    temperatures = torch.tensor([math.nan if (t := known[i].temperature) is None else t for i in owners.tolist()])
     in_loss = torch.from_numpy(np.repeat(np.append(~shapes.masked, True)[owners], lengths))
 
     def joined(rows: Sequence[Tensor]) -> Tensor:
@@ -292,6 +312,11 @@ def build_micro_batch(
     def shifted(row: Tensor) -> Tensor:
         return row.roll(-1).index_fill_(0, last, 0)
 
+    if any(s.token_advantages is not None for s in samples):
+        advantages = shifted(joined([s.advantages for s in known]))
+    else:
+        of_sequences = torch.tensor([known[i].advantage for i in owners.tolist()])
+        advantages = of_sequences.repeat_interleave(torch.from_numpy(lengths))
     token_ids, inputs = joined([s.token_ids for s in known]), tuple(known[i].inputs for i in owners.tolist())
     return MicroBatch(
         token_ids=token_ids,
@@ -299,13 +324,23 @@ def build_micro_batch(
         position_ids=torch.from_numpy(np.arange(borders[-1]) + np.repeat(starts - borders[:-1], lengths)),
         cu_seqlens=torch.from_numpy(borders).int(),
         loss_mask=shifted(joined([s.response_mask for s in known])) & in_loss,
-        advantages=advantages.repeat_interleave(torch.from_numpy(lengths)),
+        advantages=advantages,
         rollout_logprobs=shifted(joined([s.rollout_logprobs for s in known])).float(),
         samples=torch.tensor([known[i].index for i in owners.tolist()]),
         sequence_index=torch.from_numpy(np.repeat(np.arange(lengths.size), lengths)),
         prefixes=torch.from_numpy(prefixes) if (prefixes >= 0).any() else None,
         inputs=inputs if any(inputs) else (),
+        temperatures=None if temperatures.isnan().all() else temperatures.repeat_interleave(torch.from_numpy(lengths)),
+        several=_trajectories(shapes, owners),
     )
+
+
+def _trajectories(shapes: SampleShapes, owners: np.ndarray) -> Trajectories | None:
+    """Return the trajectories of sequences of the samples `owners` [S]; the sample after the last one is padding."""
+    if shapes.trajectories is None or shapes.trajectory_loss is None:
+        return None
+    index, num_loss = np.append(shapes.trajectories, -1)[owners], np.append(shapes.trajectory_loss, 0)[owners]
+    return Trajectories(torch.from_numpy(index), torch.from_numpy(num_loss.clip(min=1)).float())
 
 
 def _sequences(shapes: SampleShapes, rules: PackingRules) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

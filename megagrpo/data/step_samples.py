@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import batched
 from typing import Any
 
@@ -15,13 +16,16 @@ import torch
 from torch import Tensor
 
 from megagrpo.data.packing import PackingRules, SampleShapes
-from megagrpo.types import Prompt, Rollout, ScoredRollout
+from megagrpo.data.turn_facts import turn_facts_of
+from megagrpo.train_types import TrainSample
+from megagrpo.types import CAUSES, ENDINGS, Prompt, Rollout, ScoredRollout
 
 # bits of the column `flags`
 TRUNCATED = 1  # finish_reason is "length"
 KNOWS_STOP = 2  # the run has stop strings
 STOPPED = 4  # one of them ended the response
 DIALOGUE = 8  # the response has turns
+OF_DIALOGUE = ("tool_calls", "tool_failures", "tool_shortened", "retries")
 FAILED_DIALOGUE = 16  # its conversation failed
 
 
@@ -30,7 +34,8 @@ class Columns:
     """The columns of a table of facts. They grow when a rollout has something new, and then on every rank.
 
     `rewards` are the names of the reward functions, `logged` of the numbers that they logged, `counters` of a replica's
-    counters. Columns of conversations, of responses with several weight versions and of votes exist only if needed.
+    counters. Columns of conversations, of responses with several weight versions, of votes, of rows' own temperatures
+    and of trajectories with several samples exist only if needed.
     """
 
     rewards: tuple[str, ...] = ()
@@ -39,16 +44,21 @@ class Columns:
     dialogues: bool = False
     later_versions: bool = False
     votes: bool = False
+    temperatures: bool = False
+    branches: bool = False
 
     @classmethod
     def of(cls, scored: Sequence[ScoredRollout], counters: Mapping[str, float] | None = None) -> Columns:
         """Return the columns that these rollouts of a replica, and its counters, need."""
+        rollouts = [r for s in scored for r in (s.rollout, *s.rollout.branches)]
         return cls(
             rewards=tuple(dict.fromkeys(name for s in scored for name in s.rewards)),
             logged=tuple(dict.fromkeys(name for s in scored for name in s.logged)),
             counters=tuple(counters or {}),
-            dialogues=any(s.rollout.dialogue is not None for s in scored),
-            later_versions=any(s.rollout.later_versions for s in scored),
+            dialogues=any(r.dialogue is not None for r in rollouts),
+            later_versions=any(r.later_versions for r in rollouts),
+            temperatures=any("temperature" in s.rollout.prompt.sampling for s in scored),
+            branches=len(rollouts) > len(scored),
         )
 
     def __or__(self, other: Columns) -> Columns:
@@ -74,11 +84,17 @@ class Columns:
             ("flags", "u1"),
         ]
         if self.dialogues:
-            row += [(name, "i4") for name in ("response", "written", "turns", "tool_calls", "tool_failures")]
+            row += [(name, "i4") for name in ("response", "written", "turns", *OF_DIALOGUE)]
+            row += [("ended", "u1"), ("cause", "u1")]  # indices into ENDINGS and CAUSES
+            row += [("seconds", "f4", (5,))]  # as in `Dialogue`
         if self.later_versions:
             row += [("later", "i4")]  # sum over the tokens of their weight version minus the first one's
         if self.votes:
             row += [("vote", "f8")]  # of a group, on each of its samples
+        if self.temperatures:
+            row += [("temperature", "f4")]  # of the prompt's row; NaN: the run's
+        if self.branches:
+            row += [("branches", "i4")]  # samples of the trajectory after its first
         return np.dtype(row)
 
 
@@ -107,13 +123,37 @@ def facts_of(scored: Sequence[ScoredRollout], columns: Columns, votes: np.ndarra
     rows["prompt_key"] = prompt_keys(rollouts, begins)
     if columns.dialogues:
         rows["response"], rows["written"] = [len(r.response_ids) for r in rollouts], [r.length for r in rollouts]
-        for column, name in (("turns", "num_turns"), ("tool_calls", "tool_calls"), ("tool_failures", "tool_failures")):
-            rows[column] = [0 if r.dialogue is None else getattr(r.dialogue, name) for r in rollouts]
+        rows["turns"] = [0 if r.dialogue is None else len(r.dialogue.turns) for r in rollouts]
+        for name in OF_DIALOGUE:
+            rows[name] = [0 if r.dialogue is None else getattr(r.dialogue, name) for r in rollouts]
+        rows["ended"] = [0 if r.dialogue is None else ENDINGS.index(r.dialogue.ended) for r in rollouts]
+        rows["cause"] = [0 if r.dialogue is None else CAUSES.index(r.dialogue.cause) for r in rollouts]
+        seconds = [(0.0,) * 5 if r.dialogue is None else r.dialogue.seconds for r in rollouts]
+        rows["seconds"] = np.array(seconds).reshape(-1, 5)
     if columns.later_versions:
         rows["later"] = [(r.token_versions - r.weight_version).sum() if r.later_versions else 0 for r in rollouts]
     if votes is not None:
         rows["vote"] = votes
+    if columns.temperatures:
+        rows["temperature"] = [r.prompt.sampling.get("temperature", math.nan) for r in rollouts]
+    if columns.branches:
+        rows["branches"] = [len(r.branches) for r in rollouts]
     return rows
+
+
+def branch_facts_of(scored: Sequence[ScoredRollout], columns: Columns) -> np.ndarray:
+    """Return the facts [m] of the further samples of these trajectories: lengths, prompts and versions of each, rewards
+    and end of its trajectory."""
+    own = [(s, branch) for s in scored for branch in s.rollout.branches]
+    rows = facts_of([_branch(s, branch) for s, branch in own], columns)
+    ends = TRUNCATED + KNOWS_STOP + STOPPED
+    rows["flags"] = [_flags(branch) & ~ends | _flags(s.rollout) & ends for s, branch in own]
+    return rows
+
+
+def _branch(scored: ScoredRollout, branch: Rollout) -> ScoredRollout:
+    """Return one of the further samples of a trajectory with the trajectory's rewards."""
+    return replace(scored, rollout=branch)
 
 
 def _flags(rollout: Rollout) -> int:
@@ -154,7 +194,8 @@ def prompt_keys(rollouts: Sequence[Rollout], begins: Sequence[int]) -> list[int]
 
 @dataclass(frozen=True, eq=False)
 class StepSamples:
-    """The N samples of a step, in prompt order, a group's samples next to each other.
+    """The N trajectories of a step, in prompt order, a group's trajectories next to each other. A trajectory is one
+    sample, unless its rollout has `branches`: the M further samples of the step follow in `branches`.
 
     What decides about all samples (advantages, packing, metrics) reads `facts` and the numbers of `prompts`, which are
     the same on every rank; only leaders have the contents of prompts. Tokens, log-probs, texts and columns are in
@@ -170,6 +211,9 @@ class StepSamples:
     sampled_by: np.ndarray  # [N] int64, `dp_rank` of the replica that sampled each one
     columns: Columns = field(default_factory=Columns)
     own: Mapping[int, ScoredRollout] = field(default_factory=dict)  # by index; empty on ranks that are no leader
+    # [M] rows of `columns.dtype`, by trajectory; None: each trajectory has one sample
+    branches: np.ndarray | None = None
+    turns: np.ndarray | None = None  # [K] rows of `TURN`, by trajectory; None: the advantages do not need them
 
     @classmethod
     def of(
@@ -178,12 +222,16 @@ class StepSamples:
         sampled_by: np.ndarray | None = None,
         replica: int | None = 0,
         votes: np.ndarray | None = None,
+        turns: bool = False,
     ) -> StepSamples:
         """Return the samples of rollouts that are all at hand. `own` are those that `replica` sampled; None: none."""
         columns = replace(Columns.of(scored), votes=votes is not None)
         sampled_by = np.zeros(len(scored), np.int64) if sampled_by is None else sampled_by
         own = {i: s for i, (s, by) in enumerate(zip(scored, sampled_by.tolist(), strict=True)) if by == replica}
-        return cls([s.rollout.prompt for s in scored], facts_of(scored, columns, votes), sampled_by, columns, own)
+        branches = branch_facts_of(scored, columns) if columns.branches else None
+        prompts, facts = [s.rollout.prompt for s in scored], facts_of(scored, columns, votes)
+        rows = turn_facts_of([s.rollout for s in scored]) if turns else None
+        return cls(prompts, facts, sampled_by, columns, own, branches, rows)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -207,43 +255,144 @@ class StepSamples:
         return (self.facts["flags"] & flag) != 0
 
     @property
+    def trajectories(self) -> np.ndarray:
+        """[N + M] int64: the trajectory of each sample. The first N are the samples 0 of the trajectories."""
+        first = np.arange(len(self))
+        return first if self.branches is None else np.append(first, np.repeat(first, self.facts["branches"]))
+
+    @cached_property
+    def every(self) -> StepSamples:
+        """All N + M samples of the step, each as a trajectory of its own: what packing and exchange count."""
+        if self.branches is None:
+            return self
+        trajectories, own = self.trajectories, dict(self.own)
+        facts = np.concatenate([self.facts, self.branches])
+        facts["branches"] = 0
+        firsts = len(self) + self.facts["branches"].cumsum() - self.facts["branches"]
+        for index, scored in self.own.items():
+            branches = [_branch(scored, branch) for branch in scored.rollout.branches]
+            own |= enumerate(branches, int(firsts[index]))
+        prompts = [self.prompts[i] for i in trajectories.tolist()]
+        return StepSamples(prompts, facts, self.sampled_by[trajectories], self.columns, own)
+
+    def members(self, trajectories: np.ndarray) -> np.ndarray:
+        """Return the indices in `every` of all samples of these trajectories. Samples with equal prompts are next to
+        each other, so that they can share one copy."""
+        if self.branches is None:
+            return trajectories
+        chosen = np.flatnonzero(np.isin(self.trajectories, trajectories))
+        _, firsts, keys = np.unique(self.every.facts["prompt_key"][chosen], return_index=True, return_inverse=True)
+        return chosen[np.argsort(firsts[keys], kind="stable")]
+
+    def totals(self, of_samples: np.ndarray) -> np.ndarray:
+        """Return the sum [N] int64 over the samples of each trajectory of a column [N + M] of `every`."""
+        totals = np.bincount(self.trajectories, of_samples, len(self)) if self.branches is not None else of_samples
+        return totals.astype(np.int64)
+
+    @property
     def responses(self) -> np.ndarray:
-        """[N] int64: tokens of each response."""
-        if self.columns.dialogues:
-            return self.facts["response"].astype(np.int64)
-        return self.facts["length"].astype(np.int64) - self.facts["prompt_length"]
+        """[N] int64: tokens of each trajectory's responses."""
+        facts, columns = self.every.facts, self.columns
+        return self.totals(facts["response"] if columns.dialogues else facts["length"] - facts["prompt_length"])
 
     @property
     def written(self) -> np.ndarray:
-        """[N] int64: tokens of each response that the policy wrote."""
-        return self.facts["written"].astype(np.int64) if self.columns.dialogues else self.responses
+        """[N] int64: tokens of each trajectory's responses that the policy wrote."""
+        return self.totals(self.every.facts["written"]) if self.columns.dialogues else self.responses
 
-    def shapes(self, advantages: np.ndarray, rules: PackingRules) -> SampleShapes:
-        """Return what packing must know of the samples with these advantages [N]."""
-        masked, facts = self.has(TRUNCATED) & rules.mask_truncated, self.facts
+    @property
+    def temperatures(self) -> list[float | None]:
+        """[N + M]: the own temperature of each sample's row; None: the run's."""
+        if not self.columns.temperatures:
+            return [None] * len(self.every)
+        return [None if math.isnan(own) else own for own in self.every.facts["temperature"].tolist()]
+
+    @property
+    def turn_counts(self) -> np.ndarray:
+        """[N] int64: turns of each trajectory."""
+        every = self.every
+        return self.totals(every.facts["turns"] if self.columns.dialogues else np.zeros(len(every), np.int64))
+
+    def turn_owners(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the trajectory [K] and the index in `every` [K] of each row of `turns`."""
+        assert self.turns is not None, "only algorithm.advantage_by keeps the turns"
+        owners, numbers = np.repeat(np.arange(len(self)), self.turn_counts), self.turns["sample"].astype(np.int64)
+        if self.branches is None:
+            return owners, owners
+        before = len(self) + self.facts["branches"].cumsum() - self.facts["branches"] - 1
+        return owners, np.where(numbers == 0, owners, before[owners] + numbers)
+
+    def with_turn_advantages(
+        self, samples: Mapping[int, TrainSample], advantages: np.ndarray
+    ) -> dict[int, TrainSample]:
+        """Return the samples, by index in `every`, whose turns' tokens have the `advantages` [K] of `turns`."""
+        assert self.turns is not None, "only algorithm.advantage_by keeps the turns"
+        _, owners = self.turn_owners()
+        order = np.argsort(owners, kind="stable")
+        starts = np.searchsorted(owners[order], [*samples, *(i + 1 for i in samples)]).reshape(2, -1).T.tolist()
+        responses, changed = self.every.responses, {}
+        for (index, sample), (start, stop) in zip(samples.items(), starts, strict=True):
+            row = torch.full((sample.token_ids.numel(),), sample.advantage, dtype=torch.float32)
+            before = row.numel() - int(responses[index])
+            for turn in order[start:stop].tolist():
+                row[before + self.turns["start"][turn] : before + self.turns["stop"][turn]] = advantages[turn]
+            changed[index] = replace(sample, token_advantages=row) if stop > start else sample
+        return changed
+
+    def largest_advantages(self, advantages: np.ndarray, of_turns: np.ndarray | None) -> np.ndarray:
+        """Return [N + M]: the trajectory's advantage of each sample, from `advantages` [N]; the largest magnitude of
+        its turns' advantages `of_turns` [K], if any. It is 0 only if the sample has no gradient."""
+        spread = advantages[self.trajectories]
+        if of_turns is not None:
+            _, owners = self.turn_owners()
+            spread[np.unique(owners)] = 0.0
+            np.maximum.at(spread, owners, np.abs(of_turns))
+        return spread
+
+    def shapes(self, advantages: np.ndarray, rules: PackingRules, of_turns: np.ndarray | None = None) -> SampleShapes:
+        """Return what packing must know of `every` sample, of trajectories with these advantages [N], and of turns with
+        the advantages `of_turns` [K]."""
+        every, trajectories = self.every, self.trajectories
+        masked, facts = every.has(TRUNCATED) & rules.mask_truncated, every.facts
         lengths, prompts = (facts[name].astype(np.int64) for name in ("length", "prompt_length"))
-        return SampleShapes(
-            lengths, prompts, facts["prompt_key"], np.where(masked, 0, self.written), advantages, masked
-        )
+        num_loss = np.where(masked, 0, every.written)
+        largest = self.largest_advantages(advantages, of_turns)
+        shapes = SampleShapes(lengths, prompts, facts["prompt_key"], num_loss, largest, masked)
+        return shapes if self.branches is None else shapes.of_trajectories(trajectories)
 
     def select(self, indices: np.ndarray) -> StepSamples:
-        """Return these samples, renumbered in this order."""
+        """Return these trajectories, renumbered in this order."""
         own = {new: self.own[old] for new, old in enumerate(indices.tolist()) if old in self.own}
         prompts = [self.prompts[i] for i in indices.tolist()]
-        return replace(self, prompts=prompts, facts=self.facts[indices], sampled_by=self.sampled_by[indices], own=own)
+        branches = None if self.branches is None else _rows_of(self.branches, self.facts["branches"], indices)
+        turns = None if self.turns is None else _rows_of(self.turns, self.turn_counts, indices)
+        return StepSamples(prompts, self.facts[indices], self.sampled_by[indices], self.columns, own, branches, turns)
 
     def __add__(self, other: StepSamples) -> StepSamples:
         """Return these samples, then those of `other`, whose columns begin with the columns of these."""
         assert self.columns.dialogues == other.columns.dialogues, "a run has conversations in all of its steps or none"
         facts = np.concatenate([_widened(self.facts, other.facts.dtype), other.facts])
         own = {**self.own, **{len(self) + i: s for i, s in other.own.items()}}
-        sampled_by = np.concatenate([self.sampled_by, other.sampled_by])
-        return StepSamples([*self.prompts, *other.prompts], facts, sampled_by, other.columns, own)
+        sampled_by, branches = np.concatenate([self.sampled_by, other.sampled_by]), other.branches
+        if branches is not None:
+            before = self.facts[:0] if self.branches is None else self.branches
+            branches = np.concatenate([_widened(before, branches.dtype), branches])
+        turns = None if self.turns is None or other.turns is None else np.concatenate([self.turns, other.turns])
+        return StepSamples([*self.prompts, *other.prompts], facts, sampled_by, other.columns, own, branches, turns)
+
+
+def _rows_of(table: np.ndarray, counts: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Return the rows of these trajectories, in this order, of a table with `counts` [N] rows of each."""
+    stops = counts.cumsum()
+    rows = [np.arange(stops[i] - counts[i], stops[i]) for i in indices.tolist()]
+    return table[np.concatenate([np.zeros(0, np.int64), *rows])]
 
 
 def _widened(facts: np.ndarray, dtype: np.dtype[np.void]) -> np.ndarray:
-    """Return the rows with more columns. New rewards and logged numbers are NaN, other columns 0."""
+    """Return the rows with more columns. New rewards, logged numbers and temperatures are NaN, other columns 0."""
     rows = np.zeros(len(facts), dtype)
+    if "temperature" in (dtype.names or ()):
+        rows["temperature"] = math.nan
     for name in facts.dtype.names or ():
         if shape := facts.dtype[name].shape:
             rows[name] = math.nan

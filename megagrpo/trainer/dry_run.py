@@ -13,10 +13,12 @@ from typing import Any
 from megagrpo.config import ProblemError, RunConfig, evaluation_sets
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import Tokenizer, tokenizer_of
+from megagrpo.data.user_source import load_source
 from megagrpo.environments.dialogues import make_dialogues
 from megagrpo.models.families.weight_sources import PACKAGE, resolve_model
 from megagrpo.proof.plan.plan_problems import check
 from megagrpo.records.sinks.find_trackers import check_trackers
+from megagrpo.trainer.rollout.sourced_prompts import UsableRows
 from megagrpo.trainer.trials.data_trial import TRAIN, SourceTrial, configured_sets, repeated_warning, shared_warning
 from megagrpo.trainer.trials.gold_trial import ROWS, RewardTrial
 from megagrpo.trainer.trials.reward_trial import reward_warnings, try_rewards
@@ -85,8 +87,9 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
         for configured in configured_sets(config.data, evaluation_sets(config)):
             key = configured.key
             with Collecting(result):
+                longest = config.rollout.max_completion_length
                 source = PromptSource(
-                    configured.section, configured.data, tokenizer, limit, config.run.seed, key, tools
+                    configured.section, configured.data, tokenizer, limit, config.run.seed, key, tools, longest
                 )
                 shared = train.shared_with(source.all()) if train else []
                 repeated = source.repeated()
@@ -100,6 +103,8 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
                 if key == TRAIN:
                     train = source
                     config.with_num_prompts(len(source))  # the rules about the number of steps
+                    usable, keeps = UsableRows(source), config.algorithm.dynamic_sample
+                    load_source(config.data, usable, config.run.seed, keeps)
         with Collecting(result):
             of_rewards = config.rewards, config.rollout.max_completion_length, base_folder
             for trial in try_rewards(*of_rewards, sets, tokenizer, models) if sets else ():

@@ -156,6 +156,7 @@ def connect(
         engine = VllmEngine(
             urls,
             tokenizer.decode,
+            copies=config.rollout.dp if launched is not None else 1,
             clients=layout.dp_size,
             client=layout.dp_rank,
             longest_first=config.rollout.scheduling == "longest_first",

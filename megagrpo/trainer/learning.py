@@ -7,13 +7,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megagrpo.algorithms.advantages import advantages_of, charged_kl, less_kl
+from megagrpo.algorithms.custom_advantage import Groups, checked, imported
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.reductions import denominator
+from megagrpo.algorithms.turn_advantages import Turns, turn_advantages
 from megagrpo.config import RunConfig
+from megagrpo.data.grammar import grammar_of
 from megagrpo.data.packing import build_batch, packing_rules, plan_packing, slices
 from megagrpo.data.step_samples import TRUNCATED, StepSamples
 from megagrpo.engine.protocol import derive_seed
@@ -65,19 +69,53 @@ class Learning:
         algorithm, group = self.config.algorithm, self.config.rollout.num_generations
         rewards, weights = samples.rewards(group), [function.weight for function in self.config.rewards.functions]
         rewards = rewards if kl is None else less_kl(rewards, kl, algorithm.beta)
+        if algorithm.own_estimator and samples.turns is None:
+            return self._estimated(samples, rewards, None)
         return advantages_of(rewards, samples.rewards_by_function(group), algorithm, weights)
 
-    def batches(self, samples: StepSamples, advantages: Tensor) -> list[TrainBatch]:
-        """Pack the samples with advantages [P, G], and log-probs: this replica's part of each optimizer step."""
+    def turn_advantages(self, samples: StepSamples, advantages: Tensor) -> np.ndarray | None:
+        """Return the advantages [K] float64 of the turns of samples with advantages [P, G]; None if all tokens of a
+        sample have its advantage."""
+        if samples.turns is None:
+            return None
+        algorithm, group = self.config.algorithm, self.config.rollout.num_generations
+        rewards, states = (np.ascontiguousarray(samples.turns[name]) for name in ("reward", "state"))
+        turns = Turns(rewards, samples.turn_owners()[0], states)
+        if algorithm.own_estimator:
+            return self._estimated(samples, samples.rewards(group), turns).numpy()
+        return turn_advantages(turns, samples.facts["reward"], advantages.flatten().numpy(), group, algorithm)
+
+    def _estimated(self, samples: StepSamples, rewards: Tensor, turns: Turns | None) -> Tensor:
+        """Return the advantages of the user's own function, [P, G] or of turns [K]. Rank 0 calls it, so that all ranks
+        have the same numbers whatever it computes. Collective."""
+        algorithm, layout = self.config.algorithm, self.policy.layout
+        of_groups = samples.rewards_by_function(rewards.shape[1]).unbind(-1)
+        by_function = dict(zip(samples.columns.rewards, of_groups, strict=True))
+        columns = samples.written, samples.has(TRUNCATED)
+        lengths, truncated = (torch.from_numpy(column).view(rewards.shape) for column in columns)
+        groups = Groups(rewards, by_function, lengths, truncated, turns)
+
+        def estimated() -> Tensor:
+            if layout.world_rank == 0:
+                return checked(imported(algorithm.advantage_estimator), groups, algorithm)
+            return torch.zeros(rewards.shape if turns is None else turns.rewards.shape, dtype=torch.float64)
+
+        return layout.all_reduce(run_own_and_agree(layout, estimated))
+
+    def batches(self, samples: StepSamples, advantages: Tensor, of_turns: np.ndarray | None = None) -> list[TrainBatch]:
+        """Pack the samples with advantages [P, G], turns with advantages [K] if any, and log-probs: this replica's part
+        of each optimizer step."""
         layout, seed = self.policy.layout, derive_seed(self.config.run.seed, self.state.step, "slices")
         rules = packing_rules(self.config, self.policy.shares_prompts)
-        shapes = samples.shapes(advantages.flatten().numpy(), rules)
+        shapes = samples.shapes(advantages.flatten().numpy(), rules, of_turns)
         parts = slices(len(samples), self.config.algorithm.steps_per_generation, seed)
-        plans = [plan_packing(shapes, rules, layout.dp_size, part) for part in parts]
-        mine = trained_samples(samples, plans, layout)
+        plans = [plan_packing(shapes, rules, layout.dp_size, samples.members(part)) for part in parts]
+        mine = trained_samples(samples.every, plans, layout)
+        if of_turns is not None:
+            mine = samples.with_turn_advantages(mine, of_turns)
         batches = [build_batch(plan, layout.dp_rank, mine, rules) for plan in plans]
         if self.config.rollout.routing_replay == "engine":
-            batches = replayed_batches(batches, samples, plans, layout, route_shape(self.policy.hf_config))
+            batches = replayed_batches(batches, samples.every, plans, layout, route_shape(self.policy.hf_config))
         return [self.with_logprobs(batch) for batch in batches]
 
     def with_logprobs(self, batch: TrainBatch) -> TrainBatch:
@@ -141,6 +179,11 @@ def load_policy(
     hf_config, reference_folder, reference = model.hf_config, model.reference_folder, None
     with as_config_errors():
         policy = MegatronPolicy(config, layout, hf_config)
+        policy.grammar = run_own_and_agree(
+            layout,
+            # only the last stage computes log-probs
+            lambda: grammar_of(config, model.folder, hf_config.vocab_size) if layout.is_last_stage else None,
+        )
         if reference_folder is not None:
             run_own_and_agree(layout, lambda: load_hf(policy.chunks, hf_config, reference_folder, layout, progress))
             reference = Reference(policy, whole=config.lora.enabled)

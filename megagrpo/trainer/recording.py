@@ -40,7 +40,7 @@ class Records:
 
     def start_clocks(self, title: str) -> None:
         """Reset the timers, so that the next step's times begin now, and begin its progress titles with `title`."""
-        self.phases.collect()
+        self.phases.collect("between_steps")
         self.phases.about = title
         if self.pool is not None:
             self.pool.measured()
@@ -89,7 +89,9 @@ def open_journal(inputs: Inputs, layout: Layout, resources: ExitStack) -> Journa
         tokens.open(folder.path, step)
     resources.callback(tokens.close)
     progress = run_progress(config.run) if first else SILENT
-    return Journal(folder, writer, tokens, progress, Phases(progress))
+    phases = Phases(progress)
+    phases.ended = writer.phase
+    return Journal(folder, writer, tokens, progress, phases)
 
 
 def make_records(

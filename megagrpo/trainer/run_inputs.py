@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from megagrpo.algorithms.custom_advantage import load_estimator
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import DataSection, DatasetSection, RunConfig, RunSection
 from megagrpo.data.prompt_order import PromptOrder
@@ -29,6 +30,7 @@ from megagrpo.train_types import LossFn
 from megagrpo.trainer.callbacks import Callbacks, load_callbacks
 from megagrpo.trainer.engine_side import NamedServers, check_servers
 from megagrpo.trainer.evaluation.sets import HeldOut, check_columns, load_sets
+from megagrpo.trainer.rollout.sourced_prompts import SourcedPrompts
 from megagrpo.trainer.run_folder import RunFolder, open_run_folder
 from megagrpo.trainer.trials.reward_trial import start_warnings
 
@@ -77,6 +79,8 @@ def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources:
     servers = on_first_rank(layout, lambda: check_servers(config.rollout, config.syncs_weights))
     ENVIRONMENT.pop(TOKEN_VARIABLE, None)  # reward functions must not see the token
     loss_fn = run_own_and_agree(layout, lambda: make_loss(config.algorithm))
+    if config.algorithm.own_estimator:
+        run_own_and_agree(layout, lambda: load_estimator(config.algorithm))
     callbacks = run_own_and_agree(layout, lambda: load_callbacks(config.run.callbacks) if first else None)
     on_first_rank(layout, lambda: check_trackers(config.run.trackers))
     check_profile(config.run.profile, device.has_gpu())
@@ -95,6 +99,8 @@ def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources:
     notes = [*_steps_notes(given.run, config.run, per_step, len(data.prompts)), *unused_options(config.run)]
     if first and data.rewards and tokenizer and isinstance(data.prompts, PromptSource):
         notes += start_warnings(config.rewards.functions, data.prompts, data.held_out, data.rewards, tokenizer)
+    if config.data.source is not None:
+        data = replace(data, prompts=SourcedPrompts(data.prompts, layout, config))
     return Inputs(config, servers, loss_fn, Callbacks(config, layout, callbacks), model, folder, data, notes)
 
 

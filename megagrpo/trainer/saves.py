@@ -46,9 +46,9 @@ class Saves:
         self.finish(wait=True)
         if self.state.step == self.saved.step:
             return
-        with self.turns.checkpoint(last=must_succeed):
+        with self.turns.checkpoint(last=must_succeed), self.turns.phases("save"):
             background = self.background and not must_succeed
-            self.saving = replace(self.state, pass_rates=self.prompts.curriculum.history)
+            self.saving = replace(self.state)
             with self._counting_failures(must_succeed):
                 self.checkpointer.start(self.saving, background, self.collector.finished_ahead())
             self.finish(wait=not background, must_succeed=must_succeed)
@@ -90,8 +90,8 @@ class Saves:
         state, loaded = self.state, self.checkpointer.load(path)
         for name in (f.name for f in fields(TrainState)):
             setattr(state, name, getattr(loaded, name))
-        self.saved, self.prompts.cursor = replace(state), state.cursor
-        self.prompts.curriculum.history = state.pass_rates
+        self.saved = replace(state)
+        self.prompts.restore(state)
         self.collector.restore_ahead(path, state.ahead)
         state.ahead, self.resumed_from = [], path
         self.collector.step = state.step

@@ -39,10 +39,12 @@ class Trainer:
             samples, metrics = self.rollouts.draw()
         with self.turns.training():
             advantages = learning.advantages(samples)
-            batches = learning.batches(samples, advantages)
+            of_turns = learning.turn_advantages(samples, advantages)
+            batches = learning.batches(samples, advantages, of_turns)
             if algorithm.kl_in_reward:
                 advantages, batches, metrics["kl"] = learning.with_kl_in_reward(samples, batches)
-            trained, updates = TrainedRollouts(self.state.step + 1, samples, advantages.flatten().tolist()), []
+            trained = TrainedRollouts(self.state.step + 1, samples, advantages.flatten().tolist(), of_turns)
+            updates = []
             recorders.begin(trained)
             for batch in batches * algorithm.num_iterations:
                 with learning.update(batch) as update:

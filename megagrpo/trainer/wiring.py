@@ -25,6 +25,7 @@ from megagrpo.trainer.recording import Journal, make_records, open_journal
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool
 from megagrpo.trainer.rollout.collector import Collector, sampling_params
 from megagrpo.trainer.rollout.groups import Rollouts
+from megagrpo.trainer.rollout.sourced_prompts import SourcedPrompts
 from megagrpo.trainer.run_inputs import Inputs, read_inputs
 from megagrpo.trainer.saves import Saves
 from megagrpo.trainer.state_offload import NoOffload, Offload
@@ -50,6 +51,8 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     routes = route_shape(model.hf_config) if config.rollout.routing_replay == "engine" else None
     base = partial(blocks, policy.chunks, model.hf_config, layout)
     engine, weight_sync = connect(servers, config, layout, data.tokenizer, routes, base, say, resources)
+    if engine is not None:
+        journal.writer.follow(engine)
     rollouts = make_rollouts(inputs, engine, layout, state, journal, resources)
     collector = rollouts.collector
     offload = Offload(policy, reference) if offloads(config.rollout, config.train.offload) else NoOffload()
@@ -88,10 +91,12 @@ def make_rollouts(
     `rollout.max_staleness`."""
     config, data, pool = inputs.config, inputs.data, None
     rollout = config.rollout
-    if engine is not None and data.rewards is not None and rollout.max_staleness:
-        pool = AsyncPool(engine, data.rewards, rollout.max_staleness, rollout.straggler_seconds)
-        resources.enter_context(pool)
     generator = data.dialogues.wrap(engine) if data.dialogues and engine else engine
-    collector = Collector(layout, generator, data.rewards, journal.phases, pool, rollout.max_staleness > 0)
+    if generator is not None and data.rewards is not None and rollout.max_staleness:
+        pool = AsyncPool(generator, data.rewards, rollout.max_staleness, rollout.straggler_seconds)
+        resources.enter_context(pool)
+    turns = config.algorithm.advantage_by != "trajectory"
+    collector = Collector(layout, generator, data.rewards, journal.phases, pool, rollout.max_staleness > 0, turns)
     sampling = sampling_params(rollout, data.stop_token_ids)
-    return Rollouts(config, data.prompts, collector, sampling, state, journal.writer.message)
+    source = data.prompts if isinstance(data.prompts, SourcedPrompts) else None
+    return Rollouts(config, data.prompts, collector, sampling, state, journal.writer.message, source)

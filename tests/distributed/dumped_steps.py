@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from megagrpo.algorithms.advantages import advantages_of, to_samples
+from megagrpo.algorithms.advantages import to_samples
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
@@ -33,7 +35,8 @@ from megagrpo.records.dump import StepDumps
 from megagrpo.records.metrics import values_of
 from megagrpo.records.recorder import TrainedRollouts, Update
 from megagrpo.train_types import Metric, TrainState
-from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout
+from megagrpo.trainer.learning import Learning
+from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, Turn
 
 FUNCTIONS = [dict(function="nowhere:chance"), dict(function="nowhere:coin", weight=0.5)]
 
@@ -61,7 +64,7 @@ def rollouts(shape: RouteShape | None = None) -> list[ScoredRollout]:
     for i, sample in enumerate(random_samples()):
         ids = sample.token_ids.tolist()
         length, written = int(sample.response_mask.int().argmax()), tuple(sample.response_mask.tolist())
-        dialogue = None if all(written[length:]) else Dialogue(written[length:], messages=(), num_turns=2, ended="done")
+        dialogue = None if all(written[length:]) else Dialogue(written[length:], messages=(), turns=(), ended="done")
         prompt = Prompt(i, tuple(ids[:length]), "a question", {})
         logprobs = tuple(sample.rollout_logprobs[length:].tolist())
         reason = "length" if sample.truncated else "stop"
@@ -79,15 +82,55 @@ def rollouts(shape: RouteShape | None = None) -> list[ScoredRollout]:
     return made
 
 
-def samples_of_replicas(layout: Layout, shape: RouteShape | None = None) -> StepSamples:
+def with_turns(scored: list[ScoredRollout]) -> list[ScoredRollout]:
+    """The rollouts `with_branches` as conversations: turns of one to four tokens, most with a reward, and between them
+    one of three messages of an environment."""
+    chance = random.Random(3)
+    return [replace(s, rollout=_conversation(s.rollout, chance)) for s in with_branches(scored)]
+
+
+def _conversation(rollout: Rollout, chance: random.Random) -> Rollout:
+    ids, written, turns = list(rollout.response_ids), [False] * len(rollout.response_ids), []
+    start = 0
+    while start < len(ids):
+        stop = min(start + chance.randint(1, 4), len(ids))
+        written[start:stop] = [True] * (stop - start)
+        turns.append(Turn(start, stop, chance.choice([None, 0.0, 1.0, chance.random()])))
+        ids[stop : stop + 2] = [chance.randint(3, 5)] * len(ids[stop : stop + 2])
+        start = stop + 2
+    logprobs = np.where(written, np.minimum(rollout.rollout_logprobs, -3.0), 0.0)
+    branches = tuple(_conversation(branch, chance) for branch in rollout.branches)
+    dialogue = Dialogue(written, messages=(), turns=tuple(turns), ended="done")
+    return replace(rollout, response_ids=ids, rollout_logprobs=logprobs, dialogue=dialogue, branches=branches)
+
+
+def with_branches(scored: list[ScoredRollout]) -> list[ScoredRollout]:
+    """The rollouts, two of three of them with one or two further samples, some of them truncated or with a tool's
+    tokens."""
+    more = [s.rollout for s in rollouts()]
+    counts = [(i + 1) % 3 for i in range(len(scored))]
+    return [
+        replace(s, rollout=replace(s.rollout, branches=tuple(more[(5 * i + 3 * k) % len(more)] for k in range(count))))
+        for i, (s, count) in enumerate(zip(scored, counts, strict=True))
+    ]
+
+
+def samples_of_replicas(layout: Layout, scored: list[ScoredRollout], turns: bool = False) -> StepSamples:
     """The rollouts as the replicas sampled them in turn."""
-    scored = rollouts(shape)
     replica = layout.dp_rank if layout.is_dp_leader else None
-    return StepSamples.of(scored, np.arange(len(scored)) % layout.dp_size, replica)
+    return StepSamples.of(scored, np.arange(len(scored)) % layout.dp_size, replica, turns=turns)
 
 
-def dump_step(config: RunConfig, layout: Layout, model: Path, run: Path, steps: tuple[int, ...] = (1,)) -> list[str]:
-    """Dump `steps` of `config` into the folder `run`, with the model in the folder `model`; return the log messages."""
+def dump_step(
+    config: RunConfig,
+    layout: Layout,
+    model: Path,
+    run: Path,
+    steps: tuple[int, ...] = (1,),
+    change: Callable[[list[ScoredRollout]], list[ScoredRollout]] = list,
+) -> list[str]:
+    """Dump `steps` of `config` into the folder `run`, with the model in the folder `model`; return the log messages.
+    `change` makes the rollouts of the step from `rollouts`."""
     algorithm, hf = config.algorithm, load_hf_config(model)
     policy = MegatronPolicy(config, layout, hf)
     load_hf(policy.chunks, hf, model, layout)
@@ -99,13 +142,17 @@ def dump_step(config: RunConfig, layout: Layout, model: Path, run: Path, steps: 
     reference = Reference(policy) if config.algorithm.beta else None
     replay = config.rollout.routing_replay
     shape = route_shape(hf) if replay == "engine" else None
-    scored, said, state = rollouts(shape), [], TrainState()
-    samples, group = samples_of_replicas(layout, shape), config.rollout.num_generations
-    tables = samples.rewards(group), samples.rewards_by_function(group)
-    advantages = advantages_of(*tables, algorithm, [f.weight for f in config.rewards.functions])
-    batch = pack(
-        to_samples(scored, advantages), packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size
-    )
+    scored, said, state = change(rollouts(shape)), [], TrainState()
+    samples = samples_of_replicas(layout, scored, algorithm.advantage_by != "trajectory")
+    learning = Learning(config, policy, reference, None, state, None, None, None)
+    advantages = learning.advantages(samples)
+    of_turns = learning.turn_advantages(samples, advantages)
+    whole = to_samples(scored, advantages)
+    if of_turns is not None:
+        whole = list(samples.with_turn_advantages(dict(enumerate(whole)), of_turns).values())
+        largest = samples.largest_advantages(advantages.flatten().numpy(), of_turns)
+        whole = [replace(sample, advantage=float(a)) for sample, a in zip(whole, largest, strict=True)]
+    batch = pack(whole, packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
     if shape:
         batch = with_sample_routes(batch, random_routes(random_samples(), shape), layout, shape)
     batch = policy.replay.recorded(batch, policy.logprobs) if replay == "trainer" else batch
@@ -115,7 +162,7 @@ def dump_step(config: RunConfig, layout: Layout, model: Path, run: Path, steps: 
     for step in steps:
         if algorithm.num_iterations > 1:
             batch = batch.with_terms(old_logprobs=policy.logprobs(batch))
-        trained = TrainedRollouts(step, samples, advantages.flatten().tolist())
+        trained = TrainedRollouts(step, samples, advantages.flatten().tolist(), of_turns)
         dumps.begin(trained)
         for _ in range(algorithm.num_iterations):
             coefficient = bonus_coefficient(state, algorithm)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
-from dumped_steps import samples_of_replicas
+from dumped_steps import rollouts, samples_of_replicas
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import RunConfig
@@ -36,8 +36,6 @@ class Given:
     """Prompts and a collector that always return the same rollouts, without end."""
 
     stop = pool = engine = None
-    cursor = 0
-    curriculum = SimpleNamespace(history=[])
 
     def __init__(self, layout: Layout):
         self.layout = layout
@@ -48,8 +46,13 @@ class Given:
     def learn(self, rates: dict) -> dict:
         return {}
 
+    def store(self, state: TrainState) -> None:
+        """Keep nothing: the rollouts are always the same."""
+
+    restore = store
+
     def collect(self, *args) -> tuple[StepSamples, dict]:
-        return samples_of_replicas(self.layout), {}
+        return samples_of_replicas(self.layout, rollouts()), {}
 
     def finished_ahead(self) -> list:
         return []

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from megagrpo.config import RolloutSection
-from megagrpo.data.step_samples import Columns, StepSamples, Vote, facts_of, votes_of
+from megagrpo.data.step_samples import Columns, StepSamples, Vote, branch_facts_of, facts_of, votes_of
+from megagrpo.data.turn_facts import turn_facts_of
 from megagrpo.engine.protocol import EngineError, EngineStarved, Generator
 from megagrpo.platform.parallel.agree import run_own_and_agree
 from megagrpo.platform.parallel.bulk_messages import gather_rows
@@ -25,7 +26,7 @@ from megagrpo.records.ahead_files import read_ahead
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool, place_of
 from megagrpo.trainer.rollout.scored_groups import OnDemand, scored_rollouts
-from megagrpo.types import Prompt, SamplingParams, ScoredRollout, Truncation
+from megagrpo.types import Penalties, Prompt, SamplingParams, ScoredRollout, Truncation
 
 # what one replica sampled, its counters, and the votes of its groups
 Part = tuple[list[ScoredRollout], dict[str, float], np.ndarray | None]
@@ -54,6 +55,7 @@ class Collector:
     phases: Phases
     pool: AsyncPool | None = None
     runs_ahead: bool = False  # with `rollout.max_staleness`
+    turns: bool = False  # whether samples have `turns`, for `algorithm.advantage_by`
     step: int = 0  # finished training steps, for reward functions that depend on the progress
     stop_signal: int = 0  # signal that asked this rank to stop; 0: none
     refill: Callable[[], None] = lambda: None  # gives the engine its weights again; collective
@@ -100,9 +102,16 @@ class Collector:
         by_sample = np.repeat(sampled_by, num_generations)
         columns = replace(self.columns, votes=vote is not None)
         facts, counters = self._of_all(found, columns, by_sample)
+        branches = None
+        if columns.branches:
+            branches = self._rows(branch_facts_of(found[0], columns), np.repeat(by_sample, facts["branches"]))
         own = dict(zip(np.flatnonzero(by_sample == self.layout.dp_rank).tolist(), found[0], strict=False))
         of_samples = [prompt for prompt in prompts for _ in range(num_generations)]
-        return StepSamples(of_samples, facts, by_sample, columns, own), counters
+        samples = StepSamples(of_samples, facts, by_sample, columns, own, branches)
+        if self.turns:
+            rows, owners = turn_facts_of([s.rollout for s in found[0]]), np.repeat(by_sample, samples.turn_counts)
+            samples = replace(samples, turns=self._rows(rows, owners))
+        return samples, counters
 
     def _generating(self) -> tuple[Generator, RewardScorer]:
         assert self.engine is not None and self.rewards is not None, "the leader rank of a replica generates and scores"
@@ -153,6 +162,17 @@ class Collector:
             counters.update({n: v for n, v in zip(columns.counters, numbers, strict=True) if not math.isnan(v)})
             facts[sampled_by == dp_rank] = received[header.nbytes :].view(rows.dtype)
         return facts, dict(counters)
+
+    def _rows(self, rows: np.ndarray, owners: np.ndarray) -> np.ndarray:
+        """Return the rows of all replicas, of which each has `rows`, at the places where `owners` has its `dp_rank`.
+        Collective."""
+        sizes = (np.bincount(owners, minlength=self.layout.dp_size) * rows.itemsize).tolist()
+        table = np.empty(owners.size, rows.dtype)
+        if not owners.size:
+            return table
+        for dp_rank, received in enumerate(gather_rows(self.layout, rows.view(np.uint8), sizes)):
+            table[owners == dp_rank] = received.view(rows.dtype)
+        return table
 
     def ask(
         self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int, step: int
@@ -209,9 +229,17 @@ class Collector:
 
 def sampling_params(rollout: RolloutSection, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     """Build the sampling parameters of training rollouts."""
-    truncation = Truncation(rollout.top_p, rollout.top_k, rollout.min_p)
-    stop = tuple(rollout.stop), rollout.include_stop_str_in_output
-    return SamplingParams(rollout.temperature, rollout.max_completion_length, stop_token_ids, truncation, *stop)
+    return SamplingParams(
+        rollout.temperature,
+        rollout.max_completion_length,
+        stop_token_ids,
+        Truncation(rollout.top_p, rollout.top_k, rollout.min_p),
+        tuple(rollout.stop),
+        rollout.include_stop_str_in_output,
+        tuple(rollout.logit_bias.items()),
+        Penalties(rollout.repetition_penalty, rollout.frequency_penalty, rollout.presence_penalty),
+        rollout.constraint,
+    )
 
 
 def numbered(prompts: Sequence[Prompt]) -> list[Prompt]:

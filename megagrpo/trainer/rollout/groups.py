@@ -19,6 +19,7 @@ from megagrpo.engine.protocol import derive_seed
 from megagrpo.train_types import TrainState
 from megagrpo.trainer.rollout.collector import Collector
 from megagrpo.trainer.rollout.sample_metrics import pass_rates, staleness
+from megagrpo.trainer.rollout.sourced_prompts import SourcedPrompts
 from megagrpo.types import SamplingParams
 
 
@@ -32,6 +33,7 @@ class Rollouts:
     sampling: SamplingParams
     state: TrainState
     say: Callable[[str], None]
+    source: SourcedPrompts | None = None  # `prompts`, if `data.source` chooses them
 
     def draw(self) -> tuple[StepSamples, dict[str, float]]:
         """Return the samples of the next step, in whole groups, with counters and the age of the weights that sampled
@@ -54,13 +56,13 @@ class Rollouts:
                 counters[name] += value
             return samples
 
-        by_function = algorithm.multi_objective_aggregation != "sum_then_normalize"
         drawn, rounds = collect(wanted), 0
-        useful = useful_groups(drawn, group, by_function)
+        useful = self._useful_groups(drawn)
         while algorithm.dynamic_sample and len(useful) < wanted and rounds < algorithm.max_resample_times:
             rounds += 1
             drawn += collect(redraw_size(wanted, len(useful), len(drawn) // group), rounds)
-            useful = useful_groups(drawn, group, by_function)
+            useful = self._useful_groups(drawn)
+        counters |= self.source.tell(drawn, group) if self.source else {}
         counters |= self.prompts.learn(pass_rates(drawn, self.config.data.curriculum_pass_reward))
         if rollout.scheduling == "longest_first":
             self.prompts.response_lengths.learn([p.prompt_id for p in drawn.prompts], drawn.written.tolist())
@@ -77,8 +79,16 @@ class Rollouts:
 
     def advance(self) -> None:
         """Count the step that was trained on the last draw as finished."""
-        self.state.step, self.state.cursor = self.state.step + 1, self.prompts.cursor
+        self.state.step += 1
+        self.prompts.store(self.state)
         self.collector.step = self.state.step
+
+    def _useful_groups(self, drawn: StepSamples) -> np.ndarray:
+        """Return the indices of the groups that dynamic sampling keeps: the source's choice, or rewards that differ."""
+        if self.source and self.source.keeps:
+            return self.source.kept(drawn, self.config.rollout.num_generations)
+        by_function = self.config.algorithm.multi_objective_aggregation != "sum_then_normalize"
+        return useful_groups(drawn, self.config.rollout.num_generations, by_function)
 
     def _useful(self, drawn: StepSamples, useful: np.ndarray, rounds: int, counters: dict[str, float]) -> StepSamples:
         """Return the samples of a step with dynamic sampling: the useful groups, or the fallback. Adds counters."""

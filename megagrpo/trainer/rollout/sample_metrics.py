@@ -8,6 +8,7 @@ from collections import defaultdict
 import numpy as np
 
 from megagrpo.data.step_samples import DIALOGUE, FAILED_DIALOGUE, KNOWS_STOP, STOPPED, TRUNCATED, StepSamples
+from megagrpo.types import CAUSES, ENDINGS
 
 
 def rollout_metrics(samples: StepSamples) -> dict[str, float]:
@@ -16,7 +17,7 @@ def rollout_metrics(samples: StepSamples) -> dict[str, float]:
     lengths = samples.written.tolist()
     ended = samples.written[~samples.has(TRUNCATED)].tolist()
     metrics = {
-        "num_tokens": float(samples.facts["length"].sum(dtype=np.int64)),
+        "num_tokens": float(samples.every.facts["length"].sum(dtype=np.int64)),
         "num_generated_tokens": float(sum(lengths)),
         "completions/mean_length": statistics.fmean(lengths),
         "completions/min_length": float(min(lengths)),
@@ -46,21 +47,53 @@ def _logged_metrics(samples: StepSamples) -> dict[str, float]:
 
 
 def _dialogue_metrics(samples: StepSamples) -> dict[str, float]:
-    """Return turns and tool calls per response, the failed share of tool calls (as in TRL), and failed dialogues."""
+    """Return turns and tool calls per response, the failed share of tool calls (as in TRL), failed dialogues by cause,
+    and how dialogues ended."""
     if not (of_dialogues := samples.has(DIALOGUE)).any():
         return {}
     facts = samples.facts[of_dialogues]
-    calls, failures = int(facts["tool_calls"].sum()), int(facts["tool_failures"].sum())
+    names = "turns", "tool_calls", "tool_failures", "tool_shortened"
+    turns, called, failed, shortened = (samples.totals(samples.every.facts[name])[of_dialogues] for name in names)
+    calls, failures = int(called.sum()), int(failed.sum())
+    ended, causes = np.bincount(facts["ended"], minlength=len(ENDINGS)).tolist(), np.bincount(facts["cause"])
+    shares = {f"multi_turn/ended/{name}": count / len(facts) for name, count in zip(ENDINGS, ended, strict=True)}
+    by_cause = {f"multi_turn/failures/{CAUSES[i]}": float(count) for i, count in enumerate(causes) if i and count}
     return {
-        "multi_turn/mean_turns": statistics.fmean(facts["turns"].tolist()),
+        "multi_turn/mean_turns": statistics.fmean(turns.tolist()),
         "multi_turn/failures": float(samples.has(FAILED_DIALOGUE).sum()),
-        "tools/call_frequency": calls / len(facts),
+        "tools/call_frequency": calls / len(turns),
         "tools/failure_frequency": failures / calls if calls else 0.0,
+        "tools/shortened_frequency": int(shortened.sum()) / calls if calls else 0.0,
+        "multi_turn/retries": float(facts["retries"].sum()),
+        **by_cause,
+        **shares,
+        **_turn_metrics(samples),
+    }
+
+
+def _turn_metrics(samples: StepSamples) -> dict[str, float]:
+    """Return tokens and seconds per turn, and what conversations spend their time on: shares that add up to 1."""
+    facts = samples.every.facts
+    turns, seconds = int(facts["turns"].sum()), facts["seconds"].astype(np.float64)
+    if not turns:
+        return {}
+    by_cause, longest = seconds[:, :3].sum(0), seconds[:, 3:].max(0)
+    queued, generated, answered = by_cause.tolist()
+    total = queued + generated + answered
+    names = "idle/slots", "idle/generation", "idle/tools"
+    return {
+        "multi_turn/turn_tokens": int(samples.written[samples.has(DIALOGUE)].sum()) / turns,
+        "multi_turn/turn_seconds/mean": (queued + generated) / turns,
+        "multi_turn/turn_seconds/max": float(longest[0]),
+        "multi_turn/tool_seconds/mean": answered / turns,
+        "multi_turn/tool_seconds/max": float(longest[1]),
+        **(dict(zip(names, (by_cause / total).tolist(), strict=True)) if total else {}),
     }
 
 
 def staleness(samples: StepSamples, weight_version: int) -> dict[str, float]:
     """Return the mean and maximum number of weight versions between a token's sampling and the policy trained on it."""
+    samples = samples.every
     ages, tokens = weight_version - samples.facts["version"].astype(np.int64), samples.responses
     total = int((ages * tokens).sum())
     if samples.columns.later_versions:

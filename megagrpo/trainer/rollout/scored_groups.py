@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator as Stream
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
@@ -88,10 +88,12 @@ def scored_rollouts(
         for index in sorted(scorings):
             scored += scorings[index].finish()
             task.advance(n)
-    return scored, summed([scoring.counters() for scoring in scorings.values()])
+    dialogues = [dialogue for s in scored if (dialogue := s.rollout.dialogue) is not None]
+    of_dialogues = [{name: float(count) for name, count in dialogue.counts.items()} for dialogue in dialogues]
+    return scored, summed([*(scoring.counters() for scoring in scorings.values()), *of_dialogues])
 
 
-def summed(counters: Sequence[dict[str, float]]) -> dict[str, float]:
+def summed(counters: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Add up counters by name."""
     total: Counter[str] = Counter()
     for counted in counters:

@@ -30,7 +30,8 @@ WORD_BITS = 32
 def trained_samples(
     samples: StepSamples, plans: Sequence[PackPlan], layout: Layout, round_words: int = ROUND_WORDS
 ) -> dict[int, TrainSample]:
-    """Return the samples, by index, that the plans give to this rank's replica. Collective.
+    """Return the samples, by index, that the plans give to this rank's replica. `samples` are `StepSamples.every` of a
+    step. Collective.
 
     On middle pipeline stages token ids and log-probs are 0: no layer there reads them.
     """
@@ -41,6 +42,7 @@ def trained_samples(
     if samples.columns.dialogues:
         masks = travel.rows(-(-responses // WORD_BITS), _mask_row, layout.replica)
     advantages, truncated = plans[0].shapes.advantages, samples.has(TRUNCATED)
+    temperatures = samples.temperatures
 
     def sample(index: int) -> TrainSample:
         length, response = int(lengths[index]), int(responses[index])
@@ -52,7 +54,7 @@ def trained_samples(
             written[length - response :] = np.unpackbits(masks[index].view(np.uint8), count=response)
         rows = torch.from_numpy(ids), torch.from_numpy(written), torch.from_numpy(logprobs)
         inputs = samples.prompts[index].inputs
-        return TrainSample(*rows, float(advantages[index]), index, bool(truncated[index]), inputs)
+        return TrainSample(*rows, float(advantages[index]), index, bool(truncated[index]), inputs, temperatures[index])
 
     return {index: sample(index) for index in travel.received.tolist()}
 

@@ -178,7 +178,9 @@ def response(length):
     """A response of this many tokens, for which the policy differs from the one that sampled."""
     generator = torch.Generator().manual_seed(length)
     rows = [-torch.rand(length, generator=generator, dtype=torch.float64) for _ in range(4)]
-    return Response(rows[0].requires_grad_(), *rows[1:], places=torch.arange(length), advantage=-0.8)
+    return Response(
+        rows[0].requires_grad_(), *rows[1:], places=torch.arange(length), advantage=torch.full((length,), -0.8).double()
+    )
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_a_masked_response_adds_nothing_beside_one_that_counts(name):
 def test_a_response_of_one_token_has_the_loss_of_the_formula(name):
     algorithm = settings(**OPTIONS[name]).algorithm
     rows = [torch.tensor([value], dtype=torch.float64) for value in (-1.1, -1.2, -1.1, 0.0)]
-    one = naive_loss.Response(*rows, places=torch.tensor([2]), advantage=1.5)
+    one = naive_loss.Response(*rows, places=torch.tensor([2]), advantage=torch.tensor([1.5]).double())
     expected = naive_loss.policy_term(one, algorithm, -math.inf).sum().item()
     loss, _, _ = step(name, [1.5], [1])
     assert loss.item() == pytest.approx(expected / naive_loss.denominator([1], algorithm.loss.average, 3), rel=1e-5)

@@ -127,9 +127,25 @@ def test_a_trainer_that_resumes_rests_the_prompts_that_rested_when_it_was_saved(
     prompts.next(4)
     prompts.learn(RATES)
     saving = saves_of(prompts, checkpointer)
-    saving.state.step, saving.state.cursor = 1, prompts.cursor
+    saving.state.step = 1
+    prompts.store(saving.state)
     saving.save(must_succeed=False)
     resumed = make(**ON)
     saves_of(resumed, checkpointer).restore(Path("step_000001"))
     assert resumed.curriculum.history == prompts.curriculum.history != []
     assert [p.prompt_id for p in resumed.next(4)] == [p.prompt_id for p in prompts.next(4)] == [1, 3, 1, 3]
+
+
+def test_a_step_that_a_signal_ends_before_training_leaves_no_pass_rates_in_the_checkpoint(make):
+    checkpointer, prompts = KeptState(), make(**ON)
+    prompts.next(4)
+    prompts.learn(RATES)
+    saving = saves_of(prompts, checkpointer)
+    saving.state.step = 1
+    prompts.store(saving.state)
+    prompts.next(4)
+    prompts.learn({1: 0.0, 3: 0.0})  # of step 2, which is drawn again
+    saving.save(must_succeed=False)
+    resumed = make(**ON)
+    saves_of(resumed, checkpointer).restore(Path("step_000001"))
+    assert [p.prompt_id for p in resumed.next(4)] == [1, 3, 1, 3]

@@ -112,7 +112,7 @@ def conversation(tokenizer, text, ended=True, limit=200):
     ids = [i for character in text for i in tokenizer.encode(character, False)]
     ids += [alphabet("<|im_end|>")] if ended else []
     opening = [{"role": "user", "content": "What is 4 + 5?"}]
-    made = Conversation(Prompt(0, tokenizer.render(opening), opening), 0, 0, 0, opening, limit)
+    made = Conversation(Prompt(0, tokenizer.render(opening), opening), 0, 0, opening, limit)
     made.add_turn(turn(made, ids, "stop" if ended else "length"), tokenizer.decode)
     return made, ids
 
@@ -139,7 +139,7 @@ def test_tokens_of_the_policy_are_never_tokenised_again(tokenizer):
         "assistant",
         "user",
         "assistant",
-    ] and found.dialogue.num_turns == 2
+    ] and len(found.dialogue.turns) == 2
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -151,7 +151,8 @@ def test_a_message_can_be_cut_and_continued_from_its_own_tokens(tokenizer, ended
     assert made.ids == ids[: len("It is 8. ")] + doubt and made.is_open
     assert made.written == [True] * len("It is 8. ") + [False] * len(doubt) and len(made.logprobs) == len(made.ids)
     made.add_turn(turn(made, [*tokenizer.encode(" 9", False), 2]), tokenizer.decode)
-    assert made.messages == [{"role": "assistant", "content": "It is 8. But wait... 9"}] and made.turns == 2
+    assert made.messages == [{"role": "assistant", "content": "It is 8. But wait... 9"}]
+    assert [(one.start, one.stop) for one in made.turns] == [(0, 9), (20, 22)]
 
 
 def test_a_cut_within_a_token_gives_up_that_token(tokenizer):

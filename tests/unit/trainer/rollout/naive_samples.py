@@ -3,14 +3,18 @@
 import statistics
 from collections import defaultdict
 
-from megagrpo.types import ScoredRollout
+from megagrpo.types import Rollout, ScoredRollout, Turn
+
+
+def samples_of(scored: ScoredRollout) -> list[Rollout]:
+    return [scored.rollout, *scored.rollout.branches]
 
 
 def rollout_metrics(scored: list[ScoredRollout]) -> dict[str, float]:
-    lengths = [s.rollout.length for s in scored]
+    lengths = [sum(r.length for r in samples_of(s)) for s in scored]
     ended = [length for s, length in zip(scored, lengths, strict=True) if s.rollout.finish_reason != "length"]
     metrics = {
-        "num_tokens": float(sum(len(s.rollout.prompt.token_ids) + len(s.rollout.response_ids) for s in scored)),
+        "num_tokens": float(sum(len(r.prompt.token_ids) + len(r.response_ids) for s in scored for r in samples_of(s))),
         "num_generated_tokens": float(sum(lengths)),
         "completions/mean_length": statistics.fmean(lengths),
         "completions/min_length": float(min(lengths)),
@@ -31,17 +35,49 @@ def rollout_metrics(scored: list[ScoredRollout]) -> dict[str, float]:
     dialogues = [s.rollout.dialogue for s in scored if s.rollout.dialogue is not None]
     if not dialogues:
         return metrics
-    calls, failures = (sum(getattr(d, name) for d in dialogues) for name in ("tool_calls", "tool_failures"))
+    every = [r.dialogue for s in scored for r in samples_of(s) if r.dialogue is not None]
+    counted = "tool_calls", "tool_failures", "tool_shortened"
+    calls, failures, shortened = (sum(getattr(d, name) for d in every) for name in counted)
     return metrics | {
-        "multi_turn/mean_turns": statistics.fmean(d.num_turns for d in dialogues),
+        "multi_turn/mean_turns": sum(len(d.turns) for d in every) / len(dialogues),
         "multi_turn/failures": float(sum(d.ended == "failed" for d in dialogues)),
         "tools/call_frequency": calls / len(dialogues),
         "tools/failure_frequency": failures / calls if calls else 0.0,
+        "tools/shortened_frequency": shortened / calls if calls else 0.0,
+        "multi_turn/retries": float(sum(d.retries for d in dialogues)),
+        **{
+            f"multi_turn/failures/{cause}": float(sum(d.cause == cause for d in dialogues))
+            for cause in ("timeout", "died", "raised", "protocol", "prompt_length", "messages")
+            if any(d.cause == cause for d in dialogues)
+        },
+        **{
+            f"multi_turn/ended/{ended}": sum(d.ended == ended for d in dialogues) / len(dialogues)
+            for ended in ("done", "length", "budget", "max_turns", "tool_limit", "time_limit", "failed")
+        },
+        **turn_metrics(scored, [turn for d in every for turn in d.turns]),
     }
 
 
+def turn_metrics(scored: list[ScoredRollout], turns: list[Turn]) -> dict[str, float]:
+    generated, answered = [turn.generated for turn in turns], [turn.answered for turn in turns]
+    queued, total = sum(turn.queued for turn in turns), sum(generated) + sum(answered)
+    metrics = {
+        "multi_turn/turn_tokens": sum(r.length for s in scored if s.rollout.dialogue for r in samples_of(s))
+        / len(turns),
+        "multi_turn/turn_seconds/mean": statistics.fmean(generated),
+        "multi_turn/turn_seconds/max": max(generated),
+        "multi_turn/tool_seconds/mean": statistics.fmean(answered),
+        "multi_turn/tool_seconds/max": max(answered),
+    }
+    if total:
+        metrics["idle/slots"] = queued / total
+        metrics["idle/generation"] = (sum(generated) - queued) / total
+        metrics["idle/tools"] = sum(answered) / total
+    return metrics
+
+
 def staleness(scored: list[ScoredRollout], weight_version: int) -> dict[str, float]:
-    ages = [weight_version - version for s in scored for version in s.rollout.token_versions.tolist()]
+    ages = [weight_version - version for s in scored for r in samples_of(s) for version in r.token_versions.tolist()]
     return {"staleness/mean": statistics.fmean(ages), "staleness/max": float(max(ages))}
 
 

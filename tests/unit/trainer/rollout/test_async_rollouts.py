@@ -13,7 +13,7 @@ import pytest
 from megagrpo.config import ConfigError, load_config
 from megagrpo.engine.protocol import EngineError, EngineInterrupted, EngineStarved
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool, packed, unpacked
-from megagrpo.types import Prompt, Rollout, SamplingParams
+from megagrpo.types import Dialogue, Prompt, Rollout, SamplingParams, Turn
 from tests.unit.config.test_placement import QUICKSTART
 
 SAMPLING = SamplingParams(1.0, 8)
@@ -214,6 +214,21 @@ def test_the_version_of_each_token_is_known():
     assert back == replace(rollout, weight_version=6, later_versions=((1, 7), (3, 9)))
 
 
+def test_a_checkpoint_keeps_conversations():
+    prompt = replace(prompts(0, 1)[0], token_ids=(1, 2, 9), messages="hi Go!", columns={"answer": "4"})
+    turns = Turn(0, 1, 0.5, ("f", "g"), 1, 1, "stop", 1.5, 0.25), Turn(2, 3, finish_reason="length")
+    messages = (
+        {"role": "assistant", "content": "a"},
+        {"role": "tool", "content": "b"},
+        {"role": "assistant", "content": ""},
+    )
+    dialogue = Dialogue([True, False, True], messages, turns, "failed", {"turns": 0.5, "Board": None}, "died", 2)
+    rollout = Rollout(prompt, (7, 8, 2), (-0.1, 0.0, -0.2), "length", 5, "a", dialogue, later_versions=((2, 6),))
+    (back,) = unpacked(json.loads(json.dumps(packed(0, [rollout]))), replace(prompts(0, 1)[0], columns=prompt.columns))
+    assert back == replace(rollout, weight_version=6, later_versions=((2, 7),))
+    assert [vars(turn) for turn in back.dialogue.turns] == [vars(turn) for turn in turns]  # with their seconds
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])
 def test_a_checkpoint_keeps_the_routes_of_a_group(dtype):
     routes = np.arange(3 * 4 * 2, dtype=dtype).reshape(3, 4, 2)
@@ -312,10 +327,6 @@ def test_idle_is_the_time_in_which_nothing_is_under_way():
         (
             ["lora.rank=8", "lora.sync=adapter"],
             "rollout.in_flight: keep continues .* a request keeps its adapter; choose wait .* or resume",
-        ),
-        (
-            ["multi_turn.tools=[megagrpo.environments.calculator:calculator]"],
-            "rollout.max_staleness: 1 does not support multi_turn; set",
         ),
         (
             ["rollout.max_staleness=0", "rollout.in_flight=resume"],

@@ -17,7 +17,7 @@ from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.policy.rank_routes import with_sample_routes
 from megagrpo.trainer.rollout.route_exchange import replayed_batches
 from megagrpo.trainer.rollout.token_exchange import trained_samples
-from megagrpo.types import Routes, ScoredRollout
+from megagrpo.types import Rollout, Routes
 from tests.message_log import objects, record
 from tests.unit.trainer.rollout.test_token_exchange import drawn
 
@@ -27,30 +27,35 @@ LARGE = RouteShape(layers=(3, 4, 5), num_layers=6, experts=300, per_token=2)
 RULES = PackingRules(max_tokens=96, at_least=3, align=4, skip_zero_advantage=True)
 
 
-def routes_of(index: int, scored: ScoredRollout, shape: RouteShape) -> Routes:
+def routes_of(index: int, rollout: Rollout, shape: RouteShape) -> Routes:
     """Random routes [L - 1, M, k] that depend on the sample's index alone."""
-    length = len(scored.rollout.prompt.token_ids) + len(scored.rollout.response_ids)
+    length = len(rollout.prompt.token_ids) + len(rollout.response_ids)
     draw = np.random.default_rng(index).random((length - 1, len(shape.layers), shape.experts))
     return draw.argsort(-1)[..., : shape.per_token].astype(shape.dtype)
 
 
 def with_routes(samples: StepSamples, shape: RouteShape) -> StepSamples:
-    own = {i: replace(s, rollout=replace(s.rollout, routes=routes_of(i, s, shape))) for i, s in samples.own.items()}
+    own = {}
+    for i, scored in samples.own.items():
+        own[i] = replace(scored, rollout=replace(scored.rollout, routes=routes_of(i, scored.rollout, shape)))
     return replace(samples, own=own)
 
 
 def exchanged(layout: Layout, shape: RouteShape, dialogues: bool, share_prompts: bool, round_words: int = 500):
-    """The batches with routes, those with the oracle's, and the log of the exchange's messages."""
-    samples, everything = drawn(layout, dialogues, by_place=True)
-    samples = with_routes(samples, shape)
+    """The batches with routes, those with the oracle's, and the log of the exchange's messages. With `dialogues` some
+    trajectories have several samples."""
+    samples, everything = drawn(layout, dialogues, by_place=True, branches=dialogues)
     rules = replace(RULES, share_prompts=share_prompts, sequence_align=layout.parallel.sequence_align)
     shapes = samples.shapes(np.linspace(-1, 1, len(samples)), rules)
-    plans = [plan_packing(shapes, rules, layout.dp_size, part) for part in slices(len(samples), 2, seed=5)]
+    parts = [samples.members(part) for part in slices(len(samples), 2, seed=5)]
+    plans = [plan_packing(shapes, rules, layout.dp_size, part) for part in parts]
+    samples = with_routes(samples.every, shape)
     mine = trained_samples(samples, plans, layout)
     batches = [build_batch(plan, layout.dp_rank, mine, rules) for plan in plans]
     with record(layout) as messages:
         found = replayed_batches(batches, samples, plans, layout, shape, round_words)
-    known = {i: routes_of(i, s, shape) for i, s in enumerate(everything)}
+    rollouts = [s.rollout for s in everything] + [branch for s in everything for branch in s.rollout.branches]
+    known = {i: routes_of(i, rollout, shape) for i, rollout in enumerate(rollouts)}
     return found, [with_sample_routes(batch, known, layout, shape) for batch in batches], messages
 
 
@@ -103,7 +108,7 @@ def test_a_rank_receives_no_more_than_it_replays():
 
 def without_routes() -> str:
     layout = init_layout(ParallelSection())
-    samples, _ = drawn(layout, dialogues=False, by_place=True)
+    samples, _ = drawn(layout, dialogues=False, by_place=True, branches=False)
     samples = with_routes(samples, SMALL)
     if layout.dp_rank == 1:
         index = max(samples.own)

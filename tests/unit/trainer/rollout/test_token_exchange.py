@@ -25,11 +25,12 @@ from megagrpo.records.completions import completion_lines, completion_row
 from megagrpo.records.jsonl_file import encoded
 from megagrpo.records.recorder import TrainedRollouts
 from megagrpo.records.writer import JSONL, CompletionsLog, MetricsWriter
+from megagrpo.train_types import Trajectories
 from megagrpo.trainer.rollout.collector import Collector, numbered
 from megagrpo.trainer.rollout.groups import useful_groups
 from megagrpo.trainer.rollout.sample_metrics import pass_rates, rollout_metrics, staleness
 from megagrpo.trainer.rollout.token_exchange import trained_samples
-from megagrpo.types import Dialogue, Prompt, Rollout, SamplingParams, ScoredRollout
+from megagrpo.types import Dialogue, Prompt, Rollout, SamplingParams, ScoredRollout, Turn
 from tests.message_log import objects, record
 from tests.unit.trainer.rollout import naive_samples
 
@@ -51,7 +52,24 @@ def prompts(start: int, stop: int) -> list[Prompt]:
     )
 
 
-def response(prompt: Prompt, index: int, dialogues: bool, length: int | None) -> ScoredRollout:
+def branches_of(rollout: Rollout, index: int) -> tuple[Rollout, ...]:
+    """None to three further samples; the first two of three have one context."""
+    draw = random.Random(f"branches {rollout.prompt.prompt_id} {rollout.prompt.occurrence} {index}")
+    contexts = [(5, 5, index), (7, index), (5, 5, index)][: draw.randint(0, 3)]
+    branches = []
+    for context in contexts:
+        count = draw.randint(1, 20)
+        ids, logprobs = ([draw.randint(3, 90) for _ in range(count)], [-draw.random() for _ in range(count)])
+        dialogue = None
+        if rollout.dialogue is not None and draw.random() < 0.5:
+            written = [draw.random() < 0.7 for _ in range(count)]
+            dialogue = Dialogue(written, (), (Turn(0, count, calls=("f",)),), "done")
+        prompt = replace(rollout.prompt, token_ids=context)
+        branches.append(Rollout(prompt, ids, logprobs, "stop", VERSION - 1, "branch", dialogue))
+    return tuple(branches)
+
+
+def response(prompt: Prompt, index: int, dialogues: bool, length: int | None, branches: bool = False) -> ScoredRollout:
     """A response that depends on its prompt and index alone."""
     draw = random.Random(f"{prompt.prompt_id} {prompt.occurrence} {index}")
     count = length or draw.randint(1, 30)
@@ -61,8 +79,10 @@ def response(prompt: Prompt, index: int, dialogues: bool, length: int | None) ->
         if index == 1:
             prompt = replace(prompt, token_ids=(*prompt.token_ids, 9, 9))  # an environment's text
         ended = "failed" if index == 2 else "done"
-        dialogue = Dialogue(written, ({"role": "user"},), draw.randint(1, 3), ended, {"env": draw.random()})
-        dialogue = replace(dialogue, tool_calls=draw.randint(0, 3), tool_failures=draw.randint(0, 1))
+        calls, eighths = ("f",) * draw.randint(0, 3), [draw.randint(0, 30) / 8 for _ in range(3)]  # exact in float32
+        seconds = dict(queued=eighths[0], generated=eighths[0] + eighths[1], answered=eighths[2])
+        turns = [Turn(0, 0, calls=calls, failures=draw.randint(0, 1), **seconds)] * draw.randint(1, 3)
+        dialogue = Dialogue(written, ({"role": "user"},), tuple(turns), ended, {"env": draw.random()})
     rollout = Rollout(
         prompt,
         [draw.randint(3, 90) for _ in range(count)],
@@ -74,6 +94,8 @@ def response(prompt: Prompt, index: int, dialogues: bool, length: int | None) ->
         later,
         draw.choice(["", "end"]),
     )
+    if branches:
+        rollout = replace(rollout, branches=branches_of(rollout, index))
     reward = None if draw.random() < 0.1 else draw.random() if prompt.prompt_id % 5 else 1.0
     rewards = {"f": reward, "g": float(index)} | (dialogue.rewards if dialogue else {})
     logged = {f"f/{draw.choice('ab')}": draw.random()} if draw.random() < 0.5 else {}
@@ -83,12 +105,12 @@ def response(prompt: Prompt, index: int, dialogues: bool, length: int | None) ->
 class Sampler:
     """Engine and rewards of a replica. Its groups finish in another order than the order of the prompts."""
 
-    def __init__(self, dialogues: bool, length: int | None):
-        self.dialogues, self.length, self.scored = dialogues, length, {}
+    def __init__(self, *options):
+        self.options, self.scored = options, {}
 
     def groups(self, asked, n, sampling, seed):
         for index in reversed(range(len(asked))):
-            group = [response(asked[index], i, self.dialogues, self.length) for i in range(n)]
+            group = [response(asked[index], i, *self.options) for i in range(n)]
             self.scored |= {id(s.rollout): s for s in group}
             yield index, [s.rollout for s in group]
 
@@ -102,25 +124,27 @@ class Sampler:
         )
 
 
-def collector(layout: Layout, dialogues: bool = False, length: int | None = None) -> Collector:
-    sampler = Sampler(dialogues, length) if layout.is_dp_leader else None
+def collector(layout: Layout, dialogues: bool = False, length: int | None = None, branches: bool = False) -> Collector:
+    sampler = Sampler(dialogues, length, branches) if layout.is_dp_leader else None
     return Collector(layout, sampler, sampler, Phases())
 
 
-def scored_everywhere(asked: list[Prompt], dialogues: bool) -> list[ScoredRollout]:
-    return [response(prompt, i, dialogues, None) for prompt in asked for i in range(GROUP)]
+def scored_everywhere(asked: list[Prompt], dialogues: bool, branches: bool) -> list[ScoredRollout]:
+    return [response(prompt, i, dialogues, None, branches) for prompt in asked for i in range(GROUP)]
 
 
-def drawn(layout: Layout, dialogues: bool, by_place: bool) -> tuple[StepSamples, list[ScoredRollout]]:
+def drawn(
+    layout: Layout, dialogues: bool, by_place: bool, branches: bool = False
+) -> tuple[StepSamples, list[ScoredRollout]]:
     """Two rounds of which the groups with a signal are kept, and the same of all rollouts."""
-    source = collector(layout, dialogues)
+    source = collector(layout, dialogues, branches=branches)
     if by_place:
         source._by_slice = lambda count: [(7 * i + 1) % layout.dp_size for i in range(count)]
     rounds = [prompts(0, 7), prompts(7, 12)]
     samples, counters = source.collect(rounds[0], GROUP, SAMPLING, 0)
     assert counters["rewards/f/timeouts"] == 7
     samples += source.collect(rounds[1], GROUP, SAMPLING, 1)[0]
-    everything = [s for asked in rounds for s in scored_everywhere(asked, dialogues)]
+    everything = [s for asked in rounds for s in scored_everywhere(asked, dialogues, branches)]
     assert pass_rates(samples, 0.5) == naive_samples.pass_rates(everything, 0.5)
     useful = useful_groups(samples, GROUP, by_function=False)
     flat = {
@@ -133,9 +157,31 @@ def drawn(layout: Layout, dialogues: bool, by_place: bool) -> tuple[StepSamples,
     return samples.select(indices), [everything[i] for i in indices.tolist()]
 
 
-def check_step(parallel: ParallelSection, dialogues: bool, share_prompts: bool, by_place: bool) -> str:
+def equal(one: object, other: object) -> bool:
+    if isinstance(other, Trajectories):
+        return torch.equal(one.index, other.index) and torch.equal(one.num_loss, other.num_loss)
+    return torch.equal(one, other) if isinstance(other, torch.Tensor) else one == other
+
+
+def members_of(part: list[int], everything: list[ScoredRollout]) -> list[int]:
+    """The samples of these trajectories, the branches after all others, each moved up to the first one with its
+    prompt."""
+    owners = [*range(len(everything)), *(i for i, s in enumerate(everything) for _ in s.rollout.branches)]
+    rollouts = [s.rollout for s in everything] + [branch for s in everything for branch in s.rollout.branches]
+    chosen = [i for i, owner in enumerate(owners) if owner in set(part)]
+    if len(rollouts) == len(everything):
+        return chosen
+    prompts = [
+        (*r.prompt.token_ids, *r.response_ids[: int(r.written.argmax()) if r.written.any() else None].tolist())
+        for r in rollouts
+    ]
+    first = {prompt: i for i, prompt in reversed([(i, prompts[i]) for i in chosen])}
+    return sorted(chosen, key=lambda i: (first[prompts[i]], i))
+
+
+def check_step(parallel: ParallelSection, dialogues: bool, share_prompts: bool, by_place: bool, branches: bool) -> str:
     layout = init_layout(parallel)
-    samples, everything = drawn(layout, dialogues, by_place)
+    samples, everything = drawn(layout, dialogues, by_place, branches)
     assert rollout_metrics(samples) == naive_samples.rollout_metrics(everything)
     assert list(rollout_metrics(samples)) == list(naive_samples.rollout_metrics(everything))
     assert staleness(samples, VERSION) == naive_samples.staleness(everything, VERSION)
@@ -147,13 +193,15 @@ def check_step(parallel: ParallelSection, dialogues: bool, share_prompts: bool, 
     rules = replace(RULES, share_prompts=share_prompts)
     parts = slices(len(samples), 2, seed=5)
     shapes = samples.shapes(advantages.flatten().numpy(), rules)
-    plans = [plan_packing(shapes, rules, layout.dp_size, part) for part in parts]
-    mine = trained_samples(samples, plans, layout, round_words=200)
+    plans = [plan_packing(shapes, rules, layout.dp_size, samples.members(part)) for part in parts]
+    mine = trained_samples(samples.every, plans, layout, round_words=200)
     whole = to_samples(everything, advantages)
     for plan, part in zip(plans, parts, strict=True):
         batch = build_batch(plan, layout.dp_rank, mine, rules)
-        expected = pack([whole[i] for i in part.tolist()], rules, layout.dp_rank, layout.dp_size)
+        chosen = [whole[i] for i in members_of(part.tolist(), everything)]
+        expected = pack(chosen, rules, layout.dp_rank, layout.dp_size)
         assert (batch.num_tokens, batch.samples) == (expected.num_tokens, expected.samples)
+        assert batch.num_sequences == len(part) and batch.trajectories == tuple(part.tolist())
         assert batch.packing == expected.packing and len(batch.micro_batches) == len(expected.micro_batches)
         for one, other in zip(batch.micro_batches, expected.micro_batches, strict=True):
             for name in (f.name for f in fields(one)):
@@ -161,7 +209,7 @@ def check_step(parallel: ParallelSection, dialogues: bool, share_prompts: bool, 
                 if layout.ends is None and name in NOT_READ:
                     assert not a.any() and a.shape == b.shape
                 else:
-                    assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b, name
+                    assert equal(a, b), name
     trained = TrainedRollouts(3, samples, advantages.flatten().tolist())
     written = b"".join(completion_lines(layout, trained))
     rows = [completion_row(3, *pair) for pair in zip(everything, trained.advantages, strict=True)]
@@ -180,11 +228,14 @@ def check_step(parallel: ParallelSection, dialogues: bool, share_prompts: bool, 
         (4, dict(pp=2), dict(by_place=True)),
         (6, dict(pp=3), dict(share_prompts=True)),
         (6, dict(pp=3), dict(dialogues=True, share_prompts=True)),
+        (2, {}, dict(branches=True)),
+        (3, {}, dict(branches=True, by_place=True, share_prompts=True)),
+        (6, dict(pp=3), dict(dialogues=True, branches=True, share_prompts=True)),
     ],
     ids=str,
 )
 def test_every_rank_trains_on_the_micro_batches_of_a_rank_that_has_all_samples(ranks, sizes, options):
-    options = dict(dialogues=False, share_prompts=False, by_place=False) | options
+    options = dict(dialogues=False, share_prompts=False, by_place=False, branches=False) | options
     stages = run_ranks(check_step, ranks, ParallelSection(**sizes), *options.values())
     assert Counter(stages)["middle"] == (ranks // 3 if sizes.get("pp") == 3 else 0)
 
@@ -294,3 +345,29 @@ def full_disk(folder) -> list[str]:
 def test_a_full_disk_of_rank_0_keeps_no_rank_waiting(tmp_path):
     lines = run_ranks(full_disk, 2, tmp_path)[0]
     assert [json.loads(line)["step"] for line in lines] == [2] * 40 * GROUP
+
+
+def turns_of_a_step(by_place: bool) -> tuple[str, str]:
+    """The turns of two rounds of which some groups are kept, gathered from the ranks, and made of all rollouts."""
+    layout = init_layout(ParallelSection(pp=2))
+    source = collector(layout, dialogues=True, branches=True)
+    source.turns = True
+    if by_place:
+        source._by_slice = lambda count: [(7 * i + 1) % layout.dp_size for i in range(count)]
+    rounds = [prompts(0, 5), prompts(5, 9)]
+    samples = source.collect(rounds[0], GROUP, SAMPLING, 0)[0]
+    samples += source.collect(rounds[1], GROUP, SAMPLING, 1)[0]
+    chosen = np.array([5, 4, 30, 31, 2, 17])
+    samples = samples.select(chosen)
+    everything = [s for asked in rounds for s in scored_everywhere(asked, True, True)]
+    expected = StepSamples.of([everything[i] for i in chosen.tolist()], turns=True)
+    for found, wanted in zip(samples.turn_owners(), expected.turn_owners(), strict=True):
+        assert found.tolist() == wanted.tolist() and found.size == len(samples.turns)
+    assert samples.every.facts["length"].tolist() == expected.every.facts["length"].tolist()
+    return str(samples.turns.tolist()), str(expected.turns.tolist())  # NaN equals no NaN
+
+
+@pytest.mark.parametrize("by_place", [False, True])
+def test_every_rank_has_the_turns_of_all_trajectories_in_their_order(by_place):
+    for found, expected in run_ranks(turns_of_a_step, 4, by_place):
+        assert found == expected and len(expected) > 100

@@ -1,0 +1,104 @@
+"""Steps with trajectories of several samples, computed by the trainer on two ranks and audited: plain float64, which
+averages over a trajectory's tokens wherever they are, agrees."""
+
+import json
+
+from dumped_steps import FUNCTIONS, dump_step, make_model, with_branches, with_turns
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from tiny_policy import tiny_model, tiny_run
+
+from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.proof.audit.audit_checks import check_step
+from megagrpo.proof.audit.saved import load_step
+
+OPTIONS = {
+    "grpo": dict(loss_type="grpo", mask_truncated_completions=True),
+    "real": dict(loss_type="real"),
+    "dr_grpo": dict(loss_type="dr_grpo", importance_sampling_level="sequence"),
+}
+TURNS = {
+    "turn": dict(advantage_by="turn", loss_type="dapo", turn_advantage_weight=0.5),
+    "state": dict(advantage_by="state", loss_type="grpo", turn_discount=0.8),
+    "vespo": dict(advantage_by="state", loss_type="vespo", scale_rewards="none"),
+    "fipo": dict(advantage_by="turn", loss_type="fipo", fipo_safety_threshold=1.01),
+    "sapo": dict(advantage_by="turn", loss_type="sapo"),
+}
+
+OWN = """
+import torch
+
+
+def mine(groups, algorithm):
+    rewards = groups.by_function["chance"].nan_to_num() + 0.01 * groups.lengths - 0.5 * groups.truncated
+    rewards = torch.where(groups.rewards.isnan(), 0.0, rewards - rewards.mean())
+    if groups.turns is None:
+        return rewards
+    turns = groups.turns
+    of_turns = torch.from_numpy(turns.rewards).nan_to_num() - 0.25 * torch.from_numpy(turns.numbers)
+    return rewards.flatten()[torch.from_numpy(turns.trajectories)] + of_turns
+"""
+
+
+def _dump_all(root):
+    layout = None
+    own = dict(advantage_estimator=f"{root / 'own.py'}:mine")
+    TURNS["own, turns"], OPTIONS["own"] = own | dict(advantage_by="turn"), own
+    for name, algorithm in (OPTIONS | TURNS).items():
+        config = tiny_run(
+            **(dict(multi_turn=dict(scheduler="math_tip_trick")) if name in TURNS else {}),
+            algorithm=dict(beta=0.0, num_iterations=2) | algorithm,
+            debug=dict(dump_steps=[1]),
+            rewards=dict(functions=FUNCTIONS),
+            model=dict(tokenizer="/nowhere"),
+        )
+        layout = layout or init_layout(config.parallel)
+        said = dump_step(
+            config, layout, root / "model", root / name, change=with_turns if name in TURNS else with_branches
+        )
+        assert said == [f"dump {root / name / 'dumps' / 'step_000001'}"]
+
+
+def _audit(folder):
+    return list(check_step(load_step(folder, 1)))
+
+
+def _forgotten(folder):
+    """The failing checks after the last branch has been marked as written by the policy as a whole."""
+    file = folder / "dumps" / "step_000001" / "samples.safetensors"
+    tables = load_file(file)
+    last = tables["borders"][-2]
+    tables["written"][last:] = True
+    save_file(tables, file)
+    return {check.quantity for check in _audit(folder) if not check.passed}
+
+
+def _moved(folder):
+    """The failing checks after a turn's end and another turn's advantage have been changed in the dump."""
+    file = folder / "dumps" / "step_000001" / "step.json"
+    contents = json.loads(file.read_text())
+    contents["samples"][0]["dialogue"]["turns"][0]["stop"] += 1
+    contents["samples"][2]["turn_advantages"][0] += 0.1
+    file.write_text(json.dumps(contents))
+    return {check.quantity: check.recomputed for check in _audit(folder) if not check.passed}
+
+
+def test_branched_trajectories_agree_with_float64(tmp_path):
+    run_ranks(make_model, 1, tmp_path / "model", tiny_model("llama_tied"))
+    (tmp_path / "own.py").write_text(OWN)
+    run_ranks(_dump_all, 2, tmp_path)
+    for name in [*OPTIONS, *TURNS, "own", "own, turns"]:
+        checks = run_ranks(_audit, 1, tmp_path / name)[0]
+        assert [check for check in checks if not check.passed] == []
+        assert sum(check.quantity.startswith(("loss,", "grad_norm,")) for check in checks) == 4
+    contents = json.loads((tmp_path / "grpo" / "dumps" / "step_000001" / "step.json").read_text())
+    trajectories = [sample["trajectory"] for sample in contents["samples"]]
+    num = len(set(trajectories))
+    assert trajectories[:num] == list(range(num)) and len(trajectories) > num
+    assert contents["updates"][0]["denominator"] == num
+    sample = json.loads((tmp_path / "state" / "dumps" / "step_000001" / "step.json").read_text())["samples"][1]
+    assert len(set(sample["turn_advantages"])) > 1, "the turns of a trajectory have different advantages"
+    failed = run_ranks(_forgotten, 1, tmp_path / "grpo")[0]
+    assert "masks, optimizer step 1" in failed
+    failed = run_ranks(_moved, 1, tmp_path / "turn")[0]
+    assert {"tokens", "turn advantages"} <= failed.keys()

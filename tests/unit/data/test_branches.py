@@ -1,0 +1,203 @@
+"""Trajectories of several samples: they count once in groups and averages, and each of their tokens is trained once.
+
+The oracle is the formula of the trajectory: its tokens over all samples are one sequence.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megagrpo.algorithms.advantages import to_samples
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.algorithms.real import RealTerms, sample_sums, sums_by_sample
+from megagrpo.algorithms.reductions import denominator
+from megagrpo.config import AlgorithmSection
+from megagrpo.data.packing import PackingRules, pack, plan_packing
+from megagrpo.data.step_samples import TRUNCATED, StepSamples
+from megagrpo.train_types import LossInputs
+from megagrpo.trainer.rollout.sample_metrics import rollout_metrics, staleness
+from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, Turn
+
+ADVANTAGES = torch.tensor([[1.5, -0.5, 0.25, -1.25]])
+RULES = PackingRules(max_tokens=24, share_prompts=True, mask_truncated=True)
+LONGEST = 7  # rollout.max_completion_length
+
+
+def sample(context, response, reason="stop", written=None, version=3, branches=()) -> Rollout:
+    prompt = Prompt(0, tuple(context), "question")
+    dialogue = None
+    if written is not None:
+        dialogue = Dialogue(np.array(written, bool), (), (Turn(0, len(response), calls=("f",)),), "done")
+    logprobs = [-0.1 * token for token in response]
+    return Rollout(prompt, response, logprobs, reason, version, "text", dialogue, branches=tuple(branches))
+
+
+def group() -> list[ScoredRollout]:
+    """One sample; three samples, two of them from one context; two samples with a tool's tokens; two, truncated."""
+    rollouts = [
+        sample((1, 2, 3), (4, 5), written=(1, 1)),
+        sample(
+            (1, 2, 3),
+            (6, 7, 8, 9),
+            written=(1, 0, 1, 1),
+            branches=[sample((5, 6, 7), (8, 2), "length"), sample((1, 2, 3, 6), (5,)), sample((5, 6, 7), (9, 9, 2))],
+        ),
+        sample(
+            (1, 2, 3), (5, 5, 2), written=(1, 1, 1), branches=[sample((1, 2, 9), (3, 4), written=(0, 1), version=1)]
+        ),
+        sample((1, 2, 3), (7,), "length", written=(1,), branches=[sample((4, 4), (4, 2))]),
+    ]
+    return [ScoredRollout(rollout, {"f": float(i)}, float(i)) for i, rollout in enumerate(rollouts)]
+
+
+def batches(scored, ranks: int, rules: PackingRules):
+    return [pack(to_samples(scored, ADVANTAGES), rules, rank, ranks) for rank in range(ranks)]
+
+
+def tokens_of(scored: ScoredRollout) -> list[tuple[Rollout, int]]:
+    """The loss tokens of a trajectory: its samples, and the indices in their responses."""
+    if scored.rollout.finish_reason == "length":
+        return []
+    of_all = (scored.rollout, *scored.rollout.branches)
+    return [(of, i) for of in of_all for i in np.flatnonzero(of.written).tolist()]
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_a_trajectory_is_one_sequence_of_the_loss_in_every_layout(loss_type, ranks, share_prompts):
+    algorithm, scored = AlgorithmSection(loss_type=loss_type, mask_truncated_completions=True), group()
+    loss, average = make_loss(algorithm), algorithm.loss.average
+    trajectories = [tokens_of(s) for s in scored]
+    divisor = {
+        "sequence_means": len(scored),
+        "tokens": sum(map(len, trajectories)),
+        "fixed_length": len(scored) * LONGEST,
+    }[average]
+    # log-probs are the sampled ones plus 0.01, and every ratio is 1: each token adds -A, over its trajectory's length
+    expected = 0.0
+    for tokens, advantage in zip(trajectories, ADVANTAGES.flatten().tolist(), strict=True):
+        expected -= sum(advantage / (len(tokens) if average == "sequence_means" else 1) for _ in tokens) / divisor
+    total, trained = 0.0, []
+    for batch in batches(scored, ranks, replace(RULES, share_prompts=share_prompts)):
+        assert denominator(batch, average, LONGEST) == divisor
+        assert batch.num_sequences == 4 and batch.trajectories == (0, 1, 2, 3) and batch.num_tokens == 15
+        for m in batch.micro_batches:
+            output = loss(LossInputs(m.rollout_logprobs + 0.01, torch.zeros(m.num_tokens), m))
+            total += output.numerator.item() / divisor
+            trained += m.labels[m.loss_mask].tolist()
+    assert total == pytest.approx(expected, abs=1e-6)
+    assert sorted(trained) == sorted(int(of.response_ids[i]) for tokens in trajectories for of, i in tokens)
+
+
+def test_samples_of_equal_contexts_share_them_although_others_lie_between():
+    samples = StepSamples.of(group())
+    shapes = samples.shapes(ADVANTAGES.flatten().double().numpy(), RULES)
+    members = samples.members(np.arange(4))
+    assert members.tolist() == [0, 1, 2, 3, 4, 6, 5, 7, 8], "4 and 6 have one context, and 5 lies between them"
+    plan = plan_packing(shapes, RULES, 1, members)
+    spans = plan.computed.spans.tolist()
+    assert spans.count([0, 2]) == 2 and [2, 6] in spans, "no copy of the contexts (1, 2) and (5, 6)"
+    assert samples.members(np.array([2])).tolist() == [2, 7] and samples.members(np.array([1])).tolist() == [1, 4, 6, 5]
+
+
+def test_metrics_count_trajectories_over_all_their_samples():
+    samples = StepSamples.of(group())
+    metrics = rollout_metrics(samples)
+    lengths = [2, 3 + 2 + 1 + 3, 3 + 1, 1 + 2]
+    assert samples.written.tolist() == lengths and metrics["completions/max_length"] == 9
+    assert metrics["completions/mean_length"] == sum(lengths) / 4 and metrics["completions/clipped_ratio"] == 0.25
+    assert metrics["num_tokens"] == 5 + (7 + 5 + 5 + 6) + (6 + 5) + (4 + 4)
+    assert metrics["multi_turn/mean_turns"] == 5 / 4 and metrics["tools/call_frequency"] == 5 / 4
+    ages = [1] * 2 + [1] * 10 + [1] * 3 + [3] * 2 + [1] * 3
+    assert staleness(samples, 4) == {"staleness/mean": sum(ages) / len(ages), "staleness/max": 3.0}
+
+
+def test_the_end_of_a_trajectory_masks_all_its_samples_and_the_end_of_a_branch_none():
+    every = StepSamples.of(group()).every
+    assert every.has(TRUNCATED).tolist() == [False, False, False, True, False, False, False, False, True]
+
+
+def test_chosen_and_added_trajectories_keep_their_samples():
+    one, other = StepSamples.of(group()), StepSamples.of(group()[2:])
+    both = one.select(np.array([3, 1])) + other
+    assert both.trajectories.tolist() == [0, 1, 2, 3, 0, 1, 1, 1, 2, 3]
+    names = ("length", "version", "prompt_key")
+    expected = StepSamples.of([group()[i] for i in (3, 1, 2, 3)])
+    for name in names:
+        assert both.every.facts[name].tolist() == expected.every.facts[name].tolist()
+    assert {i: s.rollout for i, s in both.every.own.items()} == {i: s.rollout for i, s in expected.every.own.items()}
+    plain = StepSamples.of(group()[:1])
+    assert (plain + other).trajectories.tolist() == [0, 1, 2, 1, 2], "the first round had no branches"
+
+
+def test_without_branches_facts_and_packing_are_as_before():
+    scored = group()[:1]
+    samples = StepSamples.of(scored)
+    assert samples.every is samples and "branches" not in samples.facts.dtype.names
+    assert samples.shapes(np.ones(1), RULES).trajectories is None
+    (batch,) = batches(scored, 1, RULES)
+    assert batch.micro_batches[0].several is None and batch.samples == batch.trajectories == (0,)
+
+
+def test_real_scores_a_trajectory_by_the_mean_over_its_samples():
+    scored = group()
+    moved, whole = {}, []
+    for batch in batches(scored, 2, RULES):
+        for m in batch.micro_batches:
+            m = m.with_terms(old_logprobs=m.rollout_logprobs)
+            whole.append(sample_sums(m, m.rollout_logprobs + 0.01 * m.labels))
+    table = sums_by_sample(whole, batch.trajectories)
+    for index, s in enumerate(scored):
+        tokens = tokens_of(s)
+        moved[index] = sum(0.01 * int(of.response_ids[i]) for of, i in tokens)
+        sign = 1 if ADVANTAGES[0, index] > 0 else -1
+        assert table[index].tolist() == pytest.approx([sign * len(tokens), moved[index]], abs=1e-5)
+    assert RealTerms.of(batch.trajectories, table, 4, 1.0).values.numel() == 4
+
+
+def test_tokens_of_a_turn_have_its_advantage_in_every_layout():
+    """Two turns with a tool between them, a branch with one turn, and a sample without turns."""
+    turns = Turn(0, 2, 1.0), Turn(3, 5, 0.0)
+    dialogue = Dialogue(np.array([1, 1, 0, 1, 1], bool), (), turns, "done")
+    main = replace(sample((1, 2, 3), (6, 7, 8, 9, 2)), dialogue=dialogue)
+    branch = sample((5, 6), (4, 3), written=(1, 1))
+    plain = sample((1, 2, 3), (9, 4))
+    scored = [ScoredRollout(replace(main, branches=(branch,)), {}, 1.0), ScoredRollout(plain, {}, 0.0)]
+    samples, of_turns = StepSamples.of(scored, turns=True), np.array([0.5, 0.0, -2.0])  # the branch's turn comes first
+    advantages = torch.tensor([[0.25, -0.75]])
+    whole = samples.with_turn_advantages(dict(enumerate(to_samples(scored, advantages))), of_turns)
+    expected = {(0, 6): 0.0, (0, 7): 0.0, (0, 9): -2.0, (0, 2): -2.0, (1, 9): -0.75, (1, 4): -0.75}
+    expected |= {(2, 4): 0.5, (2, 3): 0.5}
+    for ranks, share_prompts in ((1, False), (1, True), (2, True)):
+        trained = {}
+        for rank in range(ranks):
+            rules = PackingRules(max_tokens=24, share_prompts=share_prompts)
+            for m in pack(list(whole.values()), rules, rank, ranks).micro_batches:
+                owners = m.samples[m.sequence_index][m.loss_mask].tolist()
+                rows = m.labels[m.loss_mask].tolist(), m.advantages[m.loss_mask].tolist()
+                trained |= {(owner, token): a for owner, token, a in zip(owners, *rows, strict=True)}
+        assert trained == expected
+    flat = advantages.flatten().double().numpy()
+    assert samples.largest_advantages(flat, of_turns).tolist() == [2.0, -0.75, 0.5]
+    zeros = samples.largest_advantages(flat, np.array([0.5, 0.0, 0.0]))
+    assert zeros.tolist() == [0.0, -0.75, 0.5], "only a sample whose turns all have 0 may be skipped"
+
+
+def test_turns_that_answered_the_same_tokens_have_one_state():
+    def conversation(context, ids, *spans):
+        written = np.zeros(len(ids), bool)
+        for start, stop in spans:
+            written[start:stop] = True
+        return replace(
+            sample(context, ids), dialogue=Dialogue(written, (), tuple(Turn(*span) for span in spans), "done")
+        )
+
+    one = conversation((1, 2), (5, 9, 6, 9, 7), (0, 1), (2, 3), (4, 5))
+    other = conversation((1, 2), (8, 4, 9, 3), (0, 1), (3, 4))
+    third = conversation((9,), (4, 9, 3), (0, 1), (2, 3))
+    samples = StepSamples.of([ScoredRollout(rollout, {}, 0.0) for rollout in (one, other, third)], turns=True)
+    states = samples.turns["state"].tolist()
+    assert states[0] == states[3] and states[1] == states[2] == states[6] and len(set(states)) == 4
