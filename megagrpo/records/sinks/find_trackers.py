@@ -14,6 +14,7 @@ from megagrpo.records.completions import Rows
 from megagrpo.records.sinks.sink import Sink, TrackedRun
 
 CLASSES = {"tensorboard": "TensorBoardSink", "wandb": "WandbSink", "mlflow": "MlflowSink", "trackio": "TrackioSink"}
+CLASSES |= {"otel": "OtelSink", "prometheus": "PrometheusSink"}
 
 
 def make_sink(name: str, run: TrackedRun) -> Sink:

@@ -33,6 +33,17 @@ class TrackedRun:
         return file.read_text().strip()
 
 
+class ServerMetrics(Protocol):
+    """The vLLM servers of a run."""
+
+    @property
+    def urls(self) -> list[str]:
+        """Their addresses, as they are now."""
+
+    def metrics(self, url: str) -> bytes:
+        """Return the text of a server's `/metrics`. May raise anything."""
+
+
 class Sink(Protocol):
     """One output. Methods run on rank 0, in the order of the run. Any may raise; the writer catches the error."""
 
