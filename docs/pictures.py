@@ -1,5 +1,5 @@
-"""Draws docs/images: python docs/pictures.py [RUN [MOE]]. RUN is the folder of a finished quickstart, MOE the one of
-the example `moe`; without them only the layout is drawn.
+"""Draws docs/images: python docs/pictures.py [RUN [MOE [TALKS]]]. RUN is the folder of a finished quickstart, MOE the
+one of the example `moe`, TALKS the one of a run with conversations; without them only the layout is drawn.
 
 The pictures of a report need its report.html, as `megagrpo report` writes it, and Debian's chromium with its driver.
 """
@@ -173,6 +173,27 @@ def layers(page: Path) -> None:
         card.screenshot(str(IMAGES / "report-layers.png"))
 
 
+# Leave the two responses with the most turns of the group that has them, the first one open.
+CONVERSATION = """
+document.querySelector('.toolbar').remove();
+const turns = (node) => node.querySelectorAll('.own').length;
+const most = (nodes) => [...nodes].sort((a, b) => turns(b) - turns(a));
+const [row] = most(document.querySelectorAll('#responses tbody tr')), group = row.closest('.group');
+most(group.querySelectorAll('tbody tr')).slice(2).forEach((other) => other.remove());
+row.querySelector('.clamped.tall > button')?.click();
+group.scrollIntoView();
+return group;
+"""
+
+
+def conversation(page: Path) -> None:
+    """Take a screenshot of the conversation with the most turns that the page shows first."""
+    with browser(page, 1900) as driver:
+        card = driver.execute_script(CONVERSATION)
+        time.sleep(1)
+        card.screenshot(str(IMAGES / "report-conversation.png"))
+
+
 @contextmanager
 def browser(page: Path, height: int) -> Iterator[Any]:
     """Yield a headless Chromium that shows the page."""
@@ -197,6 +218,8 @@ def main() -> None:
     """Draw the layout, and the curve and the report of the run that the command line names."""
     IMAGES.mkdir(exist_ok=True)
     layout().write(IMAGES / "layout.svg")
+    if len(sys.argv) > 3:
+        conversation(Path(sys.argv[3]) / "report.html")
     if len(sys.argv) > 2:
         layers(Path(sys.argv[2]) / "report.html")
     if len(sys.argv) > 1:

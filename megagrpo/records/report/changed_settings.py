@@ -12,7 +12,7 @@ from megagrpo.config import RunConfig
 from megagrpo.config.key_table import fields
 from megagrpo.platform.process.terminal import printable
 from megagrpo.records.report.privacy import SECRET_KEY, Privacy
-from megagrpo.records.report.shown_responses import text_of
+from megagrpo.records.report.shown_texts import text_of
 
 
 def rows(config: dict[str, Any], privacy: Privacy) -> list[list[Any]]:

@@ -19,7 +19,7 @@ from megagrpo.records.run_files import COMPLETIONS
 from megagrpo.records.run_lock import LOCK
 
 STEP = re.compile(rb'\{"step": (\d+)[,}]')
-_REWARD = re.compile(rb'"finish_reason": (?:"\w*"|null), "reward": (-?[\d.eE+-]+|null),')
+_REWARD = re.compile(rb'"num_tokens": \d+, "finish_reason": (?:"\w*"|null), "reward": (-?[\d.eE+-]+|null),')
 BUFFER = 1 << 20  # bytes read at once: a line may have 100 kB
 
 Row = dict[str, Any]
@@ -170,7 +170,7 @@ def rewards_per_step(file: Path) -> dict[int, StepRewards]:
 
 def reward_in(line: bytes) -> bytes | None:
     """Return the JSON of the reward of a line in a run's format, without parsing the line; None for other lines."""
-    match = _REWARD.match(line, max(0, line.rfind(b'"finish_reason"')))  # texts end before it
+    match = _REWARD.search(line)  # in a text its quotes would be escaped
     return match[1] if match else None
 
 

@@ -25,6 +25,7 @@ SCRIPTS = (
     "layers.js",
     "overview.js",
     "tokens.js",
+    "conversations.js",
     "responses.js",
     "details.js",
     "main.js",

@@ -20,8 +20,10 @@ from typing import Any
 
 from megagrpo.platform.process.terminal import printable
 from megagrpo.records.report.collect import Row, RunFiles
+from megagrpo.records.report.conversations import conversation_of
 from megagrpo.records.report.reduce import number
 from megagrpo.records.report.response_index import TOKENS, StepIndex, index_steps, rows_at
+from megagrpo.records.report.shown_texts import messages_of, text_of
 from megagrpo.records.run_files import COMPLETIONS
 
 MAX_STEPS = 48  # per run
@@ -29,9 +31,7 @@ MAX_RESPONSES = 1_000_000  # of these steps, if they are large
 MAX_SEARCH = 256 << 20  # bytes of groups in a row that do not fit, before the search for a smaller one ends
 TOKEN_SHARE = 0.6  # of the responses' bytes, at most, for groups with tokens
 MIN_ROOM = 4000  # bytes; less room is not filled
-MAX_CHARACTERS = 4000  # of one response, and of one message of a prompt
 MAX_TOKENS = 1500  # of one response whose tokens are shown
-LEFT_OUT = "\n[… {:,} characters left out …]\n"
 
 
 @dataclass
@@ -119,17 +119,36 @@ def offers(groups: dict[int, StepIndex]) -> Iterator[tuple[int, int]]:
 
 def read_group(run: RunFiles, index: StepIndex, group: int) -> dict[str, Any]:
     """Return a group of a step, as shown. A response that cannot be read is missing."""
-    first: Row = {}
-    numbers, responses = index.responses(group), []
-    rows = rows_at(run, COMPLETIONS, index.places[numbers.start : numbers.stop])
-    for response, row in zip(numbers, rows, strict=True):
-        if row is None:
-            continue
-        if response in index.tokens:
-            row["tokens"] = next(rows_at(run, TOKENS, [index.tokens[response]]))
-        first = first or {name: row.get(name) for name in ("prompt_id", "prompt")}
-        responses.append(_response(row))
-    return first | {"prompt": messages_of(first.get("prompt")), "responses": responses}
+    numbers = index.responses(group)
+    numbered = zip(numbers, rows_at(run, COMPLETIONS, index.places[numbers.start : numbers.stop]), strict=True)
+    rows = {response: row for response, row in numbered if row is not None}
+    for response in rows.keys() & index.tokens.keys():
+        rows[response]["tokens"] = next(rows_at(run, TOKENS, [index.tokens[response]]))
+    prompt = common_prompt([row.get("prompt") for row in rows.values()])
+    masks = run.setting("algorithm.mask_truncated_completions") is True
+    first = next(iter(rows.values()), None)
+    return ({} if first is None else {"prompt_id": first.get("prompt_id")}) | {
+        "prompt": messages_of(prompt),
+        "responses": [_response(row, len(prompt) if isinstance(prompt, list) else 1, masks) for row in rows.values()],
+    }
+
+
+def common_prompt(prompts: Sequence[Any]) -> Any:
+    """Return the prompt of a group. Agents that edit their history have responses to several ones: then it is the
+    messages with which all of them begin, if there are any."""
+    first = prompts[0] if prompts else None
+    if not isinstance(first, list) or all(prompt == first for prompt in prompts):
+        return first
+    count = min(_common(first, prompt) for prompt in prompts)
+    return first[:count] or first
+
+
+def _common(one: list[Any], other: Any) -> int:
+    """Return the number of messages with which both begin."""
+    others = other if isinstance(other, list) else []
+    return next(
+        (i for i, pair in enumerate(zip(one, others, strict=False)) if pair[0] != pair[1]), min(len(one), len(others))
+    )
 
 
 def _key_of(run: RunFiles, prompt: Any) -> str:
@@ -139,26 +158,6 @@ def _key_of(run: RunFiles, prompt: Any) -> str:
 def prompt_key(group: dict[str, Any]) -> str:
     """Return what identifies a prompt in the runs of a page: its text."""
     return json.dumps(group["prompt"])
-
-
-def messages_of(prompt: Any) -> list[list[str]]:
-    """Return a prompt as pairs of role and text."""
-    if not isinstance(prompt, list):
-        return [["user", text_of(prompt)]]
-    return [
-        [text_of(m.get("role", "")), text_of(m.get("content"))] if isinstance(m, dict) else ["", text_of(m)]
-        for m in prompt
-    ]
-
-
-def text_of(value: Any) -> str:
-    """Return a value as printable text; of a long one the beginning and the end."""
-    text = value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
-    if len(text) > MAX_CHARACTERS:
-        first = MAX_CHARACTERS * 3 // 4
-        last = MAX_CHARACTERS - first
-        text = text[:first] + LEFT_OUT.format(len(text) - MAX_CHARACTERS) + text[-last:]
-    return printable(text)
 
 
 def ranking(groups: StepIndex) -> list[int]:
@@ -192,7 +191,8 @@ def _has_tokens(group: dict[str, Any]) -> bool:
     return any("tokens" in response for response in group["responses"])
 
 
-def _response(row: Row) -> dict[str, Any]:
+def _response(row: Row, num_prompt: int, masks: bool) -> dict[str, Any]:
+    """Return a response as shown. `num_prompt` messages of its prompt are shown as the prompt of the group."""
     rewards = row.get("rewards")
     response: dict[str, Any] = {
         "text": text_of(row.get("completion")),
@@ -207,8 +207,12 @@ def _response(row: Row) -> dict[str, Any]:
     }
     if isinstance(extra := row.get("extra"), dict):
         response["extra"] = {printable(str(name)): text_of(value) for name, value in extra.items()}
-    if isinstance(dialogue := row.get("dialogue"), dict):
-        response["dialogue"] = messages_of(dialogue.get("messages"))
+    if masks and response["cut"]:
+        response["masked"] = True
+    prompt = row.get("prompt")
+    context = prompt[num_prompt:] if isinstance(prompt, list) else []
+    if (conversation := conversation_of(row, context, num_prompt)) is not None:
+        response["conversation"] = conversation
     if isinstance(tokens := row.get("tokens"), dict) and isinstance(tokens.get("tokens"), list):
         response["tokens"] = _tokens(tokens)
     return response

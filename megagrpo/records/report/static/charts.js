@@ -4,7 +4,8 @@
 // `series`: [metric, label]; a metric that ends with * stands for every metric with that ending after `rewards/`.
 // `band`: two metrics, the lower and the upper edge of a band around the first series. `evaluation`: evaluation metrics, drawn as points.
 // `log`: the chart can be logarithmic. `alarm`: alarms of this metric are marked in the plot and on the card, above `limit` if the chart has
-// one. `zero`: the axis begins at 0. `minus` is subtracted from every value. `healthy`: said when the check of the alarm passed.
+// one. `zero`: the axis begins at 0. `some`: series that are 0 in every step are
+// left out. `minus` is subtracted from every value. `healthy`: said when the check of the alarm passed.
 
 const LEARNING = [
   { id: "reward", title: "Reward", unit: "reward", hero: true, series: [["reward", "reward"]], band: ["reward_low", "reward_high"], alarm: "reward",
@@ -21,6 +22,8 @@ const LEARNING = [
     text: "Mean tokens of a response." },
   { id: "cut", title: "Truncated responses", unit: "share", zero: true, alarm: "completions/clipped_ratio", limit: 0.5, series: [["completions/clipped_ratio", "truncated"]],
     text: "Share of responses that reached rollout.max_completion_length." },
+  { id: "ended", title: "How conversations ended", unit: "share", zero: true, some: true, series: [["multi_turn/ended/*", "*"]],
+    text: "Share of the step's conversations by the reason of their end." },
 ];
 
 const HEALTH = [
@@ -47,6 +50,10 @@ const SPEED = [
     text: "Prompts and responses of a step over its seconds." },
   { id: "idle", title: "Idle time", unit: "share", zero: true, series: [["idle/trainer", "trainer"], ["idle/servers", "servers"]],
     text: "Share of a step in which trainer and servers wait for each other." },
+  { id: "waits", title: "What conversations wait for", unit: "share", zero: true, series: [["idle/generation", "generation"], ["idle/tools", "tools"], ["idle/slots", "slots"]],
+    text: "Shares of the conversations' time. Tools include schedulers and environments; slots are those of the servers." },
+  { id: "turns", title: "Seconds of a turn", unit: "s", zero: true, log: true, series: [["multi_turn/turn_seconds/mean", "turn"], ["multi_turn/tool_seconds/mean", "tools"]],
+    text: "Mean seconds until a turn was generated, and until tools had answered it." },
   { id: "memory", title: "Peak memory", unit: "GiB", zero: true, series: [["memory_gb", "rank 0"], ["memory/resident_gb", "resident"]],
     text: "GPU memory of rank 0; resident memory without a GPU." },
   { id: "mfu", title: "Model FLOPs utilization", unit: "share", zero: true, series: [["mfu", "MFU"], ["throughput/mfu", "MFU"], ["perf/mfu", "MFU"]],
@@ -65,7 +72,7 @@ function seriesOf(chart, runs) {
   const found = chart.series.flatMap(([metric, label]) => {
     if (!metric.includes("*")) return names.has(metric) ? [[metric, label]] : [];
     const [before, after] = metric.split("*");
-    return [...names].filter((name) => name.startsWith(before) && name.endsWith(after))
+    return [...names].filter((name) => name.startsWith(before) && name.endsWith(after) && (!chart.some || runs.some((run) => run.training.metrics[name]?.some((value) => value > 0))))
       .map((name) => [name, name.slice(before.length, name.length - after.length)]);
   });
   return found.length >= (chart.atLeast || 1) ? found : [];

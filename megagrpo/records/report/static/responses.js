@@ -128,7 +128,7 @@ function filtered(state) {
     const rewards = group.responses.map((response) => response.reward).filter(isNumber), mean = rewards.reduce((sum, r) => sum + r, 0) / rewards.length;
     const spread = rewards.length ? Math.max(...rewards) - Math.min(...rewards) : 0;
     const inPrompt = group.prompt.some(([, text]) => found(text));
-    const responses = group.responses.map((response, i) => ({ ...response, place: i })).filter((r) => passes(r) && (inPrompt || found(r.text)));
+    const responses = group.responses.map((response, i) => ({ ...response, place: i })).filter((r) => passes(r) && (inPrompt || found(r.text) || (r.conversation?.samples > 1 && found(JSON.stringify(r.conversation)))));
     return { ...group, place, mean, spread, rewards, responses, long: Math.max(0, ...group.responses.map((r) => r.length || 0)) };
   }).filter((group) => group.responses.length && (!state.mixed || group.spread > 0));
   const key = { given: (g) => g.place, spread: (g) => -g.spread, best: (g) => -g.mean, worst: (g) => g.mean, long: (g) => -g.long }[state.order];
@@ -197,7 +197,7 @@ function responseTable(group, state, scale, update) {
     } } }, label));
   };
   const rows = group.responses.map((response) => el("tr", {},
-    el("td", { class: "response" }, clamped(responseText(response, state.color), response.text), extraColumns(response)),
+    el("td", { class: "response" }, clamped(responseText(response, state.color), response.text, response.conversation), extraColumns(response)),
     el("td", { class: "number", "data-label": "reward" }, bar(response.reward, scale), short(response.reward)),
     el("td", { class: "number", "data-label": "advantage" }, balance(response.advantage, scale.advantage), signed(response.advantage)),
     el("td", { class: "number", "data-label": "tokens" }, short(response.length, 6)),
@@ -223,15 +223,15 @@ function balance(value, most) {
   return el("i", { class: `balance ${share < 0 ? "bad" : "good"}`, style: { "--from": `${share < 0 ? 50 + share : 50}%`, "--width": `${Math.abs(share)}%` } });
 }
 
-/** Long text in a box of limited height with a button that opens it. */
-function clamped(node, text) {
-  if (text.length < 420 && text.split("\n").length < 7) return node;
+/** Long text, or a conversation, in a box of limited height with a button that opens it. */
+function clamped(node, text, conversation) {
+  if (conversation ? isShort(conversation) : text.length < 420 && text.split("\n").length < 7) return node;
   const button = el("button", { type: "button", class: "link", "aria-expanded": "false", on: { click: () => {
     const open = box.classList.toggle("open");
     button.setAttribute("aria-expanded", String(open));
     button.textContent = open ? "show less" : "show all";
   } } }, "show all");
-  const box = el("div", { class: "clamped" }, node, button);
+  const box = el("div", { class: `clamped${conversation ? " tall" : ""}` }, node, button);
   return box;
 }
 

@@ -28,21 +28,30 @@ function responseHeat(mode, response) {
   return null;
 }
 
+/** The tokens [start, stop) of a response in the chosen colours. */
+function tokenSpans(tokens, mode, start, stop) {
+  return tokens.text.slice(start, stop).map((text, i) => {
+    const hot = tokenHeat(mode, tokens, start + i);
+    return el("span", { class: `token${hot ? ` ${hot[0]}` : ""}`, style: hot ? { "--heat": hot[1] } : {}, "data-i": start + i }, text);
+  });
+}
+
 /** The text of a response in the chosen colours. */
 function responseText(response, mode) {
   const heat = responseHeat(mode, response), tokens = response.tokens;
-  const box = el("div", { class: `text${heat ? ` tinted ${heat[0]}` : ""}`, dir: "auto", style: heat ? { "--heat": heat[1] } : {} });
-  if (tokens && BY_TOKEN.has(mode)) {
-    tokens.text.forEach((text, i) => {
-      const hot = tokenHeat(mode, tokens, i);
-      box.append(el("span", { class: `token${hot ? ` ${hot[0]}` : ""}`, style: hot ? { "--heat": hot[1] } : {}, "data-i": i }, text));
-    });
-    if (tokens.left_out) box.append(el("span", { class: "marker" }, `${tokens.left_out} tokens left out`));
+  const byToken = tokens && BY_TOKEN.has(mode), talk = response.conversation;
+  const box = el("div", { class: `text${heat && !talk ? ` tinted ${heat[0]}` : ""}`, dir: "auto", style: heat ? { "--heat": heat[1] } : {} });
+  if (byToken) {
     box.tabIndex = 0;
     box.tokens = tokens;
     box.addEventListener("keydown", moveToken);
-  } else if (response.dialogue) {
-    for (const [role, text] of response.dialogue) box.append(el("div", { class: `turn ${role === "assistant" ? "own" : ""}` }, el("b", {}, role || "?"), el("span", { dir: "auto" }, text)));
+  }
+  if (talk) {
+    box.classList.add("talk");
+    box.append(...conversationNodes(response, mode));
+  } else if (byToken) {
+    box.append(...tokenSpans(tokens, mode, 0, tokens.text.length));
+    if (tokens.left_out) box.append(el("span", { class: "marker" }, `${tokens.left_out} tokens left out`));
   } else if (response.text) {
     box.append(response.text);
   } else {

@@ -12,7 +12,7 @@ from megagrpo.records.sinks.jsonl import JsonlSink
 from megagrpo.records.sinks.sink import TrackedRun
 from megagrpo.records.starts import record_start
 from megagrpo.records.token_log import TokenLog
-from megagrpo.types import Prompt, Rollout, ScoredRollout
+from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, Turn
 from tests.unit.records.completion_rows import completion_parts
 
 CONFIG = Path(__file__).parents[4] / "configs" / "quickstart.yaml"
@@ -155,4 +155,105 @@ def add_layers(folder: Path, layers: range, seed: int = 0) -> Path:
             row["routing/agreement_by_layer"] = shares
         rows.append(json.dumps(row))
     (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+QUESTION = "A shop has 17 crates of 24 bottles and sells 39 bottles. How many bottles are left?"
+
+
+def called(name: str, arguments: dict, text: str = "", call_id: str | None = None) -> dict:
+    """A message of the policy with a tool call."""
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": text, "tool_calls": [call if call_id is None else call | {"id": call_id}]}
+
+
+def talk(messages: list[dict], turns: list[Turn], ended: str = "done", **more) -> Dialogue:
+    """A dialogue of which the policy wrote the tokens of `turns`."""
+    written = [any(turn.start <= i < turn.stop for turn in turns) for i in range(turns[-1].stop)]
+    return Dialogue(written, tuple(messages), tuple(turns), ended, **more)
+
+
+def conversations(rng: random.Random) -> list[tuple[Dialogue, float]]:
+    """Conversations of a group with their rewards: a right answer, a failed call, a time-out, one turn."""
+    error = {"role": "tool", "name": "calculator", "content": '{"error": "name \'x\' is not defined"}'}
+
+    def turn(start: int, stop: int, **facts) -> Turn:
+        queued = round(rng.uniform(0, 0.2), 3)
+        return Turn(start, stop, generated=queued + round(rng.uniform(0.2, 1.2), 3), queued=queued, **facts)
+
+    first = called("calculator", {"expression": "17*24"}, "Multiply first, then subtract what is sold.")
+    second = called("calculator", {"expression": "408-39"})
+    results = [{"role": "tool", "name": "calculator", "content": number} for number in ("408", "369")]
+    right = talk(
+        [first, results[0], second, results[1], {"role": "assistant", "content": "369 bottles are left."}],
+        [
+            turn(0, 34, calls=("calculator",), answered=0.021),
+            turn(46, 61, calls=("calculator",), answered=1.31),
+            turn(73, 84),
+        ],
+        rewards={"environment": 1.0},
+    )
+    wrong = talk(
+        [called("calculator", {"expression": "x*24"}), error, {"role": "assistant", "content": "About 400."}],
+        [turn(0, 18, calls=("calculator",), failures=1, answered=0.018, reward=-0.5), turn(37, 42, reward=0.25)],
+        retries=1,
+    )
+    slow = talk(
+        [called("search", {"query": "bottles " * 300})], [turn(0, 29, calls=("search",), answered=20.0)], "time_limit"
+    )
+    return [
+        (right, 1.0),
+        (wrong, 0.0),
+        (slow, 0.0),
+        (talk([{"role": "assistant", "content": "369"}], [turn(0, 3)]), 1.0),
+    ]
+
+
+def branch_rows() -> list[dict]:
+    """Rows of the further samples of a trajectory: one leaves it at its prompt, one after its first tool result."""
+    draft = talk([{"role": "assistant", "content": "Plan: multiply, then subtract."}], [Turn(0, 9, generated=0.4)])
+    critic = talk(
+        [
+            called("calculator", {"expression": "17*24"}),
+            {"role": "tool", "name": "calculator", "content": "408"},
+            {"role": "assistant", "content": "The product is right."},
+        ],
+        [Turn(0, 12, calls=("calculator",), generated=0.5, answered=0.02), Turn(20, 27, generated=0.3)],
+    )
+    review = {"role": "user", "content": "Check the product before you go on."}
+    rows = [(draft, 1, [{"role": "user", "content": "Make a plan first."}], 38), (critic, 4, [review], 131)]
+    return [
+        {"prompt_tokens": tokens, "shared_messages": shared, "prompt": context, "completion": "", "num_tokens": int(dialogue.written.sum()),
+         "finish_reason": "stop", "weight_version": 1, "dialogue": dialogue.record()}
+        for dialogue, shared, context, tokens in rows
+    ]  # fmt: skip
+
+
+def make_conversations(folder: Path, steps: int = 3, **more) -> Path:
+    """Write a run's folder whose responses are conversations. The first one of each group has branches."""
+    make_run(folder, steps, **more)
+    rng = random.Random(1)
+    lines = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+    for index, row in enumerate(lines):
+        if index % 4 == 0:
+            group = conversations(rng)
+        dialogue, reward = group[index % 4]
+        own = int(dialogue.written.sum())
+        row |= {"dialogue": dialogue.record(), "reward": reward, "num_tokens": own, "advantage": 2 * reward - 1}
+        row |= {"finish_reason": "stop", "completion": dialogue.messages[-1]["content"], "rewards": {"answer": reward}}
+        row["prompt"][-1]["content"] = QUESTION
+        if index % 4 == 0:
+            row["num_tokens"] += sum(branch["num_tokens"] for branch in branch_rows())
+            row["branches"] = branch_rows()
+            row["turn_advantages"] = [-0.2, 0.4, 0.6, 0.9, -0.3, 1.2]
+    (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    metrics_file = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics_file.read_text().splitlines()]
+    for row in rows:
+        if "reward" in row:
+            tools = 0.5 - 0.05 * row["step"]
+            row |= {"idle/tools": tools, "idle/slots": 0.1, "idle/generation": 0.9 - tools, "multi_turn/ended/failed": 0.0,
+                    "multi_turn/ended/done": 0.75, "multi_turn/ended/time_limit": 0.25,
+                    "multi_turn/turn_seconds/mean": 0.8, "multi_turn/tool_seconds/mean": 1.6}  # fmt: skip
+    metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

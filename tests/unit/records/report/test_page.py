@@ -9,7 +9,7 @@ import pytest
 from megagrpo.records.report import page as writer
 from megagrpo.records.report.collect import read_run
 from megagrpo.records.report.payload import payload
-from tests.unit.records.report.synthetic import add_layers, append, make_run
+from tests.unit.records.report.synthetic import add_layers, append, make_conversations, make_run
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("chromium") and shutil.which("chromedriver")),
@@ -324,6 +324,103 @@ def test_hostile_text_stays_text(browser, tmp_path):
         "return document.querySelectorAll('iframe, object, link').length"
     )
     # no long word widens the page
+    assert browser.js("return document.documentElement.scrollWidth <= window.innerWidth")
+    calm(browser)
+
+
+@pytest.fixture(scope="module")
+def talks(browser, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("talks")
+    run = make_conversations(folder / "talks")
+    tokens = {name: [-0.5] * 84 for name in ("rollout_logprobs", "trainer_logprobs", "entropy")}
+    tokens["trainer_logprobs"] = tokens["entropy"] = [
+        -1.5 if i < 34 or 46 <= i < 61 or i >= 73 else None for i in range(84)
+    ]
+    append(
+        run / "tokens.jsonl",
+        {"step": 3, "sample": 0, "prompt_id": 0, "tokens": [f" t{i}" for i in range(84)], **tokens},
+    )
+    show(browser, folder, run)
+    return browser
+
+
+def test_a_conversation_is_a_tree_of_turns_calls_and_branches(talks):
+    talks.until(lambda: talks.all("#responses .talk"))
+    first = "#responses .group:first-child tbody tr:nth-child(1) "
+    head = talks.texts(first + ".talk-head")[0]
+    assert "6 turns" in head and "2 tool calls" in head and "3 samples" in head and "88 tokens trained" in head
+    names = talks.texts(first + ".talk > .tree > .own .say-head b")
+    assert names == ["turn 1", "turn 2", "turn 3"]
+    assert talks.texts(first + ".talk > .tree > .own .call-name") == [
+        'calculator(expression: "17*24")',
+        'calculator(expression: "408-39")',
+    ]
+    assert talks.texts(first + ".talk > .tree > .own .call-result") == ["408", "369"]
+    assert "answered in 1.31 s" in talks.texts(first + ".talk > .tree > .own .after")[1]
+    assert "12 context tokens, not trained" in talks.texts(first + ".talk > .tree > .own .after")[1]
+    order = talks.js("return [...document.querySelector('#responses .talk > .tree').children].map((e) => e.className)")
+    assert order == ["branch", "say own", "branch", "say own", "say own", "end"]  # each where it leaves the trajectory
+    assert "Check the product" in talks.texts(first + ".branch")[1]
+    assert "reward +0.25" in talks.texts("#responses .group:first-child tbody tr:nth-child(2) .say-head")[-2]
+    assert "retried once" in talks.texts("#responses .group:first-child tbody tr:nth-child(2) .talk-head")[0]
+    assert "time limit" in talks.texts("#responses .group:first-child tbody tr:nth-child(3) .talk-head")[0]
+    calm(talks)
+
+
+def test_only_what_the_policy_wrote_has_the_colour_of_its_turns_advantage(talks):
+    talks.until(lambda: talks.all("#responses .talk"))
+    first = "#responses .group:first-child tbody tr:nth-child(1) .talk > .tree > "
+    assert len(talks.all(first + ".own > .say-text.tinted.good")) == 2  # advantages 0.9 and 1.2
+    assert len(talks.all(first + ".own .call-name.tinted.bad")) == 1  # -0.3
+    assert not talks.all("#responses .other .tinted") and not talks.all("#responses .call-result.tinted")
+    shares = talks.js(
+        "return [...document.querySelector('#responses .talk-bar').children].map((e) => +e.style.flexGrow)"
+    )
+    assert sum(shares) == pytest.approx(1, abs=0.02) and len(shares) > 5
+    assert chart(talks, "waits", "p.lines.map((line) => line.label)") == ["generation", "tools", "slots"]
+    assert chart(talks, "ended", "p.lines.map((line) => line.label)") == ["done", "time_limit"]
+
+
+def test_the_tokens_of_each_turn_are_coloured_and_those_of_others_are_not_there(talks):
+    talks.until(lambda: talks.all("#responses .talk"))
+    talks.click(".colors button[data-value=ratio]")
+    own = "#responses .group:first-child tbody tr:nth-child(1) .talk > .tree > .own"
+    turns = talks.js(
+        "return [...document.querySelectorAll(arguments[0])].map((e) => e.querySelectorAll('.token.less').length)", own
+    )
+    assert turns == [34, 15, 11]
+    assert talks.texts(f"{own}:nth-child(4) .token")[0] == " t46"
+    assert "ratio0.368" in talks.js("showToken(document.querySelector('.talk .token')); return tooltip.textContent")
+    talks.click(".colors button[data-value=advantage]")
+    calm(talks)
+
+
+def test_hostile_text_of_conversations_stays_text(browser, tmp_path):
+    run = make_conversations(tmp_path / "run", steps=1, groups=1)
+    line = json.loads((run / "completions.jsonl").read_text().splitlines()[0])
+    for text in HOSTILE:
+        call = {"type": "function", "function": {"name": text, "arguments": {text[:50]: text}}}
+        messages = [
+            {"role": "assistant", "content": text, "tool_calls": [call]},
+            {"role": "tool", "content": text},
+            {"role": text, "content": text},
+        ]
+        record = {
+            "messages": messages,
+            "turns": line["dialogue"]["turns"][:1],
+            "ended": text,
+            "cause": text,
+            "rewards": {text: 1.0},
+        }
+        branch = line["branches"][0] | {"dialogue": record, "prompt": [{"role": text, "content": text}]}
+        append(run / "completions.jsonl", line | {"step": 2, "dialogue": record, "branches": [branch]})
+    show(browser, tmp_path, run)
+    browser.until(lambda: browser.all("#responses .talk"))
+    while browser.all("#responses .more"):
+        browser.click("#responses .more")
+    shown = "".join(browser.texts("#responses .talk"))
+    assert all(text in shown for text in HOSTILE[:3]) and "\\u202eevil" in shown
+    assert not browser.all("#app script, #app img, #app b b")
     assert browser.js("return document.documentElement.scrollWidth <= window.innerWidth")
     calm(browser)
 

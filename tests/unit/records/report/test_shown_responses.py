@@ -13,16 +13,14 @@ from megagrpo.records.report.collect import RunFiles, read_run
 from megagrpo.records.report.payload import MAX_BYTES, payload
 from megagrpo.records.report.response_index import StepIndex
 from megagrpo.records.report.shown_responses import (
-    MAX_CHARACTERS,
     MAX_TOKENS,
     choose,
     chosen_steps,
-    messages_of,
     offers,
     ranking,
     read_group,
-    text_of,
 )
+from megagrpo.records.report.shown_texts import MAX_CHARACTERS, messages_of, text_of
 from tests.unit.records.report.synthetic import append, make_run
 
 
