@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sized
-from itertools import batched, islice
+from itertools import batched, islice, takewhile
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +13,7 @@ from megagrpo.platform.parallel.bulk_messages import parts_to_first_rank
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.records.jsonl_file import encoded
 from megagrpo.records.recorder import TrainedRollouts
-from megagrpo.types import ScoredRollout
+from megagrpo.types import Rollout, ScoredRollout
 
 Row = dict[str, Any]
 PART_ROWS = 64  # lines that a leader sends to rank 0 in one part
@@ -32,20 +32,23 @@ def completion_lines(layout: Layout, trained: TrainedRollouts) -> Iterator[bytes
 
     def parts(turn: int) -> Iterator[bytes]:
         for indices in batched(range(starts[turn], stops[turn]), PART_ROWS):
-            own = [(trained.samples.own[i], trained.advantages[i]) for i in indices]
-            yield encoded(completion_row(trained.step, *pair) for pair in own)
+            own = [(trained.samples.own[i], trained.advantages[i], trained.turn_advantages(i)) for i in indices]
+            yield encoded(completion_row(trained.step, *row) for row in own)
 
     owners = [layout.leader_of(int(sampled_by[start])) for start in starts]
     return parts_to_first_rank(layout, owners, parts)
 
 
-def completion_row(step: int, scored: ScoredRollout, advantage: float) -> Row:
+def completion_row(
+    step: int, scored: ScoredRollout, advantage: float, turn_advantages: list[float] | None = None
+) -> Row:
     """Return the row of a response that a step trains on."""
     versions = scored.rollout.later_versions
     return {
         "step": step,
         **response_row(scored),
         "advantage": advantage,
+        **({} if turn_advantages is None else {"turn_advantages": turn_advantages}),
         "weight_version": scored.rollout.weight_version,
         **({"extra": scored.extra} if scored.extra else {}),
         **({"later_versions": versions} if versions else {}),
@@ -59,13 +62,39 @@ def response_row(scored: ScoredRollout) -> Row:
         "prompt_id": rollout.prompt.prompt_id,
         "prompt": rollout.prompt.messages,
         "completion": rollout.text,
-        "num_tokens": rollout.length,
+        "num_tokens": sum(sample.length for sample in (rollout, *rollout.branches)),
         "finish_reason": rollout.finish_reason,
         "reward": scored.reward,
         "rewards": scored.rewards,
         **({} if rollout.stop_string is None else {"stop_string": rollout.stop_string}),
         **({} if rollout.dialogue is None else {"dialogue": rollout.dialogue.record()}),
+        **({"branches": [_branch_row(branch, rollout) for branch in rollout.branches]} if rollout.branches else {}),
     }
+
+
+def _branch_row(branch: Rollout, main: Rollout) -> Row:
+    """Return what is recorded of a further sample of a trajectory. Of its context, `shared_messages` are the first ones
+    of the `main` sample too, and `prompt` are the others."""
+    mine, others = (_messages(sample) for sample in (branch, main))
+    context = len(mine) - (len(branch.dialogue.messages) if branch.dialogue else 0)
+    shared = sum(takewhile(bool, (one == other for one, other in zip(mine[:context], others, strict=False))))
+    return {
+        "shared_messages": shared,
+        "prompt": mine[shared:context],
+        "prompt_tokens": len(branch.prompt.token_ids),
+        "completion": branch.text,
+        "num_tokens": branch.length,
+        "finish_reason": branch.finish_reason,
+        "weight_version": branch.weight_version,
+        **({} if branch.dialogue is None else {"dialogue": branch.dialogue.record()}),
+    }
+
+
+def _messages(sample: Rollout) -> list[dict[str, Any]]:
+    """Return the messages of prompt and response."""
+    asked, dialogue = sample.prompt.messages, sample.dialogue
+    opening = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    return [*opening, *(dialogue.messages if dialogue else ())]
 
 
 def table(rows: Rows) -> tuple[list[str], list[list[Any]]]:

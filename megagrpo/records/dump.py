@@ -1,8 +1,11 @@
 """Whole steps on disk for `megagrpo audit`: `dumps/step_N/` holds all inputs and results of step N.
 
-step.json         samples with texts, rewards, advantages; per optimizer step its samples, weights, denominator, metrics
-                  (with loss and gradient norm); the model that the run started from, and the reference; the
-                  configuration and library versions. Numbers that JSON lacks are the strings "nan", "inf" and "-inf".
+step.json         samples with texts, rewards, advantages, and the index of the trajectory: that of its first sample;
+                  its branches follow after the first samples of all trajectories; with `algorithm.advantage_by`
+                  `turn_advantages` of the branches' turns, then of the first sample's; per optimizer step its samples,
+                  weights, denominator, metrics (with loss and gradient norm); the model that the run started from, and
+                  the reference; the configuration and library versions. Numbers that JSON lacks are the strings "nan",
+                  "inf" and "-inf".
 samples.safetensors
                   `token_ids` [sum of L] int64, `borders` [N + 1] int64, `prompt_lengths` [N] int64, `rollout_logprobs`
                   [sum of L] float64 (0 if not `written`), `written` [sum of L] bool (the policy wrote it), and with
@@ -212,11 +215,16 @@ class StepDumps(Recorder):
 
     def _publish(self, rollouts: TrainedRollouts) -> None:
         """Write what the leaders that sampled the rollouts send to rank 0, one sample at a time, and all the rest."""
-        samples, layout = rollouts.samples, self._layout
+        samples, layout = rollouts.samples.every, self._layout
+        trajectories = rollouts.samples.trajectories.tolist()
 
         def parts(index: int) -> Iterator[bytes]:
-            yield save(_token_rows(samples.own[index].rollout))
-            yield json.dumps(_plain(_sample(samples.own[index], rollouts.advantages[index]))).encode()
+            scored, trajectory = samples.own[index], trajectories[index]
+            yield save(_token_rows(scored.rollout))
+            text = _sample(scored, rollouts.advantages[trajectory]) | {"trajectory": trajectory}
+            if index == trajectory and (of_turns := rollouts.turn_advantages(trajectory)) is not None:
+                text["turn_advantages"] = of_turns
+            yield json.dumps(_plain(text)).encode()
 
         received = parts_to_first_rank(layout, [layout.leader_of(r) for r in samples.sampled_by.tolist()], parts)
 
@@ -304,6 +312,7 @@ def _sample(scored: ScoredRollout, advantage: float) -> dict[str, Any]:
         "prompt": rollout.prompt.messages,
         "opened": rollout.prompt.opened,
         "columns": rollout.prompt.columns,
+        "sampling": rollout.prompt.sampling,
         "response": rollout.text,
         "finish_reason": rollout.finish_reason,
         "stop_string": rollout.stop_string,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
 
 from megagrpo.data.step_samples import StepSamples
 from megagrpo.train_types import LossFn, Metric, TrainBatch
@@ -11,11 +14,23 @@ from megagrpo.train_types import LossFn, Metric, TrainBatch
 
 @dataclass(frozen=True)
 class TrainedRollouts:
-    """The samples that a step trains on, and the advantage of each. Steps are counted from 1."""
+    """The trajectories that a step trains on, and the advantage of each. Steps are counted from 1."""
 
     step: int
     samples: StepSamples
     advantages: list[float]
+    of_turns: np.ndarray | None = None  # [K] float64, the advantages of `samples.turns`
+
+    def turn_advantages(self, trajectory: int) -> list[float] | None:
+        """Return the advantages of the turns of this trajectory, in order; None without `algorithm.advantage_by`."""
+        if self.of_turns is None:
+            return None
+        rows: list[float] = self.of_turns[self._borders[trajectory] : self._borders[trajectory + 1]].tolist()
+        return rows
+
+    @cached_property
+    def _borders(self) -> np.ndarray:
+        return np.append(0, self.samples.turn_counts.cumsum())
 
 
 @dataclass

@@ -22,7 +22,7 @@ from megagrpo.records.metrics import split_layers
 from megagrpo.records.recorder import Recorder, TrainedRollouts
 from megagrpo.records.sinks.find_trackers import make_sink
 from megagrpo.records.sinks.jsonl import JsonlSink
-from megagrpo.records.sinks.sink import Sink, TrackedRun
+from megagrpo.records.sinks.sink import ServerMetrics, Sink, TrackedRun
 
 CONSOLE, JSONL = "console", "metrics.jsonl and completions.jsonl"
 RETRIED = (CONSOLE, JSONL, "tensorboard")  # sinks of local files: a write that fails on a full disk may succeed later
@@ -74,6 +74,14 @@ class MetricsWriter:
         named = {name if name.startswith("eval/") else f"eval/{name}": value for name, value in metrics.items()}
         self._each("evaluation", step, named)
 
+    def phase(self, name: str, start: float, stop: float) -> None:
+        """Pass a phase that has ended to the sinks that take phases; times are those of `time.perf_counter`."""
+        self._each_with("phase", name, start, stop)
+
+    def follow(self, servers: ServerMetrics) -> None:
+        """Pass the run's vLLM servers to the sinks that show their metrics."""
+        self._each_with("follow", servers)
+
     def message(self, text: str) -> None:
         """Write a line for the user."""
         self._each("message", text)
@@ -97,6 +105,11 @@ class MetricsWriter:
 
     def _each(self, method: str, *arguments: Any) -> None:
         for name in list(self._sinks):
+            self._call(name, method, *arguments)
+
+    def _each_with(self, method: str, *arguments: Any) -> None:
+        """Like `_each`, for a method that only some sinks have."""
+        for name in [name for name, sink in self._sinks.items() if hasattr(sink, method)]:
             self._call(name, method, *arguments)
 
     def _call(self, name: str, method: str, *arguments: Any) -> None:

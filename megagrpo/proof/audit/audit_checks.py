@@ -14,7 +14,7 @@ import torch
 
 from megagrpo.config import RewardsSection
 from megagrpo.data.tokenizer import Tokenizer, tokenizer_of
-from megagrpo.proof.audit import naive_advantages, naive_loss
+from megagrpo.proof.audit import naive_advantages, naive_loss, naive_turns
 from megagrpo.proof.audit.audit_compare import (
     NO_TOLERANCE,
     ROUNDING_TOLERANCE,
@@ -45,18 +45,36 @@ def check_step(step: Step) -> Iterator[Check]:
     yield check
     if step.config.algorithm.kl_in_reward:
         table, weights = _with_kl(step, table), [*weights, -step.config.algorithm.beta]
-    advantages = naive_advantages.advantages(table, weights, step.config.rollout.num_generations, step.config.algorithm)
-    dumped = [float(s.text["advantage"]) for s in step.samples]
+    algorithm = step.config.algorithm
+    advantages = naive_advantages.advantages(table, weights, step.config.rollout.num_generations, algorithm)
+    if algorithm.own_estimator and algorithm.advantage_by == "trajectory":
+        advantages = naive_turns.estimated(step, table, weights).tolist()
+    dumped = [float(s.text["advantage"]) for s in step.trajectories]
     yield compare("advantages", dumped, advantages, ROUNDING_TOLERANCE, lambda i: f"sample {i}")
+    of_turns = None
+    if algorithm.advantage_by != "trajectory":
+        of_turns = naive_turns.turn_advantages(step, advantages)
+        if algorithm.own_estimator:
+            lengths = [len(row) for row in of_turns]
+            of_turns = [part.tolist() for part in naive_turns.estimated(step, table, weights).split(lengths)]
+        yield _turn_advantages(step, of_turns)
+    spread = naive_turns.spread(step, advantages, of_turns)
     rows = [Rows(step, update) for update in step.updates]
     for of in rows:
-        spread = [torch.full((s.length,), a) for s, a in zip(step.samples, advantages, strict=True)]
         sampled = [s.rollout_logprobs for s in step.samples]
         yield named(of.compare("advantages in the batch", "advantage", spread), step, of.update)
         yield named(of.compare("rollout log-probs", "rollout_logprobs", sampled), step, of.update)
-    for of, result in zip(rows, recompute(step, advantages), strict=True):
+    for of, result in zip(rows, recompute(step, spread), strict=True):
         for check in chain(_numbers(step, of, result), check_update(step, of.update, result)):
             yield named(check, step, of.update)
+
+
+def _turn_advantages(step: Step, recomputed: list[list[float]]) -> Check:
+    """Compare the advantages of all turns."""
+    dumped = [list(map(float, s.text["turn_advantages"])) for s in step.trajectories]
+    places = [f"trajectory {t} turn {i}" for t, row in enumerate(recomputed) for i in range(len(row))]
+    flat = list(chain(*dumped)), list(chain(*recomputed))
+    return compare("turn advantages", flat[0], flat[1], ROUNDING_TOLERANCE, places.__getitem__)
 
 
 def _tokens(step: Step) -> Check:
@@ -87,12 +105,19 @@ def _tokenizer(step: Step) -> tuple[Tokenizer | None, str]:
 def _sample_problems(sample: Sample, step: Step, tokenizer: Tokenizer | None) -> Iterator[str]:
     rollout, reason = step.config.rollout, sample.text["finish_reason"]
     response = sample.token_ids[sample.prompt_length :].tolist()
-    if sample.prompt_length > rollout.max_prompt_length:
+    # the context of a branch has earlier responses in it; an agent's messages and their answers share one limit
+    asks_itself = step.config.multi_turn.agent is not None
+    if not sample.is_branch and not asks_itself and sample.prompt_length > rollout.max_prompt_length:
         yield f"a prompt of {sample.prompt_length} tokens, rollout.max_prompt_length {rollout.max_prompt_length}"
     if not 0 < len(response) <= step.config.max_response_length:
         yield f"a response of {len(response)} tokens, {step.config.response_limit}"
-    if reason == "length" and len(response) != rollout.max_completion_length and sample.text["dialogue"] is None:
-        yield f"cut after {len(response)} tokens, rollout.max_completion_length {rollout.max_completion_length}"
+    limit = sample.sampling.get("max_tokens", rollout.max_completion_length)
+    if reason == "length" and len(response) != limit and sample.text["dialogue"] is None:
+        said = "max_tokens of its row" if "max_tokens" in sample.sampling else "rollout.max_completion_length"
+        yield f"cut after {len(response)} tokens, {said} {limit}"
+    turns = [token for row in naive_turns.spans(sample) for token in range(row["start"], row["stop"])]
+    if turns and turns != [token - sample.prompt_length for token in sample.places.tolist()]:
+        yield "the policy's turns are other tokens than those that it wrote"
     if tokenizer is None or not response:
         return
     text, turn = tokenizer.decode(response), _last_turn(sample, response)
@@ -137,11 +162,13 @@ def _slices(step: Step) -> Check:
 
 def _masks(step: Step, update: DumpedUpdate) -> Check:
     """Check that the loss tokens are the policy's tokens, each once. Samples without effect have none if left out."""
-    left_out = step.config.algorithm.leaves_out_zero_advantage
+    left_out, firsts = step.config.algorithm.leaves_out_zero_advantage, step.trajectories
+    of_turns = [s.text["turn_advantages"] for s in firsts] if "turn_advantages" in firsts[0].text else None
+    advantages = naive_turns.spread(step, [float(s.text["advantage"]) for s in firsts], of_turns)
     expected = {
         (i, token)
         for i, sample in enumerate(step.samples)
-        if i in update.samples and not (step.is_masked(sample) or (left_out and float(sample.text["advantage"]) == 0))
+        if i in update.samples and not (step.is_masked(sample) or (left_out and not advantages[i].any()))
         for token in sample.places.tolist()
     }
     trained = Counter(zip(update.rows["sample"].tolist(), update.rows["token"].tolist(), strict=True))
@@ -159,15 +186,15 @@ def _with_kl(step: Step, table: list[list[float | None]]) -> list[list[float | N
 
     It is computed from the dumped rows, which have checks of their own.
     """
-    kl = [0.0] * len(table)
+    kl, trajectories = [0.0] * len(table), step.trajectories
     for update in step.updates[: step.config.algorithm.steps_per_generation]:
         log_ratios = update.rows["old_logprobs"].double() - update.rows["ref_logprobs"].double()
         for sample, log_ratio in zip(update.rows["sample"].tolist(), log_ratios.tolist(), strict=True):
-            kl[sample] += log_ratio
+            kl[step.samples[sample].trajectory] += log_ratio
     for start in range(0, len(kl), size := step.config.rollout.num_generations):
-        counted = [kl[i] for i in range(start, start + size) if not step.is_masked(step.samples[i])]
+        counted = [kl[i] for i in range(start, start + size) if not step.is_masked(trajectories[i])]
         for i in range(start, start + size):
-            if step.is_masked(step.samples[i]):
+            if step.is_masked(trajectories[i]):
                 kl[i] = fmean(counted) if counted else 0.0
     return [[*row, None if all(value is None for value in row) else of] for row, of in zip(table, kl, strict=True)]
 
@@ -183,24 +210,24 @@ def _rewards(step: Step) -> tuple[list[list[float | None]], list[float], Check]:
     functions = step.config.rewards.functions
     names = step.config.rewards.names
     again = [i for i, f in enumerate(functions) if f.function in REPEATABLE]
-    values = [[s.text["rewards"][name] for name in names] for s in step.samples]
+    values = [[s.text["rewards"][name] for name in names] for s in step.trajectories]
     pairs: list[tuple[float | None, float | None, str]] = []  # dumped, recomputed, place
     if again:
         kept = [functions[i] for i in again]
         section = RewardsSection(functions=kept, timeout=step.config.rewards.timeout, workers=1)
         with RewardScorer(section, step.config.rollout.max_completion_length) as scorer:
-            scores = scorer.score([_rollout(s) for s in step.samples])
+            scores = scorer.score([_rollout(s) for s in step.trajectories])
             for sample, (row, scored) in enumerate(zip(values, scores, strict=True)):
                 for i, value in zip(again, scored.rewards.values(), strict=False):  # rewards of turns follow in the row
                     pairs.append((row[i], value, f"sample {sample} {names[i]}"))
                     row[i] = value
     weights = [f.weight for f in functions]
-    turns = [list(s.text["dialogue"]["rewards"].values()) if s.text["dialogue"] else [] for s in step.samples]
+    turns = [list(s.text["dialogue"]["rewards"].values()) if s.text["dialogue"] else [] for s in step.trajectories]
     values, weights = [row + own for row, own in zip(values, turns, strict=True)], weights + [1.0] * len(turns[0])
     summed = [naive_advantages.weighted_sum(row, weights) for row in values]
     pairs += [
         (float(s.text["reward"]), reward, f"sample {i}")
-        for i, (s, reward) in enumerate(zip(step.samples, summed, strict=True))
+        for i, (s, reward) in enumerate(zip(step.trajectories, summed, strict=True))
     ]
     not_run = [name for i, name in enumerate(names) if i not in again]
     said = [f"run again: {', '.join(names[i] for i in again)}"] if again else []
@@ -217,7 +244,7 @@ def _rollout(sample: Sample) -> Rollout:
     prompt = Prompt(text["prompt_id"], ids, text["prompt"], text["columns"], opened=opened)
     if text["dialogue"] is not None:
         written = torch.zeros(sample.length, dtype=torch.bool).index_fill(0, sample.places, True)
-        dialogue = Dialogue(written[sample.prompt_length :].numpy(), **text["dialogue"])
+        dialogue = Dialogue.of_record(written[sample.prompt_length :].numpy(), text["dialogue"])
     response, zeros = response.astype(np.int32), np.zeros(len(response), np.float32)
     return Rollout(prompt, response, zeros, text["finish_reason"], text["weight_version"], text["response"], dialogue)
 
@@ -243,7 +270,7 @@ def _numbers(step: Step, rows: Rows, result: Recomputed) -> Iterator[Check]:
     for name, (value, border) in means(rows).items():
         quantity = name if "ratio" in name or name.startswith(("sampling/", "off_")) else f"mean {name}"
         yield single(quantity, update.metric(name), value, SUMMING_TOLERANCE + border)
-    algorithm, lengths = step.config.algorithm, step.loss_lengths(update)
+    algorithm, lengths = step.config.algorithm, list(step.loss_lengths(update).values())
     divisor = naive_loss.denominator(lengths, algorithm.loss.average, step.config.rollout.max_completion_length)
     yield single("denominator", update.denominator, divisor, NO_TOLERANCE)
     yield single("loss", update.metric("loss"), result.loss, tolerances.loss, result.loss_size, note(algorithm))

@@ -134,15 +134,15 @@ def _corrections(rows: Rows, policy: Tensor, old: Tensor) -> dict[str, tuple[flo
     near = 0.0
     for sample in rows.sample.unique():
         mine = rows.sample == sample
-        of = Response(policy[mine], old[mine], rollout[mine], policy[mine], rows.token[mine], float(advantage[mine][0]))
+        of = Response(policy[mine], old[mine], rollout[mine], policy[mine], rows.token[mine], advantage[mine])
         if corrects:
             of_sample = naive_loss.correction(of, algorithm)
             weights.append(of_sample if algorithm.importance_correction.startswith("token") else of_sample.mean()[None])
         if threshold is not None:
             distance = naive_loss.left_behind(of, algorithm)
-            counts = float(not (of.advantage < 0 and distance > threshold))
+            counts = float(not (of.advantage[0] < 0 and distance > threshold))
             is_counted.append(torch.full((len(of.old),), counts, dtype=torch.float64))
-            near += len(of.old) * (of.advantage < 0 and abs(distance - threshold) < BORDER)
+            near += len(of.old) * (bool(of.advantage[0] < 0) and abs(distance - threshold) < BORDER)
     metrics = {}
     if corrects:
         every, name = torch.cat(weights), "sampling/importance_sampling_ratio"

@@ -118,17 +118,48 @@ class Routing(TorchFunctionMode):
         return args[0].gather(-1, self.taken[-1]), self.taken[-1]
 
 
-def log_softmax(model: nn.Module, token_ids: Tensor, rollout: RolloutSection, routes: Tensor | None = None) -> Tensor:
-    """Return log-probs [L - 1, V] of every next token of one sample, in the distribution that `rollout` samples from.
+def log_softmax(
+    model: nn.Module,
+    token_ids: Tensor,
+    places: Tensor,
+    rollout: RolloutSection,
+    routes: Tensor | None = None,
+    temperature: float | None = None,
+    allowed: Tensor | None = None,
+) -> Tensor:
+    """Return log-probs [Lr, V] at the `places` [Lr] of one sample that the policy wrote, in the distribution
+    that `rollout` samples from, or at the sample's own `temperature`.
 
     Tokens that it never samples have -1e30, except the sample's own tokens. With `routes` routers take these experts.
+    `allowed` [Lr, V] are the tokens of structured outputs.
     """
     # with adapters weights are computed once
     with Routing(model, routes) if routes is not None else nullcontext(), cached():
-        logits = model(token_ids[None]).logits[0, :-1] / rollout.temperature
+        logits = model(token_ids[None]).logits[0, places - 1]
+    logits = logits if allowed is None else logits.masked_fill(~allowed, -1e30)
+    logits = _processed(logits, token_ids, places.tolist(), rollout) / (temperature or rollout.temperature)
     if rollout.truncates:
-        logits = logits.masked_fill(~_kept(logits.detach(), rollout).scatter(1, token_ids[1:, None], True), -1e30)
+        own = token_ids[places, None]
+        logits = logits.masked_fill(~_kept(logits.detach(), rollout).scatter(1, own, True), -1e30)
     return logits.log_softmax(dim=-1)
+
+
+def _processed(logits: Tensor, token_ids: Tensor, places: list[int], rollout: RolloutSection) -> Tensor:
+    """Return logits [n, V] with bias and penalties, token by token. A turn begins after a token of others."""
+    if not rollout.processes_logits or not places:
+        return logits
+    bias = torch.zeros(logits.shape[1], dtype=torch.float64)
+    bias[list(rollout.logit_bias)] = torch.tensor(list(rollout.logit_bias.values()), dtype=torch.float64)
+    rows, before, turn = [], -1, -1
+    for row, place in zip(logits + bias, places, strict=True):
+        turn, before = turn if place - 1 == before else place, place
+        seen, counts = (
+            tokens.bincount(minlength=len(row)).double() for tokens in (token_ids[:place], token_ids[turn:place])
+        )
+        scaled = torch.where(row > 0, row / rollout.repetition_penalty, row * rollout.repetition_penalty)
+        row = torch.where(seen > 0, scaled, row)
+        rows.append(row - rollout.frequency_penalty * counts - rollout.presence_penalty * counts.clamp(max=1))
+    return torch.stack(rows)
 
 
 def _kept(logits: Tensor, rollout: RolloutSection) -> Tensor:

@@ -26,7 +26,7 @@ class Response:
     rollout: Tensor  # the engine's log-probs, NaN where it reported none
     entropy: Tensor
     places: Tensor  # positions of the tokens
-    advantage: float
+    advantage: Tensor  # of each token
 
 
 @dataclass
@@ -42,7 +42,7 @@ class WholeStep:
 def policy_term(of: Response, algorithm: AlgorithmSection, threshold: float) -> Tensor:
     """Return [Lr]: the policy term of each token of a response."""
     losses = (_custom if algorithm.loss.custom else TERMS[algorithm.loss.policy_term])(of, algorithm)
-    if algorithm.off_policy_mask_threshold is not None and of.advantage < 0:
+    if algorithm.off_policy_mask_threshold is not None and (of.advantage < 0).any():
         if left_behind(of, algorithm) > algorithm.off_policy_mask_threshold:
             losses = losses * 0
     losses = losses * (of.entropy >= threshold)
@@ -115,16 +115,13 @@ def cispo(of: Response, algorithm: AlgorithmSection) -> Tensor:
 
 def sapo(of: Response, algorithm: AlgorithmSection) -> Tensor:
     """[Lr]: -A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A."""
-    tau = algorithm.sapo_temperature_pos if of.advantage > 0 else algorithm.sapo_temperature_neg
+    tau = torch.where(of.advantage > 0, algorithm.sapo_temperature_pos, algorithm.sapo_temperature_neg)
     ratio = probability_ratio(of.logprobs - of.old, algorithm.importance_sampling_level)
     return -of.advantage * (4 / tau) / (1 + (-tau * (ratio - 1)).exp())
 
 
 def vespo(of: Response, algorithm: AlgorithmSection) -> Tensor:
     """[Lr]: -e^lambda W^k e^(-lambda W) A log policy, W the weight of the whole response, without gradient."""
-    positive = of.advantage >= 0
-    k = algorithm.vespo_k_pos if positive else algorithm.vespo_k_neg
-    scale = algorithm.vespo_lambda_pos if positive else algorithm.vespo_lambda_neg
     floor = math.log(1e-8)
     log_weight = sum(min(max(value, -20.0), 20.0) for value in (of.logprobs - of.old).tolist())
     if algorithm.importance_correction != "off":
@@ -132,15 +129,21 @@ def vespo(of: Response, algorithm: AlgorithmSection) -> Tensor:
             min(max(math.log(w), floor), 20.0) if w else floor for w in correction(of, algorithm).tolist()
         )
     log_weight = min(max(log_weight, floor), 20.0)
-    phi = math.exp(max(scale + k * log_weight - scale * math.exp(log_weight), -700.0))
-    return -phi * of.advantage * of.logprobs
+    positive, negative = (
+        math.exp(max(scale + k * log_weight - scale * math.exp(log_weight), -700.0))
+        for k, scale in (
+            (algorithm.vespo_k_pos, algorithm.vespo_lambda_pos),
+            (algorithm.vespo_k_neg, algorithm.vespo_lambda_neg),
+        )
+    )
+    return -torch.where(of.advantage >= 0, positive, negative) * of.advantage * of.logprobs
 
 
 def gmpo(of: Response, algorithm: AlgorithmSection) -> Tensor:
     """[Lr]: -exp(mean of the clipped log-ratios) A, the same at every token."""
     log_ratio = of.logprobs - of.old
     clip = log_ratio.clamp(-algorithm.epsilon, _upper(algorithm))
-    mean = (torch.minimum(log_ratio, clip) if of.advantage > 0 else torch.maximum(log_ratio, clip)).mean()
+    mean = torch.where(of.advantage > 0, torch.minimum(log_ratio, clip), torch.maximum(log_ratio, clip)).mean()
     return (-mean.exp() * of.advantage).expand_as(log_ratio)
 
 
@@ -155,7 +158,7 @@ def fipo(of: Response, algorithm: AlgorithmSection) -> Tensor:
                 future += 2 ** (-(there - here) / algorithm.fipo_decay_rate) * value
         low, high = (1.0 if algorithm.fipo_clip_high_only else 1 - span), 1 + span
         limit = algorithm.fipo_safety_threshold
-        if limit is not None and of.advantage < 0 and math.exp(log_ratio[t]) > limit:
+        if limit is not None and of.advantage[t] < 0 and math.exp(log_ratio[t]) > limit:
             low, high = 1 - span, 1.0
         weights.append(min(max(math.exp(future), low), high))
     return torch.tensor(weights, dtype=torch.float64) * clipped(of, algorithm)
@@ -168,7 +171,7 @@ def _custom(of: Response, algorithm: AlgorithmSection) -> Tensor:
     weights = correction(of, algorithm) if algorithm.importance_correction != "off" else None
     length = of.logprobs.numel()
     sequences = Sequences.of(torch.tensor([0, length]), torch.ones(length, dtype=torch.bool))
-    tokens = Tokens(of.logprobs, of.old, ratio, torch.full_like(of.old, of.advantage), sequences, weights)
+    tokens = Tokens(of.logprobs, of.old, ratio, of.advantage, sequences, weights)
     return load_policy_term(algorithm)(tokens, algorithm)
 
 

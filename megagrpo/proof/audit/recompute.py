@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from megagrpo.config import AlgorithmSection
+from megagrpo.data.grammar import Grammar, allowed
 from megagrpo.proof.audit import naive, naive_lora, naive_loss
 from megagrpo.proof.audit.naive_loss import Response, WholeStep
 from megagrpo.proof.audit.saved import DumpedUpdate, Sample, Step
@@ -42,9 +44,9 @@ class Recomputed:
     sampled: dict[str, Elements] = field(default_factory=dict)
 
 
-def recompute(step: Step, advantages: list[float]) -> Iterator[Recomputed]:
-    """Yield every optimizer step of `step`, recomputed with the `advantages` of its samples. At most two float64 models
-    and one gradient are in memory."""
+def recompute(step: Step, advantages: list[Tensor]) -> Iterator[Recomputed]:
+    """Yield every optimizer step of `step`, recomputed with the `advantages` [L] of its samples. At most two float64
+    models and one gradient are in memory."""
     if step.config.rollout.routing_replay == "trainer":
         step = replace(step, samples=_with_routes(step))
     reference = _model(step, step.reference).requires_grad_(False) if step.config.algorithm.beta else None
@@ -85,7 +87,17 @@ def _with_routes(step: Step) -> list[Sample]:
 
 def _log_softmax(step: Step, model: nn.Module, sample: Sample) -> Tensor:
     """Return [Lr, V]: the log-probs of every next token at the policy's tokens."""
-    return naive.log_softmax(model, sample.token_ids, step.config.rollout, sample.routes)[sample.places - 1]
+    rollout, own = step.config.rollout, sample.sampling.get("temperature")
+    may_follow = None if step.grammar is None else _allowed(step.grammar, sample)
+    return naive.log_softmax(model, sample.token_ids, sample.places, rollout, sample.routes, own, may_follow)
+
+
+def _allowed(grammar: Grammar, sample: Sample) -> Tensor:
+    """Return [Lr, V] bool: the tokens that structured outputs allow in each turn of the policy."""
+    places, ids = sample.places.numpy(), sample.token_ids.numpy()
+    turns = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+    masks = [grammar.masks(ids, int(turn[0]), int(turn[0]) - 1, turn.size) for turn in turns if turn.size]
+    return allowed(torch.cat(masks), torch.arange(grammar.vocab_size))
 
 
 def _picked(policy: Tensor, sample: Sample) -> Tensor:
@@ -96,25 +108,27 @@ def _picked(policy: Tensor, sample: Sample) -> Tensor:
 def _recompute_update(
     step: Step,
     update: DumpedUpdate,
-    advantages: list[float],
+    advantages: list[Tensor],
     model: nn.Module,
     reference: nn.Module | None,
     old: list[Tensor] | None,
 ) -> Recomputed:
     algorithm, rollout = step.config.algorithm, step.config.rollout
-    divisor = naive_loss.denominator(step.loss_lengths(update), algorithm.loss.average, rollout.max_completion_length)
+    lengths = step.loss_lengths(update)
+    average, longest = algorithm.loss.average, rollout.max_completion_length
+    divisor = naive_loss.denominator(list(lengths.values()), average, longest)
     slope = _balancing_slope(step, update, model) if algorithm.router_aux_loss_coef else None
     whole = _whole_step(step, update, advantages, model, old)
     result = Recomputed(loss=whole.real_loss)
     for index, (sample, advantage) in enumerate(zip(step.samples, advantages, strict=True)):
         elsewhere = index not in update.samples
-        if elsewhere or step.is_masked(sample) or (algorithm.leaves_out_zero_advantage and advantage == 0):
+        if elsewhere or step.is_masked(sample) or (algorithm.leaves_out_zero_advantage and not advantage.any()):
             _append(result, None, None, None, None, None)
             continue
         policy = _log_softmax(step, model, sample)
         response = _response(step, index, policy, advantage, old)
-        share = divisor * naive_loss.share(algorithm.loss.average, response.logprobs.numel())
-        terms = _policy_terms(response, whole, index, algorithm, share)
+        share = divisor * naive_loss.share(average, lengths[sample.trajectory])
+        terms = _policy_terms(response, whole, sample.trajectory, lengths[sample.trajectory], algorithm, share)
         ref_picked = kl = None
         if reference is not None:
             with torch.no_grad():
@@ -127,7 +141,7 @@ def _recompute_update(
         sum((term.sum() for term in terms[1:]), terms[0].sum()).backward()
         if algorithm.counts_in_routers:
             logits = naive.router_logits(model, sample.token_ids, sample.places, sample.routes)
-            z_loss = algorithm.router_z_loss_coef * naive.z_loss(logits) / sum(step.loss_lengths(update))
+            z_loss = algorithm.router_z_loss_coef * naive.z_loss(logits) / sum(lengths.values())
             (z_loss if slope is None else z_loss + (logits.softmax(dim=-1) @ slope).sum()).backward()
         of_real = algorithm.loss.whole_step  # REAL's value is not the sum of the terms that its gradient comes from
         result.loss += sum(term.sum().item() for term in terms[of_real:])
@@ -156,23 +170,24 @@ def _elements(model: nn.Module, update: DumpedUpdate) -> dict[str, Elements]:
     return elements
 
 
-def _response(step: Step, index: int, policy: Tensor, advantage: float, old: list[Tensor] | None) -> Response:
+def _response(step: Step, index: int, policy: Tensor, advantage: Tensor, old: list[Tensor] | None) -> Response:
     """Return the response of sample `index`; `policy` [Lr, V] are its log-probs of every next token."""
     sample = step.samples[index]
     logprobs = _picked(policy, sample)
     entropy = -(policy.exp() * policy).sum(dim=-1)
     before = logprobs.detach() if old is None else old[index]
     rollout = sample.rollout_logprobs[sample.places].double()
-    return Response(logprobs, before, rollout, entropy, sample.places, advantage)
+    return Response(logprobs, before, rollout, entropy, sample.places, advantage[sample.places])
 
 
 def _policy_terms(
-    response: Response, whole: WholeStep, index: int, algorithm: AlgorithmSection, share: float
+    response: Response, whole: WholeStep, trajectory: int, length: int, algorithm: AlgorithmSection, share: float
 ) -> list[Tensor]:
-    """Return [Lr] each: the policy term (for REAL the terms of its gradient) and the entropy bonus."""
+    """Return [Lr] each: the policy term (for REAL the terms of its gradient) and the entropy bonus. `length` are the
+    loss tokens of all samples of the trajectory."""
     if algorithm.loss.whole_step:
-        log_ratio, length = response.logprobs - response.old, response.old.numel()
-        of_policy = whole.real_slopes[index] * log_ratio / length / algorithm.real_tau
+        log_ratio = response.logprobs - response.old
+        of_policy = whole.real_slopes[trajectory] * log_ratio / length / algorithm.real_tau
     else:
         of_policy = naive_loss.policy_term(response, algorithm, whole.entropy_threshold) / share
     return [of_policy, -whole.bonus * response.entropy * (response.entropy >= whole.entropy_threshold)]
@@ -180,7 +195,7 @@ def _policy_terms(
 
 @torch.no_grad()
 def _whole_step(
-    step: Step, update: DumpedUpdate, advantages: list[float], model: nn.Module, old: list[Tensor] | None
+    step: Step, update: DumpedUpdate, advantages: list[Tensor], model: nn.Module, old: list[Tensor] | None
 ) -> WholeStep:
     """Compute the values that responses' losses take from each other, by running the model on all of them first."""
     algorithm, whole = step.config.algorithm, WholeStep()
@@ -197,10 +212,12 @@ def _whole_step(
         whole.entropy_threshold = naive_loss.top_threshold(entropies, algorithm.top_entropy_quantile)
     whole.bonus = coefficient / max(1, sum(value >= whole.entropy_threshold for value in entropies))
     if algorithm.loss.whole_step:
-        of_responses = {i: (one.logprobs - one.old).mean().item() for i, one in responses.items()}
-        moved = [of_responses.get(i, 0.0) for i in range(len(advantages))]
+        lengths, moved, signs = step.loss_lengths(update), *([0.0] * len(step.trajectories) for _ in range(2))
+        for i, one in responses.items():
+            trajectory = step.samples[i].trajectory
+            moved[trajectory] += (one.logprobs - one.old).sum().item() / lengths[trajectory]
+            signs[trajectory] = float(advantages[i][0])
         scores = (torch.tensor(moved, dtype=torch.float64) / algorithm.real_tau).requires_grad_()
-        signs = [advantage if i in responses else 0.0 for i, advantage in enumerate(advantages)]
         with torch.enable_grad():
             loss = naive_loss.real_loss(scores, signs, step.config.rollout.num_generations)
         whole.real_loss, whole.real_slopes = loss.item(), torch.autograd.grad(loss, scores)[0].tolist()

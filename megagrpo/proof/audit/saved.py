@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megagrpo.config import ConfigError, RunConfig
+from megagrpo.data.grammar import Grammar, grammar_of
+from megagrpo.models.families.hf_config import load_hf_config
 
 
 @dataclass(frozen=True)
@@ -24,10 +28,17 @@ class Sample:
     places: Tensor
     text: dict[str, Any]  # prompt, columns, response, finish_reason, rewards, reward, advantage
     routes: Tensor | None = None  # [L, M, k], with `rollout.routing_replay: engine`
+    trajectory: int = 0  # index of the trajectory's first sample, which has its reward and its end
+    is_branch: bool = False  # whether it is another sample of the trajectory
 
     @property
     def length(self) -> int:
         return self.token_ids.numel()
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The own temperature and max_tokens of the prompt's row, if any. Older dumps have none."""
+        return self.text.get("sampling", {})
 
 
 @dataclass(frozen=True)
@@ -75,13 +86,27 @@ class Step:
     samples: list[Sample]
     updates: list[DumpedUpdate]
 
+    @property
+    def trajectories(self) -> list[Sample]:
+        """The first sample of each trajectory."""
+        return [sample for sample in self.samples if not sample.is_branch]
+
+    @cached_property
+    def grammar(self) -> Grammar | None:
+        """The grammar of `rollout.structured_outputs`, if any. Raises ValueError when it cannot be compiled here."""
+        return grammar_of(self.config, self.model, load_hf_config(self.model).vocab_size)
+
     def is_masked(self, sample: Sample) -> bool:
         """Whether all tokens of the sample are masked out of the loss."""
-        return self.config.algorithm.mask_truncated_completions and sample.text["finish_reason"] == "length"
+        ended = self.samples[sample.trajectory].text["finish_reason"]
+        return bool(self.config.algorithm.mask_truncated_completions and ended == "length")
 
-    def loss_lengths(self, update: DumpedUpdate) -> list[int]:
-        """Return the number of loss tokens of each sample of an optimizer step."""
-        return [0 if self.is_masked(s) else s.places.numel() for s in map(self.samples.__getitem__, update.samples)]
+    def loss_lengths(self, update: DumpedUpdate) -> dict[int, int]:
+        """Return the number of loss tokens of each trajectory of an optimizer step, over all its samples."""
+        lengths = Counter[int]()
+        for sample in map(self.samples.__getitem__, update.samples):
+            lengths[sample.trajectory] += 0 if self.is_masked(sample) else sample.places.numel()
+        return lengths
 
 
 def load_step(run: Path, step: int, model: Path | None = None) -> Step:
@@ -129,8 +154,10 @@ def _samples(rows: dict[str, Tensor], texts: list[dict[str, Any]]) -> list[Sampl
             rows["written"][span].nonzero()[:, 0],
             text,
             rows["routes"][span] if "routes" in rows else None,
+            text.get("trajectory", index),
+            text.get("trajectory", index) != index,
         )
-        for span, prompt, text in zip(spans, prompts, texts, strict=True)
+        for index, (span, prompt, text) in enumerate(zip(spans, prompts, texts, strict=True))
     ]
 
 

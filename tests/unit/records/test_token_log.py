@@ -107,7 +107,7 @@ def test_tokens_that_the_policy_did_not_write_or_that_were_not_trained_are_null(
     tokens = log(tmp_path)
     tokens.begin(trained([1.0, -1.0]))
     tokens._values = {0: ([-0.5, -0.25], [0.1, 0.2])}
-    dialogue = Dialogue(written=(True, False, True), messages=(), num_turns=2, ended="done")
+    dialogue = Dialogue(written=(True, False, True), messages=(), turns=(), ended="done")
     tokens.finish(TrainedRollouts(1, StepSamples.of(scored(2, dialogue=dialogue)), []))
     first, second = lines(tmp_path)
     assert first["trainer_logprobs"] == [-0.5, None, -0.25] and first["entropy"] == [0.1, None, 0.2]

@@ -19,7 +19,7 @@ STOP, EOS = "</a>", 2
 def sample(tokenizer, text, shown, reason="stop", eos=False, foreign=0, **more):
     """A sample with a prompt of two tokens, whose first `foreign` response tokens are not the policy's."""
     ids = [*tokenizer.encode(text, False), *[EOS] * eos]
-    dialogue = {"messages": [], "num_turns": 2, "ended": "done"} if foreign else None
+    dialogue = {"messages": [], "turns": [], "ended": "done"} if foreign else None
     content = {
         "response": shown,
         "finish_reason": reason,

@@ -1,0 +1,137 @@
+"""Advantages of turns, turn by turn, as `algorithm.advantage_by` defines them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megagrpo.algorithms.custom_advantage import Groups, checked, load_estimator
+from megagrpo.algorithms.turn_advantages import Turns
+from megagrpo.proof.audit.naive_advantages import ROUNDING, STD_EPSILON, weighted_sum
+from megagrpo.proof.audit.saved import Sample, Step
+
+
+@dataclass(frozen=True)
+class DumpedTurn:
+    """A turn of the policy: its tokens [start, stop) of the sample with this index, and what it is compared by."""
+
+    sample: int
+    start: int
+    stop: int
+    reward: float | None
+    number: int  # in the trajectory
+    state: Hashable  # what the policy read since its turn before
+
+
+def turns_of(step: Step) -> list[list[DumpedTurn]]:
+    """Return the turns of each trajectory: those of its branches, then those of its first sample."""
+    indices: list[list[int]] = [[] for _ in step.trajectories]
+    for index in [*range(len(indices), len(step.samples)), *range(len(indices))]:
+        indices[step.samples[index].trajectory].append(index)
+    turns: list[list[DumpedTurn]] = []
+    for of_trajectory in indices:
+        turns.append([])
+        for index in of_trajectory:
+            sample, before = step.samples[index], 0
+            for row in spans(sample):
+                start, stop = (row[name] + sample.prompt_length for name in ("start", "stop"))
+                state = before > 0, tuple(sample.token_ids[before:start].tolist())
+                turns[-1].append(DumpedTurn(index, start, stop, row["reward"], len(turns[-1]), state))
+                before = stop
+    return turns
+
+
+def spans(sample: Sample) -> list[dict[str, Any]]:
+    """Return the dumped turns of a sample, whose tokens are [start, stop) of its response."""
+    dialogue = sample.text["dialogue"]
+    rows: list[dict[str, Any]] = dialogue["turns"] if dialogue else []
+    return rows
+
+
+def turn_advantages(step: Step, advantages: Sequence[float]) -> list[list[float]]:
+    """Return the advantage of each turn of each trajectory, which has one of `advantages`."""
+    algorithm, size, turns = step.config.algorithm, step.config.rollout.num_generations, turns_of(step)
+    values: list[list[float]] = []
+    for sample, of_trajectory in zip(step.trajectories, turns, strict=True):
+        rewards = [math.nan if turn.reward is None else turn.reward for turn in of_trajectory]
+        if algorithm.advantage_by == "state":
+            known = [0.0 if math.isnan(reward) else reward for reward in rewards]
+            rest = float(sample.text["reward"]) - sum(known)
+            known[-1:] = [known[-1] + rest] if known else []
+            rewards = [
+                sum(algorithm.turn_discount**later * reward for later, reward in enumerate(known[i:]))
+                for i in range(len(known))
+            ]
+        values.append(rewards)
+    groups = defaultdict(list)
+    for trajectory, of_trajectory in enumerate(turns):
+        for turn, value in zip(of_trajectory, values[trajectory], strict=True):
+            groups[trajectory // size, turn.state if algorithm.advantage_by == "state" else turn.number].append(value)
+    return [
+        [
+            advantages[trajectory]
+            + algorithm.turn_advantage_weight
+            * _compared(
+                value,
+                groups[trajectory // size, turn.state if algorithm.advantage_by == "state" else turn.number],
+                algorithm.scale_rewards == "group",
+            )
+            for turn, value in zip(of_trajectory, values[trajectory], strict=True)
+        ]
+        for trajectory, of_trajectory in enumerate(turns)
+    ]
+
+
+def estimated(step: Step, table: Sequence[Sequence[float | None]], weights: Sequence[float]) -> Tensor:
+    """Return what the run's own `advantage_estimator` gives: [N], or one number for each turn. It has no second
+    formula, so the audit runs the function again, on the rewards by function of `table`."""
+    algorithm, size = step.config.algorithm, step.config.rollout.num_generations
+    by_trajectory = turns_of(step)
+    rewards = [weighted_sum(row, weights) for row in table]
+    names = [*step.trajectories[0].text["rewards"]]
+    rows = torch.tensor([[math.nan if value is None else value for value in row] for row in table]).double()
+    lengths = [0] * len(rewards)
+    for sample in step.samples:
+        lengths[sample.trajectory] += sample.places.numel()
+    truncated = [sample.text["finish_reason"] == "length" for sample in step.trajectories]
+    turns = None
+    if algorithm.advantage_by != "trajectory":
+        numbers: dict[Hashable, int] = {}
+        every = [turn for of_trajectory in by_trajectory for turn in of_trajectory]
+        turns = Turns(
+            np.array([math.nan if turn.reward is None else turn.reward for turn in every]),
+            np.repeat(np.arange(len(rewards)), [len(of_trajectory) for of_trajectory in by_trajectory]),
+            np.array([numbers.setdefault(turn.state, len(numbers)) for turn in every], np.int64),
+        )
+    columns = {name: column.view(-1, size) for name, column in zip(names, rows.unbind(-1), strict=False)}
+    of_lengths, of_ends = torch.tensor(lengths).view(-1, size), torch.tensor(truncated).view(-1, size)
+    groups = Groups(torch.tensor(rewards).double().view(-1, size), columns, of_lengths, of_ends, turns)
+    return checked(load_estimator(algorithm), groups, algorithm).flatten()
+
+
+def _compared(value: float, group: Sequence[float], scaled: bool) -> float:
+    """Return the value minus the group's mean, over its unbiased standard deviation if `scaled`; 0 for NaN."""
+    known = [other for other in group if not math.isnan(other)]
+    if math.isnan(value) or len(known) < 2:
+        return 0.0
+    difference = value - statistics.fmean(known)
+    if abs(difference) <= ROUNDING * max(1.0, *map(abs, known)):
+        return 0.0
+    return difference / (statistics.stdev(known) + STD_EPSILON) if scaled else difference
+
+
+def spread(step: Step, advantages: Sequence[float], of_turns: Sequence[Sequence[float]] | None) -> list[Tensor]:
+    """Return the advantage [L] float64 of each token of each sample: the trajectory's, or that of its turn."""
+    rows = [torch.full((s.length,), advantages[s.trajectory], dtype=torch.float64) for s in step.samples]
+    for turns, values in zip(turns_of(step), of_turns or (), strict=False):
+        for turn, value in zip(turns, values, strict=True):
+            rows[turn.sample][turn.start : turn.stop] = value
+    return rows
