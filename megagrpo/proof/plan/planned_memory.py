@@ -131,7 +131,8 @@ def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) 
     """Return the LM head's bytes for log-probs, its bytes in a train step, and the bytes that exact KL keeps of the
     reference for a whole step.
 
-    They hold a chunk's logits in float32: with exact KL the logits of both models, with top-p also the exponentials.
+    They hold a chunk's logits in float32: with exact KL the logits of both models, with top-p also the exponentials. In
+    a train step with a repetition penalty they also hold the logits' derivatives.
     Fused log-probs write no logits without gradients; with gradients they write 2 bytes each to scratch of limited
     size. A train step adds the head's gradient, summed in float32 and then cast.
     """
@@ -142,7 +143,9 @@ def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) 
         passing = (tokens + shard) * model.hidden_size if train.logprobs_fp8_recipe != "none" else 0
         retained = passing + min(FUSED_SCRATCH_BYTES, tokens * shard * weight_bytes)
     else:
-        passing = retained = min(train.logprob_chunk, tokens) * shard * 4 * (1 + exact + (rollout.top_p < 1))
+        of_chunk = min(train.logprob_chunk, tokens) * shard * 4
+        passing = of_chunk * (1 + exact + (rollout.top_p < 1))
+        retained = passing + of_chunk * (rollout.repetition_penalty != 1)
     gradients = shard * model.hidden_size * (4 if weight_bytes == 4 else 4 + weight_bytes)
     responses = rollout.prompts_per_step * rollout.num_generations * config.max_response_length / dp / cp
     return passing, retained + gradients, responses * model.hidden_size * weight_bytes if exact else 0

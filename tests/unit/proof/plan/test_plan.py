@@ -394,6 +394,16 @@ def test_logits_cost_a_chunk_and_exact_kl_the_hidden_states_of_the_reference(fol
     assert found["ref_hidden"] == pytest.approx(8 * 4 * 128 / 2 * 576 * 2 / 2**30)
 
 
+def test_a_repetition_penalty_keeps_derivatives_of_a_chunk_in_a_train_step(folder):
+    def logits(phase: str, *overrides: str) -> float:
+        settings = config(folder, "train.max_tokens_per_micro_batch=2048", "train.logprob_chunk=512", *overrides)
+        return trainer_memory(settings, parse_hf_config(LLAMA), dp=1)[phase]["logits"]
+
+    penalty = "rollout.repetition_penalty=1.1"
+    assert logits("train", penalty) - logits("train") == pytest.approx(512 * 49152 * 4 / 2**30)
+    assert logits("logprobs", penalty) == logits("logprobs")
+
+
 def test_fused_logprobs_write_no_logits_without_gradients_and_little_with_them(folder):
     def logits(*overrides: str, phase: str = "train") -> float:
         fused = ("train.max_tokens_per_micro_batch=2048", "model.precision=bf16", "train.fused_logprobs=true")
