@@ -9,6 +9,8 @@ from pydantic import Field
 from megagrpo.config.loss_table import LOSSES, Average, Loss, custom_loss
 from megagrpo.config.section import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section, choice_or_user_code
 
+ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
 
 class AlgorithmSection(Section):
     loss_type: Annotated[str, *choice_or_user_code(LOSSES)] = "dapo"
@@ -116,13 +118,22 @@ class AlgorithmSection(Section):
     steps_per_generation: PositiveInt = 1
     """Optimizer steps in one pass over a step's rollouts. The seed assigns each sample to one of them. Advantages come
     from whole groups; each optimizer step divides by its own tokens or samples."""
-    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
+    advantage_estimator: Annotated[str, *choice_or_user_code(ADVANTAGE_ESTIMATORS)] = "grpo"
     """What a reward is compared with: its group's mean, the mean of the group's others (rloo), or the batch's mean.
-    reinforce_plus_plus and its baseline form, which keeps the group's mean, always divide by the batch's std."""
+    reinforce_plus_plus and its baseline form, which keeps the group's mean, always divide by the batch's std. A
+    function of your own (docs/credit.md) returns the advantages themselves."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """What the centred rewards are divided by: the group's std, the batch's std, or nothing."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Add the functions' rewards, or first normalise each within its group (GDPO), so that none drowns the others."""
+    advantage_by: Literal["trajectory", "turn", "state"] = "trajectory"
+    """What has an advantage in a conversation. trajectory: the whole. turn: each turn, compared with the turns with
+    the same number (MT-GRPO). state: each turn, compared with the turns that answered the same messages (GiGPO). The
+    trajectory's advantage is added to a turn's."""
+    turn_advantage_weight: PositiveFloat = 1.0
+    """Weight of a turn's own advantage with `advantage_by` turn or state."""
+    turn_discount: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Factor of the reward of the next turn in a turn's return, with `advantage_by: state`."""
     dynamic_sample: bool = False
     """Replace groups whose rewards are all equal, which have no gradient, by groups of newly drawn prompts (DAPO)."""
     max_resample_times: PositiveInt = 3
@@ -147,6 +158,11 @@ class AlgorithmSection(Section):
     def loss(self) -> Loss:
         """The row of `loss_type`."""
         return LOSSES.get(self.loss_type) or custom_loss(self.loss_type, self.loss_average)
+
+    @property
+    def own_estimator(self) -> bool:
+        """Whether `advantage_estimator` names the user's function."""
+        return self.advantage_estimator not in ADVANTAGE_ESTIMATORS
 
     @property
     def updates_per_step(self) -> int:

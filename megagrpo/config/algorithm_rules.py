@@ -108,7 +108,10 @@ def _correction_problems(a: AlgorithmSection) -> Iterator[Problem]:
 def advantage_problems(a: AlgorithmSection) -> Iterator[Problem]:
     """Yield normalizations of rewards that exclude each other."""
     estimator, scale = "algorithm.advantage_estimator", "algorithm.scale_rewards"
-    if a.advantage_estimator.startswith("reinforce_plus_plus") and a.scale_rewards != "batch":
+    if a.own_estimator and a.scale_rewards != "group":
+        reason = f"{a.scale_rewards} has no effect: advantage_estimator is a function of your own"
+        yield Problem((scale, estimator), f"{reason}; leave it out")
+    elif a.advantage_estimator.startswith("reinforce_plus_plus") and a.scale_rewards != "batch":
         reason = f"{a.scale_rewards}, but advantage_estimator {a.advantage_estimator} divides by the batch's std"
         yield Problem((scale, estimator), f"{reason}; set it to batch")
     if a.multi_objective_aggregation == "normalize_then_sum" and (a.advantage_estimator, a.scale_rewards) != (
@@ -118,6 +121,38 @@ def advantage_problems(a: AlgorithmSection) -> Iterator[Problem]:
         reason = "normalize_then_sum normalizes within groups, then over the batch"
         fix = "set advantage_estimator grpo and scale_rewards group"
         yield Problem(("algorithm.multi_objective_aggregation", estimator, scale), f"{reason}; {fix}")
+
+
+def turn_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield what contradicts advantages of turns, and options that only apply to them."""
+    a, m = config.algorithm, config.multi_turn
+    key, by = "algorithm.advantage_by", a.advantage_by
+    fields = AlgorithmSection.model_fields
+    for name, wanted in (("turn_advantage_weight", ("turn", "state")), ("turn_discount", ("state",))):
+        if by not in wanted and (value := getattr(a, name)) != fields[name].default:
+            reason = f"{value:g} only applies with advantage_by {' or '.join(wanted)}; leave it out"
+            yield Problem((f"algorithm.{name}", key), reason)
+    if by == "trajectory":
+        return
+    if not m.enabled:
+        yield Problem((key, *ANSWERING), f"{by} needs conversations with turns; set it to trajectory")
+    elif by == "turn" and m.scheduler is None and m.environment is None:
+        reason = "turn compares rewards of turns, which only a scheduler or an environment's `step` gives"
+        yield Problem(
+            (key, "multi_turn.scheduler", "multi_turn.environment"), f"{reason}; set it to state, or name one"
+        )
+    if a.kl_in_reward:
+        reason = f"{by} needs advantages before the KL of kl_in_reward is known; set it to false"
+        yield Problem((key, "algorithm.kl_in_reward"), reason)
+    if a.scale_rewards == "batch":
+        reason = f"{by} compares turns within groups, which batch does not scale; set scale_rewards to group or none"
+        yield Problem((key, "algorithm.scale_rewards"), reason)
+    if a.loss.whole_step or a.loss.policy_term == "gmpo":
+        reason = f"{by} is not supported: loss_type {a.loss_type} has one sign of the advantage for a whole response"
+        yield Problem((key, "algorithm.loss_type"), f"{reason}; choose another loss")
+    if a.off_policy_mask_threshold is not None:
+        reason = f"{by} is not supported: the mask excludes whole responses by the sign of their advantage"
+        yield Problem((key, "algorithm.off_policy_mask_threshold"), f"{reason}; leave it empty")
 
 
 def quantization_problems(config: RunConfig) -> Iterator[Problem]:
@@ -166,5 +201,3 @@ def ahead_problems(config: RunConfig) -> Iterator[Problem]:
         reason = "keep continues responses with new weights, but lora.sync is adapter: a request keeps its adapter"
         fix = "choose wait (responses end with their adapter) or resume (requested again with the new one)"
         yield Problem(("rollout.in_flight", "lora.sync", key), f"{reason}; {fix}")
-    if config.multi_turn.enabled:
-        yield Problem((key, *ANSWERING), f"{value} does not support multi_turn; set max_staleness to 0")

@@ -11,6 +11,7 @@ from megagrpo.config.algorithm_rules import (
     kl_problems,
     loss_problems,
     quantization_problems,
+    turn_problems,
 )
 from megagrpo.config.data import RENDERER_ARGUMENTS
 from megagrpo.config.evaluation import evaluation_problems
@@ -18,7 +19,7 @@ from megagrpo.config.extra_args import extra_args_problems, options_of
 from megagrpo.config.lora import lora_problems
 from megagrpo.config.multi_turn import multi_turn_problems
 from megagrpo.config.overlap_rules import overlap_problems
-from megagrpo.config.paths import path_problems
+from megagrpo.config.paths import is_user_code, path_problems
 from megagrpo.config.placement import nearest_divisor, placement_problems
 from megagrpo.config.problems import Problem
 from megagrpo.config.tracker_options import tracker_problems
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
 MOST_SAMPLES = 10_000_000  # limit per step: a few processes hold all tokens and rewards in memory
+PROCESSED = tuple(
+    f"rollout.{name}"
+    for name in ("logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty", "structured_outputs")
+)
 LONGEST_SAMPLE = ("rollout.max_prompt_length", "rollout.max_completion_length", "multi_turn.max_response_length")
 
 
@@ -35,10 +40,13 @@ def cross_field_problems(config: RunConfig) -> list[Problem]:
     of_algorithm = (kl_problems(config), loss_problems(config.algorithm), advantage_problems(config.algorithm))
     of_policy = (lora_problems(config), fp8_problems(config), quantization_problems(config), layout_problems(config))
     of_steps = (length_problems(config), step_problems(config), optimizer_problems(config), fused_problems(config))
-    of_rollout = (data_problems(config), stop_problems(config), evaluation_problems(config), placement_problems(config))
+    of_rollout = (data_problems(config), stop_problems(config), sampling_problems(config), evaluation_problems(config))
     others = (ahead_problems(config), extra_args_problems(config), tracker_problems(config), path_problems(config))
     own = (
+        placement_problems(config),
         multi_turn_problems(config.multi_turn),
+        turn_problems(config),
+        source_problems(config),
         replay_problems(config),
         router_problems(config),
         overlap_problems(config),
@@ -143,13 +151,35 @@ def data_problems(config: RunConfig) -> Iterator[Problem]:
     if d.chat_template_kwargs and d.chat_template == "none":
         reason = "has no effect, because data.chat_template is none; leave one of them out"
         yield Problem(("data.chat_template_kwargs", "data.chat_template"), reason)
-    if not config.rewards.functions and m.scheduler is None and m.environment is None:
-        keys = ("rewards.functions", "multi_turn.scheduler", "multi_turn.environment")
-        reason = "the run has no rewards; name a function, or a scheduler or environment that gives rewards"
+    if not config.rewards.functions and not (m.scheduler or m.environment or m.agent):
+        keys = ("rewards.functions", "multi_turn.scheduler", "multi_turn.environment", "multi_turn.agent")
+        reason = "the run has no rewards; name a function, or a scheduler, environment or agent that gives rewards"
         yield Problem(keys, reason, rule=18)
+    if m.agent and d.system_prompt is not None:
+        reason = "has no effect on an agent, which writes its messages itself; leave one of them out"
+        yield Problem(("data.system_prompt", "multi_turn.agent"), reason)
     if d.curriculum_low > d.curriculum_high:
         reason = f"{d.curriculum_low} is above data.curriculum_high {d.curriculum_high}"
         yield Problem(("data.curriculum_low", "data.curriculum_high"), f"{reason}; the interval is empty; swap the two")
+
+
+def source_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield a data source that is no user code, and settings that a data source replaces."""
+    data, key, run = config.data, "data.source", config.run
+    if data.source is None:
+        if data.source_args:
+            yield Problem(("data.source_args", key), "has no effect without data.source; name a class, or leave it out")
+        return
+    if not is_user_code(data.source):
+        yield Problem((key,), f"`{data.source}` is no class; write path/file.py:Class or package.module:Class")
+    if data.curriculum != "off":
+        reason = f"{data.curriculum} chooses prompts, and data.source chooses them already; leave one of them out"
+        yield Problem(("data.curriculum", key), reason)
+    if not data.shuffle:
+        yield Problem(("data.shuffle", key), "false has no effect: data.source decides the order; leave it out")
+    if run.num_train_epochs is not None:
+        reason = "data.source decides how often a row is drawn, so an epoch has no length; set run.max_steps instead"
+        yield Problem(("run.num_train_epochs", key), reason)
 
 
 def stop_problems(config: RunConfig) -> Iterator[Problem]:
@@ -161,6 +191,29 @@ def stop_problems(config: RunConfig) -> Iterator[Problem]:
     if r.stop and str(config.model.tokenizer).endswith(".model"):
         reason = "needs a tokenizer that vLLM loads, but model.tokenizer is a bare SentencePiece file"
         yield Problem((key, "model.tokenizer"), f"{reason}; name a Hugging Face folder")
+
+
+def sampling_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield options that contradict sampling parameters of rows, and changed logits."""
+    r = config.rollout
+    if config.data.sampling_column and config.train.fused_logprobs:
+        reason = "gives tokens their own temperature, but the kernels of train.fused_logprobs have one for all"
+        yield Problem(("data.sampling_column", "train.fused_logprobs"), f"{reason}; set fused_logprobs to false")
+    if r.processes_logits and config.train.fused_logprobs:
+        reason = f"true writes no logits, which {', '.join(PROCESSED)} change; set it to false"
+        yield Problem(("train.fused_logprobs", *PROCESSED), reason)
+    by_request = ("frequency_penalty", "presence_penalty", "structured_outputs")
+    if r.max_staleness and (r.in_flight == "resume" or config.lora.syncs_adapters):
+        for name in [name for name in by_request if getattr(r, name)]:
+            reason = "begins anew with each request, but an interrupted response is requested again with its tokens as"
+            keys = (f"rollout.{name}", "rollout.in_flight", "rollout.max_staleness", "lora.sync")
+            yield Problem(keys, f"{reason} the prompt (rollout.in_flight {r.in_flight}); choose keep, or leave it out")
+    if r.structured_outputs and "--reasoning-parser" in options_of(r.extra_args):
+        reason = "vLLM would begin after a thought, and the trainer cannot know where; leave --reasoning-parser out"
+        yield Problem(("rollout.structured_outputs", "rollout.extra_args"), reason)
+    if r.structured_outputs and str(config.model.tokenizer).endswith(".model"):
+        reason = "needs a tokenizer that vLLM loads, but model.tokenizer is a bare SentencePiece file"
+        yield Problem(("rollout.structured_outputs", "model.tokenizer"), f"{reason}; name a Hugging Face folder")
 
 
 def replay_problems(config: RunConfig) -> Iterator[Problem]:

@@ -46,6 +46,14 @@ class DataSection(Section):
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, such as `enable_thinking: false` (Qwen3) or `reasoning_effort: low` (gpt-oss),
     for every prompt. A row's column `chat_template_kwargs` (a mapping) adds to them and overrides them."""
+    sampling_column: str | None = None
+    """Column of `data.train` with a row's own sampling parameters: a mapping with `temperature`, `max_tokens` or both.
+    The trainer's log-probs use the row's temperature. `rollout.max_completion_length` is the limit of `max_tokens`.
+    Evaluation has its own parameters. docs/sampling.md."""
+    source: str | None = None
+    """A class that chooses the next prompts, as `path/file.py:Class` or `package.module:Class`: docs/data_source.md."""
+    source_args: dict[str, Any] = {}
+    """Keyword arguments of the constructor of `data.source`."""
     shuffle: bool = True
     """Shuffle each epoch in an order that depends only on the seed and the epoch."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "drop"

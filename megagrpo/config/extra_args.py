@@ -44,7 +44,8 @@ REFUSED_ARGUMENTS = {
     "--model": "is set by model.path; leave it out",
     "--served-model-name": "is set by the run, which requests the model by that name; leave it out",
     "--tokenizer": "is set by model.tokenizer; leave it out",
-    "--skip-tokenizer-init": "is set by multi_turn.tool_parser and rollout.stop; leave it out",
+    "--skip-tokenizer-init": "is set by multi_turn.tool_parser, rollout.stop and "
+    "rollout.structured_outputs; leave it out",
     "--host": "is set by rollout.interface; leave it out",
     "--port": "is set by rollout.port; leave it out",
     "--api-key": "would show a secret to every user of the host (ps); launched servers already have a token; leave it "
@@ -62,6 +63,7 @@ REFUSED_ARGUMENTS = {
     "--enforce-eager": "is set by rollout.enforce_eager; leave it out",
     "--tool-call-parser": "is set by multi_turn.tool_parser; leave it out",
     "--enable-auto-tool-choice": "is set by multi_turn.tool_parser; leave it out",
+    "--structured-outputs-config": "is set by rollout.structured_outputs; leave it out",
     "--enable-sleep-mode": "is set by rollout.placement; leave it out",
     "--config": "names a file with more arguments, which this check cannot read; write them in rollout.extra_args",
     "--help": "starts no server; leave it out",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import json
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -19,6 +20,25 @@ from megagrpo.config.section import (
 )
 from megagrpo.config.transport_table import TransportName
 from megagrpo.platform.process.loopback import LOOPBACK
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+def _one_constraint(given: dict[str, Any]) -> dict[str, Any]:
+    """Check that there is at most one constraint, and its type."""
+    if len(given) > 1:
+        raise ValueError(f"must name one constraint, but has {', '.join(given)}")
+    for kind, value in given.items():
+        texts = value if kind == "choice" and isinstance(value, list) and value else [value]
+        if kind == "json" and isinstance(value, dict):
+            continue
+        if kind == "json" or not all(isinstance(text, str) and text for text in texts):
+            wanted = {"json": "a JSON schema as a mapping", "choice": "a list of texts that are not empty"}
+            raise ValueError(f"{kind} must be {wanted.get(kind, 'a text that is not empty')}")
+        if kind == "grammar" and "::=" not in value:
+            raise ValueError("grammar must be in EBNF, with rules such as `root ::= ...`")
+    return given
 
 
 def _not_empty(text: str) -> str:
@@ -45,6 +65,22 @@ class RolloutSection(Section):
     """Sample from this many of the most likely tokens; 0 keeps all."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Sample from the tokens that are at least this times as likely as the most likely token; 0 keeps all."""
+    logit_bias: dict[NonNegativeInt, Bias] = {}
+    """Numbers between -100 and 100 that are added to logits, by token id: `{29: -100}` bans token 29. The trainer's
+    log-probs have them too, as they have penalties. They also apply to evaluation. docs/sampling.md."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """Logits of tokens that occur in the prompt or earlier in the response are divided by this if positive, and
+    multiplied if negative; 1 changes nothing."""
+    frequency_penalty: Penalty = 0.0
+    """Subtracted from a token's logit for each time that it occurs earlier in the response, or in the turn."""
+    presence_penalty: Penalty = 0.0
+    """Subtracted from a token's logit if it occurs earlier in the response, or in the turn."""
+    structured_outputs: Annotated[
+        dict[Literal["regex", "json", "choice", "grammar"], Any], AfterValidator(_one_constraint)
+    ] = {}
+    """Constraint of each response, or of each turn: `{regex: TEXT}`, `{json: SCHEMA}`, `{choice: [TEXT, ...]}` or
+    `{grammar: EBNF}`. vLLM samples from the tokens that it allows, and the trainer's log-probs are over them. It also
+    applies to evaluation. docs/sampling.md."""
     stop: list[Annotated[str, AfterValidator(_not_empty)]] = []
     """Texts that end a response, like the end token. The loss sees all sampled tokens until the text is complete.
     Special tokens such as `<|im_end|>` are valid. It also applies to evaluation and `generate`. docs/sampling.md."""
@@ -161,6 +197,25 @@ class RolloutSection(Section):
         """The sizes of a server as a product of keys, for messages."""
         others = [f" x rollout.{name} {size}" for name, size in (("pp", self.pp), ("dp", self.dp)) if size > 1]
         return f"rollout.tp {self.tp}{''.join(others)}"
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether repeated tokens have other logits."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
+
+    @property
+    def processes_logits(self) -> bool:
+        """Whether logits are changed before the temperature."""
+        return self.penalizes or bool(self.logit_bias or self.structured_outputs)
+
+    @property
+    def constraint(self) -> tuple[str, str] | None:
+        """The constraint of structured outputs as its kind for vLLM and its text; None without."""
+        for kind, value in self.structured_outputs.items():
+            if kind == "choice":
+                return "grammar", "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
+            return kind, json.dumps(value) if kind == "json" else value
+        return None
 
     @property
     def truncates(self) -> bool:

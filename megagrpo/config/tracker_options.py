@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
 
 from megagrpo.config.paths import is_user_code
 from megagrpo.config.problems import Problem
@@ -14,15 +16,25 @@ from megagrpo.platform.process.hints import did_you_mean
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
-# built-in trackers, and the packages that they import; all but TensorBoard's come with the extra of the same name
+# built-in trackers, and the packages that they import; some come with the extra of the same name
 TRACKER_PACKAGES = {
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
     "trackio": ("trackio",),
+    "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
+    "prometheus": ("prometheus_client",),
 }
 BUILT_IN_TRACKERS = tuple(TRACKER_PACKAGES)
+INSTALLED_BY = {  # trackers without an extra: what pip installs
+    "tensorboard": "tensorboard",
+    "otel": "opentelemetry-exporter-otlp-proto-http",
+    "prometheus": "prometheus_client",
+}
 PROJECT = "megagrpo"  # project or experiment when neither the config nor the environment names one
+
+
+Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class WandbSection(Section):
@@ -63,6 +75,18 @@ class TrackioSection(Section):
     """Name of the run in trackio. Empty: `run.name`."""
 
 
+class OtelSection(Section):
+    endpoint: str | None = None
+    """Address of an OpenTelemetry collector for OTLP over HTTP, such as `http://127.0.0.1:4318`. Empty:
+    `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` or `OTEL_EXPORTER_OTLP_ENDPOINT`, or `http://localhost:4318`."""
+
+
+class PrometheusSection(Section):
+    port: Port = 9400
+    """Port on the loopback interface of rank 0's host. 0: any free port, whose address is in the run's file
+    `prometheus_url`."""
+
+
 def tracker_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield names in `run.trackers` that are neither a tracker nor a class of the user, and repeated names."""
     for index, name in enumerate(config.run.trackers):
@@ -76,14 +100,21 @@ def tracker_problems(config: RunConfig) -> Iterator[Problem]:
 
 def missing_package(name: str) -> str:
     """Return which missing package makes the built-in tracker `name` unusable on this machine; "" if all are there."""
-    absent = [package for package in TRACKER_PACKAGES[name] if importlib.util.find_spec(package) is None]
+    absent = [package for package in TRACKER_PACKAGES[name] if not _installed(package)]
     if not absent:
         return ""
-    install = absent[0] if name == "tensorboard" else f"'megagrpo[{name}]'"
+    install = INSTALLED_BY.get(name, f"'megagrpo[{name}]'")
     return (
         f"`{name}` needs {', '.join(absent)}, which is not installed: pip install {install}; or remove it from "
         "run.trackers"
     )
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
 
 
 def tracker_notes(trackers: Sequence[str]) -> list[Problem]:

@@ -230,3 +230,35 @@ def test_prompts_that_are_rendered_already_are_a_warning(folder, capsys):
             f"them again" in out
         )
         assert "no problem found" not in out
+
+
+SOURCE = """
+class Source:
+    def __init__(self, rows, seed):
+        self.longest = max(rows, key=lambda row: len(rows[row]["prompt"]))
+
+    def next(self, count, progress):
+        return [self.longest] * count
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class Broken(Source):
+    def __init__(self, rows, seed):
+        self.levels = [rows[row]["lvl"] for row in rows]
+"""
+
+
+def test_a_data_source_is_made_with_the_usable_rows(folder, capsys):
+    (folder / "choose.py").write_text(SOURCE)
+    assert check(folder, f"data.source={folder}/choose.py:Source") == 0
+    capsys.readouterr()
+    assert check(folder, f"data.source={folder}/choose.py:Broken") == 2
+    said = f"data.source: `{folder}/choose.py:Broken` cannot be constructed: KeyError: 'lvl' ({folder}/choose.py:18)"
+    assert said in capsys.readouterr().err
+    assert check(folder, f"data.source={folder}/choose.py:Missing") == 2
+    assert f"{folder}/choose.py has no function or class `Missing`; it has: Source, Broken" in capsys.readouterr().err

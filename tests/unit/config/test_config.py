@@ -307,15 +307,32 @@ def test_sizes_of_a_server_that_contradict_each_other_are_refused(overrides, sai
 
 
 MULTI_TURN = {
-    "multi_turn.max_turns=3": "multi_turn.max_turns: has no effect without a scheduler, tools or an environment; name "
-    "one",
+    "multi_turn.max_turns=3": "multi_turn.max_turns: has no effect without a scheduler, tools, an environment or an "
+    "agent; name one",
+    "multi_turn={agent: 'json:loads', tools: [calculator]}": "multi_turn.agent: an agent answers the policy itself",
+    "multi_turn={agent: 'json:loads', environment: 'json:JSONDecoder'}": "multi_turn.agent: an agent answers the",
+    "multi_turn={agent: 'json:loads', scheduler: math_tip_trick}": "multi_turn.agent: an agent answers the policy",
+    "multi_turn={agent: 'json:loads', timeout: 3}": "multi_turn.timeout: has no effect on an agent, which calls",
+    "multi_turn={agent: 'json:loads', max_tool_calls: 3}": "multi_turn.max_tool_calls: has no effect on an agent",
     "multi_turn={tools: [calculator], scheduler_args: {attempts: "
     "3}}": "multi_turn.scheduler_args: needs a scheduler; set",
+    "multi_turn={tools: [calculator], environment_args: {size: 3}}": "multi_turn.environment_args: needs an environment",
+    "multi_turn={tools: [calculator], reuse_environments: true}": "multi_turn.reuse_environments: needs an environment",
+    "multi_turn={tools: [calculator], container: 'run {command}'}": "multi_turn.container: needs an environment",
+    "multi_turn={environment: 'mcp:notes', container: docker run image}": "multi_turn.container: starts no environment",
+    "multi_turn={environment: 'mcp:notes', container: 'run \"{command}'}": "multi_turn.container: cannot be split",
+    "multi_turn={environment: 'mcp:notes', container: 'run {command}', scheduler: math_tip_trick}": (
+        "multi_turn.container: holds the environment only"
+    ),
     "multi_turn={scheduler: math_tip_trick, tool_parser: "
     "'vllm:hermes'}": "multi_turn.tool_parser: vllm:hermes needs tools; name tools",
     "multi_turn={tools: [calculator], tool_parser: xml}": "multi_turn.tool_parser: must match the pattern",
     "multi_turn={scheduler: math_tip_trick, max_tool_calling_iterations: "
     "2}": "multi_turn.max_tool_calling_iterations: 2 needs tools",
+    "multi_turn={scheduler: math_tip_trick, max_tool_calls: 2}": "multi_turn.max_tool_calls: 2 needs tools",
+    "multi_turn={scheduler: math_tip_trick, max_result_chars: 9}": "multi_turn.max_result_chars: 9 needs tools",
+    "multi_turn={tools: [calculator], retries: 2}": "multi_turn.retries: 2 needs a scheduler, an environment or an agent",
+    "multi_turn={tools: [calculator], max_seconds: 0}": "multi_turn.max_seconds: must be greater than 0",
     "multi_turn={tools: [calculator], completion_length_limit_scope: "
     "per_round}": "multi_turn.max_response_length: completion_length",
     "multi_turn={tools: [calculator], max_response_length: "
@@ -339,8 +356,16 @@ def test_options_of_several_turns_that_say_nothing_or_contradict_are_refused(tmp
 def test_something_must_give_rewards(tmp_path):
     path = write(tmp_path, SMALLEST)
     _, found = problems(path, "rewards.functions=[]")
-    assert found.startswith("rewards.functions: the run has no rewards; name a function, or a scheduler or environment")
-    assert load_config(path, ["rewards.functions=[]", "multi_turn.environment=safe.py:Safe"]).rewards.functions == []
+    assert found.startswith(
+        "rewards.functions: the run has no rewards; name a function, or a scheduler, environment or"
+    )
+    for gives in ("environment=safe.py:Safe", "agent=mine.py:run"):
+        assert load_config(path, ["rewards.functions=[]", f"multi_turn.{gives}"]).rewards.functions == []
+
+
+def test_a_system_prompt_does_not_reach_an_agent(tmp_path):
+    _, found = problems(write(tmp_path, SMALLEST), "multi_turn.agent=mine.py:run", "data.system_prompt=Hi")
+    assert found.startswith("data.system_prompt: has no effect on an agent")
 
 
 def test_limits_of_several_turns_make_the_longest_sample(tmp_path):

@@ -19,8 +19,9 @@ REPOSITORY = Path(__file__).parents[3]
 EVERYWHERE = """
 model: {path: weights, reference_path: ../weights, tokenizer: weights}
 run: {output_dir: runs, trackers: ["track.py:T"], callbacks: ["calls.py:Watch", "package.module:Stop"]}
-algorithm: {beta: 0.1, loss_type: "loss.py:f"}
+algorithm: {beta: 0.1, loss_type: "loss.py:f", advantage_estimator: "gain.py:g"}
 data:
+  source: "choose.py:Source"
   train: {source: rows.jsonl}
   eval: {source: rows}
   chat_template: chat.jinja
@@ -55,6 +56,7 @@ def test_paths_of_an_inherited_file_count_from_its_own_folder(parent, tmp_path, 
         f"{parent}/weights", f"{tmp_path}/weights", f"{parent}/weights",
     )  # fmt: skip
     assert (config.data.train.source, config.data.eval.source) == (f"{parent}/rows.jsonl", f"{parent}/rows")
+    assert config.data.source == f"{parent}/choose.py:Source"
     assert (config.evaluation.sets["more"].source, config.data.chat_template) == (
         f"{parent}/other",
         f"{parent}/chat.jinja",

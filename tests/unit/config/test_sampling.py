@@ -6,8 +6,41 @@ from megagrpo.config import ConfigError, load_config
 
 SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: [{function: exact_number}]}\n"
 REFUSED = {
+    "rollout.logit_bias.3=1 train.fused_logprobs=true": "train.fused_logprobs: true writes no logits, which "
+    "rollout.logit_bias, rollout.repetition_penalty, rollout.frequency_penalty, rollout.presence_penalty, "
+    "rollout.structured_outputs change; set it to false",
+    "rollout.logit_bias.3=-101": "rollout.logit_bias.3: must be at least -100 (got -101)",
+    "rollout.repetition_penalty=0": "rollout.repetition_penalty: must be greater than 0 (got 0)",
+    "rollout.presence_penalty=2.5": "rollout.presence_penalty: must be at most 2 (got 2.5)",
+    "rollout.presence_penalty=0.5 rollout.max_staleness=1 rollout.in_flight=resume rollout.placement=dedicated "
+    "algorithm.importance_correction=token_truncate "
+    "algorithm.importance_correction_max=2": "rollout.presence_penalty: begins anew with each request, "
+    "but an interrupted response is requested again with its tokens as the prompt (rollout.in_flight resume); choose "
+    "keep, or leave it out",
+    "rollout.structured_outputs.regex=a rollout.structured_outputs.choice=[a]": "rollout.structured_outputs: must name "
+    "one constraint, but has regex, choice (got {'regex': 'a', 'choice': ['a']})",
+    "rollout.structured_outputs.choice=[]": "rollout.structured_outputs: choice must be a list of texts that are not "
+    "empty (got {'choice': []})",
+    "rollout.structured_outputs.json=text": "rollout.structured_outputs: json must be a JSON schema as a mapping (got "
+    "{'json': 'text'})",
+    "rollout.structured_outputs.grammar=a": "rollout.structured_outputs: grammar must be in EBNF, with rules such as "
+    "`root ::= ...` (got {'grammar': 'a'})",
+    "rollout.structured_outputs.regex=a model.tokenizer=t.model": "rollout.structured_outputs: needs a tokenizer that "
+    "vLLM loads, but model.tokenizer is a bare SentencePiece file; name a Hugging Face folder",
+    "rollout.structured_outputs.regex=a rollout.extra_args=[--reasoning-parser,qwen3]": "rollout.structured_outputs: "
+    "vLLM would begin after a thought, and the trainer cannot know where; leave --reasoning-parser out",
+    "data.sampling_column=sampling train.fused_logprobs=true": "data.sampling_column: gives tokens their own "
+    "temperature, but the kernels of train.fused_logprobs have one for all; set fused_logprobs to false",
     "data.curriculum_low=0.95": "data.curriculum_low: 0.95 is above data.curriculum_high 0.9; the interval is empty; "
     "swap the two",
+    "data.source_args.share=1": "data.source_args: has no effect without data.source; name a class, or leave it out",
+    "data.source=mine": "data.source: `mine` is no class; write path/file.py:Class or package.module:Class",
+    "data.source=a.b:C data.curriculum=pass_rate": "data.curriculum: pass_rate chooses prompts, and data.source "
+    "chooses them already; leave one of them out",
+    "data.source=a.b:C data.shuffle=false": "data.shuffle: false has no effect: data.source decides the order; leave "
+    "it out",
+    "data.source=a.b:C run.num_train_epochs=1": "run.num_train_epochs: data.source decides how often a row is drawn, "
+    "so an epoch has no length; set run.max_steps instead",
     "data.curriculum_high=2": "data.curriculum_high: must be at most 1 (got 2)",
     "algorithm.max_resample_times=0": "algorithm.max_resample_times: must be greater than 0 (got 0)",
     "rollout.stop=['']": "rollout.stop.0: must not be empty, because an empty text ends every response (got '')",
