@@ -70,7 +70,14 @@ def check(run: world.Run, steps: int, low: float, high: float) -> None:
 
 @pytest.mark.parametrize(
     ("name", "low", "high"),
-    [("math", 0.1, 1), ("code", 0, 1), ("environment", 0, 1), ("lora", 0, 1), ("capitals", 0.2, 1.5)],
+    [
+        ("math", 0.1, 1),
+        ("code", 0, 1),
+        ("environment", 0, 1),
+        ("lora", 0, 1),
+        ("data_source", 0, 1),
+        ("capitals", 0.2, 1.5),
+    ],
 )
 def test_an_example_trains_for_two_steps(name, low, high, tmp_path):
     run = train(name, tmp_path, "run.max_steps=2")

@@ -75,7 +75,7 @@ class Killer:
 
 
 def in_generate(killer):
-    killer.wrap(Generation, "run", killer.soon)
+    killer.wrap(Generation, "running", killer.soon)
     killer.wrap(Scoring, "finish", lambda *_: time.sleep(9))
 
 

@@ -51,7 +51,11 @@ REPOSITORY = Path(__file__).parents[2]
 SECONDS = 200.0  # limit for one part of a run on a busy machine
 HEADS = 4
 # beginnings of names of metrics that differ from run to run
-MEASURED = ("time/", "idle/", "weight_sync/", "tokens_per_second", "generated_tokens_per_second", "memory", "wall_time")
+MEASURED = (
+    *("time/", "idle/", "weight_sync/", "tokens_per_second", "generated_tokens_per_second", "memory", "wall_time"),
+    *("multi_turn/turn_seconds", "multi_turn/tool_seconds", "eval/idle/", "eval/multi_turn/turn_seconds"),
+    "eval/multi_turn/tool_seconds",
+)
 
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt "

@@ -129,6 +129,10 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "rollout.enforce_eager": "unit/engine/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
     "rollout.extra_args": "unit/engine/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
     "rollout.gpu_memory_utilization": "unit/engine/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
+    "rollout.logit_bias": (
+        "distributed/test_logit_processors.py::test_every_layout_takes_the_same_step",
+        "e2e/test_request_sampling.py::test_changed_logits_are_the_same_in_trainer_engine_and_audit",
+    ),
     "rollout.max_completion_length": (
         "unit/engine/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
         "unit/engine/servers/test_server_options.py::test_a_server_holds_the_longest_prompt_with_the_longest_response",
@@ -169,6 +173,10 @@ KEYS: dict[str, str | tuple[str, ...]] = {
         "unit/engine/servers/test_launcher.py::test_a_server_that_does_not_answer_in_time_ends_the_start_with_the_key"
     ),
     "rollout.stop": "unit/engine/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
+    "rollout.structured_outputs": (
+        "unit/data/test_grammar.py::test_a_regex_allows_what_continues_a_word_of_its_language",
+        "e2e/test_request_sampling.py::test_changed_logits_are_the_same_in_trainer_engine_and_audit",
+    ),
     "rollout.temperature": (
         "unit/engine/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
         "e2e/test_options.py::test_temperature_belongs_to_both_sides",
@@ -180,6 +188,10 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "rollout.top_p": (
         "unit/engine/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
         "e2e/test_truncated_rollouts.py::test_trainer_and_engine_agree_on_the_truncated_distribution",
+    ),
+    "rollout.repetition_penalty": (
+        "distributed/test_logit_processors.py::test_values_and_gradients_are_those_of_dense_counts",
+        "e2e/test_request_sampling.py::test_changed_logits_are_the_same_in_trainer_engine_and_audit",
     ),
     "rollout.tp": "unit/engine/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
     "rollout.pp": "e2e/test_server_layouts.py::test_stages_get_their_layers",
@@ -201,6 +213,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
         "unit/records/sinks/test_wandb.py::test_metrics_have_the_runs_step_and_tables_hold_every_response",
         "unit/records/sinks/test_mlflow.py::test_a_run_and_its_continuation_are_one_run_in_a_database_beside_the_runs",
         "unit/records/sinks/test_trackio.py::test_a_run_and_its_continuation_are_one_run_in_a_local_database",
+        "e2e/test_tracing.py::test_a_run_is_scraped_with_its_servers_and_sends_a_trace_per_step",
         "unit/records/sinks/test_find_trackers.py::test_the_sink_of_the_page_writes_what_the_page_says",
     ),
     "train.adam_beta1": "distributed/test_optimizer_step.py::test_the_weights_of_four_steps_are_those_of_adamw_in_float64",

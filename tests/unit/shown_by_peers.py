@@ -7,6 +7,9 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "algorithm.kl_in_reward": "unit/algorithms/test_kl_in_reward.py::test_advantages_are_ms_swifts",
     "data.columns": "unit/data/test_prompts.py::test_columns_are_renamed_beside_the_originals",
     "data.prompt_column": "unit/proof/plan/test_files.py::test_data_that_does_not_exist_or_lacks_a_column_is_a_problem",
+    "data.source": (
+        "e2e/test_data_source.py::test_a_run_draws_what_its_source_chooses_and_resumes_as_if_never_interrupted"
+    ),
     "evaluation.keep_best": "e2e/test_evaluation.py::test_the_best_checkpoint_stays_beside_the_newest_and_a_resumed_run_knows_it",
     "evaluation.temperature": "e2e/test_evaluation.py::test_sets_are_evaluated_with_their_own_sampling_before_between_and_after",
     "evaluation.top_k": "e2e/test_evaluation.py::test_sets_are_evaluated_with_their_own_sampling_before_between_and_after",

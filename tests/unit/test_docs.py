@@ -37,11 +37,15 @@ EXAMPLE = REPOSITORY / "configs" / "examples" / "capitals" / "run.yaml"
 KEYS = {key for key, _ in fields(RunConfig)}
 OF_RUN = {f"run.{name}" for name in (*vars(Run), "folder")}  # attributes of the Python API's run
 OPEN = (
+    "rollout.logit_bias",
+    "rollout.structured_outputs",
     "data.chat_template_kwargs",
     "data.columns",
+    "data.source_args",
     "data.train.options",
     "data.eval.options",
     "evaluation.sets.NAME.options",
+    "multi_turn.environment_args",
     "rewards.functions.N.args",
     "run.mlflow.tags",
     "train.optimizer_args",
@@ -64,7 +68,11 @@ STEP_METRICS = """step wall_time loss kl entropy clip_ratio/low_mean clip_ratio/
     weight_sync/publish_seconds weight_sync/load_seconds weight_sync/checksum_seconds weight_sync/gigabytes
     dynamic_sample/rounds dynamic_sample/groups_drawn dynamic_sample/groups_kept dynamic_sample/reward_drawn
     curriculum/resting curriculum/pass_rate
-    multi_turn/mean_turns multi_turn/failures tools/call_frequency tools/failure_frequency
+    multi_turn/mean_turns multi_turn/failures multi_turn/failures/CAUSE multi_turn/retries multi_turn/ended/NAME
+    multi_turn/turn_tokens multi_turn/turn_seconds/mean multi_turn/turn_seconds/max multi_turn/tool_seconds/mean
+    multi_turn/tool_seconds/max idle/tools idle/slots idle/generation
+    tools/call_frequency tools/failure_frequency tools/shortened_frequency
+    agents/branches/CAUSE agents/ignored/NAME agents/invalid_calls
     packing/micro_batch_imbalance packing/rank_imbalance tokens_per_second memory_gb weight_version
     checkpoint/failures cispo_clip_ratio off_policy_mask/kept sampling/importance_sampling_ratio/mean
     sampling/importance_sampling_ratio/min sampling/importance_sampling_ratio/max entropy/top entropy_coef
