@@ -9,7 +9,7 @@ responses. Later examples use the names of earlier ones, also in `train_types.py
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -107,12 +107,6 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     penalties: Penalties = NO_PENALTIES
     constraint: tuple[str, str] | None = None  # of the text: "regex", "json" or "grammar", and it
-
-    def of(self, prompt: Prompt) -> SamplingParams:
-        """Return the parameters for this prompt, whose own `max_tokens` lowers the limit and never raises it."""
-        own = dict(prompt.sampling)
-        limit = min(self.max_tokens, own.pop("max_tokens", self.max_tokens))
-        return replace(self, **own, max_tokens=limit) if prompt.sampling else self
 
 
 def _equal(one: object, other: object) -> bool:

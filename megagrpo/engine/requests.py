@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +30,7 @@ class GroupRequest:
     version: int
 
     def __post_init__(self) -> None:
-        self.sampling = self.sampling.of(self.prompt)
+        self.sampling = own_sampling(self.prompt, self.sampling)
 
     def requests(self) -> list[Request]:
         """Return the request for each response."""
@@ -40,6 +40,13 @@ class GroupRequest:
     def prompt_json(self) -> msgspec.Raw:
         """The prompt's token ids as JSON, encoded once for all requests."""
         return msgspec.Raw(_encode(self.prompt.token_ids))
+
+
+def own_sampling(prompt: Prompt, sampling: SamplingParams) -> SamplingParams:
+    """Return the parameters for this prompt, whose own `max_tokens` lowers the limit and never raises it."""
+    own = dict(prompt.sampling)
+    limit = min(sampling.max_tokens, own.pop("max_tokens", sampling.max_tokens))
+    return replace(sampling, **own, max_tokens=limit) if prompt.sampling else sampling
 
 
 def sampling_params(sampling: SamplingParams) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from megagrpo.config import DataSection
 from megagrpo.data.packing import PackingRules, build_micro_batch
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.step_samples import StepSamples
-from megagrpo.engine.requests import GroupRequest
+from megagrpo.engine.requests import GroupRequest, own_sampling
 from megagrpo.train_types import TrainSample
 from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout
 from tests.unit.data.test_prompts import tokenizer  # noqa: F401 (a fixture)
@@ -63,8 +63,8 @@ def test_a_request_has_the_parameters_of_its_row():
     request = GroupRequest(Prompt(0, (1,), "", sampling={"temperature": 0.5, "max_tokens": 4}), 1, sampling, 0, 0)
     assert (request.sampling.temperature, request.sampling.max_tokens) == (0.5, 4)
     # a conversation with less room than the row's limit
-    assert SamplingParams(1.0, 3).of(request.prompt).max_tokens == 3
-    assert sampling.of(Prompt(0, (1,), "")) is sampling
+    assert own_sampling(request.prompt, SamplingParams(1.0, 3)).max_tokens == 3
+    assert own_sampling(Prompt(0, (1,), ""), sampling) is sampling
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["own prompts", "shared prompts"])
