@@ -3,6 +3,7 @@ ms-swift."""
 
 # Each key that these pages name and the pages on TRL and ms-swift do not.
 KEYS: dict[str, str | tuple[str, ...]] = {
+    "algorithm.advantage_by": "unit/algorithms/test_turn_advantages.py::test_turns_have_the_advantages_of_the_formula",
     "algorithm.advantage_estimator": "unit/algorithms/test_kl_in_reward.py::test_advantages_are_ms_swifts",
     "algorithm.kl_in_reward": "unit/algorithms/test_kl_in_reward.py::test_advantages_are_ms_swifts",
     "data.columns": "unit/data/test_prompts.py::test_columns_are_renamed_beside_the_originals",

@@ -7,12 +7,12 @@ one per worker, for tools that keep no state. API: https://modelcontextprotocol.
 from __future__ import annotations
 
 import asyncio
-import os
 import shlex
 import sys
 from typing import Any
 
 from megagrpo.environments.episode import EnvironmentLost
+from megagrpo.platform.process.variables import ENVIRONMENT
 
 try:
     from mcp import ClientSession, StdioServerParameters
@@ -31,7 +31,7 @@ class McpServer:
     def __init__(self, name: str, env: dict[str, str] | None = None):
         command = [sys.executable, "-c", _TIED, *shlex.split(name)]
         self._parameters = StdioServerParameters(
-            command=command[0], args=command[1:], env={**os.environ, **(env or {})}
+            command=command[0], args=command[1:], env={**ENVIRONMENT, **(env or {})}
         )
         self._name = name
         self._session: ClientSession | None = None

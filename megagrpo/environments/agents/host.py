@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from megagrpo.environments.episode import accepted
 from megagrpo.environments.hosted import MALFORMED
+from megagrpo.platform.process.variables import ENVIRONMENT, put
 from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.channel import Channel, Frames, ProtocolError, as_json
 from megagrpo.rewards.workers.values import InvalidRewards, reward_of
@@ -72,10 +73,9 @@ class AgentHost:
         tie_to_parent()
         leave_trainer()
         pid = os.getpid()
-        os.environ.update(OPENAI_BASE_URL=client.base_url, OPENAI_API_KEY=client.api_key)
-        os.environ["OPENAI_AGENTS_DISABLE_TRACING"] = "1"  # it sends every conversation to OpenAI
-        for name in ("NO_PROXY", "no_proxy"):
-            os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
+        put({"OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key})
+        put({"OPENAI_AGENTS_DISABLE_TRACING": "1"})  # it sends every conversation to OpenAI
+        put({name: ",".join(filter(None, (ENVIRONMENT.get(name), "127.0.0.1"))) for name in ("NO_PROXY", "no_proxy")})
         try:
             value = awaited(self._agent(**accepted(self._agent, arguments | {"client": client})))
             answer: dict[str, float | str | None] = {

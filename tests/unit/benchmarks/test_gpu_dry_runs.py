@@ -82,8 +82,8 @@ def test_a_dry_train_step_predicts_each_precision_and_says_why_one_cannot_be(cap
     seconds, gib = ({name: pair[i] for name, pair in predicted.items()} for i in (0, 1))
     assert seconds.keys() == {"bf16", "tensorwise", "blockwise", "blockwise_kept"}
     assert seconds["bf16"] > 1.2 * seconds["blockwise"] and gib["bf16"] == gib["blockwise_kept"] < gib["blockwise"]
-    said = dry(train_step, capsys, "--models", "7b", "--recipes", "none", "delayed", "lora.rank=8")
-    assert "(bf16)" in said and "delayed: " in said and "model.fp8_recipe" in said
+    said = dry(train_step, capsys, "--models", "7b", "--recipes", "none", "blockwise_kept", "lora.rank=8")
+    assert "(bf16)" in said and "blockwise_kept: " in said and "model.fp8_param" in said
 
 
 def test_a_dry_weight_sync_counts_two_bytes_for_each_parameter(capsys):

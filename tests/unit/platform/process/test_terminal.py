@@ -106,6 +106,12 @@ PRINTS = {  # that print only our own text, or print text unchanged on purpose
     ("parser.py", "message"),
     ("run_lock.py", "f'process {os.getpid()} on host {socket.gethostname()}'"),
     ("submit.py", "text"),  # a script, in which every value is quoted
+    # rows of a data set, as ASCII JSON
+    ("verifiers_env.py", "json.dumps({key: row[key] for key in COLUMNS if key in row}, default=str)"),
+    (
+        "verifiers_v1.py",
+        "json.dumps({'prompt': _prompt(task.data) or [{'role': 'user', 'content': ''}], 'idx': task.data.idx})",
+    ),
     ("terminal.py", "f'{printable(str(text))}\\n'"),
 }
 
