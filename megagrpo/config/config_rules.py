@@ -205,7 +205,7 @@ def sampling_problems(config: RunConfig) -> Iterator[Problem]:
     by_request = ("frequency_penalty", "presence_penalty", "structured_outputs")
     if r.max_staleness and (r.in_flight == "resume" or config.lora.syncs_adapters):
         for name in [name for name in by_request if getattr(r, name)]:
-            reason = "begins anew with each request, but an interrupted response is requested again with its tokens as"
+            reason = "starts again with each request, but an interrupted response is requested again with its tokens as"
             keys = (f"rollout.{name}", "rollout.in_flight", "rollout.max_staleness", "lora.sync")
             yield Problem(keys, f"{reason} the prompt (rollout.in_flight {r.in_flight}); choose keep, or leave it out")
     if r.structured_outputs and "--reasoning-parser" in options_of(r.extra_args):

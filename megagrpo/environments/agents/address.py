@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megagrpo.environments.agents import chat_completions, responses_api
 from megagrpo.environments.agents.agent_requests import POLICY_NAME, Ask, Reply
 from megagrpo.environments.agents.trajectory import Refused, Trajectory
+from megagrpo.platform.process.loopback import LOOPBACK_ADDRESS
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 if TYPE_CHECKING:  # imported late, because a rank that does not generate opens 150 files less without it
@@ -89,7 +90,7 @@ class Seat:
         return reply
 
     def close(self) -> None:
-        """Cancel the turns that nobody waits for any longer."""
+        """Cancel the turns that are still under way."""
         for task in list(self._tasks):
             task.cancel()
         self.broken.cancel()
@@ -120,7 +121,7 @@ class Address:
         app.router.add_get("/v1/models/{name:.+}", self._models)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, LOOPBACK_ADDRESS, 0).start()
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
         return runner
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from megagrpo.environments.episode import accepted
 from megagrpo.environments.hosted import MALFORMED
+from megagrpo.platform.process.loopback import LOOPBACK_ADDRESS
 from megagrpo.platform.process.variables import ENVIRONMENT, put
 from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.channel import Channel, Frames, ProtocolError, as_json
@@ -75,7 +76,8 @@ class AgentHost:
         pid = os.getpid()
         put({"OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key})
         put({"OPENAI_AGENTS_DISABLE_TRACING": "1"})  # it sends every conversation to OpenAI
-        put({name: ",".join(filter(None, (ENVIRONMENT.get(name), "127.0.0.1"))) for name in ("NO_PROXY", "no_proxy")})
+        for name in ("NO_PROXY", "no_proxy"):
+            put({name: ",".join(filter(None, (ENVIRONMENT.get(name), LOOPBACK_ADDRESS)))})
         try:
             value = awaited(self._agent(**accepted(self._agent, arguments | {"client": client})))
             answer: dict[str, float | str | None] = {

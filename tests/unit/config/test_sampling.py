@@ -14,7 +14,7 @@ REFUSED = {
     "rollout.presence_penalty=2.5": "rollout.presence_penalty: must be at most 2 (got 2.5)",
     "rollout.presence_penalty=0.5 rollout.max_staleness=1 rollout.in_flight=resume rollout.placement=dedicated "
     "algorithm.importance_correction=token_truncate "
-    "algorithm.importance_correction_max=2": "rollout.presence_penalty: begins anew with each request, "
+    "algorithm.importance_correction_max=2": "rollout.presence_penalty: starts again with each request, "
     "but an interrupted response is requested again with its tokens as the prompt (rollout.in_flight resume); choose "
     "keep, or leave it out",
     "rollout.structured_outputs.regex=a rollout.structured_outputs.choice=[a]": "rollout.structured_outputs: must name "

@@ -425,7 +425,7 @@ def test_keys_are_valid_for_their_own_conversation_only(policy):
     asyncio.run(run())
 
 
-def test_a_turn_that_nobody_waits_for_is_cancelled(policy):
+def test_an_abandoned_turn_is_cancelled(policy):
     policy.seconds = 100.0
 
     async def use(client, seat):
