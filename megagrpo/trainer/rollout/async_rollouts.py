@@ -249,8 +249,8 @@ def _packed(rollout: Rollout) -> dict[str, Any]:
         row["routes"] = {"dtype": routes.dtype.name, "shape": routes.shape, "values": _encoded(routes)}
     if (dialogue := row.pop("dialogue")) is not None:
         row["dialogue"] = dialogue.record() | {"written": _encoded(dialogue.written)}
-        # the text of an episode's `reset` is part of the prompt
-        row["prompt"] = {"token_ids": rollout.prompt.token_ids, "messages": rollout.prompt.messages}
+        # the text of an episode's `reset` is part of the prompt, and an agent's requests are prompts
+        row["prompt"] = {name: getattr(rollout.prompt, name) for name in ("token_ids", "messages", "opened")}
     if branches := row.pop("branches"):
         row["branches"] = [_packed(branch) for branch in branches]
     return row
@@ -268,7 +268,7 @@ def _unpacked(row: dict[str, Any], prompt: Prompt) -> Rollout:
         written = np.frombuffer(base64.b64decode(record["written"]), np.bool_)
         dialogue = Dialogue.of_record(written, {name: value for name, value in record.items() if name != "written"})
         shown = row["prompt"]
-        prompt = replace(prompt, token_ids=tuple(shown["token_ids"]), messages=shown["messages"])
+        prompt = replace(prompt, **shown | {"token_ids": tuple(shown["token_ids"])})
     return Rollout(
         prompt,
         *_decoded(row["response_ids"], row["rollout_logprobs"]),

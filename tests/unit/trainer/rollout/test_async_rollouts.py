@@ -229,6 +229,19 @@ def test_a_checkpoint_keeps_conversations():
     assert [vars(turn) for turn in back.dialogue.turns] == [vars(turn) for turn in turns]  # with their seconds
 
 
+def test_a_checkpoint_keeps_the_samples_of_a_branched_trajectory():
+    def sample(number: int, **more) -> Rollout:
+        messages = [{"role": "user", "content": f"context {number}"}]
+        asked = replace(prompts(0, 1)[0], token_ids=(1, number), messages=messages, opened="<think>" * (number % 2))
+        dialogue = Dialogue([True, number == 3], ({"role": "assistant", "content": "x"},), (Turn(0, 1),), "done")
+        return Rollout(asked, (5, number), (-1.0, -0.5), "stop", number, "x", dialogue, **more)
+
+    whole = sample(9, branches=(sample(3), sample(4)))
+    (back,) = unpacked(json.loads(json.dumps(packed(0, [whole]))), prompts(0, 1)[0])
+    newer = [replace(branch, weight_version=branch.weight_version + 1) for branch in whole.branches]
+    assert back == replace(whole, weight_version=10, branches=tuple(newer))
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])
 def test_a_checkpoint_keeps_the_routes_of_a_group(dtype):
     routes = np.arange(3 * 4 * 2, dtype=dtype).reshape(3, 4, 2)
