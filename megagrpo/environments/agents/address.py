@@ -122,7 +122,7 @@ class Address:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, LOOPBACK_ADDRESS, 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        self.url = f"http://{LOOPBACK_ADDRESS}:{runner.addresses[0][1]}/v1"
         return runner
 
     @asynccontextmanager
