@@ -292,8 +292,8 @@ def test_an_engine_that_fails_ends_the_conversation_with_its_error(agents_of, po
 
 
 def test_an_agent_that_cannot_be_imported_is_an_error_before_the_first_step(agents_of):
-    with pytest.raises(ValueError, match=r"multi_turn.agent: .*nobody"):
-        agents_of("nobody")
+    with pytest.raises(ValueError, match=r"multi_turn.agent: .*absent"):
+        agents_of("absent")
 
 
 # ------------------------------------------------------------------------------------------------------ at the address

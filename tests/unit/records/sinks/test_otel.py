@@ -150,7 +150,7 @@ def test_spans_that_do_not_arrive_are_one_warning_and_the_run_goes_on(tmp_path, 
         write(tmp_path / "refused", f"run.otel.endpoint={url}")
     assert len(got) > 1
     began = time.monotonic()
-    write(tmp_path / "silent", f"run.otel.endpoint={url}")  # nobody listens there any longer
+    write(tmp_path / "silent", f"run.otel.endpoint={url}")  # no server listens there
     warnings = capfd.readouterr().err.splitlines()
     assert len(warnings) == 2 and time.monotonic() - began < 30
     for line in warnings:
