@@ -40,7 +40,7 @@ class TrainSample:
     index: int = -1  # index among the step's samples; -1 for padding
     truncated: bool = False  # the response reached its length limit
     inputs: Mapping[str, Any] = field(default_factory=dict)  # `Prompt.inputs`
-    temperature: float | None = None  # the row's own; None: the run's
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # the row's own parameters that change log-probs
     trajectory: int | None = None  # index among the step's trajectories; None: `index`, the trajectory has one sample
     token_advantages: Tensor | None = None  # [L] float32, with `algorithm.advantage_by`; None: all are `advantage`
 
@@ -146,8 +146,7 @@ class MicroBatch:
     # [tokens of this rank's layers, its M layers with experts, k] uint8 or int16: the experts that every pass takes;
     # None: those of the router's scores
     routes: Tensor | None = None
-    # [T] float32, if a sample has its own temperature; NaN: the run's temperature
-    temperatures: Tensor | None = None
+    sampling: tuple[Mapping[str, Any], ...] = ()  # [S], `TrainSample.sampling` of each sequence; () if all are empty
     several: Trajectories | None = None  # None: each trajectory of the step has one sample
 
     @property

@@ -15,6 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+# Parameters of a row that change log-probs. Others end a response or choose its random numbers.
+OF_DISTRIBUTION = (
+    *("temperature", "structured_outputs", "allowed_token_ids", "bad_word_ids", "logit_bias"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+)
 # [tokens, M, k] uint8 or int16: the k experts of each token in each of M layers with experts (`data/routes.py`)
 Routes = NDArray[np.uint8] | NDArray[np.int16]
 
@@ -28,6 +33,8 @@ class Prompt:
     copies. It is empty for models of text, and `MegatronPolicy` rejects a non-empty one.
 
     >>> prompt = Prompt(prompt_id=0, token_ids=(5, 6, 7), messages="2 + 2?", columns={"answer": "4"})
+    >>> Prompt(1, (5,), "", sampling={"temperature": 0.5, "max_tokens": 9}).distribution
+    {'temperature': 0.5}
     """
 
     prompt_id: int  # row in the data set
@@ -39,8 +46,13 @@ class Prompt:
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # this prompt's variables of the chat template
     opened: str = ""  # the end of token_ids as text if it opens a thought for the response, such as "<think>\n"
     inputs: Mapping[str, Any] = field(default_factory=dict)
-    sampling: dict[str, Any] = field(default_factory=dict)  # its own temperature and max_tokens, if any
+    sampling: dict[str, Any] = field(default_factory=dict)  # its own parameters (`data/row_settings.py`), JSON values
     expected_length: float = 0.0  # mean tokens of the responses at the prompt's last visit; 0 if it had none
+
+    @property
+    def distribution(self) -> dict[str, Any]:
+        """The parameters in `sampling` that change log-probs, which the trainer needs."""
+        return {name: value for name, value in self.sampling.items() if name in OF_DISTRIBUTION}
 
 
 @dataclass(frozen=True)
@@ -93,9 +105,12 @@ NO_PENALTIES = Penalties()
 @dataclass(frozen=True)
 class SamplingParams:
     """How the engine samples. Log-probs are those of softmax(logits / temperature) over tokens that `truncation` keeps.
-    Before that, logits of tokens that `constraint` forbids are excluded, and logits get `logit_bias`, then `penalties`.
+    Before that, tokens that `constraint`, `allowed_token_ids` or `bad_word_ids` forbid are excluded, and logits get
+    `logit_bias`, then `penalties`.
 
     >>> sampling = SamplingParams(temperature=1.0, max_tokens=3, stop_token_ids=(2,))
+    >>> sampling.changes_logits, SamplingParams(1.0, 3, bad_word_ids=((8, 3),)).changes_logits
+    (False, True)
     """
 
     temperature: float  # 0 is greedy
@@ -107,6 +122,15 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     penalties: Penalties = NO_PENALTIES
     constraint: tuple[str, str] | None = None  # of the text: "regex", "json" or "grammar", and it
+    bad_words: tuple[str, ...] = ()  # texts for vLLM, which has the tokens `bad_word_ids` of them
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # after all but the last of these tokens the last one is forbidden
+    allowed_token_ids: tuple[int, ...] = ()  # () allows all
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are changed before the temperature."""
+        forbids = self.constraint is not None or self.bad_word_ids or self.allowed_token_ids
+        return bool(forbids or self.logit_bias or self.penalties)
 
 
 def _equal(one: object, other: object) -> bool:

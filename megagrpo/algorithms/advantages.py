@@ -159,5 +159,5 @@ def _to_sample(rollout: Rollout, scored: ScoredRollout, advantage: float, index:
     logprobs = torch.from_numpy(np.concatenate([before, rollout.rollout_logprobs]))
     token_ids = torch.from_numpy(np.concatenate([prompt_ids, rollout.response_ids]))
     prompt = rollout.prompt
-    truncated, own = scored.rollout.finish_reason == "length", prompt.sampling.get("temperature")
+    truncated, own = scored.rollout.finish_reason == "length", prompt.distribution
     return TrainSample(token_ids, mask, logprobs, advantage, index, truncated, prompt.inputs, own)

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 MOST_SAMPLES = 10_000_000  # limit per step: a few processes hold all tokens and rewards in memory
 PROCESSED = tuple(
     f"rollout.{name}"
-    for name in ("logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty", "structured_outputs")
+    for name in (
+        *("logit_bias", "bad_words", "allowed_token_ids", "repetition_penalty", "frequency_penalty"),
+        *("presence_penalty", "structured_outputs"),
+    )
 )
 LONGEST_SAMPLE = ("rollout.max_prompt_length", "rollout.max_completion_length", "multi_turn.max_response_length")
 
@@ -202,7 +205,7 @@ def sampling_problems(config: RunConfig) -> Iterator[Problem]:
     if r.processes_logits and config.train.fused_logprobs:
         reason = f"true writes no logits, which {', '.join(PROCESSED)} change; set it to false"
         yield Problem(("train.fused_logprobs", *PROCESSED), reason)
-    by_request = ("frequency_penalty", "presence_penalty", "structured_outputs")
+    by_request = ("frequency_penalty", "presence_penalty", "bad_words", "structured_outputs")
     if r.max_staleness and (r.in_flight == "resume" or config.lora.syncs_adapters):
         for name in [name for name in by_request if getattr(r, name)]:
             reason = "starts again with each request, but an interrupted response is requested again with its tokens as"
@@ -211,9 +214,10 @@ def sampling_problems(config: RunConfig) -> Iterator[Problem]:
     if r.structured_outputs and "--reasoning-parser" in options_of(r.extra_args):
         reason = "vLLM would begin after a thought, and the trainer cannot know where; leave --reasoning-parser out"
         yield Problem(("rollout.structured_outputs", "rollout.extra_args"), reason)
-    if r.structured_outputs and str(config.model.tokenizer).endswith(".model"):
-        reason = "needs a tokenizer that vLLM loads, but model.tokenizer is a bare SentencePiece file"
-        yield Problem(("rollout.structured_outputs", "model.tokenizer"), f"{reason}; name a Hugging Face folder")
+    for name in ("bad_words", "structured_outputs") if str(config.model.tokenizer).endswith(".model") else ():
+        if getattr(r, name):
+            reason = "needs a tokenizer that vLLM loads, but model.tokenizer is a bare SentencePiece file"
+            yield Problem((f"rollout.{name}", "model.tokenizer"), f"{reason}; name a Hugging Face folder")
 
 
 def replay_problems(config: RunConfig) -> Iterator[Problem]:

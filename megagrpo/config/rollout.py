@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from megagrpo.config.placement import Placement
 from megagrpo.config.section import (
@@ -21,7 +22,8 @@ from megagrpo.config.section import (
 from megagrpo.config.transport_table import TransportName
 from megagrpo.platform.process.loopback import LOOPBACK
 
-Bias = Annotated[float, Field(ge=-100, le=100)]
+MOST_IDS = 1024  # of a request in vLLM's sampler on GPUs: of logit_bias, of allowed_token_ids, of all bad_words
+MOST_WORDS = 128  # of a request in vLLM, with and without a space before them
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
@@ -47,6 +49,35 @@ def _not_empty(text: str) -> str:
     return text
 
 
+def _id_or_text(key: object) -> object:
+    """Return a number for the text of one: keys of JSON, and of overrides, are always texts."""
+    return int(key) if isinstance(key, str) and key.isdecimal() else key
+
+
+def _distinct(token_ids: list[int]) -> list[int]:
+    if len(set(token_ids)) < len(token_ids):
+        raise ValueError("must name each token once")
+    return token_ids
+
+
+RepetitionPenalty = Annotated[float, Field(gt=0, le=10)]
+TokenOrText = Annotated[NonNegativeInt | Annotated[str, Field(min_length=1)], BeforeValidator(_id_or_text)]
+LogitBias = Annotated[dict[TokenOrText, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_IDS)]
+BadWords = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MOST_WORDS)]
+TokenIds = Annotated[list[NonNegativeInt], Field(max_length=MOST_IDS), AfterValidator(_distinct)]
+Stop = list[Annotated[str, AfterValidator(_not_empty)]]
+StructuredOutputs = Annotated[dict[Literal["regex", "json", "choice", "grammar"], Any], AfterValidator(_one_constraint)]
+
+
+def constraint_of(structured_outputs: Mapping[Any, Any]) -> tuple[str, str] | None:
+    """Return a constraint as its kind for vLLM and its text; None without."""
+    for kind, value in structured_outputs.items():
+        if kind == "choice":
+            return "grammar", "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
+        return kind, json.dumps(value) if kind == "json" else value
+    return None
+
+
 class RolloutSection(Section):
     prompts_per_step: PositiveInt = 8
     """Prompts in each step."""
@@ -65,23 +96,27 @@ class RolloutSection(Section):
     """Sample from this many of the most likely tokens; 0 keeps all."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Sample from the tokens that are at least this times as likely as the most likely token; 0 keeps all."""
-    logit_bias: dict[NonNegativeInt, Bias] = {}
-    """Numbers between -100 and 100 that are added to logits, by token id: `{29: -100}` bans token 29. The trainer's
-    log-probs have them too, as they have penalties. They also apply to evaluation. docs/sampling.md."""
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    logit_bias: LogitBias = {}
+    """Numbers between -100 and 100 that are added to logits, by token id, or by a text that is one token: `{29: -100}`
+    bans token 29. The trainer's log-probs have them too, as they have penalties. They also apply to evaluation.
+    docs/sampling.md."""
+    bad_words: BadWords = []
+    """Texts that responses must not have, by vLLM's rule: the last token of a word is banned after its other tokens.
+    The trainer's log-probs exclude the same tokens. It also applies to evaluation. docs/sampling.md."""
+    allowed_token_ids: TokenIds = []
+    """The only tokens that responses may have, end tokens included; empty allows all. It also applies to evaluation."""
+    repetition_penalty: RepetitionPenalty = 1.0
     """Logits of tokens that occur in the prompt or earlier in the response are divided by this if positive, and
     multiplied if negative; 1 changes nothing."""
     frequency_penalty: Penalty = 0.0
     """Subtracted from a token's logit for each time that it occurs earlier in the response, or in the turn."""
     presence_penalty: Penalty = 0.0
     """Subtracted from a token's logit if it occurs earlier in the response, or in the turn."""
-    structured_outputs: Annotated[
-        dict[Literal["regex", "json", "choice", "grammar"], Any], AfterValidator(_one_constraint)
-    ] = {}
+    structured_outputs: StructuredOutputs = {}
     """Constraint of each response, or of each turn: `{regex: TEXT}`, `{json: SCHEMA}`, `{choice: [TEXT, ...]}` or
     `{grammar: EBNF}`. vLLM samples from the tokens that it allows, and the trainer's log-probs are over them. It also
     applies to evaluation. docs/sampling.md."""
-    stop: list[Annotated[str, AfterValidator(_not_empty)]] = []
+    stop: Stop = []
     """Texts that end a response, like the end token. The loss sees all sampled tokens until the text is complete.
     Special tokens such as `<|im_end|>` are valid. It also applies to evaluation and `generate`. docs/sampling.md."""
     include_stop_str_in_output: bool = True
@@ -199,25 +234,29 @@ class RolloutSection(Section):
         return f"rollout.tp {self.tp}{''.join(others)}"
 
     @property
-    def penalizes(self) -> bool:
-        """Whether repeated tokens have other logits."""
-        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
-
-    @property
     def processes_logits(self) -> bool:
         """Whether logits are changed before the temperature."""
-        return self.penalizes or bool(self.logit_bias or self.structured_outputs)
-
-    @property
-    def constraint(self) -> tuple[str, str] | None:
-        """The constraint of structured outputs as its kind for vLLM and its text; None without."""
-        for kind, value in self.structured_outputs.items():
-            if kind == "choice":
-                return "grammar", "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
-            return kind, json.dumps(value) if kind == "json" else value
-        return None
+        penalizes = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
+        chosen = self.logit_bias or self.bad_words or self.allowed_token_ids or self.structured_outputs
+        return penalizes or bool(chosen)
 
     @property
     def truncates(self) -> bool:
         """Whether some tokens are never sampled."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+class RowSampling(Section):
+    """The sampling parameters that a row may have (`data.sampling_column`)."""
+
+    temperature: Temperature = 1.0
+    max_tokens: PositiveInt = 1
+    stop: Annotated[Stop, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] = []
+    seed: Annotated[int, Field(ge=0, le=2**62)] = 0  # room for the responses' numbers, which are added
+    structured_outputs: StructuredOutputs = {}
+    repetition_penalty: RepetitionPenalty = 1.0
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    logit_bias: LogitBias = {}
+    bad_words: BadWords = []
+    allowed_token_ids: TokenIds = []

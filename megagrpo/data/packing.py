@@ -7,7 +7,6 @@ ranks get the same number of micro-batches. So pipeline schedules and collective
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -303,7 +302,6 @@ def build_micro_batch(
             cuts.append((-1, slice(more)))
     # The tokens after a shared prompt are those of its first sample, so only the ends of samples have no label.
     last = torch.from_numpy(borders[1:][np.append(prefixes[1:], -1) != np.arange(lengths.size)] - 1)
-    temperatures = torch.tensor([math.nan if (t := known[i].temperature) is None else t for i in owners.tolist()])
     in_loss = torch.from_numpy(np.repeat(np.append(~shapes.masked, True)[owners], lengths))
 
     def joined(rows: Sequence[Tensor]) -> Tensor:
@@ -318,6 +316,7 @@ def build_micro_batch(
         of_sequences = torch.tensor([known[i].advantage for i in owners.tolist()])
         advantages = of_sequences.repeat_interleave(torch.from_numpy(lengths))
     token_ids, inputs = joined([s.token_ids for s in known]), tuple(known[i].inputs for i in owners.tolist())
+    sampling = tuple(known[i].sampling for i in owners.tolist())
     return MicroBatch(
         token_ids=token_ids,
         labels=shifted(token_ids),
@@ -330,7 +329,7 @@ def build_micro_batch(
         sequence_index=torch.from_numpy(np.repeat(np.arange(lengths.size), lengths)),
         prefixes=torch.from_numpy(prefixes) if (prefixes >= 0).any() else None,
         inputs=inputs if any(inputs) else (),
-        temperatures=None if temperatures.isnan().all() else temperatures.repeat_interleave(torch.from_numpy(lengths)),
+        sampling=sampling if any(sampling) else (),
         several=_trajectories(shapes, owners),
     )
 

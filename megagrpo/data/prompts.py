@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from megagrpo.config import DataSection, DatasetSection, RunConfig
 from megagrpo.data.chat_templates import PROMPT_TAIL, check_kwargs, opened_thought
 from megagrpo.data.prompt_order import PromptOrder
 from megagrpo.data.prompt_values import RenderedPrompts, as_prompt
-from megagrpo.data.row_settings import check_row_sampling, row_mapping
+from megagrpo.data.row_settings import RowReader, row_mapping
 from megagrpo.data.text_rows import ROWS_FOR_NAMES, JsonRows, column_hint, names_in, nested
 from megagrpo.data.tokenizer import Messages, Tokenizer, read_chat_template
 from megagrpo.types import Prompt
@@ -31,6 +30,7 @@ class PromptSource(PromptOrder):
     different seed. The constructor tokenizes every prompt to get its length (`lengths`, one per row). `num_overlong`
     counts prompts longer than `max_prompt_length` tokens, which are dropped or truncated (`data.overlong_prompts`).
     `warnings` are sentences about prompts that look wrong. `tools` are the JSON schemas that the chat template shows.
+    `row_reader` reads the column `data.sampling_column`, which has no effect without it.
 
     Raises ValueError for a source that is missing or empty, lacks the prompt column, or has only overlong prompts."""
 
@@ -43,13 +43,13 @@ class PromptSource(PromptOrder):
         seed: int,
         key: str = "data.train",
         tools: Sequence[dict[str, Any]] = (),
-        max_completion_length: int = sys.maxsize,
+        row_reader: RowReader | None = None,
     ):
         from megagrpo.data.data_sources import load_rows  # imported late: `datasets` and pandas are slow
 
         super().__init__((), data, seed)
         self._key, self._tokenizer = key, tokenizer
-        self._max_prompt_length, self._max_completion_length = max_prompt_length, max_completion_length
+        self._max_prompt_length, self._row_reader = max_prompt_length, row_reader
         self._template, self._tools = read_chat_template(data.chat_template), tools
         self._known_kwargs: set[frozenset[str]] = set()  # names of variables that were checked
         rows_seed = seed + _EVAL_SEED_OFFSET * (key != "data.train")
@@ -205,22 +205,18 @@ class PromptSource(PromptOrder):
     def _sampling(self, row: int, values: dict[str, Any]) -> dict[str, Any]:
         """The row's own sampling parameters. ValueError for parameters that no request can have."""
         column = self._data.sampling_column
-        if column is None or self._key != "data.train":
+        if column is None or self._row_reader is None or self._key != "data.train":
             return {}
         said = f"{self._key}: row {row}: column `{column}` (data.sampling_column)"
-        own = row_mapping(_field(values, column), "sampling parameters", said)
-        check_row_sampling(own, self._max_completion_length, said)
-        return own
+        return self._row_reader.read(row_mapping(_field(values, column), "sampling parameters", said), said)
 
 
 def prompt_reader(
     config: RunConfig, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]] = ()
 ) -> Callable[[DatasetSection, DataSection, str], PromptSource]:
     """Return a function that reads the data set of a section, with the settings of `data`, and its config key."""
-    rollout, seed = config.rollout, config.run.seed
-    return lambda section, data, key: PromptSource(
-        section, data, tokenizer, rollout.max_prompt_length, seed, key, tools, rollout.max_completion_length
-    )
+    longest, seed, row_reader = config.rollout.max_prompt_length, config.run.seed, RowReader(config, tokenizer)
+    return lambda section, data, key: PromptSource(section, data, tokenizer, longest, seed, key, tools, row_reader)
 
 
 def hash_answer(text: Any) -> str | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.data.packing import PackingRules, SampleShapes
+from megagrpo.data.sampling import sampling_row
 from megagrpo.data.turn_facts import turn_facts_of
 from megagrpo.train_types import TrainSample
 from megagrpo.types import CAUSES, ENDINGS, Prompt, Rollout, ScoredRollout
@@ -34,8 +35,8 @@ class Columns:
     """The columns of a table of facts. They grow when a rollout has something new, and then on every rank.
 
     `rewards` are the names of the reward functions, `logged` of the numbers that they logged, `counters` of a replica's
-    counters. Columns of conversations, of responses with several weight versions, of votes, of rows' own temperatures
-    and of trajectories with several samples exist only if needed.
+    counters. Columns of conversations, of responses with several weight versions, of votes, of rows' own sampling
+    parameters and of trajectories with several samples exist only if needed.
     """
 
     rewards: tuple[str, ...] = ()
@@ -44,7 +45,7 @@ class Columns:
     dialogues: bool = False
     later_versions: bool = False
     votes: bool = False
-    temperatures: bool = False
+    samplings: bool = False
     branches: bool = False
 
     @classmethod
@@ -57,7 +58,7 @@ class Columns:
             counters=tuple(counters or {}),
             dialogues=any(r.dialogue is not None for r in rollouts),
             later_versions=any(r.later_versions for r in rollouts),
-            temperatures=any("temperature" in s.rollout.prompt.sampling for s in scored),
+            samplings=any(s.rollout.prompt.distribution for s in scored),
             branches=len(rollouts) > len(scored),
         )
 
@@ -91,8 +92,8 @@ class Columns:
             row += [("later", "i4")]  # sum over the tokens of their weight version minus the first one's
         if self.votes:
             row += [("vote", "f8")]  # of a group, on each of its samples
-        if self.temperatures:
-            row += [("temperature", "f4")]  # of the prompt's row; NaN: the run's
+        if self.samplings:
+            row += [("sampling", "i4")]  # words of `sampling_row`
         if self.branches:
             row += [("branches", "i4")]  # samples of the trajectory after its first
         return np.dtype(row)
@@ -134,8 +135,8 @@ def facts_of(scored: Sequence[ScoredRollout], columns: Columns, votes: np.ndarra
         rows["later"] = [(r.token_versions - r.weight_version).sum() if r.later_versions else 0 for r in rollouts]
     if votes is not None:
         rows["vote"] = votes
-    if columns.temperatures:
-        rows["temperature"] = [r.prompt.sampling.get("temperature", math.nan) for r in rollouts]
+    if columns.samplings:
+        rows["sampling"] = [sampling_row(r.prompt).size for r in rollouts]
     if columns.branches:
         rows["branches"] = [len(r.branches) for r in rollouts]
     return rows
@@ -301,13 +302,6 @@ class StepSamples:
         return self.totals(self.every.facts["written"]) if self.columns.dialogues else self.responses
 
     @property
-    def temperatures(self) -> list[float | None]:
-        """[N + M]: the own temperature of each sample's row; None: the run's."""
-        if not self.columns.temperatures:
-            return [None] * len(self.every)
-        return [None if math.isnan(own) else own for own in self.every.facts["temperature"].tolist()]
-
-    @property
     def turn_counts(self) -> np.ndarray:
         """[N] int64: turns of each trajectory."""
         every = self.every
@@ -389,10 +383,8 @@ def _rows_of(table: np.ndarray, counts: np.ndarray, indices: np.ndarray) -> np.n
 
 
 def _widened(facts: np.ndarray, dtype: np.dtype[np.void]) -> np.ndarray:
-    """Return the rows with more columns. New rewards, logged numbers and temperatures are NaN, other columns 0."""
+    """Return the rows with more columns. New rewards and logged numbers are NaN, other columns 0."""
     rows = np.zeros(len(facts), dtype)
-    if "temperature" in (dtype.names or ()):
-        rows["temperature"] = math.nan
     for name in facts.dtype.names or ():
         if shape := facts.dtype[name].shape:
             rows[name] = math.nan

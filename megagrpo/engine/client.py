@@ -77,7 +77,8 @@ class VllmEngine(Updates, Generator):
         on_begun: Callable[[], None] = lambda: None,
     ) -> Stream[Group]:
         """Generate `n` rollouts of each prompt; see `Generator.groups`. A prompt's seed depends on `seed`, its
-        prompt_id and its occurrence, and the seed of a response also on its number in the group.
+        prompt_id and its occurrence, and the seed of a response also on its number in the group. A prompt may have a
+        seed of its own.
 
         `on_begun` is called, perhaps repeatedly, when all responses are on servers and one has room. It must not block.
 
@@ -85,9 +86,7 @@ class VllmEngine(Updates, Generator):
         EngineInterrupted after `interrupt`, EngineError when a server rejects a request or responds inconsistently.
         """
         groups = [
-            GroupRequest(
-                prompt, n, sampling, derive_seed(seed, prompt.prompt_id, prompt.occurrence), self.weight_version
-            )
+            GroupRequest(prompt, n, sampling, _seed_of_group(prompt, n, seed), self.weight_version)
             for prompt in prompts
         ]
 
@@ -339,3 +338,9 @@ class VllmEngine(Updates, Generator):
                 f"{self.name(url)} did not respond within {self.request_timeout:.0f} s (rollout.request_timeout)"
             ) from error
         self.fleet.excluded(url)
+
+
+def _seed_of_group(prompt: Prompt, n: int, seed: int) -> int:
+    """Return the seed of a prompt's first response; response i has this plus i."""
+    own = prompt.sampling.get("seed")
+    return derive_seed(seed, prompt.prompt_id, prompt.occurrence) if own is None else own + n * prompt.occurrence

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megagrpo.data.routes import InvalidRoutes, RouteShape
+from megagrpo.data.sampling import forbidden_token
 from megagrpo.engine.protocol import EngineError
 from megagrpo.engine.requests import Request
 from megagrpo.engine.responses import InvalidResponse, Response, find_ending, read_response
@@ -62,6 +63,10 @@ class Reader:
             problem = (
                 f"went on after the stop string {stopped!r} (rollout.stop); start it without --skip-tokenizer-init"
             )
+        elif (forbidden := forbidden_token(sampling, ids[:count])) is not None:
+            index, name = forbidden
+            fix = "; start it with the model's tokenizer, without --skip-tokenizer-init" if name == "bad_words" else ""
+            problem = f"sampled token {ids[index]}, which {name} forbids, for prompt {prompt.prompt_id}{fix}"
         if problem:
             raise EngineError(f"{self.engine.name(url)} {problem}")
         routes = self._routes(url, request, response, count)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import msgspec
 
+from megagrpo.data.sampling import own_sampling
 from megagrpo.engine.protocol import derive_seed
 from megagrpo.engine.responses import Response
 from megagrpo.types import Prompt, SamplingParams
@@ -30,7 +31,7 @@ class GroupRequest:
     version: int
 
     def __post_init__(self) -> None:
-        self.sampling = own_sampling(self.prompt, self.sampling)
+        self.sampling = own_sampling(self.sampling, self.prompt.sampling)
 
     def requests(self) -> list[Request]:
         """Return the request for each response."""
@@ -40,13 +41,6 @@ class GroupRequest:
     def prompt_json(self) -> msgspec.Raw:
         """The prompt's token ids as JSON, encoded once for all requests."""
         return msgspec.Raw(_encode(self.prompt.token_ids))
-
-
-def own_sampling(prompt: Prompt, sampling: SamplingParams) -> SamplingParams:
-    """Return the parameters for this prompt, whose own `max_tokens` lowers the limit and never raises it."""
-    own = dict(prompt.sampling)
-    limit = min(sampling.max_tokens, own.pop("max_tokens", sampling.max_tokens))
-    return replace(sampling, **own, max_tokens=limit) if prompt.sampling else sampling
 
 
 def sampling_params(sampling: SamplingParams) -> dict[str, Any]:
@@ -63,8 +57,9 @@ def sampling_params(sampling: SamplingParams) -> dict[str, Any]:
         # always: a model's generation_config.json may have others (Qwen2.5: repetition_penalty 1.05)
         **{f"{name}_penalty": value for name, value in vars(sampling.penalties).items()},
     }
-    if sampling.logit_bias:
-        params["logit_bias"] = dict(sampling.logit_bias)
+    for name in ("logit_bias", "bad_words", "allowed_token_ids"):
+        if value := getattr(sampling, name):
+            params[name] = dict(value) if name == "logit_bias" else value
     if sampling.constraint is not None:
         params["structured_outputs"] = dict([sampling.constraint])
     if sampling.stop:  # a server finds them in the text; `find_ending` also finds those that an interruption splits

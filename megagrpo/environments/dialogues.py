@@ -156,10 +156,11 @@ class DialogueEngine(Generator):
 
         def respond(session: Generation, home: Home, index: int, number: int) -> Coroutine[None, None, Rollout]:
             prompt, place = prompts[index], prompts[index].occurrence * n + number
+            own_seed = prompt.sampling.get("seed", seed)
             if agent := self.responders.agent:
-                turns = Turns(session, home, place, seed)
+                turns = Turns(session, home, place, own_seed)
                 return self._host(agent, address, turns, prompt, sampling)
-            return self._converse(session, home, prompt, place, sampling, seed)
+            return self._converse(session, home, prompt, place, sampling, own_seed)
 
         return self.engine.converse(prompts, n, respond, on_begun)
 

@@ -27,10 +27,13 @@ def check_device(config: RunConfig, hf_config: HfConfig) -> torch.dtype:
             "lora.use_dora: magnitudes are float32, which a bf16 run saves only with the distributed optimizer; set "
             "train.distributed_optimizer to true"
         )
-    if beyond := [token for token in config.rollout.logit_bias if token >= hf_config.vocab_size]:
-        raise ValueError(
-            f"rollout.logit_bias.{beyond[0]}: the model has {hf_config.vocab_size} tokens, from 0; name one of them"
-        )
+    for name in ("logit_bias", "allowed_token_ids"):
+        named = [token for token in getattr(config.rollout, name) if isinstance(token, int)]
+        if beyond := [token for token in named if token >= hf_config.vocab_size]:
+            raise ValueError(
+                f"rollout.{name}: the model has {hf_config.vocab_size} tokens, from 0, and no token {beyond[0]}; name "
+                "one of them"
+            )
     check_overlap(config.train, config.parallel, dtype)
     check_fused(config.train, config.algorithm, config.rollout.truncates, dtype, hf_config.hidden_size)
     return dtype

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import megagrpo.platform.device as device
 from megagrpo.config import RunConfig
-from megagrpo.data.grammar import Grammar
+from megagrpo.data.grammar import Grammars
+from megagrpo.data.sampling import sampling_of
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform.parallel.context import RankBatch, gather_rows
 from megagrpo.platform.parallel.layout import Layout
@@ -117,14 +118,13 @@ class MegatronPolicy:
             config_of(chunk).finalize_model_grads_func = self._finalize_gradients
         self._metrics = MetricsOfRanks(layout)
         self.phases = Phases()  # of the run; replaced by the caller
-        self.grammar: Grammar | None = None  # of `rollout.structured_outputs`, on the last stage; set by the caller
+        self.sampling = sampling_of(config.rollout)  # both are set by a caller with a tokenizer
+        self.grammars: Grammars | None = None
         self.times_filled = 0  # number of calls of weights_changed
         self._checks: list[GradientCheck] = []  # of the step in progress
         # Whether loss gradients may be computed before the backward pass; on the device, whether one was wrong there.
-        self._early, self._early_differs = (
-            config.algorithm.gradient_is_local,
-            torch.zeros(1, dtype=torch.bool, device=device.device()),
-        )
+        self._early = config.algorithm.gradient_is_local
+        self._early_differs = torch.zeros(1, dtype=torch.bool, device=device.device())
 
     def weights_changed(self) -> None:
         """Tell the policy that its weights, frozen ones included, were written from outside. The optimizer copies its
@@ -346,8 +346,8 @@ class MegatronPolicy:
 
     def _head_task(self, item: RankBatch) -> HeadTask:
         """Return the settings of the LM head's passes over the loss tokens of this rank's part of a micro-batch."""
-        of_rank = dict(early_differs=self._early_differs, into_main_grad=self._into_main_grad)
-        return HeadTask.of(self.config, self.hf_config, item, self.grammar, group=self.layout.tp_group, **of_rank)
+        of_rank = dict(group=self.layout.tp_group, early_differs=self._early_differs, into_main_grad=self._into_main_grad)
+        return HeadTask.of(self.config, self.hf_config, item, self.sampling, self.grammars, **of_rank)
 
     def _whole_rows(self, rows: Tensor, item: RankBatch) -> Tensor:
         """Return rows [..., N] of this rank's loss tokens as rows [..., T] of the micro-batch, 0 at other tokens."""

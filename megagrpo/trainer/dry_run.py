@@ -12,6 +12,7 @@ from typing import Any
 
 from megagrpo.config import ProblemError, RunConfig, evaluation_sets
 from megagrpo.data.prompts import PromptSource
+from megagrpo.data.row_settings import RowReader
 from megagrpo.data.tokenizer import Tokenizer, tokenizer_of
 from megagrpo.data.user_source import load_source
 from megagrpo.environments.dialogues import make_dialogues
@@ -87,9 +88,9 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
         for configured in configured_sets(config.data, evaluation_sets(config)):
             key = configured.key
             with Collecting(result):
-                longest = config.rollout.max_completion_length
+                row_reader = RowReader(config, tokenizer)
                 source = PromptSource(
-                    configured.section, configured.data, tokenizer, limit, config.run.seed, key, tools, longest
+                    configured.section, configured.data, tokenizer, limit, config.run.seed, key, tools, row_reader
                 )
                 shared = train.shared_with(source.all()) if train else []
                 repeated = source.repeated()

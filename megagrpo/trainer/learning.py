@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -17,7 +18,7 @@ from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.algorithms.turn_advantages import Turns, turn_advantages
 from megagrpo.config import RunConfig
-from megagrpo.data.grammar import grammar_of
+from megagrpo.data.grammar import grammars_of
 from megagrpo.data.packing import build_batch, packing_rules, plan_packing, slices
 from megagrpo.data.step_samples import TRUNCATED, StepSamples
 from megagrpo.engine.protocol import derive_seed
@@ -41,6 +42,7 @@ from megagrpo.trainer.engine_side import as_config_errors
 from megagrpo.trainer.rollout.route_exchange import replayed_batches
 from megagrpo.trainer.rollout.token_exchange import trained_samples
 from megagrpo.trainer.run_inputs import ModelFiles
+from megagrpo.types import SamplingParams
 
 
 @dataclass
@@ -172,18 +174,18 @@ class Learning:
 
 
 def load_policy(
-    config: RunConfig, layout: Layout, model: ModelFiles, progress: Progress
+    config: RunConfig, layout: Layout, model: ModelFiles, sampling: SamplingParams, progress: Progress
 ) -> tuple[MegatronPolicy, Reference | None]:
-    """Build the policy and load its weights, and the reference's, if any. Collective. Raises ConfigError."""
+    """Build the policy and load its weights, and the reference's, if any. Its log-probs are over the distribution of
+    `sampling`. Collective. Raises ConfigError."""
     torch.manual_seed(config.run.seed)
     hf_config, reference_folder, reference = model.hf_config, model.reference_folder, None
     with as_config_errors():
         policy = MegatronPolicy(config, layout, hf_config)
-        policy.grammar = run_own_and_agree(
-            layout,
-            # only the last stage computes log-probs
-            lambda: grammar_of(config, model.folder, hf_config.vocab_size) if layout.is_last_stage else None,
-        )
+        policy.sampling, policy.grammars = sampling, grammars_of(config, model.folder, hf_config.vocab_size)
+        if sampling.constraint is not None:  # only the last stage computes log-probs
+            compile_own = partial(policy.grammars.compile, sampling.constraint)
+            run_own_and_agree(layout, lambda: compile_own() if layout.is_last_stage else None)
         if reference_folder is not None:
             run_own_and_agree(layout, lambda: load_hf(policy.chunks, hf_config, reference_folder, layout, progress))
             reference = Reference(policy, whole=config.lora.enabled)

@@ -13,6 +13,7 @@ from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import DataSection, DatasetSection, RunConfig, RunSection
 from megagrpo.data.prompt_order import PromptOrder
 from megagrpo.data.prompts import PromptSource, prompt_reader
+from megagrpo.data.sampling import sampling_of
 from megagrpo.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from megagrpo.environments.dialogues import Dialogues, make_dialogues
 from megagrpo.models.bridge.load import Checkpoint
@@ -33,6 +34,7 @@ from megagrpo.trainer.evaluation.sets import HeldOut, check_columns, load_sets
 from megagrpo.trainer.rollout.sourced_prompts import SourcedPrompts
 from megagrpo.trainer.run_folder import RunFolder, open_run_folder
 from megagrpo.trainer.trials.reward_trial import start_warnings
+from megagrpo.types import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Data:
     each replica; `dialogues` also without `multi_turn`. On other ranks prompts have no content (`PromptOrder`)."""
 
     tokenizer: Tokenizer | None
-    stop_token_ids: tuple[int, ...]
+    sampling: SamplingParams  # of the run
     prompts: PromptOrder
     held_out: list[HeldOut]
     dialogues: Dialogues | None
@@ -133,7 +135,7 @@ def _read_data(
         layout, lambda: make_dialogues(*of_dialogues, tokenizer, base_folder, resources) if tokenizer else None
     )
     tools, names = on_first_rank(layout, lambda: (dialogues.tools, dialogues.reward_names) if dialogues else ([], []))
-    stop_token_ids = on_first_rank(layout, lambda: tokenizer.eos_token_ids if tokenizer else ())
+    sampling = on_first_rank(layout, lambda: sampling_of(config.rollout, tokenizer))
 
     def read(section: DatasetSection, data: DataSection, key: str) -> PromptOrder:
         """Read a data set on the ranks that generate; the others get the numbers of its rows. Collective."""
@@ -145,7 +147,7 @@ def _read_data(
 
     prompts = read(config.data.train, config.data, "data.train")
     config = config.with_num_prompts(len(prompts))
-    held_out = load_sets(config, stop_token_ids, read, names)
+    held_out = load_sets(config, sampling, read, names)
 
     def load_rewards() -> RewardScorer:
         scorer = RewardScorer(config.rewards, config.rollout.max_completion_length, base_folder)
@@ -154,7 +156,7 @@ def _read_data(
         return scorer
 
     rewards = run_own_and_agree(layout, lambda: load_rewards() if tokenizer else None)
-    return config, Data(tokenizer, stop_token_ids, prompts, held_out, dialogues, rewards)
+    return config, Data(tokenizer, sampling, prompts, held_out, dialogues, rewards)
 
 
 def _steps_notes(given: RunSection, run: RunSection, per_step: int, num_prompts: int) -> list[str]:

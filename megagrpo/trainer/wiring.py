@@ -23,7 +23,7 @@ from megagrpo.trainer.learning import Learning, load_policy
 from megagrpo.trainer.lifecycle import make_lifecycle
 from megagrpo.trainer.recording import Journal, make_records, open_journal
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool
-from megagrpo.trainer.rollout.collector import Collector, sampling_params
+from megagrpo.trainer.rollout.collector import Collector
 from megagrpo.trainer.rollout.groups import Rollouts
 from megagrpo.trainer.rollout.sourced_prompts import SourcedPrompts
 from megagrpo.trainer.run_inputs import Inputs, read_inputs
@@ -45,7 +45,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     journal = open_journal(inputs, layout, resources)
     say, phases, progress = journal.writer.message, journal.phases, journal.progress
     servers = start_servers(config, model.folder, folder.path, layout, inputs.servers, progress, say, resources)
-    policy, reference = load_policy(config, layout, model, progress)
+    policy, reference = load_policy(config, layout, model, data.sampling, progress)
     if note := apex_note(policy.optimizer):
         say(note)
     routes = route_shape(model.hf_config) if config.rollout.routing_replay == "engine" else None
@@ -97,6 +97,5 @@ def make_rollouts(
         resources.enter_context(pool)
     turns = config.algorithm.advantage_by != "trajectory"
     collector = Collector(layout, generator, data.rewards, journal.phases, pool, rollout.max_staleness > 0, turns)
-    sampling = sampling_params(rollout, data.stop_token_ids)
     source = data.prompts if isinstance(data.prompts, SourcedPrompts) else None
-    return Rollouts(config, data.prompts, collector, sampling, state, journal.writer.message, source)
+    return Rollouts(config, data.prompts, collector, data.sampling, state, journal.writer.message, source)

@@ -16,36 +16,52 @@ from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import take_step
 from megagrpo.train_types import RefHead, TrainSample
-from megagrpo.types import Penalties
+from megagrpo.types import Penalties, SamplingParams
 
 VOCABULARY = 37
+NEVER = torch.tensor(-1e30, dtype=torch.float64)  # the logit of a forbidden token
 BIAS = ((3, 2.5), (0, -100.0), (36, -1.0))
+
+
+def changed(**changes):
+    return SamplingParams(1.0, 9, **changes)
+
+
+ALL = changed(logit_bias=BIAS, penalties=Penalties(1.3, 0.5, 0.25))
+WORDS = changed(bad_word_ids=((20,), (4, 11), (7, 7, 12), tuple(range(30))), logit_bias=BIAS)
+FEW = changed(allowed_token_ids=(*range(9), 36), penalties=Penalties(1.3, 0.5, 0.25))
 KINDS = {
-    "bias": dict(bias=BIAS),
-    "repetition": dict(penalties=Penalties(repetition=1.7)),
-    "repetition below 1": dict(penalties=Penalties(repetition=0.6)),
-    "presence": dict(penalties=Penalties(presence=0.9)),
-    "frequency": dict(penalties=Penalties(frequency=-0.4)),
-    "all": dict(bias=BIAS, penalties=Penalties(1.3, 0.5, 0.25)),
+    "bias": [changed(logit_bias=BIAS)] * 3,
+    "repetition": [changed(penalties=Penalties(repetition=1.7))] * 3,
+    "repetition below 1": [changed(penalties=Penalties(repetition=0.6))] * 3,
+    "presence": [changed(penalties=Penalties(presence=0.9))] * 3,
+    "frequency": [changed(penalties=Penalties(frequency=-0.4))] * 3,
+    "allowed": [FEW] * 3,
+    "words": [WORDS] * 3,
+    "all": [ALL] * 3,
+    "of rows": [WORDS, ALL, changed()],  # of each of the three samples
 }
 
 
 def samples():
-    """Three samples with few different tokens: one turn, two turns, and the first one's prompt again."""
+    """Three samples with few different tokens: one turn, two turns, and the first one's prompt again. Bad words occur
+    up to their last token: at the end of a prompt, where they do not count, and in a turn."""
     generator = torch.Generator().manual_seed(1)
     made = []
     for mask in ("000111111", "0001110001111", "00011"):
         ids = torch.randint(0, 9, (len(mask),), generator=generator)
         ids[:3] = torch.tensor([4, 3, 4])
+        ids[4:7] = torch.tensor([7, 7, 4])[: len(mask[4:])]
         written = torch.tensor([m == "1" for m in mask])
         made.append(TrainSample(ids, written, torch.zeros(len(mask)), 1.0, index=len(made)))
     return made
 
 
-def naive_logits(logits, batch, penalties, bias):
+def naive_logits(logits, batch, kind):
     """[N, V] processed logits of the loss tokens of a pack without shared prompts: dense counts, token by token."""
     rows, ids, borders = [], batch.token_ids, batch.cu_seqlens.tolist()
-    for start, stop in pairwise(borders):
+    for (start, stop), sampling in zip(pairwise(borders), kind, strict=True):
+        penalties = sampling.penalties
         for t in range(start, stop):
             if not batch.loss_mask[t]:
                 continue
@@ -54,8 +70,13 @@ def naive_logits(logits, batch, penalties, bias):
                 turn -= 1
             seen = ids[start : t + 1].bincount(minlength=VOCABULARY) > 0
             counts = ids[turn + 1 : t + 1].bincount(minlength=VOCABULARY).double()
-            row = logits[len(rows)]
-            for token, added in bias:
+            row, written = logits[len(rows)], ids[turn + 1 : t + 1].tolist()
+            if sampling.allowed_token_ids:
+                row = torch.stack([row[i] if i in sampling.allowed_token_ids else NEVER for i in range(VOCABULARY)])
+            for word in sampling.bad_word_ids:
+                if written[max(0, len(written) + 1 - len(word)) :] == list(word[:-1]):
+                    row = torch.stack([NEVER if i == word[-1] else row[i] for i in range(VOCABULARY)])
+            for token, added in sampling.logit_bias:
                 row = row + added * torch.eye(VOCABULARY, dtype=row.dtype)[token]
             scaled = torch.where(row > 0, row / penalties.repetition, row * penalties.repetition)
             row = torch.where(seen, scaled, row)
@@ -76,13 +97,14 @@ def problem(dtype=torch.float64, ranks=1):
 def expected(hidden, weight, batch, labels, kind, temperature, cap=None):
     logits = hidden @ weight[:VOCABULARY].t()
     logits = logits if cap is None else cap * (logits / cap).tanh()
-    logits = naive_logits(logits, batch, kind.get("penalties", Penalties()), kind.get("bias", ()))
+    logits = naive_logits(logits, batch, kind)
     log_p = (logits / temperature[:, None]).log_softmax(-1)
     return log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1), log_p
 
 
 def processors(kind, batch, places):
-    return LogitProcessors(**kind, runs=tuple(runs_of(batch, places)))
+    of_sequences = kind if batch.prefixes is None else [kind[0], *kind]
+    return LogitProcessors(tuple(runs_of(batch, places, of_sequences)))
 
 
 @pytest.mark.parametrize("cap", [None, 2.0])
@@ -126,7 +148,7 @@ def test_an_exact_kl_is_that_of_the_changed_distributions(direction):
 
 
 def test_samples_that_share_a_prompt_have_seen_it():
-    kind, apart = KINDS["all"], samples()[::2]
+    kind, apart = KINDS["of rows"][:2], samples()[::2]
     shared = build_micro_batch(apart, PackingRules(100, share_prompts=True))
     assert shared.prefixes is not None
     found = []
@@ -159,7 +181,7 @@ def sharded(name: str) -> float:
     return max((one - other).abs().max().item() for one, other in pairs if other.numel())
 
 
-@pytest.mark.parametrize("name", ["bias", "all"])
+@pytest.mark.parametrize("name", ["bias", "all", "of rows", "allowed"])
 @pytest.mark.parametrize("tp", [2, 3])
 def test_over_shards_they_are_the_same(tp, name):
     assert max(run_ranks(sharded, tp, name)) < 1e-10

@@ -8,6 +8,7 @@ from dumped_steps import rollouts, samples_of_replicas
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import RunConfig
+from megagrpo.data.sampling import sampling_of
 from megagrpo.data.step_samples import StepSamples
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
@@ -24,7 +25,6 @@ from megagrpo.trainer.gpu_turns import GpuTurns
 from megagrpo.trainer.learning import Learning
 from megagrpo.trainer.lifecycle import Evaluations, Lifecycle
 from megagrpo.trainer.recording import Records
-from megagrpo.trainer.rollout.collector import sampling_params
 from megagrpo.trainer.rollout.groups import Rollouts
 from megagrpo.trainer.saves import Saves
 from megagrpo.trainer.speed import make_speed
@@ -85,5 +85,5 @@ def trainer_alone(
     saves = Saves(checkpointer, state, given, given, turns, TimeLimit(None, given.stop), writer, background=False)
     evaluations = Evaluations([], config.evaluation, config.run, state, given, turns, records, callbacks, saves)
     lifecycle = Lifecycle(config.run, state, records, callbacks, alarms, saves, evaluations, lambda: None)
-    drawn = Rollouts(config, given, given, sampling_params(config.rollout, ()), state, writer.message)
+    drawn = Rollouts(config, given, given, sampling_of(config.rollout), state, writer.message)
     return Trainer(config, state, turns, drawn, learning, syncing, records, lifecycle)

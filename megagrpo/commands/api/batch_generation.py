@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import ConfigError, load_config
+from megagrpo.data.sampling import sampling_of
 from megagrpo.data.tokenizer import read_chat_template, tokenizer_of
 from megagrpo.engine.protocol import derive_seed
 from megagrpo.engine.servers.serving import Serving
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.process.terminal import warn
 from megagrpo.trainer.evaluation.chat import with_options
-from megagrpo.trainer.rollout.collector import sampling_params
 from megagrpo.types import Prompt
 
 OWN_SERVERS = ["rollout.urls=[]", "rollout.urls_file=null"]  # a run's servers may have other weights by now
@@ -35,7 +35,7 @@ def respond(
                 Prompt(i, tokenizer.render(text, config.data.system_prompt, template), text)
                 for i, text in enumerate(messages)
             ]
-            sampling = with_options(sampling_params(config.rollout, tokenizer.eos_token_ids), options)
+            sampling = with_options(sampling_of(config.rollout, tokenizer), options)
             limit = _longest_sequence(prompts, sampling.max_tokens, load_hf_config(folder).max_positions)
             serving.start(limit)
             seed = options.get("seed", config.run.seed)

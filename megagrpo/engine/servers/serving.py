@@ -113,6 +113,7 @@ def _options(
 ) -> ServerOptions:
     """Return vLLM's options of `rollout`'s servers. `beside_ranks`: they may share GPUs with trainer ranks."""
     r = config.rollout
+    rows = config.data.sampling_column and not str(config.model.tokenizer).endswith(".model")
     return ServerOptions(
         model=str(model_folder.resolve()),
         dtype=dtype,
@@ -135,8 +136,9 @@ def _options(
         adapters=max(1, config.synced_adapters),
         lora_modules=_adapted(config.lora, model_folder) if config.lora.syncs_adapters else (),
         tool_parser=config.multi_turn.vllm_parser,
-        finds_text=bool(r.stop or config.multi_turn.agent),  # an agent's requests may have stop strings
-        constrains=bool(r.structured_outputs),
+        # an agent's requests may have stop strings, and rows theirs
+        finds_text=bool(r.stop or r.bad_words or config.multi_turn.agent or rows),
+        constrains=bool(r.structured_outputs or rows),
         tokenizer=config.model.tokenizer,
         extra_args=(*r.extra_args, *adapter_arguments(adapter)),
     )

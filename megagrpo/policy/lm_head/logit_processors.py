@@ -1,15 +1,15 @@
 """What vLLM does to logits between the LM head and the temperature, repeated on vocabulary-sharded logits.
 
-The order is vLLM's: tokens that a grammar forbids are excluded, then logit bias, then repetition, frequency and
-presence penalties. Every change of a logit depends on the tokens before it alone. All ranks of the last pipeline stage
-hold these, so nothing travels. A tensor-parallel rank changes its own columns. For n rows of a chunk, masks have n x V
-bits, and penalties touch the columns of tokens that occurred: n x u numbers for u different tokens of the sample.
-Counts [T, V] never exist.
+The order is vLLM's: tokens that a grammar, `allowed_token_ids` or `bad_words` forbid are excluded, then logit bias,
+then repetition, frequency and presence penalties. Every change of a logit depends on the tokens before it alone, and on
+the sampling parameters of its sample. All ranks of the last pipeline stage hold these, so nothing travels. A
+tensor-parallel rank changes its own columns. For n rows of a chunk, masks have n x V bits, and penalties touch the
+columns of tokens that occurred: n x u numbers for u different tokens of the sample. Counts [T, V] never exist.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megagrpo.data.grammar import Grammar, allowed
+from megagrpo.data.grammar import Grammars, allowed
 from megagrpo.policy.lm_head.vocab_shard import LOWEST, VocabShard, column_blocks
 from megagrpo.train_types import MicroBatch, moved
-from megagrpo.types import NO_PENALTIES, Penalties
+from megagrpo.types import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Run:
     sample: SampleTokens
     position: int  # index in the sample of the last token that the first row sees
     turn: int  # index in the sample of the turn's first token: vLLM counts from here, what is before it is its prompt
+    sampling: SamplingParams  # of the sample
 
     def within(self, rows: slice) -> Run | None:
         """Return the part of the run in `rows`, numbered from the first of them; None without any."""
@@ -56,12 +57,12 @@ class Run:
         skipped = start - self.row
         if start >= stop:
             return None
-        return Run(start - rows.start, stop - start, self.sample, self.position + skipped, self.turn)
+        return Run(start - rows.start, stop - start, self.sample, self.position + skipped, self.turn, self.sampling)
 
 
-def runs_of(micro_batch: MicroBatch, tokens: Tensor) -> list[Run]:
+def runs_of(micro_batch: MicroBatch, tokens: Tensor, of_sequences: Sequence[SamplingParams]) -> list[Run]:
     """Return the runs of a pass over loss tokens at pack positions `tokens` [N]; all on the host. Turns are the runs
-    of the loss mask: tokens of others are between two turns."""
+    of the loss mask: tokens of others are between two turns. `of_sequences` are the parameters of each sequence."""
     ids, mask, places = micro_batch.token_ids.numpy(), micro_batch.loss_mask.numpy(), tokens.numpy()
     borders = micro_batch.cu_seqlens.tolist()
     prefixes = [-1] * micro_batch.num_sequences if micro_batch.prefixes is None else micro_batch.prefixes.tolist()
@@ -82,86 +83,119 @@ def runs_of(micro_batch: MicroBatch, tokens: Tensor) -> list[Run]:
             samples[number] = SampleTokens(np.concatenate([before, own])), borders[number] - before.size
         sample, origin = samples[number]
         position, turn = int(places[start]) - origin, int(first[start]) - origin + 1
-        runs.append(Run(int(start), int(stop - start), sample, position, turn))
+        runs.append(Run(int(start), int(stop - start), sample, position, turn, of_sequences[number]))
     return runs
 
 
 @dataclass(frozen=True)
 class LogitProcessors:
-    """The changes of the logits of a pass over N tokens. `runs` are those of the pass, for penalties and `grammar`."""
+    """The changes of the logits of a pass over N tokens, by its `runs`. Without `grammars` structured outputs are not
+    repeated."""
 
-    bias: tuple[tuple[int, float], ...] = ()  # (token id, what its logit gets)
-    penalties: Penalties = NO_PENALTIES
-    runs: tuple[Run, ...] = ()
-    grammar: Grammar | None = None  # of structured outputs
+    runs: tuple[Run, ...]
+    grammars: Grammars | None = None
 
     @property
     def has_slopes(self) -> bool:
         """Whether a change multiplies logits, so that their gradients are multiplied too."""
-        return self.penalties.repetition != 1
+        return any(run.sampling.penalties.repetition != 1 for run in self.runs)
 
     def apply(self, logits: Tensor, rows: slice, shard: VocabShard, slopes: Tensor | None = None) -> None:
         """Change the logits [n, v] of the tokens `rows` in place, before the temperature. `slopes` [n, v], if given, is
         multiplied by the derivative of the change."""
-        for run in self._runs_within(rows) if self.grammar is not None and shard.num_rows else ():
-            self._exclude(logits, run, shard)
-        if self.bias and shard.num_rows:
-            columns, added = (moved(row, logits.device) for row in self._columns_and_bias(shard))
-            logits.index_add_(1, columns, added.to(logits.dtype).expand(len(logits), -1))
-        for run in self._runs_within(rows) if self.penalties and shard.num_rows else ():
-            self._penalize(logits, run, shard, slopes)
+        for run in filter(None, (run.within(rows) for run in self.runs)) if shard.num_rows else ():
+            part, sampling = logits[run.row : run.row + run.count], run.sampling
+            if sampling.constraint is not None and self.grammars is not None:
+                _exclude_by_grammar(part, run, shard, self.grammars)
+            if sampling.allowed_token_ids:
+                _exclude_others(part, sampling.allowed_token_ids, shard)
+            if sampling.bad_word_ids:
+                _exclude_words(part, run, shard)
+            if sampling.logit_bias:
+                _add_bias(part, sampling.logit_bias, shard)
+            if sampling.penalties:
+                _penalize(part, run, shard, None if slopes is None else slopes[run.row : run.row + run.count])
 
-    def _exclude(self, logits: Tensor, run: Run, shard: VocabShard) -> None:
-        """Give the tokens that the grammar forbids in the rows of `run` probability 0."""
-        assert self.grammar is not None, "the caller checks"
-        masks = moved(self.grammar.masks(run.sample.ids, run.turn, run.position, run.count), logits.device)
-        part = logits[run.row : run.row + run.count]
-        for columns in column_blocks(part):
-            tokens = torch.arange(columns.start, min(columns.stop, shard.num_rows), device=logits.device)
-            part[:, columns].masked_fill_(~allowed(masks, tokens + shard.first_row), LOWEST)
 
-    def _columns_and_bias(self, shard: VocabShard) -> tuple[Tensor, Tensor]:
-        """Return the local columns [b] that get a bias, and the biases [b] float64."""
-        last = shard.first_row + shard.num_rows
-        mine = [(token - shard.first_row, added) for token, added in self.bias if shard.first_row <= token < last]
-        columns, added = zip(*mine, strict=True) if mine else ((), ())
-        return torch.tensor(columns, dtype=torch.int64), torch.tensor(added, dtype=torch.float64)
+def _exclude_by_grammar(part: Tensor, run: Run, shard: VocabShard, grammars: Grammars) -> None:
+    """Give the tokens that the grammar forbids in the rows of `run` [n, v] probability 0."""
+    assert run.sampling.constraint is not None, "the caller checks"
+    rows = grammars.masks(run.sampling.constraint, run.sample.ids, run.turn, run.position, run.count)
+    masks = moved(rows, part.device)
+    for columns in column_blocks(part):
+        tokens = torch.arange(columns.start, min(columns.stop, shard.num_rows), device=part.device)
+        part[:, columns].masked_fill_(~allowed(masks, tokens + shard.first_row), LOWEST)
 
-    def _runs_within(self, rows: slice) -> Iterator[Run]:
-        return filter(None, (run.within(rows) for run in self.runs))
 
-    def _penalize(self, logits: Tensor, run: Run, shard: VocabShard, slopes: Tensor | None) -> None:
-        """Apply the penalties to the rows of `run`, in the columns of the tokens that they have seen."""
-        ids, first, index = run.sample.distinct
-        ids = ids[: np.searchsorted(first, run.position + run.count - 1, side="right")]
-        mine = np.flatnonzero((ids >= shard.first_row) & (ids < shard.first_row + shard.num_rows))
-        if not mine.size:
-            return
-        on_device = logits.device
-        columns = moved(torch.from_numpy(ids[mine] - shard.first_row), on_device)
-        rows = slice(run.row, run.row + run.count)
-        seen_logits = logits[rows].index_select(1, columns)
-        if (repetition := self.penalties.repetition) != 1:
-            positions = torch.arange(run.position, run.position + run.count, device=on_device)
-            seen = moved(torch.from_numpy(first[mine]), on_device) <= positions[:, None]
-            factor = seen_logits.new_tensor(repetition)
-            factors = torch.where(seen_logits > 0, 1 / factor, factor).where(seen, 1.0)
-            seen_logits *= factors
-            if slopes is not None:
-                slopes[rows].index_copy_(1, columns, slopes[rows].index_select(1, columns).mul_(factors))
-        if self.penalties.counts:
-            counts = moved(self._counts(run, index, mine), on_device).to(logits.dtype).cumsum(0)
-            seen_logits -= self.penalties.frequency * counts
-            seen_logits -= self.penalties.presence * counts.clamp(max=1)
-        logits[rows].index_copy_(1, columns, seen_logits)
+def _exclude_others(part: Tensor, token_ids: Sequence[int], shard: VocabShard) -> None:
+    """Give all but these tokens probability 0."""
+    excluded = torch.ones(shard.num_rows, dtype=torch.bool)
+    mine = [token - shard.first_row for token in token_ids if 0 <= token - shard.first_row < shard.num_rows]
+    excluded[mine] = False
+    part.masked_fill_(moved(excluded, part.device), LOWEST)
 
-    def _counts(self, run: Run, index: np.ndarray, mine: np.ndarray) -> Tensor:
-        """Return [n, u] float32, whose sum over rows up to i counts each of the u tokens in the turn before row i."""
-        added = np.zeros((run.count, mine.size), np.float32)
-        added[0] = np.bincount(index[run.turn : run.position + 1], minlength=int(mine[-1]) + 1)[mine]
-        column_of = np.full(int(index.max()) + 1, -1)
-        column_of[mine] = np.arange(mine.size)
-        later = column_of[index[run.position + 1 : run.position + run.count]]
-        held = np.flatnonzero(later >= 0)
-        added[held + 1, later[held]] = 1
-        return torch.from_numpy(added)
+
+def _exclude_words(part: Tensor, run: Run, shard: VocabShard) -> None:
+    """Give the last token of each bad word probability 0 in the rows whose turn ends with its other tokens."""
+    ids, found = run.sample.ids, list[tuple[np.ndarray, int]]()
+    ends = np.arange(run.position, run.position + run.count) + 1
+    for *before, last in run.sampling.bad_word_ids:
+        column, starts = last - shard.first_row, ends - len(before)
+        matches = starts >= run.turn
+        for offset, token in enumerate(before):
+            matches &= ids[(starts + offset).clip(0, ids.size - 1)] == token
+        if 0 <= column < shard.num_rows and matches.any():
+            found.append((np.flatnonzero(matches), column))
+    if found:
+        rows = torch.from_numpy(np.concatenate([rows for rows, _ in found]))
+        columns = torch.tensor([column for rows, column in found for _ in rows])
+        index = moved(rows, part.device), moved(columns, part.device)
+        part.index_put_(index, part.new_full((), LOWEST))
+
+
+def _add_bias(part: Tensor, bias: Sequence[tuple[int, float]], shard: VocabShard) -> None:
+    """Add the bias in this rank's columns."""
+    last = shard.first_row + shard.num_rows
+    mine = [(token - shard.first_row, added) for token, added in bias if shard.first_row <= token < last]
+    numbers, biases = zip(*mine, strict=True) if mine else ((), ())
+    columns = moved(torch.tensor(numbers, dtype=torch.int64), part.device)
+    added = moved(torch.tensor(biases, dtype=torch.float64), part.device)
+    part.index_add_(1, columns, added.to(part.dtype).expand(len(part), -1))
+
+
+def _penalize(part: Tensor, run: Run, shard: VocabShard, slopes: Tensor | None) -> None:
+    """Apply the penalties to the rows of `run` [n, v], in the columns of the tokens that they have seen."""
+    penalties = run.sampling.penalties
+    ids, first, index = run.sample.distinct
+    ids = ids[: np.searchsorted(first, run.position + run.count - 1, side="right")]
+    mine = np.flatnonzero((ids >= shard.first_row) & (ids < shard.first_row + shard.num_rows))
+    if not mine.size:
+        return
+    on_device = part.device
+    columns = moved(torch.from_numpy(ids[mine] - shard.first_row), on_device)
+    seen_logits = part.index_select(1, columns)
+    if (repetition := penalties.repetition) != 1:
+        positions = torch.arange(run.position, run.position + run.count, device=on_device)
+        seen = moved(torch.from_numpy(first[mine]), on_device) <= positions[:, None]
+        factor = seen_logits.new_tensor(repetition)
+        factors = torch.where(seen_logits > 0, 1 / factor, factor).where(seen, 1.0)
+        seen_logits *= factors
+        if slopes is not None:
+            slopes.index_copy_(1, columns, slopes.index_select(1, columns).mul_(factors))
+    if penalties.counts:
+        counts = moved(_counts(run, index, mine), on_device).to(part.dtype).cumsum(0)
+        seen_logits -= penalties.frequency * counts
+        seen_logits -= penalties.presence * counts.clamp(max=1)
+    part.index_copy_(1, columns, seen_logits)
+
+
+def _counts(run: Run, index: np.ndarray, mine: np.ndarray) -> Tensor:
+    """Return [n, u] float32, whose sum over rows up to i counts each of the u tokens in the turn before row i."""
+    added = np.zeros((run.count, mine.size), np.float32)
+    added[0] = np.bincount(index[run.turn : run.position + 1], minlength=int(mine[-1]) + 1)[mine]
+    column_of = np.full(int(index.max()) + 1, -1)
+    column_of[mine] = np.arange(mine.size)
+    later = column_of[index[run.position + 1 : run.position + run.count]]
+    held = np.flatnonzero(later >= 0)
+    added[held + 1, later[held]] = 1
+    return torch.from_numpy(added)

@@ -3,7 +3,7 @@ and the gradient of a loss with respect to the head's outputs, computed before t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.config import RolloutSection, RunConfig
-from megagrpo.data.grammar import Grammar
+from megagrpo.config import RunConfig
+from megagrpo.data.grammar import Grammars
+from megagrpo.data.sampling import own_sampling
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.platform.parallel.context import RankBatch
 from megagrpo.policy.lm_head.logit_processors import LogitProcessors, runs_of
 from megagrpo.policy.lm_head.vocab_shard import VocabShard
-from megagrpo.train_types import LossFn, LossInputs, MicroBatch, RefHead
-from megagrpo.types import NO_TRUNCATION, Penalties, Truncation
+from megagrpo.train_types import LossFn, LossInputs, MicroBatch, RefHead, moved
+from megagrpo.types import NO_TRUNCATION, SamplingParams, Truncation
 
 LOGPROBS, ENTROPY, KL = range(3)  # indices of the outputs
 DIRECTIONS = ("forward", "reverse")
@@ -61,22 +62,31 @@ class HeadTask:
 
     @classmethod
     def of(
-        cls, config: RunConfig, hf_config: HfConfig, item: RankBatch, grammar: Grammar | None = None, **of_rank: Any
+        cls,
+        config: RunConfig,
+        hf_config: HfConfig,
+        item: RankBatch,
+        sampling: SamplingParams,
+        grammars: Grammars | None = None,
+        **of_rank: Any,
     ) -> HeadTask:
-        """Return the task of a run's keys for the N loss tokens of this rank's part of a micro-batch; `of_rank` are the
-        fields that depend on the rank, `grammar` that of `rollout.structured_outputs`."""
-        rollout, train, micro_batch, tokens = config.rollout, config.train, item.micro_batch, item.indices[item.loss]
-        temperature: float | Tensor = rollout.temperature
-        if micro_batch.temperatures is not None:
-            own = micro_batch.temperatures[tokens]
-            temperature = torch.where(own.isnan(), temperature, own)
+        """Return the task of a run for the N loss tokens of this rank's part of a micro-batch, whose rows may change
+        `sampling`. `of_rank` are the fields that depend on the rank."""
+        train, micro_batch, tokens = config.train, item.micro_batch, item.indices[item.loss]
+        temperature: float | Tensor = sampling.temperature
+        of_sequences = [own_sampling(sampling, own) for own in micro_batch.sampling]
+        if any("temperature" in own for own in micro_batch.sampling):
+            own = moved(torch.tensor([s.temperature for s in of_sequences]), tokens.device)
+            temperature = own[micro_batch.sequence_index[tokens]]
+        of_sequences = of_sequences or [sampling] * micro_batch.num_sequences
+        changes = any(s.changes_logits for s in of_sequences)
         return cls(
             micro_batch.labels[tokens],
             temperature=temperature,
             logit_cap=hf_config.logit_cap,
             vocab_size=hf_config.vocab_size,
-            processors=_processors(rollout, item, grammar) if rollout.processes_logits else None,
-            truncation=Truncation(rollout.top_p, rollout.top_k, rollout.min_p),
+            processors=_processors(item, of_sequences, grammars) if changes else None,
+            truncation=sampling.truncation,
             chunk=train.logprob_chunk,
             fused=train.fused_logprobs,
             fp8=None if train.logprobs_fp8_recipe == "none" else train.logprobs_fp8_recipe,
@@ -112,10 +122,9 @@ class HeadTask:
         return 2 * self.num_outputs - 1 + bool(self.truncation)
 
 
-def _processors(rollout: RolloutSection, item: RankBatch, grammar: Grammar | None) -> LogitProcessors:
-    penalties = Penalties(rollout.repetition_penalty, rollout.frequency_penalty, rollout.presence_penalty)
-    runs = runs_of(item.on_host, item.on_host_tokens) if penalties or grammar is not None else ()
-    return LogitProcessors(tuple(rollout.logit_bias.items()), penalties, tuple(runs), grammar)
+def _processors(item: RankBatch, of_sequences: Sequence[SamplingParams], grammars: Grammars | None) -> LogitProcessors:
+    runs = runs_of(item.on_host, item.on_host_tokens, of_sequences)
+    return LogitProcessors(tuple(run for run in runs if run.sampling.changes_logits), grammars)
 
 
 @torch.enable_grad()

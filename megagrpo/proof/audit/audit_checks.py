@@ -121,11 +121,12 @@ def _sample_problems(sample: Sample, step: Step, tokenizer: Tokenizer | None) ->
     if tokenizer is None or not response:
         return
     text, turn = tokenizer.decode(response), _last_turn(sample, response)
-    stop, end = _first_stop(last := tokenizer.decode(turn), rollout.stop)
+    strings = [*rollout.stop, *sample.sampling.get("stop", [])]
+    stop, end = _first_stop(last := tokenizer.decode(turn), strings)
     if reason == "stop" and response[-1] not in tokenizer.eos_token_ids and not stop:
-        no_stop = " and completes no stop string" if rollout.stop else ""
+        no_stop = " and completes no stop string" if strings else ""
         yield f"ended with token {response[-1]}, which is not an end token{no_stop}"
-    if stop and _first_stop(tokenizer.decode(turn[:-1]), rollout.stop)[0]:
+    if stop and _first_stop(tokenizer.decode(turn[:-1]), strings)[0]:
         yield f"has tokens after the stop string {stop!r}"
     if stop and sample.text["dialogue"] is None:
         text = last[: end if rollout.include_stop_str_in_output else end - len(stop)]

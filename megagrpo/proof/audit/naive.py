@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import cached
 from torch.overrides import TorchFunctionMode
 
-from megagrpo.config import AlgorithmSection, RolloutSection
+from megagrpo.config import AlgorithmSection
+from megagrpo.types import SamplingParams, Truncation
 
 
 def load_model(folder: Path, dtype: str, longest: int | None = None) -> nn.Module:
@@ -122,13 +123,12 @@ def log_softmax(
     model: nn.Module,
     token_ids: Tensor,
     places: Tensor,
-    rollout: RolloutSection,
+    sampling: SamplingParams,
     routes: Tensor | None = None,
-    temperature: float | None = None,
     allowed: Tensor | None = None,
 ) -> Tensor:
     """Return log-probs [Lr, V] at the `places` [Lr] of one sample that the policy wrote, in the distribution
-    that `rollout` samples from, or at the sample's own `temperature`.
+    that it was sampled from.
 
     Tokens that it never samples have -1e30, except the sample's own tokens. With `routes` routers take these experts.
     `allowed` [Lr, V] are the tokens of structured outputs.
@@ -137,39 +137,49 @@ def log_softmax(
     with Routing(model, routes) if routes is not None else nullcontext(), cached():
         logits = model(token_ids[None]).logits[0, places - 1]
     logits = logits if allowed is None else logits.masked_fill(~allowed, -1e30)
-    logits = _processed(logits, token_ids, places.tolist(), rollout) / (temperature or rollout.temperature)
-    if rollout.truncates:
+    logits = _processed(logits, token_ids, places.tolist(), sampling) / sampling.temperature
+    if sampling.truncation:
         own = token_ids[places, None]
-        logits = logits.masked_fill(~_kept(logits.detach(), rollout).scatter(1, own, True), -1e30)
+        logits = logits.masked_fill(~_kept(logits.detach(), sampling.truncation).scatter(1, own, True), -1e30)
     return logits.log_softmax(dim=-1)
 
 
-def _processed(logits: Tensor, token_ids: Tensor, places: list[int], rollout: RolloutSection) -> Tensor:
-    """Return logits [n, V] with bias and penalties, token by token. A turn begins after a token of others."""
-    if not rollout.processes_logits or not places:
+def _processed(logits: Tensor, token_ids: Tensor, places: list[int], sampling: SamplingParams) -> Tensor:
+    """Return logits [n, V] without forbidden tokens, with bias and penalties, token by token. A turn begins after a
+    token of others."""
+    if not sampling.changes_logits or not places:
         return logits
-    bias = torch.zeros(logits.shape[1], dtype=torch.float64)
-    bias[list(rollout.logit_bias)] = torch.tensor(list(rollout.logit_bias.values()), dtype=torch.float64)
+    bias, penalties = torch.zeros(logits.shape[1], dtype=torch.float64), sampling.penalties
+    for token, added in sampling.logit_bias:
+        bias[token] = added
+    if sampling.allowed_token_ids:
+        others = torch.ones(logits.shape[1], dtype=torch.bool)
+        others[list(sampling.allowed_token_ids)] = False
+        logits = logits.masked_fill(others, -1e30)
     rows, before, turn = [], -1, -1
     for row, place in zip(logits + bias, places, strict=True):
         turn, before = turn if place - 1 == before else place, place
+        written = token_ids[turn:place].tolist()
+        for *first, last in sampling.bad_word_ids:
+            if len(first) <= len(written) and written[len(written) - len(first) :] == first:
+                row = torch.where(torch.arange(len(row)) == last, -1e30, row)
         seen, counts = (
             tokens.bincount(minlength=len(row)).double() for tokens in (token_ids[:place], token_ids[turn:place])
         )
-        scaled = torch.where(row > 0, row / rollout.repetition_penalty, row * rollout.repetition_penalty)
+        scaled = torch.where(row > 0, row / penalties.repetition, row * penalties.repetition)
         row = torch.where(seen > 0, scaled, row)
-        rows.append(row - rollout.frequency_penalty * counts - rollout.presence_penalty * counts.clamp(max=1))
+        rows.append(row - penalties.frequency * counts - penalties.presence * counts.clamp(max=1))
     return torch.stack(rows)
 
 
-def _kept(logits: Tensor, rollout: RolloutSection) -> Tensor:
+def _kept(logits: Tensor, rules: Truncation) -> Tensor:
     """Return [n, V] bool: tokens kept by min-p, then top-k, then top-p, which takes the largest until they sum to p."""
     ordered, order = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
-    left = ordered * (ordered >= rollout.min_p * ordered[:, :1])
-    if rollout.top_k:
-        left = left * (ordered >= ordered[:, min(rollout.top_k, ordered.shape[1]) - 1, None])
+    left = ordered * (ordered >= rules.min_p * ordered[:, :1])
+    if rules.top_k:
+        left = left * (ordered >= ordered[:, min(rules.top_k, ordered.shape[1]) - 1, None])
     left = left / left.sum(dim=-1, keepdim=True)
-    return ((left > 0) & (left.cumsum(dim=-1) - left < rollout.top_p)).gather(1, order.argsort(dim=-1))
+    return ((left > 0) & (left.cumsum(dim=-1) - left < rules.top_p)).gather(1, order.argsort(dim=-1))
 
 
 def router_logits(model: nn.Module, token_ids: Tensor, places: Tensor, routes: Tensor | None = None) -> Tensor:

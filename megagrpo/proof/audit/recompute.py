@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from megagrpo.config import AlgorithmSection
-from megagrpo.data.grammar import Grammar, allowed
+from megagrpo.data.grammar import Grammars, allowed
 from megagrpo.proof.audit import naive, naive_lora, naive_loss
 from megagrpo.proof.audit.naive_loss import Response, WholeStep
 from megagrpo.proof.audit.saved import DumpedUpdate, Sample, Step
@@ -87,17 +87,17 @@ def _with_routes(step: Step) -> list[Sample]:
 
 def _log_softmax(step: Step, model: nn.Module, sample: Sample) -> Tensor:
     """Return [Lr, V]: the log-probs of every next token at the policy's tokens."""
-    rollout, own = step.config.rollout, sample.sampling.get("temperature")
-    may_follow = None if step.grammar is None else _allowed(step.grammar, sample)
-    return naive.log_softmax(model, sample.token_ids, sample.places, rollout, sample.routes, own, may_follow)
+    sampling = step.sampling_of(sample)
+    may_follow = None if sampling.constraint is None else _allowed(step.grammars, sampling.constraint, sample)
+    return naive.log_softmax(model, sample.token_ids, sample.places, sampling, sample.routes, may_follow)
 
 
-def _allowed(grammar: Grammar, sample: Sample) -> Tensor:
+def _allowed(grammars: Grammars, constraint: tuple[str, str], sample: Sample) -> Tensor:
     """Return [Lr, V] bool: the tokens that structured outputs allow in each turn of the policy."""
     places, ids = sample.places.numpy(), sample.token_ids.numpy()
     turns = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
-    masks = [grammar.masks(ids, int(turn[0]), int(turn[0]) - 1, turn.size) for turn in turns if turn.size]
-    return allowed(torch.cat(masks), torch.arange(grammar.vocab_size))
+    masks = [grammars.masks(constraint, ids, int(turn[0]), int(turn[0]) - 1, turn.size) for turn in turns if turn.size]
+    return allowed(torch.cat(masks), torch.arange(grammars.vocab_size))
 
 
 def _picked(policy: Tensor, sample: Sample) -> Tensor:

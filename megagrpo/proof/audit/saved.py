@@ -14,8 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megagrpo.config import ConfigError, RunConfig
-from megagrpo.data.grammar import Grammar, grammar_of
+from megagrpo.data.grammar import Grammars, grammars_of
+from megagrpo.data.sampling import own_sampling, sampling_of
+from megagrpo.data.tokenizer import tokenizer_of
 from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.types import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Sample:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The own temperature and max_tokens of the prompt's row, if any. Older dumps have none."""
+        """The own sampling parameters of the prompt's row, if any. Older dumps have none."""
         return self.text.get("sampling", {})
 
 
@@ -92,9 +95,19 @@ class Step:
         return [sample for sample in self.samples if not sample.is_branch]
 
     @cached_property
-    def grammar(self) -> Grammar | None:
-        """The grammar of `rollout.structured_outputs`, if any. Raises ValueError when it cannot be compiled here."""
-        return grammar_of(self.config, self.model, load_hf_config(self.model).vocab_size)
+    def grammars(self) -> Grammars:
+        """The grammars of structured outputs."""
+        return grammars_of(self.config, self.model, load_hf_config(self.model).vocab_size)
+
+    @cached_property
+    def _sampling(self) -> SamplingParams:
+        rollout = self.config.rollout
+        has_texts = rollout.bad_words or any(isinstance(token, str) for token in rollout.logit_bias)
+        return sampling_of(rollout, tokenizer_of(self.config, self.model) if has_texts else None)
+
+    def sampling_of(self, sample: Sample) -> SamplingParams:
+        """Return the parameters that a sample was sampled with. Raises ValueError for texts without a tokenizer."""
+        return own_sampling(self._sampling, sample.sampling)
 
     def is_masked(self, sample: Sample) -> bool:
         """Whether all tokens of the sample are masked out of the loss."""

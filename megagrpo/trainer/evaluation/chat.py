@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megagrpo.config import ConfigError, RunConfig
+from megagrpo.data.sampling import sampling_of
 from megagrpo.data.tokenizer import Tokenizer, read_chat_template, tokenizer_of
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.protocol import derive_seed
 from megagrpo.engine.servers.serving import Serving
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.process.terminal import show, warn, write_output
-from megagrpo.trainer.rollout.collector import sampling_params
 from megagrpo.types import Prompt, SamplingParams
 
 PROMPT_ROOM = 2048  # prompt tokens of a conversation when there is no config
@@ -82,7 +82,7 @@ def connect(serving: Serving, options: argparse.Namespace) -> Chat:
     folder = serving.find(options.checkpoint, options.adapter)
     tokenizer = tokenizer_of(config, folder)
     template = read_chat_template(config.data.chat_template)
-    sampling = with_options(sampling_params(rollout, tokenizer.eos_token_ids), vars(options))
+    sampling = with_options(sampling_of(rollout, tokenizer), vars(options))
     limit = config.longest_sequence
     if not rollout.urls:
         wanted = max(limit, (rollout.max_prompt_length if options.is_config else PROMPT_ROOM) + sampling.max_tokens)

@@ -11,6 +11,7 @@ from typing import Any
 
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.data.prompts import prompt_reader
+from megagrpo.data.sampling import sampling_of
 from megagrpo.data.step_samples import StepSamples, Vote, votes_of
 from megagrpo.data.tokenizer import tokenizer_of
 from megagrpo.engine.protocol import Generator
@@ -40,7 +41,7 @@ def evaluate_offline(
         of_dialogues = config.multi_turn, config.data, config.rewards.names, config.rollout.max_prompt_length
         dialogues = make_dialogues(*of_dialogues, tokenizer, base_folder, resources)
         tools, names = (dialogues.tools, dialogues.reward_names) if dialogues else ([], [])
-        sets = load_sets(config, tokenizer.eos_token_ids, prompt_reader(config, tokenizer, tools), names)
+        sets = load_sets(config, sampling_of(config.rollout, tokenizer), prompt_reader(config, tokenizer, tools), names)
         if not sets:
             raise ValueError(
                 "evaluation.sets: there is nothing to evaluate; name sets, or held-out prompts in data.eval"

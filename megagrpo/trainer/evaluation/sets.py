@@ -16,7 +16,6 @@ from megagrpo.platform.process.hints import did_you_mean
 from megagrpo.rewards.answers import extractor
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.evaluation.estimators import majority_passes, pass_at_k, steps_to
-from megagrpo.trainer.rollout.collector import sampling_params
 from megagrpo.trainer.rollout.sample_metrics import rollout_metrics
 from megagrpo.types import Prompt, SamplingParams, ScoredRollout, Truncation
 
@@ -55,9 +54,10 @@ class HeldOut:
 
 
 def load_sets(
-    config: RunConfig, stop_token_ids: tuple[int, ...], read: Read, reward_names: Sequence[str] = ()
+    config: RunConfig, trained: SamplingParams, read: Read, reward_names: Sequence[str] = ()
 ) -> list[HeldOut]:
-    """Load the config's held-out sets with `read`. `reward_names` are multi_turn's rewards.
+    """Load the config's held-out sets with `read`. `trained` are the sampling parameters of the run, `reward_names`
+    multi_turn's rewards.
 
     Raises ValueError for a set that cannot be used, and for a pass_function that is not a reward.
     """
@@ -77,7 +77,7 @@ def load_sets(
         data, key = config.data.model_copy(update=overrides), f"evaluation.sets.{name}" if name else "data.eval"
         source = read(section, data, key)
         sampling = replace(
-            sampling_params(config.rollout, stop_token_ids),
+            trained,
             temperature=section.temperature,
             max_tokens=section.max_completion_length,
             truncation=Truncation(section.top_p, section.top_k, section.min_p),

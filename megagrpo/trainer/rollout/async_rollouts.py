@@ -236,6 +236,7 @@ def packed(place: int, group: Sequence[Rollout]) -> dict[str, Any]:
     return {
         "place": place,
         "prompt_id": group[0].prompt.prompt_id,
+        "sampling": group[0].prompt.sampling,
         "rollouts": [_packed(rollout) for rollout in group],
     }
 
@@ -257,8 +258,9 @@ def _packed(rollout: Rollout) -> dict[str, Any]:
 
 
 def unpacked(saved: dict[str, Any], prompt: Prompt) -> list[Rollout]:
-    """Restore a group from its JSON values. Weight versions grow by one, because a resumed run syncs the checkpoint's
-    weights as the next version."""
+    """Restore a group from its JSON values, with the sampling parameters that its row had. Weight versions grow by one,
+    because a resumed run syncs the checkpoint's weights as the next version."""
+    prompt = replace(prompt, sampling=saved.get("sampling", prompt.sampling))
     return [_unpacked(row, prompt) for row in saved["rollouts"]]
 
 

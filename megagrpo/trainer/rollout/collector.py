@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from megagrpo.config import RolloutSection
 from megagrpo.data.step_samples import Columns, StepSamples, Vote, branch_facts_of, facts_of, votes_of
 from megagrpo.data.turn_facts import turn_facts_of
 from megagrpo.engine.protocol import EngineError, EngineStarved, Generator
@@ -26,7 +25,7 @@ from megagrpo.records.ahead_files import read_ahead
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool, place_of
 from megagrpo.trainer.rollout.scored_groups import OnDemand, scored_rollouts
-from megagrpo.types import Penalties, Prompt, SamplingParams, ScoredRollout, Truncation
+from megagrpo.types import Prompt, SamplingParams, ScoredRollout
 
 # what one replica sampled, its counters, and the votes of its groups
 Part = tuple[list[ScoredRollout], dict[str, float], np.ndarray | None]
@@ -225,21 +224,6 @@ class Collector:
     def stop_requested(self) -> int:
         """Return the number of the signal that asked any rank to stop, or 0. Collective."""
         return int(self.layout.all_reduce(torch.tensor(self.stop_signal), "max"))
-
-
-def sampling_params(rollout: RolloutSection, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    """Build the sampling parameters of training rollouts."""
-    return SamplingParams(
-        rollout.temperature,
-        rollout.max_completion_length,
-        stop_token_ids,
-        Truncation(rollout.top_p, rollout.top_k, rollout.min_p),
-        tuple(rollout.stop),
-        rollout.include_stop_str_in_output,
-        tuple(rollout.logit_bias.items()),
-        Penalties(rollout.repetition_penalty, rollout.frequency_penalty, rollout.presence_penalty),
-        rollout.constraint,
-    )
 
 
 def numbered(prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -2,10 +2,11 @@
 
 Facts and packing are the same on every rank, so every rank computes which leader sends what, in which order, and no
 sizes travel. A row has 4 bytes for each token of prompt and response and 4 more for each token of the response; with
-conversations a bit more for each token of the response. Rows go from leader to leader in an all-to-all, then from the
-leader to the ranks of its replica that read tokens: all tensor- and context-parallel ranks of the first pipeline stage,
-which embeds, and of the last, which computes the loss. Context-parallel ranks get whole rows, because the loss reads
-whole rows. Middle stages need only lengths, and the masks of conversations.
+conversations a bit more for each token of the response. Sampling parameters of a row of the data set travel as JSON.
+Rows go from leader to leader in an all-to-all, then from the leader to the ranks of its replica that read tokens: all
+tensor- and context-parallel ranks of the first pipeline stage, which embeds, and of the last, which computes the loss.
+Context-parallel ranks get whole rows, because the loss reads whole rows. Middle stages need only lengths, and the masks
+of conversations.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.data.packing import PackPlan
+from megagrpo.data.sampling import of_row, sampling_row
 from megagrpo.data.step_samples import TRUNCATED, StepSamples
 from megagrpo.platform.parallel.bulk_messages import exchange_rows, share_rows
 from megagrpo.platform.parallel.layout import Layout
@@ -42,7 +44,9 @@ def trained_samples(
     if samples.columns.dialogues:
         masks = travel.rows(-(-responses // WORD_BITS), _mask_row, layout.replica)
     advantages, truncated = plans[0].shapes.advantages, samples.has(TRUNCATED)
-    temperatures = samples.temperatures
+    own: dict[int, np.ndarray] = {}
+    if samples.columns.samplings:
+        own = travel.rows(samples.facts["sampling"].astype(np.int64), lambda r: sampling_row(r.prompt), layout.ends)
 
     def sample(index: int) -> TrainSample:
         length, response = int(lengths[index]), int(responses[index])
@@ -53,8 +57,8 @@ def trained_samples(
         if index in masks:
             written[length - response :] = np.unpackbits(masks[index].view(np.uint8), count=response)
         rows = torch.from_numpy(ids), torch.from_numpy(written), torch.from_numpy(logprobs)
-        inputs = samples.prompts[index].inputs
-        return TrainSample(*rows, float(advantages[index]), index, bool(truncated[index]), inputs, temperatures[index])
+        inputs, sampling = samples.prompts[index].inputs, of_row(own[index]) if index in own else {}
+        return TrainSample(*rows, float(advantages[index]), index, bool(truncated[index]), inputs, sampling)
 
     return {index: sample(index) for index in travel.received.tolist()}
 

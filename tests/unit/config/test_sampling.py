@@ -7,8 +7,17 @@ from megagrpo.config import ConfigError, load_config
 SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: [{function: exact_number}]}\n"
 REFUSED = {
     "rollout.logit_bias.3=1 train.fused_logprobs=true": "train.fused_logprobs: true writes no logits, which "
-    "rollout.logit_bias, rollout.repetition_penalty, rollout.frequency_penalty, rollout.presence_penalty, "
-    "rollout.structured_outputs change; set it to false",
+    "rollout.logit_bias, rollout.bad_words, rollout.allowed_token_ids, rollout.repetition_penalty, "
+    "rollout.frequency_penalty, rollout.presence_penalty, rollout.structured_outputs change; set it to false",
+    "rollout.allowed_token_ids=[3,3]": "rollout.allowed_token_ids: must name each token once (got [3, 3])",
+    "rollout.bad_words=[no] model.tokenizer=t.model": "rollout.bad_words: needs a tokenizer that vLLM loads, but "
+    "model.tokenizer is a bare SentencePiece file; name a Hugging Face folder",
+    "rollout.bad_words=[no] rollout.max_staleness=1 rollout.in_flight=resume rollout.placement=dedicated "
+    "algorithm.importance_correction=token_truncate "
+    "algorithm.importance_correction_max=2": "rollout.bad_words: starts again with each request, "
+    "but an interrupted response is requested again with its tokens as the prompt (rollout.in_flight resume); choose "
+    "keep, or leave it out",
+    "rollout.logit_bias.the=101": "rollout.logit_bias.the: must be at most 100 (got 101)",
     "rollout.logit_bias.3=-101": "rollout.logit_bias.3: must be at least -100 (got -101)",
     "rollout.repetition_penalty=0": "rollout.repetition_penalty: must be greater than 0 (got 0)",
     "rollout.presence_penalty=2.5": "rollout.presence_penalty: must be at most 2 (got 2.5)",

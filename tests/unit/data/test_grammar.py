@@ -10,8 +10,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megagrpo.config.rollout import RolloutSection
-from megagrpo.data.grammar import Grammar, allowed
+from megagrpo.config.rollout import RolloutSection, constraint_of
+from megagrpo.data.grammar import Grammars, allowed
 from megagrpo.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
 
 LETTERS = 'abcdefghijklmnopqrstuvwxyz0123456 ~"{}:'
@@ -26,9 +26,16 @@ def character_tokenizer() -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="~"))
 
 
-def grammar(**constraint) -> Grammar:
-    section = RolloutSection(structured_outputs=constraint)
-    return Grammar(section.constraint, character_tokenizer(), VOCABULARY)
+class Grammar(Grammars):
+    """Grammars with one constraint."""
+
+    def __init__(self, **constraint):
+        super().__init__(character_tokenizer, VOCABULARY)
+        self.constraint = constraint_of(RolloutSection(structured_outputs=constraint).structured_outputs)
+        self.compile(self.constraint)
+
+    def masks(self, *where):
+        return super().masks(self.constraint, *where)
 
 
 def encode(text: str) -> np.ndarray:
@@ -59,7 +66,7 @@ LANGUAGE = [
 def test_a_regex_allows_what_continues_a_word_of_its_language(response):
     ids = encode("hello" + response)
     right = [following(LANGUAGE, response[:i]) for i in range(len(response))]
-    constrained = grammar(regex=PATTERN)
+    constrained = Grammar(regex=PATTERN)
     assert letters(constrained.masks(ids, 5, 4, len(response))) == right
     pieces = [(4, 2), (6, len(response) - 2)]  # chunks of a pass
     for order in (pieces, pieces[1:], pieces[::-1], pieces):  # a rank may hold the second part only; passes begin again
@@ -69,7 +76,7 @@ def test_a_regex_allows_what_continues_a_word_of_its_language(response):
 
 def test_each_turn_begins_the_constraint_again():
     ids = encode("xxab~yyba~")
-    constrained, right = grammar(regex=PATTERN), [following(LANGUAGE, before) for before in ("", "b", "ba")]
+    constrained, right = Grammar(regex=PATTERN), [following(LANGUAGE, before) for before in ("", "b", "ba")]
     constrained.masks(ids, 2, 1, 3)
     assert letters(constrained.masks(ids, 7, 6, 3)) == right
 
@@ -84,7 +91,7 @@ def test_each_turn_begins_the_constraint_again():
     ids=["choice", "json", "grammar"],
 )
 def test_other_kinds_allow_their_words_and_no_others(constraint, response):
-    constrained = grammar(**constraint)
+    constrained = Grammar(**constraint)
     for text in response:
         rows = letters(constrained.masks(encode("x" + text), 1, 0, len(text)))
         assert all(letter in row for letter, row in zip(text, rows, strict=True)) and "z" not in rows[0]
@@ -96,9 +103,41 @@ def test_other_kinds_allow_their_words_and_no_others(constraint, response):
 
 def test_a_constraint_that_cannot_be_compiled_is_named(monkeypatch):
     with pytest.raises(ValueError, match=r"rollout\.structured_outputs\.regex: xgrammar cannot compile it"):
-        grammar(regex="[a")
+        Grammar(regex="[a")
     with pytest.raises(ValueError, match=r"needs a tokenizer that vLLM loads; name a Hugging Face folder"):
-        Grammar(("regex", "a"), SentencePieceTokenizer.__new__(SentencePieceTokenizer), VOCABULARY)
+        Grammars(lambda: SentencePieceTokenizer.__new__(SentencePieceTokenizer), VOCABULARY).compile(("regex", "a"))
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     with pytest.raises(ValueError, match=r"with xgrammar: .*; install the xgrammar of vLLM's environment"):
-        grammar(regex="a")
+        Grammar(regex="a")
+
+
+def test_samples_of_different_constraints_are_read_in_any_order():
+    grammars, patterns = Grammars(character_tokenizer, VOCABULARY), {"[ab]{2,3}c?": "abac~", "x+": "xx~", "c|d": "c~"}
+    right = {
+        pattern: letters(Grammar(regex=pattern).masks(encode("z" + text), 1, 0, len(text)))
+        for pattern, text in patterns.items()
+    }
+    samples = {pattern: encode("z" + text) for pattern, text in patterns.items()}
+    for start in (0, 1):  # one chunk of a sample after one of another one
+        for pattern, ids in samples.items():
+            rows = letters(grammars.masks(("regex", pattern), ids, 1, start, ids.size - 1 - start))
+            assert rows == right[pattern][start:]
+    same = samples["x+"]  # the same tokens under another constraint
+    with pytest.raises(ValueError, match="token 0 of a response"):
+        grammars.masks(("regex", "c|d"), same, 1, 0, 2)
+    assert letters(grammars.masks(("regex", "x+"), same, 1, 0, 3)) == right["x+"]
+
+
+def test_each_constraint_is_compiled_once_and_the_memory_of_them_is_bounded():
+    """By xgrammar's own cache, which keeps compiled constraints up to a size, and one more."""
+    grammars = Grammars(character_tokenizer, VOCABULARY)
+    grammars.compile(("regex", "[ab]+"))
+    size = grammars.compiler.get_cache_size_bytes()
+    for _ in range(50):
+        grammars.compile(("regex", "[ab]+"))
+    assert grammars.compiler.get_cache_size_bytes() == size > 0
+    small, sizes = Grammars(character_tokenizer, VOCABULARY, cache_bytes=4 * size), []
+    for i in range(40):
+        small.compile(("regex", f"[ab]+{i}"))
+        sizes.append(small.compiler.get_cache_size_bytes())
+    assert size < sizes[10] and max(sizes) < 6 * size

@@ -1,27 +1,44 @@
 """Rows with their own sampling parameters: read from a column, checked, sent with requests, and packed."""
 
 import json
-import math
 
+import datasets
 import numpy as np
 import pytest
 import torch
+from tokenizers import Regex, models, pre_tokenizers
+from tokenizers import Tokenizer as RawTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from megagrpo.algorithms.advantages import to_samples
 from megagrpo.config import DataSection
+from megagrpo.config.io import validated
 from megagrpo.data.packing import PackingRules, build_micro_batch
 from megagrpo.data.prompts import PromptSource
+from megagrpo.data.row_settings import RowReader
+from megagrpo.data.sampling import bad_word_ids, of_row, own_sampling, sampling_row
 from megagrpo.data.step_samples import StepSamples
-from megagrpo.engine.requests import GroupRequest, own_sampling
+from megagrpo.data.tokenizer import HuggingFaceTokenizer
+from megagrpo.engine.client import _seed_of_group
+from megagrpo.engine.requests import GroupRequest, sampling_params
 from megagrpo.train_types import TrainSample
-from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout
+from megagrpo.trainer.rollout.async_rollouts import packed, unpacked
+from megagrpo.types import Penalties, Prompt, Rollout, SamplingParams, ScoredRollout
 from tests.unit.data.test_prompts import tokenizer  # noqa: F401 (a fixture)
 
 
-def source(tokenizer, path, cells, key="data.train"):  # noqa: F811
+def run(*overrides):
+    sections = dict(model={"path": "m"}, rewards={"functions": [{"function": "exact_number"}]})
+    settings = dict(
+        data={"train": {"source": "a.jsonl"}, "sampling_column": "own"}, rollout={"max_completion_length": 20}
+    )
+    return validated(sections | settings, overrides, "test")
+
+
+def source(tokenizer, path, cells, key="data.train", overrides=()):  # noqa: F811
     path.write_text("".join(json.dumps({"prompt": "Hi", "own": cell}) + "\n" for cell in cells))
-    data = DataSection(train={"source": str(path)}, sampling_column="own")
-    return PromptSource(data.train, data, tokenizer, 100, 0, key, max_completion_length=20)
+    config = run(f"data.train.source={path}", *overrides)
+    return PromptSource(config.data.train, config.data, tokenizer, 100, 0, key, row_reader=RowReader(config, tokenizer))
 
 
 def test_a_cell_is_a_mapping_or_its_json_text_or_empty(tokenizer, tmp_path):  # noqa: F811
@@ -42,6 +59,18 @@ def test_a_cell_is_a_mapping_or_its_json_text_or_empty(tokenizer, tmp_path):  # 
         ({"temperature": True}, "temperature: Value error, must be a number, not true or false (got True)"),
         ({"max_tokens": 0}, "max_tokens: Input should be greater than 0 (got 0)"),
         ({"max_tokens": 21}, "max_tokens 21 is above rollout.max_completion_length 20; lower it"),
+        ({"top_k": 5}, "a row cannot have its own `top_k`: the trainer's passes keep tokens by one rule"),
+        ({"n": 5}, "a row cannot have its own `n`: set rollout.num_generations"),
+        ({"stop": ["x~"]}, "stop has the special token ~; name it in rollout.stop, for all rows"),
+        ({"stop": [""]}, "stop: Value error, must not be empty"),
+        ({"seed": -1}, "seed: Input should be greater than or equal to 0 (got -1)"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "must name one constraint, but has regex, choice"),
+        ({"structured_outputs": {"regex": "[a"}}, "structured_outputs: xgrammar cannot compile the regex"),
+        ({"logit_bias": {"ab": 1.0}}, "logit_bias: the text 'ab' is 2 tokens, [65, 66]; name one token, or its id"),
+        ({"logit_bias": {"a": 1.0, "65": 2.0}}, "logit_bias: names token 65 twice, by its id and by a text"),
+        ({"logit_bias": {"a": 101}}, "logit_bias: Input should be less than or equal to 100 (got 101)"),
+        ({"bad_words": ["a" * 1025]}, "1 sequences of 1025 tokens in all, and vLLM takes 128 of 1024; leave words out"),
+        ({"allowed_token_ids": [3, 3]}, "allowed_token_ids: Value error, must name each token once"),
     ],
 )
 def test_parameters_that_no_request_can_have_are_refused(cell, problem, tokenizer, tmp_path):  # noqa: F811
@@ -63,34 +92,147 @@ def test_a_request_has_the_parameters_of_its_row():
     request = GroupRequest(Prompt(0, (1,), "", sampling={"temperature": 0.5, "max_tokens": 4}), 1, sampling, 0, 0)
     assert (request.sampling.temperature, request.sampling.max_tokens) == (0.5, 4)
     # a conversation with less room than the row's limit
-    assert own_sampling(request.prompt, SamplingParams(1.0, 3)).max_tokens == 3
-    assert own_sampling(Prompt(0, (1,), ""), sampling) is sampling
+    assert own_sampling(SamplingParams(1.0, 3), request.prompt.sampling).max_tokens == 3
+    assert own_sampling(sampling, {}) is sampling
+
+
+RESUMED = ("rollout.max_staleness=1", "rollout.in_flight=resume", "rollout.placement=dedicated")
+CORRECTED = ("algorithm.importance_correction=token_truncate", "algorithm.importance_correction_max=2")
+
+
+@pytest.mark.parametrize(
+    "cell", [{"presence_penalty": 0.1}, {"bad_words": ["ab"]}, {"structured_outputs": {"choice": ["a"]}}]
+)
+def test_what_begins_again_with_each_request_is_refused_where_responses_are_requested_again(cell, tokenizer, tmp_path):  # noqa: F811
+    source(tokenizer, tmp_path / "rows.jsonl", [cell])
+    with pytest.raises(ValueError, match=f"{next(iter(cell))} starts again with each request, but an interrupted"):
+        source(tokenizer, tmp_path / "rows.jsonl", [cell], overrides=(*RESUMED, *CORRECTED))
+
+
+EVERYTHING = {
+    "temperature": 0.5,
+    "stop": "END",
+    "seed": 7,
+    "structured_outputs": {"json": {"type": "object", "properties": {"a": {"type": "integer", "minimum": 2}}}},
+    "repetition_penalty": 1.2,
+    "frequency_penalty": -0.5,
+    "logit_bias": {"a": 1.5, "3": -100},
+    "bad_words": ["no", " b"],
+    "allowed_token_ids": [94, 65, 66],
+}
+READ = EVERYTHING | {
+    "stop": ["END"],
+    "logit_bias": {"65": 1.5, "3": -100},
+    "bad_word_ids": ((78, 79), (66,)),
+}
+OTHERS = [
+    {"max_tokens": 3, "structured_outputs": {"choice": ["x", "y"]}, "logit_bias": {"b": 2.0}},
+    None,
+    {"structured_outputs": {"json": {"properties": {"b": {"enum": ["1"]}}, "required": ["b"]}}},
+]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "text"])
+def test_rows_of_different_shapes_are_read_from_files_that_fill_them_with_none(kind, tokenizer, tmp_path):  # noqa: F811
+    cells = [EVERYTHING, *OTHERS]
+    if kind == "parquet":
+        table = datasets.Dataset.from_list([{"prompt": "Hi", "own": cell} for cell in cells])
+        assert table[1]["own"]["structured_outputs"]["json"] is None  # Arrow has one schema for all rows
+        table.to_parquet(tmp_path / "rows.parquet")
+    path = tmp_path / f"rows.{kind if kind == 'parquet' else 'jsonl'}"
+    if kind != "parquet":
+        texts = [json.dumps(cell) if kind == "text" and cell else cell for cell in cells]
+        path.write_text("".join(json.dumps({"prompt": "Hi", "own": cell}) + "\n" for cell in texts))
+    config = run(f"data.train.source={path}")
+    reader = RowReader(config, tokenizer)
+    prompts = PromptSource(config.data.train, config.data, tokenizer, 100, 0, row_reader=reader).all()
+    found = [prompt.sampling for prompt in prompts]
+    assert found == [READ, OTHERS[0] | {"logit_bias": {"66": 2.0}}, {}, OTHERS[2]]
+    assert json.dumps(found[0]) and of_row(sampling_row(prompts[0])) == json.loads(json.dumps(prompts[0].distribution))
+
+
+def test_a_request_has_every_parameter_of_its_row():
+    sampling = SamplingParams(1.0, 10, stop=("U",), penalties=Penalties(presence=0.3), bad_words=("x",))
+    own = own_sampling(sampling, READ)
+    assert own.stop == ("U", "END") and own_sampling(own, READ) == own  # a turn of an agent gets them twice
+    sent = sampling_params(own)
+    expected = dict(temperature=0.5, stop=("U", "END"), repetition_penalty=1.2, frequency_penalty=-0.5)
+    expected |= dict(presence_penalty=0.3, logit_bias={65: 1.5, 3: -100}, bad_words=("no", " b"))
+    expected |= dict(allowed_token_ids=(94, 65, 66), detokenize=True)
+    expected |= dict(structured_outputs={"json": json.dumps(READ["structured_outputs"]["json"])})
+    assert {name: sent[name] for name in expected} == expected
+    assert own.bad_word_ids == READ["bad_word_ids"]
+
+
+def test_a_rows_seed_is_the_first_response_s():
+    own = Prompt(3, (1,), "", sampling={"seed": 7})
+    assert _seed_of_group(own, 4, 99) == 7 == _seed_of_group(own, 4, 1)  # in every epoch
+    again = Prompt(3, (1,), "", sampling={"seed": 7}, occurrence=1)
+    assert _seed_of_group(again, 4, 99) == 11  # the second time in a step has other seeds
+    assert _seed_of_group(Prompt(3, (1,), ""), 4, 99) != _seed_of_group(Prompt(3, (1,), ""), 4, 1)
+
+
+def test_words_have_the_tokens_that_vllm_gives_them(tokenizer):  # noqa: F811
+    """A tokenizer with single tokens for words with and without a space before them, and one character per token."""
+    vllm = pytest.importorskip("vllm.sampling_params")
+    raw = RawTokenizer(models.WordLevel({"<unk>": 0, "bad": 1, " bad": 2, "word": 3, " word": 4, "x": 5}, "<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex(" ?[a-z]+"), "isolated")
+    words = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=raw))
+    for tokens, texts in ((words, ["bad", " word", "bad word", "x", "bad"]), (tokenizer, ["no", " a", "b"])):
+        params = vllm.SamplingParams(bad_words=texts)
+        tokens.tokenizer.max_token_id = len(tokens) - 1  # of vLLM's wrapper
+        params.update_from_tokenizer(tokens.tokenizer)
+        assert bad_word_ids(texts, tokens, "key") == tuple(map(tuple, params.bad_words_token_ids))
+    assert bad_word_ids(["bad", "bad word"], words, "key") == ((1,), (2,), (1, 4), (2, 4))
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["own prompts", "shared prompts"])
-def test_packing_carries_temperatures_only_if_a_row_has_one(share):
-    def sample(temperature):
+def test_packing_carries_parameters_only_if_a_row_has_them(share):
+    def sample(**own):
         mask = torch.tensor([False, False, True, True])
-        return TrainSample(torch.arange(4), mask, torch.zeros(4), 1.0, temperature=temperature)
+        return TrainSample(torch.arange(4), mask, torch.zeros(4), 1.0, sampling=own)
 
     rules = PackingRules(100, share_prompts=share, align=4)
-    assert build_micro_batch([sample(None), sample(None)], rules).temperatures is None
-    batch = build_micro_batch([sample(None), sample(0.5), sample(2.0)], rules)
-    own = batch.temperatures[batch.loss_mask]
-    assert [None if math.isnan(t) else t for t in own.tolist()] == [None, None, 0.5, 0.5, 2.0, 2.0]
+    assert build_micro_batch([sample(), sample()], rules).sampling == ()
+    batch = build_micro_batch([sample(), sample(temperature=0.5), sample(logit_bias={"3": 1.0})], rules)
+    own = [batch.sampling[sequence] for sequence in batch.sequence_index[batch.loss_mask].tolist()]
+    assert own == [
+        {},
+        {},
+        {"temperature": 0.5},
+        {"temperature": 0.5},
+        {"logit_bias": {"3": 1.0}},
+        {"logit_bias": {"3": 1.0}},
+    ]
 
 
-def test_temperatures_of_drawn_samples_join_those_of_earlier_ones():
-    """Dynamic sampling: the first round has no row with its own temperature."""
+def drawn(*own):
+    prompts = [Prompt(i, (1,), "", sampling=sampling, place=i) for i, sampling in enumerate(own)]
+    return [ScoredRollout(Rollout(p, [2], [-1.0], "stop", 0, ""), {"f": 1.0}, 1.0) for p in prompts]
 
-    def drawn(*temperatures):
-        prompts = [
-            Prompt(i, (1,), "", sampling={} if t is None else {"temperature": t}) for i, t in enumerate(temperatures)
-        ]
-        return [ScoredRollout(Rollout(p, [2], [-1.0], "stop", 0, ""), {"f": 1.0}, 1.0) for p in prompts]
 
-    first, second = StepSamples.of(drawn(None, None)), StepSamples.of(drawn(0.5, None))
-    assert first.temperatures == [None, None] and "temperature" not in first.facts.dtype.names
-    assert (first + second).temperatures == [None, None, 0.5, None]
-    assert (first + second).select(np.array([2, 0])).temperatures == [0.5, None]
-    assert [s.temperature for s in to_samples(drawn(0.5, None), torch.ones(1, 2))] == [0.5, None]
+def test_lengths_of_parameters_of_drawn_samples_join_those_of_earlier_ones():
+    """Dynamic sampling: the first round has no row with parameters that change log-probs."""
+    warm = {"temperature": 0.5}
+    first, second = (
+        StepSamples.of(drawn({}, {"max_tokens": 2, "stop": ["x"], "seed": 1})),
+        StepSamples.of(drawn(warm, {})),
+    )
+    assert "sampling" not in first.facts.dtype.names
+    words = -(-len(json.dumps(warm)) // 4)
+    assert (first + second).facts["sampling"].tolist() == [0, 0, words, 0]
+    assert (first + second).select(np.array([2, 0])).facts["sampling"].tolist() == [words, 0]
+    assert [s.sampling for s in to_samples(drawn(warm, {}), torch.ones(1, 2))] == [warm, {}]
+
+
+def test_groups_in_a_checkpoint_keep_the_parameters_that_they_were_sampled_with():
+    (scored,) = drawn(READ)
+    saved = json.loads(json.dumps(packed(5, [scored.rollout])))
+    (restored,) = unpacked(saved, Prompt(0, (1,), "", sampling={"temperature": 2.0}, place=0))  # the file has changed
+    assert restored.prompt.sampling == json.loads(json.dumps(READ))
+    own = own_sampling(SamplingParams(1.0, 10), restored.prompt.sampling)
+    assert own == own_sampling(SamplingParams(1.0, 10), READ)
+    del saved["sampling"]  # of an older checkpoint
+    assert unpacked(saved, Prompt(0, (1,), "", sampling={"temperature": 2.0}))[0].prompt.sampling == {
+        "temperature": 2.0
+    }

@@ -6,6 +6,7 @@ import pytest
 
 from megagrpo.config import load_config
 from megagrpo.data.prompts import PromptSource, prompt_reader
+from megagrpo.data.sampling import sampling_of
 from megagrpo.data.tokenizer import tokenizer_of
 from megagrpo.records.report.collect import RunFiles
 from megagrpo.records.report.findings import findings
@@ -62,7 +63,7 @@ def warnings(folder, *overrides: str) -> list[str]:
         return start_warnings(
             config.rewards.functions,
             train,
-            load_sets(config, (2,), prompt_reader(config, tokenizer)),
+            load_sets(config, sampling_of(config.rollout), prompt_reader(config, tokenizer)),
             scorer,
             tokenizer,
         )

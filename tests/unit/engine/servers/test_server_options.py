@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import load_config
+from megagrpo.data.sampling import sampling_of
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.requests import sampling_params as request_params
 from megagrpo.engine.servers import serving
@@ -15,7 +16,6 @@ from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
 from megagrpo.platform.process.variables import TOKEN_FILE_VARIABLE
 from megagrpo.trainer import engine_side, gpu_turns
-from megagrpo.trainer.rollout.collector import sampling_params
 from megagrpo.types import Prompt, SamplingParams, Truncation
 from tests.unit.engine.stand_ins import StandIn, noting
 
@@ -173,6 +173,12 @@ def test_as_many_servers_start_at_the_ports_that_follow(tmp_path, monkeypatch):
     assert started == [(0, 21000), (1, 21001), (2, 21002)]
 
 
+class EndTokens:
+    """Stands for a tokenizer with two end tokens."""
+
+    eos_token_ids = (2, 5)
+
+
 def test_a_step_samples_as_its_keys_say():
     """Four different numbers, so that none can be mistaken for another."""
     rollout = config(
@@ -185,16 +191,16 @@ def test_a_step_samples_as_its_keys_say():
         )
     ).rollout
     expected = SamplingParams(0.7, 33, (2, 5), Truncation(top_p=0.8, top_k=9, min_p=0.05))
-    assert sampling_params(rollout, (2, 5)) == expected
+    assert sampling_of(rollout, EndTokens()) == expected
     stopping = rollout.model_copy(update={"stop": ["</answer>"], "include_stop_str_in_output": False})
-    assert sampling_params(stopping, (2, 5)) == replace(expected, stop=("</answer>",), include_stop=False)
+    assert sampling_of(stopping, EndTokens()) == replace(expected, stop=("</answer>",), include_stop=False)
 
 
 def test_a_request_has_the_changes_of_logits_that_its_keys_say():
     names = ("logit_bias.29=-100", "repetition_penalty=1.1", "frequency_penalty=0.2", "presence_penalty=0.3")
     rollout = config(*(f"rollout.{name}" for name in names), "rollout.structured_outputs.choice=[a, b]").rollout
-    sent = request_params(sampling_params(rollout, ()))
-    plain = request_params(sampling_params(config().rollout, ()))
+    sent = request_params(sampling_of(rollout))
+    plain = request_params(sampling_of(config().rollout))
     assert [plain[f"{name}_penalty"] for name in ("repetition", "frequency", "presence")] == [1, 0, 0]
     assert {name: value for name, value in sent.items() if plain.get(name) != value} == {
         "logit_bias": {29: -100},

@@ -9,6 +9,7 @@ import pytest
 
 from megagrpo.config import RunConfig, evaluation_sets
 from megagrpo.data.prompts import prompt_reader
+from megagrpo.data.sampling import sampling_of
 from megagrpo.data.step_samples import StepSamples, votes_of
 from megagrpo.data.tokenizer import tokenizer_of
 from megagrpo.rewards.answers import READ_BY, extractor
@@ -140,7 +141,7 @@ def test_sets_are_sampled_with_the_stop_strings_and_the_template_of_the_run(chat
         }
     )
     tokenizer = tokenizer_of(config, chat_folder)
-    (found,) = load_sets(config, tokenizer.eos_token_ids, prompt_reader(config, tokenizer))
+    (found,) = load_sets(config, sampling_of(config.rollout, tokenizer), prompt_reader(config, tokenizer))
     limit, truncation = config.rollout.max_completion_length, Truncation(top_p=0.5)
     assert found.sampling == SamplingParams(0.7, limit, (0, 2, 3), truncation, ("</answer>",), include_stop=False)
     assert found.prompts[0].opened == "<think>"
