@@ -1,15 +1,21 @@
 """Sampling parameters that change the distribution of single requests: trainer, engine and audit use the same one."""
 
+import itertools
 import json
+import os
 import re
 import shutil
+import signal
 
 import pytest
+import torch
 from ranks import run_ranks
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megagrpo.__main__ import main
 from megagrpo.policy.lm_head.logit_processors import LogitProcessors
 from megagrpo.proof.audit.saved import load_step
+from megagrpo.records.run_files import checkpoints
 from tests.e2e import world
 
 COMPARED = ["algorithm.beta=0.1", "algorithm.num_iterations=2", "debug.dump_steps=[2]"]
@@ -29,44 +35,137 @@ def agrees(run):
     assert code == 0 and json.loads(said)["passed"], said
 
 
-def rows_with_sampling(path):
-    """The world's rows: two of three have parameters of their own."""
+CHOICES, FEW = ["yep", "no", "nope"], "cdefgE"
+HEAT = [{}, {"temperature": 0.6, "max_tokens": 5}, {"temperature": 1.7}]
+FORMS = [
+    {"structured_outputs": {"choice": CHOICES}, "repetition_penalty": 1.4},
+    {"structured_outputs": {"regex": "[ab]{2,3}c?"}, "temperature": 0.8, "seed": 5},
+]
+KINDS = [
+    *(*HEAT, *FORMS),
+    {"logit_bias": {"a": 6, "b": 6, "c": 5}, "bad_words": ["ab", "ccc"], "frequency_penalty": 0.2},
+    {"allowed_token_ids": FEW, "stop": ["E", "dd"]},
+    {"presence_penalty": 0.5, "logit_bias": {"65": 2.0}},
+]
+IN_ORDER = ["data.shuffle=false", f"rollout.prompts_per_step={len(KINDS)}"]  # each step has a row of every kind
+
+
+def token_ids(text):
+    return AutoTokenizer.from_pretrained(world.folder() / "model").encode(text, add_special_tokens=False)
+
+
+def rows_with_sampling(path, kinds=KINDS):
+    """The world's rows with parameters of these kinds in turn, every other time as JSON text."""
     rows = [json.loads(line) for line in (world.folder() / "train.jsonl").read_text().splitlines()]
-    own = [{}, {"sampling": {"temperature": 0.6, "max_tokens": 5}}, {"sampling": json.dumps({"temperature": 1.7})}]
-    path.write_text("".join(json.dumps(row | own[i % 3]) + "\n" for i, row in enumerate(rows)))
+    lines = []
+    for i, row in enumerate(rows):
+        own = kinds[i % len(kinds)]
+        if own.get("allowed_token_ids") == FEW:
+            own = own | {"allowed_token_ids": token_ids(FEW)}
+        lines.append(row | ({"sampling": json.dumps(own) if i // len(kinds) % 2 else own} if own else {}))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return [f"data.train.source={path}", "data.sampling_column=sampling"]
+
+
+def follows_its_row(row, own):
+    """Whether a response is one that its row allows; an oracle that knows texts only."""
+    text, ended = row["completion"], row["finish_reason"] == "stop"
+    pattern = own.get("structured_outputs", {}).get("regex")
+    if pattern and ended:
+        assert re.fullmatch(pattern, text), text
+    if "choice" in own.get("structured_outputs", {}):
+        assert text in CHOICES, text
+    if "bad_words" in own:
+        assert "ab" not in text and "ccc" not in text and set(text) & set("abc"), text
+    if "stop" in own:
+        assert set(text) <= set(FEW) and ended == text.endswith(("E", "dd")), text
+        assert not re.search("E.|dd.", text) and (row["stop_string"] in ("E", "dd")) == ended
+    if "max_tokens" in own:
+        assert row["num_tokens"] <= own["max_tokens"]
 
 
 @pytest.fixture(scope="module")
 def of_rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows")
-    return trained(folder, *rows_with_sampling(folder / "train.jsonl"))
+    return trained(folder, *rows_with_sampling(folder / "train.jsonl"), *IN_ORDER)
 
 
-def test_rows_have_their_own_temperature_and_limit(of_rows):
+def test_rows_have_their_own_parameters(of_rows):
     agrees(of_rows)
-    kinds = set()
-    for sample in load_step(of_rows.folder, 2).samples:
+    assert len(of_rows.completions) == 2 * len(KINDS) * 4
+    for row in of_rows.completions:
+        follows_its_row(row, KINDS[row["prompt_id"] % len(KINDS)])
+    samples = load_step(of_rows.folder, 2).samples
+    cut = {(s.places.numel(), s.sampling.get("temperature")) for s in samples if s.text["finish_reason"] == "length"}
+    assert (5, 0.6) in cut and {length for length, _ in cut} <= {12, 5}
+    (words,) = {json.dumps(s.sampling["bad_word_ids"]) for s in samples if "bad_words" in s.sampling}
+    assert json.loads(words) == [token_ids("ab"), token_ids("ccc")]
+
+
+def next_letters(before, own):
+    """The letters that may follow `before`, and "" for the end: from all words of the constraint's language, or from the
+    texts of the row. None: all."""
+    constraint = own.get("structured_outputs", {})
+    words = constraint.get("choice", [])
+    if pattern := constraint.get("regex"):
+        every = ("".join(word) for n in range(5) for word in itertools.product("abc", repeat=n))
+        words = [word for word in every if re.fullmatch(pattern, word)]
+    return {word[len(before) : len(before) + 1] for word in words if word.startswith(before)} if words else None
+
+
+@torch.no_grad()
+def test_log_probs_are_a_softmax_over_what_brute_force_allows(of_rows):
+    """Without a grammar's library, packing, or the audit: transformers' model, and letters of texts."""
+    step = load_step(of_rows.folder, 2)
+    model = AutoModelForCausalLM.from_pretrained(step.updates[0].weights, dtype=torch.float64).eval()
+    ids = {letter: token_ids(letter)[0] for letter in "abcdefgEynopA"}
+    (end,) = token_ids("<|end|>")
+    checked = 0
+    for sample in step.samples:
         own = sample.sampling
-        assert own == [{}, {"temperature": 0.6, "max_tokens": 5}, {"temperature": 1.7}][sample.text["prompt_id"] % 3]
-        if sample.text["finish_reason"] == "length":
-            kinds.add((sample.places.numel(), own.get("temperature")))
-    assert (5, 0.6) in kinds and kinds <= {(12, None), (5, 0.6), (12, 1.7)}
+        logits = model(sample.token_ids[None]).logits[0]
+        prompt, tokens = sample.token_ids[: sample.prompt_length].tolist(), sample.token_ids.tolist()
+        for place in sample.places.tolist():
+            row, written = logits[place - 1].clone(), tokens[sample.prompt_length : place]
+            excluded = set()
+            letters = {token: letter for letter, token in ids.items()}
+            if "structured_outputs" in own:
+                allowed = next_letters("".join(letters[token] for token in written), own)
+                excluded = set(range(row.numel())) - {ids[letter] if letter else end for letter in allowed}
+            if "allowed_token_ids" in own:
+                excluded = set(range(row.numel())) - {ids[letter] for letter in FEW}
+            if "bad_words" in own:
+                excluded = {ids["b"]} if written[-1:] == [ids["a"]] else set()
+                excluded |= {ids["c"]} if written[-2:] == [ids["c"]] * 2 else set()
+            row[sorted(excluded)] = -torch.inf
+            for token, added in own.get("logit_bias", {}).items():
+                row[int(token)] += added
+            for token in range(row.numel()):
+                if token in prompt + written and (penalty := own.get("repetition_penalty")):
+                    row[token] = row[token] / penalty if row[token] > 0 else row[token] * penalty
+                row[token] -= own.get("frequency_penalty", 0) * written.count(token)
+                row[token] -= own.get("presence_penalty", 0) * (token in written)
+            logprobs = (row / own.get("temperature", 1)).log_softmax(-1)
+            assert logprobs[tokens[place]].item() == pytest.approx(sample.rollout_logprobs[place].item(), abs=2e-4)
+            checked += 1
+    assert checked > 100
 
 
 CHANGES = {
-    "bias": ["rollout.logit_bias={65: 3.0, 10: -100}"],
+    "bias": ["rollout.logit_bias={65: 3.0, 10: -100, a: 1.5}"],
     "repetition": ["rollout.repetition_penalty=1.4", "rollout.temperature=0.8"],
     "regex": ["rollout.structured_outputs={regex: '[0-9]{1,3}(, [a-f]{2,4})+'}", "rollout.logit_bias.44=1.5"],
     "choice": ["rollout.structured_outputs={choice: [yep, no, 'may \"be']}", "rollout.repetition_penalty=1.2"],
     "json": ["rollout.structured_outputs={json: {type: object, properties: {a: {type: integer}}, required: [a]}}"],
     "counts": ["rollout.frequency_penalty=0.7", "rollout.presence_penalty=-0.5", "rollout.top_p=0.8"],
+    "words": ["rollout.bad_words=[ab, ccc, ' a']", "rollout.logit_bias={a: 6, b: 6, c: 5}", "rollout.top_k=20"],
 }
 
 
 EVERYTHING = [
     "rollout.structured_outputs={regex: '([a-h]{1,3}[.] )*[a-h]'}",
-    "rollout.logit_bias={46: 2.0, 97: -1.5}",
+    "rollout.logit_bias={46: 2.0, 97: -1.5, b: 1.0}",
+    "rollout.bad_words=[ab, bc]",
     "rollout.repetition_penalty=1.3",
     "rollout.frequency_penalty=0.3",
     "rollout.presence_penalty=0.2",
@@ -86,6 +185,58 @@ def test_without_the_replay_trainer_and_engine_differ(tmp_path):
     assert run.code == 0 and run.metrics[0]["token_mult_prob_error"] > 1.1, run.err
 
 
+AHEAD = ["rollout.max_staleness=1", "algorithm.importance_correction=token_truncate", "train.learning_rate=1e-30"]
+# Of an interrupted response vLLM counts the tokens anew.
+ALSO_RESUMED = [*HEAT, KINDS[6], {"logit_bias": {"a": 3}, "repetition_penalty": 1.2, "seed": 3}]
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "resume"])
+def test_parameters_of_rows_hold_ahead_of_training_and_through_syncs(in_flight, tmp_path):
+    kinds = KINDS if in_flight == "keep" else ALSO_RESUMED
+    rows = rows_with_sampling(tmp_path / "train.jsonl", kinds)
+    # generation outlasts the training of a step
+    one_by_one = ["rollout.max_completion_length=40", "rollout.max_num_seqs=1", "run.max_steps=3"]
+    run = trained(tmp_path, *rows, *AHEAD, *one_by_one, *IN_ORDER[:1], f"rollout.in_flight={in_flight}")
+    agrees(run)
+    for row in run.completions:
+        follows_its_row(row, kinds[row["prompt_id"] % len(kinds)])
+    assert max(line["staleness/max"] for line in run.metrics) == 1
+    assert any("later_versions" in row for row in run.completions)
+
+
+def test_groups_ahead_keep_their_parameters_when_a_run_is_killed_and_its_data_changes(tmp_path):
+    """The resumed run reads other parameters for the same rows: groups in the checkpoint keep theirs."""
+    words = [*rows_with_sampling(tmp_path / "train.jsonl"), *AHEAD, *IN_ORDER, "run.save_steps=1"]
+    slow = ["rewards.functions.0.function=" + f"{tmp_path}/mine.py:slow", "data.shuffle=false"]
+    (tmp_path / "mine.py").write_text(
+        "import time\n\ndef slow(completions, **_):\n    time.sleep(0.5)\n    return [float(len(c)) for c in completions]\n"
+    )
+
+    def ahead():
+        found = checkpoints(tmp_path / "run" / "checkpoints")
+        return found and list(found[-1].glob("*ahead*"))
+
+    with world.running(tmp_path, "run.max_steps=1000", *words, *slow) as trainer:
+        world.wait_for(lambda: world.steps_done(tmp_path) >= 2 and ahead(), "second step, with groups ahead")
+        os.kill(trainer.pid, signal.SIGKILL)
+        trainer.wait()
+    groups = [json.loads(line) for path in ahead() for line in path.read_text().splitlines()]
+    before = {group["place"]: group["sampling"] for group in groups}
+    assert any("structured_outputs" in own or "bad_words" in own for own in before.values())
+    rows_with_sampling(tmp_path / "train.jsonl", [{"temperature": 1.3}])
+    saved = int(checkpoints(tmp_path / "run" / "checkpoints")[-1].name.removeprefix("step_"))
+    last = [f"run.max_steps={saved + 2}", f"debug.dump_steps=[{saved + 1}]", "--resume"]
+    run = world.train(tmp_path, *words, *slow, *last)
+    assert run.code == 0, run.err
+    assert all(line["token_mult_prob_error"] == pytest.approx(1, abs=1e-4) for line in run.metrics)
+    step = saved + 1
+    dumped = load_step(run.folder, step).samples
+    kept = [s for s in dumped if s.sampling != {"temperature": 1.3}]
+    assert kept and all(s.sampling in before.values() for s in kept)
+    code, said = world.audit(run.folder, "--step", step, "--json")
+    assert code == 0 and json.loads(said)["passed"], said
+
+
 AGAIN = """
 def again(messages, turn, **columns):
     return [*messages, {"role": "user", "content": "?"}], turn == 3, 0.0
@@ -95,7 +246,7 @@ def again(messages, turn, **columns):
 def test_each_turn_has_its_own_constraint_limit_and_counts(tmp_path):
     (tmp_path / "mine.py").write_text(AGAIN)
     words = [f"multi_turn.scheduler={tmp_path}/mine.py:again", "multi_turn.workers=1", "rollout.max_prompt_length=36"]
-    rows = rows_with_sampling(tmp_path / "train.jsonl")
+    rows, kinds = rows_with_sampling(tmp_path / "train.jsonl", [*HEAT, *FORMS]), [*HEAT, *FORMS]
     run = trained(
         tmp_path,
         *rows,
@@ -105,17 +256,23 @@ def test_each_turn_has_its_own_constraint_limit_and_counts(tmp_path):
         *EVERYTHING,
     )
     agrees(run)
-    written = [[m["content"] for m in row["dialogue"]["messages"][::2]] for row in run.completions]
-    assert max(map(len, written)) == 3
-    assert all(re.fullmatch("([a-h]{1,3}[.] )*[a-h]", text) for texts in written for text in texts[:-1])
+    longest = 0
+    for row in run.completions:
+        texts = [message["content"] for message in row["dialogue"]["messages"][::2]]
+        own = kinds[row["prompt_id"] % len(kinds)].get("structured_outputs", {"regex": "([a-h]{1,3}[.] )*[a-h]"})
+        pattern = own.get("regex") or "|".join(own["choice"])
+        assert all(re.fullmatch(pattern, text) for text in texts[:-1])
+        assert not any("ab" in text or "bc" in text for text in texts)
+        longest = max(longest, len(texts))
+    assert longest == 3
 
 
 @pytest.mark.parametrize("layout", ["tp", *(pytest.param(name, marks=pytest.mark.full) for name in ("cp", "pp", "dp"))])
 def test_every_layout_repeats_the_changes(layout, tmp_path):
-    rows, words = (
-        rows_with_sampling(tmp_path / "train.jsonl"),
-        COMPARED if layout == "dp" else [f"parallel.{layout}=2", *COMPARED],
+    rows = rows_with_sampling(
+        tmp_path / "train.jsonl", [*HEAT, *FORMS, KINDS[5] | {"structured_outputs": {}}, KINDS[7]]
     )
+    words = COMPARED if layout == "dp" else [f"parallel.{layout}=2", *COMPARED]
     codes = run_ranks(main, 2, ["train", *world.arguments(tmp_path, *rows, *words, *EVERYTHING)])
     run = world.Run(max(codes), "", "", tmp_path / "run")
     assert run.code == 0
