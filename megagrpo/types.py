@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 # Parameters of a row that change log-probs. Others end a response or choose its random numbers.
 OF_DISTRIBUTION = (
     *("temperature", "structured_outputs", "allowed_token_ids", "bad_word_ids", "logit_bias"),
-    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty", "top_p", "top_k", "min_p"),
 )
 # [tokens, M, k] uint8 or int16: the k experts of each token in each of M layers with experts (`data/routes.py`)
 Routes = NDArray[np.uint8] | NDArray[np.int16]

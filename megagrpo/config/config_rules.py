@@ -188,7 +188,7 @@ def source_problems(config: RunConfig) -> Iterator[Problem]:
 def stop_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield stop strings that no vLLM server could find, and a text option without stop strings."""
     r, key = config.rollout, "rollout.stop"
-    if not r.stop and not r.include_stop_str_in_output:
+    if not r.stop and not r.include_stop_str_in_output and not config.data.sampling_column:
         reason = "false has no effect without rollout.stop; name texts that end a response, or leave it out"
         yield Problem(("rollout.include_stop_str_in_output", key), reason)
     if r.stop and str(config.model.tokenizer).endswith(".model"):

@@ -17,6 +17,7 @@ from megagrpo.config.section import (
     PositiveInt,
     Seconds,
     Section,
+    Share,
     Temperature,
 )
 from megagrpo.config.transport_table import TransportName
@@ -94,7 +95,7 @@ class RolloutSection(Section):
     over the tokens that it keeps by its own probabilities, also with top_k and min_p."""
     top_k: NonNegativeInt = 0
     """Sample from this many of the most likely tokens; 0 keeps all."""
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    min_p: Share = 0.0
     """Sample from the tokens that are at least this times as likely as the most likely token; 0 keeps all."""
     logit_bias: LogitBias = {}
     """Numbers between -100 and 100 that are added to logits, by token id, or by a text that is one token: `{29: -100}`
@@ -250,6 +251,9 @@ class RowSampling(Section):
     """The sampling parameters that a row may have (`data.sampling_column`)."""
 
     temperature: Temperature = 1.0
+    top_p: Fraction = 1.0
+    top_k: NonNegativeInt = 0
+    min_p: Share = 0.0
     max_tokens: PositiveInt = 1
     stop: Annotated[Stop, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] = []
     seed: Annotated[int, Field(ge=0, le=2**62)] = 0  # room for the responses' numbers, which are added

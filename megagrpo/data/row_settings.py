@@ -21,16 +21,14 @@ from megagrpo.platform.process.hints import did_you_mean
 
 # Parameters of vLLM's requests that a row cannot have, with the reason.
 NOT_OF_ROWS = {
-    **dict.fromkeys(
-        ("top_p", "top_k", "min_p"), "the trainer's passes keep tokens by one rule; set rollout.top_p, top_k or min_p"
-    ),
     "n": "set rollout.num_generations",
     "include_stop_str_in_output": "set rollout.include_stop_str_in_output",
     "min_tokens": "the trainer does not repeat it; use structured_outputs",
     "stop_token_ids": "name the special token in rollout.stop",
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice"), "vLLM calls it structured_outputs now"),
 }
-OF_ONE_REQUEST = ("frequency_penalty", "presence_penalty", "bad_words", "structured_outputs")  # by vLLM for each request
+# vLLM begins them again with each request
+OF_ONE_REQUEST = ("frequency_penalty", "presence_penalty", "bad_words", "structured_outputs")
 FOUND_BY_SERVERS = ("stop", "bad_words", "structured_outputs")  # in text, with the server's tokenizer
 
 
@@ -115,6 +113,10 @@ class RowReader:
                     f"{said}: {name} starts again with each request, but an interrupted response is requested again "
                     f"with its tokens as the prompt (rollout.in_flight {rollout.in_flight}); choose keep, or remove it"
                 )
+        algorithm = self.config.algorithm
+        for name in filter(values.get, ("top_p", "top_k", "min_p") if algorithm.full_kl and algorithm.beta else ()):
+            reason = f"algorithm.kl_estimator {algorithm.kl_estimator} needs all tokens; choose k3"
+            raise ValueError(f"{said}: {name}: {reason}, or remove it")
         special = [self.tokenizer.token_text(i) for i in self.tokenizer.special_ids()] if values.get("stop") else []
         for token in special:
             if token and any(token in text for text in values["stop"]):

@@ -41,11 +41,12 @@ def own_sampling(sampling: SamplingParams, own: Mapping[str, Any]) -> SamplingPa
     `max_tokens` only lowers the limit, and `stop` adds texts."""
     if not own:
         return sampling
-    old = sampling.penalties
+    old, cut = sampling.penalties, sampling.truncation
     return replace(
         sampling,
         temperature=own.get("temperature", sampling.temperature),
         max_tokens=min(sampling.max_tokens, own.get("max_tokens", sampling.max_tokens)),
+        truncation=Truncation(own.get("top_p", cut.top_p), own.get("top_k", cut.top_k), own.get("min_p", cut.min_p)),
         stop=tuple(dict.fromkeys((*sampling.stop, *own.get("stop", ())))),
         logit_bias=_pairs(own["logit_bias"]) if "logit_bias" in own else sampling.logit_bias,
         penalties=Penalties(

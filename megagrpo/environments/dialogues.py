@@ -16,6 +16,7 @@ from typing import Any
 
 from megagrpo.config import DataSection, MultiTurnSection
 from megagrpo.data.follow_ups import FollowUps
+from megagrpo.data.sampling import own_sampling
 from megagrpo.data.tokenizer import Tokenizer, as_messages, read_chat_template
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.distribution import Generation, Home
@@ -198,7 +199,7 @@ class DialogueEngine(Generator):
 
         for attempt in range(retries + 1):
             trajectory = Trajectory(prompt, turns.index, self._renderer, *limits, retries=attempt)
-            seat = Seat(trajectory, sampling, turns.take, read_calls)
+            seat = Seat(trajectory, own_sampling(sampling, prompt.sampling), turns.take, read_calls)
             await self._unless_cut(prompt, partial(agent.converse, address, seat, self.responders.fail))
             trajectory.ended = trajectory.ended or "length"  # it was cut
             if not trajectory.samples:  # every response has a token

@@ -9,9 +9,10 @@ from tiny_policy import Case, tiny_model, tiny_run
 
 from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
+from megagrpo.policy.lm_head.vocab_truncation import TruncationsOfTokens
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import take_step
-from megagrpo.types import Truncation
+from megagrpo.types import NO_TRUNCATION, Truncation
 from tests.naive_truncation import truncated_log_softmax
 
 RULES = {
@@ -69,6 +70,44 @@ def test_logits_that_equal_the_last_one_kept_are_kept():
     for rules in (Truncation(top_k=2), Truncation(top_p=0.5), Truncation(min_p=0.3)):
         logprobs, _ = vocab_logprobs(torch.ones(4, 1), weight, HeadTask(torch.arange(4), truncation=rules))
         torch.testing.assert_close(logprobs, weight[:4, 0].log_softmax(0))
+
+
+MIXED = [*(RULES[name] for name in ("top_k", "top_p", "min_p", "all", "top_k of one")), NO_TRUNCATION]
+OWNERS = torch.tensor([0, 0, 5, 1, 2, 2, 3, 4, 5, 1, 3])  # the rules of each token
+
+
+def test_tokens_with_rules_of_their_own_have_the_values_of_a_pass_with_these_rules_for_all():
+    hidden, weight, labels, _ = problem(37, torch.float32)
+    options = dict(temperature=0.7, chunk=4)
+    mixed = TruncationsOfTokens.of(MIXED, OWNERS)
+    found = torch.stack(vocab_logprobs(hidden, weight, HeadTask(labels, truncation=mixed, **options)))
+    for number, rules in enumerate(MIXED):
+        alone = torch.stack(vocab_logprobs(hidden, weight, HeadTask(labels, truncation=rules, **options)))
+        assert torch.equal(found[:, OWNERS == number], alone[:, OWNERS == number])
+
+
+def sharded_mixed() -> float:
+    """The largest error of this rank's gradients and values with rules by token."""
+    rank, tp = dist.get_rank(), dist.get_world_size()
+    hidden, weight, labels, upstream = problem(37, torch.float64, tp)
+    height = weight.shape[0] // tp
+    mine = slice(rank * height, (rank + 1) * height)
+    leaves = hidden.clone().requires_grad_(), weight[mine].clone().requires_grad_()
+    mixed = TruncationsOfTokens.of(MIXED, OWNERS)
+    options = dict(temperature=0.7, vocab_size=37, truncation=mixed, chunk=4, group=dist.group.WORLD)
+    logprobs, _ = vocab_logprobs(*leaves, HeadTask(labels, **options))
+    (grad_weight,) = torch.autograd.grad(logprobs, leaves[1:], upstream[0])
+    whole = hidden, weight[:37].clone().requires_grad_()
+    expected = torch.zeros_like(logprobs)
+    for number, rules in enumerate(MIXED):
+        expected = torch.where(OWNERS == number, naive(*whole, labels, rules)[0], expected)
+    (oracle,) = torch.autograd.grad(expected, whole[1:], upstream[0])
+    own = oracle[mine]
+    return max((logprobs - expected).abs().max().item(), (grad_weight[: len(own)] - own).abs().max().item())
+
+
+def test_rules_by_token_are_the_same_over_shards():
+    assert max(run_ranks(sharded_mixed, 2)) < 1e-10
 
 
 def sharded(vocab_size: int, name: str) -> tuple[float, float]:

@@ -16,7 +16,9 @@ from megagrpo.__main__ import main
 from megagrpo.policy.lm_head.logit_processors import LogitProcessors
 from megagrpo.proof.audit.saved import load_step
 from megagrpo.records.run_files import checkpoints
+from megagrpo.types import Truncation
 from tests.e2e import world
+from tests.naive_truncation import truncated_log_softmax
 
 COMPARED = ["algorithm.beta=0.1", "algorithm.num_iterations=2", "debug.dump_steps=[2]"]
 
@@ -46,6 +48,8 @@ KINDS = [
     {"logit_bias": {"a": 6, "b": 6, "c": 5}, "bad_words": ["ab", "ccc"], "frequency_penalty": 0.2},
     {"allowed_token_ids": FEW, "stop": ["E", "dd"]},
     {"presence_penalty": 0.5, "logit_bias": {"65": 2.0}},
+    {"top_k": 6, "temperature": 1.2},
+    {"top_p": 0.7, "min_p": 0.02},
 ]
 IN_ORDER = ["data.shuffle=false", f"rollout.prompts_per_step={len(KINDS)}"]  # each step has a row of every kind
 
@@ -145,7 +149,11 @@ def test_log_probs_are_a_softmax_over_what_brute_force_allows(of_rows):
                     row[token] = row[token] / penalty if row[token] > 0 else row[token] * penalty
                 row[token] -= own.get("frequency_penalty", 0) * written.count(token)
                 row[token] -= own.get("presence_penalty", 0) * (token in written)
-            logprobs = (row / own.get("temperature", 1)).log_softmax(-1)
+            row, rules = row / own.get("temperature", 1), {k: own[k] for k in ("top_p", "top_k", "min_p") if k in own}
+            logprobs = row.log_softmax(-1)
+            if rules:
+                label = torch.tensor([tokens[place]])
+                logprobs = truncated_log_softmax(row[None], label, Truncation(**rules))[0]
             assert logprobs[tokens[place]].item() == pytest.approx(sample.rollout_logprobs[place].item(), abs=2e-4)
             checked += 1
     assert checked > 100
@@ -187,7 +195,7 @@ def test_without_the_replay_trainer_and_engine_differ(tmp_path):
 
 AHEAD = ["rollout.max_staleness=1", "algorithm.importance_correction=token_truncate", "train.learning_rate=1e-30"]
 # Of an interrupted response vLLM counts the tokens anew.
-ALSO_RESUMED = [*HEAT, KINDS[6], {"logit_bias": {"a": 3}, "repetition_penalty": 1.2, "seed": 3}]
+ALSO_RESUMED = [*HEAT, *KINDS[-2:], KINDS[6], {"logit_bias": {"a": 3}, "repetition_penalty": 1.2, "seed": 3}]
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "resume"])

@@ -18,6 +18,7 @@ from megagrpo.models.families.architecture import HfConfig
 from megagrpo.platform.parallel.context import RankBatch
 from megagrpo.policy.lm_head.logit_processors import LogitProcessors, runs_of
 from megagrpo.policy.lm_head.vocab_shard import VocabShard
+from megagrpo.policy.lm_head.vocab_truncation import TruncationsOfTokens
 from megagrpo.train_types import LossFn, LossInputs, MicroBatch, RefHead, moved
 from megagrpo.types import NO_TRUNCATION, SamplingParams, Truncation
 
@@ -42,7 +43,8 @@ class HeadTask:
     logit_cap: float | None = None
     vocab_size: int | None = None  # rows of the head at or above it are padding with probability 0; None: no padding
     processors: LogitProcessors | None = None  # change logits after the cap and before the temperature
-    truncation: Truncation = NO_TRUNCATION  # the softmax is over the tokens that these rules keep, and the label
+    # the softmax is over the tokens that these rules keep, and the label
+    truncation: Truncation | TruncationsOfTokens = NO_TRUNCATION
     chunk: int = 256  # tokens whose logits exist at a time, of each model
     entropy_gradient: bool = False  # whether the gradient flows through the entropy too
     # Computes, ahead of the backward pass, the gradients [n] of the differentiable outputs from their values:
@@ -79,14 +81,17 @@ class HeadTask:
             own = moved(torch.tensor([s.temperature for s in of_sequences]), tokens.device)
             temperature = own[micro_batch.sequence_index[tokens]]
         of_sequences = of_sequences or [sampling] * micro_batch.num_sequences
-        changes = any(s.changes_logits for s in of_sequences)
+        changes, truncation = any(s.changes_logits for s in of_sequences), sampling.truncation
+        if any(s.truncation != truncation for s in of_sequences):
+            rules = [s.truncation for s in of_sequences]
+            truncation = TruncationsOfTokens.of(rules, micro_batch.sequence_index[tokens])
         return cls(
             micro_batch.labels[tokens],
             temperature=temperature,
             logit_cap=hf_config.logit_cap,
             vocab_size=hf_config.vocab_size,
             processors=_processors(item, of_sequences, grammars) if changes else None,
-            truncation=sampling.truncation,
+            truncation=truncation,
             chunk=train.logprob_chunk,
             fused=train.fused_logprobs,
             fp8=None if train.logprobs_fp8_recipe == "none" else train.logprobs_fp8_recipe,
@@ -96,6 +101,10 @@ class HeadTask:
     def temperature_of(self, rows: slice) -> float | Tensor:
         """Return the temperature of the tokens `rows`; [n, 1] if each token has its own."""
         return self.temperature[rows, None] if isinstance(self.temperature, Tensor) else self.temperature
+
+    def truncation_of(self, rows: slice) -> Truncation | TruncationsOfTokens:
+        """Return the rules of the tokens `rows`."""
+        return self.truncation.of_rows(rows) if isinstance(self.truncation, TruncationsOfTokens) else self.truncation
 
     def shard(self, weight: Tensor) -> VocabShard:
         """Return this rank's shard of the vocabulary, whose head is `weight` [V/tp, H]."""

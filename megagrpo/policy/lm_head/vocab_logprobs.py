@@ -163,7 +163,7 @@ class _Pass:
         labels, logits, ref_logits = task.labels[rows], self._logits, self._ref_logits
         lowest: tuple[Tensor, ...] = ()
         if task.truncation:
-            lowest = (lowest_kept(logits, self.shard, task.truncation),)
+            lowest = (lowest_kept(logits, self.shard, task.truncation_of(rows)),)
             drop_below(logits, labels, self.shard, *lowest)
         policy = Softmax.of(logits, labels, self.shard, other=ref_logits if task.reverse else None)
         if task.ref is None:

@@ -8,16 +8,41 @@ gradient. Every rule keeps the logits at or above some value, so one number per 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo.policy.lm_head.vocab_shard import LOWEST, VocabShard, column_blocks
+from megagrpo.train_types import moved
 from megagrpo.types import Truncation
 
 
-def lowest_kept(logits: Tensor, shard: VocabShard, truncation: Truncation) -> Tensor:
+@dataclass(frozen=True)
+class TruncationsOfTokens:
+    """Rules of each of N tokens. A value that keeps all tokens is as in `Truncation`."""
+
+    top_p: Tensor  # [N] float64
+    top_k: Tensor  # [N] int64
+    min_p: Tensor  # [N] float64
+    largest: Truncation  # the strictest top_p and min_p, and the largest top_k, of all tokens: on the host
+
+    @classmethod
+    def of(cls, rules: Sequence[Truncation], owners: Tensor) -> TruncationsOfTokens:
+        """Return the rules of tokens with the numbers `owners` [N] of their rules."""
+        columns = [torch.tensor([getattr(rule, name) for rule in rules]) for name in ("top_p", "top_k", "min_p")]
+        top_p, top_k, min_p = (moved(column, owners.device)[owners] for column in columns)
+        largest = Truncation(*(edge(c.tolist()) for edge, c in zip((min, max, max), columns, strict=True)))
+        return cls(top_p.double(), top_k, min_p.double(), largest)
+
+    def of_rows(self, rows: slice) -> TruncationsOfTokens:
+        """Return the rules of the tokens `rows`."""
+        return TruncationsOfTokens(self.top_p[rows], self.top_k[rows], self.min_p[rows], self.largest)
+
+
+def lowest_kept(logits: Tensor, shard: VocabShard, truncation: Truncation | TruncationsOfTokens) -> Tensor:
     """Return [n]: each token's smallest kept logit, from this rank's logits [n, v] after the temperature; same dtype.
 
     Rules and order are vLLM's. min-p keeps tokens with at least that share of the top probability. Then top-k keeps the
@@ -25,12 +50,29 @@ def lowest_kept(logits: Tensor, shard: VocabShard, truncation: Truncation) -> Te
     """
     maximum = shard.maximum(logits)
     lowest = torch.full_like(maximum, LOWEST)
+    if isinstance(truncation, TruncationsOfTokens):
+        return _lowest_of_each(logits, shard, truncation, maximum, lowest)
     if truncation.min_p:
         lowest = maximum + math.log(truncation.min_p)
     if truncation.top_k:
         lowest = torch.maximum(lowest, shard.topk(logits, truncation.top_k)[0][:, -1])
     if truncation.top_p < 1:
         lowest = torch.maximum(lowest, _nucleus(logits, shard, truncation.top_p, maximum, lowest))
+    return lowest
+
+
+def _lowest_of_each(
+    logits: Tensor, shard: VocabShard, rules: TruncationsOfTokens, maximum: Tensor, lowest: Tensor
+) -> Tensor:
+    """Return [n] like `lowest_kept`, for tokens with rules of their own. Rules that no token has cost nothing."""
+    if rules.largest.min_p:  # the logarithm of 0 is below every logit
+        lowest = torch.maximum(lowest, maximum + rules.min_p.log().to(maximum.dtype))
+    if most := rules.largest.top_k:
+        last = shard.topk(logits, most)[0].gather(1, (rules.top_k - 1).clamp(min=0)[:, None])[:, 0]
+        lowest = torch.where(rules.top_k > 0, torch.maximum(lowest, last), lowest)
+    if rules.largest.top_p < 1:
+        nucleus = _nucleus(logits, shard, rules.top_p.to(maximum.dtype), maximum, lowest)
+        lowest = torch.where(rules.top_p < 1, torch.maximum(lowest, nucleus), lowest)
     return lowest
 
 
@@ -46,8 +88,9 @@ def drop_below(logits: Tensor, labels: Tensor, shard: VocabShard, lowest: Tensor
     shard.put_at_labels(logits, labels, sampled)
 
 
-def _nucleus(logits: Tensor, shard: VocabShard, p: float, maximum: Tensor, lowest: Tensor) -> Tensor:
-    """Return [n]: the smallest logit t >= `lowest` such that the larger logits hold less than p of the probability.
+def _nucleus(logits: Tensor, shard: VocabShard, p: float | Tensor, maximum: Tensor, lowest: Tensor) -> Tensor:
+    """Return [n]: the smallest logit t >= `lowest` such that the larger logits hold less than p of the probability. `p`
+    is one number or [n].
 
     A bisection over the floating-point numbers that exp(logit - maximum) can take finds it. They lie in [0, 1], where
     floats are ordered as the integers with the same bits. The result is exact after as many rounds as there are bits.

@@ -132,7 +132,7 @@ def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) 
     reference for a whole step.
 
     They hold a chunk's logits in float32: with exact KL the logits of both models, with top-p also the exponentials. In
-    a train step with a repetition penalty they also hold the logits' derivatives.
+    a train step with a repetition penalty they also hold the logits' derivatives. Rows may have either.
     Fused log-probs write no logits without gradients; with gradients they write 2 bytes each to scratch of limited
     size. A train step adds the head's gradient, summed in float32 and then cast.
     """
@@ -144,8 +144,9 @@ def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) 
         retained = passing + min(FUSED_SCRATCH_BYTES, tokens * shard * weight_bytes)
     else:
         of_chunk = min(train.logprob_chunk, tokens) * shard * 4
-        passing = of_chunk * (1 + exact + (rollout.top_p < 1))
-        retained = passing + of_chunk * (rollout.repetition_penalty != 1)
+        rows = config.data.sampling_column is not None  # a row may have its own top_p and repetition penalty
+        passing = of_chunk * (1 + exact + (rollout.top_p < 1 or rows))
+        retained = passing + of_chunk * (rollout.repetition_penalty != 1 or rows)
     gradients = shard * model.hidden_size * (4 if weight_bytes == 4 else 4 + weight_bytes)
     responses = rollout.prompts_per_step * rollout.num_generations * config.max_response_length / dp / cp
     return passing, retained + gradients, responses * model.hidden_size * weight_bytes if exact else 0

@@ -59,7 +59,9 @@ def test_a_cell_is_a_mapping_or_its_json_text_or_empty(tokenizer, tmp_path):  # 
         ({"temperature": True}, "temperature: Value error, must be a number, not true or false (got True)"),
         ({"max_tokens": 0}, "max_tokens: Input should be greater than 0 (got 0)"),
         ({"max_tokens": 21}, "max_tokens 21 is above rollout.max_completion_length 20; lower it"),
-        ({"top_k": 5}, "a row cannot have its own `top_k`: the trainer's passes keep tokens by one rule"),
+        ({"top_k": -5}, "top_k: Input should be greater than or equal to 0 (got -5)"),
+        ({"top_p": 0}, "top_p: Input should be greater than 0 (got 0)"),
+        ({"min_tokens": 5}, "a row cannot have its own `min_tokens`: the trainer does not repeat it"),
         ({"n": 5}, "a row cannot have its own `n`: set rollout.num_generations"),
         ({"stop": ["x~"]}, "stop has the special token ~; name it in rollout.stop, for all rows"),
         ({"stop": [""]}, "stop: Value error, must not be empty"),
@@ -111,6 +113,9 @@ def test_what_begins_again_with_each_request_is_refused_where_responses_are_requ
 
 EVERYTHING = {
     "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 7,
+    "min_p": 0.01,
     "stop": "END",
     "seed": 7,
     "structured_outputs": {"json": {"type": "object", "properties": {"a": {"type": "integer", "minimum": 2}}}},
@@ -157,6 +162,7 @@ def test_a_request_has_every_parameter_of_its_row():
     assert own.stop == ("U", "END") and own_sampling(own, READ) == own  # a turn of an agent gets them twice
     sent = sampling_params(own)
     expected = dict(temperature=0.5, stop=("U", "END"), repetition_penalty=1.2, frequency_penalty=-0.5)
+    expected |= dict(top_p=0.5, top_k=7, min_p=0.01)
     expected |= dict(presence_penalty=0.3, logit_bias={65: 1.5, 3: -100}, bad_words=("no", " b"))
     expected |= dict(allowed_token_ids=(94, 65, 66), detokenize=True)
     expected |= dict(structured_outputs={"json": json.dumps(READ["structured_outputs"]["json"])})
