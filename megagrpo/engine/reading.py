@@ -65,8 +65,9 @@ class Reader:
             )
         elif (forbidden := forbidden_token(sampling, ids[:count])) is not None:
             index, name = forbidden
-            fix = "; start it with the model's tokenizer, without --skip-tokenizer-init" if name == "bad_words" else ""
-            problem = f"sampled token {ids[index]}, which {name} forbids, for prompt {prompt.prompt_id}{fix}"
+            fix = "start it with the model's tokenizer, without --skip-tokenizer-init"
+            fix = fix if name == "bad_words" else "other parameters may exclude all allowed tokens: allow more"
+            problem = f"sampled token {ids[index]}, which {name} forbids, for prompt {prompt.prompt_id}; {fix}"
         if problem:
             raise EngineError(f"{self.engine.name(url)} {problem}")
         routes = self._routes(url, request, response, count)

@@ -193,6 +193,14 @@ def test_without_the_replay_trainer_and_engine_differ(tmp_path):
     assert run.code == 0 and run.metrics[0]["token_mult_prob_error"] > 1.1, run.err
 
 
+def test_tokens_that_vllm_samples_although_they_are_excluded_end_the_run(tmp_path):
+    """With a bad word for each allowed token, vLLM samples any token."""
+    own = {"allowed_token_ids": token_ids("B"), "bad_words": ["B"]}
+    run = world.train(tmp_path, *rows_with_sampling(tmp_path / "train.jsonl", [own]), "run.max_steps=1")
+    assert run.code == 1 and not run.metrics
+    assert re.search("sampled token [0-9]+, which allowed_token_ids forbids, for prompt .*: allow more", run.err), run.err
+
+
 AHEAD = ["rollout.max_staleness=1", "algorithm.importance_correction=token_truncate", "train.learning_rate=1e-30"]
 # Of an interrupted response vLLM counts the tokens anew.
 ALSO_RESUMED = [*HEAT, *KINDS[-2:], KINDS[6], {"logit_bias": {"a": 3}, "repetition_penalty": 1.2, "seed": 3}]
@@ -289,9 +297,9 @@ def test_every_layout_repeats_the_changes(layout, tmp_path):
 
 @pytest.mark.full
 def test_a_checkpoints_own_penalty_does_not_change_what_is_sampled(tmp_path):
-    """Qwen2.5's generation_config.json has a repetition penalty, which vLLM's chat endpoint would take."""
+    """Qwen2.5's generation_config.json has a repetition penalty and more, which vLLM's chat endpoint would take."""
     shutil.copytree(world.folder() / "model", tmp_path / "model")
-    own = {"repetition_penalty": 1.5, "temperature": 0.3, "eos_token_id": 257}
+    own = {"repetition_penalty": 1.5, "temperature": 0.3, "top_k": 3, "top_p": 0.5, "min_p": 0.2, "eos_token_id": 257}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(own))
     run = world.train(tmp_path, f"model.path={tmp_path}/model", "run.max_steps=1", launched=True)
     assert run.code == 0 and run.metrics[0]["token_mult_prob_error"] == pytest.approx(1, abs=1e-4), run.err

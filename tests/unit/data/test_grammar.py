@@ -122,7 +122,10 @@ def test_samples_of_different_constraints_are_read_in_any_order():
         for pattern, ids in samples.items():
             rows = letters(grammars.masks(("regex", pattern), ids, 1, start, ids.size - 1 - start))
             assert rows == right[pattern][start:]
-    same = samples["x+"]  # the same tokens under another constraint
+    both = encode("zab~")  # the same tokens under another constraint
+    grammars.masks(("regex", "[ab]+"), both, 1, 0, 1)
+    assert letters(grammars.masks(("regex", "ab"), both, 1, 1, 2)) == [{"b"}, {"~"}]
+    same = samples["x+"]
     with pytest.raises(ValueError, match="token 0 of a response"):
         grammars.masks(("regex", "c|d"), same, 1, 0, 2)
     assert letters(grammars.masks(("regex", "x+"), same, 1, 0, 3)) == right["x+"]
