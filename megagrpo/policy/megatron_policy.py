@@ -346,8 +346,8 @@ class MegatronPolicy:
 
     def _head_task(self, item: RankBatch) -> HeadTask:
         """Return the settings of the LM head's passes over the loss tokens of this rank's part of a micro-batch."""
-        of_rank = dict(group=self.layout.tp_group, early_differs=self._early_differs, into_main_grad=self._into_main_grad)
-        return HeadTask.of(self.config, self.hf_config, item, self.sampling, self.grammars, **of_rank)
+        own = dict(group=self.layout.tp_group, early_differs=self._early_differs, into_main_grad=self._into_main_grad)
+        return HeadTask.of(self.config, self.hf_config, item, self.sampling, self.grammars, **own)
 
     def _whole_rows(self, rows: Tensor, item: RankBatch) -> Tensor:
         """Return rows [..., N] of this rank's loss tokens as rows [..., T] of the micro-batch, 0 at other tokens."""

@@ -198,7 +198,9 @@ def test_tokens_that_vllm_samples_although_they_are_excluded_end_the_run(tmp_pat
     own = {"allowed_token_ids": token_ids("B"), "bad_words": ["B"]}
     run = world.train(tmp_path, *rows_with_sampling(tmp_path / "train.jsonl", [own]), "run.max_steps=1")
     assert run.code == 1 and not run.metrics
-    assert re.search("sampled token [0-9]+, which allowed_token_ids forbids, for prompt .*: allow more", run.err), run.err
+    assert re.search("sampled token [0-9]+, which allowed_token_ids forbids, for prompt .*: allow more", run.err), (
+        run.err
+    )
 
 
 AHEAD = ["rollout.max_staleness=1", "algorithm.importance_correction=token_truncate", "train.learning_rate=1e-30"]

@@ -81,7 +81,8 @@ class HeadTask:
             own = moved(torch.tensor([s.temperature for s in of_sequences]), tokens.device)
             temperature = own[micro_batch.sequence_index[tokens]]
         of_sequences = of_sequences or [sampling] * micro_batch.num_sequences
-        changes, truncation = any(s.changes_logits for s in of_sequences), sampling.truncation
+        changes = any(s.changes_logits for s in of_sequences)
+        truncation: Truncation | TruncationsOfTokens = sampling.truncation
         if any(s.truncation != truncation for s in of_sequences):
             rules = [s.truncation for s in of_sequences]
             truncation = TruncationsOfTokens.of(rules, micro_batch.sequence_index[tokens])

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from megagrpo.config import DataSection, RunConfig
 from megagrpo.data.prompt_values import as_prompt
 from megagrpo.data.prompts import PromptSource, prompt_reader
+from megagrpo.data.sampling import sampling_of
 from megagrpo.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
 from megagrpo.trainer.evaluation.sets import load_sets
 
@@ -125,7 +126,7 @@ def test_rendered_prompts_of_a_held_out_set_are_a_warning(tokenizers, tmp_path):
     config = RunConfig.model_validate(
         {"model": {"path": "m"}, "data": data, "rewards": {"functions": [{"function": "format"}]}}
     )
-    (held_out,) = load_sets(config, (2,), prompt_reader(config, tokenizers["hf"]))
+    (held_out,) = load_sets(config, sampling_of(config.rollout), prompt_reader(config, tokenizers["hf"]))
     assert [warning[:50] for warning in held_out.warnings] == ["data.eval: 1 of 1 prompts already hold `[INST]` (f"]
 
 

@@ -181,17 +181,32 @@ def test_a_rows_seed_is_the_first_response_s():
 def test_words_have_the_tokens_that_vllm_gives_them(tokenizer):  # noqa: F811
     """A tokenizer with single tokens for words with and without a space before them, and one character per token."""
     vllm = pytest.importorskip("vllm.sampling_params")
-    vocabulary = {"<unk>": 0, "bad": 1, " bad": 2, "word": 3, " word": 4, "x": 5, " described": 6, "describe": 7, "d": 8}
+    vocabulary = {
+        "<unk>": 0,
+        "bad": 1,
+        " bad": 2,
+        "word": 3,
+        " word": 4,
+        "x": 5,
+        " described": 6,
+        "describe": 7,
+        "d": 8,
+    }
     raw = RawTokenizer(models.WordLevel(vocabulary, "<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex(" described|describe| ?[a-z]+"), "isolated")
     words = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=raw))
-    for tokens, texts in ((words, ["bad", " word", "bad word", "x", "bad", "described"]), (tokenizer, ["no", " a", "b"])):
+    for tokens, texts in (
+        (words, ["bad", " word", "bad word", "x", "bad", "described"]),
+        (tokenizer, ["no", " a", "b"]),
+    ):
         params = vllm.SamplingParams(bad_words=texts)
         tokens.tokenizer.max_token_id = len(tokens) - 1  # of vLLM's wrapper
         params.update_from_tokenizer(tokens.tokenizer)
         assert bad_word_ids(texts, tokens, "key") == tuple(map(tuple, params.bad_words_token_ids))
     assert bad_word_ids(["bad", "bad word"], words, "key") == ((1,), (2,), (1, 4), (2, 4))
-    assert bad_word_ids(["described"], words, "key") == ((7, 8),)  # one token after a space, two without: not banned there
+    assert bad_word_ids(["described"], words, "key") == (
+        (7, 8),
+    )  # one token after a space, two without: not banned there
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["own prompts", "shared prompts"])
