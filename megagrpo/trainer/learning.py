@@ -19,7 +19,8 @@ from megagrpo.algorithms.turn_advantages import Turns, turn_advantages
 from megagrpo.config import RunConfig
 from megagrpo.data.grammar import grammar_of
 from megagrpo.data.packing import build_batch, packing_rules, plan_packing, slices
-from megagrpo.data.step_samples import TRUNCATED, StepSamples
+from megagrpo.data.sample_facts import TRUNCATED
+from megagrpo.data.step_samples import StepSamples
 from megagrpo.engine.protocol import derive_seed
 from megagrpo.models.bridge.adapter_files import fill_adapters
 from megagrpo.models.bridge.load import load_hf

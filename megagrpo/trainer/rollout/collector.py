@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from megagrpo.config import RolloutSection
-from megagrpo.data.step_samples import Columns, StepSamples, Vote, branch_facts_of, facts_of, votes_of
+from megagrpo.data.sample_facts import Columns, Vote, branch_facts_of, facts_of, votes_of
+from megagrpo.data.step_samples import StepSamples
 from megagrpo.data.turn_facts import turn_facts_of
 from megagrpo.engine.protocol import EngineError, EngineStarved, Generator
 from megagrpo.platform.parallel.agree import run_own_and_agree

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.data.packing import PackPlan
-from megagrpo.data.step_samples import TRUNCATED, StepSamples
+from megagrpo.data.sample_facts import TRUNCATED
+from megagrpo.data.step_samples import StepSamples
 from megagrpo.platform.parallel.bulk_messages import exchange_rows, share_rows
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.train_types import TrainSample
