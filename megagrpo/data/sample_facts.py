@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import batched
 from typing import Any
 
@@ -27,8 +27,8 @@ class Columns:
     """The columns of a table of facts. They grow when a rollout has something new, and then on every rank.
 
     `rewards` are the names of the reward functions, `logged` of the numbers that they logged, `counters` of a replica's
-    counters. Columns of conversations, of responses with several weight versions, of votes, of rows' own temperatures
-    and of trajectories with several samples exist only if needed.
+    counters. Columns of conversations, of responses with several weight versions, of votes, of rows' own temperatures,
+    of trajectories with several samples and of advantages of tokens exist only if needed.
     """
 
     rewards: tuple[str, ...] = ()
@@ -39,6 +39,7 @@ class Columns:
     votes: bool = False
     temperatures: bool = False
     branches: bool = False
+    token_advantages: bool = False
 
     @classmethod
     def of(cls, scored: Sequence[ScoredRollout], counters: Mapping[str, float] | None = None) -> Columns:
@@ -52,6 +53,7 @@ class Columns:
             later_versions=any(r.later_versions for r in rollouts),
             temperatures=any("temperature" in s.rollout.prompt.sampling for s in scored),
             branches=len(rollouts) > len(scored),
+            token_advantages=any(s.token_advantages for s in scored),
         )
 
     def __or__(self, other: Columns) -> Columns:
@@ -88,6 +90,9 @@ class Columns:
             row += [("temperature", "f4")]  # of the prompt's row; NaN: the run's
         if self.branches:
             row += [("branches", "i4")]  # samples of the trajectory after its first
+        if self.token_advantages:
+            row += [("outcome", "f8")]  # the reward without the rewards of tokens
+            row += [("lowest", "f8"), ("highest", "f8")]  # of what tokens add to the trajectory's advantage
         return np.dtype(row)
 
 
@@ -131,22 +136,26 @@ def facts_of(scored: Sequence[ScoredRollout], columns: Columns, votes: np.ndarra
         rows["temperature"] = [r.prompt.sampling.get("temperature", math.nan) for r in rollouts]
     if columns.branches:
         rows["branches"] = [len(r.branches) for r in rollouts]
+    if columns.token_advantages:
+        rows["outcome"] = [s.outcome for s in scored]
+        rows["lowest"], rows["highest"] = np.array([_bounds(s) for s in scored]).reshape(-1, 2).T
     return rows
+
+
+def _bounds(scored: ScoredRollout) -> tuple[float, float]:
+    """Return the lowest and the highest of `token_advantages` at the tokens that the policy wrote; 0 without any."""
+    own = scored.token_advantages[0][scored.rollout.written] if scored.token_advantages else np.zeros(0)
+    return (float(own.min()), float(own.max())) if own.size else (0.0, 0.0)
 
 
 def branch_facts_of(scored: Sequence[ScoredRollout], columns: Columns) -> np.ndarray:
     """Return the facts [m] of the further samples of these trajectories: lengths, prompts and versions of each, rewards
     and end of its trajectory."""
-    own = [(s, branch) for s in scored for branch in s.rollout.branches]
-    rows = facts_of([of_branch(s, branch) for s, branch in own], columns)
+    own = [(s, branch) for s in scored for branch in s.branches]
+    rows = facts_of([branch for _, branch in own], columns)
     ends = TRUNCATED + KNOWS_STOP + STOPPED
-    rows["flags"] = [_flags(branch) & ~ends | _flags(s.rollout) & ends for s, branch in own]
+    rows["flags"] = [_flags(branch.rollout) & ~ends | _flags(s.rollout) & ends for s, branch in own]
     return rows
-
-
-def of_branch(scored: ScoredRollout, branch: Rollout) -> ScoredRollout:
-    """Return one of the further samples of a trajectory with the trajectory's rewards."""
-    return replace(scored, rollout=branch)
 
 
 def _flags(rollout: Rollout) -> int:
@@ -186,8 +195,11 @@ def prompt_keys(rollouts: Sequence[Rollout], begins: Sequence[int]) -> list[int]
 
 
 def widened(facts: np.ndarray, dtype: np.dtype[np.void]) -> np.ndarray:
-    """Return the rows with more columns. New rewards, logged numbers and temperatures are NaN, other columns 0."""
+    """Return the rows with more columns. New rewards, logged numbers and temperatures are NaN, other columns 0. The
+    outcome is the reward."""
     rows = np.zeros(len(facts), dtype)
+    if "outcome" in (dtype.names or ()):
+        rows["outcome"] = facts["reward"]
     if "temperature" in (dtype.names or ()):
         rows["temperature"] = math.nan
     for name in facts.dtype.names or ():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.data.packing import PackingRules, SampleShapes
-from megagrpo.data.sample_facts import TRUNCATED, Columns, branch_facts_of, facts_of, of_branch, widened
+from megagrpo.data.sample_facts import TRUNCATED, Columns, branch_facts_of, facts_of, widened
 from megagrpo.data.turn_facts import turn_facts_of
 from megagrpo.train_types import TrainSample
 from megagrpo.types import Prompt, ScoredRollout
@@ -57,7 +57,7 @@ class StepSamples:
         own = {i: s for i, (s, by) in enumerate(zip(scored, sampled_by.tolist(), strict=True)) if by == replica}
         branches = branch_facts_of(scored, columns) if columns.branches else None
         prompts, facts = [s.rollout.prompt for s in scored], facts_of(scored, columns, votes)
-        rows = turn_facts_of([s.rollout for s in scored]) if turns else None
+        rows = turn_facts_of(scored) if turns else None
         return cls(prompts, facts, sampled_by, columns, own, branches, rows)
 
     def __len__(self) -> int:
@@ -66,6 +66,10 @@ class StepSamples:
     def rewards(self, num_generations: int) -> Tensor:
         """Rewards [P, G] float64; NaN where no function could score."""
         return self._by_group("reward", num_generations)
+
+    def outcomes(self, num_generations: int) -> Tensor:
+        """Rewards [P, G] float64 without the rewards of tokens that have advantages; NaN where there is none."""
+        return self._by_group("outcome" if self.columns.token_advantages else "reward", num_generations)
 
     def rewards_by_function(self, num_generations: int) -> Tensor:
         """Rewards [P, G, F] float64 before their weights; NaN where a function could not score."""
@@ -97,8 +101,7 @@ class StepSamples:
         facts["branches"] = 0
         firsts = len(self) + self.facts["branches"].cumsum() - self.facts["branches"]
         for index, scored in self.own.items():
-            branches = [of_branch(scored, branch) for branch in scored.rollout.branches]
-            own |= enumerate(branches, int(firsts[index]))
+            own |= enumerate(scored.branches, int(firsts[index]))
         prompts = [self.prompts[i] for i in trajectories.tolist()]
         return StepSamples(prompts, facts, self.sampled_by[trajectories], self.columns, own)
 
@@ -166,10 +169,26 @@ class StepSamples:
             changed[index] = replace(sample, token_advantages=row) if stop > start else sample
         return changed
 
+    def with_token_advantages(
+        self, samples: Mapping[int, TrainSample], advantages: np.ndarray
+    ) -> dict[int, TrainSample]:
+        """Return the samples, by index in `every`, whose `token_advantages` get the `advantages` [N] of their
+        trajectories added."""
+        owners, changed = self.trajectories, dict(samples)
+        for index, sample in samples.items():
+            if sample.token_advantages is not None:
+                row = sample.token_advantages + float(advantages[owners[index]])
+                changed[index] = replace(sample, token_advantages=row)
+        return changed
+
     def largest_advantages(self, advantages: np.ndarray, of_turns: np.ndarray | None) -> np.ndarray:
         """Return [N + M]: the trajectory's advantage of each sample, from `advantages` [N]; the largest magnitude of
-        its turns' advantages `of_turns` [K], if any. It is 0 only if the sample has no gradient."""
+        its turns' advantages `of_turns` [K], or of its tokens' advantages, if any. It is 0 only if the sample has no
+        gradient."""
         spread = advantages[self.trajectories]
+        if self.columns.token_advantages:
+            facts = self.every.facts
+            spread = np.maximum(np.abs(spread + facts["lowest"]), np.abs(spread + facts["highest"]))
         if of_turns is not None:
             _, owners = self.turn_owners()
             spread[np.unique(owners)] = 0.0

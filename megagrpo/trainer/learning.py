@@ -68,7 +68,7 @@ class Learning:
         """Return the advantages [P, G] float64 of samples in prompt order, whose rewards pay `algorithm.beta` times the
         `kl` [N], if any."""
         algorithm, group = self.config.algorithm, self.config.rollout.num_generations
-        rewards, weights = samples.rewards(group), [function.weight for function in self.config.rewards.functions]
+        rewards, weights = samples.outcomes(group), [function.weight for function in self.config.rewards.functions]
         rewards = rewards if kl is None else less_kl(rewards, kl, algorithm.beta)
         if algorithm.own_estimator and samples.turns is None:
             return self._estimated(samples, rewards, None)
@@ -114,6 +114,8 @@ class Learning:
         mine = trained_samples(samples.every, plans, layout)
         if of_turns is not None:
             mine = samples.with_turn_advantages(mine, of_turns)
+        elif samples.columns.token_advantages:
+            mine = samples.with_token_advantages(mine, advantages.flatten().numpy())
         batches = [build_batch(plan, layout.dp_rank, mine, rules) for plan in plans]
         if self.config.rollout.routing_replay == "engine":
             batches = replayed_batches(batches, samples.every, plans, layout, route_shape(self.policy.hf_config))

@@ -143,7 +143,7 @@ def dump_step(
     replay = config.rollout.routing_replay
     shape = route_shape(hf) if replay == "engine" else None
     scored, said, state = change(rollouts(shape)), [], TrainState()
-    samples = samples_of_replicas(layout, scored, algorithm.advantage_by != "trajectory")
+    samples = samples_of_replicas(layout, scored, algorithm.advantage_by_turns)
     learning = Learning(config, policy, reference, None, state, None, None, None)
     advantages = learning.advantages(samples)
     of_turns = learning.turn_advantages(samples, advantages)

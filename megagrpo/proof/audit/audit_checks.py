@@ -14,7 +14,7 @@ import torch
 
 from megagrpo.config import RewardsSection
 from megagrpo.data.tokenizer import Tokenizer, tokenizer_of
-from megagrpo.proof.audit import naive_advantages, naive_loss, naive_turns
+from megagrpo.proof.audit import naive_advantages, naive_loss, naive_tokens, naive_turns
 from megagrpo.proof.audit.audit_compare import (
     NO_TOLERANCE,
     ROUNDING_TOLERANCE,
@@ -46,19 +46,27 @@ def check_step(step: Step) -> Iterator[Check]:
     if step.config.algorithm.kl_in_reward:
         table, weights = _with_kl(step, table), [*weights, -step.config.algorithm.beta]
     algorithm = step.config.algorithm
-    advantages = naive_advantages.advantages(table, weights, step.config.rollout.num_generations, algorithm)
-    if algorithm.own_estimator and algorithm.advantage_by == "trajectory":
-        advantages = naive_turns.estimated(step, table, weights).tolist()
+    rewards = [naive_advantages.weighted_sum(row, weights) for row in table]
+    by_tokens = algorithm.advantage_by == "token"
+    if by_tokens:
+        rewards = naive_tokens.outcomes(step)
+        advantages = naive_advantages.advantages([[r] for r in rewards], [1.0], step.group_size, algorithm)
+    else:
+        advantages = naive_advantages.advantages(table, weights, step.group_size, algorithm)
+    if algorithm.own_estimator and not algorithm.advantage_by_turns:
+        advantages = naive_turns.estimated(step, table, rewards).tolist()
     dumped = [float(s.text["advantage"]) for s in step.trajectories]
     yield compare("advantages", dumped, advantages, ROUNDING_TOLERANCE, lambda i: f"sample {i}")
     of_turns = None
-    if algorithm.advantage_by != "trajectory":
+    if algorithm.advantage_by_turns:
         of_turns = naive_turns.turn_advantages(step, advantages)
         if algorithm.own_estimator:
             lengths = [len(row) for row in of_turns]
-            of_turns = [part.tolist() for part in naive_turns.estimated(step, table, weights).split(lengths)]
+            of_turns = [part.tolist() for part in naive_turns.estimated(step, table, rewards).split(lengths)]
         yield _turn_advantages(step, of_turns)
     spread = naive_turns.spread(step, advantages, of_turns)
+    if by_tokens:
+        spread = naive_tokens.token_advantages(step, advantages)
     rows = [Rows(step, update) for update in step.updates]
     for of in rows:
         sampled = [s.rollout_logprobs for s in step.samples]
@@ -229,6 +237,7 @@ def _rewards(step: Step) -> tuple[list[list[float | None]], list[float], Check]:
         (float(s.text["reward"]), reward, f"sample {i}")
         for i, (s, reward) in enumerate(zip(step.trajectories, summed, strict=True))
     ]
+    pairs += naive_tokens.sums(step)
     not_run = [name for i, name in enumerate(names) if i not in again]
     said = [f"run again: {', '.join(names[i] for i in again)}"] if again else []
     said += [f"weighted sum of what is dumped: {', '.join(not_run)}"] if not_run else []
