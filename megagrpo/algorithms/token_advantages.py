@@ -22,6 +22,8 @@ from megagrpo.algorithms.turn_advantages import compared_in_groups
 from megagrpo.config import AlgorithmSection
 from megagrpo.types import ScoredRollout
 
+SUM_ROUNDING = 1e-9  # a sum of normalized rewards this close to 0 is 0: a sample may be skipped
+
 
 def with_token_advantages(
     scored: Sequence[ScoredRollout], num_generations: int, algorithm: AlgorithmSection
@@ -47,7 +49,8 @@ def process_returns(rows: Sequence[np.ndarray], scaled: bool) -> list[np.ndarray
     tokens of each trajectory of a group; NaN: no reward."""
     joined = np.concatenate(rows)
     normalized = compared_in_groups(joined, np.zeros(joined.size, np.int64), scaled)
-    return [part[::-1].cumsum()[::-1] for part in np.split(normalized, np.cumsum([row.size for row in rows])[:-1])]
+    returns = [part[::-1].cumsum()[::-1] for part in np.split(normalized, np.cumsum([row.size for row in rows])[:-1])]
+    return [np.where(np.abs(row) <= SUM_ROUNDING, 0.0, row) for row in returns]
 
 
 def _in_order(scored: ScoredRollout) -> np.ndarray:

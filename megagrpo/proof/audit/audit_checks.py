@@ -11,6 +11,7 @@ from statistics import fmean
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megagrpo.config import RewardsSection
 from megagrpo.data.tokenizer import Tokenizer, tokenizer_of
@@ -47,8 +48,7 @@ def check_step(step: Step) -> Iterator[Check]:
         table, weights = _with_kl(step, table), [*weights, -step.config.algorithm.beta]
     algorithm = step.config.algorithm
     rewards = [naive_advantages.weighted_sum(row, weights) for row in table]
-    by_tokens = algorithm.advantage_by == "token"
-    if by_tokens:
+    if algorithm.advantage_by == "token":
         rewards = naive_tokens.outcomes(step)
         advantages = naive_advantages.advantages([[r] for r in rewards], [1.0], step.group_size, algorithm)
     else:
@@ -64,9 +64,7 @@ def check_step(step: Step) -> Iterator[Check]:
             lengths = [len(row) for row in of_turns]
             of_turns = [part.tolist() for part in naive_turns.estimated(step, table, rewards).split(lengths)]
         yield _turn_advantages(step, of_turns)
-    spread = naive_turns.spread(step, advantages, of_turns)
-    if by_tokens:
-        spread = naive_tokens.token_advantages(step, advantages)
+    spread = _spread(step, advantages, of_turns)
     rows = [Rows(step, update) for update in step.updates]
     for of in rows:
         sampled = [s.rollout_logprobs for s in step.samples]
@@ -75,6 +73,13 @@ def check_step(step: Step) -> Iterator[Check]:
     for of, result in zip(rows, recompute(step, spread), strict=True):
         for check in chain(_numbers(step, of, result), check_update(step, of.update, result)):
             yield named(check, step, of.update)
+
+
+def _spread(step: Step, advantages: list[float], of_turns: list[list[float]] | None) -> list[Tensor]:
+    """Return the advantage [L] float64 of each token of each sample."""
+    if step.config.algorithm.advantage_by == "token":
+        return naive_tokens.token_advantages(step, advantages)
+    return naive_turns.spread(step, advantages, of_turns)
 
 
 def _turn_advantages(step: Step, recomputed: list[list[float]]) -> Check:
@@ -172,7 +177,7 @@ def _masks(step: Step, update: DumpedUpdate) -> Check:
     """Check that the loss tokens are the policy's tokens, each once. Samples without effect have none if left out."""
     left_out, firsts = step.config.algorithm.leaves_out_zero_advantage, step.trajectories
     of_turns = [s.text["turn_advantages"] for s in firsts] if "turn_advantages" in firsts[0].text else None
-    advantages = naive_turns.spread(step, [float(s.text["advantage"]) for s in firsts], of_turns)
+    advantages = _spread(step, [float(s.text["advantage"]) for s in firsts], of_turns)
     expected = {
         (i, token)
         for i, sample in enumerate(step.samples)

@@ -12,6 +12,8 @@ from torch import Tensor
 from megagrpo.proof.audit.naive_advantages import ROUNDING, STD_EPSILON
 from megagrpo.proof.audit.saved import Step
 
+SUM_ROUNDING = 1e-9  # a sum of normalized rewards this close to 0 is 0
+
 
 def outcomes(step: Step) -> list[float]:
     """Return the reward of each trajectory that no token has; NaN without one."""
@@ -62,7 +64,8 @@ def token_advantages(step: Step, advantages: Sequence[float]) -> list[Tensor]:
                     difference = rewards[token] - mean
                     if not math.isnan(difference) and abs(difference) > ROUNDING * largest:
                         later += difference / scale
-                    rows[index][token] += algorithm.token_advantage_weight * later
+                    if abs(later) > SUM_ROUNDING:
+                        rows[index][token] += algorithm.token_advantage_weight * later
     return rows
 
 
