@@ -258,6 +258,15 @@ class Rollout:
         """The samples of the trajectory in the order of its turns: the branches, then this rollout."""
         return (*self.branches, self)
 
+    def spread(self, row: NDArray[Any], fill: float) -> tuple[NDArray[Any], ...]:
+        """Return rows [Lr] of this rollout, then of its branches, for a row [n] of the tokens that the policy wrote in
+        all `samples`. Other tokens have the value `fill`."""
+        parts = np.split(row, np.cumsum([sample.length for sample in self.branches], dtype=np.int64))
+        rows = [np.full(len(sample.response_ids), fill, row.dtype) for sample in self.samples]
+        for whole, sample, part in zip(rows, self.samples, parts, strict=True):
+            whole[sample.written] = part
+        return rows[-1], *rows[:-1]
+
     @property
     def turns(self) -> tuple[Turn, ...]:
         """The policy's turns in this sample. A response without a dialogue is one turn."""
@@ -299,7 +308,8 @@ class ScoredRollout:
     extra: dict[str, Any] = field(default_factory=dict)  # by FUNCTION/column: `log_extra` of this response
     logged: dict[str, float] = field(default_factory=dict)  # by FUNCTION/name: `log_metric` of the call that scored it
     parts: PartRewards | None = None  # None: no function gave rewards of turns or tokens
-    # with `advantage_by: token`, [Lr] of the rollout, then of each branch: what is added to the trajectory's advantage
+    # with `advantage_by` token or process, [Lr] of the rollout, then of each branch: what is added to the trajectory's
+    # advantage
     token_advantages: tuple[NDArray[np.float32], ...] = ()
 
     @property

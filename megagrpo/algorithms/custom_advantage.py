@@ -24,7 +24,7 @@ KEY = "algorithm.advantage_estimator"
 class Groups:
     """What a function of the user's own knows of a step: P groups of G trajectories, and their K turns."""
 
-    rewards: Tensor  # [P, G] float64, without the rewards of tokens with `advantage_by: token`; NaN: none
+    rewards: Tensor  # [P, G] float64, without the rewards of tokens with `advantage_by` token or process; NaN: none
     by_function: dict[str, Tensor]  # [P, G] float64 by reward function, before weights; NaN where it could not score
     lengths: Tensor  # [P, G] int64, tokens that the policy wrote
     truncated: Tensor  # [P, G] bool: the response reached its length limit

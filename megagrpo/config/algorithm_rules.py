@@ -131,7 +131,7 @@ def turn_problems(config: RunConfig) -> Iterator[Problem]:
     for name, wanted in (
         ("turn_advantage_weight", ("turn", "state")),
         ("turn_discount", ("state",)),
-        ("token_advantage_weight", ("token",)),
+        ("token_advantage_weight", ("token", "process")),
     ):
         if by not in wanted and (value := getattr(a, name)) != fields[name].default:
             reason = f"{value:g} only applies with advantage_by {' or '.join(wanted)}; leave it out"
@@ -139,12 +139,12 @@ def turn_problems(config: RunConfig) -> Iterator[Problem]:
     if by == "trajectory":
         return
     per = [function.per for function in config.rewards.functions]
-    if by == "token":
+    if a.advantage_by_tokens:
         if "token" not in per:
-            reason = "token needs rewards of tokens; set `per: token` for a function of your own"
+            reason = f"{by} needs rewards of tokens; set `per: token` for a function of your own"
             yield Problem((key, "rewards.functions"), f"{reason}, or set it to trajectory")
         if a.multi_objective_aggregation == "normalize_then_sum":
-            reason = "token normalizes rewards of tokens on their own, normalize_then_sum their sums once more"
+            reason = f"{by} normalizes rewards of tokens on their own, normalize_then_sum their sums once more"
             yield Problem((key, "algorithm.multi_objective_aggregation"), f"{reason}; choose sum_then_normalize")
     elif not m.enabled:
         yield Problem((key, *ANSWERING), f"{by} needs conversations with turns; set it to trajectory")
@@ -158,7 +158,7 @@ def turn_problems(config: RunConfig) -> Iterator[Problem]:
         reason = f"{by} needs advantages before the KL of kl_in_reward is known; set it to false"
         yield Problem((key, "algorithm.kl_in_reward"), reason)
     if a.scale_rewards == "batch":
-        what = "tokens" if by == "token" else "turns"
+        what = "tokens" if a.advantage_by_tokens else "turns"
         reason = f"{by} compares {what} within groups, which batch does not scale; set scale_rewards to group or none"
         yield Problem((key, "algorithm.scale_rewards"), reason)
     if a.loss.whole_step or a.loss.policy_term == "gmpo":

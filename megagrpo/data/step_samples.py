@@ -183,12 +183,13 @@ class StepSamples:
 
     def largest_advantages(self, advantages: np.ndarray, of_turns: np.ndarray | None) -> np.ndarray:
         """Return [N + M]: the trajectory's advantage of each sample, from `advantages` [N]; the largest magnitude of
-        its turns' advantages `of_turns` [K], or of its tokens' advantages, if any. It is 0 only if the sample has no
-        gradient."""
+        its turns' advantages `of_turns` [K], or the largest of its tokens' advantages, if any. It is 0 only if the
+        sample has no gradient."""
         spread = advantages[self.trajectories]
         if self.columns.token_advantages:
             facts = self.every.facts
-            spread = np.maximum(np.abs(spread + facts["lowest"]), np.abs(spread + facts["highest"]))
+            low, high = spread + facts["lowest"], spread + facts["highest"]
+            spread = np.where(np.abs(low) > np.abs(high), low, high)
         if of_turns is not None:
             _, owners = self.turn_owners()
             spread[np.unique(owners)] = 0.0

@@ -12,7 +12,7 @@ samples.safetensors
                   `token_ids` [sum of L] int64, `borders` [N + 1] int64, `prompt_lengths` [N] int64, `rollout_logprobs`
                   [sum of L] float64 (0 if not `written`), `written` [sum of L] bool (the policy wrote it), and with
                   `rollout.routing_replay: engine` `routes` [sum of L, M, k], the experts of each token, and with
-                  `advantage_by: token` `token_rewards` [sum of L] float64, with weights (NaN: none)
+                  `advantage_by` token or process `token_rewards` [sum of L] float64, with weights (NaN: none)
 update_K.safetensors
                   one row per loss token as optimizer step K saw it: `sample`, `token` (its index in the sample),
                   `token_id`, `advantage`, `policy_logprobs`, `old_logprobs`, `ref_logprobs`, `rollout_logprobs`,

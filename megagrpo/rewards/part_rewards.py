@@ -37,19 +37,13 @@ def part_rewards(rollout: Rollout, returned: Sequence[Returned]) -> PartRewards 
         schedulers = [turn.reward for sample in rollout.samples for turn in sample.turns]
         turns = tuple(weighted_sum(values, weights) for values in zip(schedulers, *by_turn.values(), strict=True))
     rows = [r.weight * np.array(r.row, np.float64) for r in returned if r.row is not None and r.per == "token"]
-    return PartRewards(total(whole), by_turn, turns, _by_sample(rollout, rows) if rows else ())
+    return PartRewards(total(whole), by_turn, turns, rollout.spread(_summed(rows), math.nan) if rows else ())
 
 
-def _by_sample(rollout: Rollout, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Return the sums [Lr] of `rows`, which have a number for each written token of a trajectory, for each of its
-    samples: the rollout, then its branches. NaN without any reward."""
+def _summed(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the sum of the rows [n] without their NaN; NaN where all of them are."""
     table = np.stack(rows)
-    summed = np.where(np.isnan(table).all(0), math.nan, np.nansum(table, axis=0))
-    parts = np.split(summed, np.cumsum([sample.length for sample in rollout.branches], dtype=np.int64))
-    spread = [np.full(len(sample.response_ids), math.nan) for sample in rollout.samples]
-    for row, sample, part in zip(spread, rollout.samples, parts, strict=True):
-        row[sample.written] = part
-    return spread[-1], *spread[:-1]
+    return np.where(np.isnan(table).all(0), math.nan, np.nansum(table, axis=0))
 
 
 def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:

@@ -194,7 +194,7 @@ def dump_step(
     replay = config.rollout.routing_replay
     shape = route_shape(hf) if replay == "engine" else None
     scored, said, state = change(rollouts(shape)), [], TrainState()
-    if algorithm.advantage_by == "token":
+    if algorithm.advantage_by_tokens:
         scored = with_token_advantages(scored, config.rollout.num_generations, algorithm)
     samples = samples_of_replicas(layout, scored, algorithm.advantage_by_turns)
     learning = Learning(config, policy, reference, None, state, None, None, None)
@@ -203,7 +203,7 @@ def dump_step(
     whole = to_samples(scored, advantages)
     if of_turns is not None:
         whole = list(samples.with_turn_advantages(dict(enumerate(whole)), of_turns).values())
-    elif algorithm.advantage_by == "token":
+    elif algorithm.advantage_by_tokens:
         whole = [_with_row(sample, s) for sample, s in zip(whole, [*scored, *branches_of(scored)], strict=True)]
         whole = list(samples.with_token_advantages(dict(enumerate(whole)), advantages.flatten().numpy()).values())
     if algorithm.advantage_by != "trajectory":

@@ -41,6 +41,8 @@ PER_PART = {
     "turn, by function": dict(advantage_by="turn", loss_type="grpo"),
     "sums": dict(loss_type="dapo"),
     "token alone": dict(advantage_by="token", loss_type="dapo"),
+    "process": dict(advantage_by="process", loss_type="dapo", token_advantage_weight=0.5),
+    "process alone": dict(advantage_by="process", loss_type="grpo", scale_rewards="none"),
 }
 NOTHING = dict(weight=0.0)
 
@@ -67,7 +69,7 @@ def _dump_all(root):
     for name, algorithm in (OPTIONS | TURNS | PER_PART).items():
         change = with_parts if name in PER_PART else with_turns if name in TURNS else with_branches
         functions = FUNCTIONS + PARTS if name in PER_PART else FUNCTIONS
-        if name == "token alone":
+        if name.endswith("alone"):
             change, functions = with_token_rewards, [f if f.get("per") == "token" else f | NOTHING for f in functions]
         config = tiny_run(
             **({} if name in OPTIONS else dict(multi_turn=dict(scheduler="math_tip_trick"))),

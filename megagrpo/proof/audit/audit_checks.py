@@ -48,7 +48,7 @@ def check_step(step: Step) -> Iterator[Check]:
         table, weights = _with_kl(step, table), [*weights, -step.config.algorithm.beta]
     algorithm = step.config.algorithm
     rewards = [naive_advantages.weighted_sum(row, weights) for row in table]
-    if algorithm.advantage_by == "token":
+    if algorithm.advantage_by_tokens:
         rewards = naive_tokens.outcomes(step)
         advantages = naive_advantages.advantages([[r] for r in rewards], [1.0], step.group_size, algorithm)
     else:
@@ -77,7 +77,7 @@ def check_step(step: Step) -> Iterator[Check]:
 
 def _spread(step: Step, advantages: list[float], of_turns: list[list[float]] | None) -> list[Tensor]:
     """Return the advantage [L] float64 of each token of each sample."""
-    if step.config.algorithm.advantage_by == "token":
+    if step.config.algorithm.advantage_by_tokens:
         return naive_tokens.token_advantages(step, advantages)
     return naive_turns.spread(step, advantages, of_turns)
 

@@ -1,10 +1,12 @@
-"""Rewards and advantages of tokens, token by token, as `advantage_by: token` defines them."""
+"""Rewards and advantages of tokens, token by token, as `advantage_by` token and process define them."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from torch import Tensor
 from megagrpo.proof.audit.naive_advantages import ROUNDING, STD_EPSILON
 from megagrpo.proof.audit.saved import Step
 
-SUM_ROUNDING = 1e-9  # a sum of normalized rewards this close to 0 is 0
+ADVANTAGE_ROUNDING = 1e-9  # an advantage of a token this close to 0 is 0
 
 
 def outcomes(step: Step) -> list[float]:
@@ -28,7 +30,7 @@ def sums(step: Step) -> Iterator[tuple[float | None, float | None, str]]:
         for name, row in text.get("rewards_by_turn", {}).items():
             known = [reward for reward in row if reward is not None]
             yield text["rewards"][name], math.fsum(known) if known else None, f"sample {trajectory} {name} by turn"
-        if step.config.algorithm.advantage_by == "token":
+        if step.config.algorithm.advantage_by_tokens:
             outcome = float(text.get("outcome", text["reward"]))
             known = [] if math.isnan(outcome) else [outcome]
             for index in indices:
@@ -39,36 +41,71 @@ def sums(step: Step) -> Iterator[tuple[float | None, float | None, str]]:
 
 
 def token_advantages(step: Step, advantages: Sequence[float]) -> list[Tensor]:
-    """Return the advantage [L] float64 of each token of each sample: the trajectory's of `advantages`, and the sum of
-    the normalized rewards of the token and of all later tokens of the trajectory."""
+    """Return the advantage [L] float64 of each token of each sample: the trajectory's of `advantages`, and its own."""
     algorithm, order = step.config.algorithm, step.samples_in_order
+    scaled, weight = algorithm.scale_rewards == "group", algorithm.token_advantage_weight
     rows = [torch.full((sample.length,), advantages[sample.trajectory]).double() for sample in step.samples]
     for first in range(0, len(order), step.group_size):
         group = order[first : first + step.group_size]
-        known = [
-            reward
-            for indices in group
-            for index in indices
-            for reward in _rewards(step, index)
-            if not math.isnan(reward)
-        ]
-        if len(known) < 2:
-            continue
-        mean, largest = statistics.fmean(known), max(1.0, *map(abs, known))
-        scale = statistics.stdev(known) + STD_EPSILON if algorithm.scale_rewards == "group" else 1.0
-        for indices in group:
-            later = 0.0
-            for index in reversed(indices):
-                rewards = _rewards(step, index)
-                for token in reversed(range(len(rewards))):
-                    difference = rewards[token] - mean
-                    if not math.isnan(difference) and abs(difference) > ROUNDING * largest:
-                        later += difference / scale
-                    if abs(later) > SUM_ROUNDING:
-                        rows[index][token] += algorithm.token_advantage_weight * later
+        places = [_written(step, indices) for indices in group]
+        rewards = [[_reward(step, *place) for place in of_trajectory] for of_trajectory in places]
+        own = (_compared if algorithm.advantage_by == "token" else _process)(rewards, scaled)
+        for (index, token), value in zip(chain(*places), chain(*own), strict=True):
+            rows[index][token] += weight * value if abs(value) > ADVANTAGE_ROUNDING else 0.0
     return rows
 
 
-def _rewards(step: Step, index: int) -> list[float]:
+def _compared(group: list[list[float]], scaled: bool) -> list[list[float]]:
+    """Return the sum of the rewards from each token on, compared with that of tokens with as many rewards before."""
+    returns: list[dict[int, float]] = []  # by the number of rewards before, for each trajectory
+    for rewards in group:
+        later, count, found = 0.0, sum(not math.isnan(r) for r in rewards), dict[int, float]()
+        for reward in reversed(rewards):
+            if not math.isnan(reward):
+                later, count = later + reward, count - 1
+            found[count] = later
+        returns.append(found)
+    among = defaultdict(list)
+    for count, value in chain.from_iterable(found.items() for found in returns):
+        among[count].append(value)
+    normalizers = {count: _normalizer(values, scaled) for count, values in among.items()}
+    result: list[list[float]] = []
+    for rewards, found in zip(group, returns, strict=True):
+        count, own = 0, []
+        for reward in rewards:
+            own.append(normalizers[count](found[count]))
+            count += not math.isnan(reward)
+        result.append(own)
+    return result
+
+
+def _process(group: list[list[float]], scaled: bool) -> list[list[float]]:
+    """Return the sum of the normalized rewards from each token on."""
+    normalized = _normalizer([r for rewards in group for r in rewards if not math.isnan(r)], scaled)
+    result: list[list[float]] = []
+    for rewards in group:
+        later, own = 0.0, list[float]()
+        for reward in reversed(rewards):
+            later += 0.0 if math.isnan(reward) else normalized(reward)
+            own.append(later)
+        result.append(own[::-1])
+    return result
+
+
+def _normalizer(values: list[float], scaled: bool) -> Callable[[float], float]:
+    """Return the function that subtracts the mean of `values` and, if `scaled`, divides by their unbiased standard
+    deviation. A difference by rounding, and one from a single value, is 0."""
+    mean, largest = statistics.fmean(values) if values else 0.0, max(1.0, *map(abs, values), 1.0)
+    scale = statistics.stdev(values) + STD_EPSILON if scaled and len(values) > 1 else 1.0
+    return lambda value: (value - mean) / scale if abs(value - mean) > ROUNDING * largest else 0.0
+
+
+def _written(step: Step, indices: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (sample, token) of the policy's tokens of a trajectory; none if none of them has a reward."""
+    places = [(index, token) for index in indices for token in step.samples[index].places.tolist()]
+    return places if any(not math.isnan(_reward(step, *place)) for place in places) else []
+
+
+def _reward(step: Step, index: int, token: int) -> float:
     rewards = step.samples[index].token_rewards
-    return [] if rewards is None else rewards.tolist()
+    return math.nan if rewards is None else float(rewards[token])

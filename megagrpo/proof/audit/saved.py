@@ -30,7 +30,7 @@ class Sample:
     routes: Tensor | None = None  # [L, M, k], with `rollout.routing_replay: engine`
     trajectory: int = 0  # index of the trajectory's first sample, which has its reward and its end
     is_branch: bool = False  # whether it is another sample of the trajectory
-    token_rewards: Tensor | None = None  # [L] with weights, NaN: none; with `advantage_by: token`
+    token_rewards: Tensor | None = None  # [L] with weights, NaN: none; with `advantage_by` token or process
 
     @property
     def length(self) -> int:

@@ -96,7 +96,7 @@ class Collector:
                 chosen = [prompts[i] for i in mine], num_generations, sampling, seed
                 scored, counted = scored_rollouts(source, *chosen, self.phases, self.step)
                 counted |= {} if pool is None else pool.counters()
-                if self.algorithm.advantage_by == "token":
+                if self.algorithm.advantage_by_tokens:
                     scored = with_token_advantages(scored, num_generations, self.algorithm)
                 sampled.append((scored, counted, votes_of(scored, num_generations, vote)))
             return sampled[0]

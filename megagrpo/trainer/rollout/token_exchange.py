@@ -2,9 +2,9 @@
 
 Facts and packing are the same on every rank, so every rank computes which leader sends what, in which order, and no
 sizes travel. A row has 4 bytes for each token of prompt and response and 4 more for each token of the response; with
-conversations a bit more for each token of the response, and 4 bytes more with `advantage_by: token`. Rows go from
-leader to leader in an all-to-all, then from the leader to the ranks of its replica that read tokens: all tensor- and
-context-parallel ranks of the first pipeline stage, which embeds, and of the last, which computes the loss.
+conversations a bit more for each token of the response, and 4 bytes more with `advantage_by` token or process. Rows go
+from leader to leader in an all-to-all, then from the leader to the ranks of its replica that read tokens: all tensor-
+and context-parallel ranks of the first pipeline stage, which embeds, and of the last, which computes the loss.
 Context-parallel ranks get whole rows, because the loss reads whole rows. Middle stages need only lengths, and the masks
 of conversations.
 """

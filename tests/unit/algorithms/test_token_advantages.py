@@ -18,6 +18,7 @@ from megagrpo.types import Dialogue, PartRewards, Prompt, Rollout, ScoredRollout
 
 EPSILON, GROUP = 1e-4, 3
 TOKEN = AlgorithmSection(advantage_by="token")
+PROCESS = AlgorithmSection(advantage_by="process")
 
 
 def rollout(count, prompt_id=0, written=None, branches=()):
@@ -35,19 +36,51 @@ def scored(made, outcome, *rows):
 
 def naive(group, algorithm):
     """What each token of the rollout, then of its branches, adds to the trajectory's advantage."""
-    known = [r for s in group if s.parts for row in s.parts.tokens for r in row.tolist() if not math.isnan(r)]
-    mean, scale = statistics.fmean(known), 1.0
-    if algorithm.scale_rewards == "group":
-        scale = statistics.stdev(known) + EPSILON
-    result = []
+    places, rewards = [], []  # of the tokens that the policy wrote, for each trajectory
     for s in group:
         tokens = s.parts.tokens if s.parts else ()
-        ordered = [*tokens[1:], *tokens[:1]]
-        flat = [r for row in ordered for r in row.tolist()]
-        sums = [sum((r - mean) / scale for r in flat[t:] if not math.isnan(r)) for t in range(len(flat))]
-        parts = np.split(np.array(sums) * algorithm.token_advantage_weight, np.cumsum([len(row) for row in ordered]))
-        result.append([part.tolist() for part in [*parts[-2:-1], *parts[:-2]]] if tokens else [])
+        tokens = () if all(np.isnan(row).all() for row in tokens) else tokens  # it could not be scored
+        order = [*range(1, len(tokens)), 0][: len(tokens)]
+        samples = [s.rollout, *s.rollout.branches]
+        places.append([(i, int(t)) for i in order for t in samples[i].written.nonzero()[0]])
+        rewards.append([float(tokens[i][t]) for i, t in places[-1]])
+    values = (returns if algorithm.advantage_by == "token" else process)(rewards, algorithm.scale_rewards == "group")
+    result = []
+    for s, of_trajectory, row in zip(group, places, values, strict=True):
+        rows = [[0.0] * len(r.response_ids) for r in (s.rollout, *s.rollout.branches)]
+        for (i, t), value in zip(of_trajectory, row, strict=True):
+            rows[i][t] = algorithm.token_advantage_weight * value
+        result.append(rows if of_trajectory else [])
     return result
+
+
+def compared(value, values, scaled):
+    if len(values) < 2:
+        return 0.0
+    return (value - statistics.fmean(values)) / (statistics.stdev(values) + EPSILON if scaled else 1.0)
+
+
+def process(rewards, scaled):
+    known = [r for row in rewards for r in row if not math.isnan(r)]
+    return [
+        [sum(compared(r, known, scaled) for r in row[t:] if not math.isnan(r)) for t in range(len(row))]
+        for row in rewards
+    ]
+
+
+def returns(rewards, scaled):
+    def before(row, t):
+        return sum(not math.isnan(r) for r in row[:t])
+
+    def value(row, t):
+        return sum(r for r in row[t:] if not math.isnan(r))
+
+    def others(count):
+        """The return of the first token with `count` rewards before it of each trajectory that has one."""
+        firsts = [(row, next((t for t in range(len(row)) if before(row, t) == count), None)) for row in rewards]
+        return [value(row, t) for row, t in firsts if t is not None]
+
+    return [[compared(value(row, t), others(before(row, t)), scaled) for t in range(len(row))] for row in rewards]
 
 
 def two_groups():
@@ -65,10 +98,11 @@ def two_groups():
     return [*first, *(scored(rollout(n, 1), float(n), row(n)) for n in (6, 1, 9))]
 
 
+@pytest.mark.parametrize("by", ["token", "process"])
 @pytest.mark.parametrize("scale", ["group", "none"])
 @pytest.mark.parametrize("weight", [1.0, 0.25])
-def test_tokens_have_the_advantages_of_the_formula(scale, weight):
-    algorithm = AlgorithmSection(advantage_by="token", scale_rewards=scale, token_advantage_weight=weight)
+def test_tokens_have_the_advantages_of_the_formula(by, scale, weight):
+    algorithm = AlgorithmSection(advantage_by=by, scale_rewards=scale, token_advantage_weight=weight)
     step = two_groups()
     found = with_token_advantages(step, GROUP, algorithm)
     wanted = [*naive(step[:GROUP], algorithm), *naive(step[GROUP:], algorithm)]
@@ -77,14 +111,31 @@ def test_tokens_have_the_advantages_of_the_formula(scale, weight):
         assert [row.tolist() for row in s.token_advantages] == [pytest.approx(row, abs=1e-6) for row in rows]
 
 
-def test_rewards_at_the_end_alone_give_the_advantage_of_the_trajectory():
-    """One reward per trajectory, at its last token: process supervision is then outcome supervision."""
+@pytest.mark.parametrize("algorithm", [TOKEN, PROCESS], ids=["token", "process"])
+def test_rewards_at_the_end_alone_give_the_advantage_of_the_trajectory(algorithm):
+    """One reward per trajectory, at its last token: both are then outcome supervision."""
     rewards = [1.0, 0.0, 0.25]
     step = [scored(rollout(n), 0.0, [None] * (n - 1) + [r]) for n, r in zip((4, 2, 7), rewards, strict=True)]
-    found = with_token_advantages(step, GROUP, TOKEN)
+    found = with_token_advantages(step, GROUP, algorithm)
     outcome = group_advantages(torch.tensor([rewards]), "group")
     for s, advantage in zip(found, outcome.flatten().tolist(), strict=True):
         assert s.token_advantages[0].tolist() == pytest.approx([advantage] * len(s.rollout.response_ids), rel=1e-6)
+
+
+def test_a_penalty_for_each_token_favours_short_responses():
+    """Process supervision subtracts its mean from each token's penalty, so that nothing is left (verl's issue 7244)."""
+    step = [scored(rollout(n), 0.0, [-0.01] * n) for n in (2, 4, 9)]
+    first = [s.token_advantages[0][0] for s in with_token_advantages(step, GROUP, TOKEN)]
+    assert first[0] > 0.5 > -0.5 > first[2] and sum(first) == pytest.approx(0, abs=1e-6)
+    assert not any(s.token_advantages[0].any() for s in with_token_advantages(step, GROUP, PROCESS))
+
+
+def test_the_choice_to_end_has_the_advantage_of_what_it_forgoes():
+    """After one step with the reward 0, one trajectory ends and the others take a step more, for 1 and for 0.5."""
+    rows = [[0.0, None], [0.0, 1.0], [0.0, 0.5]]
+    unscaled = AlgorithmSection(advantage_by="token", scale_rewards="none")
+    found = with_token_advantages([scored(rollout(2), 0.0, row) for row in rows], GROUP, unscaled)
+    assert [s.token_advantages[0][1] for s in found] == pytest.approx([-0.5, 0.5, 0.0])
 
 
 def packed(step, rules):
@@ -107,7 +158,9 @@ def test_labels_carry_the_sum_of_both_advantages():
     (m,) = batch.micro_batches
     every = [*step, *(branch for s in step for branch in s.branches)]
     wanted = [*naive(step[:GROUP], TOKEN), *naive(step[GROUP:], TOKEN)]
-    rows = [rows[0] if rows else [0.0] * 4 for rows in wanted] + [row for rows in wanted for row in rows[1:]]
+    rows = [rows[0] if rows else [0.0] * len(s.rollout.response_ids) for s, rows in zip(step, wanted, strict=True)] + [
+        row for rows in wanted for row in rows[1:]
+    ]
     for number, sample in enumerate(m.samples.tolist()):
         if sample < 0:
             continue
@@ -119,7 +172,7 @@ def test_labels_carry_the_sum_of_both_advantages():
 
 
 def test_a_sample_is_skipped_only_if_all_its_tokens_have_the_advantage_zero():
-    flat = [scored(rollout(n), 1.0, [0.5] * n) for n in (3, 4, 5)]
+    flat = [scored(rollout(4), 1.0, [0.5] * 4) for _ in range(GROUP)]
     other = [scored(rollout(3, 1), 1.0, [None, r, None]) for r in (0.0, 1.0, 0.5)]
     _, outcome, batch = packed([*flat, *other], PackingRules(max_tokens=64, skip_zero_advantage=True))
     trained = {i for m in batch.micro_batches for i in m.samples.tolist()} - {-1}
@@ -151,7 +204,7 @@ TURN = "rewards.functions=[{function: 'mine.py:f', per: turn}]"
             [OWN, "algorithm.advantage_by=token", "algorithm.multi_objective_aggregation=normalize_then_sum"],
             "normalize_then_sum their sums once more; choose sum_then_normalize",
         ),
-        ([OWN, "algorithm.advantage_by=token", "algorithm.loss_type=gmpo"], "has one sign of the advantage"),
+        ([OWN, "algorithm.advantage_by=process", "algorithm.loss_type=gmpo"], "has one sign of the advantage"),
         (
             [OWN, "algorithm.advantage_by=token", "algorithm.off_policy_mask_threshold=1"],
             "the mask excludes whole responses",

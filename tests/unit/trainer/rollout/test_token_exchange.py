@@ -433,7 +433,7 @@ def advantages_of_tokens(parallel: ParallelSection, dialogues: bool, by_place: b
 )
 def test_advantages_of_tokens_travel_from_the_rank_that_sampled_to_those_that_train(ranks, sizes, dialogues, by_place):
     found = run_ranks(advantages_of_tokens, ranks, ParallelSection(**sizes), dialogues, by_place)
-    assert sum(found) > 150
+    assert sum(found) > 100
 
 
 def bytes_of_facts(length: int) -> tuple[int, int]:
