@@ -14,7 +14,7 @@ from torch import Tensor
 from megagrpo.proof.audit.naive_advantages import ROUNDING, STD_EPSILON
 from megagrpo.proof.audit.saved import Step
 
-ADVANTAGE_ROUNDING = 1e-9  # an advantage of a token this close to 0 is 0
+NO_ADVANTAGE = 1e-9  # an advantage of a token this close to 0 is 0
 
 
 def outcomes(step: Step) -> list[float]:
@@ -51,7 +51,7 @@ def token_advantages(step: Step, advantages: Sequence[float]) -> list[Tensor]:
         rewards = [[_reward(step, *place) for place in of_trajectory] for of_trajectory in places]
         own = (_compared if algorithm.advantage_by == "token" else _process)(rewards, scaled)
         for (index, token), value in zip(chain(*places), chain(*own), strict=True):
-            rows[index][token] += weight * value if abs(value) > ADVANTAGE_ROUNDING else 0.0
+            rows[index][token] += weight * value if abs(value) > NO_ADVANTAGE else 0.0
     return rows
 
 
