@@ -2,7 +2,9 @@
 
 import logging
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +40,11 @@ def sparse(trajectories, **columns):
 def seen(trajectories, log_extra, **columns):
     log_extra("seen", [repr(one) for one in trajectories])
     return [0.0] * len(trajectories)
+
+
+def everything(completions, log_extra, **columns):
+    log_extra("names", [" ".join(sorted(columns)) for _ in completions])
+    return [0.0] * len(completions)
 
 
 def brevity(completion_ids, **columns):
@@ -158,6 +165,12 @@ def test_a_function_sees_the_conversation(score):
     assert alone["samples"][0]["messages"] == [{"role": "assistant", "content": "plain"}]
 
 
+def test_a_function_with_any_argument_gets_trajectories_by_name_only(score):
+    (scored,), _ = score([PLAIN], dict(name="everything"))
+    names = scored.extra["everything/names"].split()
+    assert "completion_ids" in names and "trajectories" not in names, "its tokens are not made a second time"
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -195,6 +208,16 @@ def test_a_list_for_a_completion_needs_the_key(score, caplog):
     assert scored.rewards["lists"] == 0.0
     assert "it returned a list, [1.0, 2.0]; a reward must be a number or None" in caplog.text
     assert "set `per: turn` or `per: token` beside `function`" in caplog.text
+
+
+def test_the_function_of_the_page_rewards_turns_with_calls(tmp_path):
+    page = (Path(__file__).parents[3] / "docs/credit.md").read_text()
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "each_turn" in block]
+    (tmp_path / "my_rewards.py").write_text(code)
+    function = RewardFunction(function=f"{tmp_path}/my_rewards.py:each_turn", per="turn")
+    with RewardScorer(RewardsSection(functions=[function], workers=1), 16) as scorer:
+        (scored,) = scorer.score([conversation()])
+    assert scored.parts.by_turn == {"each_turn": (0.0, None)}, "one of the first turn's calls failed"
 
 
 def test_built_in_functions_reward_completions_only():
