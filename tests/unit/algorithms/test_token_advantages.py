@@ -1,5 +1,6 @@
 """Advantages of tokens against the formula of DeepSeekMath's process supervision, token by token in plain Python."""
 
+import itertools
 import math
 import random
 import statistics
@@ -136,6 +137,32 @@ def test_the_choice_to_end_has_the_advantage_of_what_it_forgoes():
     unscaled = AlgorithmSection(advantage_by="token", scale_rewards="none")
     found = with_token_advantages([scored(rollout(2), 0.0, row) for row in rows], GROUP, unscaled)
     assert [s.token_advantages[0][1] for s in found] == pytest.approx([-0.5, 0.5, 0.0])
+
+
+@pytest.mark.parametrize(("rewards", "process_errs"), [((1.0, 0.2, 0.2), True), ((0.0, -0.5, 2.0), False)], ids=str)
+def test_the_mean_gradient_of_returns_points_uphill_whenever_the_policy_ends(rewards, process_errs):
+    """The policy ends after one or two tokens with probability 0.4 each, or has three. Over all groups, the mean
+    gradient with respect to the logit of going on is compared with that of the mean reward (verl's issue 7244)."""
+    more = 0.6
+    chances = {1: 1 - more, 2: more * (1 - more), 3: more * more}
+
+    def gradient(logit_of, row):
+        """Sum of advantage times gradient of the log-probability of each choice."""
+        return sum(a * ((1 - more) if t < logit_of else -more) for t, a in enumerate(row[:2], 1))
+
+    def mean_gradient(algorithm):
+        total = 0.0
+        for lengths in itertools.product(chances, repeat=GROUP):
+            group = [scored(rollout(n), 0.0, rewards[:n]) for n in lengths]
+            rows = [s.token_advantages[0].tolist() for s in with_token_advantages(group, GROUP, algorithm)]
+            chance = math.prod(chances[n] for n in lengths)
+            total += chance * sum(gradient(n, row) for n, row in zip(lengths, rows, strict=True))
+        return total
+
+    uphill = sum(chances[n] * gradient(n, [sum(rewards[:n])] * n) for n in chances)
+    unscaled = dict(scale_rewards="none")
+    assert mean_gradient(AlgorithmSection(advantage_by="token", **unscaled)) * uphill > 0
+    assert (mean_gradient(AlgorithmSection(advantage_by="process", **unscaled)) * uphill < 0) == process_errs
 
 
 def packed(step, rules):
