@@ -224,6 +224,19 @@ def test_evaluation_alone_has_the_same_turns(talkative, tmp_path):
     assert all(row["reward"] == row["rewards"]["turns"] for row in rows)
 
 
+def test_evaluation_counts_the_sum_of_rewards_of_tokens(talkative, tmp_path):
+    held_out = f"data.eval={{source: {world.folder()}/eval.jsonl}}"
+    functions = f"rewards.functions=[{{function: {talkative}/mine.py:digits, per: token, weight: 2}}]"
+    words = world.arguments(tmp_path, *options(talkative, "again", held_out, functions, "algorithm.advantage_by=token"))
+    code, _, err = world.command("eval", *words, "--output", tmp_path / "found.json")
+    assert code == 0, err
+    found = json.loads((tmp_path / "found.json").read_text())
+    rows = found["responses"][""]
+    assert found["metrics"]["rewards/digits/mean"] == pytest.approx(_mean([row["rewards"]["digits"] for row in rows]))
+    for row in rows:
+        assert row["reward"] == pytest.approx(2 * row["rewards"]["digits"] + (row["rewards"]["turns"] or 0))
+
+
 def test_a_server_without_a_parser_is_named():
     with pytest.raises(
         EngineError,
