@@ -129,8 +129,11 @@ def test_a_run_of_several_turns_is_exact_to_the_token(talkative, tmp_path):
     assert code == 0, said
 
 
-@pytest.mark.parametrize("by", ["turn", "token", "process"])
-def test_functions_reward_turns_and_tokens(talkative, tmp_path, by):
+AHEAD = ("rollout.max_staleness=1", "algorithm.importance_correction=token_truncate")
+
+
+@pytest.mark.parametrize(("by", "more"), [("turn", ()), ("token", AHEAD), ("process", ())])
+def test_functions_reward_turns_and_tokens(talkative, tmp_path, by, more):
     functions = (
         f"[{{function: {talkative}/mine.py:digits, per: token, weight: 2}},"
         f"{{function: {talkative}/mine.py:lengths, per: turn}}]"
@@ -138,7 +141,7 @@ def test_functions_reward_turns_and_tokens(talkative, tmp_path, by):
     run = world.train(
         tmp_path,
         *options(talkative, "again", f"rewards.functions={functions}", f"algorithm.advantage_by={by}"),
-        *("run.max_steps=1", "debug.dump_steps=[1]"),
+        *("run.max_steps=1", "debug.dump_steps=[1]", *more),
     )
     assert run.code == 0, run.err
     for row in run.completions:
