@@ -9,7 +9,7 @@ responses. Later examples use the names of earlier ones, also in `train_types.py
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -278,10 +278,45 @@ class Rollout:
         return len(self.response_ids) if self.dialogue is None else int(self.dialogue.written.sum())
 
     @property
+    def samples(self) -> tuple[Rollout, ...]:
+        """The samples of the trajectory in the order of its turns: the branches, then this rollout."""
+        return (*self.branches, self)
+
+    def spread(self, row: NDArray[Any], fill: float) -> tuple[NDArray[Any], ...]:
+        """Return rows [Lr] of this rollout, then of its branches, for a row [n] of the tokens that the policy wrote in
+        all `samples`. Other tokens have the value `fill`."""
+        parts = np.split(row, np.cumsum([sample.length for sample in self.branches], dtype=np.int64))
+        rows = [np.full(len(sample.response_ids), fill, row.dtype) for sample in self.samples]
+        for whole, sample, part in zip(rows, self.samples, parts, strict=True):
+            whole[sample.written] = part
+        return rows[-1], *rows[:-1]
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The policy's turns in this sample. A response without a dialogue is one turn."""
+        return (Turn(0, len(self.response_ids)),) if self.dialogue is None else self.dialogue.turns
+
+    @property
     def token_versions(self) -> NDArray[np.int32]:
         """[Lr]: the weight version that sampled each token."""
         starts, versions = zip((0, self.weight_version), *self.later_versions, strict=True)
         return np.repeat(np.array(versions, np.int32), np.diff([*starts, len(self.response_ids)]))
+
+
+@dataclass(frozen=True, eq=False)
+class PartRewards:
+    """Rewards of the turns and tokens of a trajectory: weighted sums over functions with `per: turn` or `per: token`.
+
+    >>> PartRewards(outcome=0.5, by_turn={"step": (1.0,)}, turns=(2.0,)).tokens  # `step` has the weight 2
+    ()
+    """
+
+    outcome: float  # the trajectory's reward without the rewards of tokens; NaN: none
+    by_turn: dict[str, tuple[float | None, ...]] = field(default_factory=dict)  # by function, before weights
+    # one for each turn of `Rollout.samples`, with the scheduler's reward; None: no reward. (): no function per turn
+    turns: tuple[float | None, ...] = ()
+    # [Lr] of the rollout, then of each branch; NaN: no reward. (): no function per token
+    tokens: tuple[NDArray[np.float64], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -296,3 +331,31 @@ class ScoredRollout:
     reward: float  # weighted sum; NaN if no function could score
     extra: dict[str, Any] = field(default_factory=dict)  # by FUNCTION/column: `log_extra` of this response
     logged: dict[str, float] = field(default_factory=dict)  # by FUNCTION/name: `log_metric` of the call that scored it
+    parts: PartRewards | None = None  # None: no function gave rewards of turns or tokens
+    # with `advantage_by` token or process, [Lr] of the rollout, then of each branch: what is added to the trajectory's
+    # advantage
+    token_advantages: tuple[NDArray[np.float32], ...] = ()
+
+    @property
+    def outcome(self) -> float:
+        """The reward without the rewards of tokens; NaN: none."""
+        return self.reward if self.parts is None else self.parts.outcome
+
+    @property
+    def turn_rewards(self) -> tuple[float | None, ...]:
+        """The reward of each turn of `Rollout.samples`, of functions and of the scheduler; None: no reward."""
+        if self.parts is not None and self.parts.turns:
+            return self.parts.turns
+        return tuple(turn.reward for sample in self.rollout.samples for turn in sample.turns)
+
+    @property
+    def branches(self) -> list[ScoredRollout]:
+        """The further samples of the trajectory, each with the trajectory's rewards and with its own tokens' rewards
+        and advantages."""
+        branches = []
+        for number, rollout in enumerate(self.rollout.branches, 1):
+            own = slice(number, number + 1)
+            parts = self.parts and replace(self.parts, tokens=self.parts.tokens[own])
+            advantages = self.token_advantages[own]
+            branches.append(replace(self, rollout=rollout, parts=parts, token_advantages=advantages))
+        return branches

@@ -24,7 +24,7 @@ KEY = "algorithm.advantage_estimator"
 class Groups:
     """What a function of the user's own knows of a step: P groups of G trajectories, and their K turns."""
 
-    rewards: Tensor  # [P, G] float64; NaN where no function could score
+    rewards: Tensor  # [P, G] float64, without the rewards of tokens with `advantage_by` token or process; NaN: none
     by_function: dict[str, Tensor]  # [P, G] float64 by reward function, before weights; NaN where it could not score
     lengths: Tensor  # [P, G] int64, tokens that the policy wrote
     truncated: Tensor  # [P, G] bool: the response reached its length limit
@@ -88,7 +88,7 @@ def _problem(name: str, reason: str) -> ProblemError:
 
 
 def _signature(algorithm: AlgorithmSection) -> str:
-    shape = "[P, G]" if algorithm.advantage_by == "trajectory" else "[K], one per turn"
+    shape = "[K], one per turn" if algorithm.advantage_by_turns else "[P, G]"
     return f"an estimator takes (groups, algorithm) and returns advantages {shape} (docs/credit.md)"
 
 
@@ -97,7 +97,7 @@ def _few_groups(algorithm: AlgorithmSection) -> Groups:
     second."""
     rewards = torch.tensor([[1.0, 0.0, torch.nan], [0.5, 0.5, 0.5]], dtype=torch.float64)
     turns = None
-    if algorithm.advantage_by != "trajectory":
+    if algorithm.advantage_by_turns:
         of_turns = np.array([1.0, np.nan, 0.0, 0.5, 0.25, np.nan, np.nan, np.nan, 0.0, 1.0, 1.0, 1.0])
         turns = Turns(of_turns, np.repeat(np.arange(6), 2), np.tile(np.arange(2), 6))
     lengths = torch.tensor([[8, 4, 2], [16, 1, 3]])

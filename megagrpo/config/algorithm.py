@@ -126,12 +126,16 @@ class AlgorithmSection(Section):
     """What the centred rewards are divided by: the group's std, the batch's std, or nothing."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Add the functions' rewards, or first normalise each within its group (GDPO), so that none drowns the others."""
-    advantage_by: Literal["trajectory", "turn", "state"] = "trajectory"
-    """What has an advantage in a conversation. trajectory: the whole. turn: each turn, compared with the turns with
-    the same number (MT-GRPO). state: each turn, compared with the turns that answered the same messages (GiGPO). The
-    trajectory's advantage is added to a turn's."""
+    advantage_by: Literal["trajectory", "turn", "state", "token", "process"] = "trajectory"
+    """What has an advantage. trajectory: the whole response or conversation. turn: each turn, compared with the turns
+    with the same number (MT-GRPO). state: each turn, compared with the turns that answered the same messages (GiGPO).
+    token: each token, by the sum of rewards of functions with `per: token` from it on. process: the same by the sum
+    of normalized rewards (DeepSeekMath's process supervision). The trajectory's advantage is added to a turn's or
+    token's. docs/credit.md."""
     turn_advantage_weight: PositiveFloat = 1.0
     """Weight of a turn's own advantage with `advantage_by` turn or state."""
+    token_advantage_weight: PositiveFloat = 1.0
+    """Weight of a token's own advantage with `advantage_by` token or process."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] = 0.95
     """Factor of the reward of the next turn in a turn's return, with `advantage_by: state`."""
     dynamic_sample: bool = False
@@ -163,6 +167,16 @@ class AlgorithmSection(Section):
     def own_estimator(self) -> bool:
         """Whether `advantage_estimator` names the user's function."""
         return self.advantage_estimator not in ADVANTAGE_ESTIMATORS
+
+    @property
+    def advantage_by_turns(self) -> bool:
+        """Whether `advantage_by` gives each turn an advantage."""
+        return self.advantage_by in ("turn", "state")
+
+    @property
+    def advantage_by_tokens(self) -> bool:
+        """Whether `advantage_by` gives each token an advantage, from rewards of tokens."""
+        return self.advantage_by in ("token", "process")
 
     @property
     def updates_per_step(self) -> int:

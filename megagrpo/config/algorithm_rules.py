@@ -124,28 +124,42 @@ def advantage_problems(a: AlgorithmSection) -> Iterator[Problem]:
 
 
 def turn_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield what contradicts advantages of turns, and options that only apply to them."""
+    """Yield what contradicts advantages of turns or tokens, and options that only apply to them."""
     a, m = config.algorithm, config.multi_turn
     key, by = "algorithm.advantage_by", a.advantage_by
     fields = AlgorithmSection.model_fields
-    for name, wanted in (("turn_advantage_weight", ("turn", "state")), ("turn_discount", ("state",))):
+    for name, wanted in (
+        ("turn_advantage_weight", ("turn", "state")),
+        ("turn_discount", ("state",)),
+        ("token_advantage_weight", ("token", "process")),
+    ):
         if by not in wanted and (value := getattr(a, name)) != fields[name].default:
             reason = f"{value:g} only applies with advantage_by {' or '.join(wanted)}; leave it out"
             yield Problem((f"algorithm.{name}", key), reason)
     if by == "trajectory":
         return
-    if not m.enabled:
+    per = [function.per for function in config.rewards.functions]
+    if a.advantage_by_tokens:
+        if "token" not in per:
+            reason = f"{by} needs rewards of tokens; set `per: token` for a function of your own"
+            yield Problem((key, "rewards.functions"), f"{reason}, or set it to trajectory")
+        if a.multi_objective_aggregation == "normalize_then_sum":
+            reason = f"{by} normalizes rewards of tokens on their own, normalize_then_sum their sums once more"
+            yield Problem((key, "algorithm.multi_objective_aggregation"), f"{reason}; choose sum_then_normalize")
+    elif not m.enabled:
         yield Problem((key, *ANSWERING), f"{by} needs conversations with turns; set it to trajectory")
-    elif by == "turn" and m.scheduler is None and m.environment is None:
-        reason = "turn compares rewards of turns, which only a scheduler or an environment's `step` gives"
+    elif by == "turn" and m.scheduler is None and m.environment is None and "turn" not in per:
+        reason = "turn compares rewards of turns, which a scheduler, an environment's `step` or `per: turn` gives"
         yield Problem(
-            (key, "multi_turn.scheduler", "multi_turn.environment"), f"{reason}; set it to state, or name one"
+            (key, "multi_turn.scheduler", "multi_turn.environment", "rewards.functions"),
+            f"{reason}; set it to state, name one, or set `per: turn` for a function of your own",
         )
     if a.kl_in_reward:
         reason = f"{by} needs advantages before the KL of kl_in_reward is known; set it to false"
         yield Problem((key, "algorithm.kl_in_reward"), reason)
     if a.scale_rewards == "batch":
-        reason = f"{by} compares turns within groups, which batch does not scale; set scale_rewards to group or none"
+        what = "tokens" if a.advantage_by_tokens else "turns"
+        reason = f"{by} compares {what} within groups, which batch does not scale; set scale_rewards to group or none"
         yield Problem((key, "algorithm.scale_rewards"), reason)
     if a.loss.whole_step or a.loss.policy_term == "gmpo":
         reason = f"{by} is not supported: loss_type {a.loss_type} has one sign of the advantage for a whole response"

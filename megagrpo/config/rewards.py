@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -23,6 +23,10 @@ class RewardFunction(Section):
     """Weight in the sum of rewards."""
     args: dict[str, Any] = {}
     """Keyword arguments passed on every call; for a class, to its constructor."""
+    per: Literal["trajectory", "turn", "token"] = "trajectory"
+    """What a function of your own rewards. trajectory: it returns a number per completion. turn or token: a list of
+    numbers per completion, one for each turn of the policy, or for each token that the policy wrote. Their sum is the
+    function's reward; `algorithm.advantage_by` says what else they decide. docs/credit.md."""
     independent: bool = False
     """Each completion is scored on its own: a failed call is repeated per completion, and only the faulty one fails.
     Built-in functions and reward models are independent; others may have the attribute `independent = True`."""

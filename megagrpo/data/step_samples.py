@@ -3,194 +3,19 @@ sampled, which only its leader holds."""
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import batched
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megagrpo.data.packing import PackingRules, SampleShapes
-from megagrpo.data.sampling import sampling_row
+from megagrpo.data.sample_facts import TRUNCATED, Columns, branch_facts_of, facts_of, widened
 from megagrpo.data.turn_facts import turn_facts_of
 from megagrpo.train_types import TrainSample
-from megagrpo.types import CAUSES, ENDINGS, Prompt, Rollout, ScoredRollout
-
-# bits of the column `flags`
-TRUNCATED = 1  # finish_reason is "length"
-KNOWS_STOP = 2  # the run has stop strings
-STOPPED = 4  # one of them ended the response
-DIALOGUE = 8  # the response has turns
-OF_DIALOGUE = ("tool_calls", "tool_failures", "tool_shortened", "retries")
-FAILED_DIALOGUE = 16  # its conversation failed
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The columns of a table of facts. They grow when a rollout has something new, and then on every rank.
-
-    `rewards` are the names of the reward functions, `logged` of the numbers that they logged, `counters` of a replica's
-    counters. Columns of conversations, of responses with several weight versions, of votes, of rows' own sampling
-    parameters and of trajectories with several samples exist only if needed.
-    """
-
-    rewards: tuple[str, ...] = ()
-    logged: tuple[str, ...] = ()
-    counters: tuple[str, ...] = ()
-    dialogues: bool = False
-    later_versions: bool = False
-    votes: bool = False
-    samplings: bool = False
-    branches: bool = False
-
-    @classmethod
-    def of(cls, scored: Sequence[ScoredRollout], counters: Mapping[str, float] | None = None) -> Columns:
-        """Return the columns that these rollouts of a replica, and its counters, need."""
-        rollouts = [r for s in scored for r in (s.rollout, *s.rollout.branches)]
-        return cls(
-            rewards=tuple(dict.fromkeys(name for s in scored for name in s.rewards)),
-            logged=tuple(dict.fromkeys(name for s in scored for name in s.logged)),
-            counters=tuple(counters or {}),
-            dialogues=any(r.dialogue is not None for r in rollouts),
-            later_versions=any(r.later_versions for r in rollouts),
-            samplings=any(s.rollout.prompt.distribution for s in scored),
-            branches=len(rollouts) > len(scored),
-        )
-
-    def __or__(self, other: Columns) -> Columns:
-        """Return the columns of both, those of `self` first."""
-        pairs = zip(vars(self).items(), vars(other).values(), strict=True)
-        both: dict[str, Any] = {
-            name: tuple(dict.fromkeys((*one, *two))) if isinstance(one, tuple) else one or two
-            for (name, one), two in pairs
-        }
-        return Columns(**both)
-
-    @property
-    def dtype(self) -> np.dtype[np.void]:
-        """The row of a sample: 37 bytes with one reward function and nothing else."""
-        row: list[Any] = [
-            ("reward", "f8"),
-            ("rewards", "f8", (len(self.rewards),)),  # NaN where a function could not score
-            ("logged", "f8", (len(self.logged),)),  # NaN if the call logged no such number
-            ("version", "i4"),  # weight version of the first token
-            ("length", "i4"),  # tokens of prompt and response
-            ("prompt_length", "i4"),  # with the tokens of others at the beginning of the response
-            ("prompt_key", "i8"),
-            ("flags", "u1"),
-        ]
-        if self.dialogues:
-            row += [(name, "i4") for name in ("response", "written", "turns", *OF_DIALOGUE)]
-            row += [("ended", "u1"), ("cause", "u1")]  # indices into ENDINGS and CAUSES
-            row += [("seconds", "f4", (5,))]  # as in `Dialogue`
-        if self.later_versions:
-            row += [("later", "i4")]  # sum over the tokens of their weight version minus the first one's
-        if self.votes:
-            row += [("vote", "f8")]  # of a group, on each of its samples
-        if self.samplings:
-            row += [("sampling", "i4")]  # words of `sampling_row`
-        if self.branches:
-            row += [("branches", "i4")]  # samples of the trajectory after its first
-        return np.dtype(row)
-
-
-Vote = Callable[[Sequence[ScoredRollout]], float]  # a number of a group, from the texts of its responses
-
-
-def votes_of(scored: Sequence[ScoredRollout], num_generations: int, vote: Vote | None) -> np.ndarray | None:
-    """Return the vote of its group [n] for each of these rollouts of whole groups; None without `vote`."""
-    if vote is None:
-        return None
-    return np.repeat([vote(group) for group in batched(scored, num_generations)], num_generations)
-
-
-def facts_of(scored: Sequence[ScoredRollout], columns: Columns, votes: np.ndarray | None = None) -> np.ndarray:
-    """Return the facts [n] of these rollouts, with `votes` [n] if the columns have them."""
-    rows, rollouts = np.zeros(len(scored), columns.dtype), [s.rollout for s in scored]
-    rows["reward"] = [s.reward for s in scored]
-    if scored:
-        rows["rewards"] = [[_number(s.rewards.get(name)) for name in columns.rewards] for s in scored]
-        rows["logged"] = [[_number(s.logged.get(name)) for name in columns.logged] for s in scored]
-    rows["version"] = [r.weight_version for r in rollouts]
-    rows["length"] = [len(r.prompt.token_ids) + len(r.response_ids) for r in rollouts]
-    rows["flags"] = [_flags(r) for r in rollouts]
-    begins = [0 if r.dialogue is None else _first_written(r) for r in rollouts]
-    rows["prompt_length"] = [len(r.prompt.token_ids) + begin for r, begin in zip(rollouts, begins, strict=True)]
-    rows["prompt_key"] = prompt_keys(rollouts, begins)
-    if columns.dialogues:
-        rows["response"], rows["written"] = [len(r.response_ids) for r in rollouts], [r.length for r in rollouts]
-        rows["turns"] = [0 if r.dialogue is None else len(r.dialogue.turns) for r in rollouts]
-        for name in OF_DIALOGUE:
-            rows[name] = [0 if r.dialogue is None else getattr(r.dialogue, name) for r in rollouts]
-        rows["ended"] = [0 if r.dialogue is None else ENDINGS.index(r.dialogue.ended) for r in rollouts]
-        rows["cause"] = [0 if r.dialogue is None else CAUSES.index(r.dialogue.cause) for r in rollouts]
-        seconds = [(0.0,) * 5 if r.dialogue is None else r.dialogue.seconds for r in rollouts]
-        rows["seconds"] = np.array(seconds).reshape(-1, 5)
-    if columns.later_versions:
-        rows["later"] = [(r.token_versions - r.weight_version).sum() if r.later_versions else 0 for r in rollouts]
-    if votes is not None:
-        rows["vote"] = votes
-    if columns.samplings:
-        rows["sampling"] = [sampling_row(r.prompt).size for r in rollouts]
-    if columns.branches:
-        rows["branches"] = [len(r.branches) for r in rollouts]
-    return rows
-
-
-def branch_facts_of(scored: Sequence[ScoredRollout], columns: Columns) -> np.ndarray:
-    """Return the facts [m] of the further samples of these trajectories: lengths, prompts and versions of each, rewards
-    and end of its trajectory."""
-    own = [(s, branch) for s in scored for branch in s.rollout.branches]
-    rows = facts_of([_branch(s, branch) for s, branch in own], columns)
-    ends = TRUNCATED + KNOWS_STOP + STOPPED
-    rows["flags"] = [_flags(branch) & ~ends | _flags(s.rollout) & ends for s, branch in own]
-    return rows
-
-
-def _branch(scored: ScoredRollout, branch: Rollout) -> ScoredRollout:
-    """Return one of the further samples of a trajectory with the trajectory's rewards."""
-    return replace(scored, rollout=branch)
-
-
-def _flags(rollout: Rollout) -> int:
-    dialogue = rollout.dialogue
-    return (
-        TRUNCATED * (rollout.finish_reason == "length")
-        + KNOWS_STOP * (rollout.stop_string is not None)
-        + STOPPED * bool(rollout.stop_string)
-        + (0 if dialogue is None else DIALOGUE + FAILED_DIALOGUE * (dialogue.ended == "failed"))
-    )
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def _first_written(rollout: Rollout) -> int:
-    """Return the index of the first token that the policy wrote; without one the number of tokens."""
-    return int(rollout.written.argmax()) if rollout.length else len(rollout.response_ids)
-
-
-def prompt_keys(rollouts: Sequence[Rollout], begins: Sequence[int]) -> list[int]:
-    """Return a 63-bit key of each rollout, equal for equal tokens of the prompt and of the response before `begins`,
-    and the same `inputs`."""
-    keys: list[int] = []
-    last: tuple[Prompt, int] | None = None
-    for rollout, begin in zip(rollouts, begins, strict=True):
-        prompt = rollout.prompt
-        if last is None or begin or last[0] is not prompt or last[1]:  # a group's samples have one prompt
-            contents = prompt.token_ids, tuple(rollout.response_ids[:begin].tolist())
-            seen = repr((*contents, prompt.prompt_id if prompt.inputs else None))
-            keys.append(int.from_bytes(hashlib.blake2b(seen.encode(), digest_size=8).digest(), "big") >> 1)
-        else:
-            keys.append(keys[-1])
-        last = prompt, begin
-    return keys
+from megagrpo.types import Prompt, ScoredRollout
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,7 +56,7 @@ class StepSamples:
         own = {i: s for i, (s, by) in enumerate(zip(scored, sampled_by.tolist(), strict=True)) if by == replica}
         branches = branch_facts_of(scored, columns) if columns.branches else None
         prompts, facts = [s.rollout.prompt for s in scored], facts_of(scored, columns, votes)
-        rows = turn_facts_of([s.rollout for s in scored]) if turns else None
+        rows = turn_facts_of(scored) if turns else None
         return cls(prompts, facts, sampled_by, columns, own, branches, rows)
 
     def __len__(self) -> int:
@@ -240,6 +65,10 @@ class StepSamples:
     def rewards(self, num_generations: int) -> Tensor:
         """Rewards [P, G] float64; NaN where no function could score."""
         return self._by_group("reward", num_generations)
+
+    def outcomes(self, num_generations: int) -> Tensor:
+        """Rewards [P, G] float64 without the rewards of tokens that have advantages; NaN where there is none."""
+        return self._by_group("outcome" if self.columns.token_advantages else "reward", num_generations)
 
     def rewards_by_function(self, num_generations: int) -> Tensor:
         """Rewards [P, G, F] float64 before their weights; NaN where a function could not score."""
@@ -271,8 +100,7 @@ class StepSamples:
         facts["branches"] = 0
         firsts = len(self) + self.facts["branches"].cumsum() - self.facts["branches"]
         for index, scored in self.own.items():
-            branches = [_branch(scored, branch) for branch in scored.rollout.branches]
-            own |= enumerate(branches, int(firsts[index]))
+            own |= enumerate(scored.branches, int(firsts[index]))
         prompts = [self.prompts[i] for i in trajectories.tolist()]
         return StepSamples(prompts, facts, self.sampled_by[trajectories], self.columns, own)
 
@@ -333,10 +161,27 @@ class StepSamples:
             changed[index] = replace(sample, token_advantages=row) if stop > start else sample
         return changed
 
+    def with_token_advantages(
+        self, samples: Mapping[int, TrainSample], advantages: np.ndarray
+    ) -> dict[int, TrainSample]:
+        """Return the samples, by index in `every`, whose `token_advantages` get the `advantages` [N] of their
+        trajectories added."""
+        owners, changed = self.trajectories, dict(samples)
+        for index, sample in samples.items():
+            if sample.token_advantages is not None:
+                row = sample.token_advantages + float(advantages[owners[index]])
+                changed[index] = replace(sample, token_advantages=row)
+        return changed
+
     def largest_advantages(self, advantages: np.ndarray, of_turns: np.ndarray | None) -> np.ndarray:
         """Return [N + M]: the trajectory's advantage of each sample, from `advantages` [N]; the largest magnitude of
-        its turns' advantages `of_turns` [K], if any. It is 0 only if the sample has no gradient."""
+        its turns' advantages `of_turns` [K], or the largest of its tokens' advantages, if any. It is 0 only if the
+        sample has no gradient."""
         spread = advantages[self.trajectories]
+        if self.columns.token_advantages:
+            facts = self.every.facts
+            low, high = spread + facts["lowest"], spread + facts["highest"]
+            spread = np.where(np.abs(low) > np.abs(high), low, high)
         if of_turns is not None:
             _, owners = self.turn_owners()
             spread[np.unique(owners)] = 0.0
@@ -365,12 +210,12 @@ class StepSamples:
     def __add__(self, other: StepSamples) -> StepSamples:
         """Return these samples, then those of `other`, whose columns begin with the columns of these."""
         assert self.columns.dialogues == other.columns.dialogues, "a run has conversations in all of its steps or none"
-        facts = np.concatenate([_widened(self.facts, other.facts.dtype), other.facts])
+        facts = np.concatenate([widened(self.facts, other.facts.dtype), other.facts])
         own = {**self.own, **{len(self) + i: s for i, s in other.own.items()}}
         sampled_by, branches = np.concatenate([self.sampled_by, other.sampled_by]), other.branches
         if branches is not None:
             before = self.facts[:0] if self.branches is None else self.branches
-            branches = np.concatenate([_widened(before, branches.dtype), branches])
+            branches = np.concatenate([widened(before, branches.dtype), branches])
         turns = None if self.turns is None or other.turns is None else np.concatenate([self.turns, other.turns])
         return StepSamples([*self.prompts, *other.prompts], facts, sampled_by, other.columns, own, branches, turns)
 
@@ -380,15 +225,3 @@ def _rows_of(table: np.ndarray, counts: np.ndarray, indices: np.ndarray) -> np.n
     stops = counts.cumsum()
     rows = [np.arange(stops[i] - counts[i], stops[i]) for i in indices.tolist()]
     return table[np.concatenate([np.zeros(0, np.int64), *rows])]
-
-
-def _widened(facts: np.ndarray, dtype: np.dtype[np.void]) -> np.ndarray:
-    """Return the rows with more columns. New rewards and logged numbers are NaN, other columns 0."""
-    rows = np.zeros(len(facts), dtype)
-    for name in facts.dtype.names or ():
-        if shape := facts.dtype[name].shape:
-            rows[name] = math.nan
-            rows[name][:, : shape[0]] = facts[name]
-        else:
-            rows[name] = facts[name]
-    return rows

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 
-from megagrpo.types import Rollout
+from megagrpo.types import Rollout, ScoredRollout
 
 # one turn: 28 bytes. Turns of a trajectory are in order: those of its branches, then those of its rollout
 TURN = np.dtype(
     [
-        ("reward", "f8"),  # of a scheduler; NaN: none
+        ("reward", "f8"),  # of a scheduler and of functions per turn; NaN: none
         ("start", "i4"),  # its tokens are [start, stop) of the response of its sample
         ("stop", "i4"),
         ("sample", "i4"),  # of the trajectory: 0 is the rollout, then its branches
@@ -22,15 +23,16 @@ TURN = np.dtype(
 )
 
 
-def turn_facts_of(rollouts: Sequence[Rollout]) -> np.ndarray:
+def turn_facts_of(scored: Sequence[ScoredRollout]) -> np.ndarray:
     """Return the rows [k] of the turns of these trajectories."""
-    rows = [
-        (math.nan if turn.reward is None else turn.reward, turn.start, turn.stop, number, state)
-        for rollout in rollouts
-        for number, sample in [*enumerate(rollout.branches, 1), (0, rollout)]
-        if sample.dialogue is not None
-        for turn, state in zip(sample.dialogue.turns, _states(sample), strict=True)
-    ]
+    rows = []
+    for s in scored:
+        rewards = iter(s.turn_rewards)
+        for number, sample in [*enumerate(s.rollout.branches, 1), (0, s.rollout)]:
+            states = [] if sample.dialogue is None else _states(sample)
+            own = [math.nan if reward is None else reward for reward in islice(rewards, len(sample.turns))]
+            columns = zip(own, sample.turns, states, strict=sample.dialogue is not None)
+            rows += [(reward, turn.start, turn.stop, number, state) for reward, turn, state in columns]
     return np.array(rows, TURN)
 
 

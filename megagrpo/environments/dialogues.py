@@ -24,7 +24,7 @@ from megagrpo.engine.protocol import Generator, Group, derive_seed
 from megagrpo.environments.agents.address import Address, Seat
 from megagrpo.environments.agents.agent import Agent, first_ask
 from megagrpo.environments.agents.trajectory import Renderer, Trajectory
-from megagrpo.environments.agents.turns import Turns
+from megagrpo.environments.agents.turn_sampler import TurnSampler
 from megagrpo.environments.conversation import Conversation
 from megagrpo.environments.responders import Responders
 from megagrpo.environments.tool_calls import as_message, hermes, named_call
@@ -159,7 +159,7 @@ class DialogueEngine(Generator):
             prompt, place = prompts[index], prompts[index].occurrence * n + number
             own_seed = prompt.sampling.get("seed", seed)
             if agent := self.responders.agent:
-                turns = Turns(session, home, place, own_seed)
+                turns = TurnSampler(session, home, place, own_seed)
                 return self._host(agent, address, turns, prompt, sampling)
             return self._converse(session, home, prompt, place, sampling, own_seed)
 
@@ -187,7 +187,7 @@ class DialogueEngine(Generator):
         return conversation.rollout(self._tokenizer.decode)
 
     async def _host(
-        self, agent: Agent, address: Address, turns: Turns, prompt: Prompt, sampling: SamplingParams
+        self, agent: Agent, address: Address, turns: TurnSampler, prompt: Prompt, sampling: SamplingParams
     ) -> Rollout:
         """Let the agent hold a conversation, with retries as in `_converse`."""
         await turns.home.granted

@@ -66,10 +66,20 @@ def response_row(scored: ScoredRollout) -> Row:
         "finish_reason": rollout.finish_reason,
         "reward": scored.reward,
         "rewards": scored.rewards,
+        **part_columns(scored),
         **({} if rollout.stop_string is None else {"stop_string": rollout.stop_string}),
         **({} if rollout.dialogue is None else {"dialogue": rollout.dialogue.record()}),
         **({"branches": [_branch_row(branch, rollout) for branch in rollout.branches]} if rollout.branches else {}),
     }
+
+
+def part_columns(scored: ScoredRollout) -> Row:
+    """Return what is recorded of the rewards of turns and tokens: the reward that no token has, and the rewards of all
+    turns of the trajectory, with weights and by function. Rewards of tokens are in dumps and in `tokens.jsonl`."""
+    if scored.parts is None:
+        return {}
+    of_turns = {"turn_rewards": scored.parts.turns, "rewards_by_turn": scored.parts.by_turn}
+    return {"outcome": scored.parts.outcome, **(of_turns if scored.parts.turns else {})}
 
 
 def _branch_row(branch: Rollout, main: Rollout) -> Row:

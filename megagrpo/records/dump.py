@@ -2,14 +2,17 @@
 
 step.json         samples with texts, rewards, advantages, and the index of the trajectory: that of its first sample;
                   its branches follow after the first samples of all trajectories; with `algorithm.advantage_by`
-                  `turn_advantages` of the branches' turns, then of the first sample's; per optimizer step its samples,
+                  `turn_advantages` of the branches' turns, then of the first sample's; with functions per turn
+                  `rewards_by_turn` by function, and `turn_rewards` with weights and the scheduler's; with functions
+                  per turn or token the `outcome`, the reward that no token has; per optimizer step its samples,
                   weights, denominator, metrics (with loss and gradient norm); the model that the run started from, and
                   the reference; the configuration and library versions. Numbers that JSON lacks are the strings "nan",
                   "inf" and "-inf".
 samples.safetensors
                   `token_ids` [sum of L] int64, `borders` [N + 1] int64, `prompt_lengths` [N] int64, `rollout_logprobs`
                   [sum of L] float64 (0 if not `written`), `written` [sum of L] bool (the policy wrote it), and with
-                  `rollout.routing_replay: engine` `routes` [sum of L, M, k], the experts of each token
+                  `rollout.routing_replay: engine` `routes` [sum of L, M, k], the experts of each token, and with
+                  `advantage_by` token or process `token_rewards` [sum of L] float64, with weights (NaN: none)
 update_K.safetensors
                   one row per loss token as optimizer step K saw it: `sample`, `token` (its index in the sample),
                   `token_id`, `advantage`, `policy_logprobs`, `old_logprobs`, `ref_logprobs`, `rollout_logprobs`,
@@ -52,11 +55,12 @@ from megagrpo.platform.process.removal import remove
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import moments_of
 from megagrpo.policy.reference import Reference
+from megagrpo.records.completions import part_columns
 from megagrpo.records.metrics import values_of
 from megagrpo.records.recorder import Recorder, TrainedRollouts, Update
 from megagrpo.records.starts import package_versions
 from megagrpo.train_types import LossFn, LossInputs, LossOutput
-from megagrpo.types import Rollout, ScoredRollout
+from megagrpo.types import ScoredRollout
 
 STEP_FILE = "step.json"
 
@@ -220,10 +224,12 @@ class StepDumps(Recorder):
 
         def parts(index: int) -> Iterator[bytes]:
             scored, trajectory = samples.own[index], trajectories[index]
-            yield save(_token_rows(scored.rollout))
+            yield save(_token_rows(scored, samples.columns.token_advantages))
             text = _sample(scored, rollouts.advantages[trajectory]) | {"trajectory": trajectory}
-            if index == trajectory and (of_turns := rollouts.turn_advantages(trajectory)) is not None:
-                text["turn_advantages"] = of_turns
+            if index == trajectory:
+                text |= part_columns(scored)
+                if (of_turns := rollouts.turn_advantages(trajectory)) is not None:
+                    text["turn_advantages"] = of_turns
             yield json.dumps(_plain(text)).encode()
 
         received = parts_to_first_rank(layout, [layout.leader_of(r) for r in samples.sampled_by.tolist()], parts)
@@ -291,18 +297,29 @@ def merge(parts: Sequence[Rows]) -> Rows:
     return {name: row[order] for name, row in whole.items()}
 
 
-def _token_rows(rollout: Rollout) -> Rows:
+def _token_rows(scored: ScoredRollout, token_rewards: bool) -> Rows:
+    rollout = scored.rollout
     prompt = np.array(rollout.prompt.token_ids, np.int64)
     length, routes = len(prompt) + len(rollout.response_ids), {}
     if rollout.routes is not None:  # the engine has not read the last token
         missing = length - len(rollout.routes)
         routes["routes"] = torch.from_numpy(np.pad(rollout.routes, ((0, missing), (0, 0), (0, 0)), mode="edge"))
-    return routes | {
-        "token_ids": torch.from_numpy(np.concatenate([prompt, rollout.response_ids])),
-        "prompt_lengths": torch.tensor([len(prompt)]),
-        "rollout_logprobs": torch.from_numpy(np.concatenate([np.zeros(len(prompt)), rollout.rollout_logprobs])),
-        "written": torch.from_numpy(np.concatenate([np.zeros(len(prompt), bool), rollout.written])),
-    }
+    of_tokens = {}
+    if token_rewards:
+        row = np.full(length, math.nan)
+        if scored.parts is not None and scored.parts.tokens:
+            row[len(prompt) :] = scored.parts.tokens[0]
+        of_tokens["token_rewards"] = torch.from_numpy(row)
+    return (
+        routes
+        | of_tokens
+        | {
+            "token_ids": torch.from_numpy(np.concatenate([prompt, rollout.response_ids])),
+            "prompt_lengths": torch.tensor([len(prompt)]),
+            "rollout_logprobs": torch.from_numpy(np.concatenate([np.zeros(len(prompt)), rollout.rollout_logprobs])),
+            "written": torch.from_numpy(np.concatenate([np.zeros(len(prompt), bool), rollout.written])),
+        }
+    )
 
 
 def _sample(scored: ScoredRollout, advantage: float) -> dict[str, Any]:

@@ -8,6 +8,7 @@ tokens            the text of each token [Lr]; a character of several tokens is 
 rollout_logprobs  [Lr], reported by vLLM
 trainer_logprobs  [Lr], computed by the trainer with the same weights; null for a token that is not trained
 entropy           [Lr] in nats, by the trainer; null for a token that is not trained
+advantages        [Lr], with `algorithm.advantage_by` token or process; null for a token that the policy did not write
 
 Numbers are rounded to `LOGGED_DIGITS` decimals. Nothing here changes the loss inputs, and no extra forward pass runs.
 """
@@ -138,13 +139,19 @@ class TokenLog(Recorder):
 
     def _line(self, rollouts: TrainedRollouts, sample: int) -> dict[str, Any]:
         """Return the line of a sample without the trainer's numbers, and `written`."""
-        rollout = rollouts.samples.own[sample].rollout
+        scored = rollouts.samples.own[sample]
+        rollout, advantages = scored.rollout, dict[str, Any]()
+        if scored.token_advantages:
+            row = scored.token_advantages[0] + rollouts.advantages[sample]
+            own = [round(value, LOGGED_DIGITS) for value in row[rollout.written].tolist()]
+            advantages = {"advantages": _per_token(own, rollout.written.tolist())}
         return {
             "step": rollouts.step,
             "sample": sample,
             "prompt_id": rollout.prompt.prompt_id,
             "tokens": [] if self.texts is None else self.texts.of(rollout.response_ids.tolist()),
             "rollout_logprobs": [round(value, LOGGED_DIGITS) for value in rollout.rollout_logprobs.tolist()],
+            **advantages,
             "written": rollout.written.tolist(),
         }
 

@@ -14,6 +14,7 @@ from megagrpo.rewards.scoring import Function, Scoring
 from megagrpo.rewards.workers.pool import SHARED, Call, WorkerPool
 from megagrpo.types import Rollout, ScoredRollout
 
+BUILT_IN_PACKAGE = "megagrpo.rewards.functions."
 COROUTINES = "coroutines"  # lane (queue) of the one worker that runs many async calls concurrently
 
 
@@ -21,15 +22,17 @@ class RewardScorer:
     """Runs `rewards.functions` on rollouts in worker processes, each call with a deadline.
 
     Arguments are keywords as in TRL: `prompts`, `completions`, `completion_ids`, every data set column, the function's
-    own `args`, and `finish_reason`, `is_truncated`, `prefixes`, `max_completion_length`, `trainer_state`
-    (`.global_step`), and the callables `log_extra` and `log_metric` (`workers/values.py`). A function gets the ones
-    that it accepts. `prefixes` has the end of each rendered prompt that opens a thought, such as "<think>\\n", else "".
+    own `args`, and `finish_reason`, `is_truncated`, `prefixes`, `trajectories`, `max_completion_length`,
+    `trainer_state` (`.global_step`), and the callables `log_extra` and `log_metric` (`workers/values.py`). A function
+    gets the ones that it accepts. `prefixes` has the end of each rendered prompt that opens a thought, such as
+    "<think>\\n", else "".
 
     For a prompt that is a list of messages, the completion is a list with one assistant message; with several turns it
     has all messages after the prompt. For a string prompt it is a string; with several turns it is the policy's last
     message. `completion_ids` are the tokens that the policy wrote.
 
-    A function returns one number, or None for "cannot score", per completion. A call has one whole group.
+    A function returns one number, or None for "cannot score", per completion; with `per: turn` or `per: token` a list
+    of numbers or None, in the order of `trajectories`. A call has one whole group.
     docs/rewards.md#when-a-call-fails states what a failure costs, and how `independent` functions differ.
 
     Plain functions share `rewards.workers` processes. Async functions run concurrently in one more process, up to
@@ -44,7 +47,10 @@ class RewardScorer:
         for i, (name, f) in enumerate(zip(section.names, section.functions, strict=True)):
             target, timeout = resolve(f.function, section.plugins), f.timeout or section.timeout
             lane = f"function {i}" if f.own_worker or target.heavy else SHARED
-            self.functions[name] = Function(name, target, f.weight, f.args, timeout, lane, f.independent)
+            if f.per != "trajectory" and target.location.startswith(BUILT_IN_PACKAGE):
+                reason = f"{f.per} only applies to a function of your own; `{name}` gives a number per completion"
+                raise ValueError(f"rewards.functions[{i}].per: {reason}; leave it out")
+            self.functions[name] = Function(name, target, f.weight, f.args, timeout, lane, f.independent, f.per)
         self.max_completion_length, self._concurrency = max_completion_length, section.concurrency
         self._seen_failures: dict[tuple[str, str], str] = {}
         self._last: Scoring | None = None

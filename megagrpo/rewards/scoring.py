@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,9 +13,11 @@ from itertools import batched, groupby
 from typing import Any
 
 from megagrpo.platform.process.terminal import get_logger
+from megagrpo.rewards.arguments import PER_ROLLOUT
+from megagrpo.rewards.part_rewards import Returned, part_rewards, total, weighted_sum
 from megagrpo.rewards.target import Signature, Target
 from megagrpo.rewards.workers.pool import Call, Outcome, WorkerPool
-from megagrpo.rewards.workers.values import MAX_REWARD, Logged
+from megagrpo.rewards.workers.values import MAX_REWARD, Logged, Parts
 from megagrpo.types import Rollout, ScoredRollout
 
 log = get_logger(__name__)
@@ -34,6 +36,7 @@ class Function:
     timeout: float
     lane: str
     declared_independent: bool = False
+    per: str = "trajectory"  # what has a reward: `RewardFunction.per`
     signature: Signature = field(init=False)
     pace: float = 0.0  # seconds per completion in the last call
 
@@ -64,6 +67,14 @@ class Function:
         ):
             yield from map(list, batched(group, size))
 
+    def counts(self, rollouts: Sequence[Rollout]) -> Parts | None:
+        """Return what has a reward in each of these completions, and how many; None: the completion itself."""
+        if self.per == "turn":
+            return "turn", [sum(len(sample.turns) for sample in r.samples) for r in rollouts]
+        if self.per == "token":
+            return "token", [sum(sample.length for sample in r.samples) for r in rollouts]
+        return None
+
     def deadline(self, count: int) -> float:
         """Timeout in seconds for `count` completions. A call repeatable in smaller parts gets the timeout for one."""
         return self.timeout * (1 if self.is_independent else count)
@@ -75,6 +86,8 @@ class FunctionResults:
 
     function: Function
     values: list[float | None] = field(default_factory=list)
+    # per rollout: the rewards of its turns or tokens, whose sum is the value; None: the function gave no such rewards
+    rows: list[list[float | None] | None] = field(default_factory=list)
     # per rollout: the columns of `log_extra`, by FUNCTION/column
     extra: list[dict[str, Any]] = field(default_factory=list)
     # per rollout: the numbers that its call logged, by FUNCTION/name
@@ -86,6 +99,7 @@ class FunctionResults:
     def extend(self, count: int) -> None:
         """Add `count` rollouts that are not scored yet."""
         self.values += [None] * count
+        self.rows += [None] * count
         self.extra += [{} for _ in range(count)]
         self.logged += [{} for _ in range(count)]
 
@@ -195,9 +209,12 @@ class Scoring:
         arguments: dict[str, Any] = {name: [r.prompt.columns.get(name) for r in chosen] for name in columns}
         arguments = {name: values for name, values in (arguments | self._common).items() if function.takes(name)}
         # What the function does not take is not made: the ids of a long response take more time than its text.
-        made = {name: make for name, make in _PER_ROLLOUT.items() if name == "completions" or function.takes(name)}
+        made = {name: make for name, make in PER_ROLLOUT.items() if name == "completions" or function.takes(name)}
+        if "trajectories" not in function.signature["accepts"]:  # a function with **columns gets it only by its name
+            made.pop("trajectories", None)
         arguments |= {name: [make(r) for r in chosen] for name, make in made.items()}
-        return Call(function.target, function.args, "score", arguments, function.deadline(len(part)), function.lane)
+        common = "score", arguments, function.deadline(len(part)), function.lane
+        return Call(function.target, function.args, *common, function.counts(chosen))
 
     def _ended(
         self, call: Call, results: FunctionResults, part: list[int], is_repeated: bool, future: Future[Outcome]
@@ -234,11 +251,13 @@ class Scoring:
         results.keep_log(part, logged)
         for problem in logged["problems"]:
             self._warn_of_log(results.function, problem)
-        for i, value in zip(part, rewards, strict=True):
+        for i, reward in zip(part, rewards, strict=True):
+            row = reward if isinstance(reward, list) else None
+            value = reward if row is None else weighted_sum(row, [1.0] * len(row))
             if problem := value if isinstance(value, str) else _too_large(value, results.function.weight):
                 self._failed(results, [i], "value", problem)
             else:
-                results.values[i] = value
+                results.values[i], results.rows[i] = value, row
 
     def _failed(self, results: FunctionResults, part: list[int], kind: str, reason: str) -> None:
         """Count a failure of the completions `part`. A run logs the first of each kind, with the first sample."""
@@ -290,7 +309,11 @@ class Scoring:
             weighted += [value for value in rollout.dialogue.rewards.values() if value is not None]
         extra = {column: cell for t in self._results for column, cell in t.extra[i].items()}
         logged = {name: value for t in self._results for name, value in t.logged[i].items()}
-        return ScoredRollout(rollout, rewards, math.fsum(weighted) if weighted else math.nan, extra, logged)
+        functions = [
+            (t.function.name, t.function.per, t.function.weight, t.values[i], t.rows[i]) for t in self._results
+        ]
+        parts = part_rewards(rollout, [Returned(*one) for one in functions])
+        return ScoredRollout(rollout, rewards, total(weighted), extra, logged, parts)
 
 
 def _too_large(value: float | None, weight: float) -> str:
@@ -301,26 +324,3 @@ def _too_large(value: float | None, weight: float) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]} ({len(text)} characters)"
-
-
-def _policy_ids(rollout: Rollout) -> list[int]:
-    ids: list[int] = rollout.response_ids[rollout.written].tolist()
-    return ids
-
-
-def _completion(rollout: Rollout) -> str | list[dict[str, Any]]:
-    messages = None if rollout.dialogue is None else list(rollout.dialogue.messages)
-    if not isinstance(rollout.prompt.messages, str):
-        return messages or [{"role": "assistant", "content": rollout.text}]
-    written = [m["content"] for m in messages or () if m["role"] == "assistant"]
-    return rollout.text if messages is None else written[-1]
-
-
-_PER_ROLLOUT: dict[str, Callable[[Rollout], Any]] = {  # arguments of a reward function, one value per rollout
-    "prompts": lambda rollout: rollout.prompt.messages,
-    "completions": _completion,
-    "completion_ids": _policy_ids,
-    "finish_reason": lambda rollout: rollout.finish_reason,
-    "prefixes": lambda rollout: rollout.prompt.opened,
-    "is_truncated": lambda rollout: rollout.finish_reason == "length",
-}

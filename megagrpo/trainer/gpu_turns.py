@@ -35,7 +35,7 @@ from megagrpo.sync.wire.tensor_index import WeightSyncError
 from megagrpo.trainer.state_offload import NoOffload, Offload
 
 
-class Turn(Enum):
+class GpuTurn(Enum):
     """A phase of a run, by what is in the GPU's memory."""
 
     STARTING = "starting"  # servers run, the policy is not built
@@ -55,11 +55,11 @@ class OnGpu:
 
 
 GPU_TABLE = {
-    Turn.STARTING: OnGpu(policy_weights=False, trainer_state=False, engine_weights="dropped"),
-    Turn.TRAINING: OnGpu(policy_weights=True, trainer_state=True, engine_weights="dropped"),
-    Turn.SYNCING: OnGpu(policy_weights=True, trainer_state=False, engine_weights="gpu"),
-    Turn.GENERATING: OnGpu(policy_weights=False, trainer_state=False, engine_weights="gpu"),
-    Turn.CHECKPOINT: OnGpu(policy_weights=True, trainer_state=True, engine_weights="host"),
+    GpuTurn.STARTING: OnGpu(policy_weights=False, trainer_state=False, engine_weights="dropped"),
+    GpuTurn.TRAINING: OnGpu(policy_weights=True, trainer_state=True, engine_weights="dropped"),
+    GpuTurn.SYNCING: OnGpu(policy_weights=True, trainer_state=False, engine_weights="gpu"),
+    GpuTurn.GENERATING: OnGpu(policy_weights=False, trainer_state=False, engine_weights="gpu"),
+    GpuTurn.CHECKPOINT: OnGpu(policy_weights=True, trainer_state=True, engine_weights="host"),
 }
 
 
@@ -80,15 +80,15 @@ class GpuTurns:
     offload: Offload | NoOffload = field(default_factory=NoOffload)
     stop_if_requested: Callable[[], None] = lambda: None
     phases: Phases = field(default_factory=Phases)
-    turn: Turn = Turn.STARTING
+    turn: GpuTurn = GpuTurn.STARTING
 
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Turn of the servers. After a sync they have it already; after a checkpoint they wake with kept weights."""
-        if self.turn is Turn.CHECKPOINT:
-            move_trainer(self.offload, Turn.GENERATING)
+        if self.turn is GpuTurn.CHECKPOINT:
+            move_trainer(self.offload, GpuTurn.GENERATING)
             self._drive_engine(lambda engine: engine.wake())
-            self.turn = Turn.GENERATING
+            self.turn = GpuTurn.GENERATING
         yield
 
     @contextmanager
@@ -100,11 +100,11 @@ class GpuTurns:
     @contextmanager
     def syncing(self) -> Iterator[Handover]:
         """Turn of a weight sync. Yields the handover for `WeightSync.push`; the servers have the GPU afterwards."""
-        if self.turn is Turn.GENERATING:  # `Syncing.refill`: a push without a training turn before it
+        if self.turn is GpuTurn.GENERATING:  # `Syncing.refill`: a push without a training turn before it
             self._take_gpu()
-        self.turn = Turn.SYNCING
+        self.turn = GpuTurn.SYNCING
         yield sync_handover(self.offload)
-        self.turn = Turn.GENERATING
+        self.turn = GpuTurn.GENERATING
 
     @contextmanager
     def checkpoint(self, last: bool) -> Iterator[None]:
@@ -112,19 +112,19 @@ class GpuTurns:
         already. A server that does not respond must not block a checkpoint."""
         if self.offload.away:
             with suppress(RankError, EngineError, WeightSyncError):
-                self._drive_engine(lambda engine: engine.sleep(_keeps_weights(Turn.CHECKPOINT), last))
-            move_trainer(self.offload, Turn.CHECKPOINT)
-            self.turn = Turn.CHECKPOINT
+                self._drive_engine(lambda engine: engine.sleep(_keeps_weights(GpuTurn.CHECKPOINT), last))
+            move_trainer(self.offload, GpuTurn.CHECKPOINT)
+            self.turn = GpuTurn.CHECKPOINT
         yield
 
     def _take_gpu(self) -> None:
         """Let the trainer train: servers sleep once no rank generates any longer, then all trainer state is loaded."""
         if self.engine_sleeps:
             self.stop_if_requested()  # this also waits for all ranks
-        self._drive_engine(lambda engine: engine.sleep(_keeps_weights(Turn.TRAINING)))
+        self._drive_engine(lambda engine: engine.sleep(_keeps_weights(GpuTurn.TRAINING)))
         with self.phases("sync"):
-            move_trainer(self.offload, Turn.TRAINING)
-        self.turn = Turn.TRAINING
+            move_trainer(self.offload, GpuTurn.TRAINING)
+        self.turn = GpuTurn.TRAINING
 
     def _drive_engine(self, action: Callable[[Updates], None]) -> None:
         """Run `action` on rank 0 with the engine, if servers sleep; it fails on every rank or on none."""
@@ -136,10 +136,10 @@ class GpuTurns:
 
 def sync_handover(offload: Offload | NoOffload) -> Handover:
     """Return the handover of a sync whose trainer state `offload` moves."""
-    return Handover(partial(move_trainer, offload, Turn.SYNCING), partial(move_trainer, offload, Turn.GENERATING))
+    return Handover(partial(move_trainer, offload, GpuTurn.SYNCING), partial(move_trainer, offload, GpuTurn.GENERATING))
 
 
-def move_trainer(offload: Offload | NoOffload, turn: Turn) -> None:
+def move_trainer(offload: Offload | NoOffload, turn: GpuTurn) -> None:
     """Move the trainer's state to where `GPU_TABLE` has it in `turn`."""
     row = GPU_TABLE[turn]
     if row.trainer_state:
@@ -160,8 +160,8 @@ def start_asleep(launcher: Launcher, syncs_adapters: bool, sync_timeout: float, 
         adapters=int(syncs_adapters),
         sync_timeout=sync_timeout,
     )
-    servers.sleep(_keeps_weights(Turn.STARTING))
+    servers.sleep(_keeps_weights(GpuTurn.STARTING))
 
 
-def _keeps_weights(turn: Turn) -> bool:
+def _keeps_weights(turn: GpuTurn) -> bool:
     return GPU_TABLE[turn].engine_weights == "host"

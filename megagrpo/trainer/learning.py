@@ -20,7 +20,8 @@ from megagrpo.algorithms.turn_advantages import Turns, turn_advantages
 from megagrpo.config import RunConfig
 from megagrpo.data.grammar import grammars_of
 from megagrpo.data.packing import build_batch, packing_rules, plan_packing, slices
-from megagrpo.data.step_samples import TRUNCATED, StepSamples
+from megagrpo.data.sample_facts import TRUNCATED
+from megagrpo.data.step_samples import StepSamples
 from megagrpo.engine.protocol import derive_seed
 from megagrpo.models.bridge.adapter_files import fill_adapters
 from megagrpo.models.bridge.load import load_hf
@@ -69,7 +70,7 @@ class Learning:
         """Return the advantages [P, G] float64 of samples in prompt order, whose rewards pay `algorithm.beta` times the
         `kl` [N], if any."""
         algorithm, group = self.config.algorithm, self.config.rollout.num_generations
-        rewards, weights = samples.rewards(group), [function.weight for function in self.config.rewards.functions]
+        rewards, weights = samples.outcomes(group), [function.weight for function in self.config.rewards.functions]
         rewards = rewards if kl is None else less_kl(rewards, kl, algorithm.beta)
         if algorithm.own_estimator and samples.turns is None:
             return self._estimated(samples, rewards, None)
@@ -115,6 +116,8 @@ class Learning:
         mine = trained_samples(samples.every, plans, layout)
         if of_turns is not None:
             mine = samples.with_turn_advantages(mine, of_turns)
+        elif samples.columns.token_advantages:
+            mine = samples.with_token_advantages(mine, advantages.flatten().numpy())
         batches = [build_batch(plan, layout.dp_rank, mine, rules) for plan in plans]
         if self.config.rollout.routing_replay == "engine":
             batches = replayed_batches(batches, samples.every, plans, layout, route_shape(self.policy.hf_config))

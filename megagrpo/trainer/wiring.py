@@ -95,7 +95,7 @@ def make_rollouts(
     if generator is not None and data.rewards is not None and rollout.max_staleness:
         pool = AsyncPool(generator, data.rewards, rollout.max_staleness, rollout.straggler_seconds)
         resources.enter_context(pool)
-    turns = config.algorithm.advantage_by != "trajectory"
-    collector = Collector(layout, generator, data.rewards, journal.phases, pool, rollout.max_staleness > 0, turns)
+    ahead, algorithm = rollout.max_staleness > 0, config.algorithm
+    collector = Collector(layout, generator, data.rewards, journal.phases, pool, ahead, algorithm)
     source = data.prompts if isinstance(data.prompts, SourcedPrompts) else None
     return Rollouts(config, data.prompts, collector, data.sampling, state, journal.writer.message, source)

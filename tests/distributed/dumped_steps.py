@@ -16,6 +16,7 @@ from megagrpo.algorithms.advantages import to_samples
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
+from megagrpo.algorithms.token_advantages import with_token_advantages
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.data.routes import RouteShape
@@ -34,7 +35,8 @@ from megagrpo.proof.verify.shrink import random_routes, random_samples, random_t
 from megagrpo.records.dump import StepDumps
 from megagrpo.records.metrics import values_of
 from megagrpo.records.recorder import TrainedRollouts, Update
-from megagrpo.train_types import Metric, TrainState
+from megagrpo.rewards.part_rewards import Returned, part_rewards, weighted_sum
+from megagrpo.train_types import Metric, TrainSample, TrainState
 from megagrpo.trainer.learning import Learning
 from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, Turn
 
@@ -89,6 +91,42 @@ def with_turns(scored: list[ScoredRollout]) -> list[ScoredRollout]:
     return [replace(s, rollout=_conversation(s.rollout, chance)) for s in with_branches(scored)]
 
 
+PARTS = [
+    dict(function="nowhere:steps", per="turn", weight=0.5),
+    dict(function="nowhere:tokens", per="token", weight=2.0),
+    dict(function="nowhere:more", per="token"),
+]
+
+
+def with_token_rewards(scored: list[ScoredRollout]) -> list[ScoredRollout]:
+    """The rollouts `with_parts`, in which functions per token alone have a weight. A group has equal rewards."""
+    return with_parts(scored, outcome=0.0)
+
+
+def with_parts(scored: list[ScoredRollout], outcome: float = 1.0) -> list[ScoredRollout]:
+    """The rollouts `with_turns` with the rewards of the functions `PARTS`, which may fail or reward nothing. `outcome`
+    multiplies the weights of all functions but those per token."""
+    chance, made = random.Random(4), []
+    for s in with_turns(scored):
+        turns = sum(len(sample.turns) for sample in s.rollout.samples)
+        counts = [turns, *[sum(sample.length for sample in s.rollout.samples)] * 2]
+        returned = [
+            Returned("chance", "trajectory", outcome, s.rewards["chance"], None),
+            Returned("coin", "trajectory", 0.5 * outcome, s.rewards["coin"], None),
+        ]
+        for function, count in zip(PARTS, counts, strict=True):
+            row = [chance.choice([None, 0.0, chance.random(), -chance.random()]) for _ in range(count)]
+            row = [0.25] * count if not outcome and len(made) < 4 else row
+            value, failed = weighted_sum(row, [1.0] * count), outcome and chance.random() < 0.1
+            weight = function.get("weight", 1.0) * (1.0 if function["per"] == "token" else outcome)
+            about = function["function"].partition(":")[2], function["per"], weight
+            returned.append(Returned(*about, -1.0 if failed else value, None if failed else row))
+        reward = weighted_sum([r.value for r in returned], [r.weight for r in returned])
+        parts, rewards = part_rewards(s.rollout, returned), {r.name: r.value for r in returned}
+        made.append(replace(s, rewards=rewards, reward=math.nan if reward is None else reward, parts=parts))
+    return made
+
+
 def _conversation(rollout: Rollout, chance: random.Random) -> Rollout:
     ids, written, turns = list(rollout.response_ids), [False] * len(rollout.response_ids), []
     start = 0
@@ -113,6 +151,19 @@ def with_branches(scored: list[ScoredRollout]) -> list[ScoredRollout]:
         replace(s, rollout=replace(s.rollout, branches=tuple(more[(5 * i + 3 * k) % len(more)] for k in range(count))))
         for i, (s, count) in enumerate(zip(scored, counts, strict=True))
     ]
+
+
+def branches_of(scored: list[ScoredRollout]) -> list[ScoredRollout]:
+    """The further samples of all trajectories."""
+    return [branch for s in scored for branch in s.branches]
+
+
+def _with_row(sample: TrainSample, scored: ScoredRollout) -> TrainSample:
+    """The sample with what its tokens add to the trajectory's advantage."""
+    if not scored.token_advantages:
+        return sample
+    before = np.zeros(len(scored.rollout.prompt.token_ids), np.float32)
+    return replace(sample, token_advantages=torch.from_numpy(np.append(before, scored.token_advantages[0])))
 
 
 def samples_of_replicas(layout: Layout, scored: list[ScoredRollout], turns: bool = False) -> StepSamples:
@@ -143,13 +194,19 @@ def dump_step(
     replay = config.rollout.routing_replay
     shape = route_shape(hf) if replay == "engine" else None
     scored, said, state = change(rollouts(shape)), [], TrainState()
-    samples = samples_of_replicas(layout, scored, algorithm.advantage_by != "trajectory")
+    if algorithm.advantage_by_tokens:
+        scored = with_token_advantages(scored, config.rollout.num_generations, algorithm)
+    samples = samples_of_replicas(layout, scored, algorithm.advantage_by_turns)
     learning = Learning(config, policy, reference, None, state, None, None, None)
     advantages = learning.advantages(samples)
     of_turns = learning.turn_advantages(samples, advantages)
     whole = to_samples(scored, advantages)
     if of_turns is not None:
         whole = list(samples.with_turn_advantages(dict(enumerate(whole)), of_turns).values())
+    elif algorithm.advantage_by_tokens:
+        whole = [_with_row(sample, s) for sample, s in zip(whole, [*scored, *branches_of(scored)], strict=True)]
+        whole = list(samples.with_token_advantages(dict(enumerate(whole)), advantages.flatten().numpy()).values())
+    if algorithm.advantage_by != "trajectory":
         largest = samples.largest_advantages(advantages.flatten().numpy(), of_turns)
         whole = [replace(sample, advantage=float(a)) for sample, a in zip(whole, largest, strict=True)]
     batch = pack(whole, packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)

@@ -3,11 +3,22 @@ averages over a trajectory's tokens wherever they are, agrees."""
 
 import json
 
-from dumped_steps import FUNCTIONS, dump_step, make_model, with_branches, with_turns
+import dumped_steps
+from dumped_steps import (
+    FUNCTIONS,
+    PARTS,
+    dump_step,
+    make_model,
+    with_branches,
+    with_parts,
+    with_token_rewards,
+    with_turns,
+)
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_policy import tiny_model, tiny_run
 
+from megagrpo.algorithms.advantages import to_samples
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.proof.audit.audit_checks import check_step
 from megagrpo.proof.audit.saved import load_step
@@ -24,6 +35,16 @@ TURNS = {
     "fipo": dict(advantage_by="turn", loss_type="fipo", fipo_safety_threshold=1.01),
     "sapo": dict(advantage_by="turn", loss_type="sapo"),
 }
+PER_PART = {
+    "token": dict(advantage_by="token", loss_type="dapo", token_advantage_weight=0.5),
+    "token, unscaled": dict(advantage_by="token", loss_type="cispo", epsilon_high=5.0, scale_rewards="none"),
+    "turn, by function": dict(advantage_by="turn", loss_type="grpo"),
+    "sums": dict(loss_type="dapo"),
+    "token alone": dict(advantage_by="token", loss_type="dapo"),
+    "process": dict(advantage_by="process", loss_type="dapo", token_advantage_weight=0.5),
+    "process alone": dict(advantage_by="process", loss_type="grpo", scale_rewards="none"),
+}
+NOTHING = dict(weight=0.0)
 
 OWN = """
 import torch
@@ -44,19 +65,45 @@ def _dump_all(root):
     layout = None
     own = dict(advantage_estimator=f"{root / 'own.py'}:mine")
     TURNS["own, turns"], OPTIONS["own"] = own | dict(advantage_by="turn"), own
-    for name, algorithm in (OPTIONS | TURNS).items():
+    PER_PART["own, token"] = own | dict(advantage_by="token")
+    for name, algorithm in (OPTIONS | TURNS | PER_PART).items():
+        change = with_parts if name in PER_PART else with_turns if name in TURNS else with_branches
+        functions = FUNCTIONS + PARTS if name in PER_PART else FUNCTIONS
+        if name.endswith("alone"):
+            change, functions = with_token_rewards, [f if f.get("per") == "token" else f | NOTHING for f in functions]
         config = tiny_run(
-            **(dict(multi_turn=dict(scheduler="math_tip_trick")) if name in TURNS else {}),
+            **({} if name in OPTIONS else dict(multi_turn=dict(scheduler="math_tip_trick"))),
             algorithm=dict(beta=0.0, num_iterations=2) | algorithm,
             debug=dict(dump_steps=[1]),
-            rewards=dict(functions=FUNCTIONS),
+            rewards=dict(functions=functions),
             model=dict(tokenizer="/nowhere"),
         )
         layout = layout or init_layout(config.parallel)
-        said = dump_step(
-            config, layout, root / "model", root / name, change=with_turns if name in TURNS else with_branches
-        )
+        said = dump_step(config, layout, root / "model", root / name, change=change)
         assert said == [f"dump {root / name / 'dumps' / 'step_000001'}"]
+
+
+def _dump_wrong_masks(root):
+    """Dump a step of a trainer that trains on one token of an environment, and leaves out one of the policy."""
+
+    def wrong(scored, advantages):
+        first, second, *others = to_samples(scored, advantages)
+        foreign = (~first.response_mask[len(scored[0].rollout.prompt.token_ids) :]).nonzero()[-1, 0]
+        first.response_mask[len(scored[0].rollout.prompt.token_ids) + foreign] = True
+        second.response_mask[second.response_mask.nonzero()[-1]] = False
+        return [first, second, *others]
+
+    config = tiny_run(
+        multi_turn=dict(scheduler="math_tip_trick"),
+        algorithm=dict(advantage_by="turn"),
+        debug=dict(dump_steps=[1]),
+        rewards=dict(functions=FUNCTIONS),
+        model=dict(tokenizer="/nowhere"),
+    )
+    dumped_steps.to_samples = wrong
+    dump_step(config, init_layout(config.parallel), root / "model", root / "wrong", change=with_turns)
+    masks = [check for check in _audit(root / "wrong") if check.quantity.startswith("masks")]
+    return [(check.passed, check.difference, check.place) for check in masks]
 
 
 def _audit(folder):
@@ -83,11 +130,27 @@ def _moved(folder):
     return {check.quantity: check.recomputed for check in _audit(folder) if not check.passed}
 
 
+def _rewarded(folder):
+    """The failing checks after a token's reward and a function's reward of a turn have been changed in the dump."""
+    file = folder / "dumps" / "step_000001" / "samples.safetensors"
+    tables = load_file(file)
+    place = (~tables["token_rewards"].isnan()).nonzero()[0]
+    tables["token_rewards"][place] += 0.5
+    save_file(tables, file)
+    contents = json.loads((file.parent / "step.json").read_text())
+    by_turn = [s["rewards_by_turn"]["steps"] for s in contents["samples"] if "rewards_by_turn" in s]
+    turns = next(row for row in by_turn if any(row))
+    number = next(i for i, reward in enumerate(turns) if reward)
+    turns[number] += 0.25
+    (file.parent / "step.json").write_text(json.dumps(contents))
+    return {check.quantity: check.difference for check in _audit(folder) if not check.passed}
+
+
 def test_branched_trajectories_agree_with_float64(tmp_path):
     run_ranks(make_model, 1, tmp_path / "model", tiny_model("llama_tied"))
     (tmp_path / "own.py").write_text(OWN)
     run_ranks(_dump_all, 2, tmp_path)
-    for name in [*OPTIONS, *TURNS, "own", "own, turns"]:
+    for name in [*OPTIONS, *TURNS, *PER_PART, "own", "own, turns", "own, token"]:
         checks = run_ranks(_audit, 1, tmp_path / name)[0]
         assert [check for check in checks if not check.passed] == []
         assert sum(check.quantity.startswith(("loss,", "grad_norm,")) for check in checks) == 4
@@ -102,3 +165,7 @@ def test_branched_trajectories_agree_with_float64(tmp_path):
     assert "masks, optimizer step 1" in failed
     failed = run_ranks(_moved, 1, tmp_path / "turn")[0]
     assert {"tokens", "turn advantages"} <= failed.keys()
+    ((passed, wrong, where),) = run_ranks(_dump_wrong_masks, 1, tmp_path)[0]
+    assert (passed, wrong) == (False, 2) and where.startswith("sample 1 token"), "the missing token is named"
+    failed = run_ranks(_rewarded, 1, tmp_path / "token")[0]
+    assert {"rewards", "advantages in the batch, optimizer step 1"} <= failed.keys()

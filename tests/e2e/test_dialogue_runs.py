@@ -52,6 +52,21 @@ class Board:
         return self.turns / 10
 
 
+def digits(trajectories, log_extra, **columns):
+    """Reward tokens of digits, and nothing at other tokens of the second turn on."""
+    rewards = []
+    for one in trajectories:
+        turns = [turn["token_ids"] for sample in one["samples"] for turn in sample["turns"]]
+        rewards.append([float(48 <= i < 58) if not n or i < 99 else None for n, ids in enumerate(turns) for i in ids])
+    log_extra("turns", [sum(len(sample["turns"]) for sample in one["samples"]) for one in trajectories])
+    return rewards
+
+
+def lengths(trajectories, **columns):
+    turns = ([turn for sample in one["samples"] for turn in sample["turns"]] for one in trajectories)
+    return [[-0.1 * len(turn["token_ids"]) for turn in of_one] for of_one in turns]
+
+
 def slow(messages, folder="", **columns):
     open(os.path.join(folder, "asked"), "w").close()
     time.sleep(2)
@@ -111,6 +126,36 @@ def test_a_run_of_several_turns_is_exact_to_the_token(talkative, tmp_path):
             assert row["rewards"]["turns"] == (pytest.approx(sum(judged)) if judged else None)
         assert {d["ended"] for d in dialogues} >= {"done", "length"}
     code, said = world.audit(run.folder, "--step", 2)
+    assert code == 0, said
+
+
+AHEAD = ("rollout.max_staleness=1", "algorithm.importance_correction=token_truncate")
+
+
+@pytest.mark.parametrize(("by", "more"), [("turn", ()), ("token", AHEAD), ("process", ())])
+def test_functions_reward_turns_and_tokens(talkative, tmp_path, by, more):
+    functions = (
+        f"[{{function: {talkative}/mine.py:digits, per: token, weight: 2}},"
+        f"{{function: {talkative}/mine.py:lengths, per: turn}}]"
+    )
+    run = world.train(
+        tmp_path,
+        *options(talkative, "again", f"rewards.functions={functions}", f"algorithm.advantage_by={by}"),
+        *("run.max_steps=1", "debug.dump_steps=[1]", *more),
+    )
+    assert run.code == 0, run.err
+    for row in run.completions:
+        turns = row["dialogue"]["turns"]
+        own = [(turn["reward"] or 0) - 0.1 * (turn["stop"] - turn["start"]) for turn in turns]
+        assert row["turn_rewards"] == pytest.approx(own)
+        assert row["outcome"] == pytest.approx(sum(own)) and row["extra"]["digits/turns"] == len(turns)
+        assert row["reward"] == pytest.approx(sum(own) + 2 * (row["rewards"]["digits"] or 0))
+        assert row["rewards"]["lengths"] == pytest.approx(sum(row["rewards_by_turn"]["lengths"]))
+    assert any(row["rewards"]["digits"] for row in run.completions)
+    (line,) = run.metrics
+    known = [row["rewards"]["digits"] for row in run.completions if row["rewards"]["digits"] is not None]
+    assert line["rewards/digits/mean"] == pytest.approx(_mean(known)) and line["rewards/digits/exceptions"] == 0
+    code, said = world.audit(run.folder, "--step", 1)
     assert code == 0, said
 
 
@@ -180,6 +225,19 @@ def test_evaluation_alone_has_the_same_turns(talkative, tmp_path):
         and found["metrics"]["multi_turn/mean_turns"] == sum(len(row["dialogue"]["turns"]) for row in rows) / 4
     )
     assert all(row["reward"] == row["rewards"]["turns"] for row in rows)
+
+
+def test_evaluation_counts_the_sum_of_rewards_of_tokens(talkative, tmp_path):
+    held_out = f"data.eval={{source: {world.folder()}/eval.jsonl}}"
+    functions = f"rewards.functions=[{{function: {talkative}/mine.py:digits, per: token, weight: 2}}]"
+    words = world.arguments(tmp_path, *options(talkative, "again", held_out, functions, "algorithm.advantage_by=token"))
+    code, _, err = world.command("eval", *words, "--output", tmp_path / "found.json")
+    assert code == 0, err
+    found = json.loads((tmp_path / "found.json").read_text())
+    rows = found["responses"][""]
+    assert found["metrics"]["rewards/digits/mean"] == pytest.approx(_mean([row["rewards"]["digits"] for row in rows]))
+    for row in rows:
+        assert row["reward"] == pytest.approx(2 * row["rewards"]["digits"] + (row["rewards"]["turns"] or 0))
 
 
 def test_a_server_without_a_parser_is_named():

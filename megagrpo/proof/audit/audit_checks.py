@@ -11,10 +11,11 @@ from statistics import fmean
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megagrpo.config import RewardsSection
 from megagrpo.data.tokenizer import Tokenizer, tokenizer_of
-from megagrpo.proof.audit import naive_advantages, naive_loss, naive_turns
+from megagrpo.proof.audit import naive_advantages, naive_loss, naive_tokens, naive_turns
 from megagrpo.proof.audit.audit_compare import (
     NO_TOLERANCE,
     ROUNDING_TOLERANCE,
@@ -46,19 +47,24 @@ def check_step(step: Step) -> Iterator[Check]:
     if step.config.algorithm.kl_in_reward:
         table, weights = _with_kl(step, table), [*weights, -step.config.algorithm.beta]
     algorithm = step.config.algorithm
-    advantages = naive_advantages.advantages(table, weights, step.config.rollout.num_generations, algorithm)
-    if algorithm.own_estimator and algorithm.advantage_by == "trajectory":
-        advantages = naive_turns.estimated(step, table, weights).tolist()
+    rewards = [naive_advantages.weighted_sum(row, weights) for row in table]
+    if algorithm.advantage_by_tokens:
+        rewards = naive_tokens.outcomes(step)
+        advantages = naive_advantages.advantages([[r] for r in rewards], [1.0], step.group_size, algorithm)
+    else:
+        advantages = naive_advantages.advantages(table, weights, step.group_size, algorithm)
+    if algorithm.own_estimator and not algorithm.advantage_by_turns:
+        advantages = naive_turns.estimated(step, table, rewards).tolist()
     dumped = [float(s.text["advantage"]) for s in step.trajectories]
     yield compare("advantages", dumped, advantages, ROUNDING_TOLERANCE, lambda i: f"sample {i}")
     of_turns = None
-    if algorithm.advantage_by != "trajectory":
+    if algorithm.advantage_by_turns:
         of_turns = naive_turns.turn_advantages(step, advantages)
         if algorithm.own_estimator:
             lengths = [len(row) for row in of_turns]
-            of_turns = [part.tolist() for part in naive_turns.estimated(step, table, weights).split(lengths)]
+            of_turns = [part.tolist() for part in naive_turns.estimated(step, table, rewards).split(lengths)]
         yield _turn_advantages(step, of_turns)
-    spread = naive_turns.spread(step, advantages, of_turns)
+    spread = _spread(step, advantages, of_turns)
     rows = [Rows(step, update) for update in step.updates]
     for of in rows:
         sampled = [s.rollout_logprobs for s in step.samples]
@@ -67,6 +73,13 @@ def check_step(step: Step) -> Iterator[Check]:
     for of, result in zip(rows, recompute(step, spread), strict=True):
         for check in chain(_numbers(step, of, result), check_update(step, of.update, result)):
             yield named(check, step, of.update)
+
+
+def _spread(step: Step, advantages: list[float], of_turns: list[list[float]] | None) -> list[Tensor]:
+    """Return the advantage [L] float64 of each token of each sample."""
+    if step.config.algorithm.advantage_by_tokens:
+        return naive_tokens.token_advantages(step, advantages)
+    return naive_turns.spread(step, advantages, of_turns)
 
 
 def _turn_advantages(step: Step, recomputed: list[list[float]]) -> Check:
@@ -165,7 +178,7 @@ def _masks(step: Step, update: DumpedUpdate) -> Check:
     """Check that the loss tokens are the policy's tokens, each once. Samples without effect have none if left out."""
     left_out, firsts = step.config.algorithm.leaves_out_zero_advantage, step.trajectories
     of_turns = [s.text["turn_advantages"] for s in firsts] if "turn_advantages" in firsts[0].text else None
-    advantages = naive_turns.spread(step, [float(s.text["advantage"]) for s in firsts], of_turns)
+    advantages = _spread(step, [float(s.text["advantage"]) for s in firsts], of_turns)
     expected = {
         (i, token)
         for i, sample in enumerate(step.samples)
@@ -230,6 +243,7 @@ def _rewards(step: Step) -> tuple[list[list[float | None]], list[float], Check]:
         (float(s.text["reward"]), reward, f"sample {i}")
         for i, (s, reward) in enumerate(zip(step.trajectories, summed, strict=True))
     ]
+    pairs += naive_tokens.sums(step)
     not_run = [name for i, name in enumerate(names) if i not in again]
     said = [f"run again: {', '.join(names[i] for i in again)}"] if again else []
     said += [f"weighted sum of what is dumped: {', '.join(not_run)}"] if not_run else []

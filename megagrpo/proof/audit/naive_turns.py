@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megagrpo.algorithms.custom_advantage import Groups, checked, load_estimator
 from megagrpo.algorithms.turn_advantages import Turns
-from megagrpo.proof.audit.naive_advantages import ROUNDING, STD_EPSILON, weighted_sum
+from megagrpo.proof.audit.naive_advantages import ROUNDING, STD_EPSILON
 from megagrpo.proof.audit.saved import Sample, Step
 
 
@@ -33,20 +33,31 @@ class DumpedTurn:
 
 def turns_of(step: Step) -> list[list[DumpedTurn]]:
     """Return the turns of each trajectory: those of its branches, then those of its first sample."""
-    indices: list[list[int]] = [[] for _ in step.trajectories]
-    for index in [*range(len(indices), len(step.samples)), *range(len(indices))]:
-        indices[step.samples[index].trajectory].append(index)
     turns: list[list[DumpedTurn]] = []
-    for of_trajectory in indices:
+    for of_trajectory in step.samples_in_order:
         turns.append([])
+        of_functions = iter(_of_functions(step, step.samples[of_trajectory[-1]]))
         for index in of_trajectory:
             sample, before = step.samples[index], 0
+            if sample.text["dialogue"] is None:
+                next(of_functions, None)  # a sample without a dialogue is one turn, which has no advantage of its own
             for row in spans(sample):
                 start, stop = (row[name] + sample.prompt_length for name in ("start", "stop"))
                 state = before > 0, tuple(sample.token_ids[before:start].tolist())
-                turns[-1].append(DumpedTurn(index, start, stop, row["reward"], len(turns[-1]), state))
+                rewards = [row["reward"], *next(of_functions, ())]
+                known = [reward for reward in rewards if reward is not None]
+                reward = sum(known) if known else None
+                turns[-1].append(DumpedTurn(index, start, stop, reward, len(turns[-1]), state))
                 before = stop
     return turns
+
+
+def _of_functions(step: Step, first: Sample) -> list[list[float | None]]:
+    """Return for each turn of a trajectory its rewards by the functions with `per: turn`, with their weights."""
+    rows, rewards = first.text.get("rewards_by_turn", {}), step.config.rewards
+    weights = dict(zip(rewards.names, (function.weight for function in rewards.functions), strict=True))
+    weighted = [[None if r is None else weights[name] * r for r in row] for name, row in rows.items()]
+    return [list(of_turn) for of_turn in zip(*weighted, strict=True)]
 
 
 def spans(sample: Sample) -> list[dict[str, Any]]:
@@ -90,12 +101,11 @@ def turn_advantages(step: Step, advantages: Sequence[float]) -> list[list[float]
     ]
 
 
-def estimated(step: Step, table: Sequence[Sequence[float | None]], weights: Sequence[float]) -> Tensor:
+def estimated(step: Step, table: Sequence[Sequence[float | None]], rewards: Sequence[float]) -> Tensor:
     """Return what the run's own `advantage_estimator` gives: [N], or one number for each turn. It has no second
-    formula, so the audit runs the function again, on the rewards by function of `table`."""
+    formula, so the audit runs the function again, on `rewards` [N] and the rewards by function of `table`."""
     algorithm, size = step.config.algorithm, step.config.rollout.num_generations
     by_trajectory = turns_of(step)
-    rewards = [weighted_sum(row, weights) for row in table]
     names = [*step.trajectories[0].text["rewards"]]
     rows = torch.tensor([[math.nan if value is None else value for value in row] for row in table]).double()
     lengths = [0] * len(rewards)
@@ -103,7 +113,7 @@ def estimated(step: Step, table: Sequence[Sequence[float | None]], weights: Sequ
         lengths[sample.trajectory] += sample.places.numel()
     truncated = [sample.text["finish_reason"] == "length" for sample in step.trajectories]
     turns = None
-    if algorithm.advantage_by != "trajectory":
+    if algorithm.advantage_by_turns:
         numbers: dict[Hashable, int] = {}
         every = [turn for of_trajectory in by_trajectory for turn in of_trajectory]
         turns = Turns(

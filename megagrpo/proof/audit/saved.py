@@ -33,6 +33,7 @@ class Sample:
     routes: Tensor | None = None  # [L, M, k], with `rollout.routing_replay: engine`
     trajectory: int = 0  # index of the trajectory's first sample, which has its reward and its end
     is_branch: bool = False  # whether it is another sample of the trajectory
+    token_rewards: Tensor | None = None  # [L] with weights, NaN: none; with `advantage_by` token or process
 
     @property
     def length(self) -> int:
@@ -94,6 +95,14 @@ class Step:
         """The first sample of each trajectory."""
         return [sample for sample in self.samples if not sample.is_branch]
 
+    @property
+    def samples_in_order(self) -> list[list[int]]:
+        """The indices of the samples of each trajectory, in the order of turns: its branches, then its first sample."""
+        indices: list[list[int]] = [[] for _ in self.trajectories]
+        for index in [*range(len(indices), len(self.samples)), *range(len(indices))]:
+            indices[self.samples[index].trajectory].append(index)
+        return indices
+
     @cached_property
     def grammars(self) -> Grammars:
         """The grammars of structured outputs."""
@@ -108,6 +117,11 @@ class Step:
     def sampling_of(self, sample: Sample) -> SamplingParams:
         """Return the parameters that a sample was sampled with. Raises ValueError for texts without a tokenizer."""
         return own_sampling(self._sampling, sample.sampling)
+
+    @property
+    def group_size(self) -> int:
+        """Trajectories of each prompt."""
+        return self.config.rollout.num_generations
 
     def is_masked(self, sample: Sample) -> bool:
         """Whether all tokens of the sample are masked out of the loss."""
@@ -169,6 +183,7 @@ def _samples(rows: dict[str, Tensor], texts: list[dict[str, Any]]) -> list[Sampl
             rows["routes"][span] if "routes" in rows else None,
             text.get("trajectory", index),
             text.get("trajectory", index) != index,
+            rows["token_rewards"][span] if "token_rewards" in rows else None,
         )
         for index, (span, prompt, text) in enumerate(zip(spans, prompts, texts, strict=True))
     ]

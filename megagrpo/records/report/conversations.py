@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from megagrpo.platform.process.terminal import printable
 from megagrpo.records.report.collect import Row
@@ -34,10 +34,9 @@ def conversation_of(row: Row, context: Sequence[Any], num_prompt: int) -> Conver
     branches = [branch for branch in branches if isinstance(branch, dict)] if isinstance(branches, list) else []
     if not isinstance(row.get("dialogue"), dict):
         return None
-    values = row.get("turn_advantages")  # of the branches' turns, then of the own ones
-    advantages = iter(values if isinstance(values, list) else [])
-    shown = [_branch(branch, advantages) for branch in branches]
-    whole, items_before = _conversation(row, context, advantages)
+    of_turns = OfTurns(iter(_list(row.get("turn_advantages"))), iter(_list(row.get("turn_rewards"))))
+    shown = [_branch(branch, of_turns) for branch in branches]
+    whole, items_before = _conversation(row, context, of_turns)
     whole["samples"] = 1 + len(shown)
     for branch, found in islice(zip(branches, shown, strict=True), MAX_BRANCHES):
         split = number(branch.get("shared_messages"))
@@ -47,22 +46,31 @@ def conversation_of(row: Row, context: Sequence[Any], num_prompt: int) -> Conver
     return _shortened(whole)
 
 
-def _branch(row: Row, advantages: Iterator[Any]) -> Conversation:
+class OfTurns(NamedTuple):
+    """What a line of `completions.jsonl` has for each turn of a trajectory: of its branches, then of the response."""
+
+    advantages: Iterator[Any]
+    rewards: Iterator[Any]  # with those of functions per turn; empty: each turn has its own
+
+
+def _branch(row: Row, of_turns: OfTurns) -> Conversation:
     context = row.get("prompt")
-    shown, _ = _conversation(row, context if isinstance(context, list) else [], advantages)
+    shown, _ = _conversation(row, context if isinstance(context, list) else [], of_turns)
     return _shortened(shown | {"prompt_tokens": number(row.get("prompt_tokens"))})
 
 
-def _conversation(row: Row, context: Sequence[Any], advantages: Iterator[Any]) -> tuple[Conversation, list[int]]:
+def _conversation(row: Row, context: Sequence[Any], of_turns: OfTurns) -> tuple[Conversation, list[int]]:
     """Return the conversation, and how many items it has before each of its messages and after the last one."""
     dialogue = row["dialogue"] if isinstance(row.get("dialogue"), dict) else {}
     turns = [turn for turn in _list(dialogue.get("turns")) if isinstance(turn, dict)]
     rewards = dialogue.get("rewards")
+    if not dialogue:
+        next(of_turns.rewards, None)  # a sample without a dialogue is one turn
     messages = [*context, *_list(dialogue.get("messages"))]
     items, items_before = _items(messages, len(context), len(turns))
     return {
         "items": items,
-        "turns": [_turn(turn, following, next(advantages, None)) for turn, following in _pairs(turns)],
+        "turns": [_turn(turn, following, of_turns) for turn, following in _pairs(turns)],
         "ended": text_of(dialogue.get("ended")),
         "cause": text_of(dialogue.get("cause")),
         "retries": number(dialogue.get("retries")) or 0,
@@ -81,17 +89,18 @@ def _pairs(turns: Sequence[Row]) -> Iterator[tuple[Row, Row | None]]:
     return zip(turns, [*turns[1:], None], strict=True) if turns else iter(())
 
 
-def _turn(turn: Row, following: Row | None, advantage: Any) -> dict[str, Any]:
+def _turn(turn: Row, following: Row | None, of_turns: OfTurns) -> dict[str, Any]:
     """Return a turn's first token, tokens, and those of others after it; its seconds, reward and advantage."""
     start, stop = (number(turn.get(name)) or 0 for name in ("start", "stop"))
     after = 0 if following is None else max(0, (number(following.get("start")) or 0) - stop)
-    names = "generated", "queued", "answered", "reward", "failures", "shortened"
+    names = "generated", "queued", "answered", "failures", "shortened"
     return {
         "start": start,
         "tokens": max(0, stop - start),
         "after": after,
         "cut": turn.get("finish_reason") == "length",
-        "advantage": number(advantage),
+        "advantage": number(next(of_turns.advantages, None)),
+        "reward": number(next(of_turns.rewards, turn.get("reward"))),
         **{name: number(turn.get(name)) for name in names},
     }
 

@@ -219,13 +219,16 @@ def _response(row: Row, num_prompt: int, masks: bool) -> dict[str, Any]:
 
 
 def _tokens(row: Row) -> dict[str, Any]:
-    """Return texts, vLLM's log-probs, trainer minus vLLM, and entropies of the tokens, at most `MAX_TOKENS`."""
+    """Return texts, vLLM's log-probs, trainer minus vLLM, entropies and, if logged, advantages of the tokens, at most
+    `MAX_TOKENS`."""
     texts = [printable(str(text)) for text in row["tokens"]]
     count = min(len(texts), MAX_TOKENS)
     names = ("rollout_logprobs", "trainer_logprobs", "entropy")
     engine, trainer, entropy = ([*_numbers(row.get(name)), *[None] * count][:count] for name in names)
     difference = [None if t is None or e is None else round(t - e, 3) for t, e in zip(trainer, engine, strict=True)]
     short = {"engine": engine, "entropy": entropy}
+    if advantages := _numbers(row.get("advantages")):
+        short["advantage"] = [*advantages, *[None] * count][:count]
     numbers = {name: [None if value is None else round(value, 2) for value in values] for name, values in short.items()}
     return {"text": texts[:count], "difference": difference, "left_out": len(texts) - count, **numbers}
 

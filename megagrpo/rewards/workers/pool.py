@@ -27,11 +27,12 @@ from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.channel import Frames, ProtocolError, as_json, frame
 from megagrpo.rewards.workers.output import Output
-from megagrpo.rewards.workers.values import is_logged
+from megagrpo.rewards.workers.values import Parts, are_rewards, is_logged
 
 LOAD_SECONDS = 300.0  # timeout to start a worker and load the function; the call's own deadline starts after that
 REPORT_SECONDS = 2.0  # time for a coroutine worker to report a call that it cancelled
 SHARED = "shared"  # lane of the workers that take any call
+SENT = ("action", "target", "options", "arguments", "timeout", "parts")  # of a `Call`, after its number
 _numbers = itertools.count(1)  # of calls; no two workers get the same number
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 
@@ -50,6 +51,8 @@ class Call:
     arguments: dict[str, Any] = field(default_factory=dict)
     timeout: float = 10.0
     lane: str = SHARED
+    # of "score": what has a reward of its own in a completion ("turn" or "token"), and how many each completion has
+    parts: Parts | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ class Worker(asyncio.Protocol):
         """Send a call to the process. The call ends with an error when its arguments cannot be sent."""
         number, call = next(_numbers), job.call
         try:
-            data = frame(as_json([number, call.action, call.target, call.options, call.arguments, call.timeout]))
+            data = frame(as_json([number, *(getattr(call, name) for name in SENT)]))
         except (TypeError, ValueError, RecursionError) as error:
             return job.end(Outcome("error", f"its arguments cannot be sent to a worker: {error}", 0.0))
         self._running[number] = job
@@ -372,6 +375,5 @@ def _is_result_of(call: Call, value: Any) -> bool:
             return len(faults) == len(call.arguments["rows"]) and all(isinstance(f, str | None) for f in faults)
         case "score", [list() as rewards, logged]:
             count = len(call.arguments["completions"])
-            are_rewards = len(rewards) == count and all(type(r) in (float, str, type(None)) for r in rewards)
-            return are_rewards and is_logged(logged, count)
+            return len(rewards) == count and are_rewards(rewards, call.parts) and is_logged(logged, count)
     return False

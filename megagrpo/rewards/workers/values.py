@@ -21,6 +21,10 @@ MAX_NAME_LENGTH = 100  # characters
 
 # {"columns": name -> values, "metrics": name -> number, "problems": texts}, as it travels to the trainer
 Logged = dict[str, Any]
+# the rewards of a completion: of the whole, or of each turn or token; None: it cannot be scored
+Reward = float | list[float | None] | None
+# what has a reward of its own in a completion ("turn" or "token"), and how many each completion of a call has
+Parts = tuple[str, list[int]]
 # a value may be deep or large, or its own repr may raise
 _SHORT = reprlib.Repr(maxstring=100, maxother=100, maxlong=100)
 
@@ -57,13 +61,15 @@ def reward_of(value: Any, subject: str = "it returned", fix: str = "a reward mus
     return number
 
 
-def rewards_of(values: Any, count: int) -> list[float | str | None]:
-    """Convert the rewards of `count` completions. Each is a number, None, or an error text for that completion.
+def rewards_of(values: Any, count: int, parts: Parts | None = None) -> list[Reward | str]:
+    """Convert the rewards of `count` completions. Each is a number, None, or an error text for that completion; with
+    `parts` a list of numbers or None instead of a number.
 
     Raises InvalidRewards when `values` is not a list-like iterable, or has another length.
     """
-    fix = f"for {count} completions; return a list, one number or None per completion, in their order"
-    if getattr(values, "ndim", 1) > 1:
+    one = "one number" if parts is None else f"one list with a number per {parts[0]}"
+    fix = f"for {count} completions; return a list, {one} or None per completion, in their order"
+    if getattr(values, "ndim", 1) > 1 and parts is None:
         raise InvalidRewards(f"it returned an array of shape {tuple(values.shape)} {fix}: shape ({count},)")
     values = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(values, str | bytes | bytearray | Mapping | Set) or not isinstance(values, Iterable):
@@ -73,14 +79,53 @@ def rewards_of(values: Any, count: int) -> list[float | str | None]:
         read = len(listed) if len(listed) < count else f"more than {count}"
         length = len(values) if isinstance(values, Sized) else read
         raise InvalidRewards(f"it returned {length} rewards {fix}")
-    return [None if value is None else _reward_or_problem(value) for value in listed]
+    if parts is None:
+        return [None if value is None else _reward_or_problem(value) for value in listed]
+    rows = zip(listed, parts[1], strict=True)
+    return [None if row is None else _row_or_problem(row, i, parts[0], length) for i, (row, length) in enumerate(rows)]
 
 
 def _reward_or_problem(value: Any) -> float | str:
+    fix = "a reward must be a number or None"
+    if isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 1:
+        fix += "; for a number per turn or token set `per: turn` or `per: token` beside `function`"
     try:
-        return reward_of(value)
+        return reward_of(value, fix=fix)
     except (TypeError, ValueError) as error:
         return str(error)
+
+
+def _row_or_problem(row: Any, completion: int, part: str, length: int) -> list[float | None] | str:
+    """Return the rewards of the `length` parts of a completion, which has this index in the call."""
+    fix = f"completion {completion} of the call has {length} {part}s; return a number or None for each"
+    row = row.tolist() if hasattr(row, "tolist") else row
+    if isinstance(row, str | bytes | bytearray | Mapping | Set) or not isinstance(row, Iterable):
+        return f"it returned a {type(row).__name__}, {_SHORT.repr(row)}, but {fix}"
+    listed = list(islice(row, length + 1))
+    if len(listed) != length:
+        read = len(row) if isinstance(row, Sized) else len(listed) if len(listed) < length else f"more than {length}"
+        return f"it returned {read} rewards, but {fix}"
+    rewards: list[float | None] = []
+    for number, value in enumerate(listed):
+        if type(value) is float and -MAX_REWARD <= value <= MAX_REWARD:  # the fast path of rewards per token
+            rewards.append(value)
+            continue
+        try:
+            rewards.append(None if value is None else reward_of(value, "it returned", "a reward is a number or None"))
+        except (TypeError, ValueError) as error:
+            return f"{error}, for {part} {number}; {fix}"
+    return rewards
+
+
+def are_rewards(values: list[Any], parts: Parts | None) -> bool:
+    """Whether `values`, received from a worker, are results of `rewards_of`."""
+    if parts is None:
+        return all(type(value) in (float, str, type(None)) for value in values)
+    return all(
+        type(row) in (str, type(None))
+        or (type(row) is list and len(row) == length and all(type(value) in (float, type(None)) for value in row))
+        for row, length in zip(values, parts[1], strict=True)
+    )
 
 
 class CallLog:

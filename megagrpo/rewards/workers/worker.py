@@ -1,9 +1,9 @@
 """The process that runs reward functions, tools and schedulers, started and killed by `pool.Worker`:
 `python -m megagrpo.rewards.workers.worker functions|coroutines FD`.
 
-It reads [number, action, target, options, arguments, timeout] from the socket FD (channel.py) and answers each with
-[number, "started"] when the function is loaded, and then [number, "result", value, seconds], [number, "error", text,
-seconds], [number, "invalid", text, seconds] for a result that is no list of one value per completion or, for a
+It reads [number, action, target, options, arguments, timeout, parts] from the socket FD (channel.py) and answers each
+with [number, "started"] when the function is loaded, and then [number, "result", value, seconds], [number, "error",
+text, seconds], [number, "invalid", text, seconds] for a result that is no list of one value per completion or, for a
 coroutine that it has cancelled at its deadline, [number, "timeout", text, seconds]. It imports no torch of its own.
 """
 
@@ -31,11 +31,11 @@ from megagrpo.rewards.functions.text_rewards import text_of
 from megagrpo.rewards.plugins import orms
 from megagrpo.rewards.target import BUILT_IN_REWARDS, Signature, Target
 from megagrpo.rewards.workers.channel import Channel, from_json
-from megagrpo.rewards.workers.values import LOG_ARGUMENTS, CallLog, InvalidRewards, reward_of, rewards_of
+from megagrpo.rewards.workers.values import LOG_ARGUMENTS, CallLog, InvalidRewards, Parts, reward_of, rewards_of
 
 PASSED_TO_ALL = (
     *("prompts", "completions", "completion_ids", "finish_reason", "is_truncated"),
-    *("prefixes", "max_completion_length", "trainer_state", *LOG_ARGUMENTS),
+    *("prefixes", "trajectories", "max_completion_length", "trainer_state", *LOG_ARGUMENTS),
 )
 _PR_SET_PDEATHSIG = 1
 _LONGEST_REPORT = 20_000  # characters of an error
@@ -164,7 +164,7 @@ def serve_functions(channel: Channel) -> None:
     home = os.getcwd()
     while True:
         try:
-            number, action, target, options, arguments, _ = from_json(channel.receive())
+            number, action, target, options, arguments, _, parts = from_json(channel.receive())
         except EOFError:
             return
         begun = time.perf_counter()
@@ -172,7 +172,7 @@ def serve_functions(channel: Channel) -> None:
             loaded = load(target, options)
             channel.send([number, "started"])
             begun = time.perf_counter()
-            answer = ["result", _result(action, loaded, arguments)]
+            answer = ["result", _result(action, loaded, arguments, parts)]
         except BaseException as error:  # SystemExit and KeyboardInterrupt of a reward count as its errors too
             answer = _failure(error, action)
         seconds = time.perf_counter() - begun
@@ -182,7 +182,7 @@ def serve_functions(channel: Channel) -> None:
         _reply(channel, number, answer, seconds)
 
 
-def _result(action: str, loaded: Loaded, arguments: dict[str, Any]) -> Any:
+def _result(action: str, loaded: Loaded, arguments: dict[str, Any], parts: Parts | None) -> Any:
     if action == "describe":
         return loaded.signature
     if action == "call":
@@ -191,7 +191,7 @@ def _result(action: str, loaded: Loaded, arguments: dict[str, Any]) -> Any:
         return [_row_fault(loaded, row) for row in arguments["rows"]]
     count = len(arguments["completions"])
     log = CallLog(count)
-    return [rewards_of(awaited(call(loaded, arguments, log)), count), log.contents()]
+    return [rewards_of(awaited(call(loaded, arguments, log)), count, parts), log.contents()]
 
 
 def _row_fault(loaded: Loaded, row: dict[str, Any]) -> str | None:
@@ -262,6 +262,7 @@ async def _answer(
     options: dict[str, Any],
     arguments: dict[str, Any],
     timeout: float,
+    parts: Parts | None,
 ) -> None:
     begun, limit = time.perf_counter(), None
     try:
@@ -277,7 +278,7 @@ async def _answer(
             count = len(arguments["completions"])
             log = CallLog(count)
             async with asyncio.timeout(timeout) as limit:
-                answer = ["result", [rewards_of(await call(loaded, arguments, log), count), log.contents()]]
+                answer = ["result", [rewards_of(await call(loaded, arguments, log), count, parts), log.contents()]]
     except BaseException as error:
         is_late = isinstance(error, TimeoutError) and limit is not None and limit.expired()
         answer = ["timeout", "no answer in time"] if is_late else _failure(error, action)

@@ -11,8 +11,9 @@ from typing import Any
 
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.data.prompts import prompt_reader
+from megagrpo.data.sample_facts import Vote, votes_of
 from megagrpo.data.sampling import sampling_of
-from megagrpo.data.step_samples import StepSamples, Vote, votes_of
+from megagrpo.data.step_samples import StepSamples
 from megagrpo.data.tokenizer import tokenizer_of
 from megagrpo.engine.protocol import Generator
 from megagrpo.engine.servers.serving import Serving

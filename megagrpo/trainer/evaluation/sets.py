@@ -10,7 +10,8 @@ import numpy as np
 
 from megagrpo.config import DataSection, DatasetSection, RunConfig, evaluation_sets
 from megagrpo.data.prompt_order import PromptOrder
-from megagrpo.data.step_samples import StepSamples, Vote
+from megagrpo.data.sample_facts import Vote
+from megagrpo.data.step_samples import StepSamples
 from megagrpo.engine.protocol import derive_seed
 from megagrpo.platform.process.hints import did_you_mean
 from megagrpo.rewards.answers import extractor

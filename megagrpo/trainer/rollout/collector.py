@@ -14,7 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from megagrpo.data.step_samples import Columns, StepSamples, Vote, branch_facts_of, facts_of, votes_of
+from megagrpo.algorithms.token_advantages import with_token_advantages
+from megagrpo.config import AlgorithmSection
+from megagrpo.data.sample_facts import Columns, Vote, branch_facts_of, facts_of, votes_of
+from megagrpo.data.step_samples import StepSamples
 from megagrpo.data.turn_facts import turn_facts_of
 from megagrpo.engine.protocol import EngineError, EngineStarved, Generator
 from megagrpo.platform.parallel.agree import run_own_and_agree
@@ -54,7 +57,7 @@ class Collector:
     phases: Phases
     pool: AsyncPool | None = None
     runs_ahead: bool = False  # with `rollout.max_staleness`
-    turns: bool = False  # whether samples have `turns`, for `algorithm.advantage_by`
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)  # `advantage_by` decides what samples have
     step: int = 0  # finished training steps, for reward functions that depend on the progress
     stop_signal: int = 0  # signal that asked this rank to stop; 0: none
     refill: Callable[[], None] = lambda: None  # gives the engine its weights again; collective
@@ -93,6 +96,8 @@ class Collector:
                 chosen = [prompts[i] for i in mine], num_generations, sampling, seed
                 scored, counted = scored_rollouts(source, *chosen, self.phases, self.step)
                 counted |= {} if pool is None else pool.counters()
+                if self.algorithm.advantage_by_tokens:
+                    scored = with_token_advantages(scored, num_generations, self.algorithm)
                 sampled.append((scored, counted, votes_of(scored, num_generations, vote)))
             return sampled[0]
 
@@ -107,8 +112,8 @@ class Collector:
         own = dict(zip(np.flatnonzero(by_sample == self.layout.dp_rank).tolist(), found[0], strict=False))
         of_samples = [prompt for prompt in prompts for _ in range(num_generations)]
         samples = StepSamples(of_samples, facts, by_sample, columns, own, branches)
-        if self.turns:
-            rows, owners = turn_facts_of([s.rollout for s in found[0]]), np.repeat(by_sample, samples.turn_counts)
+        if self.algorithm.advantage_by_turns:
+            rows, owners = turn_facts_of(found[0]), np.repeat(by_sample, samples.turn_counts)
             samples = replace(samples, turns=self._rows(rows, owners))
         return samples, counters
 

@@ -46,7 +46,7 @@ def replayed_batches(
     delivery = _Delivery(batches, lengths, layout, shape)
     words = (lengths - 1) * _words_per_token(shape)
     travel = Travel(samples, trained_by(plans, len(samples), layout.dp_size), layout, round_words)
-    for chosen, table in travel.tables(words, lambda rollout: _route_row(rollout, shape)):
+    for chosen, table in travel.tables(words, lambda scored: _route_row(scored.rollout, shape)):
         delivery.deliver(chosen, None if table is None else _table_rows(table, shape))
     return with_rank_routes(batches, delivery.tokens[delivery.own], delivery.routes)
 

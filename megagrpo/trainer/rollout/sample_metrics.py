@@ -7,7 +7,8 @@ from collections import defaultdict
 
 import numpy as np
 
-from megagrpo.data.step_samples import DIALOGUE, FAILED_DIALOGUE, KNOWS_STOP, STOPPED, TRUNCATED, StepSamples
+from megagrpo.data.sample_facts import DIALOGUE, FAILED_DIALOGUE, KNOWS_STOP, STOPPED, TRUNCATED
+from megagrpo.data.step_samples import StepSamples
 from megagrpo.types import CAUSES, ENDINGS
 
 

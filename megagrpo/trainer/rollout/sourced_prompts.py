@@ -16,7 +16,8 @@ import torch
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.data.prompt_order import PromptOrder
 from megagrpo.data.prompts import PromptSource
-from megagrpo.data.step_samples import TRUNCATED, StepSamples
+from megagrpo.data.sample_facts import TRUNCATED
+from megagrpo.data.step_samples import StepSamples
 from megagrpo.data.user_source import DataSource, Group, Progress, Row, load_source
 from megagrpo.engine.protocol import EngineError
 from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_own_and_agree

@@ -2,9 +2,10 @@
 
 Facts and packing are the same on every rank, so every rank computes which leader sends what, in which order, and no
 sizes travel. A row has 4 bytes for each token of prompt and response and 4 more for each token of the response; with
-conversations a bit more for each token of the response. Sampling parameters of a row of the data set travel as JSON.
-Rows go from leader to leader in an all-to-all, then from the leader to the ranks of its replica that read tokens: all
-tensor- and context-parallel ranks of the first pipeline stage, which embeds, and of the last, which computes the loss.
+conversations a bit more for each token of the response, and 4 bytes more with `advantage_by` token or process. Sampling
+parameters of a row of the data set travel as JSON. Rows go from leader to leader in an all-to-all, then from the leader
+to the ranks of its replica that read tokens: all tensor- and context-parallel ranks of the first pipeline stage, which
+embeds, and of the last, which computes the loss.
 Context-parallel ranks get whole rows, because the loss reads whole rows. Middle stages need only lengths, and the masks
 of conversations.
 """
@@ -18,12 +19,15 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.data.packing import PackPlan
+from megagrpo.data.sample_facts import TRUNCATED
 from megagrpo.data.sampling import of_row, sampling_row
-from megagrpo.data.step_samples import TRUNCATED, StepSamples
+from megagrpo.data.step_samples import StepSamples
 from megagrpo.platform.parallel.bulk_messages import exchange_rows, share_rows
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.train_types import TrainSample
-from megagrpo.types import Rollout
+from megagrpo.types import ScoredRollout
+
+RowOf = Callable[[ScoredRollout], np.ndarray]  # the int32 words of a sample
 
 ROUND_WORDS = 2**26  # words of 4 bytes that a leader sends in one message: 256 MiB
 WORD_BITS = 32
@@ -43,6 +47,9 @@ def trained_samples(
     masks: dict[int, np.ndarray] = {}
     if samples.columns.dialogues:
         masks = travel.rows(-(-responses // WORD_BITS), _mask_row, layout.replica)
+    of_tokens: dict[int, np.ndarray] = {}
+    if samples.columns.token_advantages:
+        of_tokens = travel.rows(responses, _advantage_row, layout.ends)
     advantages, truncated = plans[0].shapes.advantages, samples.has(TRUNCATED)
     own: dict[int, np.ndarray] = {}
     if samples.columns.samplings:
@@ -58,7 +65,12 @@ def trained_samples(
             written[length - response :] = np.unpackbits(masks[index].view(np.uint8), count=response)
         rows = torch.from_numpy(ids), torch.from_numpy(written), torch.from_numpy(logprobs)
         inputs, sampling = samples.prompts[index].inputs, of_row(own[index]) if index in own else {}
-        return TrainSample(*rows, float(advantages[index]), index, bool(truncated[index]), inputs, sampling)
+        row = None
+        if index in of_tokens:
+            row = torch.zeros(length)
+            row[length - response :] = torch.from_numpy(of_tokens[index].view(np.float32))
+        advantage, is_truncated = float(advantages[index]), bool(truncated[index])
+        return TrainSample(*rows, advantage, index, is_truncated, inputs, sampling, token_advantages=row)
 
     return {index: sample(index) for index in travel.received.tolist()}
 
@@ -79,11 +91,9 @@ class Travel:
         self._samples, self._trained_by, self._layout, self._round_words = samples, ranks, layout, round_words
         self.received = np.flatnonzero(ranks == layout.dp_rank)  # samples that this replica trains on
 
-    def rows(
-        self, words: np.ndarray, row_of: Callable[[Rollout], np.ndarray], group: dist.ProcessGroup | None
-    ) -> dict[int, np.ndarray]:
+    def rows(self, words: np.ndarray, row_of: RowOf, group: dist.ProcessGroup | None) -> dict[int, np.ndarray]:
         """Return the rows of this replica's samples on the ranks of `group`, {} on others. Sample i has `words[i]`
-        words of 4 bytes, which `row_of` makes of its rollout. Collective."""
+        words of 4 bytes, which `row_of` makes of it. Collective."""
         found: dict[int, np.ndarray] = {}
         for mine, table in self.tables(words, row_of):
             if group is not None:
@@ -92,9 +102,7 @@ class Travel:
                 found |= zip(mine.tolist(), rows, strict=False)  # after the last border there is an empty row
         return found
 
-    def tables(
-        self, words: np.ndarray, row_of: Callable[[Rollout], np.ndarray]
-    ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+    def tables(self, words: np.ndarray, row_of: RowOf) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
         """Yield for each round the samples that this replica gets, and on its leader the table of their rows in this
         order; None on other ranks. Collective, also for ranks that do not use the tables."""
         for chosen in self._rounds(words):
@@ -110,7 +118,7 @@ class Travel:
             rounds[own] = (words[own].cumsum() - words[own]) // self._round_words
         return [np.flatnonzero(rounds == number) for number in range(int(rounds.max(initial=-1)) + 1)]
 
-    def _exchanged(self, chosen: np.ndarray, words: np.ndarray, row_of: Callable[[Rollout], np.ndarray]) -> np.ndarray:
+    def _exchanged(self, chosen: np.ndarray, words: np.ndarray, row_of: RowOf) -> np.ndarray:
         layout, samples = self._layout, self._samples
         own = chosen[samples.sampled_by[chosen] == layout.dp_rank]
         own = own[np.argsort(self._trained_by[own], kind="stable")]
@@ -120,17 +128,25 @@ class Travel:
         table = np.empty(int(sent.sum()), np.int32)
         stops = words[own].cumsum()
         for index, stop in zip(own.tolist(), stops.tolist(), strict=True):
-            table[stop - int(words[index]) : stop] = row_of(samples.own[index].rollout)
+            table[stop - int(words[index]) : stop] = row_of(samples.own[index])
         return exchange_rows(layout, table, sent.tolist(), received.tolist())
 
 
-def _token_row(rollout: Rollout) -> np.ndarray:
+def _token_row(scored: ScoredRollout) -> np.ndarray:
     """Return token ids of prompt and response, then the log-probs of the response, as words."""
+    rollout = scored.rollout
     prompt = np.array(rollout.prompt.token_ids, np.int32)
     return np.concatenate([prompt, rollout.response_ids, np.ascontiguousarray(rollout.rollout_logprobs).view(np.int32)])
 
 
-def _mask_row(rollout: Rollout) -> np.ndarray:
+def _mask_row(scored: ScoredRollout) -> np.ndarray:
     """Return the bits of `Rollout.written` as words."""
-    bits = np.packbits(rollout.written)
+    bits = np.packbits(scored.rollout.written)
     return np.pad(bits, (0, -bits.size % 4)).view(np.int32)
+
+
+def _advantage_row(scored: ScoredRollout) -> np.ndarray:
+    """Return `token_advantages` of the response as words; 0 without any."""
+    if not scored.token_advantages:
+        return np.zeros(len(scored.rollout.response_ids), np.int32)
+    return np.ascontiguousarray(scored.token_advantages[0], np.float32).view(np.int32)

@@ -179,6 +179,7 @@ ELSEWHERE = {
     "num_iterations": "e2e/test_options.py",
     "multi_objective_aggregation": "unit/algorithms/test_reference_advantages.py",
     "advantage_by": "unit/algorithms/test_turn_advantages.py",
+    "token_advantage_weight": "unit/algorithms/test_token_advantages.py",
     "turn_advantage_weight": "unit/algorithms/test_turn_advantages.py",
     "turn_discount": "unit/algorithms/test_turn_advantages.py",
     "advantage_estimator": "unit/algorithms/test_reference_advantages.py",

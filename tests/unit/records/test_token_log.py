@@ -1,6 +1,8 @@
 import json
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -152,3 +154,13 @@ def test_a_full_disk_is_a_warning_and_training_continues(tmp_path, fault):
     assert len(said) == 1 and said[0].startswith(
         f"warning: {TOKENS_FILE} failed and may be incomplete; training continues. "
     )
+
+
+def test_a_line_has_the_advantage_of_each_token_that_the_policy_wrote(tmp_path):
+    dialogue = Dialogue([True, False, True], (), (), "done")
+    own = (np.array([0.5, 9.0, -0.25], np.float32),)
+    group = [replace(s, token_advantages=own) for s in scored(2, dialogue=dialogue)]
+    tokens = log(tmp_path)
+    tokens.begin(TrainedRollouts(1, StepSamples.of(group), [1.0, -1.0]))
+    tokens.finish(TrainedRollouts(1, StepSamples.of(group), [1.0, -1.0]))
+    assert [line["advantages"] for line in lines(tmp_path)] == [[1.5, None, 0.75], [-0.5, None, -1.25]]

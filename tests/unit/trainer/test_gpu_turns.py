@@ -8,7 +8,7 @@ import pytest
 
 from megagrpo.engine.protocol import EngineError
 from megagrpo.trainer import gpu_turns
-from megagrpo.trainer.gpu_turns import GPU_TABLE, GpuTurns, Turn
+from megagrpo.trainer.gpu_turns import GPU_TABLE, GpuTurn, GpuTurns
 from megagrpo.trainer.state_offload import NoOffload
 from tests.rank_fakes import OneRank
 
@@ -112,18 +112,18 @@ def test_each_turn_calls_its_verbs_in_this_order():
     run = Run()
     run.memory.trainer = "everything"  # after loading the policy
     run.sync()
-    assert run.taken() == SYNC and run.turns.turn is Turn.GENERATING
+    assert run.taken() == SYNC and run.turns.turn is GpuTurn.GENERATING
     with run.turns.generating():
         assert run.taken() == []
     with run.turns.training():
-        assert run.taken() == TAKE and run.turns.turn is Turn.TRAINING
+        assert run.taken() == TAKE and run.turns.turn is GpuTurn.TRAINING
     run.sync()
     assert run.taken() == SYNC
     with run.turns.checkpoint(last=False):
-        assert run.taken() == [NAP, "load_all"] and run.turns.turn is Turn.CHECKPOINT
+        assert run.taken() == [NAP, "load_all"] and run.turns.turn is GpuTurn.CHECKPOINT
     assert run.taken() == []  # servers sleep on until they are needed
     with run.turns.generating():
-        assert run.taken() == ["offload_all", "wake"] and run.turns.turn is Turn.GENERATING
+        assert run.taken() == ["offload_all", "wake"] and run.turns.turn is GpuTurn.GENERATING
     with run.turns.checkpoint(last=True):
         assert run.taken() == [LAST_NAP, "load_all"]
 
@@ -140,7 +140,7 @@ def test_servers_that_lost_their_weights_sleep_before_they_get_them_again():
     run.taken()
     with run.turns.generating():
         run.sync()
-    assert run.taken() == [*TAKE, *SYNC] and run.turns.turn is Turn.GENERATING
+    assert run.taken() == [*TAKE, *SYNC] and run.turns.turn is GpuTurn.GENERATING
 
 
 def test_a_trainer_with_a_gpu_of_its_own_moves_nothing_and_calls_no_engine():
@@ -154,7 +154,7 @@ def test_a_trainer_with_a_gpu_of_its_own_moves_nothing_and_calls_no_engine():
 def test_the_memory_after_each_turn_begins_is_that_of_the_table():
     run, users = Run(), {"gpu": "kv cache", "host": "host", "dropped": "dropped"}
 
-    def check(turn: Turn) -> None:
+    def check(turn: GpuTurn) -> None:
         row = GPU_TABLE[turn]
         state = "everything" if row.trainer_state else "weights" if row.policy_weights else "nothing"
         assert (run.memory.trainer, run.memory.engine) == (state, users[row.engine_weights])
@@ -162,12 +162,12 @@ def test_the_memory_after_each_turn_begins_is_that_of_the_table():
     run.sync()
     for _ in range(2):
         with run.turns.generating():
-            check(Turn.GENERATING)
+            check(GpuTurn.GENERATING)
         with run.turns.training():
-            check(Turn.TRAINING)
+            check(GpuTurn.TRAINING)
         run.sync()
         with run.turns.checkpoint(last=False):
-            check(Turn.CHECKPOINT)
+            check(GpuTurn.CHECKPOINT)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ const isShort = ({ items, branches }) => items.length <= SHORT_ITEMS && !branche
 
 /** The nodes of a response's conversation: its numbers, its time, and its tree. */
 function conversationNodes(response, mode) {
-  const talk = response.conversation, tokens = BY_TOKEN.has(mode) ? response.tokens : null;
+  const talk = response.conversation, tokens = coloursTokens(mode, response.tokens) ? response.tokens : null;
   return [talkHead(response), talkTime(talk), talkTree(talk, { mode, response, tokens })];
 }
 
@@ -67,7 +67,7 @@ function turnNode(talk, item, { mode, response, tokens }) {
   // the calls of this message could not be read, so the message has none of its text
   const unparsed = item.calls ? "" : talk.turns.length === 1 && talk === response.conversation ? response.text : "(a tool call that could not be read)";
   const text = within ? turns.flatMap((turn) => tokenSpans(tokens, mode, turn.start, turn.start + turn.tokens)) : item.text || unparsed;
-  const tint = heat && !response.masked ? { class: ` tinted ${heat[0]}`, style: { "--heat": heat[1] } } : { class: "", style: {} };
+  const tint = heat && !within && !response.masked ? { class: ` tinted ${heat[0]}`, style: { "--heat": heat[1] } } : { class: "", style: {} };
   return el("li", { class: "say own" }, heads, (within || item.text || unparsed) && el("div", { ...tint, class: `say-text${tint.class}`, dir: "auto" }, text), callNodes(item, last, tint),
     last.cut && el("span", { class: "marker cut" }, "cut at the limit"));
 }

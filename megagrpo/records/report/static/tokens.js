@@ -3,7 +3,7 @@
 
 const COLORS = [
   ["none", "none", "Plain text."],
-  ["advantage", "advantage", "Green responses are made more likely, red ones less likely."],
+  ["advantage", "advantage", "Green responses (or tokens, if logged with advantages of their own) are made more likely, red ones less likely."],
   ["ratio", "trainer / vLLM", "How much more (blue) or less (orange) likely the trainer finds a token than vLLM did."],
   ["entropy", "entropy", "Where the policy was undecided: its entropy before each token."],
   ["surprise", "surprise", "How unlikely a sampled token was to vLLM."],
@@ -12,11 +12,15 @@ const COLORS = [
 const SCALES = { ratio: ["≤ 0.9", "1", "≥ 1.1"], entropy: ["0", "1", "≥ 2 nats"], surprise: ["likely", "", "p ≤ 1%"], advantage: ["≤ −2", "0", "≥ 2"] };
 const BY_TOKEN = new Set(["ratio", "entropy", "surprise"]);
 
+/** Whether a mode colours each token of a response: its numbers are logged. */
+const coloursTokens = (mode, tokens) => Boolean(tokens && (BY_TOKEN.has(mode) || (mode === "advantage" && tokens.advantage)));
+
 /** [class, strength from 0 to 100] of a token, or null for no colour. */
 function tokenHeat(mode, tokens, i) {
   const difference = tokens.difference[i], entropy = tokens.entropy[i], engine = tokens.engine[i];
   if (mode === "ratio" && isNumber(difference)) return [difference > 0 ? "more" : "less", Math.min(1, Math.abs(difference) / 0.1) * 75];
   if (mode === "entropy" && isNumber(entropy)) return ["heat", Math.min(1, entropy / 2) * 80];
+  if (mode === "advantage" && tokens.advantage?.[i]) return [tokens.advantage[i] > 0 ? "good" : "bad", Math.min(1, Math.abs(tokens.advantage[i]) / 2) * 60];
   if (mode === "surprise" && isNumber(engine)) return ["heat", Math.min(1, -engine / 4.6) * 80];
   return null;
 }
@@ -39,8 +43,8 @@ function tokenSpans(tokens, mode, start, stop) {
 /** The text of a response in the chosen colours. */
 function responseText(response, mode) {
   const heat = responseHeat(mode, response), tokens = response.tokens;
-  const byToken = tokens && BY_TOKEN.has(mode), talk = response.conversation;
-  const box = el("div", { class: `text${heat && !talk ? ` tinted ${heat[0]}` : ""}`, dir: "auto", style: heat ? { "--heat": heat[1] } : {} });
+  const byToken = coloursTokens(mode, tokens), talk = response.conversation;
+  const box = el("div", { class: `text${heat && !talk && !byToken ? ` tinted ${heat[0]}` : ""}`, dir: "auto", style: heat && !byToken ? { "--heat": heat[1] } : {} });
   if (byToken) {
     box.tabIndex = 0;
     box.tokens = tokens;
@@ -86,6 +90,7 @@ function showToken(span) {
   const rows = [["token", JSON.stringify(tokens.text[i])], ["vLLM", chance(engine)],
     ["trainer", chance(isNumber(difference) ? engine + difference : null)],
     ["ratio", isNumber(difference) ? Math.exp(difference).toFixed(3) : NONE],
+    ...(isNumber(tokens.advantage?.[i]) ? [["advantage", signed(tokens.advantage[i])]] : []),
     ["entropy", isNumber(tokens.entropy[i]) ? `${short(tokens.entropy[i], 3)} nats` : NONE]];
   tooltip.replaceChildren(...rows.flatMap(([name, text]) => [el("span", {}, name), el("b", {}, text)]));
   tooltip.hidden = false;

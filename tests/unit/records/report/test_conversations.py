@@ -72,6 +72,9 @@ def test_branches_are_below_the_message_where_they_split():
     inner = shown["items"][0]["branches"][0]
     found = [turn["advantage"] for one in (shown["branches"][0], inner, shown) for turn in one["turns"]]
     assert found == values and shown["samples"] == 3
+    rewarded = conversation_of(row | {"turn_rewards": [None, 1.5, 2.5, 3.5, 4.5, 5.5]}, [], 2)
+    order = rewarded["branches"][0], rewarded["items"][0]["branches"][0], rewarded
+    assert [turn["reward"] for one in order for turn in one["turns"]] == [None, 1.5, 2.5, 3.5, 4.5, 5.5]
     for branch in row["branches"]:
         del branch["shared_messages"], branch["prompt"]
     shown = conversation_of(row, [], 2)  # it is not known where they split

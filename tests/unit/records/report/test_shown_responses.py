@@ -149,7 +149,7 @@ def test_tokens_may_lack_numbers_and_long_ones_are_cut(tmp_path):
         "rollout_logprobs": [-1.0, None],
         "entropy": "x",
     }
-    append(tmp_path / "tokens.jsonl", row | {"trainer_logprobs": [-0.5, -2.0]})
+    append(tmp_path / "tokens.jsonl", row | {"trainer_logprobs": [-0.5, -2.0], "advantages": [0.756, None]})
     tokens = opened(choose(read_run(tmp_path), 100_000).chunks[1])[0]["responses"][0]["tokens"]
     assert (
         tokens["text"][:2] == ["b", "\\u202e"]
@@ -160,6 +160,7 @@ def test_tokens_may_lack_numbers_and_long_ones_are_cut(tmp_path):
         tokens["engine"][:3] == [-1, None, None]
         and tokens["difference"][:3] == [0.5, None, None]
         and tokens["entropy"][:2] == [None, None]
+        and tokens["advantage"][:3] == [0.76, None, None]
     )
 
 

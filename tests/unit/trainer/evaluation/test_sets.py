@@ -9,8 +9,9 @@ import pytest
 
 from megagrpo.config import RunConfig, evaluation_sets
 from megagrpo.data.prompts import prompt_reader
+from megagrpo.data.sample_facts import votes_of
 from megagrpo.data.sampling import sampling_of
-from megagrpo.data.step_samples import StepSamples, votes_of
+from megagrpo.data.step_samples import StepSamples
 from megagrpo.data.tokenizer import tokenizer_of
 from megagrpo.rewards.answers import READ_BY, extractor
 from megagrpo.rewards.target import BUILT_IN_REWARDS

@@ -15,6 +15,7 @@ import torch
 from ranks import run_ranks
 
 from megagrpo.algorithms.advantages import advantages_of, to_samples
+from megagrpo.algorithms.token_advantages import with_token_advantages
 from megagrpo.config import AlgorithmSection, ParallelSection, load_config
 from megagrpo.data.packing import PackingRules, build_batch, pack, plan_packing, slices
 from megagrpo.data.step_samples import StepSamples
@@ -30,7 +31,7 @@ from megagrpo.trainer.rollout.collector import Collector, numbered
 from megagrpo.trainer.rollout.groups import useful_groups
 from megagrpo.trainer.rollout.sample_metrics import pass_rates, rollout_metrics, staleness
 from megagrpo.trainer.rollout.token_exchange import trained_samples
-from megagrpo.types import Dialogue, Prompt, Rollout, SamplingParams, ScoredRollout, Turn
+from megagrpo.types import Dialogue, PartRewards, Prompt, Rollout, SamplingParams, ScoredRollout, Turn
 from tests.message_log import objects, record
 from tests.unit.trainer.rollout import naive_samples
 
@@ -69,7 +70,9 @@ def branches_of(rollout: Rollout, index: int) -> tuple[Rollout, ...]:
     return tuple(branches)
 
 
-def response(prompt: Prompt, index: int, dialogues: bool, length: int | None, branches: bool = False) -> ScoredRollout:
+def response(
+    prompt: Prompt, index: int, dialogues: bool, length: int | None, branches: bool = False, tokens: bool = False
+) -> ScoredRollout:
     """A response that depends on its prompt and index alone."""
     draw = random.Random(f"{prompt.prompt_id} {prompt.occurrence} {index}")
     count = length or draw.randint(1, 30)
@@ -99,7 +102,17 @@ def response(prompt: Prompt, index: int, dialogues: bool, length: int | None, br
     reward = None if draw.random() < 0.1 else draw.random() if prompt.prompt_id % 5 else 1.0
     rewards = {"f": reward, "g": float(index)} | (dialogue.rewards if dialogue else {})
     logged = {f"f/{draw.choice('ab')}": draw.random()} if draw.random() < 0.5 else {}
-    return ScoredRollout(rollout, rewards, math.nan if reward is None else reward, {}, logged)
+    scored = ScoredRollout(rollout, rewards, math.nan if reward is None else reward, {}, logged)
+    return with_token_rewards(scored, draw) if tokens else scored
+
+
+def with_token_rewards(scored: ScoredRollout, draw: random.Random) -> ScoredRollout:
+    """The rollout with rewards of some tokens of all its samples; one of eight without any."""
+    samples = scored.rollout, *scored.rollout.branches
+    rows = [np.array([draw.choice([math.nan, 0.0, draw.random()]) for _ in s.response_ids]) for s in samples]
+    rows = [np.where(sample.written, row, math.nan) for sample, row in zip(samples, rows, strict=True)]
+    parts = PartRewards(scored.reward - float(sum(map(np.nansum, rows))), tokens=tuple(rows))
+    return scored if draw.random() < 0.125 else replace(scored, parts=parts)
 
 
 class Sampler:
@@ -124,9 +137,15 @@ class Sampler:
         )
 
 
-def collector(layout: Layout, dialogues: bool = False, length: int | None = None, branches: bool = False) -> Collector:
-    sampler = Sampler(dialogues, length, branches) if layout.is_dp_leader else None
-    return Collector(layout, sampler, sampler, Phases())
+def collector(
+    layout: Layout,
+    dialogues: bool = False,
+    length: int | None = None,
+    branches: bool = False,
+    by: str = "trajectory",
+) -> Collector:
+    sampler = Sampler(dialogues, length, branches, by == "token") if layout.is_dp_leader else None
+    return Collector(layout, sampler, sampler, Phases(), algorithm=AlgorithmSection(advantage_by=by))
 
 
 def scored_everywhere(asked: list[Prompt], dialogues: bool, branches: bool) -> list[ScoredRollout]:
@@ -350,8 +369,7 @@ def test_a_full_disk_of_rank_0_keeps_no_rank_waiting(tmp_path):
 def turns_of_a_step(by_place: bool) -> tuple[str, str]:
     """The turns of two rounds of which some groups are kept, gathered from the ranks, and made of all rollouts."""
     layout = init_layout(ParallelSection(pp=2))
-    source = collector(layout, dialogues=True, branches=True)
-    source.turns = True
+    source = collector(layout, dialogues=True, branches=True, by="turn")
     if by_place:
         source._by_slice = lambda count: [(7 * i + 1) % layout.dp_size for i in range(count)]
     rounds = [prompts(0, 5), prompts(5, 9)]
@@ -371,3 +389,63 @@ def turns_of_a_step(by_place: bool) -> tuple[str, str]:
 def test_every_rank_has_the_turns_of_all_trajectories_in_their_order(by_place):
     for found, expected in run_ranks(turns_of_a_step, 4, by_place):
         assert found == expected and len(expected) > 100
+
+
+def advantages_of_tokens(parallel: ParallelSection, dialogues: bool, by_place: bool) -> int:
+    """Compare this rank's micro-batches with those of a rank that has all samples. Return the number of tokens that
+    have an advantage of their own."""
+    layout, algorithm = init_layout(parallel), AlgorithmSection(advantage_by="token")
+    source = collector(layout, dialogues, branches=True, by="token")
+    if by_place:
+        source._by_slice = lambda count: [(7 * i + 1) % layout.dp_size for i in range(count)]
+    asked = prompts(0, 9)
+    samples, _ = source.collect(asked, GROUP, SAMPLING, 0)
+    chosen = np.arange(GROUP, 9 * GROUP)
+    samples = samples.select(chosen)
+    scored = [response(prompt, i, dialogues, None, True, True) for prompt in asked[1:] for i in range(GROUP)]
+    scored = with_token_advantages(scored, GROUP, algorithm)
+    expected = StepSamples.of(scored)
+    assert samples.every.facts["highest"].tolist() == expected.every.facts["highest"].tolist()
+    advantages = advantages_of(samples.outcomes(GROUP), samples.rewards_by_function(GROUP), algorithm, [1.0])
+    flat = advantages.flatten().numpy()
+    plan = plan_packing(samples.shapes(flat, RULES), RULES, layout.dp_size, samples.members(np.arange(len(samples))))
+    mine = samples.with_token_advantages(trained_samples(samples.every, [plan], layout), flat)
+    every = [*scored, *(branch for s in scored for branch in s.branches)]
+    assert {i: s.rollout for i, s in samples.every.own.items()}.items() <= {
+        i: s.rollout for i, s in enumerate(every)
+    }.items()
+    several = 0
+    for index, sample in mine.items():
+        own, advantage = every[index], np.float32(flat[expected.trajectories[index]])
+        before = len(own.rollout.prompt.token_ids)
+        row = own.token_advantages[0] if own.token_advantages else np.zeros(len(own.rollout.response_ids), np.float32)
+        if layout.ends is None:
+            assert sample.token_advantages is None
+        else:
+            assert sample.token_advantages[before:].tolist() == (row + advantage).tolist()
+        several += np.unique(row[own.rollout.written]).size
+    return several
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "dialogues", "by_place"),
+    [(1, {}, False, False), (2, {}, True, True), (4, dict(pp=2), True, False), (6, dict(pp=3), False, True)],
+)
+def test_advantages_of_tokens_travel_from_the_rank_that_sampled_to_those_that_train(ranks, sizes, dialogues, by_place):
+    found = run_ranks(advantages_of_tokens, ranks, ParallelSection(**sizes), dialogues, by_place)
+    assert sum(found) > 100
+
+
+def bytes_of_facts(length: int) -> tuple[int, int]:
+    """The bytes that the facts of a step with rewards of tokens take on this rank, and the number of samples."""
+    layout = init_layout(ParallelSection())
+    source = collector(layout, length=length, by="token")
+    source.collect(prompts(0, 2), GROUP, SAMPLING, 0)  # the first step agrees on the names of columns
+    with record(layout) as messages:
+        samples, _ = source.collect(prompts(8, 16), GROUP, SAMPLING, 1)
+    return sum(m.sent + m.received for m in messages), len(samples)
+
+
+def test_rewards_of_tokens_stay_on_the_rank_that_sampled_them():
+    short, long = (run_ranks(bytes_of_facts, 2, length)[0] for length in (8, 2048))
+    assert short == long, "the bytes of a sample's facts do not depend on its tokens"

@@ -10,7 +10,7 @@ from megagrpo.types import Prompt, Rollout, SamplingParams
 
 
 @dataclass(eq=False)
-class Turns:
+class TurnSampler:
     """Takes the turns of conversation `index` of a prompt. The conversation's own server takes them, except for those
     that the agent asks for while another one is under way."""
 

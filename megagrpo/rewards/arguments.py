@@ -1,0 +1,53 @@
+"""What a reward function is told of each rollout, by the name of the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megagrpo.types import Rollout
+
+
+def _policy_ids(rollout: Rollout) -> list[int]:
+    ids: list[int] = rollout.response_ids[rollout.written].tolist()
+    return ids
+
+
+def _completion(rollout: Rollout) -> str | list[dict[str, Any]]:
+    messages = None if rollout.dialogue is None else list(rollout.dialogue.messages)
+    if not isinstance(rollout.prompt.messages, str):
+        return messages or [{"role": "assistant", "content": rollout.text}]
+    written = [m["content"] for m in messages or () if m["role"] == "assistant"]
+    return rollout.text if messages is None else written[-1]
+
+
+def _trajectory(rollout: Rollout) -> dict[str, Any]:
+    """Return a trajectory as a reward function sees it: its samples, in the order of turns and tokens, and its end."""
+    dialogue = rollout.dialogue
+    about = dict(ended="done" if rollout.finish_reason == "stop" else "length", cause="", retries=0)
+    if dialogue is not None:
+        about = dict(ended=dialogue.ended, cause=dialogue.cause, retries=dialogue.retries)
+    return {"samples": [_sample(sample) for sample in rollout.samples], **about}
+
+
+def _sample(sample: Rollout) -> dict[str, Any]:
+    turns = [
+        {"token_ids": sample.response_ids[turn.start : turn.stop].tolist(), "calls": list(turn.calls)}
+        | {name: getattr(turn, name) for name in ("failures", "shortened", "finish_reason", "reward")}
+        for turn in sample.turns
+    ]
+    messages = [{"role": "assistant", "content": sample.text}]
+    if sample.dialogue is not None:
+        messages = list(sample.dialogue.messages)
+    return {"context": sample.prompt.messages, "messages": messages, "turns": turns}
+
+
+PER_ROLLOUT: dict[str, Callable[[Rollout], Any]] = {
+    "prompts": lambda rollout: rollout.prompt.messages,
+    "completions": _completion,
+    "completion_ids": _policy_ids,
+    "finish_reason": lambda rollout: rollout.finish_reason,
+    "prefixes": lambda rollout: rollout.prompt.opened,
+    "is_truncated": lambda rollout: rollout.finish_reason == "length",
+    "trajectories": _trajectory,
+}
