@@ -53,7 +53,9 @@ def trained_samples(
     advantages, truncated = plans[0].shapes.advantages, samples.has(TRUNCATED)
     own: dict[int, np.ndarray] = {}
     if samples.columns.samplings:
-        own = travel.rows(samples.facts["sampling"].astype(np.int64), lambda r: sampling_row(r.prompt), layout.ends)
+        own = travel.rows(
+            samples.facts["sampling"].astype(np.int64), lambda s: sampling_row(s.rollout.prompt), layout.ends
+        )
 
     def sample(index: int) -> TrainSample:
         length, response = int(lengths[index]), int(responses[index])
