@@ -485,8 +485,8 @@ class Cuttable(Scripted):
     def is_cut(self, prompt):
         return prompt.place in self.places
 
-    def open(self, count):
-        return [SimpleNamespace(granted=None, turns=0, first=None) for _ in range(count)]
+    def beside(self, home):
+        return SimpleNamespace(granted=None, turns=0, first=None)
 
     def close(self, home):
         home.closed = True
