@@ -114,6 +114,15 @@ async def both(prompt):
         return len(await asyncio.gather(*asked))
 
 
+def hasty(prompt):
+    try:
+        openai.OpenAI(timeout=0.2, max_retries=0).chat.completions.create(
+            model="m", messages=[{"role": "user", "content": prompt}]
+        )
+    except openai.APITimeoutError:
+        return 1.0
+
+
 def tells(prompt):
     unmodified(prompt)
     names = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "NO_PROXY", "OPENAI_AGENTS_DISABLE_TRACING")
@@ -186,7 +195,7 @@ def conversed(responders, *seats):
         async def one(seat):
             await responders.agent.converse(address, seat, responders.fail)
             if not seat.trajectory.samples:
-                await seat.reply(first_ask(seat.trajectory.prompt))
+                await seat.reply(first_ask(seat.trajectory.prompt), is_limited=False)
             return seat.trajectory.rollout()
 
         rollouts = await asyncio.gather(*(one(seat()) for seat in seats))
@@ -283,6 +292,14 @@ def test_an_agent_that_runs_into_a_limit_has_not_failed(agents_of, policy):
     assert turns.dialogue.ended == "max_turns" and len(turns.dialogue.turns) == 3
     assert tokens.dialogue.ended == "budget" and tokens.dialogue.rewards == {"endless": 0.0}
     assert len(tokens.prompt.token_ids) + len(tokens.response_ids) <= 90
+
+
+def test_an_agent_without_a_turn_gets_its_token_after_the_last_turn_too(agents_of, policy):
+    """The agent's client has given up its only turn."""
+    policy.seconds = 2.0
+    with agents_of("hasty") as agents:
+        (rollout,) = conversed(agents, lambda: policy.seat(max_turns=1))
+    assert rollout.dialogue.ended == "failed" and rollout.length == 1
 
 
 def test_an_engine_that_fails_ends_the_conversation_with_its_error(agents_of, policy):
@@ -393,6 +410,16 @@ def test_responses_continue_their_items(policy, streams):
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "unsupported_content"),
         ({"messages": [{"role": "user", "content": "long " * 2000}]}, "context_length_exceeded"),
         ({"tools": [{"type": "custom"}]}, "unsupported_parameter"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": "all"}}]}, "unsupported_parameter"),
+        ({"stop": ["a", ""]}, "invalid_value"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "text": "a"}]}]}, "unsupported_content"),
+        ({"messages": [{"role": "tool", "tool_call_id": ["a"], "content": "a"}]}, "invalid_messages"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": {}, "function": {"name": "a"}}]}]},
+            "invalid_messages",
+        ),
+        ({"messages": [{"role": "user", "name": 5, "content": "a"}]}, "invalid_messages"),
+        ({"stream": True, "extra_body": {"stream_options": "usage"}}, "invalid_value"),
     ],
 )
 def test_what_is_not_supported_is_refused_in_openais_format(policy, keys, code):
@@ -405,6 +432,56 @@ def test_what_is_not_supported_is_refused_in_openais_format(policy, keys, code):
 
     with_client(policy, use)
     assert not policy.asked
+
+
+@pytest.mark.parametrize("where", ["tools", "arguments", "role", "content"])
+def test_texts_without_utf8_bytes_are_replaced(policy, where):
+    """A tool may cut a text in the middle of a character, and the policy may write the escape of half a pair."""
+    policy.script = ['<tool_call>{"name": "search", "arguments": {"q": "\\ud83d"}}</tool_call>']
+    function = {"name": "search\ud83d" if where == "tools" else "search", "parameters": {}}
+    called = {"id": "c", "type": "function", "function": {"name": "search", "arguments": '{"q": "\\ud83d"}'}}
+    messages = [
+        {"role": "us\ud83der" if where == "role" else "user", "content": "a\ud83d" if where == "content" else "a"},
+        *([{"role": "assistant", "tool_calls": [called]}] if where == "arguments" else []),
+        {"role": "user", "content": "\U0001f600"},
+    ]
+    body = {"messages": messages, "tools": [{"type": "function", "function": function}]}
+
+    async def run():
+        address, seat = Address(), policy.seat()
+        async with address.seated(seat) as key, httpx.AsyncClient() as client:
+            keys = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+            return await client.post(f"{address.url}/chat/completions", content=json.dumps(body), headers=keys), seat
+
+    answer, seat = asyncio.run(run())
+    assert answer.status_code == 200, answer.text
+    (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"q": "?"}
+    assert "\U0001f600" in seat.trajectory.samples[0].opening[-1]["content"]
+    json.dumps([sample.all_messages for sample in seat.trajectory.samples], ensure_ascii=False).encode()
+
+
+def test_a_request_that_cannot_be_rendered_costs_the_agent_only(policy, monkeypatch):
+    monkeypatch.setattr(Renderer, "whole", lambda *_: {}[0])  # an error that nobody has thought of
+
+    async def use(client, seat):
+        with pytest.raises(openai.BadRequestError, match="cannot be used: KeyError"):
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "a"}])
+        assert not seat.broken.done()
+
+    with_client(policy, use)
+
+
+def test_parameters_that_have_no_effect_are_counted(policy):
+    async def use(client, seat):
+        keys = dict(model="m", messages=[{"role": "user", "content": "a"}])
+        more = {"guided_json": {}, "a b": 1, "min_p": None, "n": 1, "logprobs": False}
+        await client.chat.completions.create(**keys, seed=5, user="me", tool_choice="required", extra_body=more)
+        await client.responses.create(model="m", input="a", reasoning={"effort": "low"}, include=[], store=True)
+        return seat.trajectory.counts
+
+    names = ("seed", "tool_choice", "guided_json", "other", "reasoning")
+    assert with_client(policy, use) == {f"ignored/{name}": 1 for name in names} | {"branches/fork": 1}
 
 
 def test_keys_are_valid_for_their_own_conversation_only(policy):
