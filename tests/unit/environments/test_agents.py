@@ -32,10 +32,13 @@ AGENTS = '''
 
 import asyncio
 import os
+import signal
 import subprocess
 import time
 
 import openai
+
+print("imported")
 
 
 async def twice(prompt, client, answer):
@@ -121,6 +124,25 @@ def hasty(prompt):
         )
     except openai.APITimeoutError:
         return 1.0
+
+
+def kills_its_worker(prompt, index):
+    unmodified([{"role": "user", "content": prompt}])
+    time.sleep(1.0)
+    if index == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(100.0)
+
+
+def leaves_a_copy(prompt):
+    if os.fork() == 0:
+        time.sleep(20.0)
+    os._exit(7)
+
+
+def says(prompt):
+    unmodified([{"role": "user", "content": prompt}])
+    print(prompt)
 
 
 def tells(prompt):
@@ -264,6 +286,30 @@ def test_a_failure_costs_its_own_conversation_and_is_counted(agents_of, policy, 
     assert [r.dialogue.ended for r in rollouts] == ["failed"] * 2 and all(len(r.response_ids) for r in rollouts)
     (warning,) = [r.getMessage() for r in caplog.records if "multi_turn" in r.getMessage()]
     assert re.search(reason, warning)
+
+
+def test_conversations_of_a_worker_that_dies_fail_and_do_not_begin_again_on_top_of_their_turns(agents_of, policy):
+    columns = [{"index": index} for index in range(3)]
+    with agents_of("kills_its_worker") as agents:
+        rollouts = conversed(agents, *[lambda c=c: policy.seat(columns=c) for c in columns])
+        (later,) = conversed(agents, lambda: policy.seat(columns={"index": 0}))
+    for rollout in (*rollouts, later):
+        assert (rollout.dialogue.ended, rollout.dialogue.cause) == ("failed", "died")
+        assert len(rollout.dialogue.turns) == 1 and not rollout.branches
+
+
+def test_an_agent_whose_copy_lives_on_has_died_at_once(agents_of, policy):
+    with agents_of("leaves_a_copy", max_seconds=15.0) as agents:
+        (rollout,) = conversed(agents, lambda: policy.seat())
+    assert (rollout.dialogue.ended, rollout.dialogue.cause) == ("failed", "died")
+
+
+def test_what_an_agent_prints_is_shown_once_without_unbuffered_output_too(agents_of, policy, capfd, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    with agents_of("says") as agents:
+        conversed(agents, lambda: policy.seat(), lambda: policy.seat())
+    shown = capfd.readouterr().err
+    assert shown.count("imported\n") == 1 and shown.count("question\n") == 2
 
 
 def test_an_agent_that_holds_its_process_is_killed_with_what_it_started_and_alone(agents_of, policy, tmp_path):
@@ -597,6 +643,30 @@ def test_a_conversation_that_is_cut_ends_with_its_turns_while_the_agent_still_wo
         assert time.monotonic() - begun < 60
     assert rollout.dialogue.ended == rollout.finish_reason == "length" and rollout.text[:3] == "one"[: rollout.length]
     assert rollout.dialogue.rewards == {"works": 0.0}
+
+
+def test_the_process_of_a_conversation_that_is_cut_is_killed_while_others_of_its_worker_go_on(agents_of, policy):
+    async def run():
+        address, seats = Address(), [policy.seat(index=i) for i in range(2)]
+        tasks = [asyncio.ensure_future(agents.agent.converse(address, seat, agents.fail)) for seat in seats]
+        while not all(seat.trajectory.samples for seat in seats):
+            await asyncio.sleep(0.05)
+        assert len(children()) == 2
+        tasks[0].cancel()
+        ends = time.monotonic() + 20
+        while len(children()) > 1 and time.monotonic() < ends:
+            await asyncio.sleep(0.05)
+        assert len(children()) == 1 and not tasks[1].done()
+        tasks[1].cancel()
+        await asyncio.wait(tasks)
+
+    def children():
+        """The agents' processes."""
+        workers = [p for p in psutil.Process().children() if p.status() != "zombie" and "coroutines" in p.cmdline()]
+        return [p for worker in workers for p in worker.children() if p.status() == "sleeping" and p.num_fds() > 5]
+
+    with agents_of("works", max_seconds=100.0) as agents:
+        asyncio.run(run())
 
 
 def test_turns_at_once_get_servers_of_their_own(agents_of, tokenizer):
