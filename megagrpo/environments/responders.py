@@ -139,7 +139,7 @@ class Responders:
         return {"error": failure}
 
     async def finish(self, conversation: Conversation) -> None:
-        """Set the conversation's reward columns and end its episode. All rewards of a conversation that failed are 0."""
+        """Set the conversation's reward columns and end its episode. A failed one has 0 in each."""
         if (names := [name for name in self.reward_names if name != TURNS]) and conversation.ended != "failed":
             seen = dict(messages=conversation.all_messages, prompt_messages=len(conversation.opening))
             judged = self._episode("act", conversation, dict(verb="reward", arguments=seen))
@@ -163,7 +163,7 @@ class Responders:
                 self._pool.submit(self._end_call(conversation))
 
     def fail(self, conversation: Conversation | Trajectory, reason: str, cause: str = "") -> None:
-        """End a conversation that cannot continue, for `cause`, one of CAUSES; a later failure of it changes nothing. The
+        """End a conversation that cannot continue, for `cause`, one of CAUSES; its later failures change nothing. The
         first one after `log_next_failure` is logged."""
         if conversation.ended == "failed":
             return
