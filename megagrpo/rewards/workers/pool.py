@@ -27,6 +27,7 @@ from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.channel import Frames, ProtocolError, as_json, frame
 from megagrpo.rewards.workers.output import Output
+from megagrpo.rewards.workers.session_guard import kill_session
 from megagrpo.rewards.workers.values import is_logged
 
 LOAD_SECONDS = 300.0  # timeout to start a worker and load the function; the call's own deadline starts after that
@@ -246,11 +247,7 @@ class Worker(asyncio.Protocol):
             self._socket.close()
         else:
             self._transport.abort()
-        try:
-            # the group still exists while child processes of the reward run
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        kill_session(self.process.pid)
         self.process.wait()
         self._loop.remove_reader(self._output.fileno())
         self._output.close()

@@ -10,9 +10,11 @@ import contextlib
 import ctypes
 import os
 import signal
+import time
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_PASSES = 100  # over the processes of a session
 _DEATH = signal.SIGUSR1  # what the kernel sends when the worker has ended
 
 
@@ -39,18 +41,26 @@ def _guard(worker: int, descriptor: int) -> None:
         os.dup2(null, standard)
     if os.getppid() == worker:
         signal.sigwait({_DEATH})
-    while left := _others_of_session():
+    kill_session(os.getsid(0))
+
+
+def kill_session(session: int) -> None:
+    """Kill the living processes of a session, except for this one."""
+    for _ in range(_PASSES):  # user code may start others meanwhile; what the kernel cannot end is left
+        if not (left := _members(session)):
+            return
         for pid in left:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
 
 
-def _others_of_session() -> list[int]:
-    """Return the ids of the other living processes of this session."""
-    session, found = os.getsid(0), list[int]()
+def _members(session: int) -> list[int]:
+    """Return the ids of the living processes of a session, except for this one."""
+    found = list[int]()
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != os.getpid():
             with contextlib.suppress(OSError):
                 stat = Path(f"/proc/{entry}/stat").read_text(errors="replace").rpartition(")")[2].split()
-                found += [int(entry)] if int(stat[3]) == session and stat[0] != "Z" else []
+                found += [int(entry)] if int(stat[3]) == session and stat[0] not in "ZX" else []
     return found
