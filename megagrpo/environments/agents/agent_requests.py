@@ -12,8 +12,10 @@ from megagrpo.types import SamplingParams
 
 POLICY_NAME = "policy"  # the model's name; an agent may ask for any other
 # Parameters of both protocols that do not influence the policy's turn.
-_NO_INFLUENCE = ("metadata", "model", "safety_identifier", "service_tier", "store", "stream", "stream_options", "user")
-_NO_INFLUENCE += ("prompt_cache_key", "prompt_cache_retention")
+_NO_INFLUENCE = (
+    *("metadata", "model", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"),
+    *("store", "stream", "stream_options", "user"),
+)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,10 @@ from megagrpo.environments.agents.agent_requests import (
 from megagrpo.environments.agents.trajectory import Refused, plain
 from megagrpo.types import SamplingParams
 
-_KNOWN = ("audio", "functions", "logprobs", "max_completion_tokens", "max_tokens", "messages", "n", "response_format")
-_KNOWN += ("stop", "tools")
+_KNOWN = (
+    *("audio", "functions", "logprobs", "max_completion_tokens", "max_tokens", "messages"),
+    *("n", "response_format", "stop", "tools"),
+)
 
 
 def read(body: dict[str, Any], sampling: SamplingParams) -> Ask:

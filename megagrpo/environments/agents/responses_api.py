@@ -9,8 +9,10 @@ from megagrpo.environments.agents.agent_requests import Ask, Reply, checked_tool
 from megagrpo.environments.agents.trajectory import Message, Refused, plain
 from megagrpo.types import SamplingParams
 
-_KNOWN = ("background", "conversation", "include", "input", "instructions", "max_output_tokens", "prompt")
-_KNOWN += ("previous_response_id", "text", "tools")
+_KNOWN = (
+    *("background", "conversation", "include", "input", "instructions", "max_output_tokens"),
+    *("previous_response_id", "prompt", "text", "tools"),
+)
 
 
 def read(body: dict[str, Any], sampling: SamplingParams) -> Ask:

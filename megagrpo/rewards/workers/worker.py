@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -255,12 +256,16 @@ async def serve_coroutines(channel: Channel) -> None:
         for number, *call in messages:
             if call:
                 tasks[number] = asyncio.ensure_future(_answer(channel, number, *from_json(call)))
-                tasks[number].add_done_callback(lambda _, ended=number: tasks.pop(ended))
+                tasks[number].add_done_callback(partial(_forget, tasks, number))
             elif number in tasks:
                 tasks[number].cancel()
 
     asyncio.get_running_loop().add_reader(channel.fileno(), read)
     await closed.wait()
+
+
+def _forget(tasks: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]) -> None:
+    del tasks[number]
 
 
 async def _answer(
