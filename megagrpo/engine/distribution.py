@@ -57,6 +57,7 @@ class Home:
     url: str | None = None
     copy: int = 0
     has_slot: bool = False
+    is_waiting: bool = False  # it is in a queue for a slot, also after a cancelled wait
     queued: float = 0.0  # seconds that its turns have waited for slots
 
 
@@ -118,11 +119,19 @@ class Generation:
         """Return the homes of `count` conversations that share a prompt, to be closed by `close`. Each has a slot for
         its first turn when its `granted` is done."""
         loop = asyncio.get_running_loop()
-        homes = [Home(loop.create_future()) for _ in range(count)]
+        homes = [Home(loop.create_future(), is_waiting=True) for _ in range(count)]
         self._groups.append(deque(homes))
         self._waiting += count
         self._opened += count
         return homes
+
+    def beside(self, home: Home) -> Home:
+        """Return a home for a turn beside another one of the same conversation, at its server. Close it as others."""
+        other = Home(asyncio.get_running_loop().create_future())
+        other.granted.set_result(None)
+        if home.url is not None:
+            self._enter(other, home.url, home.copy)
+        return other
 
     def close(self, home: Home) -> None:
         """End a conversation."""
@@ -159,11 +168,11 @@ class Generation:
             if home.granted.done() and not home.has_slot:
                 self._queue(home)
             began = time.monotonic()
-            await home.granted
-            home.queued += time.monotonic() - began
-            assert home.url is not None, "a conversation with a slot has a server"
-            request.copy = home.copy if request.is_pinned else None
             try:
+                await home.granted
+                home.queued += time.monotonic() - began
+                assert home.url is not None, "a conversation with a slot has a server"
+                request.copy = home.copy if request.is_pinned else None
                 rollout = await self._respond(self, home.url, request)
                 if rollout is not None:
                     return rollout
@@ -235,6 +244,9 @@ class Generation:
     def _queue(self, home: Home) -> None:
         """Let a conversation wait for a slot for a later turn."""
         home.granted = asyncio.get_running_loop().create_future()
+        if home.is_waiting:  # an earlier wait was cancelled, and its place in the queue is left
+            return
+        home.is_waiting = True
         self._waiting += 1
         if home.url is None:
             self._lost.append(home)
@@ -244,6 +256,7 @@ class Generation:
 
     def _grant(self, url: str, home: Home) -> None:
         self._waiting -= 1
+        home.is_waiting = False
         if home.granted.cancelled():
             return
         home.has_slot = True
@@ -252,10 +265,14 @@ class Generation:
             self._leave(home)
             first = self.tools.number % self.tools.copies  # clients begin with different copies
             copies = [(first + i) % self.tools.copies for i in range(self.tools.copies)]
-            home.url, home.copy = url, min(copies, key=lambda copy: self._of_copies[url, copy])
-            self._homes[url] += 1
-            self._of_copies[url, home.copy] += 1
+            self._enter(home, url, min(copies, key=lambda copy: self._of_copies[url, copy]))
         home.granted.set_result(None)
+
+    def _enter(self, home: Home, url: str, copy: int) -> None:
+        """Record the conversation's server."""
+        home.url, home.copy = url, copy
+        self._homes[url] += 1
+        self._of_copies[url, copy] += 1
 
     def _leave(self, home: Home) -> None:
         """Record that the conversation has no server."""

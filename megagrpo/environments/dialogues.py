@@ -203,7 +203,7 @@ class DialogueEngine(Generator):
             await self._unless_cut(prompt, partial(agent.converse, address, seat, self.responders.fail))
             trajectory.ended = trajectory.ended or "length"  # it was cut
             if not trajectory.samples:  # every response has a token
-                await seat.reply(first_ask(prompt))
+                await seat.reply(first_ask(prompt), is_limited=False)
             if trajectory.ended != "failed" or self.engine.is_cut(prompt):
                 break
             if attempt < retries:

@@ -13,6 +13,7 @@ import contextlib
 import inspect
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -179,11 +180,20 @@ def used(function: Callable[..., Any], arguments: Arguments, loop: Loop) -> Argu
     """Call a tool. Returns {"result": text}, or {"error": text} if it raises; the text is the tool message."""
     try:
         result = loop.awaited(function(**arguments))
+        return {"result": result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_text)}
     except EnvironmentLost:
         raise
     except Exception as error:
         return {"error": str(error) or type(error).__name__}
-    return {"result": result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)}
+
+
+def _text(value: Any) -> str:
+    """Return the text of a value that JSON does not have. Raises TypeError for one that only shows its address, which
+    differs from run to run."""
+    if re.search(r" at 0x[0-9a-f]+>$", text := str(value)):
+        kind = type(value).__name__
+        raise TypeError(f"the tool returned a {kind}, which has no text; return text, numbers, lists or dicts")
+    return text
 
 
 def answer(

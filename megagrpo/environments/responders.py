@@ -139,8 +139,8 @@ class Responders:
         return {"error": failure}
 
     async def finish(self, conversation: Conversation) -> None:
-        """Set the conversation's reward columns and end its episode. As with reward functions, a failure gives 0."""
-        if names := [name for name in self.reward_names if name != TURNS]:
+        """Set the conversation's reward columns and end its episode. A failed one has 0 in each."""
+        if (names := [name for name in self.reward_names if name != TURNS]) and conversation.ended != "failed":
             seen = dict(messages=conversation.all_messages, prompt_messages=len(conversation.opening))
             judged = self._episode("act", conversation, dict(verb="reward", arguments=seen))
             rewards = await self._value(conversation, judged) or {}
@@ -151,7 +151,8 @@ class Responders:
                 conversation.rewards[TURNS] = reward_of(math.fsum(given)) if given else None
             except ValueError as error:
                 self.fail(conversation, f"the sum of its turns' rewards: {error}")
-                conversation.rewards[TURNS] = 0.0
+        if conversation.ended == "failed":
+            conversation.rewards |= dict.fromkeys(self.reward_names, 0.0)
         if self._keeps_state:
             await self._answer(self._end_call(conversation))
 
@@ -162,8 +163,10 @@ class Responders:
                 self._pool.submit(self._end_call(conversation))
 
     def fail(self, conversation: Conversation | Trajectory, reason: str, cause: str = "") -> None:
-        """End a conversation that cannot continue, for `cause`, one of CAUSES. The first one after `log_next_failure`
-        is logged."""
+        """End a conversation that cannot continue, for `cause`, one of CAUSES; its later failures change nothing. The
+        first one after `log_next_failure` is logged."""
+        if conversation.ended == "failed":
+            return
         conversation.ended, conversation.cause = "failed", cause or cause_of(reason)
         if self._logs_failure:
             which = conversation.index, conversation.prompt.prompt_id

@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from megagrpo.environments.agents import chat_completions, responses_api
 from megagrpo.environments.agents.agent_requests import POLICY_NAME, Ask, Reply
-from megagrpo.environments.agents.trajectory import Refused, Trajectory
+from megagrpo.environments.agents.trajectory import Refused, Trajectory, read_json
 from megagrpo.platform.process.loopback import LOOPBACK_ADDRESS
+from megagrpo.rewards.functions.text_rewards import encodable
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 if TYPE_CHECKING:  # imported late, because a rank that does not generate opens 150 files less without it
     from aiohttp import web
 
 MAX_BODY = 1 << 26  # bytes of a request
+ROUTES = "/v1/chat/completions", "/v1/responses", "/v1/models"
 Call = dict[str, Any]
 # The policy's next turn: (prompt, sampling, number of the turn in its conversation).
 TakeTurn = Callable[[Prompt, SamplingParams, int], Awaitable[Rollout]]
@@ -32,11 +34,13 @@ ReadCalls = Callable[[Prompt, Rollout, Sequence[Call]], Awaitable[tuple[str, lis
 
 
 class Seat:
-    """A conversation at the address. `broken` gets the error with which the engine failed."""
+    """A conversation at the address. `broken` gets the error with which the engine failed; it ends the run, or is
+    handled there. Any other error is the request's: the agent gets it."""
 
     def __init__(self, trajectory: Trajectory, sampling: SamplingParams, turn: TakeTurn, read_calls: ReadCalls):
         self.trajectory, self._sampling, self._turn, self._read_calls = trajectory, sampling, turn, read_calls
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failure: Exception | None = None  # of the engine
         self._tasks: set[asyncio.Task[Reply]] = set()
 
     async def answer(self, api: Any, body: dict[str, Any]) -> tuple[Ask, Reply]:
@@ -53,26 +57,36 @@ class Seat:
             return ask, await task
         except (Refused, asyncio.CancelledError):
             raise
-        except Exception as error:  # of the engine: it ends the run, or is handled there
+        except Exception as error:
+            if error is not self._failure:
+                raise Refused(f"the request cannot be used: {error!r}", "invalid_request") from error
             if not self.broken.done():
                 self.broken.set_exception(error)
             raise Refused(f"the engine failed: {error}", "server_error", status=500) from error
 
-    async def reply(self, ask: Ask) -> Reply:
-        """Take a turn of the policy. Raises Refused, and the errors of the engine."""
+    async def _of_engine[T](self, work: Awaitable[T]) -> T:
+        try:
+            return await work
+        except Exception as error:
+            self._failure = error
+            raise
+
+    async def reply(self, ask: Ask, is_limited: bool = True) -> Reply:
+        """Take a turn of the policy. Raises Refused, and the errors of the engine. Unless it `is_limited`, the turn may
+        be one more than `multi_turn.max_turns`."""
         trajectory, number = self.trajectory, self.trajectory.turns
-        start = trajectory.start(ask.messages, ask.tools)
+        start = trajectory.start(ask.messages, ask.tools, is_limited)
         limit = min(trajectory.room(start), self._sampling.max_tokens, ask.max_tokens or self._sampling.max_tokens)
         sampling = replace(self._sampling, max_tokens=limit)
         if ask.stop:
             sampling = replace(sampling, stop=(*sampling.stop, *ask.stop), include_stop=False)
         prompt = replace(trajectory.prompt, token_ids=start.context, messages=ask.messages)
         began = time.monotonic()
-        rollout = await self._turn(prompt, sampling, number)
+        rollout = await self._of_engine(self._turn(prompt, sampling, number))
         seconds = time.monotonic() - began
         content, calls = rollout.text, list[Call]()
         if ask.tools and ask.parses_calls:
-            text, found = await self._read_calls(prompt, rollout, ask.tools)
+            text, found = await self._of_engine(self._read_calls(prompt, rollout, ask.tools))
             calls = [call for call in found if "error" not in call]
             trajectory.counts.update({"invalid_calls": len(found) - len(calls)} if len(calls) < len(found) else {})
             content = text if calls else content
@@ -97,7 +111,8 @@ class Seat:
 
 
 def _numbered(call: Call, number: str) -> Call:
-    function = {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+    arguments = encodable(json.dumps(call["arguments"], ensure_ascii=False))
+    function = {"name": encodable(call["name"]), "arguments": arguments}
     return {"id": f"call_{number}", "type": "function", "function": function}
 
 
@@ -115,10 +130,11 @@ class Address:
         from aiohttp import web
 
         app = web.Application(client_max_size=MAX_BODY, middlewares=[web.middleware(_errors)])
-        app.router.add_post("/v1/chat/completions", self._handler(chat_completions))
-        app.router.add_post("/v1/responses", self._handler(responses_api))
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/models/{name:.+}", self._models)
+        completions, responses, models = ROUTES
+        app.router.add_post(completions, self._handler(chat_completions))
+        app.router.add_post(responses, self._handler(responses_api))
+        app.router.add_get(models, self._models)
+        app.router.add_get(f"{models}/{{name:.+}}", self._models)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, LOOPBACK_ADDRESS, 0).start()
@@ -144,7 +160,8 @@ class Address:
     def _seat(self, request: web.Request) -> Seat:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if (seat := self.seats.get(key)) is None:
-            raise Refused("no conversation under way has this key", "invalid_api_key", status=401)
+            reason = "no conversation under way has this key; use the key of OPENAI_API_KEY or client.api_key"
+            raise Refused(f"{reason}, which is valid until the agent's function returns", "invalid_api_key", status=401)
         return seat
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -161,8 +178,8 @@ class Address:
 
             seat = self._seat(request)
             try:
-                body = await request.json()
-            except ValueError:
+                body = read_json(await request.text())
+            except (ValueError, RecursionError):
                 body = None
             if not isinstance(body, dict):
                 raise Refused("the body is no JSON object", "invalid_json")
@@ -190,6 +207,7 @@ async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
     except Refused as error:
         text, code, status, param = str(error), error.code, error.status, error.param
     except web.HTTPException as error:
-        text, code, status, param = f"{request.method} {request.path}: {error.reason}", "not_found", error.status, None
+        text = f"{request.method} {request.path}: {error.reason}; the address has {', '.join(ROUTES)}"
+        code, status, param = "not_found", error.status, None
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return web.json_response({"error": {"message": text, "type": kind, "code": code, "param": param}}, status=status)

@@ -35,7 +35,8 @@ class Agent:
             raise ValueError(f"multi_turn.agent: {described.value}")
 
     def _call(self, action: str, arguments: dict[str, object]) -> Call:
-        return Call(_HOST, self._options, action, arguments, self._seconds, _LANE)
+        # a conversation that ran again would add its turns to those that it has
+        return Call(_HOST, self._options, action, arguments, self._seconds, _LANE, repeats=action == "describe")
 
     async def converse(self, address: Address, seat: Seat, fail: Callable[[Trajectory, str], None]) -> None:
         """Let the agent have a conversation, and set how it ended and the agent's reward. `fail` gets the reason of a

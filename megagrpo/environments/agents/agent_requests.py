@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,11 @@ from megagrpo.environments.agents.trajectory import Message, Refused
 from megagrpo.types import SamplingParams
 
 POLICY_NAME = "policy"  # the model's name; an agent may ask for any other
+# Parameters of both protocols that do not influence the policy's turn.
+_NO_INFLUENCE = (
+    *("metadata", "model", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"),
+    *("store", "stream", "stream_options", "user"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,9 +51,10 @@ class Reply:
         return {"role": "assistant", "content": self.content} | ({"tool_calls": self.calls} if self.calls else {})
 
 
-def ignored(body: Mapping[str, Any], sampling: SamplingParams) -> tuple[str, ...]:
-    """Return the parameters of a request that have another value than the run's sampling. They have no effect: the
-    agent is trained on what the policy samples, with the log-probs of the run's distribution."""
+def ignored(body: Mapping[str, Any], sampling: SamplingParams, known: Collection[str]) -> tuple[str, ...]:
+    """Return the parameters of a request that have no effect, because the agent is trained on what the policy samples,
+    with the log-probs of the run's distribution: those with another value than the run's sampling, and those that are
+    neither `known` to the protocol nor without influence on the policy's turn."""
     cut = sampling.truncation
     usual: dict[str, Any] = {
         "temperature": sampling.temperature,
@@ -57,8 +64,11 @@ def ignored(body: Mapping[str, Any], sampling: SamplingParams) -> tuple[str, ...
     }
     usual |= {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}}
     usual |= {"tool_choice": "auto", "parallel_tool_calls": True}
-    given = {name: body[name] for name in usual if body.get(name) is not None}
-    return tuple(n for n, value in given.items() if value != usual[n] and (n, value) != ("tool_choice", "none"))
+    given = {name: value for name, value in body.items() if value is not None and name not in (*known, *_NO_INFLUENCE)}
+    changed = [
+        n for n in given if n not in usual or (given[n] != usual[n] and (n, given[n]) != ("tool_choice", "none"))
+    ]
+    return tuple(name if re.fullmatch(r"\w{1,40}", name) else "other" for name in changed)
 
 
 def refuse(body: Mapping[str, Any], *names: str) -> None:
@@ -80,7 +90,27 @@ def positive(body: Mapping[str, Any], *names: str) -> int | None:
 
 def checked_tools(tools: Any) -> list[Message]:
     """Return tools in the format of chat completions. Raises Refused for one that is no function."""
-    for tool in tools or ():
-        if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict) or "name" not in tool["function"]:
-            raise Refused("tools must be functions", "unsupported_parameter", param="tools")
+    if not isinstance(tools, list | None) or not all(map(_is_function, tools or ())):
+        raise Refused(
+            'tools must be a list of functions: {"type": "function", "function": {"name": text, "description": text, '
+            '"parameters": JSON schema}}; of the Responses API without "function"',
+            "unsupported_parameter",
+            param="tools",
+        )
     return list(tools or ())
+
+
+def _is_function(tool: Any) -> bool:
+    match tool:
+        case {"function": {"name": str() as name} as function}:
+            described = isinstance(function.get("description"), str | None)
+            return bool(name) and described and isinstance(function.get("parameters"), dict | None)
+    return False
+
+
+def checked_stop(stop: Any) -> tuple[str, ...]:
+    """Return a request's stop strings. Raises Refused for others than texts with characters."""
+    listed = [stop] if stop and isinstance(stop, str) else stop or []
+    if not isinstance(listed, list) or not all(isinstance(text, str) and text for text in listed):
+        raise Refused("stop must be a text or a list of texts, each with characters", "invalid_value", param="stop")
+    return tuple(listed)

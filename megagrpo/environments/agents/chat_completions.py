@@ -5,9 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megagrpo.environments.agents.agent_requests import Ask, Reply, checked_tools, ignored, positive, refuse
+from megagrpo.environments.agents.agent_requests import (
+    Ask,
+    Reply,
+    checked_stop,
+    checked_tools,
+    ignored,
+    positive,
+    refuse,
+)
 from megagrpo.environments.agents.trajectory import Refused, plain
 from megagrpo.types import SamplingParams
+
+_KNOWN = (
+    *("audio", "functions", "logprobs", "max_completion_tokens", "max_tokens", "messages"),
+    *("n", "response_format", "stop", "tools"),
+)
 
 
 def read(body: dict[str, Any], sampling: SamplingParams) -> Ask:
@@ -20,16 +33,17 @@ def read(body: dict[str, Any], sampling: SamplingParams) -> Ask:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refused("messages must be a list with at least one message", "invalid_messages", param="messages")
-    stop = body.get("stop") or ()
+    if not isinstance(body.get("stream_options"), dict | None):
+        raise Refused("stream_options must be an object", "invalid_value", param="stream_options")
     return Ask(
         messages=[plain(message) for message in messages],
         tools=checked_tools(body.get("tools")),
         max_tokens=positive(body, "max_completion_tokens", "max_tokens"),
-        stop=(stop,) if isinstance(stop, str) else tuple(map(str, stop)),
+        stop=checked_stop(body.get("stop")),
         stream=bool(body.get("stream")),
         parses_calls=body.get("tool_choice") != "none",
         model=str(body.get("model") or Ask.model),
-        ignored=ignored(body, sampling),
+        ignored=ignored(body, sampling, _KNOWN),
     )
 
 

@@ -20,7 +20,7 @@ from megagrpo.platform.process.variables import ENVIRONMENT, put
 from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.channel import Channel, Frames, ProtocolError, as_json
 from megagrpo.rewards.workers.values import InvalidRewards, reward_of
-from megagrpo.rewards.workers.worker import awaited, explain, find, leave_trainer, tie_to_parent
+from megagrpo.rewards.workers.worker import awaited, explain, find, flush, leave_trainer, tie_to_parent
 
 _READ_BYTES = 1 << 16
 
@@ -49,6 +49,7 @@ class AgentHost:
         Raises InvalidRewards with the reason of a failure.
         """
         ours, theirs = socket.socketpair()
+        flush()  # else every process prints again what waits in the buffers
         pid = os.fork()
         if pid == 0:
             ours.close()
@@ -73,6 +74,7 @@ class AgentHost:
         os.setpgid(0, 0)
         tie_to_parent()
         leave_trainer()
+        os.register_at_fork(after_in_child=channel.close)  # else a process that outlives this one hides its end
         pid = os.getpid()
         put({"OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key})
         put({"OPENAI_AGENTS_DISABLE_TRACING": "1"})  # it sends every conversation to OpenAI
@@ -85,6 +87,7 @@ class AgentHost:
             }
         except BaseException as error:
             answer = {"failure": explain(error, whole=False)}
+        flush()
         if os.getpid() == pid:  # else the agent has forked, and the copy has returned too
             channel.send(as_json(answer))
         os._exit(0)

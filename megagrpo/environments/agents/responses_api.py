@@ -9,6 +9,11 @@ from megagrpo.environments.agents.agent_requests import Ask, Reply, checked_tool
 from megagrpo.environments.agents.trajectory import Message, Refused, plain
 from megagrpo.types import SamplingParams
 
+_KNOWN = (
+    *("background", "conversation", "include", "input", "instructions", "max_output_tokens"),
+    *("previous_response_id", "prompt", "text", "tools"),
+)
+
 
 def read(body: dict[str, Any], sampling: SamplingParams) -> Ask:
     """Return what a request asks for. Raises Refused for what the address does not support."""
@@ -28,7 +33,7 @@ def read(body: dict[str, Any], sampling: SamplingParams) -> Ask:
         stream=bool(body.get("stream")),
         parses_calls=body.get("tool_choice") != "none",
         model=str(body.get("model") or Ask.model),
-        ignored=ignored(body, sampling),
+        ignored=ignored(body, sampling, _KNOWN),
     )
 
 
@@ -62,7 +67,7 @@ def _messages(items: list[Any]) -> Iterator[Message]:
 
 def _tool(tool: Any) -> Any:
     if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise Refused("tools must be functions", "unsupported_parameter", param="tools")
+        return None  # it is refused
     return {"type": "function", "function": {n: tool[n] for n in ("name", "description", "parameters") if n in tool}}
 
 

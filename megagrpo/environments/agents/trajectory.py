@@ -145,9 +145,10 @@ class Trajectory:
         self._ended: dict[tuple[str, bytes], Node] = {}  # what ended with a history
         self._histories: set[bytes] = set()  # of `_ended`, with whatever tools
 
-    def start(self, messages: list[Message], tools: Sequence[Message]) -> Start:
-        """Find where the next turn of the policy begins. Raises Refused when there are too many tokens or turns."""
-        if self._max_turns is not None and self.turns >= self._max_turns:
+    def start(self, messages: list[Message], tools: Sequence[Message], is_limited: bool = True) -> Start:
+        """Find where the next turn of the policy begins. Raises Refused when there are too many tokens or, if the turn
+        `is_limited`, too many turns."""
+        if is_limited and self._max_turns is not None and self.turns >= self._max_turns:
             self.limit = self.limit or "max_turns"
             raise Refused(f"the conversation has had {self.turns} turns (multi_turn.max_turns)", "turn_limit_exceeded")
         start = self._find(messages, tools)
@@ -246,20 +247,51 @@ def plain(message: Message) -> Message:
     Raises Refused for content other than text.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise Refused("each message needs a role", "invalid_messages", param="messages")
+        raise Refused("each message must be an object with a role", "invalid_messages", param="messages")
     content = message.get("content")
     if isinstance(content, list):
-        if any(not isinstance(part, dict) or not isinstance(part.get("text"), str) for part in content):
-            raise Refused("only text is supported as content", "unsupported_content", param="messages")
+        if not all(map(_is_text, content)):
+            raise Refused(
+                "only text is supported as content: leave out images, audio and files",
+                "unsupported_content",
+                param="messages",
+            )
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str | None):
         raise Refused("content must be text", "unsupported_content", param="messages")
-    for call in message.get("tool_calls") or ():
-        if not isinstance(call, dict) or not isinstance((call.get("function") or {}).get("name"), str):
-            raise Refused("tool calls must be calls of functions with a name", "invalid_messages", param="messages")
+    for name in ("name", "tool_call_id"):
+        if not isinstance(message.get(name), str | None):
+            raise Refused(f"{name} must be text", "invalid_messages", param="messages")
+    if not all(map(_is_call, message.get("tool_calls") or ())):
+        raise Refused(
+            "tool calls must be calls of functions with a name, and with an id that is text",
+            "invalid_messages",
+            param="messages",
+        )
     kept = {name: message[name] for name in ("name", "tool_calls", "tool_call_id") if message.get(name)}
     role = "system" if message["role"] == "developer" else message["role"]
     return {"role": role, "content": encodable(content or ""), **kept}
+
+
+def _is_text(part: Any) -> bool:
+    kinds = (None, "text", "input_text", "output_text")
+    return isinstance(part, dict) and part.get("type") in kinds and isinstance(part.get("text"), str)
+
+
+def _is_call(call: Any) -> bool:
+    match call:
+        case {"function": {"name": str()}}:
+            return isinstance(call.get("id"), str | None)
+    return False
+
+
+def read_json(text: str) -> Any:
+    """Return a JSON value whose texts have UTF-8 bytes: lone surrogates are replaced. Raises ValueError if it is not
+    JSON."""
+    value = json.loads(text)
+    if "\\ud" in text.lower():
+        value = json.loads(encodable(json.dumps(value, ensure_ascii=False)))
+    return value
 
 
 def histories(messages: Sequence[Message]) -> list[bytes]:
@@ -298,6 +330,6 @@ def _arguments(call: Message) -> Any:
     """Return a call's arguments as a value; as text if they are no JSON."""
     arguments = call["function"].get("arguments")
     try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
+        return read_json(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         return arguments

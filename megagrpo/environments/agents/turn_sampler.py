@@ -11,8 +11,8 @@ from megagrpo.types import Prompt, Rollout, SamplingParams
 
 @dataclass(eq=False)
 class TurnSampler:
-    """Takes the turns of conversation `index` of a prompt. The conversation's own server takes them, except for those
-    that the agent asks for while another one is under way."""
+    """Takes the turns of conversation `index` of a prompt, at the conversation's own server. Each turn that the agent
+    asks for while another one is under way has a slot of its own."""
 
     session: Generation
     home: Home
@@ -24,7 +24,7 @@ class TurnSampler:
         """Take turn `number`."""
         seed = derive_seed(self.seed, prompt.prompt_id, self.index, number)
         if not self.is_free:
-            (other,) = self.session.open(1)
+            other = self.session.beside(self.home)
             try:
                 return await self.session.turn(prompt, sampling, seed, other)
             finally:

@@ -27,6 +27,7 @@ from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.channel import Frames, ProtocolError, as_json, frame
 from megagrpo.rewards.workers.output import Output
+from megagrpo.rewards.workers.session_guard import kill_session
 from megagrpo.rewards.workers.values import Parts, are_rewards, is_logged
 
 LOAD_SECONDS = 300.0  # timeout to start a worker and load the function; the call's own deadline starts after that
@@ -53,6 +54,7 @@ class Call:
     lane: str = SHARED
     # of "score": what has a reward of its own in a completion ("turn" or "token"), and how many each completion has
     parts: Parts | None = None
+    repeats: bool = True  # whether it runs again after its worker was lost, if another call may be the cause
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class _Job:
     call: Call
     future: Future[Outcome]
     alone: bool = False
+    is_dropped: bool = False  # the worker has been told that it is cancelled
     begun: float = 0.0
     timer: asyncio.TimerHandle | None = None  # ends the worker at the call's deadline
     is_loaded: bool = False
@@ -208,7 +211,8 @@ class Worker(asyncio.Protocol):
         return job
 
     def _lose(self, kind: str, reason: str = "", blames: bool = True) -> None:
-        """Kill the worker. A call fails for `reason` if only this call can be the cause. Others run again, alone.
+        """Kill the worker. A call fails for `reason` if only this call can be the cause. Others run again, alone, if
+        they can repeat.
 
         With `blames` False a finished call may be the cause, so only a call that runs alone fails.
         """
@@ -217,16 +221,25 @@ class Worker(asyncio.Protocol):
         jobs = [self._pop(number) for number in list(self._running)]
         self.kill()
         for job in jobs:
-            if len(jobs) == 1 and (blames or job.alone):
-                text = reason or f"the worker died ({_exit_text(self.process.returncode)})"
-                job.end(Outcome(kind, text, time.monotonic() - job.begun))
+            is_cause, died = len(jobs) == 1 and (blames or job.alone), f"({_exit_text(self.process.returncode)})"
+            if is_cause:
+                job.end(Outcome(kind, reason or f"the worker died {died}", time.monotonic() - job.begun))
+            elif not job.call.repeats:
+                job.end(
+                    Outcome("error", f"the worker died {died} while it ran other calls", time.monotonic() - job.begun)
+                )
             else:
                 self._retry(_Job(job.call, job.future, alone=True))
 
     def drop(self) -> None:
-        """Kill the worker if all calls that it runs are cancelled."""
-        if self._running and all(job.future.cancelled() for job in self._running.values()):
+        """Kill the worker if all calls that it runs are cancelled; else a worker of coroutines cancels those."""
+        cancelled = [(number, job) for number, job in self._running.items() if job.future.cancelled()]
+        if cancelled and len(cancelled) == len(self._running):
             self._lose("error", "cancelled")
+        for number, job in cancelled if self._capacity and not self._killed else ():
+            if not job.is_dropped and self._transport is not None:
+                job.is_dropped = True
+                self._transport.write(frame([number]))
 
     def kill(self) -> None:
         """Kill the process and its children, and remove its files. Safe to call twice."""
@@ -237,11 +250,7 @@ class Worker(asyncio.Protocol):
             self._socket.close()
         else:
             self._transport.abort()
-        try:
-            # the group still exists while child processes of the reward run
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        kill_session(self.process.pid)
         self.process.wait()
         self._loop.remove_reader(self._output.fileno())
         self._output.close()

@@ -4,7 +4,8 @@
 It reads [number, action, target, options, arguments, timeout, parts] from the socket FD (channel.py) and answers each
 with [number, "started"] when the function is loaded, and then [number, "result", value, seconds], [number, "error",
 text, seconds], [number, "invalid", text, seconds] for a result that is no list of one value per completion or, for a
-coroutine that it has cancelled at its deadline, [number, "timeout", text, seconds]. It imports no torch of its own.
+coroutine that it has cancelled at its deadline, [number, "timeout", text, seconds]. A message [number] cancels a
+coroutine. It imports no torch of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from megagrpo.rewards.functions.text_rewards import text_of
 from megagrpo.rewards.plugins import orms
 from megagrpo.rewards.target import BUILT_IN_REWARDS, Signature, Target
 from megagrpo.rewards.workers.channel import Channel, from_json
+from megagrpo.rewards.workers.session_guard import guard_session
 from megagrpo.rewards.workers.values import LOG_ARGUMENTS, CallLog, InvalidRewards, Parts, reward_of, rewards_of
 
 PASSED_TO_ALL = (
@@ -226,18 +229,23 @@ def _failure(error: BaseException, action: str) -> list[Any]:
 def _reply(channel: Channel, number: int, answer: list[Any], seconds: float) -> None:
     if os.getpid() != _pid:  # user code has forked, and the copy has returned too: only the worker's own return counts
         os._exit(0)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # the reward may have replaced or closed it
-            stream.flush()
+    flush()
     try:
         channel.send([number, *answer, seconds])
     except (TypeError, ValueError, RecursionError) as error:
         channel.send([number, "error", f"its result cannot be sent: {error}", seconds])
 
 
+def flush() -> None:
+    """Write what user code has printed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # user code may have replaced or closed it
+            stream.flush()
+
+
 async def serve_coroutines(channel: Channel) -> None:
     """Answer calls as they come, concurrently, until the other side closes the connection."""
-    closed, tasks = asyncio.Event(), set()
+    closed, tasks = asyncio.Event(), dict[int, asyncio.Task[None]]()
 
     def read() -> None:
         try:
@@ -245,13 +253,19 @@ async def serve_coroutines(channel: Channel) -> None:
         except EOFError:
             closed.set()
             return
-        for message in messages:
-            task = asyncio.ensure_future(_answer(channel, *from_json(message)))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+        for number, *call in messages:
+            if call:
+                tasks[number] = asyncio.ensure_future(_answer(channel, number, *from_json(call)))
+                tasks[number].add_done_callback(partial(_forget, tasks, number))
+            elif number in tasks:
+                tasks[number].cancel()
 
     asyncio.get_running_loop().add_reader(channel.fileno(), read)
     await closed.wait()
+
+
+def _forget(tasks: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]) -> None:
+    del tasks[number]
 
 
 async def _answer(
@@ -303,6 +317,7 @@ def main() -> None:
     tie_to_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     kind, descriptor = sys.argv[1:]
+    guard_session(int(descriptor))
     os.set_inheritable(int(descriptor), False)  # child processes of a reward must not keep the connection open
     channel = Channel(socket.socket(fileno=int(descriptor)), trusted=True)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the trainer no longer waits for the result

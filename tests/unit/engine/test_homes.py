@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import Counter
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 
 import pytest
 
@@ -121,6 +121,48 @@ def test_a_conversation_that_gives_up_frees_its_slot(servers):
     engine = VllmEngine([one.url], str, max_num_seqs=1)
     ((_, rollouts),) = engine.converse([Prompt(0, (1, 2, 3), "")], 3, respond)
     assert [rollout.response_ids[0] for rollout in rollouts] == [9, 1, 2]
+
+
+def test_a_conversation_may_give_up_while_it_waits_for_a_slot_and_ask_again(servers):
+    """An agent's client has a timeout, and tries again: the conversation must have one place in the queue."""
+    one = servers(delay=0.2)
+
+    async def respond(session, home, index, number):
+        await session.turn(Prompt(0, (1, 2, number), ""), SAMPLING, number, home)
+        for _ in range(3):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await session.turn(Prompt(0, (1, 2, 8), ""), SAMPLING, 8, home)
+        return await session.turn(Prompt(0, (1, 2, 9), ""), SAMPLING, 9, home)
+
+    engine = VllmEngine([one.url], str, max_num_seqs=1)
+    ((_, rollouts),) = engine.converse([Prompt(0, (1, 2, 3), "")], 3, respond)
+    assert [rollout.response_ids[0] for rollout in rollouts] == [9, 9, 9]
+
+
+def test_turns_at_once_go_to_the_server_of_their_conversation_before_others_begin(servers):
+    both = servers(delay=0.02), servers(delay=0.02)
+    order = []
+
+    async def respond(session, home, index, number):
+        tokens = (1, 2, index + 3)
+        await session.turn(Prompt(index, tokens, ""), SAMPLING, 0, home)
+        others = [session.beside(home) for _ in range(3)]
+        asked = [session.turn(Prompt(index, (*tokens, i), ""), SAMPLING, i, other) for i, other in enumerate(others)]
+        rollouts = await asyncio.gather(*asked)
+        for other in others:
+            session.close(other)
+        order.append(index)
+        return rollouts
+
+    engine = VllmEngine([server.url for server in both], str, max_num_seqs=2)
+    assert len(dict(engine.converse([Prompt(i, (1, 2, i + 3), "") for i in range(12)], 1, respond))) == 12
+    for server in both:
+        of_server = [body["token_ids"] for body in server.asked]
+        begun = {tuple(tokens) for tokens in of_server if len(tokens) == 3}
+        assert {tuple(tokens[:3]) for tokens in of_server} == begun, "a turn went to a server without its prefix"
+        firsts = [place for place, tokens in enumerate(of_server) if len(tokens) == 3]
+        assert firsts[-1] >= 3 * (len(firsts) - 3), "conversations that had not begun came first"
 
 
 def test_a_conversation_stays_with_one_copy_of_its_server_and_copies_have_equally_many(servers):

@@ -32,10 +32,13 @@ AGENTS = '''
 
 import asyncio
 import os
+import signal
 import subprocess
 import time
 
 import openai
+
+print("imported")
 
 
 async def twice(prompt, client, answer):
@@ -114,6 +117,34 @@ async def both(prompt):
         return len(await asyncio.gather(*asked))
 
 
+def hasty(prompt):
+    try:
+        openai.OpenAI(timeout=0.2, max_retries=0).chat.completions.create(
+            model="m", messages=[{"role": "user", "content": prompt}]
+        )
+    except openai.APITimeoutError:
+        return 1.0
+
+
+def kills_its_worker(prompt, index):
+    unmodified([{"role": "user", "content": prompt}])
+    time.sleep(1.0)
+    if index == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(100.0)
+
+
+def leaves_a_copy(prompt):
+    if os.fork() == 0:
+        time.sleep(20.0)
+    os._exit(7)
+
+
+def says(prompt):
+    unmodified([{"role": "user", "content": prompt}])
+    print(prompt)
+
+
 def tells(prompt):
     unmodified(prompt)
     names = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "NO_PROXY", "OPENAI_AGENTS_DISABLE_TRACING")
@@ -186,7 +217,7 @@ def conversed(responders, *seats):
         async def one(seat):
             await responders.agent.converse(address, seat, responders.fail)
             if not seat.trajectory.samples:
-                await seat.reply(first_ask(seat.trajectory.prompt))
+                await seat.reply(first_ask(seat.trajectory.prompt), is_limited=False)
             return seat.trajectory.rollout()
 
         rollouts = await asyncio.gather(*(one(seat()) for seat in seats))
@@ -257,6 +288,30 @@ def test_a_failure_costs_its_own_conversation_and_is_counted(agents_of, policy, 
     assert re.search(reason, warning)
 
 
+def test_conversations_of_a_worker_that_dies_fail_and_do_not_begin_again_on_top_of_their_turns(agents_of, policy):
+    columns = [{"index": index} for index in range(3)]
+    with agents_of("kills_its_worker") as agents:
+        rollouts = conversed(agents, *[lambda c=c: policy.seat(columns=c) for c in columns])
+        (later,) = conversed(agents, lambda: policy.seat(columns={"index": 0}))
+    for rollout in (*rollouts, later):
+        assert (rollout.dialogue.ended, rollout.dialogue.cause) == ("failed", "died")
+        assert len(rollout.dialogue.turns) == 1 and not rollout.branches
+
+
+def test_an_agent_whose_copy_lives_on_has_died_at_once(agents_of, policy):
+    with agents_of("leaves_a_copy", max_seconds=15.0) as agents:
+        (rollout,) = conversed(agents, lambda: policy.seat())
+    assert (rollout.dialogue.ended, rollout.dialogue.cause) == ("failed", "died")
+
+
+def test_what_an_agent_prints_is_shown_once_without_unbuffered_output_too(agents_of, policy, capfd, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    with agents_of("says") as agents:
+        conversed(agents, lambda: policy.seat(), lambda: policy.seat())
+    shown = capfd.readouterr().err
+    assert shown.count("imported\n") == 1 and shown.count("question\n") == 2
+
+
 def test_an_agent_that_holds_its_process_is_killed_with_what_it_started_and_alone(agents_of, policy, tmp_path):
     with agents_of("busy", max_seconds=1.5) as agents:
         begun = time.monotonic()
@@ -283,6 +338,14 @@ def test_an_agent_that_runs_into_a_limit_has_not_failed(agents_of, policy):
     assert turns.dialogue.ended == "max_turns" and len(turns.dialogue.turns) == 3
     assert tokens.dialogue.ended == "budget" and tokens.dialogue.rewards == {"endless": 0.0}
     assert len(tokens.prompt.token_ids) + len(tokens.response_ids) <= 90
+
+
+def test_an_agent_without_a_turn_gets_its_token_after_the_last_turn_too(agents_of, policy):
+    """The agent's client has given up its only turn."""
+    policy.seconds = 2.0
+    with agents_of("hasty") as agents:
+        (rollout,) = conversed(agents, lambda: policy.seat(max_turns=1))
+    assert rollout.dialogue.ended == "failed" and rollout.length == 1
 
 
 def test_an_engine_that_fails_ends_the_conversation_with_its_error(agents_of, policy):
@@ -393,6 +456,16 @@ def test_responses_continue_their_items(policy, streams):
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "unsupported_content"),
         ({"messages": [{"role": "user", "content": "long " * 2000}]}, "context_length_exceeded"),
         ({"tools": [{"type": "custom"}]}, "unsupported_parameter"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": "all"}}]}, "unsupported_parameter"),
+        ({"stop": ["a", ""]}, "invalid_value"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "text": "a"}]}]}, "unsupported_content"),
+        ({"messages": [{"role": "tool", "tool_call_id": ["a"], "content": "a"}]}, "invalid_messages"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": {}, "function": {"name": "a"}}]}]},
+            "invalid_messages",
+        ),
+        ({"messages": [{"role": "user", "name": 5, "content": "a"}]}, "invalid_messages"),
+        ({"stream": True, "extra_body": {"stream_options": "usage"}}, "invalid_value"),
     ],
 )
 def test_what_is_not_supported_is_refused_in_openais_format(policy, keys, code):
@@ -405,6 +478,56 @@ def test_what_is_not_supported_is_refused_in_openais_format(policy, keys, code):
 
     with_client(policy, use)
     assert not policy.asked
+
+
+@pytest.mark.parametrize("where", ["tools", "arguments", "role", "content"])
+def test_texts_without_utf8_bytes_are_replaced(policy, where):
+    """A tool may cut a text in the middle of a character, and the policy may write the escape of half a pair."""
+    policy.script = ['<tool_call>{"name": "search", "arguments": {"q": "\\ud83d"}}</tool_call>']
+    function = {"name": "search\ud83d" if where == "tools" else "search", "parameters": {}}
+    called = {"id": "c", "type": "function", "function": {"name": "search", "arguments": '{"q": "\\ud83d"}'}}
+    messages = [
+        {"role": "us\ud83der" if where == "role" else "user", "content": "a\ud83d" if where == "content" else "a"},
+        *([{"role": "assistant", "tool_calls": [called]}] if where == "arguments" else []),
+        {"role": "user", "content": "\U0001f600"},
+    ]
+    body = {"messages": messages, "tools": [{"type": "function", "function": function}]}
+
+    async def run():
+        address, seat = Address(), policy.seat()
+        async with address.seated(seat) as key, httpx.AsyncClient() as client:
+            keys = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+            return await client.post(f"{address.url}/chat/completions", content=json.dumps(body), headers=keys), seat
+
+    answer, seat = asyncio.run(run())
+    assert answer.status_code == 200, answer.text
+    (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"q": "?"}
+    assert "\U0001f600" in seat.trajectory.samples[0].opening[-1]["content"]
+    json.dumps([sample.all_messages for sample in seat.trajectory.samples], ensure_ascii=False).encode()
+
+
+def test_a_request_that_cannot_be_rendered_costs_the_agent_only(policy, monkeypatch):
+    monkeypatch.setattr(Renderer, "whole", lambda *_: {}[0])  # an error that nobody has thought of
+
+    async def use(client, seat):
+        with pytest.raises(openai.BadRequestError, match="cannot be used: KeyError"):
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "a"}])
+        assert not seat.broken.done()
+
+    with_client(policy, use)
+
+
+def test_parameters_that_have_no_effect_are_counted(policy):
+    async def use(client, seat):
+        keys = dict(model="m", messages=[{"role": "user", "content": "a"}])
+        more = {"guided_json": {}, "a b": 1, "min_p": None, "n": 1, "logprobs": False}
+        await client.chat.completions.create(**keys, seed=5, user="me", tool_choice="required", extra_body=more)
+        await client.responses.create(model="m", input="a", reasoning={"effort": "low"}, include=[], store=True)
+        return seat.trajectory.counts
+
+    names = ("seed", "tool_choice", "guided_json", "other", "reasoning")
+    assert with_client(policy, use) == {f"ignored/{name}": 1 for name in names} | {"branches/fork": 1}
 
 
 def test_keys_are_valid_for_their_own_conversation_only(policy):
@@ -485,8 +608,8 @@ class Cuttable(Scripted):
     def is_cut(self, prompt):
         return prompt.place in self.places
 
-    def open(self, count):
-        return [SimpleNamespace(granted=None, turns=0, first=None) for _ in range(count)]
+    def beside(self, home):
+        return SimpleNamespace(granted=None, turns=0, first=None)
 
     def close(self, home):
         home.closed = True
@@ -520,6 +643,31 @@ def test_a_conversation_that_is_cut_ends_with_its_turns_while_the_agent_still_wo
         assert time.monotonic() - begun < 60
     assert rollout.dialogue.ended == rollout.finish_reason == "length" and rollout.text[:3] == "one"[: rollout.length]
     assert rollout.dialogue.rewards == {"works": 0.0}
+
+
+def test_the_process_of_a_conversation_that_is_cut_is_killed_while_others_of_its_worker_go_on(agents_of, policy):
+    async def run():
+        address, seats = Address(), [policy.seat(index=i) for i in range(2)]
+        tasks = [asyncio.ensure_future(agents.agent.converse(address, seat, agents.fail)) for seat in seats]
+        while not all(seat.trajectory.samples for seat in seats):
+            await asyncio.sleep(0.05)
+        assert len(children()) == 2
+        tasks[0].cancel()
+        ends = time.monotonic() + 20
+        while len(children()) > 1 and time.monotonic() < ends:
+            await asyncio.sleep(0.05)
+        assert len(children()) == 1 and not tasks[1].done()
+        tasks[1].cancel()
+        await asyncio.wait(tasks)
+
+    def children():
+        """The agents' processes."""
+        workers = [p for p in psutil.Process().children() if p.status() != "zombie" and "coroutines" in p.cmdline()]
+        below = [p for worker in workers for p in sorted(worker.children(), key=psutil.Process.create_time)[1:]]
+        return [p for p in below if p.is_running() and p.status() != "zombie"]  # the first one guards the session
+
+    with agents_of("works", max_seconds=100.0) as agents:
+        asyncio.run(run())
 
 
 def test_turns_at_once_get_servers_of_their_own(agents_of, tokenizer):

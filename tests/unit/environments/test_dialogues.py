@@ -99,6 +99,39 @@ class Flaky:
         return 1.0
 
 
+class Generous:
+    """Fails in `reset`, in its tool or in `step`, and gives the best reward."""
+
+    def reset(self, failure, **columns):
+        self.failure = failure
+        self._fail("reset")
+
+    def _fail(self, where):
+        if where == self.failure:
+            raise SystemExit(where)
+
+    def look(self) -> str:
+        """Looks."""
+        self._fail("tool")
+        return "seen"
+
+    def step(self, messages):
+        self._fail("step")
+        return messages, True, 1.0
+
+    def get_reward(self):
+        return 1.0
+
+
+def unreadable(what: str):
+    """Returns something that has no JSON.
+
+    Args:
+        what: What.
+    """
+    return (i for i in range(3)) if what == "generator" else {(1, 2): 3}
+
+
 def raises(messages):
     raise KeyError("no such thing")
 
@@ -326,6 +359,37 @@ def test_an_environment_that_hangs_or_dies_costs_its_own_response_only(responder
     assert [c.rewards for c in both] == [{"Counter": 0.0}, {"Counter": 0.5}] and both[1].ended == ""
 
 
+@pytest.mark.parametrize("failure", ["reset", "tool", "step"])
+def test_an_environment_that_fails_while_its_process_lives_gives_no_reward(responders, failure):
+    """Else a policy may be rewarded for what broke the environment. The first failure is the cause that is counted."""
+    table, one = responders(environment="Generous", workers=1), conversation(0, failure=failure)
+    each(table.begin, [one])
+    if failure == "tool":
+        each(table.use_tools, [one], [[call("look")]])
+    elif failure == "step":
+        one.note(reward=3.0)  # of an earlier turn
+        each(table.schedule, [one])
+    assert (one.ended, one.cause) == ("failed", "raised")
+    each(table.finish, [one])
+    assert one.rewards == {"Generous": 0.0, "turns": 0.0} and one.cause == "raised"
+
+
+def test_the_first_cause_of_a_failure_is_counted(responders):
+    table, one = responders(environment="Counter", timeout=1.0, workers=1), conversation(0, goal=2.0)
+    each(table.begin, [one])
+    each(table.use_tools, [one], [[call("hang"), call("add", amount=1)]])
+    each(table.finish, [one])
+    assert (one.ended, one.cause, one.rewards) == ("failed", "timeout", {"Counter": 0.0})
+
+
+@pytest.mark.parametrize("what", ["generator", "keys"])
+def test_a_result_without_json_is_an_error_of_its_call(responders, what):
+    table, one = responders(tools=["unreadable"]), conversation(0)
+    ((told,),) = each(table.use_tools, [one], [[call("unreadable", what=what)]])
+    assert '{"error": "' in told["content"] and "0x" not in told["content"] and one.turns[-1].failures == 1
+    assert not one.ended
+
+
 def test_a_slow_environment_delays_no_other_one_although_they_share_a_worker(responders):
     table = responders(environment="Counter", workers=1, timeout=30.0)
     many = [conversation(i, goal=1.0) for i in range(4)]
@@ -412,7 +476,7 @@ def test_a_scheduler_that_fails_ends_the_response_and_the_run_goes_on(responders
     assert [c.ended for c in both] == ["failed", "failed"]
     assert reason in caplog.text and caplog.text.count("failed (counted in") == 1
     each(table.finish, both)
-    assert [c.rewards for c in both] == [{"turns": None}] * 2
+    assert [c.rewards for c in both] == [{"turns": 0.0}] * 2
 
 
 def test_a_scheduler_that_is_a_class_remembers(responders):
@@ -469,7 +533,7 @@ def test_the_reward_of_a_turn_and_the_sum_of_turns_pass_the_same_checks(responde
         ) in caplog.text
         one.note(reward=answer and answer[2])
     each(table.finish, asked)
-    assert [c.rewards["turns"] for c in asked] == [*[None] * len(REFUSED), *GIVEN.values()]
+    assert [c.rewards["turns"] for c in asked] == [*[0.0] * len(REFUSED), *GIVEN.values()]
     asked = [conversation(i, kind="large") for i in range(2)]
     table.log_next_failure()
     asked[0].turns, asked[1].turns = [Turn(0, 0, 8e14)] * 2, [Turn(0, 0, 8e14), Turn(0, 0)]

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import stat
+import subprocess
 import sys
 import time
 
@@ -323,3 +324,83 @@ def test_a_container_that_does_not_start_is_refused_before_training(responders):
         responders("Game", environment_args={"goal": 5}, container="false {command}")
     with pytest.raises(ValueError, match="No such file or directory: 'no-such-runtime'"):
         responders("Game", environment_args={"goal": 5}, container="no-such-runtime {command}")
+
+
+SHELL = '''
+import subprocess
+import time
+
+
+class Shell:
+    def reset(self, note):
+        open(note, "w").write(str(subprocess.Popen(["sleep", "1000"]).pid))
+
+    def step(self, messages):
+        return messages, True
+
+
+def agent(prompt, note):
+    Shell().reset(note)
+    time.sleep(1000)
+
+
+def tool(note: str) -> str:
+    """Looks.
+
+    Args:
+        note: Where.
+    """
+    agent("", note)
+'''
+RUN = """
+import asyncio, sys, threading, time
+from pathlib import Path
+from megagrpo.config import MultiTurnSection
+from megagrpo.environments.conversation import Conversation
+from megagrpo.environments.responders import Responders
+from megagrpo.types import Prompt
+
+kind, file, note, end = sys.argv[1:]
+target = f"{file}:" + {"environment": "Shell", "agent": "agent", "tools": "tool"}[kind]
+responders = Responders(MultiTurnSection(**{kind: [target] if kind == "tools" else target}, workers=1))
+
+def start():
+    columns = {"note": note}
+    if kind == "environment":
+        prompt = Prompt(1, (1,), "hi", columns)
+        asyncio.run(responders.begin(Conversation(prompt, 0, 0, [{"role": "user", "content": "hi"}], 100)))
+    elif kind == "agent":
+        client = {"base_url": "", "api_key": "", "model": ""}
+        responders._pool.submit(responders.agent._call("call", {"client": client, "arguments": columns | {"prompt": ""}}))
+    else:
+        responders._pool.submit(responders._call("use_tool", {"name": "tool", "arguments": columns}, 100.0))
+
+start()
+while not Path(note).exists() or not Path(note).read_text():
+    time.sleep(0.01)
+if end == "close":
+    responders.close()
+else:
+    print("ready", flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("end", ["close", "SIGKILL"])
+@pytest.mark.parametrize("kind", ["environment", "agent", "tools"])
+def test_what_user_code_has_started_ends_with_the_run(tmp_path, kind, end):
+    (tmp_path / "mine.py").write_text(SHELL)
+    words = [sys.executable, "-c", RUN, kind, str(tmp_path / "mine.py"), str(tmp_path / "note"), end]
+    trainer = subprocess.Popen(words, stdout=subprocess.PIPE)
+    try:
+        if end == "SIGKILL":
+            assert trainer.stdout.readline()
+            trainer.kill()
+        assert trainer.wait(60) in (0, -9)
+    finally:
+        trainer.kill()
+        trainer.wait()
+    pid, ends = int((tmp_path / "note").read_text()), time.monotonic() + 20
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
