@@ -216,10 +216,10 @@ class DialogueEngine(Generator):
         async def take_turn(max_tokens: int) -> None:
             params, place = replace(sampling, max_tokens=max_tokens), len(conversation.turns)
             own_seed = derive_seed(seed, conversation.prompt.prompt_id, conversation.index, place)
-            began, queued = time.monotonic(), home.queued
+            asked, begun, queued = time.time(), time.monotonic(), home.queued
             turn = await session.turn(conversation.prefix, params, own_seed, home)
-            conversation.add_turn(turn, self._tokenizer.decode, time.monotonic() - began)
-            conversation.note(queued=home.queued - queued)
+            times = dict(began=asked, generated=time.monotonic() - begun, queued=home.queued - queued)
+            conversation.add_turn(turn, self._tokenizer.decode, **times)
 
         try:
             async with asyncio.timeout(self._limits.max_seconds) as limit:

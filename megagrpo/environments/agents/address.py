@@ -25,8 +25,9 @@ if TYPE_CHECKING:  # imported late, because a rank that does not generate opens 
 
 MAX_BODY = 1 << 26  # bytes of a request
 Call = dict[str, Any]
-# The policy's next turn: (prompt, sampling, number of the turn in its conversation).
-TakeTurn = Callable[[Prompt, SamplingParams, int], Awaitable[Rollout]]
+# The policy's next turn: (prompt, sampling, number of the turn in its conversation). Returns it, and the seconds that it
+# has waited for a slot of its server.
+TakeTurn = Callable[[Prompt, SamplingParams, int], Awaitable[tuple[Rollout, float]]]
 # The text and the tool calls of a turn: (prompt, rollout, tools). An invalid call has only `error`.
 ReadCalls = Callable[[Prompt, Rollout, Sequence[Call]], Awaitable[tuple[str, list[Call]]]]
 
@@ -67,9 +68,9 @@ class Seat:
         if ask.stop:
             sampling = replace(sampling, stop=(*sampling.stop, *ask.stop), include_stop=False)
         prompt = replace(trajectory.prompt, token_ids=start.context, messages=ask.messages)
-        began = time.monotonic()
-        rollout = await self._turn(prompt, sampling, number)
-        seconds = time.monotonic() - began
+        asked, begun = time.time(), time.monotonic()
+        rollout, queued = await self._turn(prompt, sampling, number)
+        times = dict(began=asked, generated=time.monotonic() - begun, queued=queued)
         content, calls = rollout.text, list[Call]()
         if ask.tools and ask.parses_calls:
             text, found = await self._read_calls(prompt, rollout, ask.tools)
@@ -86,7 +87,7 @@ class Seat:
             created=int(time.time()),
             model=ask.model,
         )
-        trajectory.record(start, rollout, reply.message, seconds)
+        trajectory.record(start, rollout, reply.message, **times)
         return reply
 
     def close(self) -> None:

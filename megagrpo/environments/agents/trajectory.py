@@ -192,8 +192,9 @@ class Trajectory:
                 break
         return Start(messages, named, None, self._renderer.whole(messages, tools, self.prompt), cause)
 
-    def record(self, start: Start, rollout: Rollout, message: Message, seconds: float = 0.0) -> None:
-        """Keep a turn that began at `start` and took `seconds`, and the assistant's `message` that the agent gets."""
+    def record(self, start: Start, rollout: Rollout, message: Message, **times: float) -> None:
+        """Keep a turn that began at `start`, and the assistant's `message` that the agent gets. `times` are fields of
+        `Turn`."""
         node = start.node
         if node is None or not node.is_end:
             if self.samples:
@@ -204,7 +205,7 @@ class Trajectory:
             node.sample.extend(start.messages[seen:], start.suffix)
         sample = self._last = node.sample
         self._asked[start.tools, histories(start.messages)[-1]] = Node(sample, len(sample.ids))
-        sample.add_turn(rollout, self._renderer.tokenizer.decode, seconds)
+        sample.add_turn(rollout, self._renderer.tokenizer.decode, **times)
         sample.note(calls=tuple(call["function"]["name"] for call in message.get("tool_calls", ())))
         sample.messages[-1] = message
         self._delivered = time.monotonic()

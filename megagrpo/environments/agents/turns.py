@@ -20,17 +20,17 @@ class Turns:
     seed: int
     is_free: bool = True
 
-    async def take(self, prompt: Prompt, sampling: SamplingParams, number: int) -> Rollout:
-        """Take turn `number`."""
+    async def take(self, prompt: Prompt, sampling: SamplingParams, number: int) -> tuple[Rollout, float]:
+        """Take turn `number`. Returns it, and the seconds that it has waited for a slot of its server."""
         seed = derive_seed(self.seed, prompt.prompt_id, self.index, number)
         if not self.is_free:
             (other,) = self.session.open(1)
             try:
-                return await self.session.turn(prompt, sampling, seed, other)
+                return await self.session.turn(prompt, sampling, seed, other), other.queued
             finally:
                 self.session.close(other)
-        self.is_free = False
+        self.is_free, queued = False, self.home.queued
         try:
-            return await self.session.turn(prompt, sampling, seed, self.home)
+            return await self.session.turn(prompt, sampling, seed, self.home), self.home.queued - queued
         finally:
             self.is_free = True

@@ -153,7 +153,7 @@ class Policy:
         count, text, stopped = end
         reason = "stop" if stopped else reason
         stop_string = stopped if sampling.stop else None
-        return Rollout(prompt, ids[:count], [-0.5] * count, reason, 4, text, stop_string=stop_string)
+        return Rollout(prompt, ids[:count], [-0.5] * count, reason, 4, text, stop_string=stop_string), 0.0
 
     async def read_calls(self, prompt, rollout, tools):
         return hermes(rollout.text)
@@ -486,7 +486,7 @@ class Cuttable(Scripted):
         return prompt.place in self.places
 
     def open(self, count):
-        return [SimpleNamespace(granted=None, turns=0, first=None) for _ in range(count)]
+        return [SimpleNamespace(granted=None, turns=0, first=None, queued=0.0) for _ in range(count)]
 
     def close(self, home):
         home.closed = True
