@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # imported late, because a rank that does not generate opens 
 
 MAX_BODY = 1 << 26  # bytes of a request
 Call = dict[str, Any]
-# The policy's next turn: (prompt, sampling, number of the turn in its conversation). Returns it, and the seconds that it
-# has waited for a slot of its server.
+# (prompt, sampling, number of the turn in its conversation) -> the policy's next turn, and the seconds that it has
+# waited for a slot of its server.
 TakeTurn = Callable[[Prompt, SamplingParams, int], Awaitable[tuple[Rollout, float]]]
 # The text and the tool calls of a turn: (prompt, rollout, tools). An invalid call has only `error`.
 ReadCalls = Callable[[Prompt, Rollout, Sequence[Call]], Awaitable[tuple[str, list[Call]]]]
