@@ -16,7 +16,7 @@ import httpx
 from megagrpo.engine.connections import ConnectionFailed, Connections
 from megagrpo.engine.http import HEALTH_SECONDS, answers
 from megagrpo.engine.protocol import EngineError, EngineStarved
-from megagrpo.engine.requests import GroupRequest, Request
+from megagrpo.engine.requests import GroupRequest, OnTokens, Request
 from megagrpo.engine.server_slots import QUEUE_ROUTE, Slots, read_queue
 from megagrpo.engine.tool_parsing import ToolCalls, read_tool_calls
 from megagrpo.engine.updates import LOOK_SECONDS, Updates
@@ -130,10 +130,13 @@ class Generation:
         self._free(home)
         self._leave(home)
 
-    async def turn(self, prompt: Prompt, sampling: SamplingParams, seed: int, home: Home) -> Rollout:
-        """Generate one turn of a conversation: a response to `prompt`, which holds all tokens before it."""
+    async def turn(
+        self, prompt: Prompt, sampling: SamplingParams, seed: int, home: Home, on_tokens: OnTokens | None = None
+    ) -> Rollout:
+        """Generate one turn of a conversation: a response to `prompt`, which holds all tokens before it. `on_tokens`
+        gets its tokens as they come."""
         group = GroupRequest(prompt, 1, sampling, seed, self._engine.weight_version)
-        return await self.respond(Request(group, 0, is_pinned=self.tools.copies > 1), home)
+        return await self.respond(Request(group, 0, is_pinned=self.tools.copies > 1, on_tokens=on_tokens), home)
 
     async def read_tool_calls(self, turn: Sequence[int], tools: Sequence[dict[str, Any]], home: Home) -> ToolCalls:
         """Return the text of a turn outside of its tool calls, and the calls. A server parses them with the tool parser

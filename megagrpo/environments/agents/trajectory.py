@@ -145,6 +145,10 @@ class Trajectory:
         self._ended: dict[tuple[str, bytes], Node] = {}  # what ended with a history
         self._histories: set[bytes] = set()  # of `_ended`, with whatever tools
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return self._renderer.tokenizer.decode(ids)
+
     def start(self, messages: list[Message], tools: Sequence[Message]) -> Start:
         """Find where the next turn of the policy begins. Raises Refused when there are too many tokens or turns."""
         if self._max_turns is not None and self.turns >= self._max_turns:

@@ -137,8 +137,9 @@ class Policy:
     seconds: float = 0.0
     asked: list[tuple] = field(default_factory=list)
     cancelled: int = 0
+    replaced: list[int] = field(default_factory=list)  # tokens of a stream that fails before the response
 
-    async def turn(self, prompt, sampling, number):
+    async def turn(self, prompt, sampling, number, on_tokens=None):
         self.asked.append((prompt, sampling, number))
         try:
             await asyncio.sleep(self.seconds)
@@ -153,6 +154,10 @@ class Policy:
         count, text, stopped = end
         reason = "stop" if stopped else reason
         stop_string = stopped if sampling.stop else None
+        if on_tokens and self.replaced:
+            on_tokens(0, self.replaced)
+        for place, token_id in enumerate(ids[:count] if on_tokens else ()):
+            on_tokens(place, [token_id])
         return Rollout(prompt, ids[:count], [-0.5] * count, reason, 4, text, stop_string=stop_string), 0.0
 
     async def read_calls(self, prompt, rollout, tools):
@@ -348,10 +353,33 @@ def test_chat_completions_in_a_stream(policy):
                 model="m", messages=messages, tools=[SEARCH], stream=True
             )
         ]
-        assert "".join(c.choices[0].delta.content or "" for c in chunks) == "done"
+        assert "".join(c.choices[0].delta.content or "" for c in chunks) == "done" and len(chunks) > 3
         return seat.trajectory
 
     assert with_client(policy, use).counts == {}
+
+
+@pytest.mark.parametrize("route", ["chat", "responses"])
+def test_an_error_in_a_stream_reaches_the_agent_and_nothing_of_the_turn_is_trained(policy, route):
+    policy.replaced = policy.tokenizer.encode("six", False)  # a server failed, and the next one sampled "one"
+
+    async def use(client, seat):
+        got = []
+        messages = [{"role": "user", "content": "hi"}]
+        with pytest.raises(openai.APIError, match="a server failed during the response"):
+            if route == "chat":
+                async for chunk in await client.chat.completions.create(model="m", messages=messages, stream=True):
+                    got.append(chunk.choices[0].delta.content)
+            else:
+                async for event in await client.responses.create(model="m", input="hi", stream=True):
+                    got += [event.delta] if event.type == "response.output_text.delta" else []
+        assert "".join(got) == "six" and not seat.trajectory.samples
+        assert seat.trajectory.counts == {"broken_streams": 1} and not seat.broken.done()
+        with pytest.raises(openai.BadRequestError):  # before its first text it is an error like any other
+            long = [{"role": "user", "content": "long " * 2000}]
+            await client.chat.completions.create(model="m", messages=long, stream=True)
+
+    with_client(policy, use)
 
 
 @pytest.mark.parametrize("streams", [False, True])
