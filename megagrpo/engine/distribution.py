@@ -243,7 +243,7 @@ class Generation:
             self._lost.append(home)
         else:
             self._later.setdefault(home.url, deque()).append(home)
-        self._fill()
+        self._give(home.url)
 
     def _grant(self, url: str, home: Home) -> None:
         self._waiting -= 1
@@ -272,7 +272,16 @@ class Generation:
         if home.has_slot and home.url is not None:
             self._busy[home.url] -= 1
         home.has_slot = False
-        self._fill()
+        self._give(home.url)
+
+    def _give(self, url: str | None) -> None:
+        """Give a free slot of the server to the conversation there that waits first. Only if conversations wait at
+        other servers alone, or have not begun, all servers are looked at: there may be thousands."""
+        waiting = self._later.get(url) if url is not None else None
+        if url is not None and waiting and self._busy[url] < self._slots.slots(url) and self._fleet.usable([url]):
+            self._grant(url, waiting.popleft())
+        elif self._waiting:  # else `_dispatch` finds that nothing waits
+            self._fill()
 
     async def _follow_queues(self) -> None:
         """Adapt the number of requests of each server to its waiting queue, while requests wait here."""
