@@ -12,6 +12,7 @@ from typing import Any
 
 from megagrpo.records.completions import Row
 
+LEAST_WAIT = 0.001  # seconds of a wait that is shown
 Attributes = dict[str, str | int | float | list[str]]
 
 
@@ -62,8 +63,9 @@ def _turn_spans(sample: Row, number: int, about: Attributes) -> Iterator[Interva
         if not (began := turn.get("began")):
             continue
         common: Attributes = {"megagrpo.sample": number}
-        granted, done = began + turn["queued"], began + turn["generated"]
-        if turn["queued"]:
+        waits = turn["queued"] >= LEAST_WAIT
+        granted, done = began + (turn["queued"] if waits else 0.0), began + turn["generated"]
+        if waits:
             yield Interval("wait_for_slot", began, granted, attributes=common)
         asked = {"gen_ai.operation.name": "chat", "gen_ai.provider.name": "vllm", "gen_ai.request.model": model}
         used = {

