@@ -73,7 +73,7 @@ def route(conversations: int, servers: int, turns: int = 2) -> list[str]:
     async def work() -> None:
         engine = VllmEngine(urls, str)
         slots = Slots(max(1, conversations // servers // 2), 1)
-        tools: Any = Tools(NoMetrics(), Connections({}, 1.0), None, slots)  # type: ignore[arg-type]
+        tools: Any = Tools(NoMetrics(), Connections({}, 1.0), None, slots)
         session = Generation(engine, tools, respond, lambda: None)
         async with session.running():
             prompts = [Prompt(i, (1, 2, i + 3), "") for i in range(conversations // GROUP)]

@@ -65,7 +65,7 @@ class Conversation:
         """The prompt's and the response's messages."""
         return [*self.opening, *self.messages]
 
-    def add_turn(self, rollout: Rollout, decode: Callable[[Sequence[int]], str], **times: float) -> None:
+    def add_turn(self, rollout: Rollout, decode: Callable[[Sequence[int]], str], **times: Any) -> None:
         """Append a turn that the policy generated. `times` are fields of `Turn`."""
         if self.is_open:
             self.messages.pop()

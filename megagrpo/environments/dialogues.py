@@ -26,7 +26,7 @@ from megagrpo.environments.agents.trajectory import Renderer, Trajectory
 from megagrpo.environments.agents.turns import Turns
 from megagrpo.environments.conversation import Conversation
 from megagrpo.environments.responders import Responders
-from megagrpo.environments.tool_calls import OPENING, as_message, hermes, named_call
+from megagrpo.environments.tool_calls import CALL_OPENING, as_message, hermes, named_call
 from megagrpo.rewards.answers import after_thought
 from megagrpo.rewards.functions.text_rewards import encodable
 from megagrpo.types import Prompt, Rollout, SamplingParams
@@ -197,7 +197,7 @@ class DialogueEngine(Generator):
 
         for attempt in range(retries + 1):
             trajectory = Trajectory(prompt, turns.index, self._renderer, *limits, retries=attempt)
-            opening = OPENING if self._limits.vllm_parser is None else None
+            opening = CALL_OPENING if self._limits.vllm_parser is None else None
             seat = Seat(trajectory, sampling, turns.take, read_calls, opening)
             await self._unless_cut(prompt, partial(agent.converse, address, seat, self.responders.fail))
             trajectory.ended = trajectory.ended or "length"  # it was cut

@@ -19,7 +19,7 @@ from megagrpo.environments.agents import chat_completions, responses_api
 from megagrpo.environments.agents.agent_requests import POLICY_NAME, Ask, Reply
 from megagrpo.environments.agents.text_stream import TextStream
 from megagrpo.environments.agents.trajectory import Refused, Trajectory
-from megagrpo.environments.tool_calls import OPENING
+from megagrpo.environments.tool_calls import CALL_OPENING
 from megagrpo.platform.process.loopback import LOOPBACK_ADDRESS
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
@@ -45,7 +45,7 @@ class Seat:
         sampling: SamplingParams,
         turn: TakeTurn,
         read_calls: ReadCalls,
-        opening: str | None = OPENING,
+        opening: str | None = CALL_OPENING,
     ):
         self.trajectory, self._sampling, self._turn, self._read_calls = trajectory, sampling, turn, read_calls
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()

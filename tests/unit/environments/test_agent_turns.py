@@ -15,7 +15,7 @@ from megagrpo.engine.responses import InvalidResponse, find_ending, heard_tokens
 from megagrpo.environments.agents.text_stream import TextStream
 from megagrpo.environments.dialogues import DialogueEngine, Dialogues
 from megagrpo.environments.responders import Responders
-from megagrpo.environments.tool_calls import OPENING, hermes
+from megagrpo.environments.tool_calls import CALL_OPENING, hermes
 from megagrpo.trainer.rollout.sample_metrics import rollout_metrics
 from megagrpo.types import Prompt, SamplingParams, ScoredRollout
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
@@ -211,7 +211,7 @@ def test_whatever_the_tokens_a_stream_sends_the_beginning_of_their_text(tokenize
     parts = ["a", " ", "é", "語", "🙂", "\n", "<tool_call>", "<tool", "STOP", "ST", "<think>", "\ufffd", "</s>"]
     text = "".join(rng.choices(parts, k=60))
     ids = [*tokenizer.encode(text, False), *rng.choices(range(3, 200), k=5), 2]
-    for stop, opening in (((), ""), (("STOP", "TO"), ""), ((), OPENING), (("STOP",), OPENING)):
+    for stop, opening in (((), ""), (("STOP", "TO"), ""), ((), CALL_OPENING), (("STOP",), CALL_OPENING)):
         stream = TextStream(tokenizer.decode, stop, opening)
         sent = "".join(all_of(stream, ids, rng))
         whole = find_ending(ids, tokenizer.decode, stop, include_stop=False).text
@@ -222,13 +222,13 @@ def test_whatever_the_tokens_a_stream_sends_the_beginning_of_their_text(tokenize
 
 
 def test_only_what_may_change_is_held_back(tokenizer):
-    stream = TextStream(tokenizer.decode, ("STOP",), OPENING)
+    stream = TextStream(tokenizer.decode, ("STOP",), CALL_OPENING)
     ids = tokenizer.encode("ab 語 c STO d <tool_c e", False)
     sent, text = all_of(stream, ids), ""
     for place, more in enumerate(sent, 1):
         text, whole = text + more, tokenizer.decode(ids[:place])
         held = whole.rstrip("\ufffd")[len(text) :]
-        assert whole.startswith(text) and held.strip() in ("", "S", "ST", "STO", *[OPENING[:n] for n in range(8)])
+        assert whole.startswith(text) and held.strip() in ("", "S", "ST", "STO", *[CALL_OPENING[:n] for n in range(8)])
     assert TextStream(tokenizer.decode, (), None).add(0, ids) == ""  # how a call begins is not known
 
 

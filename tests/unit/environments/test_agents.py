@@ -12,6 +12,9 @@ import httpx
 import openai
 import psutil
 import pytest
+from openai.types.chat import ChatCompletionChunk
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from megagrpo.config import MultiTurnSection
 from megagrpo.data.tokenizer import load_tokenizer
@@ -357,6 +360,38 @@ def test_chat_completions_in_a_stream(policy):
         return seat.trajectory
 
     assert with_client(policy, use).counts == {}
+
+
+def test_each_event_of_a_stream_has_all_fields_that_openais_types_require(policy):
+    policy.script = ['Hm. <tool_call>{"name": "search", "arguments": {}}</tool_call>', "a b", ""]
+    event_of = TypeAdapter(ResponseStreamEvent).validate_python
+    tool = {"type": "function", **SEARCH["function"]}
+
+    async def use(client, seat):
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {client.api_key}"}, timeout=60) as plain:
+            for body in ({"input": "1", "tools": [tool]}, {"input": "2"}, {"input": "3"}):
+                answer = await plain.post(f"{client.base_url}responses", json={"model": "m", "stream": True, **body})
+                lines = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+                events = [event_of(line, strict=True) for line in lines]
+                assert [event.sequence_number for event in events] == [*range(len(events))]
+                names = [event.type.removeprefix("response.") for event in events]
+                assert names[:2] == ["created", "in_progress"] and names[-1] == "completed"
+                text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+                assert text == "".join(i.content[0].text for i in events[-1].response.output if i.type == "message")
+                ends = ["output_text.done", "content_part.done", "output_item.done"]
+                whole = [name for name in names if name != "output_text.delta"]
+                assert whole[2:7] == ["output_item.added", "content_part.added", *ends]
+                for line in (line for line in lines if "item" in line or "item_id" in line):
+                    item = events[-1].response.output[line["output_index"]]
+                    assert item.id == (line.get("item_id") or line["item"]["id"])
+            keys = {"messages": [{"role": "user", "content": "4"}], "stream_options": {"include_usage": True}}
+            answer = await plain.post(f"{client.base_url}chat/completions", json={"model": "m", "stream": True, **keys})
+            *lines, last = [line[6:] for line in answer.text.splitlines() if line]
+            chunks = [ChatCompletionChunk.model_validate(json.loads(line), strict=True) for line in lines]
+            assert last == "[DONE]" and len({chunk.id for chunk in chunks}) == 1
+            assert [chunk.choices[0].delta.role for chunk in chunks[:-1]] == ["assistant", *[None] * (len(chunks) - 2)]
+
+    with_client(policy, use)
 
 
 @pytest.mark.parametrize("route", ["chat", "responses"])

@@ -244,6 +244,9 @@ def test_conversations_do_not_flood_the_collector(tmp_path):
     spans = sent(tmp_path / "usual", many, steps=3)
     assert sum(span.name.startswith("invoke_agent") for span in spans) == 3 * 16
     assert len(spans) == 3 * (1 + 16 * 151)
+    for root in (span for span in spans if span.name.startswith("invoke_agent")):  # conversations ran at once
+        inside = [span for span in spans if span.trace_id == root.trace_id and span is not root]
+        assert len(inside) == 150 and all(span.parent_span_id == root.span_id for span in inside)
     spans = sent(tmp_path / "most", many, "run.otel.conversations=1000")
     assert len(spans) == 1 + MOST_SPANS
     for words in (["run.otel.conversations=0"], ["run.log_completions_steps=0"]):
