@@ -277,11 +277,13 @@ class Generation:
     def _give(self, url: str | None) -> None:
         """Give a free slot of the server to the conversation there that waits first. Only if conversations wait at
         other servers alone, or have not begun, all servers are looked at: there may be thousands."""
-        waiting = self._later.get(url) if url is not None else None
-        if url is not None and waiting and self._busy[url] < self._slots.slots(url) and self._fleet.usable([url]):
-            self._grant(url, waiting.popleft())
-        elif self._waiting:  # else `_dispatch` finds that nothing waits
+        is_free = url is not None and self._busy[url] < self._slots.slots(url) and bool(self._fleet.usable([url]))
+        if url is not None and is_free and self._later.get(url):
+            self._grant(url, self._later[url].popleft())
+        elif self._waiting:
             self._fill()
+        elif is_free:
+            self._begun()
 
     async def _follow_queues(self) -> None:
         """Adapt the number of requests of each server to its waiting queue, while requests wait here."""
