@@ -27,7 +27,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by its path,
 from benchmarks.scaling.table import HEADER, Series, draw, lines_of
 from megagrpo.platform.process.variables import OPENMP
 
-PARTS = ("packing", "records", "exchange", "client", "agreement", "sync_plans", "start", "rewards", "planned")
+PARTS = (
+    "packing",
+    "records",
+    "exchange",
+    "client",
+    "conversations",
+    "agreement",
+    "sync_plans",
+    "start",
+    "rewards",
+    "planned",
+)
 
 
 def run_part(name: str, results: Connection) -> None:

@@ -1,5 +1,6 @@
 """Draws docs/images: python docs/pictures.py [RUN [MOE [TALKS]]]. RUN is the folder of a finished quickstart, MOE the
-one of the example `moe`, TALKS the one of a run with conversations; without them only the layout is drawn.
+one of the example `moe`, TALKS the one of the example `agent`. `-` instead of a folder leaves its pictures as they are;
+without folders only the layout is drawn.
 
 The pictures of a report need its report.html, as `megagrpo report` writes it, and Debian's chromium with its driver.
 """
@@ -173,22 +174,26 @@ def layers(page: Path) -> None:
         card.screenshot(str(IMAGES / "report-layers.png"))
 
 
-# Leave the two responses with the most turns of the group that has them, the first one open.
+# Leave the responses with the most and the fewest turns of the group in which these numbers differ most.
 CONVERSATION = """
 document.querySelector('.toolbar').remove();
 const turns = (node) => node.querySelectorAll('.own').length;
-const most = (nodes) => [...nodes].sort((a, b) => turns(b) - turns(a));
-const [row] = most(document.querySelectorAll('#responses tbody tr')), group = row.closest('.group');
-most(group.querySelectorAll('tbody tr')).slice(2).forEach((other) => other.remove());
-row.querySelector('.clamped.tall > button')?.click();
+const inOrder = (group) => [...group.querySelectorAll('tbody tr')].sort((a, b) => turns(b) - turns(a));
+const range = (group) => { const rows = inOrder(group); return turns(rows[0]) - turns(rows.at(-1)); };
+const [group] = [...document.querySelectorAll('#responses .group')].sort((a, b) => range(b) - range(a));
+inOrder(group).slice(1, -1).forEach((other) => other.remove());
+group.querySelectorAll('.clamped.tall > button').forEach((button) => button.click());
 group.scrollIntoView();
 return group;
 """
 
 
 def conversation(page: Path) -> None:
-    """Take a screenshot of the conversation with the most turns that the page shows first."""
+    """Take a screenshot of two conversations about one question in the run's first step."""
     with browser(page, 1900) as driver:
+        while (previous := driver.find_element("css selector", "[aria-label='previous recorded step']")).is_enabled():
+            driver.execute_script("arguments[0].click()", previous)
+            time.sleep(0.2)
         card = driver.execute_script(CONVERSATION)
         time.sleep(1)
         card.screenshot(str(IMAGES / "report-conversation.png"))
@@ -218,14 +223,15 @@ def main() -> None:
     """Draw the layout, and the curve and the report of the run that the command line names."""
     IMAGES.mkdir(exist_ok=True)
     layout().write(IMAGES / "layout.svg")
-    if len(sys.argv) > 3:
-        conversation(Path(sys.argv[3]) / "report.html")
-    if len(sys.argv) > 2:
-        layers(Path(sys.argv[2]) / "report.html")
-    if len(sys.argv) > 1:
-        lines = (Path(sys.argv[1]) / "metrics.jsonl").read_text().splitlines()
+    run, moe, talks = [*sys.argv[1:], "-", "-", "-"][:3]
+    if talks != "-":
+        conversation(Path(talks) / "report.html")
+    if moe != "-":
+        layers(Path(moe) / "report.html")
+    if run != "-":
+        lines = (Path(run) / "metrics.jsonl").read_text().splitlines()
         curve([json.loads(line) for line in lines]).write(IMAGES / "quickstart.svg")
-        report(Path(sys.argv[1]) / "report.html")
+        report(Path(run) / "report.html")
 
 
 if __name__ == "__main__":

@@ -170,6 +170,7 @@ class Turn:
     generated: float = field(default=0.0, compare=False)  # seconds until the policy had written it
     answered: float = field(default=0.0, compare=False)  # seconds that tools, scheduler or environment then took
     queued: float = field(default=0.0, compare=False)  # seconds of `generated` that it waited for a server's slot
+    began: float = field(default=0.0, compare=False)  # seconds since 1970 when it was asked for; 0: not recorded
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,6 +79,9 @@ class OtelSection(Section):
     endpoint: str | None = None
     """Address of an OpenTelemetry collector for OTLP over HTTP, such as `http://127.0.0.1:4318`. Empty:
     `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` or `OTEL_EXPORTER_OTLP_ENDPOINT`, or `http://localhost:4318`."""
+    conversations: Annotated[int, Field(ge=0, le=1000)] = 16
+    """How many responses of a step with several turns (`multi_turn`) are sent as a trace of their own: the first ones,
+    with at most 4,096 spans together. 0: none."""
 
 
 class PrometheusSection(Section):

@@ -282,7 +282,8 @@ class VllmEngine(Updates, Generator):
         self._in_flight[request_id] = request.group.prompt.place, version
         try:
             body = request.body(request_id, model, first, limit)
-            return await generation.tools.connections.post(url, "/inference/v1/generate", body, request.headers)
+            post, on_line = generation.tools.connections.post, request.listener(first)
+            return await post(url, "/inference/v1/generate", body, request.headers, on_line)
         finally:
             del self._in_flight[request_id]
 

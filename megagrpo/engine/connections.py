@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +21,7 @@ KEPT_SECONDS = 4.0  # that an idle connection is kept; vLLM closes it after 5 (V
 READ_BYTES = 1 << 20  # of a response that are buffered before the socket is paused
 JSON = {"content-type": "application/json"}
 NO_HEADERS: Mapping[str, str] = {}
+OnLine = Callable[[bytes], None]  # gets each line of a body as it comes
 
 
 class ConnectionFailed(Exception):
@@ -73,8 +74,11 @@ class Connections:
             read_bufsize=READ_BYTES,
         )
 
-    async def post(self, url: str, path: str, body: bytes, headers: Mapping[str, str] = NO_HEADERS) -> Answer:
-        """Send a request to the server `url`, with additional `headers`, and return the response.
+    async def post(
+        self, url: str, path: str, body: bytes, headers: Mapping[str, str] = NO_HEADERS, on_line: OnLine | None = None
+    ) -> Answer:
+        """Send a request to the server `url`, with additional `headers`, and return the response. `on_line` gets the
+        lines of one with status 200 before it is complete.
 
         Raises ConnectionFailed, and TimeoutError when the time is over or `end` was called.
         """
@@ -84,11 +88,11 @@ class Connections:
         try:
             async with self._deadline(url, address):
                 try:
-                    return await _post(self._kept, address + path, body, headers)
+                    return await _post(self._kept, address + path, body, headers, on_line)
                 except (aiohttp.ClientConnectionError, ConnectionResetError) as error:
                     if not _came_before_a_response(error):
                         raise
-                    return await _post(self._new, address + path, body, headers)
+                    return await _post(self._new, address + path, body, headers, on_line)
         except aiohttp.ConnectionTimeoutError as error:
             raise ConnectionFailed(repr(error)) from error
         except TimeoutError as error:
@@ -137,8 +141,21 @@ def _came_before_a_response(error: Exception) -> bool:
     return isinstance(error, ConnectionResetError) or getattr(error, "errno", None) in (errno.ECONNRESET, errno.EPIPE)
 
 
-async def _post(session: aiohttp.ClientSession, url: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+async def _post(
+    session: aiohttp.ClientSession, url: str, body: bytes, headers: Mapping[str, str], on_line: OnLine | None
+) -> Answer:
     import yarl
 
     async with session.post(yarl.URL(url, encoded=True), data=body, headers=headers) as response:
-        return Answer(response.status, await response.read())
+        if on_line is None or response.status != 200:
+            return Answer(response.status, await response.read())
+        whole, rest = list[bytes](), list[bytes]()  # `rest` has the parts of a line without its end
+        async for data in response.content.iter_any():
+            whole.append(data)
+            rest.append(data)
+            if b"\n" in data:
+                *lines, last = b"".join(rest).split(b"\n")
+                rest = [last]
+                for line in lines:
+                    on_line(line)
+        return Answer(response.status, b"".join(whole))

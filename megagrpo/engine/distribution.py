@@ -16,7 +16,7 @@ import httpx
 from megagrpo.engine.connections import ConnectionFailed, Connections
 from megagrpo.engine.http import HEALTH_SECONDS, answers
 from megagrpo.engine.protocol import EngineError, EngineStarved
-from megagrpo.engine.requests import GroupRequest, Request
+from megagrpo.engine.requests import GroupRequest, OnTokens, Request
 from megagrpo.engine.server_slots import QUEUE_ROUTE, Slots, read_queue
 from megagrpo.engine.tool_parsing import ToolCalls, read_tool_calls
 from megagrpo.engine.updates import LOOK_SECONDS, Updates
@@ -139,10 +139,13 @@ class Generation:
         self._free(home)
         self._leave(home)
 
-    async def turn(self, prompt: Prompt, sampling: SamplingParams, seed: int, home: Home) -> Rollout:
-        """Generate one turn of a conversation: a response to `prompt`, which holds all tokens before it."""
+    async def turn(
+        self, prompt: Prompt, sampling: SamplingParams, seed: int, home: Home, on_tokens: OnTokens | None = None
+    ) -> Rollout:
+        """Generate one turn of a conversation: a response to `prompt`, which holds all tokens before it. `on_tokens`
+        gets its tokens as they come."""
         group = GroupRequest(prompt, 1, sampling, seed, self._engine.weight_version)
-        return await self.respond(Request(group, 0, is_pinned=self.tools.copies > 1), home)
+        return await self.respond(Request(group, 0, is_pinned=self.tools.copies > 1, on_tokens=on_tokens), home)
 
     async def read_tool_calls(self, turn: Sequence[int], tools: Sequence[dict[str, Any]], home: Home) -> ToolCalls:
         """Return the text of a turn outside of its tool calls, and the calls. A server parses them with the tool parser
@@ -252,7 +255,7 @@ class Generation:
             self._lost.append(home)
         else:
             self._later.setdefault(home.url, deque()).append(home)
-        self._fill()
+        self._give(home.url)
 
     def _grant(self, url: str, home: Home) -> None:
         self._waiting -= 1
@@ -286,7 +289,18 @@ class Generation:
         if home.has_slot and home.url is not None:
             self._busy[home.url] -= 1
         home.has_slot = False
-        self._fill()
+        self._give(home.url)
+
+    def _give(self, url: str | None) -> None:
+        """Give a free slot of the server to the conversation there that waits first. Only if conversations wait at
+        other servers alone, or have not begun, all servers are looked at: there may be thousands."""
+        is_free = url is not None and self._busy[url] < self._slots.slots(url) and bool(self._fleet.usable([url]))
+        if url is not None and is_free and self._later.get(url):
+            self._grant(url, self._later[url].popleft())
+        elif self._waiting:
+            self._fill()
+        elif is_free:
+            self._begun()
 
     async def _follow_queues(self) -> None:
         """Adapt the number of requests of each server to its waiting queue, while requests wait here."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,9 +11,12 @@ import msgspec
 
 from megagrpo.data.sampling import own_sampling
 from megagrpo.engine.protocol import derive_seed
-from megagrpo.engine.responses import Response
+from megagrpo.engine.responses import Response, heard_tokens
 from megagrpo.types import Prompt, SamplingParams
 
+# Gets new tokens of a response as they come: the place of the first one in the response, and their ids. After a server
+# has failed, the response begins again.
+OnTokens = Callable[[int, list[int]], None]
 _encode = msgspec.json.Encoder().encode
 
 
@@ -81,7 +84,8 @@ class Request:
     """A request for response `number` of a group, and the number of its failed attempts.
 
     Its seed is the group's plus `number`: vLLM gives the responses of one request with n > 1 the same seeds. One that
-    `is_pinned` goes to the data-parallel copy `copy` of its server; vLLM chooses the copy of others.
+    `is_pinned` goes to the data-parallel copy `copy` of its server; vLLM chooses the copy of others. With `on_tokens`
+    the server sends the response in a stream.
     """
 
     group: GroupRequest
@@ -89,6 +93,7 @@ class Request:
     failures: int = 0
     is_pinned: bool = False
     copy: int | None = None
+    on_tokens: OnTokens | None = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -98,6 +103,21 @@ class Request:
     def max_tokens(self, first: Response | None = None, limit: int | None = None) -> int:
         """Return the most tokens of the response, or of the continuation of `first`."""
         return limit or self.group.sampling.max_tokens - (0 if first is None else first.token_ids.size)
+
+    def listener(self, first: Response | None = None) -> Callable[[bytes], None] | None:
+        """Return what passes the lines of a stream on to `on_tokens`, if anything does. The stream may continue the
+        aborted response `first`."""
+        if (on_tokens := self.on_tokens) is None:
+            return None
+        place = 0 if first is None else first.token_ids.size
+
+        def on_line(line: bytes) -> None:
+            nonlocal place
+            if ids := heard_tokens(line):
+                on_tokens(place, ids)
+                place += len(ids)
+
+        return on_line
 
     def body(
         self, request_id: str, model: str | None = None, first: Response | None = None, limit: int | None = None
@@ -111,5 +131,6 @@ class Request:
             tokens = msgspec.Raw(_encode([*group.prompt.token_ids, *written]))
             seed = derive_seed(group.seed, self.number, len(written))
         params = sampling_params(group.sampling) | {"seed": seed, "max_tokens": self.max_tokens(first, limit)}
-        named = {} if model is None else {"model": model}
-        return _encode({"token_ids": tokens, "sampling_params": params, "request_id": request_id, **named})
+        more: dict[str, Any] = {} if model is None else {"model": model}
+        more |= {} if self.on_tokens is None else {"stream": True}
+        return _encode({"token_ids": tokens, "sampling_params": params, "request_id": request_id, **more})

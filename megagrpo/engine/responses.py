@@ -44,8 +44,34 @@ class _Body(msgspec.Struct):
     choices: list[_Choice]
 
 
+class _Part(msgspec.Struct):
+    """A choice of an event of a stream: new tokens, and in the last one how the response ended."""
+
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+    weight_versions: list[Span] | None = None
+    routed_experts: bytes | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Part]
+
+
+class _NewTokens(msgspec.Struct):
+    token_ids: list[int]
+
+
+class _Heard(msgspec.Struct):
+    choices: list[_NewTokens] = []
+    error: msgspec.Raw = msgspec.Raw()
+
+
 # Strict: a bool is no integer, NaN is no JSON, and the body must be complete. All other fields are skipped.
 _BODY, _IDS = msgspec.json.Decoder(_Body), msgspec.json.Decoder(list[int])
+_EVENT, _HEARD = msgspec.json.Decoder(_Event), msgspec.json.Decoder(_Heard)
+_DATA, _END = b"data: ", b"data: [DONE]"  # of events; the last one
 
 
 class InvalidResponse(ValueError):
@@ -71,13 +97,13 @@ class Response:
 
 
 def read_response(content: bytes, max_tokens: int) -> Response:
-    """Return the response in the body `content`.
+    """Return the response in the body `content`, which may be a stream of events.
 
     Raises InvalidResponse unless it has one choice, with index 0, a finish reason, at most `max_tokens` token ids, and
     a log-prob for each of them.
     """
     try:
-        choices = _BODY.decode(content).choices
+        choices = _of_stream(content) if content.startswith(_DATA) else _BODY.decode(content).choices
         if [choice.index for choice in choices] != [0]:
             raise InvalidResponse(f"got {len(choices)} responses; 1 was requested")
         return _response(choices[0], max_tokens)
@@ -86,6 +112,33 @@ def read_response(content: bytes, max_tokens: int) -> Response:
     except (msgspec.MsgspecError, ValueError, OverflowError) as error:
         start = content[:80].decode(errors="replace").replace("\n", " ")
         raise InvalidResponse(f"not a response to a prompt ({error}): {start!r}") from error
+
+
+def _of_stream(content: bytes) -> list[_Choice]:
+    """Return the choice that the events of a stream add up to."""
+    lines = [line for line in content.split(b"\n") if line]
+    if lines[-1] != _END:
+        raise InvalidResponse("the stream has no end")
+    parts = [part for line in lines[:-1] for part in _EVENT.decode(line.removeprefix(_DATA)).choices]
+    if not parts or parts[-1].finish_reason is None or any(part.index for part in parts):
+        raise InvalidResponse("the stream ended before its response did")
+    ids = [token_id for part in parts for token_id in part.token_ids]
+    entries = [entry for part in parts if part.logprobs for entry in part.logprobs.content or ()]
+    last, raw = parts[-1], msgspec.Raw(msgspec.json.encode(ids))
+    return [_Choice(0, raw, last.finish_reason or "", _Logprobs(entries), last.weight_versions, last.routed_experts)]
+
+
+def heard_tokens(line: bytes) -> list[int]:
+    """Return the new tokens in a line of a stream. Raises InvalidResponse for the server's error, or another line."""
+    if not line or line == _END:
+        return []
+    try:
+        heard = _HEARD.decode(line.removeprefix(_DATA))
+    except msgspec.MsgspecError as error:
+        raise InvalidResponse(f"not a line of a stream ({error}): {line[:80].decode(errors='replace')!r}") from error
+    if heard.error:
+        raise InvalidResponse(f"it failed during the response: {bytes(heard.error)[:300].decode(errors='replace')}")
+    return [token_id for part in heard.choices for token_id in part.token_ids]
 
 
 def _response(choice: _Choice, max_tokens: int) -> Response:

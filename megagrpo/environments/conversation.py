@@ -65,8 +65,8 @@ class Conversation:
         """The prompt's and the response's messages."""
         return [*self.opening, *self.messages]
 
-    def add_turn(self, rollout: Rollout, decode: Callable[[Sequence[int]], str], seconds: float = 0.0) -> None:
-        """Append a turn that the policy generated, in `seconds`."""
+    def add_turn(self, rollout: Rollout, decode: Callable[[Sequence[int]], str], **times: Any) -> None:
+        """Append a turn that the policy generated. `times` are fields of `Turn`."""
         if self.is_open:
             self.messages.pop()
         else:
@@ -84,7 +84,7 @@ class Conversation:
         self.finish_reason, self.stop_string = rollout.finish_reason, rollout.stop_string
         self.is_open = False
         start, stop = len(self.ids) - len(ids), len(self.ids)
-        self.turns.append(Turn(start, stop, finish_reason=rollout.finish_reason, generated=seconds))
+        self.turns.append(Turn(start, stop, finish_reason=rollout.finish_reason, **times))
 
     def note(self, **facts: Any) -> None:
         """Set fields of the last turn."""

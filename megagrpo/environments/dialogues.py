@@ -27,7 +27,7 @@ from megagrpo.environments.agents.trajectory import Renderer, Trajectory
 from megagrpo.environments.agents.turn_sampler import TurnSampler
 from megagrpo.environments.conversation import Conversation
 from megagrpo.environments.responders import Responders
-from megagrpo.environments.tool_calls import as_message, hermes, named_call
+from megagrpo.environments.tool_calls import CALL_OPENING, as_message, hermes, named_call
 from megagrpo.rewards.answers import after_thought
 from megagrpo.rewards.functions.text_rewards import encodable
 from megagrpo.types import Prompt, Rollout, SamplingParams
@@ -199,7 +199,9 @@ class DialogueEngine(Generator):
 
         for attempt in range(retries + 1):
             trajectory = Trajectory(prompt, turns.index, self._renderer, *limits, retries=attempt)
-            seat = Seat(trajectory, own_sampling(sampling, prompt.sampling), turns.take, read_calls)
+            opening = CALL_OPENING if self._limits.vllm_parser is None else None
+            own = own_sampling(sampling, prompt.sampling)
+            seat = Seat(trajectory, own, turns.take, read_calls, opening)
             await self._unless_cut(prompt, partial(agent.converse, address, seat, self.responders.fail))
             trajectory.ended = trajectory.ended or "length"  # it was cut
             if not trajectory.samples:  # every response has a token
@@ -218,10 +220,10 @@ class DialogueEngine(Generator):
         async def take_turn(max_tokens: int) -> None:
             params, place = replace(sampling, max_tokens=max_tokens), len(conversation.turns)
             own_seed = derive_seed(seed, conversation.prompt.prompt_id, conversation.index, place)
-            began, queued = time.monotonic(), home.queued
+            asked, begun, queued = time.time(), time.monotonic(), home.queued
             turn = await session.turn(conversation.prefix, params, own_seed, home)
-            conversation.add_turn(turn, self._tokenizer.decode, time.monotonic() - began)
-            conversation.note(queued=home.queued - queued)
+            times = dict(began=asked, generated=time.monotonic() - begun, queued=home.queued - queued)
+            conversation.add_turn(turn, self._tokenizer.decode, **times)
 
         try:
             async with asyncio.timeout(self._limits.max_seconds) as limit:

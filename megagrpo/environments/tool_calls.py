@@ -6,7 +6,8 @@ import json
 import re
 from typing import Any
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+CALL_OPENING = "<tool_call>"  # of a call in the format of Hermes
+_CLOSE = "</tool_call>"
 _TAG = re.compile(r"<tool_call>|</?think>")
 _AFTER_INVALID = re.compile(r"</tool_call>|(?=</think>)")
 _JSON = json.JSONDecoder()
@@ -44,7 +45,7 @@ def _call(text: str, begin: int) -> tuple[dict[str, Any], int]:
         end = _skip_space(text, end)
         if text.startswith(_CLOSE, end):
             end += len(_CLOSE)
-        elif end < len(text) and not text.startswith(_OPEN, end):
+        elif end < len(text) and not text.startswith(CALL_OPENING, end):
             raise ValueError(f"</tool_call> must follow the object, not {text[end : end + 20]!r}")
     except (ValueError, RecursionError) as error:
         after = _AFTER_INVALID.search(text, begin)

@@ -62,6 +62,7 @@ def response_row(scored: ScoredRollout) -> Row:
         "prompt_id": rollout.prompt.prompt_id,
         "prompt": rollout.prompt.messages,
         "completion": rollout.text,
+        **({} if rollout.dialogue is None else {"prompt_tokens": len(rollout.prompt.token_ids)}),
         "num_tokens": sum(sample.length for sample in (rollout, *rollout.branches)),
         "finish_reason": rollout.finish_reason,
         "reward": scored.reward,

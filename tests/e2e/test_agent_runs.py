@@ -28,6 +28,18 @@ async def twice(prompt, client):
     return float(len(replies[0].choices[0].message.content))
 
 
+def streams(prompt):
+    """Read two turns as streams, and count the parts of their texts."""
+    client, messages, parts = openai.OpenAI(), [{"role": "user", "content": prompt}], []
+    for _ in range(2):
+        text = ""
+        for chunk in client.chat.completions.create(model="m", messages=messages, stream=True, stop="zz"):
+            text += chunk.choices[0].delta.content or ""
+            parts.append(bool(chunk.choices[0].delta.content))
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "?"}]
+    return float(sum(parts))
+
+
 def alone(prompt):
     return len(openai.OpenAI().responses.create(model="m", input=prompt).output_text) / 10
 '''
@@ -60,5 +72,19 @@ def test_an_agent_is_trained_on_exactly_the_tokens_of_all_its_samples(talkative,
         assert line["agents/branches/fork"] == len(rows) == sum(len(row["branches"]) for row in rows)
         assert line["agents/ignored/temperature"] == len(rows)
         assert line["rewards/twice/mean"] == pytest.approx(sum(row["reward"] for row in rows) / len(rows))
+    code, said = world.audit(run.folder, "--step", 2)
+    assert code == 0, said
+
+
+def test_turns_that_the_agent_reads_as_streams_are_trained_on_as_sampled(talkative, tmp_path):
+    words = ["rewards.functions=[]", "algorithm.num_iterations=2", "debug.dump_steps=[2]", "rollout.temperature=1.0"]
+    run = world.train(tmp_path, *options(talkative, "streams", *words))
+    assert run.code == 0, run.err
+    for line in run.metrics:
+        rows = [row for row in run.completions if row["step"] == line["step"]]
+        assert 1 <= line["token_mult_prob_error"] < 1.0001 and "agents/broken_streams" not in line
+        assert not any("branches" in row for row in rows)  # the agent has the text exactly as it was sampled
+    assert max(row["reward"] for row in run.completions) > 3  # texts come in parts
+    assert {len(row["dialogue"]["turns"]) for row in run.completions} >= {2}
     code, said = world.audit(run.folder, "--step", 2)
     assert code == 0, said

@@ -163,7 +163,7 @@ def untimed(run):
     """The rows of a run's completions without the seconds of turns."""
     rows = run.completions
     for turn in (turn for row in rows for turn in row["dialogue"]["turns"]):
-        assert turn.pop("generated") >= turn.pop("queued") >= 0 and turn.pop("answered") >= 0
+        assert turn.pop("generated") >= turn.pop("queued") >= 0 and turn.pop("answered") >= 0 and turn.pop("began") > 0
     return rows
 
 

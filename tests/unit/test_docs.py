@@ -72,7 +72,7 @@ STEP_METRICS = """step wall_time loss kl entropy clip_ratio/low_mean clip_ratio/
     multi_turn/turn_tokens multi_turn/turn_seconds/mean multi_turn/turn_seconds/max multi_turn/tool_seconds/mean
     multi_turn/tool_seconds/max idle/tools idle/slots idle/generation
     tools/call_frequency tools/failure_frequency tools/shortened_frequency
-    agents/branches/CAUSE agents/ignored/NAME agents/invalid_calls
+    agents/branches/CAUSE agents/ignored/NAME agents/broken_streams agents/invalid_calls
     packing/micro_batch_imbalance packing/rank_imbalance tokens_per_second memory_gb weight_version
     checkpoint/failures cispo_clip_ratio off_policy_mask/kept sampling/importance_sampling_ratio/mean
     sampling/importance_sampling_ratio/min sampling/importance_sampling_ratio/max entropy/top entropy_coef

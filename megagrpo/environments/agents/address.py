@@ -9,14 +9,17 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megagrpo.engine.requests import OnTokens
 from megagrpo.environments.agents import chat_completions, responses_api
 from megagrpo.environments.agents.agent_requests import POLICY_NAME, Ask, Reply
+from megagrpo.environments.agents.text_stream import TextStream
 from megagrpo.environments.agents.trajectory import Refused, Trajectory, read_json
+from megagrpo.environments.tool_calls import CALL_OPENING
 from megagrpo.platform.process.loopback import LOOPBACK_ADDRESS
 from megagrpo.rewards.functions.text_rewards import encodable
 from megagrpo.types import Prompt, Rollout, SamplingParams
@@ -27,35 +30,53 @@ if TYPE_CHECKING:  # imported late, because a rank that does not generate opens 
 MAX_BODY = 1 << 26  # bytes of a request
 ROUTES = "/v1/chat/completions", "/v1/responses", "/v1/models"
 Call = dict[str, Any]
-# The policy's next turn: (prompt, sampling, number of the turn in its conversation).
-TakeTurn = Callable[[Prompt, SamplingParams, int], Awaitable[Rollout]]
+# (prompt, sampling, number of the turn in its conversation, what gets its tokens as they come, if anything) -> the
+# policy's next turn, and the seconds that it has waited for a slot of its server.
+TakeTurn = Callable[[Prompt, SamplingParams, int, OnTokens | None], Awaitable[tuple[Rollout, float]]]
 # The text and the tool calls of a turn: (prompt, rollout, tools). An invalid call has only `error`.
 ReadCalls = Callable[[Prompt, Rollout, Sequence[Call]], Awaitable[tuple[str, list[Call]]]]
 
 
 class Seat:
     """A conversation at the address. `broken` gets the error with which the engine failed; it ends the run, or is
-    handled there. Any other error is the request's: the agent gets it."""
+    handled there. Any other error is the request's: the agent gets it. A tool call begins with the text `opening`;
+    None: it is not known how."""
 
-    def __init__(self, trajectory: Trajectory, sampling: SamplingParams, turn: TakeTurn, read_calls: ReadCalls):
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        sampling: SamplingParams,
+        turn: TakeTurn,
+        read_calls: ReadCalls,
+        opening: str | None = CALL_OPENING,
+    ):
         self.trajectory, self._sampling, self._turn, self._read_calls = trajectory, sampling, turn, read_calls
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._opening, self._tasks = opening, set[asyncio.Task[Reply]]()
         self._failure: Exception | None = None  # of the engine
-        self._tasks: set[asyncio.Task[Reply]] = set()
 
-    async def answer(self, api: Any, body: dict[str, Any]) -> tuple[Ask, Reply]:
-        """Return what the body of a request asks for, and the policy's turn. Raises Refused."""
+    def read(self, api: Any, body: dict[str, Any]) -> Ask:
+        """Return what the body of a request asks for. Raises Refused."""
         try:
             ask: Ask = api.read(body, self._sampling)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Refused(f"the request is malformed: {error!r}", "invalid_request") from error
         self.trajectory.counts.update(f"ignored/{name}" for name in ask.ignored)
-        task = asyncio.ensure_future(self.reply(ask))
+        return ask
+
+    async def stream(self, ask: Ask) -> AsyncGenerator[str | Reply]:
+        """Yield the text of the policy's turn as it comes if the request asks for a stream, then the turn. Raises
+        Refused."""
+        texts = asyncio.Queue[str | None]()
+        task = asyncio.ensure_future(self.reply(ask, texts.put_nowait if ask.stream else None))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: texts.put_nowait(None))
         try:
-            return ask, await task
-        except (Refused, asyncio.CancelledError):
+            while (text := await texts.get()) is not None:
+                yield text
+            yield await task
+        except (Refused, asyncio.CancelledError, GeneratorExit):
             raise
         except Exception as error:
             if error is not self._failure:
@@ -63,6 +84,8 @@ class Seat:
             if not self.broken.done():
                 self.broken.set_exception(error)
             raise Refused(f"the engine failed: {error}", "server_error", status=500) from error
+        finally:
+            task.cancel()
 
     async def _of_engine[T](self, work: Awaitable[T]) -> T:
         try:
@@ -71,9 +94,9 @@ class Seat:
             self._failure = error
             raise
 
-    async def reply(self, ask: Ask, is_limited: bool = True) -> Reply:
-        """Take a turn of the policy. Raises Refused, and the errors of the engine. Unless it `is_limited`, the turn may
-        be one more than `multi_turn.max_turns`."""
+    async def reply(self, ask: Ask, send: Callable[[str], None] | None = None, is_limited: bool = True) -> Reply:
+        """Take a turn of the policy. `send` gets its text as it comes. Raises Refused, and the errors of the engine.
+        Unless it `is_limited`, the turn may be one more than `multi_turn.max_turns`."""
         trajectory, number = self.trajectory, self.trajectory.turns
         start = trajectory.start(ask.messages, ask.tools, is_limited)
         limit = min(trajectory.room(start), self._sampling.max_tokens, ask.max_tokens or self._sampling.max_tokens)
@@ -81,26 +104,38 @@ class Seat:
         if ask.stop:
             sampling = replace(sampling, stop=(*sampling.stop, *ask.stop), include_stop=False)
         prompt = replace(trajectory.prompt, token_ids=start.context, messages=ask.messages)
-        began = time.monotonic()
-        rollout = await self._of_engine(self._turn(prompt, sampling, number))
-        seconds = time.monotonic() - began
+        has_calls = bool(ask.tools) and ask.parses_calls
+        stream = TextStream(trajectory.decode, sampling.stop, self._opening if has_calls else "")
+
+        def on_tokens(place: int, ids: list[int]) -> None:
+            if (text := stream.add(place, ids)) and send is not None:
+                send(text)
+
+        asked, begun = time.time(), time.monotonic()
+        rollout, queued = await self._of_engine(self._turn(prompt, sampling, number, on_tokens if send else None))
+        times = dict(began=asked, generated=time.monotonic() - begun, queued=queued)
         content, calls = rollout.text, list[Call]()
-        if ask.tools and ask.parses_calls:
+        if has_calls:
             text, found = await self._of_engine(self._read_calls(prompt, rollout, ask.tools))
             calls = [call for call in found if "error" not in call]
             trajectory.counts.update({"invalid_calls": len(found) - len(calls)} if len(calls) < len(found) else {})
             content = text if calls else content
+        try:
+            content, rest = stream.finish(content)
+        except ValueError as error:
+            trajectory.counts["broken_streams"] += 1
+            raise Refused(str(error), "server_error", status=500) from error
         reply = Reply(
+            ask=ask,
             content=content,
             calls=[_numbered(call, f"{trajectory.index}_{number}_{i}") for i, call in enumerate(calls)],
             finish_reason="tool_calls" if calls else rollout.finish_reason,
             prompt_tokens=len(start.context),
             completion_tokens=rollout.length,
-            number=secrets.token_hex(8),
-            created=int(time.time()),
-            model=ask.model,
         )
-        trajectory.record(start, rollout, reply.message, seconds)
+        trajectory.record(start, rollout, reply.message, **times)
+        if rest and send is not None:
+            send(rest)
         return reply
 
     def close(self) -> None:
@@ -183,19 +218,39 @@ class Address:
                 body = None
             if not isinstance(body, dict):
                 raise Refused("the body is no JSON object", "invalid_json")
-            ask, reply = await seat.answer(api, body)
-            if not ask.stream:
-                return web.json_response(api.response(reply))
-            stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-            await stream.prepare(request)
-            for name, data in api.events(reply, body):
-                head = "" if name is None else f"event: {name}\n"
-                await stream.write(f"{head}data: {json.dumps(data)}\n\n".encode())
-            if api is chat_completions:
-                await stream.write(b"data: [DONE]\n\n")
-            return stream
+            ask = seat.read(api, body)
+            async with aclosing(seat.stream(ask)) as parts:
+                if ask.stream:
+                    return await _streamed(request, parts, api.Events(ask, body))
+                (reply,) = [part async for part in parts]
+            return web.json_response(api.response(reply))
 
         return handle
+
+
+async def _streamed(request: web.Request, parts: AsyncGenerator[str | Reply], events: Any) -> web.StreamResponse:
+    """Send a turn as server-sent events. An error before its first text is raised, a later one is an event."""
+    from aiohttp import web
+
+    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    try:
+        async for part in parts:
+            if not stream.prepared:
+                await stream.prepare(request)
+            for name, data in events.text(part) if isinstance(part, str) else events.end(part):
+                await _send(stream, data, name)
+    except Refused as error:
+        if not stream.prepared:
+            raise
+        await _send(stream, {"type": "error", **_described(error)}, events.error_name)
+    if events.last:
+        await stream.write(events.last)
+    return stream
+
+
+async def _send(stream: web.StreamResponse, data: dict[str, Any], name: str | None) -> None:
+    head = "" if name is None else f"event: {name}\n"
+    await stream.write(f"{head}data: {json.dumps(data)}\n\n".encode())
 
 
 async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
@@ -204,10 +259,14 @@ async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
 
     try:
         return await handler(request)
-    except Refused as error:
-        text, code, status, param = str(error), error.code, error.status, error.param
-    except web.HTTPException as error:
-        text = f"{request.method} {request.path}: {error.reason}; the address has {', '.join(ROUTES)}"
-        code, status, param = "not_found", error.status, None
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return web.json_response({"error": {"message": text, "type": kind, "code": code, "param": param}}, status=status)
+    except Refused as refused:
+        error = refused
+    except web.HTTPException as other:
+        text = f"{request.method} {request.path}: {other.reason}; the address has {', '.join(ROUTES)}"
+        error = Refused(text, "not_found", other.status)
+    return web.json_response(_described(error), status=error.status)
+
+
+def _described(error: Refused) -> dict[str, Any]:
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    return {"error": {"message": str(error), "type": kind, "code": error.code, "param": error.param}}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import secrets
+import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megagrpo.environments.agents.trajectory import Message, Refused
@@ -30,20 +32,20 @@ class Ask:
     parses_calls: bool = True
     model: str = POLICY_NAME
     ignored: tuple[str, ...] = ()
+    number: str = field(default_factory=lambda: secrets.token_hex(8))  # unique
+    created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
 
 
 @dataclass(frozen=True)
 class Reply:
     """A turn of the policy for the agent. `calls` are tool calls in OpenAI's format."""
 
+    ask: Ask
     content: str
     calls: list[Message]
     finish_reason: str  # "stop", "length" or "tool_calls"
     prompt_tokens: int
     completion_tokens: int
-    number: str  # unique
-    created: int  # seconds since 1970
-    model: str = POLICY_NAME
 
     @property
     def message(self) -> Message:

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: requests, responses and the chunks of a stream."""
+"""OpenAI's chat completions: requests, responses and the events of a stream."""
 
 from __future__ import annotations
 
@@ -51,23 +51,40 @@ def response(reply: Reply) -> dict[str, Any]:
     """Return a response."""
     message = reply.message | {"content": reply.content or None if reply.calls else reply.content, "refusal": None}
     choice = {"index": 0, "message": message, "finish_reason": reply.finish_reason, "logprobs": None}
-    return _head(reply, "chat.completion") | {"choices": [choice], "usage": _usage(reply)}
+    return _head(reply.ask, "chat.completion") | {"choices": [choice], "usage": _usage(reply)}
 
 
-def events(reply: Reply, body: dict[str, Any]) -> Iterator[tuple[str | None, dict[str, Any]]]:
-    """Yield the chunks of a stream, each with the name of its event."""
-    head = _head(reply, "chat.completion.chunk")
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": reply.content}]
-    deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(reply.calls)]
-    for delta in deltas:
-        yield None, head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
-    yield None, head | {"choices": [{"index": 0, "delta": {}, "finish_reason": reply.finish_reason}]}
-    if (body.get("stream_options") or {}).get("include_usage"):
-        yield None, head | {"choices": [], "usage": _usage(reply)}
+class Events:
+    """The events of a stream: pairs of a name, of which chat completions have none, and the data. `last` ends it."""
+
+    error_name, last = None, b"data: [DONE]\n\n"
+
+    def __init__(self, ask: Ask, body: dict[str, Any]):
+        self._head, self._begun = _head(ask, "chat.completion.chunk"), False
+        self._shows_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+
+    def text(self, text: str) -> Iterator[tuple[None, dict[str, Any]]]:
+        """Yield the events for more text of the turn."""
+        role = {} if self._begun else {"role": "assistant"}
+        self._begun = True
+        yield self._chunk(role | {"content": text})
+
+    def end(self, reply: Reply) -> Iterator[tuple[None, dict[str, Any]]]:
+        """Yield the events after the whole text."""
+        if not self._begun:
+            yield from self.text("")
+        for i, call in enumerate(reply.calls):
+            yield self._chunk({"tool_calls": [{"index": i, **call}]})
+        yield self._chunk({}, reply.finish_reason)
+        if self._shows_usage:
+            yield None, self._head | {"choices": [], "usage": _usage(reply)}
+
+    def _chunk(self, delta: dict[str, Any], reason: str | None = None) -> tuple[None, dict[str, Any]]:
+        return None, self._head | {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
 
 
-def _head(reply: Reply, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{reply.number}", "object": kind, "created": reply.created, "model": reply.model}
+def _head(ask: Ask, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{ask.number}", "object": kind, "created": ask.created, "model": ask.model}
 
 
 def _usage(reply: Reply) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""OpenAI's Responses, as far as agents use them: text, function calls and their results, streams of whole items."""
+"""OpenAI's Responses, as far as agents use them: text, function calls and their results, streams."""
 
 from __future__ import annotations
 
@@ -75,22 +75,10 @@ def response(reply: Reply) -> dict[str, Any]:
     """Return a response."""
     cut = reply.finish_reason == "length"
     counts = {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens}
-    return {
-        "id": f"resp_{reply.number}",
-        "object": "response",
-        "created_at": reply.created,
-        "model": reply.model,
+    return _opened(reply.ask) | {
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "error": None,
-        "instructions": None,
-        "metadata": {},
         "output": _items(reply),
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [],
-        "temperature": None,
-        "top_p": None,
         "usage": counts
         | {
             "total_tokens": sum(counts.values()),
@@ -100,44 +88,96 @@ def response(reply: Reply) -> dict[str, Any]:
     }
 
 
+def _opened(ask: Ask) -> dict[str, Any]:
+    """Return a response of which nothing has come yet."""
+    return {
+        "id": f"resp_{ask.number}",
+        "object": "response",
+        "created_at": ask.created,
+        "model": ask.model,
+        "status": "in_progress",
+        "incomplete_details": None,
+        "error": None,
+        "instructions": None,
+        "metadata": {},
+        "output": [],
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "temperature": None,
+        "top_p": None,
+        "usage": None,
+    }
+
+
 def _items(reply: Reply) -> list[dict[str, Any]]:
-    items: list[dict[str, Any]] = []
-    if reply.content or not reply.calls:
-        part = {"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}
-        items.append({"id": f"msg_{reply.number}", "type": "message", "role": "assistant", "content": [part]})
+    items = [_message(reply.ask, reply.content)] if reply.content or not reply.calls else []
     for i, call in enumerate(reply.calls):
-        item = {"id": f"fc_{reply.number}_{i}", "type": "function_call", "call_id": call["id"], **call["function"]}
+        item = {"id": f"fc_{reply.ask.number}_{i}", "type": "function_call", "call_id": call["id"], **call["function"]}
         items.append(item)
     return [item | {"status": "completed"} for item in items]
 
 
-def events(reply: Reply, body: dict[str, Any]) -> Iterator[tuple[str | None, dict[str, Any]]]:
-    """Yield the events of a stream, each with its name."""
-    whole = response(reply)
-    steps: list[tuple[str, dict[str, Any]]] = [
-        (name, {"response": whole | {"status": "in_progress", "output": [], "usage": None}})
-        for name in ("response.created", "response.in_progress")
-    ]
-    for i, item in enumerate(whole["output"]):
-        where = {"output_index": i, "item_id": item["id"]}
-        empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
-        steps.append(("response.output_item.added", where | {"item": item | empty | {"status": "in_progress"}}))
-        steps += _parts(item, where)
-        steps.append(("response.output_item.done", where | {"item": item}))
-    steps.append((f"response.{whole['status']}", {"response": whole}))
-    for number, (name, data) in enumerate(steps):
-        yield name, {"type": name, "sequence_number": number, **data}
+def _message(ask: Ask, text: str) -> dict[str, Any]:
+    return {"id": f"msg_{ask.number}", "type": "message", "role": "assistant", "content": [_part(text)]}
 
 
-def _parts(item: dict[str, Any], where: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the events between the beginning and the end of an item."""
-    if item["type"] == "function_call":
-        arguments = item["arguments"]
-        yield "response.function_call_arguments.delta", where | {"delta": arguments}
-        yield "response.function_call_arguments.done", where | {"arguments": arguments, "name": item["name"]}
-        return
-    (part,), where = item["content"], where | {"content_index": 0}
-    yield "response.content_part.added", where | {"part": part | {"text": ""}}
-    yield "response.output_text.delta", where | {"delta": part["text"], "logprobs": []}
-    yield "response.output_text.done", where | {"text": part["text"], "logprobs": []}
-    yield "response.content_part.done", where | {"part": part}
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+Event = tuple[str, dict[str, Any]]
+
+
+class Events:
+    """The events of a stream: pairs of a name and the data. `last` ends it."""
+
+    error_name, last = "error", b""
+
+    def __init__(self, ask: Ask, body: dict[str, Any]):
+        self._ask, self._number, self._begun = ask, 0, False
+
+    def text(self, text: str) -> Iterator[Event]:
+        """Yield the events for more text of the turn."""
+        if not self._begun:
+            yield from self._begin()
+            item = _message(self._ask, "") | {"content": [], "status": "in_progress"}
+            yield self._event("response.output_item.added", output_index=0, item=item)
+            yield self._event("response.content_part.added", **self._where, part=_part(""))
+        yield self._event("response.output_text.delta", **self._where, delta=text, logprobs=[])
+
+    def end(self, reply: Reply) -> Iterator[Event]:
+        """Yield the events after the whole text."""
+        if not self._begun:
+            yield from self._begin() if reply.calls else self.text("")
+        whole = response(reply)
+        for i, item in enumerate(whole["output"]):
+            yield from self._end_message(item) if item["type"] == "message" else self._call(i, item)
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        return {"output_index": 0, "content_index": 0, "item_id": f"msg_{self._ask.number}"}
+
+    def _event(self, name: str, /, **data: Any) -> Event:
+        self._number += 1
+        return name, {"type": name, "sequence_number": self._number - 1, **data}
+
+    def _begin(self) -> Iterator[Event]:
+        self._begun = True
+        for name in ("response.created", "response.in_progress"):
+            yield self._event(name, response=_opened(self._ask))
+
+    def _end_message(self, item: dict[str, Any]) -> Iterator[Event]:
+        (part,) = item["content"]
+        yield self._event("response.output_text.done", **self._where, text=part["text"], logprobs=[])
+        yield self._event("response.content_part.done", **self._where, part=part)
+        yield self._event("response.output_item.done", output_index=0, item=item)
+
+    def _call(self, index: int, item: dict[str, Any]) -> Iterator[Event]:
+        where, arguments = {"output_index": index, "item_id": item["id"]}, item["arguments"]
+        empty = item | {"arguments": "", "status": "in_progress"}
+        yield self._event("response.output_item.added", output_index=index, item=empty)
+        yield self._event("response.function_call_arguments.delta", **where, delta=arguments)
+        yield self._event("response.function_call_arguments.done", **where, arguments=arguments, name=item["name"])
+        yield self._event("response.output_item.done", output_index=index, item=item)

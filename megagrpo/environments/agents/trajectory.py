@@ -145,6 +145,10 @@ class Trajectory:
         self._ended: dict[tuple[str, bytes], Node] = {}  # what ended with a history
         self._histories: set[bytes] = set()  # of `_ended`, with whatever tools
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return self._renderer.tokenizer.decode(ids)
+
     def start(self, messages: list[Message], tools: Sequence[Message], is_limited: bool = True) -> Start:
         """Find where the next turn of the policy begins. Raises Refused when there are too many tokens or, if the turn
         `is_limited`, too many turns."""
@@ -193,8 +197,9 @@ class Trajectory:
                 break
         return Start(messages, named, None, self._renderer.whole(messages, tools, self.prompt), cause)
 
-    def record(self, start: Start, rollout: Rollout, message: Message, seconds: float = 0.0) -> None:
-        """Keep a turn that began at `start` and took `seconds`, and the assistant's `message` that the agent gets."""
+    def record(self, start: Start, rollout: Rollout, message: Message, **times: float) -> None:
+        """Keep a turn that began at `start`, and the assistant's `message` that the agent gets. `times` are fields of
+        `Turn`."""
         node = start.node
         if node is None or not node.is_end:
             if self.samples:
@@ -205,7 +210,7 @@ class Trajectory:
             node.sample.extend(start.messages[seen:], start.suffix)
         sample = self._last = node.sample
         self._asked[start.tools, histories(start.messages)[-1]] = Node(sample, len(sample.ids))
-        sample.add_turn(rollout, self._renderer.tokenizer.decode, seconds)
+        sample.add_turn(rollout, self._renderer.tokenizer.decode, **times)
         sample.note(calls=tuple(call["function"]["name"] for call in message.get("tool_calls", ())))
         sample.messages[-1] = message
         self._delivered = time.monotonic()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megagrpo.engine.distribution import Generation, Home
 from megagrpo.engine.protocol import derive_seed
+from megagrpo.engine.requests import OnTokens
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 
@@ -20,17 +21,21 @@ class TurnSampler:
     seed: int
     is_free: bool = True
 
-    async def take(self, prompt: Prompt, sampling: SamplingParams, number: int) -> Rollout:
-        """Take turn `number`."""
+    async def take(
+        self, prompt: Prompt, sampling: SamplingParams, number: int, on_tokens: OnTokens | None = None
+    ) -> tuple[Rollout, float]:
+        """Take turn `number`, of which `on_tokens` gets the tokens as they come. Returns it, and the seconds that it
+        has waited for a slot of its server."""
         seed = derive_seed(self.seed, prompt.prompt_id, self.index, number)
         if not self.is_free:
             other = self.session.beside(self.home)
             try:
-                return await self.session.turn(prompt, sampling, seed, other)
+                return await self.session.turn(prompt, sampling, seed, other, on_tokens), other.queued
             finally:
                 self.session.close(other)
-        self.is_free = False
+        self.is_free, queued = False, self.home.queued
         try:
-            return await self.session.turn(prompt, sampling, seed, self.home)
+            rollout = await self.session.turn(prompt, sampling, seed, self.home, on_tokens)
+            return rollout, self.home.queued - queued
         finally:
             self.is_free = True

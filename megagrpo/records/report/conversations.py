@@ -1,14 +1,14 @@
 """Conversations as the page shows them: turns, tool calls with their results, and the branches of a trajectory.
 
 A conversation has `items` in order: messages, with the turns and tool calls of the policy's own. An item has the
-`branches` that leave the trajectory after it. Long conversations lose their middle, long texts too.
+`branches` that leave the trajectory after it, in the order in which they began. Long conversations lose their middle,
+long texts too, and trajectories with many branches the last ones.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 from megagrpo.platform.process.terminal import printable
@@ -37,12 +37,19 @@ def conversation_of(row: Row, context: Sequence[Any], num_prompt: int) -> Conver
     of_turns = OfTurns(iter(_list(row.get("turn_advantages"))), iter(_list(row.get("turn_rewards"))))
     shown = [_branch(branch, of_turns) for branch in branches]
     whole, items_before = _conversation(row, context, of_turns)
-    whole["samples"] = 1 + len(shown)
-    for branch, found in islice(zip(branches, shown, strict=True), MAX_BRANCHES):
+    turns = [turn for sample in (whole, *shown) for turn in sample["turns"]]
+    sums = {name: sum(turn[name] for turn in turns) for name in ("tokens", "after")}
+    whole |= {"samples": 1 + len(shown), "all_turns": len(turns), **sums}
+    _time([whole, *shown])
+    in_order = sorted(zip(branches, shown, strict=True), key=lambda pair: _began(pair[1]))  # stable
+    if len(in_order) > MAX_BRANCHES:
+        whole["more_branches"] = len(in_order) - MAX_BRANCHES
+    for place, (branch, found) in enumerate(in_order[:MAX_BRANCHES], 1):
+        found["number"] = place
         split = number(branch.get("shared_messages"))
         split = 0 if split is None else min(max(0, int(split) - num_prompt), len(items_before) - 1)
-        place = items_before[split]
-        (whole["items"][place - 1] if place else whole).setdefault("branches", []).append(found)
+        before = items_before[split]
+        (whole["items"][before - 1] if before else whole).setdefault("branches", []).append(found)
     return _shortened(whole)
 
 
@@ -51,6 +58,20 @@ class OfTurns(NamedTuple):
 
     advantages: Iterator[Any]
     rewards: Iterator[Any]  # with those of functions per turn; empty: each turn has its own
+
+
+def _time(samples: Sequence[Conversation]) -> None:
+    """Give each turn `at`, its seconds after the first one of all samples, if all turns have recorded when they
+    began."""
+    turns = [turn for sample in samples for turn in sample["turns"]]
+    times = [turn.pop("began") for turn in turns]
+    if times and all(times):
+        for turn, began in zip(turns, times, strict=True):
+            turn["at"] = round(began - min(times), 3)
+
+
+def _began(sample: Conversation) -> float:
+    return min((turn.get("at", 0.0) for turn in sample["turns"]), default=0.0)
 
 
 def _branch(row: Row, of_turns: OfTurns) -> Conversation:
@@ -94,7 +115,9 @@ def _turn(turn: Row, following: Row | None, of_turns: OfTurns) -> dict[str, Any]
     start, stop = (number(turn.get(name)) or 0 for name in ("start", "stop"))
     after = 0 if following is None else max(0, (number(following.get("start")) or 0) - stop)
     names = "generated", "queued", "answered", "failures", "shortened"
+    began = turn.get("began")
     return {
+        "began": began if number(began) else 0.0,
         "start": start,
         "tokens": max(0, stop - start),
         "after": after,

@@ -1,38 +1,33 @@
-"""Sends one trace per step to an OpenTelemetry collector (OTLP over HTTP): the step, and its phases as child spans."""
+"""Sends traces to an OpenTelemetry collector (OTLP over HTTP): each step with its phases, and some conversations."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from megagrpo.platform.process.terminal import warn
 from megagrpo.platform.process.variables import ENVIRONMENT
+from megagrpo.records.completions import Rows
+from megagrpo.records.sinks.conversation_spans import Attributes, Interval, conversation_interval
 from megagrpo.records.sinks.sink import TrackedRun, TrackerSink
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+    from opentelemetry.trace import Span
 
 ROUTE = "/v1/traces"
 SHOWN = ("reward", "loss", "grad_norm", "learning_rate", "completions/mean_length", "token_mult_prob_error", "mfu")
-
-
-@dataclass
-class Interval:
-    """A phase, with the phases inside it. Times are those of `time.perf_counter`."""
-
-    name: str
-    start: float
-    stop: float
-    inside: list[Interval] = field(default_factory=list)
+MOST_SPANS = 4096  # of a step's conversations
 
 
 class OtelSink(TrackerSink):
-    """Rank 0's spans. A trace is a step, or what lies between two steps: an evaluation, a checkpoint."""
+    """Rank 0's spans. A trace is a step, or what lies between two steps (an evaluation, a checkpoint), or one of the
+    first conversations of a step: at most `run.otel.conversations`, with at most MOST_SPANS together."""
 
     def __init__(self, run: TrackedRun):
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -52,59 +47,83 @@ class OtelSink(TrackerSink):
             described |= {"service.name": "megagrpo"}
         resource = Resource.create({**described, "megagrpo.run.name": run.name})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(_reporting(OTLPSpanExporter(endpoint=endpoint))))
+        sender = BatchSpanProcessor(_reporting(OTLPSpanExporter(endpoint=endpoint)), max_queue_size=2 * MOST_SPANS)
+        self._provider.add_span_processor(sender)
         self._tracer = self._provider.get_tracer("megagrpo")
-        self._model = run.config.model.path
+        self._config, self._conversations = run.config, list[Interval]()
         self._epoch = time.time() - time.perf_counter()
         self._open: list[Interval] = []  # ended phases whose outer phase has not ended
 
     def phase(self, name: str, start: float, stop: float) -> None:
         """Take a phase that has ended. Phases inside it have ended before it."""
+        start, stop = self._epoch + start, self._epoch + stop
         first = next((i for i, other in enumerate(self._open) if other.start >= start), len(self._open))
         whole = Interval(name, start, stop, self._open[first:])
         self._open[first:] = [whole]
         if name == "between_steps":
-            self._emit({}, [one for one in self._open if one.inside])
+            self._emit([one for one in self._open if one.inside])
+            self._open = []
+
+    def table(self, step: int, rows: Rows) -> None:
+        """Take the first conversations of a step, whose spans follow those of the step."""
+        section, left = self._config.multi_turn, MOST_SPANS
+        played = section.agent or section.environment or section.scheduler or self._config.run.name
+        about: Attributes = {
+            "gen_ai.agent.name": played.rpartition(":")[2],
+            "gen_ai.request.model": self._config.model.path,
+            "megagrpo.step": step,
+        }
+        for number, row in enumerate(islice(rows, self._config.run.otel.conversations)):
+            named = {"gen_ai.conversation.id": f"{step}-{number}", "megagrpo.prompt_id": row["prompt_id"]}
+            if (whole := conversation_interval(row, about | named, left)) is not None:
+                self._conversations.append(whole)
+                left -= 1 + len(whole.inside)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         generated = metrics.get("num_generated_tokens", 0.0)
-        attributes: dict[str, str | float] = {
+        attributes: Attributes = {
             "megagrpo.step": step,
-            "gen_ai.request.model": self._model,
+            "gen_ai.request.model": self._config.model.path,
             "gen_ai.usage.output_tokens": int(generated),
             "gen_ai.usage.input_tokens": int(metrics.get("num_tokens", 0.0) - generated),
         }
         attributes |= {f"megagrpo.{name.replace('/', '.')}": metrics[name] for name in SHOWN if name in metrics}
-        self._emit(attributes, self._open)
+        for phase in self._open:
+            phase.attributes = attributes
+        steps, self._open = self._emit(self._open), []
+        self._emit(self._conversations, links_to=steps[-1:])
+        self._conversations = []
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Do nothing: the phases of an evaluation are in the trace between its steps."""
 
     def close(self, failed: bool = False) -> None:
-        self._emit({}, self._open, failed)
+        for phase in self._open:
+            phase.failed = "the run ended with an error" if failed else ""
+        self._emit(self._open)
         self._provider.shutdown()  # sends what is left
 
-    def _emit(self, attributes: dict[str, str | float], roots: Sequence[Interval], failed: bool = False) -> None:
-        """Start and end the spans of these intervals. The outermost ones get the attributes."""
-        from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
+    def _emit(self, roots: Sequence[Interval], links_to: Sequence[Span] = ()) -> list[Span]:
+        """Start and end the spans of these intervals, each the root of a trace, and return the roots."""
+        from opentelemetry.trace import Link, SpanKind, Status, StatusCode, set_span_in_context
 
-        def emit(one: Interval, parent: Span | None) -> None:
-            context = None if parent is None else set_span_in_context(parent)
+        def emit(one: Interval, parent: Span | None) -> Span:
             span = self._tracer.start_span(
-                one.name, context, attributes=None if parent else attributes, start_time=self._nanoseconds(one.start)
+                one.name,
+                None if parent is None else set_span_in_context(parent),
+                SpanKind.CLIENT if one.asks else SpanKind.INTERNAL,
+                attributes=one.attributes,
+                links=[Link(span.get_span_context()) for span in links_to] if parent is None else (),
+                start_time=int(one.start * 1e9),
             )
-            if failed and parent is None:
-                span.set_status(Status(StatusCode.ERROR, "the run ended with an error"))
+            if one.failed:
+                span.set_status(Status(StatusCode.ERROR, one.failed))
             for inner in one.inside:
                 emit(inner, span)
-            span.end(self._nanoseconds(one.stop))
+            span.end(int(one.stop * 1e9))
+            return span
 
-        for root in roots:
-            emit(root, None)
-        self._open = []
-
-    def _nanoseconds(self, moment: float) -> int:
-        return int((self._epoch + moment) * 1e9)
+        return [emit(root, None) for root in roots]
 
 
 def _reporting(exporter: SpanExporter) -> SpanExporter:

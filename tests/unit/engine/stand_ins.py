@@ -62,6 +62,11 @@ class StandIn:
         self.mode, self.delay, self.version, self.ill, self.asked = mode, delay, version, False, []
         self.headers: dict[str, dict[str, str]] = {}  # of prompts, by request id
         self.spoiled: dict[str, str] = {}
+        self.ids: list[int] | None = None  # of streams; None: those of other responses
+        self.gates: dict[int, threading.Event] = {}  # place of a token of a stream -> what the token waits for
+        self.opened: list[bool] = []  # whether each gate was open within 10 s
+        self.breaks: list[int | None] = []  # by stream: the place at which the connection breaks, if it does
+        self.aborts: list[int | None] = []  # by stream: the place before which it is aborted, if it is
         stand_in = self
 
         class Handler(socketserver.StreamRequestHandler):
@@ -108,8 +113,31 @@ class StandIn:
         self.asked.append(body)
         self.headers[body.get("request_id", "")] = headers
         time.sleep(self.delay)
+        if body.get("stream"):
+            return self._stream(body, wfile, connection)
         text = json.dumps({"choices": choices_for(body, self.version, self.reason)}).encode()
         return _reply(wfile, text) if self.mode == "answer" else self._misbehave(body, text, wfile, connection)
+
+    def _stream(self, body, wfile, connection) -> None:
+        """Send a response token by token, as vLLM does."""
+        (whole,) = choices_for(body, self.version, self.reason)
+        ids = whole["token_ids"] if self.ids is None else self.ids
+        breaks, abort = (places.pop(0) if places else None for places in (self.breaks, self.aborts))
+        reason, ids = (self.reason, ids) if abort is None else ("abort", ids[:abort])
+        wfile.write(b"HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        for place, token_id in enumerate(ids):
+            if place == breaks:
+                return connection.shutdown(socket.SHUT_RDWR)
+            if (gate := self.gates.get(place)) is not None:
+                self.opened.append(gate.wait(10))
+            content = [{"token_id": token_id, "logprob": -0.5, "rank": 1, "top_logprobs": []}]
+            choice = {"index": 0, "token_ids": [token_id], "logprobs": {"content": content}, "finish_reason": None}
+            if place == len(ids) - 1:
+                spans = [{"version": self.version, "start": 0, "end": len(ids)}]
+                choice |= {"finish_reason": reason, "weight_versions": spans}
+            _chunk(wfile, b"data: " + json.dumps({"request_id": "0", "choices": [choice]}).encode() + b"\n\n")
+        _chunk(wfile, b"data: [DONE]\n\n")
+        wfile.write(b"0\r\n\r\n")
 
     def _break(self, mode, text, wfile, connection) -> bool:
         """Misbehave like a broken connection or proxy, if `mode` is such a kind; return whether it was."""
@@ -158,6 +186,11 @@ class StandIn:
             }
             changes[self.mode]()
             _reply(wfile, json.dumps({"choices": choices}).encode())
+
+
+def _chunk(wfile, data: bytes) -> None:
+    wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+    wfile.flush()
 
 
 def _reply(wfile, body: bytes, status: int = 200, kind: str = "application/json") -> None:

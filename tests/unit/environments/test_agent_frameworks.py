@@ -58,10 +58,14 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def run(prompt, client):
+def run(prompt, client, **options):
     model = smolagents.OpenAIServerModel(client.model, api_base=client.base_url, api_key=client.api_key)
-    agent = smolagents.ToolCallingAgent([add], model, max_steps=4, verbosity_level=0)
+    agent = smolagents.ToolCallingAgent([add], model, max_steps=4, verbosity_level=0, **options)
     return float(agent.run(prompt) == "12")
+
+
+def streams(prompt, client):
+    return run(prompt, client, stream_outputs=True)
 '''
 SAYS = ['<tool_call>\n{"name": "add", "arguments": {"a": 5, "b": 7}}\n</tool_call>', "It is 12.", "Yes, 12."]
 
@@ -89,12 +93,13 @@ def test_an_agent_of_openai_agents_is_one_sample(tokenizer, tmp_path, name, turn
     assert results == ["12"] and rollout.prompt.messages[0] == {"role": "system", "content": "Use the tool."}
 
 
-def test_an_agent_of_smolagents_rewrites_its_history_into_a_sample_per_step(tokenizer, tmp_path):
+@pytest.mark.parametrize("name", ["run", "streams"])
+def test_an_agent_of_smolagents_rewrites_its_history_into_a_sample_per_step(tokenizer, tmp_path, name):
     pytest.importorskip("smolagents", reason="smolagents is not installed (pip install smolagents)")
     final = '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "12"}}\n</tool_call>'
     rollout, counts = trained(
-        tmp_path, SMOLAGENTS, "run", Policy(tokenizer, [SAYS[0], final]), max_length=40_000, max_response=9000
+        tmp_path, SMOLAGENTS, name, Policy(tokenizer, [SAYS[0], final]), max_length=40_000, max_response=9000
     )
-    assert rollout.dialogue.ended == "done" and rollout.dialogue.rewards == {"run": 1.0}
+    assert rollout.dialogue.ended == "done" and rollout.dialogue.rewards == {name: 1.0}
     assert [sample.text for sample in (*rollout.branches, rollout)] == [SAYS[0], final]
     assert counts["agents/branches/edited"] == 1, counts

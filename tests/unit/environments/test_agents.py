@@ -12,6 +12,9 @@ import httpx
 import openai
 import psutil
 import pytest
+from openai.types.chat import ChatCompletionChunk
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from megagrpo.config import MultiTurnSection
 from megagrpo.data.tokenizer import load_tokenizer
@@ -168,8 +171,9 @@ class Policy:
     seconds: float = 0.0
     asked: list[tuple] = field(default_factory=list)
     cancelled: int = 0
+    replaced: list[int] = field(default_factory=list)  # tokens of a stream that fails before the response
 
-    async def turn(self, prompt, sampling, number):
+    async def turn(self, prompt, sampling, number, on_tokens=None):
         self.asked.append((prompt, sampling, number))
         try:
             await asyncio.sleep(self.seconds)
@@ -184,7 +188,11 @@ class Policy:
         count, text, stopped = end
         reason = "stop" if stopped else reason
         stop_string = stopped if sampling.stop else None
-        return Rollout(prompt, ids[:count], [-0.5] * count, reason, 4, text, stop_string=stop_string)
+        if on_tokens and self.replaced:
+            on_tokens(0, self.replaced)
+        for place, token_id in enumerate(ids[:count] if on_tokens else ()):
+            on_tokens(place, [token_id])
+        return Rollout(prompt, ids[:count], [-0.5] * count, reason, 4, text, stop_string=stop_string), 0.0
 
     async def read_calls(self, prompt, rollout, tools):
         return hermes(rollout.text)
@@ -411,10 +419,65 @@ def test_chat_completions_in_a_stream(policy):
                 model="m", messages=messages, tools=[SEARCH], stream=True
             )
         ]
-        assert "".join(c.choices[0].delta.content or "" for c in chunks) == "done"
+        assert "".join(c.choices[0].delta.content or "" for c in chunks) == "done" and len(chunks) > 3
         return seat.trajectory
 
     assert with_client(policy, use).counts == {}
+
+
+def test_each_event_of_a_stream_has_all_fields_that_openais_types_require(policy):
+    policy.script = ['Hm. <tool_call>{"name": "search", "arguments": {}}</tool_call>', "a b", ""]
+    event_of = TypeAdapter(ResponseStreamEvent).validate_python
+    tool = {"type": "function", **SEARCH["function"]}
+
+    async def use(client, seat):
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {client.api_key}"}, timeout=60) as plain:
+            for body in ({"input": "1", "tools": [tool]}, {"input": "2"}, {"input": "3"}):
+                answer = await plain.post(f"{client.base_url}responses", json={"model": "m", "stream": True, **body})
+                lines = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+                events = [event_of(line, strict=True) for line in lines]
+                assert [event.sequence_number for event in events] == [*range(len(events))]
+                names = [event.type.removeprefix("response.") for event in events]
+                assert names[:2] == ["created", "in_progress"] and names[-1] == "completed"
+                text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+                assert text == "".join(i.content[0].text for i in events[-1].response.output if i.type == "message")
+                ends = ["output_text.done", "content_part.done", "output_item.done"]
+                whole = [name for name in names if name != "output_text.delta"]
+                assert whole[2:7] == ["output_item.added", "content_part.added", *ends]
+                for line in (line for line in lines if "item" in line or "item_id" in line):
+                    item = events[-1].response.output[line["output_index"]]
+                    assert item.id == (line.get("item_id") or line["item"]["id"])
+            keys = {"messages": [{"role": "user", "content": "4"}], "stream_options": {"include_usage": True}}
+            answer = await plain.post(f"{client.base_url}chat/completions", json={"model": "m", "stream": True, **keys})
+            *lines, last = [line[6:] for line in answer.text.splitlines() if line]
+            chunks = [ChatCompletionChunk.model_validate(json.loads(line), strict=True) for line in lines]
+            assert last == "[DONE]" and len({chunk.id for chunk in chunks}) == 1
+            assert [chunk.choices[0].delta.role for chunk in chunks[:-1]] == ["assistant", *[None] * (len(chunks) - 2)]
+
+    with_client(policy, use)
+
+
+@pytest.mark.parametrize("route", ["chat", "responses"])
+def test_an_error_in_a_stream_reaches_the_agent_and_nothing_of_the_turn_is_trained(policy, route):
+    policy.replaced = policy.tokenizer.encode("six", False)  # a server failed, and the next one sampled "one"
+
+    async def use(client, seat):
+        got = []
+        messages = [{"role": "user", "content": "hi"}]
+        with pytest.raises(openai.APIError, match="a server failed during the response"):
+            if route == "chat":
+                async for chunk in await client.chat.completions.create(model="m", messages=messages, stream=True):
+                    got.append(chunk.choices[0].delta.content)
+            else:
+                async for event in await client.responses.create(model="m", input="hi", stream=True):
+                    got += [event.delta] if event.type == "response.output_text.delta" else []
+        assert "".join(got) == "six" and not seat.trajectory.samples
+        assert seat.trajectory.counts == {"broken_streams": 1} and not seat.broken.done()
+        with pytest.raises(openai.BadRequestError):  # before its first text it is an error like any other
+            long = [{"role": "user", "content": "long " * 2000}]
+            await client.chat.completions.create(model="m", messages=long, stream=True)
+
+    with_client(policy, use)
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -609,7 +672,7 @@ class Cuttable(Scripted):
         return prompt.place in self.places
 
     def beside(self, home):
-        return SimpleNamespace(granted=None, turns=0, first=None)
+        return SimpleNamespace(granted=None, turns=0, first=None, queued=0.0)
 
     def close(self, home):
         home.closed = True

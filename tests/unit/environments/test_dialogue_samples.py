@@ -167,6 +167,7 @@ NO_CALLS = {
     "shortened": 0,
     "finish_reason": "stop",
     "generated": 0.0,
+    "began": 0.0,
     "answered": 0.0,
     "queued": 0.0,
 }

@@ -621,7 +621,7 @@ class Scripted:
 
         yield from asyncio.run(run())
 
-    async def turn(self, prompt, sampling, seed, home):
+    async def turn(self, prompt, sampling, seed, home, on_tokens=None):
         if prompt.token_ids == home.first:  # another attempt
             home.turns = 0
         home.first = home.first or prompt.token_ids

@@ -19,33 +19,52 @@ const secondsOf = (turn) => [Math.max(0, (turn.generated || 0) - (turn.queued ||
 const allTurns = (talk) => [...talk.turns, ...branchesOf(talk).flatMap(allTurns)];
 const branchesOf = (talk) => [...(talk.branches || []), ...talk.items.flatMap((item) => item.branches || [])];
 
+/** [start, end] of turns in seconds after the conversation's beginning; null if it is not recorded. */
+const timeOf = (turns) => turns.length > 0 && turns.every((turn) => isNumber(turn.at)) ? [Math.min(...turns.map((turn) => turn.at)), Math.max(...turns.map((turn) => turn.at + (turn.generated || 0) + (turn.answered || 0)))] : null;
+
 function talkHead(response) {
   const talk = response.conversation, turns = allTurns(talk), sum = (name) => turns.reduce((total, turn) => total + (turn[name] || 0), 0);
-  const calls = talk.items.reduce((count, item) => count + (item.calls?.length || 0), 0), seconds = sum("generated") + sum("answered");
+  const calls = talk.items.reduce((count, item) => count + (item.calls?.length || 0), 0), seconds = timeOf(turns)?.[1] ?? sum("generated") + sum("answered");
   const ended = talk.ended && el("span", { class: `badge ${{ done: "fine", failed: "error" }[talk.ended] || "warning"}` }, talk.ended.replaceAll("_", " "));
   const own = response.masked ? "truncated, so none trained" : response.advantage === 0 ? "trained, at advantage 0" : "trained";
-  return el("p", { class: "meta talk-head" }, el("span", {}, plural(turns.length, "turn")), calls > 0 && el("span", {}, plural(calls, "tool call")),
+  return el("p", { class: "meta talk-head" }, el("span", {}, plural(talk.all_turns, "turn")), calls > 0 && el("span", {}, plural(calls, "tool call")),
     talk.samples > 1 && el("span", {}, plural(talk.samples, "sample")),
-    el("span", { class: "own-key" }, `${plural(sum("tokens"), "token")} ${own}`), sum("after") > 0 && el("span", { class: "other-key" }, `${plural(sum("after"), "context token")}, not trained`),
+    el("span", { class: "own-key" }, `${plural(talk.tokens, "token")} ${own}`), talk.after > 0 && el("span", { class: "other-key" }, `${plural(talk.after, "context token")}, not trained`),
     seconds > 0 && el("span", {}, duration(seconds)), ended, talk.cause && el("span", { class: "warn" }, talk.cause.replaceAll("_", " ")),
     talk.retries > 0 && el("span", { class: "warn" }, talk.retries === 1 ? "retried once" : `retried ${talk.retries} times`));
 }
 
-/** The seconds of a conversation as a bar, turn by turn, and their sums. */
+/** The seconds of a conversation, and their sums: a bar, turn by turn, or with branches a bar per sample on one time axis. */
 function talkTime(talk) {
   const spent = allTurns(talk).map(secondsOf), total = spent.flat().reduce((a, b) => a + b, 0);
   if (!total) return "";
-  const bar = spent.map((turn, i) => turn.map((seconds, kind) => seconds / total >= 0.002 &&
-    el("i", { class: WAITS[kind][1], style: { "flex-grow": seconds / total }, title: `${i < talk.turns.length ? `turn ${i + 1}` : "branch"}: ${WAITS[kind][0]} ${duration(seconds)}` })));
   const sums = WAITS.map(([label, name], kind) => [label, name, spent.reduce((sum, turn) => sum + turn[kind], 0)]).filter(([, , seconds]) => seconds >= 0.001);
-  return el("div", { class: "talk-time" }, el("div", { class: "talk-bar", role: "img", "aria-label": sums.map(([label, , seconds]) => `${label} ${duration(seconds)}`).join(", ") }, bar),
-    el("p", { class: "meta" }, sums.map(([label, name, seconds]) => el("span", { class: `key ${name}` }, `${label} ${duration(seconds)}`))));
+  const label = { role: "img", "aria-label": sums.map(([name, , seconds]) => `${name} ${duration(seconds)}`).join(", ") };
+  const bar = () => el("div", { class: "talk-bar", ...label }, spent.map((turn, i) => turn.map((seconds, kind) => seconds / total >= 0.002 &&
+    el("i", { class: WAITS[kind][1], style: { "flex-grow": seconds / total }, title: `${i < talk.turns.length ? `turn ${i + 1}` : "branch"}: ${WAITS[kind][0]} ${duration(seconds)}` }))));
+  return el("div", { class: "talk-time" }, branchesOf(talk).length > 0 && timeOf(allTurns(talk)) ? el("div", { class: "talk-lanes", ...label }, talkLanes(talk)) : bar(),
+    el("p", { class: "meta" }, sums.map(([name, kind, seconds]) => el("span", { class: `key ${kind}` }, `${name} ${duration(seconds)}`))));
+}
+
+/** A bar per sample, in the order in which they began; what ran at once is one above the other. */
+function talkLanes(talk) {
+  const samples = [talk, ...branchesOf(talk)].filter((sample) => sample.turns.length > 0).sort((a, b) => timeOf(a.turns)[0] - timeOf(b.turns)[0] || (a.number || 0) - (b.number || 0)), whole = timeOf(allTurns(talk))[1] || 1;
+  return samples.flatMap((sample) => {
+    const name = sample === talk ? "main" : `branch ${sample.number}`;
+    const parts = sample.turns.flatMap((turn, i) => {
+      const [generation, slots, tools] = secondsOf(turn);
+      return [[1, turn.at, slots], [0, turn.at + slots, generation], [2, turn.at + slots + generation, tools]].map(([kind, at, seconds]) => seconds / whole >= 0.0005 &&
+        el("i", { class: WAITS[kind][1], style: { left: `${100 * at / whole}%`, width: `${100 * seconds / whole}%` }, title: `${name}, turn ${i + 1}: ${WAITS[kind][0]} ${duration(seconds)}` }));
+    });
+    return [el("span", {}, name), el("div", { class: "talk-lane" }, parts)];
+  });
 }
 
 /** The list of a conversation's items. `shown` has the mode of colours, the response, and its tokens if they are coloured. */
 function talkTree(talk, shown) {
   const list = el("ol", { class: "tree" }, branchNodes(talk.branches, shown));
   for (const item of talk.items) list.append(item.turns ? turnNode(talk, item, shown) : otherNode(item), ...branchNodes(item.branches, shown));
+  if (talk.more_branches) list.append(el("li", { class: "gap" }, el("div", { class: "say-head" }, `and ${talk.more_branches} more ${talk.more_branches === 1 ? "branch" : "branches"}`)));
   const rewards = Object.entries(talk.rewards).filter(([, value]) => isNumber(value));
   if (talk.ended && !(talk.ended === "done" && talk !== shown.response.conversation)) list.append(el("li", { class: "end" }, el("div", { class: "say-head" }, el("b", {}, `ended: ${talk.ended.replaceAll("_", " ")}`), rewards.map(([name, value]) => el("span", {}, `${name} ${signed(value)}`)))));
   return list;
@@ -94,9 +113,10 @@ function callNodes(item, turn, tint) {
 /** The other samples of a trajectory that leave it here. */
 function branchNodes(branches, shown) {
   return (branches || []).map((branch, i) => {
-    const turns = allTurns(branch), tokens = turns.reduce((sum, turn) => sum + turn.tokens, 0);
-    const summary = el("summary", {}, el("b", {}, "branch"), el("span", {}, plural(turns.length, "turn")), el("span", { class: "own-key" }, `${plural(tokens, "token")} trained`),
-      isNumber(branch.prompt_tokens) && el("span", {}, `after ${plural(branch.prompt_tokens, "token")} of context`));
+    const turns = allTurns(branch), tokens = turns.reduce((sum, turn) => sum + turn.tokens, 0), time = timeOf(turns);
+    const summary = el("summary", {}, el("b", {}, `branch ${branch.number}`), el("span", {}, plural(turns.length, "turn")), el("span", { class: "own-key" }, `${plural(tokens, "token")} trained`),
+      isNumber(branch.prompt_tokens) && el("span", {}, `after ${plural(branch.prompt_tokens, "token")} of context`),
+      time && el("span", {}, `from ${duration(time[0])} to ${duration(time[1])}`));
     return el("li", { class: "branch" }, el("details", { open: i < 3 }, summary, talkTree(branch, { ...shown, tokens: null })));
   });
 }

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 from megagrpo.config import ParallelSection, load_config, save_resolved
@@ -158,6 +159,7 @@ def add_layers(folder: Path, layers: range, seed: int = 0) -> Path:
     return folder
 
 
+BEGAN = 1.75e9  # seconds since 1970
 QUESTION = "A shop has 17 crates of 24 bottles and sells 39 bottles. How many bottles are left?"
 
 
@@ -165,6 +167,12 @@ def called(name: str, arguments: dict, text: str = "", call_id: str | None = Non
     """A message of the policy with a tool call."""
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return {"role": "assistant", "content": text, "tool_calls": [call if call_id is None else call | {"id": call_id}]}
+
+
+def timed(turns: list[Turn], at: float) -> list[Turn]:
+    """Turns one after the other, of which the first begins `at` seconds after BEGAN."""
+    spent = [turn.generated + turn.answered for turn in turns]
+    return [replace(turn, began=BEGAN + at + sum(spent[:i])) for i, turn in enumerate(turns)]
 
 
 def talk(messages: list[dict], turns: list[Turn], ended: str = "done", **more) -> Dialogue:
@@ -186,11 +194,14 @@ def conversations(rng: random.Random) -> list[tuple[Dialogue, float]]:
     results = [{"role": "tool", "name": "calculator", "content": number} for number in ("408", "369")]
     right = talk(
         [first, results[0], second, results[1], {"role": "assistant", "content": "369 bottles are left."}],
-        [
-            turn(0, 34, calls=("calculator",), answered=0.021),
-            turn(46, 61, calls=("calculator",), answered=1.31),
-            turn(73, 84),
-        ],
+        timed(
+            [
+                turn(0, 34, calls=("calculator",), answered=0.021),
+                turn(46, 61, calls=("calculator",), answered=1.31),
+                turn(73, 84),
+            ],
+            0.45,
+        ),
         rewards={"environment": 1.0},
     )
     wrong = talk(
@@ -211,14 +222,16 @@ def conversations(rng: random.Random) -> list[tuple[Dialogue, float]]:
 
 def branch_rows() -> list[dict]:
     """Rows of the further samples of a trajectory: one leaves it at its prompt, one after its first tool result."""
-    draft = talk([{"role": "assistant", "content": "Plan: multiply, then subtract."}], [Turn(0, 9, generated=0.4)])
+    draft = talk(
+        [{"role": "assistant", "content": "Plan: multiply, then subtract."}], timed([Turn(0, 9, generated=0.4)], 0)
+    )
     critic = talk(
         [
             called("calculator", {"expression": "17*24"}),
             {"role": "tool", "name": "calculator", "content": "408"},
             {"role": "assistant", "content": "The product is right."},
         ],
-        [Turn(0, 12, calls=("calculator",), generated=0.5, answered=0.02), Turn(20, 27, generated=0.3)],
+        timed([Turn(0, 12, calls=("calculator",), generated=0.5, answered=0.02), Turn(20, 27, generated=0.3)], 1.0),
     )
     review = {"role": "user", "content": "Check the product before you go on."}
     rows = [(draft, 1, [{"role": "user", "content": "Make a plan first."}], 38), (critic, 4, [review], 131)]

@@ -10,7 +10,7 @@ from megagrpo.records.report.conversations import FIRST_ITEMS, MAX_BRANCHES, MAX
 from megagrpo.records.report.response_index import index_steps
 from megagrpo.records.report.shown_responses import read_group
 from megagrpo.types import Turn
-from tests.unit.records.report.synthetic import branch_rows, called, conversations, make_conversations, talk
+from tests.unit.records.report.synthetic import branch_rows, called, conversations, make_conversations, talk, timed
 
 
 def row_of(dialogue, **more) -> dict:
@@ -88,7 +88,27 @@ def test_a_long_conversation_loses_its_middle_and_says_how_much():
     shown = conversation_of(row_of(dialogue, branches=branches), [], 1)
     assert len(shown["items"]) == MAX_ITEMS + 1 and len(shown["turns"]) == 101
     assert shown["items"][FIRST_ITEMS] == {"left_out": 201 - MAX_ITEMS, "branches_left_out": MAX_BRANCHES}
+    assert shown["more_branches"] == 3 and shown["samples"] == MAX_BRANCHES + 4
+    assert (shown["all_turns"], shown["tokens"]) == (101 + 19, 101 + 19 * 9)
     assert shown["items"][-1]["text"] == "200" and shown["items"][-1]["turns"] == [100]
+
+
+def test_branches_are_in_the_order_in_which_they_began_with_their_seconds():
+    def asked(at):
+        return talk([{"role": "assistant", "content": str(at)}], timed([Turn(0, 1, generated=1.0)], at))
+
+    dialogue = talk([{"role": "assistant", "content": "all"}], timed([Turn(0, 1, generated=0.5, answered=0.25)], 9.0))
+    times = [7.0, *range(MAX_BRANCHES), 2.5]
+    branches = [branch_rows()[0] | {"dialogue": asked(at).record()} for at in times]
+    shown = conversation_of(row_of(dialogue, branches=branches), [], 1)
+    assert [branch["turns"][0]["at"] for branch in shown["branches"]] == sorted(times)[:-2]
+    assert [branch["number"] for branch in shown["branches"]] == [*range(1, MAX_BRANCHES + 1)]
+    assert shown["turns"][0]["at"] == 9.0 and shown["more_branches"] == 2
+    for branch in branches:  # of a run of an older version
+        del branch["dialogue"]["turns"][0]["began"]
+    shown = conversation_of(row_of(dialogue, branches=branches), [], 1)
+    assert [branch["items"][-1]["text"] for branch in shown["branches"]] == [str(at) for at in times[:MAX_BRANCHES]]
+    assert not any("at" in turn or "began" in turn for one in (shown, *shown["branches"]) for turn in one["turns"])
 
 
 def test_a_message_that_a_scheduler_let_the_policy_go_on_with_has_all_its_turns():

