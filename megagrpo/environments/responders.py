@@ -49,8 +49,10 @@ class Responders:
             environment_args=section.environment_args,
             container=section.container,
             reuse=section.reuse_environments,
+            close_seconds=section.timeout,
         )
         workers = 0 if section.agent else section.workers
+        self._keeps_state = self._ends_slowly = False  # known when they are described
         self._pool = WorkerPool(workers, None if base_folder is None else str(Path(base_folder).resolve()))
         try:
             self.agent = Agent(section, self._pool) if section.agent else None
@@ -63,10 +65,11 @@ class Responders:
         self._methods: list[str] = described["methods"]  # names of the environment's tools
         names = [schema["function"]["name"] for schema in self.tools]
         self._functions: list[str] = [name for name in names if name not in self._methods]
-        self._keeps_state: bool = described["keeps_state"]
+        self._keeps_state = described["keeps_state"]
         self._turns_keep_state: bool = described["turns_keep_state"]
         self.has_scheduler: bool = described["takes_turns"]  # a scheduler or `step` answers turns without tool calls
         self._logs_failure = True
+        self._ends_slowly = described["closes"] or section.container is not None
         if self._keeps_state:
             for lane in range(section.workers):
                 self._pool.add_lane(f"episodes {lane}", capacity=EPISODES)
@@ -75,7 +78,7 @@ class Responders:
         """Return what `Hosted.describe` returns."""
         if self.agent is not None:
             named = {"reward_names": [self.agent.name], "tools": [], "methods": []}
-            return named | dict.fromkeys(("takes_turns", "turns_keep_state", "keeps_state"), False)
+            return named | dict.fromkeys(("takes_turns", "turns_keep_state", "keeps_state", "closes"), False)
         call = self._call("describe", {"timeout": _START_SECONDS}, _START_SECONDS + _GRACE)
         described, failure = _read(call, *self._pool.run([call]))
         if failure is not None:
@@ -174,7 +177,11 @@ class Responders:
         self._logs_failure = False
 
     def close(self) -> None:
-        """Kill the workers and with them the episodes. Safe to call twice."""
+        """End the episodes, which may close their environments, and kill the workers. Safe to call twice."""
+        if self._keeps_state and self._ends_slowly:
+            lanes, seconds = range(self.section.workers), self.section.timeout + _GRACE
+            with contextlib.suppress(ValueError):  # the pool is closed
+                self._pool.run([self._call("end_all", {}, seconds, f"episodes {lane}") for lane in lanes])
         self._pool.close()
 
     def __enter__(self) -> Responders:

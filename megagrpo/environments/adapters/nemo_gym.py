@@ -56,6 +56,10 @@ class NemoGym:
         body = self._row | {"response": response | {"output": _output(messages[prompt_messages:])}}
         return float(self._request("POST", "/verify", body).json()["reward"])
 
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
     def _request(self, method: str, path: str, body: Any = None, fails: bool = True) -> httpx.Response:
         try:
             answer = self._http.request(method, path, json=body)
