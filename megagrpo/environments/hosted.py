@@ -85,6 +85,7 @@ class Hosted:
         self._children: dict[int, _Child] = {}  # the processes of episodes, by number
         self._idle: list[_Child] = []  # processes that wait for their next episode
         self._endings: set[asyncio.Task[None]] = set()  # of processes whose environment may be closing
+        self._peak = 0  # most episodes at once
         self._guard: Guard | None = None  # started before the first episode
 
     def __call__(self, method: str, arguments: Arguments) -> Any:
@@ -157,14 +158,21 @@ class Hosted:
 
     async def begin(self, number: int, columns: Arguments, timeout: float) -> str | None:
         """Start episode `number`, in a new process or one that has ended an episode, and reset it. Returns the text of
-        `reset` for the end of the prompt, or None. Raises as `act`."""
+        `reset` for the end of the prompt, or None. Raises as `act`.
+
+        Environments that are closing count: a new one waits until there are fewer than the most episodes so far, so a
+        server or a cloud with a limit never gets more environments than there are conversations.
+        """
         waiting = None
         while self._idle and waiting is None:
             waiting = self._idle.pop()
             if select.select([waiting.channel], [], [], 0)[0]:  # it has died, or sent something unasked
                 self._end(waiting)
                 waiting = None
+        while waiting is None and self._endings and len(self._children) + len(self._endings) >= self._peak:
+            await asyncio.wait(self._endings, return_when=asyncio.FIRST_COMPLETED)
         self._children[number] = waiting or self._start()
+        self._peak = max(self._peak, len(self._children))
         text: str | None = await self.act(number, "reset", columns, timeout)
         return text
 

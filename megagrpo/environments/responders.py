@@ -215,7 +215,10 @@ class Responders:
         """Build a call to an episode. The episode's process has the deadline; its worker gets `_GRACE` seconds more to
         report a miss."""
         arguments = dict(number=conversation.number, timeout=self.section.timeout) | arguments
-        return self._call(function, arguments, self.section.timeout + _GRACE, self._lane_of(conversation))
+        seconds = self.section.timeout + _GRACE
+        if function == "begin" and self._ends_slowly:  # it may wait for an environment that is closing
+            seconds *= 2
+        return self._call(function, arguments, seconds, self._lane_of(conversation))
 
     def _end_call(self, conversation: Conversation) -> Call:
         return self._call("finish", dict(number=conversation.number), _GRACE, self._lane_of(conversation))

@@ -124,6 +124,35 @@ def test_gymnasium_numbers_and_boxes():
         Gymnasium("Taxi-v4", actions=["up"])
 
 
+CLOSED_GAME = """
+import gymnasium, os
+
+class Closing(gymnasium.Env):
+    action_space = observation_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, log):
+        self.log = log
+
+    def reset(self, seed=None, options=None):
+        return 0, {}
+
+    def close(self):
+        with open(self.log, "a") as log:
+            print("closed", file=log)
+
+gymnasium.register("Closing-v0", Closing)
+"""
+
+
+def test_gymnasiums_own_close_is_called(responders, mine, tmp_path):  # noqa: F811
+    pytest.importorskip("gymnasium")
+    (mine.parent / "closing_game.py").write_text(CLOSED_GAME)
+    table = responders("gymnasium:closing_game:Closing-v0", environment_args={"log": str(tmp_path / "log")})
+    begun(table)
+    table.close()
+    assert (tmp_path / "log").read_text() == "closed\n"
+
+
 # ------------------------------------------------------------------------------------------------------------------ MCP
 
 NOTES = """
@@ -259,6 +288,7 @@ def test_an_mcp_command_that_does_not_start_is_refused(responders):  # noqa: F81
 # ------------------------------------------------------------------------------------------------------------ verifiers
 
 GAME = '''
+import os
 import verifiers as vf
 from datasets import Dataset
 
@@ -284,6 +314,19 @@ class Game(vf.MultiTurnEnv):
             state["final_env_response"] = [vf.UserMessage(content="right")]
             return state["final_env_response"]
         return [vf.UserMessage(content=f"no; {state['left']} left")]
+
+
+    @vf.cleanup
+    async def clean(self, state):
+        self.note("cleaned")
+
+    @vf.teardown
+    async def tear_down(self):
+        self.note("torn down")
+
+    def note(self, word):
+        with open(os.environ["GAME_LOG"], "a") as log:
+            print(os.getpid(), word, file=log)
 
 
 class Shifted(vf.StatefulToolEnv):
@@ -319,8 +362,9 @@ def load_environment(kind):
 
 
 @pytest.fixture
-def verifiers(responders, mine):  # noqa: F811
+def verifiers(responders, mine, tmp_path, monkeypatch):  # noqa: F811
     """A factory of responders of an environment of the kind."""
+    monkeypatch.setenv("GAME_LOG", str(tmp_path / "game_log"))
     python = own_python("verifiers", "import verifiers.envs.multiturn_env")
     (mine.parent / "guessing.py").write_text(GAME)
 
@@ -334,7 +378,7 @@ def verifiers(responders, mine):  # noqa: F811
 PROMPT = [{"role": "user", "content": "hi"}]
 
 
-def test_a_multi_turn_environment_of_verifiers(verifiers):
+def test_a_multi_turn_environment_of_verifiers(verifiers, tmp_path):
     table = verifiers("game")
     assert table.tools == [] and table.reward_names == ["Verifiers", "turns"]
     one, text = begun(table, prompt=PROMPT, answer="7")
@@ -342,6 +386,12 @@ def test_a_multi_turn_environment_of_verifiers(verifiers):
     assert answered(table, one, "It is 7") == ("right", True, None)
     each(table.finish, [one])
     assert one.rewards == {"Verifiers": pytest.approx(1.02), "turns": None}
+    begun(table, number=1, prompt=PROMPT, answer="7")
+    table.close()
+    words: dict[str, list[str]] = {}
+    for line in (tmp_path / "game_log").read_text().splitlines():
+        words.setdefault(line.split()[0], []).append(line.split(maxsplit=1)[1])
+    assert list(words.values())[-2:] == [["cleaned", "torn down"]] * 2  # with a reward, and without one
 
 
 @pytest.mark.parametrize(("kind", "given", "result"), [("tool", {"a": 3, "b": 4}, "7"), ("stateful", {"a": 3}, "103")])
@@ -702,7 +752,7 @@ class Tools(MCPEnvironment):
 
 
 kinds = {"game": (Game, Guess, Seen), "tools": (Tools, CallToolAction, CallToolObservation)}
-app = create_app(*kinds[sys.argv[2]], max_concurrent_envs=8)
+app = create_app(*kinds[sys.argv[2]], max_concurrent_envs=int((*sys.argv, 8)[3]))
 uvicorn.run(app, port=int(sys.argv[1]), log_level="warning", ws_ping_interval=0.5, ws_ping_timeout=0.5)
 """
 
@@ -720,6 +770,15 @@ def test_an_openenv_server_whose_actions_are_turns(responders, serve):  # noqa: 
     say(other, "99")
     each(table.begin, [other])
     assert each(table.schedule, [other]) == [None] and other.ended == "failed"
+
+
+def test_a_server_of_openenv_with_one_session_serves_one_episode_after_another(responders, serve):  # noqa: F811
+    pytest.importorskip("openenv.core")
+    table = responders(f"openenv:{serve(OPENENV, 'game', '1')}", timeout=10.0)
+    for number in range(4):
+        one, text = begun(table, number=number, seed=3)  # not refused: the last session is closed
+        assert text == "\nfrom 1 to 9" and answered(table, one, "3") == ("right", True, 1.0)
+        each(table.finish, [one])
 
 
 def test_an_openenv_session_outlives_a_long_turn_and_comes_back_after_it_was_closed(serve):

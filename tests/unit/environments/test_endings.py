@@ -174,6 +174,16 @@ def test_the_end_of_the_run_closes_reused_and_running_environments_before_it_ret
     ended(log, CLOSED, ("opened", "reset", *CLOSED[1:]))
 
 
+def test_an_environment_that_is_closing_counts_as_open(room):
+    table, log = room[0](), room[1]
+    for number in range(3):
+        each(table.finish, [begun(table, number)])
+    ended(log, CLOSED, CLOSED, CLOSED)
+    # without the one that was constructed to describe the environment
+    words = [line.split()[1] for line in log.read_text().splitlines()][-12:]
+    assert words == [*CLOSED] * 3
+
+
 RUN = """
 import asyncio, sys, time
 from megagrpo.config import MultiTurnSection
