@@ -63,7 +63,8 @@ class MultiTurnSection(Section):
     max_response_length: PositiveInt | None = None
     """Longest whole response in tokens, with `completion_length_limit_scope: per_round`."""
     timeout: Seconds = 10.0
-    """Timeout in seconds of a tool, scheduler or environment call. Then its process is killed and a failure counted."""
+    """Timeout in seconds of a tool, scheduler or environment call. Then its process is killed and a failure counted.
+    An environment's `close` gets as long."""
     workers: Count = 4
     """Worker processes for tools, schedulers, environments and agents, per rank that generates. For an agent each has
     up to 64 conversations at once, in processes forked from it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import select
 import shlex
 import signal
@@ -202,7 +203,7 @@ class Hosted:
         except ProtocolError as error:
             failure = f"its process broke the protocol: {error}"
         except (EOFError, OSError):
-            failure = "its process died"
+            failure = f"its process died{await _exit_status(child)}"
         finally:
             child.is_called = False
         if self._children.get(number) is child:
@@ -294,9 +295,10 @@ class Hosted:
         assert self._container is not None, "there is a template"
         location = self._environment.location
         folder = str(Path(location).parent) if location.endswith(".py") else _PACKAGE
-        words: list[str] = []
+        words, name = list[str](), f"megagrpo-{secrets.token_hex(8)}"
         for word in shlex.split(self._container):
             filled = word.replace("{module}", _MODULE).replace("{package}", _PACKAGE).replace("{folder}", folder)
+            filled = filled.replace("{name}", name)
             words += ["python3", "-m", _MODULE] if word == "{command}" else [filled]
         return words
 
@@ -309,3 +311,13 @@ class Hosted:
         scheduler = scheduler if isinstance(self._scheduler, type) else None
         players = environment, self._environment_args, scheduler, self._scheduler_args
         serve(lambda: Players(*players), channel, self._close_seconds)
+
+
+async def _exit_status(child: _Child) -> str:
+    """Return the exit status of a container's command, which ends soon after its connection; empty without one. It is
+    not reaped: the guard and `_ended` know it by its id."""
+    for _ in range(20 if child.process else 0):
+        if ended := os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return f" (exit status {ended.si_status})"
+        await asyncio.sleep(0.05)
+    return ""

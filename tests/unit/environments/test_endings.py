@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.environments.test_environments import (  # noqa: F401 - fixtures
+    KINDS,
     conversation,
+    documented,
     each,
     gone,
     mine,
@@ -225,6 +227,11 @@ def test_sigkill_of_the_run_closes_environments_and_leaves_no_process(mine, tmp_
     ended(tmp_path / "events", CLOSED, CLOSED, CLOSED)
 
 
-def test_sigkill_of_the_run_closes_environments_in_containers(mine, runtime, tmp_path):  # noqa: F811
-    killed(mine, tmp_path / "events", "docker run --rm -i image {command}")
+@pytest.mark.parametrize("kind", KINDS)
+def test_sigkill_of_the_run_closes_environments_in_containers(mine, runtime, tmp_path, kind):  # noqa: F811
+    killed(mine, tmp_path / "events", documented(kind))
     ended(tmp_path / "events", CLOSED, CLOSED, CLOSED)
+    deadline = time.monotonic() + 5
+    while os.listdir(tmp_path / "state") and time.monotonic() < deadline:  # kubectl's command line removes its pod
+        time.sleep(0.05)
+    assert os.listdir(tmp_path / "state") == []
