@@ -17,12 +17,11 @@ from typing import NoReturn
 
 _READ_BYTES = 1 << 16
 _FORGET = -1  # the second number of a line to the guard about an episode that has ended
-_GRACE = 1.0  # seconds after the time limit, in which the process ends itself (`episode.serve`)
 
 
 async def end_group(pid: int, number: int, seconds: float) -> None:
-    """Send the signal `number` (0: none) to a process, wait until it ends, at most `seconds` and a grace, and kill the
-    processes of its group. The caller reaps it."""
+    """Send the signal `number` (0: none) to a process, wait until it ends, at most `seconds`, and kill all processes of
+    its group. The caller reaps it."""
     descriptor = os.pidfd_open(pid)
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -30,7 +29,7 @@ async def end_group(pid: int, number: int, seconds: float) -> None:
     try:
         os.kill(pid, number)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(ended.wait(), seconds + _GRACE)
+            await asyncio.wait_for(ended.wait(), seconds)
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
@@ -84,7 +83,7 @@ def _watch(reads: int, seconds: float) -> NoReturn:
         with contextlib.suppress(ProcessLookupError):
             running.register(os.pidfd_open(pid), select.POLLIN)
             os.kill(pid, number)
-    left, ends = len(signals), time.monotonic() + seconds + _GRACE
+    left, ends = len(signals), time.monotonic() + seconds
     while left and (ended := running.poll(max(0.0, ends - time.monotonic()) * 1000)):
         for descriptor, _ in ended:
             running.unregister(descriptor)

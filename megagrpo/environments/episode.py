@@ -138,10 +138,10 @@ class Players:
         return checked_reward(f"`{name}.get_reward`", value)
 
 
-def serve(players: Callable[[], Players], channel: Channel, close_seconds: float) -> NoReturn:
+def serve(players: Callable[[], Players], channel: Channel) -> NoReturn:
     """Answer the calls that arrive at `channel` until the other side closes it, or until SIGTERM, also in the middle of
-    a call. Then close the players, within `close_seconds`; never returns."""
-    ending = _Ending(close_seconds)
+    a call. Then close the players; never returns. Whoever sends SIGTERM kills this process after a time limit."""
+    ending = _Ending()
     loaded: list[Players] = []
     try:
         with contextlib.suppress(_Ended, EOFError, OSError):
@@ -157,8 +157,8 @@ def serve(players: Callable[[], Players], channel: Channel, close_seconds: float
 class _Ending:
     """The end of this process on SIGTERM. `pid` is this process, not one that user code forks."""
 
-    def __init__(self, seconds: float):
-        self.pid, self._seconds, self.has_begun = os.getpid(), seconds, False
+    def __init__(self) -> None:
+        self.pid, self.has_begun = os.getpid(), False
         self.listen()
 
     def listen(self) -> None:
@@ -174,12 +174,8 @@ class _Ending:
             raise _Ended
 
     def begin(self) -> None:
-        """Have the kernel kill this process after the time limit. Its output may have lost its reader."""
-        if self.has_begun:
-            return
+        """Ignore later signals, and drop the output if it has lost its reader."""
         self.has_begun = True
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, self._seconds)
         for descriptor in (1, 2):
             output = select.poll()
             output.register(descriptor, 0)
@@ -350,7 +346,7 @@ def main() -> None:
         channel = Channel(theirs)
         options = from_json(channel.receive())
         close_seconds[0] = options.pop("close_seconds")
-        serve(lambda: Players(**options), channel, close_seconds[0])
+        serve(lambda: Players(**options), channel)
     theirs.close()
     with contextlib.suppress(OSError):  # the child has done it
         os.setpgid(child, child)

@@ -310,7 +310,7 @@ class Hosted:
         scheduler, environment = self._targets
         scheduler = scheduler if isinstance(self._scheduler, type) else None
         players = environment, self._environment_args, scheduler, self._scheduler_args
-        serve(lambda: Players(*players), channel, self._close_seconds)
+        serve(lambda: Players(*players), channel)
 
 
 async def _exit_status(child: _Child) -> str:

@@ -15,7 +15,7 @@ import httpx
 
 from megagrpo.environments.episode import EnvironmentLost
 
-_NOT_TOOLS = ("/seed_session", "/verify", "/aggregate_metrics")
+_NOT_TOOLS = ("/seed_session", "/verify", "/aggregate_metrics", "/close_session")
 
 
 class NemoGym:
