@@ -37,6 +37,9 @@ class MultiTurnSection(Section):
     """Command that starts the process of an environment, such as `docker run --rm -i IMAGE {command}`. `{command}`
     is `python3 -m {module}`, `{package}` the folder of the package megagrpo, `{folder}` that of the environment's
     file (docs/environments.md)."""
+    python: str | None = None
+    """Python of the worker processes, such as `/opt/verifiers/bin/python`: a virtual environment for packages that do
+    not fit vLLM's. It needs no package of megagrpo's."""
     agent: str | None = None
     """Function `package.module:function` or `path/file.py:function`, `async` or not, that talks to the policy at an
     OpenAI-compatible address and returns the reward (docs/agents.md)."""

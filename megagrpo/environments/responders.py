@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,10 @@ class Responders:
         )
         workers = 0 if section.agent else section.workers
         self._keeps_state = self._ends_slowly = False  # known when they are described
-        self._pool = WorkerPool(workers, None if base_folder is None else str(Path(base_folder).resolve()))
+        if section.python and not shutil.which(section.python):
+            raise ValueError(f"multi_turn.python: no program {section.python}; name the python of an environment")
+        search_path = None if base_folder is None else str(Path(base_folder).resolve())
+        self._pool = WorkerPool(workers, search_path, section.python)
         try:
             self.agent = Agent(section, self._pool) if section.agent else None
             described = self._described()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.environments.episode import EnvironmentLost
+from megagrpo.platform.process.removal import remove_tree
 
 try:
     from harbor.environments.factory import EnvironmentFactory
@@ -54,7 +55,7 @@ class Harbor:
         provider = {"import_path": name} if ":" in name else {"type": name}
         self._config = EnvironmentConfig.model_validate(provider | {"kwargs": kwargs})
         self._seconds, self._reward = seconds, reward
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: str | None = None  # of the trial's files on this host
         self._task: Any = None
         self._environment: Any = None
 
@@ -66,8 +67,8 @@ class Harbor:
         """Start the environment of a task in a new container. The last one is removed."""
         await self.close()
         self._task = usable(Path(task))
-        self._folder = tempfile.TemporaryDirectory(prefix="harbor-")
-        self._paths = TrialPaths(Path(self._folder.name))
+        self._folder = tempfile.mkdtemp(prefix="harbor-")
+        self._paths = TrialPaths(Path(self._folder))
         self._paths.mkdir()
         config, agent, verifier = self._task.config, AgentConfig(), VerifierConfig()
         self._plan = resolve_trial_network_plan(config, agent, self._config, verifier, None, verifier_mode=_SHARED)
@@ -114,7 +115,7 @@ class Harbor:
                 await environment.stop(delete=True)
         finally:
             if folder is not None:
-                folder.cleanup()
+                remove_tree(folder)
 
     async def _allow(self, policy: Any) -> None:
         """Give the environment the network of the agent or the verifier, where the two differ."""

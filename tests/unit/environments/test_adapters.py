@@ -369,7 +369,7 @@ def verifiers(responders, mine, tmp_path, monkeypatch):  # noqa: F811
     (mine.parent / "guessing.py").write_text(GAME)
 
     def make(kind):
-        options = {"environment_args": {"kind": kind}, "container": f"{python} -m {{module}}", "timeout": 120.0}
+        options = {"environment_args": {"kind": kind}, "python": python, "timeout": 120.0}
         return responders("verifiers:guessing", **options)
 
     return make
@@ -475,11 +475,13 @@ class NumbersEnv(vf.Env[NumbersEnvConfig]):
 """
 
 
-def test_an_environment_of_verifiers_0_4_in_its_own_python(responders, mine):  # noqa: F811
+@pytest.mark.parametrize("key", ["python", "container"])
+def test_an_environment_of_verifiers_0_4_in_its_own_python(responders, mine, key):  # noqa: F811
     python = own_python("verifiers_v1", "from verifiers.v1 import Env, Taskset; from verifiers.v1.agent import Segment")
     (mine.parent / "numbers_tasks.py").write_text(TASKS)
     arguments = {"environment_args": {"count": 3}, "reuse_environments": True, "timeout": 120.0}
-    table = responders("verifiers_v1:numbers_tasks", container=f"{python} -m {{module}}", **arguments)
+    own = {"python": python} if key == "python" else {"container": f"{python} -m {{module}}"}
+    table = responders("verifiers_v1:numbers_tasks", **own, **arguments)
     assert table.tools == [] and table.reward_names == ["VerifiersV1", "turns"]
     one, text = begun(table, idx=2)
     assert text is None and answered(table, one, "5") == ("not 5", False, None)
@@ -621,7 +623,7 @@ def harbor(responders, mine, tmp_path):  # noqa: F811
         return responders(
             "harbor:local_provider:Local",
             environment_args=arguments,
-            container=f"{python} -m {{module}}",
+            python=python,
             timeout=120.0,
         )
 

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,7 @@ MINE = '''
 import asyncio
 import os
 import subprocess
+import sys
 import time
 
 from megagrpo.environments.episode import EnvironmentLost
@@ -64,6 +66,17 @@ class Game:
 
     def get_reward(self, messages):
         return float(len(messages))
+
+
+class Interpreter:
+    """Tells which Python runs it."""
+
+    def reset(self):
+        pass
+
+    def prefix(self) -> str:
+        """Tells it."""
+        return sys.prefix
 
 
 class Queued:
@@ -425,6 +438,17 @@ def test_containers_that_are_left_are_removed_by_the_documented_label(runtime, k
     subprocess.run(["bash", "-c", command.replace("docker", kind)], check=True)
     gone(pid)
     assert list(state.iterdir()) == []
+
+
+def test_workers_run_in_a_python_of_their_own(responders, tmp_path):
+    venv.create(tmp_path / "own", symlinks=True)  # without any package
+    python = str(tmp_path / "own" / "bin" / "python")
+    table = responders("Interpreter", tools=["calculator"], python=python, reuse_environments=True)
+    one = conversation()
+    each(table.begin, [one])
+    assert used(table, one, "prefix") == str(tmp_path / "own")
+    with pytest.raises(ValueError, match=r"multi_turn\.python: no program no-such-python; name the python"):
+        responders("Interpreter", python="no-such-python")
 
 
 def gone(*pids):
