@@ -97,9 +97,8 @@ class Responders:
         """Start the conversation's episode, if needed. Returns the text to append to the prompt, or None."""
         if not self._keeps_state:
             return None
-        text: str | None = await self._value(
-            conversation, self._episode("begin", conversation, dict(columns=conversation.prompt.columns))
-        )
+        columns = {"prompt": conversation.opening} | conversation.prompt.columns
+        text: str | None = await self._value(conversation, self._episode("begin", conversation, dict(columns=columns)))
         return text
 
     async def schedule(self, conversation: Conversation) -> tuple[list[dict[str, Any]], bool, float | None] | None:

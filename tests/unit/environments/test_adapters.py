@@ -375,18 +375,15 @@ def verifiers(responders, mine, tmp_path, monkeypatch):  # noqa: F811
     return make
 
 
-PROMPT = [{"role": "user", "content": "hi"}]
-
-
 def test_a_multi_turn_environment_of_verifiers(verifiers, tmp_path):
     table = verifiers("game")
     assert table.tools == [] and table.reward_names == ["Verifiers", "turns"]
-    one, text = begun(table, prompt=PROMPT, answer="7")
+    one, text = begun(table, answer="7")
     assert text is None and answered(table, one, "5") == ("no; 2 left", False, None)
     assert answered(table, one, "It is 7") == ("right", True, None)
     each(table.finish, [one])
     assert one.rewards == {"Verifiers": pytest.approx(1.02), "turns": None}
-    begun(table, number=1, prompt=PROMPT, answer="7")
+    begun(table, number=1, answer="7")
     table.close()
     words: dict[str, list[str]] = {}
     for line in (tmp_path / "game_log").read_text().splitlines():
@@ -399,7 +396,7 @@ def test_tool_environments_of_verifiers(verifiers, kind, given, result):
     table = verifiers(kind)
     (tool,) = table.tools
     assert tool["function"]["name"] == "add" and list(tool["function"]["parameters"]["properties"]) == list(given)
-    one, _ = begun(table, prompt=PROMPT, answer="7")
+    one, _ = begun(table, answer="7")
     say(one, "")
     one.messages[-1]["tool_calls"] = [{"type": "function", "function": call("add", **given)}]
     (messages,) = each(table.use_tools, [one], [[call("add", **given)]])
@@ -413,9 +410,9 @@ def test_tool_environments_of_verifiers(verifiers, kind, given, result):
 
 def test_a_single_turn_environment_of_verifiers_and_a_response_that_was_cut(verifiers):
     table = verifiers("single")
-    one, _ = begun(table, prompt=PROMPT, answer="7")
+    one, _ = begun(table, answer="7")
     assert answered(table, one, "It is 7")[1] is True
-    two, _ = begun(table, number=1, prompt=PROMPT, answer="7")
+    two, _ = begun(table, number=1, answer="7")
     say(two, "It is 7")  # ended by its length: no step
     each(table.finish, [one, two])
     assert one.rewards["Verifiers"] == two.rewards["Verifiers"] == pytest.approx(1.01)
@@ -868,7 +865,7 @@ def test_a_resources_server_of_nemo_gym(responders, serve):  # noqa: F811
     (tool,) = table.tools
     assert tool["function"]["name"] == "increment" and tool["function"]["parameters"]["required"] == ["count"]
     for number, (start, reward) in enumerate([(1, 1.0), (5, 0.0)]):
-        one, _ = begun(table, number=number, prompt=PROMPT, start=start, goal=3)
+        one, _ = begun(table, number=number, start=start, goal=3)
         say(one, "")
         one.messages[-1]["tool_calls"] = [{"type": "function", "function": call("increment", count=2)}]
         one.messages += each(table.use_tools, [one], [[call("increment", count=2)]])[0]
