@@ -5,6 +5,8 @@
 # make test-te: Transformer Engine's layers on a machine without a GPU, its kernels in torch; sets everything up as for GPUs, which compiles.
 # make test-fake-gpu: the code for GPUs on a CUDA runtime without a GPU, whose folder MEGAGRPO_FAKE_GPU names (docs/gpu.md); PYTHON names
 # an interpreter with torch's build for CUDA, ARGS="-m fake_gpu" adds the long tests.
+# make test-adapters: the adapters of environments, each with its real package; `make adapters` builds a Python below .adapters for each
+# package whose versions do not fit vLLM's (ADAPTERS names another folder).
 # make lock: writes the versions that are tested together, for CPU and GPU; ARGS=--upgrade takes the newest that fit pyproject.toml.
 # make test-slurm: jobs on a real Slurm with pretend nodes; installs Debian's slurm-wlm, munge and iproute2 where they are missing, and needs root.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -12,7 +14,9 @@ export GOMP_SPINCOUNT ?= 10000
 # Processes that share the tests, more than two cores would need: many tests wait for servers and ranks.
 WORKERS ?= 3
 
-.PHONY: quickstart docs browser test test-full test-gpu test-te test-fake-gpu test-slurm setup setup-dev lock
+ADAPTERS ?= $(PWD)/.adapters
+
+.PHONY: quickstart docs browser test adapters test-adapters test-full test-gpu test-te test-fake-gpu test-slurm setup setup-dev lock
 .DEFAULT_GOAL := quickstart
 
 setup:
@@ -38,6 +42,14 @@ browser:
 
 test: setup-dev browser
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -n $(WORKERS) $(ARGS)
+
+adapters: setup-dev
+	@PATH=$$PWD/.uv-boot/bin:$$PATH; for NAMED in verifiers=verifiers==0.2.1 verifiers_v1=verifiers==0.4.0 harbor=harbor==0.26.0; do \
+	uv venv -q --allow-existing --python .venv/bin/python "$(ADAPTERS)/$${NAMED%%=*}" && \
+	uv pip install -q --python "$(ADAPTERS)/$${NAMED%%=*}/bin/python" "$${NAMED#*=}" || exit; done
+
+test-adapters: adapters
+	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MEGAGRPO_ADAPTERS="$(ADAPTERS)" .venv/bin/python -m pytest -q -rs $(ARGS) tests/unit/environments/test_adapters.py
 
 test-full: setup-dev
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -m "not slurm and not gpu and not te and not fake_gpu" $(ARGS)

@@ -37,6 +37,9 @@ class MultiTurnSection(Section):
     """Command that starts the process of an environment, such as `docker run --rm -i IMAGE {command}`. `{command}`
     is `python3 -m {module}`, `{package}` the folder of the package megagrpo, `{folder}` that of the environment's
     file (docs/environments.md)."""
+    python: str | None = None
+    """Python of the worker processes, such as `/opt/verifiers/bin/python`: a virtual environment for packages that do
+    not fit vLLM's. It needs no package of megagrpo's."""
     agent: str | None = None
     """Function `package.module:function` or `path/file.py:function`, `async` or not, that talks to the policy at an
     OpenAI-compatible address and returns the reward (docs/agents.md)."""
@@ -63,7 +66,8 @@ class MultiTurnSection(Section):
     max_response_length: PositiveInt | None = None
     """Longest whole response in tokens, with `completion_length_limit_scope: per_round`."""
     timeout: Seconds = 10.0
-    """Timeout in seconds of a tool, scheduler or environment call. Then its process is killed and a failure counted."""
+    """Timeout in seconds of a tool, scheduler or environment call. Then its process is killed and a failure counted.
+    An environment's `close` gets as long."""
     workers: Count = 4
     """Worker processes for tools, schedulers, environments and agents, per rank that generates. For an agent each has
     up to 64 conversations at once, in processes forked from it."""

@@ -16,6 +16,7 @@ _ADAPTERS = "megagrpo.environments.adapters."
 # Prefix of a name -> the class whose constructor gets the rest of the name as `name`.
 ENVIRONMENT_ADAPTERS = {
     "gymnasium:": _ADAPTERS + "gymnasium_env:Gymnasium",
+    "harbor:": _ADAPTERS + "harbor_env:Harbor",
     "mcp:": _ADAPTERS + "mcp_server:McpServer",
     "nemo_gym:": _ADAPTERS + "nemo_gym:NemoGym",
     "openenv:": _ADAPTERS + "openenv_client:OpenEnv",

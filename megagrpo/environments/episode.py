@@ -12,11 +12,13 @@ import asyncio
 import contextlib
 import inspect
 import json
+import mmap
 import os
 import re
 import select
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from threading import Thread
 from typing import Any, NoReturn
@@ -28,13 +30,17 @@ from megagrpo.rewards.workers.values import MAX_REWARD, InvalidRewards, reward_o
 from megagrpo.rewards.workers.worker import explain, find, tie_to_parent
 
 Arguments = dict[str, Any]
-NOT_TOOLS = ("reset", "get_reward")
+NOT_TOOLS = ("reset", "get_reward", "close")
 INVALID_ACTION = "That is not a valid action."  # an adapter's answer to a turn that names no action
 _COPIED_BYTES = 1 << 16  # per read between a container's stdio and the process of the episode
 
 
 class EnvironmentLost(RuntimeError):
     """An environment raises this when it cannot go on: its response fails. Other errors of a tool go to the policy."""
+
+
+class _Ended(BaseException):
+    """Raised in the main thread when this process has to end: whatever the environment does is given up."""
 
 
 class Loop:
@@ -58,7 +64,12 @@ class Loop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             Thread(target=self._loop.run_forever, name="event loop of an environment", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(wait(), self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(wait(), self._loop)
+        try:
+            return future.result()
+        except _Ended:
+            future.cancel()
+            raise
 
 
 class Players:
@@ -100,6 +111,16 @@ class Players:
             return used(self._environment.call_tool, arguments, self._loop)
         return used(getattr(self._environment, arguments["name"]), arguments["arguments"], self._loop)
 
+    def close(self) -> None:
+        """Call `close` of the scheduler and the environment. Their errors are printed."""
+        for player in (self._scheduler, self._environment):
+            try:
+                if hasattr(player, "close"):
+                    self._loop.awaited(player.close())
+            except Exception as error:
+                text = explain(error, whole=False)
+                print(f"multi_turn: `{type(player).__name__}.close` failed: {text}", file=sys.stderr, flush=True)
+
     def _construct(self) -> None:
         if self._environment is None and self._environment_class is not None:
             self._environment = self._environment_class(**self._environment_args)
@@ -119,22 +140,70 @@ class Players:
 
 
 def serve(players: Callable[[], Players], channel: Channel) -> NoReturn:
-    """Answer the calls that arrive at `channel` until the other side closes it; never returns."""
-    pid, loaded = os.getpid(), None
+    """Answer the calls that arrive at `channel` until the other side closes it, or until SIGTERM, also in the middle of
+    a call. Then close the players; never returns. Whoever sends SIGTERM kills this process after a time limit."""
+    ending = _Ending()
+    loaded: list[Players] = []
+    try:
+        with contextlib.suppress(_Ended, EOFError, OSError):
+            _answer_calls(players, loaded, channel, ending)
+        ending.begin()
+    except _Ended:  # SIGTERM came with the end of the channel
+        pass
+    for one in loaded:
+        one.close()
+    os._exit(0)
+
+
+class _Ending:
+    """The end of this process on SIGTERM. `pid` is this process, not one that user code forks."""
+
+    def __init__(self) -> None:
+        self.pid, self.has_begun = os.getpid(), False
+        self.listen()
+
+    def listen(self) -> None:
+        """Take SIGTERM, also back from an environment that has installed its own handler."""
+        signal.signal(signal.SIGTERM, self._interrupt)
+
+    def _interrupt(self, *_: Any) -> None:
+        if os.getpid() != self.pid:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif not self.has_begun:
+            self.begin()
+            raise _Ended
+
+    def begin(self) -> None:
+        """Ignore later signals, and drop the output if it has lost its reader."""
+        self.has_begun = True
+        for descriptor in (1, 2):
+            output = select.poll()
+            output.register(descriptor, 0)
+            if output.poll(0):  # what `close` prints would raise BrokenPipeError
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+def _answer_calls(players: Callable[[], Players], loaded: list[Players], channel: Channel, ending: _Ending) -> NoReturn:
+    """Answer calls. Appends the players to `loaded` when they are made. Raises _Ended on SIGTERM, EOFError when the
+    other side has closed the channel."""
     while True:
+        verb, arguments = from_json(channel.receive())
         try:
-            verb, arguments = from_json(channel.receive())
-        except EOFError:
-            os._exit(0)
-        try:
-            loaded = loaded or players()
-            reply = {"value": loaded.play(verb, arguments)}
+            if not loaded:
+                loaded.append(players())
+            reply = {"value": loaded[0].play(verb, arguments)}
+        except _Ended:
+            raise
         except (InvalidRewards, EnvironmentLost) as error:
             reply = {"failure": str(error)}
         except BaseException as error:
             reply = {"failure": explain(error, whole=False)}
-        if os.getpid() != pid:  # user code has forked, and the copy has returned too
+        if os.getpid() != ending.pid:  # user code has forked, and the copy has returned too
             os._exit(0)
+        if ending.has_begun:  # user code has caught _Ended
+            raise _Ended
+        ending.listen()
         try:
             channel.send(reply)
         except (TypeError, ValueError, RecursionError) as error:
@@ -142,17 +211,23 @@ def serve(players: Callable[[], Players], channel: Channel) -> NoReturn:
 
 
 def describe_environment(environment: Any, arguments: Arguments, loop: Loop) -> Arguments:
-    """Return `tools` (schemas), `steps` (whether it answers turns without calls), `reward_names` of a class.
+    """Return `tools` (schemas), `steps` (whether it answers turns without calls), `reward_names` and `closes` (whether
+    it has `close`) of a class.
 
-    An instance is constructed only if its tools are known by asking (`list_tools`). Raises ValueError for a class
-    that cannot be used.
+    An instance is constructed, and closed, only if its tools are known by asking (`list_tools`). Raises ValueError for
+    a class that cannot be used.
     """
     if not isinstance(environment, type) or not callable(getattr(environment, "reset", None)):
         raise ValueError(f"`{getattr(environment, '__name__', environment)}` must be a class with a method `reset`")
     unknown_argument(environment, arguments)
-    steps = takes_turns(environment)
+    steps, closes = takes_turns(environment), hasattr(environment, "close")
     if hasattr(environment, "list_tools"):
-        tools = loop.awaited(environment(**arguments).list_tools())
+        instance = environment(**arguments)
+        try:
+            tools = loop.awaited(instance.list_tools())
+        finally:
+            if closes:
+                loop.awaited(instance.close())
     else:
         names = [name for name, _ in inspect.getmembers(environment, inspect.isfunction)]
         names = [name for name in names if not name.startswith("_") and name not in NOT_TOOLS]
@@ -160,7 +235,7 @@ def describe_environment(environment: Any, arguments: Arguments, loop: Loop) -> 
         bound = [getattr(environment, name).__get__(object()) for name in names if not (steps and name == "step")]
         tools = [tool_schema(method) for method in bound]
     reward_names = [environment.__name__] if hasattr(environment, "get_reward") else []
-    return {"tools": tools, "steps": steps, "reward_names": reward_names}
+    return {"tools": tools, "steps": steps, "reward_names": reward_names, "closes": closes}
 
 
 def takes_turns(environment: type) -> bool:
@@ -230,7 +305,13 @@ def is_valid(verb: str, value: Any) -> bool:
     match verb, value:
         case "reset", str() | None:
             return True
-        case "describe", {"tools": list() as tools, "steps": bool(), "reward_names": list() as names, **rest}:
+        case "describe", {
+            "tools": list() as tools,
+            "steps": bool(),
+            "closes": bool(),
+            "reward_names": list() as names,
+            **rest,
+        }:
             return not rest and all(map(_is_schema, tools)) and all(isinstance(name, str) for name in names)
         case "reward", dict() as rewards:
             return all(map(_is_reward, rewards.values()))
@@ -256,14 +337,16 @@ def _is_reward(value: Any) -> bool:
 
 
 def main() -> None:
-    """Serve an episode over stdin and stdout. The first message holds the arguments of `Players`.
+    """Serve an episode over stdin and stdout. The first message holds the arguments of `Players` and `close_seconds`.
 
-    User code runs in a child process. When stdin closes, because the trainer ended the episode, the child is killed
-    even in the middle of a call: a runtime's command line does not pass SIGKILL on to its container.
+    User code runs in a child process. When stdin closes, because the trainer ended the episode, the child gets SIGTERM
+    and is killed when it misses its time limit, even in the middle of a call: a runtime's command line does not pass
+    SIGKILL on to its container.
     """
     ours, theirs = socket.socketpair()
     output = os.dup(1)
     os.dup2(2, 1)  # what user code prints must not mix with the answers
+    close_seconds = memoryview(mmap.mmap(-1, 8)).cast("d")  # shared with the child, which reads the first message
     if (child := os.fork()) == 0:
         os.setpgid(0, 0)
         tie_to_parent()
@@ -272,6 +355,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         channel = Channel(theirs)
         options = from_json(channel.receive())
+        close_seconds[0] = options.pop("close_seconds")
         serve(lambda: Players(**options), channel)
     theirs.close()
     with contextlib.suppress(OSError):  # the child has done it
@@ -279,6 +363,8 @@ def main() -> None:
     try:
         _copy(0, ours, output)
     finally:
+        os.kill(child, signal.SIGTERM)
+        select.select([os.pidfd_open(child)], [], [], close_seconds[0])
         os.killpg(child, signal.SIGKILL)
 
 
@@ -297,9 +383,10 @@ def _copy(source: int, players: socket.socket, output: int) -> None:
                     data = data[os.write(output, data) :]
 
 
-def options_message(environment: Target, environment_args: Arguments) -> Any:
+def options_message(environment: Target, environment_args: Arguments, close_seconds: float) -> Any:
     """Return the first message for `main`."""
-    return as_json({"environment": environment, "environment_args": environment_args})
+    options = {"environment": environment, "environment_args": environment_args, "close_seconds": close_seconds}
+    return as_json(options)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import select
 import shlex
 import signal
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megagrpo.environments.endings import Guard, end_group, kill_group
 from megagrpo.environments.episode import (
     Loop,
     Players,
@@ -65,14 +67,17 @@ class Hosted:
         environment_args: Arguments,
         container: str | None = None,
         reuse: bool = False,
+        close_seconds: float = 10.0,
     ):
         self._loop = Loop()
         self._scheduler = None if scheduler is None else find(scheduler)
         self._targets = scheduler, environment
         self._scheduler_args, self._environment_args = scheduler_args, environment_args
-        self._container, self._reuse = container, reuse
+        self._container, self._reuse, self._close_seconds = container, reuse, close_seconds
+        players = [self._scheduler]
         if environment is not None and container is None:
-            find(environment)  # imported here, before episodes are forked
+            players.append(find(environment))  # imported here, before episodes are forked
+        self._closes = any(hasattr(player, "close") for player in players)  # whether a forked process needs time to end
         loaded = [(find(target), target) for target in tools]
         self._functions = [tool for tool, _ in loaded if not isinstance(tool, type)]
         # a class holds tools that are known by asking it
@@ -80,6 +85,9 @@ class Hosted:
         self._toolset_of: dict[str, Any] = {}  # by the name of a tool
         self._children: dict[int, _Child] = {}  # the processes of episodes, by number
         self._idle: list[_Child] = []  # processes that wait for their next episode
+        self._endings: set[asyncio.Task[None]] = set()  # of processes whose environment may be closing
+        self._peak = 0  # most episodes at once
+        self._guard: Guard | None = None  # started before the first episode
 
     def __call__(self, method: str, arguments: Arguments) -> Any:
         return getattr(self, method)(**arguments)
@@ -89,20 +97,17 @@ class Hosted:
 
         Returns `tools` (all schemas), `methods` (environment tool names), `reward_names`, `takes_turns` (whether turns
         without calls are answered), `turns_keep_state` (whether by an episode), `keeps_state` (whether responses need
-        episodes). Raises ValueError for an unusable target, InvalidRewards for an environment's process that fails.
+        episodes), `closes` (whether an episode needs time to end). Raises ValueError for an unusable target,
+        InvalidRewards for an environment's process that fails.
         """
         schemas: list[dict[str, Any]] = []
         reward_names: list[str] = []
         scheduler, (scheduler_target, environment) = self._scheduler, self._targets
-        steps = False
+        steps, closes = False, hasattr(scheduler, "close")
         if environment is not None:
-            self._children[_DESCRIBED] = self._start()
-            try:
-                described = asyncio.run(self.act(_DESCRIBED, "describe", {}, timeout))
-            finally:
-                if child := self._children.pop(_DESCRIBED, None):
-                    _kill(child)
+            described = asyncio.run(self._describe_environment(timeout))
             schemas, reward_names, steps = described["tools"], described["reward_names"], described["steps"]
+            closes |= described["closes"]
         methods = [schema["function"]["name"] for schema in schemas]
         schemas = [tool_schema(tool) for tool in self._functions] + self._ask_toolsets() + schemas
         is_class = isinstance(scheduler, type)
@@ -121,7 +126,15 @@ class Hosted:
             raise ValueError(f"two tools are named `{twice[0]}`; rename one")
         described = {"tools": schemas, "methods": methods, "reward_names": reward_names}
         described |= {"takes_turns": scheduler is not None or steps, "turns_keep_state": is_class or steps}
-        return described | {"keeps_state": is_class or environment is not None}
+        return described | {"keeps_state": is_class or environment is not None, "closes": closes}
+
+    async def _describe_environment(self, timeout: float) -> Arguments:
+        self._children[_DESCRIBED] = self._start()
+        try:
+            described: Arguments = await self.act(_DESCRIBED, "describe", {}, timeout)
+            return described
+        finally:
+            await self.end_all()
 
     def _ask_toolsets(self) -> list[dict[str, Any]]:
         listed: list[dict[str, Any]] = []
@@ -146,14 +159,21 @@ class Hosted:
 
     async def begin(self, number: int, columns: Arguments, timeout: float) -> str | None:
         """Start episode `number`, in a new process or one that has ended an episode, and reset it. Returns the text of
-        `reset` for the end of the prompt, or None. Raises as `act`."""
+        `reset` for the end of the prompt, or None. Raises as `act`.
+
+        Environments that are closing count: a new one waits until there are fewer than the most episodes so far, so a
+        server or a cloud with a limit never gets more environments than there are conversations.
+        """
         waiting = None
         while self._idle and waiting is None:
             waiting = self._idle.pop()
             if select.select([waiting.channel], [], [], 0)[0]:  # it has died, or sent something unasked
-                _kill(waiting)
+                self._end(waiting)
                 waiting = None
+        while waiting is None and self._endings and len(self._children) + len(self._endings) >= self._peak:
+            await asyncio.wait(self._endings, return_when=asyncio.FIRST_COMPLETED)
         self._children[number] = waiting or self._start()
+        self._peak = max(self._peak, len(self._children))
         text: str | None = await self.act(number, "reset", columns, timeout)
         return text
 
@@ -183,7 +203,7 @@ class Hosted:
         except ProtocolError as error:
             failure = f"its process broke the protocol: {error}"
         except (EOFError, OSError):
-            failure = "its process died"
+            failure = f"its process died{await _exit_status(child)}"
         finally:
             child.is_called = False
         if self._children.get(number) is child:
@@ -193,32 +213,76 @@ class Hosted:
         raise InvalidRewards(failure)
 
     async def finish(self, number: int) -> None:
-        """End an episode: kill all processes it started, or keep its process for another episode."""
+        """End an episode: close its environment and kill all processes it started, or keep its process for another
+        episode. Does not wait for the end."""
         child = self._children.pop(number, None)
         if child is not None and self._reuse and child.is_sound:
             self._idle.append(child)
         elif child is not None:
-            _kill(child)
+            self._end(child)
+
+    async def end_all(self) -> None:
+        """End all episodes, and wait until their processes have ended."""
+        for child in [*self._children.values(), *self._idle]:
+            self._end(child)
+        self._children.clear()
+        self._idle.clear()
+        await asyncio.gather(*self._endings)
+
+    def _end(self, child: _Child) -> None:
+        if child.process is None and not self._closes:
+            kill_group(child.pid)
+            self._reap(child)
+            return
+        ending = asyncio.create_task(self._ended(child))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+
+    async def _ended(self, child: _Child) -> None:
+        """End a process. A forked one closes its environment on SIGTERM, one in a container when its stdin ends."""
+        child.channel.end_sending()
+        await end_group(child.pid, signal.SIGTERM if child.process is None else 0, self._close_seconds)
+        self._reap(child)
+
+    def _reap(self, child: _Child) -> None:
+        assert self._guard is not None, "it was started before the process"
+        self._guard.remove(child.pid)
+        if child.process is None:
+            os.waitpid(child.pid, 0)
+        else:
+            child.process.wait()
+        if not child.is_called:  # else `act` sees the end of the process, and closes its channel
+            child.channel.close()
 
     def _start(self) -> _Child:
         """Start the process of an episode."""
+        if self._guard is None:
+            self._guard = Guard(self._close_seconds, leave_trainer)
         ours, theirs = socket.socketpair()
         if self._container is not None:
             process = subprocess.Popen(
                 self._command(), stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True
             )
             theirs.close()
+            self._guard.add(process.pid, 0)
             child = _Child(process.pid, Channel(ours), process)
             with contextlib.suppress(OSError):  # it has ended already, which the first call reports
-                child.channel.send(options_message(self._environment, self._environment_args))
+                child.channel.send(options_message(self._environment, self._environment_args, self._close_seconds))
             return child
         pid = os.fork()
         if pid == 0:
             asyncio.events._set_running_loop(None)  # the worker's; the episode may run its own
             ours.close()
+            self._guard.close()
             self._live(Channel(theirs))
+        self._guard.add(pid, self._last_signal)
         theirs.close()
         return _Child(pid, Channel(ours))
+
+    @property
+    def _last_signal(self) -> int:
+        """The signal for a forked process when its worker dies."""
+        return signal.SIGTERM if self._closes else signal.SIGKILL
 
     @property
     def _environment(self) -> Target:
@@ -231,30 +295,29 @@ class Hosted:
         assert self._container is not None, "there is a template"
         location = self._environment.location
         folder = str(Path(location).parent) if location.endswith(".py") else _PACKAGE
-        words: list[str] = []
+        words, name = list[str](), f"megagrpo-{secrets.token_hex(8)}"
         for word in shlex.split(self._container):
             filled = word.replace("{module}", _MODULE).replace("{package}", _PACKAGE).replace("{folder}", folder)
+            filled = filled.replace("{name}", name)
             words += ["python3", "-m", _MODULE] if word == "{command}" else [filled]
         return words
 
     def _live(self, channel: Channel) -> NoReturn:
         """Serve the episode's calls in the forked process; never returns."""
         os.setpgid(0, 0)
-        tie_to_parent()
+        tie_to_parent(self._last_signal)
         leave_trainer()
         scheduler, environment = self._targets
         scheduler = scheduler if isinstance(self._scheduler, type) else None
-        serve(lambda: Players(environment, self._environment_args, scheduler, self._scheduler_args), channel)
+        players = environment, self._environment_args, scheduler, self._scheduler_args
+        serve(lambda: Players(*players), channel)
 
 
-def _kill(child: _Child) -> None:
-    if not child.is_called:  # else `act` sees the end of the process, and closes its channel
-        child.channel.close()
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:  # it has not created its process group yet
-        os.kill(child.pid, signal.SIGKILL)
-    if child.process is None:
-        os.waitpid(child.pid, 0)
-    else:
-        child.process.wait()
+async def _exit_status(child: _Child) -> str:
+    """Return the exit status of a container's command, which ends soon after its connection; empty without one. It is
+    not reaped: the guard and `_ended` know it by its id."""
+    for _ in range(20 if child.process else 0):
+        if ended := os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return f" (exit status {ended.si_status})"
+        await asyncio.sleep(0.05)
+    return ""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,14 @@ class Responders:
             environment_args=section.environment_args,
             container=section.container,
             reuse=section.reuse_environments,
+            close_seconds=section.timeout,
         )
         workers = 0 if section.agent else section.workers
-        self._pool = WorkerPool(workers, None if base_folder is None else str(Path(base_folder).resolve()))
+        self._keeps_state = self._ends_slowly = False  # known when they are described
+        if section.python and not shutil.which(section.python):
+            raise ValueError(f"multi_turn.python: no program {section.python}; name the python of an environment")
+        search_path = None if base_folder is None else str(Path(base_folder).resolve())
+        self._pool = WorkerPool(workers, search_path, section.python)
         try:
             self.agent = Agent(section, self._pool) if section.agent else None
             described = self._described()
@@ -63,10 +69,11 @@ class Responders:
         self._methods: list[str] = described["methods"]  # names of the environment's tools
         names = [schema["function"]["name"] for schema in self.tools]
         self._functions: list[str] = [name for name in names if name not in self._methods]
-        self._keeps_state: bool = described["keeps_state"]
+        self._keeps_state = described["keeps_state"]
         self._turns_keep_state: bool = described["turns_keep_state"]
         self.has_scheduler: bool = described["takes_turns"]  # a scheduler or `step` answers turns without tool calls
         self._logs_failure = True
+        self._ends_slowly = described["closes"] or section.container is not None
         if self._keeps_state:
             for lane in range(section.workers):
                 self._pool.add_lane(f"episodes {lane}", capacity=EPISODES)
@@ -75,7 +82,7 @@ class Responders:
         """Return what `Hosted.describe` returns."""
         if self.agent is not None:
             named = {"reward_names": [self.agent.name], "tools": [], "methods": []}
-            return named | dict.fromkeys(("takes_turns", "turns_keep_state", "keeps_state"), False)
+            return named | dict.fromkeys(("takes_turns", "turns_keep_state", "keeps_state", "closes"), False)
         call = self._call("describe", {"timeout": _START_SECONDS}, _START_SECONDS + _GRACE)
         described, failure = _read(call, *self._pool.run([call]))
         if failure is not None:
@@ -90,9 +97,8 @@ class Responders:
         """Start the conversation's episode, if needed. Returns the text to append to the prompt, or None."""
         if not self._keeps_state:
             return None
-        text: str | None = await self._value(
-            conversation, self._episode("begin", conversation, dict(columns=conversation.prompt.columns))
-        )
+        columns = {"prompt": conversation.opening} | conversation.prompt.columns
+        text: str | None = await self._value(conversation, self._episode("begin", conversation, dict(columns=columns)))
         return text
 
     async def schedule(self, conversation: Conversation) -> tuple[list[dict[str, Any]], bool, float | None] | None:
@@ -177,7 +183,11 @@ class Responders:
         self._logs_failure = False
 
     def close(self) -> None:
-        """Kill the workers and with them the episodes. Safe to call twice."""
+        """End the episodes, which may close their environments, and kill the workers. Safe to call twice."""
+        if self._keeps_state and self._ends_slowly:
+            lanes, seconds = range(self.section.workers), self.section.timeout + _GRACE
+            with contextlib.suppress(ValueError):  # the pool is closed
+                self._pool.run([self._call("end_all", {}, seconds, f"episodes {lane}") for lane in lanes])
         self._pool.close()
 
     def __enter__(self) -> Responders:
@@ -211,7 +221,10 @@ class Responders:
         """Build a call to an episode. The episode's process has the deadline; its worker gets `_GRACE` seconds more to
         report a miss."""
         arguments = dict(number=conversation.number, timeout=self.section.timeout) | arguments
-        return self._call(function, arguments, self.section.timeout + _GRACE, self._lane_of(conversation))
+        seconds = self.section.timeout + _GRACE
+        if function == "begin" and self._ends_slowly:  # it may wait for an environment that is closing
+            seconds *= 2
+        return self._call(function, arguments, seconds, self._lane_of(conversation))
 
     def _end_call(self, conversation: Conversation) -> Call:
         return self._call("finish", dict(number=conversation.number), _GRACE, self._lane_of(conversation))

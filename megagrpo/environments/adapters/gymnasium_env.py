@@ -66,6 +66,10 @@ class Gymnasium:
         answer = {"role": "user", "content": str(self._show(observation))}
         return [*messages, answer], bool(terminated or truncated), float(reward)
 
+    def close(self) -> None:
+        """Close the game: its windows, sockets and processes."""
+        self._env.close()
+
     def _drawn(self, _: Any) -> str:
         return _COLOR.sub("", _HIGHLIGHT.sub(r"[\1]", str(self._env.render()))).strip("\n")
 

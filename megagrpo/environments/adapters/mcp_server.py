@@ -70,6 +70,10 @@ class McpServer:
             raise RuntimeError(text)
         return text
 
+    async def close(self) -> None:
+        """End the server."""
+        await self._disconnect()
+
     async def _disconnect(self) -> None:
         if self._task is not None:
             self._task.cancel()

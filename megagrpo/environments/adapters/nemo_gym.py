@@ -15,7 +15,7 @@ import httpx
 
 from megagrpo.environments.episode import EnvironmentLost
 
-_NOT_TOOLS = ("/seed_session", "/verify", "/aggregate_metrics")
+_NOT_TOOLS = ("/seed_session", "/verify", "/aggregate_metrics", "/close_session")
 
 
 class NemoGym:
@@ -55,6 +55,10 @@ class NemoGym:
         }
         body = self._row | {"response": response | {"output": _output(messages[prompt_messages:])}}
         return float(self._request("POST", "/verify", body).json()["reward"])
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
 
     def _request(self, method: str, path: str, body: Any = None, fails: bool = True) -> httpx.Response:
         try:

@@ -103,6 +103,11 @@ class OpenEnv:
         """Return the sum of the rewards of tool calls."""
         return self._rewards
 
+    async def close(self) -> None:
+        """End the session, so that the server frees its place at once."""
+        if self._client is not None:
+            await self._client.close()
+
     async def _connect(self) -> None:
         if self._client is not None:
             return

@@ -40,6 +40,7 @@ class Verifiers:
         if not isinstance(self._env, vf.MultiTurnEnv):
             raise TypeError(f"{name} is a {type(self._env).__name__}; only subclasses of MultiTurnEnv take turns")
         self._state: Any = None
+        self._is_clean = False  # whether the rollout's cleanup has begun
 
     def list_tools(self) -> list[dict[str, Any]]:
         """Return the schemas of a ToolEnv's tools, in OpenAI's format."""
@@ -49,9 +50,10 @@ class Verifiers:
 
     async def reset(self, prompt: Any, **columns: Any) -> None:
         """Begin a rollout of a row of the environment's data set."""
+        await self._clean_up()
         row = {"prompt": prompt} | {name: columns[name] for name in COLUMNS if name in columns}
         policy = ClientConfig(api_base_url="http://policy.invalid", api_key_var="MEGAGRPO_HAS_NO_KEY")
-        self._state = await self._env.init_state(row, policy, "policy")
+        self._state, self._is_clean = await self._env.init_state(row, policy, "policy"), False
         self._state = await self._env.setup_state(self._state) or self._state
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
@@ -76,9 +78,20 @@ class Verifiers:
     async def get_reward(self, messages: list[Message], prompt_messages: int) -> float:
         """Score the whole conversation with the rubric."""
         self._record(messages, prompt_messages)
-        await self._env.cleanup(self._state)
+        await self._clean_up()
         await self._env.rubric.score_rollout(self._state)
         return float(self._state["reward"])
+
+    async def close(self) -> None:
+        """Clean up a rollout that has no reward yet, and tear the environment down."""
+        await self._clean_up()
+        await self._env._teardown()
+
+    async def _clean_up(self) -> None:
+        """Clean up the rollout, once. One that has failed begins its cleanup here too."""
+        if self._state is not None and not self._is_clean:
+            self._is_clean = True
+            await self._env.cleanup(self._state)
 
     def _record(self, messages: list[Message], prompt_messages: int) -> None:
         """Write the conversation into the state, a step of the trajectory per turn of the policy."""

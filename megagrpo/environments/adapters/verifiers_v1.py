@@ -50,8 +50,7 @@ class VerifiersV1:
 
     async def reset(self, idx: int, **columns: Any) -> str | None:
         """Begin an episode of task `idx`. Returns what the environment says first, for the end of the prompt."""
-        if self._running is not None:
-            self._running.cancel()
+        await self.close()
         task = next(iter(self._env.taskset.include(idx=[int(idx)])))
         self._seat = _Seat(task)
         self._running = asyncio.create_task(self._play(task, self._seat))
@@ -73,6 +72,12 @@ class VerifiersV1:
             await self._asked()
         self._running.result()
         return float(self._seat.trace.reward)
+
+    async def close(self) -> None:
+        """End an episode that is under way: its environment is cancelled, and cleans up."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
 
     async def _asked(self) -> str | None:
         """Wait until the environment asks for a turn; return its message, None at its end or for a task's prompt."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import datetime
 import json
 import select
@@ -90,6 +91,11 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
+
+    def end_sending(self) -> None:
+        """Have the other side read the end of the connection. A `receive` that waits goes on."""
+        with contextlib.suppress(OSError):  # it is closed
+            self._socket.shutdown(socket.SHUT_WR)
 
     def send(self, message: Any) -> None:
         """Send a message. Raises the errors of `frame`, with nothing sent, and OSError when the other side is gone."""

@@ -84,6 +84,14 @@ class _Job:
             self.future.set_result(outcome)
 
 
+@dataclass(frozen=True)
+class Program:
+    """What runs a worker: a Python, and a folder whose modules it can import."""
+
+    python: str
+    search_path: str | None
+
+
 class _UnexpectedMessage(ProtocolError):
     """A message that belongs to no open call. A finished call may have sent it, so the open call is not to blame."""
 
@@ -95,20 +103,20 @@ class Worker(asyncio.Protocol):
     thread, one at a time. `retry` gets each call of a lost worker that may have been the cause or not.
     """
 
-    def __init__(self, capacity: int | None, search_path: str | None, retry: Callable[[_Job], None]):
+    def __init__(self, capacity: int | None, program: Program, retry: Callable[[_Job], None]):
         self._capacity, self._retry = capacity, retry
         self._running: dict[int, _Job] = {}
         self._frames, self._ended = Frames(), asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._killed = False
         self._folder = tempfile.mkdtemp(prefix="megagrpo_worker_")
-        paths = [p for p in (_PACKAGE_ROOT, search_path, ENVIRONMENT.get("PYTHONPATH")) if p]
+        paths = [p for p in (_PACKAGE_ROOT, program.search_path, ENVIRONMENT.get("PYTHONPATH")) if p]
         self._output = Output("a reward worker")
         self._socket, theirs = socket.socketpair()
         self._transport: asyncio.Transport | None = None
         kind = "coroutines" if capacity else "functions"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "megagrpo.rewards.workers.worker", kind, str(theirs.fileno())],
+            [program.python, "-m", "megagrpo.rewards.workers.worker", kind, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=self._output.writes,  # rewards' output must not mix with the trainer's own
@@ -261,8 +269,8 @@ class WorkerPool:
     """Worker processes in lanes; a call runs in a worker of its lane, in the order of `submit`. `workers` is the size
     of the shared lane. Its methods may be called from any thread."""
 
-    def __init__(self, workers: int, search_path: str | None = None):
-        self._search_path = search_path
+    def __init__(self, workers: int, search_path: str | None = None, python: str | None = None):
+        self._program = Program(python or sys.executable, search_path)
         self._lanes: dict[str, asyncio.Queue[_Job]] = {}
         self._workers: list[Worker] = []
         self._servers: list[asyncio.Task[None]] = []
@@ -331,7 +339,7 @@ class WorkerPool:
         calls = self._lanes.setdefault(lane, asyncio.Queue())
         for _ in range(workers):
             index = len(self._workers)
-            self._workers.append(await Worker(capacity, self._search_path, calls.put_nowait).connect())
+            self._workers.append(await Worker(capacity, self._program, calls.put_nowait).connect())
             self._servers.append(asyncio.create_task(self._serve(index, capacity, calls)))
 
     async def _serve(self, index: int, capacity: int | None, calls: asyncio.Queue[_Job]) -> None:
@@ -346,7 +354,7 @@ class WorkerPool:
                     continue
                 if not self._workers[index].is_usable():
                     self._workers[index].kill()
-                    self._workers[index] = await Worker(capacity, self._search_path, calls.put_nowait).connect()
+                    self._workers[index] = await Worker(capacity, self._program, calls.put_nowait).connect()
                 self._workers[index].start(job)
                 if job.alone:
                     await self._workers[index].running_at_most(0)

@@ -299,9 +299,10 @@ async def _answer(
     _reply(channel, number, answer, time.perf_counter() - begun)
 
 
-def tie_to_parent() -> None:
-    """Have the kernel kill this process with the trainer, even if a reward holds the GIL, and first on low memory."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def tie_to_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel kill this process with the trainer, even if a reward holds the GIL, and first on low memory.
+    `number` is the signal that it sends when the trainer ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
     try:
         Path("/proc/self/oom_score_adj").write_text("1000")
     except OSError:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 import psutil
@@ -47,6 +48,16 @@ def begun(table, *more, **columns):
     (text,) = each(table.begin, [one])
     assert not one.ended
     return one, text
+
+
+def own_python(name, probe):
+    """The Python of a package whose versions do not fit vLLM's: this one, or that of the folder `name` below
+    MEGAGRPO_ADAPTERS (`make adapters`). Skips the test without one in which `probe` runs."""
+    folder = Path(os.environ.get("MEGAGRPO_ADAPTERS", Path(__file__).parents[3] / ".adapters"))
+    for python in (sys.executable, str(folder / name / "bin" / "python")):
+        if os.path.exists(python) and not subprocess.run([python, "-c", probe], capture_output=True).returncode:
+            return python
+    pytest.skip(f"needs {name}, whose versions do not fit vLLM's: make adapters")
 
 
 @pytest.fixture
@@ -111,6 +122,35 @@ def test_gymnasium_numbers_and_boxes():
     assert car._action("none") is None
     with pytest.raises(ValueError, match=r"Taxi-v4 has 6 actions, but environment_args\.actions names 1"):
         Gymnasium("Taxi-v4", actions=["up"])
+
+
+CLOSED_GAME = """
+import gymnasium, os
+
+class Closing(gymnasium.Env):
+    action_space = observation_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, log):
+        self.log = log
+
+    def reset(self, seed=None, options=None):
+        return 0, {}
+
+    def close(self):
+        with open(self.log, "a") as log:
+            print("closed", file=log)
+
+gymnasium.register("Closing-v0", Closing)
+"""
+
+
+def test_gymnasiums_own_close_is_called(responders, mine, tmp_path):  # noqa: F811
+    pytest.importorskip("gymnasium")
+    (mine.parent / "closing_game.py").write_text(CLOSED_GAME)
+    table = responders("gymnasium:closing_game:Closing-v0", environment_args={"log": str(tmp_path / "log")})
+    begun(table)
+    table.close()
+    assert (tmp_path / "log").read_text() == "closed\n"
 
 
 # ------------------------------------------------------------------------------------------------------------------ MCP
@@ -248,6 +288,7 @@ def test_an_mcp_command_that_does_not_start_is_refused(responders):  # noqa: F81
 # ------------------------------------------------------------------------------------------------------------ verifiers
 
 GAME = '''
+import os
 import verifiers as vf
 from datasets import Dataset
 
@@ -273,6 +314,19 @@ class Game(vf.MultiTurnEnv):
             state["final_env_response"] = [vf.UserMessage(content="right")]
             return state["final_env_response"]
         return [vf.UserMessage(content=f"no; {state['left']} left")]
+
+
+    @vf.cleanup
+    async def clean(self, state):
+        self.note("cleaned")
+
+    @vf.teardown
+    async def tear_down(self):
+        self.note("torn down")
+
+    def note(self, word):
+        with open(os.environ["GAME_LOG"], "a") as log:
+            print(os.getpid(), word, file=log)
 
 
 class Shifted(vf.StatefulToolEnv):
@@ -308,28 +362,33 @@ def load_environment(kind):
 
 
 @pytest.fixture
-def verifiers(responders, mine):  # noqa: F811
+def verifiers(responders, mine, tmp_path, monkeypatch):  # noqa: F811
     """A factory of responders of an environment of the kind."""
-    pytest.importorskip("verifiers.envs.multiturn_env", reason="needs verifiers 0.1.9 to 0.2")
+    monkeypatch.setenv("GAME_LOG", str(tmp_path / "game_log"))
+    python = own_python("verifiers", "import verifiers.envs.multiturn_env")
     (mine.parent / "guessing.py").write_text(GAME)
 
     def make(kind):
-        return responders("verifiers:guessing", environment_args={"kind": kind}, timeout=120.0)
+        options = {"environment_args": {"kind": kind}, "python": python, "timeout": 120.0}
+        return responders("verifiers:guessing", **options)
 
     return make
 
 
-PROMPT = [{"role": "user", "content": "hi"}]
-
-
-def test_a_multi_turn_environment_of_verifiers(verifiers):
+def test_a_multi_turn_environment_of_verifiers(verifiers, tmp_path):
     table = verifiers("game")
     assert table.tools == [] and table.reward_names == ["Verifiers", "turns"]
-    one, text = begun(table, prompt=PROMPT, answer="7")
+    one, text = begun(table, answer="7")
     assert text is None and answered(table, one, "5") == ("no; 2 left", False, None)
     assert answered(table, one, "It is 7") == ("right", True, None)
     each(table.finish, [one])
     assert one.rewards == {"Verifiers": pytest.approx(1.02), "turns": None}
+    begun(table, number=1, answer="7")
+    table.close()
+    words: dict[str, list[str]] = {}
+    for line in (tmp_path / "game_log").read_text().splitlines():
+        words.setdefault(line.split()[0], []).append(line.split(maxsplit=1)[1])
+    assert list(words.values())[-2:] == [["cleaned", "torn down"]] * 2  # with a reward, and without one
 
 
 @pytest.mark.parametrize(("kind", "given", "result"), [("tool", {"a": 3, "b": 4}, "7"), ("stateful", {"a": 3}, "103")])
@@ -337,7 +396,7 @@ def test_tool_environments_of_verifiers(verifiers, kind, given, result):
     table = verifiers(kind)
     (tool,) = table.tools
     assert tool["function"]["name"] == "add" and list(tool["function"]["parameters"]["properties"]) == list(given)
-    one, _ = begun(table, prompt=PROMPT, answer="7")
+    one, _ = begun(table, answer="7")
     say(one, "")
     one.messages[-1]["tool_calls"] = [{"type": "function", "function": call("add", **given)}]
     (messages,) = each(table.use_tools, [one], [[call("add", **given)]])
@@ -351,16 +410,17 @@ def test_tool_environments_of_verifiers(verifiers, kind, given, result):
 
 def test_a_single_turn_environment_of_verifiers_and_a_response_that_was_cut(verifiers):
     table = verifiers("single")
-    one, _ = begun(table, prompt=PROMPT, answer="7")
+    one, _ = begun(table, answer="7")
     assert answered(table, one, "It is 7")[1] is True
-    two, _ = begun(table, number=1, prompt=PROMPT, answer="7")
+    two, _ = begun(table, number=1, answer="7")
     say(two, "It is 7")  # ended by its length: no step
     each(table.finish, [one, two])
     assert one.rewards["Verifiers"] == two.rewards["Verifiers"] == pytest.approx(1.01)
 
 
 def test_the_rows_of_an_environment_of_verifiers(verifiers, mine):  # noqa: F811
-    command = [sys.executable, "-m", "megagrpo.environments.adapters.verifiers_env", "guessing", '{"kind": "game"}']
+    python = own_python("verifiers", "import verifiers.envs.multiturn_env")
+    command = [python, "-m", "megagrpo.environments.adapters.verifiers_env", "guessing", '{"kind": "game"}']
     paths = f"{mine.parent}:{os.getcwd()}"
     rows = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ, PYTHONPATH=paths), check=True)
     prompt = [{"role": "user", "content": "Guess."}]
@@ -412,14 +472,13 @@ class NumbersEnv(vf.Env[NumbersEnvConfig]):
 """
 
 
-def test_an_environment_of_verifiers_0_4_in_its_own_python(responders, mine):  # noqa: F811
-    python = os.environ.get("VERIFIERS_PYTHON", sys.executable)
-    probe = "from verifiers.v1 import Env, Taskset; from verifiers.v1.agent import Segment"
-    if subprocess.run([python, "-c", probe], capture_output=True).returncode:
-        pytest.skip("needs verifiers 0.4, whose pins do not fit vLLM's: VERIFIERS_PYTHON=/its/environment/bin/python")
+@pytest.mark.parametrize("key", ["python", "container"])
+def test_an_environment_of_verifiers_0_4_in_its_own_python(responders, mine, key):  # noqa: F811
+    python = own_python("verifiers_v1", "from verifiers.v1 import Env, Taskset; from verifiers.v1.agent import Segment")
     (mine.parent / "numbers_tasks.py").write_text(TASKS)
     arguments = {"environment_args": {"count": 3}, "reuse_environments": True, "timeout": 120.0}
-    table = responders("verifiers_v1:numbers_tasks", container=f"{python} -m {{module}}", **arguments)
+    own = {"python": python} if key == "python" else {"container": f"{python} -m {{module}}"}
+    table = responders("verifiers_v1:numbers_tasks", **own, **arguments)
     assert table.tools == [] and table.reward_names == ["VerifiersV1", "turns"]
     one, text = begun(table, idx=2)
     assert text is None and answered(table, one, "5") == ("not 5", False, None)
@@ -433,6 +492,199 @@ def test_an_environment_of_verifiers_0_4_in_its_own_python(responders, mine):  #
     each(table.finish, [cut, failed])
     rewards = [c.rewards["VerifiersV1"] for c in (one, cut, failed)]
     assert rewards == [pytest.approx(1.02), pytest.approx(0.01), 0.0]
+
+
+# --------------------------------------------------------------------------------------------------------------- Harbor
+
+# A provider of Harbor without containers: the paths /app, /logs and /tests are folders of a temporary one.
+LOCAL = """
+import asyncio, os, re, shutil, tempfile
+from pathlib import Path
+
+from harbor.environments.base import BaseEnvironment, ExecResult
+from harbor.environments.capabilities import EnvironmentCapabilities
+
+
+class Local(BaseEnvironment):
+    def __init__(self, *arguments, log, **options):
+        self.log, self.root = Path(log), None
+        super().__init__(*arguments, **options)
+
+    def note(self, *words):
+        with self.log.open("a") as log:
+            print(*words, file=log)
+
+    @staticmethod
+    def type():
+        return "local"
+
+    @property
+    def capabilities(self):
+        return EnvironmentCapabilities(disable_internet=True)
+
+    def _validate_definition(self):
+        assert (self.environment_dir / "Dockerfile").is_file()
+
+    async def start(self, force_build):
+        self.root = Path(tempfile.mkdtemp(prefix="container-"))
+        self.note("start", self.root, self.network_policy.network_mode.value, self.session_id)
+        for name in ("app", "tests", "logs/verifier", "logs/agent", "logs/artifacts"):
+            (self.root / name).mkdir(parents=True)
+        shutil.copytree(self.environment_dir, self.root / "app", dirs_exist_ok=True)
+        if (self.environment_dir / "slow").exists():
+            await asyncio.sleep(600)
+
+    async def stop(self, delete):
+        shutil.rmtree(self.root)
+        self.note("stop", self.root, delete)
+
+    def inside(self, path):
+        return self.root / str(path).lstrip("/")
+
+    async def upload_file(self, source_path, target_path):
+        shutil.copy(source_path, self.inside(target_path))
+
+    async def upload_dir(self, source_dir, target_dir):
+        shutil.copytree(source_dir, self.inside(target_dir), dirs_exist_ok=True)
+
+    async def download_file(self, source_path, target_path):
+        shutil.copy(self.inside(source_path), target_path)
+
+    async def download_dir(self, source_dir, target_dir):
+        shutil.copytree(self.inside(source_dir), target_dir, dirs_exist_ok=True)
+
+    async def exec(self, command, cwd=None, env=None, timeout_sec=None, user=None):
+        self.note("exec", user or self.default_user, command)
+        local = re.sub(r"/(app|tests|logs)\\b", lambda found: str(self.inside(found[0])), command)
+        process = await asyncio.create_subprocess_exec(
+            "bash", "-c", local, cwd=self.root / "app", env=os.environ | (env or {}) | {"ROOT": str(self.root)},
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            out, err = await asyncio.wait_for(process.communicate(), timeout_sec)
+        except TimeoutError:
+            process.kill()
+            raise RuntimeError(f"Command timed out after {timeout_sec} seconds")
+        return ExecResult(stdout=out.decode(), stderr=err.decode(), return_code=process.returncode)
+"""
+
+TASK = """version = "1.0"
+
+[metadata]
+author_name = "megagrpo"
+difficulty = "easy"
+category = "programming"
+tags = ["files"]
+
+[agent]
+timeout_sec = 120.0
+
+[verifier]
+timeout_sec = 120.0
+
+[environment]
+build_timeout_sec = 600.0
+cpus = 1
+memory_mb = 2048
+storage_mb = 10240
+network_mode = "no-network"
+"""
+TEST = """#!/bin/bash
+if [ "$(cat $ROOT/app/answer.txt)" = 42 ]; then echo 1 > $ROOT/logs/verifier/reward.txt
+else echo 0 > $ROOT/logs/verifier/reward.txt; fi
+"""
+
+
+def harbor_task(folder, config=TASK, test=TEST):
+    """A folder as `harbor init` makes it."""
+    (folder / "environment").mkdir(parents=True)
+    (folder / "tests").mkdir()
+    (folder / "instruction.md").write_text("# benchmark canary 1b2c\n\nWrite 42 to /app/answer.txt.\n")
+    (folder / "task.toml").write_text(config)
+    (folder / "environment" / "Dockerfile").write_text("FROM ubuntu:24.04\nWORKDIR /app\n")
+    (folder / "environment" / "hint.txt").write_text("6 * 7\n")
+    (folder / "tests" / "test.sh").write_text(test)
+    return folder
+
+
+@pytest.fixture
+def harbor(responders, mine, tmp_path):  # noqa: F811
+    """A factory of responders of Harbor, and the log of its provider."""
+    python = own_python("harbor", "import harbor.environments.factory")
+    (mine.parent / "local_provider.py").write_text(LOCAL)
+    log = tmp_path / "provider"
+    log.touch()
+
+    def make(**more):
+        arguments = {"log": str(log)} | more
+        return responders(
+            "harbor:local_provider:Local",
+            environment_args=arguments,
+            python=python,
+            timeout=120.0,
+        )
+
+    return make, log
+
+
+def stopped(log):
+    """Wait until each container that was started is stopped, once; returns the words of the starts."""
+    ends = time.monotonic() + 20
+    while True:
+        lines = [line.split() for line in log.read_text().splitlines()]
+        starts, stops = ([line for line in lines if line[0] == kind] for kind in ("start", "stop"))
+        if len(starts) == len(stops) or time.monotonic() > ends:
+            break
+        time.sleep(0.05)
+    assert sorted(line[1] for line in starts) == sorted(line[1] for line in stops)
+    assert not any(os.path.exists(line[1]) for line in starts)
+    return starts
+
+
+def test_tasks_of_harbor_are_solved_in_bash_and_judged_by_its_verifier(harbor, tmp_path):
+    table, log = harbor[0](seconds=5), harbor[1]
+    assert [tool["function"]["name"] for tool in table.tools] == ["bash"] and table.reward_names == ["Harbor"]
+    task = harbor_task(tmp_path / "tasks" / "answer")
+    both = [begun(table, number=number, task=str(task))[0] for number in range(2)]
+    assert used(table, both[0], "bash", command="cat hint.txt; echo oops >&2; exit 3") == "6 * 7\noops\nexit code 3"
+    assert used(table, both[0], "bash", command="echo 42 > /app/answer.txt") == ""
+    assert "timed out after 5 seconds" in used(table, both[0], "bash", command="sleep 60") and not both[0].ended
+    assert used(table, both[1], "bash", command="echo 41 > /app/answer.txt") == ""
+    each(table.finish, both)
+    assert [one.rewards for one in both] == [{"Harbor": 1.0}, {"Harbor": 0.0}]
+    starts = stopped(log)
+    assert [mode for _, _, mode, _ in starts] == ["no-network"] * 2 and len({name for *_, name in starts}) == 2
+
+
+def test_a_trial_of_harbor_that_fails_or_is_killed_while_it_starts_leaves_no_container(harbor, tmp_path):
+    table, log = harbor[0](), harbor[1]
+    slow = harbor_task(tmp_path / "slow", TASK.replace("build_timeout_sec = 600.0", "build_timeout_sec = 1.0"))
+    (slow / "environment" / "slow").touch()
+    one = conversation(number=0, task=str(slow))
+    one.messages = []
+    each(table.begin, [one])
+    assert one.ended == "failed"
+    each(table.finish, [one])
+    stopped(log)
+    two, _ = begun(table, number=1, task=str(harbor_task(tmp_path / "wrong", test="#!/bin/bash\ntrue\n")))
+    each(table.finish, [two])
+    assert two.ended == "failed" and two.rewards == {"Harbor": 0.0}  # its tests wrote no reward
+    three, _ = begun(table, number=2, task=str(harbor_task(tmp_path / "right")))
+    table.close()  # in the middle of an episode
+    assert not three.ended and len(stopped(log)) == 3
+
+
+def test_the_rows_of_a_folder_of_harbors_tasks(tmp_path):
+    python = own_python("harbor", "import harbor.environments.factory")
+    harbor_task(tmp_path / "tasks" / "b")
+    harbor_task(tmp_path / "tasks" / "a")
+    harbor_task(tmp_path / "tasks" / "c", TASK + '[verifier.environment]\ndocker_image = "x"\n')
+    command = [python, "-m", "megagrpo.environments.adapters.harbor_env", str(tmp_path / "tasks")]
+    ran = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": os.getcwd()}, check=True)
+    rows = [json.loads(row) for row in ran.stdout.splitlines()]
+    assert [row["task"] for row in rows] == [str(tmp_path / "tasks" / name) for name in "ab"]
+    assert rows[0]["prompt"] == [{"role": "user", "content": "Write 42 to /app/answer.txt.\n"}]  # without the canary
+    assert "tasks/c is left out: the tests of" in ran.stderr
 
 
 # -------------------------------------------------------------------------------------------------------------- OpenEnv
@@ -499,7 +751,7 @@ class Tools(MCPEnvironment):
 
 
 kinds = {"game": (Game, Guess, Seen), "tools": (Tools, CallToolAction, CallToolObservation)}
-app = create_app(*kinds[sys.argv[2]], max_concurrent_envs=8)
+app = create_app(*kinds[sys.argv[2]], max_concurrent_envs=int((*sys.argv, 8)[3]))
 uvicorn.run(app, port=int(sys.argv[1]), log_level="warning", ws_ping_interval=0.5, ws_ping_timeout=0.5)
 """
 
@@ -517,6 +769,15 @@ def test_an_openenv_server_whose_actions_are_turns(responders, serve):  # noqa: 
     say(other, "99")
     each(table.begin, [other])
     assert each(table.schedule, [other]) == [None] and other.ended == "failed"
+
+
+def test_a_server_of_openenv_with_one_session_serves_one_episode_after_another(responders, serve):  # noqa: F811
+    pytest.importorskip("openenv.core")
+    table = responders(f"openenv:{serve(OPENENV, 'game', '1')}", timeout=10.0)
+    for number in range(4):
+        one, text = begun(table, number=number, seed=3)  # not refused: the last session is closed
+        assert text == "\nfrom 1 to 9" and answered(table, one, "3") == ("right", True, 1.0)
+        each(table.finish, [one])
 
 
 def test_an_openenv_session_outlives_a_long_turn_and_comes_back_after_it_was_closed(serve):
@@ -604,7 +865,7 @@ def test_a_resources_server_of_nemo_gym(responders, serve):  # noqa: F811
     (tool,) = table.tools
     assert tool["function"]["name"] == "increment" and tool["function"]["parameters"]["required"] == ["count"]
     for number, (start, reward) in enumerate([(1, 1.0), (5, 0.0)]):
-        one, _ = begun(table, number=number, prompt=PROMPT, start=start, goal=3)
+        one, _ = begun(table, number=number, start=start, goal=3)
         say(one, "")
         one.messages[-1]["tool_calls"] = [{"type": "function", "function": call("increment", count=2)}]
         one.messages += each(table.use_tools, [one], [[call("increment", count=2)]])[0]

@@ -1,11 +1,15 @@
 """The protocol of environments in real processes: constructor arguments, turns, dynamic tools, reuse, containers."""
 
 import asyncio
+import json
 import os
+import re
 import stat
 import subprocess
 import sys
 import time
+import venv
+from pathlib import Path
 
 import psutil
 import pytest
@@ -21,6 +25,7 @@ MINE = '''
 import asyncio
 import os
 import subprocess
+import sys
 import time
 
 from megagrpo.environments.episode import EnvironmentLost
@@ -61,6 +66,17 @@ class Game:
 
     def get_reward(self, messages):
         return float(len(messages))
+
+
+class Interpreter:
+    """Tells which Python runs it."""
+
+    def reset(self):
+        pass
+
+    def prefix(self) -> str:
+        """Tells it."""
+        return sys.prefix
 
 
 class Queued:
@@ -255,38 +271,122 @@ def test_without_reuse_each_response_has_a_new_process(responders):
 
 # ----------------------------------------------------------------------------------------------------------- containers
 
-# As docker does, the command line is not the parent of the process in the container: it only copies its stdio.
+# A stand-in of the four runtimes, by the name of the program. It knows the flags of the documented templates only, and
+# registers containers by name and label. As docker and podman do, the command line is not the parent of the process in
+# the container: it only copies its stdio, and the daemon removes the container. kubectl's command line removes the pod.
 RUNTIME = """#!{python}
-import os, subprocess, sys
-assert sys.argv[1:3] == ["run", "--rm"], sys.argv
-words = sys.argv[sys.argv.index("image") + 1 :]
+import json, os, subprocess, sys
+state, kind, words = {state!r}, os.path.basename(sys.argv[0]), sys.argv[1:]
+FLAGS = dict(
+    docker=dict.fromkeys(("--rm", "-i"), 0) | dict.fromkeys(("--name", "--label", "--network", "-v", "-e"), 1),
+    apptainer={{"--containall": 0, "--bind": 1, "--env": 1}},
+    kubectl=dict.fromkeys(("--rm", "-i", "--quiet", "--command"), 0)
+    | dict.fromkeys(("--restart", "--labels", "--image"), 1),
+)
+FLAGS["podman"] = FLAGS["docker"]
+
+def files(label):
+    named = [os.path.join(state, name) for name in os.listdir(state)]
+    return [path for path in named if json.load(open(path))["label"] == label]
+
+def remove(path):
+    os.killpg(json.load(open(path))["pid"], 9)
+    os.path.exists(path) and os.remove(path)
+
+if words[:3] == ["ps", "-aq", "--filter"]:
+    print(*map(os.path.basename, files(words[3].removeprefix("label="))))
+    sys.exit()
+if words[:2] == ["rm", "-f"]:
+    sys.exit(any(map(remove, [os.path.join(state, name) for name in words[2:]])))
+if words[:3] == ["delete", "pod", "-l"]:
+    sys.exit(any(map(remove, files(words[3]))))
+
+assert words.pop(0) == ("exec" if kind == "apptainer" else "run"), sys.argv
+found = {{"-v": [], "-e": []}}
+if kind == "kubectl":
+    found["--name"] = words.pop(0)
+while words[0].startswith("-") and words[0] != "--":
+    flag, _, value = words.pop(0).partition("=")
+    if flag not in FLAGS[kind]:
+        print("unknown flag:", flag, file=sys.stderr)
+        sys.exit(125)
+    if FLAGS[kind][flag]:
+        value = value or words.pop(0)
+    found[flag] = [*found[flag], value] if flag in ("-v", "-e") else value
+image = words.pop(0) if kind != "kubectl" else found["--image"]
+words = words[1:] if kind == "kubectl" else words  # without --
 with open({log!r}, "a") as log:
-    log.write(repr(sys.argv[1:]) + "\\n")
+    log.write(json.dumps([kind, found, image, words]) + "\\n")
+if image == "missing":
+    print("no such image", file=sys.stderr)
+    sys.exit(125)
 environment = dict(os.environ, IN_CONTAINER="1")
-inside = subprocess.Popen(words, stdin=0, stdout=1, env=environment, start_new_session=True)
-inside.wait()
+mounts = dict(reversed(bind.split(":")[:2]) for bind in [*found["-v"], *found.get("--bind", "").split(",")] if bind)
+assert all(map(os.path.isdir, mounts.values()))
+for pair in [*found["-e"], *([found["--env"]] if "--env" in found else [])]:
+    name, _, value = pair.partition("=")
+    environment[name] = mounts.get(value, value)
+if kind == "apptainer":
+    os.execvpe(words[0], words, environment)
+path = os.path.join(state, found["--name"])
+DAEMON = '''
+import json, os, subprocess, sys
+inside = subprocess.Popen(sys.argv[4:], stdin=0, stdout=1, start_new_session=True)
+with open(sys.argv[1], "x") as file:
+    json.dump(dict(label=sys.argv[2], pid=inside.pid), file)
+code = inside.wait()
+if sys.argv[3] == "rm" and os.path.exists(sys.argv[1]):
+    os.remove(sys.argv[1])
+sys.exit(code)
+'''
+label, removal = found.get("--label") or found.get("--labels", ""), "rm" if kind != "kubectl" else "keep"
+daemon = [sys.executable, "-c", DAEMON, path, label, removal, *words]
+code = subprocess.Popen(daemon, stdin=0, stdout=1, env=environment, start_new_session=True).wait()
+if os.path.exists(path):
+    os.remove(path)
+sys.exit(code)
 """
+
+
+def documented(kind):
+    """The template of docs/environments.md for a runtime."""
+    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
+    blocks = [block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "container: >-" in block]
+    templates = [re.search(r"container: >-\n((?: +.*\n)+)", block)[1].split() for block in blocks]
+    (words,) = [words for words in templates if words[0] == kind.replace("podman", "docker")]
+    return " ".join([kind, *words[1:]])
 
 
 @pytest.fixture
 def runtime(tmp_path, monkeypatch):
-    """A container runtime on PATH. Returns its log."""
-    log = tmp_path / "log"
-    program = tmp_path / "bin" / "docker"
-    program.parent.mkdir()
-    program.write_text(RUNTIME.format(python=sys.executable, log=str(log)))
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    python = program.parent / "python3"
-    python.symlink_to(sys.executable)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    """Container runtimes on PATH. Returns their log, beside the folder `state` with a file per container."""
+    log, state = tmp_path / "log", tmp_path / "state"
+    state.mkdir()
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for kind in KINDS:
+        program = programs / kind
+        program.write_text(RUNTIME.format(python=sys.executable, log=str(log), state=str(state)))
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    (programs / "python3").symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     return log
 
 
-def test_a_container_serves_an_episode_over_its_stdio(responders, runtime, mine):
-    template = "docker run --rm -i -v {folder}:{folder}:ro -v {package}:/megagrpo:ro image {command}"
-    table = responders("Game", environment_args={"goal": 5}, container=template)
+KINDS = "docker", "podman", "apptainer", "kubectl"
+
+
+def calls_of(log):
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_container_serves_an_episode_over_its_stdio(responders, runtime, mine, kind):
+    table = responders("Game", environment_args={"goal": 5}, container=documented(kind))
     both = [conversation(0), conversation(1, start=2)]
     assert each(table.begin, both) == [" Reach 5.", " Reach 5."]
+    if kind != "apptainer":  # which has no daemon
+        assert len(os.listdir(runtime.parent / "state")) == 2
     answers = each(table.schedule, both)  # what the environment prints does not mix with the answers
     assert [reward for _, _, reward in answers] == [0.2, 0.4]
     pids = [count_and_pid(table, one)[1] for one in both]
@@ -294,17 +394,61 @@ def test_a_container_serves_an_episode_over_its_stdio(responders, runtime, mine)
     each(table.finish, both)
     assert [one.rewards["Game"] for one in both] == [2.0, 2.0]
     gone(*pids, child)
-    (line, *_) = runtime.read_text().splitlines()
-    assert f"{mine.parent}:{mine.parent}:ro" in line and "'python3', '-m', 'megagrpo.environments.episode'" in line
+    table.close()
+    assert os.listdir(runtime.parent / "state") == []
+    calls = calls_of(runtime)
+    assert [words for *_, words in calls] == [["python3", "-m", "megagrpo.environments.episode"]] * 3
+    names = {found.get("--name") for _, found, *_ in calls}
+    assert len(names) == (1 if kind == "apptainer" else 3)
+    if kind in ("docker", "podman"):
+        assert f"{mine.parent}:{mine.parent}:ro" in calls[0][1]["-v"]
 
 
-def test_a_call_that_hangs_in_a_container_is_killed_there(responders, runtime):
-    table = responders("Game", environment_args={"goal": 5}, container="docker run --rm image {command}", timeout=8.0)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_that_hangs_in_a_container_is_killed_there(responders, runtime, kind):
+    table = responders("Game", environment_args={"goal": 5}, container=documented(kind), timeout=8.0)
     one = conversation()
     each(table.begin, [one])
     _, pid = count_and_pid(table, one)
     assert "no answer in time" in used(table, one, "wait") and one.ended == "failed"
     gone(pid)  # although only the runtime's command line was killed
+    table.close()
+    assert os.listdir(runtime.parent / "state") == []
+
+
+@pytest.mark.parametrize("kind", ["docker", "podman", "kubectl"])
+def test_containers_that_are_left_are_removed_by_the_documented_label(runtime, kind):
+    state, words = runtime.parent / "state", documented(kind).replace("{name}", "left")
+    for place in ("{folder}", "{package}"):
+        words = words.replace(place, str(runtime.parent))
+    run = subprocess.Popen([*words.replace("{command}", "sleep 600").split()], stdin=subprocess.DEVNULL)
+    ends = time.monotonic() + 20
+    while not (list(state.iterdir()) and (state / "left").read_text()) and time.monotonic() < ends:
+        time.sleep(0.05)
+    pid = json.loads((state / "left").read_text())["pid"]
+    run.kill()
+    run.wait()
+    assert running(pid)
+    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
+    (command,) = [
+        line
+        for line in page.splitlines()
+        if line.startswith(f"{kind.replace('podman', 'docker')} ") and "my_run" in line
+    ]
+    subprocess.run(["bash", "-c", command.replace("docker", kind)], check=True)
+    gone(pid)
+    assert list(state.iterdir()) == []
+
+
+def test_workers_run_in_a_python_of_their_own(responders, tmp_path):
+    venv.create(tmp_path / "own", symlinks=True)  # without any package
+    python = str(tmp_path / "own" / "bin" / "python")
+    table = responders("Interpreter", tools=["calculator"], python=python, reuse_environments=True)
+    one = conversation()
+    each(table.begin, [one])
+    assert used(table, one, "prefix") == str(tmp_path / "own")
+    with pytest.raises(ValueError, match=r"multi_turn\.python: no program no-such-python; name the python"):
+        responders("Interpreter", python="no-such-python")
 
 
 def gone(*pids):
@@ -319,9 +463,12 @@ def running(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_a_container_that_does_not_start_is_refused_before_training(responders):
-    with pytest.raises(ValueError, match="its process died"):
+def test_a_container_that_does_not_start_is_refused_before_training(responders, runtime):
+    with pytest.raises(ValueError, match=r"its process died \(exit status 1\)"):
         responders("Game", environment_args={"goal": 5}, container="false {command}")
+    for template in ("docker run --rm -i --name {name} missing {command}", "podman run --no-such image {command}"):
+        with pytest.raises(ValueError, match=r"its process died \(exit status 125\)"):
+            responders("Game", environment_args={"goal": 5}, container=template)
     with pytest.raises(ValueError, match="No such file or directory: 'no-such-runtime'"):
         responders("Game", environment_args={"goal": 5}, container="no-such-runtime {command}")
 
