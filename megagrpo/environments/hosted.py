@@ -304,7 +304,7 @@ class Hosted:
 
     def _live(self, channel: Channel) -> NoReturn:
         """Serve the episode's calls in the forked process; never returns."""
-        os.setpgid(0, 0)
+        os.setsid()  # its guard ends it, not the guard of the worker's session
         tie_to_parent(self._last_signal)
         leave_trainer()
         scheduler, environment = self._targets
