@@ -1,7 +1,7 @@
 """Layer specs of HybridModel: Transformer Engine's layers where it runs, else plain torch and Megatron's linears.
 
-A decoder block is two hybrid layers: "*" attention or "+" latent attention, then "-" MLP or "E" experts. Both specs
-write the same checkpoint keys.
+A decoder block is two hybrid layers: "*" attention, "+" latent attention or "G" Gated DeltaNet, then "-" MLP or "E"
+experts. Both specs write the same checkpoint keys.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -38,6 +39,7 @@ from torch import Tensor
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform import device
 from megagrpo.platform.device import apex
+from megagrpo.policy.attention.gated_delta import GatedDeltaNet
 from megagrpo.policy.attention.latent_attention import LatentAttention
 from megagrpo.policy.attention.packed import Rotary, TorchAttention
 from megagrpo.policy.attention.prefixes import prefixed
@@ -46,6 +48,7 @@ from megagrpo.policy.elementwise import geglu, rms_norm, swiglu
 LAYERS_PER_BLOCK = 2  # hybrid layers in one decoder block
 # Transformer Engine fuses the norm into the linear. Mapping to its keys keeps CPU and GPU checkpoints interchangeable.
 ATTENTION_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+RECURRENT_KEYS = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 MLP_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
@@ -53,18 +56,21 @@ def layer_pattern(hf_config: HfConfig, stages: Sequence[int]) -> str:
     """Return HybridModel's layer pattern of the whole model. `stages` holds each stage's number of decoder blocks."""
     attention = "+" if hf_config.mla else "*"
     symbols = iter(
-        [attention + ("E" if hf_config.has_experts(block) else "-") for block in range(hf_config.num_layers)]
+        ("G" if hf_config.is_recurrent(block) else attention) + ("E" if hf_config.has_experts(block) else "-")
+        for block in range(hf_config.num_layers)
     )
     return "|".join("".join(next(symbols) for _ in range(blocks)) for blocks in stages)
 
 
 class RMSNorm(torch.nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467). If
-    `centred`, the factor is 1 + weight."""
+    `centred`, the factor is 1 + weight; None: as Megatron's configuration says."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, centred: bool | None = None, **_: Any
+    ):
         super().__init__()
-        self.eps, self.centred = eps, config.layernorm_zero_centered_gamma
+        self.eps, self.centred = eps, config.layernorm_zero_centered_gamma if centred is None else centred
         start = torch.zeros if self.centred else torch.ones
         self.weight = torch.nn.Parameter(
             start(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
@@ -187,6 +193,17 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
         )
         for module, submodules, keys in ((attention_class, attention, ATTENTION_KEYS), (LatentAttention, latent, {}))
     )
+    recurrent = GatedDeltaNetSubmodules(
+        in_proj=ColumnParallelLinear,
+        out_norm=ModuleSpec(module=RMSNorm, params={"centred": False}),
+        out_proj=RowParallelLinear,
+    )
+    recurrent_layer = TransformerLayerSubmodules(
+        input_layernorm=RMSNorm,
+        self_attention=ModuleSpec(module=GatedDeltaNet, submodules=recurrent),
+        self_attn_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=RECURRENT_KEYS,
+    )
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=GatedActivation)
     mlp_layer = TransformerLayerSubmodules(
         pre_mlp_layernorm=RMSNorm,
@@ -207,6 +224,7 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
         submodules=HybridStackSubmodules(
             attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention_layer),
             mla_layer=ModuleSpec(module=TransformerLayer, submodules=latent_layer),
+            gdn_layer=ModuleSpec(module=TransformerLayer, submodules=recurrent_layer),
             mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp_layer),
             moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=moe_layer),
         ),

@@ -82,6 +82,7 @@ def transformer_config(hf_config: HfConfig, parallel: ParallelSection, options: 
         **_experts_config(hf_config, parallel, options.replays_routes),
         **overlap_config(parallel.expert_dispatcher, options.overlap),
         **(_latent_config(hf_config) if hf_config.mla else {}),
+        **_recurrent_config(hf_config),
         **(fp8.megatron_config() if fp8 else {}),
     )
     if fp8 is not None:
@@ -174,6 +175,21 @@ def _latent_config(hf_config: HfConfig) -> dict[str, Any]:
     )
 
 
+def _recurrent_config(hf_config: HfConfig) -> dict[str, Any]:
+    """The fields of Megatron's configuration for Gated DeltaNet, and for the gate on attention beside it."""
+    delta = hf_config.gated_delta
+    if delta is None:
+        return dict(attention_output_gate=hf_config.attention_gate)
+    return dict(
+        attention_output_gate=hf_config.attention_gate,
+        linear_num_key_heads=delta.key_heads,
+        linear_num_value_heads=delta.value_heads,
+        linear_key_head_dim=delta.key_dim,
+        linear_value_head_dim=delta.value_dim,
+        linear_conv_kernel_dim=delta.kernel,
+    )
+
+
 def _tanh_gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
@@ -216,6 +232,7 @@ def _experts_config(hf_config: HfConfig, parallel: ParallelSection, replays_rout
         moe_router_enable_expert_bias=experts.bias,
         moe_router_topk_scaling_factor=experts.scale,
         moe_shared_expert_intermediate_size=experts.shared_size or None,
+        moe_shared_expert_gate=experts.shared_gate,
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
         moe_grouped_gemm=device.has_transformer_engine(),

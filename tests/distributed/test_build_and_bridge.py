@@ -168,6 +168,9 @@ def _full(*case):
         ("gpt_oss", dict(tp=2, ep=2), True),
         _full("gpt_oss", dict(tp=2, ep=2, etp=1), True),
         ("gpt_oss", dict(pp=2, vpp=2, ep=2), False),
+        ("qwen3_next", dict(tp=2, ep=2), True),
+        _full("qwen3_next", dict(tp=2), True),
+        _full("qwen3_next", dict(pp=2, vpp=2), False),
     ],
     ids=str,
 )

@@ -102,6 +102,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         # Clamps some activations. vLLM requires the names of yarn's bounds.
         | dict(rope_parameters=YARN_ROPE | dict(beta_fast=32.0, beta_slow=1.0, truncate=False), initializer_range=0.2),
     ),
+    "qwen3_next": (
+        "Qwen3Next",
+        EXPERTS
+        | dict(
+            norm_topk_prob=True,
+            shared_expert_intermediate_size=24,
+            layer_types=["linear_attention", "full_attention"] * 2,
+        )
+        | dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12, linear_value_head_dim=20),
+    ),
     "qwen3 yarn": ("Qwen3", dict(head_dim=24, rope_parameters=YARN_ROPE)),
 }
 

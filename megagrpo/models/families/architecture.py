@@ -27,6 +27,7 @@ class Experts:
     groups: int = 1
     groups_per_token: int = 1
     shared_size: int = 0  # width of the shared experts, an MLP for every token; 0: none
+    shared_gate: bool = False  # the shared experts' output is multiplied by the sigmoid of a token's own gate
     interleaved: bool = False  # in files rows of gate and up projection alternate
     clamp: float | None = None  # expert: (up + 1) gate sigmoid(1.702 gate), both clamped to this; None: silu(gate) up
 
@@ -44,6 +45,19 @@ class Mla:
     nope_dim: int
     rope_dim: int
     value_dim: int
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """Gated DeltaNet (arXiv 2412.06464) in place of attention in the decoder blocks `blocks`. Each key head serves
+    `value_heads` / `key_heads` neighbouring value heads."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int  # width of one head's queries and keys
+    value_dim: int
+    kernel: int  # tokens that the convolution of queries, keys and values sees
+    blocks: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -77,6 +91,8 @@ class HfConfig:
     # per block: tokens that a token sees, itself included, or None for all; (): all blocks see all
     windows: tuple[int | None, ...] = ()
     mla: Mla | None = None
+    gated_delta: GatedDelta | None = None
+    attention_gate: bool = False  # each head's attention is multiplied by the sigmoid of its own gate
     local_rope_theta: float | None = None  # separate rope base of blocks with a window, never scaled
     softmax_scale: float | None = None  # scale of attention scores; None: 1 / sqrt(head_dim)
     score_cap: float | None = None  # attention scores x become cap tanh(x / cap)
@@ -118,9 +134,20 @@ class HfConfig:
         """Whether decoder block `block`, counted from 0, has a mixture of experts in place of an MLP."""
         return self.experts is not None and block in self.experts.blocks
 
+    def is_recurrent(self, block: int) -> bool:
+        """Whether decoder block `block`, counted from 0, has Gated DeltaNet in place of attention."""
+        return self.gated_delta is not None and block in self.gated_delta.blocks
+
     def modules(self, block: int) -> dict[str, tuple[str, ...]]:
         """Return `linears` of decoder block `block`, counted from 0: only those that it has, with its number."""
-        absent = "mlp.linear_" if self.has_experts(block) else "mlp.shared_experts."
+        absent = (
+            "mlp.linear_" if self.has_experts(block) else "mlp.shared_experts.",
+            *(
+                ("self_attention.linear_",)
+                if self.is_recurrent(block)
+                else ("self_attention.in_", "self_attention.out_")
+            ),
+        )
         return {
             linear: tuple(name.replace("{L}", str(block)) for name in names)
             for linear, names in self.linears.items()

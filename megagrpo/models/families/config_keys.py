@@ -9,7 +9,6 @@ from typing import Any
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.family import (
     COMMON,
-    FULL,
     ROTARY,
     SLIDING,
     Family,
@@ -213,8 +212,8 @@ def _layer_type_problems(family: Family, raw: Raw) -> list[str]:
             "transformers and the trainer do not read it; remove it from a copy of config.json"
         ]
     problems = [
-        f"layer_types names {kind!r}; only {FULL} and {SLIDING} are supported"
-        for kind in sorted({*types} - {FULL, SLIDING})
+        f"layer_types names {kind!r}; only {' and '.join(family.layer_types)} are supported"
+        for kind in sorted({*types} - {*family.layer_types})
     ]
     if types and len(types) != raw.get("num_hidden_layers", len(types)):
         problems.append(f"layer_types has {len(types)} entries for num_hidden_layers={raw['num_hidden_layers']}")

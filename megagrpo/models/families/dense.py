@@ -35,6 +35,17 @@ QK_NORM: Table = {
 }
 
 
+def shared_expert(folder: str, gate: str = "shared_expert_gate") -> Table:
+    """The MLP for every token beside the experts, under `folder`, and the gate on its output."""
+    return {
+        "mlp.shared_experts.linear_fc1.weight": gated(
+            f"{MLP}{folder}.gate_proj.weight", f"{MLP}{folder}.up_proj.weight"
+        ),
+        "mlp.shared_experts.linear_fc2.weight": same(f"{MLP}{folder}.down_proj.weight"),
+        "mlp.shared_experts.gate_weight": same(f"{MLP}{gate}.weight"),
+    }
+
+
 def experts(folder: str, gate: str, up: str, down: str) -> Table:
     """The router and every expert, one tensor per projection and expert, under `folder` as in Hugging Face's names."""
     each = f"{LAYER}{folder}.experts.{{E}}."

@@ -14,7 +14,8 @@ Table = dict[str, BlockRule]
 
 ROTARY = ("rope_scaling", "rope_parameters")  # sections of config.json with parameters of the rotation
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-FULL, SLIDING = "full_attention", "sliding_attention"  # values of config.json's layer_types
+# values of config.json's layer_types
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 # Keys of config.json that are read for every family: by `common_config`, `rope`, Megatron's configuration and
 # `families.keys`.
@@ -77,6 +78,7 @@ class Family:
     - `fixed` keys have one supported value, besides `FIXED`. Every other key is rejected (`families.keys`).
     - `dropped` returns regular expressions of tensors that files may hold and that are skipped with a message.
     - `rope_types` are the supported kinds of rotary scaling.
+    - `layer_types` are the supported kinds of blocks in config.json's key of that name.
     - `partial_rotary_factor` is the default share of each head that is rotated, if config.json may set one; None: the
       whole head.
     """
@@ -93,6 +95,7 @@ class Family:
     dropped: Callable[[HfConfig], tuple[str, ...]] = lambda hf: ()
     rope_types: tuple[str, ...] = ROPE_TYPES
     partial_rotary_factor: float | None = None
+    layer_types: tuple[str, ...] = (FULL, SLIDING)
 
     @property
     def fixed_values(self) -> dict[str, tuple[Any, str]]:

@@ -50,20 +50,21 @@ QWEN3 = Family(
 _MOE_TABLE = DENSE | QK_NORM | experts("mlp", "gate_proj", "up_proj", "down_proj")
 
 
-def _moe_blocks(raw: Raw) -> frozenset[int]:
+def moe_blocks(raw: Raw) -> frozenset[int]:
+    """Return the blocks with experts: each `decoder_sparse_step`th, but those of `mlp_only_layers`."""
     dense, every = raw.get("mlp_only_layers") or [], raw.get("decoder_sparse_step") or 1
     return frozenset(b for b in range(raw["num_hidden_layers"]) if b not in dense and (b + 1) % every == 0)
 
 
 def _moe(raw: Raw, common: HfConfig) -> HfConfig:
     normalized, size = raw.get("norm_topk_prob", False), raw["moe_intermediate_size"]
-    experts = mixture(raw, intermediate_size=size, normalized=normalized, blocks=_moe_blocks(raw))
+    experts = mixture(raw, intermediate_size=size, normalized=normalized, blocks=moe_blocks(raw))
     return replace(common, qk_norm=True, experts=experts, windows=windows(raw, window(raw)))
 
 
 def _moe_problems(raw: Raw) -> list[str]:
     problems = expert_problems(raw, ("moe_intermediate_size",))
-    if not problems and "num_hidden_layers" in raw and not _moe_blocks(raw):
+    if not problems and "num_hidden_layers" in raw and not moe_blocks(raw):
         problems.append("mlp_only_layers and decoder_sparse_step leave no block with experts; a dense model is a qwen3")
     return problems
 

@@ -105,7 +105,7 @@ def batch_sequences(borders: list[int], device: torch.device, prefixes: list[int
     return Batches(tuple(rows), moved(pack_order, device))
 
 
-def _batches_of(packed: PackedSeqParams) -> Batches:
+def batches_of(packed: PackedSeqParams) -> Batches:
     """Return the batches of a pack. The first layer that asks computes them; they stay on the pack for the others."""
     if not hasattr(packed, "batches"):
         packed.batches = batch_sequences(packed.host_borders.tolist(), packed.positions.device, packed.prefixes)
@@ -218,7 +218,7 @@ class TorchAttention(MegatronModule):
         if self.cp_group is not None:
             query, key = self._rotated(query, key, packed_seq_params)
             return context_attention(query, key, value, packed_seq_params, self.cp_group, scores, self.window)
-        batches = _batches_of(packed_seq_params)
+        batches = batches_of(packed_seq_params)
         assert batches.pack_order.numel() == query.shape[0], (
             f"cu_seqlens end at {batches.pack_order.numel()}, the pack has {query.shape[0]} tokens"
         )
