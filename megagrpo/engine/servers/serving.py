@@ -138,6 +138,7 @@ def _options(
         finds_text=bool(r.stop or config.multi_turn.agent),  # an agent's requests may have stop strings
         constrains=bool(r.structured_outputs),
         tokenizer=config.model.tokenizer,
+        recurrent=load_hf_config(model_folder).gated_delta is not None,
         extra_args=(*r.extra_args, *adapter_arguments(adapter)),
     )
 
