@@ -20,7 +20,7 @@ from covering import covering_rows
 from ranks import RankFailed, run_ranks
 from safetensors.torch import load_file, save_file
 from test_build_and_bridge import run_tool
-from tiny_families import MODELS, tiny_model
+from tiny_families import MODELS, has_experts, tiny_model
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge import conversion, torch_dist, unfinished
@@ -54,10 +54,6 @@ def sizes_of(row: dict) -> dict:
     return dict(
         tp=row["tp"], pp=row["pp"], vpp=row["vpp"], pipeline_layers=layers, ep=row.get("ep", 1), etp=row.get("etp")
     )
-
-
-def has_experts(name: str) -> bool:
-    return any("experts" in key for key in MODELS[name][1])
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from megagrpo.models.families import latent
 from megagrpo.models.families.architecture import HfConfig
+from megagrpo.models.families.example import Example
 from megagrpo.models.families.family import Family, Raw
 
 
@@ -34,6 +35,21 @@ DEEPSEEK_V2 = Family(
         "scoring_func": ("softmax", "only softmax is supported"),
         "norm_topk_prob": (False, "transformers does not scale the weights of a token's experts; set it to false"),
     },
+    example=Example(
+        models="DeepSeek-V2, V2-Lite, V2.5",
+        differs="latent attention, experts, some of them shared",
+        cases={
+            "deepseek_v2": latent.TINY_LATENT
+            | latent.TINY_GROUPS
+            | dict(q_lora_rank=28, n_shared_experts=2, topk_method="group_limited_greedy"),
+            "deepseek_v2 lite": latent.TINY_LATENT
+            | dict(q_lora_rank=None, topk_method="greedy", n_group=1, topk_group=1, rms_norm_eps=1e-2),
+        },
+        served=latent.SERVED_LATENT,
+        # vLLM for CPU gives another result with every batch, with weights that it has read from files too.
+        unsteady=("deepseek_v2 lite",),
+        drift=1e-5,
+    ),
 )
 
 
@@ -73,4 +89,16 @@ DEEPSEEK_V3 = Family(
         ),
     },
     dropped=_beyond,
+    example=Example(
+        models="DeepSeek-V3, R1",
+        differs="as `deepseek_v2`, experts also chosen by a bias",
+        cases={
+            "deepseek_v3": latent.TINY_LATENT
+            | latent.TINY_GROUPS
+            | _ROUTING
+            | dict(q_lora_rank=28, num_experts_per_tok=3),
+        },
+        served=latent.SERVED_LATENT,
+        drift=1e-5,
+    ),
 )

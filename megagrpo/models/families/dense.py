@@ -35,6 +35,20 @@ QK_NORM: Table = {
 }
 
 
+# The projections of an MLP that every token takes beside its experts, and of experts whose file has one tensor per
+# projection and expert.
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+
+
+def shared_experts(folder: str) -> Table:
+    """The MLP for every token beside the experts, under `folder` of a block's MLP in Hugging Face's names."""
+    gate, up, down = (f"{MLP}{folder}.{name}.weight" for name in GATE_UP_DOWN)
+    return {"mlp.shared_experts.linear_fc1.weight": gated(gate, up), "mlp.shared_experts.linear_fc2.weight": same(down)}
+
+
+EXPERT_BIAS: Table = {"mlp.router.expert_bias": same(MLP + "gate.e_score_correction_bias")}
+
+
 def experts(folder: str, gate: str, up: str, down: str) -> Table:
     """The router and every expert, one tensor per projection and expert, under `folder` as in Hugging Face's names."""
     each = f"{LAYER}{folder}.experts.{{E}}."

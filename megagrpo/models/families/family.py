@@ -8,6 +8,7 @@ from typing import Any
 
 from megagrpo.models.families.architecture import Experts, HfConfig
 from megagrpo.models.families.blocks import BlockRule
+from megagrpo.models.families.example import Example
 
 Raw = dict[str, Any]  # config.json as read
 Table = dict[str, BlockRule]
@@ -79,11 +80,13 @@ class Family:
     - `rope_types` are the supported kinds of rotary scaling.
     - `partial_rotary_factor` is the default share of each head that is rotated, if config.json may set one; None: the
       whole head.
+    - `example` has facts for proofs and docs.
     """
 
     model_type: str
     architecture: str
     table: Callable[[HfConfig], Table]
+    example: Example
     read: Callable[[Raw, HfConfig], HfConfig] = lambda raw, common: common
     problems: Callable[[Raw], list[str]] = lambda raw: []
     required: tuple[str, ...] = REQUIRED

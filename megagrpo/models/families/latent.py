@@ -6,19 +6,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megagrpo.models.families.architecture import Experts, HfConfig, Mla
-from megagrpo.models.families.blocks import gated, same
-from megagrpo.models.families.dense import ATTENTION, DENSE, MLP, experts
+from megagrpo.models.families.blocks import same
+from megagrpo.models.families.dense import ATTENTION, DENSE, EXPERT_BIAS, GATE_UP_DOWN, experts, shared_experts
+from megagrpo.models.families.example import YARN
 from megagrpo.models.families.family import REQUIRED, Raw, Table, expert_problems, kv_heads
 
-_SHARED = MLP + "shared_experts."
 _COMMON: Table = {
     **{key: rule for key, rule in DENSE.items() if "linear_qkv" not in key},
     "self_attention.linear_kv_down_proj.weight": same(ATTENTION + "kv_a_proj_with_mqa.weight"),
     "self_attention.kv_layernorm.weight": same(ATTENTION + "kv_a_layernorm.weight"),
     "self_attention.linear_kv_up_proj.weight": same(ATTENTION + "kv_b_proj.weight"),
-    **experts("mlp", "gate_proj", "up_proj", "down_proj"),
-    "mlp.shared_experts.linear_fc1.weight": gated(_SHARED + "gate_proj.weight", _SHARED + "up_proj.weight"),
-    "mlp.shared_experts.linear_fc2.weight": same(_SHARED + "down_proj.weight"),
+    **experts("mlp", *GATE_UP_DOWN),
+    **shared_experts("shared_experts"),
 }
 _QUERIES: Table = {"self_attention.linear_q_proj.weight": same(ATTENTION + "q_proj.weight")}
 _QUERIES_FROM_LATENT: Table = {
@@ -26,7 +25,6 @@ _QUERIES_FROM_LATENT: Table = {
     "self_attention.q_layernorm.weight": same(ATTENTION + "q_a_layernorm.weight"),
     "self_attention.linear_q_up_proj.weight": same(ATTENTION + "q_b_proj.weight"),
 }
-_BIAS: Table = {"mlp.router.expert_bias": same(MLP + "gate.e_score_correction_bias")}
 
 _LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _EXPERTS = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
@@ -42,11 +40,31 @@ LATENT_FIXED = {
 }
 
 
+# Heads of 16 + 8 elements, values of 12; three of four blocks have experts.
+TINY_LATENT: Raw = dict(
+    num_key_value_heads=6,
+    kv_lora_rank=20,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    n_routed_experts=8,
+    num_experts_per_tok=4,
+    moe_intermediate_size=32,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+)
+TINY_GROUPS: Raw = dict(
+    n_group=4, topk_group=2, routed_scaling_factor=2.0, rope_parameters=YARN | dict(mscale=0.9, mscale_all_dim=0.7)
+)
+# vLLM's latent attention on CPUs supports one size of latents.
+SERVED_LATENT: Raw = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
+
+
 def table(hf: HfConfig) -> Table:
     """Return the table of a model that `read` describes."""
     assert hf.mla is not None, "`read` sets it"
     queries = _QUERIES_FROM_LATENT if hf.mla.query_rank else _QUERIES
-    return _COMMON | queries | (_BIAS if hf.experts and hf.experts.bias else {})
+    return _COMMON | queries | (EXPERT_BIAS if hf.experts and hf.experts.bias else {})
 
 
 def read(raw: Raw, common: HfConfig, *, normalized: bool, sigmoid: bool = False, bias: bool = False) -> HfConfig:
