@@ -97,7 +97,7 @@ def _wrong_types(family: Family, raw: Raw) -> list[str]:
         for key in family.required
         if key in raw and key not in typed and (key, raw[key]) != ("q_lora_rank", None)
     }
-    sizes |= {key: raw[key] for key in _OPTIONAL_SIZES if raw.get(key) is not None}
+    sizes |= {key: raw[key] for key in _OPTIONAL_SIZES if raw.get(key) is not None and key not in family.ignored}
     odd = [
         f"{key} is {size!r} in config.json; it must be a positive whole number"
         for key, size in sizes.items()

@@ -78,6 +78,7 @@ class Family:
     - `fixed` keys have one supported value, besides `FIXED`. Every other key is rejected (`families.keys`).
     - `dropped` returns regular expressions of tensors that files may hold and that are skipped with a message.
     - `rope_types` are the supported kinds of rotary scaling.
+    - `local_rope` allows rotary parameters of blocks with a window beside those of all others.
     - `partial_rotary_factor` is the default share of each head that is rotated, if config.json may set one; None: the
       whole head.
     - `example` has facts for proofs and docs.
@@ -95,6 +96,7 @@ class Family:
     fixed: dict[str, tuple[Any, str]] = field(default_factory=dict)
     dropped: Callable[[HfConfig], tuple[str, ...]] = lambda hf: ()
     rope_types: tuple[str, ...] = ROPE_TYPES
+    local_rope: bool = False
     partial_rotary_factor: float | None = None
 
     @property
@@ -178,8 +180,8 @@ def unknown_rope_keys(family: Family, raw: Raw) -> dict[str, Any]:
     unknown: dict[str, Any] = {}
     for section in ROTARY:
         values = raw.get(section) or {}
-        by_kind = "rope_local_base_freq" in family.keys
-        parts = {f"{section}.{kind}": values[kind] for kind in (FULL, SLIDING) if by_kind and kind in values}
+        kinds = (FULL, SLIDING) if family.local_rope else ()
+        parts = {f"{section}.{kind}": values[kind] for kind in kinds if kind in values}
         for name, parameters in (parts or {section: values}).items():
             kind = rope({"rope_parameters": parameters or {}} if parts else raw)["rope_type"]
             known = ROPE_KEYS.get(kind, parameters or ())  # an unknown kind has its own error

@@ -58,6 +58,7 @@ FAMILY = Family(
     # transformers writes it beside the layer_types that it derived from it
     ignored=(*GEMMA_IGNORED, "_sliding_window_pattern"),
     fixed=GEMMA_FIXED | HAS_HEAD_NORMS | {_SCORE_CAP: (None, "transformers and vLLM do not apply it here; remove it")},
+    local_rope=True,
     example=Example(
         models="Gemma 3, its text model",
         differs="as `gemma2`, with head norms in place of caps, windows with their own rotary angles",

@@ -157,6 +157,7 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
             first_k_dense_replace=1 if 0 not in real.experts.blocks else 0,
             num_experts_per_tok=min(2, real.experts.per_token),
             moe_intermediate_size=padded(32, unit * lcm(parallel.expert_tp, parallel.tp)),
+            shared_expert_intermediate_size=padded(32, unit * parallel.tp),
             mlp_only_layers=[1] if len(real.experts.blocks) < real.num_layers else [],
             decoder_sparse_step=1,
         )
