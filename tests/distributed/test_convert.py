@@ -62,13 +62,13 @@ def models(tmp_path_factory) -> Path:
     for kind, _ in MODELS.values():  # transformers imports on first use: once here, not in every fork
         getattr(transformers, f"{kind}ForCausalLM")
     root = tmp_path_factory.mktemp("models")
-    run_ranks(make_models, 1, root)
+    run_ranks(make_models, 1, root, list(MODELS))
     return root
 
 
-def make_models(root: Path) -> None:
-    for name, (kind, extra) in MODELS.items():
-        model = tiny_model(kind, extra).to(torch.bfloat16)
+def make_models(root: Path, names: list[str]) -> None:
+    for name in names:
+        model = tiny_model(*MODELS[name]).to(torch.bfloat16)
         for part, module in model.named_modules():
             if part.endswith(("gate", "router", "layers.1.input_layernorm", "layers.3.self_attn.v_proj")):
                 module.float()

@@ -87,7 +87,7 @@ def megatron_logprobs(folder: Path, samples: list[tuple]) -> list[list[float]]:
     load_hf([chunk], hf_config, folder, layout)
     found = []
     for prompt, response in samples:
-        ids = torch.tensor([prompt + response])
+        ids = torch.tensor([[*prompt, *response]])
         packed = pack_params(torch.tensor([0, ids.numel()]).int())
         with torch.no_grad():
             logits = chunk(ids, torch.arange(ids.numel())[None], None, packed_seq_params=packed)
@@ -97,9 +97,9 @@ def megatron_logprobs(folder: Path, samples: list[tuple]) -> list[list[float]]:
     return found
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", SERVED)
-def test_a_family_reaches_vllm_exactly_and_both_compute_the_same(name):
+def reach_vllm(name: str) -> float:
+    """Sync a case to a server, which must then respond as it did after loading the folder; return the largest
+    difference of a log-prob between vLLM and Megatron."""
     folder = folder_of(name)
     running = connect(launch(folder, folder.name), folder)
     engine = running.engine
@@ -128,8 +128,14 @@ def test_a_family_reaches_vllm_exactly_and_both_compute_the_same(name):
         running.launcher.stop()
     samples = [(prompt.token_ids, ids) for prompt, (ids, _) in zip(PROMPTS, fresh, strict=True)]
     (expected,) = run_ranks(megatron_logprobs, 1, folder, samples)
-    for (_, logprobs), reference in zip(fresh, expected, strict=True):
-        torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(reference), atol=1e-4, rtol=0)
+    pairs = ((torch.tensor(logprobs), torch.tensor(e)) for (_, logprobs), e in zip(fresh, expected, strict=True))
+    return max((logprobs - reference).abs().max().item() for logprobs, reference in pairs)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SERVED)
+def test_a_family_reaches_vllm_exactly_and_both_compute_the_same(name):
+    assert reach_vllm(name) <= 1e-4
 
 
 def push_adapter(engine, folder: Path, merged: Path, lora: LoraSection) -> None:
