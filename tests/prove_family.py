@@ -100,9 +100,8 @@ def adapters(kind: str) -> Found:
 
 def vllm(kind: str) -> Found:
     """A server gets the weights from Megatron's shards, and both compute the same log-probs."""
-    from tests.e2e.test_families_vllm import SERVED, reach_vllm
-
     from megagrpo.models.families import FAMILIES
+    from tests.e2e.test_families_vllm import SERVED, reach_vllm
 
     example, differences = FAMILIES[kind].example, {}
     for name in filter(SERVED.__contains__, example.cases):

@@ -46,7 +46,8 @@ def tiny_model(kind: str, extra: dict[str, Any]) -> torch.nn.Module:
     with torch.no_grad():
         # Norms and biases start as ones and zeros, which hides swapped tensors. Buffers: the biases of expert
         # selection.
-        for p in (*model.parameters(), *(buffer for name, buffer in model.named_buffers() if name.endswith("bias"))):
-            if p.dim() == 1:
+        for name, p in (*model.named_parameters(), *model.named_buffers()):
+            buffer = not isinstance(p, torch.nn.Parameter)
+            if (p.dim() == 1 and (name.endswith("bias") or not buffer)) or name.endswith("correction_bias"):
                 p.add_(torch.randn_like(p) * 0.1)
     return model

@@ -82,6 +82,7 @@ class HfConfig:
     wide_qk_norm: bool = False  # with `qk_norm`: over the elements of all heads together
     late_qk_norm: bool = False  # with `qk_norm`: after the rotation
     experts: Experts | None = None
+    mixture_module: str = "mlp"  # of a decoder block in transformers, whose parameters adapters of experts name
     # per block: tokens that a token sees, itself included, or None for all; (): all blocks see all
     windows: tuple[int | None, ...] = ()
     mla: Mla | None = None
@@ -148,6 +149,6 @@ class HfConfig:
     def expert_parameters(self, block: int) -> dict[str, str]:
         """Return Megatron's linears of an expert in decoder block `block` -> the parameter of all its experts in
         transformers; empty for a block without experts."""
-        experts = f"model.layers.{block}.mlp.experts."
+        experts = f"model.layers.{block}.{self.mixture_module}.experts." if self.experts else ""
         names = {"linear_fc1": f"{experts}gate_up_proj", "linear_fc2": f"{experts}down_proj"}
         return names if self.has_experts(block) else {}

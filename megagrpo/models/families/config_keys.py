@@ -51,10 +51,11 @@ _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "q_lora_rank", "sliding_wi
 # Type of values in config.json -> the keys with this type or null, and the type's name.
 _TYPES: dict[type | tuple[type, ...], tuple[tuple[str, ...], str]] = {
     dict: (("rope_scaling", "rope_parameters"), "an object of keys and values"),
-    list: (("layer_types", "mlp_only_layers"), "a list"),
+    list: (("layer_types", "mlp_only_layers", "no_rope_layers"), "a list"),
     (int, float): (
         (
             *("rms_norm_eps", "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "initializer_range"),
+            *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
             *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "routed_scaling_factor"),
         ),
         "a number",

@@ -8,13 +8,14 @@ from megagrpo.models.families import latent
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.example import Example
 from megagrpo.models.families.family import Family, Raw
+from megagrpo.models.families.routed import NORMALIZED, groups
 
 
 def _v2_problems(raw: Raw) -> list[str]:
     method = raw.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         return [f"topk_method is {method!r}; supported: greedy, group_limited_greedy"]
-    if method == "greedy" and latent.groups(raw)[0] > 1:
+    if method == "greedy" and groups(raw)[0] > 1:
         return [
             f"n_group={raw['n_group']} with topk_method greedy, which vLLM does not read; set one to 1 or "
             "group_limited_greedy"
@@ -64,7 +65,8 @@ def _v3_problems(raw: Raw) -> list[str]:
     return lines + latent.problems(raw)
 
 
-def _beyond(hf: HfConfig) -> tuple[str, ...]:
+def beyond(hf: HfConfig) -> tuple[str, ...]:
+    """Return patterns of the tensors of layers after the last block, which predict further tokens."""
     extra = hf.raw.get("num_nextn_predict_layers") or hf.raw.get("num_mtp_layers") or 1
     return tuple(rf"model\.layers\.{hf.num_layers + i}\..+" for i in range(extra))
 
@@ -79,8 +81,8 @@ DEEPSEEK_V3 = Family(
     keys=(*latent.LATENT_KEYS, "num_nextn_predict_layers", "num_mtp_layers"),
     fixed=latent.LATENT_FIXED
     | {key: (value, f"set it to {value}, the only one that is supported") for key, value in _ROUTING.items()}
+    | NORMALIZED
     | {
-        "norm_topk_prob": (True, "only weights of a token's experts that add up to 1 are supported"),
         "quantization_config": (
             None,
             "quantized weights cannot be trained. If a release has no others, convert them to bfloat16 (for FP8: "
@@ -88,7 +90,7 @@ DEEPSEEK_V3 = Family(
             "config.json",
         ),
     },
-    dropped=_beyond,
+    dropped=beyond,
     example=Example(
         models="DeepSeek-V3, R1",
         differs="as `deepseek_v2`, experts also chosen by a bias",

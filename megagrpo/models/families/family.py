@@ -79,6 +79,7 @@ class Family:
     - `dropped` returns regular expressions of tensors that files may hold and that are skipped with a message.
     - `rope_types` are the supported kinds of rotary scaling.
     - `local_rope` allows rotary parameters of blocks with a window beside those of all others.
+    - `names` maps names of sizes in this family's config.json to the usual ones, for `shrink_model`.
     - `partial_rotary_factor` is the default share of each head that is rotated, if config.json may set one; None: the
       whole head.
     - `example` has facts for proofs and docs.
@@ -97,6 +98,7 @@ class Family:
     dropped: Callable[[HfConfig], tuple[str, ...]] = lambda hf: ()
     rope_types: tuple[str, ...] = ROPE_TYPES
     local_rope: bool = False
+    names: dict[str, str] = field(default_factory=dict)
     partial_rotary_factor: float | None = None
 
     @property
@@ -156,6 +158,11 @@ ROPE_KEYS = {
         *("mscale", "mscale_all_dim", "finetuned"),
     ),
     # phi3 rejects four of these with its own messages.
+    # HunYuan's: `alpha` scales the base, and transformers reads no other.
+    "dynamic": (
+        *_ROPE,
+        *("alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings"),
+    ),
     "longrope": (
         *_ROPE,
         *("short_factor", "long_factor", "original_max_position_embeddings"),

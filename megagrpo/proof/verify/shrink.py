@@ -121,6 +121,7 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
 
     - the family with its biases and norms, tied or untied embeddings, query heads per KV head, and several KV heads per
       rank, or one, or several ranks per KV head
+    - whether some layers do not rotate queries and keys
     - whether heads add up to the hidden size, the rotary scaling, and whether all layers have a window, or some, or
       none
     - of a mixture of experts, whether a token has several experts and whether some layer has none
@@ -161,6 +162,8 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
             mlp_only_layers=[1] if len(real.experts.blocks) < real.num_layers else [],
             decoder_sparse_step=1,
         )
+    if real.unrotated:
+        small |= dict(no_rope_layers=[(layer + 1) % 2 for layer in range(small["num_hidden_layers"])])
     if real.score_cap:
         small |= dict(attn_logit_softcapping=CAP)
     if real.logit_cap:
@@ -173,6 +176,7 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
         )
     elif "layer_types" in raw:
         small |= dict(layer_types=[FULL] * small["num_hidden_layers"])
+    small |= {own: small[usual] for own, usual in FAMILIES[real.family].names.items() if usual in small}
     read = (*COMMON, *FAMILIES[real.family].keys, *raw)
     sizes = {key: value for key, value in small.items() if key in read}
     return parse_hf_config(raw | sizes | _short_factors(raw, head_dim))
@@ -194,7 +198,7 @@ def random_tensor(name: str, shape: tuple[int, ...], temperature: float = 1.0) -
     """
     generator = torch.Generator().manual_seed(crc32(name.encode()))
     noise = torch.randn(shape, generator=generator)
-    if len(shape) == 1:
+    if len(shape) == 1 or name.endswith("e_score_correction_bias"):
         return 0.1 * noise + (1.0 if "norm" in name or "magnitude" in name else 0.0)
     scale = LOGIT_SCALE * temperature if name in ("model.embed_tokens.weight", "lm_head.weight") else 1.0
     return scale * noise / shape[-1] ** 0.5
