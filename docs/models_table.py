@@ -41,7 +41,7 @@ def proofs() -> list[str]:
 
 def _vllm(name: str, found: dict[str, Any]) -> str:
     example = FAMILIES[name].example
-    if reason := example.unserved.get(""):
+    if reason := FAMILIES[name].unserved:
         return reason
     measured = max(found.get("vllm", {}).values(), default=None)
     missing = [*example.unserved, *example.unsteady]

@@ -46,7 +46,7 @@ REFUSED = {name: error for name, example in EXAMPLES.items() if (error := exampl
 SERVED = [
     name
     for name, example in EXAMPLES.items()
-    if name not in example.unserved and "" not in example.unserved and name not in example.unsteady
+    if name not in example.unserved and name not in example.unsteady and family_of(name).unserved is None
 ]
 
 
@@ -59,6 +59,9 @@ def folder_of(name: str, spoiled: bool = False) -> Path:
     with torch.no_grad():
         for parameter in model.parameters() if spoiled else ():
             parameter.mul_(0.9)
+        for tensor_name, parameter in model.named_parameters():
+            if (zeroed := EXAMPLES[name].zeroed) and tensor_name.endswith(zeroed):
+                parameter.zero_()
     model.save_pretrained(folder)
     return folder
 

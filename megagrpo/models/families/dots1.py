@@ -41,6 +41,7 @@ FAMILY = Family(
     keys=(*ROUTED_KEYS, "sliding_window", "max_window_layers", "layer_types"),
     fixed=HAS_HEAD_NORMS | NORMALIZED | {"scoring_func": ("sigmoid", "only sigmoid is supported")},
     ignored=("moe_layer_freq", "topk_method"),  # transformers does not read them
+    unserved="vLLM has no class for it since 0.23",
     example=Example(
         models="dots.llm1",
         differs="head norms, experts, some of them shared, also chosen by a bias, windows",
@@ -50,7 +51,6 @@ FAMILY = Family(
             | dict(norm_topk_prob=True, sliding_window=7, layer_types=["full_attention", SLIDING] * 2)
             | dict(head_dim=16, tie_word_embeddings=True),
         },
-        unserved={"": "vLLM 0.23 and later have no class for it"},
         release=dict(
             model_type="dots1",
             architectures=["Dots1ForCausalLM"],

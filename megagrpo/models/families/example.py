@@ -40,8 +40,8 @@ class Example:
       further one has an option that changes the computation.
     - `release` is config.json of a published model, with the sizes of that model.
     - `served` are keys that the tiny models need in vLLM on a CPU, which has kernels for some sizes only.
-    - `unserved` maps a case to the regular expression of vLLM's error, or "" to the reason why vLLM serves no model of
-      this family.
+    - `unserved` maps a case to the regular expression of vLLM's error.
+    - `zeroed` ends the names of tensors that vLLM on a CPU does not read; they are 0 in its proof.
     - `unsteady` cases have other log-probs in vLLM with every batch; nothing can be compared.
     - `tolerance` is the largest difference of logits from transformers', in float32, in any layout.
     - `drift` is the largest difference of log-probs of vLLM for equal weights: 0 where vLLM repeats the last bits.
@@ -53,6 +53,7 @@ class Example:
     release: Raw = field(default_factory=dict)
     served: Raw = field(default_factory=dict)
     unserved: dict[str, str] = field(default_factory=dict)
+    zeroed: str | None = None
     unsteady: tuple[str, ...] = ()
     drift: float = 0.0
     tolerance: float = 1e-5

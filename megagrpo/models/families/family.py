@@ -80,6 +80,7 @@ class Family:
     - `rope_types` are the supported kinds of rotary scaling.
     - `local_rope` allows rotary parameters of blocks with a window beside those of all others.
     - `names` maps names of sizes in this family's config.json to the usual ones, for `shrink_model`.
+    - `unserved` is the reason why no vLLM serves the family: its models can be converted, not trained.
     - `partial_rotary_factor` is the default share of each head that is rotated, if config.json may set one; None: the
       whole head.
     - `example` has facts for proofs and docs.
@@ -99,6 +100,7 @@ class Family:
     rope_types: tuple[str, ...] = ROPE_TYPES
     local_rope: bool = False
     names: dict[str, str] = field(default_factory=dict)
+    unserved: str | None = None
     partial_rotary_factor: float | None = None
 
     @property

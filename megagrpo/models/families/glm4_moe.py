@@ -40,7 +40,7 @@ FAMILY = Family(
     required=(*REQUIRED, "num_key_value_heads", "head_dim", "rms_norm_eps"),
     # biases on queries, keys and values; the output projection never has one
     keys=(*ROUTED_KEYS, "attention_bias", "use_qk_norm", "num_nextn_predict_layers", "num_mtp_layers"),
-    fixed=NORMALIZED,
+    fixed=NORMALIZED | {"tie_word_embeddings": (False, "vLLM's model has an untied LM head")},
     dropped=beyond,
     rope_types=("default", "yarn"),
     partial_rotary_factor=0.5,
@@ -49,8 +49,7 @@ FAMILY = Family(
         differs="as `dots1`, half of each head rotated, biases on queries, keys and values",
         cases={
             "glm4_moe": _TINY | dict(attention_bias=True, n_group=1, topk_group=1),
-            "glm4_moe head norms, groups, yarn, tied": _TINY
-            | dict(use_qk_norm=True, tie_word_embeddings=True, rope_parameters=YARN),
+            "glm4_moe head norms, groups, yarn": _TINY | dict(use_qk_norm=True, rope_parameters=YARN),
         },
         release=dict(
             model_type="glm4_moe",
