@@ -21,6 +21,7 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -40,6 +41,7 @@ from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform import device
 from megagrpo.platform.device import apex
 from megagrpo.policy.attention.gated_delta import GatedDeltaNet
+from megagrpo.policy.attention.head_norms import late, wide_normed
 from megagrpo.policy.attention.latent_attention import LatentAttention
 from megagrpo.policy.attention.packed import Rotary, TorchAttention
 from megagrpo.policy.attention.prefixes import prefixed
@@ -160,12 +162,26 @@ class LocalHybridStack(HybridStack):
             self.final_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
 
 
+def _classes(hf_config: HfConfig, norm: type) -> tuple[Any, Any]:
+    """Return the classes of self-attention and MLP, with the norms that Megatron's lack."""
+    attention = wide_normed(SelfAttention) if hf_config.wide_qk_norm else SelfAttention
+    if not hf_config.post_norms:
+        return attention, MLP
+    return post_normed(attention, norm), post_normed(MLP, norm)
+
+
+def _head_norm(hf_config: HfConfig, norm: type) -> Any:
+    """Return the class of the norm of each head's queries and keys; None if there is none."""
+    if not hf_config.qk_norm or hf_config.wide_qk_norm:
+        return None
+    return late(norm) if hf_config.late_qk_norm else norm
+
+
 def local_spec(hf_config: HfConfig) -> ModuleSpec:
     """Return the spec of the stack without Transformer Engine."""
-    attention_class, mlp_class = (
-        post_normed(base, RMSNorm) if hf_config.post_norms else base for base in (SelfAttention, MLP)
-    )
-    head_norm = RMSNorm if hf_config.qk_norm else None
+    attention_class, mlp_class = _classes(hf_config, RMSNorm)
+    head_norm = _head_norm(hf_config, RMSNorm)
+    input_norm = RMSNorm if hf_config.pre_norms else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=TorchAttention,
@@ -184,7 +200,7 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
     )
     attention_layer, latent_layer = (
         TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=input_norm,
             self_attention=ModuleSpec(
                 module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules
             ),
@@ -206,7 +222,7 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
     )
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=GatedActivation)
     mlp_layer = TransformerLayerSubmodules(
-        pre_mlp_layernorm=RMSNorm,
+        pre_mlp_layernorm=input_norm,
         mlp=functools.partial(mlp_class.as_mlp_submodule, submodules=mlp),
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=MLP_KEYS,
@@ -254,20 +270,20 @@ def transformer_engine_spec(
     layer, mlp_layer = spec.submodules.attention_layer.submodules, spec.submodules.mlp_layer.submodules
     attention, latent = layer.self_attention.submodules, spec.submodules.mla_layer.submodules.self_attention
     latent.module, latent.submodules.q_layernorm, latent.submodules.kv_layernorm = LatentAttention, TENorm, TENorm
-    if hf_config.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = TENorm
+    if head_norm := _head_norm(hf_config, TENorm):
+        attention.q_layernorm = attention.k_layernorm = head_norm
     if own_attention:
         attention.core_attention = latent.submodules.core_attention = TorchAttention
     else:
         attention.core_attention = prefixed(attention.core_attention)
         latent.submodules.core_attention = prefixed(latent.submodules.core_attention)
-        if own_rotation or hf_config.local_rope_theta:
+        if own_rotation or not hf_config.rotates_alike:
             attention.core_attention = rotating(attention.core_attention)
-    if own_linears:
+    if own_linears or not hf_config.pre_norms:  # Transformer Engine's linears after a norm contain it
         own = (ColumnParallelLinear, RowParallelLinear)
-        column, row = (TEColumnParallelLinear, TERowParallelLinear) if in_fp8 else own
+        column, row = (TEColumnParallelLinear, TERowParallelLinear) if in_fp8 or not own_linears else own
         attention.linear_qkv, attention.linear_proj = column, row
-        layer.input_layernorm = mlp_layer.pre_mlp_layernorm = TENorm
+        layer.input_layernorm = mlp_layer.pre_mlp_layernorm = TENorm if hf_config.pre_norms else IdentityOp
         layer.sharded_state_dict_keys_map, mlp_layer.sharded_state_dict_keys_map = ATTENTION_KEYS, MLP_KEYS
         mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
         mlp_layer.mlp = functools.partial(MLP.as_mlp_submodule, submodules=mlp)
@@ -283,7 +299,8 @@ def transformer_engine_spec(
                 shared_experts=functools.partial(SharedExpertMLP, submodules=mlp),
             ),
         )
-    if hf_config.post_norms:
-        layer.self_attention.module = post_normed(SelfAttention, TENorm)
-        mlp_layer.mlp = functools.partial(post_normed(MLP, TENorm).as_mlp_submodule, **mlp_layer.mlp.keywords)
+    attention_class, mlp_class = _classes(hf_config, TENorm)
+    layer.self_attention.module = attention_class
+    if mlp_class is not MLP:
+        mlp_layer.mlp = functools.partial(mlp_class.as_mlp_submodule, **mlp_layer.mlp.keywords)
     return spec

@@ -274,6 +274,16 @@ def of_all_experts(block: Block, expert: int, count: int, first: bool) -> Block:
     return dataclasses.replace(block, shape=shape, box=box, grid=grid, order=order)
 
 
+def stacked(rule: BlockRule) -> BlockRule:
+    """A tensor with all experts of a decoder block: one expert after the other, each as in `rule`."""
+
+    def blocks(local: Local) -> list[Block]:
+        assert local.expert is not None, f"{rule.names} are of experts"
+        return [of_all_experts(block, local.expert, local.hf.mixture.count, True) for block in rule.blocks(local)]
+
+    return BlockRule(rule.names, blocks)
+
+
 def with_last_dim(block: Block, size: int) -> Block:
     """Return the block of a tensor and parameter that have one more dimension, held whole."""
     assert block.order is None, f"{block.name} is permuted"

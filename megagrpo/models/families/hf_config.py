@@ -95,6 +95,8 @@ def model_problems(hf_config: HfConfig, parallel: ParallelSection) -> list[Probl
     def fits(key: str, size: int, tp: int) -> bool:
         if key != "num_key_value_heads" or hf_config.mla or size % tp == 0:
             return size % tp == 0
+        if hf_config.wide_qk_norm:  # ranks that share a KV head would each hold a copy of its norm
+            return False
         # ranks share the rows of a KV head's group, so the rows must be divisible too
         return tp % size == 0 and 2 * size * hf_config.head_dim % tp == 0
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megagrpo.models.families.architecture import HfConfig
-from megagrpo.models.families.dense import DENSE, QK_NORM, QKV_BIAS, experts
+from megagrpo.models.families.dense import DENSE, GATE_UP_DOWN, QK_NORM, QKV_BIAS, experts
+from megagrpo.models.families.example import TINY_EXPERTS, YARN, Example
 from megagrpo.models.families.family import EXPERT_KEYS, Family, Raw, expert_problems, mixture, windows
 
+# vLLM's error for windows in some blocks of these families.
+MIXED_WINDOWS = r"exit code 1 .*: AssertionError: Sliding window for some but all layers is not supported.* Its log: "
 UPPER_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")  # read by `upper_windows`
 
 
@@ -31,6 +34,15 @@ QWEN2 = Family(
     keys=UPPER_WINDOWS,
     ignored=("attention_bias",),  # the biases do not depend on it
     fixed={"qkv_bias": (True, "queries, keys and values of this family have biases")},
+    example=Example(
+        models="Qwen2, Qwen2.5",
+        differs="biases on queries, keys and values, windows",
+        cases={
+            "qwen2": {},
+            "qwen2 upper windows": dict(use_sliding_window=True, sliding_window=5, max_window_layers=1),
+        },
+        unserved={"qwen2 upper windows": MIXED_WINDOWS},
+    ),
 )
 
 
@@ -44,10 +56,18 @@ QWEN3 = Family(
     read=lambda raw, common: replace(common, qk_norm=True, windows=upper_windows(raw)),
     keys=UPPER_WINDOWS,
     fixed=HAS_HEAD_NORMS,
+    example=Example(
+        models="Qwen3, dense",
+        differs="head norms, windows",
+        cases={
+            "qwen3": dict(head_dim=24, tie_word_embeddings=True),
+            "qwen3 yarn": dict(head_dim=24, rope_parameters=YARN),
+        },
+    ),
 )
 
 
-_MOE_TABLE = DENSE | QK_NORM | experts("mlp", "gate_proj", "up_proj", "down_proj")
+_MOE_TABLE = DENSE | QK_NORM | experts("mlp", *GATE_UP_DOWN)
 
 
 def moe_blocks(raw: Raw) -> frozenset[int]:
@@ -81,4 +101,12 @@ QWEN3_MOE = Family(
     ),
     ignored=("max_window_layers",),  # all blocks have the window, or no block
     fixed=HAS_HEAD_NORMS,
+    example=Example(
+        models="Qwen3-30B-A3B and larger",
+        differs="head norms, experts",
+        cases={
+            "qwen3_moe": dict(**TINY_EXPERTS, norm_topk_prob=True, mlp_only_layers=[2], tie_word_embeddings=True),
+            "qwen3_moe, weights not scaled": dict(**TINY_EXPERTS, norm_topk_prob=False, decoder_sparse_step=2),
+        },
+    ),
 )

@@ -15,11 +15,11 @@ from megagrpo.models.families.hf_config import HfConfig, stage_layers
 def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:
     """Return the parameters of one layer on one of `tp` ranks, without experts. The router is on every rank."""
     attention, whole = mixing_parameters(model, layer)
-    norms = (4 if model.post_norms else 2) * model.hidden_size
+    norms = 2 * (model.pre_norms + model.post_norms) * model.hidden_size
     if model.has_experts(layer):
         shared = 3 * model.hidden_size * model.mixture.shared_size
-        whole += model.hidden_size * model.mixture.shared_gate
-        return (attention + shared) // tp + whole + norms + router_parameters(model)
+        gate = model.hidden_size * model.mixture.shared_gate
+        return (attention + shared) // tp + whole + norms + gate + router_parameters(model)
     mlp = 3 * model.hidden_size * model.intermediate_size
     return (attention + mlp) // tp + whole + norms
 
@@ -51,8 +51,10 @@ def attention_parameters(model: HfConfig) -> tuple[int, int]:
         of_queries = 3 if model.attention_gate else 2  # with those of the outputs
         projections = model.hidden_size * model.head_dim * (of_queries * heads + 2 * model.num_kv_heads)
         biases = model.head_dim * (heads + 2 * model.num_kv_heads) if model.qkv_bias else 0
-        whole = (2 * model.head_dim if model.qk_norm else 0) + (model.hidden_size if model.linear_bias else 0)
-        return projections + biases + (heads if model.sinks else 0), whole
+        head_norms = 2 * model.head_dim if model.qk_norm and not model.wide_qk_norm else 0
+        wide_norms = model.head_dim * (heads + model.num_kv_heads) if model.wide_qk_norm else 0
+        of_heads = biases + wide_norms + (heads if model.sinks else 0)
+        return projections + of_heads, head_norms + (model.hidden_size if model.linear_bias else 0)
     of_keys_and_values = mla.kv_rank * (mla.nope_dim + mla.value_dim)
     of_queries = model.head_dim * (mla.query_rank or model.hidden_size)
     to_latents = model.hidden_size * ((mla.query_rank or 0) + mla.kv_rank + mla.rope_dim)

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from megagrpo.config import LoraSection, ParallelSection, load_config
+from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.hf_config import load_hf_config, parse_hf_config
 from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.proof.plan import Plan, plan
@@ -152,6 +153,27 @@ def test_parameters_are_counted_as_transformers_does(raw):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw))
     assert num_parameters(parse_hf_config(raw)) == sum(p.numel() for p in model.parameters())
+
+
+RELEASES = {kind: family.example.release for kind, family in FAMILIES.items() if family.example.release}
+
+
+@pytest.mark.parametrize("kind", RELEASES)
+def test_so_are_those_of_a_release(kind):
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**RELEASES[kind]))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert num_parameters(parse_hf_config(RELEASES[kind])) == sum(parameter.numel() for parameter in trained)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in RELEASES if FAMILIES[kind].unserved])
+def test_a_family_that_no_vllm_serves_is_refused_unless_servers_run_elsewhere(kind, folder):
+    (folder / "config.json").write_text(json.dumps(RELEASES[kind] | dict(num_hidden_layers=4)))
+    told_of_model = [problem for problem in told(plan(config(folder), 1)) if problem.startswith("model.path")]
+    reason = f"{kind} cannot be trained: {FAMILIES[kind].unserved}; its models can be converted, exported and verified"
+    assert told_of_model == [f"model.path: {reason}"]
+    urls = config(folder, "rollout.urls=[http://127.0.0.1:1]")
+    assert not [problem for problem in told(plan(urls, 1)) if problem.startswith("model.path")]
 
 
 def test_the_ranks_together_hold_the_model_and_what_is_held_twice():
