@@ -24,6 +24,7 @@ COMMANDS: dict[str, str] = {  # name -> summary in `megagrpo --help`
     "merge": "merge a LoRA adapter into its model",
     "inspect": "list the tensors and metadata of a checkpoint",
     "roundtrip": "check that converting a model there and back changes no byte",
+    "new-family": "draft the file of a model family from a config.json",
     "keys": "list the keys of a config with type, default and meaning",
     "schema": "print the JSON schema of a config, for editors",
     "completion": "print a completion script for bash, zsh, fish or tcsh",

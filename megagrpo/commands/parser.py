@@ -113,7 +113,7 @@ def build(chosen: Iterable[str]) -> tuple[Parser, dict[str, Parser]]:
     subparsers = top.add_subparsers(metavar="COMMAND", parser_class=Parser)
     parsers = {name: subparsers.add_parser(name, help=summary) for name, summary in COMMANDS.items()}
     for name in chosen:
-        module = importlib.import_module(f"megagrpo.commands.{name}")
+        module = importlib.import_module(f"megagrpo.commands.{name.replace('-', '_')}")
         parsers[name].description = inspect.getdoc(module)
         module.add_arguments(parsers[name])
         parsers[name].set_defaults(run=module.run)

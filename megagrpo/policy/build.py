@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
@@ -27,7 +28,7 @@ from megagrpo.models.families.family import FULL
 from megagrpo.models.families.hf_config import HfConfig, model_problems, stage_layers
 from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import Layout
-from megagrpo.policy.attention.packed import Rotary, TorchAttention
+from megagrpo.policy.attention.packed import NoRotary, Rotary, TorchAttention
 from megagrpo.policy.embedding import ScaledEmbedding, TokenEmbedding
 from megagrpo.policy.experts import prepare_experts
 from megagrpo.policy.fp8.megatron_patches import leave_fp8
@@ -62,7 +63,7 @@ def build_model(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> l
     else:
         spec = local_spec
     # Attention modules rotate queries and keys themselves where angles differ per block or the rotation is not fused.
-    rotates_itself = hf_config.local_rope_theta is not None or own_attention
+    rotates_itself = not hf_config.rotates_alike or own_attention
     rotation = "rope" if config.apply_rope_fusion and not rotates_itself else "none"
     chunks = [
         _build_chunk(hf_config, config, layout, chunk, spec(hf_config), rotation)
@@ -133,8 +134,26 @@ def _build_chunk(
             model.embedding.__class__, model.embedding.scale = ScaledEmbedding, hf_config.embedding_scale
     if model.post_process:
         model.output_layer.__class__, model.output_layer.cap = LMHead, hf_config.logit_cap
+        model.output_layer.scale = hf_config.logit_scale
+    if hf_config.residual_scale != 1:
+        _scale_outputs(model, hf_config.residual_scale)
     # Fake tensors (only the structure is needed) are created on the target device, because torch cannot move them.
     return model if isinstance(next(model.parameters()), FakeTensor) else model.to(device.device())
+
+
+def _scale_outputs(model: HybridModel, scale: float) -> None:
+    """Multiply the outputs of every attention and MLP by `scale` before they are added to the residual stream."""
+
+    def scaled(module: nn.Module, inputs: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, None]:
+        output, bias = outputs
+        assert bias is None, "a bias beside the output would not be scaled"
+        return output * scale, None
+
+    for layer in model.decoder.layers:
+        for name in ("self_attention", "mlp"):
+            part = getattr(layer, name, None)
+            if isinstance(part, nn.Module) and not isinstance(part, IdentityOp):
+                part.register_forward_hook(scaled)
 
 
 def _prepare_sinks(model: HybridModel, dtype: torch.dtype) -> None:
@@ -160,7 +179,12 @@ def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int |
         core = getattr(attention, "core_attention", None)
         turning: Any = attention if hf_config.mla else core
         if hasattr(turning, "rotary"):
-            turning.rotary = local if hf_config.window((layer.layer_number - 1) // LAYERS_PER_BLOCK) else rotary
+            block = (layer.layer_number - 1) // LAYERS_PER_BLOCK
+            turning.rotary = local if hf_config.window(block) else rotary
+            if block in hf_config.unrotated:
+                turning.rotary = NoRotary()
+            if hf_config.late_qk_norm:
+                turning.rotary = turning.rotary.with_norms(attention.q_layernorm, attention.k_layernorm)
         if isinstance(core, TorchAttention):
             core.softcap = hf_config.score_cap
     for module in model.modules():
@@ -209,6 +233,7 @@ class LMHead(ColumnParallelLinear):
 
     stand_aside = False
     cap: float | None = None
+    scale = 1.0  # factor on the logits; `head_input` has applied it where the caller multiplies
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -216,6 +241,7 @@ class LMHead(ColumnParallelLinear):
         """Return (logits [T, 1, V/tp], bias) of input [T, 1, H], or (input, None) with `stand_aside`."""
         if self.stand_aside:
             return input_, None
+        input_ = input_ if self.scale == 1 else input_ * self.scale
         logits, bias = super().forward(input_, weight=weight, runtime_gather_output=runtime_gather_output)
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap), bias
 
@@ -247,7 +273,8 @@ def lm_head(chunk: nn.Module) -> Tensor:
 
 
 def head_input(chunk: nn.Module, hidden: Tensor) -> Tensor:
-    """Return hidden states [T, H] of the whole micro-batch from the output of a forward pass inside `hidden_states`.
+    """Return hidden states [T, H] of the whole micro-batch from the output of a forward pass inside `hidden_states`,
+    with the factor on the logits.
 
     The backward pass all-reduces the gradient over the tensor-parallel ranks, because each rank's gradient covers its
     V/tp logits only.
@@ -255,6 +282,7 @@ def head_input(chunk: nn.Module, hidden: Tensor) -> Tensor:
     """
     model = unwrap_model(chunk)
     group, rows = model.pg_collection.tp, hidden.flatten(0, 1)
+    rows = rows if model.output_layer.scale == 1 else rows * model.output_layer.scale
     if model.config.sequence_parallel:
         return gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=True, group=group)
     return copy_to_tensor_model_parallel_region(rows, group=group)

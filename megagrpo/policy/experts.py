@@ -30,6 +30,11 @@ def prepare_experts(model: nn.Module, hf_config: HfConfig) -> None:
                 router.router_replay = BestGroups(
                     experts.groups, experts.groups_per_token, best=2 if experts.bias else 1
                 )
+            if experts.softmax_bias:
+                del router.expert_bias
+                bias = torch.zeros(experts.count, dtype=torch.float32, device=torch.cuda.current_device())
+                router.register_buffer("expert_bias", bias)
+                router.router_replay = BiasedSoftmax(router)
             for parameter in layer.mlp.experts.parameters():
                 parameter.allreduce = False
                 # An expert gets every token that is routed to it: its bias gradient is not split over tensor-parallel
@@ -56,6 +61,20 @@ def _add_biases_once(experts: Any) -> None:
             module.explicit_expert_comm = True
             if experts.tp_group.rank() > 0:
                 module.register_forward_hook(zero_bias)
+
+
+@dataclass(frozen=True)
+class BiasedSoftmax:
+    """Selects the experts with the highest sums of softmax score and `router.expert_bias`, through the same hook as
+    `BestGroups`. The weights of the experts come from their logits alone (ERNIE 4.5)."""
+
+    router: Any
+
+    def get_replay_topk(self, logits: Tensor, topk: int, *_: object) -> tuple[Tensor, Tensor]:
+        """Return (logits, indices) [tokens, topk] of the selected experts, from logits [tokens, experts]."""
+        scores = logits.detach().softmax(-1, dtype=torch.float32) + self.router.expert_bias
+        indices = scores.topk(topk, dim=-1).indices
+        return logits.gather(1, indices), indices
 
 
 @dataclass(frozen=True)

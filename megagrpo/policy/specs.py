@@ -1,7 +1,7 @@
 """Layer specs of HybridModel: Transformer Engine's layers where it runs, else plain torch and Megatron's linears.
 
-A decoder block is two hybrid layers: "*" attention or "+" latent attention, then "-" MLP or "E" experts. Both specs
-write the same checkpoint keys.
+A decoder block is two hybrid layers: "*" attention, "+" latent attention or "G" Gated DeltaNet, then "-" MLP or "E"
+experts. Both specs write the same checkpoint keys.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -38,6 +40,8 @@ from torch import Tensor
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform import device
 from megagrpo.platform.device import apex
+from megagrpo.policy.attention.gated_delta import GatedDeltaNet
+from megagrpo.policy.attention.head_norms import late, wide_normed
 from megagrpo.policy.attention.latent_attention import LatentAttention
 from megagrpo.policy.attention.packed import Rotary, TorchAttention
 from megagrpo.policy.attention.prefixes import prefixed
@@ -46,6 +50,7 @@ from megagrpo.policy.elementwise import geglu, rms_norm, swiglu
 LAYERS_PER_BLOCK = 2  # hybrid layers in one decoder block
 # Transformer Engine fuses the norm into the linear. Mapping to its keys keeps CPU and GPU checkpoints interchangeable.
 ATTENTION_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+RECURRENT_KEYS = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 MLP_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
@@ -53,18 +58,21 @@ def layer_pattern(hf_config: HfConfig, stages: Sequence[int]) -> str:
     """Return HybridModel's layer pattern of the whole model. `stages` holds each stage's number of decoder blocks."""
     attention = "+" if hf_config.mla else "*"
     symbols = iter(
-        [attention + ("E" if hf_config.has_experts(block) else "-") for block in range(hf_config.num_layers)]
+        ("G" if hf_config.is_recurrent(block) else attention) + ("E" if hf_config.has_experts(block) else "-")
+        for block in range(hf_config.num_layers)
     )
     return "|".join("".join(next(symbols) for _ in range(blocks)) for blocks in stages)
 
 
 class RMSNorm(torch.nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467). If
-    `centred`, the factor is 1 + weight."""
+    `centred`, the factor is 1 + weight; None: as Megatron's configuration says."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, centred: bool | None = None, **_: Any
+    ):
         super().__init__()
-        self.eps, self.centred = eps, config.layernorm_zero_centered_gamma
+        self.eps, self.centred = eps, config.layernorm_zero_centered_gamma if centred is None else centred
         start = torch.zeros if self.centred else torch.ones
         self.weight = torch.nn.Parameter(
             start(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
@@ -154,12 +162,26 @@ class LocalHybridStack(HybridStack):
             self.final_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
 
 
+def _classes(hf_config: HfConfig, norm: type) -> tuple[Any, Any]:
+    """Return the classes of self-attention and MLP, with the norms that Megatron's lack."""
+    attention = wide_normed(SelfAttention) if hf_config.wide_qk_norm else SelfAttention
+    if not hf_config.post_norms:
+        return attention, MLP
+    return post_normed(attention, norm), post_normed(MLP, norm)
+
+
+def _head_norm(hf_config: HfConfig, norm: type) -> Any:
+    """Return the class of the norm of each head's queries and keys; None if there is none."""
+    if not hf_config.qk_norm or hf_config.wide_qk_norm:
+        return None
+    return late(norm) if hf_config.late_qk_norm else norm
+
+
 def local_spec(hf_config: HfConfig) -> ModuleSpec:
     """Return the spec of the stack without Transformer Engine."""
-    attention_class, mlp_class = (
-        post_normed(base, RMSNorm) if hf_config.post_norms else base for base in (SelfAttention, MLP)
-    )
-    head_norm = RMSNorm if hf_config.qk_norm else None
+    attention_class, mlp_class = _classes(hf_config, RMSNorm)
+    head_norm = _head_norm(hf_config, RMSNorm)
+    input_norm = RMSNorm if hf_config.pre_norms else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=TorchAttention,
@@ -178,7 +200,7 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
     )
     attention_layer, latent_layer = (
         TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=input_norm,
             self_attention=ModuleSpec(
                 module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules
             ),
@@ -187,9 +209,20 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
         )
         for module, submodules, keys in ((attention_class, attention, ATTENTION_KEYS), (LatentAttention, latent, {}))
     )
+    recurrent = GatedDeltaNetSubmodules(
+        in_proj=ColumnParallelLinear,
+        out_norm=ModuleSpec(module=RMSNorm, params={"centred": False}),
+        out_proj=RowParallelLinear,
+    )
+    recurrent_layer = TransformerLayerSubmodules(
+        input_layernorm=RMSNorm,
+        self_attention=ModuleSpec(module=GatedDeltaNet, submodules=recurrent),
+        self_attn_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=RECURRENT_KEYS,
+    )
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=GatedActivation)
     mlp_layer = TransformerLayerSubmodules(
-        pre_mlp_layernorm=RMSNorm,
+        pre_mlp_layernorm=input_norm,
         mlp=functools.partial(mlp_class.as_mlp_submodule, submodules=mlp),
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=MLP_KEYS,
@@ -207,6 +240,7 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
         submodules=HybridStackSubmodules(
             attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention_layer),
             mla_layer=ModuleSpec(module=TransformerLayer, submodules=latent_layer),
+            gdn_layer=ModuleSpec(module=TransformerLayer, submodules=recurrent_layer),
             mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp_layer),
             moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=moe_layer),
         ),
@@ -236,20 +270,20 @@ def transformer_engine_spec(
     layer, mlp_layer = spec.submodules.attention_layer.submodules, spec.submodules.mlp_layer.submodules
     attention, latent = layer.self_attention.submodules, spec.submodules.mla_layer.submodules.self_attention
     latent.module, latent.submodules.q_layernorm, latent.submodules.kv_layernorm = LatentAttention, TENorm, TENorm
-    if hf_config.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = TENorm
+    if head_norm := _head_norm(hf_config, TENorm):
+        attention.q_layernorm = attention.k_layernorm = head_norm
     if own_attention:
         attention.core_attention = latent.submodules.core_attention = TorchAttention
     else:
         attention.core_attention = prefixed(attention.core_attention)
         latent.submodules.core_attention = prefixed(latent.submodules.core_attention)
-        if own_rotation or hf_config.local_rope_theta:
+        if own_rotation or not hf_config.rotates_alike:
             attention.core_attention = rotating(attention.core_attention)
-    if own_linears:
+    if own_linears or not hf_config.pre_norms:  # Transformer Engine's linears after a norm contain it
         own = (ColumnParallelLinear, RowParallelLinear)
-        column, row = (TEColumnParallelLinear, TERowParallelLinear) if in_fp8 else own
+        column, row = (TEColumnParallelLinear, TERowParallelLinear) if in_fp8 or not own_linears else own
         attention.linear_qkv, attention.linear_proj = column, row
-        layer.input_layernorm = mlp_layer.pre_mlp_layernorm = TENorm
+        layer.input_layernorm = mlp_layer.pre_mlp_layernorm = TENorm if hf_config.pre_norms else IdentityOp
         layer.sharded_state_dict_keys_map, mlp_layer.sharded_state_dict_keys_map = ATTENTION_KEYS, MLP_KEYS
         mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
         mlp_layer.mlp = functools.partial(MLP.as_mlp_submodule, submodules=mlp)
@@ -265,7 +299,8 @@ def transformer_engine_spec(
                 shared_experts=functools.partial(SharedExpertMLP, submodules=mlp),
             ),
         )
-    if hf_config.post_norms:
-        layer.self_attention.module = post_normed(SelfAttention, TENorm)
-        mlp_layer.mlp = functools.partial(post_normed(MLP, TENorm).as_mlp_submodule, **mlp_layer.mlp.keywords)
+    attention_class, mlp_class = _classes(hf_config, TENorm)
+    layer.self_attention.module = attention_class
+    if mlp_class is not MLP:
+        mlp_layer.mlp = functools.partial(mlp_class.as_mlp_submodule, **mlp_layer.mlp.keywords)
     return spec

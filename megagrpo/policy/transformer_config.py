@@ -82,6 +82,7 @@ def transformer_config(hf_config: HfConfig, parallel: ParallelSection, options: 
         **_experts_config(hf_config, parallel, options.replays_routes),
         **overlap_config(parallel.expert_dispatcher, options.overlap),
         **(_latent_config(hf_config) if hf_config.mla else {}),
+        **_recurrent_config(hf_config),
         **(fp8.megatron_config() if fp8 else {}),
     )
     if fp8 is not None:
@@ -111,7 +112,7 @@ def _shape_config(hf_config: HfConfig) -> dict[str, Any]:
         gated_linear_unit=True,
         add_bias_linear=False,
         add_qkv_bias=hf_config.qkv_bias,
-        qk_layernorm=hf_config.qk_norm,
+        qk_layernorm=hf_config.qk_norm and not hf_config.wide_qk_norm,
         softmax_scale=hf_config.softmax_scale,
         softmax_type="learnable" if hf_config.sinks else "vanilla",
         init_method_std=hf_config.raw.get("initializer_range", 0.02),
@@ -140,7 +141,8 @@ def _layout_config(parallel: ParallelSection) -> dict[str, Any]:
 def fuses_rope(hf_config: HfConfig, fusions: Sequence[str]) -> bool:
     """Whether Transformer Engine rotates queries and keys. Its kernel cannot apply an attention factor."""
     wanted = "rope" in fusions and device.has_transformer_engine()
-    return wanted and hf_config.rope_type not in ("yarn", "longrope") and not hf_config.mla
+    scaled = hf_config.rope_type in ("yarn", "longrope")
+    return wanted and not scaled and hf_config.rotates_alike and not hf_config.mla
 
 
 def fuses_activation(hf_config: HfConfig, fusions: Sequence[str]) -> bool:
@@ -171,6 +173,21 @@ def _latent_config(hf_config: HfConfig) -> dict[str, Any]:
         rope_type="rope",
         rotary_scaling_factor=rotary.get("factor") or 1.0,
         mscale_all_dim=rotary.get("mscale_all_dim") or 0.0,
+    )
+
+
+def _recurrent_config(hf_config: HfConfig) -> dict[str, Any]:
+    """The fields of Megatron's configuration for Gated DeltaNet, and for the gate on attention beside it."""
+    delta = hf_config.gated_delta
+    if delta is None:
+        return dict(attention_output_gate=hf_config.attention_gate)
+    return dict(
+        attention_output_gate=hf_config.attention_gate,
+        linear_num_key_heads=delta.key_heads,
+        linear_num_value_heads=delta.value_heads,
+        linear_key_head_dim=delta.key_dim,
+        linear_value_head_dim=delta.value_dim,
+        linear_conv_kernel_dim=delta.kernel,
     )
 
 
@@ -213,13 +230,14 @@ def _experts_config(hf_config: HfConfig, parallel: ParallelSection, replays_rout
         # Softmax over the chosen experts equals softmax over all experts, renormalised to sum to 1.
         moe_router_pre_softmax=not experts.normalized,
         moe_router_score_function="sigmoid" if experts.sigmoid else "softmax",
-        moe_router_enable_expert_bias=experts.bias,
+        moe_router_enable_expert_bias=experts.bias and experts.sigmoid,  # `prepare_experts` adds others
         moe_router_topk_scaling_factor=experts.scale,
         moe_shared_expert_intermediate_size=experts.shared_size or None,
+        moe_shared_expert_gate=experts.shared_gate,
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
         moe_grouped_gemm=device.has_transformer_engine(),
-        **_routing_kernels(own_choice=replays_routes or experts.groups > 1),
+        **_routing_kernels(own_choice=replays_routes or experts.groups > 1 or experts.softmax_bias),
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.expert_tp,
     )

@@ -3,32 +3,63 @@ same bytes."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from family_proofs import (
+    Sizes,
+    check_model,
+    check_models,
+    differing_tensors,
+    largest_difference,
+    layouts_of,
+    load_in,
+    make_models,
+    num_ranks,
+    read_folder,
+)
 from ranks import RankFailed, run_ranks
-from safetensors.torch import load_file, save_file
-from tiny_families import MODELS, TINY, tiny_model
+from safetensors.torch import save_file
+from tiny_families import MODELS, family_of
 
 from megagrpo.__main__ import main
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.conversion import import_hf
 from megagrpo.models.bridge.hf_export import save_hf
-from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.bridge.megatron_io import load_model
 from megagrpo.models.bridge.parameter_blocks import blocks
 from megagrpo.models.families.hf_config import load_hf_config, parse_hf_config
 from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params
-from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
+from megagrpo.policy.build import build_model
 from megagrpo.policy.transformer_config import ModelOptions
 
-# lengths of the sequences in each micro-batch; both have an even sum, as sequence parallelism requires
-PACKS = ([7, 40, 1, 12], [30])
+# Layouts of the default suite, in which every part of a model occurs; all layouts of all families are in the full suite.
+QUICK: list[tuple[str, Sizes]] = [
+    ("llama tied", dict(tp=2, pp=2, sequence_parallel=True)),
+    ("llama untied", dict(tp=2, pp=2, vpp=2)),
+    ("llama untied", dict(pp=2, pipeline_layers=[1, 3])),
+    ("qwen2", dict(tp=2, sequence_parallel=True)),
+    ("qwen2 upper windows", dict(pp=2, vpp=2)),
+    ("qwen3", dict(tp=2, pp=2)),
+    ("glm4 tied, without biases, yarn", dict(tp=2, sequence_parallel=True)),
+    ("phi3 tied, part of the head, longrope", dict(tp=2, pp=2, sequence_parallel=True)),
+    ("qwen3_moe", dict(tp=2, ep=2, etp=1, sequence_parallel=True)),
+    ("qwen3_moe", dict(pp=2, ep=2)),
+    ("gemma2", dict(tp=2, sequence_parallel=True)),
+    ("gemma3", dict(tp=2, pp=2, sequence_parallel=True)),
+    ("deepseek_v2 lite", dict(tp=2, sequence_parallel=True)),
+    ("deepseek_v3", dict(tp=2, ep=2, sequence_parallel=True)),
+    ("deepseek_v3", dict(pp=2, vpp=2)),
+    ("gpt_oss", dict(tp=2, ep=2, sequence_parallel=True)),
+    ("gpt_oss", dict(pp=2, vpp=2, ep=2)),
+]
+FULL = pytest.mark.full
+OTHERS = [(name, sizes) for name in MODELS for sizes in layouts_of(name) if (name, sizes) not in QUICK]
+WHOLE_FILE, SMALL_FILES = 10**9, 100_000  # bytes of a shard
 
 
 @pytest.fixture(scope="module")
@@ -38,160 +69,35 @@ def models(tmp_path_factory):
         getattr(transformers, f"{kind}ForCausalLM")
     root = tmp_path_factory.mktemp("models")
     # in a fork: transformers starts threads, and other forks must not inherit them
-    (logits,) = run_ranks(make_models, 1, root)
+    (logits,) = run_ranks(make_models, 1, root, list(MODELS))
     return {name: (root / name, [torch.from_numpy(pack) for pack in logits[name]]) for name in MODELS}
 
 
-def make_models(root: Path):
-    logits = {}
-    for name, (kind, extra) in MODELS.items():
-        model = tiny_model(kind, extra)
-        with torch.no_grad():
-            logits[name] = [
-                torch.cat([model(s[None]).logits[0] for s in tokens.split(lengths)]).numpy()
-                for tokens, _, lengths in packs(127)
-            ]
-        model.save_pretrained(root / name)
-    return logits
+@pytest.fixture(scope="module")
+def in_one_process(models, tmp_path_factory):
+    """(results of `check_models` for every case, the folder with their exports): all in one process."""
+    out = tmp_path_factory.mktemp("exports")
+    root = next(folder for folder, _ in models.values()).parent
+    return run_ranks(check_models, 1, root, out, list(MODELS), {}, WHOLE_FILE, timeout=300), out
 
 
-def packs(vocab_size: int):
-    """(tokens [T], positions [T], lengths) of each micro-batch."""
-    generator = torch.Generator().manual_seed(1)
-    for lengths in PACKS:
-        tokens = torch.randint(0, vocab_size, (sum(lengths),), generator=generator)
-        yield tokens, torch.cat([torch.arange(n) for n in lengths]), lengths
-
-
-def forward(chunks, hf_config) -> list[torch.Tensor]:
-    """Outputs of the last stage for each pack, through Megatron's own schedule; empty on other stages."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    tokens, positions, lengths = zip(*packs(hf_config.vocab_size), strict=True)
-
-    def step(data, model):
-        i = next(data)
-        borders = torch.tensor([0, *lengths[i]]).cumsum(0).int()
-        output = model(tokens[i][None], positions[i][None], None, packed_seq_params=pack_params(borders))
-        return output, lambda out, non_loss_data: out
-
-    with torch.no_grad():
-        return get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=[iter(range(len(PACKS))) for _ in chunks],
-            model=chunks,
-            num_microbatches=len(PACKS),
-            seq_length=max(map(sum, PACKS)),
-            micro_batch_size=1,
-            forward_only=True,
-            collect_non_loss_data=True,
-        )
-
-
-def load_in(layout, folder, **options):
-    hf_config = load_hf_config(folder)
-    chunks = build_model(hf_config, layout, ModelOptions(dtype=torch.float32, init_weights=False, **options))
-    for chunk in chunks:
-        for p in chunk.parameters():
-            p.data.fill_(float("nan"))  # shows every parameter that loading misses
-    load_hf(chunks, hf_config, folder, layout)
-    return chunks, hf_config
-
-
-def check_model(folder: Path, out: Path, sizes: dict, sequence_parallel: bool, limit: int):
-    """Logits by the model's own head, logits by hand from hidden states, and an export of the weights."""
-    layout = init_layout(ParallelSection(**sizes))
-    chunks, hf_config = load_in(layout, folder, sequence_parallel=sequence_parallel)
-    own = [logits[0] for logits in forward(chunks, hf_config)]
-    with hidden_states(chunks):
-        by_hand = [head_input(chunks[-1], hidden) @ lm_head(chunks[-1]).T for hidden in forward(chunks, hf_config)]
-    if cap := hf_config.logit_cap:
-        by_hand = [cap * torch.tanh(logits / cap) for logits in by_hand]
-    save_hf(chunks, hf_config, layout, out, folder, max_shard_bytes=limit)
-    layout.close()
-    return [o.numpy() for o in own], [b.detach().numpy() for b in by_hand]
-
-
-def num_ranks(sizes: dict) -> int:
-    """The smallest number of ranks for these sizes."""
-    return ParallelSection(**sizes).smallest_world
-
-
-def whole(per_rank, tp: int, pack: int) -> torch.Tensor:
-    """Join the vocabulary shards of the last stage, whose ranks come last, and drop the padding."""
-    return torch.cat([torch.from_numpy(shards[pack]) for shards in per_rank[-tp:]], -1)[:, : TINY["vocab_size"]]
-
-
-def _full(*case):
-    return pytest.param(*case, marks=pytest.mark.full)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_transformers_and_the_export_equals_the_source(name, models, in_one_process):
+    (folder, expected), (results, out) = models[name], in_one_process
+    assert largest_difference([rank[name] for rank in results], expected, {}) <= family_of(name).example.tolerance
+    assert differing_tensors(folder, out / name) == []
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "sequence_parallel"),
-    [
-        *((name, {}, False) for name in MODELS),
-        _full("llama tied", dict(tp=2), False),
-        _full("llama tied", dict(pp=2), False),
-        ("llama tied", dict(tp=2, pp=2), True),
-        _full("llama tied", dict(pp=2, vpp=2), False),
-        ("llama untied", dict(tp=2, pp=2, vpp=2), False),
-        ("llama untied", dict(pp=2, pipeline_layers=[1, 3]), False),
-        ("qwen2", dict(tp=2), True),
-        ("qwen2 upper windows", dict(pp=2, vpp=2), False),
-        _full("qwen2", dict(pp=4), False),
-        ("qwen3", dict(tp=2, pp=2), False),
-        _full("qwen3", dict(tp=2), True),
-        _full("glm", dict(tp=2, pp=2), True),
-        _full("glm4", dict(tp=2, pp=2), False),
-        ("glm4 tied, without biases, yarn", dict(tp=2), True),
-        _full("phi3", dict(tp=2), False),
-        ("phi3 tied, part of the head, longrope", dict(tp=2, pp=2), True),
-        _full("qwen3_moe", dict(tp=2), True),
-        _full("qwen3_moe", dict(ep=2), False),
-        _full("qwen3_moe", dict(tp=2, ep=2), True),
-        ("qwen3_moe", dict(tp=2, ep=2, etp=1), True),
-        ("qwen3_moe", dict(pp=2, ep=2), False),
-        ("gemma2", dict(tp=2), True),
-        _full("gemma2", dict(pp=2), False),
-        _full("gemma3", dict(tp=2), False),
-        ("gemma3", dict(tp=2, pp=2), True),
-        _full("mixtral", dict(tp=2), True),
-        _full("mixtral", dict(ep=2), False),
-        _full("mixtral", dict(tp=2, ep=2), True),
-        _full("mixtral", dict(tp=2, ep=2, etp=1), True),
-        _full("mixtral", dict(pp=2, ep=2), False),
-        _full("deepseek_v2", dict(tp=2, ep=2, etp=1), True),
-        _full("deepseek_v2", dict(pp=2, ep=2), False),
-        ("deepseek_v2 lite", dict(tp=2), True),
-        ("deepseek_v3", dict(tp=2, ep=2), True),
-        ("deepseek_v3", dict(pp=2, vpp=2), False),
-        ("gpt_oss", dict(tp=2, ep=2), True),
-        _full("gpt_oss", dict(tp=2, ep=2, etp=1), True),
-        ("gpt_oss", dict(pp=2, vpp=2, ep=2), False),
-    ],
+    ("name", "sizes"),
+    [*QUICK, *(pytest.param(*case, marks=FULL) for case in OTHERS)],
     ids=str,
 )
-def test_logits_equal_transformers_and_the_export_equals_the_source(name, sizes, sequence_parallel, models, tmp_path):
+def test_so_they_do_in_layouts(name, sizes, models, tmp_path):
     folder, expected = models[name]
-    tp, n = sizes.get("tp", 1), num_ranks(sizes)
-    results = run_ranks(check_model, n, folder, tmp_path / "out", sizes, sequence_parallel, 100_000 if n > 1 else 10**9)
-    for way in (0, 1):
-        for pack, reference in enumerate(expected):
-            torch.testing.assert_close(whole([r[way] for r in results], tp, pack), reference, atol=1e-4, rtol=0)
-    assert read_folder(tmp_path / "out").keys() == read_folder(folder).keys()
-    for tensor_name, tensor in read_folder(folder).items():
-        assert torch.equal(read_folder(tmp_path / "out")[tensor_name], tensor), tensor_name
-    assert (tmp_path / "out" / "config.json").read_text() == (folder / "config.json").read_text()
-
-
-def read_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder; asserts that the index, if any, names the right files."""
-    files = {file.name: load_file(file) for file in folder.glob("*.safetensors")}
-    if (index := folder / "model.safetensors.index.json").exists():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        assert weight_map == {name: file for file, tensors in files.items() for name in tensors}
-        assert len(files) > 1
-    return {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
+    results = run_ranks(check_model, num_ranks(sizes), folder, tmp_path / "out", sizes, SMALL_FILES)
+    assert largest_difference(results, expected, sizes) <= family_of(name).example.tolerance
+    assert differing_tensors(folder, tmp_path / "out") == []
 
 
 def logits_in_transformers(folders: list[Path]):
@@ -220,13 +126,13 @@ def load_in_another(checkpoint: Path, out: Path, sizes: dict):
 @pytest.mark.parametrize(
     ("written", "read"),
     [
-        _full(dict(tp=2, pp=2), {}),
-        _full({}, dict(pp=2, vpp=2)),
+        pytest.param(dict(tp=2, pp=2), {}, marks=FULL),
+        pytest.param({}, dict(pp=2, vpp=2), marks=FULL),
         (dict(pp=2, vpp=2), dict(tp=2)),
-        _full(dict(pp=2, pipeline_layers=[3, 1]), {}),
+        pytest.param(dict(pp=2, pipeline_layers=[3, 1]), {}, marks=FULL),
         (dict(pp=3, pipeline_layers=[1, 2, 1]), dict(pp=2, pipeline_layers=[1, 3])),
         (dict(tp=2, cp=2), {}),
-        _full({}, dict(cp=2)),
+        pytest.param({}, dict(cp=2), marks=FULL),
     ],
     ids=str,
 )

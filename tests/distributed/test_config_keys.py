@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from ranks import run_ranks
-from tiny_families import MODELS, tiny_config
+from tiny_families import MODELS, family_of, tiny_config
 from transformers.initialization import no_init_weights
 
 from megagrpo.config import ParallelSection
@@ -33,7 +33,7 @@ TOKENS = 40  # more than the attention windows and the start lengths of rotary s
 ABSENT = object()
 # The first case of each family, without rotary scaling where the family allows it; the other cases belong to the full
 # suite.
-FIRST = {tiny_config(*case).model_type: name for name, case in reversed(MODELS.items())}
+FIRST = {family_of(name).model_type: name for name in reversed(MODELS)}
 # Families that share no attention, norm or routing with each other; the others belong to the full suite.
 DEFAULT = {"llama", "gemma3_text", "deepseek_v3", "gpt_oss"}
 WORDS = {

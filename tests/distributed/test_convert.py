@@ -20,7 +20,7 @@ from covering import covering_rows
 from ranks import RankFailed, run_ranks
 from safetensors.torch import load_file, save_file
 from test_build_and_bridge import run_tool
-from tiny_families import MODELS, tiny_model
+from tiny_families import MODELS, has_experts, tiny_model
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge import conversion, torch_dist, unfinished
@@ -56,23 +56,19 @@ def sizes_of(row: dict) -> dict:
     )
 
 
-def has_experts(name: str) -> bool:
-    return any("experts" in key for key in MODELS[name][1])
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
     """A folder with a model of every family in bfloat16, with some float32 tensors, in several files."""
     for kind, _ in MODELS.values():  # transformers imports on first use: once here, not in every fork
         getattr(transformers, f"{kind}ForCausalLM")
     root = tmp_path_factory.mktemp("models")
-    run_ranks(make_models, 1, root)
+    run_ranks(make_models, 1, root, list(MODELS))
     return root
 
 
-def make_models(root: Path) -> None:
-    for name, (kind, extra) in MODELS.items():
-        model = tiny_model(kind, extra).to(torch.bfloat16)
+def make_models(root: Path, names: list[str]) -> None:
+    for name in names:
+        model = tiny_model(*MODELS[name]).to(torch.bfloat16)
         for part, module in model.named_modules():
             if part.endswith(("gate", "router", "layers.1.input_layernorm", "layers.3.self_attn.v_proj")):
                 module.float()

@@ -79,6 +79,11 @@ def test_gradients_at_given_routes_are_those_of_one_process_to_float64(options):
     check(row_of("qwen3_moe", **options))
 
 
+@pytest.mark.parametrize("options", [FEW[3], *(pytest.param(few, marks=pytest.mark.full) for few in FEW[:3])], ids=str)
+def test_gradients_of_gated_delta_nets_are_those_of_one_process_to_float64(options):
+    check(row_of("qwen3_next", **options))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "row", [row for row in covering_layouts() if row["model"] in ("qwen3_moe", "mixtral")], ids=name

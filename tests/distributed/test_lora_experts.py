@@ -13,17 +13,16 @@ from safetensors.torch import load_file
 from test_build_and_bridge import run_tool
 from test_lora_peft import _read_with_peft, _step, assert_resumes, make_with_peft
 from test_lora_sync import _push
-from tiny_families import BY_BIAS, EXPERTS, GROUPS, LATENT, YARN_ROPE
+from tiny_families import MODELS
 
+from megagrpo.models.families.example import TINY_EXPERTS
 from megagrpo.proof.verify.verified_step import relative_error
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
-QWEN = dict(EXPERTS, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, head_dim=8)
-OSS = dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=6, rms_norm_eps=1e-5, initializer_range=0.2)
-OSS |= dict(rope_parameters=YARN_ROPE | dict(beta_fast=32.0, beta_slow=1.0, truncate=False), pad_token_id=0)
-ROPE = YARN_ROPE | dict(mscale=0.9, mscale_all_dim=0.7)
-V3 = LATENT | GROUPS | BY_BIAS | dict(q_lora_rank=28, num_experts_per_tok=3, rope_parameters=ROPE)
-V2 = LATENT | dict(q_lora_rank=None, topk_method="greedy", n_group=1, topk_group=1)
+QWEN = dict(TINY_EXPERTS, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, head_dim=8)
+OSS = {key: value for key, value in MODELS["gpt_oss"][1].items() if key != "head_dim"} | dict(pad_token_id=0)
+V3 = MODELS["deepseek_v3"][1]
+V2 = {key: value for key, value in MODELS["deepseek_v2 lite"][1].items() if key != "rms_norm_eps"}
 LATENT_NAMES = [
     "q_a_proj",
     "q_b_proj",

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megagrpo.config import ParallelSection, RunConfig
-from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
 from megagrpo.proof.verify.shrink import shrink_config, shrink_model
 
 # The relevant part of config.json of SmolLM2, Qwen2.5-7B, Qwen3-0.6B, Qwen3-30B-A3B and Mixtral, with heads that 2 and
@@ -63,13 +64,33 @@ MORE_SHAPES: dict[str, dict[str, Any]] = {
         sliding_window=512,
         rope_local_base_freq=1e4,
     ),
+    "qwen3_next": _COMMON
+    | dict(model_type="qwen3_next", num_hidden_layers=48, hidden_size=2048, num_attention_heads=12, head_dim=256)
+    | dict(num_key_value_heads=6, num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512)
+    | dict(shared_expert_intermediate_size=512, linear_num_key_heads=16, linear_num_value_heads=32)
+    | dict(linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4),
 }
+
+
+def released(kind: str) -> dict[str, Any]:
+    """config.json of the release in the family's file, with heads that 2 and 3 divide."""
+    raw = FAMILIES[kind].example.release
+    real = parse_hf_config(raw)
+    alone = real.num_heads == real.num_kv_heads  # no query heads share a KV head
+    heads = dict(num_attention_heads=12, num_key_value_heads=12 if alone else 6)
+    if real.hidden_size == real.num_heads * real.head_dim:
+        heads["hidden_size"] = 12 * real.head_dim
+    return raw | heads
+
+
+# Families that only the full suite and `prove_family.py` test in layouts: their shapes are in the families' files.
+RELEASED = {kind: released(kind) for kind, family in FAMILIES.items() if family.example.release}
 # every small model can be cut this far: tp 1, 2, 3 and 6, four stages
 LARGEST = ParallelSection(tp=6, pp=2, vpp=2, ep=2, etp=6)
 
 
 def tiny_model(shape: str) -> HfConfig:
-    return shrink_model((SHAPES | MORE_SHAPES)[shape], LARGEST)
+    return shrink_model((SHAPES | MORE_SHAPES | RELEASED)[shape], LARGEST)
 
 
 def tiny_run(parallel: dict | None = None, **sections: dict) -> RunConfig:

@@ -28,7 +28,7 @@ FAST = [
     "benchmarks/whole_step.py",
 ]
 # modules of megagrpo/commands
-NOT_COMMANDS = {"__init__", "parser", "config_arguments", "layout_arguments", "export_arguments"}
+NOT_COMMANDS = {"--init--", "parser", "config-arguments", "layout-arguments", "export-arguments"}
 
 
 def command(name: str) -> list[str]:
@@ -55,7 +55,7 @@ def test_help_says_what_a_command_is_for_and_ends_well(name, tmp_path):
 
 
 def test_each_command_is_a_file():
-    files = {path.stem for path in (ROOT / "megagrpo" / "commands").glob("*.py")}
+    files = {path.stem.replace("_", "-") for path in (ROOT / "megagrpo" / "commands").glob("*.py")}
     assert files - NOT_COMMANDS == set(COMMANDS)
 
 

@@ -89,6 +89,7 @@ def server_command(
         # A prompt that is split over two batches rewinds its seeded generator. torch cannot do that on a CPU, so the
         # engine would die.
         flags["--no-enable-chunked-prefill"] = True
+        flags["--no-enable-prefix-caching"] = o.recurrent  # vLLM caches states only of prompts that it may split
     used = {flag: value for flag, value in flags.items() if value is not None and value is not False}
     words: list[str] = []
     for flag, value in used.items():

@@ -140,6 +140,7 @@ def _options(
         finds_text=bool(r.stop or r.bad_words or config.multi_turn.agent or rows),
         constrains=bool(r.structured_outputs or rows),
         tokenizer=config.model.tokenizer,
+        recurrent=load_hf_config(model_folder).gated_delta is not None,
         extra_args=(*r.extra_args, *adapter_arguments(adapter)),
     )
 

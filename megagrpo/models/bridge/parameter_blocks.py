@@ -109,7 +109,8 @@ def adapter_blocks(
                 both = hasattr(model.get_submodule(f"{name.rpartition('.linear_')[0]}.linear_fc2"), ADAPTER_MODULE)
                 # PEFT wraps the module of all experts once per parameter
                 folder = "experts.base_layer" if both and projection == "gate_up_proj" else "experts"
-                name_in_file = f"{PEFT}model.layers.{block_number}.mlp.{folder}.{matrix}.weight"
+                module = f"model.layers.{block_number}.{hf_config.mixture_module}"
+                name_in_file = f"{PEFT}{module}.{folder}.{matrix}.weight"
                 local = Local(param, layout.parallel.expert_tp, layout.etp_rank, hf_config, expert)
                 yield f"chunk{i}.{name}" if i else name, param, _expert_blocks(name_in_file, projection, local)
                 continue

@@ -24,11 +24,17 @@ class Experts:
     scale: float = 1.0  # factor on these weights
     sigmoid: bool = False
     bias: bool = False
+    shared_gate: bool = False  # the output of the shared experts is multiplied by sigmoid(x w), one number per token
     groups: int = 1
     groups_per_token: int = 1
     shared_size: int = 0  # width of the shared experts, an MLP for every token; 0: none
     interleaved: bool = False  # in files rows of gate and up projection alternate
     clamp: float | None = None  # expert: (up + 1) gate sigmoid(1.702 gate), both clamped to this; None: silu(gate) up
+
+    @property
+    def softmax_bias(self) -> bool:
+        """Whether a bias is added to softmax scores, which Megatron's router cannot."""
+        return self.bias and not self.sigmoid
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,19 @@ class Mla:
     nope_dim: int
     rope_dim: int
     value_dim: int
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """Gated DeltaNet (arXiv 2412.06464) in place of attention in the decoder blocks `blocks`. Each key head serves
+    `value_heads` / `key_heads` neighbouring value heads."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int  # width of one head's queries and keys
+    value_dim: int
+    kernel: int  # tokens that the convolution of queries, keys and values sees
+    blocks: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -73,16 +92,25 @@ class HfConfig:
     linear_bias: bool = False  # biases on all other linears of a block, experts and routers included
     sinks: bool = False  # each head has a learned logit that takes a share of the attention and contributes 0
     qk_norm: bool = False  # each head's queries and keys are normalised before the rotation
+    wide_qk_norm: bool = False  # with `qk_norm`: over the elements of all heads together
+    late_qk_norm: bool = False  # with `qk_norm`: after the rotation
     experts: Experts | None = None
+    mixture_module: str = "mlp"  # of a decoder block in transformers, whose parameters adapters of experts name
     # per block: tokens that a token sees, itself included, or None for all; (): all blocks see all
     windows: tuple[int | None, ...] = ()
     mla: Mla | None = None
+    gated_delta: GatedDelta | None = None
+    attention_gate: bool = False  # each head's attention is multiplied by the sigmoid of its own gate
     local_rope_theta: float | None = None  # separate rope base of blocks with a window, never scaled
+    unrotated: frozenset[int] = frozenset()  # decoder blocks that do not rotate queries and keys
     softmax_scale: float | None = None  # scale of attention scores; None: 1 / sqrt(head_dim)
     score_cap: float | None = None  # attention scores x become cap tanh(x / cap)
     logit_cap: float | None = None  # logits x of the LM head become cap tanh(x / cap)
     activation: str = "silu"  # activation of the gate: "silu", or "gelu" in its tanh approximation
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # factor on the outputs of attention and MLP before the residual sum
+    logit_scale: float = 1.0  # factor on the logits
+    pre_norms: bool = True  # inputs of attention and MLP are normalised
     post_norms: bool = False  # outputs of attention and MLP are normalised too
     centred_norms: bool = False  # norm weights are stored as their distance from 1
 
@@ -102,6 +130,12 @@ class HfConfig:
         """Number of each head's dimensions that are rotated."""
         return self.mla.rope_dim if self.mla else int(self.head_dim * self.partial_rotary_factor)
 
+    @property
+    def rotates_alike(self) -> bool:
+        """Whether every block rotates queries and keys by the same angles, and nothing comes between rotation and
+        scores."""
+        return self.local_rope_theta is None and not self.unrotated and not self.late_qk_norm
+
     def kv_heads_of_rank(self, tp_size: int) -> int:
         """Return the number of KV heads that the queries of a rank attend to. With more ranks than KV heads it is 1."""
         return max(1, self.num_kv_heads // tp_size)
@@ -118,9 +152,20 @@ class HfConfig:
         """Whether decoder block `block`, counted from 0, has a mixture of experts in place of an MLP."""
         return self.experts is not None and block in self.experts.blocks
 
+    def is_recurrent(self, block: int) -> bool:
+        """Whether decoder block `block`, counted from 0, has Gated DeltaNet in place of attention."""
+        return self.gated_delta is not None and block in self.gated_delta.blocks
+
     def modules(self, block: int) -> dict[str, tuple[str, ...]]:
         """Return `linears` of decoder block `block`, counted from 0: only those that it has, with its number."""
-        absent = "mlp.linear_" if self.has_experts(block) else "mlp.shared_experts."
+        absent = (
+            "mlp.linear_" if self.has_experts(block) else "mlp.shared_experts.",
+            *(
+                ("self_attention.linear_",)
+                if self.is_recurrent(block)
+                else ("self_attention.in_", "self_attention.out_")
+            ),
+        )
         return {
             linear: tuple(name.replace("{L}", str(block)) for name in names)
             for linear, names in self.linears.items()
@@ -130,6 +175,6 @@ class HfConfig:
     def expert_parameters(self, block: int) -> dict[str, str]:
         """Return Megatron's linears of an expert in decoder block `block` -> the parameter of all its experts in
         transformers; empty for a block without experts."""
-        experts = f"model.layers.{block}.mlp.experts."
+        experts = f"model.layers.{block}.{self.mixture_module}.experts." if self.experts else ""
         names = {"linear_fc1": f"{experts}gate_up_proj", "linear_fc2": f"{experts}down_proj"}
         return names if self.has_experts(block) else {}

@@ -7,7 +7,7 @@ local parameter into blocks without communication. A family's file assigns rules
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
@@ -166,6 +166,68 @@ def qkv_segments(heads: int, kv_heads: int, head_dim: int, tp_size: int, tp_rank
     return parts
 
 
+Run = tuple[str, int, int, int]  # name of a tensor, its rows, first row and number of rows
+
+
+def _runs(local: Local, runs: Iterable[Run]) -> list[Block]:
+    """Return the blocks of a parameter whose rows are these runs of rows, one after the other."""
+    grid, row, parts = tuple(local.param.shape), 0, []
+    for name, total, start, count in runs:
+        full = (total, *grid[1:])
+        parts.append(Block(name, full, cut(full, 0, start, start + count), grid, axis=0, at=row, count=count))
+        row += count
+    assert row == grid[0], f"the runs have {row} rows, the parameter {grid[0]}"
+    return parts
+
+
+def gated_qkv(pattern: str) -> BlockRule:
+    """`qkv` of attention with an output gate. Megatron's group is `[its queries, its gates, key, value][head_dim]`. In
+    Hugging Face's tensor of queries each head's query is above its gate."""
+
+    def blocks(local: Local) -> list[Block]:
+        hf, d = local.hf, local.hf.head_dim
+        groups, queries = hf.num_kv_heads // local.tp_size, hf.num_heads // hf.num_kv_heads
+        runs: list[Run] = []
+        for group in range(groups * local.tp_rank, groups * (local.tp_rank + 1)):
+            heads = range(group * queries, (group + 1) * queries)
+            for part in range(2):
+                runs += [(pattern.replace("{p}", "q"), 2 * d * hf.num_heads, (2 * h + part) * d, d) for h in heads]
+            runs += [(pattern.replace("{p}", p), d * hf.num_kv_heads, group * d, d) for p in "kv"]
+        return _runs(local, runs)
+
+    return BlockRule(tuple(pattern.replace("{p}", p) for p in "qkv"), blocks)
+
+
+def delta_rows(names: dict[str, str], by_key_head: bool = False) -> BlockRule:
+    """Rows of Gated DeltaNet's queries, keys, values, gates (z), betas (b) and steps (a), of those that `names` has.
+
+    Megatron puts one above the other and shards each by heads. Names of Hugging Face's tensors with several of them:
+    one above the other too, or with `by_key_head` the rows of each key head together.
+    """
+    held = {name: [part for part in names if names[part] == name] for name in names.values()}
+
+    def blocks(local: Local) -> list[Block]:
+        delta = local.hf.gated_delta
+        assert delta is not None, "the model has no Gated DeltaNet"
+        each = dict.fromkeys("qk", delta.key_dim) | dict.fromkeys(
+            "vz", delta.value_heads // delta.key_heads * delta.value_dim
+        )
+        each |= dict.fromkeys("ba", delta.value_heads // delta.key_heads)  # rows of one key head
+        heads = delta.key_heads // local.tp_size
+        first, runs = heads * local.tp_rank, list[Run]()
+        for part, name in names.items():
+            above = sum(each[other] for other in held[name][: held[name].index(part)])
+            width, total = each[part], sum(each[other] for other in held[name]) * delta.key_heads
+            if by_key_head:
+                group = total // delta.key_heads
+                runs += [(name, total, head * group + above, width) for head in range(first, first + heads)]
+            else:
+                runs.append((name, total, above * delta.key_heads + first * width, heads * width))
+        return _runs(local, runs)
+
+    return BlockRule(tuple(held), blocks)
+
+
 def gated(gate: str, up: str) -> BlockRule:
     """Gate and up projection in one Megatron parameter: this rank's gate rows above its up projection rows.
 
@@ -210,6 +272,16 @@ def of_all_experts(block: Block, expert: int, count: int, first: bool) -> Block:
     box, shape, grid = ((*lo, expert), (*hi, expert + 1)), (*block.shape, count), (*block.grid, 1)
     order = None if block.order is None else (*block.order, dims)
     return dataclasses.replace(block, shape=shape, box=box, grid=grid, order=order)
+
+
+def stacked(rule: BlockRule) -> BlockRule:
+    """A tensor with all experts of a decoder block: one expert after the other, each as in `rule`."""
+
+    def blocks(local: Local) -> list[Block]:
+        assert local.expert is not None, f"{rule.names} are of experts"
+        return [of_all_experts(block, local.expert, local.hf.mixture.count, True) for block in rule.blocks(local)]
+
+    return BlockRule(rule.names, blocks)
 
 
 def with_last_dim(block: Block, size: int) -> Block:

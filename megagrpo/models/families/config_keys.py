@@ -9,7 +9,6 @@ from typing import Any
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.family import (
     COMMON,
-    FULL,
     ROTARY,
     SLIDING,
     Family,
@@ -51,10 +50,11 @@ _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "q_lora_rank", "sliding_wi
 # Type of values in config.json -> the keys with this type or null, and the type's name.
 _TYPES: dict[type | tuple[type, ...], tuple[tuple[str, ...], str]] = {
     dict: (("rope_scaling", "rope_parameters"), "an object of keys and values"),
-    list: (("layer_types", "mlp_only_layers"), "a list"),
+    list: (("layer_types", "mlp_only_layers", "no_rope_layers"), "a list"),
     (int, float): (
         (
             *("rms_norm_eps", "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "initializer_range"),
+            *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
             *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "routed_scaling_factor"),
         ),
         "a number",
@@ -97,7 +97,7 @@ def _wrong_types(family: Family, raw: Raw) -> list[str]:
         for key in family.required
         if key in raw and key not in typed and (key, raw[key]) != ("q_lora_rank", None)
     }
-    sizes |= {key: raw[key] for key in _OPTIONAL_SIZES if raw.get(key) is not None}
+    sizes |= {key: raw[key] for key in _OPTIONAL_SIZES if raw.get(key) is not None and key not in family.ignored}
     odd = [
         f"{key} is {size!r} in config.json; it must be a positive whole number"
         for key, size in sizes.items()
@@ -213,8 +213,8 @@ def _layer_type_problems(family: Family, raw: Raw) -> list[str]:
             "transformers and the trainer do not read it; remove it from a copy of config.json"
         ]
     problems = [
-        f"layer_types names {kind!r}; only {FULL} and {SLIDING} are supported"
-        for kind in sorted({*types} - {FULL, SLIDING})
+        f"layer_types names {kind!r}; only {' and '.join(family.layer_types)} are supported"
+        for kind in sorted({*types} - {*family.layer_types})
     ]
     if types and len(types) != raw.get("num_hidden_layers", len(types)):
         problems.append(f"layer_types has {len(types)} entries for num_hidden_layers={raw['num_hidden_layers']}")

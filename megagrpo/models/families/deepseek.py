@@ -6,14 +6,16 @@ from __future__ import annotations
 
 from megagrpo.models.families import latent
 from megagrpo.models.families.architecture import HfConfig
+from megagrpo.models.families.example import Example
 from megagrpo.models.families.family import Family, Raw
+from megagrpo.models.families.routed import NORMALIZED, groups
 
 
 def _v2_problems(raw: Raw) -> list[str]:
     method = raw.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         return [f"topk_method is {method!r}; supported: greedy, group_limited_greedy"]
-    if method == "greedy" and latent.groups(raw)[0] > 1:
+    if method == "greedy" and groups(raw)[0] > 1:
         return [
             f"n_group={raw['n_group']} with topk_method greedy, which vLLM does not read; set one to 1 or "
             "group_limited_greedy"
@@ -34,6 +36,21 @@ DEEPSEEK_V2 = Family(
         "scoring_func": ("softmax", "only softmax is supported"),
         "norm_topk_prob": (False, "transformers does not scale the weights of a token's experts; set it to false"),
     },
+    example=Example(
+        models="DeepSeek-V2, V2-Lite, V2.5",
+        differs="latent attention, experts, some of them shared",
+        cases={
+            "deepseek_v2": latent.TINY_LATENT
+            | latent.TINY_GROUPS
+            | dict(q_lora_rank=28, n_shared_experts=2, topk_method="group_limited_greedy"),
+            "deepseek_v2 lite": latent.TINY_LATENT
+            | dict(q_lora_rank=None, topk_method="greedy", n_group=1, topk_group=1, rms_norm_eps=1e-2),
+        },
+        served=latent.SERVED_LATENT,
+        # vLLM for CPU gives another result with every batch, with weights that it has read from files too.
+        unsteady=("deepseek_v2 lite",),
+        drift=1e-5,
+    ),
 )
 
 
@@ -48,7 +65,8 @@ def _v3_problems(raw: Raw) -> list[str]:
     return lines + latent.problems(raw)
 
 
-def _beyond(hf: HfConfig) -> tuple[str, ...]:
+def beyond(hf: HfConfig) -> tuple[str, ...]:
+    """Return patterns of the tensors of layers after the last block, which predict further tokens."""
     extra = hf.raw.get("num_nextn_predict_layers") or hf.raw.get("num_mtp_layers") or 1
     return tuple(rf"model\.layers\.{hf.num_layers + i}\..+" for i in range(extra))
 
@@ -63,8 +81,8 @@ DEEPSEEK_V3 = Family(
     keys=(*latent.LATENT_KEYS, "num_nextn_predict_layers", "num_mtp_layers"),
     fixed=latent.LATENT_FIXED
     | {key: (value, f"set it to {value}, the only one that is supported") for key, value in _ROUTING.items()}
+    | NORMALIZED
     | {
-        "norm_topk_prob": (True, "only weights of a token's experts that add up to 1 are supported"),
         "quantization_config": (
             None,
             "quantized weights cannot be trained. If a release has no others, convert them to bfloat16 (for FP8: "
@@ -72,5 +90,17 @@ DEEPSEEK_V3 = Family(
             "config.json",
         ),
     },
-    dropped=_beyond,
+    dropped=beyond,
+    example=Example(
+        models="DeepSeek-V3, R1",
+        differs="as `deepseek_v2`, experts also chosen by a bias",
+        cases={
+            "deepseek_v3": latent.TINY_LATENT
+            | latent.TINY_GROUPS
+            | _ROUTING
+            | dict(q_lora_rank=28, num_experts_per_tok=3),
+        },
+        served=latent.SERVED_LATENT,
+        drift=1e-5,
+    ),
 )

@@ -26,6 +26,15 @@ DENSE: Table = {
     "mlp.linear_fc1.weight": gated(MLP + "gate_proj.weight", MLP + "up_proj.weight"),
     "mlp.linear_fc2.weight": same(MLP + "down_proj.weight"),
 }
+# The same decoder with norms on the outputs of attention and MLP in place of their inputs.
+_INPUT_NORMS = ("input_layernorm.weight", "pre_mlp_layernorm.weight")
+POST_NORMED: Table = {
+    key: rule for key, rule in DENSE.items() if not key.endswith(("layer_norm_weight", *_INPUT_NORMS))
+}
+POST_NORMED |= {
+    "self_attention.post_norm.weight": same(LAYER + "post_attention_layernorm.weight"),
+    "mlp.post_norm.weight": same(LAYER + "post_feedforward_layernorm.weight"),
+}
 FUSED = MLP + "gate_up_proj.weight"
 GATE_UP: Table = {"mlp.linear_fc1.weight": gated(FUSED, FUSED)}
 QKV_BIAS: Table = {"self_attention.linear_qkv.bias": qkv(ATTENTION + "{p}_proj.bias")}
@@ -33,6 +42,21 @@ QK_NORM: Table = {
     "self_attention.q_layernorm.weight": same(ATTENTION + "q_norm.weight"),
     "self_attention.k_layernorm.weight": same(ATTENTION + "k_norm.weight"),
 }
+
+
+# The projections of an MLP that every token takes beside its experts, and of experts whose file has one tensor per
+# projection and expert.
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+
+
+def shared_experts(folder: str) -> Table:
+    """The MLP for every token beside the experts, under `folder` of a block's MLP in Hugging Face's names."""
+    gate, up, down = (f"{MLP}{folder}.{name}.weight" for name in GATE_UP_DOWN)
+    return {"mlp.shared_experts.linear_fc1.weight": gated(gate, up), "mlp.shared_experts.linear_fc2.weight": same(down)}
+
+
+SHARED_GATE: Table = {"mlp.shared_experts.gate_weight": same(MLP + "shared_expert_gate.weight")}
+EXPERT_BIAS: Table = {"mlp.router.expert_bias": same(MLP + "gate.e_score_correction_bias")}
 
 
 def experts(folder: str, gate: str, up: str, down: str) -> Table:

@@ -8,13 +8,15 @@ from typing import Any
 
 from megagrpo.models.families.architecture import Experts, HfConfig
 from megagrpo.models.families.blocks import BlockRule
+from megagrpo.models.families.example import Example
 
 Raw = dict[str, Any]  # config.json as read
 Table = dict[str, BlockRule]
 
 ROTARY = ("rope_scaling", "rope_parameters")  # sections of config.json with parameters of the rotation
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-FULL, SLIDING = "full_attention", "sliding_attention"  # values of config.json's layer_types
+# values of config.json's layer_types
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 # Keys of config.json that are read for every family: by `common_config`, `rope`, Megatron's configuration and
 # `families.keys`.
@@ -77,13 +79,19 @@ class Family:
     - `fixed` keys have one supported value, besides `FIXED`. Every other key is rejected (`families.keys`).
     - `dropped` returns regular expressions of tensors that files may hold and that are skipped with a message.
     - `rope_types` are the supported kinds of rotary scaling.
+    - `layer_types` are the supported kinds of blocks in config.json's key of that name.
+    - `local_rope` allows rotary parameters of blocks with a window beside those of all others.
+    - `names` maps names of sizes in this family's config.json to the usual ones, for `shrink_model`.
+    - `unserved` is the reason why no vLLM serves the family: its models can be converted, not trained.
     - `partial_rotary_factor` is the default share of each head that is rotated, if config.json may set one; None: the
       whole head.
+    - `example` has facts for proofs and docs.
     """
 
     model_type: str
     architecture: str
     table: Callable[[HfConfig], Table]
+    example: Example
     read: Callable[[Raw, HfConfig], HfConfig] = lambda raw, common: common
     problems: Callable[[Raw], list[str]] = lambda raw: []
     required: tuple[str, ...] = REQUIRED
@@ -92,7 +100,11 @@ class Family:
     fixed: dict[str, tuple[Any, str]] = field(default_factory=dict)
     dropped: Callable[[HfConfig], tuple[str, ...]] = lambda hf: ()
     rope_types: tuple[str, ...] = ROPE_TYPES
+    local_rope: bool = False
+    names: dict[str, str] = field(default_factory=dict)
+    unserved: str | None = None
     partial_rotary_factor: float | None = None
+    layer_types: tuple[str, ...] = (FULL, SLIDING)
 
     @property
     def fixed_values(self) -> dict[str, tuple[Any, str]]:
@@ -151,6 +163,11 @@ ROPE_KEYS = {
         *("mscale", "mscale_all_dim", "finetuned"),
     ),
     # phi3 rejects four of these with its own messages.
+    # HunYuan's: `alpha` scales the base, and transformers reads no other.
+    "dynamic": (
+        *_ROPE,
+        *("alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings"),
+    ),
     "longrope": (
         *_ROPE,
         *("short_factor", "long_factor", "original_max_position_embeddings"),
@@ -175,8 +192,8 @@ def unknown_rope_keys(family: Family, raw: Raw) -> dict[str, Any]:
     unknown: dict[str, Any] = {}
     for section in ROTARY:
         values = raw.get(section) or {}
-        by_kind = "rope_local_base_freq" in family.keys
-        parts = {f"{section}.{kind}": values[kind] for kind in (FULL, SLIDING) if by_kind and kind in values}
+        kinds = (FULL, SLIDING) if family.local_rope else ()
+        parts = {f"{section}.{kind}": values[kind] for kind in kinds if kind in values}
         for name, parameters in (parts or {section: values}).items():
             kind = rope({"rope_parameters": parameters or {}} if parts else raw)["rope_type"]
             known = ROPE_KEYS.get(kind, parameters or ())  # an unknown kind has its own error

@@ -6,6 +6,7 @@ import dataclasses
 
 from megagrpo.models.families import glm4
 from megagrpo.models.families.dense import DENSE, GATE_UP, QKV_BIAS
+from megagrpo.models.families.example import Example
 
 FAMILY = dataclasses.replace(
     glm4.FAMILY,
@@ -13,4 +14,9 @@ FAMILY = dataclasses.replace(
     architecture="GlmForCausalLM",
     table=lambda hf: DENSE | GATE_UP | (QKV_BIAS if hf.qkv_bias else {}),
     read=lambda raw, common: dataclasses.replace(glm4.FAMILY.read(raw, common), post_norms=False),
+    example=Example(
+        models="GLM-4-9B of 2024 (the folders with `-hf`), GLM-Edge",
+        differs="fused MLP, half of each head rotated, in neighbouring pairs",
+        cases={"glm": dict(head_dim=16, pad_token_id=0, attention_bias=True)},
+    ),
 )

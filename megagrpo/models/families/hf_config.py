@@ -22,6 +22,7 @@ _LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
 # Megatron's linears outside of experts, in the order of the forward pass
 _LINEARS = (
     *(f"self_attention.linear_{name}" for name in ("qkv", *_LATENT, "proj")),
+    *("self_attention.in_proj", "self_attention.out_proj"),
     *(f"{mlp}.linear_{name}" for mlp in ("mlp", "mlp.shared_experts") for name in ("fc1", "fc2")),
 )
 
@@ -94,6 +95,8 @@ def model_problems(hf_config: HfConfig, parallel: ParallelSection) -> list[Probl
     def fits(key: str, size: int, tp: int) -> bool:
         if key != "num_key_value_heads" or hf_config.mla or size % tp == 0:
             return size % tp == 0
+        if hf_config.wide_qk_norm:  # ranks that share a KV head would each hold a copy of its norm
+            return False
         # ranks share the rows of a KV head's group, so the rows must be divisible too
         return tp % size == 0 and 2 * size * hf_config.head_dim % tp == 0
 
@@ -102,9 +105,21 @@ def model_problems(hf_config: HfConfig, parallel: ParallelSection) -> list[Probl
             valid = [d for d in _divisors(hf_config.num_heads) if all(fits(*item, d) for item in sizes.items())]
             said = f"{key}={size} is not divisible by tp={tp}; valid tp: {_words(valid)}"
             problems.append(Problem(("parallel.tp", "model.path"), said, rule=rules.get(key, 3)))
+    problems += _recurrent_problems(hf_config, parallel)
     problems += _stage_problems(hf_config.num_layers, parallel)
     problems += _expert_problems(hf_config.family, hf_config.experts, parallel)
     return problems
+
+
+def _recurrent_problems(hf_config: HfConfig, parallel: ParallelSection) -> Iterator[Problem]:
+    delta, tp, cp = hf_config.gated_delta, parallel.tp, parallel.cp
+    if hf_config.attention_gate and hf_config.num_kv_heads % tp:
+        said = f"num_key_value_heads={hf_config.num_kv_heads} is not divisible by tp={tp}; Megatron cannot share a head"
+        valid = _words(_divisors(hf_config.num_kv_heads))
+        yield Problem(("parallel.tp", "model.path"), f"{said} whose attention has a gate; valid tp: {valid}", rule=2)
+    if delta is not None and delta.key_heads % (tp * cp):
+        said = f"linear_num_key_heads={delta.key_heads} is not divisible by tp x cp = {tp * cp}"
+        yield Problem(("parallel.tp", "parallel.cp", "model.path"), f"{said}; lower one", rule=2)
 
 
 def _stage_problems(layers: int, parallel: ParallelSection) -> Iterator[Problem]:

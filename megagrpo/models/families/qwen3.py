@@ -7,9 +7,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megagrpo.models.families.architecture import HfConfig
-from megagrpo.models.families.dense import DENSE, QK_NORM, QKV_BIAS, experts
+from megagrpo.models.families.dense import DENSE, GATE_UP_DOWN, QK_NORM, QKV_BIAS, experts
+from megagrpo.models.families.example import TINY_EXPERTS, YARN, Example
 from megagrpo.models.families.family import EXPERT_KEYS, Family, Raw, expert_problems, mixture, windows
 
+# vLLM's error for windows in some blocks of these families.
+MIXED_WINDOWS = r"exit code 1 .*: AssertionError: Sliding window for some but all layers is not supported.* Its log: "
 UPPER_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")  # read by `upper_windows`
 
 
@@ -31,6 +34,15 @@ QWEN2 = Family(
     keys=UPPER_WINDOWS,
     ignored=("attention_bias",),  # the biases do not depend on it
     fixed={"qkv_bias": (True, "queries, keys and values of this family have biases")},
+    example=Example(
+        models="Qwen2, Qwen2.5",
+        differs="biases on queries, keys and values, windows",
+        cases={
+            "qwen2": {},
+            "qwen2 upper windows": dict(use_sliding_window=True, sliding_window=5, max_window_layers=1),
+        },
+        unserved={"qwen2 upper windows": MIXED_WINDOWS},
+    ),
 )
 
 
@@ -44,26 +56,35 @@ QWEN3 = Family(
     read=lambda raw, common: replace(common, qk_norm=True, windows=upper_windows(raw)),
     keys=UPPER_WINDOWS,
     fixed=HAS_HEAD_NORMS,
+    example=Example(
+        models="Qwen3, dense",
+        differs="head norms, windows",
+        cases={
+            "qwen3": dict(head_dim=24, tie_word_embeddings=True),
+            "qwen3 yarn": dict(head_dim=24, rope_parameters=YARN),
+        },
+    ),
 )
 
 
-_MOE_TABLE = DENSE | QK_NORM | experts("mlp", "gate_proj", "up_proj", "down_proj")
+_MOE_TABLE = DENSE | QK_NORM | experts("mlp", *GATE_UP_DOWN)
 
 
-def _moe_blocks(raw: Raw) -> frozenset[int]:
+def moe_blocks(raw: Raw) -> frozenset[int]:
+    """Return the blocks with experts: each `decoder_sparse_step`th, but those of `mlp_only_layers`."""
     dense, every = raw.get("mlp_only_layers") or [], raw.get("decoder_sparse_step") or 1
     return frozenset(b for b in range(raw["num_hidden_layers"]) if b not in dense and (b + 1) % every == 0)
 
 
 def _moe(raw: Raw, common: HfConfig) -> HfConfig:
     normalized, size = raw.get("norm_topk_prob", False), raw["moe_intermediate_size"]
-    experts = mixture(raw, intermediate_size=size, normalized=normalized, blocks=_moe_blocks(raw))
+    experts = mixture(raw, intermediate_size=size, normalized=normalized, blocks=moe_blocks(raw))
     return replace(common, qk_norm=True, experts=experts, windows=windows(raw, window(raw)))
 
 
 def _moe_problems(raw: Raw) -> list[str]:
     problems = expert_problems(raw, ("moe_intermediate_size",))
-    if not problems and "num_hidden_layers" in raw and not _moe_blocks(raw):
+    if not problems and "num_hidden_layers" in raw and not moe_blocks(raw):
         problems.append("mlp_only_layers and decoder_sparse_step leave no block with experts; a dense model is a qwen3")
     return problems
 
@@ -80,4 +101,12 @@ QWEN3_MOE = Family(
     ),
     ignored=("max_window_layers",),  # all blocks have the window, or no block
     fixed=HAS_HEAD_NORMS,
+    example=Example(
+        models="Qwen3-30B-A3B and larger",
+        differs="head norms, experts",
+        cases={
+            "qwen3_moe": dict(**TINY_EXPERTS, norm_topk_prob=True, mlp_only_layers=[2], tie_word_embeddings=True),
+            "qwen3_moe, weights not scaled": dict(**TINY_EXPERTS, norm_topk_prob=False, decoder_sparse_step=2),
+        },
+    ),
 )

@@ -105,7 +105,7 @@ def batch_sequences(borders: list[int], device: torch.device, prefixes: list[int
     return Batches(tuple(rows), moved(pack_order, device))
 
 
-def _batches_of(packed: PackedSeqParams) -> Batches:
+def batches_of(packed: PackedSeqParams) -> Batches:
     """Return the batches of a pack. The first layer that asks computes them; they stay on the pack for the others."""
     if not hasattr(packed, "batches"):
         packed.batches = batch_sequences(packed.host_borders.tolist(), packed.positions.device, packed.prefixes)
@@ -129,6 +129,10 @@ class Rotary:
         """Rotate query and key [..., heads, d] by angles with these cos and sin [..., 1, n]."""
         return rotate(query, cos, sin, self.interleaved), rotate(key, cos, sin, self.interleaved)
 
+    def with_norms(self, query_norm: Any, key_norm: Any) -> NormedRotary:
+        """Return this rotation, followed by the `normalise` of two norms (`head_norms.late`)."""
+        return NormedRotary(self, query_norm, key_norm)
+
     def pack_cos_sin(self, packed: PackedSeqParams, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin, [T, 1, n] or [T/cp, 1, n], of the pack's positions, cached on `packed`."""
         rotations = vars(packed).setdefault("rotations", {})
@@ -140,6 +144,39 @@ class Rotary:
         """Return cos and sin [*positions.shape, n] in `dtype`, computed in float32."""
         angles = positions[..., None] * self.frequencies
         return (self.factor * angles.cos()).to(dtype), (self.factor * angles.sin()).to(dtype)
+
+
+class NoRotary(Rotary):
+    """Leaves queries and keys as they are."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.zeros(0))
+
+    def rotate_pack(self, query: Tensor, key: Tensor, packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
+        """Return query and key."""
+        return query, key
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return query and key."""
+        return query, key
+
+
+class NormedRotary(Rotary):
+    """Normalises queries and keys after the rotation by `rotary`, whose angles its packs share."""
+
+    def __init__(self, rotary: Rotary, query_norm: Any, key_norm: Any):
+        super().__init__(rotary.frequencies, rotary.factor, rotary.interleaved)
+        self.rotary, self.norms = rotary, (query_norm, key_norm)
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate and normalise query and key [..., heads, d]."""
+        rotated = self.rotary.rotate(query, key, cos, sin)
+        query, key = (norm.normalise(x) for norm, x in zip(self.norms, rotated, strict=True))
+        return query, key
+
+    def pack_cos_sin(self, packed: PackedSeqParams, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return those of `rotary`."""
+        return self.rotary.pack_cos_sin(packed, dtype)
 
 
 class TorchAttention(MegatronModule):
@@ -218,7 +255,7 @@ class TorchAttention(MegatronModule):
         if self.cp_group is not None:
             query, key = self._rotated(query, key, packed_seq_params)
             return context_attention(query, key, value, packed_seq_params, self.cp_group, scores, self.window)
-        batches = _batches_of(packed_seq_params)
+        batches = batches_of(packed_seq_params)
         assert batches.pack_order.numel() == query.shape[0], (
             f"cu_seqlens end at {batches.pack_order.numel()}, the pack has {query.shape[0]} tokens"
         )

@@ -21,9 +21,18 @@ def kv_elements(model: HfConfig, tp: int, tokens: int, prefill: int | None = Non
     """
     element = 2 * model.head_dim * max(1, model.num_kv_heads // tp)
     element = model.mla.kv_rank + model.mla.rope_dim if model.mla else element
-    windows = [model.window(layer) for layer in range(model.num_layers)]
+    windows = [model.window(layer) for layer in range(model.num_layers) if not model.is_recurrent(layer)]
     seen = (tokens if window is None or prefill is None else min(tokens, window - 1 + prefill) for window in windows)
-    return element * sum(seen)
+    return element * sum(seen) + _state_elements(model, tp)
+
+
+def _state_elements(model: HfConfig, tp: int) -> int:
+    """Return the elements of one sequence's states in all Gated DeltaNets on one of `tp` devices."""
+    delta = model.gated_delta
+    if delta is None:
+        return 0
+    past = (delta.kernel - 1) * (2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim)
+    return len(delta.blocks) * (past + delta.value_heads * delta.key_dim * delta.value_dim) // tp
 
 
 def kv_bytes(config: RunConfig, model: HfConfig, tokens: int, prefill: int | None = None) -> int:

@@ -42,7 +42,7 @@ def token_flops(model: HfConfig) -> TokenFlops:
 def attention_flops(model: HfConfig, length: float) -> float:
     """Return the FLOPs of causal attention's forward pass over one sequence of `length` tokens: half of the score
     square, or the window's band."""
-    total = 0.0
+    total = length * _recurrent_flops(model)
     for window, layers in _windows(model):
         total += layers * _band_flops(model, length, min(window or length, length))
     return total
@@ -50,7 +50,15 @@ def attention_flops(model: HfConfig, length: float) -> float:
 
 def _windows(model: HfConfig) -> list[tuple[int | None, int]]:
     """Return each width of an attention window, None for whole attention, with its number of layers."""
-    return list(Counter(map(model.window, range(model.num_layers))).items())
+    layers = [layer for layer in range(model.num_layers) if not model.is_recurrent(layer)]
+    return list(Counter(map(model.window, layers)).items())
+
+
+def _recurrent_flops(model: HfConfig) -> float:
+    """Return the FLOPs of a token in all Gated DeltaNets, without projections: each head's state [k, v] decays, answers
+    a key, takes a difference, and answers a query."""
+    delta = model.gated_delta
+    return 0 if delta is None else 7 * len(delta.blocks) * delta.value_heads * delta.key_dim * delta.value_dim
 
 
 def _band_flops[T: (float, np.ndarray)](model: HfConfig, length: T, seen: T) -> T:
@@ -86,7 +94,7 @@ def step_flops(model: HfConfig, spans: np.ndarray, num_loss: int, frozen: bool =
     """
     flops = token_flops(model)
     products = int((spans[:, 1] - spans[:, 0]).sum()) * flops.blocks + num_loss * flops.head
-    attention = 0.0
+    attention = float((spans[:, 1] - spans[:, 0]).sum()) * _recurrent_flops(model)
     for window, layers in _windows(model):
         starts, stops = (_band_flops(model, column, column.clip(max=window)) for column in spans.T)
         attention += layers * float((stops - starts).sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,11 +14,12 @@ from megagrpo.models.families.hf_config import HfConfig, stage_layers
 
 def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:
     """Return the parameters of one layer on one of `tp` ranks, without experts. The router is on every rank."""
-    attention, whole = attention_parameters(model)
-    norms = (4 if model.post_norms else 2) * model.hidden_size
+    attention, whole = mixing_parameters(model, layer)
+    norms = 2 * (model.pre_norms + model.post_norms) * model.hidden_size
     if model.has_experts(layer):
         shared = 3 * model.hidden_size * model.mixture.shared_size
-        return (attention + shared) // tp + whole + norms + router_parameters(model)
+        gate = model.hidden_size * model.mixture.shared_gate
+        return (attention + shared) // tp + whole + norms + gate + router_parameters(model)
     mlp = 3 * model.hidden_size * model.intermediate_size
     return (attention + mlp) // tp + whole + norms
 
@@ -32,14 +34,27 @@ def layer_route_bytes(model: HfConfig) -> int:
     return model.mixture.per_token * (1 if model.mixture.count <= 256 else 2)
 
 
+def mixing_parameters(model: HfConfig, layer: int) -> tuple[int, int]:
+    """Return the parameters of a layer's attention or Gated DeltaNet, as `attention_parameters`."""
+    delta = model.gated_delta
+    if delta is None or not model.is_recurrent(layer):
+        return attention_parameters(model)
+    keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
+    projections = model.hidden_size * (2 * keys + 3 * values + 2 * delta.value_heads)
+    return projections + delta.kernel * (2 * keys + values) + 2 * delta.value_heads, delta.value_dim
+
+
 def attention_parameters(model: HfConfig) -> tuple[int, int]:
     """Return the parameters of a layer's attention: (sharded over tensor-parallel ranks, replicated on all ranks)."""
     mla, heads = model.mla, model.num_heads
     if mla is None:
-        projections = model.hidden_size * model.head_dim * (2 * heads + 2 * model.num_kv_heads)
+        of_queries = 3 if model.attention_gate else 2  # with those of the outputs
+        projections = model.hidden_size * model.head_dim * (of_queries * heads + 2 * model.num_kv_heads)
         biases = model.head_dim * (heads + 2 * model.num_kv_heads) if model.qkv_bias else 0
-        whole = (2 * model.head_dim if model.qk_norm else 0) + (model.hidden_size if model.linear_bias else 0)
-        return projections + biases + (heads if model.sinks else 0), whole
+        head_norms = 2 * model.head_dim if model.qk_norm and not model.wide_qk_norm else 0
+        wide_norms = model.head_dim * (heads + model.num_kv_heads) if model.wide_qk_norm else 0
+        of_heads = biases + wide_norms + (heads if model.sinks else 0)
+        return projections + of_heads, head_norms + (model.hidden_size if model.linear_bias else 0)
     of_keys_and_values = mla.kv_rank * (mla.nope_dim + mla.value_dim)
     of_queries = model.head_dim * (mla.query_rank or model.hidden_size)
     to_latents = model.hidden_size * ((mla.query_rank or 0) + mla.kv_rank + mla.rope_dim)
@@ -54,7 +69,7 @@ def stage_experts(model: HfConfig, parallel: ParallelSection) -> list[int]:
     width = model.experts.intermediate_size // parallel.expert_tp
     one = 3 * model.hidden_size * width + (2 * width + model.hidden_size if model.linear_bias else 0)
     of_layer = one * model.experts.count // parallel.ep
-    return [of_layer * mixed for mixed, _ in _layer_counts(model, parallel)]
+    return [of_layer * mixed for mixed in _mixed_counts(model, parallel)]
 
 
 @lru_cache(maxsize=64)
@@ -70,32 +85,43 @@ def layers_of_ranks(model: HfConfig, parallel: ParallelSection) -> list[list[int
     return [[layer for piece in pieces[stage :: parallel.pp] for layer in piece] for stage in range(parallel.pp)]
 
 
-def _layer_counts(model: HfConfig, parallel: ParallelSection) -> list[tuple[int, int]]:
-    """Return, per pipeline stage, the number of layers with experts and without."""
+Kind = tuple[bool, bool]  # of a layer: whether it has experts, and whether Gated DeltaNet
+
+
+def _layer_counts(model: HfConfig, parallel: ParallelSection) -> list[dict[Kind, int]]:
+    """Return, per pipeline stage, the number of layers of each kind."""
     return _counted(model, tuple(stage_layers(model.num_layers, parallel)), parallel.pp)
 
 
+def _mixed_counts(model: HfConfig, parallel: ParallelSection) -> list[int]:
+    """Return, per pipeline stage, the number of layers with experts."""
+    return [sum(count for (mixed, _), count in kinds.items() if mixed) for kinds in _layer_counts(model, parallel)]
+
+
 @lru_cache(maxsize=1024)
-def _counted(model: HfConfig, pieces: tuple[int, ...], pp: int) -> list[tuple[int, int]]:
+def _counted(model: HfConfig, pieces: tuple[int, ...], pp: int) -> list[dict[Kind, int]]:
     cut = ParallelSection(pp=pp, vpp=len(pieces) // pp, pipeline_layers=list(pieces))
-    mixed = [(sum(map(model.has_experts, layers)), len(layers)) for layers in layers_of_ranks(model, cut)]
-    return [(some, every - some) for some, every in mixed]
+    return [Counter(_kind(model, layer) for layer in layers) for layers in layers_of_ranks(model, cut)]
+
+
+def _kind(model: HfConfig, layer: int) -> Kind:
+    return model.has_experts(layer), model.is_recurrent(layer)
 
 
 @lru_cache(maxsize=64)
-def _kind_parameters(model: HfConfig, tp: int) -> tuple[int, int]:
-    """Return the parameters of a layer with experts and of one without, 0 where the model has none. All layers of a
-    kind are alike."""
-    one = {model.has_experts(layer): layer for layer in range(model.num_layers)}
-    mixed, dense = (layer_parameters(model, one[kind], tp) if kind in one else 0 for kind in (True, False))
-    return mixed, dense
+def _kind_parameters(model: HfConfig, tp: int) -> dict[Kind, int]:
+    """Return the parameters of a layer of each kind. All layers of a kind are alike."""
+    return {
+        kind: layer_parameters(model, layer, tp)
+        for kind, layer in {_kind(model, layer): layer for layer in range(model.num_layers)}.items()
+    }
 
 
 def stage_parameters(model: HfConfig, parallel: ParallelSection) -> list[int]:
     """Return parameters on one rank of each stage, without experts. A tied output layer elsewhere is a second copy."""
     tp = parallel.tp
-    mixed, dense = _kind_parameters(model, tp)
-    sizes = [mixed * some + dense * others for some, others in _layer_counts(model, parallel)]
+    of_kind = _kind_parameters(model, tp)
+    sizes = [sum(of_kind[kind] * count for kind, count in kinds.items()) for kinds in _layer_counts(model, parallel)]
     embedding = model.padded_vocab(tp) // tp * model.hidden_size
     sizes[0] += embedding
     sizes[-1] += model.hidden_size
@@ -213,15 +239,12 @@ def _cut_linears(model: HfConfig, layer: int) -> int:
     width = model.intermediate_size
     if model.has_experts(layer):
         width = model.mixture.shared_size
-    return attention_parameters(model)[0] + 3 * model.hidden_size * width
+    return mixing_parameters(model, layer)[0] + 3 * model.hidden_size * width
 
 
 def stage_linears(model: HfConfig, parallel: ParallelSection) -> list[int]:
     """Return the parameters of the blocks' parallel linears on one rank per pipeline stage, experts included; not those
     of latents, whose weights are whole on every rank."""
-    attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
-    if model.mla:
-        attention, _ = attention_parameters(model)
     dense, mixed, experts = 3 * model.hidden_size * model.intermediate_size, 0, 0
     if model.experts:
         mixed = 3 * model.hidden_size * model.experts.shared_size
@@ -230,9 +253,21 @@ def stage_linears(model: HfConfig, parallel: ParallelSection) -> list[int]:
     stages = []
     for layers in layers_of_ranks(model, parallel):
         mixtures = sum(map(model.has_experts, layers))
-        outside = len(layers) * attention + mixtures * mixed + (len(layers) - mixtures) * dense
+        attention = sum(_linears_of_mixing(model, layer) for layer in layers)
+        outside = attention + mixtures * mixed + (len(layers) - mixtures) * dense
         stages.append(outside // parallel.tp + mixtures * experts)
     return stages
+
+
+def _linears_of_mixing(model: HfConfig, layer: int) -> int:
+    """Return the parameters of the linears of a layer's attention or Gated DeltaNet, without those of latents."""
+    if model.mla:
+        return attention_parameters(model)[0]
+    if delta := model.gated_delta if model.is_recurrent(layer) else None:
+        values = delta.value_heads * delta.value_dim
+        return model.hidden_size * (2 * delta.key_heads * delta.key_dim + 3 * values + 2 * delta.value_heads)
+    of_queries = 3 if model.attention_gate else 2
+    return model.hidden_size * model.head_dim * (of_queries * model.num_heads + 2 * model.num_kv_heads)
 
 
 @dataclass(frozen=True)
@@ -261,7 +296,7 @@ def stages_of(
     of_experts = stage_expert_adapters(model, parallel, lora)
     linears, chunks = stage_linears(model, parallel), largest_chunks(model, parallel)
     router = router_parameters(model) if model.experts else 0
-    routers = [router * mixed for mixed, _ in _layer_counts(model, parallel)]
+    routers = [router * mixed for mixed in _mixed_counts(model, parallel)]
     of_stages = (layers, outside, experts, adapters, of_experts, linears, chunks, in_fp8, routers)
     return list(map(Stage, range(parallel.pp), *of_stages))
 

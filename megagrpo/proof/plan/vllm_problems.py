@@ -7,6 +7,7 @@ from math import ceil
 
 from megagrpo.config import Problem, RolloutSection, RunConfig, evaluation_sets
 from megagrpo.config.config_rules import LONGEST_SAMPLE
+from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.hf_config import HfConfig
 
 
@@ -36,6 +37,9 @@ def rollout_problems(config: RunConfig, model: HfConfig, sequence: float) -> Ite
 
 def _server_problems(r: RolloutSection, model: HfConfig) -> Iterator[Problem]:
     """Yield why servers that the run starts cannot be sharded as `r` requires."""
+    if reason := FAMILIES[model.family].unserved:
+        said = f"{model.family} cannot be trained: {reason}; its models can be converted, exported and verified"
+        yield Problem(("model.path",), said)
     shared_out = r.enable_expert_parallel
     valid = [tp for tp in range(1, model.num_heads + 1) if vllm_can_split(model, tp, shared_out)]
     if r.tp not in valid:

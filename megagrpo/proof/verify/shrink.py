@@ -15,7 +15,7 @@ from megagrpo.config.lora import ALL_LINEAR
 from megagrpo.data.packing import padded
 from megagrpo.data.routes import RouteShape
 from megagrpo.models.families import FAMILIES
-from megagrpo.models.families.family import COMMON, FULL, SLIDING, rope, rotated_share
+from megagrpo.models.families.family import COMMON, FULL, LINEAR, SLIDING, rope, rotated_share
 from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
 from megagrpo.train_types import TrainSample
 from megagrpo.types import Routes
@@ -121,6 +121,7 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
 
     - the family with its biases and norms, tied or untied embeddings, query heads per KV head, and several KV heads per
       rank, or one, or several ranks per KV head
+    - whether some layers do not rotate queries and keys
     - whether heads add up to the hidden size, the rotary scaling, and whether all layers have a window, or some, or
       none
     - of a mixture of experts, whether a token has several experts and whether some layer has none
@@ -157,9 +158,22 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
             first_k_dense_replace=1 if 0 not in real.experts.blocks else 0,
             num_experts_per_tok=min(2, real.experts.per_token),
             moe_intermediate_size=padded(32, unit * lcm(parallel.expert_tp, parallel.tp)),
+            shared_expert_intermediate_size=padded(32, unit * parallel.tp),
             mlp_only_layers=[1] if len(real.experts.blocks) < real.num_layers else [],
             decoder_sparse_step=1,
         )
+    if delta := real.gated_delta:
+        key_heads = 2 * parallel.tp * parallel.cp
+        small |= dict(
+            linear_num_key_heads=key_heads,
+            linear_num_value_heads=key_heads * (delta.value_heads // delta.key_heads),
+            linear_key_head_dim=padded(16, unit),
+            linear_value_head_dim=padded(12, unit),
+            shared_expert_intermediate_size=padded(24, unit * parallel.tp),
+            rms_norm_eps=1e-2,  # the norm of a recurrent output near 0 would amplify rounding
+        )
+    if real.unrotated:
+        small |= dict(no_rope_layers=[(layer + 1) % 2 for layer in range(small["num_hidden_layers"])])
     if real.score_cap:
         small |= dict(attn_logit_softcapping=CAP)
     if real.logit_cap:
@@ -170,8 +184,11 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
             sliding_window=WINDOW,
             layer_types=[kinds[layer % len(kinds)] for layer in range(small["num_hidden_layers"])],
         )
+    elif real.gated_delta:
+        small |= dict(layer_types=[(LINEAR, FULL)[layer % 2] for layer in range(small["num_hidden_layers"])])
     elif "layer_types" in raw:
         small |= dict(layer_types=[FULL] * small["num_hidden_layers"])
+    small |= {own: small[usual] for own, usual in FAMILIES[real.family].names.items() if usual in small}
     read = (*COMMON, *FAMILIES[real.family].keys, *raw)
     sizes = {key: value for key, value in small.items() if key in read}
     return parse_hf_config(raw | sizes | _short_factors(raw, head_dim))
@@ -186,15 +203,19 @@ def _short_factors(raw: dict[str, Any], head_dim: int) -> dict[str, Any]:
     return {key: raw[key] | {name: raw[key][name][:count] for name in ("short_factor", "long_factor")}}
 
 
-def random_tensor(name: str, shape: tuple[int, ...], temperature: float = 1.0) -> torch.Tensor:
+def random_tensor(
+    name: str, shape: tuple[int, ...], temperature: float = 1.0, centred_norms: bool = False
+) -> torch.Tensor:
     """Return the weight `name`, float32 in `shape`. It depends on the arguments only, so layouts start from one model.
 
-    Matrices keep the scale of their input. Norms and biases differ from 1 and 0, where an error could hide.
+    Matrices keep the scale of their input. Norms and biases differ from 1 and 0, where an error could hide. With
+    `centred_norms` the norms of hidden states, queries and keys are stored as their distance from 1.
     """
     generator = torch.Generator().manual_seed(crc32(name.encode()))
     noise = torch.randn(shape, generator=generator)
-    if len(shape) == 1:
-        return 0.1 * noise + (1.0 if "norm" in name or "magnitude" in name else 0.0)
+    if len(shape) == 1 or name.endswith("e_score_correction_bias"):
+        from_one = "norm" in name and not (centred_norms and "linear_attn" not in name)
+        return 0.1 * noise + (1.0 if from_one or "magnitude" in name else 0.0)
     scale = LOGIT_SCALE * temperature if name in ("model.embed_tokens.weight", "lm_head.weight") else 1.0
     return scale * noise / shape[-1] ** 0.5
 

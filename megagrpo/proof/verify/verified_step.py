@@ -93,7 +93,13 @@ def prepare(
 ) -> tuple[MegatronPolicy, TrainBatch, list[Tensor | None]]:
     """Return (policy, this rank's batch with all loss inputs, policy log-probs [T] per micro-batch) before a step."""
     policy = MegatronPolicy(config, layout, hf_config)
-    fill_weights(policy, hf_config, layout, weights or partial(random_tensor, temperature=config.rollout.temperature))
+    fill_weights(
+        policy,
+        hf_config,
+        layout,
+        weights
+        or partial(random_tensor, temperature=config.rollout.temperature, centred_norms=hf_config.centred_norms),
+    )
     reference = Reference(policy) if config.algorithm.beta else None
     _move_away(policy)
     policy.weights_changed()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megagrpo.models.families import FAMILIES
+
 Raw = dict[str, Any]
 ENDS = dict(
     bos_token_id=1, eos_token_id=2, initializer_range=0.02, use_cache=True, hidden_act="silu", attention_dropout=0.0
@@ -412,6 +414,12 @@ PUBLISHED: dict[str, tuple[str, str, Raw]] = {
         "Glm4ForCausalLM",
         sizes(4096, 40, 32, 2, 13696, 151552, rms_norm_eps=1e-5, rope_theta=10000.0) | GLM,
     ),
+}
+# Releases in the families' files.
+PUBLISHED |= {
+    f"release of {kind}": (kind, family.architecture, family.example.release)
+    for kind, family in FAMILIES.items()
+    if family.example.release
 }
 
 

@@ -252,13 +252,9 @@ def test_the_windows_are_those_of_transformers(change, windows):
 @pytest.mark.parametrize(
     ("kind", "cls"),
     [
-        ("ministral3", "Ministral3ForCausalLM"),
-        ("seed_oss", "SeedOssForCausalLM"),
-        ("olmo2", "Olmo2ForCausalLM"),
-        ("ernie4_5", "Ernie4_5ForCausalLM"),
-        ("qwen3_next", "Qwen3NextForCausalLM"),
-        ("smollm3", "SmolLM3ForCausalLM"),
-        ("granite", "GraniteForCausalLM"),
+        ("bloom", "BloomForCausalLM"),
+        ("gpt_neox", "GPTNeoXForCausalLM"),
+        ("mamba", "MambaForCausalLM"),
         ("gpt9", None),
     ],
 )

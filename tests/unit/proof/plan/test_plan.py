@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from megagrpo.config import LoraSection, ParallelSection, load_config
+from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.hf_config import load_hf_config, parse_hf_config
 from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.proof.plan import Plan, plan
@@ -142,12 +143,37 @@ def test_committed_configs_have_a_plan_without_problems(name):
         LLAMA | {"model_type": "gemma2", "head_dim": 32},
         LLAMA | {"model_type": "gemma3_text", "head_dim": 32},
         GPT_OSS,
+        MIXED
+        | {"model_type": "qwen3_next", "linear_num_key_heads": 2, "linear_num_value_heads": 6, "head_dim": 24}
+        | {"linear_key_head_dim": 12, "linear_value_head_dim": 20, "linear_conv_kernel_dim": 4}
+        | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1, 3]},
     ],
 )
 def test_parameters_are_counted_as_transformers_does(raw):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw))
     assert num_parameters(parse_hf_config(raw)) == sum(p.numel() for p in model.parameters())
+
+
+RELEASES = {kind: family.example.release for kind, family in FAMILIES.items() if family.example.release}
+
+
+@pytest.mark.parametrize("kind", RELEASES)
+def test_so_are_those_of_a_release(kind):
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**RELEASES[kind]))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert num_parameters(parse_hf_config(RELEASES[kind])) == sum(parameter.numel() for parameter in trained)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in RELEASES if FAMILIES[kind].unserved])
+def test_a_family_that_no_vllm_serves_is_refused_unless_servers_run_elsewhere(kind, folder):
+    (folder / "config.json").write_text(json.dumps(RELEASES[kind] | dict(num_hidden_layers=4)))
+    told_of_model = [problem for problem in told(plan(config(folder), 1)) if problem.startswith("model.path")]
+    reason = f"{kind} cannot be trained: {FAMILIES[kind].unserved}; its models can be converted, exported and verified"
+    assert told_of_model == [f"model.path: {reason}"]
+    urls = config(folder, "rollout.urls=[http://127.0.0.1:1]")
+    assert not [problem for problem in told(plan(urls, 1)) if problem.startswith("model.path")]
 
 
 def test_the_ranks_together_hold_the_model_and_what_is_held_twice():

@@ -1,16 +1,14 @@
-"""Gemma 2: norms around attention and MLP, capped scores and logits, and a window in every other block. Gemma 3, the
-text model: head norms in place of caps, and separate rotary angles in blocks with a window."""
+"""Gemma 2: norms around attention and MLP, capped scores and logits, and a window in every other block."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.blocks import same
-from megagrpo.models.families.dense import DENSE, LAYER, QK_NORM
-from megagrpo.models.families.family import SLIDING, Family, Raw, Table, rope, windows
-from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS
+from megagrpo.models.families.dense import DENSE, LAYER
+from megagrpo.models.families.example import Example
+from megagrpo.models.families.family import Family, Raw, Table, windows
 
 SANDWICH: Table = DENSE | {
     "self_attention.post_norm.weight": same(LAYER + "post_attention_layernorm.weight"),
@@ -23,6 +21,9 @@ CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 GEMMA_KEYS = ("query_pre_attn_scalar", "sliding_window", "layer_types", *CAPS)
 # Older files name the exact gelu in `hidden_act`, but the models use the tanh approximation.
 GEMMA_IGNORED = ("hidden_act", "sliding_window_size")
+
+
+TINY_GEMMA: Raw = dict(head_dim=24, query_pre_attn_scalar=10, pad_token_id=None)
 
 
 def gemma_config(raw: Raw, common: HfConfig) -> HfConfig:
@@ -54,7 +55,7 @@ def _gemma2(raw: Raw, common: HfConfig) -> HfConfig:
     )
 
 
-GEMMA2 = Family(
+FAMILY = Family(
     "gemma2",
     "Gemma2ForCausalLM",
     table=lambda hf: SANDWICH,
@@ -63,44 +64,11 @@ GEMMA2 = Family(
     keys=GEMMA_KEYS,
     ignored=GEMMA_IGNORED,
     fixed=GEMMA_FIXED,
-)
-
-
-_SCORE_CAP = "attn_logit_softcapping"
-
-
-def _local_rope(raw: Raw) -> dict[str, Any]:
-    """Return the rotary parameters of the blocks with a window."""
-    old = {"rope_theta": raw.get("rope_local_base_freq", 10000.0)}
-    return old | ((raw.get("rope_parameters") or {}).get(SLIDING) or {})
-
-
-def _gemma3(raw: Raw, common: HfConfig) -> HfConfig:
-    every = raw.get("sliding_window_pattern", 6)
-    return replace(
-        gemma_config(raw, common),
-        qk_norm=True,
-        windows=windows(raw, raw.get("sliding_window", 4096), lambda block: (block + 1) % every != 0),
-        rope_theta=rope({"rope_theta": 1e6} | raw)["rope_theta"],
-        local_rope_theta=_local_rope(raw)["rope_theta"],
-        logit_cap=raw.get("final_logit_softcapping"),
-    )
-
-
-def _gemma3_problems(raw: Raw) -> list[str]:
-    kind = _local_rope(raw).get("rope_type", "default")
-    wrong = [] if kind == "default" else [f"rope_type {kind!r} in blocks with a window is not supported"]
-    return wrong + cap_problems(raw)
-
-
-GEMMA3 = Family(
-    "gemma3_text",
-    "Gemma3ForCausalLM",
-    table=lambda hf: SANDWICH | QK_NORM,
-    read=_gemma3,
-    problems=_gemma3_problems,
-    keys=(*(key for key in GEMMA_KEYS if key != _SCORE_CAP), "sliding_window_pattern", "rope_local_base_freq"),
-    # transformers writes it beside the layer_types that it derived from it
-    ignored=(*GEMMA_IGNORED, "_sliding_window_pattern"),
-    fixed=GEMMA_FIXED | HAS_HEAD_NORMS | {_SCORE_CAP: (None, "transformers and vLLM do not apply it here; remove it")},
+    example=Example(
+        models="Gemma 2",
+        differs="norms around attention and MLP, capped scores and logits, GELU, windows",
+        cases={
+            "gemma2": TINY_GEMMA | dict(sliding_window=7, attn_logit_softcapping=1.5, final_logit_softcapping=2.0),
+        },
+    ),
 )

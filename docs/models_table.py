@@ -1,0 +1,69 @@
+"""Writes the tables of docs/models.md: python docs/models_table.py
+
+The first one comes from the families' files, the second one from docs/families.json, which `python -m
+tests.prove_family NAME --write` fills.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megagrpo.models.families import FAMILIES
+
+PAGE = Path(__file__).with_name("models.md")
+RESULTS = Path(__file__).with_name("families.json")
+BEGIN, END = "<!-- the table of {} begins -->", "<!-- the table of {} ends -->"
+
+
+def families() -> list[str]:
+    """The rows of the supported families."""
+    lines = ["| model_type | class | models | differences from a Llama |", "|---|---|---|---|"]
+    for name, family in FAMILIES.items():
+        lines.append(f"| `{name}` | `{family.architecture}` | {family.example.models} | {family.example.differs} |")
+    return lines
+
+
+def proofs() -> list[str]:
+    """The rows of what `prove_family` measured."""
+    results = json.loads(RESULTS.read_text())
+    head = "| family | tiny models | logits differ by | layouts | checkpoints | steps | vLLM: log-probs differ by |"
+    lines = [head, "|---|---|---|---|---|---|---|"]
+    for name in FAMILIES:
+        found = results.get(name, {})
+        cells = [str(len(FAMILIES[name].example.cases)), _number(found.get("logits")), _count(found, "layouts")]
+        steps = f"{_count(found, 'step')}{', LoRA' if found.get('lora') else ''}" if "step" in found else "-"
+        cells += [str(found.get("conversions", "-")), steps, _vllm(name, found)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def _vllm(name: str, found: dict[str, Any]) -> str:
+    example = FAMILIES[name].example
+    if reason := FAMILIES[name].unserved:
+        return reason
+    measured = max(found.get("vllm", {}).values(), default=None)
+    missing = [*example.unserved, *example.unsteady]
+    return _number(measured) + (f", without: {'; '.join(missing)}" if missing else "")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}".replace("e-0", "e-")
+
+
+def _count(found: dict[str, Any], key: str) -> str:
+    return str(len(found[key])) if key in found else "-"
+
+
+def with_tables(page: str) -> str:
+    """The page with the texts between its marks replaced by the tables."""
+    for name, lines in (("families", families()), ("proofs", proofs())):
+        before, _, rest = page.partition(BEGIN.format(name))
+        _, _, after = rest.partition(END.format(name))
+        page = "\n".join([f"{before}{BEGIN.format(name)}\n", *lines, f"\n{END.format(name)}{after}"])
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text()))

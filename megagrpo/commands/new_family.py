@@ -1,0 +1,52 @@
+"""Drafts the file of a family that megagrpo does not support yet, from a config.json.
+
+    megagrpo new-family FOLDER_OR_CONFIG
+    megagrpo new-family config.json --out my_family.py
+
+Builds transformers' own model of that type without weights, and takes the parts of a family whose tensors the model
+has. Writes the draft to megagrpo/models/families/ of this installation, or to --out, and lists what is left to do:
+unknown keys and tensors, and the classes of transformers' code to compare. docs/add_a_model.md describes the rest. Exit
+code 0: the draft is written, 2: the config cannot be read, or the file exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megagrpo.commands.api.conversions import hide_gpus
+from megagrpo.config import ConfigError, ProblemError
+from megagrpo.platform.process.imports import without_garbage_collection
+from megagrpo.platform.process.terminal import show
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `megagrpo new-family`."""
+    parser.add_argument("model", type=Path, metavar="FOLDER_OR_CONFIG", help="config.json, or the folder that holds it")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: the folder of families)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the draft, and return the exit code. Raises ConfigError if the file exists."""
+    hide_gpus()
+    with without_garbage_collection():
+        from megagrpo.models.bridge.family_draft import draft_family, families_folder
+        from megagrpo.models.families import FAMILIES
+        from megagrpo.models.families.hf_config import read_raw_config
+    if options.model.name != "config.json" and not options.model.is_dir():
+        raise ConfigError(f"{options.model} is neither a folder nor a config.json; name one")
+    raw = read_raw_config(options.model if options.model.is_dir() else options.model.parent)
+    kind = str(raw.get("model_type"))
+    if kind in FAMILIES and options.out is None:
+        raise ConfigError(f"{options.model}: model_type {kind} is supported; name a file with --out to draft it anyway")
+    out = options.out or families_folder() / f"{kind}.py"
+    if out.exists():
+        raise ConfigError(f"--out: {out} exists; name a new file")
+    try:
+        draft = draft_family(raw)
+    except ProblemError as error:
+        raise ConfigError(str(error)) from None
+    out.write_text(draft.text)
+    lines = [f"{out}: {' | '.join(draft.parts)}", *(f"  {task}" for task in draft.tasks)]
+    show("\n".join([*lines, f"next: finish the file, then python -m tests.prove_family {kind}"]))
+    return 0

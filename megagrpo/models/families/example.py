@@ -1,0 +1,61 @@
+"""Describes a family to its proofs and to docs/models.md; no run reads it. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Raw = dict[str, Any]  # keys of config.json
+
+# Sizes of the tiny models: no size is a multiple of all others, and no number of ranks divides the vocabulary.
+TINY_SIZES: Raw = dict(
+    hidden_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    intermediate_size=80,
+    vocab_size=127,
+    initializer_range=0.1,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=256,
+)
+YARN: Raw = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
+LLAMA3_ROPE: Raw = dict(
+    rope_type="llama3",
+    rope_theta=5e5,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+TINY_EXPERTS: Raw = dict(head_dim=24, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
+
+
+@dataclass(frozen=True)
+class Example:
+    """Facts about one family.
+
+    - `models` are published models, for people; `differs` is what differs from a Llama.
+    - `cases` are tiny models, by name: keys of config.json beside `TINY_SIZES`. The first one is the plainest. Each
+      further one has an option that changes the computation.
+    - `release` is config.json of a published model, with the sizes of that model.
+    - `served` are keys that the tiny models need in vLLM on a CPU, which has kernels for some sizes only.
+    - `served_dtype` is what vLLM computes in on a CPU: "bfloat16" where its kernels have no float32.
+    - `unserved` maps a case to the regular expression of vLLM's error.
+    - `zeroed` ends the names of tensors that vLLM on a CPU does not read; they are 0 in its proof.
+    - `unsteady` cases have other log-probs in vLLM with every batch; nothing can be compared.
+    - `tolerance` is the largest difference of logits from transformers', in float32, in any layout.
+    - `drift` is the largest difference of log-probs of vLLM for equal weights: 0 where vLLM repeats the last bits.
+    """
+
+    models: str
+    differs: str
+    cases: dict[str, Raw]
+    release: Raw = field(default_factory=dict)
+    served: Raw = field(default_factory=dict)
+    served_dtype: str = "float32"
+    unserved: dict[str, str] = field(default_factory=dict)
+    zeroed: str | None = None
+    unsteady: tuple[str, ...] = ()
+    drift: float = 0.0
+    tolerance: float = 1e-5

@@ -1,0 +1,76 @@
+"""Gemma 3, the text model: Gemma 2 with head norms in place of caps, and separate rotary angles in blocks with a
+window."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megagrpo.models.families.architecture import HfConfig
+from megagrpo.models.families.dense import QK_NORM
+from megagrpo.models.families.example import Example
+from megagrpo.models.families.family import FULL, SLIDING, Family, Raw, rope, windows
+from megagrpo.models.families.gemma2 import (
+    GEMMA_FIXED,
+    GEMMA_IGNORED,
+    GEMMA_KEYS,
+    SANDWICH,
+    TINY_GEMMA,
+    cap_problems,
+    gemma_config,
+)
+from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS
+
+_SCORE_CAP = "attn_logit_softcapping"
+
+
+def _local_rope(raw: Raw) -> dict[str, Any]:
+    """Return the rotary parameters of the blocks with a window."""
+    old = {"rope_theta": raw.get("rope_local_base_freq", 10000.0)}
+    return old | ((raw.get("rope_parameters") or {}).get(SLIDING) or {})
+
+
+def _read(raw: Raw, common: HfConfig) -> HfConfig:
+    every = raw.get("sliding_window_pattern", 6)
+    return replace(
+        gemma_config(raw, common),
+        qk_norm=True,
+        windows=windows(raw, raw.get("sliding_window", 4096), lambda block: (block + 1) % every != 0),
+        rope_theta=rope({"rope_theta": 1e6} | raw)["rope_theta"],
+        local_rope_theta=_local_rope(raw)["rope_theta"],
+        logit_cap=raw.get("final_logit_softcapping"),
+    )
+
+
+def _problems(raw: Raw) -> list[str]:
+    kind = _local_rope(raw).get("rope_type", "default")
+    wrong = [] if kind == "default" else [f"rope_type {kind!r} in blocks with a window is not supported"]
+    return wrong + cap_problems(raw)
+
+
+FAMILY = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    table=lambda hf: SANDWICH | QK_NORM,
+    read=_read,
+    problems=_problems,
+    keys=(*(key for key in GEMMA_KEYS if key != _SCORE_CAP), "sliding_window_pattern", "rope_local_base_freq"),
+    # transformers writes it beside the layer_types that it derived from it
+    ignored=(*GEMMA_IGNORED, "_sliding_window_pattern"),
+    fixed=GEMMA_FIXED | HAS_HEAD_NORMS | {_SCORE_CAP: (None, "transformers and vLLM do not apply it here; remove it")},
+    local_rope=True,
+    example=Example(
+        models="Gemma 3, its text model",
+        differs="as `gemma2`, with head norms in place of caps, windows with their own rotary angles",
+        cases={
+            "gemma3": TINY_GEMMA
+            | dict(sliding_window=7, layer_types=[SLIDING, SLIDING, FULL, SLIDING])
+            | dict(
+                rope_parameters={
+                    SLIDING: dict(rope_type="default", rope_theta=100.0),
+                    FULL: dict(rope_type="linear", rope_theta=1e4, factor=2.0),
+                }
+            ),
+        },
+    ),
+)

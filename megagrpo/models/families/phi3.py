@@ -1,0 +1,59 @@
+"""Phi-3 and Phi-4 (both are called phi3): a Llama with fused projections, which may rotate only a part of each head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megagrpo.models.families.blocks import qkv
+from megagrpo.models.families.dense import ATTENTION, DENSE, GATE_UP
+from megagrpo.models.families.example import Example
+from megagrpo.models.families.family import REQUIRED, Family, Raw, rope, rotated_share, windows
+
+_TABLE = DENSE | GATE_UP | {"self_attention.linear_qkv.weight": qkv(ATTENTION + "qkv_proj.weight")}
+
+
+def _problems(raw: Raw) -> list[str]:
+    rotary, problems = rope(raw), []
+    if rotary["rope_type"] != "longrope":
+        return []
+    for key in ("factor", "attention_factor", "short_mscale", "long_mscale"):
+        if rotary.get(key) is not None:
+            said = f"rotary parameter {key} is {rotary[key]}, which transformers and vLLM read differently"
+            problems.append(f"{said}; remove it")
+    if not {"hidden_size", "num_attention_heads"} <= raw.keys():
+        return problems
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    wanted = int(head_dim * rotated_share(raw, 1.0)) // 2
+    for key in ("short_factor", "long_factor"):
+        if (count := len(rotary.get(key) or [])) != wanted:
+            problems.append(f"rotary parameter {key} has {count} numbers; a head needs {wanted}")
+    return problems
+
+
+_LONG_ROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0, 1.1, 1.3], long_factor=[1.0, 3.0, 9.0])
+FAMILY = Family(
+    "phi3",
+    "Phi3ForCausalLM",
+    table=lambda hf: _TABLE,
+    read=lambda raw, common: replace(common, windows=windows(raw, raw.get("sliding_window"))),
+    problems=_problems,
+    required=(*REQUIRED, "rms_norm_eps"),  # transformers has another default for it in this family
+    keys=("sliding_window", "original_max_position_embeddings"),
+    fixed=dict.fromkeys(("full_attn_mod", "interpolate_factor"), (1, "only 1, as in Phi-4-mini, is supported")),
+    rope_types=("default", "longrope"),
+    partial_rotary_factor=1.0,
+    example=Example(
+        models="Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini",
+        differs="fused weights, partially rotated heads, longrope, window",
+        cases={
+            "phi3": dict(tie_word_embeddings=False, pad_token_id=0, sliding_window=9),
+            "phi3 tied, part of the head, longrope": dict(
+                tie_word_embeddings=True,
+                pad_token_id=0,
+                partial_rotary_factor=0.375,
+                rope_parameters=_LONG_ROPE,
+                original_max_position_embeddings=64,
+            ),
+        },
+    ),
+)

@@ -1,0 +1,71 @@
+"""Mixtures whose router DeepSeek introduced: shared experts, groups of experts, a first run of dense blocks, and with
+`sigmoid` scores a bias for the choice of experts. Imports no torch."""
+
+from __future__ import annotations
+
+from megagrpo.models.families.architecture import Experts
+from megagrpo.models.families.dense import EXPERT_BIAS, GATE_UP_DOWN, experts, shared_experts
+from megagrpo.models.families.family import Raw, Table, expert_problems
+
+_NEEDED = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
+ROUTED_KEYS = (*_NEEDED, "first_k_dense_replace", "routed_scaling_factor", "n_group", "topk_group")
+ROUTED: Table = experts("mlp", *GATE_UP_DOWN) | shared_experts("shared_experts")
+ROUTED_BY_BIAS: Table = ROUTED | EXPERT_BIAS
+# Three of four blocks of the tiny models have experts.
+TINY_ROUTED: Raw = dict(
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=32,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.0,
+)
+NORMALIZED = {"norm_topk_prob": (True, "only weights of a token's experts that add up to 1 are supported")}
+
+
+def routed_experts(raw: Raw, *, normalized: bool, sigmoid: bool = False, bias: bool = False) -> Experts:
+    """Return the mixture. The families differ in `normalized`, `sigmoid` and `bias` of `Experts`."""
+    num_groups, groups_per_token = groups(raw)
+    return Experts(
+        count=raw["n_routed_experts"],
+        per_token=raw["num_experts_per_tok"],
+        intermediate_size=raw["moe_intermediate_size"],
+        blocks=frozenset(range(raw.get("first_k_dense_replace") or 0, raw["num_hidden_layers"])),
+        scale=1.0 if (scale := raw.get("routed_scaling_factor")) is None else scale,
+        shared_size=raw["moe_intermediate_size"] * raw["n_shared_experts"],
+        normalized=normalized,
+        sigmoid=sigmoid,
+        bias=bias,
+        groups=num_groups,
+        groups_per_token=groups_per_token,
+    )
+
+
+def groups(raw: Raw) -> tuple[int, int]:
+    """Return `groups` and `groups_per_token` of Experts."""
+    return raw.get("n_group") or 1, raw.get("topk_group") or 1
+
+
+def missing_keys(raw: Raw) -> list[str]:
+    """Return the keys of the mixture that config.json lacks."""
+    return [f"config.json lacks {key}" for key in _NEEDED if not raw.get(key)]
+
+
+def routed_problems(raw: Raw) -> list[str]:
+    """Return why the mixture cannot be trained."""
+    if (lines := missing_keys(raw)) or "num_hidden_layers" not in raw:
+        return lines
+    lines = expert_problems(raw | dict(num_experts=raw["n_routed_experts"]))
+    if raw.get("routed_scaling_factor") == 0:
+        lines.append("routed_scaling_factor is 0, which disables the experts; set it to its value in training")
+    if (raw.get("first_k_dense_replace") or 0) >= raw["num_hidden_layers"]:
+        lines.append("first_k_dense_replace leaves no block with experts; set it to less than num_hidden_layers")
+    count, of_token = groups(raw)
+    if raw["n_routed_experts"] % count or of_token * raw["n_routed_experts"] // count < raw["num_experts_per_tok"]:
+        lines.append(
+            f"topk_group={of_token} of n_group={count} groups of the {raw['n_routed_experts']} experts do not "
+            f"hold the {raw['num_experts_per_tok']} of num_experts_per_tok"
+        )
+    return lines
