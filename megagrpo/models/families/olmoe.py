@@ -26,14 +26,18 @@ FAMILY = Family(
     problems=expert_problems,
     required=(*REQUIRED, "rms_norm_eps"),  # transformers has another default for it in this family
     keys=(*EXPERT_KEYS, "norm_topk_prob"),
-    fixed=HAS_HEAD_NORMS | {"clip_qkv": (None, "clipped queries, keys and values are not supported")},
+    fixed=HAS_HEAD_NORMS
+    | {
+        "clip_qkv": (None, "clipped queries, keys and values are not supported"),
+        "tie_word_embeddings": (False, "vLLM's model has an untied LM head"),
+    },
     example=Example(
         models="OLMoE-1B-7B",
         differs="norms of queries and keys over all heads, experts",
         cases={
             "olmoe": dict(num_experts=8, num_experts_per_tok=3, pad_token_id=0),
-            "olmoe weights scaled, tied": dict(num_experts=4, num_experts_per_tok=2, pad_token_id=0)
-            | dict(norm_topk_prob=True, tie_word_embeddings=True),
+            "olmoe weights scaled": dict(num_experts=4, num_experts_per_tok=2, pad_token_id=0)
+            | dict(norm_topk_prob=True),
         },
         served=dict(intermediate_size=96),
         release=dict(
