@@ -31,11 +31,11 @@ def keys(kind: str) -> Found:
     """Each key of config.json changes our logits as it changes transformers', or is refused."""
     from ranks import run_ranks
     from test_config_keys import FIRST, wrongly_loaded
+    from tiny_policy import release_of
 
-    from megagrpo.models.families import FAMILIES
     from megagrpo.models.families.config_keys import architecture_problems
 
-    assert not (problems := architecture_problems(FAMILIES[kind].example.release)), problems
+    assert not (problems := architecture_problems(release_of(kind))), problems
     with tempfile.TemporaryDirectory() as folder:
         ((wrong, telling),) = run_ranks(wrongly_loaded, 1, FIRST[kind], Path(folder), False, timeout=600)
     assert not wrong, "\n".join(wrong)

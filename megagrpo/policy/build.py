@@ -175,7 +175,7 @@ def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int |
     if hf_config.local_rope_theta:
         local = Rotary(_unscaled(hf_config.rotary_dim, hf_config.local_rope_theta).to(device.device()))
     for layer in model.decoder.layers:
-        attention = getattr(layer, "self_attention", None)
+        attention: Any = getattr(layer, "self_attention", None)
         core = getattr(attention, "core_attention", None)
         turning: Any = attention if hf_config.mla else core
         if hasattr(turning, "rotary"):

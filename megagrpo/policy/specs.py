@@ -174,7 +174,7 @@ def _head_norm(hf_config: HfConfig, norm: type) -> Any:
     """Return the class of the norm of each head's queries and keys; None if there is none."""
     if not hf_config.qk_norm or hf_config.wide_qk_norm:
         return None
-    return late(norm) if hf_config.late_qk_norm else norm
+    return late(RMSNorm) if hf_config.late_qk_norm else norm  # Transformer Engine's norm is no class
 
 
 def local_spec(hf_config: HfConfig) -> ModuleSpec:

@@ -19,7 +19,10 @@ from tiny_families import MODELS, tiny_model
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.conversion import import_hf
+from megagrpo.models.bridge.gpt_checkpoint import GptKeys
 from megagrpo.models.bridge.torch_dist import read_metadata
+from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.models.families.weight_sources import MEGATRON_LM, resolve_model
 from megagrpo.platform.parallel.layout import init_layout
 
@@ -335,3 +338,17 @@ def test_the_extra_states_that_transformer_engine_asks_for_are_written(name, mod
     if name == "qwen3_moe":
         of_experts = {key for key in keys if key.startswith("decoder.layers.mlp.experts.experts.linear_fc1._extra")}
         assert len(of_experts) == 4 * 8 and f"{prefix}mlp.experts.experts.linear_fc1._extra_state/shard_3.7_4.8" in keys
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("olmo2", "norms over all heads together, blocks without norms before attention and MLP"),
+        ("granite", "scales of residual branches, scales of logits"),
+        ("hunyuan_v1_dense", "head norms after the rotation"),
+        ("ernie4_5_moe", "bias on softmax scores of experts"),
+    ],
+)
+def test_a_model_with_a_part_that_gpt_model_lacks_is_refused(kind, parts):
+    with pytest.raises(ValueError, match=f"GPTModel has no {parts}, as in {kind}; convert without"):
+        GptKeys.to_write(parse_hf_config(FAMILIES[kind].example.release))

@@ -152,4 +152,4 @@ def check_arrivals(made, held, wanted, case):
 
 
 def test_plans_of_random_layouts_move_each_wanted_element_once_from_a_rank_that_holds_it():
-    assert run_ranks(check_random_layouts, 1, range(2), timeout=300)[0] == set(FAMILIES)
+    assert run_ranks(check_random_layouts, 1, range(1), timeout=300)[0] == set(FAMILIES)

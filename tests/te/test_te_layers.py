@@ -10,7 +10,7 @@ import torch
 from ranks import run_ranks
 from te_kernels import replace_kernels
 from te_manifest import architecture
-from tiny_policy import MORE_SHAPES, SHAPES, tiny_run
+from tiny_policy import MORE_SHAPES, RELEASED, SHAPES, tiny_run
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.families.architecture import HfConfig
@@ -29,7 +29,17 @@ pytestmark = [
     ),
 ]
 LIKE_OURS = 1e-5  # relative: the effect of another order of float32 sums
-FAMILIES = [*SHAPES, *MORE_SHAPES, "mistral", "glm", "gpt_oss", "deepseek_v2", "deepseek_v2 lite", "deepseek_v3"]
+FAMILIES = [
+    *SHAPES,
+    *MORE_SHAPES,
+    *RELEASED,
+    "mistral",
+    "glm",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v2 lite",
+    "deepseek_v3",
+]
 LAYOUTS = {
     "tp2_sp": (2, "qwen2_untied", dict(tp=2, sequence_parallel=True)),
     "pp2": (2, "llama_tied", dict(pp=2)),
@@ -52,7 +62,7 @@ OPTIONS = {
 
 def small(shape: str) -> HfConfig:
     """Heads and widths in units of 64, cut by tp=2; families without a shape use their tiny model."""
-    known = SHAPES | MORE_SHAPES
+    known = SHAPES | MORE_SHAPES | RELEASED
     return (
         shrink_model(known[shape], ParallelSection(tp=2, pp=2, ep=2), unit=64)
         if shape in known

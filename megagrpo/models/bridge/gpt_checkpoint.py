@@ -100,7 +100,12 @@ class GptKeys:
 
     @classmethod
     def to_write(cls, hf_config: HfConfig) -> GptKeys:
-        """Return the keys under which GPTModel saves this model."""
+        """Return the keys under which GPTModel saves this model. Raises ValueError if GPTModel lacks a part of it."""
+        if parts := _beyond_gpt(hf_config):
+            raise ValueError(
+                f"--megatron-lm: Megatron-LM's GPTModel has no {', '.join(parts)}, as in {hf_config.family}; convert "
+                "without --megatron-lm"
+            )
         mixed = {hf_config.has_experts(block) for block in range(hf_config.num_layers)}
         return cls(hf_config, stacked=len(mixed) == 1)
 
@@ -165,6 +170,19 @@ def extra_states(places: Iterable[ShardedTensor]) -> dict[str, ShardedObject]:
             state = ShardedObject(f"{name}_extra_state", None, shape, offset)
             found[state.unique_key] = state
     return found
+
+
+def _beyond_gpt(hf_config: HfConfig) -> list[str]:
+    """Return the parts of a model for which Megatron-LM has no argument: it would compute other numbers."""
+    parts = {
+        "norms over all heads together": hf_config.wide_qk_norm,
+        "head norms after the rotation": hf_config.late_qk_norm,
+        "blocks without norms before attention and MLP": not hf_config.pre_norms,
+        "scales of residual branches": hf_config.residual_scale != 1,
+        "scales of logits": hf_config.logit_scale != 1,
+        "bias on softmax scores of experts": hf_config.experts is not None and hf_config.experts.softmax_bias,
+    }
+    return [part for part, present in parts.items() if present]
 
 
 def arguments(hf_config: HfConfig) -> dict[str, Any]:

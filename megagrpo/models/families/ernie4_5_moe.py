@@ -52,7 +52,7 @@ def _read(raw: Raw, common: HfConfig) -> HfConfig:
 
 
 def _problems(raw: Raw) -> list[str]:
-    places = {key: raw[key] for key in ("moe_layer_start_index", "moe_layer_interval") if key in raw}
+    places: Raw = {key: raw[key] for key in ("moe_layer_start_index", "moe_layer_interval") if key in raw}
     places |= dict(moe_num_shared_experts=raw.get("moe_num_shared_experts", 2))
     wrong = [key for key, value in places.items() if type(value) is not int or value < (key == "moe_layer_interval")]
     if wrong or type(raw.get("moe_layer_end_index", -1)) is not int:

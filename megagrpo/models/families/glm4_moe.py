@@ -51,6 +51,7 @@ FAMILY = Family(
             "glm4_moe": _TINY | dict(attention_bias=True, n_group=1, topk_group=1),
             "glm4_moe head norms, groups, yarn": _TINY | dict(use_qk_norm=True, rope_parameters=YARN),
         },
+        drift=1e-5,  # vLLM's last bits depend on the other prompts of a batch
         release=dict(
             model_type="glm4_moe",
             architectures=["Glm4MoeForCausalLM"],

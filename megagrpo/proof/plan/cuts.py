@@ -16,7 +16,9 @@ from megagrpo.sync.wire.sync_plan import layer_of
 VOCAB_PADDING = 64  # rows; vLLM rounds the vocabulary up to a multiple of it before sharding
 BY_ROWS = {"q_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj", "sinks"}
 BY_COLUMNS = {"o_proj", "down_proj", "w2"}
-KEPT_WHOLE = {"gate", "router", "q_a_proj", "kv_a_proj_with_mqa"}  # and every tensor with norm in its name
+# Besides these: every tensor with norm in its name, and all tensors of a router.
+KEPT_WHOLE = {"gate", "wg", "router", "moe_statics", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"}
+STACKED_GATE_UP, STACKED_DOWN = "input_linear", "output_linear"  # of all experts of a block, [E, 2 I, H] and [E, H, I]
 EMBEDDING_WORD, HEAD_WORD = "embed_tokens", "lm_head"
 
 
@@ -120,12 +122,14 @@ def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLay
     kind = words[-1] if len(words) == 1 or words[-2] in ("self_attn", "experts") else words[-2]
     if kind in (EMBEDDING_WORD, HEAD_WORD):
         return [_vocabulary(name, shape, layout.tp, worker.tp_rank)]
-    if "shared_experts" in words and layout.copies > 1 and layout.tp > 1:
+    if any(word.startswith("shared_") for word in words) and layout.copies > 1 and layout.tp > 1:
         return [whole(shape)]  # each worker runs the shared experts on its own tokens
-    if "norm" in kind or kind in KEPT_WHOLE or (kind in BY_COLUMNS and words[-1] == "bias"):
+    if "norm" in kind or "router" in words or kind in KEPT_WHOLE or (kind in BY_COLUMNS and words[-1] == "bias"):
         return [whole(shape)]
     if words[-2] == "experts":  # one tensor holds all experts of a block; dim 0 is the expert
         return [_stacked_experts(name, shape, model, layout, worker)]
+    if kind in (STACKED_GATE_UP, STACKED_DOWN):
+        return _stacked_rows(name, shape, model, layout, worker)
     if "experts" in words and layout.ep > 1:
         return [whole(shape)] if int(words[words.index("experts") + 1]) in _experts(model, layout, worker) else []
     if kind in BY_COLUMNS:
@@ -170,6 +174,19 @@ def _stacked_experts(name: str, shape: tuple[int, ...], model: HfConfig, layout:
     # [expert, in, out] of down_proj, or [expert, in, gate and up interleaved]
     dim = 1 if name.endswith("down_proj") else len(shape) - 1
     return _part(name, shape, dim, 0, shape[dim], layout.tp, worker.tp_rank)
+
+
+def _stacked_rows(
+    name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLayout, worker: _Worker
+) -> list[Box]:
+    """Like `_stacked_experts`, for tensors with the output dimension before the input one, gate above up."""
+    if layout.ep > 1:
+        mine = _experts(model, layout, worker)
+        return [cut(shape, 0, mine.start, mine.stop)]
+    if STACKED_DOWN in name:
+        return [_part(name, shape, 2, 0, shape[2], layout.tp, worker.tp_rank)]
+    half = shape[1] // 2
+    return [_part(name, shape, 1, at, half, layout.tp, worker.tp_rank) for at in (0, half)]
 
 
 def _vocabulary(name: str, shape: tuple[int, ...], tp: int, tp_rank: int) -> Box:
