@@ -57,7 +57,8 @@ def gated_delta(raw: Raw) -> GatedDelta:
     every, blocks = raw.get("full_attention_interval") or 4, range(raw["num_hidden_layers"])
     types = raw.get("layer_types") or [LINEAR if (block + 1) % every else FULL for block in blocks]
     recurrent = frozenset(block for block in blocks if types[block] == LINEAR)
-    return GatedDelta(*(raw[key] for key in DELTA_KEYS), blocks=recurrent)
+    key_heads, value_heads, key_dim, value_dim, kernel = (raw[key] for key in DELTA_KEYS)
+    return GatedDelta(key_heads, value_heads, key_dim, value_dim, kernel, recurrent)
 
 
 def hybrid(raw: Raw, common: HfConfig) -> HfConfig:
