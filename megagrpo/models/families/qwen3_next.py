@@ -29,7 +29,7 @@ from megagrpo.models.families.family import (
     expert_problems,
     mixture,
 )
-from megagrpo.models.families.qwen3 import moe_blocks
+from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS, moe_blocks
 
 _DELTA = LAYER + "linear_attn."
 DELTA_KEYS = (
@@ -86,6 +86,7 @@ FAMILY = Family(
         *(*EXPERT_KEYS, *DELTA_KEYS, "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob"),
         *("mlp_only_layers", "decoder_sparse_step", "layer_types", "full_attention_interval"),
     ),
+    fixed=HAS_HEAD_NORMS,
     dropped=lambda hf: (r"mtp\..+",),
     rope_types=("default", "yarn"),
     partial_rotary_factor=0.25,

@@ -285,7 +285,7 @@ def test_a_multimodal_model_is_refused_with_a_way_out():
         (
             "qwen3_5",
             "qwen3_5_text",
-            "its text model qwen3_5_text is not supported either; supported: qwen3, qwen3_moe, qwen2, ",
+            "its text model qwen3_5_text is not supported either; supported: qwen3, qwen3_moe, qwen3_next, ",
         ),
         ("llama4", "llama4_text", "its text model llama4_text is not supported either; supported: llama, "),
         ("mistral3", "ministral3", "its text model ministral3 is not supported either; supported: mistral, mixtral, "),
