@@ -90,6 +90,9 @@ class RMSNorm(torch.nn.Module):
         return rms_norm(x, 1 + self.weight.to(wide), self.eps)
 
 
+PLAIN_NORM = ModuleSpec(module=RMSNorm, params={"centred": False})
+
+
 class GatedActivation(torch.nn.Module):
     """The activation module of Megatron's MLP: `elementwise.swiglu` or `geglu`."""
 
@@ -211,7 +214,7 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
     )
     recurrent = GatedDeltaNetSubmodules(
         in_proj=ColumnParallelLinear,
-        out_norm=ModuleSpec(module=RMSNorm, params={"centred": False}),
+        out_norm=PLAIN_NORM,
         out_proj=RowParallelLinear,
     )
     recurrent_layer = TransformerLayerSubmodules(
@@ -270,6 +273,9 @@ def transformer_engine_spec(
     layer, mlp_layer = spec.submodules.attention_layer.submodules, spec.submodules.mlp_layer.submodules
     attention, latent = layer.self_attention.submodules, spec.submodules.mla_layer.submodules.self_attention
     latent.module, latent.submodules.q_layernorm, latent.submodules.kv_layernorm = LatentAttention, TENorm, TENorm
+    recurrent_layer = spec.submodules.gdn_layer.submodules
+    recurrent = recurrent_layer.self_attention.submodules
+    recurrent_layer.self_attention.module, recurrent.out_norm = GatedDeltaNet, PLAIN_NORM
     if head_norm := _head_norm(hf_config, TENorm):
         attention.q_layernorm = attention.k_layernorm = head_norm
     if own_attention:

@@ -64,11 +64,6 @@ MORE_SHAPES: dict[str, dict[str, Any]] = {
         sliding_window=512,
         rope_local_base_freq=1e4,
     ),
-    "qwen3_next": _COMMON
-    | dict(model_type="qwen3_next", num_hidden_layers=48, hidden_size=2048, num_attention_heads=12, head_dim=256)
-    | dict(num_key_value_heads=6, num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512)
-    | dict(shared_expert_intermediate_size=512, linear_num_key_heads=16, linear_num_value_heads=32)
-    | dict(linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4),
 }
 
 

@@ -80,7 +80,7 @@ def make_launcher(
     """
     r = config.rollout
     gpus = device.visible_gpus()
-    _check_place(r, model_folder, gpus is None, fields.get("node"))
+    _check_place(r, model_folder, dtype, gpus is None, fields.get("node"))
     if gpus is not None and r.placed == "dedicated":
         gpus = gpus[num_ranks:]
     if "host" not in fields:
@@ -91,13 +91,19 @@ def make_launcher(
     return Launcher(options, log_folder, devices=gpus, token=token or secrets.token_urlsafe(32), **fields)
 
 
-def _check_place(r: RolloutSection, model_folder: Path, on_cpu: bool, node: ServerNode | None) -> None:
-    """Raise ValueError for servers on several nodes without this host's `node`, or quantized ones without a GPU."""
+def _check_place(r: RolloutSection, model_folder: Path, dtype: str, on_cpu: bool, node: ServerNode | None) -> None:
+    """Raise ValueError for servers on several nodes without this host's `node`, and for models that vLLM has no kernels
+    for on a CPU, in this dtype or quantization."""
     if r.nodes_per_server > 1 and node is None:
         raise ValueError(
             f"rollout.nodes_per_server: {r.nodes_per_server}, but this command starts servers on this host only; start "
             "them with `megagrpo serve --head` on every node and name them in rollout.urls, use `megagrpo submit`, or "
             "set nodes_per_server to 1"
+        )
+    if on_cpu and dtype != "bfloat16" and load_hf_config(model_folder).gated_delta:
+        raise ValueError(
+            f"model.precision: vLLM computes Gated DeltaNet on a CPU in bfloat16 only, not in {dtype}; set it to bf16, "
+            "or use a GPU"
         )
     if on_cpu and r.quantization != "none":
         _check_quantization(r.quantization, model_folder)

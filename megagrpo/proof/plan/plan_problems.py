@@ -63,6 +63,7 @@ def check(
     sequence = kv_bytes(config, model, config.max_model_len) / GIB
     problems += [*expert_problems(config, model), *adapter_problems(config.lora, model)]
     problems += few_kv_head_problems(config, model)
+    problems += recurrent_problems(config, model)
     problems += [*storage_problems(config, model), *fp8_problems(config, model)]
     problems += rollout_problems(config, model, sequence)
     if unfit:
@@ -122,6 +123,21 @@ def few_kv_head_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem
     if config.lora.enabled and any(name.endswith(".qkv_proj") and config.lora.adapts(name) for name in names):
         reason = "adapters of the fused qkv_proj need whole groups of heads on a rank; lower it"
         yield Problem(("parallel.tp", "lora.target_modules"), f"{said}, and {reason}", rule=2)
+
+
+def recurrent_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
+    """Yield what is not supported with gated attention and Gated DeltaNet."""
+    if not model.attention_gate and model.gated_delta is None:
+        return
+    off = {
+        "lora.rank": (config.lora.enabled, "set it to 0"),
+        "model.fp8_recipe": (config.model.fp8_recipe != "none", "set it to none"),
+        "model.base_storage": (config.model.base_storage != "none", "set it to none"),
+        "train.optimizer": (config.train.optimizer == "muon", "choose adam"),
+    }
+    for key, (is_on, fix) in off.items():
+        if is_on:
+            yield Problem((key, "model.path"), f"{model.family} has gated attention, which this does not know; {fix}")
 
 
 def adapter_problems(lora: LoraSection, model: HfConfig) -> Iterator[Problem]:

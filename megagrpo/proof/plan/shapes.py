@@ -172,7 +172,8 @@ def adapted_outputs(model: HfConfig, parallel: ParallelSection, lora: LoraSectio
     return total / model.num_layers
 
 
-_ROW_PARALLEL = ("o_proj", "down_proj")  # their inputs are sharded over tensor-parallel ranks; others' outputs are
+# their inputs are sharded over tensor-parallel ranks; others' outputs are
+_ROW_PARALLEL = ("o_proj", "out_proj", "down_proj")
 _WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")  # projections to latents, which every rank holds
 
 
@@ -194,6 +195,13 @@ def _projection_sizes(model: HfConfig, layer: int) -> dict[str, tuple[int, int]]
         sizes["q_b_proj"] = (mla.query_rank or 0, queries)
         sizes["kv_a_proj_with_mqa"] = (hidden, mla.kv_rank + mla.rope_dim)
         sizes["kv_b_proj"] = (mla.kv_rank, model.num_heads * (mla.nope_dim + mla.value_dim))
+    if model.attention_gate:
+        sizes["q_proj"] = (hidden, 2 * queries)
+    if delta := model.gated_delta:
+        keys, values, steps = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim, delta.value_heads
+        widths = {"qkvz": 2 * keys + 2 * values, "qkv": 2 * keys + values, "z": values, "ba": 2 * steps}
+        sizes |= {f"in_proj_{part}": (hidden, width) for part, width in (widths | {"b": steps, "a": steps}).items()}
+        sizes["out_proj"] = (values, hidden)
     return sizes
 
 

@@ -176,6 +176,34 @@ def test_a_family_that_no_vllm_serves_is_refused_unless_servers_run_elsewhere(ki
     assert not [problem for problem in told(plan(urls, 1)) if problem.startswith("model.path")]
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lora.rank", "4"),
+        ("model.fp8_recipe", "tensorwise"),
+        ("model.base_storage", "nf4"),
+        ("train.optimizer", "muon"),
+    ],
+)
+def test_what_gated_attention_does_not_support_is_refused(key, value, folder):
+    (folder / "config.json").write_text(json.dumps(RELEASES["qwen3_next"] | dict(num_hidden_layers=4)))
+    extra = ["lora.rank=4"] if key == "model.base_storage" else []
+    found = told(plan(config(folder, f"{key}={value}", *extra), 1))
+    assert [text for text in found if text.startswith(f"{key}: qwen3_next has gated attention")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        (["parallel.tp=4"], "num_key_value_heads=2 is not divisible by tp=4"),
+        (["parallel.tp=2", "parallel.cp=16"], "linear_num_key_heads=16 is not divisible by tp x cp = 32"),
+    ],
+)
+def test_heads_of_gated_delta_nets_are_cut_whole(layout, reason, folder):
+    (folder / "config.json").write_text(json.dumps(RELEASES["qwen3_next"] | dict(num_hidden_layers=4)))
+    assert [text for text in told(plan(config(folder, *layout), 32)) if reason in text]
+
+
 def test_the_ranks_together_hold_the_model_and_what_is_held_twice():
     model = parse_hf_config(LLAMA)
     norms = 576 * (2 * 30 + 1)  # not sharded
