@@ -18,6 +18,7 @@ from megagrpo.models.bridge.planned_blocks import held_boxes
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.boxes import intersect, missing, size, whole
 from megagrpo.models.families.config_keys import architecture_problems
+from megagrpo.models.families.example import TINY_SIZES
 from megagrpo.models.families.hf_config import model_problems, parse_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
@@ -74,7 +75,7 @@ def random_case(name, rng):
         intermediate_size=24 * rng.randrange(1, 5),
         vocab_size=rng.randrange(50, 300),
     )
-    if "layer_types" in extra:
+    if any(isinstance(value, list) and len(value) == TINY_SIZES["num_hidden_layers"] for value in extra.values()):
         del sizes["num_hidden_layers"]
     raw = tiny_config(kind, sizes | extra).to_dict()
     # `extra` fits only the sizes that it was made for

@@ -6,16 +6,15 @@ from dataclasses import replace
 
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.dense import DENSE, GATE_UP_DOWN, QK_NORM, experts
-from megagrpo.models.families.example import Example
-from megagrpo.models.families.family import EXPERT_KEYS, REQUIRED, Family, Raw, expert_problems, mixture
+from megagrpo.models.families.example import LLAMA3_ROPE, Example
+from megagrpo.models.families.family import EXPERT_KEYS, Family, Raw, expert_problems, mixture
 from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS
 
 _TABLE = DENSE | QK_NORM | experts("mlp", *GATE_UP_DOWN)
 
 
 def _read(raw: Raw, common: HfConfig) -> HfConfig:
-    routed = mixture(raw, normalized=bool(raw.get("norm_topk_prob")))
-    return replace(common, qk_norm=True, wide_qk_norm=True, experts=routed)
+    return replace(common, qk_norm=True, wide_qk_norm=True, experts=mixture(raw, normalized=False), norm_eps=1e-5)
 
 
 FAMILY = Family(
@@ -24,20 +23,21 @@ FAMILY = Family(
     table=lambda hf: _TABLE,
     read=_read,
     problems=expert_problems,
-    required=(*REQUIRED, "rms_norm_eps"),  # transformers has another default for it in this family
-    keys=(*EXPERT_KEYS, "norm_topk_prob"),
+    keys=EXPERT_KEYS,
     fixed=HAS_HEAD_NORMS
     | {
         "clip_qkv": (None, "clipped queries, keys and values are not supported"),
         "tie_word_embeddings": (False, "vLLM's model has an untied LM head"),
+        "norm_topk_prob": (False, "vLLM's model does not scale the weights of a token's experts"),
+        "rms_norm_eps": (1e-5, "vLLM's model has 1e-5"),
     },
     example=Example(
         models="OLMoE-1B-7B",
         differs="norms of queries and keys over all heads, experts",
         cases={
-            "olmoe": dict(num_experts=8, num_experts_per_tok=3, pad_token_id=0),
-            "olmoe weights scaled": dict(num_experts=4, num_experts_per_tok=2, pad_token_id=0)
-            | dict(norm_topk_prob=True),
+            "olmoe": dict(num_experts=8, num_experts_per_tok=3, pad_token_id=0, rms_norm_eps=1e-5),
+            "olmoe llama3 rope": dict(num_experts=4, num_experts_per_tok=1, pad_token_id=0, rms_norm_eps=1e-5)
+            | dict(rope_parameters=LLAMA3_ROPE),
         },
         served=dict(intermediate_size=96),
         release=dict(
