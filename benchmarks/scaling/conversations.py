@@ -125,8 +125,9 @@ def kept_bytes(make: Callable[[], object]) -> int:
 
 def facts(rollouts: list[Rollout]) -> None:
     """Compute what a leader tells the others of its conversations, and the step's metrics."""
-    turn_facts_of(rollouts)
-    rollout_metrics(StepSamples.of([ScoredRollout(rollout, {"exact": 1.0}, 1.0) for rollout in rollouts]))
+    scored = [ScoredRollout(rollout, {"exact": 1.0}, 1.0) for rollout in rollouts]
+    turn_facts_of(scored)
+    rollout_metrics(StepSamples.of(scored))
 
 
 def series() -> Iterator[Series]:

@@ -17,6 +17,7 @@ from megagrpo.proof.verify.shrink import VOCABULARY, random_samples
 from megagrpo.trainer.learning import load_policy
 from megagrpo.trainer.run_inputs import ModelFiles
 from megagrpo.trainer.state_offload import Offload
+from megagrpo.types import SamplingParams
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
@@ -51,7 +52,8 @@ def _scored(parallel: dict, models: Path, kind: str, storage: str, adapted: bool
     config: RunConfig = tiny_run(parallel, **sections)
     layout, hf_config = init_layout(config.parallel), load_hf_config(own)
     other = models / "reference" / kind if adapted else None
-    policy, reference = load_policy(config, layout, ModelFiles(own, hf_config, torch.float32, other), SILENT)
+    files = ModelFiles(own, hf_config, torch.float32, other)
+    policy, reference = load_policy(config, layout, files, SamplingParams(1.0, 8), SILENT)
     rules = packing_rules(config, policy.shares_prompts)
     batch = pack(random_samples(), rules, layout.dp_rank, layout.dp_size)
     if adapted:

@@ -21,7 +21,7 @@ if "RANK" in os.environ:
 
     atexit.register(write)
 """
-LIMIT = 3810
+LIMIT = 3950
 # Packages that rank 0 or a leader of a replica needs, or nothing at all.
 NOT_TO_TRAIN = (
     *("vllm", "datasets", "pandas", "pyarrow", "tensorboard", "torch.utils.tensorboard", "wandb", "mlflow", "trackio"),

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megagrpo.config import ConfigError, LoraSection, RolloutSection, RunConfig
+from megagrpo.config import ConfigError, LoraSection, ProblemError, RolloutSection, RunConfig
 from megagrpo.data.tokenizer import Tokenizer
 from megagrpo.engine.access import address_of
 from megagrpo.engine.client import VllmEngine
@@ -100,13 +100,21 @@ def _check_place(r: RolloutSection, model_folder: Path, dtype: str, on_cpu: bool
             "them with `megagrpo serve --head` on every node and name them in rollout.urls, use `megagrpo submit`, or "
             "set nodes_per_server to 1"
         )
-    if on_cpu and dtype != "bfloat16" and load_hf_config(model_folder).gated_delta:
+    if on_cpu and dtype != "bfloat16" and _is_recurrent(model_folder):
         raise ValueError(
             f"model.precision: vLLM computes Gated DeltaNet on a CPU in bfloat16 only, not in {dtype}; set it to bf16, "
             "or use a GPU"
         )
     if on_cpu and r.quantization != "none":
         _check_quantization(r.quantization, model_folder)
+
+
+def _is_recurrent(model_folder: Path) -> bool:
+    """Whether some blocks keep a state in place of keys and values; False for a model that only vLLM knows."""
+    try:
+        return load_hf_config(model_folder).gated_delta is not None
+    except ProblemError:
+        return False
 
 
 def _options(
@@ -146,7 +154,7 @@ def _options(
         finds_text=bool(r.stop or r.bad_words or config.multi_turn.agent or rows),
         constrains=bool(r.structured_outputs or rows),
         tokenizer=config.model.tokenizer,
-        recurrent=load_hf_config(model_folder).gated_delta is not None,
+        recurrent=_is_recurrent(model_folder),
         extra_args=(*r.extra_args, *adapter_arguments(adapter)),
     )
 

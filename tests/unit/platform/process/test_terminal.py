@@ -112,6 +112,10 @@ PRINTS = {  # that print only our own text, or print text unchanged on purpose
         "verifiers_v1.py",
         "json.dumps({'prompt': _prompt(task.data) or [{'role': 'user', 'content': ''}], 'idx': task.data.idx})",
     ),
+    ("harbor_env.py", "json.dumps({'prompt': [{'role': 'user', 'content': instruction}], 'task': str(path)})"),
+    # to the output of a worker, which its owner shows
+    ("harbor_env.py", "f'{path} is left out: {error}'"),
+    ("episode.py", "f'multi_turn: `{type(player).__name__}.close` failed: {text}'"),
     ("terminal.py", "f'{printable(str(text))}\\n'"),
 }
 
