@@ -5,18 +5,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megagrpo.models.families.architecture import GatedDelta, HfConfig
-from megagrpo.models.families.blocks import delta_rows, gated_qkv, same
-from megagrpo.models.families.dense import (
-    ATTENTION,
-    DENSE,
-    GATE_UP_DOWN,
-    LAYER,
-    QK_NORM,
-    SHARED_GATE,
-    experts,
-    shared_experts,
-)
+from megagrpo.models.families.architecture import HfConfig
+from megagrpo.models.families.blocks import delta_rows
+from megagrpo.models.families.dense import GATE_UP_DOWN, SHARED_GATE, experts, shared_experts
 from megagrpo.models.families.example import TINY_EXPERTS, Example
 from megagrpo.models.families.family import (
     EXPERT_KEYS,
@@ -25,48 +16,15 @@ from megagrpo.models.families.family import (
     REQUIRED,
     Family,
     Raw,
-    Table,
     expert_problems,
     mixture,
 )
+from megagrpo.models.families.hybrid import DELTA, DELTA_KEYS, HYBRID, hybrid
 from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS, moe_blocks
 
-_DELTA = LAYER + "linear_attn."
-DELTA_KEYS = (
-    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
-    "linear_conv_kernel_dim",
-)
-# Gated attention and Gated DeltaNet, without the projections of the latter, which the families store differently
-HYBRID: Table = DENSE | QK_NORM
-HYBRID |= {
-    "self_attention.linear_qkv.weight": gated_qkv(ATTENTION + "{p}_proj.weight"),
-    "self_attention.in_proj.layer_norm_weight": same(LAYER + "input_layernorm.weight"),
-    "self_attention.conv1d.weight": delta_rows(dict.fromkeys("qkv", _DELTA + "conv1d.weight")),
-    "self_attention.A_log": same(_DELTA + "A_log"),
-    "self_attention.dt_bias": same(_DELTA + "dt_bias"),
-    "self_attention.out_norm.weight": same(_DELTA + "norm.weight"),
-    "self_attention.out_proj.weight": same(_DELTA + "out_proj.weight"),
-}
-_PROJECTIONS = dict.fromkeys("qkvz", _DELTA + "in_proj_qkvz.weight") | dict.fromkeys("ba", _DELTA + "in_proj_ba.weight")
+_PROJECTIONS = dict.fromkeys("qkvz", DELTA + "in_proj_qkvz.weight") | dict.fromkeys("ba", DELTA + "in_proj_ba.weight")
 _TABLE = HYBRID | experts("mlp", *GATE_UP_DOWN) | shared_experts("shared_expert") | SHARED_GATE
 _TABLE |= {"self_attention.in_proj.weight": delta_rows(_PROJECTIONS, by_key_head=True)}
-
-
-def gated_delta(raw: Raw) -> GatedDelta:
-    """Return the recurrent part: its blocks are those of `layer_types`, or all but each `full_attention_interval`th."""
-    every, blocks = raw.get("full_attention_interval") or 4, range(raw["num_hidden_layers"])
-    types = raw.get("layer_types") or [LINEAR if (block + 1) % every else FULL for block in blocks]
-    recurrent = frozenset(block for block in blocks if types[block] == LINEAR)
-    key_heads, value_heads, key_dim, value_dim, kernel = (raw[key] for key in DELTA_KEYS)
-    return GatedDelta(key_heads, value_heads, key_dim, value_dim, kernel, recurrent)
-
-
-def hybrid(raw: Raw, common: HfConfig) -> HfConfig:
-    """Return the architecture with what Qwen3-Next and Qwen3.5 have in common."""
-    delta = gated_delta(raw)
-    return replace(
-        common, qk_norm=True, attention_gate=True, centred_norms=True, gated_delta=delta if delta.blocks else None
-    )
 
 
 def _read(raw: Raw, common: HfConfig) -> HfConfig:
