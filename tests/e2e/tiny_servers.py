@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from megagrpo.config import ParallelSection
@@ -63,6 +64,14 @@ EXPERTS = dict(
     norm_topk_prob=True,
     mlp_only_layers=[0],
     head_dim=32,
+)
+DELTA = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    shared_expert_intermediate_size=64,
+    layer_types=["linear_attention", "full_attention"],
 )
 # In bf16 vLLM and the trainer choose other experts for some of its tokens.
 MANY_EXPERTS = SIZES | EXPERTS | dict(vocab_size=258, num_hidden_layers=4, num_experts=32, initializer_range=0.12)
@@ -112,6 +121,7 @@ CONFIGS = {
     "gemma2": functools.partial(Gemma2Config, **GEMMA, **CAPS),
     "gemma3": functools.partial(Gemma3TextConfig, **GEMMA),
     "gpt_oss": lambda **sizes: GptOssConfig(**sizes | GPT_OSS),
+    "qwen3_next": functools.partial(Qwen3NextConfig, **EXPERTS, **DELTA),
 }
 PROMPTS = [Prompt(i, tuple((7 * i + 3 * k) % 997 + 3 for k in range(4 + i)), "") for i in range(5)]
 WORKERS_SHARE_MEMORY = torch.cpu._is_avx512_supported()

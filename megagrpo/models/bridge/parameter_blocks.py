@@ -173,11 +173,7 @@ def _blocks_with(key: str, hf_config: HfConfig) -> Iterable[int | None]:
     """Return the decoder blocks that have the parameter `key`; [None] for a parameter outside of all blocks."""
     if key in (EMBEDDING, HEAD) or key.startswith("decoder."):
         return [None]
-    blocks = range(hf_config.num_layers)
-    if not key.startswith("mlp."):
-        return blocks
-    mixed = key.startswith(("mlp.router.", "mlp.experts.", "mlp.shared_experts."))
-    return [block for block in blocks if hf_config.has_experts(block) == mixed]
+    return [block for block in range(hf_config.num_layers) if hf_config.has(block, key)]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+# Beginnings of Megatron's names in blocks with experts, and in those with Gated DeltaNet
+_OF_EXPERTS = ("mlp.router.", "mlp.experts.", "mlp.shared_experts.")
+_OF_GATED_DELTA = tuple(
+    f"self_attention.{name}" for name in ("in_proj", "conv1d", "A_log", "dt_bias", "out_norm", "out_proj")
+)
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -156,20 +162,18 @@ class HfConfig:
         """Whether decoder block `block`, counted from 0, has Gated DeltaNet in place of attention."""
         return self.gated_delta is not None and block in self.gated_delta.blocks
 
+    def has(self, block: int, name: str) -> bool:
+        """Whether decoder block `block`, counted from 0, has Megatron's module or parameter `name` of the family."""
+        if name.startswith("self_attention."):
+            return self.gated_delta is None or self.is_recurrent(block) == name.startswith(_OF_GATED_DELTA)
+        return not name.startswith("mlp.") or self.has_experts(block) == name.startswith(_OF_EXPERTS)
+
     def modules(self, block: int) -> dict[str, tuple[str, ...]]:
         """Return `linears` of decoder block `block`, counted from 0: only those that it has, with its number."""
-        absent = (
-            "mlp.linear_" if self.has_experts(block) else "mlp.shared_experts.",
-            *(
-                ("self_attention.linear_",)
-                if self.is_recurrent(block)
-                else ("self_attention.in_", "self_attention.out_")
-            ),
-        )
         return {
             linear: tuple(name.replace("{L}", str(block)) for name in names)
             for linear, names in self.linears.items()
-            if not linear.startswith(absent)
+            if self.has(block, linear)
         }
 
     def expert_parameters(self, block: int) -> dict[str, str]:

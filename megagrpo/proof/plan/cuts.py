@@ -15,10 +15,12 @@ from megagrpo.sync.wire.sync_plan import layer_of
 
 VOCAB_PADDING = 64  # rows; vLLM rounds the vocabulary up to a multiple of it before sharding
 BY_ROWS = {"q_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj", "sinks"}
-BY_COLUMNS = {"o_proj", "down_proj", "w2"}
+BY_ROWS |= {"in_proj_qkvz", "in_proj_ba", "A_log", "dt_bias"}  # whole key heads, one after the other
+BY_COLUMNS = {"o_proj", "out_proj", "down_proj", "w2"}
 # Besides these: every tensor with norm in its name, and all tensors of a router.
 KEPT_WHOLE = {"gate", "wg", "router", "moe_statics", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"}
 STACKED_GATE_UP, STACKED_DOWN = "input_linear", "output_linear"  # of all experts of a block, [E, 2 I, H] and [E, H, I]
+_HOLDERS = ("self_attn", "linear_attn", "experts")  # modules that hold tensors themselves
 EMBEDDING_WORD, HEAD_WORD = "embed_tokens", "lm_head"
 
 
@@ -119,7 +121,7 @@ def _stages_of(name: str, layer: int, stages: list[range], model: HfConfig) -> l
 
 def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLayout, worker: _Worker) -> list[Box]:
     words = name.split(".")
-    kind = words[-1] if len(words) == 1 or words[-2] in ("self_attn", "experts") else words[-2]
+    kind = words[-1] if len(words) == 1 or words[-2] in _HOLDERS else words[-2]
     if kind in (EMBEDDING_WORD, HEAD_WORD):
         return [_vocabulary(name, shape, layout.tp, worker.tp_rank)]
     if any(word.startswith("shared_") for word in words) and layout.copies > 1 and layout.tp > 1:
@@ -147,6 +149,9 @@ def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLay
             _part(name, shape, 0, 0, queries, *mine),
             *(_part(name, shape, 0, at, rows, *keys) for at in (queries, queries + rows)),
         ]
+    if kind == "conv1d" and (delta := model.gated_delta):
+        sizes = delta.key_heads * delta.key_dim, delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
+        return [_part(name, shape, 0, sum(sizes[:i]), size, *mine) for i, size in enumerate(sizes)]
     if kind == "gate_up_proj":
         half = shape[0] // 2
         return [_part(name, shape, 0, at, half, *mine) for at in (0, half)]
