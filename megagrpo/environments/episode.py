@@ -141,7 +141,7 @@ class Players:
 
 def serve(players: Callable[[], Players], channel: Channel) -> NoReturn:
     """Answer the calls that arrive at `channel` until the other side closes it, or until SIGTERM, also in the middle of
-    a call. Then close the players; never returns. Whoever sends SIGTERM kills this process after a time limit."""
+    a call. Then close the players; never returns. The sender of SIGTERM kills this process after a time limit."""
     ending = _Ending()
     loaded: list[Players] = []
     try:

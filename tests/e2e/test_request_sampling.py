@@ -204,7 +204,7 @@ def test_tokens_that_vllm_samples_although_they_are_excluded_end_the_run(tmp_pat
 
 
 AHEAD = ["rollout.max_staleness=1", "algorithm.importance_correction=token_truncate", "train.learning_rate=1e-30"]
-# Of an interrupted response vLLM counts the tokens anew.
+# vLLM counts the tokens of an interrupted response from 0 again.
 ALSO_RESUMED = [*HEAT, *KINDS[-2:], KINDS[6], {"logit_bias": {"a": 3}, "repetition_penalty": 1.2, "seed": 3}]
 
 

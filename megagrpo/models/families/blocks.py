@@ -199,7 +199,7 @@ def gated_qkv(pattern: str) -> BlockRule:
 
 
 def delta_rows(names: dict[str, str], by_key_head: bool = False) -> BlockRule:
-    """Rows of Gated DeltaNet's queries, keys, values, gates (z), betas (b) and steps (a), of those that `names` has.
+    """Rows of the parts of Gated DeltaNet in `names`: queries, keys, values, gates (z), betas (b) and steps (a).
 
     Megatron puts one above the other and shards each by heads. Names of Hugging Face's tensors with several of them:
     one above the other too, or with `by_key_head` the rows of each key head together.

@@ -571,7 +571,7 @@ def test_texts_without_utf8_bytes_are_replaced(policy, where):
 
 
 def test_a_request_that_cannot_be_rendered_costs_the_agent_only(policy, monkeypatch):
-    monkeypatch.setattr(Renderer, "whole", lambda *_: {}[0])  # an error that nobody has thought of
+    monkeypatch.setattr(Renderer, "whole", lambda *_: {}[0])  # an unexpected error
 
     async def use(client, seat):
         with pytest.raises(openai.BadRequestError, match="cannot be used: KeyError"):
