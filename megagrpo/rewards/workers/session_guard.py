@@ -7,13 +7,13 @@ forked, with the worker, but not the processes that these have started.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import time
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+from megagrpo.platform.process.parent_death import end_with_parent
+
 _PASSES = 100  # over the processes of a session
 _DEATH = signal.SIGUSR1  # what the kernel sends when the worker has ended
 
@@ -34,13 +34,12 @@ def _guard(worker: int, descriptor: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of a job that ends
         signal.signal(number, signal.SIG_IGN)
     os.setpgid(0, 0)  # the pool kills the worker's process group
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _DEATH)
+    end_with_parent(worker, _DEATH)
     os.close(descriptor)
     null = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
         os.dup2(null, standard)
-    if os.getppid() == worker:
-        signal.sigwait({_DEATH})
+    signal.sigwait({_DEATH})
     kill_session(os.getsid(0))
 
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from megagrpo.platform.process import user_code
 from megagrpo.platform.process.hints import did_you_mean
+from megagrpo.platform.process.parent_death import PR_SET_PDEATHSIG
 from megagrpo.rewards.functions.text_rewards import text_of
 from megagrpo.rewards.plugins import orms
 from megagrpo.rewards.target import BUILT_IN_REWARDS, Signature, Target
@@ -40,7 +41,6 @@ PASSED_TO_ALL = (
     *("prompts", "completions", "completion_ids", "finish_reason", "is_truncated"),
     *("prefixes", "trajectories", "max_completion_length", "trainer_state", *LOG_ARGUMENTS),
 )
-_PR_SET_PDEATHSIG = 1
 _LONGEST_REPORT = 20_000  # characters of an error
 _OWN_FILES = (__file__, user_code.__file__)
 
@@ -302,7 +302,7 @@ async def _answer(
 def tie_to_parent(number: int = signal.SIGKILL) -> None:
     """Have the kernel kill this process with the trainer, even if a reward holds the GIL, and first on low memory.
     `number` is the signal that it sends when the trainer ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(number))
     try:
         Path("/proc/self/oom_score_adj").write_text("1000")
     except OSError:
