@@ -188,9 +188,11 @@ def test_the_same_seed_says_the_same_whatever_the_layout(talkative, tmp_path):
     assert all(row["prompt"].endswith("? Go!") for row in one)
     failed = [row for row in one if row["dialogue"]["ended"] == "failed"]
     assert failed and runs[0].metrics[0]["multi_turn/failures"] == len(failed) and "three is a crowd" in runs[0].err
+    assert all(row["rewards"]["Board"] == 0 for row in failed)
     assert all(
         row["rewards"]["Board"] == len(row["dialogue"]["turns"]) / 10 or row["dialogue"]["ended"] == "length"
         for row in one
+        if row not in failed
     )
 
 
