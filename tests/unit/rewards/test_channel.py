@@ -34,7 +34,7 @@ def good(completions, **columns):
     return [1.0] * len(completions)
 
 def connection():
-    return next(fd for fd in range(3, 64) if is_socket(fd))
+    return next(fd for fd in sorted(map(int, os.listdir("/proc/self/fd"))) if fd > 2 and is_socket(fd))
 
 def is_socket(fd):
     try:
@@ -138,7 +138,8 @@ class Episode:
 
     def _own_socket(self):
         import stat
-        sockets = [fd for fd in range(3, 64) if os.path.exists(f"/proc/self/fd/{fd}") and stat.S_ISSOCK(os.fstat(fd).st_mode)]
+        fds = sorted(int(fd) for fd in os.listdir("/proc/self/fd"))
+        sockets = [fd for fd in fds if fd > 2 and os.path.exists(f"/proc/self/fd/{fd}") and stat.S_ISSOCK(os.fstat(fd).st_mode)]
         return sockets[-1]
 
     def get_reward(self):
