@@ -1,0 +1,160 @@
+"""Packed weights are computed exactly as the code that defines their format does, in any box."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megagrpo.models.bridge.hf_files import carry, files_of
+from megagrpo.models.bridge.load import Checkpoint
+from megagrpo.models.families.blocks import Block
+from megagrpo.models.families.precisions import precision_problems
+from megagrpo.models.families.weight_sources import INDEX
+
+FP8 = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])
+NAME = "model.layers.0.mlp.up_proj.weight"
+SHAPES = [(256, 128), (200, 330), (1, 1), (127, 129), (576, 7)]
+BOXES = [(slice(0, 1), slice(0, 1)), (slice(100, 190), slice(0, 330)), (slice(128, 200), slice(127, 257))]
+
+
+def folder_with(folder: Path, quantization: dict, files: dict[str, dict[str, Tensor]], **config) -> Path:
+    """A folder with the files, and a config.json with this `quantization_config`."""
+    folder.mkdir(parents=True)
+    raw = dict(model_type="deepseek_v3", torch_dtype="bfloat16", quantization_config=quantization) | config
+    (folder / "config.json").write_text(json.dumps(raw))
+    for name, tensors in files.items():
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name, {"format": "pt"})
+    if len(files) > 1:
+        where = {key: name for name, tensors in files.items() for key in tensors}
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": where}))
+    return folder
+
+
+def fp8_tensors(shape: tuple[int, int], block: tuple[int, int] = (128, 128), scales=torch.float32) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    grid = [-(-n // size) for n, size in zip(shape, block, strict=True)]
+    codes = (torch.randn(shape) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {NAME: codes, f"{NAME}_scale_inv": (torch.rand(grid) * 1e-3).to(scales)}
+
+
+def weight_dequant(x: Tensor, s: Tensor, block_size: int = 128) -> Tensor:
+    """The kernel of DeepSeek-V3's inference/kernel.py, element by block: x in float32 times s, stored in bfloat16."""
+    y = torch.empty(x.shape, dtype=torch.bfloat16)
+    for i in range(0, x.shape[0], block_size):
+        for j in range(0, x.shape[1], block_size):
+            box = slice(i, i + block_size), slice(j, j + block_size)
+            y[box] = (x[box].float() * s[i // block_size, j // block_size]).to(torch.bfloat16)
+    return y
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    same = one.dtype == other.dtype and one.shape == other.shape
+    return same and torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in (one, other)))
+
+
+def block_of(name: str, tensor: Tensor, slices: tuple[slice, ...]) -> Block:
+    """The part `slices` of a tensor as a block."""
+    bounds = [part.indices(n)[:2] for part, n in zip(slices, tensor.shape, strict=True)]
+    box = tuple(low for low, _ in bounds), tuple(high for _, high in bounds)
+    return Block(name, tuple(tensor.shape), box, tuple(tensor.shape), 0, 0, 1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("chunk", [2**22, 700])
+def test_fp8_blocks_are_deepseeks(shape, chunk, tmp_path, monkeypatch):
+    monkeypatch.setattr("megagrpo.models.precision.view._CHUNK", chunk)
+    tensors = fp8_tensors(shape)
+    checkpoint = Checkpoint(folder_with(tmp_path / "m", FP8, {"model.safetensors": tensors}))
+    expected = weight_dequant(*tensors.values())
+    assert list(checkpoint.where) == [NAME]
+    assert same_bits(checkpoint.tensor(NAME), expected)
+    assert (checkpoint.entry(NAME).dtype, checkpoint.entry(NAME).shape) == (torch.bfloat16, shape)
+    for box in BOXES:
+        block = block_of(NAME, expected, box)
+        assert same_bits(checkpoint.read(block), expected[box])
+
+
+@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [(128, 128), (64, 16), None])
+def test_fp8_blocks_are_those_of_transformers(scales, block, tmp_path):
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    shape = (256, 384)
+    tensors = fp8_tensors(shape, block or shape, scales)
+    if block is None:
+        tensors[f"{NAME}_scale_inv"] = tensors[f"{NAME}_scale_inv"].reshape(())
+    config = FP8 | dict(weight_block_size=block)
+    extra = {NAME.replace("weight", "activation_scale"): torch.ones(())}
+    checkpoint = Checkpoint(folder_with(tmp_path / "m", config, {"model.safetensors": tensors | extra}))
+    codes, scale = tensors.values()
+    expected = Fp8Dequantize(None)._dequantize_one(codes, scale.reshape(scale.shape or (1, 1)), torch.bfloat16)
+    assert list(checkpoint.where) == [NAME]
+    assert same_bits(checkpoint.tensor(NAME), expected)
+
+
+def test_scales_that_fit_no_blocks_are_named(tmp_path):
+    tensors = fp8_tensors((200, 330), (64, 64))
+    folder = folder_with(tmp_path / "m", FP8, {"model.safetensors": tensors})
+    with pytest.raises(ValueError, match=r"up_proj.weight_scale_inv has shape \(4, 6\), but .* has \(2, 3\) blocks"):
+        Checkpoint(folder)
+
+
+def test_a_broken_scale_is_named(tmp_path):
+    tensors = fp8_tensors((200, 330))
+    tensors[f"{NAME}_scale_inv"][1, 2] = float("inf")
+    checkpoint = Checkpoint(folder_with(tmp_path / "m", FP8, {"model.safetensors": tensors}))
+    with pytest.raises(ValueError, match="up_proj.weight in .* holds"):
+        checkpoint.read(block_of(NAME, tensors[NAME], (slice(150, 200), slice(300, 330))))
+
+
+def test_an_export_has_the_files_of_the_model_unpacked(tmp_path):
+    tensors = fp8_tensors((200, 330))
+    norm = {"model.norm.weight": torch.ones(4, dtype=torch.bfloat16)}
+    weight, scale = ({name: tensor} for name, tensor in tensors.items())
+    only_scales = {"c.safetensors": scale}  # a file of the model without a tensor of its own
+    source = folder_with(tmp_path / "m", FP8, {"a.safetensors": norm | weight, **only_scales})
+    files = files_of(source)
+    assert [file.name for file in files.files] == ["a.safetensors"]
+    assert {name: (one.dtype, one.shape) for name, one in files.entries.items()} == {
+        "model.norm.weight": (torch.bfloat16, (4,)),
+        NAME: (torch.bfloat16, (200, 330)),
+    }
+    index = json.loads(files.index)
+    assert index["weight_map"] == dict.fromkeys(files.entries, "a.safetensors")
+    assert index["metadata"]["total_size"] == 2 * (4 + 200 * 330)
+    (tmp_path / "hf").mkdir()
+    carry(source, files, tmp_path / "hf")
+    assert "quantization_config" not in json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert files_of(tmp_path / "hf").entries == files.entries
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (dict(quant_method="awq", bits=4), "quant_method='awq', quantized weights that cannot be dequantized exactly"),
+        (dict(bits=4), "quant_method=None"),
+        ([1], "quant_method=None"),
+        (FP8 | dict(fmt="e5m2"), "fmt='e5m2'; only e4m3 is supported"),
+        (FP8 | dict(weight_block_size=[128]), "weight_block_size=[128], which must be two positive whole numbers"),
+    ],
+)
+def test_other_formats_are_refused_by_name(config, said):
+    (problem,) = precision_problems(dict(model_type="llama", quantization_config=config))
+    assert said in problem and problem.endswith("the program that wrote them")
+
+
+def test_vllm_reads_the_same_bits(tmp_path):
+    from megagrpo.sync.vllm_side.unpacking import unpacked
+
+    tensors = fp8_tensors((200, 330)) | {"model.norm.weight": torch.ones(4, dtype=torch.bfloat16)}
+    scale = {name: tensors.pop(name) for name in list(tensors) if name.endswith("_inv")}
+    folder = folder_with(tmp_path / "m", FP8, {"a.safetensors": tensors, "b.safetensors": scale})
+    checkpoint, found = Checkpoint(folder), dict(unpacked(folder))
+    assert found.keys() == checkpoint.where.keys()
+    assert all(same_bits(found[name], checkpoint.tensor(name)) for name in found)
+    assert load_file(folder / "a.safetensors")[NAME].dtype == torch.float8_e4m3fn
