@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 QUANTIZATION, METHOD = "quantization_config", "quant_method"  # of config.json
-_SUPPORTED = "fp8 (blocks)"
+_SUPPORTED = "fp8, mxfp4"
 _ORIGINAL = "use the original weights, or dequantize them with the program that wrote them"
 
 
@@ -31,4 +31,8 @@ def _fp8_problems(raw: dict[str, Any], config: dict[str, Any]) -> list[str]:
     return problems
 
 
-_PROBLEMS = {"fp8": _fp8_problems}
+def _mxfp4_problems(raw: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    return [] if raw.get("model_type") == "gpt_oss" else ["mxfp4 weights, whose layout is known for gpt_oss only"]
+
+
+_PROBLEMS = {"fp8": _fp8_problems, "mxfp4": _mxfp4_problems}

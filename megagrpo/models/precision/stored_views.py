@@ -8,6 +8,7 @@ import torch
 
 from megagrpo.models.families.precisions import METHOD, QUANTIZATION, precision_problems
 from megagrpo.models.precision.fp8_blocks import ACTIVATIONS, fp8_views
+from megagrpo.models.precision.mxfp4 import mxfp4_views
 from megagrpo.models.precision.view import Stored, View
 
 
@@ -24,9 +25,9 @@ def views_of(raw: dict[str, Any], stored: Stored) -> dict[str, View]:
     return _VIEWS[config[METHOD]](config, stored, dtype)
 
 
-_VIEWS = {"fp8": fp8_views}
+_VIEWS = {"fp8": fp8_views, "mxfp4": mxfp4_views}
 # Last parts of tensors that quantized products use beside the weights, by method.
-_UNUSED = {"fp8": ACTIVATIONS}
+_UNUSED = {"fp8": ACTIVATIONS, "mxfp4": ()}
 
 
 def unused(raw: dict[str, Any], views: dict[str, View], stored: Stored) -> set[str]:

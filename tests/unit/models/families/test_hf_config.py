@@ -195,7 +195,6 @@ def test_an_unknown_architecture_names_the_supported_ones():
         (DEEPSEEK_V2 | {"topk_method": "noaux_tc"}, "topk_method"),
         (DEEPSEEK_V2 | {"topk_method": "greedy"}, "n_group=4"),
         (DEEPSEEK_V2 | {"scoring_func": "sigmoid"}, "scoring_func"),
-        (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "Mxfp4Config(dequantize=True)"),
         (GPT_OSS | {"attention_bias": False}, "attention_bias"),
         (GPT_OSS | {"tie_word_embeddings": True}, "tie_word_embeddings"),
         (GPT_OSS | {"swiglu_alpha": 1.0}, "swiglu_alpha"),

@@ -97,6 +97,42 @@ def test_fp8_blocks_are_those_of_transformers(scales, block, tmp_path):
     assert same_bits(checkpoint.tensor(NAME), expected)
 
 
+MXFP4 = dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"])
+EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+def mxfp4_tensors(name: str, experts: int, inner: int, out: int) -> dict[str, Tensor]:
+    """Every code occurs; the exponents go beyond the subnormal numbers of bfloat16, not beyond its largest."""
+    torch.manual_seed(0)
+    blocks = torch.randint(0, 256, (experts, out, inner // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(0, 252, (experts, out, inner // 32), dtype=torch.uint8)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+
+@pytest.mark.parametrize(("inner", "out"), [(32, 2), (96, 130), (160, 7)])
+def test_mxfp4_is_that_of_transformers(inner, out, tmp_path):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    tensors = mxfp4_tensors(EXPERTS, 3, inner, out)
+    bias = {f"{EXPERTS}_bias": torch.ones(3, out, dtype=torch.bfloat16)}
+    files = {"model.safetensors": tensors | bias}
+    checkpoint = Checkpoint(folder_with(tmp_path / "m", MXFP4, files, model_type="gpt_oss"))
+    expected = convert_moe_packed_tensors(*tensors.values())
+    assert checkpoint.where.keys() == {EXPERTS, *bias}
+    assert same_bits(checkpoint.tensor(EXPERTS), expected)
+    for box in [(1, 3, 0, inner, 0, out), (2, 3, 5, 31, 1, 2), (0, 1, inner - 7, inner, 0, out), (0, 2, 9, 32, 0, 1)]:
+        slices = tuple(slice(*box[i : i + 2]) for i in (0, 2, 4))
+        assert same_bits(checkpoint.read(block_of(EXPERTS, expected, slices)), expected[slices])
+
+
+def test_mxfp4_with_other_exponents_is_named(tmp_path):
+    tensors = mxfp4_tensors(EXPERTS, 3, 64, 6)
+    tensors[f"{EXPERTS}_scales"] = tensors[f"{EXPERTS}_scales"][:, :, :1]
+    folder = folder_with(tmp_path / "m", MXFP4, {"model.safetensors": tensors}, model_type="gpt_oss")
+    with pytest.raises(ValueError, match=r"gate_up_proj_blocks has shape .* which is not MXFP4"):
+        Checkpoint(folder)
+
+
 def test_scales_that_fit_no_blocks_are_named(tmp_path):
     tensors = fp8_tensors((200, 330), (64, 64))
     folder = folder_with(tmp_path / "m", FP8, {"model.safetensors": tensors})
@@ -108,7 +144,7 @@ def test_a_broken_scale_is_named(tmp_path):
     tensors = fp8_tensors((200, 330))
     tensors[f"{NAME}_scale_inv"][1, 2] = float("inf")
     checkpoint = Checkpoint(folder_with(tmp_path / "m", FP8, {"model.safetensors": tensors}))
-    with pytest.raises(ValueError, match="up_proj.weight in .* holds"):
+    with pytest.raises(ValueError, match=r"up_proj.weight in .* holds"):
         checkpoint.read(block_of(NAME, tensors[NAME], (slice(150, 200), slice(300, 330))))
 
 
@@ -139,6 +175,7 @@ def test_an_export_has_the_files_of_the_model_unpacked(tmp_path):
         (dict(quant_method="awq", bits=4), "quant_method='awq', quantized weights that cannot be dequantized exactly"),
         (dict(bits=4), "quant_method=None"),
         ([1], "quant_method=None"),
+        (MXFP4, "mxfp4 weights, whose layout is known for gpt_oss only"),
         (FP8 | dict(fmt="e5m2"), "fmt='e5m2'; only e4m3 is supported"),
         (FP8 | dict(weight_block_size=[128]), "weight_block_size=[128], which must be two positive whole numbers"),
     ],
