@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from megagrpo.models.families.precisions import METHOD, QUANTIZATION, precision_problems
+from megagrpo.models.precision import compressed
+from megagrpo.models.precision.compressed import compressed_views
 from megagrpo.models.precision.fp8_blocks import ACTIVATIONS, fp8_views
 from megagrpo.models.precision.mxfp4 import mxfp4_views
 from megagrpo.models.precision.view import Stored, View
@@ -25,9 +27,9 @@ def views_of(raw: dict[str, Any], stored: Stored) -> dict[str, View]:
     return _VIEWS[config[METHOD]](config, stored, dtype)
 
 
-_VIEWS = {"fp8": fp8_views, "mxfp4": mxfp4_views}
+_VIEWS = {"fp8": fp8_views, "mxfp4": mxfp4_views, "compressed-tensors": compressed_views}
 # Last parts of tensors that quantized products use beside the weights, by method.
-_UNUSED = {"fp8": ACTIVATIONS, "mxfp4": ()}
+_UNUSED = {"fp8": ACTIVATIONS, "mxfp4": (), "compressed-tensors": compressed.ACTIVATIONS}
 
 
 def unused(raw: dict[str, Any], views: dict[str, View], stored: Stored) -> set[str]:

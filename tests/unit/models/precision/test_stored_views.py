@@ -133,6 +133,98 @@ def test_mxfp4_with_other_exponents_is_named(tmp_path):
         Checkpoint(folder)
 
 
+def compressed_config(**weights) -> dict:
+    weights = dict(num_bits=4, type="int", symmetric=True, strategy="group", group_size=32) | weights
+    kind = "pack-quantized" if weights.pop("packed", True) else "naive-quantized"
+    group = dict(targets=["Linear"], weights=weights, input_activations=None, output_activations=None)
+    return dict(quant_method="compressed-tensors", format=kind, config_groups=dict(group_0=group), ignore=["lm_head"])
+
+
+def compressed_tensors_of(
+    config: dict, shape: tuple[int, int], scales: torch.dtype
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Tensors that the package's compressor writes for a random weight, and the weight that it reads from them."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    torch.manual_seed(0)
+    scheme = QuantizationScheme(targets=["Linear"], weights=config["config_groups"]["group_0"]["weights"])
+    args = scheme.weights
+    strategy = str(getattr(args.strategy, "value", args.strategy))
+    per_scale = {
+        "tensor": shape,
+        "channel": (1, shape[1]),
+        "group": (1, args.group_size),
+        "block": args.block_structure,
+    }
+    grid = [-(-n // size) for n, size in zip(shape, per_scale[strategy], strict=True)]
+    weight, scale = torch.randn(shape), (torch.rand(grid) + 0.5) * 0.1
+    state = dict(weight=weight.to(scales), weight_scale=scale.to(scales))
+    if strategy == "tensor":
+        state["weight_scale"] = state["weight_scale"].reshape(1)
+    if not args.symmetric:
+        limit = 2 ** (args.num_bits - 1)
+        state["weight_zero_point"] = torch.randint(-limit, limit, grid).to(torch.int8)
+    if args.actorder is not None:
+        state["weight_g_idx"] = torch.randperm(shape[1]).int() // args.group_size
+    compressor = BaseCompressor.get_value_from_registry(config["format"])
+    stored = compressor.compress(state, scheme)
+    module = NAME.removesuffix("weight")
+    tensors = {module + name: tensor for name, tensor in stored.items()}
+    return tensors, compressor.decompress(stored, scheme)["weight"]
+
+
+FLOAT = dict(packed=False, num_bits=8, type="float", group_size=None)
+COMPRESSED = {
+    "int4 in groups": dict(),
+    "int4 in groups with zero points": dict(symmetric=False),
+    "int4 in ordered groups": dict(actorder="group"),
+    "int4 in ordered groups with zero points": dict(actorder="group", symmetric=False),
+    "int4 per row": dict(strategy="channel", group_size=None),
+    "int4 per row with zero points": dict(strategy="channel", group_size=None, symmetric=False),
+    "int3": dict(num_bits=3),
+    "int8 packed": dict(num_bits=8, group_size=64),
+    "int8": dict(num_bits=8, packed=False, strategy="channel", group_size=None),
+    "int8 with zero points": dict(num_bits=8, packed=False, strategy="channel", group_size=None, symmetric=False),
+    "fp8 per tensor": FLOAT | dict(strategy="tensor"),
+    "fp8 per row": FLOAT | dict(strategy="channel"),
+    "fp8 in blocks": FLOAT | dict(strategy="block", block_structure=[64, 32]),
+}
+
+
+@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_compressed_tensors_are_those_of_the_package(name, scales, tmp_path):
+    shape = (192, 320)
+    config = compressed_config(**COMPRESSED[name])
+    tensors, expected = compressed_tensors_of(config, shape, scales)
+    extra = {NAME.replace("weight", "input_scale"): torch.ones(1)}
+    checkpoint = Checkpoint(folder_with(tmp_path / "m", config, {"model.safetensors": tensors | extra}))
+    expected = expected.to(torch.bfloat16)
+    assert list(checkpoint.where) == [NAME]
+    assert same_bits(checkpoint.tensor(NAME), expected)
+    for box in [
+        *BOXES[:1],
+        (slice(100, 190), slice(0, 320)),
+        (slice(67, 69), slice(61, 203)),
+        (slice(0, 192), slice(3, 4)),
+    ]:
+        assert same_bits(checkpoint.read(block_of(NAME, expected, box)), expected[box])
+
+
+def test_int4_of_other_shapes_is_named(tmp_path):
+    config = compressed_config()
+    tensors, _ = compressed_tensors_of(config, (64, 96), torch.bfloat16)
+    shape = {NAME.replace("weight", "weight_shape"): torch.tensor([64, 90])}
+    checkpoint = Checkpoint(folder_with(tmp_path / "m", config, {"model.safetensors": tensors | shape}))
+    with pytest.raises(ValueError, match=r"up_proj.weight_shape is \[64, 90\], but words and scales are of"):
+        checkpoint.tensor(NAME)
+    with pytest.raises(
+        ValueError, match=r"weight_scale has shape \(64, 3\), but the \(64, 96\) weight has .*\(64, 6\)"
+    ):
+        Checkpoint(folder_with(tmp_path / "n", compressed_config(group_size=16), {"model.safetensors": tensors}))
+
+
 def test_scales_that_fit_no_blocks_are_named(tmp_path):
     tensors = fp8_tensors((200, 330), (64, 64))
     folder = folder_with(tmp_path / "m", FP8, {"model.safetensors": tensors})
@@ -176,6 +268,17 @@ def test_an_export_has_the_files_of_the_model_unpacked(tmp_path):
         (dict(bits=4), "quant_method=None"),
         ([1], "quant_method=None"),
         (MXFP4, "mxfp4 weights, whose layout is known for gpt_oss only"),
+        (compressed_config(num_bits=9), "weights of type 'int' with 9 bits; supported"),
+        (compressed_config(type="float", num_bits=4), "weights of type 'float' with 4 bits"),
+        (compressed_config(strategy="token"), "strategy='token'; supported: tensor"),
+        (compressed_config(group_size=None), "group_size=None"),
+        (compressed_config(symmetric=None), "symmetric=None"),
+        (compressed_config(**FLOAT | dict(strategy="block")), "block_structure=None"),
+        (compressed_config(**FLOAT | dict(strategy="channel", packed=True)), "packed weights that are no integers"),
+        (compressed_config() | dict(format="nvfp4-pack-quantized"), "format='nvfp4-pack-quantized'; supported"),
+        (compressed_config() | dict(sparsity_config=dict(format="sparse-24-bitmask")), "sparsity_config={'format'"),
+        (compressed_config() | dict(config_groups={}), "config_groups={}"),
+        (compressed_config() | dict(config_groups=dict(a=dict(weights=None))), "a group without quantized weights"),
         (FP8 | dict(fmt="e5m2"), "fmt='e5m2'; only e4m3 is supported"),
         (FP8 | dict(weight_block_size=[128]), "weight_block_size=[128], which must be two positive whole numbers"),
     ],
