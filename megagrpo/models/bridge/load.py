@@ -169,8 +169,8 @@ class Checkpoint:
         """Warn on stderr about the tensors that are not trained."""
         if names := [name for name in self.left_out(hf_config) if not name.endswith(INV_FREQ)]:
             warn(f"model: not trained, dropped from {self.folder}: {counted(names)}")
-        if packed := [name for name in self.views if name in self.where]:
-            dtypes = ", ".join(sorted({dtype_name(self.views[name].dtype) for name in packed}))
+        if packed := [name for name, view in self.views.items() if view.dtype]:
+            dtypes = ", ".join(sorted({dtype_name(self.entry(name).dtype) for name in packed}))
             warn(
                 f"model: dequantized to {dtypes} from {self.folder}, for training, exports and vLLM: {counted(packed)}"
             )
@@ -178,7 +178,9 @@ class Checkpoint:
     def entry(self, name: str) -> Entry:
         """Return dtype and shape of a tensor; for a packed one, those that it is computed in."""
         if view := self.views.get(name):
-            return Entry(view.dtype, view.shape, 0, math.prod(view.shape) * view.dtype.itemsize)
+            first = view.parts[0]
+            dtype = view.dtype or self.files[self.stored_where[first]].entries[first].dtype
+            return Entry(dtype, view.shape, 0, math.prod(view.shape) * dtype.itemsize)
         return self.files[self.where[name]].entries[name]
 
     def tensor(self, name: str) -> Tensor:

@@ -10,6 +10,7 @@ from megagrpo.models.families.precisions import METHOD, QUANTIZATION, precision_
 from megagrpo.models.precision import compressed
 from megagrpo.models.precision.compressed import compressed_views
 from megagrpo.models.precision.fp8_blocks import ACTIVATIONS, fp8_views
+from megagrpo.models.precision.fused_experts import fused_views
 from megagrpo.models.precision.mxfp4 import mxfp4_views
 from megagrpo.models.precision.view import Stored, View
 
@@ -17,11 +18,13 @@ from megagrpo.models.precision.view import Stored, View
 def views_of(raw: dict[str, Any], stored: Stored) -> dict[str, View]:
     """Return the views of the tensors `stored` in a folder whose config.json is `raw`, by the names of the model.
 
-    Empty for unquantized weights, and for formats that `precision_problems` refuses. Raises ValueError when tensors do
+    Empty for weights that files hold as the family does, and for formats that `precision_problems` refuses. Raises ValueError when tensors do
     not fit the format.
     """
     config = raw.get(QUANTIZATION)
-    if not config or precision_problems(raw):
+    if not config:
+        return fused_views(raw, stored)
+    if precision_problems(raw):
         return {}
     dtype = getattr(torch, raw.get("dtype") or raw.get("torch_dtype") or "bfloat16")
     return _VIEWS[config[METHOD]](config, stored, dtype)
@@ -34,7 +37,8 @@ _UNUSED = {"fp8": ACTIVATIONS, "mxfp4": (), "compressed-tensors": compressed.ACT
 
 def unused(raw: dict[str, Any], views: dict[str, View], stored: Stored) -> set[str]:
     """Return the tensors that only quantized products use: scales of activations."""
-    names = _UNUSED[raw[QUANTIZATION][METHOD]] if views else ()
+    config = raw.get(QUANTIZATION)
+    names = _UNUSED[config[METHOD]] if config and views else ()
     return {name for name in stored if name not in views and name.rpartition(".")[2] in names}
 
 

@@ -16,10 +16,10 @@ _CHUNK = 2**22  # elements computed at once
 
 @dataclass(frozen=True)
 class View:
-    """A tensor [shape] of the model. `parts` names the tensors of the files that hold it, the one that places it in a
+    """A tensor [shape] of the model. `dtype` None means that of the first part. `parts` names the tensors of the files that hold it, the one that places it in a
     file first. `read(get, slices)` computes the box `slices`."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     shape: tuple[int, ...]
     parts: tuple[str, ...]
     read: Callable[[Get, Slices], Tensor]

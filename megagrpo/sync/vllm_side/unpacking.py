@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ def unpacked(folder: Path) -> Iterator[tuple[str, Tensor]]:
     opened: list[Any] = [safe_open(folder / file, framework="pt") for file in files]
     where = {name: file for file in opened for name in file.offset_keys()}
 
+    @lru_cache(maxsize=1)  # one tensor may hold many of the model
     def get(name: str) -> Tensor:
         return where[name].get_tensor(name)
 
