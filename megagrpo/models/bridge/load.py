@@ -147,11 +147,6 @@ class Checkpoint:
     def _check_names(self, needed: set[str], hf_config: HfConfig) -> None:
         missing = sorted(needed - set(self.where))
         unused = sorted(set(self.where) - tensor_names(hf_config) - set(self.left_out(hf_config)))
-        if fused := next((name for name in unused if name.endswith(".experts.gate_up_proj")), None):
-            raise ValueError(
-                f"model: {self.folder} holds all experts of a block in one tensor ({fused}); save one tensor per "
-                "expert, as the save_pretrained of transformers does"
-            )
         if missing:
             fix = _TIED if missing == [HEAD_TENSOR] else _OTHER
             raise ValueError(f"model: {self.folder} lacks {_list(missing)}; {fix}")

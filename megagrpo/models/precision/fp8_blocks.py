@@ -11,15 +11,18 @@ from torch import Tensor
 
 from megagrpo.models.precision.view import Get, Scaled, Slices, Stored, View, groups
 
-SCALE = "_scale_inv"
-ACTIVATIONS = ("activation_scale", "input_scale")  # of FP8 products, which nobody computes with the dequantized weights
+_SCALE = "_scale_inv"
+OF_FP8_PRODUCTS = (
+    "activation_scale",
+    "input_scale",
+)  # of FP8 products, which nobody computes with the dequantized weights
 
 
 def fp8_views(config: dict[str, Any], stored: Stored, dtype: torch.dtype) -> dict[str, View]:
     """Return a view in `dtype` per weight with a scale. Raises ValueError when a scale fits no blocks of its weight."""
     views = {}
     for scale, grid in stored.items():
-        name = scale.removesuffix(SCALE)
+        name = scale.removesuffix(_SCALE)
         if name == scale or name not in stored:
             continue
         shape = stored[name]

@@ -1,6 +1,5 @@
-"""Experts as transformers 5 holds them in memory and saves them with `save_original_format=False`: one tensor for all
-experts of a block, `experts.gate_up_proj` [experts, 2 x width, hidden] and `experts.down_proj` [experts, hidden, width].
-"""
+"""Experts as transformers 5 holds them in memory and saves them with `save_original_format=False`: a block has
+`experts.gate_up_proj` [experts, 2 x width, hidden] and `experts.down_proj` [experts, hidden, width]."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from megagrpo.models.families.family import Table
 from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.models.precision.view import Get, Slices, Stored, View
 
-FUSED = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(gate_up_proj|down_proj)")
+FUSED_EXPERTS = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(gate_up_proj|down_proj)")
 _EXPERTS = {"gate_up_proj": "mlp.experts.linear_fc1.weight", "down_proj": "mlp.experts.linear_fc2.weight"}
 # Names of transformers' other parameters in such blocks -> the parameter in the families' tables.
 _BESIDE = {
@@ -30,7 +29,7 @@ _BESIDE = {
 
 def fused_views(raw: dict[str, Any], stored: Stored) -> dict[str, View]:
     """Return a view per tensor that the family names in another way; empty when files hold no fused experts."""
-    fused = [match for match in map(FUSED.fullmatch, stored) if match]
+    fused = [match for match in map(FUSED_EXPERTS.fullmatch, stored) if match]
     if not fused or architecture_problems(raw):
         return {}
     hf_config = parse_hf_config(raw)

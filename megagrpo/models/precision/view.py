@@ -16,8 +16,11 @@ _CHUNK = 2**22  # elements computed at once
 
 @dataclass(frozen=True)
 class View:
-    """A tensor [shape] of the model. `dtype` None means that of the first part. `parts` names the tensors of the files that hold it, the one that places it in a
-    file first. `read(get, slices)` computes the box `slices`."""
+    """A tensor [shape] of the model. `dtype` None means that of the first part.
+
+    `parts` names the tensors of the files that hold it, the one that places it in a file first. `read(get, slices)`
+    computes the box `slices`.
+    """
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]

@@ -232,6 +232,13 @@ def test_scales_that_fit_no_blocks_are_named(tmp_path):
         Checkpoint(folder)
 
 
+def test_quantized_and_fused_experts_are_refused(tmp_path):
+    fused = {"model.layers.3.mlp.experts.gate_up_proj": torch.zeros(2, 4, 4)}
+    folder = folder_with(tmp_path / "m", FP8, {"model.safetensors": fused})
+    with pytest.raises(ValueError, match=r"layers.3.mlp.experts.gate_up_proj holds all experts .* save one tensor per"):
+        Checkpoint(folder)
+
+
 def test_a_broken_scale_is_named(tmp_path):
     tensors = fp8_tensors((200, 330))
     tensors[f"{NAME}_scale_inv"][1, 2] = float("inf")
