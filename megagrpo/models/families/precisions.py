@@ -62,7 +62,7 @@ def _compressed_problems(raw: dict[str, Any], config: dict[str, Any]) -> list[st
     return problems + _weight_problems(weights[0], formats)
 
 
-def _weight_problems(weights: dict[str, Any], formats: set[str]) -> list[str]:
+def _weight_problems(weights: dict[str, Any], formats: set[Any]) -> list[str]:
     strategy, bits, kind = (weights.get(key) for key in ("strategy", "num_bits", "type"))
     size, block, symmetric = (weights.get(key) for key in ("group_size", "block_structure", "symmetric"))
     problems = [] if strategy in _STRATEGIES else [f"strategy={strategy!r}; supported: {', '.join(_STRATEGIES)}"]

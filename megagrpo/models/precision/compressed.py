@@ -67,7 +67,7 @@ class _Matrix:
         grid, bits = stored[f"{module}.weight_scale"], weights["num_bits"] if packed else 0
         per_word = _WORD // bits if packed else 1
         columns = shape[1] * per_word
-        size, block = weights.get("group_size"), weights.get("block_structure")
+        size, block = weights.get("group_size") or 1, weights.get("block_structure")
         if weights["strategy"] == "group" and len(grid) == 2 and -(-grid[1] * size // per_word) == shape[1]:
             columns = grid[1] * size  # the last word may have room for more
         matrix = shape[0], columns

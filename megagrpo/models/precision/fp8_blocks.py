@@ -41,5 +41,5 @@ def _read(name: str, scale: str, block: tuple[int, int], dtype: torch.dtype, get
     codes = get(name)[slices]
     scales = get(scale)
     scales = scales if scales.dim() == 2 else scales.reshape(1, 1)
-    spread = (groups(part, size) for part, size in zip(slices, block, strict=True))
-    return Scaled(lambda rows: codes[rows], scales, *spread, math=torch.float32).compute(dtype)
+    row_groups, column_groups = (groups(part, size) for part, size in zip(slices, block, strict=True))
+    return Scaled(lambda rows: codes[rows], scales, row_groups, column_groups, torch.float32).compute(dtype)
