@@ -14,6 +14,7 @@ LEVELS = [
     {"platform/process"},
     {"types", "train_types", "config", "platform/install"},
     {"models/families", "algorithms", "data", "rewards", "platform/device"},
+    {"models/precision"},
     {"platform/parallel", "sync/wire", "models/hub"},
     {"policy"},
     {"models/bridge"},

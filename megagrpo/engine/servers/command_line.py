@@ -51,6 +51,8 @@ def server_command(
         "--enable-expert-parallel": o.expert_parallel,
         "--enable-return-routed-experts": o.returns_routes,
         "--quantization": o.quantization,
+        "--load-format": "megagrpo" if o.packed else None,
+        "--hf-overrides": json.dumps({"quantization_config": None}) if o.packed else None,
         # log-probs of the distribution that is sampled from, temperature included
         "--logprobs-mode": "processed_logprobs",
         "--worker-extension-cls": "megagrpo.sync.vllm_side.worker_verbs.WorkerVerbs",

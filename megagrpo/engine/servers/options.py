@@ -22,6 +22,7 @@ class ServerOptions:
     returns_routes: bool = False  # responses have the experts of every token and layer
     gpu_memory_utilization: float = 0.4
     quantization: str | None = None  # vLLM quantizes the weights to this when it loads them
+    packed: bool = False  # the model's files hold packed tensors, which the plugin computes on loading
     enforce_eager: bool = False
     # batch-invariant: results do not depend on which requests are batched together; needs a GPU
     deterministic: bool = False

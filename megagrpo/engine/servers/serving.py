@@ -27,6 +27,7 @@ from megagrpo.models.bridge.adapter_files import ADAPTER_FILES, CONFIG, WEIGHTS
 from megagrpo.models.bridge.conversion import export_alone
 from megagrpo.models.bridge.file_checksums import verify_inside
 from megagrpo.models.bridge.hf_files import narrows
+from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.bridge.tensor_files import TensorFile, dtype_name
 from megagrpo.models.bridge.torch_dist import StoredTensors
 from megagrpo.models.families.dense import EMBEDDING
@@ -132,6 +133,7 @@ def _options(
         model=str(model_folder.resolve()),
         dtype=dtype,
         quantization=None if r.quantization == "none" else r.quantization,
+        packed=bool(Checkpoint(model_folder).views),
         max_model_len=max_model_len or config.longest_sequence,
         tp=r.tp,
         pp=r.pp,

@@ -20,6 +20,7 @@ from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.bridge.tensor_files import METADATA_KEY, Entry, dtype_name, first_bad, make_header, parse_header
 from megagrpo.models.bridge.unfinished import check_space
 from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families.precisions import QUANTIZATION
 from megagrpo.models.families.weight_sources import INDEX, NAMED_TEMPLATES, SINGLE
 from megagrpo.sync.wire.tensor_index import FLOAT32_TENSORS
 
@@ -115,7 +116,7 @@ def files_of(folder: Path) -> Files | None:
     if index is None and not (folder / SINGLE).is_file():
         return None
     checkpoint = Checkpoint(folder)
-    return Files(tuple(File(name, file.header) for name, file in checkpoint.files.items()), checkpoint.index)
+    return Files(tuple(File(name, header) for name, header in checkpoint.headers().items()), checkpoint.index)
 
 
 def files_for(
@@ -267,7 +268,8 @@ def copy_side_files(source: Path, target: Path, dtype: torch.dtype | None = None
     """Copy all files that hold no weights: config, tokenizer, chat templates, generation config, custom code. An index
     of weights is not copied: these weights get their own.
 
-    The copy of config.json names `dtype`, unless None. When a .py file in config.json's `auto_map` is missing, the copy
+    The copy of config.json has no `quantization_config`, because no export is quantized. It names `dtype`, unless None.
+    When a .py file in config.json's `auto_map` is missing, the copy
     has no `auto_map`: the class is then one of transformers (`families.keys`), so no code is needed.
     """
     for file in [*source.iterdir(), *source.glob(NAMED_TEMPLATES)]:
@@ -279,7 +281,8 @@ def copy_side_files(source: Path, target: Path, dtype: torch.dtype | None = None
     if not (config := target / "config.json").is_file():
         return
     raw = json.loads(config.read_text())
-    changed = raw if _has_its_code(raw, target) else {key: value for key, value in raw.items() if key != REMOTE_CODE}
+    left_out = {QUANTIZATION} if _has_its_code(raw, target) else {QUANTIZATION, REMOTE_CODE}
+    changed = {key: value for key, value in raw.items() if key not in left_out}
     if dtype is not None:
         named = [key for key in DTYPE_KEYS if key in raw] or DTYPE_KEYS[-1:]
         changed = changed | dict.fromkeys(named, dtype_name(dtype))

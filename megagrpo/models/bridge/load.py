@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -11,13 +12,14 @@ from torch import Tensor, nn
 
 from megagrpo.models.bridge.file_checksums import check_inside
 from megagrpo.models.bridge.parameter_blocks import blocks, fill, tensor_names
-from megagrpo.models.bridge.tensor_files import Entry, TensorFile, first_bad
+from megagrpo.models.bridge.tensor_files import METADATA_KEY, Entry, TensorFile, dtype_name, first_bad, make_header
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.blocks import Block
 from megagrpo.models.families.boxes import brackets
 from megagrpo.models.families.dense import EMBEDDING
-from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families.hf_config import HfConfig, read_raw_config
 from megagrpo.models.families.weight_sources import INDEX, SINGLE, weight_files_problem
+from megagrpo.models.precision.stored_views import model_tensors
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.progress_hook import SILENT, Progress
 from megagrpo.platform.process.terminal import warn
@@ -64,7 +66,7 @@ class Checkpoint:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self.index: bytes | None = None  # bytes of the index file; None for a single file of tensors
+        self.index: bytes | None = None  # text of the model's index; None for a single file of tensors
         if problem := weight_files_problem(self.folder):
             raise ValueError(f"model: {problem}")
         if (self.folder / INDEX).exists():
@@ -75,6 +77,33 @@ class Checkpoint:
             self.files = {SINGLE: TensorFile(self.folder / SINGLE)}
             self.where = dict.fromkeys(self.files[SINGLE].entries, SINGLE)
         self._check_index()
+        self._show_model()
+
+    def _show_model(self) -> None:
+        """Replace the tensors of the files by those of the model: `where` and `index` then name no packed ones."""
+        stored = {name: one.shape for file in self.files.values() for name, one in file.entries.items()}
+        self.stored_where = self.where
+        config = self.folder / "config.json"
+        raw = read_raw_config(self.folder) if config.is_file() else {}
+        self.views, origins = model_tensors(raw, stored)
+        if not self.views:
+            return
+        self.where = {name: self.stored_where[origin] for name, origin in origins.items()}
+        if self.index is not None:
+            total = sum(self.entry(name).nbytes for name in self.where)
+            metadata = json.loads(self.index).get("metadata", {}) | {"total_size": total}
+            self.index = json.dumps({"metadata": metadata, "weight_map": self.where}, indent=2).encode()
+
+    def headers(self) -> dict[str, bytes]:
+        """Return the header of each file that holds only the model's tensors: its own, if it packs none."""
+        if not self.views:
+            return {name: file.header for name, file in self.files.items()}
+        tensors: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
+        for name, file in self.where.items():
+            entry = self.entry(name)
+            tensors.setdefault(file, {})[name] = entry.dtype, entry.shape
+        metadata = {file: json.loads(self.files[file].header).get(METADATA_KEY) for file in tensors}
+        return {file: make_header(tensors[file], metadata[file]) for file in sorted(tensors)}
 
     def _check_index(self) -> None:
         fix = f"{INDEX} and the files belong to different models; download the folder again"
@@ -118,11 +147,6 @@ class Checkpoint:
     def _check_names(self, needed: set[str], hf_config: HfConfig) -> None:
         missing = sorted(needed - set(self.where))
         unused = sorted(set(self.where) - tensor_names(hf_config) - set(self.left_out(hf_config)))
-        if fused := next((name for name in unused if name.endswith(".experts.gate_up_proj")), None):
-            raise ValueError(
-                f"model: {self.folder} holds all experts of a block in one tensor ({fused}); save one tensor per "
-                "expert, as the save_pretrained of transformers does"
-            )
         if missing:
             fix = _TIED if missing == [HEAD_TENSOR] else _OTHER
             raise ValueError(f"model: {self.folder} lacks {_list(missing)}; {fix}")
@@ -140,14 +164,29 @@ class Checkpoint:
         """Warn on stderr about the tensors that are not trained."""
         if names := [name for name in self.left_out(hf_config) if not name.endswith(INV_FREQ)]:
             warn(f"model: not trained, dropped from {self.folder}: {counted(names)}")
+        if packed := [name for name, view in self.views.items() if view.dtype]:
+            dtypes = ", ".join(sorted({dtype_name(self.entry(name).dtype) for name in packed}))
+            warn(
+                f"model: dequantized to {dtypes} from {self.folder}, for training, exports and vLLM: {counted(packed)}"
+            )
 
     def entry(self, name: str) -> Entry:
-        """Return dtype and shape of a tensor."""
+        """Return dtype and shape of a tensor; for a packed one, those that it is computed in."""
+        if view := self.views.get(name):
+            first = view.parts[0]
+            dtype = view.dtype or self.files[self.stored_where[first]].entries[first].dtype
+            return Entry(dtype, view.shape, 0, math.prod(view.shape) * dtype.itemsize)
         return self.files[self.where[name]].entries[name]
 
     def tensor(self, name: str) -> Tensor:
-        """Return a whole tensor in its stored shape and dtype: a read-only view of its file."""
-        return self.files[self.where[name]].tensor(name)
+        """Return a whole tensor: a read-only view of its file, or computed from packed ones."""
+        if view := self.views.get(name):
+            return view.whole(self.stored)
+        return self.stored(name)
+
+    def stored(self, name: str) -> Tensor:
+        """Return a tensor of the files in its stored shape and dtype: a read-only view of its file."""
+        return self.files[self.stored_where[name]].tensor(name)
 
     def bytes_of(self, name: str) -> memoryview:
         """Return the bytes of a tensor as stored."""
@@ -162,9 +201,10 @@ class Checkpoint:
             raise ValueError(f"model: {block.name} in {file} is {entry.dtype}, quantized; use the original weights")
 
     def read(self, block: Block) -> Tensor:
-        """Return a checked block [block_shape] in its stored dtype: a read-only view of the file. Raises ValueError for
-        NaN or infinity in it."""
-        part = self.tensor(block.name)[block.slices]
+        """Return a checked block [block_shape] in the dtype of `entry`: a read-only view of the file, or computed from
+        packed tensors. Raises ValueError for NaN or infinity in it."""
+        view = self.views.get(block.name)
+        part = view.read(self.stored, block.slices) if view else self.stored(block.name)[block.slices]
         if bad := first_bad(part):
             where = f"{block.name} in {self.folder / self.where[block.name]}"
             what = f"holds {bad} of the part {brackets(block.box)}"

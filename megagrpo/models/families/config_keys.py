@@ -16,6 +16,7 @@ from megagrpo.models.families.family import (
     rope_problems,
     unknown_rope_keys,
 )
+from megagrpo.models.families.precisions import precision_problems
 
 # Keys that change no logit of a text model, whatever their value.
 HARMLESS = frozenset(
@@ -86,7 +87,8 @@ def architecture_problems(raw: Raw) -> list[str]:
     kinds = _rope_types(raw)
     wrong += rope_problems(family, raw, kinds)
     unknown_parameters = unknown_rope_keys(family, raw)
-    return wrong + _key_problems(family, raw, unknown_parameters) + family.problems(raw)
+    wrong += _key_problems(family, raw, unknown_parameters) + precision_problems(raw)
+    return wrong + family.problems(raw)
 
 
 def _wrong_types(family: Family, raw: Raw) -> list[str]:

@@ -81,15 +81,7 @@ DEEPSEEK_V3 = Family(
     keys=(*latent.LATENT_KEYS, "num_nextn_predict_layers", "num_mtp_layers"),
     fixed=latent.LATENT_FIXED
     | {key: (value, f"set it to {value}, the only one that is supported") for key, value in _ROUTING.items()}
-    | NORMALIZED
-    | {
-        "quantization_config": (
-            None,
-            "quantized weights cannot be trained. If a release has no others, convert them to bfloat16 (for FP8: "
-            "inference/fp8_cast_bf16.py of DeepSeek-V3's repository), then remove quantization_config from the copy's "
-            "config.json",
-        ),
-    },
+    | NORMALIZED,
     dropped=beyond,
     example=Example(
         models="DeepSeek-V3, R1",

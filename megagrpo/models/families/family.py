@@ -18,12 +18,12 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # values of config.json's layer_types
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-# Keys of config.json that are read for every family: by `common_config`, `rope`, Megatron's configuration and
-# `families.keys`.
+# Keys of config.json that are read for every family: by `common_config`, `rope`, Megatron's configuration,
+# `families.keys` and `precisions`.
 COMMON = (
     *("model_type", "architectures", "auto_map", *REQUIRED, "num_key_value_heads", "head_dim", "tie_word_embeddings"),
     *("rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
-    *("max_position_embeddings", "dtype", "torch_dtype", "initializer_range"),
+    *("max_position_embeddings", "dtype", "torch_dtype", "initializer_range", "quantization_config"),
 )
 _DROPOUT = (0, "dropout is not supported; set it to 0")
 _HEAD_NORMS = (False, "norms of queries and keys are not supported")
@@ -37,7 +37,6 @@ FIXED: dict[str, tuple[Any, str]] = {
     "attention_out_bias": (False, "a bias in the output projection of attention is not supported"),
     "qkv_bias": (False, "biases on queries, keys and values are not supported"),
     "lm_head_bias": (False, "a bias in the LM head is not supported"),
-    "quantization_config": (None, "quantized weights cannot be trained; use the original weights"),
     "quantization": (None, "quantized weights cannot be trained; use the original weights"),
     "attention_dropout": _DROPOUT,
     "hidden_dropout": _DROPOUT,

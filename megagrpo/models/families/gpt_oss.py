@@ -58,13 +58,7 @@ _TABLE |= {
     "mlp.experts.linear_fc2.weight": _down(MLP + "experts.down_proj"),
     "mlp.experts.linear_fc2.bias": _down(MLP + "experts.down_proj_bias"),
 }
-MXFP4 = (
-    "MXFP4 weights cannot be trained. Write them in bfloat16: AutoModelForCausalLM.from_pretrained(THIS, "
-    "dtype='bfloat16', quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(NEW, "
-    "save_original_format=False); add the tokenizer's files"
-)
 _FIXED = {
-    "quantization_config": (None, MXFP4),
     **dict.fromkeys(("attention_bias", "qkv_bias"), (True, "attention without biases is not supported")),
     "tie_word_embeddings": (False, "vLLM's model has an untied LM head"),
     **{

@@ -36,6 +36,7 @@ from megagrpo.sync.vllm_side.loading import Loading, first_names
 from megagrpo.sync.vllm_side.reader import ShardReader
 from megagrpo.sync.vllm_side.receiver import Receiver, Worker, receiver_class
 from megagrpo.sync.vllm_side.stores import listen_on_own_address
+from megagrpo.sync.vllm_side.unpacking import register_loader
 from megagrpo.sync.wire.exchange import clear_frames
 from megagrpo.sync.wire.tensor_index import WeightSyncError
 
@@ -57,6 +58,7 @@ def register() -> None:
         return_routed_experts()
         count_workers_of_a_node()
         name_file_stores_by_owner()
+    register_loader()
     if WEIGHT_BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, __name__, "ShardEngine")
 

@@ -1,0 +1,73 @@
+"""Experts as transformers 5 holds them in memory and saves them with `save_original_format=False`: a block has
+`experts.gate_up_proj` [experts, 2 x width, hidden] and `experts.down_proj` [experts, hidden, width]."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.blocks import named
+from megagrpo.models.families.config_keys import architecture_problems
+from megagrpo.models.families.family import Table
+from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.models.precision.view import Get, Slices, Stored, View
+
+FUSED_EXPERTS = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(gate_up_proj|down_proj)")
+_EXPERTS = {"gate_up_proj": "mlp.experts.linear_fc1.weight", "down_proj": "mlp.experts.linear_fc2.weight"}
+# Names of transformers' other parameters in such blocks -> the parameter in the families' tables.
+_BESIDE = {
+    "mlp.gate.weight": "mlp.router.weight",
+    "block_sparse_moe.router.weight": "mlp.router.weight",
+    "mlp.gate.moe_statics.e_score_correction_bias": "mlp.router.expert_bias",
+}
+
+
+def fused_views(raw: dict[str, Any], stored: Stored) -> dict[str, View]:
+    """Return a view per tensor that the family names in another way; empty when files hold no fused experts."""
+    fused = [match for match in map(FUSED_EXPERTS.fullmatch, stored) if match]
+    if not fused or architecture_problems(raw):
+        return {}
+    hf_config = parse_hf_config(raw)
+    table = FAMILIES[hf_config.family].table(hf_config)
+    views: dict[str, View] = {}
+    for match in fused:
+        views |= _of_experts(match[0], int(match[1]), table[_EXPERTS[match[2]]].names, stored[match[0]])
+    for layer in {int(match[1]) for match in fused}:
+        views |= _beside(layer, table, stored)
+    return {name: view for name, view in views.items() if name not in stored}
+
+
+def _of_experts(
+    fused: str, layer: int, patterns: tuple[str, ...], shape: tuple[int, ...]
+) -> Iterator[tuple[str, View]]:
+    """Yield the views of one fused tensor; the tensors of an expert are `patterns`, one above the other."""
+    if "{E}" not in patterns[0]:
+        yield named(patterns[0], layer, None), View(None, shape, (fused,), partial(_whole, fused))
+        return
+    experts, rows, columns = shape
+    rows //= len(patterns)
+    for expert in range(experts):
+        for i, pattern in enumerate(patterns):
+            read = partial(_read, fused, expert, i * rows)
+            yield named(pattern, layer, expert), View(None, (rows, columns), (fused,), read)
+
+
+def _beside(layer: int, table: Table, stored: Stored) -> Iterator[tuple[str, View]]:
+    for theirs, ours in _BESIDE.items():
+        name = f"model.layers.{layer}.{theirs}"
+        if name in stored and ours in table:
+            yield named(table[ours].names[0], layer, None), View(None, stored[name], (name,), partial(_whole, name))
+
+
+def _whole(name: str, get: Get, slices: Slices) -> Tensor:
+    return get(name)[slices]
+
+
+def _read(name: str, expert: int, first: int, get: Get, slices: Slices) -> Tensor:
+    rows, columns = slices
+    return get(name)[expert, first + rows.start : first + rows.stop, columns]

@@ -1,0 +1,35 @@
+"""Experts that transformers 5 saves fused are read as the tensors of the family's own files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_families import MODELS, has_experts, tiny_model
+
+from megagrpo.models.bridge.load import Checkpoint
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.models.families.weight_sources import SINGLE
+
+ONE_OF_EACH = {kind: name for name, (kind, _) in MODELS.items() if has_experts(name)}.values()
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_every_family_reads_them_as_its_own(name, tmp_path):
+    from megagrpo.sync.vllm_side.unpacking import unpacked
+
+    model = tiny_model(*MODELS[name]).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "own")
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    own, fused = Checkpoint(tmp_path / "own"), Checkpoint(tmp_path / "fused")
+    assert set(fused.files[SINGLE].entries) != set(own.where) or name.startswith("gpt_oss")
+    fused.check_all(load_hf_config(tmp_path / "fused"))
+    assert fused.where.keys() == own.where.keys()
+    read = dict(unpacked(tmp_path / "fused"))
+    assert read.keys() == own.where.keys()
+    for tensor in own.where:
+        assert (
+            own.entry(tensor).dtype == fused.entry(tensor).dtype
+            and own.entry(tensor).shape == fused.entry(tensor).shape
+        )
+        assert torch.equal(own.tensor(tensor), fused.tensor(tensor)), tensor
+        assert torch.equal(own.tensor(tensor), read[tensor]), tensor
