@@ -142,6 +142,9 @@ def _unknown(raw: Raw) -> str:
             near = get_close_matches(inside.removesuffix("_text"), FAMILIES, n=3)
             supported = ", ".join([*near, *(name for name in FAMILIES if name not in near)])
             return f"{kind} is multimodal, and its text model {inside} is not supported either; supported: {supported}"
+        if inside != "gemma3_text":
+            said = f"{kind} is multimodal, and only text models are supported; taking its text model {inside} out of"
+            return f"{said} the folder is not supported either; name a release of {inside} without images"
         return (
             f"{kind} is multimodal, but only text models are supported; name a folder with its text model "
             f"(model_type {inside}); docs/troubleshooting.md has the code that writes it"
