@@ -1,4 +1,4 @@
-"""Lists the tensors and metadata of a checkpoint: `megagrpo inspect` with the same arguments."""
+"""Shows what a run would load of a model, or lists a checkpoint: `megagrpo inspect` with the same arguments."""
 
 import sys
 from pathlib import Path

@@ -22,7 +22,7 @@ COMMANDS: dict[str, str] = {  # name -> summary in `megagrpo --help`
     "convert": "convert Hugging Face weights to a Megatron checkpoint",
     "export": "convert a Megatron checkpoint to a Hugging Face folder",
     "merge": "merge a LoRA adapter into its model",
-    "inspect": "list the tensors and metadata of a checkpoint",
+    "inspect": "show what a run would load of a model, or list a checkpoint",
     "roundtrip": "check that converting a model there and back changes no byte",
     "new-family": "draft the file of a model family from a config.json",
     "keys": "list the keys of a config with type, default and meaning",

@@ -48,11 +48,19 @@ def contents(path: Path) -> Contents:
     if (path / CONFIG).is_file():
         return _of_adapter(path)
     path = newest_iteration(path)
-    if (path / "metadata.json").is_file():
-        return _of_megatron(path)
-    checkpoint = Checkpoint(path)
+    return _of_megatron(path) if (path / "metadata.json").is_file() else of_checkpoint(Checkpoint(path))
+
+
+def is_model(path: Path) -> bool:
+    """Whether the folder `path` is neither an adapter nor a Megatron checkpoint, so that it could only be a Hugging
+    Face model."""
+    return not (path / CONFIG).is_file() and not (newest_iteration(path) / "metadata.json").is_file()
+
+
+def of_checkpoint(checkpoint: Checkpoint) -> Contents:
+    """Return the content of a Hugging Face folder whose headers have been read."""
     rows = [_row(name, checkpoint.entry(name), checkpoint.where[name]) for name in checkpoint.where]
-    return Contents("Hugging Face model", _facts_of_model(path), rows)
+    return Contents("Hugging Face model", _facts_of_model(checkpoint.folder), rows)
 
 
 def _of_adapter(path: Path) -> Contents:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -120,18 +121,28 @@ class Checkpoint:
 
         Also raises ValueError if a tensor on disk has no place in the model on any rank, unless the family drops it.
         """
-        self._check_names({block.name for block in wanted}, hf_config)
-        for block in wanted:
-            self._check_tensor(block)
+        _raise_first(self._name_problems({block.name for block in wanted}, hf_config))
+        _raise_first(problem for block in wanted for problem in self._tensor_problems(block.name, block.shape))
 
     def check_all(self, hf_config: HfConfig) -> None:
         """Raises ValueError when any tensor of the model is missing, a tensor on disk has no place in the model, or the
         head differs from embeddings that are tied to it."""
-        self._check_names(tensor_names(hf_config) - ({HEAD_TENSOR} if hf_config.tied_embeddings else set()), hf_config)
+        _raise_first(self._name_problems(_needed(hf_config), hf_config))
         self.check_head(hf_config)
 
     def check_head(self, hf_config: HfConfig) -> None:
         """Raises ValueError if config.json ties the embeddings but the files' LM head differs. Reads both tensors."""
+        _raise_first(self._head_problems(hf_config))
+
+    def problems(self, hf_config: HfConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Return everything that `check` and `check_head` would refuse on some rank. `shapes` has every tensor."""
+        needed = _needed(hf_config)
+        found = [*self._name_problems(needed, hf_config)]
+        for name in sorted(needed & self.where.keys()):
+            found += self._tensor_problems(name, shapes[name])
+        return [*found, *self._head_problems(hf_config)]
+
+    def _head_problems(self, hf_config: HfConfig) -> Iterator[str]:
         embedding = FAMILIES[hf_config.family].table(hf_config)[EMBEDDING].names[0]
         if not hf_config.tied_embeddings or not {HEAD_TENSOR, embedding} <= self.where.keys():
             return
@@ -139,20 +150,19 @@ class Checkpoint:
         pairs = zip(one.split(_ROWS), other.split(_ROWS), strict=False)
         if one.shape != other.shape or not all(torch.equal(a.float(), b.float()) for a, b in pairs):
             head = f"{HEAD_TENSOR} in {self.folder / self.where[HEAD_TENSOR]}"
-            raise ValueError(
-                f"model: {head} differs from {embedding}, but config.json ties them; set tie_word_embeddings to false "
+            yield (
+                f"{head} differs from {embedding}, but config.json ties them; set tie_word_embeddings to false "
                 "in config.json, or remove the tensor if the head is a leftover"
             )
 
-    def _check_names(self, needed: set[str], hf_config: HfConfig) -> None:
+    def _name_problems(self, needed: set[str], hf_config: HfConfig) -> Iterator[str]:
         missing = sorted(needed - set(self.where))
         unused = sorted(set(self.where) - tensor_names(hf_config) - set(self.left_out(hf_config)))
         if missing:
             fix = _TIED if missing == [HEAD_TENSOR] else _OTHER
-            raise ValueError(f"model: {self.folder} lacks {_list(missing)}; {fix}")
+            yield f"{self.folder} lacks {_list(missing)}; {fix}"
         if unused:
-            holds = f"{self.folder} holds {_list(unused)}, which this architecture does not use"
-            raise ValueError(f"model: {holds}; {_OTHER}")
+            yield f"{self.folder} holds {_list(unused)}, which this architecture does not use; {_OTHER}"
 
     def left_out(self, hf_config: HfConfig) -> list[str]:
         """Return the dropped tensors: those this family does not train, and rotary frequencies (from config.json)."""
@@ -192,13 +202,13 @@ class Checkpoint:
         """Return the bytes of a tensor as stored."""
         return self.tensor(name).reshape(-1).view(torch.uint8).numpy().data
 
-    def _check_tensor(self, block: Block) -> None:
-        entry, file = self.entry(block.name), self.folder / self.where[block.name]
-        if entry.shape != block.shape:
-            shapes = f"has shape {entry.shape}; config.json implies {block.shape}"
-            raise ValueError(f"model: {block.name} in {file} {shapes}; they belong to different models")
+    def _tensor_problems(self, name: str, shape: tuple[int, ...]) -> Iterator[str]:
+        entry, file = self.entry(name), self.folder / self.where[name]
+        if entry.shape != shape:
+            shapes = f"has shape {entry.shape}; config.json implies {shape}"
+            yield f"{name} in {file} {shapes}; they belong to different models"
         if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
-            raise ValueError(f"model: {block.name} in {file} is {entry.dtype}, quantized; use the original weights")
+            yield f"{name} in {file} is {entry.dtype}, quantized; use the original weights"
 
     def read(self, block: Block) -> Tensor:
         """Return a checked block [block_shape] in the dtype of `entry`: a read-only view of the file, or computed from
@@ -210,6 +220,16 @@ class Checkpoint:
             what = f"holds {bad} of the part {brackets(block.box)}"
             raise ValueError(f"model: {where} {what}; the weights are broken: use another checkpoint")
         return part
+
+
+def _needed(hf_config: HfConfig) -> set[str]:
+    """Return the tensors that files of the whole model must hold."""
+    return tensor_names(hf_config) - ({HEAD_TENSOR} if hf_config.tied_embeddings else set())
+
+
+def _raise_first(problems: Iterable[str]) -> None:
+    for problem in problems:
+        raise ValueError(f"model: {problem}")
 
 
 def _weight_map(folder: Path, index: bytes) -> dict[str, str]:

@@ -6,6 +6,7 @@ blocks of each rank of that stage."""
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,9 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.bridge.parameter_blocks import blocks
+from megagrpo.models.bridge.parameter_blocks import blocks, tensor_names
+from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.boxes import Box
+from megagrpo.models.families.dense import EMBEDDING, HEAD
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.parallel.planned_layouts import imagined_layouts
 from megagrpo.policy.build import build_model
@@ -45,6 +48,8 @@ class _Alone(TorchFunctionMode):
         return None if func is dist.all_reduce else func(*args, **(kwargs or {}))
 
 
+_ANY_EXPERT = re.compile(r"(\.experts)\.\d+\.")
+
 Shapes = dict[str, tuple[int, ...]]
 Holders = dict[str, dict[Box, list[int]]]  # tensor -> box -> the ranks that hold the box
 
@@ -70,3 +75,20 @@ def held_boxes(model: HfConfig, parallel: ParallelSection, world_size: int, alon
                 if of_block[-1:] != ranks[-1:]:  # a tied head next to its embedding repeats the block
                     of_block.extend(ranks)
     return shapes, holders
+
+
+def tensor_shapes(model: HfConfig, alone: Layout) -> Shapes:
+    """Return the shape of every tensor of the whole model, its tied head included.
+
+    `alone` is this process's own layout, with one rank. Of each mixture only the first expert is built, on the first of
+    as many ranks as there are experts, because all experts have the same shapes.
+    """
+    count = model.experts.count if model.experts else 1
+    _, layout = next(imagined_layouts(alone, ParallelSection(ep=count), count))
+    with without_data():
+        chunks = build_model(model, layout, ModelOptions(dtype=torch.bfloat16, init_weights=False))
+        built = {block.name: block.shape for _, _, of_one in blocks(chunks, model, layout) for block in of_one}
+    if model.tied_embeddings:
+        table = FAMILIES[model.family].table(model)
+        built.setdefault(table[HEAD].names[0], built[table[EMBEDDING].names[0]])
+    return {name: built[_ANY_EXPERT.sub(r"\1.0.", name)] for name in tensor_names(model)}

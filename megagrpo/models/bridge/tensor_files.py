@@ -36,6 +36,7 @@ SAFETENSORS_DTYPES = {
 NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 METADATA_KEY = "__metadata__"
 _PREFIX = 8
+LFS_POINTER = b"version "  # first bytes of the text file that git keeps in place of a large file
 _RELEASE = 2**28  # bytes read from mapped files before their pages are released
 COPY_AGAIN = "download or copy the file again"
 
@@ -110,7 +111,11 @@ def read_header(path: Path) -> bytes:
     """Return the file's header. Raises ValueError when the file ends inside it, OSError when it cannot be read."""
     with open(path, "rb") as file:
         size = path.stat().st_size
-        length = int.from_bytes(file.read(_PREFIX), "little")
+        first = file.read(_PREFIX)
+        length = int.from_bytes(first, "little")
+        if first == LFS_POINTER:
+            said = "is a git-lfs pointer, not weights; run `git lfs pull` in its folder, or download the model again"
+            raise ValueError(f"model: {path} {said}")
         if size < _PREFIX or length > size - _PREFIX:
             why = f"is truncated or not a safetensors file: its {size} bytes end inside the header"
             raise ValueError(f"model: {path} {why}; {COPY_AGAIN}")

@@ -51,6 +51,7 @@ _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "q_lora_rank", "sliding_wi
 # Type of values in config.json -> the keys with this type or null, and the type's name.
 _TYPES: dict[type | tuple[type, ...], tuple[tuple[str, ...], str]] = {
     dict: (("rope_scaling", "rope_parameters"), "an object of keys and values"),
+    bool: (("tie_word_embeddings",), "true or false"),
     list: (("layer_types", "mlp_only_layers", "no_rope_layers"), "a list"),
     (int, float): (
         (
@@ -142,6 +143,9 @@ def _unknown(raw: Raw) -> str:
             near = get_close_matches(inside.removesuffix("_text"), FAMILIES, n=3)
             supported = ", ".join([*near, *(name for name in FAMILIES if name not in near)])
             return f"{kind} is multimodal, and its text model {inside} is not supported either; supported: {supported}"
+        if inside != "gemma3_text":
+            said = f"{kind} is multimodal, and only text models are supported; taking its text model {inside} out of"
+            return f"{said} the folder is not supported either; name a release of {inside} without images"
         return (
             f"{kind} is multimodal, but only text models are supported; name a folder with its text model "
             f"(model_type {inside}); docs/troubleshooting.md has the code that writes it"

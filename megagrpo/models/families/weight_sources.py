@@ -35,6 +35,7 @@ ADAPTER_CONFIG = "adapter_config.json"  # file of an adapter as PEFT saves it
 MEGATRON_LM = "latest_checkpointed_iteration.txt"  # file beside Megatron-LM's checkpoints, names the newest one
 TORCH_DIST = "metadata.json"  # file of every distributed checkpoint
 NEMO_WEIGHTS = f"weights/{TORCH_DIST}"  # the same of a checkpoint of NeMo, beside the folder of its configuration
+CONSOLIDATED = "consolidated"  # first word of file names with Mistral's own names of tensors
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
@@ -143,7 +144,8 @@ def _check(folder: Path, key: str) -> None:
 def weight_files_problem(folder: Path) -> str | None:
     """Return why the names of the safetensors files in `folder` leave the model's weights ambiguous, or None.
 
-    transformers reads model.safetensors if there is one. vLLM reads the files that the index names, or else all files.
+    transformers reads model.safetensors if there is one. vLLM reads consolidated*.safetensors if any exist, or else the
+    files that the index names, or else all files.
     """
     if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
         return f"{folder} holds neither {SINGLE} nor {INDEX}; convert the weights to safetensors"
@@ -155,6 +157,10 @@ def weight_files_problem(folder: Path) -> str | None:
     if indexed is not None and SINGLE in others:
         which = f"{SINGLE} and {INDEX}, which names {_list(sorted(indexed))}"
         return f"{folder} holds two models: {which}; remove the older one: the file, or the index and its files"
+    if own_format := [name for name in others if name.startswith(CONSOLIDATED)]:
+        beside = INDEX if indexed is not None else SINGLE
+        which = f"{folder} holds {_list(own_format)} (Mistral's format) beside {beside}, and vLLM reads the former"
+        return f"{which}; move {'it' if len(own_format) == 1 else 'them'} out of the folder"
     if shards:
         which = f"{INDEX} does not name"
         which = which if indexed is not None else f"belong to an index that is missing, beside {SINGLE}"

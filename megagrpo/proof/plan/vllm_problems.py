@@ -35,11 +35,16 @@ def rollout_problems(config: RunConfig, model: HfConfig, sequence: float) -> Ite
         yield Problem(("rollout.kv_cache_gb", *LONGEST_SAMPLE), f"{said} {ceil(sequence * 10) / 10:g} or more", rule=14)
 
 
-def _server_problems(r: RolloutSection, model: HfConfig) -> Iterator[Problem]:
-    """Yield why servers that the run starts cannot be sharded as `r` requires."""
+def unserved_problems(model: HfConfig) -> Iterator[Problem]:
+    """Yield why no vLLM serves the model's family."""
     if reason := FAMILIES[model.family].unserved:
         said = f"{model.family} cannot be trained: {reason}; its models can be converted, exported and verified"
         yield Problem(("model.path",), said)
+
+
+def _server_problems(r: RolloutSection, model: HfConfig) -> Iterator[Problem]:
+    """Yield why servers that the run starts cannot be sharded as `r` requires."""
+    yield from unserved_problems(model)
     shared_out = r.enable_expert_parallel
     valid = [tp for tp in range(1, model.num_heads + 1) if vllm_can_split(model, tp, shared_out)]
     if r.tp not in valid:

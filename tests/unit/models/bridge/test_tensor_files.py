@@ -96,6 +96,21 @@ def test_a_header_that_ends_beyond_the_file_or_is_no_json_is_named(folder):
     refused(folder, str(path), "its header is not a JSON object")
 
 
+def test_a_pointer_of_git_lfs_is_named_with_the_command_that_fetches_the_file(folder):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4965799096\n"
+    (folder / "a.safetensors").write_text(pointer)
+    refused(folder, f"{folder / 'a.safetensors'} is a git-lfs pointer, not weights; run `git lfs pull`")
+
+
+def test_an_empty_shard_and_a_total_size_that_differs(folder):
+    """The sum in the index is not read: published indexes have other numbers there."""
+    index = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).write_text(json.dumps(index | {"metadata": {"total_size": 1}}))
+    assert Checkpoint(folder).where == index["weight_map"]
+    (folder / "a.safetensors").write_bytes(b"")
+    refused(folder, f"{folder / 'a.safetensors'} is truncated or not a safetensors file: its 0 bytes end inside")
+
+
 def test_bytes_after_the_last_tensor_are_damage(folder):
     with open(folder / "b.safetensors", "ab") as file:
         file.write(b"more")

@@ -139,6 +139,7 @@ def test_another_class_and_code_of_the_models_own_are_refused():
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn' in config.json; it must be an object of keys and values"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5' in config.json; it must be a number"),
         ({"layer_types": True}, "layer_types is True in config.json; it must be a list"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false' in config.json; it must be true or false"),
         (
             {"max_position_embeddings": 4096.5},
             "max_position_embeddings is 4096.5 in config.json; it must be a whole number",

@@ -277,6 +277,14 @@ def test_a_multimodal_model_is_refused_with_a_way_out():
     assert problem.startswith("gemma3 is multimodal") and "(model_type gemma3_text); docs/troubleshooting.md" in problem
 
 
+def test_only_gemma_3_is_sent_to_the_code_that_writes_its_text_model():
+    (problem,) = architecture_problems({"model_type": "mistral3", "text_config": SMOLLM2 | {"model_type": "mistral"}})
+    assert problem == (
+        "mistral3 is multimodal, and only text models are supported; taking its text model mistral out of the folder "
+        "is not supported either; name a release of mistral without images"
+    )
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "said"),
     [

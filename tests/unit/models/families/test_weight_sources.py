@@ -84,10 +84,22 @@ TWO = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
         ({TWO[0]: ""}, f"holds {TWO[0]}, which belong to an index that is missing, beside model.safetensors"),
         (
             {"consolidated.safetensors": ""},
-            "holds consolidated.safetensors beside model.safetensors, and vLLM reads all of them",
+            "holds consolidated.safetensors (Mistral's format) beside model.safetensors, and vLLM reads the former; "
+            "move it out of the folder",
         ),
+        ({"ema.safetensors": ""}, "holds ema.safetensors beside model.safetensors, and vLLM reads all of them"),
         ({"adapter_config.json": "{}"}, "holds an adapter and a model (adapter_config.json); name its base model here"),
-        ({INDEX: index("model.safetensors"), "consolidated.safetensors": ""}, None),
+        (
+            {
+                INDEX: index("model.safetensors"),
+                "consolidated-00001-of-00002.safetensors": "",
+                "consolidated-00002-of-00002.safetensors": "",
+                "consolidated.safetensors.index.json": index("consolidated-00001-of-00002.safetensors"),
+            },
+            f"holds consolidated-00001-of-00002.safetensors, consolidated-00002-of-00002.safetensors (Mistral's format) "
+            f"beside {INDEX}, and vLLM reads the former; move them out of the folder",
+        ),
+        ({INDEX: index("model.safetensors"), "ema.safetensors": ""}, None),  # no reader opens it
         (
             {
                 "pytorch_model.bin": "",
