@@ -65,7 +65,7 @@ REFUSED_ARGUMENTS = {
     "--enable-auto-tool-choice": "is set by multi_turn.tool_parser; leave it out",
     "--structured-outputs-config": "is set by rollout.structured_outputs; leave it out",
     "--enable-sleep-mode": "is set by rollout.placement; leave it out",
-    "--hf-overrides": "changes the servers' model and not the policy's; edit config.json in a copy of the model's folder",
+    "--hf-overrides": "changes the servers' model and not the policy's; edit config.json in a copy of the folder",
     "--config": "names a file with more arguments, which this check cannot read; write them in rollout.extra_args",
     "--help": "starts no server; leave it out",
     "--logits-processors": "changes the sampled distribution, which the trainer cannot reproduce; leave it out",
