@@ -118,6 +118,14 @@ def _is_recurrent(model_folder: Path) -> bool:
         return False
 
 
+def _is_packed(model_folder: Path) -> bool:
+    """Whether the files hold tensors that the plugin computes; False for files that only vLLM can read."""
+    try:
+        return bool(Checkpoint(model_folder).views)
+    except ValueError:
+        return False
+
+
 def _options(
     config: RunConfig,
     model_folder: Path,
@@ -133,7 +141,7 @@ def _options(
         model=str(model_folder.resolve()),
         dtype=dtype,
         quantization=None if r.quantization == "none" else r.quantization,
-        packed=bool(Checkpoint(model_folder).views),
+        packed=_is_packed(model_folder),
         max_model_len=max_model_len or config.longest_sequence,
         tp=r.tp,
         pp=r.pp,
