@@ -143,10 +143,10 @@ class Layout:
 
     def release(self) -> None:
         """Destroy the groups of the axes, so that another layout can be initialised in the same world."""
-        groups = {*(parallel_state._global_process_group_list or ()), self.leaders, self.replica, self.ends}
-        known = distributed_c10d._world.pg_map.keys()  # without the groups of an earlier release
-        for group in (groups & known) - {dist.group.WORLD}:
-            dist.destroy_process_group(group)  # else its threads and connections stay
+        groups = (*(parallel_state._global_process_group_list or ()), self.replica, self.leaders, self.ends)
+        for group in dict.fromkeys(groups):  # in the order of creation, which is that of every rank
+            if group in distributed_c10d._world.pg_map and group is not dist.group.WORLD:
+                dist.destroy_process_group(group)  # else its threads and connections stay
         parallel_state.destroy_model_parallel()
         # Megatron-Core 0.19 keeps some groups. In a fork of this process their destructors would wait for threads that
         # a fork lacks.
