@@ -143,7 +143,8 @@ class Layout:
 
     def release(self) -> None:
         """Destroy the groups of the axes, so that another layout can be initialised in the same world."""
-        groups = (*(parallel_state._global_process_group_list or ()), self.replica, self.leaders, self.ends)
+        own = self.cpu_group, self.replica, self.leaders, self.ends
+        groups = (*(parallel_state._global_process_group_list or ()), *own)
         for group in dict.fromkeys(groups):  # in the order of creation, which is that of every rank
             if group in distributed_c10d._world.pg_map and group is not dist.group.WORLD:
                 dist.destroy_process_group(group)  # else its threads and connections stay
