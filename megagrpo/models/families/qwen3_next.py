@@ -19,7 +19,7 @@ from megagrpo.models.families.family import (
     expert_problems,
     mixture,
 )
-from megagrpo.models.families.hybrid import DELTA, DELTA_KEYS, HYBRID, hybrid
+from megagrpo.models.families.hybrid import DELTA, DELTA_KEYS, HYBRID, SERVED_DELTA, hybrid
 from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS, moe_blocks
 
 _PROJECTIONS = dict.fromkeys("qkvz", DELTA + "in_proj_qkvz.weight") | dict.fromkeys("ba", DELTA + "in_proj_ba.weight")
@@ -103,7 +103,7 @@ FAMILY = Family(
             use_sliding_window=False,
             vocab_size=151936,
         ),
-        served=dict(linear_key_head_dim=128, linear_value_head_dim=128),
+        served=SERVED_DELTA,
         served_dtype="bfloat16",
     ),
 )

@@ -288,11 +288,6 @@ def test_only_gemma_3_is_sent_to_the_code_that_writes_its_text_model():
 @pytest.mark.parametrize(
     ("kind", "text", "said"),
     [
-        (
-            "qwen3_5",
-            "qwen3_5_text",
-            "its text model qwen3_5_text is not supported either; supported: qwen3, qwen3_moe, qwen3_next, ",
-        ),
         ("llama4", "llama4_text", "its text model llama4_text is not supported either; supported: llama, "),
         ("mistral3", "ministral3", "its text model ministral3 is not supported either; supported: mistral, mixtral, "),
         ("new", None, "its text model without model_type is not supported either; supported: "),
