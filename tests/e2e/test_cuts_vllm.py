@@ -80,6 +80,7 @@ def shapes_of(kind):
         ("qwen3_moe", EngineLayout(tp=2, ep=2)),
         pytest.param("qwen3_moe", EngineLayout(tp=2), marks=pytest.mark.full),
         pytest.param("qwen3_next", EngineLayout(tp=2), marks=pytest.mark.full),
+        pytest.param("qwen3_5_moe", EngineLayout(tp=2), marks=pytest.mark.full),
         pytest.param("qwen2", EngineLayout(tp=2, pp=2), marks=pytest.mark.full),
         pytest.param("llama", EngineLayout(tp=4), marks=pytest.mark.full),  # twice as many workers as key-value heads
     ],
