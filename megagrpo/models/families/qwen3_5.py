@@ -1,6 +1,6 @@
-"""Qwen3.5, dense: Qwen3-Next's blocks, with the projections of Gated DeltaNet in four tensors. The rotation by three
-positions is the usual one for text, whose three positions are equal. Layers for predicting several tokens are dropped.
-"""
+"""Qwen3.5, dense, alone and inside its multimodal model: Qwen3-Next's blocks, with the projections of Gated DeltaNet in
+four tensors. The rotation by three positions is the usual one for text, whose three positions are equal. Layers for
+predicting several tokens are not trained."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from megagrpo.models.families.example import Example
 from megagrpo.models.families.family import FULL, LINEAR, REQUIRED, Family, Raw
 from megagrpo.models.families.hybrid import DELTA, DELTA_KEYS, HYBRID, SERVED_DELTA, hybrid
 from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS
+from megagrpo.models.families.wrapper import Wrapper
 
 _PROJECTIONS = {part: f"{DELTA}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a") for part in name}
 TABLE = HYBRID | {"self_attention.in_proj.weight": delta_rows(_PROJECTIONS)}
@@ -20,12 +21,22 @@ def _problems(raw: Raw) -> list[str]:
     return [] if gate in _GATES else [f"output_gate_type={gate!r} is not supported; supported: {', '.join(_GATES)}"]
 
 
-_ROPE = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[2, 2, 2])
-TINY: Raw = dict(head_dim=24, linear_num_key_heads=2, linear_num_value_heads=4, rms_norm_eps=1e-2)
+_ROPE = dict(rope_type="default", rope_theta=1e4, mrope_interleaved=True)
+TINY: Raw = dict(
+    rope_parameters=_ROPE | dict(partial_rotary_factor=0.25, mrope_section=[2, 1, 1]),
+    head_dim=24,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    rms_norm_eps=1e-2,
+)
 TINY |= dict(linear_key_head_dim=12, linear_value_head_dim=20, layer_types=[LINEAR, FULL] * 2)
 ALIKE: Raw = TINY | dict(linear_num_key_heads=6, linear_num_value_heads=6, linear_key_head_dim=16)
 ALIKE |= dict(linear_value_head_dim=8, linear_conv_kernel_dim=3, layer_types=[FULL, LINEAR, LINEAR, LINEAR])
-ALIKE |= dict(tie_word_embeddings=True, rope_parameters=_ROPE)
+ALIKE |= dict(tie_word_embeddings=True)
+ALIKE |= dict(rope_parameters=_ROPE | dict(partial_rotary_factor=0.5, mrope_section=[3, 3, 2]))
+_TOWER: Raw = dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2, num_position_embeddings=16)
+WHOLE: Raw = dict(vision_config=_TOWER | dict(out_hidden_size=96), image_token_id=126, video_token_id=125)
+WHOLE |= dict(vision_start_token_id=124, vision_end_token_id=123)
 FAMILY = Family(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
@@ -41,7 +52,8 @@ FAMILY = Family(
         "attn_output_gate": (True, "attention of this family has an output gate"),
         "layer_scale": (False, "scales of whole layers are not supported"),
     },
-    dropped=lambda hf: (r"mtp\..+",),
+    untrained=lambda hf: (r"mtp\..+",),
+    wrappers=(Wrapper("qwen3_5", "Qwen3_5ForConditionalGeneration", "model.language_model."),),
     rope_types=("default", "yarn"),
     rope_keys=("mrope_section", "mrope_interleaved"),
     partial_rotary_factor=0.25,
@@ -50,6 +62,7 @@ FAMILY = Family(
         models="Qwen3.5 and Qwen3.6, dense",
         differs="Gated DeltaNet in three of four blocks, a gate on attention",
         cases={"qwen3_5": TINY, "qwen3_5 tied, as many key as value heads": ALIKE},
+        wrapped={"qwen3_5": WHOLE},
         release=dict(
             architectures=["Qwen3_5ForCausalLM"],
             model_type="qwen3_5_text",

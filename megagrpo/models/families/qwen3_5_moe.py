@@ -1,4 +1,5 @@
-"""Qwen3.5 with experts: a dense Qwen3.5 whose blocks have a mixture of experts and a shared expert with a gate."""
+"""Qwen3.5 with experts, alone and inside its multimodal model: a dense Qwen3.5 whose blocks have a mixture of experts
+and a shared expert with a gate."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from megagrpo.models.families.dense import GATE_UP_DOWN, SHARED_GATE, experts, s
 from megagrpo.models.families.example import TINY_EXPERTS
 from megagrpo.models.families.family import EXPERT_KEYS, Raw, expert_problems, mixture
 from megagrpo.models.families.hybrid import hybrid
-from megagrpo.models.families.qwen3_5 import ALIKE, TABLE, TINY
+from megagrpo.models.families.qwen3_5 import ALIKE, TABLE, TINY, WHOLE
 from megagrpo.models.families.qwen3_5 import FAMILY as DENSE
+from megagrpo.models.families.wrapper import Wrapper
 
 _TABLE = TABLE | experts("mlp", *GATE_UP_DOWN) | shared_experts("shared_expert") | SHARED_GATE
 _SIZES = ("moe_intermediate_size", "shared_expert_intermediate_size")
@@ -45,6 +47,7 @@ FAMILY = replace(
         "decoder_sparse_step": (1, _EVERY),
         "norm_topk_prob": (True, "the weights of a token's experts add up to 1 in this family"),
     },
+    wrappers=(Wrapper("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "model.language_model."),),
     example=replace(
         DENSE.example,
         models="Qwen3.5 and Qwen3.6 with experts",
@@ -53,6 +56,7 @@ FAMILY = replace(
             "qwen3_5_moe": TINY | _TINY,
             "qwen3_5_moe tied, as many key as value heads": ALIKE | _TINY,
         },
+        wrapped={"qwen3_5_moe": WHOLE},
         release=_RELEASE,
     ),
 )
