@@ -93,10 +93,7 @@ def step(kind: str) -> Found:
 def adapters(kind: str) -> Found:
     """So does a step of LoRA's adapters."""
     from family_steps import adapter_error
-    from tiny_policy import tiny_model
 
-    if tiny_model(kind).attention_gate:  # `plan` refuses them
-        return dict(lora=False)
     assert (error := adapter_error(kind)) <= 1, f"error over tolerance: {error:.1f}"
     return dict(lora=True)
 

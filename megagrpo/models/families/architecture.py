@@ -72,6 +72,14 @@ class GatedDelta:
     kernel: int  # tokens that the convolution of queries, keys and values sees
     blocks: frozenset[int]
 
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows of one key head in the input projections: queries, keys, values, gates (z), betas and steps (a)."""
+        values = self.value_heads // self.key_heads
+        return (
+            dict.fromkeys("qk", self.key_dim) | dict.fromkeys("vz", values * self.value_dim) | dict(b=values, a=values)
+        )
+
 
 @dataclass(frozen=True)
 class HfConfig:
@@ -130,6 +138,12 @@ class HfConfig:
         """The experts of a model that has some."""
         assert self.experts is not None, f"{self.family} has no experts here"
         return self.experts
+
+    @property
+    def recurrent(self) -> GatedDelta:
+        """The Gated DeltaNet of a model that has one."""
+        assert self.gated_delta is not None, f"{self.family} has no Gated DeltaNet here"
+        return self.gated_delta
 
     @property
     def value_dim(self) -> int:

@@ -179,7 +179,7 @@ def test_a_family_that_no_vllm_serves_is_refused_unless_servers_run_elsewhere(ki
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("lora.rank", "4"),
+        ("lora.sync", "adapter"),
         ("model.fp8_recipe", "tensorwise"),
         ("model.base_storage", "nf4"),
         ("train.optimizer", "muon"),
@@ -187,7 +187,7 @@ def test_a_family_that_no_vllm_serves_is_refused_unless_servers_run_elsewhere(ki
 )
 def test_what_gated_attention_does_not_support_is_refused(key, value, folder):
     (folder / "config.json").write_text(json.dumps(RELEASES["qwen3_next"] | dict(num_hidden_layers=4)))
-    extra = ["lora.rank=4"] if key == "model.base_storage" else []
+    extra = ["lora.rank=4"] if key in ("lora.sync", "model.base_storage") else []
     found = told(plan(config(folder, f"{key}={value}", *extra), 1))
     assert [text for text in found if text.startswith(f"{key}: qwen3_next has gated attention")]
 
