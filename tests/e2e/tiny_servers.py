@@ -123,7 +123,7 @@ CONFIGS = {
     "gemma2": functools.partial(Gemma2Config, **GEMMA, **CAPS),
     "gemma3": functools.partial(Gemma3TextConfig, **GEMMA),
     "gpt_oss": lambda **sizes: GptOssConfig(**sizes | GPT_OSS),
-    "qwen3_next": functools.partial(Qwen3NextConfig, **EXPERTS, **DELTA),
+    "qwen3_next": lambda **sizes: Qwen3NextConfig(**sizes | EXPERTS | DELTA | dict(tie_word_embeddings=False)),
     "qwen3_5_moe": lambda **sizes: Qwen3_5MoeTextConfig(**sizes | EVERYWHERE | DELTA),
 }
 PROMPTS = [Prompt(i, tuple((7 * i + 3 * k) % 997 + 3 for k in range(4 + i)), "") for i in range(5)]

@@ -44,7 +44,7 @@ FAMILY = Family(
         *(*EXPERT_KEYS, *DELTA_KEYS, "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob"),
         *("mlp_only_layers", "decoder_sparse_step", "layer_types", "full_attention_interval"),
     ),
-    fixed=HAS_HEAD_NORMS,
+    fixed=HAS_HEAD_NORMS | {"tie_word_embeddings": (False, "vLLM's model has an untied LM head")},
     untrained=lambda hf: (r"mtp\..+",),
     rope_types=("default", "yarn"),
     partial_rotary_factor=0.25,
@@ -60,7 +60,7 @@ FAMILY = Family(
             "qwen3_next, a dense block, as many key as value heads": TINY_EXPERTS
             | dict(norm_topk_prob=False, shared_expert_intermediate_size=40, layer_types=[FULL, LINEAR, LINEAR, LINEAR])
             | dict(linear_num_key_heads=6, linear_num_value_heads=6, linear_key_head_dim=16, linear_value_head_dim=8)
-            | dict(mlp_only_layers=[1], linear_conv_kernel_dim=3, tie_word_embeddings=True, rms_norm_eps=1e-2),
+            | dict(mlp_only_layers=[1], linear_conv_kernel_dim=3, rms_norm_eps=1e-2),
         },
         release=dict(
             model_type="qwen3_next",
