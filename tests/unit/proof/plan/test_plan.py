@@ -146,7 +146,7 @@ def test_committed_configs_have_a_plan_without_problems(name):
         MIXED
         | {"model_type": "qwen3_next", "linear_num_key_heads": 2, "linear_num_value_heads": 6, "head_dim": 24}
         | {"linear_key_head_dim": 12, "linear_value_head_dim": 20, "linear_conv_kernel_dim": 4}
-        | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1, 3]},
+        | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1, 3], "tie_word_embeddings": False},
     ],
 )
 def test_parameters_are_counted_as_transformers_does(raw):
