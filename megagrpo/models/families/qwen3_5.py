@@ -12,7 +12,7 @@ from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS
 from megagrpo.models.families.wrapper import Wrapper
 
 _PROJECTIONS = {part: f"{DELTA}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a") for part in name}
-TABLE = HYBRID | {"self_attention.in_proj.weight": delta_rows(_PROJECTIONS)}
+TABLE_QWEN3_5 = HYBRID | {"self_attention.in_proj.weight": delta_rows(_PROJECTIONS)}
 _GATES = ("silu", "swish")  # two names of one function; vLLM reads the key, transformers has no other function
 
 
@@ -22,25 +22,25 @@ def _problems(raw: Raw) -> list[str]:
 
 
 _ROPE = dict(rope_type="default", rope_theta=1e4, mrope_interleaved=True)
-TINY: Raw = dict(
+TINY_QWEN3_5: Raw = dict(
     rope_parameters=_ROPE | dict(partial_rotary_factor=0.25, mrope_section=[2, 1, 1]),
     head_dim=24,
     linear_num_key_heads=2,
     linear_num_value_heads=4,
     rms_norm_eps=1e-2,
 )
-TINY |= dict(linear_key_head_dim=12, linear_value_head_dim=20, layer_types=[LINEAR, FULL] * 2)
-ALIKE: Raw = TINY | dict(linear_num_key_heads=6, linear_num_value_heads=6, linear_key_head_dim=16)
-ALIKE |= dict(linear_value_head_dim=8, linear_conv_kernel_dim=3, layer_types=[FULL, LINEAR, LINEAR, LINEAR])
-ALIKE |= dict(tie_word_embeddings=True)
-ALIKE |= dict(rope_parameters=_ROPE | dict(partial_rotary_factor=0.5, mrope_section=[3, 3, 2]))
+TINY_QWEN3_5 |= dict(linear_key_head_dim=12, linear_value_head_dim=20, layer_types=[LINEAR, FULL] * 2)
+ALIKE_QWEN3_5: Raw = TINY_QWEN3_5 | dict(linear_num_key_heads=6, linear_num_value_heads=6, linear_key_head_dim=16)
+ALIKE_QWEN3_5 |= dict(linear_value_head_dim=8, linear_conv_kernel_dim=3, layer_types=[FULL, LINEAR, LINEAR, LINEAR])
+ALIKE_QWEN3_5 |= dict(tie_word_embeddings=True)
+ALIKE_QWEN3_5 |= dict(rope_parameters=_ROPE | dict(partial_rotary_factor=0.5, mrope_section=[3, 3, 2]))
 _TOWER: Raw = dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2, num_position_embeddings=16)
-WHOLE: Raw = dict(vision_config=_TOWER | dict(out_hidden_size=96), image_token_id=126, video_token_id=125)
-WHOLE |= dict(vision_start_token_id=124, vision_end_token_id=123)
+WHOLE_QWEN3_5: Raw = dict(vision_config=_TOWER | dict(out_hidden_size=96), image_token_id=126, video_token_id=125)
+WHOLE_QWEN3_5 |= dict(vision_start_token_id=124, vision_end_token_id=123)
 FAMILY = Family(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
-    table=lambda hf: TABLE,
+    table=lambda hf: TABLE_QWEN3_5,
     read=hybrid,
     problems=_problems,
     required=(*REQUIRED, *DELTA_KEYS, "num_key_value_heads", "head_dim"),
@@ -61,8 +61,8 @@ FAMILY = Family(
     example=Example(
         models="Qwen3.5 and Qwen3.6, dense",
         differs="Gated DeltaNet in three of four blocks, a gate on attention",
-        cases={"qwen3_5": TINY, "qwen3_5 tied, as many key as value heads": ALIKE},
-        wrapped={"qwen3_5": WHOLE},
+        cases={"qwen3_5": TINY_QWEN3_5, "qwen3_5 tied, as many key as value heads": ALIKE_QWEN3_5},
+        wrapped={"qwen3_5": WHOLE_QWEN3_5},
         release=dict(
             architectures=["Qwen3_5ForCausalLM"],
             model_type="qwen3_5_text",

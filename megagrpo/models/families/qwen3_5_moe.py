@@ -10,11 +10,11 @@ from megagrpo.models.families.dense import GATE_UP_DOWN, SHARED_GATE, experts, s
 from megagrpo.models.families.example import TINY_EXPERTS
 from megagrpo.models.families.family import EXPERT_KEYS, Raw, expert_problems, mixture
 from megagrpo.models.families.hybrid import hybrid
-from megagrpo.models.families.qwen3_5 import ALIKE, TABLE, TINY, WHOLE
+from megagrpo.models.families.qwen3_5 import ALIKE_QWEN3_5, TABLE_QWEN3_5, TINY_QWEN3_5, WHOLE_QWEN3_5
 from megagrpo.models.families.qwen3_5 import FAMILY as DENSE
 from megagrpo.models.families.wrapper import Wrapper
 
-_TABLE = TABLE | experts("mlp", *GATE_UP_DOWN) | shared_experts("shared_expert") | SHARED_GATE
+_TABLE = TABLE_QWEN3_5 | experts("mlp", *GATE_UP_DOWN) | shared_experts("shared_expert") | SHARED_GATE
 _SIZES = ("moe_intermediate_size", "shared_expert_intermediate_size")
 
 
@@ -53,10 +53,10 @@ FAMILY = replace(
         models="Qwen3.5 and Qwen3.6 with experts",
         differs="as `qwen3_5_text`, with experts and a shared one with a gate",
         cases={
-            "qwen3_5_moe": TINY | _TINY,
-            "qwen3_5_moe tied, as many key as value heads": ALIKE | _TINY,
+            "qwen3_5_moe": TINY_QWEN3_5 | _TINY,
+            "qwen3_5_moe tied, as many key as value heads": ALIKE_QWEN3_5 | _TINY,
         },
-        wrapped={"qwen3_5_moe": WHOLE},
+        wrapped={"qwen3_5_moe": WHOLE_QWEN3_5},
         release=_RELEASE,
     ),
 )
