@@ -24,6 +24,7 @@ from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.models.families.precisions import QUANTIZATION
 from megagrpo.models.families.stored_names import HEADERS_FILE as HEADERS_FILE
 from megagrpo.models.families.weight_sources import INDEX, NAMED_TEMPLATES, SINGLE
+from megagrpo.models.families.wrapper import TEXT_CONFIG
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.sync.wire.tensor_index import FLOAT32_TENSORS
 
@@ -314,6 +315,8 @@ def copy_side_files(source: Path, target: Path, dtype: torch.dtype | None = None
     if dtype is not None:
         named = [key for key in DTYPE_KEYS if key in raw] or DTYPE_KEYS[-1:]
         changed = changed | dict.fromkeys(named, dtype_name(dtype))
+        if isinstance(text := raw.get(TEXT_CONFIG), dict):
+            changed[TEXT_CONFIG] = text | {key: dtype_name(dtype) for key in DTYPE_KEYS if key in text}
     if changed != raw:
         config.write_text(json.dumps(changed, indent=2) + "\n")
 
