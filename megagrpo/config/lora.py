@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
 # A model has either q_proj, k_proj and v_proj or qkv_proj, and either gate_proj and up_proj or gate_up_proj. Latent
-# attention has q_proj, or q_a_proj and q_b_proj, and the two of kv. Gated DeltaNet has out_proj and those that begin with
-# in_proj.
+# attention has q_proj, or q_a_proj and q_b_proj, and the two of kv. Gated DeltaNet has out_proj and those that begin
+# with in_proj.
 PROJECTIONS = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
     *(f"in_proj_{parts}" for parts in ("qkvz", "ba", "qkv", "z", "b", "a")),
