@@ -20,7 +20,7 @@ from megagrpo.policy.lora_layers import attach_adapters
 from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.proof.verify.shrink import random_tensor
 
-NAME = "gemma3 multimodal"
+NAMES = ("gemma3 multimodal", "qwen3_5 multimodal")
 
 
 def write(model: Path, root: Path, lora: LoraSection) -> None:
@@ -45,10 +45,10 @@ def write(model: Path, root: Path, lora: LoraSection) -> None:
 def logits_with_peft(model: Path, root: Path) -> tuple[float, list[str]]:
     """The largest difference of logits between PEFT and the merged model; names of PEFT's tensors."""
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForImageTextToText
 
     ids = torch.arange(40)[None]
-    whole, merged = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (model, root / "merged"))
+    whole, merged = (AutoModelForImageTextToText.from_pretrained(folder).eval() for folder in (model, root / "merged"))
     with torch.no_grad():
         plain = whole(ids).logits
         adapted = PeftModel.from_pretrained(whole, root / "adapter").eval()
@@ -58,11 +58,12 @@ def logits_with_peft(model: Path, root: Path) -> tuple[float, list[str]]:
     return (found - expected).abs().max().item(), names
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("modules", ["all-linear", ["q_proj", "down_proj"], r"model\.language_model\..*\.o_proj"])
-def test_peft_reads_the_adapter_of_a_multimodal_model(modules, tmp_path):
-    class_of(EVERY[NAME][0])
+def test_peft_reads_the_adapter_of_a_multimodal_model(name, modules, tmp_path):
+    class_of(EVERY[name][0])
     model = tmp_path / "model"
-    run_ranks(lambda: tiny_model(*EVERY[NAME]).save_pretrained(model), 1)
+    run_ranks(lambda: tiny_model(*EVERY[name]).save_pretrained(model), 1)
     run_ranks(write, 2, model, tmp_path, LoraSection(rank=4, alpha=6.0, target_modules=modules))
     ((difference, names),) = run_ranks(logits_with_peft, 1, model, tmp_path)
     assert difference < 1e-4
