@@ -22,7 +22,7 @@ LOADED += ("Qwen3.5 27B", "Qwen3.5 35B A3B", "Qwen3 Next 80B A3B FP8")
 
 def test_every_published_config_loads_or_is_refused_with_a_way_out():
     found = outcomes()
-    assert len(found) >= 81 and all(found[name] == [] for name in (*PUBLISHED, *LOADED))
+    assert len(found) >= 75 and all(found[name] == [] for name in (*PUBLISHED, *LOADED))
     for name, problems in found.items():
         for problem in problems:
             assert any(re.search(way, problem) for way in WAYS_OUT), f"{name}: {problem}"
