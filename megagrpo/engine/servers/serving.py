@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from megagrpo.models.bridge.hf_files import narrows
 from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.bridge.tensor_files import TensorFile, dtype_name
 from megagrpo.models.bridge.torch_dist import StoredTensors
+from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.dense import EMBEDDING
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.models.families.weight_sources import resolve_model
@@ -108,6 +110,19 @@ def _check_place(r: RolloutSection, model_folder: Path, dtype: str, on_cpu: bool
         )
     if on_cpu and r.quantization != "none":
         _check_quantization(r.quantization, model_folder)
+    if _needs_torchvision(model_folder) and find_spec("torchvision") is None:
+        raise ValueError(
+            "model.path: vLLM's code of this model imports torchvision, which is missing; run "
+            '`pip install --no-deps "torchvision==0.28.*"`, which fits torch 2.13'
+        )
+
+
+def _needs_torchvision(model_folder: Path) -> bool:
+    """Whether vLLM's code of the model imports torchvision; False for a model that only vLLM knows."""
+    try:
+        return FAMILIES[load_hf_config(model_folder).family].needs_torchvision
+    except ProblemError:
+        return False
 
 
 def _is_recurrent(model_folder: Path) -> bool:

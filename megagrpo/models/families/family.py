@@ -84,6 +84,7 @@ class Family:
     - `layer_types` are the supported kinds of blocks in config.json's key of that name.
     - `local_rope` allows rotary parameters of blocks with a window beside those of all others.
     - `names` maps names of sizes in this family's config.json to the usual ones, for `shrink_model`.
+    - `needs_torchvision` says that vLLM's code of the family imports torchvision, for text too.
     - `unserved` is the reason why no vLLM serves the family: its models can be converted, not trained.
     - `partial_rotary_factor` is the default share of each head that is rotated, if config.json may set one; None: the
       whole head.
@@ -106,6 +107,7 @@ class Family:
     rope_keys: tuple[str, ...] = ()
     local_rope: bool = False
     names: dict[str, str] = field(default_factory=dict)
+    needs_torchvision: bool = False
     unserved: str | None = None
     partial_rotary_factor: float | None = None
     layer_types: tuple[str, ...] = (FULL, SLIDING)
