@@ -45,7 +45,9 @@ def _vllm(name: str, found: dict[str, Any]) -> str:
         return reason
     measured = max(found.get("vllm", {}).values(), default=None)
     missing = [*example.unserved, *example.unsteady]
-    return _number(measured) + (f", without: {'; '.join(missing)}" if missing else "")
+    rounded = example.served_dtype == "bfloat16" and measured == 0  # `reach_vllm` compares with the trainer's rounding
+    cell = "as bf16 rounds" if rounded else _number(measured)
+    return cell + (f", without: {'; '.join(missing)}" if missing else "")
 
 
 def _number(value: float | None) -> str:

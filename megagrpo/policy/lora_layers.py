@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -44,6 +45,7 @@ from megagrpo.policy.chunks import layers_of, mix_in
 from megagrpo.policy.specs import LAYERS_PER_BLOCK
 
 ADAPTER_MODULE = "adapter"  # submodule of a linear that holds its adapters; no other parameter has this in its name
+IN_PROJ = "in_proj_"  # begins the input projections of Gated DeltaNet; their parts follow, a letter for each
 MAGNITUDE = "lora_magnitude_vector"  # PEFT's name of DoRA's trained norms of rows
 
 
@@ -56,10 +58,11 @@ def attach_adapters(chunks: Sequence[nn.Module], hf_config: HfConfig, lora: Lora
             for linear, names in ((_find(layer, key), names) for key, names in modules.items()):
                 if linear is not None and (wanted := [_projection(name) for name in names if lora.adapts(name)]):
                     kind, mixin = _kinds(linear)
-                    parts, groups = _rows(linear, [_projection(name) for name in names])
+                    parts, groups = _rows(linear, [_projection(name) for name in names], hf_config)
                     if not groups:  # fewer KV heads than ranks
                         kind, groups = SplitGroupsAdapter, linear.config.num_query_groups
                     linear.adapter = kind(linear, parts, groups, wanted, lora)
+                    linear.adapter.sections = {name: _sections(linear, name, hf_config) for name in wanted}
                     mix_in(linear, mixin)
             _attach_to_experts(layer, hf_config, lora)
         bare = not any(parameter.requires_grad for parameter in chunk.parameters())
@@ -107,14 +110,26 @@ def _projection(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def _rows(linear: Any, names: Sequence[str]) -> tuple[dict[str, int], int]:
+def _sections(linear: Any, name: str, hf_config: HfConfig) -> dict[str, int]:
+    """Return the rows on this rank of each part of an input projection of Gated DeltaNet; empty for others."""
+    if not name.startswith(IN_PROJ):
+        return {}
+    delta, tp = hf_config.recurrent, linear.config.tensor_model_parallel_size
+    return {part: delta.rows[part] * delta.key_heads // tp for part in name.removeprefix(IN_PROJ)}
+
+
+def _rows(linear: Any, names: Sequence[str], hf_config: HfConfig) -> tuple[dict[str, int], int]:
     """Return (rows of each projection in one output group, groups on this rank) of a linear.
 
-    Queries, keys and values are interleaved by group; other projections are one group.
+    Queries, keys and values are interleaved by group; other projections are one group. With an output gate the queries
+    of a group are above their gates.
     """
     config: TransformerConfig = linear.config
+    if names[0].startswith(IN_PROJ):
+        return {name: sum(_sections(linear, name, hf_config).values()) for name in names}, 1
     if len(names) == 3:
         head, queries = config.kv_channels, config.num_attention_heads // config.num_query_groups
+        queries *= 1 + hf_config.attention_gate
         groups = config.num_query_groups // config.tensor_model_parallel_size
         return dict(zip(names, (queries * head, head, head), strict=True)), groups
     return dict.fromkeys(names, linear.weight.shape[0] // len(names)), 1
@@ -141,6 +156,9 @@ class Adapted:
         for matrix in ("lora_B", MAGNITUDE):  # a rank's rows: first the gate's, then the up projection's
             if (key := f"{prefix}{ADAPTER_MODULE}.gate_up_proj.{matrix}") in made:
                 made[key] = apply_swiglu_sharded_factory(made[key], sharded_offsets)
+            for name, rows in self.adapter.sections.items():  # so that other ranks can hold other heads
+                if len(rows) > 1 and (key := f"{prefix}{ADAPTER_MODULE}.{name}.{matrix}") in made:
+                    made[key] = _split_tensor_factory(made[key], list(rows.values()), list(rows), 0)
         return whole | made
 
 
@@ -197,6 +215,7 @@ class _Adapter(nn.ModuleDict):
         super().__init__({name: LowRank(linear, parts[name] * groups, self.cut, lora) for name in wanted})
         self.parts, self.groups, self.scale, self.dropout = parts, groups, lora.scale, lora.dropout
         self.use_dora = lora.use_dora
+        self.sections: dict[str, dict[str, int]] = {}  # projection -> rows of each of its parts; set by attach_adapters
         self.norms: dict[str, Tensor] = {}  # with DoRA, of this rank's rows of each projection; set by `update_norms`
         self.tp_group = getattr(linear, "tp_group", None)
         self.sequence_parallel: bool = linear.config.sequence_parallel

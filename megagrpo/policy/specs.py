@@ -291,6 +291,8 @@ def transformer_engine_spec(
         attention.linear_qkv, attention.linear_proj = column, row
         layer.input_layernorm = mlp_layer.pre_mlp_layernorm = TENorm if hf_config.pre_norms else IdentityOp
         layer.sharded_state_dict_keys_map, mlp_layer.sharded_state_dict_keys_map = ATTENTION_KEYS, MLP_KEYS
+        recurrent.in_proj, recurrent.out_proj = column, row
+        recurrent_layer.input_layernorm, recurrent_layer.sharded_state_dict_keys_map = TENorm, RECURRENT_KEYS
         mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
         mlp_layer.mlp = functools.partial(MLP.as_mlp_submodule, submodules=mlp)
         latent.linear_q_proj = latent.linear_q_up_proj = latent.linear_kv_up_proj = column

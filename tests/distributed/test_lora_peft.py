@@ -77,8 +77,11 @@ def make_with_peft(root, kind="Qwen2", shape=None, std=0.3, **selection):
 
     torch.manual_seed(0)
     shape = TINY | dict(initializer_range=0.1, pad_token_id=None) | (shape or {})
-    config = getattr(transformers, f"{kind}Config")(**shape)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    build = getattr(transformers, f"{kind}ForCausalLM")
+    model = build(build.config_class(**shape))
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.data -= 3  # states decay slowly, so the gradients of their decays are far above rounding
     model.save_pretrained(root / "model")
     selection = dict(target_modules="all-linear") | selection
     lora = LoraConfig(r=4, lora_alpha=10, use_rslora=True, task_type="CAUSAL_LM", **selection)

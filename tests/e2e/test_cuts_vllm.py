@@ -80,12 +80,15 @@ def shapes_of(kind):
         ("qwen3_moe", EngineLayout(tp=2, ep=2)),
         pytest.param("qwen3_moe", EngineLayout(tp=2), marks=pytest.mark.full),
         pytest.param("qwen3_next", EngineLayout(tp=2), marks=pytest.mark.full),
+        pytest.param("qwen3_5_moe", EngineLayout(tp=2), marks=pytest.mark.full),
         pytest.param("qwen2", EngineLayout(tp=2, pp=2), marks=pytest.mark.full),
         pytest.param("llama", EngineLayout(tp=4), marks=pytest.mark.full),  # twice as many workers as key-value heads
     ],
     ids=str,
 )
 def test_planned_boxes_are_those_that_vllms_loaders_copy(kind, layout):
+    if kind == "qwen3_5_moe":
+        pytest.importorskip("torchvision")
     importlib.import_module("vllm.engine.arg_utils")  # once, before the ranks are forked
     folder, shapes = model_folder(kind), shapes_of(kind)
     name = f"cuts{os.getpid()}_{secrets.token_hex(4)}"  # vLLM's workers share this memory and leave it behind

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_families import MODELS, family_of, tiny_model
+from tiny_families import EVERY, WRAPPED, family_of, tiny_model
 
 from megagrpo.config import LoraSection, ParallelSection
 from megagrpo.engine.client import VllmEngine
@@ -18,7 +19,7 @@ from megagrpo.engine.servers.serving import ADAPTER_MODEL, _adapted, adapter_arg
 from megagrpo.models.bridge.adapter_files import save_adapter
 from megagrpo.models.bridge.hf_export import find_sources, save_hf
 from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.parameter_blocks import adapter_blocks, blocks, fill
+from megagrpo.models.bridge.parameter_blocks import adapter_blocks, blocks, fill, tensor_names
 from megagrpo.models.families.example import TINY_SIZES
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
@@ -40,7 +41,7 @@ LONGEST = 128  # tokens, of tiny_servers
 # vLLM's attention on CPUs requires heads of 32 dimensions or more.
 WIDE = dict(hidden_size=192)
 CHANGES: dict[str, dict[str, Any]] = {"phi3 tied, part of the head, longrope": dict(partial_rotary_factor=0.1875)}
-EXAMPLES = {name: family_of(name).example for name in MODELS}
+EXAMPLES = {name: family_of(name).example for name in EVERY}
 # Case -> the error of vLLM, which cannot run it.
 REFUSED = {name: error for name, example in EXAMPLES.items() if (error := example.unserved.get(name))}
 SERVED = [
@@ -50,9 +51,18 @@ SERVED = [
 ]
 
 
+# vLLM's code of multimodal models imports torchvision, which text alone does not need.
+NO_TORCHVISION = pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM imports torchvision for it")
+
+
+def _marked(name: str, *more: Any) -> Any:
+    """A case as a parameter of a test."""
+    return pytest.param(name, *more, marks=[NO_TORCHVISION] if name in WRAPPED else [])
+
+
 def folder_of(name: str, spoiled: bool = False) -> Path:
     """The tiny model as a folder; with `spoiled`, the weights differ."""
-    kind, extra = MODELS[name]
+    kind, extra = EVERY[name]
     heads = dict(head_dim=32) if "head_dim" in extra else {}
     folder = scratch() / f"{re.sub(r'[^a-z0-9]+', '_', name)}{'_spoiled' * spoiled}"
     model = tiny_model(kind, extra | WIDE | heads | EXAMPLES[name].served | CHANGES.get(name, {}))
@@ -103,7 +113,7 @@ def reach_vllm(name: str) -> float:
     difference of a log-prob between vLLM and Megatron."""
     folder = folder_of(name)
     dtype = EXAMPLES[name].served_dtype
-    running = connect(launch(folder, folder.name, dtype=dtype), folder)
+    running = connect(launch(folder, folder.name, dtype=dtype, text_only=name in WRAPPED), folder)
     engine = running.engine
 
     def answers() -> list[tuple]:
@@ -121,7 +131,9 @@ def reach_vllm(name: str) -> float:
         fresh = answers()  # with the weights that vLLM has read from the folder
         pushed(folder_of(name, spoiled=True), 1, {})
         assert answers() != fresh
-        assert pushed(folder, 4, LAYOUT) == sum(tensor.nbytes for tensor in weights(folder).values()), (
+        trained = tensor_names(load_hf_config(folder))
+        sizes = {tensor_name: tensor.nbytes for tensor_name, tensor in weights(folder).items()}
+        assert pushed(folder, 4, LAYOUT) == sum(sizes[tensor_name] for tensor_name in trained & sizes.keys()), (
             "each byte is read once"
         )
         for (ids, logprobs), (expected_ids, expected) in zip(answers(), fresh, strict=True):
@@ -154,8 +166,10 @@ def _beyond_rounding(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", map(_marked, SERVED))
 def test_a_family_reaches_vllm_exactly_and_both_compute_the_same(name):
+    if family_of(name).needs_torchvision:
+        pytest.importorskip("torchvision")
     assert reach_vllm(name) <= 1e-4
 
 
@@ -178,6 +192,7 @@ def push_adapter(engine, folder: Path, merged: Path, lora: LoraSection) -> None:
     ("name", "chosen"),
     [
         ("phi3", {}),  # fused projections
+        _marked("gemma3 multimodal", {}),
         ("qwen3_moe", dict(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])),
         ("qwen3_moe", {}),  # dense blocks too
         ("deepseek_v3", dict(target_modules=["q_b_proj", "o_proj"])),
@@ -187,7 +202,8 @@ def push_adapter(engine, folder: Path, merged: Path, lora: LoraSection) -> None:
 )
 def test_adapters_reach_vllm(name, chosen, tmp_path):
     folder, lora = folder_of(name), LORA.model_copy(update=chosen)
-    launcher = launch(folder, f"{name}_adapters", lora_rank=LORA.rank, lora_modules=_adapted(lora, folder))
+    options = dict(lora_rank=LORA.rank, lora_modules=_adapted(lora, folder), text_only=name in WRAPPED)
+    launcher = launch(folder, f"{folder.name}_adapters", **options)
     try:
         launcher.wait()
         engine = VllmEngine(launcher.urls, lambda ids: "", max_num_seqs=64, logs=launcher.logs, adapters=1)

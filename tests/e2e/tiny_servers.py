@@ -26,6 +26,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
@@ -65,6 +66,7 @@ EXPERTS = dict(
     mlp_only_layers=[0],
     head_dim=32,
 )
+EVERYWHERE = {key: value for key, value in EXPERTS.items() if key not in ("norm_topk_prob", "mlp_only_layers")}
 DELTA = dict(
     linear_num_key_heads=2,
     linear_num_value_heads=4,
@@ -121,7 +123,8 @@ CONFIGS = {
     "gemma2": functools.partial(Gemma2Config, **GEMMA, **CAPS),
     "gemma3": functools.partial(Gemma3TextConfig, **GEMMA),
     "gpt_oss": lambda **sizes: GptOssConfig(**sizes | GPT_OSS),
-    "qwen3_next": functools.partial(Qwen3NextConfig, **EXPERTS, **DELTA),
+    "qwen3_next": lambda **sizes: Qwen3NextConfig(**sizes | EXPERTS | DELTA | dict(tie_word_embeddings=False)),
+    "qwen3_5_moe": lambda **sizes: Qwen3_5MoeTextConfig(**sizes | EVERYWHERE | DELTA),
 }
 PROMPTS = [Prompt(i, tuple((7 * i + 3 * k) % 997 + 3 for k in range(4 + i)), "") for i in range(5)]
 WORKERS_SHARE_MEMORY = torch.cpu._is_avx512_supported()

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from megagrpo.models.bridge.hf_files import narrows
 from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.bridge.tensor_files import TensorFile, dtype_name
 from megagrpo.models.bridge.torch_dist import StoredTensors
+from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.dense import EMBEDDING
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.models.families.weight_sources import resolve_model
@@ -108,12 +110,33 @@ def _check_place(r: RolloutSection, model_folder: Path, dtype: str, on_cpu: bool
         )
     if on_cpu and r.quantization != "none":
         _check_quantization(r.quantization, model_folder)
+    if _needs_torchvision(model_folder) and find_spec("torchvision") is None:
+        raise ValueError(
+            "model.path: vLLM's code of this model imports torchvision, which is missing; run "
+            '`pip install --no-deps "torchvision==0.28.*"`, which fits torch 2.13'
+        )
+
+
+def _needs_torchvision(model_folder: Path) -> bool:
+    """Whether vLLM's code of the model imports torchvision; False for a model that only vLLM knows."""
+    try:
+        return FAMILIES[load_hf_config(model_folder).family].needs_torchvision
+    except ProblemError:
+        return False
 
 
 def _is_recurrent(model_folder: Path) -> bool:
     """Whether some blocks keep a state in place of keys and values; False for a model that only vLLM knows."""
     try:
         return load_hf_config(model_folder).gated_delta is not None
+    except ProblemError:
+        return False
+
+
+def _is_multimodal(model_folder: Path) -> bool:
+    """Whether the trained model is the text model of a multimodal one; False for a model that only vLLM knows."""
+    try:
+        return load_hf_config(model_folder).wrapper is not None
     except ProblemError:
         return False
 
@@ -165,6 +188,7 @@ def _options(
         constrains=bool(r.structured_outputs or rows),
         tokenizer=config.model.tokenizer,
         recurrent=_is_recurrent(model_folder),
+        text_only=_is_multimodal(model_folder),
         extra_args=(*r.extra_args, *adapter_arguments(adapter)),
     )
 

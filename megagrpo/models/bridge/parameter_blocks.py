@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 import torch
 from megatron.core.utils import unwrap_model
@@ -16,7 +18,7 @@ from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.blocks import Block, Local, gated, in_layer, interleaved, named, of_all_experts, same
 from megagrpo.models.families.boxes import whole
 from megagrpo.models.families.dense import EMBEDDING, HEAD
-from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families.hf_config import HfConfig, table_of
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.dora import update_norms
 from megagrpo.policy.fp8.dense_access import DenseWeight
@@ -47,7 +49,7 @@ def blocks(
     blocks. A weight stored in fewer bits is yielded as its `StoredWeight` or `DenseWeight`. Raises KeyError when the
     family has no rule for a parameter.
     """
-    table = FAMILIES[hf_config.family].table(hf_config)
+    table = table_of(hf_config)
     for i, chunk in enumerate(chunks):
         model = unwrap_model(chunk)
         # Megatron keeps the routers' expert biases as buffers, in float32 even in a bfloat16 model
@@ -109,7 +111,7 @@ def adapter_blocks(
                 both = hasattr(model.get_submodule(f"{name.rpartition('.linear_')[0]}.linear_fc2"), ADAPTER_MODULE)
                 # PEFT wraps the module of all experts once per parameter
                 folder = "experts.base_layer" if both and projection == "gate_up_proj" else "experts"
-                module = f"model.layers.{block_number}.{hf_config.mixture_module}"
+                module = hf_config.module_names.of(f"model.layers.{block_number}.{hf_config.mixture_module}")
                 name_in_file = f"{PEFT}{module}.{folder}.{matrix}.weight"
                 local = Local(param, layout.parallel.expert_tp, layout.etp_rank, hf_config, expert)
                 yield f"chunk{i}.{name}" if i else name, param, _expert_blocks(name_in_file, projection, local)
@@ -118,11 +120,11 @@ def adapter_blocks(
             weight = next(name for name in rule.names if name.split(".")[-2] == projection)
             # B and magnitudes of a fused projection are laid out like its weight
             if matrix == "lora_A" or len(rule.names) > 1:
-                rule = same(weight)
+                rule = same(weight) if matrix == "lora_A" or rule.of_tensor is None else rule.of_tensor(weight)
             patterns = rule.blocks(Local(param, layout.parallel.tp, layout.tp_rank, hf_config))
             named_blocks = [in_layer(block, block_number) for block in patterns]
             suffix = matrix if matrix == MAGNITUDE else f"{matrix}.weight"
-            name_in_file = f"{PEFT}{named_blocks[0].name.removesuffix('weight')}{suffix}"
+            name_in_file = f"{PEFT}{hf_config.module_names.of(named_blocks[0].name).removesuffix('weight')}{suffix}"
             renamed = [dataclasses.replace(block, name=name_in_file) for block in named_blocks]
             yield f"chunk{i}.{name}" if i else name, param, renamed
 
@@ -162,7 +164,7 @@ def _block_number(model: nn.Module, index: int) -> int:
 def tensor_names(hf_config: HfConfig) -> set[str]:
     """Return every tensor name of the whole model; for a tied model this includes the head."""
     names = set()
-    for key, rule in FAMILIES[hf_config.family].table(hf_config).items():
+    for key, rule in table_of(hf_config).items():
         for block in _blocks_with(key, hf_config):
             experts: Iterable[int | None] = range(hf_config.mixture.count) if _EXPERT.fullmatch(key) else [None]
             names |= {named(pattern, block, expert) for pattern in rule.names for expert in experts}
@@ -181,12 +183,13 @@ class Merged:
     """The merged weight W + scale B A of one parameter on this rank, float32. With DoRA rows are multiplied by `factor`
     [out], magnitude / norm.
 
-    Every read of `data` or `detach()` computes it again; nothing is cached. `parts` has the block and adapter of each
-    projection. A rank holds all of B A that its part of W needs, so there is no communication.
+    Every read of `data` or `detach()` computes it again; nothing is cached. `parts` has each block, the adapter of its
+    projection, and the number of B's rows for earlier blocks of the projection, or None if B is whole. A rank holds all
+    of B A that its part of W needs, so there is no communication.
     """
 
     weight: Parameter
-    parts: tuple[tuple[Block, LowRank], ...]
+    parts: tuple[tuple[Block, LowRank, int | None], ...]
     scale: float
     factor: Tensor | None = None
 
@@ -201,20 +204,23 @@ class Merged:
     def detach(self) -> Tensor:
         """Return the merged weight [out, in] of this rank, float32."""
         merged = self.weight.detach().to(torch.float32, copy=True)
-        for block, low_rank in self.parts:
+        for block, low_rank, first in self.parts:
             view = block.view(merged)
-            product = _rows(low_rank.lora_B, block).float() @ low_rank.lora_A.float()
+            product = _rows(low_rank.lora_B, block, first).float() @ low_rank.lora_A.float()
             view.add_(product.view(view.shape), alpha=self.scale)
         return merged if self.factor is None else merged.mul_(self.factor.to(merged)[:, None])
 
 
-def _rows(b: Tensor, block: Block) -> Tensor:
+def _rows(b: Tensor, block: Block, first: int | None) -> Tensor:
     """Return the rows of B [out, rank] for the block's rows of the weight. The rows of a fused projection are a part of
-    B, ordered like the weight. B may be whole where the weight is sharded."""
-    if len(b) == block.block_shape[0]:
+    B, ordered like the weight, from row `first` on. None: B is whole where the weight is sharded."""
+    rows = block.block_shape[0]
+    if len(b) == rows:
         return b
-    if len(b) == block.shape[0]:
+    if first is None:
         return b[block.slices[0]]
+    if len(block.grid) == 2:
+        return b[first : first + rows]
     return dataclasses.replace(block, grid=(*block.grid[:-1], b.shape[1])).view(b).reshape(-1, b.shape[1])
 
 
@@ -245,12 +251,22 @@ def _merged_blocks(
             (part,) = adapter
             shape = tuple(param.shape)
             everything = Block(name, shape, whole(shape), shape, axis=0, at=0, count=shape[0])
-            yield name, Merged(param, ((everything, adapter.low_rank(part)),), adapter.scale), parameter_blocks
+            yield name, Merged(param, ((everything, adapter.low_rank(part), 0),), adapter.scale), parameter_blocks
             continue
-        parts = ((block, projection(block)) for block in parameter_blocks)
-        adapted = tuple((block, adapter[part]) for block, part in parts if part in adapter)
         factor = adapter.factor() if adapter.use_dora else None
-        yield name, Merged(param, adapted, adapter.scale, factor), parameter_blocks
+        yield name, Merged(param, tuple(_adapted(parameter_blocks, adapter)), adapter.scale, factor), parameter_blocks
+
+
+def _adapted(parameter_blocks: list[Block], adapter: nn.ModuleDict) -> Iterator[tuple[Block, LowRank, int | None]]:
+    """Yield `Merged.parts` of a linear's weight."""
+    above, all_rows = Counter[str](), Counter[str]()
+    for block in parameter_blocks:
+        all_rows[projection(block)] += block.block_shape[0]
+    for block in parameter_blocks:
+        if (part := projection(block)) in adapter:
+            low_rank: Any = adapter[part]
+            yield block, low_rank, above[part] if all_rows[part] == len(low_rank.lora_B) else None
+            above[part] += block.block_shape[0]
 
 
 def projection(block: Block) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from megagrpo.models.families.wrapper import Naming, Wrapper
+
 # Beginnings of Megatron's names in blocks with experts, and in those with Gated DeltaNet
 _OF_EXPERTS = ("mlp.router.", "mlp.experts.", "mlp.shared_experts.")
 _OF_GATED_DELTA = tuple(
@@ -70,6 +72,14 @@ class GatedDelta:
     kernel: int  # tokens that the convolution of queries, keys and values sees
     blocks: frozenset[int]
 
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows of one key head in the input projections: queries, keys, values, gates (z), betas and steps (a)."""
+        values = self.value_heads // self.key_heads
+        return (
+            dict.fromkeys("qk", self.key_dim) | dict.fromkeys("vz", values * self.value_dim) | dict(b=values, a=values)
+        )
+
 
 @dataclass(frozen=True)
 class HfConfig:
@@ -92,6 +102,9 @@ class HfConfig:
     raw: dict[str, Any] = field(repr=False, compare=False)
     # Megatron's linears outside of experts -> their Hugging Face modules, for example model.layers.{L}.mlp.down_proj
     linears: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
+    wrapper: Wrapper | None = field(default=None, repr=False, compare=False)  # the multimodal model around this one
+    file_names: Naming = field(default=Naming(), repr=False, compare=False)  # of tensors in the model's files
+    module_names: Naming = field(default=Naming(), repr=False, compare=False)  # of transformers' modules, for adapters
     partial_rotary_factor: float = 1.0  # share of each head's dimensions, the first ones, that are rotated
     rotary_interleaved: bool = False  # rotation pairs neighbouring dimensions, not the two halves of a head
     qkv_bias: bool = False
@@ -125,6 +138,12 @@ class HfConfig:
         """The experts of a model that has some."""
         assert self.experts is not None, f"{self.family} has no experts here"
         return self.experts
+
+    @property
+    def recurrent(self) -> GatedDelta:
+        """The Gated DeltaNet of a model that has one."""
+        assert self.gated_delta is not None, f"{self.family} has no Gated DeltaNet here"
+        return self.gated_delta
 
     @property
     def value_dim(self) -> int:
@@ -179,6 +198,6 @@ class HfConfig:
     def expert_parameters(self, block: int) -> dict[str, str]:
         """Return Megatron's linears of an expert in decoder block `block` -> the parameter of all its experts in
         transformers; empty for a block without experts."""
-        experts = f"model.layers.{block}.{self.mixture_module}.experts." if self.experts else ""
+        experts = self.module_names.of(f"model.layers.{block}.{self.mixture_module}.experts.")
         names = {"linear_fc1": f"{experts}gate_up_proj", "linear_fc2": f"{experts}down_proj"}
         return names if self.has_experts(block) else {}

@@ -80,10 +80,20 @@ class Local:
 @dataclass(frozen=True)
 class BlockRule:
     """Names of the tensors that a parameter is a part of ({L} stands for the decoder block, {E} for the expert), and
-    the function to its blocks."""
+    the function to its blocks. `of_tensor` returns the rule of a parameter with the rows of one of these tensors alone,
+    in the same order; None if the rank has these rows in the tensor's order."""
 
     names: tuple[str, ...]
     blocks: Callable[[Local], list[Block]]
+    of_tensor: Callable[[str], BlockRule] | None = None
+
+    def renamed(self, name_of: Callable[[str], str]) -> BlockRule:
+        """Return the rule with `name_of(name)` for the name of each tensor."""
+
+        def blocks(local: Local) -> list[Block]:
+            return [dataclasses.replace(block, name=name_of(block.name)) for block in self.blocks(local)]
+
+        return BlockRule(tuple(map(name_of, self.names)), blocks)
 
 
 def same(name: str) -> BlockRule:
@@ -180,11 +190,18 @@ def _runs(local: Local, runs: Iterable[Run]) -> list[Block]:
     return parts
 
 
+def _of_runs(names: tuple[str, ...], runs: Callable[[Local], list[Run]]) -> BlockRule:
+    def of_tensor(name: str) -> BlockRule:
+        return _of_runs((name,), lambda local: [run for run in runs(local) if run[0] == name])
+
+    return BlockRule(names, lambda local: _runs(local, runs(local)), of_tensor)
+
+
 def gated_qkv(pattern: str) -> BlockRule:
     """`qkv` of attention with an output gate. Megatron's group is `[its queries, its gates, key, value][head_dim]`. In
     Hugging Face's tensor of queries each head's query is above its gate."""
 
-    def blocks(local: Local) -> list[Block]:
+    def runs_of(local: Local) -> list[Run]:
         hf, d = local.hf, local.hf.head_dim
         groups, queries = hf.num_kv_heads // local.tp_size, hf.num_heads // hf.num_kv_heads
         runs: list[Run] = []
@@ -193,9 +210,9 @@ def gated_qkv(pattern: str) -> BlockRule:
             for part in range(2):
                 runs += [(pattern.replace("{p}", "q"), 2 * d * hf.num_heads, (2 * h + part) * d, d) for h in heads]
             runs += [(pattern.replace("{p}", p), d * hf.num_kv_heads, group * d, d) for p in "kv"]
-        return _runs(local, runs)
+        return runs
 
-    return BlockRule(tuple(pattern.replace("{p}", p) for p in "qkv"), blocks)
+    return _of_runs(tuple(pattern.replace("{p}", p) for p in "qkv"), runs_of)
 
 
 def delta_rows(names: dict[str, str], by_key_head: bool = False) -> BlockRule:
@@ -206,14 +223,9 @@ def delta_rows(names: dict[str, str], by_key_head: bool = False) -> BlockRule:
     """
     held = {name: [part for part in names if names[part] == name] for name in names.values()}
 
-    def blocks(local: Local) -> list[Block]:
-        delta = local.hf.gated_delta
-        assert delta is not None, "the model has no Gated DeltaNet"
-        each = dict.fromkeys("qk", delta.key_dim) | dict.fromkeys(
-            "vz", delta.value_heads // delta.key_heads * delta.value_dim
-        )
-        each |= dict.fromkeys("ba", delta.value_heads // delta.key_heads)  # rows of one key head
-        heads = delta.key_heads // local.tp_size
+    def runs_of(local: Local) -> list[Run]:
+        delta = local.hf.recurrent
+        each, heads = delta.rows, delta.key_heads // local.tp_size
         first, runs = heads * local.tp_rank, list[Run]()
         for part, name in names.items():
             above = sum(each[other] for other in held[name][: held[name].index(part)])
@@ -223,9 +235,9 @@ def delta_rows(names: dict[str, str], by_key_head: bool = False) -> BlockRule:
                 runs += [(name, total, head * group + above, width) for head in range(first, first + heads)]
             else:
                 runs.append((name, total, above * delta.key_heads + first * width, heads * width))
-        return _runs(local, runs)
+        return runs
 
-    return BlockRule(tuple(held), blocks)
+    return _of_runs(tuple(held), runs_of)
 
 
 def gated(gate: str, up: str) -> BlockRule:

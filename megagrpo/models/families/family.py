@@ -9,6 +9,7 @@ from typing import Any
 from megagrpo.models.families.architecture import Experts, HfConfig
 from megagrpo.models.families.blocks import BlockRule
 from megagrpo.models.families.example import Example
+from megagrpo.models.families.wrapper import Wrapper
 
 Raw = dict[str, Any]  # config.json as read
 Table = dict[str, BlockRule]
@@ -76,11 +77,14 @@ class Family:
     - `keys` are the keys that `read` and `problems` use besides `COMMON`.
     - `ignored` keys change nothing in this family.
     - `fixed` keys have one supported value, besides `FIXED`. Every other key is rejected (`families.keys`).
-    - `dropped` returns regular expressions of tensors that files may hold and that are skipped with a message.
+    - `untrained` returns regular expressions of tensors that files may hold and that stay as loaded.
+    - `wrappers` are the multimodal models that have this family's text model inside.
     - `rope_types` are the supported kinds of rotary scaling.
+    - `rope_keys` are rotary parameters that change nothing for text.
     - `layer_types` are the supported kinds of blocks in config.json's key of that name.
     - `local_rope` allows rotary parameters of blocks with a window beside those of all others.
     - `names` maps names of sizes in this family's config.json to the usual ones, for `shrink_model`.
+    - `needs_torchvision` says that vLLM's code of the family imports torchvision, for text too.
     - `unserved` is the reason why no vLLM serves the family: its models can be converted, not trained.
     - `partial_rotary_factor` is the default share of each head that is rotated, if config.json may set one; None: the
       whole head.
@@ -97,10 +101,13 @@ class Family:
     keys: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     fixed: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    dropped: Callable[[HfConfig], tuple[str, ...]] = lambda hf: ()
+    untrained: Callable[[HfConfig], tuple[str, ...]] = lambda hf: ()
+    wrappers: tuple[Wrapper, ...] = ()
     rope_types: tuple[str, ...] = ROPE_TYPES
+    rope_keys: tuple[str, ...] = ()
     local_rope: bool = False
     names: dict[str, str] = field(default_factory=dict)
+    needs_torchvision: bool = False
     unserved: str | None = None
     partial_rotary_factor: float | None = None
     layer_types: tuple[str, ...] = (FULL, SLIDING)
@@ -121,7 +128,7 @@ def common_config(family: Family, raw: Raw) -> HfConfig:
         num_heads=raw["num_attention_heads"],
         num_kv_heads=kv_heads(raw),
         head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-        intermediate_size=raw["intermediate_size"],
+        intermediate_size=raw.get("intermediate_size", 0),
         vocab_size=raw["vocab_size"],
         tied_embeddings=raw.get("tie_word_embeddings", False),
         norm_eps=raw.get("rms_norm_eps", 1e-6),
@@ -195,7 +202,7 @@ def unknown_rope_keys(family: Family, raw: Raw) -> dict[str, Any]:
         parts = {f"{section}.{kind}": values[kind] for kind in kinds if kind in values}
         for name, parameters in (parts or {section: values}).items():
             kind = rope({"rope_parameters": parameters or {}} if parts else raw)["rope_type"]
-            known = ROPE_KEYS.get(kind, parameters or ())  # an unknown kind has its own error
+            known = (*ROPE_KEYS.get(kind, parameters or ()), *family.rope_keys)  # an unknown kind has its own error
             given = parameters if isinstance(parameters, dict) else {}
             unknown |= {f"{name}.{key}": value for key, value in given.items() if key not in known}
     return unknown

@@ -1,5 +1,5 @@
 """Qwen3-Next: Gated DeltaNet in three of four blocks, attention with an output gate in the others, and a mixture of
-experts with a gated shared expert. Its layers for predicting several tokens are dropped."""
+experts with a gated shared expert. Its layers for predicting several tokens are not trained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megagrpo.models.families.family import (
     expert_problems,
     mixture,
 )
-from megagrpo.models.families.hybrid import DELTA, DELTA_KEYS, HYBRID, hybrid
+from megagrpo.models.families.hybrid import DELTA, DELTA_KEYS, HYBRID, SERVED_DELTA, hybrid
 from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS, moe_blocks
 
 _PROJECTIONS = dict.fromkeys("qkvz", DELTA + "in_proj_qkvz.weight") | dict.fromkeys("ba", DELTA + "in_proj_ba.weight")
@@ -44,8 +44,8 @@ FAMILY = Family(
         *(*EXPERT_KEYS, *DELTA_KEYS, "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob"),
         *("mlp_only_layers", "decoder_sparse_step", "layer_types", "full_attention_interval"),
     ),
-    fixed=HAS_HEAD_NORMS,
-    dropped=lambda hf: (r"mtp\..+",),
+    fixed=HAS_HEAD_NORMS | {"tie_word_embeddings": (False, "vLLM's model has an untied LM head")},
+    untrained=lambda hf: (r"mtp\..+",),
     rope_types=("default", "yarn"),
     partial_rotary_factor=0.25,
     layer_types=(FULL, LINEAR),
@@ -60,7 +60,7 @@ FAMILY = Family(
             "qwen3_next, a dense block, as many key as value heads": TINY_EXPERTS
             | dict(norm_topk_prob=False, shared_expert_intermediate_size=40, layer_types=[FULL, LINEAR, LINEAR, LINEAR])
             | dict(linear_num_key_heads=6, linear_num_value_heads=6, linear_key_head_dim=16, linear_value_head_dim=8)
-            | dict(mlp_only_layers=[1], linear_conv_kernel_dim=3, tie_word_embeddings=True, rms_norm_eps=1e-2),
+            | dict(mlp_only_layers=[1], linear_conv_kernel_dim=3, rms_norm_eps=1e-2),
         },
         release=dict(
             model_type="qwen3_next",
@@ -103,7 +103,7 @@ FAMILY = Family(
             use_sliding_window=False,
             vocab_size=151936,
         ),
-        served=dict(linear_key_head_dim=128, linear_value_head_dim=128),
+        served=SERVED_DELTA,
         served_dtype="bfloat16",
     ),
 )

@@ -15,7 +15,8 @@ from megagrpo.sync.wire.sync_plan import layer_of
 
 VOCAB_PADDING = 64  # rows; vLLM rounds the vocabulary up to a multiple of it before sharding
 BY_ROWS = {"q_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj", "sinks"}
-BY_ROWS |= {"in_proj_qkvz", "in_proj_ba", "A_log", "dt_bias"}  # whole key heads, one after the other
+BY_ROWS |= {"in_proj_qkvz", "in_proj_ba", "in_proj_z", "in_proj_b", "in_proj_a", "A_log", "dt_bias"}  # whole key heads
+QUERIES_KEYS_VALUES = {"conv1d", "in_proj_qkv"}  # of all key heads, one part above the other
 BY_COLUMNS = {"o_proj", "out_proj", "down_proj", "w2"}
 # Besides these: every tensor with norm in its name, and all tensors of a router.
 KEPT_WHOLE = {"gate", "wg", "router", "moe_statics", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"}
@@ -149,7 +150,7 @@ def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLay
             _part(name, shape, 0, 0, queries, *mine),
             *(_part(name, shape, 0, at, rows, *keys) for at in (queries, queries + rows)),
         ]
-    if kind == "conv1d" and (delta := model.gated_delta):
+    if kind in QUERIES_KEYS_VALUES and (delta := model.gated_delta):
         sizes = delta.key_heads * delta.key_dim, delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
         return [_part(name, shape, 0, sum(sizes[:i]), size, *mine) for i, size in enumerate(sizes)]
     if kind == "gate_up_proj":

@@ -130,7 +130,7 @@ def recurrent_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
     if not model.attention_gate and model.gated_delta is None:
         return
     off = {
-        "lora.rank": (config.lora.enabled, "set it to 0"),
+        "lora.sync": (config.lora.enabled and config.lora.syncs_adapters, "choose merged"),
         "model.fp8_recipe": (config.model.fp8_recipe != "none", "set it to none"),
         "model.base_storage": (config.model.base_storage != "none", "set it to none"),
         "train.optimizer": (config.train.optimizer == "muon", "choose adam"),

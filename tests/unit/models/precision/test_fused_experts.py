@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_families import MODELS, has_experts, tiny_model
+from tiny_families import EVERY, has_experts, tiny_model
 
 from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.models.families.weight_sources import SINGLE
 
-ONE_OF_EACH = {kind: name for name, (kind, _) in MODELS.items() if has_experts(name)}.values()
+ONE_OF_EACH = {kind: name for name, (kind, _) in EVERY.items() if has_experts(name)}.values()
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_every_family_reads_them_as_its_own(name, tmp_path):
     from megagrpo.sync.vllm_side.unpacking import unpacked
 
-    model = tiny_model(*MODELS[name]).to(torch.bfloat16)
+    model = tiny_model(*EVERY[name]).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "own")
     model.save_pretrained(tmp_path / "fused", save_original_format=False)
     own, fused = Checkpoint(tmp_path / "own"), Checkpoint(tmp_path / "fused")

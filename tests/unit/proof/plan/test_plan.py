@@ -146,7 +146,7 @@ def test_committed_configs_have_a_plan_without_problems(name):
         MIXED
         | {"model_type": "qwen3_next", "linear_num_key_heads": 2, "linear_num_value_heads": 6, "head_dim": 24}
         | {"linear_key_head_dim": 12, "linear_value_head_dim": 20, "linear_conv_kernel_dim": 4}
-        | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1, 3]},
+        | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1, 3], "tie_word_embeddings": False},
     ],
 )
 def test_parameters_are_counted_as_transformers_does(raw):
@@ -179,7 +179,7 @@ def test_a_family_that_no_vllm_serves_is_refused_unless_servers_run_elsewhere(ki
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("lora.rank", "4"),
+        ("lora.sync", "adapter"),
         ("model.fp8_recipe", "tensorwise"),
         ("model.base_storage", "nf4"),
         ("train.optimizer", "muon"),
@@ -187,7 +187,7 @@ def test_a_family_that_no_vllm_serves_is_refused_unless_servers_run_elsewhere(ki
 )
 def test_what_gated_attention_does_not_support_is_refused(key, value, folder):
     (folder / "config.json").write_text(json.dumps(RELEASES["qwen3_next"] | dict(num_hidden_layers=4)))
-    extra = ["lora.rank=4"] if key == "model.base_storage" else []
+    extra = ["lora.rank=4"] if key in ("lora.sync", "model.base_storage") else []
     found = told(plan(config(folder, f"{key}={value}", *extra), 1))
     assert [text for text in found if text.startswith(f"{key}: qwen3_next has gated attention")]
 
