@@ -1,6 +1,6 @@
 """DeepSeek-V2, V2.5 and V2-Lite: experts by the softmax of the router's logits, from the best groups of experts where
-config.json asks for groups. DeepSeek-V3, R1 and derived models: experts by the sigmoid of the router's logits plus a
-bias that is not trained. Their layers after the last decoder layer, which predict several tokens, are dropped."""
+config.json asks for groups. DeepSeek-V3, R1, Kimi K2 and Moonlight: experts by the sigmoid of the router's logits plus
+a bias that is not trained. Their layers after the last decoder layer, which predict several tokens, are dropped."""
 
 from __future__ import annotations
 
@@ -83,8 +83,9 @@ DEEPSEEK_V3 = Family(
     | {key: (value, f"set it to {value}, the only one that is supported") for key, value in _ROUTING.items()}
     | NORMALIZED,
     dropped=beyond,
+    aliases=("kimi_k2",),
     example=Example(
-        models="DeepSeek-V3, R1",
+        models="DeepSeek-V3, R1, Kimi K2, Moonlight",
         differs="as `deepseek_v2`, experts also chosen by a bias",
         cases={
             "deepseek_v3": latent.TINY_LATENT

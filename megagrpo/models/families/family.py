@@ -81,6 +81,7 @@ class Family:
     - `layer_types` are the supported kinds of blocks in config.json's key of that name.
     - `local_rope` allows rotary parameters of blocks with a window beside those of all others.
     - `names` maps names of sizes in this family's config.json to the usual ones, for `shrink_model`.
+    - `aliases` are the model_types of releases whose class is `architecture` too.
     - `unserved` is the reason why no vLLM serves the family: its models can be converted, not trained.
     - `partial_rotary_factor` is the default share of each head that is rotated, if config.json may set one; None: the
       whole head.
@@ -103,6 +104,7 @@ class Family:
     names: dict[str, str] = field(default_factory=dict)
     unserved: str | None = None
     partial_rotary_factor: float | None = None
+    aliases: tuple[str, ...] = ()
     layer_types: tuple[str, ...] = (FULL, SLIDING)
 
     @property
@@ -115,7 +117,7 @@ def common_config(family: Family, raw: Raw) -> HfConfig:
     """Return the architecture of a Llama from the keys that all families share."""
     rotary = rope(raw)
     return HfConfig(
-        family=raw["model_type"],
+        family=family.model_type,
         num_layers=raw["num_hidden_layers"],
         hidden_size=raw["hidden_size"],
         num_heads=raw["num_attention_heads"],

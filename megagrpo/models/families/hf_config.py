@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import ParallelSection, Problem, ProblemError
-from megagrpo.models.families import FAMILIES
+from megagrpo.models.families import family_of
 from megagrpo.models.families.architecture import Experts, HfConfig
 from megagrpo.models.families.config_keys import architecture_problems
 from megagrpo.models.families.family import Table, common_config, rope
@@ -54,7 +54,8 @@ def parse_hf_config(raw: dict[str, Any]) -> HfConfig:
     """Return the architecture of a config.json. Raises ValueError, listing every reason, when it is not supported."""
     if lines := architecture_problems(raw):
         raise ProblemError(*_of_model(lines))
-    family = FAMILIES[raw["model_type"]]
+    family = family_of(raw["model_type"])
+    assert family is not None, "architecture_problems has refused it"
     hf_config = family.read(raw, common_config(family, raw))
     return replace(hf_config, linears=_linears(family.table(hf_config)))
 

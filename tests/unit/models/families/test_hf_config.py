@@ -1,6 +1,5 @@
 """Reading config.json and the rules for layouts, without torch."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -11,7 +10,7 @@ import pytest
 import transformers
 
 from megagrpo.config import ParallelSection, ProblemError
-from megagrpo.models.families import FAMILIES
+from megagrpo.models.families import ALIASES, FAMILIES
 from megagrpo.models.families.config_keys import architecture_problems
 from megagrpo.models.families.hf_config import load_hf_config, model_problems, parse_hf_config
 from megagrpo.policy.build import rotary_frequencies
@@ -264,12 +263,20 @@ def test_no_family_is_guessed_for_a_model_of_another_class(kind, cls):
 
 
 def test_a_model_whose_class_is_known_under_another_name_is_told_that_name_and_loads_with_it():
+    renamed = SMOLLM2 | DEEPSEEK_V3 | {"model_type": "our_r1", "architectures": ["DeepseekV3ForCausalLM"]}
+    (problem,) = architecture_problems(renamed)
+    assert "as model_type our_r1, but as deepseek_v3; set model_type to deepseek_v3 in a copy of config.json" in problem
+    assert architecture_problems(renamed | {"model_type": "deepseek_v3"}) == []
+
+
+def test_an_alias_is_the_family_and_keeps_its_name_in_config_json():
     kimi = SMOLLM2 | DEEPSEEK_V3 | {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
-    (problem,) = architecture_problems(kimi)
-    assert (
-        "as model_type kimi_k2, but as deepseek_v3; set model_type to deepseek_v3 in a copy of config.json" in problem
-    )
-    assert architecture_problems(kimi | {"model_type": "deepseek_v3"}) == []
+    alias, own = (parse_hf_config(kimi | {"model_type": kind}) for kind in ("kimi_k2", "deepseek_v3"))
+    assert alias == own and alias.family == "deepseek_v3" and alias.linears == own.linears
+    assert alias.raw["model_type"] == "kimi_k2"
+    (problem,) = architecture_problems(kimi | {"architectures": ["KimiForCausalLM"]})
+    assert "architectures=['KimiForCausalLM'] with model_type=kimi_k2, whose class is DeepseekV3ForCausalLM" in problem
+    assert not ALIASES.keys() & FAMILIES.keys()
 
 
 def test_a_multimodal_model_is_refused_with_a_way_out():
@@ -453,8 +460,7 @@ def test_longrope_has_the_frequencies_that_vllm_takes_for_the_longest_sequence()
     assert factor == same == pytest.approx((1 + math.log(2) / math.log(4096)) ** 0.5)
 
 
-def test_a_family_that_transformers_knows_under_another_name_has_the_same_rotary_frequencies(monkeypatch):
-    monkeypatch.setitem(FAMILIES, "kimi_k2", dataclasses.replace(FAMILIES["deepseek_v3"], model_type="kimi_k2"))
+def test_an_alias_that_transformers_does_not_know_has_the_same_rotary_frequencies():
     yarn = {
         "rope_scaling": {
             "type": "yarn",
