@@ -146,6 +146,8 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
         small |= dict(q_lora_rank=padded(20, unit) if real.mla.query_rank else None, kv_lora_rank=latent)
         small |= dict(qk_nope_head_dim=padded(8, unit), qk_rope_head_dim=half)
         small |= dict(v_head_dim=padded(6, unit), head_dim=half)
+    if real.indexer:  # fewer keys than the longest sequences have; with many heads no two keys have the score 0
+        small |= dict(index_n_heads=16, index_head_dim=2 * half, index_topk=6)
     if real.experts is not None:
         count = max(4, 2 * parallel.ep)
         small |= dict(
