@@ -54,14 +54,17 @@ DEEPSEEK_V2 = Family(
 )
 
 
-_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # vLLM reads these keys, transformers does not
+V3_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # vLLM reads these keys, transformers does not
 # required: transformers' defaults differ from ours
-_DEFAULTS = ("first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor")
+V3_DEFAULTS = ("first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor")
 
 
-def _v3_problems(raw: Raw) -> list[str]:
-    lacks = [key for key in _ROUTING if key not in raw]
-    lines = [f"config.json lacks {key}; set it to {_ROUTING[key]}, or vLLM routes tokens another way" for key in lacks]
+def v3_problems(raw: Raw) -> list[str]:
+    """Return why a model with the experts of DeepSeek-V3 cannot be trained."""
+    lacks = [key for key in V3_ROUTING if key not in raw]
+    lines = [
+        f"config.json lacks {key}; set it to {V3_ROUTING[key]}, or vLLM routes tokens another way" for key in lacks
+    ]
     return lines + latent.problems(raw)
 
 
@@ -71,17 +74,21 @@ def beyond(hf: HfConfig) -> tuple[str, ...]:
     return tuple(rf"model\.layers\.{hf.num_layers + i}\..+" for i in range(extra))
 
 
+V3_KEYS = (*latent.LATENT_KEYS, "num_nextn_predict_layers", "num_mtp_layers")
+V3_FIXED = (
+    latent.LATENT_FIXED
+    | {key: (value, f"set it to {value}, the only one that is supported") for key, value in V3_ROUTING.items()}
+    | NORMALIZED
+)
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     table=latent.table,
     read=lambda raw, common: latent.read(raw, common, normalized=True, sigmoid=True, bias=True),
-    problems=_v3_problems,
-    required=(*latent.LATENT_REQUIRED, *_DEFAULTS),
-    keys=(*latent.LATENT_KEYS, "num_nextn_predict_layers", "num_mtp_layers"),
-    fixed=latent.LATENT_FIXED
-    | {key: (value, f"set it to {value}, the only one that is supported") for key, value in _ROUTING.items()}
-    | NORMALIZED,
+    problems=v3_problems,
+    required=(*latent.LATENT_REQUIRED, *V3_DEFAULTS),
+    keys=V3_KEYS,
+    fixed=V3_FIXED,
     dropped=beyond,
     aliases=("kimi_k2",),
     example=Example(
@@ -90,7 +97,7 @@ DEEPSEEK_V3 = Family(
         cases={
             "deepseek_v3": latent.TINY_LATENT
             | latent.TINY_GROUPS
-            | _ROUTING
+            | V3_ROUTING
             | dict(q_lora_rank=28, num_experts_per_tok=3),
         },
         served=latent.SERVED_LATENT,

@@ -100,34 +100,21 @@ FAMILY = Family(
             | dict(num_local_experts=4, num_experts_per_tok=2, rotary_dim=12, rope_parameters=YARN),
         },
         served=dict(intermediate_size=96, rotary_dim=16),
-        release=dict(
-            model_type="minimax_m2",
-            architectures=["MiniMaxM2ForCausalLM"],
-            attention_dropout=0.0,
-            attn_type_list=[1] * 62,
+        release=dict(model_type="minimax_m2", architectures=["MiniMaxM2ForCausalLM"], attn_type_list=[1] * 62)
+        | dict(hidden_size=3072, num_hidden_layers=62, num_attention_heads=48, num_key_value_heads=8, head_dim=128)
+        | dict(intermediate_size=1536, mlp_intermediate_size=8192, shared_intermediate_size=0, vocab_size=200064)
+        | dict(num_local_experts=256, num_experts_per_tok=8, scoring_func="sigmoid", use_routing_bias=True)
+        | dict(use_qk_norm=True, qk_norm_type="per_layer", rotary_dim=64, rope_theta=5000000, rms_norm_eps=1e-06)
+        | dict(max_position_embeddings=196608, sliding_window=None, shared_moe_mode="sigmoid", hidden_act="silu")
+        | dict(use_mtp=True, num_mtp_modules=3, mtp_transformer_layers=1, tie_word_embeddings=False)
+        | dict.fromkeys(_OTHER_ATTENTION[:3], 1.0)
+        | dict(attention_dropout=0.0, router_jitter_noise=0.0, router_aux_loss_coef=0.001, output_router_logits=False)
+        | dict(initializer_range=0.02, use_cache=True, transformers_version="4.46.1")
+        | dict(
             auto_map={
                 "AutoConfig": "configuration_minimax_m2.MiniMaxM2Config",
                 "AutoModelForCausalLM": "modeling_minimax_m2.MiniMaxM2ForCausalLM",
             },
-            head_dim=128,
-            hidden_act="silu",
-            hidden_size=3072,
-            initializer_range=0.02,
-            intermediate_size=1536,
-            layernorm_full_attention_beta=1.0,
-            layernorm_linear_attention_beta=1.0,
-            layernorm_mlp_beta=1.0,
-            max_position_embeddings=196608,
-            mlp_intermediate_size=8192,
-            mtp_transformer_layers=1,
-            num_attention_heads=48,
-            num_experts_per_tok=8,
-            num_hidden_layers=62,
-            num_key_value_heads=8,
-            num_local_experts=256,
-            num_mtp_modules=3,
-            output_router_logits=False,
-            qk_norm_type="per_layer",
             quantization_config=dict(
                 activation_scheme="dynamic",
                 fmt="float8_e4m3fn",
@@ -135,22 +122,6 @@ FAMILY = Family(
                 weight_block_size=[128, 128],
                 modules_to_not_convert=["gate", "e_score_correction_bias", "lm_head"],
             ),
-            rms_norm_eps=1e-06,
-            rope_theta=5000000,
-            rotary_dim=64,
-            router_aux_loss_coef=0.001,
-            router_jitter_noise=0.0,
-            scoring_func="sigmoid",
-            shared_intermediate_size=0,
-            shared_moe_mode="sigmoid",
-            sliding_window=None,
-            tie_word_embeddings=False,
-            transformers_version="4.46.1",
-            use_cache=True,
-            use_mtp=True,
-            use_qk_norm=True,
-            use_routing_bias=True,
-            vocab_size=200064,
         ),
     ),
 )
