@@ -46,8 +46,7 @@ FAMILY = Family(
             | latent.TINY_GROUPS
             | dict(q_lora_rank=None, num_experts_per_tok=3, norm_topk_prob=True, pad_token_id=0, rms_norm_eps=1e-5),
         },
-        # vLLM gives the norms of latents rms_norm_eps, transformers 1e-6.
-        served=latent.SERVED_LATENT | dict(rms_norm_eps=1e-6),
+        served=latent.SERVED_LATENT,
         drift=1e-5,
         release=dict(
             model_type="glm4_moe_lite",
