@@ -31,7 +31,7 @@ from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.bridge.tensor_files import TensorFile, dtype_name
 from megagrpo.models.bridge.torch_dist import StoredTensors
 from megagrpo.models.families.dense import EMBEDDING
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.models.families.hf_config import HfConfig, load_hf_config
 from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform import device
 from megagrpo.platform.device import quiet
@@ -101,6 +101,10 @@ def _check_place(r: RolloutSection, model_folder: Path, dtype: str, on_cpu: bool
             "them with `megagrpo serve --head` on every node and name them in rollout.urls, use `megagrpo submit`, or "
             "set nodes_per_server to 1"
         )
+    model = _known(model_folder)
+    if on_cpu and model and model.indexer:
+        said = f"vLLM has no sparse attention on a CPU, which {model.family} needs"
+        raise ValueError(f"model.path: {said}; use a GPU, or servers with GPUs in rollout.urls")
     if on_cpu and dtype != "bfloat16" and _is_recurrent(model_folder):
         raise ValueError(
             f"model.precision: vLLM computes Gated DeltaNet on a CPU in bfloat16 only, not in {dtype}; set it to bf16, "
@@ -110,12 +114,18 @@ def _check_place(r: RolloutSection, model_folder: Path, dtype: str, on_cpu: bool
         _check_quantization(r.quantization, model_folder)
 
 
+def _known(model_folder: Path) -> HfConfig | None:
+    """Return the architecture; None for a model that only vLLM knows."""
+    try:
+        return load_hf_config(model_folder)
+    except ProblemError:
+        return None
+
+
 def _is_recurrent(model_folder: Path) -> bool:
     """Whether some blocks keep a state in place of keys and values; False for a model that only vLLM knows."""
-    try:
-        return load_hf_config(model_folder).gated_delta is not None
-    except ProblemError:
-        return False
+    model = _known(model_folder)
+    return model is not None and model.gated_delta is not None
 
 
 def _options(
