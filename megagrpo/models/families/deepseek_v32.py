@@ -5,8 +5,13 @@ from __future__ import annotations
 from megagrpo.models.families import indexed
 from megagrpo.models.families.deepseek import V3_ROUTING, beyond
 from megagrpo.models.families.example import YARN, Example
-from megagrpo.models.families.family import Family
+from megagrpo.models.families.family import Family, Raw
 
+_CASES: dict[str, Raw] = {
+    "deepseek_v32": indexed.TINY_INDEXED | dict(n_group=4, topk_group=2, routed_scaling_factor=2.0),
+    "deepseek_v32 yarn, more keys": indexed.TINY_INDEXED
+    | dict(n_group=1, topk_group=1, index_topk=16, rope_parameters=YARN | dict(mscale=0.9, mscale_all_dim=0.7)),
+}
 FAMILY = Family(
     "deepseek_v32",
     "DeepseekV32ForCausalLM",
@@ -23,11 +28,8 @@ FAMILY = Family(
     example=Example(
         models="DeepSeek-V3.2, V3.2-Exp",
         differs="as `deepseek_v3`, sparse attention, whose keys an indexer chooses",
-        cases={
-            "deepseek_v32": indexed.TINY_INDEXED | dict(n_group=4, topk_group=2, routed_scaling_factor=2.0),
-            "deepseek_v32 yarn, more keys": indexed.TINY_INDEXED
-            | dict(n_group=1, topk_group=1, index_topk=16, rope_parameters=YARN | dict(mscale=0.9, mscale_all_dim=0.7)),
-        },
+        cases=_CASES,
+        unserved=dict.fromkeys(_CASES, indexed.NO_CPU),
         release=V3_ROUTING
         | dict(
             model_type="deepseek_v32",

@@ -18,6 +18,10 @@ def _problems(raw: Raw) -> list[str]:
     return lines
 
 
+_CASES: dict[str, Raw] = {
+    "glm_moe_dsa": indexed.TINY_INDEXED
+    | dict(n_group=1, topk_group=1, routed_scaling_factor=2.5, indexer_rope_interleave=True)
+}
 FAMILY = Family(
     "glm_moe_dsa",
     "GlmMoeDsaForCausalLM",
@@ -38,10 +42,8 @@ FAMILY = Family(
     example=Example(
         models="GLM-5, 5.1",
         differs="as `deepseek_v32`, the indexer rotates neighbouring dimensions",
-        cases={
-            "glm_moe_dsa": indexed.TINY_INDEXED
-            | dict(n_group=1, topk_group=1, routed_scaling_factor=2.5, indexer_rope_interleave=True)
-        },
+        cases=_CASES,
+        unserved=dict.fromkeys(_CASES, indexed.NO_CPU),
         release=V3_ROUTING
         | dict(
             model_type="glm_moe_dsa",
