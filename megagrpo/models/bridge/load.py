@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -14,11 +13,10 @@ from torch import Tensor, nn
 from megagrpo.models.bridge.file_checksums import check_inside
 from megagrpo.models.bridge.parameter_blocks import blocks, fill, tensor_names
 from megagrpo.models.bridge.tensor_files import METADATA_KEY, Entry, TensorFile, dtype_name, first_bad, make_header
-from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.blocks import Block
 from megagrpo.models.families.boxes import brackets
-from megagrpo.models.families.dense import EMBEDDING
-from megagrpo.models.families.hf_config import HfConfig, read_raw_config
+from megagrpo.models.families.dense import EMBEDDING, HEAD
+from megagrpo.models.families.hf_config import HfConfig, read_raw_config, table_of, untrained
 from megagrpo.models.families.weight_sources import INDEX, SINGLE, weight_files_problem
 from megagrpo.models.precision.stored_views import model_tensors
 from megagrpo.platform.parallel.layout import Layout
@@ -47,7 +45,7 @@ def load_hf(
     checkpoint.check([block for _, _, parameter_blocks in parameters for block in parameter_blocks], hf_config)
     if layout.world_rank == 0:
         checkpoint.check_head(hf_config)
-        checkpoint.say_left_out(hf_config)
+        checkpoint.say_untrained(hf_config)
     with progress.task(f"loading {Path(folder).name}") as task:
         task.expect(len(parameters), "tensors")
         for _, param, parameter_blocks in parameters:
@@ -55,7 +53,6 @@ def load_hf(
             task.advance()
 
 
-HEAD_TENSOR = "lm_head.weight"
 _ROWS = 4096  # rows compared at once
 
 
@@ -119,7 +116,7 @@ class Checkpoint:
     def check(self, wanted: list[Block], hf_config: HfConfig) -> None:
         """Raises ValueError when the tensor of a block in `wanted` is missing, quantized or of another shape.
 
-        Also raises ValueError if a tensor on disk has no place in the model on any rank, unless the family drops it.
+        Also raises ValueError if a tensor on disk has no place in the model on any rank, unless it is `untrained`.
         """
         _raise_first(self._name_problems({block.name for block in wanted}, hf_config))
         _raise_first(problem for block in wanted for problem in self._tensor_problems(block.name, block.shape))
@@ -143,13 +140,13 @@ class Checkpoint:
         return [*found, *self._head_problems(hf_config)]
 
     def _head_problems(self, hf_config: HfConfig) -> Iterator[str]:
-        embedding = FAMILIES[hf_config.family].table(hf_config)[EMBEDDING].names[0]
-        if not hf_config.tied_embeddings or not {HEAD_TENSOR, embedding} <= self.where.keys():
+        embedding, own_head = embedding_and_head(hf_config)
+        if not hf_config.tied_embeddings or not {own_head, embedding} <= self.where.keys():
             return
-        one, other = self.tensor(embedding), self.tensor(HEAD_TENSOR)
+        one, other = self.tensor(embedding), self.tensor(own_head)
         pairs = zip(one.split(_ROWS), other.split(_ROWS), strict=False)
         if one.shape != other.shape or not all(torch.equal(a.float(), b.float()) for a, b in pairs):
-            head = f"{HEAD_TENSOR} in {self.folder / self.where[HEAD_TENSOR]}"
+            head = f"{own_head} in {self.folder / self.where[own_head]}"
             yield (
                 f"{head} differs from {embedding}, but config.json ties them; set tie_word_embeddings to false "
                 "in config.json, or remove the tensor if the head is a leftover"
@@ -157,23 +154,21 @@ class Checkpoint:
 
     def _name_problems(self, needed: set[str], hf_config: HfConfig) -> Iterator[str]:
         missing = sorted(needed - set(self.where))
-        unused = sorted(set(self.where) - tensor_names(hf_config) - set(self.left_out(hf_config)))
+        unused = sorted(set(self.where) - tensor_names(hf_config) - set(self.untrained(hf_config)))
         if missing:
-            fix = _TIED if missing == [HEAD_TENSOR] else _OTHER
+            fix = _TIED if missing == [embedding_and_head(hf_config)[1]] else _OTHER
             yield f"{self.folder} lacks {_list(missing)}; {fix}"
         if unused:
             yield f"{self.folder} holds {_list(unused)}, which this architecture does not use; {_OTHER}"
 
-    def left_out(self, hf_config: HfConfig) -> list[str]:
-        """Return the dropped tensors: those this family does not train, and rotary frequencies (from config.json)."""
-        patterns = (*FAMILIES[hf_config.family].dropped(hf_config), rf".*{re.escape(INV_FREQ)}")
-        others = sorted(set(self.where) - tensor_names(hf_config))
-        return [name for name in others if any(re.fullmatch(pattern, name) for pattern in patterns)]
+    def untrained(self, hf_config: HfConfig) -> list[str]:
+        """Return the tensors that stay as loaded: `untrained_names` of the files."""
+        return untrained_names(self.where, hf_config)
 
-    def say_left_out(self, hf_config: HfConfig) -> None:
+    def say_untrained(self, hf_config: HfConfig) -> None:
         """Warn on stderr about the tensors that are not trained."""
-        if names := [name for name in self.left_out(hf_config) if not name.endswith(INV_FREQ)]:
-            warn(f"model: not trained, dropped from {self.folder}: {counted(names)}")
+        if names := [name for name in self.untrained(hf_config) if not name.endswith(INV_FREQ)]:
+            warn(f"model: kept as loaded, not trained: {counted(names)} ({self.folder})")
         if packed := [name for name, view in self.views.items() if view.dtype]:
             dtypes = ", ".join(sorted({dtype_name(self.entry(name).dtype) for name in packed}))
             warn(
@@ -222,9 +217,23 @@ class Checkpoint:
         return part
 
 
+def untrained_names(names: Iterable[str], hf_config: HfConfig) -> list[str]:
+    """Return those of `names`, of the tensors in a model's files, that exports keep as loaded: tensors that the family
+    does not train, and rotary frequencies, which are computed from config.json."""
+    is_untrained = untrained(hf_config)
+    others = sorted(set(names) - tensor_names(hf_config))
+    return [name for name in others if name.endswith(INV_FREQ) or is_untrained(name)]
+
+
 def _needed(hf_config: HfConfig) -> set[str]:
     """Return the tensors that files of the whole model must hold."""
-    return tensor_names(hf_config) - ({HEAD_TENSOR} if hf_config.tied_embeddings else set())
+    return tensor_names(hf_config) - ({embedding_and_head(hf_config)[1]} if hf_config.tied_embeddings else set())
+
+
+def embedding_and_head(hf_config: HfConfig) -> tuple[str, str]:
+    """Return the names of the embeddings and the LM head in files; the head's also if it is tied."""
+    table = table_of(hf_config)
+    return table[EMBEDDING].names[0], table[HEAD].names[0]
 
 
 def _raise_first(problems: Iterable[str]) -> None:

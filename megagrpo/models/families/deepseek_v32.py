@@ -22,7 +22,7 @@ FAMILY = Family(
     keys=indexed.INDEXED_KEYS,
     fixed=indexed.INDEXED_FIXED
     | {"indexer_rope_interleave": (False, "only the rotation of the two halves of the indexer's heads is supported")},
-    dropped=beyond,
+    untrained=beyond,
     rope_types=("default", "yarn"),
     layer_types=indexed.INDEXED_LAYERS,
     example=Example(

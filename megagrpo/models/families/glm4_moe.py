@@ -1,5 +1,5 @@
 """GLM-4.5, 4.6 and Air: part of each head rotated, optional head norms, and the experts of DeepSeek-V3. The layer after
-the last decoder layer, which predicts several tokens, is dropped."""
+the last decoder layer, which predicts several tokens, is not trained."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FAMILY = Family(
     # biases on queries, keys and values; the output projection never has one
     keys=(*ROUTED_KEYS, "attention_bias", "use_qk_norm", "num_nextn_predict_layers", "num_mtp_layers"),
     fixed=NORMALIZED | {"tie_word_embeddings": (False, "vLLM's model has an untied LM head")},
-    dropped=beyond,
+    untrained=beyond,
     rope_types=("default", "yarn"),
     partial_rotary_factor=0.5,
     example=Example(

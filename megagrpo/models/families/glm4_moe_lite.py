@@ -1,5 +1,5 @@
 """GLM-4.7-Flash: the latent attention and the experts of DeepSeek-V3. The layer after the last decoder layer, which
-predicts several tokens, is dropped."""
+predicts several tokens, is not trained."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FAMILY = Family(
         "scoring_func": ("sigmoid", "only sigmoid is supported"),
         "tie_word_embeddings": (False, "vLLM's model has an untied LM head"),
     },
-    dropped=beyond,
+    untrained=beyond,
     rope_types=("default", "yarn"),
     example=Example(
         models="GLM-4.7-Flash",

@@ -36,7 +36,7 @@ FAMILY = Family(
         "index_topk_freq": (1, "blocks that share the indexer of another block are not supported"),
         "index_topk_pattern": (None, "blocks that share the indexer of another block are not supported"),
     },
-    dropped=beyond,
+    untrained=beyond,
     rope_types=("default", "yarn"),
     layer_types=indexed.INDEXED_LAYERS,
     example=Example(

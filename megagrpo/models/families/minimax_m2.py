@@ -1,6 +1,6 @@
 """MiniMax-M2: norms of queries and keys over all heads together, half of each head rotated, and experts in every block
-by the sigmoid of the router's logits plus a bias that is not trained. Modules that predict further tokens are dropped.
-"""
+by the sigmoid of the router's logits plus a bias that is not trained. Modules that predict further tokens are not
+trained either."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _problems(raw: Raw) -> list[str]:
     return problems
 
 
-def _dropped(hf: HfConfig) -> tuple[str, ...]:
+def _untrained(hf: HfConfig) -> tuple[str, ...]:
     return tuple(rf"model\.layers\.{hf.num_layers + i}\..+" for i in range(hf.raw.get("num_mtp_modules") or 0))
 
 
@@ -88,7 +88,7 @@ FAMILY = Family(
         "shared_intermediate_size": (0, "an MLP beside the experts is not supported"),
         "tie_word_embeddings": (False, "vLLM's model has an untied LM head"),
     },
-    dropped=_dropped,
+    untrained=_untrained,
     rope_types=("default", "yarn"),
     partial_rotary_factor=0.5,
     example=Example(

@@ -1,5 +1,5 @@
 """Qwen3-Next: Gated DeltaNet in three of four blocks, attention with an output gate in the others, and a mixture of
-experts with a gated shared expert. Its layers for predicting several tokens are dropped."""
+experts with a gated shared expert. Its layers for predicting several tokens are not trained."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FAMILY = Family(
         *("mlp_only_layers", "decoder_sparse_step", "layer_types", "full_attention_interval"),
     ),
     fixed=HAS_HEAD_NORMS,
-    dropped=lambda hf: (r"mtp\..+",),
+    untrained=lambda hf: (r"mtp\..+",),
     rope_types=("default", "yarn"),
     partial_rotary_factor=0.25,
     layer_types=(FULL, LINEAR),
