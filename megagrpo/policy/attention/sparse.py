@@ -88,23 +88,23 @@ class SparseAttention(TorchAttention):
         super().__init__(config, *args, **kwargs)
         self.indexer = Indexer(config, indexer, self.tp_group)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *args: Any,
+        *_: Any,
         packed_seq_params: PackedSeqParams | None = None,
         x: Tensor,
         qr: Tensor,
-        **options: Any,
+        **__: Any,
     ) -> Tensor:
         """Return the attention [T, h * v] of query [T, h, d], key [T, h, d] and value [T, h, v]; `x` and `qr` are the
         inputs of `Indexer`. T is T/cp when a context-parallel group shares the pack."""
         packed, chosen = packed_seq_params, self.indexer.shape.keys
         assert packed is not None, "sparse attention runs on packs only"
         if packed.max_seqlen_q <= chosen:
-            return super().forward(query, key, value, *args, packed_seq_params=packed, **options)
+            return super().forward(query, key, value, packed_seq_params=packed)
         index, width = self.indexer(x, qr, packed), key.shape[-1]
         seen, scored = torch.cat((key, value), dim=-1), index.keys
         if self.cp_group is not None:
