@@ -61,7 +61,9 @@ def _problems(raw: Raw) -> list[str]:
         problems.append(f"attn_type_list={kinds}: only 1, softmax attention in every block, is supported")
     if type(size) is not int or type(raw.get("head_dim")) is not int:  # another line says what is missing
         return problems
-    if size != int(_share(raw) * raw["head_dim"]):
+    if size > raw["head_dim"]:
+        problems.append(f"rotary_dim={size} is more than head_dim={raw['head_dim']}")
+    elif size != int(_share(raw) * raw["head_dim"]):
         said = f"rotary_dim={size}, and partial_rotary_factor={_share(raw)} of head_dim={raw['head_dim']}"
         problems.append(f"{said}; set one to match the other")
     return problems

@@ -140,6 +140,7 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
+        rotary_dim=int(head_dim * real.partial_rotary_factor),
         intermediate_size=padded(96, lcm(unit * parallel.tp, parallel.expert_tp)),
         vocab_size=VOCABULARY,
     )
