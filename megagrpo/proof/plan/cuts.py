@@ -19,6 +19,7 @@ BY_ROWS |= {"in_proj_qkvz", "in_proj_ba", "A_log", "dt_bias"}  # whole key heads
 BY_COLUMNS = {"o_proj", "out_proj", "down_proj", "w2"}
 # Besides these: every tensor with norm in its name, and all tensors of a router.
 KEPT_WHOLE = {"gate", "wg", "router", "moe_statics", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"}
+KEPT_WHOLE |= {"block_sparse_moe", "wq_b", "wk", "weights_proj"}  # the biases of MiniMax-M2's experts, and indexers
 STACKED_GATE_UP, STACKED_DOWN = "input_linear", "output_linear"  # of all experts of a block, [E, 2 I, H] and [E, H, I]
 _HOLDERS = ("self_attn", "linear_attn", "experts")  # modules that hold tensors themselves
 EMBEDDING_WORD, HEAD_WORD = "embed_tokens", "lm_head"
