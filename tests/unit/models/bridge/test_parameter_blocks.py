@@ -123,7 +123,7 @@ def test_as_many_layers_behind_the_last_one_are_left_out_as_config_json_names_or
     raw = (
         SIZES | LATENT | {"model_type": "deepseek_v3", "scoring_func": "sigmoid", "topk_method": "noaux_tc", key: count}
     )
-    patterns = FAMILIES["deepseek_v3"].dropped(parse_hf_config(raw))
+    patterns = FAMILIES["deepseek_v3"].untrained(parse_hf_config(raw))
     found = [
         layer
         for layer in range(8)
