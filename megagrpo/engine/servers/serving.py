@@ -30,9 +30,8 @@ from megagrpo.models.bridge.hf_files import narrows
 from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.bridge.tensor_files import TensorFile, dtype_name
 from megagrpo.models.bridge.torch_dist import StoredTensors
-from megagrpo.models.families.config_keys import wrapper_of
 from megagrpo.models.families.dense import EMBEDDING
-from megagrpo.models.families.hf_config import HfConfig, load_hf_config, read_raw_config
+from megagrpo.models.families.hf_config import HfConfig, load_hf_config
 from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform import device
 from megagrpo.platform.device import quiet
@@ -131,7 +130,10 @@ def _is_recurrent(model_folder: Path) -> bool:
 
 def _is_multimodal(model_folder: Path) -> bool:
     """Whether the trained model is the text model of a multimodal one; False for a model that only vLLM knows."""
-    return wrapper_of(read_raw_config(model_folder)) is not None
+    try:
+        return load_hf_config(model_folder).wrapper is not None
+    except ProblemError:
+        return False
 
 
 def _is_packed(model_folder: Path) -> bool:
