@@ -30,6 +30,7 @@ from megagrpo.models.bridge.hf_files import narrows
 from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.bridge.tensor_files import TensorFile, dtype_name
 from megagrpo.models.bridge.torch_dist import StoredTensors
+from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.dense import EMBEDDING
 from megagrpo.models.families.hf_config import HfConfig, load_hf_config
 from megagrpo.models.families.weight_sources import resolve_model
@@ -102,9 +103,8 @@ def _check_place(r: RolloutSection, model_folder: Path, dtype: str, on_cpu: bool
             "set nodes_per_server to 1"
         )
     model = _known(model_folder)
-    if on_cpu and model and model.indexer:
-        said = f"vLLM has no sparse attention on a CPU, which {model.family} needs"
-        raise ValueError(f"model.path: {said}; use a GPU, or servers with GPUs in rollout.urls")
+    if on_cpu and model and (reason := FAMILIES[model.family].gpu_only):
+        raise ValueError(f"model.path: {reason} ({model.family}); use a GPU, or servers with GPUs in rollout.urls")
     if on_cpu and dtype != "bfloat16" and _is_recurrent(model_folder):
         raise ValueError(
             f"model.precision: vLLM computes Gated DeltaNet on a CPU in bfloat16 only, not in {dtype}; set it to bf16, "

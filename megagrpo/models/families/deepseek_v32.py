@@ -23,6 +23,7 @@ FAMILY = Family(
     fixed=indexed.INDEXED_FIXED
     | {"indexer_rope_interleave": (False, "only the rotation of the two halves of the indexer's heads is supported")},
     untrained=beyond,
+    gpu_only=indexed.GPU_ONLY,
     rope_types=("default", "yarn"),
     layer_types=indexed.INDEXED_LAYERS,
     example=Example(

@@ -84,6 +84,7 @@ class Family:
     - `local_rope` allows rotary parameters of blocks with a window beside those of all others.
     - `names` maps names of sizes in this family's config.json to the usual ones, for `shrink_model`.
     - `aliases` are the model_types of releases whose class is `architecture` too.
+    - `gpu_only` is the reason why vLLM cannot serve the family on a CPU.
     - `unserved` is the reason why no vLLM serves the family: its models can be converted, not trained.
     - `partial_rotary_factor` is the default share of each head that is rotated, if config.json may set one; None: the
       whole head.
@@ -108,6 +109,7 @@ class Family:
     unserved: str | None = None
     partial_rotary_factor: float | None = None
     aliases: tuple[str, ...] = ()
+    gpu_only: str | None = None
     layer_types: tuple[str, ...] = (FULL, SLIDING)
 
     @property

@@ -37,6 +37,7 @@ FAMILY = Family(
         "index_topk_pattern": (None, "blocks that share the indexer of another block are not supported"),
     },
     untrained=beyond,
+    gpu_only=indexed.GPU_ONLY,
     rope_types=("default", "yarn"),
     layer_types=indexed.INDEXED_LAYERS,
     example=Example(

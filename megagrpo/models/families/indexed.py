@@ -30,6 +30,7 @@ TINY_INDEXED: Raw = (
     | dict(q_lora_rank=28, num_experts_per_tok=3, norm_topk_prob=True, pad_token_id=0)
     | dict(index_n_heads=16, index_head_dim=12, index_topk=5)
 )
+GPU_ONLY = "vLLM has no sparse attention on a CPU"
 NO_CPU = "Sparse Attention is not supported on CPU"  # vLLM's words
 
 
