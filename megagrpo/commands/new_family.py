@@ -42,16 +42,16 @@ def run(options: argparse.Namespace) -> int:
     hide_gpus()
     with without_garbage_collection():
         from megagrpo.models.bridge.family_draft import draft_family, families_folder
-        from megagrpo.models.families import FAMILIES
+        from megagrpo.models.families import family_of
         from megagrpo.models.families.hf_config import read_raw_config
     if options.model.name != "config.json" and not options.model.is_dir():
         raise ConfigError(f"{options.model} is neither a folder nor a config.json; name one")
     raw = read_raw_config(options.model if options.model.is_dir() else options.model.parent)
     raw, line = _text_model(raw)
     kind = str(raw.get("model_type"))
-    if line and kind in FAMILIES:
+    if line and family_of(kind):
         raise ConfigError(f"{options.model}: its text model {kind} is supported; add to its file: {line}")
-    if kind in FAMILIES and options.out is None:
+    if family_of(kind) and options.out is None:
         raise ConfigError(f"{options.model}: model_type {kind} is supported; name a file with --out to draft it anyway")
     out = options.out or families_folder() / f"{kind}.py"
     if out.exists():

@@ -23,6 +23,10 @@ Messages = str | list[dict[str, Any]]
 # End of a rendered conversation: an opened assistant turn, the last message without its end, or the last message with
 # its end.
 Ending = Literal["generate", "continue", "closed"]
+CUSTOM_CODE = (
+    "has a tokenizer of custom code (auto_map in tokenizer_config.json), which is never run; write it as "
+    "tokenizer.json (docs/troubleshooting.md) and name that folder"
+)
 
 
 def tokenizer_of(config: RunConfig, model_folder: str | Path) -> Tokenizer:
@@ -60,8 +64,11 @@ def load_tokenizer(path: str | Path, model_path: str | Path | None = None) -> To
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path))
+        # None, the default, asks on a terminal whether to run the folder's code
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # for a damaged file the tokenizers library raises a bare Exception
+        if "trust_remote_code" in str(error):
+            raise ValueError(f"model.tokenizer: {path} {CUSTOM_CODE}") from None
         raise ValueError(
             f"model.tokenizer: {path} is neither a tokenizer's folder nor a hub name that can be loaded: {error}"
         ) from error

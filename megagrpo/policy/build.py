@@ -29,6 +29,7 @@ from megagrpo.models.families.hf_config import HfConfig, model_problems, stage_l
 from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.attention.packed import NoRotary, Rotary, TorchAttention
+from megagrpo.policy.attention.sparse import SparseAttention
 from megagrpo.policy.embedding import ScaledEmbedding, TokenEmbedding
 from megagrpo.policy.experts import prepare_experts
 from megagrpo.policy.fp8.megatron_patches import leave_fp8
@@ -82,14 +83,16 @@ def build_model(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> l
 def _own_attention(hf_config: HfConfig, cp: int, options: ModelOptions) -> bool:
     """Whether core attention is `TorchAttention`: without Transformer Engine, or for features its attention lacks.
 
-    These are capped scores, and windows, sinks or shared prompts together with context parallelism. On GPUs before
-    Hopper, with sinks on cuDNN before 9.26, in float32, and in deterministic runs, Transformer Engine's attention of
-    packs has no fused kernel: it would keep all scores, and has no mask for shared prompts.
+    These are capped scores, keys that an indexer chooses, and windows, sinks or shared prompts together with context
+    parallelism. On GPUs before Hopper, with sinks on cuDNN before 9.26, in float32, and in deterministic runs,
+    Transformer Engine's attention of packs has no fused kernel: it would keep all scores, and has no mask for shared
+    prompts.
     """
     beyond_a_ring = cp > 1 and (any(hf_config.windows) or hf_config.sinks or options.shares_prompts)
     in_float32 = device.has_gpu() and options.dtype == torch.float32
     unfused = device.is_deterministic() or not device.has_packed_attention(hf_config.sinks) or in_float32
-    return not device.has_transformer_engine() or hf_config.score_cap is not None or beyond_a_ring or unfused
+    lacking = hf_config.score_cap is not None or hf_config.indexer is not None
+    return not device.has_transformer_engine() or lacking or beyond_a_ring or unfused
 
 
 def weights_dtype(hf_config: HfConfig) -> torch.dtype:
@@ -185,6 +188,9 @@ def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int |
                 turning.rotary = NoRotary()
             if hf_config.late_qk_norm:
                 turning.rotary = turning.rotary.with_norms(attention.q_layernorm, attention.k_layernorm)
+        if isinstance(core, SparseAttention):
+            pairs = hf_config.indexer is not None and hf_config.indexer.interleaved
+            core.indexer.rotary = Rotary(rotary.frequencies, rotary.factor, pairs)
         if isinstance(core, TorchAttention):
             core.softcap = hf_config.score_cap
     for module in model.modules():

@@ -45,6 +45,7 @@ from megagrpo.policy.attention.head_norms import late, wide_normed
 from megagrpo.policy.attention.latent_attention import LatentAttention
 from megagrpo.policy.attention.packed import Rotary, TorchAttention
 from megagrpo.policy.attention.prefixes import prefixed
+from megagrpo.policy.attention.sparse import SparseAttention
 from megagrpo.policy.elementwise import geglu, rms_norm, swiglu
 
 LAYERS_PER_BLOCK = 2  # hybrid layers in one decoder block
@@ -180,6 +181,13 @@ def _head_norm(hf_config: HfConfig, norm: type) -> Any:
     return late(RMSNorm) if hf_config.late_qk_norm else norm  # Transformer Engine's norm is no class
 
 
+def _latent_core(hf_config: HfConfig) -> Any:
+    """Return the core attention of latent attention without Transformer Engine's."""
+    if hf_config.indexer is None:
+        return TorchAttention
+    return ModuleSpec(module=SparseAttention, params={"indexer": hf_config.indexer})
+
+
 def local_spec(hf_config: HfConfig) -> ModuleSpec:
     """Return the spec of the stack without Transformer Engine."""
     attention_class, mlp_class = _classes(hf_config, RMSNorm)
@@ -196,7 +204,7 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
         linear_q_proj=ColumnParallelLinear,
         linear_q_up_proj=ColumnParallelLinear,
         linear_kv_up_proj=ColumnParallelLinear,
-        core_attention=TorchAttention,
+        core_attention=_latent_core(hf_config),
         linear_proj=RowParallelLinear,
         q_layernorm=RMSNorm,
         kv_layernorm=RMSNorm,
@@ -279,7 +287,7 @@ def transformer_engine_spec(
     if head_norm := _head_norm(hf_config, TENorm):
         attention.q_layernorm = attention.k_layernorm = head_norm
     if own_attention:
-        attention.core_attention = latent.submodules.core_attention = TorchAttention
+        attention.core_attention, latent.submodules.core_attention = TorchAttention, _latent_core(hf_config)
     else:
         attention.core_attention = prefixed(attention.core_attention)
         latent.submodules.core_attention = prefixed(latent.submodules.core_attention)

@@ -347,6 +347,7 @@ def test_the_extra_states_that_transformer_engine_asks_for_are_written(name, mod
         ("granite", "scales of residual branches, scales of logits"),
         ("hunyuan_v1_dense", "head norms after the rotation"),
         ("ernie4_5_moe", "bias on softmax scores of experts"),
+        ("deepseek_v32", "frozen indexer of keys"),
     ],
 )
 def test_a_model_with_a_part_that_gpt_model_lacks_is_refused(kind, parts):

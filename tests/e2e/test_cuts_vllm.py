@@ -87,8 +87,6 @@ def shapes_of(kind):
     ids=str,
 )
 def test_planned_boxes_are_those_that_vllms_loaders_copy(kind, layout):
-    if kind == "qwen3_5_moe":
-        pytest.importorskip("torchvision")
     importlib.import_module("vllm.engine.arg_utils")  # once, before the ranks are forked
     folder, shapes = model_folder(kind), shapes_of(kind)
     name = f"cuts{os.getpid()}_{secrets.token_hex(4)}"  # vLLM's workers share this memory and leave it behind

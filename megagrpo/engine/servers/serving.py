@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from megagrpo.models.bridge.tensor_files import TensorFile, dtype_name
 from megagrpo.models.bridge.torch_dist import StoredTensors
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.dense import EMBEDDING
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.models.families.hf_config import HfConfig, load_hf_config
 from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform import device
 from megagrpo.platform.device import quiet
@@ -103,42 +102,24 @@ def _check_place(r: RolloutSection, model_folder: Path, dtype: str, on_cpu: bool
             "them with `megagrpo serve --head` on every node and name them in rollout.urls, use `megagrpo submit`, or "
             "set nodes_per_server to 1"
         )
-    if on_cpu and dtype != "bfloat16" and _is_recurrent(model_folder):
+    model = _known(model_folder)
+    if on_cpu and model and (reason := FAMILIES[model.family].gpu_only):
+        raise ValueError(f"model.path: {reason} ({model.family}); use a GPU, or servers with GPUs in rollout.urls")
+    if on_cpu and dtype != "bfloat16" and model and model.gated_delta:
         raise ValueError(
             f"model.precision: vLLM computes Gated DeltaNet on a CPU in bfloat16 only, not in {dtype}; set it to bf16, "
             "or use a GPU"
         )
     if on_cpu and r.quantization != "none":
         _check_quantization(r.quantization, model_folder)
-    if _needs_torchvision(model_folder) and find_spec("torchvision") is None:
-        raise ValueError(
-            "model.path: vLLM's code of this model imports torchvision, which is missing; run "
-            '`pip install --no-deps "torchvision==0.28.*"`, which fits torch 2.13'
-        )
 
 
-def _needs_torchvision(model_folder: Path) -> bool:
-    """Whether vLLM's code of the model imports torchvision; False for a model that only vLLM knows."""
+def _known(model_folder: Path) -> HfConfig | None:
+    """Return the architecture; None for a model that only vLLM knows."""
     try:
-        return FAMILIES[load_hf_config(model_folder).family].needs_torchvision
+        return load_hf_config(model_folder)
     except ProblemError:
-        return False
-
-
-def _is_recurrent(model_folder: Path) -> bool:
-    """Whether some blocks keep a state in place of keys and values; False for a model that only vLLM knows."""
-    try:
-        return load_hf_config(model_folder).gated_delta is not None
-    except ProblemError:
-        return False
-
-
-def _is_multimodal(model_folder: Path) -> bool:
-    """Whether the trained model is the text model of a multimodal one; False for a model that only vLLM knows."""
-    try:
-        return load_hf_config(model_folder).wrapper is not None
-    except ProblemError:
-        return False
+        return None
 
 
 def _is_packed(model_folder: Path) -> bool:
@@ -159,6 +140,7 @@ def _options(
 ) -> ServerOptions:
     """Return vLLM's options of `rollout`'s servers. `beside_ranks`: they may share GPUs with trainer ranks."""
     r = config.rollout
+    model = _known(model_folder)
     rows = config.data.sampling_column and not str(config.model.tokenizer).endswith(".model")
     return ServerOptions(
         model=str(model_folder.resolve()),
@@ -187,8 +169,8 @@ def _options(
         finds_text=bool(r.stop or r.bad_words or config.multi_turn.agent or rows),
         constrains=bool(r.structured_outputs or rows),
         tokenizer=config.model.tokenizer,
-        recurrent=_is_recurrent(model_folder),
-        text_only=_is_multimodal(model_folder),
+        recurrent=model is not None and model.gated_delta is not None,
+        text_only=model is not None and model.wrapper is not None,
         extra_args=(*r.extra_args, *adapter_arguments(adapter)),
     )
 

@@ -181,6 +181,7 @@ def _beyond_gpt(hf_config: HfConfig) -> list[str]:
         "scales of residual branches": hf_config.residual_scale != 1,
         "scales of logits": hf_config.logit_scale != 1,
         "bias on softmax scores of experts": hf_config.experts is not None and hf_config.experts.softmax_bias,
+        "frozen indexer of keys": hf_config.indexer is not None,
     }
     return [part for part, present in parts.items() if present]
 

@@ -19,3 +19,10 @@ def _find() -> dict[str, Family]:
 
 
 FAMILIES = _find()  # by the model_type of config.json
+# model_type of releases whose class is a family's own -> that family
+ALIASES = {alias: family for family in FAMILIES.values() for alias in family.aliases}
+
+
+def family_of(kind: str | None) -> Family | None:
+    """Return the family of a model_type in config.json, or None."""
+    return FAMILIES.get(kind or "") or ALIASES.get(kind or "")

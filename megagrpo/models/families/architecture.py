@@ -61,6 +61,17 @@ class Mla:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """DeepSeek Sparse Attention (DeepSeek-V3.2, arXiv 2512.02556): a token sees the `keys` tokens before it, itself
+    included, with the highest scores. A score is the sum of relu(q k) over the indexer's heads, with a weight each."""
+
+    heads: int
+    head_dim: int  # width of a head's queries and of the keys, which all heads share; the first `rope_dim` are rotated
+    keys: int
+    interleaved: bool  # rotation pairs neighbouring dimensions, not the two halves
+
+
+@dataclass(frozen=True)
 class GatedDelta:
     """Gated DeltaNet (arXiv 2412.06464) in place of attention in the decoder blocks `blocks`. Each key head serves
     `value_heads` / `key_heads` neighbouring value heads."""
@@ -118,6 +129,7 @@ class HfConfig:
     # per block: tokens that a token sees, itself included, or None for all; (): all blocks see all
     windows: tuple[int | None, ...] = ()
     mla: Mla | None = None
+    indexer: Indexer | None = None  # with `mla`
     gated_delta: GatedDelta | None = None
     attention_gate: bool = False  # each head's attention is multiplied by the sigmoid of its own gate
     local_rope_theta: float | None = None  # separate rope base of blocks with a window, never scaled

@@ -6,7 +6,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
-from megagrpo.models.families import FAMILIES
+from megagrpo.models.families import FAMILIES, family_of
 from megagrpo.models.families.family import (
     COMMON,
     ROTARY,
@@ -83,7 +83,7 @@ def architecture_problems(raw: Raw) -> list[str]:
         return [f"model_type is {kind!r} in config.json; it must be a name"]
     if found := wrapper_of(raw):
         return _wrapper_problems(*found, raw)
-    family = FAMILIES.get(kind or "")
+    family = family_of(kind)
     if family is None:
         return [_unknown(raw)]
     if odd := _wrong_types(family, raw):
@@ -248,7 +248,7 @@ def _class_problems(family: Family | Wrapper, raw: Raw) -> list[str]:
     classes, remote = raw.get("architectures"), raw.get("auto_map")
     if classes and name not in (classes if isinstance(classes, list) else [classes]):
         problems.append(
-            f"config.json has architectures={classes} with model_type={family.model_type}, whose class is "
+            f"config.json has architectures={classes} with model_type={raw['model_type']}, whose class is "
             f"{name}. If that class fits the model, set architectures to [{name!r}] in a copy of config.json; else it "
             "is not supported: docs/add_a_model.md"
         )

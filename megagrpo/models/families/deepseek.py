@@ -1,6 +1,6 @@
 """DeepSeek-V2, V2.5 and V2-Lite: experts by the softmax of the router's logits, from the best groups of experts where
-config.json asks for groups. DeepSeek-V3, R1 and derived models: experts by the sigmoid of the router's logits plus a
-bias that is not trained. Their layers after the last decoder layer, which predict several tokens, are not trained."""
+config.json asks for groups. DeepSeek-V3, R1, Kimi K2 and Moonlight: experts by the sigmoid of the router's logits plus
+a bias that is not trained. Their layers after the last decoder layer, which predict several tokens, are not trained."""
 
 from __future__ import annotations
 
@@ -54,14 +54,17 @@ DEEPSEEK_V2 = Family(
 )
 
 
-_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # vLLM reads these keys, transformers does not
+V3_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # vLLM reads these keys, transformers does not
 # required: transformers' defaults differ from ours
-_DEFAULTS = ("first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor")
+V3_DEFAULTS = ("first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor")
 
 
-def _v3_problems(raw: Raw) -> list[str]:
-    lacks = [key for key in _ROUTING if key not in raw]
-    lines = [f"config.json lacks {key}; set it to {_ROUTING[key]}, or vLLM routes tokens another way" for key in lacks]
+def v3_problems(raw: Raw) -> list[str]:
+    """Return why a model with the experts of DeepSeek-V3 cannot be trained."""
+    lacks = [key for key in V3_ROUTING if key not in raw]
+    lines = [
+        f"config.json lacks {key}; set it to {V3_ROUTING[key]}, or vLLM routes tokens another way" for key in lacks
+    ]
     return lines + latent.problems(raw)
 
 
@@ -71,25 +74,30 @@ def beyond(hf: HfConfig) -> tuple[str, ...]:
     return tuple(rf"model\.layers\.{hf.num_layers + i}\..+" for i in range(extra))
 
 
+V3_KEYS = (*latent.LATENT_KEYS, "num_nextn_predict_layers", "num_mtp_layers")
+V3_FIXED = (
+    latent.LATENT_FIXED
+    | {key: (value, f"set it to {value}, the only one that is supported") for key, value in V3_ROUTING.items()}
+    | NORMALIZED
+)
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     table=latent.table,
     read=lambda raw, common: latent.read(raw, common, normalized=True, sigmoid=True, bias=True),
-    problems=_v3_problems,
-    required=(*latent.LATENT_REQUIRED, *_DEFAULTS),
-    keys=(*latent.LATENT_KEYS, "num_nextn_predict_layers", "num_mtp_layers"),
-    fixed=latent.LATENT_FIXED
-    | {key: (value, f"set it to {value}, the only one that is supported") for key, value in _ROUTING.items()}
-    | NORMALIZED,
+    problems=v3_problems,
+    required=(*latent.LATENT_REQUIRED, *V3_DEFAULTS),
+    keys=V3_KEYS,
+    fixed=V3_FIXED,
     untrained=beyond,
+    aliases=("kimi_k2",),
     example=Example(
-        models="DeepSeek-V3, R1",
+        models="DeepSeek-V3, R1, Kimi K2, Moonlight",
         differs="as `deepseek_v2`, experts also chosen by a bias",
         cases={
             "deepseek_v3": latent.TINY_LATENT
             | latent.TINY_GROUPS
-            | _ROUTING
+            | V3_ROUTING
             | dict(q_lora_rank=28, num_experts_per_tok=3),
         },
         served=latent.SERVED_LATENT,

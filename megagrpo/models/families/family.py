@@ -84,7 +84,8 @@ class Family:
     - `layer_types` are the supported kinds of blocks in config.json's key of that name.
     - `local_rope` allows rotary parameters of blocks with a window beside those of all others.
     - `names` maps names of sizes in this family's config.json to the usual ones, for `shrink_model`.
-    - `needs_torchvision` says that vLLM's code of the family imports torchvision, for text too.
+    - `aliases` are the model_types of releases whose class is `architecture` too.
+    - `gpu_only` is the reason why vLLM cannot serve the family on a CPU.
     - `unserved` is the reason why no vLLM serves the family: its models can be converted, not trained.
     - `partial_rotary_factor` is the default share of each head that is rotated, if config.json may set one; None: the
       whole head.
@@ -107,9 +108,10 @@ class Family:
     rope_keys: tuple[str, ...] = ()
     local_rope: bool = False
     names: dict[str, str] = field(default_factory=dict)
-    needs_torchvision: bool = False
     unserved: str | None = None
     partial_rotary_factor: float | None = None
+    aliases: tuple[str, ...] = ()
+    gpu_only: str | None = None
     layer_types: tuple[str, ...] = (FULL, SLIDING)
 
     @property
@@ -122,7 +124,7 @@ def common_config(family: Family, raw: Raw) -> HfConfig:
     """Return the architecture of a Llama from the keys that all families share."""
     rotary = rope(raw)
     return HfConfig(
-        family=raw["model_type"],
+        family=family.model_type,
         num_layers=raw["num_hidden_layers"],
         hidden_size=raw["hidden_size"],
         num_heads=raw["num_attention_heads"],

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import ParallelSection, Problem, ProblemError
-from megagrpo.models.families import FAMILIES
+from megagrpo.models.families import FAMILIES, family_of
 from megagrpo.models.families.architecture import Experts, HfConfig
 from megagrpo.models.families.config_keys import architecture_problems, text_config, wrapper_of
 from megagrpo.models.families.family import Table, common_config, rope
@@ -60,7 +60,8 @@ def parse_hf_config(raw: dict[str, Any], names: Iterable[str] = ()) -> HfConfig:
     if lines := architecture_problems(raw):
         raise ProblemError(*_of_model(lines))
     text = text_config(raw)
-    family = FAMILIES[text["model_type"]]
+    family = family_of(text["model_type"])
+    assert family is not None, "architecture_problems has refused it"
     hf_config = family.read(text, common_config(family, text))
     if found := wrapper_of(raw):
         wrapper = found[1]

@@ -57,7 +57,6 @@ FAMILY = Family(
     rope_types=("default", "yarn"),
     rope_keys=("mrope_section", "mrope_interleaved"),
     partial_rotary_factor=0.25,
-    needs_torchvision=True,
     layer_types=(FULL, LINEAR),
     example=Example(
         models="Qwen3.5 and Qwen3.6, dense",

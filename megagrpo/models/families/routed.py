@@ -22,6 +22,7 @@ TINY_ROUTED: Raw = dict(
     topk_group=2,
     routed_scaling_factor=2.0,
 )
+DENSE_MLP, SPARSE_MLP = "dense", "sparse"  # in config.json's mlp_layer_types
 NORMALIZED = {"norm_topk_prob": (True, "only weights of a token's experts that add up to 1 are supported")}
 
 
@@ -69,3 +70,19 @@ def routed_problems(raw: Raw) -> list[str]:
             f"hold the {raw['num_experts_per_tok']} of num_experts_per_tok"
         )
     return lines
+
+
+def mlp_kind_problems(raw: Raw, default: int) -> list[str]:
+    """Return how `mlp_layer_types`, which transformers reads, disagrees with `first_k_dense_replace`, which vLLM reads.
+    Without the list, transformers has `default` dense blocks."""
+    kinds, dense, blocks = raw.get("mlp_layer_types"), raw.get("first_k_dense_replace"), raw.get("num_hidden_layers")
+    if dense is None or blocks is None:  # another line says what is missing
+        return []
+    expected = [DENSE_MLP] * dense + [SPARSE_MLP] * (blocks - dense)
+    if (kinds is None and dense == default) or kinds == expected:
+        return []
+    if kinds is None:
+        said = f"first_k_dense_replace={dense} without mlp_layer_types, for which transformers has {default} dense"
+        return [f"{said}; add mlp_layer_types with {dense} x {DENSE_MLP!r} and {blocks - dense} x {SPARSE_MLP!r}"]
+    said = f"mlp_layer_types does not have {DENSE_MLP!r} for the first {dense} blocks and {SPARSE_MLP!r} for the others"
+    return [f"{said}, as first_k_dense_replace={dense} means in vLLM; set one to match the weights"]

@@ -24,6 +24,7 @@ _EXPERTS = {"gate_up_proj": "mlp.experts.linear_fc1.weight", "down_proj": "mlp.e
 _BESIDE = {
     "mlp.gate.weight": "mlp.router.weight",
     "block_sparse_moe.router.weight": "mlp.router.weight",
+    "mlp.e_score_correction_bias": "mlp.router.expert_bias",
     "mlp.gate.moe_statics.e_score_correction_bias": "mlp.router.expert_bias",
 }
 

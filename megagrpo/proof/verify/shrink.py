@@ -140,6 +140,7 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
+        rotary_dim=int(head_dim * real.partial_rotary_factor),
         intermediate_size=padded(96, lcm(unit * parallel.tp, parallel.expert_tp)),
         vocab_size=VOCABULARY,
     )
@@ -148,6 +149,8 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
         small |= dict(q_lora_rank=padded(20, unit) if real.mla.query_rank else None, kv_lora_rank=latent)
         small |= dict(qk_nope_head_dim=padded(8, unit), qk_rope_head_dim=half)
         small |= dict(v_head_dim=padded(6, unit), head_dim=half)
+    if real.indexer:  # fewer keys than the longest sequences have; with many heads no two keys have the score 0
+        small |= dict(index_n_heads=16, index_head_dim=2 * half, index_topk=6)
     if real.experts is not None:
         count = max(4, 2 * parallel.ep)
         small |= dict(

@@ -1,5 +1,6 @@
 """Tokenizers: Hugging Face folders and bare SentencePiece models, chat templates, end tokens."""
 
+import base64
 import json
 import shutil
 
@@ -9,9 +10,11 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from megagrpo.config import DataSection
 from megagrpo.data.token_texts import TokenTexts
 from megagrpo.data.tokenizer import load_tokenizer, read_chat_template
 from megagrpo.models.families.weight_sources import resolve_model
+from megagrpo.proof.plan.files import tokenizer_problems
 
 SENTENCES = [f"What is {a} + {b}? The sum of {a} and {b} is {a + b}." for a in range(20) for b in range(20)]
 CHATML = (
@@ -238,3 +241,26 @@ def test_the_texts_of_single_tokens_of_sentencepiece_join_to_the_text(sentencepi
     tokenizer = load_tokenizer(sentencepiece_model)
     ids = tokenizer.encode("What is 3 + 4? π", add_special_tokens=False)
     assert "".join(TokenTexts(tokenizer).of(ids)).strip() == "What is 3 + 4? π"
+
+
+def code_folder(folder):
+    """A folder as Kimi K2's: the tokenizer is a class in a file of the release, over a tiktoken vocabulary."""
+    folder.mkdir()
+    settings = dict(auto_map={"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]})
+    settings |= dict(tokenizer_class="TikTokenTokenizer", bos_token="[BOS]", eos_token="[EOS]")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    lines = [f"{base64.b64encode(bytes([i])).decode()} {i}" for i in range(256)]
+    (folder / "tiktoken.model").write_text("\n".join(lines) + "\n")
+    (folder / "tokenization_kimi.py").write_text("raise SystemExit('the code ran')")
+    (folder / "config.json").write_text(json.dumps(dict(model_type="kimi_k2")))
+    return folder
+
+
+def test_code_of_a_tokenizer_is_refused_without_a_question(tmp_path, monkeypatch):
+    folder = code_folder(tmp_path / "kimi")
+    monkeypatch.setattr("builtins.input", lambda text: pytest.fail(f"asked: {text}"))
+    said = "has a tokenizer of custom code .* never run; write it as tokenizer.json .* and name that folder"
+    with pytest.raises(ValueError, match=f"model.tokenizer: {folder} {said}"):
+        load_tokenizer(folder)
+    (problem,) = tokenizer_problems(str(folder), DataSection(train=dict(source="none")), 300)
+    assert problem.keys == ("model.tokenizer",) and "which is never run" in problem.text

@@ -25,7 +25,8 @@ def naive(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Te
 def inputs(length: int, dtype: torch.dtype, strongest: float = 1.0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(length)
     query, key, value, decay, beta = (
-        torch.randn(2, length, *shape, generator=generator, dtype=dtype) for shape in ((2, 5), (2, 5), (6, 7), (6,), (6,))
+        torch.randn(2, length, *shape, generator=generator, dtype=dtype)
+        for shape in ((2, 5), (2, 5), (6, 7), (6,), (6,))
     )
     return [query, key, value, -strongest * decay.abs(), beta.sigmoid()]
 

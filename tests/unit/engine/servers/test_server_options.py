@@ -2,10 +2,13 @@
 
 import contextlib
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from megagrpo.config import load_config
 from megagrpo.data.sampling import sampling_of
@@ -14,6 +17,7 @@ from megagrpo.engine.requests import sampling_params as request_params
 from megagrpo.engine.servers import serving
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
+from megagrpo.models.families import FAMILIES
 from megagrpo.platform.process.variables import TOKEN_FILE_VARIABLE
 from megagrpo.trainer import engine_side, gpu_turns
 from megagrpo.types import Prompt, SamplingParams, Truncation
@@ -150,6 +154,16 @@ def test_servers_on_several_nodes_are_not_started_on_one(tmp_path):
         match=r"rollout\.nodes_per_server: 2, but this command starts servers on this host only; start them with",
     ):
         launcher(tmp_path, "rollout.tp=2", "rollout.nodes_per_server=2", "rollout.placement=dedicated", "run.nodes=3")
+
+
+@pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.gpu_only])
+def test_a_family_that_vllm_serves_on_gpus_only_is_refused_before_a_server_starts(kind, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES[kind].example.release))
+    save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=re.escape(f"model.path: {FAMILIES[kind].gpu_only} ({kind}); use a GPU")):
+        launcher(tmp_path)
+    monkeypatch.setattr(serving.device, "visible_gpus", lambda: ["0", "1"])
+    assert launcher(tmp_path)
 
 
 def test_a_server_holds_the_longest_prompt_with_the_longest_response(tmp_path):

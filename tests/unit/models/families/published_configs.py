@@ -76,6 +76,11 @@ DEEPSEEK = remote("deepseek", "DeepseekV2") | dict(
     topk_group=1,
     topk_method="greedy",
 )
+ROUTED_BY_BIAS = dict(scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True, n_group=1, topk_group=1)
+KIMI_YARN = dict(beta_fast=1.0, beta_slow=1.0, factor=32.0, mscale=1.0, mscale_all_dim=1.0) | dict(
+    original_max_position_embeddings=4096, type="yarn"
+)
+FP8_BLOCKS = dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128])
 QWEN3_MOE = dict(
     attention_bias=False,
     decoder_sparse_step=1,
@@ -403,6 +408,27 @@ PUBLISHED: dict[str, tuple[str, str, Raw]] = {
             tie_word_embeddings=True,
         )
         | {"auto_map": PHI["auto_map"] | {"AutoTokenizer": "Xenova/gpt-4o"}},
+    ),
+    "Kimi K2 Instruct": (
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        sizes(7168, 61, 64, 64, 18432, 163840, max_position_embeddings=131072, first_k_dense_replace=1)
+        | DEEPSEEK
+        | remote("deepseek", "DeepseekV3")
+        | ROUTED_BY_BIAS
+        | dict(model_type="kimi_k2", n_routed_experts=384, n_shared_experts=1, num_experts_per_tok=8)
+        | dict(q_lora_rank=1536, moe_intermediate_size=2048, routed_scaling_factor=2.827, rope_theta=50000.0)
+        | dict(rope_scaling=KIMI_YARN, num_nextn_predict_layers=0, quantization_config=FP8_BLOCKS),
+    ),
+    "Moonlight 16B A3B": (
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        sizes(2048, 27, 16, 16, 11264, 163840)
+        | DEEPSEEK
+        | remote("deepseek", "DeepseekV3")
+        | ROUTED_BY_BIAS
+        | dict(max_position_embeddings=8192, routed_scaling_factor=2.446, rope_theta=50000.0, rope_scaling=None)
+        | dict(rms_norm_eps=1e-5, num_nextn_predict_layers=0),
     ),
     "GLM 4 9B chat hf": (
         "glm",

@@ -1,6 +1,5 @@
 """Reading config.json and the rules for layouts, without torch."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -11,7 +10,8 @@ import pytest
 import transformers
 
 from megagrpo.config import ParallelSection, ProblemError
-from megagrpo.models.families import FAMILIES
+from megagrpo.models.families import ALIASES, FAMILIES
+from megagrpo.models.families.architecture import Indexer
 from megagrpo.models.families.config_keys import architecture_problems
 from megagrpo.models.families.hf_config import load_hf_config, model_problems, parse_hf_config
 from megagrpo.policy.build import rotary_frequencies
@@ -264,12 +264,20 @@ def test_no_family_is_guessed_for_a_model_of_another_class(kind, cls):
 
 
 def test_a_model_whose_class_is_known_under_another_name_is_told_that_name_and_loads_with_it():
+    renamed = SMOLLM2 | DEEPSEEK_V3 | {"model_type": "our_r1", "architectures": ["DeepseekV3ForCausalLM"]}
+    (problem,) = architecture_problems(renamed)
+    assert "as model_type our_r1, but as deepseek_v3; set model_type to deepseek_v3 in a copy of config.json" in problem
+    assert architecture_problems(renamed | {"model_type": "deepseek_v3"}) == []
+
+
+def test_an_alias_is_the_family_and_keeps_its_name_in_config_json():
     kimi = SMOLLM2 | DEEPSEEK_V3 | {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
-    (problem,) = architecture_problems(kimi)
-    assert (
-        "as model_type kimi_k2, but as deepseek_v3; set model_type to deepseek_v3 in a copy of config.json" in problem
-    )
-    assert architecture_problems(kimi | {"model_type": "deepseek_v3"}) == []
+    alias, own = (parse_hf_config(kimi | {"model_type": kind}) for kind in ("kimi_k2", "deepseek_v3"))
+    assert alias == own and alias.family == "deepseek_v3" and alias.linears == own.linears
+    assert alias.raw["model_type"] == "kimi_k2"
+    (problem,) = architecture_problems(kimi | {"architectures": ["KimiForCausalLM"]})
+    assert "architectures=['KimiForCausalLM'] with model_type=kimi_k2, whose class is DeepseekV3ForCausalLM" in problem
+    assert not ALIASES.keys() & FAMILIES.keys()
 
 
 def test_a_multimodal_model_is_refused_with_a_way_out():
@@ -442,8 +450,7 @@ def test_longrope_has_the_frequencies_that_vllm_takes_for_the_longest_sequence()
     assert factor == same == pytest.approx((1 + math.log(2) / math.log(4096)) ** 0.5)
 
 
-def test_a_family_that_transformers_knows_under_another_name_has_the_same_rotary_frequencies(monkeypatch):
-    monkeypatch.setitem(FAMILIES, "kimi_k2", dataclasses.replace(FAMILIES["deepseek_v3"], model_type="kimi_k2"))
+def test_an_alias_that_transformers_does_not_know_has_the_same_rotary_frequencies():
     yarn = {
         "rope_scaling": {
             "type": "yarn",
@@ -462,3 +469,58 @@ def test_a_family_that_transformers_knows_under_another_name_has_the_same_rotary
 def test_the_vocabulary_is_padded_to_a_multiple_of_tp():
     config = parse_hf_config(SMOLLM2 | {"vocab_size": 127})
     assert [config.padded_vocab(tp) for tp in (1, 2, 3)] == [127, 128, 129]
+
+
+def release(kind: str, **changes) -> dict:
+    """config.json of the family's release with other values; None removes a key."""
+    raw = FAMILIES[kind].example.release | changes
+    return {key: value for key, value in raw.items() if value is not None or key not in changes}
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (
+            release("glm4_moe_lite", first_k_dense_replace=2),
+            "first_k_dense_replace=2 without mlp_layer_types, for which",
+        ),
+        (
+            release("glm4_moe_lite", mlp_layer_types=["dense"] * 3 + ["sparse"] * 44),
+            "mlp_layer_types does not have 'dense' for the first 1 blocks",
+        ),
+        (
+            release("deepseek_v32", mlp_layer_types=["sparse"] * 61),
+            "mlp_layer_types does not have 'dense' for the first 3",
+        ),
+        (release("glm_moe_dsa", indexer_types=["full", "shared"] * 39), "indexer_types does not have 'full' for every"),
+        (release("glm_moe_dsa", index_topk_freq=4), "index_topk_freq=4; blocks that share the indexer"),
+        (release("glm_moe_dsa", indexer_rope_interleave=False), "indexer_rope_interleave=False; only the rotation of"),
+        (release("deepseek_v32", indexer_rope_interleave=True), "indexer_rope_interleave=True; only the rotation of"),
+        (release("deepseek_v32") | dict(q_lora_rank=None), "q_lora_rank is null; the indexer reads the latent"),
+        (release("deepseek_v32", index_head_dim=32), "index_head_dim=32 is less than qk_rope_head_dim=64"),
+        (release("deepseek_v32", index_topk=None), "config.json lacks index_topk"),
+        (release("minimax_m2", attn_type_list=[1, 0] * 31), "only 1, softmax attention in every block, is supported"),
+        (release("minimax_m2", rotary_dim=256), "rotary_dim=256 is more than head_dim=128"),
+        (
+            release("minimax_m2", partial_rotary_factor=0.25),
+            "rotary_dim=64, and partial_rotary_factor=0.25 of head_dim",
+        ),
+        (release("minimax_m2", use_routing_bias=None), "config.json lacks use_routing_bias; set it to True, or vLLM"),
+        (release("minimax_m2", qk_norm_type="per_head"), "qk_norm_type='per_head'; only per_layer, a norm over all"),
+    ],
+)
+def test_what_transformers_and_vllm_read_differently_or_nobody_computes_is_refused(raw, said):
+    (problem,) = architecture_problems(raw)
+    assert said in problem
+
+
+def test_releases_with_an_indexer_and_with_an_absolute_size_of_rotation_are_read_as_transformers_does():
+    own = parse_hf_config(release("deepseek_v32"))
+    assert (
+        own.indexer == Indexer(heads=64, head_dim=128, keys=2048, interleaved=False) and len(own.mixture.blocks) == 58
+    )
+    assert parse_hf_config(release("glm_moe_dsa")).indexer == Indexer(32, 128, 2048, True)
+    mini = parse_hf_config(release("minimax_m2"))
+    theirs = transformers.AutoConfig.for_model(**release("minimax_m2")).rope_parameters
+    assert (mini.partial_rotary_factor, mini.rope_theta) == (theirs["partial_rotary_factor"], theirs["rope_theta"])
+    assert mini.rotary_dim == 64 and mini.experts.sigmoid and mini.experts.bias and mini.wide_qk_norm

@@ -1,13 +1,16 @@
 """FLOPs of an optimizer step against torch's own count on a model of transformers, and GPU peaks by CUDA's names."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
+from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.hf_config import parse_hf_config
-from megagrpo.proof.plan.flops import attention_flops, model_flops, step_flops
+from megagrpo.proof.plan.flops import attention_flops, model_flops, step_flops, token_flops
 from megagrpo.proof.plan.gpu_specs import GPUS, bf16_tflops_of
 
 PROMPT, RESPONSE = 40, 24
@@ -73,3 +76,14 @@ def test_a_gpu_is_known_by_its_whole_name_only():
     }
     for slower in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GeForce RTX 4090", ""):
         assert bf16_tflops_of(slower) is None
+
+
+def test_sparse_attention_counts_the_keys_that_a_token_sees():
+    sparse = parse_hf_config(FAMILIES["deepseek_v32"].example.release)
+    dense = replace(sparse, indexer=None)
+    assert attention_flops(sparse, 2048) == attention_flops(dense, 2048)
+    seen = sum(min(i + 1, 2048) for i in range(6000))
+    per_key = 2 * 61 * 128 * (192 + 128)  # products and sums of layers, heads, and widths of keys and values
+    assert attention_flops(sparse, 6000) == pytest.approx(per_key * seen, rel=1e-3)
+    products = 6000 * token_flops(sparse).blocks
+    assert step_flops(sparse, spans((0, 6000)), 0) == pytest.approx(3 * (products + attention_flops(sparse, 6000)))
