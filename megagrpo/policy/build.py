@@ -28,7 +28,7 @@ from megagrpo.models.families.family import FULL
 from megagrpo.models.families.hf_config import HfConfig, model_problems, stage_layers
 from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import Layout
-from megagrpo.policy.attention.packed import NoRotary, Rotary, TorchAttention
+from megagrpo.policy.attention.packed import NoRotary, Rotary, ScaledRotary, TorchAttention
 from megagrpo.policy.embedding import ScaledEmbedding, TokenEmbedding
 from megagrpo.policy.experts import prepare_experts
 from megagrpo.policy.fp8.megatron_patches import leave_fp8
@@ -185,6 +185,8 @@ def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int |
                 turning.rotary = NoRotary()
             if hf_config.late_qk_norm:
                 turning.rotary = turning.rotary.with_norms(attention.q_layernorm, attention.k_layernorm)
+            if (scale := hf_config.query_scale) is not None and block in scale.blocks:
+                turning.rotary = ScaledRotary(turning.rotary, scale)
         if isinstance(core, TorchAttention):
             core.softcap = hf_config.score_cap
     for module in model.modules():

@@ -30,8 +30,9 @@ from megagrpo.models.bridge.hf_files import narrows
 from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.bridge.tensor_files import TensorFile, dtype_name
 from megagrpo.models.bridge.torch_dist import StoredTensors
+from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.dense import EMBEDDING
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.models.families.hf_config import HfConfig, load_hf_config
 from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform import device
 from megagrpo.platform.device import quiet
@@ -110,12 +111,24 @@ def _check_place(r: RolloutSection, model_folder: Path, dtype: str, on_cpu: bool
         _check_quantization(r.quantization, model_folder)
 
 
+def _architecture(model_folder: Path) -> HfConfig | None:
+    """Return the model's architecture; None for a model that only vLLM knows."""
+    try:
+        return load_hf_config(model_folder)
+    except ProblemError:
+        return None
+
+
 def _is_recurrent(model_folder: Path) -> bool:
     """Whether some blocks keep a state in place of keys and values; False for a model that only vLLM knows."""
-    try:
-        return load_hf_config(model_folder).gated_delta is not None
-    except ProblemError:
-        return False
+    model = _architecture(model_folder)
+    return model is not None and model.gated_delta is not None
+
+
+def served_keys(model_folder: Path) -> dict[str, Any]:
+    """Return the keys of config.json that vLLM needs beside those of the model's own file."""
+    model = _architecture(model_folder)
+    return {} if model is None else FAMILIES[model.family].served_keys(model)
 
 
 def _options(
@@ -134,6 +147,7 @@ def _options(
         dtype=dtype,
         quantization=None if r.quantization == "none" else r.quantization,
         packed=bool(Checkpoint(model_folder).views),
+        overrides=served_keys(model_folder),
         max_model_len=max_model_len or config.longest_sequence,
         tp=r.tp,
         pp=r.pp,

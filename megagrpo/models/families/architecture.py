@@ -72,6 +72,17 @@ class GatedDelta:
 
 
 @dataclass(frozen=True)
+class QueryScale:
+    """A factor on the queries of the decoder blocks `blocks` that grows with the position p of a token:
+    1 + strength log(1 + floor((p + offset) / length)) (scalable softmax, arXiv 2501.19399)."""
+
+    strength: float
+    length: int  # tokens
+    blocks: frozenset[int]
+    offset: int = 0
+
+
+@dataclass(frozen=True)
 class HfConfig:
     """The architecture of a decoder: the fields that building and converting need. `raw` is config.json as read."""
 
@@ -109,6 +120,7 @@ class HfConfig:
     attention_gate: bool = False  # each head's attention is multiplied by the sigmoid of its own gate
     local_rope_theta: float | None = None  # separate rope base of blocks with a window, never scaled
     unrotated: frozenset[int] = frozenset()  # decoder blocks that do not rotate queries and keys
+    query_scale: QueryScale | None = None
     softmax_scale: float | None = None  # scale of attention scores; None: 1 / sqrt(head_dim)
     score_cap: float | None = None  # attention scores x become cap tanh(x / cap)
     logit_cap: float | None = None  # logits x of the LM head become cap tanh(x / cap)
@@ -140,7 +152,8 @@ class HfConfig:
     def rotates_alike(self) -> bool:
         """Whether every block rotates queries and keys by the same angles, and nothing comes between rotation and
         scores."""
-        return self.local_rope_theta is None and not self.unrotated and not self.late_qk_norm
+        between = self.late_qk_norm or self.query_scale is not None
+        return self.local_rope_theta is None and not self.unrotated and not between
 
     def kv_heads_of_rank(self, tp_size: int) -> int:
         """Return the number of KV heads that the queries of a rank attend to. With more ranks than KV heads it is 1."""

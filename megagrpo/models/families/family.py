@@ -78,9 +78,11 @@ class Family:
     - `fixed` keys have one supported value, besides `FIXED`. Every other key is rejected (`families.keys`).
     - `dropped` returns regular expressions of tensors that files may hold and that are skipped with a message.
     - `rope_types` are the supported kinds of rotary scaling.
+    - `rope_keys` are this family's own parameters of the rotation, for any kind of scaling.
     - `layer_types` are the supported kinds of blocks in config.json's key of that name.
     - `local_rope` allows rotary parameters of blocks with a window beside those of all others.
     - `names` maps names of sizes in this family's config.json to the usual ones, for `shrink_model`.
+    - `served_keys` returns keys of config.json that vLLM needs beside those of the file.
     - `unserved` is the reason why no vLLM serves the family: its models can be converted, not trained.
     - `partial_rotary_factor` is the default share of each head that is rotated, if config.json may set one; None: the
       whole head.
@@ -99,8 +101,10 @@ class Family:
     fixed: dict[str, tuple[Any, str]] = field(default_factory=dict)
     dropped: Callable[[HfConfig], tuple[str, ...]] = lambda hf: ()
     rope_types: tuple[str, ...] = ROPE_TYPES
+    rope_keys: tuple[str, ...] = ()
     local_rope: bool = False
     names: dict[str, str] = field(default_factory=dict)
+    served_keys: Callable[[HfConfig], Raw] = lambda hf: {}
     unserved: str | None = None
     partial_rotary_factor: float | None = None
     layer_types: tuple[str, ...] = (FULL, SLIDING)
@@ -197,7 +201,7 @@ def unknown_rope_keys(family: Family, raw: Raw) -> dict[str, Any]:
             kind = rope({"rope_parameters": parameters or {}} if parts else raw)["rope_type"]
             known = ROPE_KEYS.get(kind, parameters or ())  # an unknown kind has its own error
             given = parameters if isinstance(parameters, dict) else {}
-            unknown |= {f"{name}.{key}": value for key, value in given.items() if key not in known}
+            unknown |= {f"{name}.{key}": v for key, v in given.items() if key not in (*known, *family.rope_keys)}
     return unknown
 
 
