@@ -27,7 +27,7 @@ def family_of(name: str) -> Family:
 
 def has_experts(name: str) -> bool:
     """Whether a case is a mixture of experts."""
-    return any("experts" in key for key in MODELS[name][1])
+    return any("experts" in key and value for key, value in MODELS[name][1].items())
 
 
 def tiny_config(kind: str, extra: dict[str, Any]) -> transformers.PretrainedConfig:
