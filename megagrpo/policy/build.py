@@ -28,6 +28,8 @@ from megagrpo.models.families.family import FULL
 from megagrpo.models.families.hf_config import HfConfig, model_problems, stage_layers
 from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import Layout
+from megagrpo.policy.attention.causal import Window
+from megagrpo.policy.attention.head_norms import UnitNorm
 from megagrpo.policy.attention.packed import NoRotary, Rotary, ScaledRotary, TorchAttention
 from megagrpo.policy.embedding import ScaledEmbedding, TokenEmbedding
 from megagrpo.policy.experts import prepare_experts
@@ -82,14 +84,18 @@ def build_model(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> l
 def _own_attention(hf_config: HfConfig, cp: int, options: ModelOptions) -> bool:
     """Whether core attention is `TorchAttention`: without Transformer Engine, or for features its attention lacks.
 
-    These are capped scores, and windows, sinks or shared prompts together with context parallelism. On GPUs before
-    Hopper, with sinks on cuDNN before 9.26, in float32, and in deterministic runs, Transformer Engine's attention of
-    packs has no fused kernel: it would keep all scores, and has no mask for shared prompts.
+    These are capped scores, chunks shorter than the longest sequence, and windows, sinks or shared prompts together
+    with context parallelism. On GPUs before Hopper, with sinks on cuDNN before 9.26, in float32, and in deterministic
+    runs, Transformer Engine's attention of packs has no fused kernel: it would keep all scores, and has no mask for
+    shared prompts.
     """
     beyond_a_ring = cp > 1 and (any(hf_config.windows) or hf_config.sinks or options.shares_prompts)
     in_float32 = device.has_gpu() and options.dtype == torch.float32
     unfused = device.is_deterministic() or not device.has_packed_attention(hf_config.sinks) or in_float32
-    return not device.has_transformer_engine() or hf_config.score_cap is not None or beyond_a_ring or unfused
+    longest = options.longest_sequence
+    in_chunks = hf_config.chunked and (longest is None or longest > min(filter(None, hf_config.windows)))
+    beyond = hf_config.score_cap is not None or in_chunks or beyond_a_ring
+    return not device.has_transformer_engine() or beyond or unfused
 
 
 def weights_dtype(hf_config: HfConfig) -> torch.dtype:
@@ -174,6 +180,7 @@ def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int |
     local = rotary
     if hf_config.local_rope_theta:
         local = Rotary(_unscaled(hf_config.rotary_dim, hf_config.local_rope_theta).to(device.device()))
+    unit = UnitNorm(hf_config.norm_eps)
     for layer in model.decoder.layers:
         attention: Any = getattr(layer, "self_attention", None)
         core = getattr(attention, "core_attention", None)
@@ -183,12 +190,16 @@ def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int |
             turning.rotary = local if hf_config.window(block) else rotary
             if block in hf_config.unrotated:
                 turning.rotary = NoRotary()
+            elif hf_config.unit_qk_norm:
+                turning.rotary = turning.rotary.with_norms(unit, unit)
             if hf_config.late_qk_norm:
                 turning.rotary = turning.rotary.with_norms(attention.q_layernorm, attention.k_layernorm)
             if (scale := hf_config.query_scale) is not None and block in scale.blocks:
                 turning.rotary = ScaledRotary(turning.rotary, scale)
         if isinstance(core, TorchAttention):
             core.softcap = hf_config.score_cap
+            if hf_config.chunked and (size := hf_config.window((layer.layer_number - 1) // LAYERS_PER_BLOCK)):
+                core.window = Window(size, chunked=True)
     for module in model.modules():
         if hasattr(module, "_yarn_concentration_factor"):
             module._yarn_concentration_factor = attention_factor

@@ -125,10 +125,10 @@ def _is_recurrent(model_folder: Path) -> bool:
     return model is not None and model.gated_delta is not None
 
 
-def served_keys(model_folder: Path) -> dict[str, Any]:
-    """Return the keys of config.json that vLLM needs beside those of the model's own file."""
+def served_flags(model_folder: Path) -> dict[str, dict[str, Any]]:
+    """Return vLLM's flags, with JSON values, that the model's family needs."""
     model = _architecture(model_folder)
-    return {} if model is None else FAMILIES[model.family].served_keys(model)
+    return {} if model is None else FAMILIES[model.family].served_flags(model)
 
 
 def _options(
@@ -147,7 +147,7 @@ def _options(
         dtype=dtype,
         quantization=None if r.quantization == "none" else r.quantization,
         packed=bool(Checkpoint(model_folder).views),
-        overrides=served_keys(model_folder),
+        family_flags=served_flags(model_folder),
         max_model_len=max_model_len or config.longest_sequence,
         tp=r.tp,
         pp=r.pp,

@@ -35,6 +35,7 @@ class Experts:
     groups_per_token: int = 1
     shared_size: int = 0  # width of the shared experts, an MLP for every token; 0: none
     interleaved: bool = False  # in files rows of gate and up projection alternate
+    input_weights: bool = False  # a token's weight multiplies the input of its expert, not the output
     clamp: float | None = None  # expert: (up + 1) gate sigmoid(1.702 gate), both clamped to this; None: silu(gate) up
 
     @property
@@ -111,10 +112,12 @@ class HfConfig:
     qk_norm: bool = False  # each head's queries and keys are normalised before the rotation
     wide_qk_norm: bool = False  # with `qk_norm`: over the elements of all heads together
     late_qk_norm: bool = False  # with `qk_norm`: after the rotation
+    unit_qk_norm: bool = False  # blocks that rotate divide each head's queries and keys by their root mean square
     experts: Experts | None = None
     mixture_module: str = "mlp"  # of a decoder block in transformers, whose parameters adapters of experts name
     # per block: tokens that a token sees, itself included, or None for all; (): all blocks see all
     windows: tuple[int | None, ...] = ()
+    chunked: bool = False  # a window starts at a multiple of its size: a token sees its own chunk up to itself
     mla: Mla | None = None
     gated_delta: GatedDelta | None = None
     attention_gate: bool = False  # each head's attention is multiplied by the sigmoid of its own gate
@@ -152,7 +155,7 @@ class HfConfig:
     def rotates_alike(self) -> bool:
         """Whether every block rotates queries and keys by the same angles, and nothing comes between rotation and
         scores."""
-        between = self.late_qk_norm or self.query_scale is not None
+        between = self.late_qk_norm or self.unit_qk_norm or self.query_scale is not None
         return self.local_rope_theta is None and not self.unrotated and not between
 
     def kv_heads_of_rank(self, tp_size: int) -> int:

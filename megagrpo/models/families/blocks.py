@@ -262,6 +262,18 @@ def interleaved(name: str) -> BlockRule:
     return BlockRule((name,), blocks)
 
 
+def transposed(rule: BlockRule) -> BlockRule:
+    """Matrices whose rows are the columns of Megatron's parameter, else as in `rule`."""
+
+    def turned(block: Block) -> Block:
+        assert block.order is None, f"{block.name} is permuted"
+        (lo, hi), dims = block.box, range(len(block.grid))
+        box, order = (lo[::-1], hi[::-1]), (*dims[:-2], dims[-1], dims[-2])
+        return dataclasses.replace(block, shape=block.shape[::-1], box=box, order=order)
+
+    return BlockRule(rule.names, lambda local: [turned(block) for block in rule.blocks(local)])
+
+
 def of_all_experts(block: Block, expert: int, count: int, first: bool) -> Block:
     """Return the block of one expert's tensor in the tensor of all `count` experts, its `first` or last dimension."""
     (lo, hi), dims = block.box, len(block.grid)

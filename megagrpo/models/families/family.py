@@ -16,7 +16,7 @@ Table = dict[str, BlockRule]
 ROTARY = ("rope_scaling", "rope_parameters")  # sections of config.json with parameters of the rotation
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # values of config.json's layer_types
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+FULL, SLIDING, LINEAR, CHUNKED = "full_attention", "sliding_attention", "linear_attention", "chunked_attention"
 REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 # Keys of config.json that are read for every family: by `common_config`, `rope`, Megatron's configuration,
 # `families.keys` and `precisions`.
@@ -82,7 +82,7 @@ class Family:
     - `layer_types` are the supported kinds of blocks in config.json's key of that name.
     - `local_rope` allows rotary parameters of blocks with a window beside those of all others.
     - `names` maps names of sizes in this family's config.json to the usual ones, for `shrink_model`.
-    - `served_keys` returns keys of config.json that vLLM needs beside those of the file.
+    - `served_flags` returns flags of vLLM, with JSON values, without which vLLM computes something else.
     - `unserved` is the reason why no vLLM serves the family: its models can be converted, not trained.
     - `partial_rotary_factor` is the default share of each head that is rotated, if config.json may set one; None: the
       whole head.
@@ -104,7 +104,7 @@ class Family:
     rope_keys: tuple[str, ...] = ()
     local_rope: bool = False
     names: dict[str, str] = field(default_factory=dict)
-    served_keys: Callable[[HfConfig], Raw] = lambda hf: {}
+    served_flags: Callable[[HfConfig], dict[str, Raw]] = lambda hf: {}
     unserved: str | None = None
     partial_rotary_factor: float | None = None
     layer_types: tuple[str, ...] = (FULL, SLIDING)

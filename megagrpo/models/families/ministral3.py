@@ -27,11 +27,12 @@ def _problems(raw: Raw) -> list[str]:
     ]
 
 
-def _served_keys(hf: HfConfig) -> Raw:
+def _served_flags(hf: HfConfig) -> dict[str, Raw]:
     """Return vLLM's own key of the scale: it does not read the one in `rope_parameters`."""
     scale = hf.query_scale
     assert scale is not None, "Ministral 3 scales queries"
-    return {"llama_4_scaling": {"beta": scale.strength, "original_max_position_embeddings": scale.length}}
+    key = {"beta": scale.strength, "original_max_position_embeddings": scale.length}
+    return {"--hf-overrides": {"llama_4_scaling": key}}
 
 
 _ROPE: Raw = YARN | dict(llama_4_scaling_beta=0.1, mscale=1.0, mscale_all_dim=1.0)
@@ -45,7 +46,7 @@ FAMILY = Family(
     keys=("sliding_window",),
     rope_types=("yarn",),
     rope_keys=(_STRENGTH, "max_position_embeddings"),  # transformers ignores the second
-    served_keys=_served_keys,
+    served_flags=_served_flags,
     example=Example(
         models="Ministral 3, 3B, 8B and 14B, their text models",
         differs="yarn, queries that grow with the position, window",

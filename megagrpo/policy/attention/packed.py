@@ -22,7 +22,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from megagrpo.models.families.architecture import QueryScale
-from megagrpo.policy.attention.causal import Scores, causal_attention
+from megagrpo.policy.attention.causal import Scores, Window, causal_attention
 from megagrpo.policy.attention.context_parallel import MIN_FILL, context_attention
 from megagrpo.policy.elementwise import rotate
 from megagrpo.train_types import moved
@@ -210,8 +210,9 @@ class TorchAttention(MegatronModule):
     """Causal self-attention as a megatron-core `core_attention` module: packed (thd) or plain (sbhd), no dropout.
 
     It rotates queries and keys by `rotary`; Megatron's own rotation, much slower on packs, is off. `build._set_rotary`
-    sets `rotary` and `softcap`. The window comes from Megatron's configuration. `softmax_offset` holds the sinks [h] of
-    this rank's heads, or None. Megatron's own attention has the same parameter name and checkpoint key.
+    sets `rotary` and `softcap`, and windows that are chunks. Other windows come from Megatron's configuration.
+    `softmax_offset` holds the sinks [h] of this rank's heads, or None. Megatron's own attention has the same parameter
+    name and checkpoint key.
     """
 
     rotary: Rotary | None = None
@@ -238,7 +239,7 @@ class TorchAttention(MegatronModule):
         self.scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         # Megatron's window size excludes the token itself
-        self.window = config.window_size[0] + 1 if windowed else None
+        self.window = Window(config.window_size[0] + 1) if windowed else None
         self.cp_group = pg_collection.cp if pg_collection is not None and pg_collection.cp.size() > 1 else None
         self.tp_group = pg_collection.tp if pg_collection is not None else None
         self.softmax_offset = None

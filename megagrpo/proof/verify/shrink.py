@@ -15,7 +15,7 @@ from megagrpo.config.lora import ALL_LINEAR
 from megagrpo.data.packing import padded
 from megagrpo.data.routes import RouteShape
 from megagrpo.models.families import FAMILIES
-from megagrpo.models.families.family import COMMON, FULL, LINEAR, SLIDING, rope, rotated_share
+from megagrpo.models.families.family import CHUNKED, COMMON, FULL, LINEAR, SLIDING, rope, rotated_share
 from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
 from megagrpo.train_types import TrainSample
 from megagrpo.types import Routes
@@ -159,6 +159,7 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
             num_experts_per_tok=min(2, real.experts.per_token),
             moe_intermediate_size=padded(32, unit * lcm(parallel.expert_tp, parallel.tp)),
             shared_expert_intermediate_size=padded(32, unit * parallel.tp),
+            moe_layers=None,
             mlp_only_layers=[1] if len(real.experts.blocks) < real.num_layers else [],
             decoder_sparse_step=1,
         )
@@ -174,14 +175,17 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
         )
     if real.unrotated:
         small |= dict(no_rope_layers=[(layer + 1) % 2 for layer in range(small["num_hidden_layers"])])
+    small |= dict(floor_scale=WINDOW) if real.query_scale else {}
     if real.score_cap:
         small |= dict(attn_logit_softcapping=CAP)
     if real.logit_cap:
         small |= dict(final_logit_softcapping=CAP)
     if real.windows:
-        kinds = (SLIDING, FULL) if None in real.windows else (SLIDING,)
+        inside = CHUNKED if real.chunked else SLIDING
+        kinds = (inside, FULL) if None in real.windows else (inside,)
         small |= dict(
             sliding_window=WINDOW,
+            attention_chunk_size=WINDOW,
             layer_types=[kinds[layer % len(kinds)] for layer in range(small["num_hidden_layers"])],
         )
     elif real.gated_delta:
@@ -191,14 +195,17 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
     small |= {own: small[usual] for own, usual in FAMILIES[real.family].names.items() if usual in small}
     read = (*COMMON, *FAMILIES[real.family].keys, *raw)
     sizes = {key: value for key, value in small.items() if key in read}
-    return parse_hf_config(raw | sizes | _short_factors(raw, head_dim))
+    return parse_hf_config(raw | sizes | _short_rotary(raw, real, head_dim))
 
 
-def _short_factors(raw: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """Return the rotary parameters with the longrope factors that smaller heads need."""
+def _short_rotary(raw: dict[str, Any], real: HfConfig, head_dim: int) -> dict[str, Any]:
+    """Return the rotary parameters with the longrope factors that smaller heads need, and a short length after which
+    queries grow."""
+    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    if real.query_scale is not None and "llama_4_scaling_beta" in rope(raw):
+        return {key: raw[key] | dict(original_max_position_embeddings=WINDOW)}
     if rope(raw)["rope_type"] != "longrope":
         return {}
-    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     count = int(head_dim * rotated_share(raw, 1.0)) // 2
     return {key: raw[key] | {name: raw[key][name][:count] for name in ("short_factor", "long_factor")}}
 
