@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tiny_families import MODELS, has_experts, tiny_model
+from tiny_families import EVERY, has_experts, tiny_model
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.hf_export import save_hf
@@ -48,7 +48,7 @@ def make_models(root: Path, names: list[str]) -> dict[str, list]:
     """Write the models below `root`; name -> logits [T, V] by transformers for each pack, one sequence at a time."""
     logits = {}
     for name in names:
-        model = tiny_model(*MODELS[name])
+        model = tiny_model(*EVERY[name])
         with torch.no_grad():
             logits[name] = [
                 torch.cat([model(s[None]).logits[0] for s in tokens.split(lengths)]).numpy()

@@ -18,31 +18,55 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     for family in FAMILIES.values()
     for name, extra in family.example.cases.items()
 }
+# The same of multimodal models around them; the keys of the whole model are in `WHOLE`.
+WHOLE = "whole"
+WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{wrapper.model_type} multimodal": (
+        wrapper.architecture,
+        next(iter(family.example.cases.values())) | {WHOLE: family.example.wrapped[wrapper.model_type]},
+    )
+    for family in FAMILIES.values()
+    for wrapper in family.wrappers
+    if wrapper.model_type in family.example.wrapped
+}
+EVERY = MODELS | WRAPPED
+
+
+def cases_of(family: Family) -> list[str]:
+    """The names of the family's cases, multimodal ones last."""
+    return [*family.example.cases, *(f"{kind} multimodal" for kind in family.example.wrapped)]
 
 
 def family_of(name: str) -> Family:
     """The family of a case."""
-    return next(family for family in FAMILIES.values() if name in family.example.cases)
+    return next(family for family in FAMILIES.values() if name in cases_of(family))
 
 
 def has_experts(name: str) -> bool:
     """Whether a case is a mixture of experts."""
-    return any("experts" in key and value for key, value in MODELS[name][1].items())
+    return any("experts" in key and value for key, value in EVERY[name][1].items())
+
+
+def class_of(kind: str) -> type[transformers.PreTrainedModel]:
+    """transformers' class of a case."""
+    return getattr(transformers, kind if "For" in kind else f"{kind}ForCausalLM")
 
 
 def tiny_config(kind: str, extra: dict[str, Any]) -> transformers.PretrainedConfig:
     """The configuration of a tiny model; `extra` is kept unchanged, because transformers writes rotary parameters into
     it."""
     # Only the eager attention of transformers caps scores.
-    config = getattr(transformers, f"{kind}ForCausalLM").config_class
-    return config(**copy.deepcopy(TINY_SIZES | extra), attn_implementation="eager")
+    keys = copy.deepcopy(TINY_SIZES | extra)
+    if (whole := keys.pop(WHOLE, None)) is not None:
+        keys = dict(text_config=keys, **whole)
+    return class_of(kind).config_class(**keys, attn_implementation="eager")
 
 
 def tiny_model(kind: str, extra: dict[str, Any]) -> torch.nn.Module:
     """Random weights, the same on every call."""
     torch.manual_seed(0)
     config = tiny_config(kind, extra)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model = class_of(kind)(config).eval()
     with torch.no_grad():
         # Norms and biases start as ones and zeros, which hides swapped tensors. Buffers: the biases of expert
         # selection.

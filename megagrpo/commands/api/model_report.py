@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from megagrpo.config import ParallelSection, ProblemError
-from megagrpo.models.bridge.load import HEAD_TENSOR, INV_FREQ, Checkpoint
+from megagrpo.models.bridge.load import INV_FREQ, Checkpoint, embedding_and_head
 from megagrpo.models.bridge.planned_blocks import tensor_shapes
 from megagrpo.models.bridge.tensor_files import dtype_name
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.dense import EMBEDDING, HEAD
-from megagrpo.models.families.hf_config import HfConfig, load_hf_config, model_problems
+from megagrpo.models.families.hf_config import HfConfig, load_hf_config, model_problems, table_of
 from megagrpo.models.families.weight_sources import INDEX, SINGLE, indexed_files, shape_folder
 from megagrpo.platform.install.requirements import installed_version
 from megagrpo.platform.parallel.layout import init_layout
@@ -116,8 +116,8 @@ def _has_weights(folder: Path) -> bool:
 
 def _facts_of_config(config: HfConfig, shapes: Shapes) -> dict[str, Any]:
     family, parameters = FAMILIES[config.family], num_parameters(config)
-    table = family.table(config)
-    loaded = {name: shape for name, shape in shapes.items() if not (config.tied_embeddings and name == HEAD_TENSOR)}
+    embedding, head = embedding_and_head(config)
+    loaded = {name: shape for name, shape in shapes.items() if not (config.tied_embeddings and name == head)}
     experts = [name for layer in range(config.num_layers) for name in config.expert_parameters(layer).values()]
     return {
         "family": config.family,
@@ -129,7 +129,8 @@ def _facts_of_config(config: HfConfig, shapes: Shapes) -> dict[str, Any]:
         "active_parameters": num_active_parameters(config),
         "config_dtype": config.dtype,
         "loaded": _by_kind(config, loaded),
-        "tied_to": table[EMBEDDING].names[0] if config.tied_embeddings else None,
+        "head": head,
+        "tied_to": embedding if config.tied_embeddings else None,
         "layouts": _layouts(config),
         "vllm": _vllm(family.architecture),
         "lora_target_modules": _last(modules_of(config, range(config.num_layers)), 1),
@@ -141,7 +142,7 @@ def _facts_of_config(config: HfConfig, shapes: Shapes) -> dict[str, Any]:
 def _by_kind(config: HfConfig, shapes: Shapes) -> dict[str, tuple[int, int]]:
     """Return kind -> (tensors, numbers in them)."""
     kinds: dict[str, str] = {}
-    for key, rule in FAMILIES[config.family].table(config).items():
+    for key, rule in table_of(config).items():
         for pattern in rule.names:
             kinds.setdefault(pattern, next((kind for part, kind in KINDS.items() if part in key), "others"))
     sums: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
@@ -193,7 +194,7 @@ def _compare(report: ModelReport, checkpoint: Checkpoint, config: HfConfig, shap
     report.facts |= {
         "files": len(checkpoint.files),
         "file_dtypes": dict(dtypes),
-        "own_head": HEAD_TENSOR in entries,
+        "own_head": embedding_and_head(config)[1] in entries,
         "dropped": {
             "computed from config.json": [name for name in dropped if name.endswith(INV_FREQ)],
             "not trained": [name for name in dropped if not name.endswith(INV_FREQ)],
@@ -231,8 +232,8 @@ def _rows(facts: dict[str, Any]) -> Iterable[tuple[str, str]]:
         if names:
             more = f", {names[1]}, ..." if len(names) > 1 else ""
             yield "dropped", f"tensors: {len(names):,}, {reason}: {names[0]}{more}"
-    own = f"; the files' {HEAD_TENSOR} is a copy, and an export writes it" if facts.get("own_head") else ""
-    yield "head", f"tied to {facts['tied_to']}{own}" if facts["tied_to"] else f"{HEAD_TENSOR}, not tied"
+    own = f"; the files' {facts['head']} is a copy, and an export writes it" if facts.get("own_head") else ""
+    yield "head", f"tied to {facts['tied_to']}{own}" if facts["tied_to"] else f"{facts['head']}, not tied"
     yield "layouts", "; ".join(f"{axis} {' '.join(map(str, sizes))}" for axis, sizes in facts["layouts"].items())
     yield "", f"with parallel.pipeline_layers every pp up to {facts['layers']}; every cp"
     yield "vLLM", _vllm_text(facts["vllm"], facts["architecture"])

@@ -64,6 +64,7 @@ def server_command(
         "--skip-tokenizer-init": not o.loads_tokenizer,
         # the one that the trainer knows: vLLM's default chooses another one for some JSON schemas
         "--structured-outputs-config": json.dumps({"backend": "xgrammar"}) if o.constrains else None,
+        "--language-model-only": o.text_only,
         "--enable-sleep-mode": o.sleep_mode,
         "--enforce-eager": o.enforce_eager or not gpu,  # compiling on a CPU takes longer than it saves
         "--enable-scale-out": True,

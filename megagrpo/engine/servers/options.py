@@ -38,6 +38,7 @@ class ServerOptions:
     finds_text: bool = False  # load the tokenizer, so that texts can end a response (`SamplingParams.stop`)
     constrains: bool = False  # requests have structured outputs (`SamplingParams.constraint`)
     tokenizer: str | None = None  # tokenizer of tool parser and stop strings; None means the model's own
+    text_only: bool = False  # a multimodal model that gets no images: the towers are not loaded
     recurrent: bool = False  # some blocks keep a state in place of keys and values
     extra_args: tuple[str, ...] = ()
 

@@ -16,19 +16,18 @@ import torch
 from torch import Tensor
 
 from megagrpo.models.bridge.file_checksums import check_inside
-from megagrpo.models.bridge.load import Checkpoint
+from megagrpo.models.bridge.load import Checkpoint, embedding_and_head
 from megagrpo.models.bridge.tensor_files import METADATA_KEY, Entry, dtype_name, first_bad, make_header, parse_header
 from megagrpo.models.bridge.unfinished import check_space
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.models.families.precisions import QUANTIZATION
+from megagrpo.models.families.stored_names import HEADERS_FILE as HEADERS_FILE
 from megagrpo.models.families.weight_sources import INDEX, NAMED_TEMPLATES, SINGLE
 from megagrpo.sync.wire.tensor_index import FLOAT32_TENSORS
 
-HEADERS_FILE = "safetensors_headers.json"  # beside a checkpoint's side files: the headers of the original model's files
 SIDE_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".py")
 REMOTE_CODE = "auto_map"  # of config.json: class of transformers -> "module.Class", or "repository--module.Class"
 SHARD_BYTES = 5 * 2**30
-HEAD_NAME, EMBEDDING_NAME = "lm_head.weight", "embed_tokens.weight"
 DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json: the new and the old name
 _ROWS = 2**26  # bytes cast and written at once
 
@@ -133,8 +132,9 @@ def files_for(
         in_dtype = dtype or getattr(torch, hf_config.dtype)
         return new_files({name: (in_dtype, shape) for name, shape in shapes.items()}), {}
     copies = {}
-    if hf_config.tied_embeddings and HEAD_NAME in source.entries and HEAD_NAME not in shapes:
-        copies = {HEAD_NAME: next(name for name in shapes if name.endswith(EMBEDDING_NAME))}
+    embedding, head = embedding_and_head(hf_config)
+    if hf_config.tied_embeddings and head in source.entries and head not in shapes:
+        copies = {head: embedding}
     files = source.only(shapes.keys() | copies.keys())
     for name, shape in shapes.items():
         if name not in files.entries:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -14,11 +13,10 @@ from torch import Tensor, nn
 from megagrpo.models.bridge.file_checksums import check_inside
 from megagrpo.models.bridge.parameter_blocks import blocks, fill, tensor_names
 from megagrpo.models.bridge.tensor_files import METADATA_KEY, Entry, TensorFile, dtype_name, first_bad, make_header
-from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.blocks import Block
 from megagrpo.models.families.boxes import brackets
-from megagrpo.models.families.dense import EMBEDDING
-from megagrpo.models.families.hf_config import HfConfig, read_raw_config
+from megagrpo.models.families.dense import EMBEDDING, HEAD
+from megagrpo.models.families.hf_config import HfConfig, read_raw_config, table_of, untrained
 from megagrpo.models.families.weight_sources import INDEX, SINGLE, weight_files_problem
 from megagrpo.models.precision.stored_views import model_tensors
 from megagrpo.platform.parallel.layout import Layout
@@ -55,7 +53,6 @@ def load_hf(
             task.advance()
 
 
-HEAD_TENSOR = "lm_head.weight"
 _ROWS = 4096  # rows compared at once
 
 
@@ -143,13 +140,13 @@ class Checkpoint:
         return [*found, *self._head_problems(hf_config)]
 
     def _head_problems(self, hf_config: HfConfig) -> Iterator[str]:
-        embedding = FAMILIES[hf_config.family].table(hf_config)[EMBEDDING].names[0]
-        if not hf_config.tied_embeddings or not {HEAD_TENSOR, embedding} <= self.where.keys():
+        embedding, own_head = embedding_and_head(hf_config)
+        if not hf_config.tied_embeddings or not {own_head, embedding} <= self.where.keys():
             return
-        one, other = self.tensor(embedding), self.tensor(HEAD_TENSOR)
+        one, other = self.tensor(embedding), self.tensor(own_head)
         pairs = zip(one.split(_ROWS), other.split(_ROWS), strict=False)
         if one.shape != other.shape or not all(torch.equal(a.float(), b.float()) for a, b in pairs):
-            head = f"{HEAD_TENSOR} in {self.folder / self.where[HEAD_TENSOR]}"
+            head = f"{own_head} in {self.folder / self.where[own_head]}"
             yield (
                 f"{head} differs from {embedding}, but config.json ties them; set tie_word_embeddings to false "
                 "in config.json, or remove the tensor if the head is a leftover"
@@ -159,16 +156,16 @@ class Checkpoint:
         missing = sorted(needed - set(self.where))
         unused = sorted(set(self.where) - tensor_names(hf_config) - set(self.left_out(hf_config)))
         if missing:
-            fix = _TIED if missing == [HEAD_TENSOR] else _OTHER
+            fix = _TIED if missing == [embedding_and_head(hf_config)[1]] else _OTHER
             yield f"{self.folder} lacks {_list(missing)}; {fix}"
         if unused:
             yield f"{self.folder} holds {_list(unused)}, which this architecture does not use; {_OTHER}"
 
     def left_out(self, hf_config: HfConfig) -> list[str]:
         """Return the dropped tensors: those this family does not train, and rotary frequencies (from config.json)."""
-        patterns = (*FAMILIES[hf_config.family].dropped(hf_config), rf".*{re.escape(INV_FREQ)}")
+        is_untrained = untrained(hf_config)
         others = sorted(set(self.where) - tensor_names(hf_config))
-        return [name for name in others if any(re.fullmatch(pattern, name) for pattern in patterns)]
+        return [name for name in others if name.endswith(INV_FREQ) or is_untrained(name)]
 
     def say_left_out(self, hf_config: HfConfig) -> None:
         """Warn on stderr about the tensors that are not trained."""
@@ -224,7 +221,13 @@ class Checkpoint:
 
 def _needed(hf_config: HfConfig) -> set[str]:
     """Return the tensors that files of the whole model must hold."""
-    return tensor_names(hf_config) - ({HEAD_TENSOR} if hf_config.tied_embeddings else set())
+    return tensor_names(hf_config) - ({embedding_and_head(hf_config)[1]} if hf_config.tied_embeddings else set())
+
+
+def embedding_and_head(hf_config: HfConfig) -> tuple[str, str]:
+    """Return the names of the embeddings and the LM head in files; the head's also if it is tied."""
+    table = table_of(hf_config)
+    return table[EMBEDDING].names[0], table[HEAD].names[0]
 
 
 def _raise_first(problems: Iterable[str]) -> None:

@@ -16,7 +16,7 @@ from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.blocks import Block, Local, gated, in_layer, interleaved, named, of_all_experts, same
 from megagrpo.models.families.boxes import whole
 from megagrpo.models.families.dense import EMBEDDING, HEAD
-from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families.hf_config import HfConfig, table_of
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.dora import update_norms
 from megagrpo.policy.fp8.dense_access import DenseWeight
@@ -47,7 +47,7 @@ def blocks(
     blocks. A weight stored in fewer bits is yielded as its `StoredWeight` or `DenseWeight`. Raises KeyError when the
     family has no rule for a parameter.
     """
-    table = FAMILIES[hf_config.family].table(hf_config)
+    table = table_of(hf_config)
     for i, chunk in enumerate(chunks):
         model = unwrap_model(chunk)
         # Megatron keeps the routers' expert biases as buffers, in float32 even in a bfloat16 model
@@ -109,7 +109,7 @@ def adapter_blocks(
                 both = hasattr(model.get_submodule(f"{name.rpartition('.linear_')[0]}.linear_fc2"), ADAPTER_MODULE)
                 # PEFT wraps the module of all experts once per parameter
                 folder = "experts.base_layer" if both and projection == "gate_up_proj" else "experts"
-                module = f"model.layers.{block_number}.{hf_config.mixture_module}"
+                module = hf_config.module_names.of(f"model.layers.{block_number}.{hf_config.mixture_module}")
                 name_in_file = f"{PEFT}{module}.{folder}.{matrix}.weight"
                 local = Local(param, layout.parallel.expert_tp, layout.etp_rank, hf_config, expert)
                 yield f"chunk{i}.{name}" if i else name, param, _expert_blocks(name_in_file, projection, local)
@@ -122,7 +122,7 @@ def adapter_blocks(
             patterns = rule.blocks(Local(param, layout.parallel.tp, layout.tp_rank, hf_config))
             named_blocks = [in_layer(block, block_number) for block in patterns]
             suffix = matrix if matrix == MAGNITUDE else f"{matrix}.weight"
-            name_in_file = f"{PEFT}{named_blocks[0].name.removesuffix('weight')}{suffix}"
+            name_in_file = f"{PEFT}{hf_config.module_names.of(named_blocks[0].name).removesuffix('weight')}{suffix}"
             renamed = [dataclasses.replace(block, name=name_in_file) for block in named_blocks]
             yield f"chunk{i}.{name}" if i else name, param, renamed
 
@@ -162,7 +162,7 @@ def _block_number(model: nn.Module, index: int) -> int:
 def tensor_names(hf_config: HfConfig) -> set[str]:
     """Return every tensor name of the whole model; for a tied model this includes the head."""
     names = set()
-    for key, rule in FAMILIES[hf_config.family].table(hf_config).items():
+    for key, rule in table_of(hf_config).items():
         for block in _blocks_with(key, hf_config):
             experts: Iterable[int | None] = range(hf_config.mixture.count) if _EXPERT.fullmatch(key) else [None]
             names |= {named(pattern, block, expert) for pattern in rule.names for expert in experts}

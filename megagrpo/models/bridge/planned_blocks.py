@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.parameter_blocks import blocks, tensor_names
-from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.boxes import Box
 from megagrpo.models.families.dense import EMBEDDING, HEAD
+from megagrpo.models.families.hf_config import table_of
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.parallel.planned_layouts import imagined_layouts
 from megagrpo.policy.build import build_model
@@ -89,6 +89,6 @@ def tensor_shapes(model: HfConfig, alone: Layout) -> Shapes:
         chunks = build_model(model, layout, ModelOptions(dtype=torch.bfloat16, init_weights=False))
         built = {block.name: block.shape for _, _, of_one in blocks(chunks, model, layout) for block in of_one}
     if model.tied_embeddings:
-        table = FAMILIES[model.family].table(model)
+        table = table_of(model)
         built.setdefault(table[HEAD].names[0], built[table[EMBEDDING].names[0]])
     return {name: built[_ANY_EXPERT.sub(r"\1.0.", name)] for name in tensor_names(model)}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from megagrpo.models.families.wrapper import Naming, Wrapper
+
 # Beginnings of Megatron's names in blocks with experts, and in those with Gated DeltaNet
 _OF_EXPERTS = ("mlp.router.", "mlp.experts.", "mlp.shared_experts.")
 _OF_GATED_DELTA = tuple(
@@ -104,6 +106,9 @@ class HfConfig:
     raw: dict[str, Any] = field(repr=False, compare=False)
     # Megatron's linears outside of experts -> their Hugging Face modules, for example model.layers.{L}.mlp.down_proj
     linears: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
+    wrapper: Wrapper | None = field(default=None, repr=False, compare=False)  # the multimodal model around this one
+    file_names: Naming = field(default=Naming(), repr=False, compare=False)  # of tensors in the model's files
+    module_names: Naming = field(default=Naming(), repr=False, compare=False)  # of transformers' modules, for adapters
     partial_rotary_factor: float = 1.0  # share of each head's dimensions, the first ones, that are rotated
     rotary_interleaved: bool = False  # rotation pairs neighbouring dimensions, not the two halves of a head
     qkv_bias: bool = False
@@ -195,6 +200,6 @@ class HfConfig:
     def expert_parameters(self, block: int) -> dict[str, str]:
         """Return Megatron's linears of an expert in decoder block `block` -> the parameter of all its experts in
         transformers; empty for a block without experts."""
-        experts = f"model.layers.{block}.{self.mixture_module}.experts." if self.experts else ""
+        experts = self.module_names.of(f"model.layers.{block}.{self.mixture_module}.experts.")
         names = {"linear_fc1": f"{experts}gate_up_proj", "linear_fc2": f"{experts}down_proj"}
         return names if self.has_experts(block) else {}

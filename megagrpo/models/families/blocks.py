@@ -85,6 +85,14 @@ class BlockRule:
     names: tuple[str, ...]
     blocks: Callable[[Local], list[Block]]
 
+    def renamed(self, name_of: Callable[[str], str]) -> BlockRule:
+        """Return the rule with `name_of(name)` for the name of each tensor."""
+
+        def blocks(local: Local) -> list[Block]:
+            return [dataclasses.replace(block, name=name_of(block.name)) for block in self.blocks(local)]
+
+        return BlockRule(tuple(map(name_of, self.names)), blocks)
+
 
 def same(name: str) -> BlockRule:
     """One tensor, sharded along Megatron's partition dimension or replicated on every tensor-parallel rank."""

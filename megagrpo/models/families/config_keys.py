@@ -17,6 +17,7 @@ from megagrpo.models.families.family import (
     unknown_rope_keys,
 )
 from megagrpo.models.families.precisions import precision_problems
+from megagrpo.models.families.wrapper import MULTIMODAL, OUTER, TEXT_CONFIG, Wrapper
 
 # Keys that change no logit of a text model, whatever their value.
 HARMLESS = frozenset(
@@ -71,6 +72,8 @@ _TYPES: dict[type | tuple[type, ...], tuple[tuple[str, ...], str]] = {
         "a whole number",
     ),
 }
+_AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel")
+_OF_ANY = ("model_type", "architectures", "auto_map", "initializer_range")  # beside `OUTER`, of a multimodal model
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -78,6 +81,8 @@ def architecture_problems(raw: Raw) -> list[str]:
     """Return why this config.json cannot be trained, one line each; empty when it can."""
     if not isinstance(kind := raw.get("model_type"), str | None):
         return [f"model_type is {kind!r} in config.json; it must be a name"]
+    if found := wrapper_of(raw):
+        return _wrapper_problems(*found, raw)
     family = FAMILIES.get(kind or "")
     if family is None:
         return [_unknown(raw)]
@@ -90,6 +95,40 @@ def architecture_problems(raw: Raw) -> list[str]:
     unknown_parameters = unknown_rope_keys(family, raw)
     wrong += _key_problems(family, raw, unknown_parameters) + precision_problems(raw)
     return wrong + family.problems(raw)
+
+
+def wrapper_of(raw: Raw) -> tuple[Family, Wrapper] | None:
+    """Return the text model's family and the multimodal model of this config.json; None for any other model."""
+    text = raw.get(TEXT_CONFIG)
+    kind = text.get("model_type") if isinstance(text, dict) else None
+    for family in FAMILIES.values():
+        for wrapper in family.wrappers:
+            if raw.get("model_type") == wrapper.model_type and kind in (None, *(wrapper.texts or [family.model_type])):
+                return family, wrapper
+    return None
+
+
+def text_config(raw: Raw) -> Raw:
+    """Return config.json of a multimodal model's text model alone, and `raw` itself for any other model."""
+    if (found := wrapper_of(raw)) is None:
+        return raw
+    family, wrapper = found
+    return wrapper.text_of(raw) | dict(model_type=family.model_type, architectures=[family.architecture])
+
+
+def _wrapper_problems(family: Family, wrapper: Wrapper, raw: Raw) -> list[str]:
+    """Return why this multimodal model's text model cannot be trained."""
+    if not isinstance(raw.get(TEXT_CONFIG, {}), dict):
+        return [f"{TEXT_CONFIG} is {raw[TEXT_CONFIG]!r} in config.json; it must be an object of keys and values"]
+    problems = _class_problems(wrapper, raw)
+    if TEXT_CONFIG in raw:
+        known = HARMLESS.union(MULTIMODAL, OUTER, wrapper.ignored, _OF_ANY)
+        problems += _unknown_keys(wrapper, {key: value for key, value in raw.items() if key not in known})
+    for key in wrapper.conflicts(raw):
+        said = f"config.json has {key}={raw[key]}, but {TEXT_CONFIG} has {raw[TEXT_CONFIG][key]}"
+        problems.append(f"{said}, and vLLM and transformers read different ones; set both to what fits the weights")
+    where = f"{TEXT_CONFIG} of config.json" if TEXT_CONFIG in raw else "config.json"
+    return problems + [line.replace("config.json", where, 1) for line in architecture_problems(text_config(raw))]
 
 
 def _wrong_types(family: Family, raw: Raw) -> list[str]:
@@ -137,19 +176,8 @@ def _unknown(raw: Raw) -> str:
     """Return the error for a model_type without a family. It suggests one only if the classes are the same."""
     kind, classes = raw.get("model_type"), raw.get("architectures") or []
     classes = list(map(str, classes)) if isinstance(classes, list) else [str(classes)]
-    if isinstance(text := raw.get("text_config"), dict):
-        inside = str(text.get("model_type") or "without model_type")
-        if inside not in FAMILIES:
-            near = get_close_matches(inside.removesuffix("_text"), FAMILIES, n=3)
-            supported = ", ".join([*near, *(name for name in FAMILIES if name not in near)])
-            return f"{kind} is multimodal, and its text model {inside} is not supported either; supported: {supported}"
-        if inside != "gemma3_text":
-            said = f"{kind} is multimodal, and only text models are supported; taking its text model {inside} out of"
-            return f"{said} the folder is not supported either; name a release of {inside} without images"
-        return (
-            f"{kind} is multimodal, but only text models are supported; name a folder with its text model "
-            f"(model_type {inside}); docs/troubleshooting.md has the code that writes it"
-        )
+    if isinstance(text := raw.get(TEXT_CONFIG), dict):
+        return _unknown_wrapper(str(kind), str(text.get("model_type") or "without model_type"))
     names = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
     if same := [name for name, family in FAMILIES.items() if family.architecture in classes]:
         return (
@@ -161,6 +189,21 @@ def _unknown(raw: Raw) -> str:
         "describes it, and another family would compute other numbers. docs/add_a_model.md shows how to write that "
         f"file. Supported: {names}"
     )
+
+
+def _unknown_wrapper(kind: str, inside: str) -> str:
+    """Return the error for a multimodal model with the text model `inside`, of which no family has a `Wrapper`."""
+    pairs = {(wrapper.model_type, name) for name, family in FAMILIES.items() for wrapper in family.wrappers}
+    if texts := sorted(name for wrapper, name in pairs if wrapper == kind):
+        return f"{kind} is supported with the text model {' or '.join(texts)}, not with {inside}: docs/add_a_model.md"
+    if inside in FAMILIES:
+        said = f"the text model {inside} is supported, but no `Wrapper` in megagrpo/models/families describes {kind}"
+        return f"{kind} is multimodal: {said}, the model around it. docs/add_a_model.md shows how to add one"
+    near = get_close_matches(inside.removesuffix("_text"), FAMILIES, n=3)
+    supported = ", ".join([*near, *(name for name in FAMILIES if name not in near)])
+    said = f"no file in megagrpo/models/families describes its text model {inside}"
+    fix = "docs/add_a_model.md shows how to write that file. Supported"
+    return f"{kind} is multimodal, and {said}; {fix}: {supported}; multimodal: {', '.join(sorted(k for k, _ in pairs))}"
 
 
 def _key_problems(family: Family, raw: Raw, unknown_parameters: dict[str, Any]) -> list[str]:
@@ -177,7 +220,11 @@ def _key_problems(family: Family, raw: Raw, unknown_parameters: dict[str, Any]) 
     ]
     known = HARMLESS.union(COMMON, family.keys, family.ignored, fixed, ["layer_types"])  # layer_types is checked apart
     unknown = {key: value for key, value in raw.items() if key not in known} | unknown_parameters
-    return wrong + [
+    return wrong + _unknown_keys(family, unknown)
+
+
+def _unknown_keys(family: Family | Wrapper, unknown: dict[str, Any]) -> list[str]:
+    return [
         f"{_has(family, key, value)}, a key that the trainer does not know and that may change what the model "
         "computes. If the model's own code does not read it, remove it from a copy of config.json; else this model is "
         "not supported: docs/add_a_model.md"
@@ -186,12 +233,12 @@ def _key_problems(family: Family, raw: Raw, unknown_parameters: dict[str, Any]) 
     ]
 
 
-def _has(family: Family, key: str, value: Any) -> str:
+def _has(family: Family | Wrapper, key: str, value: Any) -> str:
     text = repr(value)
     return f"config.json ({family.model_type}) has {key}={text if len(text) <= 60 else text[:57] + '...'}"
 
 
-def _class_problems(family: Family, raw: Raw) -> list[str]:
+def _class_problems(family: Family | Wrapper, raw: Raw) -> list[str]:
     """Return why the class is not the family's, by `architectures`, which vLLM reads, or `auto_map` (remote code)."""
     problems, name = [], family.architecture
     classes, remote = raw.get("architectures"), raw.get("auto_map")
@@ -201,7 +248,8 @@ def _class_problems(family: Family, raw: Raw) -> list[str]:
             f"{name}. If that class fits the model, set architectures to [{name!r}] in a copy of config.json; else it "
             "is not supported: docs/add_a_model.md"
         )
-    remote = remote.get("AutoModelForCausalLM") if isinstance(remote, dict) else remote
+    if isinstance(remote, dict):
+        remote = next((remote[name] for name in _AUTO_CLASSES if name in remote), None)
     if remote and str(remote).rpartition(".")[2] != name:
         problems.append(
             f"config.json has auto_map with {remote}, custom code; the trainer and vLLM compute {name} "

@@ -82,7 +82,7 @@ DEEPSEEK_V3 = Family(
     fixed=latent.LATENT_FIXED
     | {key: (value, f"set it to {value}, the only one that is supported") for key, value in _ROUTING.items()}
     | NORMALIZED,
-    dropped=beyond,
+    untrained=beyond,
     example=Example(
         models="DeepSeek-V3, R1",
         differs="as `deepseek_v2`, experts also chosen by a bias",

@@ -77,7 +77,7 @@ FAMILY = Family(
     # transformers does not read them; the number of layers that predict further tokens
     ignored=("attention_dropout", "moe_capacity", "moe_gate", "moe_use_aux_free", "num_nextn_predict_layers"),
     fixed=ERNIE_FIXED | {"moe_norm_min": (1e-12, "only 1e-12 is supported")},
-    dropped=lambda hf: (r"model\.mtp_.+", rf"model\.layers\.{hf.num_layers}\..+"),
+    untrained=lambda hf: (r"model\.mtp_.+", rf"model\.layers\.{hf.num_layers}\..+"),
     names=dict(
         moe_num_experts="num_experts",
         moe_k="num_experts_per_tok",

@@ -28,6 +28,16 @@ LLAMA3_ROPE: Raw = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=16,
 )
+# A vision tower of SigLIP, which several models have.
+TINY_SIGLIP: Raw = dict(
+    model_type="siglip_vision_model",
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    image_size=32,
+    patch_size=8,
+)
 TINY_EXPERTS: Raw = dict(head_dim=24, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
 
 
@@ -38,6 +48,8 @@ class Example:
     - `models` are published models, for people; `differs` is what differs from a Llama.
     - `cases` are tiny models, by name: keys of config.json beside `TINY_SIZES`. The first one is the plainest. Each
       further one has an option that changes the computation.
+    - `wrapped` are tiny multimodal models around the first case: model_type of a wrapper -> the keys of config.json
+      beside `text_config`.
     - `release` is config.json of a published model, with the sizes of that model.
     - `served` are keys that the tiny models need in vLLM on a CPU, which has kernels for some sizes only.
     - `served_dtype` is what vLLM computes in on a CPU: "bfloat16" where its kernels have no float32.
@@ -51,6 +63,7 @@ class Example:
     models: str
     differs: str
     cases: dict[str, Raw]
+    wrapped: dict[str, Raw] = field(default_factory=dict)
     release: Raw = field(default_factory=dict)
     served: Raw = field(default_factory=dict)
     served_dtype: str = "float32"

@@ -9,6 +9,7 @@ from typing import Any
 from megagrpo.models.families.architecture import Experts, HfConfig
 from megagrpo.models.families.blocks import BlockRule
 from megagrpo.models.families.example import Example
+from megagrpo.models.families.wrapper import Wrapper
 
 Raw = dict[str, Any]  # config.json as read
 Table = dict[str, BlockRule]
@@ -76,7 +77,8 @@ class Family:
     - `keys` are the keys that `read` and `problems` use besides `COMMON`.
     - `ignored` keys change nothing in this family.
     - `fixed` keys have one supported value, besides `FIXED`. Every other key is rejected (`families.keys`).
-    - `dropped` returns regular expressions of tensors that files may hold and that are skipped with a message.
+    - `untrained` returns regular expressions of tensors that files may hold and that stay as loaded.
+    - `wrappers` are the multimodal models that have this family's text model inside.
     - `rope_types` are the supported kinds of rotary scaling.
     - `rope_keys` are this family's own parameters of the rotation, for any kind of scaling.
     - `layer_types` are the supported kinds of blocks in config.json's key of that name.
@@ -99,7 +101,8 @@ class Family:
     keys: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     fixed: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    dropped: Callable[[HfConfig], tuple[str, ...]] = lambda hf: ()
+    untrained: Callable[[HfConfig], tuple[str, ...]] = lambda hf: ()
+    wrappers: tuple[Wrapper, ...] = ()
     rope_types: tuple[str, ...] = ROPE_TYPES
     rope_keys: tuple[str, ...] = ()
     local_rope: bool = False

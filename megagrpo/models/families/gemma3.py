@@ -1,5 +1,5 @@
-"""Gemma 3, the text model: Gemma 2 with head norms in place of caps, and separate rotary angles in blocks with a
-window."""
+"""Gemma 3, alone and inside its multimodal model: Gemma 2 with head norms in place of caps, and separate rotary angles
+in blocks with a window."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.dense import QK_NORM
-from megagrpo.models.families.example import Example
+from megagrpo.models.families.example import TINY_SIGLIP, Example
 from megagrpo.models.families.family import FULL, SLIDING, Family, Raw, rope, windows
 from megagrpo.models.families.gemma2 import (
     GEMMA_FIXED,
@@ -20,8 +20,12 @@ from megagrpo.models.families.gemma2 import (
     gemma_config,
 )
 from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS
+from megagrpo.models.families.wrapper import Wrapper
 
 _SCORE_CAP = "attn_logit_softcapping"
+
+# Keys that the text_config of the published multimodal models may leave out.
+_DEFAULTS: Raw = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=256, vocab_size=262208)
 
 
 def _local_rope(raw: Raw) -> dict[str, Any]:
@@ -59,8 +63,9 @@ FAMILY = Family(
     ignored=(*GEMMA_IGNORED, "_sliding_window_pattern"),
     fixed=GEMMA_FIXED | HAS_HEAD_NORMS | {_SCORE_CAP: (None, "transformers and vLLM do not apply it here; remove it")},
     local_rope=True,
+    wrappers=(Wrapper("gemma3", "Gemma3ForConditionalGeneration", defaults=_DEFAULTS),),
     example=Example(
-        models="Gemma 3, its text model",
+        models="Gemma 3: the text models, and the multimodal ones without images",
         differs="as `gemma2`, with head norms in place of caps, windows with their own rotary angles",
         cases={
             "gemma3": TINY_GEMMA
@@ -71,6 +76,10 @@ FAMILY = Family(
                     FULL: dict(rope_type="linear", rope_theta=1e4, factor=2.0),
                 }
             ),
+        },
+        wrapped={
+            "gemma3": dict(vision_config=TINY_SIGLIP, mm_tokens_per_image=4)
+            | dict(image_token_index=126, boi_token_index=125, eoi_token_index=124),
         },
     ),
 )

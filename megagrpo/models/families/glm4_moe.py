@@ -41,7 +41,7 @@ FAMILY = Family(
     # biases on queries, keys and values; the output projection never has one
     keys=(*ROUTED_KEYS, "attention_bias", "use_qk_norm", "num_nextn_predict_layers", "num_mtp_layers"),
     fixed=NORMALIZED | {"tie_word_embeddings": (False, "vLLM's model has an untied LM head")},
-    dropped=beyond,
+    untrained=beyond,
     rope_types=("default", "yarn"),
     partial_rotary_factor=0.5,
     example=Example(

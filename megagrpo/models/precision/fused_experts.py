@@ -10,14 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.blocks import named
 from megagrpo.models.families.config_keys import architecture_problems
 from megagrpo.models.families.family import Table
-from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.models.families.hf_config import parse_hf_config, table_of
 from megagrpo.models.precision.view import Get, Slices, Stored, View
 
-FUSED_EXPERTS = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(gate_up_proj|down_proj)")
+FUSED_EXPERTS = re.compile(r"(?:\w+\.){1,2}layers\.(\d+)\.\w+\.experts\.(gate_up_proj|down_proj)")
 _EXPERTS = {"gate_up_proj": "mlp.experts.linear_fc1.weight", "down_proj": "mlp.experts.linear_fc2.weight"}
 # Names of transformers' other parameters in such blocks -> the parameter in the families' tables.
 _BESIDE = {
@@ -32,13 +31,13 @@ def fused_views(raw: dict[str, Any], stored: Stored) -> dict[str, View]:
     fused = [match for match in map(FUSED_EXPERTS.fullmatch, stored) if match]
     if not fused or architecture_problems(raw):
         return {}
-    hf_config = parse_hf_config(raw)
-    table = FAMILIES[hf_config.family].table(hf_config)
+    hf_config = parse_hf_config(raw, stored)
+    table = table_of(hf_config)
     views: dict[str, View] = {}
     for match in fused:
         views |= _of_experts(match[0], int(match[1]), table[_EXPERTS[match[2]]].names, stored[match[0]])
     for layer in {int(match[1]) for match in fused}:
-        views |= _beside(layer, table, stored)
+        views |= _beside(hf_config.file_names.of(f"model.layers.{layer}."), layer, table, stored)
     return {name: view for name, view in views.items() if name not in stored}
 
 
@@ -57,9 +56,9 @@ def _of_experts(
             yield named(pattern, layer, expert), View(None, (rows, columns), (fused,), read)
 
 
-def _beside(layer: int, table: Table, stored: Stored) -> Iterator[tuple[str, View]]:
+def _beside(block: str, layer: int, table: Table, stored: Stored) -> Iterator[tuple[str, View]]:
     for theirs, ours in _BESIDE.items():
-        name = f"model.layers.{layer}.{theirs}"
+        name = block + theirs
         if name in stored and ours in table:
             yield named(table[ours].names[0], layer, None), View(None, stored[name], (name,), partial(_whole, name))
 

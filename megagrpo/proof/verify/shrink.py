@@ -15,6 +15,7 @@ from megagrpo.config.lora import ALL_LINEAR
 from megagrpo.data.packing import padded
 from megagrpo.data.routes import RouteShape
 from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.config_keys import text_config
 from megagrpo.models.families.family import CHUNKED, COMMON, FULL, LINEAR, SLIDING, rope, rotated_share
 from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
 from megagrpo.train_types import TrainSample
@@ -127,6 +128,7 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
     - of a mixture of experts, whether a token has several experts and whether some layer has none
     - of latent attention, whether queries come from a latent, and whether experts are chosen by groups
     """
+    raw = text_config(raw)
     real = parse_hf_config(raw)
     of_rank = ceil(real.num_kv_heads / parallel.tp)
     kv_heads = real.num_kv_heads if parallel.tp % real.num_kv_heads == 0 else parallel.tp * min(2, of_rank)

@@ -137,7 +137,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.report = ""
         self._note("start")
         self.wrappers.take_off()
-        initialize_layerwise_reload(self.model)
+        initialize_layerwise_reload(self.loading.trained)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load everything that the update holds. The base class fails without an accelerator, which it synchronizes."""
@@ -174,7 +174,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._note("finish")
         self.open = False
         try:
-            finalize_layerwise_reload(self.model, self.model_config)
+            finalize_layerwise_reload(self.loading.trained, self.model_config)
             if unread := self.reader.unread():
                 raise WeightSyncError(f"{first_names(unread)} announced by the loaders, but never copied")
             if current_platform.is_cpu():
@@ -206,9 +206,9 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if not self.reloading:
             return
         # Otherwise vLLM would process a layer with part of its weights, and leave a layer that failed half processed.
-        for module in self.model.modules():
+        for module in self.loading.trained.modules():
             get_layerwise_info(module).load_numel = 0
-        finalize_layerwise_reload(self.model, self.model_config)
+        finalize_layerwise_reload(self.loading.trained, self.model_config)
         self.reloading = False
 
     def _note(self, activity: str) -> None:

@@ -14,6 +14,7 @@ from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnline
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.models.interfaces import supports_multimodal
 
 from megagrpo.sync.vllm_side.reader import ShardReader
 from megagrpo.sync.vllm_side.receiver import BlankBlocks, BoxCounts
@@ -29,9 +30,11 @@ class Loading:
 
     def __init__(self, model: nn.Module, config: ModelConfig):
         self.model, self.config = model, config
+        self.trained = trained_module(model)
         # A tied head shares its parameter with the embedding and appears once here; during a reload it would appear
         # twice.
-        self.expected = {name for name, _ in model.named_parameters()}
+        trained = {id(parameter) for parameter in self.trained.parameters()}
+        self.expected = {name for name, parameter in model.named_parameters() if id(parameter) in trained}
         self.recipe: Recipe | None = None
         self.logged_reason = ""  # the last logged reason why there is no recipe
 
@@ -46,8 +49,8 @@ class Loading:
         """Return the boxes that `load` will fetch, and how often. The loaders load zeros, then the reload restarts."""
         reader = ShardReader(BlankBlocks(index))
         self._load_and_record(reader)
-        finalize_layerwise_reload(self.model, self.config)
-        initialize_layerwise_reload(self.model)
+        finalize_layerwise_reload(self.trained, self.config)
+        initialize_layerwise_reload(self.trained)
         return Counter(self.recipe.boxes(reader.box_of)) if self.recipe else reader.fetched
 
     def _load_and_record(self, reader: ShardReader) -> None:
@@ -66,6 +69,12 @@ class Loading:
             logger.info(
                 "weight sync: no replay; every update runs the model's own loaders (slower): %s", recorder.reason
             )
+
+
+def trained_module(model: nn.Module) -> nn.Module:
+    """Return the part of vLLM's model that updates fill: the language model of a multimodal model. Towers stay as
+    loaded."""
+    return model.get_language_model() if supports_multimodal(model) else model
 
 
 def load_weights(model: nn.Module, reader: ShardReader) -> set[str]:
