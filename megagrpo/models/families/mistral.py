@@ -25,7 +25,6 @@ MISTRAL = Family(
     example=Example(
         models="Mistral 7B, Nemo, Small",
         differs="window",
-        wrapped=WRAPPED,
         cases={
             "mistral": dict(sliding_window=None, head_dim=16),
             "mistral window": dict(sliding_window=7, head_dim=16),
