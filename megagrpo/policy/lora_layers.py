@@ -113,10 +113,10 @@ def _rows(linear: Any, names: Sequence[str]) -> tuple[dict[str, int], int]:
     Queries, keys and values are interleaved by group; other projections are one group.
     """
     config: TransformerConfig = linear.config
-    if len(names) == 3:
+    if len(names) == 3 or (len(names) == 2 and _projection(names[0]) == "q_proj"):
         head, queries = config.kv_channels, config.num_attention_heads // config.num_query_groups
         groups = config.num_query_groups // config.tensor_model_parallel_size
-        return dict(zip(names, (queries * head, head, head), strict=True)), groups
+        return dict(zip(names, (queries * head, head, head), strict=False)), groups
     return dict.fromkeys(names, linear.weight.shape[0] // len(names)), 1
 
 

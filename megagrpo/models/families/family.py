@@ -174,6 +174,7 @@ ROPE_KEYS = {
         *_ROPE,
         *("alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings"),
     ),
+    "proportional": _ROPE,
     "longrope": (
         *_ROPE,
         *("short_factor", "long_factor", "original_max_position_embeddings"),

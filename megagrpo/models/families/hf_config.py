@@ -24,7 +24,7 @@ MODEL = ("model",)  # keys of a problem with the model's folder
 _LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
 # Megatron's linears outside of experts, in the order of the forward pass
 _LINEARS = (
-    *(f"self_attention.linear_{name}" for name in ("qkv", *_LATENT, "proj")),
+    *(f"self_attention.linear_{name}" for name in ("qkv", "qk", *_LATENT, "proj")),
     *("self_attention.in_proj", "self_attention.out_proj"),
     *(f"{mlp}.linear_{name}" for mlp in ("mlp", "mlp.shared_experts") for name in ("fc1", "fc2")),
 )
@@ -114,6 +114,8 @@ def model_problems(hf_config: HfConfig, parallel: ParallelSection) -> list[Probl
     rules = {"num_attention_heads": 1, "num_key_value_heads": 2}  # the rule of all other keys, widths of an MLP, is 3
     if not all(map(hf_config.has_experts, range(hf_config.num_layers))):
         sizes["intermediate_size"] = hf_config.intermediate_size
+    if own := hf_config.global_heads:
+        sizes["num_global_key_value_heads"] = own.num_kv_heads
     if hf_config.experts and hf_config.experts.shared_size:
         sizes["moe_intermediate_size x n_shared_experts"] = hf_config.experts.shared_size
 

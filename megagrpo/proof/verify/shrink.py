@@ -29,6 +29,7 @@ NUM_PROMPTS, GROUP_SIZE = 4, 3
 LOGPROB_CHUNK = 16
 # about the standard deviation of logits over temperature; the rollout log-probs are then near the policy's
 LOGIT_SCALE = 0.4
+_NEAR_ONE = ("magnitude", "layer_scalar")  # in names of vectors near 1, beside norms
 HANG_MINUTES = 5.0
 # The first step of AdamW is lr * gradient / (|gradient| + epsilon). Usual rates move a weight by less than float32
 # rounding. With an epsilon near 0 the step is a sign, which turns the rounding error of a zero into a whole step. These
@@ -190,6 +191,9 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
             attention_chunk_size=WINDOW,
             layer_types=[kinds[layer % len(kinds)] for layer in range(small["num_hidden_layers"])],
         )
+        if real.global_heads:
+            small["layer_types"][-1] = FULL
+            small |= dict(per_layer_config=None, global_head_dim=2 * head_dim, num_global_key_value_heads=kv_heads)
     elif real.gated_delta:
         small |= dict(layer_types=[(LINEAR, FULL)[layer % 2] for layer in range(small["num_hidden_layers"])])
     elif "layer_types" in raw:
@@ -224,7 +228,7 @@ def random_tensor(
     noise = torch.randn(shape, generator=generator)
     if len(shape) == 1 or name.endswith("e_score_correction_bias"):
         from_one = "norm" in name and not (centred_norms and "linear_attn" not in name)
-        return 0.1 * noise + (1.0 if from_one or "magnitude" in name else 0.0)
+        return 0.1 * noise + (1.0 if from_one or any(word in name for word in _NEAR_ONE) else 0.0)
     scale = LOGIT_SCALE * temperature if name in ("model.embed_tokens.weight", "lm_head.weight") else 1.0
     return scale * noise / shape[-1] ** 0.5
 
