@@ -104,6 +104,7 @@ class Checkpointer:
     """Saves and restores one run's checkpoints in `folder`. It keeps the newest `keep` checkpoints and the best one.
 
     Each checkpoint copies the config and tokenizer of `model_folder`, so that it can be exported without that folder.
+    Only an export of a model with untrained tensors needs it.
     """
 
     def __init__(

@@ -137,6 +137,14 @@ def _is_multimodal(model_folder: Path) -> bool:
     return wrapper_of(read_raw_config(model_folder)) is not None
 
 
+def _is_packed(model_folder: Path) -> bool:
+    """Whether the files hold tensors that the plugin computes; False for files that only vLLM can read."""
+    try:
+        return bool(Checkpoint(model_folder).views)
+    except ValueError:
+        return False
+
+
 def _options(
     config: RunConfig,
     model_folder: Path,
@@ -152,7 +160,7 @@ def _options(
         model=str(model_folder.resolve()),
         dtype=dtype,
         quantization=None if r.quantization == "none" else r.quantization,
-        packed=bool(Checkpoint(model_folder).views),
+        packed=_is_packed(model_folder),
         family_flags=served_flags(model_folder),
         max_model_len=max_model_len or config.longest_sequence,
         tp=r.tp,
