@@ -23,7 +23,9 @@ WHOLE = "whole"
 WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
     f"{wrapper.model_type} multimodal": (
         wrapper.architecture,
-        next(iter(family.example.cases.values())) | {WHOLE: family.example.wrapped[wrapper.model_type]},
+        dict(model_type=(*wrapper.texts, family.model_type)[0])
+        | next(iter(family.example.cases.values()))
+        | {WHOLE: family.example.wrapped[wrapper.model_type]},
     )
     for family in FAMILIES.values()
     for wrapper in family.wrappers
