@@ -92,8 +92,11 @@ def _has_one_kind(raw: Raw, types: list[str]) -> bool:
 
 
 _EXPERTS = "experts beside an MLP, as in Gemma 4 26B-A4B, are not supported: megatron-core's layer has no such pair"
-_TINY: Raw = dict(head_dim=24, per_layer_config={block: dict(head_dim=32) for block in "13"}, pad_token_id=None)
+_TINY: Raw = dict(head_dim=24, per_layer_config={block: dict(head_dim=32) for block in "13"}, pad_token_id=0)
 _TINY |= dict(sliding_window=7, layer_types=[SLIDING, FULL] * 2, hidden_size_per_layer_input=0)
+_TINY_TOWER: Raw = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+_TINY_TOWER |= dict(num_key_value_heads=4, head_dim=8, position_embedding_size=16)
+_TOKENS = {f"{kind}_token_id": 126 for kind in ("image", "video", "audio", "boi", "eoi", "boa")}
 FAMILY = Family(
     "gemma4_text",
     "Gemma4ForCausalLM",
@@ -125,6 +128,7 @@ FAMILY = Family(
             | dict(attention_k_eq_v=True, tie_word_embeddings=False)
             | dict(per_layer_config={block: dict(head_dim=32, num_key_value_heads=6) for block in "13"}),
         },
+        wrapped={"gemma4": dict(vision_config=_TINY_TOWER, **_TOKENS)},
         release=dict(
             model_type="gemma4_text",
             architectures=["Gemma4ForCausalLM"],

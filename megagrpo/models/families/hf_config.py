@@ -18,7 +18,7 @@ from megagrpo.models.families.architecture import Experts, HfConfig
 from megagrpo.models.families.config_keys import architecture_problems, text_config, wrapper_of
 from megagrpo.models.families.family import Table, common_config, rope
 from megagrpo.models.families.stored_names import stored_names
-from megagrpo.models.families.wrapper import MODULE_NAMES, Naming
+from megagrpo.models.families.wrapper import Naming
 
 MODEL = ("model",)  # keys of a problem with the model's folder
 _LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
@@ -64,7 +64,7 @@ def parse_hf_config(raw: dict[str, Any], names: Iterable[str] = ()) -> HfConfig:
     hf_config = family.read(text, common_config(family, text))
     if found := wrapper_of(raw):
         wrapper = found[1]
-        hf_config = replace(hf_config, wrapper=wrapper, file_names=wrapper.naming(names), module_names=MODULE_NAMES)
+        hf_config = replace(hf_config, wrapper=wrapper, file_names=wrapper.naming(names), module_names=wrapper.modules)
     return replace(hf_config, linears=_linears(hf_config))
 
 

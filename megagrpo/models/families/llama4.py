@@ -10,6 +10,7 @@ from megagrpo.models.families.blocks import gated, same, stacked, transposed
 from megagrpo.models.families.dense import DENSE, GATE_UP_DOWN, LAYER
 from megagrpo.models.families.example import LLAMA3_ROPE, Example
 from megagrpo.models.families.family import CHUNKED, FULL, REQUIRED, ROTARY, Family, Raw, windows
+from megagrpo.models.families.wrapper import NAMINGS, Wrapper
 
 _MLP = LAYER + "feed_forward."
 _GATE_UP, _DOWN = _MLP + "experts.gate_up_proj", _MLP + "experts.down_proj"
@@ -96,6 +97,8 @@ def _served_flags(hf: HfConfig) -> dict[str, Raw]:
 
 _TINY: Raw = dict(head_dim=24, num_local_experts=4, num_experts_per_tok=1, intermediate_size=64)
 _TINY |= dict(intermediate_size_mlp=80, attention_chunk_size=7, floor_scale=5, interleave_moe_layer_step=2)
+_TINY_TOWER: Raw = dict(hidden_size=32, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4)
+_TINY_TOWER |= dict(image_size=32, patch_size=8, vision_output_dim=32, projector_input_dim=32, projector_output_dim=32)
 FAMILY = Family(
     "llama4_text",
     "Llama4ForCausalLM",
@@ -117,6 +120,7 @@ FAMILY = Family(
     rope_types=("default", "llama3"),
     names={"intermediate_size_mlp": "intermediate_size"},
     served_flags=_served_flags,
+    wrappers=(Wrapper("llama4", "Llama4ForConditionalGeneration", modules=NAMINGS[0]),),
     example=Example(
         models="Llama 4 Scout and Maverick, their text models",
         differs="chunked attention, norms without factors, sigmoid router",
@@ -126,6 +130,7 @@ FAMILY = Family(
             | dict(use_qk_norm=False, no_rope_layers=[0, 1, 1, 0], interleave_moe_layer_step=1)
             | dict(rope_parameters=LLAMA3_ROPE, attn_temperature_tuning=False),
         },
+        wrapped={"llama4": dict(vision_config=_TINY_TOWER, image_token_index=126)},
         release=dict(
             model_type="llama4_text",
             architectures=["Llama4ForCausalLM"],
