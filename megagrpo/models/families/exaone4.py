@@ -9,6 +9,7 @@ from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.dense import POST_NORMED, QK_NORM
 from megagrpo.models.families.example import LLAMA3_ROPE, Example
 from megagrpo.models.families.family import FULL, REQUIRED, ROTARY, SLIDING, Family, Raw, windows
+from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS
 
 _TABLE = POST_NORMED | QK_NORM
 
@@ -40,7 +41,7 @@ FAMILY = Family(
     required=(*REQUIRED, "num_key_value_heads", "rms_norm_eps"),
     keys=("sliding_window", "layer_types"),
     ignored=("sliding_window_pattern",),  # `layer_types` decides
-    fixed={"reorder_and_qk_norm": (True, "only the order of norms in the releases is supported")},
+    fixed=HAS_HEAD_NORMS | {"reorder_and_qk_norm": (True, "only the order of norms in the releases is supported")},
     example=Example(
         models="EXAONE 4.0, 1.2B and 32B",
         differs="as `olmo3`, with norms per head, and blocks without window or rotation",

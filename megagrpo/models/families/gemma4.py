@@ -12,6 +12,7 @@ from megagrpo.models.families.dense import ATTENTION, LAYER, QK_NORM
 from megagrpo.models.families.example import Example
 from megagrpo.models.families.family import FULL, REQUIRED, SLIDING, Family, Raw, Table, rope, windows
 from megagrpo.models.families.gemma2 import GEMMA_FIXED, SANDWICH, cap_problems
+from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS
 from megagrpo.models.families.wrapper import Wrapper
 
 _TABLE: Table = SANDWICH | QK_NORM | {"block_scale": same(LAYER + "layer_scalar")}
@@ -72,7 +73,8 @@ def _problems(raw: Raw) -> list[str]:
     if raw.get("hidden_size_per_layer_input", 256):
         problems.append(
             "hidden_size_per_layer_input is not 0: per-layer inputs and keys shared by blocks, as in Gemma 4 E2B and "
-            "E4B, are not supported, because a pipeline stage gets neither token ids nor keys of other stages"
+            "E4B, are not supported, because a pipeline stage gets neither token ids nor keys of other stages: "
+            "docs/add_a_model.md"
         )
     if raw.get("use_bidirectional_attention") not in (None, "vision"):
         problems.append("use_bidirectional_attention: only causal attention of texts is supported")
@@ -91,7 +93,10 @@ def _has_one_kind(raw: Raw, types: list[str]) -> bool:
     return known and len(heads) == 1 and not others & given.keys() and all(type(n) is int and n > 0 for n in sizes)
 
 
-_EXPERTS = "experts beside an MLP, as in Gemma 4 26B-A4B, are not supported: megatron-core's layer has no such pair"
+_EXPERTS = (
+    "experts beside an MLP, as in Gemma 4 26B-A4B, are not supported, because megatron-core's layer has no such pair: "
+    "docs/add_a_model.md"
+)
 _TINY: Raw = dict(head_dim=24, per_layer_config={block: dict(head_dim=32) for block in "13"}, pad_token_id=0)
 _TINY |= dict(sliding_window=7, layer_types=[SLIDING, FULL] * 2, hidden_size_per_layer_input=0)
 _TINY_TOWER: Raw = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
@@ -110,8 +115,9 @@ FAMILY = Family(
     ),
     ignored=("vocab_size_per_layer_input", "use_double_wide_mlp", "top_k_experts", "moe_intermediate_size"),
     fixed=GEMMA_FIXED
+    | HAS_HEAD_NORMS
     | {
-        "num_kv_shared_layers": (0, "keys shared by blocks, as in Gemma 4 E2B and E4B, are not supported"),
+        "num_kv_shared_layers": (0, "keys shared by blocks, as in Gemma 4 E2B, are not supported: docs/add_a_model.md"),
         "enable_moe_block": (False, _EXPERTS),
         "num_experts": (None, _EXPERTS),
     },

@@ -32,9 +32,9 @@ def _problems(raw: Raw) -> list[str]:
     problems, types = scale_problems(raw), raw.get("layer_types") or _MAMBA[:1]
     if any(kind in _MAMBA for kind in types):
         problems.append(
-            "config.json has Mamba-2 layers. megatron-core's MambaMixer and vLLM's need mamba_ssm's and Triton's "
-            "kernels, which exist for GPUs only, so that no test here could show that both compute the same. Granite "
-            "4.0 micro, 1b and 350m (without -h-) have attention only"
+            "config.json has Mamba-2 layers, which are not supported: megatron-core's MambaMixer needs the kernels of "
+            "mamba_ssm, which run on GPUs only, and no other is here. Granite 4.0 micro, 1b and 350m (without -h-) "
+            "have attention only: docs/add_a_model.md"
         )
     if raw.get("position_embedding_type") not in (None, "rope", "nope"):
         problems.append(f"position_embedding_type={raw['position_embedding_type']} is neither rope nor nope")

@@ -115,7 +115,10 @@ FAMILY = Family(
         *(_TUNING, "attn_scale", "floor_scale"),
     ),
     ignored=("for_llm_compressor",),
-    fixed={"num_experts_per_tok": (1, "Megatron multiplies inputs of experts by their weights only with one expert")},
+    fixed={
+        "num_experts_per_tok": (1, "Megatron multiplies inputs of experts by their weights only with one expert"),
+        "rope_interleaved": (True, "this family rotates neighbouring dimensions"),
+    },
     layer_types=(CHUNKED, FULL),
     rope_types=("default", "llama3"),
     names={"intermediate_size_mlp": "intermediate_size"},
