@@ -39,8 +39,6 @@ from megagrpo.policy.fp8.products import quantise_linears
 from megagrpo.policy.specs import BLOCK_SCALE, LAYERS_PER_BLOCK, layer_pattern, local_spec, transformer_engine_spec
 from megagrpo.policy.transformer_config import ModelOptions, fuses_rope, transformer_config
 
-MAX_FUSED_HEAD = 256  # widest head of Transformer Engine's attention
-
 
 def build_model(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> list[nn.Module]:
     """Build this rank's chunks of the model, one per virtual pipeline stage, on this rank's device.
@@ -95,10 +93,7 @@ def _own_attention(hf_config: HfConfig, cp: int, options: ModelOptions) -> bool:
     beyond_a_ring = cp > 1 and (any(hf_config.windows) or hf_config.sinks or options.shares_prompts)
     in_float32 = device.has_gpu() and options.dtype == torch.float32
     unfused = device.is_deterministic() or not device.has_packed_attention(hf_config.sinks) or in_float32
-    longest = options.longest_sequence
-    in_chunks = hf_config.chunked and (longest is None or longest > min(filter(None, hf_config.windows)))
-    wide = hf_config.global_heads is not None and hf_config.global_heads.head_dim > MAX_FUSED_HEAD
-    beyond = hf_config.score_cap is not None or in_chunks or wide or beyond_a_ring
+    beyond = hf_config.beyond_fused_attention(options.longest_sequence) or beyond_a_ring
     return not device.has_transformer_engine() or beyond or unfused
 
 

@@ -198,6 +198,13 @@ class HfConfig:
         heads = dict(head_dim=own.head_dim, num_kv_heads=own.num_kv_heads, keys_as_values=own.keys_as_values)
         return replace(self, global_heads=None, **heads)
 
+    def beyond_fused_attention(self, longest: int | None) -> bool:
+        """Whether Transformer Engine's attention cannot compute the model for sequences of up to `longest` tokens, None
+        for any: capped scores, heads wider than 256, chunks shorter than a sequence."""
+        in_chunks = self.chunked and any(size and (longest is None or longest > size) for size in self.windows)
+        wide = self.global_heads is not None and self.global_heads.head_dim > 256
+        return self.score_cap is not None or wide or in_chunks
+
     def has_experts(self, block: int) -> bool:
         """Whether decoder block `block`, counted from 0, has a mixture of experts in place of an MLP."""
         return self.experts is not None and block in self.experts.blocks
