@@ -229,18 +229,20 @@ def mixture(raw: Raw, **fields: Any) -> Experts:
     return Experts(num_experts(raw), raw["num_experts_per_tok"], **(everywhere | fields))
 
 
-def windows(raw: Raw, size: int | None, slides: Callable[[int], bool] | None = None) -> tuple[int | None, ...]:
+def windows(
+    raw: Raw, size: int | None, slides: Callable[[int], bool] | None = None, kind: str = SLIDING
+) -> tuple[int | None, ...]:
     """Return `HfConfig.windows`: `size` in every block, or with `slides` only in sliding blocks.
 
-    `layer_types` names the sliding blocks; without that key `slides(block)` decides.
+    `layer_types` names the sliding blocks, of this `kind`; without that key `slides(block)` decides.
     """
     blocks = range(raw["num_hidden_layers"])
     if size is None:
         return ()
     if slides is None:
         return (size,) * len(blocks)
-    types = raw.get("layer_types") or [SLIDING if slides(block) else FULL for block in blocks]
-    return tuple(size if kind == SLIDING else None for kind in types)
+    types = raw.get("layer_types") or [kind if slides(block) else FULL for block in blocks]
+    return tuple(size if one == kind else None for one in types)
 
 
 def expert_problems(raw: Raw, *required: tuple[str, ...]) -> list[str]:

@@ -11,7 +11,7 @@ from megagrpo.models.families.blocks import qkv, same
 from megagrpo.models.families.dense import ATTENTION, LAYER, QK_NORM
 from megagrpo.models.families.example import Example
 from megagrpo.models.families.family import FULL, REQUIRED, SLIDING, Family, Raw, Table, rope, windows
-from megagrpo.models.families.gemma2 import GEMMA_FIXED, SANDWICH, cap_problems
+from megagrpo.models.families.gemma2 import GEMMA_FIXED, SANDWICH, cap_problems, gemma_config
 from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS
 from megagrpo.models.families.wrapper import Wrapper
 
@@ -40,16 +40,11 @@ def _local_rope(raw: Raw) -> dict[str, Any]:
 
 
 def _read(raw: Raw, common: HfConfig) -> HfConfig:
-    (own,) = _global_heads(raw)
-    usual = dict(head_dim=common.head_dim, num_key_value_heads=common.num_kv_heads)
-    heads = usual | own
+    heads = dict(head_dim=common.head_dim, num_key_value_heads=common.num_kv_heads) | _global_heads(raw)[0]
     return replace(
-        common,
-        tied_embeddings=raw.get("tie_word_embeddings", True),
+        gemma_config(raw, common),
         softmax_scale=1.0,
-        activation="gelu",
-        embedding_scale=raw["hidden_size"] ** 0.5,
-        post_norms=True,
+        centred_norms=False,
         qk_norm=True,
         unit_value_norm=True,
         block_scales=True,
@@ -71,11 +66,7 @@ def _problems(raw: Raw) -> list[str]:
     elif not _has_one_kind(raw, types):
         problems.append(f"{_BY_BLOCK} in config.json has other heads than one kind for all blocks without a window")
     if raw.get("hidden_size_per_layer_input", 256):
-        problems.append(
-            "hidden_size_per_layer_input is not 0: per-layer inputs and keys shared by blocks, as in Gemma 4 E2B and "
-            "E4B, are not supported, because a pipeline stage gets neither token ids nor keys of other stages: "
-            "docs/add_a_model.md"
-        )
+        problems.append("hidden_size_per_layer_input: inputs per layer (E2B, E4B) are unsupported: docs/add_a_model.md")
     if raw.get("use_bidirectional_attention") not in (None, "vision"):
         problems.append("use_bidirectional_attention: only causal attention of texts is supported")
     return problems
@@ -88,20 +79,28 @@ def _has_one_kind(raw: Raw, types: list[str]) -> bool:
         return False
     others = {str(block) for block, kind in enumerate(types) if kind != FULL}
     heads = _global_heads(raw)
-    sizes = [size for own in heads for size in own.values()]
-    known = heads[0].keys() <= {"head_dim", "num_key_value_heads"}
-    return known and len(heads) == 1 and not others & given.keys() and all(type(n) is int and n > 0 for n in sizes)
+    known = len(heads) == 1 and not others & given.keys() and heads[0].keys() <= {"head_dim", "num_key_value_heads"}
+    return known and all(type(size) is int and size > 0 for size in heads[0].values())
 
 
-_EXPERTS = (
-    "experts beside an MLP, as in Gemma 4 26B-A4B, are not supported, because megatron-core's layer has no such pair: "
-    "docs/add_a_model.md"
-)
+_EXPERTS = "experts beside an MLP, as in Gemma 4 26B-A4B, are not supported: docs/add_a_model.md"
 _TINY: Raw = dict(head_dim=24, per_layer_config={block: dict(head_dim=32) for block in "13"}, pad_token_id=0)
 _TINY |= dict(sliding_window=7, layer_types=[SLIDING, FULL] * 2, hidden_size_per_layer_input=0)
 _TINY_TOWER: Raw = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
 _TINY_TOWER |= dict(num_key_value_heads=4, head_dim=8, position_embedding_size=16)
 _TOKENS = {f"{kind}_token_id": 126 for kind in ("image", "video", "audio", "boi", "eoi", "boa")}
+_RELEASE: Raw = dict(model_type="gemma4_text", architectures=["Gemma4ForCausalLM"], attention_bias=False)
+_RELEASE |= dict(attention_dropout=0.0, attention_k_eq_v=True, dtype="bfloat16")
+_RELEASE |= dict(enable_moe_block=False, final_logit_softcapping=30.0, global_head_dim=512)
+_RELEASE |= dict(head_dim=256, hidden_activation="gelu_pytorch_tanh", hidden_size=5376)
+_RELEASE |= dict(hidden_size_per_layer_input=0, intermediate_size=21504)
+_RELEASE |= dict(layer_types=([SLIDING] * 5 + [FULL]) * 10, max_position_embeddings=262144)
+_RELEASE |= dict(num_attention_heads=32, num_global_key_value_heads=4, num_hidden_layers=60)
+_RELEASE |= dict(num_key_value_heads=16, num_kv_shared_layers=0, rms_norm_eps=1e-06)
+_ROPE: Raw = dict(partial_rotary_factor=0.25, rope_theta=1000000.0, rope_type="proportional")
+_RELEASE |= dict(rope_parameters={FULL: _ROPE, SLIDING: dict(rope_theta=10000.0, rope_type="default")})
+_RELEASE |= dict(sliding_window=1024, tie_word_embeddings=True, use_bidirectional_attention="vision")
+_RELEASE |= dict(use_double_wide_mlp=False, vocab_size=262144, vocab_size_per_layer_input=262144)
 FAMILY = Family(
     "gemma4_text",
     "Gemma4ForCausalLM",
@@ -135,45 +134,7 @@ FAMILY = Family(
             | dict(per_layer_config={block: dict(head_dim=32, num_key_value_heads=6) for block in "13"}),
         },
         wrapped={"gemma4": dict(vision_config=_TINY_TOWER, **_TOKENS)},
-        release=dict(
-            model_type="gemma4_text",
-            architectures=["Gemma4ForCausalLM"],
-            attention_bias=False,
-            attention_dropout=0.0,
-            attention_k_eq_v=True,
-            bos_token_id=2,
-            dtype="bfloat16",
-            enable_moe_block=False,
-            eos_token_id=1,
-            final_logit_softcapping=30.0,
-            global_head_dim=512,
-            head_dim=256,
-            hidden_activation="gelu_pytorch_tanh",
-            hidden_size=5376,
-            hidden_size_per_layer_input=0,
-            initializer_range=0.02,
-            intermediate_size=21504,
-            layer_types=([SLIDING] * 5 + [FULL]) * 10,
-            max_position_embeddings=262144,
-            num_attention_heads=32,
-            num_global_key_value_heads=4,
-            num_hidden_layers=60,
-            num_key_value_heads=16,
-            num_kv_shared_layers=0,
-            pad_token_id=0,
-            rms_norm_eps=1e-06,
-            rope_parameters={
-                FULL: dict(partial_rotary_factor=0.25, rope_theta=1000000.0, rope_type="proportional"),
-                SLIDING: dict(rope_theta=10000.0, rope_type="default"),
-            },
-            sliding_window=1024,
-            tie_word_embeddings=True,
-            use_bidirectional_attention="vision",
-            use_cache=True,
-            use_double_wide_mlp=False,
-            vocab_size=262144,
-            vocab_size_per_layer_input=262144,
-        ),
+        release=_RELEASE,
         tolerance=5e-5,  # scores are not scaled, so rounding counts more
     ),
 )

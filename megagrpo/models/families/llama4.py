@@ -10,6 +10,7 @@ from megagrpo.models.families.blocks import gated, same, stacked, transposed
 from megagrpo.models.families.dense import DENSE, GATE_UP_DOWN, LAYER
 from megagrpo.models.families.example import LLAMA3_ROPE, Example
 from megagrpo.models.families.family import CHUNKED, FULL, REQUIRED, ROTARY, Family, Raw, windows
+from megagrpo.models.families.smollm3 import rotates
 from megagrpo.models.families.wrapper import NAMINGS, Wrapper
 
 _MLP = LAYER + "feed_forward."
@@ -27,12 +28,6 @@ _TABLE = DENSE | {
 _TUNING = "attn_temperature_tuning"
 
 
-def _rotates(raw: Raw) -> list[int]:
-    """Return, for each block, 1 if it rotates queries and keys, else 0."""
-    every = raw.get("no_rope_layer_interval", 4)
-    return raw.get("no_rope_layers") or [int((block + 1) % every != 0) for block in range(raw["num_hidden_layers"])]
-
-
 def _mixtures(raw: Raw) -> list[int]:
     """Return the blocks with experts."""
     step = raw.get("interleave_moe_layer_step", 1)
@@ -40,14 +35,10 @@ def _mixtures(raw: Raw) -> list[int]:
 
 
 def _read(raw: Raw, common: HfConfig) -> HfConfig:
-    unrotated = frozenset(block for block in range(common.num_layers) if not _rotates(raw)[block])
+    unrotated = frozenset(block for block in range(common.num_layers) if not rotates(raw)[block])
     width = raw["intermediate_size"]
     experts = Experts(
-        count=raw["num_local_experts"],
-        per_token=1,
-        intermediate_size=width,
-        normalized=False,
-        blocks=frozenset(_mixtures(raw)),
+        *(raw["num_local_experts"], 1, width, False, frozenset(_mixtures(raw))),
         sigmoid=True,
         shared_size=width,
         input_weights=True,
@@ -62,24 +53,20 @@ def _read(raw: Raw, common: HfConfig) -> HfConfig:
         unit_qk_norm=raw.get("use_qk_norm", True),
         unrotated=unrotated,
         query_scale=scale if raw.get(_TUNING, True) and unrotated else None,
-        windows=windows(
-            raw | dict(layer_types=None), raw["attention_chunk_size"], lambda block: block not in unrotated
-        ),
+        windows=windows(raw, raw["attention_chunk_size"], kind=CHUNKED, slides=lambda block: block not in unrotated),
         chunked=True,
     )
 
 
 def _problems(raw: Raw) -> list[str]:
-    layers, every, step = (
-        raw.get(key, default)
-        for key, default in (("num_hidden_layers", 0), ("no_rope_layer_interval", 4), ("interleave_moe_layer_step", 1))
-    )
+    usual = dict(num_hidden_layers=0, no_rope_layer_interval=4, interleave_moe_layer_step=1)
+    layers, every, step = (raw.get(key, default) for key, default in usual.items())
     if any(type(number) is not int or number < 1 for number in (layers, every, step)):
         return ["no_rope_layer_interval and interleave_moe_layer_step must be positive whole numbers"]
-    rotates, problems = _rotates(raw), []
-    if len(rotates) < layers:
-        return [f"no_rope_layers has {len(rotates)} entries for num_hidden_layers={layers}"]
-    kinds = [CHUNKED if turns else FULL for turns in rotates[:layers]]
+    turns, problems = rotates(raw), []
+    if len(turns) < layers:
+        return [f"no_rope_layers has {len(turns)} entries for num_hidden_layers={layers}"]
+    kinds = [CHUNKED if rotated else FULL for rotated in turns[:layers]]
     if (raw.get("layer_types") or kinds) != kinds:
         problems.append(f"layer_types must be {CHUNKED} where no_rope_layers is 1, as vLLM assumes, and else {FULL}")
     mixtures = _mixtures(raw)
@@ -99,6 +86,17 @@ _TINY: Raw = dict(head_dim=24, num_local_experts=4, num_experts_per_tok=1, inter
 _TINY |= dict(intermediate_size_mlp=80, attention_chunk_size=7, floor_scale=5, interleave_moe_layer_step=2)
 _TINY_TOWER: Raw = dict(hidden_size=32, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4)
 _TINY_TOWER |= dict(image_size=32, patch_size=8, vision_output_dim=32, projector_input_dim=32, projector_output_dim=32)
+_RELEASE: Raw = dict(model_type="llama4_text", architectures=["Llama4ForCausalLM"], attention_bias=False)
+_RELEASE |= dict(attention_chunk_size=8192, attention_dropout=0.0, attn_scale=0.1, attn_temperature_tuning=True)
+_RELEASE |= dict(cache_implementation="hybrid", eos_token_id=[200001, 200007, 200008])
+_RELEASE |= dict(floor_scale=8192, for_llm_compressor=False, head_dim=128, hidden_act="silu", hidden_size=5120)
+_RELEASE |= dict(interleave_moe_layer_step=2, intermediate_size=8192)
+_RELEASE |= dict(intermediate_size_mlp=16384, max_position_embeddings=1048576, no_rope_layers=[1, 1, 1, 0] * 12)
+_RELEASE |= dict(num_attention_heads=40, num_experts_per_tok=1, num_hidden_layers=48, num_key_value_heads=8)
+_RELEASE |= dict(num_local_experts=128, pad_token_id=200018, rms_norm_eps=1e-05)
+_RELEASE |= dict(rope_scaling=None, rope_theta=500000.0, router_jitter_noise=0.0)
+_RELEASE |= dict(tie_word_embeddings=False, torch_dtype="bfloat16", use_qk_norm=False)
+_RELEASE |= dict(vocab_size=202048)
 FAMILY = Family(
     "llama4_text",
     "Llama4ForCausalLM",
@@ -134,45 +132,6 @@ FAMILY = Family(
             | dict(rope_parameters=LLAMA3_ROPE, attn_temperature_tuning=False),
         },
         wrapped={"llama4": dict(vision_config=_TINY_TOWER, image_token_index=126)},
-        release=dict(
-            model_type="llama4_text",
-            architectures=["Llama4ForCausalLM"],
-            attention_bias=False,
-            attention_chunk_size=8192,
-            attention_dropout=0.0,
-            attn_scale=0.1,
-            attn_temperature_tuning=True,
-            bos_token_id=200000,
-            cache_implementation="hybrid",
-            eos_token_id=[200001, 200007, 200008],
-            floor_scale=8192,
-            for_llm_compressor=False,
-            head_dim=128,
-            hidden_act="silu",
-            hidden_size=5120,
-            initializer_range=0.02,
-            interleave_moe_layer_step=2,
-            intermediate_size=8192,
-            intermediate_size_mlp=16384,
-            max_position_embeddings=1048576,
-            no_rope_layers=[1, 1, 1, 0] * 12,
-            num_attention_heads=40,
-            num_experts_per_tok=1,
-            num_hidden_layers=48,
-            num_key_value_heads=8,
-            num_local_experts=128,
-            output_router_logits=False,
-            pad_token_id=200018,
-            rms_norm_eps=1e-05,
-            rope_scaling=None,
-            rope_theta=500000.0,
-            router_aux_loss_coef=0.001,
-            router_jitter_noise=0.0,
-            tie_word_embeddings=False,
-            torch_dtype="bfloat16",
-            use_cache=True,
-            use_qk_norm=False,
-            vocab_size=202048,
-        ),
+        release=_RELEASE,
     ),
 )
