@@ -132,6 +132,8 @@ FAMILY = Family(
             | dict(rope_parameters=LLAMA3_ROPE, attn_temperature_tuning=False),
         },
         wrapped={"llama4": dict(vision_config=_TINY_TOWER, image_token_index=126)},
+        served=dict(attention_chunk_size=32),  # vLLM needs a multiple of its block size
+        unserved={"llama4 multimodal": r"models\.registry'\] returned non-zero"},  # it imports torchvision
         release=_RELEASE,
     ),
 )
