@@ -195,8 +195,13 @@ class HfConfig:
         own = self.global_heads
         if own is None or self.window(block) is not None:
             return self
-        heads = dict(head_dim=own.head_dim, num_kv_heads=own.num_kv_heads, keys_as_values=own.keys_as_values)
-        return replace(self, global_heads=None, **heads)
+        return replace(
+            self,
+            global_heads=None,
+            head_dim=own.head_dim,
+            num_kv_heads=own.num_kv_heads,
+            keys_as_values=own.keys_as_values,
+        )
 
     def beyond_fused_attention(self, longest: int | None) -> bool:
         """Whether Transformer Engine's attention cannot compute the model for sequences of up to `longest` tokens, None
