@@ -85,6 +85,7 @@ class Family:
     - `local_rope` allows rotary parameters of blocks with a window beside those of all others.
     - `names` maps names of sizes in this family's config.json to the usual ones, for `shrink_model`.
     - `served_flags` returns flags of vLLM, with JSON values, without which vLLM computes something else.
+    - `merged_only` are projections whose adapters vLLM would apply otherwise: `lora.sync: adapter` is refused for them.
     - `unserved` is the reason why no vLLM serves the family: its models can be converted, not trained.
     - `partial_rotary_factor` is the default share of each head that is rotated, if config.json may set one; None: the
       whole head.
@@ -108,6 +109,7 @@ class Family:
     local_rope: bool = False
     names: dict[str, str] = field(default_factory=dict)
     served_flags: Callable[[HfConfig], dict[str, Raw]] = lambda hf: {}
+    merged_only: tuple[str, ...] = ()
     unserved: str | None = None
     partial_rotary_factor: float | None = None
     layer_types: tuple[str, ...] = (FULL, SLIDING)

@@ -92,10 +92,9 @@ _TOKENS = {f"{kind}_token_id": 126 for kind in ("image", "video", "audio", "boi"
 _RELEASE: Raw = dict(model_type="gemma4_text", architectures=["Gemma4ForCausalLM"], attention_bias=False)
 _RELEASE |= dict(attention_dropout=0.0, attention_k_eq_v=True, dtype="bfloat16")
 _RELEASE |= dict(enable_moe_block=False, final_logit_softcapping=30.0, global_head_dim=512)
-_RELEASE |= dict(head_dim=256, hidden_activation="gelu_pytorch_tanh", hidden_size=5376)
-_RELEASE |= dict(hidden_size_per_layer_input=0, intermediate_size=21504, vocab_size=262144)
-_RELEASE |= dict(layer_types=([SLIDING] * 5 + [FULL]) * 10, max_position_embeddings=262144)
-_RELEASE |= dict(num_attention_heads=32, num_global_key_value_heads=4, num_hidden_layers=60)
+_RELEASE |= dict(head_dim=256, hidden_activation="gelu_pytorch_tanh", hidden_size=5376, hidden_size_per_layer_input=0)
+_RELEASE |= dict(layer_types=([SLIDING] * 5 + [FULL]) * 10, max_position_embeddings=262144, vocab_size=262144)
+_RELEASE |= dict(intermediate_size=21504, num_attention_heads=32, num_global_key_value_heads=4, num_hidden_layers=60)
 _RELEASE |= dict(num_key_value_heads=16, num_kv_shared_layers=0, rms_norm_eps=1e-06)
 _ROPE: Raw = dict(partial_rotary_factor=0.25, rope_theta=1000000.0, rope_type="proportional")
 _RELEASE |= dict(rope_parameters={FULL: _ROPE, SLIDING: dict(rope_theta=10000.0, rope_type="default")})
@@ -122,6 +121,7 @@ FAMILY = Family(
     rope_types=("proportional",),
     local_rope=True,
     partial_rotary_factor=1.0,
+    merged_only=("k_proj",),  # vLLM has no adapter for the values that are keys
     wrappers=(Wrapper("gemma4", "Gemma4ForConditionalGeneration", prefix="model.language_model."),),
     example=Example(
         models="Gemma 4 31B, its text model",

@@ -57,6 +57,8 @@ FAMILY = Family(
         "normalization_function": ("rmsnorm", "only rmsnorm is supported"),
     },
     layer_types=(*_ATTENTION, *_MAMBA),
+    names={"shared_intermediate_size": "intermediate_size"},
+    merged_only=("input_linear",),  # gate and up projection, for which vLLM expects two adapters
     example=Example(
         models="Granite 4.0 micro, 1B and 350M, without Mamba",
         differs="as `granite`, rotation optional",

@@ -121,6 +121,7 @@ FAMILY = Family(
     rope_types=("default", "llama3"),
     names={"intermediate_size_mlp": "intermediate_size"},
     served_flags=_served_flags,
+    merged_only=("q_proj", "k_proj"),  # vLLM permutes their rows, but not those of adapters
     wrappers=(Wrapper("llama4", "Llama4ForConditionalGeneration", modules=NAMINGS[0]),),
     example=Example(
         models="Llama 4 Scout and Maverick, their text models",

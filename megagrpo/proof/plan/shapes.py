@@ -174,7 +174,7 @@ def adapted_outputs(model: HfConfig, parallel: ParallelSection, lora: LoraSectio
 
 
 # their inputs are sharded over tensor-parallel ranks; others' outputs are
-_ROW_PARALLEL = ("o_proj", "out_proj", "down_proj")
+_ROW_PARALLEL = ("o_proj", "out_proj", "down_proj", "output_linear")
 _WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")  # projections to latents, which every rank holds
 
 
@@ -191,6 +191,8 @@ def _projection_sizes(model: HfConfig, layer: int) -> dict[str, tuple[int, int]]
         **dict.fromkeys(("gate_proj", "up_proj"), (hidden, width)),
         "gate_up_proj": (hidden, 2 * width),
         "down_proj": (width, hidden),
+        "input_linear": (hidden, 2 * width),
+        "output_linear": (width, hidden),
     }
     if mla := model.mla:
         sizes["q_a_proj"] = (hidden, mla.query_rank or 0)
