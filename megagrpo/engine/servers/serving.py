@@ -31,9 +31,8 @@ from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.bridge.tensor_files import TensorFile, dtype_name
 from megagrpo.models.bridge.torch_dist import StoredTensors
 from megagrpo.models.families import FAMILIES
-from megagrpo.models.families.config_keys import wrapper_of
 from megagrpo.models.families.dense import EMBEDDING
-from megagrpo.models.families.hf_config import HfConfig, load_hf_config, read_raw_config
+from megagrpo.models.families.hf_config import HfConfig, load_hf_config
 from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform import device
 from megagrpo.platform.device import quiet
@@ -134,7 +133,8 @@ def served_flags(model_folder: Path) -> dict[str, dict[str, Any]]:
 
 def _is_multimodal(model_folder: Path) -> bool:
     """Whether the trained model is the text model of a multimodal one; False for a model that only vLLM knows."""
-    return wrapper_of(read_raw_config(model_folder)) is not None
+    model = _architecture(model_folder)
+    return model is not None and model.wrapper is not None
 
 
 def _is_packed(model_folder: Path) -> bool:
