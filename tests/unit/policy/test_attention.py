@@ -86,7 +86,9 @@ def test_windows_and_caps_give_values_and_gradients_of_the_formula(lengths, wind
 def test_chunks_are_attended_to_like_sequences_of_their_own(lengths, size):
     torch.manual_seed(0)
     borders = torch.tensor([0, *lengths]).cumsum(0).int()
-    chunks = sorted({*borders.tolist(), *(i for a, b in itertools.pairwise(borders.tolist()) for i in range(a, b, size))})
+    chunks = sorted(
+        {*borders.tolist(), *(i for a, b in itertools.pairwise(borders.tolist()) for i in range(a, b, size))}
+    )
     query, key, value = (torch.randn(sum(lengths), heads, 16) for heads in (4, 2, 2))
     made = attention()
     made.window = Window(size, chunked=True)
