@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,13 +29,15 @@ from megagrpo.models.families.family import FULL
 from megagrpo.models.families.hf_config import HfConfig, model_problems, stage_layers
 from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import Layout
-from megagrpo.policy.attention.packed import NoRotary, Rotary, TorchAttention
+from megagrpo.policy.attention.causal import Window
+from megagrpo.policy.attention.head_norms import UnitNorm
+from megagrpo.policy.attention.packed import NoRotary, Rotary, ScaledRotary, TorchAttention
 from megagrpo.policy.attention.sparse import SparseAttention
 from megagrpo.policy.embedding import ScaledEmbedding, TokenEmbedding
 from megagrpo.policy.experts import prepare_experts
 from megagrpo.policy.fp8.megatron_patches import leave_fp8
 from megagrpo.policy.fp8.products import quantise_linears
-from megagrpo.policy.specs import LAYERS_PER_BLOCK, layer_pattern, local_spec, transformer_engine_spec
+from megagrpo.policy.specs import BLOCK_SCALE, LAYERS_PER_BLOCK, layer_pattern, local_spec, transformer_engine_spec
 from megagrpo.policy.transformer_config import ModelOptions, fuses_rope, transformer_config
 
 
@@ -83,16 +86,16 @@ def build_model(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> l
 def _own_attention(hf_config: HfConfig, cp: int, options: ModelOptions) -> bool:
     """Whether core attention is `TorchAttention`: without Transformer Engine, or for features its attention lacks.
 
-    These are capped scores, keys that an indexer chooses, and windows, sinks or shared prompts together with context
-    parallelism. On GPUs before Hopper, with sinks on cuDNN before 9.26, in float32, and in deterministic runs,
-    Transformer Engine's attention of packs has no fused kernel: it would keep all scores, and has no mask for shared
-    prompts.
+    These are capped scores, wide heads, keys that an indexer chooses, chunks shorter than the longest sequence, and
+    windows, sinks or shared prompts together with context parallelism. On GPUs before Hopper, with sinks on cuDNN
+    before 9.26, in float32, and in deterministic runs, Transformer Engine's attention of packs has no fused kernel: it
+    would keep all scores, and has no mask for shared prompts.
     """
     beyond_a_ring = cp > 1 and (any(hf_config.windows) or hf_config.sinks or options.shares_prompts)
     in_float32 = device.has_gpu() and options.dtype == torch.float32
     unfused = device.is_deterministic() or not device.has_packed_attention(hf_config.sinks) or in_float32
-    lacking = hf_config.score_cap is not None or hf_config.indexer is not None
-    return not device.has_transformer_engine() or lacking or beyond_a_ring or unfused
+    beyond = hf_config.beyond_fused_attention(options.longest_sequence) or beyond_a_ring
+    return not device.has_transformer_engine() or beyond or unfused
 
 
 def weights_dtype(hf_config: HfConfig) -> torch.dtype:
@@ -138,10 +141,24 @@ def _build_chunk(
     if model.post_process:
         model.output_layer.__class__, model.output_layer.cap = LMHead, hf_config.logit_cap
         model.output_layer.scale = hf_config.logit_scale
+    if hf_config.block_scales:
+        _scale_blocks(model, config.params_dtype)
     if hf_config.residual_scale != 1:
         _scale_outputs(model, hf_config.residual_scale)
     # Fake tensors (only the structure is needed) are created on the target device, because torch cannot move them.
     return model if isinstance(next(model.parameters()), FakeTensor) else model.to(device.device())
+
+
+def _scale_blocks(model: HybridModel, dtype: torch.dtype) -> None:
+    """Multiply the output of every decoder block by a number of its own, a buffer of the block's second layer."""
+
+    def scaled(layer: nn.Module, inputs: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        return outputs[0] * getattr(layer, BLOCK_SCALE), outputs[1]
+
+    for layer in model.decoder.layers:
+        if layer.layer_number % LAYERS_PER_BLOCK == 0:
+            layer.register_buffer(BLOCK_SCALE, torch.ones(1, dtype=dtype, device=torch.cuda.current_device()))
+            layer.register_forward_hook(scaled)
 
 
 def _scale_outputs(model: HybridModel, scale: float) -> None:
@@ -177,6 +194,7 @@ def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int |
     local = rotary
     if hf_config.local_rope_theta:
         local = Rotary(_unscaled(hf_config.rotary_dim, hf_config.local_rope_theta).to(device.device()))
+    unit = UnitNorm(hf_config.norm_eps)
     for layer in model.decoder.layers:
         attention: Any = getattr(layer, "self_attention", None)
         core = getattr(attention, "core_attention", None)
@@ -186,13 +204,19 @@ def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int |
             turning.rotary = local if hf_config.window(block) else rotary
             if block in hf_config.unrotated:
                 turning.rotary = NoRotary()
+            elif hf_config.unit_qk_norm:
+                turning.rotary = turning.rotary.with_norms(unit, unit)
             if hf_config.late_qk_norm:
                 turning.rotary = turning.rotary.with_norms(attention.q_layernorm, attention.k_layernorm)
+            if (scale := hf_config.query_scale) is not None and block in scale.blocks:
+                turning.rotary = ScaledRotary(turning.rotary, scale)
         if isinstance(core, SparseAttention):
             pairs = hf_config.indexer is not None and hf_config.indexer.interleaved
             core.indexer.rotary = Rotary(rotary.frequencies, rotary.factor, pairs)
         if isinstance(core, TorchAttention):
             core.softcap = hf_config.score_cap
+            if hf_config.chunked and (size := hf_config.window((layer.layer_number - 1) // LAYERS_PER_BLOCK)):
+                core.window = Window(size, chunked=True)
     for module in model.modules():
         if hasattr(module, "_yarn_concentration_factor"):
             module._yarn_concentration_factor = attention_factor
@@ -210,7 +234,7 @@ def rotary_frequencies(hf_config: HfConfig, longest_sequence: int | None = None)
     grows. transformers decides for every batch separately.
     """
     if hf_config.rope_type == "default":
-        return _unscaled(hf_config.rotary_dim, hf_config.rope_theta), 1.0
+        return _unscaled(global_rotary_dim(hf_config), hf_config.rope_theta), 1.0
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -224,6 +248,12 @@ def rotary_frequencies(hf_config: HfConfig, longest_sequence: int | None = None)
     theirs = AutoConfig.for_model(kinds[FAMILIES[hf_config.family].architecture], **arguments)
     frequencies, factor = ROPE_INIT_FUNCTIONS[hf_config.rope_type](theirs, seq_len=longest_sequence, **kind)
     return frequencies, float(factor)
+
+
+def global_rotary_dim(hf_config: HfConfig) -> int:
+    """Return the number of rotated dimensions of a head in blocks without a window."""
+    own = hf_config.global_heads
+    return hf_config.rotary_dim if own is None else replace(hf_config, head_dim=own.head_dim).rotary_dim
 
 
 def _unscaled(head_dim: int, theta: float) -> Tensor:

@@ -127,11 +127,11 @@ def _rows(linear: Any, names: Sequence[str], hf_config: HfConfig) -> tuple[dict[
     config: TransformerConfig = linear.config
     if names[0].startswith(IN_PROJ):
         return {name: sum(_sections(linear, name, hf_config).values()) for name in names}, 1
-    if len(names) == 3:
+    if len(names) == 3 or (len(names) == 2 and _projection(names[0]) == "q_proj"):
         head, queries = config.kv_channels, config.num_attention_heads // config.num_query_groups
         queries *= 1 + hf_config.attention_gate
         groups = config.num_query_groups // config.tensor_model_parallel_size
-        return dict(zip(names, (queries * head, head, head), strict=True)), groups
+        return dict(zip(names, (queries * head, head, head), strict=False)), groups
     return dict.fromkeys(names, linear.weight.shape[0] // len(names)), 1
 
 

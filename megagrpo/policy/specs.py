@@ -41,6 +41,7 @@ from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform import device
 from megagrpo.platform.device import apex
 from megagrpo.policy.attention.gated_delta import GatedDeltaNet
+from megagrpo.policy.attention.global_heads import heads_by_block
 from megagrpo.policy.attention.head_norms import late, wide_normed
 from megagrpo.policy.attention.latent_attention import LatentAttention
 from megagrpo.policy.attention.packed import Rotary, TorchAttention
@@ -49,6 +50,7 @@ from megagrpo.policy.attention.sparse import SparseAttention
 from megagrpo.policy.elementwise import geglu, rms_norm, swiglu
 
 LAYERS_PER_BLOCK = 2  # hybrid layers in one decoder block
+BLOCK_SCALE = "block_scale"  # buffer of a decoder block's second layer, where the block's output has a factor
 # Transformer Engine fuses the norm into the linear. Mapping to its keys keeps CPU and GPU checkpoints interchangeable.
 ATTENTION_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 RECURRENT_KEYS = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
@@ -169,6 +171,8 @@ class LocalHybridStack(HybridStack):
 def _classes(hf_config: HfConfig, norm: type) -> tuple[Any, Any]:
     """Return the classes of self-attention and MLP, with the norms that Megatron's lack."""
     attention = wide_normed(SelfAttention) if hf_config.wide_qk_norm else SelfAttention
+    if hf_config.global_heads is not None:
+        attention = heads_by_block(attention, hf_config, LAYERS_PER_BLOCK)
     if not hf_config.post_norms:
         return attention, MLP
     return post_normed(attention, norm), post_normed(MLP, norm)

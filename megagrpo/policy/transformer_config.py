@@ -211,7 +211,7 @@ def _windows_config(hf_config: HfConfig) -> dict[str, Any]:
     """The fields of Megatron's configuration for sliding windows: the tokens before its own that a token sees, and the
     hybrid layers with a window."""
     sizes = set(filter(None, hf_config.windows))
-    if not sizes:
+    if not sizes or hf_config.chunked:  # `build._set_rotary` sets chunks
         return {}
     (size,) = sizes
     inside = [int(window is not None) for window in hf_config.windows for _ in range(LAYERS_PER_BLOCK)]
@@ -232,6 +232,7 @@ def _experts_config(hf_config: HfConfig, parallel: ParallelSection, replays_rout
         moe_router_score_function="sigmoid" if experts.sigmoid else "softmax",
         moe_router_enable_expert_bias=experts.bias and experts.sigmoid,  # `prepare_experts` adds others
         moe_router_topk_scaling_factor=experts.scale,
+        moe_apply_probs_on_input=experts.input_weights,
         moe_shared_expert_intermediate_size=experts.shared_size or None,
         moe_shared_expert_gate=experts.shared_gate,
         moe_router_dtype="fp32",

@@ -23,7 +23,9 @@ WHOLE = "whole"
 WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
     f"{wrapper.model_type} multimodal": (
         wrapper.architecture,
-        next(iter(family.example.cases.values())) | {WHOLE: family.example.wrapped[wrapper.model_type]},
+        dict(model_type=(*wrapper.texts, family.model_type)[0])
+        | next(iter(family.example.cases.values()))
+        | {WHOLE: family.example.wrapped[wrapper.model_type]},
     )
     for family in FAMILIES.values()
     for wrapper in family.wrappers
@@ -44,7 +46,7 @@ def family_of(name: str) -> Family:
 
 def has_experts(name: str) -> bool:
     """Whether a case is a mixture of experts."""
-    return any("experts" in key for key in EVERY[name][1])
+    return any("experts" in key and value for key, value in EVERY[name][1].items())
 
 
 def class_of(kind: str) -> type[transformers.PreTrainedModel]:
@@ -72,6 +74,8 @@ def tiny_model(kind: str, extra: dict[str, Any]) -> torch.nn.Module:
         # selection.
         for name, p in (*model.named_parameters(), *model.named_buffers()):
             buffer = not isinstance(p, torch.nn.Parameter)
-            if (p.dim() == 1 and (name.endswith("bias") or not buffer)) or name.endswith("correction_bias"):
+            if (p.dim() == 1 and (name.endswith("bias") or not buffer)) or name.endswith(
+                ("correction_bias", "layer_scalar")
+            ):
                 p.add_(torch.randn_like(p) * 0.1)
     return model

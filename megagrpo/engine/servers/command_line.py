@@ -39,7 +39,9 @@ def server_command(
     `ports` belong to the first node.
     """
     headless = node is not None and node.index > 0
-    flags: dict[str, object] = {  # True: a flag without a value; None and False: left out
+    overrides = o.family_flags.get("--hf-overrides", {}) | ({"quantization_config": None} if o.packed else {})
+    flags: dict[str, object] = {flag: json.dumps(value) for flag, value in o.family_flags.items()}
+    flags |= {  # True: a flag without a value; None and False: left out
         "--model": o.model,
         "--served-model-name": "policy",
         "--dtype": o.dtype,
@@ -52,7 +54,7 @@ def server_command(
         "--enable-return-routed-experts": o.returns_routes,
         "--quantization": o.quantization,
         "--load-format": "megagrpo" if o.packed else None,
-        "--hf-overrides": json.dumps({"quantization_config": None}) if o.packed else None,
+        "--hf-overrides": json.dumps(overrides) if overrides else None,
         # log-probs of the distribution that is sampled from, temperature included
         "--logprobs-mode": "processed_logprobs",
         "--worker-extension-cls": "megagrpo.sync.vllm_side.worker_verbs.WorkerVerbs",

@@ -122,6 +122,12 @@ def _known(model_folder: Path) -> HfConfig | None:
         return None
 
 
+def served_flags(model_folder: Path) -> dict[str, dict[str, Any]]:
+    """Return vLLM's flags, with JSON values, that the model's family needs."""
+    model = _known(model_folder)
+    return {} if model is None else FAMILIES[model.family].served_flags(model)
+
+
 def _is_packed(model_folder: Path) -> bool:
     """Whether the files hold tensors that the plugin computes; False for files that only vLLM can read."""
     try:
@@ -147,6 +153,7 @@ def _options(
         dtype=dtype,
         quantization=None if r.quantization == "none" else r.quantization,
         packed=_is_packed(model_folder),
+        family_flags=served_flags(model_folder),
         max_model_len=max_model_len or config.longest_sequence,
         tp=r.tp,
         pp=r.pp,

@@ -24,7 +24,7 @@ from megagrpo.policy.dora import update_norms
 from megagrpo.policy.fp8.dense_access import DenseWeight
 from megagrpo.policy.fp8.tensor import is_fp8
 from megagrpo.policy.lora_layers import ADAPTER_MODULE, MAGNITUDE, ExpertAdapter, LowRank, is_adapter
-from megagrpo.policy.specs import LAYERS_PER_BLOCK
+from megagrpo.policy.specs import BLOCK_SCALE, LAYERS_PER_BLOCK
 from megagrpo.policy.stored import StoredWeight
 
 # The prefix of PEFT's names for adapters; the name in the base model follows.
@@ -35,6 +35,7 @@ Parameter = Tensor | StoredWeight | DenseWeight
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # Either one module per expert, or Transformer Engine's grouped linear with one weight and bias per expert.
 _EXPERT = re.compile(r"(mlp\.experts\.)(?:local_experts\.(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(\d*)")
+_BUFFERS = (".router.expert_bias", BLOCK_SCALE)  # ends of the names of buffers that files hold
 _ADAPTER = re.compile(r"(.+)\.adapter\.(\w+)\.(lora_\w+)")
 _EXPERT_ADAPTER = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc[12]")
 
@@ -53,7 +54,7 @@ def blocks(
     for i, chunk in enumerate(chunks):
         model = unwrap_model(chunk)
         # Megatron keeps the routers' expert biases as buffers, in float32 even in a bfloat16 model
-        biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(".router.expert_bias")]
+        biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(_BUFFERS)]
         for name, weight in (*model.named_parameters(), *biases):
             if is_adapter(name):
                 continue
@@ -71,7 +72,8 @@ def blocks(
                 expert = int(part[2] or part[4]) + layout.ep_rank * (hf_config.mixture.count // layout.parallel.ep)
             if key not in table:
                 raise KeyError(f"family {hf_config.family} has no rule for Megatron parameter {name}")
-            patterns = table[key].blocks(Local(param, *tensor_parallel, hf_config, expert))
+            own = hf_config if layer is None else hf_config.in_block(layer)
+            patterns = table[key].blocks(Local(param, *tensor_parallel, own, expert))
             yield f"chunk{i}.{name}" if i else name, param, [in_layer(block, layer, expert) for block in patterns]
 
 
@@ -121,7 +123,8 @@ def adapter_blocks(
             # B and magnitudes of a fused projection are laid out like its weight
             if matrix == "lora_A" or len(rule.names) > 1:
                 rule = same(weight) if matrix == "lora_A" or rule.of_tensor is None else rule.of_tensor(weight)
-            patterns = rule.blocks(Local(param, layout.parallel.tp, layout.tp_rank, hf_config))
+            own = hf_config.in_block(block_number)
+            patterns = rule.blocks(Local(param, layout.parallel.tp, layout.tp_rank, own))
             named_blocks = [in_layer(block, block_number) for block in patterns]
             suffix = matrix if matrix == MAGNITUDE else f"{matrix}.weight"
             name_in_file = f"{PEFT}{hf_config.module_names.of(named_blocks[0].name).removesuffix('weight')}{suffix}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megagrpo.models.families.wrapper import Naming, Wrapper
 
 # Beginnings of Megatron's names in blocks with experts, and in those with Gated DeltaNet
 _OF_EXPERTS = ("mlp.router.", "mlp.experts.", "mlp.shared_experts.")
+_QK, _QKV = "self_attention.linear_qk", "self_attention.linear_qkv"  # the first where keys are the values
 _OF_GATED_DELTA = tuple(
     f"self_attention.{name}" for name in ("in_proj", "conv1d", "A_log", "dt_bias", "out_norm", "out_proj")
 )
@@ -37,6 +38,7 @@ class Experts:
     groups_per_token: int = 1
     shared_size: int = 0  # width of the shared experts, an MLP for every token; 0: none
     interleaved: bool = False  # in files rows of gate and up projection alternate
+    input_weights: bool = False  # a token's weight multiplies the input of its expert, not the output
     clamp: float | None = None  # expert: (up + 1) gate sigmoid(1.702 gate), both clamped to this; None: silu(gate) up
 
     @property
@@ -93,6 +95,26 @@ class GatedDelta:
 
 
 @dataclass(frozen=True)
+class GlobalHeads:
+    """Heads of the blocks without a window, where they differ from those of blocks with one (Gemma 4)."""
+
+    head_dim: int
+    num_kv_heads: int
+    keys_as_values: bool  # values are the keys before norm and rotation, without a projection of their own
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """A factor on the queries of the decoder blocks `blocks` that grows with the position p of a token:
+    1 + strength log(1 + floor((p + offset) / length)) (scalable softmax, arXiv 2501.19399)."""
+
+    strength: float
+    length: int  # tokens
+    blocks: frozenset[int]
+    offset: int = 0
+
+
+@dataclass(frozen=True)
 class HfConfig:
     """The architecture of a decoder: the fields that building and converting need. `raw` is config.json as read."""
 
@@ -124,21 +146,28 @@ class HfConfig:
     qk_norm: bool = False  # each head's queries and keys are normalised before the rotation
     wide_qk_norm: bool = False  # with `qk_norm`: over the elements of all heads together
     late_qk_norm: bool = False  # with `qk_norm`: after the rotation
+    unit_value_norm: bool = False  # each head's values are divided by their root mean square
+    unit_qk_norm: bool = False  # blocks that rotate divide each head's queries and keys by their root mean square
     experts: Experts | None = None
     mixture_module: str = "mlp"  # of a decoder block in transformers, whose parameters adapters of experts name
     # per block: tokens that a token sees, itself included, or None for all; (): all blocks see all
     windows: tuple[int | None, ...] = ()
+    global_heads: GlobalHeads | None = None
+    keys_as_values: bool = False  # of one block (`in_block`): `GlobalHeads.keys_as_values`
+    chunked: bool = False  # a window starts at a multiple of its size: a token sees its own chunk up to itself
     mla: Mla | None = None
     indexer: Indexer | None = None  # with `mla`
     gated_delta: GatedDelta | None = None
     attention_gate: bool = False  # each head's attention is multiplied by the sigmoid of its own gate
     local_rope_theta: float | None = None  # separate rope base of blocks with a window, never scaled
     unrotated: frozenset[int] = frozenset()  # decoder blocks that do not rotate queries and keys
+    query_scale: QueryScale | None = None
     softmax_scale: float | None = None  # scale of attention scores; None: 1 / sqrt(head_dim)
     score_cap: float | None = None  # attention scores x become cap tanh(x / cap)
     logit_cap: float | None = None  # logits x of the LM head become cap tanh(x / cap)
     activation: str = "silu"  # activation of the gate: "silu", or "gelu" in its tanh approximation
     embedding_scale: float = 1.0
+    block_scales: bool = False  # a number per block, which is not trained, multiplies its output
     residual_scale: float = 1.0  # factor on the outputs of attention and MLP before the residual sum
     logit_scale: float = 1.0  # factor on the logits
     pre_norms: bool = True  # inputs of attention and MLP are normalised
@@ -171,7 +200,8 @@ class HfConfig:
     def rotates_alike(self) -> bool:
         """Whether every block rotates queries and keys by the same angles, and nothing comes between rotation and
         scores."""
-        return self.local_rope_theta is None and not self.unrotated and not self.late_qk_norm
+        between = self.late_qk_norm or self.unit_qk_norm or self.query_scale is not None
+        return self.local_rope_theta is None and not self.unrotated and not between
 
     def kv_heads_of_rank(self, tp_size: int) -> int:
         """Return the number of KV heads that the queries of a rank attend to. With more ranks than KV heads it is 1."""
@@ -185,6 +215,27 @@ class HfConfig:
         """Return the number of tokens that a token sees in decoder block `block`, counted from 0; None for all."""
         return self.windows[block] if self.windows else None
 
+    def in_block(self, block: int) -> HfConfig:
+        """Return the architecture with the heads of decoder block `block`, counted from 0, in place of the usual
+        ones."""
+        own = self.global_heads
+        if own is None or self.window(block) is not None:
+            return self
+        return replace(
+            self,
+            global_heads=None,
+            head_dim=own.head_dim,
+            num_kv_heads=own.num_kv_heads,
+            keys_as_values=own.keys_as_values,
+        )
+
+    def beyond_fused_attention(self, longest: int | None) -> bool:
+        """Whether Transformer Engine's attention cannot compute the model for sequences of up to `longest` tokens, None
+        for any: capped scores, chosen keys, heads wider than 256, chunks shorter than a sequence."""
+        in_chunks = self.chunked and any(size and (longest is None or longest > size) for size in self.windows)
+        wide = self.global_heads is not None and self.global_heads.head_dim > 256
+        return self.score_cap is not None or self.indexer is not None or wide or in_chunks
+
     def has_experts(self, block: int) -> bool:
         """Whether decoder block `block`, counted from 0, has a mixture of experts in place of an MLP."""
         return self.experts is not None and block in self.experts.blocks
@@ -195,6 +246,8 @@ class HfConfig:
 
     def has(self, block: int, name: str) -> bool:
         """Whether decoder block `block`, counted from 0, has Megatron's module or parameter `name` of the family."""
+        if name.startswith(_QK) and self.in_block(block).keys_as_values == name.startswith(_QKV):
+            return False
         if name.startswith("self_attention."):
             return self.gated_delta is None or self.is_recurrent(block) == name.startswith(_OF_GATED_DELTA)
         return not name.startswith("mlp.") or self.has_experts(block) == name.startswith(_OF_EXPERTS)

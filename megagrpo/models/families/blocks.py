@@ -127,36 +127,37 @@ def vocab(name: str) -> BlockRule:
     return BlockRule((name,), blocks)
 
 
-def qkv(pattern: str) -> BlockRule:
-    """Queries, keys and values of attention in one Megatron parameter.
+def qkv(pattern: str, parts: str = "qkv") -> BlockRule:
+    """Queries, keys and values of attention in one Megatron parameter; without values if `parts` is "qk".
 
     Megatron interleaves by group, `[group][its queries, key, value][head_dim]`, and shards between groups. Hugging Face
     has three tensors, with {p} in `pattern` for q, k and v; without {p} one: queries above keys above values. With more
     tensor-parallel ranks than groups, several ranks share the rows of a group, cut without regard to heads.
     """
-    names = tuple(dict.fromkeys(pattern.replace("{p}", p) for p in "qkv"))
+    names = tuple(dict.fromkeys(pattern.replace("{p}", p) for p in parts))
+    fused = len(names) == 1
 
     def blocks(local: Local) -> list[Block]:
         hf, rest = local.hf, tuple(local.param.shape[1:])
         groups, queries = hf.num_kv_heads // local.tp_size, hf.num_heads // hf.num_kv_heads
-        grid = (groups, queries + 2, hf.head_dim, *rest) if groups else tuple(local.param.shape)
+        grid = (groups, queries + len(parts) - 1, hf.head_dim, *rest) if groups else tuple(local.param.shape)
         sizes = hf.num_heads, hf.num_kv_heads, hf.head_dim
         held = {} if groups else qkv_segments(*sizes, local.tp_size, local.tp_rank)
-        parts, above, row = [], 0, 0
-        for p, at, count in zip("qkv", (0, queries, queries + 1), (queries, 1, 1), strict=True):
+        found, above, row = [], 0, 0
+        for p, at, count in zip(parts, (0, queries, queries + 1), (queries, 1, 1), strict=False):
             rows = count * hf.head_dim  # rows of one group
-            total = (rows if len(names) == 3 else (queries + 2) * hf.head_dim) * hf.num_kv_heads
+            total = ((queries + 2) * hf.head_dim if fused else rows) * hf.num_kv_heads
             name, full = pattern.replace("{p}", p), (total, *rest)
             if groups:
                 start = above + rows * groups * local.tp_rank
                 box = cut(full, 0, start, start + rows * groups)
-                parts.append(Block(name, full, box, grid, axis=1, at=at, count=count))
+                found.append(Block(name, full, box, grid, axis=1, at=at, count=count))
             elif held[p]:
                 box = cut(full, 0, above + held[p].start, above + held[p].stop)
-                parts.append(Block(name, full, box, grid, axis=0, at=row, count=len(held[p])))
+                found.append(Block(name, full, box, grid, axis=0, at=row, count=len(held[p])))
                 row += len(held[p])
-            above += 0 if len(names) == 3 else rows * hf.num_kv_heads
-        return parts
+            above += rows * hf.num_kv_heads if fused else 0
+        return found
 
     return BlockRule(names, blocks)
 
@@ -272,6 +273,18 @@ def interleaved(name: str) -> BlockRule:
         return [Block(name, full, box, grid=(2, rows, *rest), axis=0, at=0, count=2, order=order)]
 
     return BlockRule((name,), blocks)
+
+
+def transposed(rule: BlockRule) -> BlockRule:
+    """Matrices whose rows are the columns of Megatron's parameter, else as in `rule`."""
+
+    def turned(block: Block) -> Block:
+        assert block.order is None, f"{block.name} is permuted"
+        (lo, hi), dims = block.box, range(len(block.grid))
+        box, order = (lo[::-1], hi[::-1]), (*dims[:-2], dims[-1], dims[-2])
+        return dataclasses.replace(block, shape=block.shape[::-1], box=box, order=order)
+
+    return BlockRule(rule.names, lambda local: [turned(block) for block in rule.blocks(local)])
 
 
 def of_all_experts(block: Block, expert: int, count: int, first: bool) -> Block:

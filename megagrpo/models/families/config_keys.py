@@ -207,7 +207,9 @@ def _unknown_wrapper(kind: str, inside: str) -> str:
     supported = ", ".join([*near, *(name for name in FAMILIES if name not in near)])
     said = f"no file in megagrpo/models/families describes its text model {inside}"
     fix = "docs/add_a_model.md shows how to write that file. Supported"
-    return f"{kind} is multimodal, and {said}; {fix}: {supported}; multimodal: {', '.join(sorted(k for k, _ in pairs))}"
+    return (
+        f"{kind} is multimodal, and {said}; {fix}: {supported}; multimodal: {', '.join(sorted({k for k, _ in pairs}))}"
+    )
 
 
 def _key_problems(family: Family, raw: Raw, unknown_parameters: dict[str, Any]) -> list[str]:

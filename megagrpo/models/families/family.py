@@ -17,7 +17,7 @@ Table = dict[str, BlockRule]
 ROTARY = ("rope_scaling", "rope_parameters")  # sections of config.json with parameters of the rotation
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # values of config.json's layer_types
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+FULL, SLIDING, LINEAR, CHUNKED = "full_attention", "sliding_attention", "linear_attention", "chunked_attention"
 REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 # Keys of config.json that are read for every family: by `common_config`, `rope`, Megatron's configuration,
 # `families.keys` and `precisions`.
@@ -80,12 +80,14 @@ class Family:
     - `untrained` returns regular expressions of tensors that files may hold and that stay as loaded.
     - `wrappers` are the multimodal models that have this family's text model inside.
     - `rope_types` are the supported kinds of rotary scaling.
-    - `rope_keys` are rotary parameters that change nothing for text.
+    - `rope_keys` are this family's own rotary parameters, for any kind of scaling.
     - `layer_types` are the supported kinds of blocks in config.json's key of that name.
     - `local_rope` allows rotary parameters of blocks with a window beside those of all others.
     - `names` maps names of sizes in this family's config.json to the usual ones, for `shrink_model`.
     - `aliases` are the model_types of releases whose class is `architecture` too.
     - `gpu_only` is the reason why vLLM cannot serve the family on a CPU.
+    - `served_flags` returns flags of vLLM, with JSON values, without which vLLM computes something else.
+    - `merged_only` are projections whose adapters vLLM would apply otherwise: `lora.sync: adapter` is refused for them.
     - `unserved` is the reason why no vLLM serves the family: its models can be converted, not trained.
     - `partial_rotary_factor` is the default share of each head that is rotated, if config.json may set one; None: the
       whole head.
@@ -108,6 +110,8 @@ class Family:
     rope_keys: tuple[str, ...] = ()
     local_rope: bool = False
     names: dict[str, str] = field(default_factory=dict)
+    served_flags: Callable[[HfConfig], dict[str, Raw]] = lambda hf: {}
+    merged_only: tuple[str, ...] = ()
     unserved: str | None = None
     partial_rotary_factor: float | None = None
     aliases: tuple[str, ...] = ()
@@ -176,6 +180,7 @@ ROPE_KEYS = {
         *_ROPE,
         *("alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings"),
     ),
+    "proportional": _ROPE,
     "longrope": (
         *_ROPE,
         *("short_factor", "long_factor", "original_max_position_embeddings"),
@@ -230,18 +235,20 @@ def mixture(raw: Raw, **fields: Any) -> Experts:
     return Experts(num_experts(raw), raw["num_experts_per_tok"], **(everywhere | fields))
 
 
-def windows(raw: Raw, size: int | None, slides: Callable[[int], bool] | None = None) -> tuple[int | None, ...]:
+def windows(
+    raw: Raw, size: int | None, slides: Callable[[int], bool] | None = None, kind: str = SLIDING
+) -> tuple[int | None, ...]:
     """Return `HfConfig.windows`: `size` in every block, or with `slides` only in sliding blocks.
 
-    `layer_types` names the sliding blocks; without that key `slides(block)` decides.
+    `layer_types` names the sliding blocks, of this `kind`; without that key `slides(block)` decides.
     """
     blocks = range(raw["num_hidden_layers"])
     if size is None:
         return ()
     if slides is None:
         return (size,) * len(blocks)
-    types = raw.get("layer_types") or [SLIDING if slides(block) else FULL for block in blocks]
-    return tuple(size if kind == SLIDING else None for kind in types)
+    types = raw.get("layer_types") or [kind if slides(block) else FULL for block in blocks]
+    return tuple(size if one == kind else None for one in types)
 
 
 def expert_problems(raw: Raw, *required: tuple[str, ...]) -> list[str]:

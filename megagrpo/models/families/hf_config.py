@@ -18,13 +18,13 @@ from megagrpo.models.families.architecture import Experts, HfConfig
 from megagrpo.models.families.config_keys import architecture_problems, text_config, wrapper_of
 from megagrpo.models.families.family import Table, common_config, rope
 from megagrpo.models.families.stored_names import stored_names
-from megagrpo.models.families.wrapper import MODULE_NAMES, Naming
+from megagrpo.models.families.wrapper import Naming
 
 MODEL = ("model",)  # keys of a problem with the model's folder
 _LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
 # Megatron's linears outside of experts, in the order of the forward pass
 _LINEARS = (
-    *(f"self_attention.linear_{name}" for name in ("qkv", *_LATENT, "proj")),
+    *(f"self_attention.linear_{name}" for name in ("qkv", "qk", *_LATENT, "proj")),
     *("self_attention.in_proj", "self_attention.out_proj"),
     *(f"{mlp}.linear_{name}" for mlp in ("mlp", "mlp.shared_experts") for name in ("fc1", "fc2")),
 )
@@ -65,7 +65,7 @@ def parse_hf_config(raw: dict[str, Any], names: Iterable[str] = ()) -> HfConfig:
     hf_config = family.read(text, common_config(family, text))
     if found := wrapper_of(raw):
         wrapper = found[1]
-        hf_config = replace(hf_config, wrapper=wrapper, file_names=wrapper.naming(names), module_names=MODULE_NAMES)
+        hf_config = replace(hf_config, wrapper=wrapper, file_names=wrapper.naming(names), module_names=wrapper.modules)
     return replace(hf_config, linears=_linears(hf_config))
 
 
@@ -115,6 +115,8 @@ def model_problems(hf_config: HfConfig, parallel: ParallelSection) -> list[Probl
     rules = {"num_attention_heads": 1, "num_key_value_heads": 2}  # the rule of all other keys, widths of an MLP, is 3
     if not all(map(hf_config.has_experts, range(hf_config.num_layers))):
         sizes["intermediate_size"] = hf_config.intermediate_size
+    if own := hf_config.global_heads:
+        sizes["num_global_key_value_heads"] = own.num_kv_heads
     if hf_config.experts and hf_config.experts.shared_size:
         sizes["moe_intermediate_size x n_shared_experts"] = hf_config.experts.shared_size
 

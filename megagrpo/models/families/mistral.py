@@ -9,13 +9,19 @@ from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.dense import DENSE, experts
 from megagrpo.models.families.example import Example
 from megagrpo.models.families.family import EXPERT_KEYS, Family, Raw, expert_problems, mixture, rope, windows
+from megagrpo.models.families.wrapper import Wrapper
 
+MISTRAL3 = Wrapper("mistral3", "Mistral3ForConditionalGeneration")  # around Mistral Small 3.1 and 3.2, and Ministral 3
+_TINY_PIXTRAL: Raw = dict(model_type="pixtral", hidden_size=32, head_dim=8, intermediate_size=48, num_hidden_layers=2)
+_TINY_PIXTRAL |= dict(num_attention_heads=4, image_size=32, patch_size=8)
+WRAPPED = {"mistral3": dict(vision_config=_TINY_PIXTRAL, image_token_index=126, tie_word_embeddings=False)}
 MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
     table=lambda hf: DENSE,
     read=lambda raw, common: replace(common, windows=windows(raw, raw.get("sliding_window", 4096))),
     keys=("sliding_window",),
+    wrappers=(MISTRAL3,),
     example=Example(
         models="Mistral 7B, Nemo, Small",
         differs="window",

@@ -10,14 +10,14 @@ from megagrpo.models.families.example import Example
 from megagrpo.models.families.family import FULL, Family, Raw, rope
 
 
-def _rotates(raw: Raw) -> list[int]:
+def rotates(raw: Raw) -> list[int]:
     """Return, for each block, 1 if it rotates queries and keys, else 0."""
     every = raw.get("no_rope_layer_interval", 4)
     return raw.get("no_rope_layers") or [int((block + 1) % every != 0) for block in range(raw["num_hidden_layers"])]
 
 
 def _read(raw: Raw, common: HfConfig) -> HfConfig:
-    unrotated = frozenset(block for block in range(common.num_layers) if not _rotates(raw)[block])
+    unrotated = frozenset(block for block in range(common.num_layers) if not rotates(raw)[block])
     tied, theta = raw.get("tie_word_embeddings", True), rope({"rope_theta": 2e6} | raw)["rope_theta"]
     return replace(common, unrotated=unrotated, tied_embeddings=tied, rope_theta=theta)
 
@@ -26,7 +26,7 @@ def _problems(raw: Raw) -> list[str]:
     every, layers = raw.get("no_rope_layer_interval", 4), raw.get("num_hidden_layers")
     if type(every) is not int or every < 1:
         return [f"no_rope_layer_interval is {every!r} in config.json; it must be a positive whole number"]
-    if isinstance(layers, int) and len(given := _rotates(raw)) < layers:
+    if isinstance(layers, int) and len(given := rotates(raw)) < layers:
         return [f"no_rope_layers has {len(given)} entries for num_hidden_layers={layers}"]
     return []
 

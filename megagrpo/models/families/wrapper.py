@@ -59,6 +59,7 @@ class Wrapper:
     - `texts` are the values of `model_type` in `text_config`; (): the family's own.
     - `defaults` are keys of the text model that published files leave out, with the values of transformers' class.
     - `ignored` are further keys of the whole model that change nothing without images, sounds and videos.
+    - `modules` names transformers' modules of the decoder and the head, which adapters name.
     - `untrained` are regular expressions of tensors outside the text model, besides the usual names of towers.
     """
 
@@ -69,6 +70,7 @@ class Wrapper:
     defaults: Raw = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     untrained: tuple[str, ...] = ()
+    modules: Naming = MODULE_NAMES
 
     def text_of(self, raw: Raw) -> Raw:
         """Return the keys of the text model, without `model_type` and `architectures`. Those of the whole model in

@@ -24,6 +24,19 @@ BLOCK_QUERIES = 256
 
 
 @dataclass(frozen=True)
+class Window:
+    """The keys that a query sees: the last `size` up to its own or, if `chunked`, those of its own chunk of `size`
+    tokens (Llama 4)."""
+
+    size: int
+    chunked: bool = False
+
+    def first[P: (int, Tensor)](self, position: P) -> P:
+        """Return the first position that a query at `position` sees; below 0 at the start of a sequence."""
+        return position - (position % self.size if self.chunked else self.size - 1)
+
+
+@dataclass(frozen=True)
 class Scores:
     """How scores follow from queries and keys: scale q k^T, then softcap tanh(x / softcap) with a cap.
 
@@ -40,14 +53,14 @@ class Scores:
         return self.softcap is None and self.sinks is None
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scores: Scores, window: int | None = None) -> Tensor:
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scores: Scores, window: Window | None = None) -> Tensor:
     """softmax(scores + causal) v with grouped heads, in the inputs' dtype: query [S, L, h, d], key [S, L, g, d], value
     [S, L, g, v], g dividing h -> [S, L, h * v].
 
-    With `window` a token sees itself and the window - 1 tokens before it.
+    `window` restricts the keys.
     """
     length = query.shape[1]
-    window = None if window is None or window >= length else window
+    window = None if window is None or window.size >= length else window
     if length <= MAX_GROUPED_LENGTH:
         return _grouped_products(query, key, value, _short_bias(length, window, query.dtype, query.device), scores)
     if window is None and scores.plain:
@@ -55,7 +68,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scores: Scores, 
     outputs = []
     for start in range(0, length, BLOCK_QUERIES):
         stop = min(start + BLOCK_QUERIES, length)
-        first = 0 if window is None else max(0, start - window + 1)
+        first = 0 if window is None else max(0, window.first(start))
         mask = causal_bias(
             torch.arange(start - first, stop - first, device=query.device), stop - first, window, query.dtype
         )
@@ -82,18 +95,18 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, scale: float, **masking: A
     return out.transpose(1, 2).flatten(2)
 
 
-def causal_bias(last: Tensor, num_keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+def causal_bias(last: Tensor, num_keys: int, window: Window | None, dtype: torch.dtype) -> Tensor:
     """Return [*last.shape, num_keys] in `dtype`: 0 where a query may see a key, minus infinity elsewhere. `last` is the
     index of each query's own key."""
     keys = torch.arange(num_keys, device=last.device)
     hidden = keys > last[..., None]
     if window is not None:
-        hidden |= keys <= last[..., None] - window
+        hidden |= keys < window.first(last)[..., None]
     return torch.zeros(hidden.shape, dtype=dtype, device=last.device).masked_fill_(hidden, float("-inf"))
 
 
 @functools.lru_cache(maxsize=64)
-def _short_bias(length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _short_bias(length: int, window: Window | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     return causal_bias(torch.arange(length, device=device), length, window, dtype)[None]
 
 

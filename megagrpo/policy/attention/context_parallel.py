@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from megagrpo.platform.parallel.context import gathered_indices
-from megagrpo.policy.attention.causal import Scores, causal_bias, masked_attention
+from megagrpo.policy.attention.causal import Scores, Window, causal_bias, masked_attention
 from megagrpo.train_types import moved
 
 # A batch accepts sequences of at least this share of its longest, and chunks that see at least this share of the keys
@@ -37,12 +37,12 @@ class ChunkBatch:
     first: Tensor
     earliest: int  # the smallest of `first`
 
-    def within(self, window: int | None) -> ChunkBatch:
+    def within(self, window: Window | None) -> ChunkBatch:
         """Return the batch without the keys that no query sees through the window."""
-        skipped = 0 if window is None else max(0, self.earliest - window + 1)
+        skipped = 0 if window is None else max(0, window.first(self.earliest))
         return ChunkBatch(self.queries, self.keys[:, skipped:], self.first - skipped, self.earliest - skipped)
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+    def mask(self, window: Window | None, dtype: torch.dtype) -> Tensor:
         """Return [N, Lq, Lk] in `dtype`: 0 where a query sees a key, minus infinity elsewhere."""
         last = self.first[:, None] + torch.arange(self.queries.shape[1], device=self.queries.device)
         # The clamp lets every padding query see a key: a row without any would give the keys NaN gradients.
@@ -65,7 +65,7 @@ def context_attention(
     packed: PackedSeqParams,
     group: dist.ProcessGroup,
     scores: Scores,
-    window: int | None = None,
+    window: Window | None = None,
 ) -> Tensor:
     """Run `causal_attention`: query [T/cp, h, d], key [T/cp, g, d], value [T/cp, g, v] -> [T/cp, h * v]. Collective."""
     batches, pack_order = context_batches(packed, group, window, query.dtype)
@@ -101,7 +101,7 @@ def _batches_of(packed: PackedSeqParams, group: dist.ProcessGroup) -> tuple[list
 
 
 def _masked(
-    packed: PackedSeqParams, batches: list[ChunkBatch], window: int | None, dtype: torch.dtype
+    packed: PackedSeqParams, batches: list[ChunkBatch], window: Window | None, dtype: torch.dtype
 ) -> list[tuple[ChunkBatch, Tensor]]:
     """Return each batch restricted to the window, with its mask. The result stays on the pack for later layers."""
     if window not in packed.masked:

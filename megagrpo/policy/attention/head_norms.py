@@ -61,6 +61,18 @@ def wide_normed(base: Any) -> Any:
     return WideNormed
 
 
+class UnitNorm:
+    """RMSNorm of each head without factors, for `Rotary.with_norms` (Llama 4)."""
+
+    def __init__(self, eps: float):
+        self.eps = eps
+
+    def normalise(self, x: Tensor) -> Tensor:
+        """Return the normed x [T, heads, d], in x's dtype."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
 @functools.cache
 def late(norm: type[nn.Module]) -> Any:
     """Return a subclass of `norm` that passes its input on. Core attention calls `normalise` after the rotation."""

@@ -21,7 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megagrpo.policy.attention.causal import Scores, causal_attention
+from megagrpo.models.families.architecture import QueryScale
+from megagrpo.policy.attention.causal import Scores, Window, causal_attention
 from megagrpo.policy.attention.context_parallel import MIN_FILL, context_attention
 from megagrpo.policy.elementwise import rotate
 from megagrpo.train_types import moved
@@ -129,6 +130,10 @@ class Rotary:
         """Rotate query and key [..., heads, d] by angles with these cos and sin [..., 1, n]."""
         return rotate(query, cos, sin, self.interleaved), rotate(key, cos, sin, self.interleaved)
 
+    def rotate_at(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate query and key [..., heads, d] by `positions` [..., 1]."""
+        return self.rotate(query, key, *self.cos_sin(positions, query.dtype))
+
     def with_norms(self, query_norm: Any, key_norm: Any) -> NormedRotary:
         """Return this rotation, followed by the `normalise` of two norms (`head_norms.late`)."""
         return NormedRotary(self, query_norm, key_norm)
@@ -179,12 +184,35 @@ class NormedRotary(Rotary):
         return self.rotary.pack_cos_sin(packed, dtype)
 
 
+class ScaledRotary(Rotary):
+    """Multiplies queries by `QueryScale`'s factor of their position, after the rotation by `rotary`."""
+
+    def __init__(self, rotary: Rotary, scale: QueryScale):
+        super().__init__(rotary.frequencies, rotary.factor, rotary.interleaved)
+        self.rotary, self.scale = rotary, scale
+
+    def rotate_pack(self, query: Tensor, key: Tensor, packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
+        """Rotate query and key, and scale the query, by each token's position in its sample."""
+        query, key = self.rotary.rotate_pack(query, key, packed)
+        return self._scaled(query, packed.positions[:, None, None]), key
+
+    def rotate_at(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate query and key, and scale the query, by `positions`."""
+        query, key = self.rotary.rotate_at(query, key, positions)
+        return self._scaled(query, positions[..., None]), key
+
+    def _scaled(self, query: Tensor, positions: Tensor) -> Tensor:
+        steps = torch.floor((positions + self.scale.offset) / self.scale.length)
+        return (query * (1 + self.scale.strength * torch.log1p(steps))).to(query.dtype)
+
+
 class TorchAttention(MegatronModule):
     """Causal self-attention as a megatron-core `core_attention` module: packed (thd) or plain (sbhd), no dropout.
 
     It rotates queries and keys by `rotary`; Megatron's own rotation, much slower on packs, is off. `build._set_rotary`
-    sets `rotary` and `softcap`. The window comes from Megatron's configuration. `softmax_offset` holds the sinks [h] of
-    this rank's heads, or None. Megatron's own attention has the same parameter name and checkpoint key.
+    sets `rotary` and `softcap`, and windows that are chunks. Other windows come from Megatron's configuration.
+    `softmax_offset` holds the sinks [h] of this rank's heads, or None. Megatron's own attention has the same parameter
+    name and checkpoint key.
     """
 
     rotary: Rotary | None = None
@@ -211,7 +239,7 @@ class TorchAttention(MegatronModule):
         self.scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         # Megatron's window size excludes the token itself
-        self.window = config.window_size[0] + 1 if windowed else None
+        self.window = Window(config.window_size[0] + 1) if windowed else None
         self.cp_group = pg_collection.cp if pg_collection is not None and pg_collection.cp.size() > 1 else None
         self.tp_group = pg_collection.tp if pg_collection is not None else None
         self.softmax_offset = None
@@ -249,7 +277,7 @@ class TorchAttention(MegatronModule):
         if packed_seq_params is None:
             if self.rotary is not None:
                 positions = torch.arange(len(query), device=query.device)[:, None, None]
-                query, key = self.rotary.rotate(query, key, *self.rotary.cos_sin(positions, query.dtype))
+                query, key = self.rotary.rotate_at(query, key, positions)
             q, k, v = (t.transpose(0, 1) for t in (query, key, value))
             return causal_attention(q, k, v, scores, self.window).transpose(0, 1)
         if self.cp_group is not None:

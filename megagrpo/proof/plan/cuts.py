@@ -22,6 +22,7 @@ BY_COLUMNS = {"o_proj", "out_proj", "down_proj", "w2"}
 KEPT_WHOLE = {"gate", "wg", "router", "moe_statics", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"}
 KEPT_WHOLE |= {"block_sparse_moe", "wq_b", "wk", "weights_proj"}  # the biases of MiniMax-M2's experts, and indexers
 STACKED_GATE_UP, STACKED_DOWN = "input_linear", "output_linear"  # of all experts of a block, [E, 2 I, H] and [E, H, I]
+MLP_KINDS = {STACKED_GATE_UP: "gate_up_proj", STACKED_DOWN: "down_proj"}  # the same names in an MLP
 _HOLDERS = ("self_attn", "linear_attn", "experts")  # modules that hold tensors themselves
 EMBEDDING_WORD, HEAD_WORD = "embed_tokens", "lm_head"
 
@@ -131,7 +132,8 @@ def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLay
     if "norm" in kind or "router" in words or kind in KEPT_WHOLE or (kind in BY_COLUMNS and words[-1] == "bias"):
         return [whole(shape)]
     if words[-2] == "experts":  # one tensor holds all experts of a block; dim 0 is the expert
-        return [_stacked_experts(name, shape, model, layout, worker)]
+        return _stacked_experts(name, shape, model, layout, worker)
+    kind = MLP_KINDS.get(kind, kind) if len(shape) == 2 else kind
     if kind in (STACKED_GATE_UP, STACKED_DOWN):
         return _stacked_rows(name, shape, model, layout, worker)
     if "experts" in words and layout.ep > 1:
@@ -172,15 +174,19 @@ def _part(name: str, shape: tuple[int, ...], dim: int, start: int, length: int, 
     return cut(shape, dim, start + part * step, start + part * step + step)
 
 
-def _stacked_experts(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLayout, worker: _Worker) -> Box:
+def _stacked_experts(
+    name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLayout, worker: _Worker
+) -> list[Box]:
     if layout.ep > 1:
         mine = _experts(model, layout, worker)
-        return cut(shape, 0, mine.start, mine.stop)
+        return [cut(shape, 0, mine.start, mine.stop)]
     if name.endswith("down_proj_bias"):
-        return whole(shape)
-    # [expert, in, out] of down_proj, or [expert, in, gate and up interleaved]
+        return [whole(shape)]
+    # [expert, in, out] of down_proj, or [expert, in, gate and up], interleaved or one after the other
     dim = 1 if name.endswith("down_proj") else len(shape) - 1
-    return _part(name, shape, dim, 0, shape[dim], layout.tp, worker.tp_rank)
+    sides = 2 if dim > 1 and not model.mixture.interleaved else 1
+    length = shape[dim] // sides
+    return [_part(name, shape, dim, side * length, length, layout.tp, worker.tp_rank) for side in range(sides)]
 
 
 def _stacked_rows(

@@ -19,11 +19,15 @@ def kv_elements(model: HfConfig, tp: int, tokens: int, prefill: int | None = Non
     vLLM keeps the tokens that a token sees before its own, and up to `prefill` tokens of the current batch. `prefill`
     None: it keeps all tokens, as when whole prompts are one batch.
     """
-    element = 2 * model.head_dim * max(1, model.num_kv_heads // tp)
-    element = model.mla.kv_rank + model.mla.rope_dim if model.mla else element
-    windows = [model.window(layer) for layer in range(model.num_layers) if not model.is_recurrent(layer)]
-    seen = (tokens if window is None or prefill is None else min(tokens, window - 1 + prefill) for window in windows)
-    return element * sum(seen) + _state_elements(model, tp)
+
+    def of_layer(layer: int) -> int:
+        own, window = model.in_block(layer), model.window(layer)
+        element = 2 * own.head_dim * max(1, own.num_kv_heads // tp)
+        element = model.mla.kv_rank + model.mla.rope_dim if model.mla else element
+        return element * (tokens if window is None or prefill is None else min(tokens, window - 1 + prefill))
+
+    of_layers = (of_layer(layer) for layer in range(model.num_layers) if not model.is_recurrent(layer))
+    return sum(of_layers) + _state_elements(model, tp)
 
 
 def _state_elements(model: HfConfig, tp: int) -> int:

@@ -8,6 +8,7 @@ from math import ceil
 
 from megagrpo.config import ConfigError, LoraSection, Problem, ProblemError, RolloutSection, RunConfig
 from megagrpo.config.config_rules import LONGEST_SAMPLE
+from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.hf_config import MODEL, HfConfig, load_hf_config, model_problems
 from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.proof.plan.code_problems import code_problems
@@ -167,6 +168,11 @@ def adapter_problems(lora: LoraSection, model: HfConfig) -> Iterator[Problem]:
     if lora.syncs_adapters and any(name.endswith(".kv_b_proj") and lora.adapts(name) for name in modules):
         said = f"adapter, but vLLM folds kv_b_proj of {model.family} into products that apply no adapter"
         yield Problem(("lora.sync", *targets), f"{said}; choose merged, or leave it out of lora.target_modules")
+    only = FAMILIES[model.family].merged_only
+    wrong = [name for name in only if any(one.endswith(f".{name}") and lora.adapts(one) for one in modules)]
+    if lora.syncs_adapters and wrong:
+        said = f"adapter, but vLLM would apply adapters of {', '.join(wrong)} of {model.family} otherwise"
+        yield Problem(("lora.sync", *targets), f"{said}; choose merged, or leave them out of lora.target_modules")
     # of GLM vLLM expects gate_proj and up_proj apart
     fused = any(map(lora.adapts, (name for name in modules if name.endswith(".gate_up_proj"))))
     if lora.syncs_adapters and fused and "qkv_proj" not in own:

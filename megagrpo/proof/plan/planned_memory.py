@@ -218,7 +218,8 @@ def own_attention(config: RunConfig, model: HfConfig) -> bool:
     scores, with sinks (PyTorch 2.13 brings cuDNN 9.20), and with windows or shared prompts over context-parallel ranks
     (`build._own_attention`)."""
     beyond_a_ring = any(model.windows) or config.shares_prompts(transformer_engine=True)
-    unfused = config.run.deterministic or config.model.precision == "fp32" or model.score_cap is not None
+    unfused = config.run.deterministic or config.model.precision == "fp32"
+    unfused |= model.beyond_fused_attention(config.longest_sequence)
     return unfused or model.sinks or (config.parallel.cp > 1 and beyond_a_ring)
 
 

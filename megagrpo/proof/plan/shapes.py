@@ -38,7 +38,7 @@ def mixing_parameters(model: HfConfig, layer: int) -> tuple[int, int]:
     """Return the parameters of a layer's attention or Gated DeltaNet, as `attention_parameters`."""
     delta = model.gated_delta
     if delta is None or not model.is_recurrent(layer):
-        return attention_parameters(model)
+        return attention_parameters(model.in_block(layer))
     keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
     projections = model.hidden_size * (2 * keys + 3 * values + 2 * delta.value_heads)
     return projections + delta.kernel * (2 * keys + values) + 2 * delta.value_heads, delta.value_dim
@@ -49,7 +49,8 @@ def attention_parameters(model: HfConfig) -> tuple[int, int]:
     mla, heads = model.mla, model.num_heads
     if mla is None:
         of_queries = 3 if model.attention_gate else 2  # with those of the outputs
-        projections = model.hidden_size * model.head_dim * (of_queries * heads + 2 * model.num_kv_heads)
+        of_keys = (1 if model.keys_as_values else 2) * model.num_kv_heads  # and values
+        projections = model.hidden_size * model.head_dim * (of_queries * heads + of_keys)
         biases = model.head_dim * (heads + 2 * model.num_kv_heads) if model.qkv_bias else 0
         head_norms = 2 * model.head_dim if model.qk_norm and not model.wide_qk_norm else 0
         wide_norms = model.head_dim * (heads + model.num_kv_heads) if model.wide_qk_norm else 0
@@ -94,7 +95,7 @@ def layers_of_ranks(model: HfConfig, parallel: ParallelSection) -> list[list[int
     return [[layer for piece in pieces[stage :: parallel.pp] for layer in piece] for stage in range(parallel.pp)]
 
 
-Kind = tuple[bool, bool]  # of a layer: whether it has experts, and whether Gated DeltaNet
+Kind = tuple[bool, bool, int]  # of a layer: whether it has experts, whether Gated DeltaNet, width of a head
 
 
 def _layer_counts(model: HfConfig, parallel: ParallelSection) -> list[dict[Kind, int]]:
@@ -104,7 +105,7 @@ def _layer_counts(model: HfConfig, parallel: ParallelSection) -> list[dict[Kind,
 
 def _mixed_counts(model: HfConfig, parallel: ParallelSection) -> list[int]:
     """Return, per pipeline stage, the number of layers with experts."""
-    return [sum(count for (mixed, _), count in kinds.items() if mixed) for kinds in _layer_counts(model, parallel)]
+    return [sum(count for (mixed, *_), count in kinds.items() if mixed) for kinds in _layer_counts(model, parallel)]
 
 
 @lru_cache(maxsize=1024)
@@ -114,7 +115,7 @@ def _counted(model: HfConfig, pieces: tuple[int, ...], pp: int) -> list[dict[Kin
 
 
 def _kind(model: HfConfig, layer: int) -> Kind:
-    return model.has_experts(layer), model.is_recurrent(layer)
+    return model.has_experts(layer), model.is_recurrent(layer), model.in_block(layer).head_dim
 
 
 @lru_cache(maxsize=64)
@@ -182,12 +183,13 @@ def adapted_outputs(model: HfConfig, parallel: ParallelSection, lora: LoraSectio
 
 
 # their inputs are sharded over tensor-parallel ranks; others' outputs are
-_ROW_PARALLEL = ("o_proj", "out_proj", "down_proj")
+_ROW_PARALLEL = ("o_proj", "out_proj", "down_proj", "output_linear")
 _WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")  # projections to latents, which every rank holds
 
 
 def _projection_sizes(model: HfConfig, layer: int) -> dict[str, tuple[int, int]]:
     """Return the (inputs, outputs) of each projection of a layer outside its experts."""
+    model = model.in_block(layer)
     width = model.mixture.shared_size if model.has_experts(layer) else model.intermediate_size
     hidden, queries, keys = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     sizes = {
@@ -198,6 +200,8 @@ def _projection_sizes(model: HfConfig, layer: int) -> dict[str, tuple[int, int]]
         **dict.fromkeys(("gate_proj", "up_proj"), (hidden, width)),
         "gate_up_proj": (hidden, 2 * width),
         "down_proj": (width, hidden),
+        "input_linear": (hidden, 2 * width),
+        "output_linear": (width, hidden),
     }
     if mla := model.mla:
         sizes["q_a_proj"] = (hidden, mla.query_rank or 0)
@@ -283,8 +287,9 @@ def _linears_of_mixing(model: HfConfig, layer: int) -> int:
     if delta := model.gated_delta if model.is_recurrent(layer) else None:
         values = delta.value_heads * delta.value_dim
         return model.hidden_size * (2 * delta.key_heads * delta.key_dim + 3 * values + 2 * delta.value_heads)
-    of_queries = 3 if model.attention_gate else 2
-    return model.hidden_size * model.head_dim * (of_queries * model.num_heads + 2 * model.num_kv_heads)
+    model = model.in_block(layer)
+    of_queries, of_keys = 3 if model.attention_gate else 2, (1 if model.keys_as_values else 2) * model.num_kv_heads
+    return model.hidden_size * model.head_dim * (of_queries * model.num_heads + of_keys)
 
 
 @dataclass(frozen=True)

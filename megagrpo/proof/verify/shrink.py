@@ -16,7 +16,7 @@ from megagrpo.data.packing import padded
 from megagrpo.data.routes import RouteShape
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.config_keys import text_config
-from megagrpo.models.families.family import COMMON, FULL, LINEAR, SLIDING, rope, rotated_share
+from megagrpo.models.families.family import CHUNKED, COMMON, FULL, LINEAR, SLIDING, rope, rotated_share
 from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
 from megagrpo.train_types import TrainSample
 from megagrpo.types import Routes
@@ -29,6 +29,7 @@ NUM_PROMPTS, GROUP_SIZE = 4, 3
 LOGPROB_CHUNK = 16
 # about the standard deviation of logits over temperature; the rollout log-probs are then near the policy's
 LOGIT_SCALE = 0.4
+_NEAR_ONE = ("magnitude", "layer_scalar")  # in names of vectors near 1, beside norms
 HANG_MINUTES = 5.0
 # The first step of AdamW is lr * gradient / (|gradient| + epsilon). Usual rates move a weight by less than float32
 # rounding. With an epsilon near 0 the step is a sign, which turns the rounding error of a zero into a whole step. These
@@ -164,6 +165,7 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
             num_experts_per_tok=min(2, real.experts.per_token),
             moe_intermediate_size=padded(32, unit * lcm(parallel.expert_tp, parallel.tp)),
             shared_expert_intermediate_size=padded(32, unit * parallel.tp),
+            moe_layers=None,
             mlp_only_layers=[1] if len(real.experts.blocks) < real.num_layers else [],
             decoder_sparse_step=1,
         )
@@ -179,16 +181,22 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
         )
     if real.unrotated:
         small |= dict(no_rope_layers=[(layer + 1) % 2 for layer in range(small["num_hidden_layers"])])
+    small |= dict(floor_scale=WINDOW) if real.query_scale else {}
     if real.score_cap:
         small |= dict(attn_logit_softcapping=CAP)
     if real.logit_cap:
         small |= dict(final_logit_softcapping=CAP)
     if real.windows:
-        kinds = (SLIDING, FULL) if None in real.windows else (SLIDING,)
+        inside = CHUNKED if real.chunked else SLIDING
+        kinds = (inside, FULL) if None in real.windows else (inside,)
         small |= dict(
             sliding_window=WINDOW,
+            attention_chunk_size=WINDOW,
             layer_types=[kinds[layer % len(kinds)] for layer in range(small["num_hidden_layers"])],
         )
+        if real.global_heads:
+            small["layer_types"][-1] = FULL
+            small |= dict(per_layer_config=None, global_head_dim=2 * head_dim, num_global_key_value_heads=kv_heads)
     elif real.gated_delta:
         small |= dict(layer_types=[(LINEAR, FULL)[layer % 2] for layer in range(small["num_hidden_layers"])])
     elif "layer_types" in raw:
@@ -196,14 +204,17 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
     small |= {own: small[usual] for own, usual in FAMILIES[real.family].names.items() if usual in small}
     read = (*COMMON, *FAMILIES[real.family].keys, *raw)
     sizes = {key: value for key, value in small.items() if key in read}
-    return parse_hf_config(raw | sizes | _short_factors(raw, head_dim))
+    return parse_hf_config(raw | sizes | _short_rotary(raw, real, head_dim))
 
 
-def _short_factors(raw: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """Return the rotary parameters with the longrope factors that smaller heads need."""
+def _short_rotary(raw: dict[str, Any], real: HfConfig, head_dim: int) -> dict[str, Any]:
+    """Return the rotary parameters with the longrope factors that smaller heads need, and a short length after which
+    queries grow."""
+    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    if real.query_scale is not None and "llama_4_scaling_beta" in rope(raw):
+        return {key: raw[key] | dict(original_max_position_embeddings=WINDOW)}
     if rope(raw)["rope_type"] != "longrope":
         return {}
-    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     count = int(head_dim * rotated_share(raw, 1.0)) // 2
     return {key: raw[key] | {name: raw[key][name][:count] for name in ("short_factor", "long_factor")}}
 
@@ -220,7 +231,7 @@ def random_tensor(
     noise = torch.randn(shape, generator=generator)
     if len(shape) == 1 or name.endswith("e_score_correction_bias"):
         from_one = "norm" in name and not (centred_norms and "linear_attn" not in name)
-        return 0.1 * noise + (1.0 if from_one or "magnitude" in name else 0.0)
+        return 0.1 * noise + (1.0 if from_one or any(word in name for word in _NEAR_ONE) else 0.0)
     scale = LOGIT_SCALE * temperature if name in ("model.embed_tokens.weight", "lm_head.weight") else 1.0
     return scale * noise / shape[-1] ** 0.5
 

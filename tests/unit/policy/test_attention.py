@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megagrpo.policy.attention.causal import BLOCK_QUERIES, MAX_GROUPED_LENGTH, Scores, causal_attention
+from megagrpo.policy.attention.causal import BLOCK_QUERIES, MAX_GROUPED_LENGTH, Scores, Window, causal_attention
 from megagrpo.policy.attention.packed import MIN_FILL, TorchAttention, batch_sequences, pack_params
 
 
@@ -82,6 +82,21 @@ def test_windows_and_caps_give_values_and_gradients_of_the_formula(lengths, wind
 
 
 @pytest.mark.parametrize("lengths", [[5, 40, 1, 39, 8], [2 * BLOCK_QUERIES + 44, 9]], ids=str)
+@pytest.mark.parametrize("size", [8, 300])
+def test_chunks_are_attended_to_like_sequences_of_their_own(lengths, size):
+    torch.manual_seed(0)
+    borders = torch.tensor([0, *lengths]).cumsum(0).int()
+    chunks = sorted(
+        {*borders.tolist(), *(i for a, b in itertools.pairwise(borders.tolist()) for i in range(a, b, size))}
+    )
+    query, key, value = (torch.randn(sum(lengths), heads, 16) for heads in (4, 2, 2))
+    made = attention()
+    made.window = Window(size, chunked=True)
+    packed = made(query, key, value, packed_seq_params=pack_params(borders))
+    torch.testing.assert_close(packed, naive(query, key, value, chunks, 0.25), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[5, 40, 1, 39, 8], [2 * BLOCK_QUERIES + 44, 9]], ids=str)
 @pytest.mark.parametrize("window", [None, 8])
 def test_sinks_take_their_share_and_get_their_gradient(lengths, window):
     torch.manual_seed(0)
@@ -104,7 +119,10 @@ def test_a_layer_that_megatron_leaves_out_has_no_window():
     config = SimpleNamespace(
         kv_channels=16, window_size=(7, 0), window_attn_skip_freq=[0, 1], softmax_type="vanilla", attention_dropout=0.0
     )
-    assert [TorchAttention(config, number, AttnMaskType.causal, "self").window for number in (1, 2)] == [None, 8]
+    assert [TorchAttention(config, number, AttnMaskType.causal, "self").window for number in (1, 2)] == [
+        None,
+        Window(8),
+    ]
 
 
 def test_an_unpacked_batch_gives_the_same():

@@ -134,7 +134,7 @@ def _packed_attention(whole: Any, counter: StepCounter) -> Any:
         pairs = 0.0
         for start, stop in pairwise(packed.host_borders.tolist()):
             length = stop - start
-            seen = min(attention.window or length, length)
+            seen = min(attention.window.size if attention.window else length, length)
             pairs += seen * length - seen * seen / 2
         flops = 2 * pairs * query.shape[1] * (query.shape[2] + value.shape[2])
         return _Attention.apply(counter, flops, query, key, value)

@@ -3,6 +3,7 @@
 import asyncio
 import http.server
 import importlib.util
+import json
 import mmap
 import os
 import signal
@@ -604,6 +605,15 @@ def test_experts_are_shared_out_whole_when_that_is_asked_for(tmp_path):
         for e in (False, True)
     ]
     assert ["--enable-expert-parallel" in command for command in commands] == [False, True]
+
+
+def test_a_familys_flags_join_those_of_packed_files(tmp_path):
+    flags = {"--hf-overrides": {"llama_4_scaling": {"beta": 0.1}}, "--override-generation-config": {"key": False}}
+    options = ServerOptions(str(tmp_path), "float32", 64, family_flags=flags, packed=True)
+    command = Launcher(options, tmp_path)._command(1)
+    found = {flag: json.loads(command[command.index(flag) + 1]) for flag in flags}
+    assert found == flags | {"--hf-overrides": flags["--hf-overrides"] | {"quantization_config": None}}
+    assert command.count("--hf-overrides") == 1
 
 
 def test_a_server_does_not_inherit_the_ranks_of_its_launcher(options, tmp_path, monkeypatch):

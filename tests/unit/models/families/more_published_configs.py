@@ -122,6 +122,11 @@ EXPERTS_80B = dict(
 )
 GEMMA3_27B = dict(head_dim=128, query_pre_attn_scalar=168)
 # Name of a release -> config.json.
+GEMMA4 = published("release of gemma4_text")
+GEMMA4_IDS = dict(boa_token_id=256000, boi_token_id=255999, eoa_token_index=258883, eoi_token_id=258882)
+GEMMA4_IDS |= dict(
+    audio_token_id=258881, image_token_id=258880, video_token_id=258884, vision_soft_tokens_per_image=280
+)
 MORE: dict[str, Raw] = {
     "Gemma 3 4B it": gemma3(2560, 34, 10240),
     "Gemma 3 12B it": gemma3(3840, 48, 15360, num_attention_heads=16, num_key_value_heads=8),
@@ -178,6 +183,21 @@ MORE: dict[str, Raw] = {
         torch_dtype="bfloat16",
         transformers_version="4.51.0.dev0",
     ),
+    "Gemma 4 31B it": whole("gemma4", "Gemma4ForConditionalGeneration", GEMMA4, **GEMMA4_IDS),
+    "Gemma 4 E2B it": whole(
+        "gemma4",
+        "Gemma4ForConditionalGeneration",
+        GEMMA4 | dict(attention_k_eq_v=False, hidden_size_per_layer_input=256, num_kv_shared_layers=20),
+        **GEMMA4_IDS,
+    ),
+    "Gemma 4 26B A4B it": whole(
+        "gemma4",
+        "Gemma4ForConditionalGeneration",
+        GEMMA4 | dict(enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704),
+        **GEMMA4_IDS,
+    ),
+    "Granite 4.0 H Micro": published("release of granitemoehybrid")
+    | dict(layer_types=["mamba"] * 39 + ["attention"], position_embedding_type="nope"),
     "Kimi K2": DEEPSEEK_V3
     | dict(model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"], num_attention_heads=64, num_hidden_layers=61)
     | dict(num_key_value_heads=64)
@@ -210,15 +230,12 @@ CLASSES: dict[str, tuple[str, str | None]] = {
     "arcee": ("ArceeForCausalLM", None),
     "bailing_moe_v2": ("BailingMoeV2ForCausalLM", None),
     "cohere2": ("Cohere2ForCausalLM", None),
-    "exaone4": ("Exaone4ForCausalLM", None),
     "falcon_h1": ("FalconH1ForCausalLM", None),
     "gemma3n": ("Gemma3nForConditionalGeneration", "gemma3n_text"),
-    "gemma4": ("Gemma4ForConditionalGeneration", "gemma4_text"),
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", None),
     "glm4v": ("Glm4vForConditionalGeneration", "glm4v_text"),
     "glm4v_moe": ("Glm4vMoeForConditionalGeneration", "glm4v_moe_text"),
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", None),
-    "granitemoehybrid": ("GraniteMoeHybridForCausalLM", None),
     "internvl": ("InternVLForConditionalGeneration", "qwen3"),
     "jamba": ("JambaForCausalLM", None),
     "lfm2": ("Lfm2ForCausalLM", None),

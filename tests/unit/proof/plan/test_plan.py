@@ -224,6 +224,18 @@ def test_the_ranks_share_out_heads_and_shared_experts_and_each_holds_the_latents
     assert kv_elements(model, 1, 7) == kv_elements(model, 4, 7) == 7 * 5 * 576
 
 
+@pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.merged_only])
+def test_adapters_that_vllm_would_apply_otherwise_are_merged(kind, folder):
+    (folder / "config.json").write_text(json.dumps(FAMILIES[kind].example.release))
+    names = ", ".join(FAMILIES[kind].merged_only)
+    assert told(plan(config(folder, "lora.rank=4", "lora.sync=adapter"), 1)) == [
+        f"lora.sync: adapter, but vLLM would apply adapters of {names} of {kind} otherwise; choose merged, or leave them "
+        "out of lora.target_modules"
+    ]
+    assert not told(plan(config(folder, "lora.rank=4", "lora.sync=adapter", "lora.target_modules=[o_proj]"), 1))
+    assert not told(plan(config(folder, "lora.rank=4"), 1))
+
+
 def test_what_latent_attention_and_shared_experts_cannot_have_is_told(folder):
     (folder / "config.json").write_text(json.dumps(DEEPSEEK_V3))
     assert told(plan(config(folder, "lora.rank=4", "lora.sync=adapter"), 1)) == [

@@ -1,0 +1,90 @@
+"""EXAONE 4: norms on the outputs of attention and MLP and on queries and keys of each head. Only blocks with a window
+rotate, if there are some."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megagrpo.models.families.architecture import HfConfig
+from megagrpo.models.families.dense import POST_NORMED, QK_NORM
+from megagrpo.models.families.example import LLAMA3_ROPE, Example
+from megagrpo.models.families.family import FULL, REQUIRED, ROTARY, SLIDING, Family, Raw, windows
+from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS
+
+_TABLE = POST_NORMED | QK_NORM
+
+
+def _read(raw: Raw, common: HfConfig) -> HfConfig:
+    seen = windows(raw, raw["sliding_window"], lambda block: False)
+    unrotated = frozenset(block for block, window in enumerate(seen) if window is None)
+    return replace(common, qk_norm=True, pre_norms=False, post_norms=True, windows=seen, unrotated=unrotated)
+
+
+def _problems(raw: Raw) -> list[str]:
+    lacking = [key for key in ("sliding_window", "layer_types") if key not in raw]
+    lacking += [] if any(raw.get(key) for key in ("rope_theta", *ROTARY)) else ["rope_theta"]
+    if lacking:
+        return [f"config.json lacks {key}" for key in lacking]
+    if (raw["sliding_window"] is not None) != (SLIDING in (raw["layer_types"] or [])):
+        said = f"sliding_window={raw['sliding_window']} in config.json does not fit its layer_types"
+        return [f"{said}; transformers and vLLM then rotate different blocks. Without {SLIDING} it must be null"]
+    return []
+
+
+_TINY: Raw = dict(layer_types=[SLIDING, SLIDING, FULL, SLIDING], sliding_window=7, rope_theta=1e4)
+FAMILY = Family(
+    "exaone4",
+    "Exaone4ForCausalLM",
+    table=lambda hf: _TABLE,
+    read=_read,
+    problems=_problems,
+    required=(*REQUIRED, "num_key_value_heads", "rms_norm_eps"),
+    keys=("sliding_window", "layer_types"),
+    ignored=("sliding_window_pattern",),  # `layer_types` decides
+    fixed=HAS_HEAD_NORMS | {"reorder_and_qk_norm": (True, "only the order of norms in the releases is supported")},
+    example=Example(
+        models="EXAONE 4.0, 1.2B and 32B",
+        differs="as `olmo3`, with norms per head, and blocks without window or rotation",
+        cases={
+            "exaone4": _TINY,
+            "exaone4 tied, no windows, llama3 rope": dict(
+                head_dim=24, layer_types=[FULL] * 4, sliding_window=None, tie_word_embeddings=True
+            )
+            | dict(rope_parameters=LLAMA3_ROPE),
+        },
+        release=dict(
+            model_type="exaone4",
+            architectures=["Exaone4ForCausalLM"],
+            attention_dropout=0.0,
+            bos_token_id=1,
+            eos_token_id=361,
+            head_dim=128,
+            hidden_act="silu",
+            hidden_size=5120,
+            initializer_range=0.02,
+            intermediate_size=27392,
+            layer_types=([SLIDING] * 3 + [FULL]) * 16,
+            max_position_embeddings=131072,
+            num_attention_heads=40,
+            num_hidden_layers=64,
+            num_key_value_heads=8,
+            pad_token_id=0,
+            rms_norm_eps=1e-05,
+            rope_scaling=dict(
+                factor=16.0,
+                high_freq_factor=4.0,
+                low_freq_factor=1.0,
+                original_max_position_embeddings=8192,
+                rope_type="llama3",
+            ),
+            rope_theta=1000000,
+            sliding_window=4096,
+            sliding_window_pattern="LLLG",
+            tie_word_embeddings=False,
+            torch_dtype="bfloat16",
+            transformers_version="4.54.0.dev0",
+            use_cache=True,
+            vocab_size=102400,
+        ),
+    ),
+)
