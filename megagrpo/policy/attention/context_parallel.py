@@ -83,7 +83,7 @@ def context_attention(
 
 
 def context_batches(
-    packed: PackedSeqParams, group: dist.ProcessGroup, window: int | None, dtype: torch.dtype
+    packed: PackedSeqParams, group: dist.ProcessGroup, window: Window | None, dtype: torch.dtype
 ) -> tuple[list[tuple[ChunkBatch, Tensor]], Tensor]:
     """Return a pack's batches, restricted to the window, with their masks in `dtype`, and `pack_order` of
     `batch_chunks`. The first layer that asks computes them; they stay on the pack for the others."""
