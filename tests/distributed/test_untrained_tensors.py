@@ -16,7 +16,7 @@ from tiny_policy import tiny_run
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.conversion import export_hf
-from megagrpo.models.bridge.hf_files import copy_side_files
+from megagrpo.models.bridge.hf_files import copy_side_files, files_for
 from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.bridge.parameter_blocks import tensor_names
 from megagrpo.models.bridge.untrained_tensors import UNTRAINED_FILE, UNTRAINED_ORIGIN, open_untrained
@@ -144,6 +144,17 @@ def test_a_folder_that_holds_another_model_by_now_is_refused(models, tmp_path):
     (target / UNTRAINED_ORIGIN).unlink()
     with pytest.raises(ValueError, match=r"does not say where .* are; put the original model back"):
         open_untrained(target, entries)
+
+
+def test_an_export_drops_no_tensor_that_nothing_names(models, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(models / NAMES[1], model)
+    hf_config, tensors = load_hf_config(model), load_file(model / SINGLE)
+    shapes = {name: tuple(tensors[name].shape) for name in tensor_names(hf_config) & tensors.keys()}
+    assert sorted(files_for(shapes, model, hf_config)[2]) == sorted(PREDICTOR)
+    save_file(tensors | {"model.layers.9.odd": torch.rand(2)}, model / SINGLE)
+    with pytest.raises(ValueError, match=r"hold model\.layers\.9\.odd, which this architecture does not use"):
+        files_for(shapes, model, hf_config)
 
 
 def test_a_converted_checkpoint_holds_them_and_an_export_has_no_own_files(models, tmp_path):

@@ -152,8 +152,6 @@ def files_for(
     embedding, head = embedding_and_head(hf_config)
     if hf_config.tied_embeddings and head in source.entries and head not in shapes:
         copies = {head: embedding}
-    if others := sorted(source.entries.keys() - (shapes.keys() | copies.keys() | untrained.keys())):
-        raise ValueError(f"model: the files of {folder} hold {others[0]}, which this architecture does not use")
     files = source.only(shapes.keys() | copies.keys() | untrained.keys())
     for name, shape in shapes.items():
         if name not in files.entries:
@@ -161,6 +159,8 @@ def files_for(
         if files.entries[name].shape != shape:
             stored = f"{files.entries[name].shape} in {folder}, which holds another model"
             raise ValueError(f"model: {name} has shape {shape}, but {stored}")
+    if others := sorted(source.entries.keys() - (shapes.keys() | copies.keys() | untrained.keys())):
+        raise ValueError(f"model: the files of {folder} hold {others[0]}, which this architecture does not use")
     return files if dtype is None else files.in_dtype(dtype, but=names), copies, names
 
 
