@@ -63,7 +63,6 @@ PRINTED = {
     ("checkpoints", "runs/capitals/checkpoints/step_000006/"): ("other",),
     ("how_it_works", "            YAML"): ("other",),
     ("weight_sync", " trainer rank 0"): ("other",),
-    ("troubleshooting", "$ megagrpo inspect "): ("other",),
     ("calculator_tool/README", "<tool_call>"): ("other",),
 }
 

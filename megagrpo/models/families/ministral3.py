@@ -54,7 +54,6 @@ FAMILY = Family(
         models="Ministral 3, 3B, 8B and 14B, their text models",
         differs="yarn, queries that grow with the position, window",
         wrapped=WRAPPED,
-        unserved={"mistral3 multimodal": r"models\.registry'\] returned non-zero"},  # it imports torchvision
         cases={
             "ministral3": dict(head_dim=16, pad_token_id=0, rope_parameters=_ROPE),
             "ministral3 tied, window": dict(head_dim=16, pad_token_id=0, tie_word_embeddings=True, sliding_window=7)

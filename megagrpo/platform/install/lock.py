@@ -14,11 +14,7 @@ from packaging.requirements import Requirement
 from megagrpo.platform.install.requirements import CHECKOUT, INSTALL_KINDS, all_requirements, constraints
 
 NOT_WITH = {"cpu": {"gpu", "te"}, "gpu": {"cpu", "cpu-engine"}}
-LEFT_OUT = {
-    "torch",
-    "torchaudio",
-    "torchcodec",
-}  # torch is megagrpo's own requirement; the others are for sound and video
+NOT_NEEDED = {"torch", "torchaudio", "torchcodec"}  # megagrpo requires torch; the others are for sound and video
 CPU_BLOCK = re.compile(r"(?<=  # written by make lock\n).*?(?=  # end of make lock\n)", re.DOTALL)  # in pyproject.toml
 
 
@@ -48,7 +44,7 @@ def cpu_extra() -> str:
     here = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
     for one in here:
         one.marker = None
-    return "".join(f'  "{one}",\n' for one in here if one.name not in LEFT_OUT)
+    return "".join(f'  "{one}",\n' for one in here if one.name not in NOT_NEEDED)
 
 
 def main(arguments: list[str]) -> int:
