@@ -28,7 +28,7 @@ from megagrpo.models.families.family import FULL
 from megagrpo.models.families.hf_config import HfConfig, model_problems, stage_layers
 from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import Layout
-from megagrpo.policy.attention.packed import NoRotary, Rotary, TorchAttention
+from megagrpo.policy.attention.packed import AxisRotary, NoRotary, Rotary, TorchAttention
 from megagrpo.policy.embedding import ScaledEmbedding, TokenEmbedding
 from megagrpo.policy.experts import prepare_experts
 from megagrpo.policy.fp8.megatron_patches import leave_fp8
@@ -171,6 +171,8 @@ def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int |
     """Give the model the rotary frequencies that transformers computes. HybridModel does not support rope scaling."""
     frequencies, attention_factor = rotary_frequencies(hf_config, longest_sequence)
     rotary = Rotary(frequencies.to(device.device()), attention_factor, hf_config.rotary_interleaved)
+    if hf_config.vision is not None:
+        rotary = AxisRotary(rotary, torch.tensor(hf_config.vision.axes, device=device.device()))
     local = rotary
     if hf_config.local_rope_theta:
         local = Rotary(_unscaled(hf_config.rotary_dim, hf_config.local_rope_theta).to(device.device()))

@@ -163,7 +163,8 @@ def _options(
         constrains=bool(r.structured_outputs or rows),
         tokenizer=config.model.tokenizer,
         recurrent=_is_recurrent(model_folder),
-        text_only=_is_multimodal(model_folder),
+        text_only=_is_multimodal(model_folder) and not config.data.images,
+        images=config.data.images,
         extra_args=(*r.extra_args, *adapter_arguments(adapter)),
     )
 
