@@ -4,7 +4,7 @@
     megagrpo inspect MODEL --tensors
     megagrpo inspect CHECKPOINT --json
 
-MODEL is a Hugging Face folder, a hub name or package:NAME. Shown are family, sizes, precision, dropped and tied
+MODEL is a Hugging Face folder, a hub name or package:NAME. Shown are family, sizes, precision, kept and tied
 tensors, the possible layouts, vLLM's support, LoRA's targets and the memory of the weights. --tensors lists the tensors
 of its files. CHECKPOINT is a Megatron distributed checkpoint or an adapter: its tensors and metadata are listed.
 

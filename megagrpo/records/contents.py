@@ -16,6 +16,7 @@ from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.bridge.megatron_io import HF_FILES, check_is_checkpoint
 from megagrpo.models.bridge.tensor_files import Entry, TensorFile, dtype_name
 from megagrpo.models.bridge.torch_dist import StoredTensors
+from megagrpo.models.families.config_keys import text_config
 from megagrpo.models.families.hf_config import read_raw_config
 from megagrpo.records.run_files import STATE_FILE
 
@@ -105,7 +106,8 @@ def _row(name: str, entry: Entry, where: str) -> TensorRow:
 
 
 def _facts_of_model(folder: Path) -> dict[str, str]:
-    config = read_raw_config(folder) if (folder / "config.json").is_file() else {}
+    whole = read_raw_config(folder) if (folder / "config.json").is_file() else {}
+    config = text_config(whole) | {key: whole[key] for key in ("model_type",) if key in whole}
     keys = ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "tie_word_embeddings")
     return {key: str(config[key]) for key in keys if key in config}
 

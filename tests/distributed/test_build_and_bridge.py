@@ -23,7 +23,7 @@ from family_proofs import (
 )
 from ranks import RankFailed, run_ranks
 from safetensors.torch import save_file
-from tiny_families import MODELS, family_of
+from tiny_families import EVERY, class_of, family_of
 
 from megagrpo.__main__ import main
 from megagrpo.config import ParallelSection
@@ -59,19 +59,19 @@ QUICK: list[tuple[str, Sizes]] = [
     ("gpt_oss", dict(pp=2, vpp=2, ep=2)),
 ]
 FULL = pytest.mark.full
-OTHERS = [(name, sizes) for name in MODELS for sizes in layouts_of(name) if (name, sizes) not in QUICK]
+OTHERS = [(name, sizes) for name in EVERY for sizes in layouts_of(name) if (name, sizes) not in QUICK]
 WHOLE_FILE, SMALL_FILES = 10**9, 100_000  # bytes of a shard
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """name -> (folder, logits [T, 127] that transformers computes for each pack, one sequence at a time)."""
-    for kind, _ in MODELS.values():  # transformers imports on first use: once here, not in every fork
-        getattr(transformers, f"{kind}ForCausalLM")
+    for kind, _ in EVERY.values():  # transformers imports on first use: once here, not in every fork
+        class_of(kind)
     root = tmp_path_factory.mktemp("models")
     # in a fork: transformers starts threads, and other forks must not inherit them
-    (logits,) = run_ranks(make_models, 1, root, list(MODELS))
-    return {name: (root / name, [torch.from_numpy(pack) for pack in logits[name]]) for name in MODELS}
+    (logits,) = run_ranks(make_models, 1, root, list(EVERY))
+    return {name: (root / name, [torch.from_numpy(pack) for pack in logits[name]]) for name in EVERY}
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +79,10 @@ def in_one_process(models, tmp_path_factory):
     """(results of `check_models` for every case, the folder with their exports): all in one process."""
     out = tmp_path_factory.mktemp("exports")
     root = next(folder for folder, _ in models.values()).parent
-    return run_ranks(check_models, 1, root, out, list(MODELS), {}, WHOLE_FILE, timeout=300), out
+    return run_ranks(check_models, 1, root, out, list(EVERY), {}, WHOLE_FILE, timeout=300), out
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EVERY)
 def test_logits_equal_transformers_and_the_export_equals_the_source(name, models, in_one_process):
     (folder, expected), (results, out) = models[name], in_one_process
     assert largest_difference([rank[name] for rank in results], expected, {}) <= family_of(name).example.tolerance
@@ -326,13 +326,14 @@ def add_layers_behind(tensors: dict[str, torch.Tensor]):
     tensors["model.layers.4.eh_proj.weight"] = torch.zeros(96, 192)
 
 
-def test_layers_that_predict_further_tokens_are_left_out_with_a_message(models, tmp_path, capfd):
+def test_layers_that_predict_further_tokens_are_kept_with_a_message(models, tmp_path, capfd):
     folder = broken_copy(models["deepseek_v3"][0], tmp_path, add_layers_behind)
-    run_ranks(only_load, 2, folder, dict(ep=2))
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if "dropped" in line]
-    assert line.startswith(
-        f"model: not trained, dropped from {folder}: 3 tensors of layer 4: model.layers.4.eh_proj.weight, "
-    )
+    for i, limit in enumerate((WHOLE_FILE, SMALL_FILES, None)):
+        run_ranks(check_model, 2, folder, tmp_path / f"out{i}", dict(ep=2), limit)
+        assert differing_tensors(folder, tmp_path / f"out{i}") == []
+    line = next(line for line in capfd.readouterr().err.splitlines() if "not trained" in line)
+    assert line.startswith("model: kept as loaded, not trained: 3 tensors of layer 4: model.layers.4.eh_proj.weight, ")
+    assert line.endswith(f" ({folder})")
     folder = broken_copy(
         models["deepseek_v3"][0], tmp_path, lambda t: t.update({"model.layers.5.eh_proj.weight": torch.zeros(1)})
     )

@@ -122,6 +122,7 @@ def _facts_of_config(config: HfConfig, shapes: Shapes) -> dict[str, Any]:
     return {
         "family": config.family,
         "architecture": family.architecture,
+        "multimodal": config.wrapper and [config.wrapper.model_type, config.wrapper.architecture],
         "layers": config.num_layers,
         "heads": config.num_heads,
         "kv_heads": config.num_kv_heads,
@@ -132,7 +133,7 @@ def _facts_of_config(config: HfConfig, shapes: Shapes) -> dict[str, Any]:
         "head": head,
         "tied_to": embedding if config.tied_embeddings else None,
         "layouts": _layouts(config),
-        "vllm": _vllm(family.architecture),
+        "vllm": _vllm((config.wrapper or family).architecture),
         "lora_target_modules": _last(modules_of(config, range(config.num_layers)), 1),
         "lora_target_parameters": _last(experts, 2),
         "weight_bytes": {"bfloat16": 2 * parameters, "float32": 4 * parameters},
@@ -190,14 +191,14 @@ def _compare(report: ModelReport, checkpoint: Checkpoint, config: HfConfig, shap
     for entry in entries.values():
         count, nbytes = dtypes[dtype_name(entry.dtype)]
         dtypes[dtype_name(entry.dtype)] = (count + 1, nbytes + entry.nbytes)
-    dropped = checkpoint.left_out(config)
+    untrained = checkpoint.untrained(config)
     report.facts |= {
         "files": len(checkpoint.files),
         "file_dtypes": dict(dtypes),
         "own_head": embedding_and_head(config)[1] in entries,
-        "dropped": {
-            "computed from config.json": [name for name in dropped if name.endswith(INV_FREQ)],
-            "not trained": [name for name in dropped if not name.endswith(INV_FREQ)],
+        "kept": {
+            "computed from config.json": [name for name in untrained if name.endswith(INV_FREQ)],
+            "not trained": [name for name in untrained if not name.endswith(INV_FREQ)],
         },
     }
     stored = {entry.dtype for name, entry in entries.items() if name in shapes and entry.dtype.is_floating_point}
@@ -219,7 +220,8 @@ def as_text(report: ModelReport) -> str:
 def _rows(facts: dict[str, Any]) -> Iterable[tuple[str, str]]:
     if not facts:
         return
-    yield "family", f"{facts['family']} ({facts['architecture']}), {facts['layers']} layers"
+    inside = " inside of {} ({})".format(*facts["multimodal"]) if facts["multimodal"] else ""
+    yield "family", f"{facts['family']} ({facts['architecture']}){inside}, {facts['layers']} layers"
     active = facts["active_parameters"]
     of_token = f", {active / 1e6:,.1f}M of them for each token" if active != facts["parameters"] else ""
     yield "parameters", f"{facts['parameters'] / 1e6:,.1f}M{of_token}"
@@ -228,15 +230,15 @@ def _rows(facts: dict[str, Any]) -> Iterable[tuple[str, str]]:
         yield "files", f"{facts['files']}, tensors: {', '.join(sizes)}"
     yield "config.json", f"dtype {facts['config_dtype']}"
     yield "loaded", "tensors: " + ", ".join(f"{kind} {count:,}" for kind, (count, _) in facts["loaded"].items())
-    for reason, names in facts.get("dropped", {}).items():
+    for reason, names in facts.get("kept", {}).items():
         if names:
             more = f", {names[1]}, ..." if len(names) > 1 else ""
-            yield "dropped", f"tensors: {len(names):,}, {reason}: {names[0]}{more}"
+            yield "kept", f"tensors: {len(names):,}, {reason}: {names[0]}{more}"
     own = f"; the files' {facts['head']} is a copy, and an export writes it" if facts.get("own_head") else ""
     yield "head", f"tied to {facts['tied_to']}{own}" if facts["tied_to"] else f"{facts['head']}, not tied"
     yield "layouts", "; ".join(f"{axis} {' '.join(map(str, sizes))}" for axis, sizes in facts["layouts"].items())
     yield "", f"with parallel.pipeline_layers every pp up to {facts['layers']}; every cp"
-    yield "vLLM", _vllm_text(facts["vllm"], facts["architecture"])
+    yield "vLLM", _vllm_text(facts["vllm"], facts["multimodal"][1] if facts["multimodal"] else facts["architecture"])
     modules, parameters = facts["lora_target_modules"], facts["lora_target_parameters"]
     yield "LoRA", ", ".join(modules) + (f"; in experts: {', '.join(parameters)}" if parameters else "")
     yield "weights", ", ".join(f"{_size(size)} in {dtype}" for dtype, size in facts["weight_bytes"].items())

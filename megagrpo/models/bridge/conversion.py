@@ -62,7 +62,7 @@ def import_hf(model: str, out: Path, layout: Layout, progress: Progress = SILENT
     run_own_and_agree(layout, lambda: checkpoint.check(blocks, hf_config))
     on_first_rank(layout, lambda: checkpoint.check_head(hf_config))
     if layout.world_rank == 0:
-        checkpoint.say_left_out(hf_config)
+        checkpoint.say_untrained(hf_config)
     with _unfinished(out, layout, source, megatron_lm=megatron_lm) as folder:
         weights = folder.path / RELEASE if megatron_lm else folder.path
         on_first_rank(layout, lambda: weights.mkdir(exist_ok=True))
@@ -74,7 +74,7 @@ def import_hf(model: str, out: Path, layout: Layout, progress: Progress = SILENT
 
         def finish() -> None:
             _empty(folder.path / HF_FILES)
-            carry(source, files_of(source), folder.path / HF_FILES)
+            carry(source, files_of(source), hf_config, folder.path / HF_FILES, whole=True)
             add_pieces(frame, [piece for pieces in everyone for piece in pieces])
             for file in frame.iterdir():
                 file.rename(weights / file.name)
@@ -180,7 +180,7 @@ def export_hf(
         (part.name, StoredParameter(part, _stored_dtype(part, stored), read), part.blocks) for part in own.parts
     ]
     sources = find_sources(parameters, layout)
-    files, copies = on_first_rank(layout, lambda: files_for(shapes(sources), source, hf_config, dtype))
+    files, copies, untrained = on_first_rank(layout, lambda: files_for(shapes(sources), source, hf_config, dtype))
     rounded: Rounded = set()
     with _unfinished(out, layout, checkpoint, source, dtype=dtype) as folder:
         done = set(layout.broadcast_object(folder.journal.lines))
@@ -191,7 +191,11 @@ def export_hf(
         def write() -> None:
             if layout.world_rank == 0:
                 with progress.task(f"writing {out.name}") as task:
-                    rounded.update(_write_tensors(tensors, folder, files, copies, done, task))
+                    with Writer(folder.path, files, copies) as writer:
+                        _write_tensors(tensors, folder, files, writer, done, task)
+                        writer.copy_untrained(untrained, source, task)
+                        writer.sync()
+                    rounded.update(writer.rounded)
                 rounded.update(pair for pair in pairs if narrows(*pair))
                 copy_side_files(source, folder.path, dtype)
 
@@ -213,23 +217,20 @@ def _warn_of_other_numbers(hf_config: HfConfig, hf_files: Path, model: str) -> N
 
 
 def _write_tensors(
-    tensors: Stream, folder: Unfinished, files: Files, copies: dict[str, str], done: Iterable[str], task: Task
-) -> Rounded:
+    tensors: Stream, folder: Unfinished, files: Files, writer: Writer, done: Iterable[str], task: Task
+) -> None:
     total, before = (sum(files.entries[name].nbytes for name in names) for names in (files.entries, done))
     task.expect(total, "B", before)
-    with Writer(folder.path, files, copies) as writer:
-        pending: list[str] = []
-        size = 0
-        for name, tensor in tensors:
-            nbytes = writer.write(name, tensor)
-            task.advance(nbytes)
-            pending, size = [*pending, name], size + nbytes
-            if size > _COMMIT:
-                writer.sync()
-                folder.journal.write(pending)
-                pending, size = [], 0
-        writer.sync()
-    return writer.rounded
+    pending: list[str] = []
+    size = 0
+    for name, tensor in tensors:
+        nbytes = writer.write(name, tensor)
+        task.advance(nbytes)
+        pending, size = [*pending, name], size + nbytes
+        if size > _COMMIT:
+            writer.sync()
+            folder.journal.write(pending)
+            pending, size = [], 0
 
 
 @dataclass(frozen=True)
@@ -316,24 +317,23 @@ def check(model: str, manifest: Path | None, scratch: Path, layout: Layout) -> b
 def _report(source: Path, back: Path, manifest: Path) -> bool:
     before, after = describe(source), describe(back)
     checkpoint = Checkpoint(source)
-    left_out = checkpoint.left_out(load_hf_config(source))
+    untrained = checkpoint.untrained(load_hf_config(source))
     if checkpoint.views:  # the export's files hold the tensors that are computed from these files
         before["files"] = after["files"] = {}
-    changes = differences(before, after, left_out)
+    changes = differences(before, after)
     verdict = dict(
         model=str(source),
-        identical=not (changes or left_out or checkpoint.views),
-        left_out=left_out,
+        identical=not (changes or checkpoint.views),
+        untrained=untrained,
         differences=changes,
     )
     manifest.write_text(json.dumps(verdict | before, indent=1))
-    if left_out:
-        show(f"dropped, because the architecture does not use it: {counted(left_out)}")
+    if untrained:
+        show(f"kept as loaded, not trained: {counted(untrained)}")
     for line in changes[:SHOWN_DIFFERENCES]:
         show(line)
     total = sum(tensor["nbytes"] for tensor in before["tensors"].values())
-    converted = f"{len(before['tensors']) - len(left_out)} of them " if left_out else ""
-    outcome = f"{len(changes)} differences" if changes else f"{converted}unchanged after both conversions"
+    outcome = f"{len(changes)} differences" if changes else "unchanged after both conversions"
     counts = f"{len(before['tensors'])} tensors, {total / 1e9:.3f} GB, {len(before['files'])} files"
     show(f"{counts}: {outcome}; manifest: {manifest}")
     return not changes
@@ -355,12 +355,12 @@ def describe(folder: Path) -> dict[str, Any]:
     return dict(files=files, tensors=tensors)
 
 
-def differences(before: dict[str, Any], after: dict[str, Any], left_out: list[str]) -> list[str]:
-    """Return a line per changed tensor, then per changed file. Files that lost a dropped tensor are not compared."""
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return a line per changed tensor, then per changed file."""
     lines = []
     for name, was in before["tensors"].items():
         now = after["tensors"].get(name)
-        if now is None and name not in left_out:
+        if now is None:
             lines.append(f"{name} ({was['file']}): missing")
         lines += [
             f"{name} ({was['file']}): {key} changed from {was[key]} to {now[key]}"
@@ -368,7 +368,6 @@ def differences(before: dict[str, Any], after: dict[str, Any], left_out: list[st
             if now is not None and now[key] != was[key]
         ]
     lines += [f"{name} ({now['file']}): new" for name, now in after["tensors"].items() if name not in before["tensors"]]
-    changed = {before["tensors"][name]["file"] for name in left_out} | ({INDEX} if left_out else set())
-    names = sorted((before["files"].keys() | after["files"].keys()) - changed)
+    names = sorted(before["files"].keys() | after["files"].keys())
     differ = [name for name in names if before["files"].get(name) != after["files"].get(name)]
     return lines + [f"{name}: the files differ" for name in differ]

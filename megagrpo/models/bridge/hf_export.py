@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megagrpo.models.bridge.hf_files import Rounded, Writer, copy_side_files, files_for, new_files
+from megagrpo.models.bridge.hf_files import Rounded, Writer, copy_side_files, files_for
 from megagrpo.models.bridge.parameter_blocks import merged_blocks
 from megagrpo.models.bridge.unfinished import refuse_taken
 from megagrpo.models.families.blocks import Block
@@ -157,9 +157,9 @@ def save_hf(
     """Write the model with merged adapters as a Hugging Face folder. Collective; rank 0 writes. `progress` shows the
     bytes. Returns, on rank 0, between which dtypes values have been rounded.
 
-    Config and tokenizer are copied from `source_folder`. The safetensors files have its names and, with `dtype` None,
-    its dtypes. With `max_shard_bytes`, or if it has no weights, files are new and `dtype` None means config.json's
-    dtype. Files hold at most `max_shard_bytes` (default 5 GiB), with an index when there are several.
+    Config, tokenizer and untrained tensors are copied from `source_folder`. The safetensors files have its names and,
+    with `dtype` None, its dtypes. With `max_shard_bytes`, or if it has no weights, files are new and `dtype` None means
+    config.json's dtype. Files hold at most `max_shard_bytes` (default 5 GiB), with an index when there are several.
 
     The folder appears complete or not at all, even if a rank dies or the disk fills. Raises ValueError if `out_folder`
     is not empty or a weight is NaN or infinite. Raises OSError on a failed write. Other ranks raise RankError.
@@ -169,16 +169,12 @@ def save_hf(
     rounded: Rounded = set()
 
     def write(tensors: Stream, sources: dict[str, Source], unfinished: Path) -> None:
-        if max_shard_bytes is None:
-            files, copies = files_for(shapes(sources), source_folder, hf_config, dtype)
-        else:
-            in_dtype = dtype or getattr(torch, hf_config.dtype)
-            tensors_in_files = {name: (in_dtype, source.shape) for name, source in sources.items()}
-            files, copies = new_files(tensors_in_files, max_shard_bytes), {}
+        files, copies, untrained = files_for(shapes(sources), source_folder, hf_config, dtype, max_shard_bytes)
         with Writer(unfinished, files, copies) as writer, progress.task(f"writing {out_folder.name}") as task:
             task.expect(sum(entry.nbytes for entry in files.entries.values()), "B")
             for name, tensor in tensors:
                 task.advance(writer.write(name, tensor))
+            writer.copy_untrained(untrained, source_folder, task)
         rounded.update(writer.rounded)
         copy_side_files(source_folder, unfinished, dtype)
 

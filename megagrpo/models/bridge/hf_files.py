@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from pathlib import Path
@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from megagrpo.models.bridge.file_checksums import check_inside
-from megagrpo.models.bridge.load import Checkpoint, embedding_and_head
+from megagrpo.models.bridge.load import Checkpoint, embedding_and_head, untrained_names
 from megagrpo.models.bridge.tensor_files import METADATA_KEY, Entry, dtype_name, first_bad, make_header, parse_header
 from megagrpo.models.bridge.unfinished import check_space
+from megagrpo.models.bridge.untrained_tensors import UNTRAINED_FILE, UNTRAINED_ORIGIN, open_untrained, record_origin
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.models.families.precisions import QUANTIZATION
 from megagrpo.models.families.stored_names import HEADERS_FILE as HEADERS_FILE
 from megagrpo.models.families.weight_sources import INDEX, NAMED_TEMPLATES, SINGLE
+from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.sync.wire.tensor_index import FLOAT32_TENSORS
 
 SIDE_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".py")
@@ -76,10 +78,13 @@ class Files:
         names = set(names)
         return self._with({name: (entry.dtype, entry.shape) for name, entry in self.entries.items() if name in names})
 
-    def in_dtype(self, dtype: torch.dtype) -> Files:
-        """Return the files with all tensors in `dtype`. Tensors always computed in float32 are not narrowed."""
+    def in_dtype(self, dtype: torch.dtype, but: Collection[str] = ()) -> Files:
+        """Return the files with all tensors in `dtype`, `but` these. Tensors always computed in float32 are not
+        narrowed."""
 
         def chosen(name: str, stored: torch.dtype) -> torch.dtype:
+            if name in but:
+                return stored
             return stored if name.endswith(FLOAT32_TENSORS) and stored.itemsize > dtype.itemsize else dtype
 
         return self._with({name: (chosen(name, one.dtype), one.shape) for name, one in self.entries.items()})
@@ -119,30 +124,43 @@ def files_of(folder: Path) -> Files | None:
 
 
 def files_for(
-    shapes: Mapping[str, tuple[int, ...]], folder: Path, hf_config: HfConfig, dtype: torch.dtype | None = None
-) -> tuple[Files, dict[str, str]]:
-    """Return the files for tensors of these `shapes`, and tensor -> original for tensors that are copies.
+    shapes: Mapping[str, tuple[int, ...]],
+    folder: Path,
+    hf_config: HfConfig,
+    dtype: torch.dtype | None = None,
+    limit: int | None = None,
+) -> tuple[Files, dict[str, str], list[str]]:
+    """Return the files for tensors of these `shapes` and for the untrained tensors of `folder`, tensor -> original for
+    tensors that are copies, and the names of the untrained ones.
 
-    The model in `folder` determines the files, if known, and their dtypes when `dtype` is None. Its tensors without an
-    entry in `shapes`, such as layers for speculative decoding, are dropped. A tied head with a separate tensor is a
-    copy. Raises ValueError when the files lack a tensor or have another shape.
+    The model in `folder` determines the files, if known, and their dtypes when `dtype` is None. Untrained tensors keep
+    theirs. A tied head with a separate tensor is a copy. With a `limit` of bytes per file, files are new and `dtype`
+    None means config.json's. Raises ValueError when the files lack a tensor or have another shape, or when the
+    untrained tensors are gone.
     """
     source = files_of(folder)
-    if source is None:
+    names = untrained_names(source.entries, hf_config) if source else []
+    untrained = {name: source.entries[name] for name in names} if source else {}
+    open_untrained(folder, untrained)
+    if source is None or limit is not None:
         in_dtype = dtype or getattr(torch, hf_config.dtype)
-        return new_files({name: (in_dtype, shape) for name, shape in shapes.items()}), {}
+        tensors = {name: (in_dtype, shape) for name, shape in shapes.items()}
+        tensors |= {name: (entry.dtype, entry.shape) for name, entry in untrained.items()}
+        return new_files(tensors, limit or SHARD_BYTES), {}, names
     copies = {}
     embedding, head = embedding_and_head(hf_config)
     if hf_config.tied_embeddings and head in source.entries and head not in shapes:
         copies = {head: embedding}
-    files = source.only(shapes.keys() | copies.keys())
+    if others := sorted(source.entries.keys() - (shapes.keys() | copies.keys() | untrained.keys())):
+        raise ValueError(f"model: the files of {folder} hold {others[0]}, which this architecture does not use")
+    files = source.only(shapes.keys() | copies.keys() | untrained.keys())
     for name, shape in shapes.items():
         if name not in files.entries:
             raise ValueError(f"model: the files of {folder} lack {name}; they belong to another model")
         if files.entries[name].shape != shape:
             stored = f"{files.entries[name].shape} in {folder}, which holds another model"
             raise ValueError(f"model: {name} has shape {shape}, but {stored}")
-    return files if dtype is None else files.in_dtype(dtype), copies
+    return files if dtype is None else files.in_dtype(dtype, but=names), copies, names
 
 
 def new_files(tensors: Tensors, limit: int = SHARD_BYTES) -> Files:
@@ -203,6 +221,15 @@ class Writer:
         """
         names = [name, *(copy for copy, of in self._copies.items() if of == name)]
         return sum(self._write(stored, tensor) for stored in names)
+
+    def copy_untrained(self, names: Collection[str], source: Path, task: Task) -> None:
+        """Copy the untrained tensors `names` as stored in the files of `source`."""
+        tensor_of = open_untrained(source, {name: self._places[name][1] for name in names})
+        for name in names:
+            i, entry = self._places[name]
+            data = tensor_of(name).reshape(-1).view(torch.uint8).numpy().data
+            _write_at(self._open[i], data, self._files.files[i].start + entry.start)
+            task.advance(entry.nbytes)
 
     def _write(self, name: str, tensor: Tensor) -> int:
         i, entry = self._places[name]
@@ -274,7 +301,8 @@ def copy_side_files(source: Path, target: Path, dtype: torch.dtype | None = None
     """
     for file in [*source.iterdir(), *source.glob(NAMED_TEMPLATES)]:
         is_index = file.name.endswith(".index.json")  # also pytorch_model.bin.index.json
-        if file.suffix in SIDE_FILE_SUFFIXES and not is_index and file.name != HEADERS_FILE:
+        is_own = file.name in (HEADERS_FILE, UNTRAINED_ORIGIN)
+        if file.suffix in SIDE_FILE_SUFFIXES and not is_index and not is_own:
             copy = target / file.relative_to(source)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, copy)
@@ -300,11 +328,18 @@ def _has_its_code(raw: dict[str, Any], folder: Path) -> bool:
     return all((folder / f"{module}.py").is_file() for module in modules)
 
 
-def carry(source: Path, files: Files | None, target: Path) -> None:
+def carry(source: Path, files: Files | None, hf_config: HfConfig, target: Path, whole: bool = False) -> None:
     """Write side files, index and headers of `source` into `target`: everything but the weights that an export to the
-    same `files` needs."""
+    same `files` needs. Untrained tensors come along if `whole`; otherwise the name of their folder does."""
     copy_side_files(source, target)
     if files is not None:
+        if (names := untrained_names(files.entries, hf_config)) and whole:
+            own = {name: (files.entries[name].dtype, files.entries[name].shape) for name in names}
+            with Writer(target, Files((File(UNTRAINED_FILE, make_header(own)),), None)) as writer:
+                writer.copy_untrained(names, source, SILENT_TASK)
+                writer.sync()
+        elif names:
+            record_origin(source, target)
         (target / HEADERS_FILE).write_text(
             json.dumps({file.name: file.header.decode() for file in files.files}, indent=1)
         )

@@ -45,7 +45,7 @@ def load_hf(
     checkpoint.check([block for _, _, parameter_blocks in parameters for block in parameter_blocks], hf_config)
     if layout.world_rank == 0:
         checkpoint.check_head(hf_config)
-        checkpoint.say_left_out(hf_config)
+        checkpoint.say_untrained(hf_config)
     with progress.task(f"loading {Path(folder).name}") as task:
         task.expect(len(parameters), "tensors")
         for _, param, parameter_blocks in parameters:
@@ -116,7 +116,7 @@ class Checkpoint:
     def check(self, wanted: list[Block], hf_config: HfConfig) -> None:
         """Raises ValueError when the tensor of a block in `wanted` is missing, quantized or of another shape.
 
-        Also raises ValueError if a tensor on disk has no place in the model on any rank, unless the family drops it.
+        Also raises ValueError if a tensor on disk has no place in the model on any rank, unless it is `untrained`.
         """
         _raise_first(self._name_problems({block.name for block in wanted}, hf_config))
         _raise_first(problem for block in wanted for problem in self._tensor_problems(block.name, block.shape))
@@ -154,23 +154,21 @@ class Checkpoint:
 
     def _name_problems(self, needed: set[str], hf_config: HfConfig) -> Iterator[str]:
         missing = sorted(needed - set(self.where))
-        unused = sorted(set(self.where) - tensor_names(hf_config) - set(self.left_out(hf_config)))
+        unused = sorted(set(self.where) - tensor_names(hf_config) - set(self.untrained(hf_config)))
         if missing:
             fix = _TIED if missing == [embedding_and_head(hf_config)[1]] else _OTHER
             yield f"{self.folder} lacks {_list(missing)}; {fix}"
         if unused:
             yield f"{self.folder} holds {_list(unused)}, which this architecture does not use; {_OTHER}"
 
-    def left_out(self, hf_config: HfConfig) -> list[str]:
-        """Return the dropped tensors: those this family does not train, and rotary frequencies (from config.json)."""
-        is_untrained = untrained(hf_config)
-        others = sorted(set(self.where) - tensor_names(hf_config))
-        return [name for name in others if name.endswith(INV_FREQ) or is_untrained(name)]
+    def untrained(self, hf_config: HfConfig) -> list[str]:
+        """Return the tensors that stay as loaded: `untrained_names` of the files."""
+        return untrained_names(self.where, hf_config)
 
-    def say_left_out(self, hf_config: HfConfig) -> None:
+    def say_untrained(self, hf_config: HfConfig) -> None:
         """Warn on stderr about the tensors that are not trained."""
-        if names := [name for name in self.left_out(hf_config) if not name.endswith(INV_FREQ)]:
-            warn(f"model: not trained, dropped from {self.folder}: {counted(names)}")
+        if names := [name for name in self.untrained(hf_config) if not name.endswith(INV_FREQ)]:
+            warn(f"model: kept as loaded, not trained: {counted(names)} ({self.folder})")
         if packed := [name for name, view in self.views.items() if view.dtype]:
             dtypes = ", ".join(sorted({dtype_name(self.entry(name).dtype) for name in packed}))
             warn(
@@ -217,6 +215,14 @@ class Checkpoint:
             what = f"holds {bad} of the part {brackets(block.box)}"
             raise ValueError(f"model: {where} {what}; the weights are broken: use another checkpoint")
         return part
+
+
+def untrained_names(names: Iterable[str], hf_config: HfConfig) -> list[str]:
+    """Return those of `names`, of the tensors in a model's files, that exports keep as loaded: tensors that the family
+    does not train, and rotary frequencies, which are computed from config.json."""
+    is_untrained = untrained(hf_config)
+    others = sorted(set(names) - tensor_names(hf_config))
+    return [name for name in others if name.endswith(INV_FREQ) or is_untrained(name)]
 
 
 def _needed(hf_config: HfConfig) -> set[str]:

@@ -1,6 +1,6 @@
 """DeepSeek-V2, V2.5 and V2-Lite: experts by the softmax of the router's logits, from the best groups of experts where
 config.json asks for groups. DeepSeek-V3, R1 and derived models: experts by the sigmoid of the router's logits plus a
-bias that is not trained. Their layers after the last decoder layer, which predict several tokens, are dropped."""
+bias that is not trained. Their layers after the last decoder layer, which predict several tokens, are not trained."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """ERNIE 4.5 with experts: softmax scores, to which a bias is added for the choice of experts only. Layers that predict
-several tokens are dropped."""
+several tokens are not trained."""
 
 from __future__ import annotations
 

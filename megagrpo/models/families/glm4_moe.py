@@ -1,5 +1,5 @@
 """GLM-4.5, 4.6 and Air: part of each head rotated, optional head norms, and the experts of DeepSeek-V3. The layer after
-the last decoder layer, which predicts several tokens, is dropped."""
+the last decoder layer, which predicts several tokens, is not trained."""
 
 from __future__ import annotations
 

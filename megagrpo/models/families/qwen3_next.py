@@ -1,5 +1,5 @@
 """Qwen3-Next: Gated DeltaNet in three of four blocks, attention with an output gate in the others, and a mixture of
-experts with a gated shared expert. Its layers for predicting several tokens are dropped."""
+experts with a gated shared expert. Its layers for predicting several tokens are not trained."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.planned_blocks import held_boxes, tensor_shapes
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
-from tests.distributed.tiny_families import MODELS, tiny_model
+from tests.distributed.tiny_families import EVERY, tiny_model
 
 CASES = ("llama tied", "llama untied", "qwen2_moe", "deepseek_v2 lite", "gpt_oss", "gemma3", "granitemoe", "dots1")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -22,7 +22,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     for name in CASES:
-        tiny_model(*MODELS[name]).bfloat16().save_pretrained(folder / name)
+        tiny_model(*EVERY[name]).bfloat16().save_pretrained(folder / name)
     return folder
 
 
@@ -54,7 +54,7 @@ def inspected(capsys, *arguments):
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_is_counted_as_transformers_counts_it(name, models, capsys):
     code, found = inspected(capsys, models / name)
-    counted, stored = sum(p.numel() for p in tiny_model(*MODELS[name]).parameters()), found["totals"]["all"]
+    counted, stored = sum(p.numel() for p in tiny_model(*EVERY[name]).parameters()), found["totals"]["all"]
     facts = found["model"]
     assert facts["parameters"] == counted and facts["weight_bytes"] == {"bfloat16": 2 * counted, "float32": 4 * counted}
     assert [sum(sizes) for sizes in zip(*facts["loaded"].values(), strict=True)] == stored[:2]
@@ -87,7 +87,7 @@ REPORT = """\
   files        1, tensors: 1 in float32 (16 bytes), 39 in bfloat16 (0.43 MB)
   config.json  dtype bfloat16
   loaded       tensors: embedding 1, head 1, norms 9, attention 16, MLP 12
-  dropped      tensors: 1, computed from config.json: model.layers.0.self_attn.rotary_emb.inv_freq
+  kept         tensors: 1, computed from config.json: model.layers.0.self_attn.rotary_emb.inv_freq
   head         lm_head.weight, not tied
   layouts      tp 1 2; pp 1 2 4
                with parallel.pipeline_layers every pp up to 4; every cp
