@@ -47,12 +47,13 @@ def logits(kind: str) -> Found:
     import torch
     from family_proofs import check_model, differing_tensors, largest_difference, layouts_of, make_models, num_ranks
     from ranks import run_ranks
+    from tiny_families import cases_of
 
     from megagrpo.models.families import FAMILIES
 
     example, worst, layouts = FAMILIES[kind].example, 0.0, set()
     with tempfile.TemporaryDirectory() as folder:
-        root, names = Path(folder), list(example.cases)
+        root, names = Path(folder), cases_of(FAMILIES[kind])
         (theirs,) = run_ranks(make_models, 1, root, names)
         for name in names:
             expected = [torch.from_numpy(pack) for pack in theirs[name]]
@@ -70,13 +71,15 @@ def checkpoint(kind: str) -> Found:
     """Through Megatron's checkpoint in one layout, and back in another, no byte changes."""
     from ranks import run_ranks
     from test_convert import assert_round_trips, make_models, pairs_of
+    from tiny_families import cases_of
 
     from megagrpo.models.families import FAMILIES
 
     with tempfile.TemporaryDirectory() as models, tempfile.TemporaryDirectory() as scratch:
-        name = next(iter(FAMILIES[kind].example.cases))
-        run_ranks(make_models, 1, Path(models), [name])
-        pairs = pairs_of(name, 4)
+        family = FAMILIES[kind]
+        names = [next(iter(family.example.cases)), *cases_of(family)[len(family.example.cases) :]]
+        run_ranks(make_models, 1, Path(models), names)
+        pairs = [pair for name in names for pair in pairs_of(name, 4)]
         assert_round_trips(Path(models), Path(scratch), pairs, 4)
     return dict(conversions=len(pairs))
 
@@ -103,11 +106,13 @@ def adapters(kind: str) -> Found:
 
 def vllm(kind: str) -> Found:
     """A server gets the weights from Megatron's shards, and both compute the same log-probs."""
+    from tiny_families import cases_of
+
     from megagrpo.models.families import FAMILIES
     from tests.e2e.test_families_vllm import SERVED, reach_vllm
 
     example, differences = FAMILIES[kind].example, {}
-    for name in filter(SERVED.__contains__, example.cases):
+    for name in filter(SERVED.__contains__, cases_of(FAMILIES[kind])):
         differences[name] = float(f"{reach_vllm(name):.1e}")
     assert max(differences.values(), default=0) <= 1e-4, differences
     return dict(vllm=differences, unserved=dict(example.unserved))

@@ -64,6 +64,7 @@ REFUSED_ARGUMENTS = {
     "--tool-call-parser": "is set by multi_turn.tool_parser; leave it out",
     "--enable-auto-tool-choice": "is set by multi_turn.tool_parser; leave it out",
     "--structured-outputs-config": "is set by rollout.structured_outputs; leave it out",
+    "--language-model-only": "is set by the run, which knows whether prompts have images; leave it out",
     "--enable-sleep-mode": "is set by rollout.placement; leave it out",
     "--config": "names a file with more arguments, which this check cannot read; write them in rollout.extra_args",
     "--help": "starts no server; leave it out",

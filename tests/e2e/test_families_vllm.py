@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_families import MODELS, family_of, tiny_model
+from tiny_families import EVERY, WRAPPED, family_of, tiny_model
 
 from megagrpo.config import LoraSection, ParallelSection
 from megagrpo.engine.client import VllmEngine
@@ -18,7 +18,7 @@ from megagrpo.engine.servers.serving import ADAPTER_MODEL, _adapted, adapter_arg
 from megagrpo.models.bridge.adapter_files import save_adapter
 from megagrpo.models.bridge.hf_export import find_sources, save_hf
 from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.parameter_blocks import adapter_blocks, blocks, fill
+from megagrpo.models.bridge.parameter_blocks import adapter_blocks, blocks, fill, tensor_names
 from megagrpo.models.families.example import TINY_SIZES
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
@@ -40,7 +40,7 @@ LONGEST = 128  # tokens, of tiny_servers
 # vLLM's attention on CPUs requires heads of 32 dimensions or more.
 WIDE = dict(hidden_size=192)
 CHANGES: dict[str, dict[str, Any]] = {"phi3 tied, part of the head, longrope": dict(partial_rotary_factor=0.1875)}
-EXAMPLES = {name: family_of(name).example for name in MODELS}
+EXAMPLES = {name: family_of(name).example for name in EVERY}
 # Case -> the error of vLLM, which cannot run it.
 REFUSED = {name: error for name, example in EXAMPLES.items() if (error := example.unserved.get(name))}
 SERVED = [
@@ -52,7 +52,7 @@ SERVED = [
 
 def folder_of(name: str, spoiled: bool = False) -> Path:
     """The tiny model as a folder; with `spoiled`, the weights differ."""
-    kind, extra = MODELS[name]
+    kind, extra = EVERY[name]
     heads = dict(head_dim=32) if "head_dim" in extra else {}
     folder = scratch() / f"{re.sub(r'[^a-z0-9]+', '_', name)}{'_spoiled' * spoiled}"
     model = tiny_model(kind, extra | WIDE | heads | EXAMPLES[name].served | CHANGES.get(name, {}))
@@ -103,7 +103,7 @@ def reach_vllm(name: str) -> float:
     difference of a log-prob between vLLM and Megatron."""
     folder = folder_of(name)
     dtype = EXAMPLES[name].served_dtype
-    running = connect(launch(folder, folder.name, dtype=dtype), folder)
+    running = connect(launch(folder, folder.name, dtype=dtype, text_only=name in WRAPPED), folder)
     engine = running.engine
 
     def answers() -> list[tuple]:
@@ -121,7 +121,9 @@ def reach_vllm(name: str) -> float:
         fresh = answers()  # with the weights that vLLM has read from the folder
         pushed(folder_of(name, spoiled=True), 1, {})
         assert answers() != fresh
-        assert pushed(folder, 4, LAYOUT) == sum(tensor.nbytes for tensor in weights(folder).values()), (
+        trained = tensor_names(load_hf_config(folder))
+        sizes = {tensor_name: tensor.nbytes for tensor_name, tensor in weights(folder).items()}
+        assert pushed(folder, 4, LAYOUT) == sum(sizes[tensor_name] for tensor_name in trained & sizes.keys()), (
             "each byte is read once"
         )
         for (ids, logprobs), (expected_ids, expected) in zip(answers(), fresh, strict=True):

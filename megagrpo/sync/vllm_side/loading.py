@@ -74,7 +74,11 @@ class Loading:
 def trained_module(model: nn.Module) -> nn.Module:
     """Return the part of vLLM's model that updates fill: the language model of a multimodal model. Towers stay as
     loaded."""
-    return model.get_language_model() if supports_multimodal(model) else model
+    if not supports_multimodal(model):
+        return model
+    whole: Any = model
+    language_model: nn.Module = whole.get_language_model()
+    return language_model
 
 
 def load_weights(model: nn.Module, reader: ShardReader) -> set[str]:

@@ -1,0 +1,251 @@
+"""config.json of published models that no family lists as its release: multimodal, quantized, of other names or classes.
+
+    python -m tests.unit.models.families.more_published_configs
+
+prints every release that is known here, those of `published_configs.py` included, and whether it loads or why not.
+Keys of towers, which no text model reads, are left out; so are keys beyond the class of models without a family.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from megagrpo.models.families.config_keys import architecture_problems
+from tests.unit.models.families.published_configs import LLAMA3, PUBLISHED, Raw, published, sizes
+
+FULL, LINEAR = "full_attention", "linear_attention"
+BF16 = dict(dtype="bfloat16", transformers_version="4.57.1")
+QWEN_IMAGES = dict(
+    image_token_id=151655, video_token_id=151656, vision_start_token_id=151652, vision_end_token_id=151653
+)
+
+
+def text(kind: str, *shape: int, **rest: Any) -> Raw:
+    """A `text_config`."""
+    own = sizes(*shape) | rest
+    return {key: value for key, value in own.items() if key not in ("transformers_version", "torch_dtype")} | dict(
+        model_type=kind
+    )
+
+
+def whole(kind: str, cls: str, inner: Raw, **rest: Any) -> Raw:
+    """A multimodal config.json."""
+    return dict(model_type=kind, architectures=[cls], text_config=inner, vision_config={"hidden_size": 1152}) | rest
+
+
+def gemma3(*shape: int, **rest: Any) -> Raw:
+    keys = dict(zip(("hidden_size", "num_hidden_layers", "intermediate_size"), shape, strict=True))
+    inner = keys | dict(
+        model_type="gemma3_text", rope_scaling=dict(factor=8.0, rope_type="linear"), sliding_window=1024
+    )
+    ids = dict(boi_token_index=255999, eoi_token_index=256000, eos_token_id=[1, 106], image_token_index=262144)
+    head = dict(initializer_range=0.02, mm_tokens_per_image=256, torch_dtype="bfloat16", transformers_version="4.50.0")
+    return whole("gemma3", "Gemma3ForConditionalGeneration", inner | rest, **ids, **head)
+
+
+def qwen3_vl(kind: str, cls: str, inner: Raw) -> Raw:
+    rotary = dict(rope_scaling=dict(mrope_interleaved=True, mrope_section=[24, 20, 20], rope_type="default"))
+    rotary |= dict(
+        rope_theta=5000000, head_dim=128, rms_norm_eps=1e-6, max_position_embeddings=262144, dtype="bfloat16"
+    )
+    inner = {key: value for key, value in inner.items() if key != "tie_word_embeddings"} | rotary
+    inner |= dict(attention_bias=False, model_type=f"{kind}_text")
+    return whole(kind, cls, inner, tie_word_embeddings=False, transformers_version="4.57.0.dev0", **QWEN_IMAGES)
+
+
+def qwen3_5(kind: str, cls: str, layers: int, inner: Raw) -> Raw:
+    inner |= dict(
+        attn_output_gate=True,
+        attention_bias=False,
+        full_attention_interval=4,
+        head_dim=256,
+        layer_types=[FULL if (i + 1) % 4 == 0 else LINEAR for i in range(layers)],
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=128,
+        linear_num_key_heads=16,
+        linear_value_head_dim=128,
+        max_position_embeddings=262144,
+        mlp_only_layers=[],
+        mtp_num_hidden_layers=1,
+        mtp_use_dedicated_embeddings=False,
+        mamba_ssm_dtype="float32",
+        rms_norm_eps=1e-6,
+        rope_parameters=dict(mrope_interleaved=True, mrope_section=[11, 11, 10], rope_type="default")
+        | dict(rope_theta=10000000, partial_rotary_factor=0.25),
+        dtype="bfloat16",
+        eos_token_id=248044,
+    )
+    inner.pop("tie_word_embeddings")
+    ids = dict(image_token_id=248056, video_token_id=248057, vision_start_token_id=248053, vision_end_token_id=248054)
+    return whole(kind, cls, inner, tie_word_embeddings=False, transformers_version="4.57.0.dev0", **ids)
+
+
+PIXTRAL = dict(image_token_index=10, multimodal_projector_bias=False, projector_hidden_act="gelu", spatial_merge_size=2)
+MISTRAL_3 = PIXTRAL | dict(vision_feature_layer=-1)
+FP8 = dict(
+    quantization_config=dict(quant_method="fp8", fmt="e4m3", weight_block_size=[128, 128], activation_scheme="dynamic")
+)
+DEEPSEEK_V3 = PUBLISHED["DeepSeek V3 in bfloat16"][2]
+YARN_2512 = dict(beta_fast=32.0, beta_slow=1.0, factor=16.0, llama_4_scaling_beta=0.1, mscale=1.0, mscale_all_dim=1.0)
+YARN_2512 |= dict(original_max_position_embeddings=16384, rope_theta=1000000.0, rope_type="yarn", type="yarn")
+MINISTRAL = text("ministral3", 4096, 34, 32, 8, 14336, 131072, head_dim=128, max_position_embeddings=262144)
+MINISTRAL |= dict(rope_parameters=YARN_2512, rms_norm_eps=1e-5, sliding_window=None)
+LLAMA4 = text("llama4_text", 5120, 48, 40, 8, 8192, 202048, head_dim=128, max_position_embeddings=10485760)
+LLAMA4 |= dict(
+    attention_bias=False,
+    attention_chunk_size=8192,
+    attn_scale=0.1,
+    attn_temperature_tuning=True,
+    cache_implementation="hybrid",
+    floor_scale=8192,
+    for_llm_compressor=False,
+    interleave_moe_layer_step=1,
+    intermediate_size_mlp=16384,
+    moe_layers=list(range(48)),
+    no_rope_layers=[int((i + 1) % 4 != 0) for i in range(48)],
+    num_experts_per_tok=1,
+    num_local_experts=16,
+    output_router_logits=False,
+    pad_token_id=200018,
+    rms_norm_eps=1e-5,
+    rope_scaling=LLAMA3 | dict(factor=16.0, high_freq_factor=1.0),
+    rope_theta=500000.0,
+    router_aux_loss_coef=0.001,
+    router_jitter_noise=0.0,
+    torch_dtype="bfloat16",
+    use_qk_norm=True,
+)
+EXPERTS_80B = dict(
+    decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True, num_experts=128, num_experts_per_tok=8
+)
+GEMMA3_27B = dict(head_dim=128, query_pre_attn_scalar=168)
+# Name of a release -> config.json.
+MORE: dict[str, Raw] = {
+    "Gemma 3 4B it": gemma3(2560, 34, 10240),
+    "Gemma 3 12B it": gemma3(3840, 48, 15360, num_attention_heads=16, num_key_value_heads=8),
+    "Gemma 3 27B it": gemma3(5376, 62, 21504, num_attention_heads=32, num_key_value_heads=16, **GEMMA3_27B),
+    "Qwen2.5-VL 7B": sizes(3584, 28, 28, 4, 18944, 152064, max_position_embeddings=128000, max_window_layers=28)
+    | dict(model_type="qwen2_5_vl", architectures=["Qwen2_5_VLForConditionalGeneration"], vision_token_id=151654)
+    | dict(rms_norm_eps=1e-6, rope_theta=1000000.0, sliding_window=32768, use_sliding_window=False, vision_config={})
+    | dict(rope_scaling=dict(type="mrope", mrope_section=[16, 24, 24]))
+    | QWEN_IMAGES,
+    "Qwen2-VL 7B": sizes(3584, 28, 28, 4, 18944, 152064, max_position_embeddings=32768, max_window_layers=28)
+    | dict(model_type="qwen2_vl", architectures=["Qwen2VLForConditionalGeneration"], vision_token_id=151654)
+    | dict(rms_norm_eps=1e-6, rope_theta=1000000.0, sliding_window=32768, use_sliding_window=False, vision_config={})
+    | dict(rope_scaling=dict(type="mrope", mrope_section=[16, 24, 24]))
+    | QWEN_IMAGES,
+    "Qwen3-VL 8B": qwen3_vl("qwen3_vl", "Qwen3VLForConditionalGeneration", text("", 4096, 36, 32, 8, 12288, 151936)),
+    "Qwen3-VL 30B A3B": qwen3_vl(
+        "qwen3_vl_moe",
+        "Qwen3VLMoeForConditionalGeneration",
+        text("", 2048, 48, 32, 4, 6144, 151936, moe_intermediate_size=768, **EXPERTS_80B),
+    ),
+    "Qwen3.5 27B": qwen3_5(
+        "qwen3_5",
+        "Qwen3_5ForConditionalGeneration",
+        64,
+        text("qwen3_5_text", 5120, 64, 24, 4, 17408, 248320, linear_num_value_heads=48),
+    ),
+    "Qwen3.5 35B A3B": qwen3_5(
+        "qwen3_5_moe",
+        "Qwen3_5MoeForConditionalGeneration",
+        40,
+        text("qwen3_5_moe_text", 2048, 40, 16, 2, 512, 248320, linear_num_value_heads=32, num_experts=256)
+        | dict(num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512)
+        | dict(output_router_logits=False, router_aux_loss_coef=0.001),
+    ),
+    "Mistral Small 3.1 24B": whole(
+        "mistral3",
+        "Mistral3ForConditionalGeneration",
+        text("mistral", 5120, 40, 32, 8, 32768, 131072, head_dim=128, max_position_embeddings=131072)
+        | dict(rms_norm_eps=1e-5, rope_theta=1000000000.0, sliding_window=None),
+        torch_dtype="bfloat16",
+        transformers_version="4.50.0.dev0",
+        **MISTRAL_3,
+    ),
+    "Ministral 3 8B Base": whole("mistral3", "Mistral3ForConditionalGeneration", MINISTRAL, **BF16, **MISTRAL_3),
+    "Ministral 3 8B text": MINISTRAL | dict(architectures=["Ministral3ForCausalLM"]) | BF16,
+    "Llama 4 Scout": whole(
+        "llama4",
+        "Llama4ForConditionalGeneration",
+        LLAMA4,
+        boi_token_index=200080,
+        eoi_token_index=200081,
+        image_token_index=200092,
+        tie_word_embeddings=False,
+        torch_dtype="bfloat16",
+        transformers_version="4.51.0.dev0",
+    ),
+    "Kimi K2": DEEPSEEK_V3
+    | dict(model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"], num_attention_heads=64, num_hidden_layers=61)
+    | dict(n_routed_experts=384, n_group=1, topk_group=1, first_k_dense_replace=1, routed_scaling_factor=2.827)
+    | dict(vocab_size=163840, rope_theta=50000.0)
+    | FP8,
+    "Moonlight 16B A3B": DEEPSEEK_V3
+    | dict(model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"], hidden_size=2048, num_hidden_layers=27)
+    | dict(q_lora_rank=None, num_attention_heads=16, num_key_value_heads=16, n_routed_experts=64, n_group=1)
+    | dict(topk_group=1, num_experts_per_tok=6, moe_intermediate_size=1408, intermediate_size=11264, rope_scaling=None)
+    | dict(vocab_size=163840, n_shared_experts=2, first_k_dense_replace=1, num_nextn_predict_layers=0),
+    "DeepSeek V3": DEEPSEEK_V3 | dict(model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"]) | FP8,
+    "DeepSeek V3.2": DEEPSEEK_V3
+    | dict(model_type="deepseek_v32", architectures=["DeepseekV32ForCausalLM"], index_head_dim=128, index_n_heads=64)
+    | dict(index_topk=2048)
+    | FP8,
+    "Qwen3 32B FP8": published("Qwen3 4B") | FP8,
+    "Qwen3 Next 80B A3B FP8": published("release of qwen3_next") | FP8,
+    "gpt-oss 20B": published("gpt-oss 20B in bfloat16")
+    | dict(quantization_config=dict(quant_method="mxfp4", modules_to_not_convert=["lm_head", "model.embed_tokens"])),
+    "Llama 3.1 8B AWQ": published("Llama 3.1 8B Instruct")
+    | dict(quantization_config=dict(quant_method="awq", bits=4, group_size=128)),
+    "Llama 3.1 8B bitsandbytes": published("Llama 3.1 8B Instruct")
+    | dict(quantization_config=dict(quant_method="bitsandbytes", load_in_4bit=True)),
+    "Kimi K2.5": whole("kimi_k25", "KimiK25ForConditionalGeneration", DEEPSEEK_V3 | dict(model_type="kimi_k2")),
+}
+# Classes without a family here, so far: model_type -> class, and for multimodal models the model_type of `text_config`.
+CLASSES: dict[str, tuple[str, str | None]] = {
+    "apertus": ("ApertusForCausalLM", None),
+    "arcee": ("ArceeForCausalLM", None),
+    "bailing_moe_v2": ("BailingMoeV2ForCausalLM", None),
+    "cohere2": ("Cohere2ForCausalLM", None),
+    "exaone4": ("Exaone4ForCausalLM", None),
+    "falcon_h1": ("FalconH1ForCausalLM", None),
+    "gemma3n": ("Gemma3nForConditionalGeneration", "gemma3n_text"),
+    "gemma4": ("Gemma4ForConditionalGeneration", "gemma4_text"),
+    "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", None),
+    "glm4v": ("Glm4vForConditionalGeneration", "glm4v_text"),
+    "glm4v_moe": ("Glm4vMoeForConditionalGeneration", "glm4v_moe_text"),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", None),
+    "granitemoehybrid": ("GraniteMoeHybridForCausalLM", None),
+    "internvl": ("InternVLForConditionalGeneration", "qwen3"),
+    "jamba": ("JambaForCausalLM", None),
+    "lfm2": ("Lfm2ForCausalLM", None),
+    "llava": ("LlavaForConditionalGeneration", "llama"),
+    "minimax_m2": ("MiniMaxM2ForCausalLM", None),
+    "nemotron_h": ("NemotronHForCausalLM", None),
+    "phi4_multimodal": ("Phi4MultimodalForCausalLM", None),
+    "qwen3_omni_moe": ("Qwen3OmniMoeForConditionalGeneration", None),
+    "smolvlm": ("SmolVLMForConditionalGeneration", "llama"),
+}
+MORE |= {
+    cls.partition("For")[0]: dict(model_type=kind, architectures=[cls])
+    | ({} if inside is None else dict(text_config=dict(model_type=inside)))
+    for kind, (cls, inside) in CLASSES.items()
+}
+
+
+def outcomes() -> dict[str, list[str]]:
+    """Name of a release -> why it is refused; [] if it loads."""
+    return {name: architecture_problems(published(name)) for name in PUBLISHED} | {
+        name: architecture_problems(raw) for name, raw in MORE.items()
+    }
+
+
+if __name__ == "__main__":
+    found = outcomes()
+    for name, problems in found.items():
+        print(f"{name:34} {'loads' if not problems else 'refused: ' + problems[0]}")
+        for problem in problems[1:]:
+            print(f"{'':34} and: {problem}")
+    counts = Counter("refused" if problems else "load" for problems in found.values())
+    print(", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())), f"of {len(found)}")

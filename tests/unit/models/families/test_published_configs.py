@@ -1,0 +1,44 @@
+"""What becomes of each published config.json: it loads, or the error leads somewhere."""
+
+import re
+import subprocess
+import sys
+
+from megagrpo.models.families.hf_config import parse_hf_config
+from tests.unit.models.families.more_published_configs import MORE, outcomes
+from tests.unit.models.families.published_configs import PUBLISHED
+
+# What the user of a refused model can do next.
+WAYS_OUT = (
+    r"docs/add_a_model\.md shows how to (add one|write that file)",
+    r"; use the original weights, or dequantize them with the program that wrote them$",
+    r"; set \w+ to .+",
+    r"remove it from a copy of config\.json",
+    r"docs/add_a_model\.md$",
+)
+LOADED = ("Gemma 3 4B it", "Gemma 3 12B it", "Gemma 3 27B it", "Moonlight 16B A3B", "DeepSeek V3", "gpt-oss 20B")
+
+
+def test_every_published_config_loads_or_is_refused_with_a_way_out():
+    found = outcomes()
+    assert len(found) >= 81 and all(found[name] == [] for name in (*PUBLISHED, *LOADED))
+    for name, problems in found.items():
+        for problem in problems:
+            assert any(re.search(way, problem) for way in WAYS_OUT), f"{name}: {problem}"
+            assert "name a folder with its text model" not in problem
+
+
+def test_the_text_models_of_gemma_3_have_their_published_sizes():
+    sizes = {name: parse_hf_config(MORE[name]) for name in LOADED[:3]}
+    assert [(m.num_heads, m.num_kv_heads, m.head_dim) for m in sizes.values()] == [
+        (8, 4, 256),
+        (16, 8, 256),
+        (32, 16, 128),
+    ]
+
+
+def test_the_script_prints_the_count():
+    command = [sys.executable, "-m", "tests.unit.models.families.more_published_configs"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert re.fullmatch(r"\d+ load, \d+ refused of \d+", lines[-1])
+    assert sum(line.rstrip().endswith(" loads") for line in lines) == int(lines[-1].split()[0])
