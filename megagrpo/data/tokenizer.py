@@ -17,8 +17,9 @@ from megagrpo.data.chat_templates import check_kwargs
 from megagrpo.data.chat_templates import read_chat_template as read_chat_template
 
 if TYPE_CHECKING:
-    from megagrpo.data.images import ImageReader
     from transformers import PreTrainedTokenizerBase
+
+    from megagrpo.data.images import ImageReader
 
 Messages = str | list[dict[str, Any]]
 # End of a rendered conversation: an opened assistant turn, the last message without its end, or the last message with

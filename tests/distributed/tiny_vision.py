@@ -69,7 +69,7 @@ def write_model(folder: Path, seed: int = 0, **text) -> None:
         video_token_id=video,
         vision_start_token_id=start,
         vision_end_token_id=end,
-        tie_word_embeddings=True,
+        tie_word_embeddings=text.get("tie_word_embeddings", True),
     )
     torch.manual_seed(seed)
     model = Qwen2_5_VLForConditionalGeneration(config).float()
@@ -103,9 +103,20 @@ def full_logits(folder: Path, samples: list[tuple[list[int], dict]]) -> list[tor
     token, found = model.config.image_token_id, []
     for token_ids, inputs in samples:
         ids = torch.tensor([token_ids])
-        more = {}
-        if inputs:
-            grids = torch.as_tensor(inputs["image_grid_thw"])
-            more = dict(pixel_values=inputs["pixel_values"], image_grid_thw=grids, mm_token_type_ids=(ids == token).int())
-        found.append(model(input_ids=ids, **more).logits[0].float())
+        if not inputs:
+            found.append(model(input_ids=ids).logits[0].float())
+            continue
+        pixels, grids = inputs["pixel_values"], torch.as_tensor(inputs["image_grid_thw"])
+        of_images = torch.zeros_like(ids)
+        for start, count in zip(inputs["image_starts"], inputs["image_tokens"], strict=True):
+            of_images[0, start : start + count] = 1
+        more = dict(image_grid_thw=grids, mm_token_type_ids=of_images)
+        if torch.equal(of_images, (ids == token).long()):
+            found.append(model(input_ids=ids, pixel_values=pixels, **more).logits[0].float())
+            continue
+        # transformers takes each image token for a part of an image, also one that was sampled
+        rows = model.get_input_embeddings()(ids)
+        rows[of_images.bool()] = model.model.visual(pixels, grid_thw=grids).pooler_output
+        positions, _ = model.model.get_rope_index(ids, **more)
+        found.append(model(inputs_embeds=rows, position_ids=positions).logits[0].float())
     return found
