@@ -165,5 +165,3 @@ def _sequences(micro_batch: MicroBatch) -> list[tuple[int, Mapping[str, Any], Te
 def inputs_of(chunks: Sequence[nn.Module], hf_config: HfConfig, layout: Layout, images: bool) -> ModelInputs:
     """Return what the policy reads besides token ids: nothing, or `images`."""
     return ImageInputs(chunks, hf_config, layout) if images else TokensOnly()
-
-

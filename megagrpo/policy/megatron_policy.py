@@ -269,18 +269,14 @@ class MegatronPolicy:
     ) -> Iterator[dict[str, Any]]:
         """Yield the arguments of Megatron's pipeline schedule for one pass over the micro-batches, which must run
         inside this context. `last_stage` turns the final hidden states into the values that the schedule returns.
-
-        Raises ValueError for a micro-batch with `inputs` that the policy cannot read.
-        """
+        Raises ValueError for a micro-batch with `inputs` that the policy cannot read."""
         self.inputs.begin(micro_batches)
 
         def forward_step(iterator: Iterator[RankBatch], model: Any, return_schedule_plan: bool = False) -> Any:
             item = next(iterator)
-            micro_batch, indices, shares_pack = item.micro_batch, item.indices, self.layout.parallel.cp > 1
-            positions = micro_batch.position_ids[indices]
-            packed = pack_params(
-                micro_batch.cu_seqlens, micro_batch.prefixes, indices if shares_pack else None, positions
-            )
+            micro_batch, indices = item.micro_batch, item.indices
+            positions, own = micro_batch.position_ids[indices], indices if self.layout.parallel.cp > 1 else None
+            packed = pack_params(micro_batch.cu_seqlens, micro_batch.prefixes, own, positions)
             self.inputs.give(model, item.on_host, packed)
             counts, routes = self.config.algorithm.counts_in_routers, micro_batch.routes
             asked = counts or routes is not None

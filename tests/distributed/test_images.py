@@ -132,7 +132,9 @@ def test_a_step_is_the_same_in_every_layout_and_leaves_the_tower(folder):
         for model, kept in run_ranks(stepped, ranks, folder, parallel):
             assert kept
             for name, tensor in model.items():
-                torch.testing.assert_close(torch.from_numpy(tensor), torch.from_numpy(expected[name]), atol=2e-5, rtol=0)
+                torch.testing.assert_close(
+                    torch.from_numpy(tensor), torch.from_numpy(expected[name]), atol=2e-5, rtol=0
+                )
 
 
 def embedding_gradient(folder: Path) -> torch.Tensor:

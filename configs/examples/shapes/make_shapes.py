@@ -1,5 +1,5 @@
-"""Writes a tiny Qwen2.5-VL with random weights, and pictures of one shape each, beside this file, or to the folder in the
-first argument.
+"""Writes a tiny Qwen2.5-VL with random weights, and pictures of one shape each, beside this file, or to the folder in
+the first argument.
 
 The model has four layers, a vision tower of two, and reads single characters. Training starts from nothing.
 """

@@ -8,12 +8,12 @@ import datasets
 import numpy as np
 import pytest
 from PIL import Image
-from tests.distributed.tiny_vision import image, write_model
 
 from megagrpo.config import DataSection
 from megagrpo.data.images import ImageReader
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import load_tokenizer
+from tests.distributed.tiny_vision import image, write_model
 
 IMAGE = 43  # id of the image token
 
@@ -92,7 +92,10 @@ def test_an_image_may_be_bytes_a_path_or_inside_a_message(folder, tmp_path, kind
 
 
 def test_rows_without_images_stay_text(folder, tmp_path):
-    rows = [dict(prompt="which?", images=[]), dict(prompt="which?", images=[dict(bytes=png(image(28, 28, 4)), path=None)])]
+    rows = [
+        dict(prompt="which?", images=[]),
+        dict(prompt="which?", images=[dict(bytes=png(image(28, 28, 4)), path=None)]),
+    ]
     text, seen = source(folder, parquet(tmp_path, rows)).all()
     assert not text.inputs and text.messages == "which?" and IMAGE not in text.token_ids
     assert seen.token_ids.count(IMAGE) == 1
