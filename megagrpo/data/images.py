@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 Message = dict[str, Any]
-COLUMNS = ("image", "images")
-PIXELS, GRIDS, STARTS, TOKENS = "pixel_values", "image_grid_thw", "image_starts", "image_tokens"
+IMAGE_COLUMNS = ("image", "images")
+_PIXELS, _GRIDS, _STARTS, _TOKENS = "pixel_values", "image_grid_thw", "image_starts", "image_tokens"
 _FIX = "an image is a PIL image, a path, or a dict with bytes or path"
 
 
@@ -36,21 +36,21 @@ class PromptImages(Mapping[str, Any]):
     def __init__(self, reader: ImageReader, images: Sequence[Any], starts: Sequence[int], grids: np.ndarray):
         self._reader, self._images = reader, tuple(images)
         tokens = grids.prod(-1) // reader.merge**2
-        self._arrays = {GRIDS: grids, STARTS: np.array(starts, np.int64), TOKENS: tokens}
+        self._arrays = {_GRIDS: grids, _STARTS: np.array(starts, np.int64), _TOKENS: tokens}
 
     def __getitem__(self, name: str) -> Any:
         if name in self._arrays:
             return self._arrays[name]
-        if name != PIXELS:
+        if name != _PIXELS:
             raise KeyError(name)
         pixels, grids = self._reader.pixels(self._images)
-        assert np.array_equal(grids, self._arrays[GRIDS]), f"grids {grids.tolist()} of {self._arrays[GRIDS].tolist()}"
+        assert np.array_equal(grids, self._arrays[_GRIDS]), f"grids {grids.tolist()} of {self._arrays[_GRIDS].tolist()}"
         return pixels
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # only the same object is equal
 
     def __iter__(self) -> Iterator[str]:
-        return iter((PIXELS, *self._arrays))
+        return iter((_PIXELS, *self._arrays))
 
     def __len__(self) -> int:
         return 4
@@ -142,7 +142,7 @@ class ImageReader:
     def pixels(self, images: Sequence[Any]) -> tuple[Tensor, np.ndarray]:
         """Return the patches [n, d] float32 of images, and their grids [k, 3]."""
         made = self.processor(images=[self.opened(image).convert("RGB") for image in images], return_tensors="pt")
-        return made[PIXELS].to(torch.float32), made[GRIDS].numpy()
+        return made[_PIXELS].to(torch.float32), made[_GRIDS].numpy()
 
     def opened(self, image: Any) -> Image.Image:
         """Return an image, upright, and decoded only if it must be turned. Raises ValueError for what is none."""
@@ -175,7 +175,7 @@ def undecoded(rows: Any) -> Any:
 
 
 def _of_columns(values: Mapping[str, Any]) -> list[Any]:
-    one, several = (values.get(name) for name in COLUMNS)
+    one, several = (values.get(name) for name in IMAGE_COLUMNS)
     if one is not None and several is not None:
         raise ValueError("has both columns image and images; keep one of them")
     if several is not None and not isinstance(several, list | tuple):

@@ -8,7 +8,7 @@ from typing import Any
 
 from megagrpo.config import DataSection, DatasetSection, RunConfig
 from megagrpo.data.chat_templates import PROMPT_TAIL, check_kwargs, opened_thought
-from megagrpo.data.images import COLUMNS, PromptImages, undecoded
+from megagrpo.data.images import IMAGE_COLUMNS, PromptImages, undecoded
 from megagrpo.data.prompt_order import PromptOrder
 from megagrpo.data.prompt_values import RenderedPrompts, as_prompt
 from megagrpo.data.row_settings import RowReader, row_mapping
@@ -177,7 +177,7 @@ class PromptSource(PromptOrder):
         )
 
     def _columns(self, values: dict[str, Any]) -> dict[str, Any]:
-        hidden = _PASSED_BY_SCORER if self._images is None else {*_PASSED_BY_SCORER, *COLUMNS}
+        hidden = _PASSED_BY_SCORER if self._images is None else {*_PASSED_BY_SCORER, *IMAGE_COLUMNS}
         columns = {name: value for name, value in values.items() if name not in hidden}
         columns |= {new: _field(values, old) for new, old in self._data.columns.items()}
         return columns | {name: hash_answer(_field(columns, name)) for name in self._data.extract_hash_answer}

@@ -34,7 +34,7 @@ from megagrpo.policy.finite import BadTensor, GradientCheck, NonFiniteError, bad
 from megagrpo.policy.fp8.delayed_scaling import scaling_of
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.masters import drop_unrounded
-from megagrpo.policy.images import inputs_of
+from megagrpo.policy.image_inputs import inputs_of
 from megagrpo.policy.lm_head.task import HeadTask, Upstream, loss_gradients
 from megagrpo.policy.lm_head.top_logprobs import TopLogprobs, top_logprobs
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs

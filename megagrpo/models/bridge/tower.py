@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from megagrpo.models.bridge.load import Checkpoint
-from megagrpo.policy.images import ImageInputs, ModelInputs, build_tower
+from megagrpo.policy.image_inputs import ImageInputs, ModelInputs, build_tower
 from megagrpo.policy.megatron_policy import MegatronPolicy
 
 
