@@ -178,6 +178,8 @@ def _of_columns(values: Mapping[str, Any]) -> list[Any]:
     one, several = (values.get(name) for name in IMAGE_COLUMNS)
     if one is not None and several is not None:
         raise ValueError("has both columns image and images; keep one of them")
+    if isinstance(one, list | tuple):
+        raise ValueError("column image must hold one image (got a list); use images for several")
     if several is not None and not isinstance(several, list | tuple):
         raise ValueError(f"column images must be a list (got {type(several).__name__}); use image for a single one")
     return list(several or []) if one is None else [one]

@@ -113,9 +113,9 @@ def _without_none(value: Any) -> Any:
     return [_without_none(element) for element in value] if isinstance(value, list) else value
 
 
-def _text_of(message: dict[str, Any]) -> str:
-    content = message["content"]
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+def content_text(content: str | list[dict[str, Any]]) -> str:
+    """Return the content of a message as text, with [image] in place of an image."""
+    return content if isinstance(content, str) else "".join(part.get("text", "[image]") for part in content)
 
 
 class RenderedPrompts:
@@ -142,7 +142,7 @@ class RenderedPrompts:
 
     def see(self, row: int, prompt: Messages) -> None:
         """Look at the prompt of a row."""
-        for text in [prompt] if isinstance(prompt, str) else map(_text_of, prompt):
+        for text in [prompt] if isinstance(prompt, str) else [content_text(m["content"]) for m in prompt]:
             start = text.lstrip()
             marks = [*filter(start.startswith, self._beginnings), *(token for token in self._inside if token in text)]
             if marks or (self._frame and start.startswith(self._frame)):

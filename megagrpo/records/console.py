@@ -79,7 +79,7 @@ class ConsoleSink:
             return
         shown = best_and_worst(rows)
         prompt = shown[0]["prompt"]
-        question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        question = prompt if isinstance(prompt, str) else content_text(prompt[-1]["content"])
         blocks = [Text.assemble(("prompt    ", "dim"), _short(question))]
         for row in shown:
             advantage = row["advantage"]

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,19 @@ def _check_place(r: RolloutSection, model_folder: Path, dtype: str, on_cpu: bool
         )
     if on_cpu and r.quantization != "none":
         _check_quantization(r.quantization, model_folder)
+    if _has_tower(model_folder) and find_spec("torchvision") is None:
+        raise ValueError(
+            "model.path: vLLM's code of this vision-language model imports torchvision, which is missing; run "
+            '`pip install --no-deps "torchvision==0.28.*"`, which fits torch 2.13'
+        )
+
+
+def _has_tower(model_folder: Path) -> bool:
+    """Whether the model can read images; False for a model that only vLLM knows."""
+    try:
+        return load_hf_config(model_folder).vision is not None
+    except ProblemError:
+        return False
 
 
 def _is_recurrent(model_folder: Path) -> bool:

@@ -97,7 +97,7 @@ def _text(value: Any) -> str | None:
 
 
 def _question(prompt: Prompt) -> str:
-    return prompt.messages if isinstance(prompt.messages, str) else str(prompt.messages[-1]["content"])
+    return prompt.messages if isinstance(prompt.messages, str) else content_text(prompt.messages[-1]["content"])
 
 
 def wrong_answers(golds: Sequence[str | None], row: int, count: int) -> list[str]:

@@ -125,6 +125,7 @@ def test_an_image_is_turned_as_its_exif_says(folder, tmp_path):
         (dict(prompt="a <|image_pad|>", image="one.png"), r"renders 2 image token\(s\) for 1 image\(s\)"),
         (dict(prompt="a", image="one.png", images=["one.png"]), "has both columns image and images; keep one"),
         (dict(prompt="a", images="one.png"), "column images must be a list"),
+        (dict(prompt="a", image=["one.png"]), "column image must hold one image"),
         (
             dict(prompt=[dict(role="user", content=[dict(type="image"), dict(type="image")])], images=["one.png"]),
             r"has 2 parts of type image, and the row has 1 image\(s\)",
