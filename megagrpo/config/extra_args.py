@@ -66,6 +66,7 @@ REFUSED_ARGUMENTS = {
     "--structured-outputs-config": "is set by rollout.structured_outputs; leave it out",
     "--language-model-only": "is set by the run, which knows whether prompts have images; leave it out",
     "--enable-sleep-mode": "is set by rollout.placement; leave it out",
+    "--hf-overrides": "changes the servers' model and not the policy's; edit config.json in a copy of the folder",
     "--config": "names a file with more arguments, which this check cannot read; write them in rollout.extra_args",
     "--help": "starts no server; leave it out",
     "--logits-processors": "changes the sampled distribution, which the trainer cannot reproduce; leave it out",

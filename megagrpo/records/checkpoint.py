@@ -249,7 +249,7 @@ class Checkpointer:
     def _publish(self, saving: _Saving, written: dict[str, str]) -> None:
         partial, final, state = saving.partial, saving.final, saving.state
         (partial / HF_FILES).mkdir()
-        carry(self.model_folder, self._model_files, self.policy.hf_config, partial / HF_FILES)
+        carry(self.model_folder, self._model_files, partial / HF_FILES)
         contents = {"state": asdict(state), "layout": self.layout.sizes, "reference_moved": saving.reference_moved}
         (partial / STATE_FILE).write_text(json.dumps(contents, indent=1))
         others = [path for path in partial.rglob("*") if path.is_file() and path.name not in written]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_now import save_now
+from family_proofs import check_model, differing_tensors, largest_difference, packs
 from ranks import RankFailed, run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_families import EVERY, class_of, tiny_model
@@ -19,6 +20,7 @@ from megagrpo.models.bridge.hf_files import copy_side_files
 from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.bridge.parameter_blocks import tensor_names
 from megagrpo.models.bridge.untrained_tensors import UNTRAINED_FILE, UNTRAINED_ORIGIN, open_untrained
+from megagrpo.models.families.example import TINY_SIZES
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.models.families.weight_sources import SINGLE
 from megagrpo.platform.parallel.layout import init_layout
@@ -99,14 +101,37 @@ def test_an_export_of_a_runs_checkpoint_holds_what_is_not_trained(name, parallel
     check(tmp_path / "late")
 
 
+def save_with_names_of_modules(root: Path) -> list:
+    """Save a multimodal model with both kinds of names; return transformers' logits for each pack."""
+    model = tiny_model(*EVERY[NAMES[0]])
+    model.save_pretrained(root / "modules", save_original_format=False)
+    with torch.no_grad():
+        return [
+            torch.cat([model(s[None]).logits[0] for s in tokens.split(lengths)]).numpy()
+            for tokens, _, lengths in packs(TINY_SIZES["vocab_size"])
+        ]
+
+
+def test_files_with_the_names_of_transformers_modules_load_and_come_back(models, tmp_path):
+    (logits,) = run_ranks(save_with_names_of_modules, 1, tmp_path)
+    folder, out, sizes = tmp_path / "modules", tmp_path / "out", dict(tp=2)
+    names = load_file(folder / SINGLE)
+    assert (
+        "model.language_model.norm.weight" in names and "model.multi_modal_projector.mm_soft_emb_norm.weight" in names
+    )
+    results = run_ranks(check_model, 2, folder, out, sizes, 10**9)
+    assert largest_difference(results, [torch.from_numpy(pack) for pack in logits], sizes) < 1e-5
+    assert differing_tensors(folder, out) == []
+
+
 def test_a_folder_that_holds_another_model_by_now_is_refused(models, tmp_path):
     from megagrpo.models.bridge.hf_files import carry, files_of
 
     model, target = tmp_path / "model", tmp_path / "hf"
     shutil.copytree(models / NAMES[1], model)
     target.mkdir()
-    files, hf_config = files_of(model), load_hf_config(model)
-    carry(model, files, hf_config, target)
+    files = files_of(model)
+    carry(model, files, target)
     entries = {name: files.entries[name] for name in PREDICTOR}
     tensor_of = open_untrained(target, entries)
     assert all(torch.equal(tensor_of(name), tensor) for name, tensor in PREDICTOR.items())
@@ -126,7 +151,7 @@ def test_a_converted_checkpoint_holds_them_and_an_export_has_no_own_files(models
 
     model, target = models / NAMES[1], tmp_path / "hf"
     target.mkdir()
-    carry(model, files_of(model), load_hf_config(model), target, whole=True)
+    carry(model, files_of(model), target, whole=True)
     assert sorted(load_file(target / UNTRAINED_FILE)) == sorted(PREDICTOR)
     (tmp_path / "out").mkdir()
     copy_side_files(target, tmp_path / "out")

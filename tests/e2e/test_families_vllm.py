@@ -180,6 +180,7 @@ def push_adapter(engine, folder: Path, merged: Path, lora: LoraSection) -> None:
     ("name", "chosen"),
     [
         ("phi3", {}),  # fused projections
+        ("gemma3 multimodal", {}),
         ("qwen3_moe", dict(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])),
         ("qwen3_moe", {}),  # dense blocks too
         ("deepseek_v3", dict(target_modules=["q_b_proj", "o_proj"])),
@@ -189,7 +190,8 @@ def push_adapter(engine, folder: Path, merged: Path, lora: LoraSection) -> None:
 )
 def test_adapters_reach_vllm(name, chosen, tmp_path):
     folder, lora = folder_of(name), LORA.model_copy(update=chosen)
-    launcher = launch(folder, f"{name}_adapters", lora_rank=LORA.rank, lora_modules=_adapted(lora, folder))
+    options = dict(lora_rank=LORA.rank, lora_modules=_adapted(lora, folder), text_only=name in WRAPPED)
+    launcher = launch(folder, f"{folder.name}_adapters", **options)
     try:
         launcher.wait()
         engine = VllmEngine(launcher.urls, lambda ids: "", max_num_seqs=64, logs=launcher.logs, adapters=1)

@@ -155,14 +155,16 @@ def _by_kind(config: HfConfig, shapes: Shapes) -> dict[str, tuple[int, int]]:
 
 
 def _layouts(config: HfConfig) -> dict[str, list[int]]:
-    """Return the valid sizes of each axis while the other axes are 1. Every cp is valid."""
-    alone = {"etp": 1} if config.experts else {}
+    """Return the valid sizes of each axis while the other axes are 1. Without `cp` every size of it is valid."""
+    alone: dict[str, Any] = {"etp": 1} if config.experts else {}
 
     def valid(key: str, largest: int) -> list[int]:
         sizes = range(1, largest + 1)
         return [n for n in sizes if not model_problems(config, ParallelSection(**(alone | {key: n})))]
 
     found = {"tp": valid("tp", config.num_heads), "pp": valid("pp", config.num_layers)}
+    if config.gated_delta:
+        found["cp"] = valid("cp", config.gated_delta.key_heads)
     if config.experts:
         found |= {"ep": valid("ep", config.experts.count), "etp": valid("etp", _LARGEST_ETP)}
     return found
@@ -195,6 +197,7 @@ def _compare(report: ModelReport, checkpoint: Checkpoint, config: HfConfig, shap
     report.facts |= {
         "files": len(checkpoint.files),
         "file_dtypes": dict(dtypes),
+        "dequantized": [name for name, view in checkpoint.views.items() if view.dtype],
         "own_head": embedding_and_head(config)[1] in entries,
         "kept": {
             "computed from config.json": [name for name in untrained if name.endswith(INV_FREQ)],
@@ -228,20 +231,28 @@ def _rows(facts: dict[str, Any]) -> Iterable[tuple[str, str]]:
     if "files" in facts:
         sizes = [f"{count:,} in {dtype} ({_size(size)})" for dtype, (count, size) in facts["file_dtypes"].items()]
         yield "files", f"{facts['files']}, tensors: {', '.join(sizes)}"
+    if names := facts.get("dequantized"):
+        yield "dequantized", f"tensors: {_counted(names)}"
     yield "config.json", f"dtype {facts['config_dtype']}"
     yield "loaded", "tensors: " + ", ".join(f"{kind} {count:,}" for kind, (count, _) in facts["loaded"].items())
     for reason, names in facts.get("kept", {}).items():
         if names:
-            more = f", {names[1]}, ..." if len(names) > 1 else ""
-            yield "kept", f"tensors: {len(names):,}, {reason}: {names[0]}{more}"
+            yield "kept", f"tensors: {_counted(names, reason)}"
     own = f"; the files' {facts['head']} is a copy, and an export writes it" if facts.get("own_head") else ""
     yield "head", f"tied to {facts['tied_to']}{own}" if facts["tied_to"] else f"{facts['head']}, not tied"
     yield "layouts", "; ".join(f"{axis} {' '.join(map(str, sizes))}" for axis, sizes in facts["layouts"].items())
-    yield "", f"with parallel.pipeline_layers every pp up to {facts['layers']}; every cp"
+    every = "" if "cp" in facts["layouts"] else "; every cp"
+    yield "", f"with parallel.pipeline_layers every pp up to {facts['layers']}{every}"
     yield "vLLM", _vllm_text(facts["vllm"], facts["multimodal"][1] if facts["multimodal"] else facts["architecture"])
     modules, parameters = facts["lora_target_modules"], facts["lora_target_parameters"]
     yield "LoRA", ", ".join(modules) + (f"; in experts: {', '.join(parameters)}" if parameters else "")
     yield "weights", ", ".join(f"{_size(size)} in {dtype}" for dtype, size in facts["weight_bytes"].items())
+
+
+def _counted(names: list[str], reason: str = "") -> str:
+    """Return the number of tensors, the reason, and the first two names."""
+    more = f", {names[1]}, ..." if len(names) > 1 else ""
+    return f"{len(names):,}{reason and ', '}{reason}: {names[0]}{more}"
 
 
 def _vllm_text(vllm: dict[str, Any], architecture: str) -> str:

@@ -31,9 +31,8 @@ from megagrpo.models.bridge.hf_files import narrows
 from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.bridge.tensor_files import TensorFile, dtype_name
 from megagrpo.models.bridge.torch_dist import StoredTensors
-from megagrpo.models.families.config_keys import wrapper_of
 from megagrpo.models.families.dense import EMBEDDING
-from megagrpo.models.families.hf_config import load_hf_config, read_raw_config
+from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform import device
 from megagrpo.platform.device import quiet
@@ -135,7 +134,18 @@ def _is_recurrent(model_folder: Path) -> bool:
 
 def _is_multimodal(model_folder: Path) -> bool:
     """Whether the trained model is the text model of a multimodal one; False for a model that only vLLM knows."""
-    return wrapper_of(read_raw_config(model_folder)) is not None
+    try:
+        return load_hf_config(model_folder).wrapper is not None
+    except ProblemError:
+        return False
+
+
+def _is_packed(model_folder: Path) -> bool:
+    """Whether the files hold tensors that the plugin computes; False for files that only vLLM can read."""
+    try:
+        return bool(Checkpoint(model_folder).views)
+    except ValueError:
+        return False
 
 
 def _options(
@@ -153,7 +163,7 @@ def _options(
         model=str(model_folder.resolve()),
         dtype=dtype,
         quantization=None if r.quantization == "none" else r.quantization,
-        packed=bool(Checkpoint(model_folder).views),
+        packed=_is_packed(model_folder),
         max_model_len=max_model_len or config.longest_sequence,
         tp=r.tp,
         pp=r.pp,

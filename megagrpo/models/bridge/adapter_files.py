@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from functools import lru_cache
@@ -20,12 +21,13 @@ from megagrpo.models.bridge.file_checksums import verify_inside
 from megagrpo.models.bridge.hf_export import Parameters, Source, Stream, refuse_non_empty, save_folder, save_hf
 from megagrpo.models.bridge.hf_files import File, Files, Rounded, Writer
 from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.parameter_blocks import adapter_blocks, fill
+from megagrpo.models.bridge.parameter_blocks import PEFT, adapter_blocks, fill
 from megagrpo.models.bridge.tensor_files import TensorFile, first_bad, make_header
 from megagrpo.models.bridge.unfinished import refuse_taken
 from megagrpo.models.families.blocks import Block
 from megagrpo.models.families.hf_config import HfConfig, load_hf_config
 from megagrpo.models.families.weight_sources import new_folder, resolve_model, shared_name
+from megagrpo.models.families.wrapper import MODULE_NAMES
 from megagrpo.platform.parallel.agree import run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.progress_hook import SILENT, Progress
@@ -203,7 +205,12 @@ def save_adapter(
                 writer.write(name, tensor.reshape(in_file(name, tuple(tensor.shape))))
         modules = {name.rpartition(".lora_")[0] for name in sources if ".experts." not in name}
         projections = sorted({module.rpartition(".")[2] for module in modules})
-        (unfinished / CONFIG).write_text(json.dumps(adapter_config(lora, projections, base), indent=2))
+        saved = adapter_config(lora, projections, base)
+        inside = PEFT + MODULE_NAMES.decoder
+        if modules and all(module.startswith(inside) for module in modules) and not lora.expression:
+            # towers have projections of the same names
+            saved["target_modules"] = rf"{re.escape(MODULE_NAMES.decoder)}.*\.({'|'.join(projections)})"
+        (unfinished / CONFIG).write_text(json.dumps(saved, indent=2))
 
     save_folder(folder, parameters, layout, sources, write)
 

@@ -20,7 +20,7 @@ from megagrpo.models.bridge.load import Checkpoint, embedding_and_head, untraine
 from megagrpo.models.bridge.tensor_files import METADATA_KEY, Entry, dtype_name, first_bad, make_header, parse_header
 from megagrpo.models.bridge.unfinished import check_space
 from megagrpo.models.bridge.untrained_tensors import UNTRAINED_FILE, UNTRAINED_ORIGIN, open_untrained, record_origin
-from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families.hf_config import HfConfig, parse_hf_config, read_raw_config
 from megagrpo.models.families.precisions import QUANTIZATION
 from megagrpo.models.families.stored_names import HEADERS_FILE as HEADERS_FILE
 from megagrpo.models.families.weight_sources import INDEX, NAMED_TEMPLATES, SINGLE
@@ -328,11 +328,12 @@ def _has_its_code(raw: dict[str, Any], folder: Path) -> bool:
     return all((folder / f"{module}.py").is_file() for module in modules)
 
 
-def carry(source: Path, files: Files | None, hf_config: HfConfig, target: Path, whole: bool = False) -> None:
+def carry(source: Path, files: Files | None, target: Path, whole: bool = False) -> None:
     """Write side files, index and headers of `source` into `target`: everything but the weights that an export to the
     same `files` needs. Untrained tensors come along if `whole`; otherwise the name of their folder does."""
     copy_side_files(source, target)
     if files is not None:
+        hf_config = parse_hf_config(read_raw_config(target), files.entries)
         if (names := untrained_names(files.entries, hf_config)) and whole:
             own = {name: (files.entries[name].dtype, files.entries[name].shape) for name in names}
             with Writer(target, Files((File(UNTRAINED_FILE, make_header(own)),), None)) as writer:

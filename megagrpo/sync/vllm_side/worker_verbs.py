@@ -60,7 +60,7 @@ class WorkerVerbs:
             sums |= {
                 projection: [_sum(x), _sum(y)] for projection, x, y in zip(names, a, b, strict=True) if x is not None
             }
-        return {name.partition("model.")[2]: of_adapter for name, of_adapter in sums.items()}
+        return {name[name.index("layers.") :]: of_adapter for name, of_adapter in sums.items()}
 
 
 def difference(written: dict[str, list[str]], held: dict[str, list[str]]) -> str:

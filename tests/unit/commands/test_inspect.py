@@ -116,7 +116,7 @@ def test_every_reason_to_refuse_a_model_is_listed(model, capsys):
     ]
     assert code == 2 and len(found["problems"]) == len(expected)
     assert all(said.startswith(start) for said, start in zip(found["problems"], expected, strict=True))
-    set_keys(model, mlp_bias=True, quantization_config={"quant_method": "fp8"})
+    set_keys(model, mlp_bias=True, quantization_config={"quant_method": "awq"})
     (model / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     assert main(["inspect", str(model)]) == 2
     refused = [line for line in capsys.readouterr().out.splitlines() if line.startswith("refused: ")]
@@ -132,6 +132,18 @@ def test_a_tied_model_with_another_head_is_refused_and_with_a_copy_it_is_not(mod
     code, found = inspected(capsys, model)
     assert code == 0 and found["model"]["own_head"]
     assert found["notes"][0] == "config.json says float32, but the weights are bfloat16; an export keeps both"
+
+
+def test_quantized_weights_are_shown_as_a_run_would_load_them(model, capsys):
+    name = "model.layers.1.mlp.up_proj.weight"
+    weight = load_file(model / "model.safetensors")[name]
+    scales = {f"{name}_scale_inv".replace(".", "__"): torch.ones(1, 1)}
+    change(model, **{name.replace(".", "__"): weight.to(torch.float8_e4m3fn)}, **scales)
+    set_keys(model, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    code, found = inspected(capsys, model)
+    assert code == 0 and found["model"]["dequantized"] == [name]
+    assert main(["inspect", str(model)]) == 0
+    assert f"  dequantized  tensors: 1: {name}\n" in capsys.readouterr().out
 
 
 def test_a_model_without_weights_here_is_checked_by_its_config(capsys):

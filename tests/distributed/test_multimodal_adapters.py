@@ -1,0 +1,73 @@
+"""Adapters of a multimodal model's text model have the names that PEFT gives them, and leave the tower alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from tiny_families import EVERY, class_of, tiny_model
+
+from megagrpo.config import LoraSection, ParallelSection
+from megagrpo.models.bridge.adapter_files import load_adapter, read_lora, save_adapter
+from megagrpo.models.bridge.hf_export import find_sources, save_hf
+from megagrpo.models.bridge.load import load_hf
+from megagrpo.models.bridge.parameter_blocks import adapter_blocks, fill
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.policy.build import build_model
+from megagrpo.policy.lora_layers import attach_adapters
+from megagrpo.policy.transformer_config import ModelOptions
+from megagrpo.proof.verify.shrink import random_tensor
+
+NAME = "gemma3 multimodal"
+
+
+def write(model: Path, root: Path, lora: LoraSection) -> None:
+    """Write an adapter, the merged model, and the adapter again after `load_adapter`."""
+    layout, hf_config = init_layout(ParallelSection(tp=2)), load_hf_config(model)
+    chunks = build_model(hf_config, layout, ModelOptions(dtype=torch.float32, own_linears=True))
+    attach_adapters(chunks, hf_config, lora, recompute="none")
+    load_hf(chunks, hf_config, model, layout)
+    found = list(adapter_blocks(chunks, hf_config, layout))
+    for _, parameter, blocks in found:
+        fill(parameter, blocks, lambda block: 0.3 * random_tensor(block.name, block.shape)[block.slices])
+    save_hf(chunks, hf_config, layout, root / "merged", model)
+    sources = find_sources(found, layout)
+    save_adapter(found, layout, sources, root / "adapter", lora, str(model), torch.float32)
+    for _, parameter, _ in found:
+        parameter.data.zero_()
+    load_adapter(chunks, hf_config, layout, root / "adapter", read_lora(root / "adapter"))
+    save_adapter(found, layout, sources, root / "again", lora, str(model), torch.float32)
+    layout.close()
+
+
+def logits_with_peft(model: Path, root: Path) -> tuple[float, list[str]]:
+    """The largest difference of logits between PEFT and the merged model; names of PEFT's tensors."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.arange(40)[None]
+    whole, merged = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (model, root / "merged"))
+    with torch.no_grad():
+        plain = whole(ids).logits
+        adapted = PeftModel.from_pretrained(whole, root / "adapter").eval()
+        found, expected = adapted(ids).logits, merged(ids).logits
+    assert (found - plain).abs().max() > 0.1
+    names = [name for name, _ in adapted.named_parameters() if "lora_" in name]
+    return (found - expected).abs().max().item(), names
+
+
+@pytest.mark.parametrize("modules", ["all-linear", ["q_proj", "down_proj"], r"model\.language_model\..*\.o_proj"])
+def test_peft_reads_the_adapter_of_a_multimodal_model(modules, tmp_path):
+    class_of(EVERY[NAME][0])
+    model = tmp_path / "model"
+    run_ranks(lambda: tiny_model(*EVERY[NAME]).save_pretrained(model), 1)
+    run_ranks(write, 2, model, tmp_path, LoraSection(rank=4, alpha=6.0, target_modules=modules))
+    ((difference, names),) = run_ranks(logits_with_peft, 1, model, tmp_path)
+    assert difference < 1e-4
+    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {name.replace(".default", "") for name in names} == written.keys()
+    assert all(name.startswith("base_model.model.model.language_model.layers.") for name in written)
+    again = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    assert again.keys() == written.keys() and all(torch.equal(again[name], written[name]) for name in written)
