@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megagrpo.data.prompt_values import content_text
 from megagrpo.platform.parallel.bulk_messages import parts_to_first_rank
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.records.jsonl_file import encoded

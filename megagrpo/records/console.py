@@ -13,6 +13,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from megagrpo.config import RunConfig, evaluation_sets
+from megagrpo.data.prompt_values import content_text
 from megagrpo.platform.process.terminal import WIDTH, one_line, printable, quiets, wrapped, write_output
 from megagrpo.records.completions import Rows, best_and_worst
 from megagrpo.records.screen import lines_console

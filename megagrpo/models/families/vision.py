@@ -28,17 +28,21 @@ class Vision:
     axes: tuple[int, ...]
 
 
-def qwen_vision(tower: str, interleaved: bool) -> Callable[[Raw], Vision]:
+def qwen_vision(tower: str, interleaved: bool) -> Callable[[Raw], Vision | None]:
     """Return the reader of the tower of a Qwen-VL from config.json. The axes of the rotation follow each other in
-    sections, or are `interleaved`."""
+    sections, or are `interleaved`. Without sections the model is one of text."""
 
-    def read(raw: Raw) -> Vision:
+    def read(raw: Raw) -> Vision | None:
         text = raw.get("text_config") or raw
-        time, height, width = next(text[key] for key in _ROTARY if text.get(key))["mrope_section"]
+        sections = [text[key]["mrope_section"] for key in _ROTARY if "mrope_section" in (text.get(key) or {})]
+        if not sections:
+            return None
+        time, height, width = sections[0]
         axes = [0] * time + [1] * height + [2] * width
         if interleaved:  # time, height, width, time, ...; the rest is time
             axes = [i % 3 if i < 3 * (0, height, width)[i % 3] else 0 for i in range(len(axes))]
-        return Vision(tower, "visual.", raw["image_token_id"], raw["vision_config"]["spatial_merge_size"], tuple(axes))
+        token, merge = raw.get("image_token_id", 151655), (raw.get("vision_config") or {}).get("spatial_merge_size", 2)
+        return Vision(tower, "visual.", token, merge, tuple(axes))
 
     return read
 

@@ -72,7 +72,7 @@ class Wrapper:
     defaults: Raw = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     untrained: tuple[str, ...] = ()
-    vision: Callable[[Raw], Vision] | None = None
+    vision: Callable[[Raw], Vision | None] | None = None
 
     def text_of(self, raw: Raw) -> Raw:
         """Return the keys of the text model, without `model_type` and `architectures`. Those of the whole model in
