@@ -55,9 +55,10 @@ class ImageInputs:
         self.tower: nn.Module | None = None  # set by `models.bridge.tower.load_tower` on the first stage
         self._rows: dict[int, tuple[Mapping[str, Any], Tensor]] = {}  # id of the inputs -> (they, rows [n, H])
         for chunk in chunks:
-            if hasattr(chunk, "embedding"):
-                chunk.embedding.image_rows = None
-                chunk.embedding.register_forward_hook(_replace_rows)
+            embedding: Any = getattr(chunk, "embedding", None)
+            if embedding is not None:
+                embedding.image_rows = None
+                embedding.register_forward_hook(_replace_rows)
 
     def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Drop the rows of images that this pass does not have."""
