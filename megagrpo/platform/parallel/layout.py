@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from megagrpo.config import ParallelSection, ProblemError
 from megagrpo.platform import device
@@ -142,6 +143,11 @@ class Layout:
 
     def release(self) -> None:
         """Destroy the groups of the axes, so that another layout can be initialised in the same world."""
+        own = self.cpu_group, self.replica, self.leaders, self.ends
+        groups = (*(parallel_state._global_process_group_list or ()), *own)
+        for group in dict.fromkeys(groups):  # in the order of creation, which is that of every rank
+            if group in distributed_c10d._world.pg_map and group is not dist.group.WORLD:
+                dist.destroy_process_group(group)  # else its threads and connections stay
         parallel_state.destroy_model_parallel()
         # Megatron-Core 0.19 keeps some groups. In a fork of this process their destructors would wait for threads that
         # a fork lacks.
