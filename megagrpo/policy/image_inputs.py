@@ -164,6 +164,6 @@ def _sequences(micro_batch: MicroBatch) -> list[tuple[int, Mapping[str, Any], Te
 
 
 def inputs_of(chunks: Sequence[nn.Module], hf_config: HfConfig, layout: Layout, images: bool) -> ModelInputs:
-    """Return what the policy reads besides token ids: `images`, if the model has a tower (`megagrpo verify` makes models
-    without one), or nothing."""
+    """Return what the policy reads besides token ids: `images`, if the model has a tower, or nothing. `megagrpo verify`
+    makes models without one."""
     return ImageInputs(chunks, hf_config, layout) if images and hf_config.vision is not None else TokensOnly()

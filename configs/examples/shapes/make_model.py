@@ -1,19 +1,14 @@
-"""Writes a tiny Qwen2.5-VL with random weights, and pictures of one shape each, beside this file, or to the folder in
-the first argument.
+"""Writes a tiny Qwen2.5-VL with random weights beside this file, or to the folder in the first argument.
 
-The model has four layers, a vision tower of two, and reads single characters. Training starts from nothing.
+The model has four layers and a vision tower of two, and reads single characters. Training starts from nothing.
 """
 
 from __future__ import annotations
 
-import random
 import sys
 from pathlib import Path
-from typing import Any
 
-import datasets
 import torch
-from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -25,8 +20,7 @@ TEMPLATE = (
     "{% for part in message.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
 )
-COLOURS = {"red": (220, 30, 30), "green": (30, 160, 60), "blue": (40, 60, 220)}
-SIDE = 56  # pixels: two by two tokens
+SIDE = 56  # pixels of a picture: two by two tokens
 TEXT = dict(
     hidden_size=128,
     intermediate_size=256,
@@ -75,34 +69,7 @@ def write_model(out: Path) -> None:
     Qwen2VLImageProcessorPil(size=dict(shortest_edge=28 * 28, longest_edge=SIDE * SIDE)).save_pretrained(out)
 
 
-def picture(colour: str, draw_number: random.Random) -> Image.Image:
-    """Return a circle, square or triangle of the colour, somewhere on white."""
-    image = Image.new("RGB", (SIDE, SIDE), "white")
-    pen, size = ImageDraw.Draw(image), draw_number.randint(24, 36)
-    x, y = (draw_number.randint(2, SIDE - 2 - size) for _ in range(2))
-    kind = draw_number.choice(("circle", "square", "triangle"))
-    if kind == "circle":
-        pen.ellipse((x, y, x + size, y + size), fill=COLOURS[colour])
-    elif kind == "square":
-        pen.rectangle((x, y, x + size, y + size), fill=COLOURS[colour])
-    else:
-        pen.polygon([(x, y + size), (x + size, y + size), (x + size // 2, y)], fill=COLOURS[colour])
-    return image
-
-
-def write_data(out: Path, count: int, seed: int) -> None:
-    """Write rows with the columns prompt, image and answer: the first letter of the colour."""
-    draw_number, rows = random.Random(seed), list[dict[str, Any]]()
-    for _ in range(count):
-        colour = draw_number.choice(list(COLOURS))
-        prompt = [{"role": "user", "content": "which colour?"}]
-        rows.append({"prompt": prompt, "image": picture(colour, draw_number), "answer": colour[0]})
-    datasets.Dataset.from_list(rows).cast_column("image", datasets.Image()).to_parquet(str(out))
-
-
 if __name__ == "__main__":
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
-    write_model(folder / "model")
-    for name, count, seed in (("train", 256, 0), ("heldout", 64, 1)):
-        write_data(folder / f"{name}.parquet", count, seed)
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "model"
+    write_model(folder)
     print(f"written to {folder}")
