@@ -5,7 +5,8 @@
 
 Builds transformers' own model of that type without weights, and takes the parts of a family whose tensors the model
 has. Writes the draft to megagrpo/models/families/ of this installation, or to --out, and lists what is left to do:
-unknown keys and tensors, and the classes of transformers' code to compare. docs/add_a_model.md describes the rest. Exit
+unknown keys and tensors, and the classes of transformers' code to compare. Of a multimodal model it drafts the text
+model, and lists the line of code for the model around it. docs/add_a_model.md describes the rest. Exit
 code 0: the draft is written, 2: the config cannot be read, or the file exists.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from megagrpo.commands.api.conversions import hide_gpus
 from megagrpo.config import ConfigError, ProblemError
@@ -26,6 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: the folder of families)")
 
 
+def _text_model(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return config.json of the text model, and the line of code for the multimodal model around it; "" for a model of
+    text."""
+    if not isinstance(text := raw.get("text_config"), dict):
+        return raw, ""
+    classes = raw.get("architectures") or ["TODO"]
+    return text, f'wrappers=(Wrapper("{raw.get("model_type")}", "{classes[0]}"),),'
+
+
 def run(options: argparse.Namespace) -> int:
     """Write the draft, and return the exit code. Raises ConfigError if the file exists."""
     hide_gpus()
@@ -36,7 +47,10 @@ def run(options: argparse.Namespace) -> int:
     if options.model.name != "config.json" and not options.model.is_dir():
         raise ConfigError(f"{options.model} is neither a folder nor a config.json; name one")
     raw = read_raw_config(options.model if options.model.is_dir() else options.model.parent)
+    raw, line = _text_model(raw)
     kind = str(raw.get("model_type"))
+    if line and kind in FAMILIES:
+        raise ConfigError(f"{options.model}: its text model {kind} is supported; add to its file: {line}")
     if kind in FAMILIES and options.out is None:
         raise ConfigError(f"{options.model}: model_type {kind} is supported; name a file with --out to draft it anyway")
     out = options.out or families_folder() / f"{kind}.py"
@@ -47,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
     except ProblemError as error:
         raise ConfigError(str(error)) from None
     out.write_text(draft.text)
-    lines = [f"{out}: {' | '.join(draft.parts)}", *(f"  {task}" for task in draft.tasks)]
+    tasks = [*draft.tasks, *([f"add {line}"] if line else [])]
+    lines = [f"{out}: {' | '.join(draft.parts)}", *(f"  {task}" for task in tasks)]
     show("\n".join([*lines, f"next: finish the file, then python -m tests.prove_family {kind}"]))
     return 0

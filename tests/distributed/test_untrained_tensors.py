@@ -131,7 +131,7 @@ def test_a_folder_that_holds_another_model_by_now_is_refused(models, tmp_path):
     shutil.copytree(models / NAMES[1], model)
     target.mkdir()
     files = files_of(model)
-    carry(model, files, target)
+    carry(model, files, target, PREDICTOR)
     entries = {name: files.entries[name] for name in PREDICTOR}
     tensor_of = open_untrained(target, entries)
     assert all(torch.equal(tensor_of(name), tensor) for name, tensor in PREDICTOR.items())
@@ -151,7 +151,7 @@ def test_a_converted_checkpoint_holds_them_and_an_export_has_no_own_files(models
 
     model, target = models / NAMES[1], tmp_path / "hf"
     target.mkdir()
-    carry(model, files_of(model), target, whole=True)
+    carry(model, files_of(model), target, PREDICTOR, whole=True)
     assert sorted(load_file(target / UNTRAINED_FILE)) == sorted(PREDICTOR)
     (tmp_path / "out").mkdir()
     copy_side_files(target, tmp_path / "out")

@@ -74,7 +74,7 @@ def import_hf(model: str, out: Path, layout: Layout, progress: Progress = SILENT
 
         def finish() -> None:
             _empty(folder.path / HF_FILES)
-            carry(source, files_of(source), folder.path / HF_FILES, whole=True)
+            carry(source, files_of(source), folder.path / HF_FILES, checkpoint.untrained(hf_config), whole=True)
             add_pieces(frame, [piece for pieces in everyone for piece in pieces])
             for file in frame.iterdir():
                 file.rename(weights / file.name)

@@ -20,10 +20,11 @@ from megagrpo.models.bridge.load import Checkpoint, embedding_and_head, untraine
 from megagrpo.models.bridge.tensor_files import METADATA_KEY, Entry, dtype_name, first_bad, make_header, parse_header
 from megagrpo.models.bridge.unfinished import check_space
 from megagrpo.models.bridge.untrained_tensors import UNTRAINED_FILE, UNTRAINED_ORIGIN, open_untrained, record_origin
-from megagrpo.models.families.hf_config import HfConfig, parse_hf_config, read_raw_config
+from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.models.families.precisions import QUANTIZATION
 from megagrpo.models.families.stored_names import HEADERS_FILE as HEADERS_FILE
 from megagrpo.models.families.weight_sources import INDEX, NAMED_TEMPLATES, SINGLE
+from megagrpo.models.families.wrapper import TEXT_CONFIG
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.sync.wire.tensor_index import FLOAT32_TENSORS
 
@@ -314,6 +315,8 @@ def copy_side_files(source: Path, target: Path, dtype: torch.dtype | None = None
     if dtype is not None:
         named = [key for key in DTYPE_KEYS if key in raw] or DTYPE_KEYS[-1:]
         changed = changed | dict.fromkeys(named, dtype_name(dtype))
+        if isinstance(text := raw.get(TEXT_CONFIG), dict):
+            changed[TEXT_CONFIG] = text | {key: dtype_name(dtype) for key in DTYPE_KEYS if key in text}
     if changed != raw:
         config.write_text(json.dumps(changed, indent=2) + "\n")
 
@@ -328,18 +331,19 @@ def _has_its_code(raw: dict[str, Any], folder: Path) -> bool:
     return all((folder / f"{module}.py").is_file() for module in modules)
 
 
-def carry(source: Path, files: Files | None, target: Path, whole: bool = False) -> None:
+def carry(
+    source: Path, files: Files | None, target: Path, untrained: Collection[str] = (), whole: bool = False
+) -> None:
     """Write side files, index and headers of `source` into `target`: everything but the weights that an export to the
-    same `files` needs. Untrained tensors come along if `whole`; otherwise the name of their folder does."""
+    same `files` needs. The `untrained` tensors come along if `whole`; otherwise the name of their folder does."""
     copy_side_files(source, target)
     if files is not None:
-        hf_config = parse_hf_config(read_raw_config(target), files.entries)
-        if (names := untrained_names(files.entries, hf_config)) and whole:
-            own = {name: (files.entries[name].dtype, files.entries[name].shape) for name in names}
+        if untrained and whole:
+            own = {name: (files.entries[name].dtype, files.entries[name].shape) for name in untrained}
             with Writer(target, Files((File(UNTRAINED_FILE, make_header(own)),), None)) as writer:
-                writer.copy_untrained(names, source, SILENT_TASK)
+                writer.copy_untrained(untrained, source, SILENT_TASK)
                 writer.sync()
-        elif names:
+        elif untrained:
             record_origin(source, target)
         (target / HEADERS_FILE).write_text(
             json.dumps({file.name: file.header.decode() for file in files.files}, indent=1)

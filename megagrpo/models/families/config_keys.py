@@ -16,7 +16,7 @@ from megagrpo.models.families.family import (
     rope_problems,
     unknown_rope_keys,
 )
-from megagrpo.models.families.precisions import precision_problems
+from megagrpo.models.families.precisions import QUANTIZATION, precision_problems
 from megagrpo.models.families.wrapper import MULTIMODAL, OUTER, TEXT_CONFIG, Wrapper
 
 # Keys that change no logit of a text model, whatever their value.
@@ -127,6 +127,10 @@ def _wrapper_problems(family: Family, wrapper: Wrapper, raw: Raw) -> list[str]:
     for key in wrapper.conflicts(raw):
         said = f"config.json has {key}={raw[key]}, but {TEXT_CONFIG} has {raw[TEXT_CONFIG][key]}"
         problems.append(f"{said}, and vLLM and transformers read different ones; set both to what fits the weights")
+    inner = raw.get(TEXT_CONFIG) or {}
+    if inner.get(QUANTIZATION) and not raw.get(QUANTIZATION):
+        said = f"{TEXT_CONFIG} of config.json has {QUANTIZATION}, which is read outside of {TEXT_CONFIG} only"
+        problems.append(f"{said}; move it there in a copy of config.json")
     where = f"{TEXT_CONFIG} of config.json" if TEXT_CONFIG in raw else "config.json"
     return problems + [line.replace("config.json", where, 1) for line in architecture_problems(text_config(raw))]
 

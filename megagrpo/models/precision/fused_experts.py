@@ -14,9 +14,11 @@ from megagrpo.models.families.blocks import named
 from megagrpo.models.families.config_keys import architecture_problems
 from megagrpo.models.families.family import Table
 from megagrpo.models.families.hf_config import parse_hf_config, table_of
+from megagrpo.models.families.wrapper import NAMINGS
 from megagrpo.models.precision.view import Get, Slices, Stored, View
 
-FUSED_EXPERTS = re.compile(r"(?:\w+\.){1,2}layers\.(\d+)\.\w+\.experts\.(gate_up_proj|down_proj)")
+_DECODERS = "|".join(re.escape(naming.decoder) for naming in NAMINGS)
+FUSED_EXPERTS = re.compile(rf"(?:{_DECODERS})layers\.(\d+)\.\w+\.experts\.(gate_up_proj|down_proj)")
 _EXPERTS = {"gate_up_proj": "mlp.experts.linear_fc1.weight", "down_proj": "mlp.experts.linear_fc2.weight"}
 # Names of transformers' other parameters in such blocks -> the parameter in the families' tables.
 _BESIDE = {

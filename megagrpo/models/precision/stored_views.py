@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megagrpo.models.families.config_keys import text_config
 from megagrpo.models.families.precisions import METHOD, QUANTIZATION, precision_problems
 from megagrpo.models.precision.compressed import OF_COMPRESSED_PRODUCTS, compressed_views
 from megagrpo.models.precision.fp8_blocks import OF_FP8_PRODUCTS, fp8_views
@@ -28,7 +29,8 @@ def views_of(raw: dict[str, Any], stored: Stored) -> dict[str, View]:
     if raw.get("model_type") != "gpt_oss" and (fused := next(filter(FUSED_EXPERTS.fullmatch, stored), None)):
         said = f"{fused} holds all experts of a block in one tensor, and {QUANTIZATION} is set"
         raise ValueError(f"model: {said}; save one tensor per expert, as the save_pretrained of transformers does")
-    dtype = getattr(torch, raw.get("dtype") or raw.get("torch_dtype") or "bfloat16")
+    text = text_config(raw)
+    dtype = getattr(torch, text.get("dtype") or text.get("torch_dtype") or "bfloat16")
     return _VIEWS[config[METHOD]](config, stored, dtype)
 
 

@@ -100,6 +100,7 @@ class Routing(TorchFunctionMode):
     def __init__(self, model: nn.Module, routes: Tensor | None):
         super().__init__()
         config: Any = model.config
+        config = config.get_text_config()  # of a multimodal model
         experts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
         self._experts, self._routes = next(filter(None, experts), 0), routes
         self._per_token = getattr(config, "num_experts_per_tok", 0)

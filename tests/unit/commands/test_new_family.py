@@ -53,6 +53,21 @@ def test_the_command_writes_the_file_once_and_lists_what_is_left(tmp_path, capsy
     assert "is neither a folder nor a config.json" in capsys.readouterr().err
 
 
+def test_of_a_multimodal_model_the_text_model_is_drafted_and_the_line_for_the_whole_is_told(tmp_path, capsys):
+    inner, out = RELEASES["olmo3"] | dict(model_type="olmo3"), tmp_path / "text.py"
+    whole = dict(model_type="olmo_vl", architectures=["OlmoForVision"], vision_config={}, text_config=inner)
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    line = 'wrappers=(Wrapper("olmo_vl", "OlmoForVision"),),'
+    assert main(["new-family", str(tmp_path), "--out", str(out)]) == 2
+    assert f"its text model olmo3 is supported; add to its file: {line}" in capsys.readouterr().err
+    whole["text_config"] = dict(model_type="apertus", num_hidden_layers=4, vocab_size=100, hidden_size=64) | dict(
+        num_attention_heads=4, num_key_value_heads=2, intermediate_size=96
+    )
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    assert main(["new-family", str(tmp_path), "--out", str(out)]) == 0
+    assert f"add {line}" in capsys.readouterr().out and '    "apertus",' in out.read_text()
+
+
 def test_a_type_that_transformers_does_not_know_is_an_error(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dict(model_type="mine", num_hidden_layers=2)))
     command = [sys.executable, "-m", "megagrpo", "new-family", str(tmp_path), "--out", str(tmp_path / "mine.py")]

@@ -1,5 +1,6 @@
 """Extra arguments for vLLM's servers: allowed arguments, and the errors for others."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from megagrpo.config import ConfigError, load_config
 from megagrpo.config import extra_args as module
 from megagrpo.config.extra_args import REFUSED_ARGUMENTS, known_arguments, options_of
 from megagrpo.engine.servers.serving import make_launcher
+from tests.unit.models.families.more_published_configs import MORE
+from tests.unit.models.families.published_configs import published
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 CORRECTED = "algorithm.importance_correction=token_truncate"
@@ -69,6 +72,15 @@ def test_arguments_that_vllm_knows_reach_its_command_line(tmp_path):
     command = make_launcher(load(*words), tmp_path, tmp_path, "float32")._command(8000)
     assert command[-len(words) :] == words
     assert options_of(words)["--speculative-config"] == "ngram" and options_of(["--seed", "-1"]) == {"--seed": "-1"}
+
+
+def test_a_multimodal_model_is_served_without_its_towers(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MORE["Gemma 3 4B it"]))
+    assert "--language-model-only" in make_launcher(load(), tmp_path, tmp_path, "float32")._command(8000)
+    (tmp_path / "config.json").write_text(json.dumps(published("Gemma 3 1B it")))
+    assert "--language-model-only" not in make_launcher(load(), tmp_path, tmp_path, "float32")._command(8000)
+    with pytest.raises(ConfigError, match="--language-model-only is set by the run, which knows whether prompts have"):
+        load("--language-model-only")
 
 
 @pytest.mark.parametrize(

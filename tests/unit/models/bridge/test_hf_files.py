@@ -279,6 +279,20 @@ def test_named_chat_templates_are_copied_and_the_index_of_other_weights_is_not(t
     assert found == {name: name for name in copied}
 
 
+def test_another_dtype_is_named_for_the_text_model_and_not_for_its_tower(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    for folder in (source, target):
+        folder.mkdir()
+    inner, tower = {"model_type": "gemma3_text", "dtype": "bfloat16"}, {"dtype": "bfloat16"}
+    raw = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": inner, "vision_config": tower}
+    (source / "config.json").write_text(json.dumps(raw))
+    (source / "preprocessor_config.json").write_text("{}")
+    copy_side_files(source, target, torch.float32)
+    written = json.loads((target / "config.json").read_text())
+    assert written == raw | {"torch_dtype": "float32", "text_config": inner | {"dtype": "float32"}}
+    assert (target / "preprocessor_config.json").is_file()
+
+
 def test_code_of_the_models_own_goes_with_its_config(tmp_path):
     classes = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.LlamaForCausalLM"}
     elsewhere = {"AutoTokenizer": ["owner/mine--tokenization_mine.MineTokenizer", None]}

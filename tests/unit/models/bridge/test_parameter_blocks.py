@@ -119,11 +119,11 @@ def test_the_names_of_a_model_are_those_that_transformers_writes(raw, tmp_path):
 @pytest.mark.parametrize(
     ("key", "count"), [("num_nextn_predict_layers", 2), ("num_mtp_layers", 2), ("num_nextn_predict_layers", 0)]
 )
-def test_as_many_layers_behind_the_last_one_are_left_out_as_config_json_names_or_one(key, count):
+def test_as_many_layers_behind_the_last_one_stay_as_loaded_as_config_json_names_or_one(key, count):
     raw = (
         SIZES | LATENT | {"model_type": "deepseek_v3", "scoring_func": "sigmoid", "topk_method": "noaux_tc", key: count}
     )
-    patterns = FAMILIES["deepseek_v3"].dropped(parse_hf_config(raw))
+    patterns = FAMILIES["deepseek_v3"].untrained(parse_hf_config(raw))
     found = [
         layer
         for layer in range(8)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.config_keys import architecture_problems
 from tests.unit.models.families.published_configs import LLAMA3, PUBLISHED, Raw, published, sizes
 
@@ -179,6 +180,7 @@ MORE: dict[str, Raw] = {
     ),
     "Kimi K2": DEEPSEEK_V3
     | dict(model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"], num_attention_heads=64, num_hidden_layers=61)
+    | dict(num_key_value_heads=64)
     | dict(n_routed_experts=384, n_group=1, topk_group=1, first_k_dense_replace=1, routed_scaling_factor=2.827)
     | dict(vocab_size=163840, rope_theta=50000.0)
     | FP8,
@@ -188,7 +190,7 @@ MORE: dict[str, Raw] = {
     | dict(topk_group=1, num_experts_per_tok=6, moe_intermediate_size=1408, intermediate_size=11264, rope_scaling=None)
     | dict(vocab_size=163840, n_shared_experts=2, first_k_dense_replace=1, num_nextn_predict_layers=0),
     "DeepSeek V3": DEEPSEEK_V3 | dict(model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"]) | FP8,
-    "DeepSeek V3.2": DEEPSEEK_V3
+    "DeepSeek V3.2": {key: value for key, value in DEEPSEEK_V3.items() if key != "auto_map"}
     | dict(model_type="deepseek_v32", architectures=["DeepseekV32ForCausalLM"], index_head_dim=128, index_n_heads=64)
     | dict(index_topk=2048)
     | FP8,
@@ -227,10 +229,12 @@ CLASSES: dict[str, tuple[str, str | None]] = {
     "qwen3_omni_moe": ("Qwen3OmniMoeForConditionalGeneration", None),
     "smolvlm": ("SmolVLMForConditionalGeneration", "llama"),
 }
+_SUPPORTED = {*FAMILIES, *(wrapper.model_type for family in FAMILIES.values() for wrapper in family.wrappers)}
 MORE |= {
     cls.partition("For")[0]: dict(model_type=kind, architectures=[cls])
     | ({} if inside is None else dict(text_config=dict(model_type=inside)))
     for kind, (cls, inside) in CLASSES.items()
+    if kind not in _SUPPORTED  # then the family's file has a whole release
 }
 
 

@@ -21,7 +21,7 @@ LOADED = ("Gemma 3 4B it", "Gemma 3 12B it", "Gemma 3 27B it", "Moonlight 16B A3
 
 def test_every_published_config_loads_or_is_refused_with_a_way_out():
     found = outcomes()
-    assert len(found) >= 81 and all(found[name] == [] for name in (*PUBLISHED, *LOADED))
+    assert len(found) >= 75 and all(found[name] == [] for name in (*PUBLISHED, *LOADED))
     for name, problems in found.items():
         for problem in problems:
             assert any(re.search(way, problem) for way in WAYS_OUT), f"{name}: {problem}"

@@ -91,6 +91,10 @@ def test_keys_of_the_whole_model_are_checked():
             "architectures=['OtherModel'] with model_type=gemma3, whose class is Gemma3F",
         ),
         (dict(text_config=GEMMA3["text_config"] | dict(new=1)), "text_config of config.json (gemma3_text) has new=1"),
+        (
+            dict(text_config=GEMMA3["text_config"] | dict(quantization_config=dict(quant_method="fp8"))),
+            "text_config of config.json has quantization_config, which is read outside of text_config only; move it",
+        ),
         (dict(text_config=dict(model_type="gemma3_text")), "text_config of config.json lacks num_hidden_layers"),
         (
             dict(tie_word_embeddings=False, text_config=GEMMA3["text_config"] | dict(tie_word_embeddings=True)),
