@@ -24,3 +24,9 @@ def test_two_steps_agree_with_vllm(made, tmp_path):
     assert len(run.metrics) == 2
     for line in run.metrics:
         assert 1 <= line.get("token_mult_prob_error", 1) < 1.0001
+
+
+def test_the_example_learns_the_colours(made, tmp_path):
+    run = train("shapes", tmp_path, made)
+    rewards = [line["reward"] for line in run.metrics if "reward" in line]
+    assert len(rewards) == 40 and rewards[0] < 0.5 and sum(rewards[-5:]) / 5 > 0.85
