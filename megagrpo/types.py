@@ -30,7 +30,7 @@ class Prompt:
 
     `inputs` are what the model reads besides tokens, by name, such as the pixels of an image: arrays or tensors of this
     prompt alone, without a batch dimension. Rollouts, samples and micro-batches pass the same object on, without
-    copies. It is empty for models of text, and `MegatronPolicy` rejects a non-empty one.
+    copies (`data/images.py`). It is empty for models of text, whose policy rejects a non-empty one.
 
     >>> prompt = Prompt(prompt_id=0, token_ids=(5, 6, 7), messages="2 + 2?", columns={"answer": "4"})
     >>> Prompt(1, (5,), "", sampling={"temperature": 0.5, "max_tokens": 9}).distribution

@@ -53,9 +53,40 @@ def cross_field_problems(config: RunConfig) -> list[Problem]:
         replay_problems(config),
         router_problems(config),
         overlap_problems(config),
+        image_problems(config),
     )
     groups = (*of_algorithm, *own, *of_policy, *of_steps, *of_rollout, *others)
     return [problem for group in groups for problem in group]
+
+
+def image_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield what does not work with images in prompts."""
+    data, key = config.data, "data.images"
+    if not data.images:
+        return
+    refused: dict[str, tuple[bool, str]] = {
+        "parallel.cp": (config.parallel.cp > 1, "images are not cut between context-parallel ranks; set cp to 1"),
+        "multi_turn": (config.multi_turn.enabled, "later turns would lack their images; remove multi_turn"),
+        "lora": (config.lora.enabled, "adapters beside a tower were not compared with PEFT; set lora.rank to 0"),
+        "model.reference_path": (
+            config.model.reference_path is not None,
+            "the reference would see images through the policy's tower; leave it empty",
+        ),
+        "rollout.max_staleness": (
+            config.rollout.max_staleness > 0,
+            "checkpoints do not hold images of responses that were generated ahead; set it to 0",
+        ),
+        "debug.dump_steps": (bool(config.debug.dump_steps), "megagrpo audit reads token ids only; leave it empty"),
+        "data.source": (data.source is not None, "new rows travel as JSON, without images; leave it empty"),
+        "data.chat_template": (data.chat_template == "none", "only a template places images; set one"),
+        "data.overlong_prompts": (
+            data.overlong_prompts == "truncate_left",
+            "a truncated prompt would lose part of its images; choose drop or error",
+        ),
+    }
+    for other, (wrong, reason) in refused.items():
+        if wrong:
+            yield Problem((other, key), f"with data.images, {reason}")
 
 
 def layout_problems(config: RunConfig) -> Iterator[Problem]:

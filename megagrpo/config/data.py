@@ -38,6 +38,8 @@ class DataSection(Section):
     extract_hash_answer: list[str] = []
     """Columns, renamed ones included, that the reward functions get from after `####` on, which is GSM8K's final
     answer; None without `####`."""
+    images: bool = False
+    """Prompts have images: in the column `image` or `images`, or in parts of chat messages. docs/vision.md."""
     system_prompt: str | None = None
     """System message put before string prompts."""
     chat_template: str | None = None

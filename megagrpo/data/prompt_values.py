@@ -20,15 +20,16 @@ _TOKEN, _OPENING = re.compile(r"<[|｜][^<>\s]*[|｜]>"), re.compile(r"<[^<>\s]+
 _USUAL = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|user|>", "<｜User｜>", "[INST]")
 
 
-def as_prompt(value: Any, from_arrow: bool = False) -> Messages:
+def as_prompt(value: Any, from_arrow: bool = False, images: bool = False) -> Messages:
     """Return a column's prompt. `from_arrow`: None fields are absent, as Arrow adds them to messages and tool calls.
+    With `images` a content with parts of type image stays a list of parts.
 
     Parts of text are joined, and messages that are stored as JSON or Python text, as in a cell of csv, are read. Raises
     ValueError with a phrase for any other value.
     """
     if isinstance(value, str):
-        return _as_messages(_parsed(value), from_arrow) if _LIKE_MESSAGES.match(value) else _encodable(value)
-    return _as_messages(value, from_arrow)
+        return _as_messages(_parsed(value), from_arrow, images) if _LIKE_MESSAGES.match(value) else _encodable(value)
+    return _as_messages(value, from_arrow, images)
 
 
 def _parsed(text: str) -> Any:
@@ -38,7 +39,7 @@ def _parsed(text: str) -> Any:
     raise ValueError(f"begins like chat messages, and is not valid JSON ({text!r:.80}); write it with json.dumps")
 
 
-def _as_messages(value: Any, from_arrow: bool) -> list[dict[str, Any]]:
+def _as_messages(value: Any, from_arrow: bool, images: bool) -> list[dict[str, Any]]:
     if (
         not isinstance(value, list)
         or not value
@@ -51,14 +52,16 @@ def _as_messages(value: Any, from_arrow: bool) -> list[dict[str, Any]]:
     messages = []
     for number, message in enumerate(value):
         content = message.get("content")
-        if isinstance(content, list):
+        if images and isinstance(content, list) and any(map(_is_image, content)):
+            content = [_part(part, number) for part in content]
+        elif isinstance(content, list):
             content = "".join(_text(part, number) for part in content)
         elif content is None and message.get("tool_calls"):
             content = ""
         elif not isinstance(content, str):
             raise ValueError(f"must be chat messages whose content is text; message {number} has {content!r:.200}")
         fields = {
-            name: field for name, field in (message | {"content": _encodable(content)}).items() if field is not None
+            name: field for name, field in (message | {"content": _checked(content)}).items() if field is not None
         }
         messages.append(_without_none(fields) if from_arrow else fields)
     return messages
@@ -74,6 +77,24 @@ def _encodable(text: str) -> str:
     return text
 
 
+def _checked(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    for part in [] if isinstance(content, str) else content:
+        _encodable(part.get("text", ""))
+    return _encodable(content) if isinstance(content, str) else content
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image"
+
+
+def _part(part: Any, number: int) -> dict[str, Any]:
+    """Return {type: image}, with the image if the part holds one, or {type: text, text}."""
+    if not _is_image(part):
+        return {"type": "text", "text": _text(part, number)}
+    given = next((part[name] for name in ("image", "path") if part.get(name) is not None), None)
+    return {"type": "image"} | ({} if given is None else {"image": given})
+
+
 def _text(part: Any, number: int) -> str:
     if isinstance(part, str):
         return part
@@ -81,7 +102,8 @@ def _text(part: Any, number: int) -> str:
     text = part.get("text") if isinstance(part, dict) else None
     if kind not in _TEXT_PARTS or not isinstance(text, str):
         what = f"of type `{kind}`" if kind else f"{part!r:.80}"
-        raise ValueError(f"must be text; message {number} has a part {what}: remove the part, or the row")
+        fix = "set data.images, or remove the part" if kind == "image" else "remove the part, or the row"
+        raise ValueError(f"must be text; message {number} has a part {what}: {fix}")
     return text
 
 
@@ -89,6 +111,11 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_none(field) for name, field in value.items() if field is not None}
     return [_without_none(element) for element in value] if isinstance(value, list) else value
+
+
+def content_text(content: str | list[dict[str, Any]]) -> str:
+    """Return the content of a message as text, with [image] in place of an image."""
+    return content if isinstance(content, str) else "".join(part.get("text", "[image]") for part in content)
 
 
 class RenderedPrompts:
@@ -115,7 +142,7 @@ class RenderedPrompts:
 
     def see(self, row: int, prompt: Messages) -> None:
         """Look at the prompt of a row."""
-        for text in [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]:
+        for text in [prompt] if isinstance(prompt, str) else [content_text(m["content"]) for m in prompt]:
             start = text.lstrip()
             marks = [*filter(start.startswith, self._beginnings), *(token for token in self._inside if token in text)]
             if marks or (self._frame and start.startswith(self._frame)):

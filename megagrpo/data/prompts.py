@@ -8,11 +8,12 @@ from typing import Any
 
 from megagrpo.config import DataSection, DatasetSection, RunConfig
 from megagrpo.data.chat_templates import PROMPT_TAIL, check_kwargs, opened_thought
+from megagrpo.data.images import IMAGE_COLUMNS, PromptImages, undecoded
 from megagrpo.data.prompt_order import PromptOrder
 from megagrpo.data.prompt_values import RenderedPrompts, as_prompt
 from megagrpo.data.row_settings import RowReader, row_mapping
 from megagrpo.data.text_rows import ROWS_FOR_NAMES, JsonRows, column_hint, names_in, nested
-from megagrpo.data.tokenizer import Messages, Tokenizer, read_chat_template
+from megagrpo.data.tokenizer import Messages, Tokenizer, as_messages, read_chat_template
 from megagrpo.types import Prompt
 
 _EVAL_SEED_OFFSET = 10**9  # reasoning-gym seeds row i with seed + i, so nearby seeds share almost all rows
@@ -50,10 +51,12 @@ class PromptSource(PromptOrder):
         super().__init__((), data, seed)
         self._key, self._tokenizer = key, tokenizer
         self._max_prompt_length, self._row_reader = max_prompt_length, row_reader
+        self._images = tokenizer.images and tokenizer.images.beside(section.source)
         self._template, self._tools = read_chat_template(data.chat_template), tools
         self._known_kwargs: set[frozenset[str]] = set()  # names of variables that were checked
         rows_seed = seed + _EVAL_SEED_OFFSET * (key != "data.train")
-        self._rows = load_rows(section, self._key, rows_seed, data.prompt_column)
+        rows = load_rows(section, self._key, rows_seed, data.prompt_column)
+        self._rows = rows if self._images is None else undecoded(rows)
         first_rows = (self._rows[row] for row in range(min(len(self._rows), ROWS_FOR_NAMES)))
         self._check_columns(list(dict.fromkeys(name for row in first_rows for name in names_in(row))))
         self.num_overlong = 0
@@ -77,7 +80,7 @@ class PromptSource(PromptOrder):
     def shared_with(self, prompts: Sequence[Prompt]) -> list[tuple[int, int]]:
         """Return (prompt_id, own row) of each of the `prompts`, of another set, that has the tokens of a row."""
         first = self._first_rows()
-        return [(p.prompt_id, first[ids]) for p in prompts if (ids := hash(p.token_ids)) in first]
+        return [(p.prompt_id, first[ids]) for p in prompts if (ids := _fingerprint(p.token_ids, p.inputs)) in first]
 
     def _first_rows(self) -> dict[int, int]:
         return {self._fingerprints[row]: row for row in reversed(self.rows)}
@@ -107,12 +110,12 @@ class PromptSource(PromptOrder):
         rendered = RenderedPrompts(self._tokenizer, self._template)
         for row in range(len(self._rows)):
             values = self._rows[row]
-            prompt = self._question(row, values)
+            prompt, images = self._question(row, values)
             rendered.see(row, prompt)
-            token_ids = self._token_ids(row, prompt, self._template_kwargs(row, values))
+            token_ids, inputs = self._token_ids(row, prompt, images, self._template_kwargs(row, values))
             self._sampling(row, values)
             lengths.append(len(token_ids))
-            self._fingerprints.append(hash(token_ids[-self._max_prompt_length :]))
+            self._fingerprints.append(_fingerprint(token_ids[-self._max_prompt_length :], inputs))
         self.warnings += rendered.warnings(self._key, len(lengths))
         overlong = [row for row, length in enumerate(lengths) if length > self._max_prompt_length]
         self.num_overlong = len(overlong)
@@ -141,7 +144,8 @@ class PromptSource(PromptOrder):
     def accepts(self, values: dict[str, Any], number: int) -> bool:
         """Whether the prompt of a new row is used: short enough, or truncated. Raises ValueError for an invalid row,
         and with `data.overlong_prompts: error` for a prompt that is too long."""
-        tokens = len(self._token_ids(number, self._question(number, values), self._template_kwargs(number, values)))
+        question, images = self._question(number, values)
+        tokens = len(self._token_ids(number, question, images, self._template_kwargs(number, values))[0])
         if tokens > self._max_prompt_length and self._data.overlong_prompts == "error":
             raise ValueError(f"the prompt of a new row has {tokens} tokens; rollout.max_prompt_length is less")
         return tokens <= self._max_prompt_length or self._data.overlong_prompts == "truncate_left"
@@ -153,8 +157,9 @@ class PromptSource(PromptOrder):
     def new_prompt(self, values: dict[str, Any], prompt_id: int, position: int | None = None) -> Prompt:
         """Return the prompt of a row with these columns, whose number is `prompt_id`."""
         row = prompt_id
-        question, own = self._question(row, values), self._template_kwargs(row, values)
-        token_ids = self._token_ids(row, question, own)[-self._max_prompt_length :]
+        (question, images), own = self._question(row, values), self._template_kwargs(row, values)
+        token_ids, inputs = self._token_ids(row, question, images, own)
+        token_ids = token_ids[-self._max_prompt_length :]
         last = {} if isinstance(question, str) else question[-1]
         prefill = str(last["content"]) if last.get("role") == "assistant" else ""
         opened = opened_thought(self._tokenizer.decode(token_ids[-PROMPT_TAIL:], special=True), prefill)
@@ -166,20 +171,27 @@ class PromptSource(PromptOrder):
             place=position,
             template_kwargs=own,
             opened=opened,
+            inputs=inputs,
             sampling=self._sampling(row, values),
             expected_length=self.response_lengths.expected(row),
         )
 
     def _columns(self, values: dict[str, Any]) -> dict[str, Any]:
-        columns = {name: value for name, value in values.items() if name not in _PASSED_BY_SCORER}
+        hidden = _PASSED_BY_SCORER if self._images is None else {*_PASSED_BY_SCORER, *IMAGE_COLUMNS}
+        columns = {name: value for name, value in values.items() if name not in hidden}
         columns |= {new: _field(values, old) for new, old in self._data.columns.items()}
         return columns | {name: hash_answer(_field(columns, name)) for name in self._data.extract_hash_answer}
 
-    def _question(self, row: int, values: dict[str, Any]) -> Messages:
-        """The prompt of a row. ValueError for a value that is no prompt."""
+    def _question(self, row: int, values: dict[str, Any]) -> tuple[Messages, list[Any]]:
+        """The prompt of a row, and its images. ValueError for a value that is no prompt."""
         column = self._data.prompt_column
         try:
-            return as_prompt(nested(values, column), not isinstance(self._rows, list | JsonRows))
+            from_arrow = not isinstance(self._rows, list | JsonRows)
+            prompt = as_prompt(nested(values, column), from_arrow, self._images is not None)
+            if self._images is None:
+                return prompt, []
+            messages, images = self._images.question(as_messages(prompt, self._data.system_prompt), values)
+            return messages if images else prompt, images
         except KeyError:
             raise ValueError(
                 f"{self._key}: row {row} has no `{column}` (data.prompt_column); add it, or remove the row"
@@ -187,11 +199,19 @@ class PromptSource(PromptOrder):
         except ValueError as error:
             raise ValueError(f"{self._key}: row {row}: column `{column}` {error}") from None
 
-    def _token_ids(self, row: int, prompt: Messages, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    def _token_ids(
+        self, row: int, prompt: Messages, images: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[int, ...], Mapping[str, Any]]:
+        """The tokens of a prompt, and its `inputs`. ValueError for a prompt without tokens."""
         token_ids = self._tokenizer.render(prompt, self._data.system_prompt, self._template, self._tools, kwargs)
         if not token_ids:
             raise ValueError(f"{self._key}: row {row}: the prompt has no tokens: {prompt!r}; remove the row")
-        return token_ids
+        if not images or self._images is None:
+            return token_ids, {}
+        try:
+            return self._images.placed(token_ids, images)
+        except ValueError as error:
+            raise ValueError(f"{self._key}: row {row}: the prompt {error}") from None
 
     def _template_kwargs(self, row: int, values: dict[str, Any]) -> dict[str, Any]:
         """The row's own variables of the chat template. ValueError for variables that the template does not use."""
@@ -217,6 +237,11 @@ def prompt_reader(
     """Return a function that reads the data set of a section, with the settings of `data`, and its config key."""
     longest, seed, row_reader = config.rollout.max_prompt_length, config.run.seed, RowReader(config, tokenizer)
     return lambda section, data, key: PromptSource(section, data, tokenizer, longest, seed, key, tools, row_reader)
+
+
+def _fingerprint(token_ids: tuple[int, ...], inputs: Mapping[str, Any]) -> int:
+    """Return a number that is equal for equal tokens and images, in this process."""
+    return hash((token_ids, inputs.key)) if isinstance(inputs, PromptImages) else hash(token_ids)
 
 
 def hash_answer(text: Any) -> str | None:

@@ -19,6 +19,8 @@ from megagrpo.data.chat_templates import read_chat_template as read_chat_templat
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megagrpo.data.images import ImageReader
+
 Messages = str | list[dict[str, Any]]
 # End of a rendered conversation: an opened assistant turn, the last message without its end, or the last message with
 # its end.
@@ -85,13 +87,14 @@ class Tokenizer(ABC):
     """The interface of tokenizers.
 
     `eos_token_ids` are all ids that end a response, from the tokenizer and generation_config.json, sorted.
-    `template_kwargs` are variables of all prompts."""
+    `template_kwargs` are variables of all prompts, and `images` reads their images; None: they have none."""
 
     def __init__(self, eos_token_ids: Iterable[int], chat_template: str | Mapping[str, str] | None):
         """`chat_template` is the tokenizer's Jinja template, or its templates by name, or None."""
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self._chat_template = chat_template
         self.template_kwargs: Mapping[str, Any] = {}
+        self.images: ImageReader | None = None  # set by a caller that knows the model
 
     def template(self, configured: str | None, tools: Sequence[dict[str, Any]] = ()) -> str | None:
         """Return the template of prompts with these `tools`: `configured`, as `data.chat_template` names it, or else

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from megagrpo.data.sampling import own_sampling
+from megagrpo.engine.image_features import image_features
 from megagrpo.engine.protocol import derive_seed
 from megagrpo.engine.responses import Response, heard_tokens
 from megagrpo.types import Prompt, SamplingParams
@@ -44,6 +45,11 @@ class GroupRequest:
     def prompt_json(self) -> msgspec.Raw:
         """The prompt's token ids as JSON, encoded once for all requests."""
         return msgspec.Raw(_encode(self.prompt.token_ids))
+
+    @cached_property
+    def features_json(self) -> msgspec.Raw:
+        """The prompt's images as JSON, encoded once for all requests."""
+        return msgspec.Raw(_encode(image_features(self.prompt.inputs)))
 
 
 def sampling_params(sampling: SamplingParams) -> dict[str, Any]:
@@ -133,4 +139,5 @@ class Request:
         params = sampling_params(group.sampling) | {"seed": seed, "max_tokens": self.max_tokens(first, limit)}
         more: dict[str, Any] = {} if model is None else {"model": model}
         more |= {} if self.on_tokens is None else {"stream": True}
+        more |= {"features": group.features_json} if group.prompt.inputs else {}
         return _encode({"token_ids": tokens, "sampling_params": params, "request_id": request_id, **more})

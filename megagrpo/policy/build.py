@@ -31,7 +31,7 @@ from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.attention.causal import Window
 from megagrpo.policy.attention.head_norms import UnitNorm
-from megagrpo.policy.attention.packed import NoRotary, Rotary, ScaledRotary, TorchAttention
+from megagrpo.policy.attention.packed import AxisRotary, NoRotary, Rotary, ScaledRotary, TorchAttention
 from megagrpo.policy.attention.sparse import SparseAttention
 from megagrpo.policy.embedding import ScaledEmbedding, TokenEmbedding
 from megagrpo.policy.experts import prepare_experts
@@ -191,6 +191,8 @@ def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int |
     """Give the model the rotary frequencies that transformers computes. HybridModel does not support rope scaling."""
     frequencies, attention_factor = rotary_frequencies(hf_config, longest_sequence)
     rotary = Rotary(frequencies.to(device.device()), attention_factor, hf_config.rotary_interleaved)
+    if hf_config.vision is not None:
+        rotary = AxisRotary(rotary, torch.tensor(hf_config.vision.axes, device=device.device()))
     local = rotary
     if hf_config.local_rope_theta:
         local = Rotary(_unscaled(hf_config.rotary_dim, hf_config.local_rope_theta).to(device.device()))

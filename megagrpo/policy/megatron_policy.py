@@ -34,6 +34,7 @@ from megagrpo.policy.finite import BadTensor, GradientCheck, NonFiniteError, bad
 from megagrpo.policy.fp8.delayed_scaling import scaling_of
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.masters import drop_unrounded
+from megagrpo.policy.image_inputs import inputs_of
 from megagrpo.policy.lm_head.task import HeadTask, Upstream, loss_gradients
 from megagrpo.policy.lm_head.top_logprobs import TopLogprobs, top_logprobs
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
@@ -88,6 +89,7 @@ class MegatronPolicy:
                 replays_routes=config.rollout.routing_replay != "off",
             ),
         )
+        self.inputs = inputs_of(self.chunks, hf_config, layout, config.data.images)
         prepare_overlap(config, self.chunks)
         if config.model.offload_activations:
             offload_activations(self.chunks, config.model.offload_activations)
@@ -267,16 +269,15 @@ class MegatronPolicy:
     ) -> Iterator[dict[str, Any]]:
         """Yield the arguments of Megatron's pipeline schedule for one pass over the micro-batches, which must run
         inside this context. `last_stage` turns the final hidden states into the values that the schedule returns.
-
-        Raises ValueError for a micro-batch with `inputs`.
-        """
-        if names := sorted({name for m in micro_batches for of_sample in m.inputs for name in of_sample}):
-            raise ValueError(f"Prompt.inputs: the policy reads token ids only, and a prompt has {', '.join(names)}")
+        Raises ValueError for a micro-batch with `inputs` that the policy cannot read."""
+        self.inputs.begin(micro_batches)
 
         def forward_step(iterator: Iterator[RankBatch], model: Any, return_schedule_plan: bool = False) -> Any:
             item = next(iterator)
-            micro_batch, indices, shares_pack = item.micro_batch, item.indices, self.layout.parallel.cp > 1
-            positions = micro_batch.position_ids[indices]
+            micro_batch, indices = item.micro_batch, item.indices
+            positions, own = micro_batch.position_ids[indices], indices if self.layout.parallel.cp > 1 else None
+            packed = pack_params(micro_batch.cu_seqlens, micro_batch.prefixes, own, positions)
+            self.inputs.give(model, item.on_host, packed)
             counts, routes = self.config.algorithm.counts_in_routers, micro_batch.routes
             asked = counts or routes is not None
             counted = self._of_layers(micro_batch.loss_mask[indices]) if asked else None
@@ -285,9 +286,7 @@ class MegatronPolicy:
                     input_ids=micro_batch.token_ids[indices][None],
                     position_ids=positions[None],
                     attention_mask=None,
-                    packed_seq_params=pack_params(
-                        micro_batch.cu_seqlens, micro_batch.prefixes, indices if shares_pack else None, positions
-                    ),
+                    packed_seq_params=packed,
                     # of routers that sum over tokens: True where a token is not in the loss
                     padding_mask=~counted[None] if counted is not None and counts else None,
                 )

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megagrpo.data.prompt_values import content_text
 from megagrpo.platform.parallel.bulk_messages import parts_to_first_rank
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.records.jsonl_file import encoded
@@ -146,8 +147,8 @@ def prompt_text(prompt: str | list[dict[str, Any]]) -> str:
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:
-        return str(prompt[0]["content"])
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+        return content_text(prompt[0]["content"])
+    return "\n\n".join(f"{message['role']}: {content_text(message['content'])}" for message in prompt)
 
 
 def best_and_worst(rows: Rows) -> list[Row]:

@@ -13,6 +13,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from megagrpo.config import RunConfig, evaluation_sets
+from megagrpo.data.prompt_values import content_text
 from megagrpo.platform.process.terminal import WIDTH, one_line, printable, quiets, wrapped, write_output
 from megagrpo.records.completions import Rows, best_and_worst
 from megagrpo.records.screen import lines_console
@@ -79,7 +80,7 @@ class ConsoleSink:
             return
         shown = best_and_worst(rows)
         prompt = shown[0]["prompt"]
-        question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        question = prompt if isinstance(prompt, str) else content_text(prompt[-1]["content"])
         blocks = [Text.assemble(("prompt    ", "dim"), _short(question))]
         for row in shown:
             advantage = row["advantage"]

@@ -13,10 +13,12 @@ from typing import Any
 from megagrpo.config import ProblemError, RunConfig, evaluation_sets
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.row_settings import RowReader
-from megagrpo.data.tokenizer import Tokenizer, tokenizer_of
+from megagrpo.data.tokenizer import Tokenizer
 from megagrpo.data.user_source import load_source
 from megagrpo.environments.dialogues import make_dialogues
-from megagrpo.models.families.weight_sources import PACKAGE, resolve_model
+from megagrpo.models.bridge.image_facts import processor_of
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.models.families.weight_sources import PACKAGE, resolve_model, shape_folder
 from megagrpo.proof.plan.plan_problems import check
 from megagrpo.records.sinks.find_trackers import check_trackers
 from megagrpo.trainer.rollout.sourced_prompts import UsableRows
@@ -121,7 +123,7 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
 
 
 def _tokenizer(config: RunConfig) -> Tokenizer:
-    """Load the tokenizer. Of a model on the hub it fetches the tokenizer's files only."""
+    """Load the tokenizer. Of a model on the hub it fetches the files of tokenizer and image processor only."""
     path = config.model.path
     folder = str(resolve_model(path)) if path.startswith(PACKAGE) or os.path.exists(os.path.expanduser(path)) else path
-    return tokenizer_of(config, folder)
+    return processor_of(config, folder, load_hf_config(shape_folder(path)) if config.data.images else None)

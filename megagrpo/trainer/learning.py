@@ -26,6 +26,7 @@ from megagrpo.engine.protocol import derive_seed
 from megagrpo.models.bridge.adapter_files import fill_adapters
 from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.bridge.parameter_blocks import adapter_blocks, merged_blocks
+from megagrpo.models.bridge.tower import load_tower
 from megagrpo.platform.parallel.agree import run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
@@ -193,6 +194,7 @@ def load_policy(
             run_own_and_agree(layout, lambda: load_hf(policy.chunks, hf_config, reference_folder, layout, progress))
             reference = Reference(policy, whole=config.lora.enabled)
         run_own_and_agree(layout, lambda: load_hf(policy.chunks, hf_config, model.folder, layout, progress))
+        run_own_and_agree(layout, lambda: load_tower(policy, model.folder))
         fill_adapters(policy.chunks, hf_config, layout, config.lora, config.run.seed)
     policy.weights_changed()
     if reference is None and config.algorithm.beta:

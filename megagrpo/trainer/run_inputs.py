@@ -11,11 +11,13 @@ import torch
 from megagrpo.algorithms.custom_advantage import load_estimator
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import DataSection, DatasetSection, RunConfig, RunSection
+from megagrpo.data.images import IMAGE_COLUMNS
 from megagrpo.data.prompt_order import PromptOrder
 from megagrpo.data.prompts import PromptSource, prompt_reader
 from megagrpo.data.sampling import sampling_of
-from megagrpo.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
+from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
 from megagrpo.environments.dialogues import Dialogues, make_dialogues
+from megagrpo.models.bridge.image_facts import processor_of
 from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.families.hf_config import HfConfig, architecture_differences, load_hf_config
 from megagrpo.models.families.weight_sources import resolve_model
@@ -91,12 +93,17 @@ def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources:
     dtype = run_own_and_agree(layout, lambda: check_device(config, hf_config))
     on_first_rank(layout, lambda: Checkpoint(model_folder).check_all(hf_config))
     folder = open_run_folder(config, layout, resources)
-    tokenizer = run_own_and_agree(layout, lambda: tokenizer_of(config, model_folder) if layout.is_dp_leader else None)
+    # all ranks compute positions of images, and those of the first pipeline stage their pixels
+    reads = layout.is_dp_leader or config.data.images
+    reader = run_own_and_agree(layout, lambda: processor_of(config, model_folder, hf_config) if reads else None)
+    tokenizer = reader if layout.is_dp_leader else None
     reference_folder = run_own_and_agree(
         layout, lambda: _reference_folder(config.model.reference_path, hf_config, tokenizer)
     )
     model = ModelFiles(model_folder, hf_config, dtype, reference_folder)
-    given, (config, data) = config, _read_data(config, base_folder, tokenizer, layout, resources)
+    given, (config, data) = config, _read_data(config, base_folder, (tokenizer, reader), layout, resources)
+    if hf_config.vision and (unread := {*IMAGE_COLUMNS} & {*data.prompts.columns}):
+        raise ValueError(f"data.images: data.train has the column {min(unread)}; set it to true, or rename the column")
     per_step = config.rollout.prompts_per_step
     notes = [*_steps_notes(given.run, config.run, per_step, len(data.prompts)), *unused_options(config.run)]
     if first and data.rewards and tokenizer and isinstance(data.prompts, PromptSource):
@@ -127,9 +134,15 @@ def _reference_folder(path: str | None, model: HfConfig, tokenizer: Tokenizer | 
 
 
 def _read_data(
-    config: RunConfig, base_folder: Path, tokenizer: Tokenizer | None, layout: Layout, resources: ExitStack
+    config: RunConfig,
+    base_folder: Path,
+    tokenizers: tuple[Tokenizer | None, Tokenizer | None],
+    layout: Layout,
+    resources: ExitStack,
 ) -> tuple[RunConfig, Data]:
-    """Load prompts, held-out sets and rewards. Returns the config with its number of steps, and the data."""
+    """Load prompts, held-out sets and rewards. Returns the config with its number of steps, and the data. `tokenizers`
+    are those of a rank that generates, and of one that reads prompts."""
+    tokenizer, reader = tokenizers
     of_dialogues = config.multi_turn, config.data, config.rewards.names, config.rollout.max_prompt_length
     dialogues = run_own_and_agree(
         layout, lambda: make_dialogues(*of_dialogues, tokenizer, base_folder, resources) if tokenizer else None
@@ -138,9 +151,10 @@ def _read_data(
     sampling = on_first_rank(layout, lambda: sampling_of(config.rollout, tokenizer))
 
     def read(section: DatasetSection, data: DataSection, key: str) -> PromptOrder:
-        """Read a data set on the ranks that generate; the others get the numbers of its rows. Collective."""
+        """Read a data set on the ranks that generate, and with images on all; the others get the numbers of its rows.
+        Collective."""
         source = run_own_and_agree(
-            layout, lambda: prompt_reader(config, tokenizer, tools)(section, data, key) if tokenizer else None
+            layout, lambda: prompt_reader(config, reader, tools)(section, data, key) if reader else None
         )
         rows = on_first_rank(layout, lambda: source.rows if source else ())
         return PromptOrder(rows, data, config.run.seed) if source is None else source

@@ -65,6 +65,10 @@ def server_command(
         # the one that the trainer knows: vLLM's default chooses another one for some JSON schemas
         "--structured-outputs-config": json.dumps({"backend": "xgrammar"}) if o.constrains else None,
         "--language-model-only": o.text_only,
+        # pixels arrive as the trainer's processor made them; otherwise vLLM would normalise them again
+        "--no-mm-device-do-normalize": o.images,
+        "--mm-processor-cache-gb": 0 if o.images else None,
+        "--limit-mm-per-prompt": json.dumps({"image": 999, "video": 0}) if o.images else None,
         "--enable-sleep-mode": o.sleep_mode,
         "--enforce-eager": o.enforce_eager or not gpu,  # compiling on a CPU takes longer than it saves
         "--enable-scale-out": True,

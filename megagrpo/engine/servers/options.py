@@ -39,6 +39,7 @@ class ServerOptions:
     constrains: bool = False  # requests have structured outputs (`SamplingParams.constraint`)
     tokenizer: str | None = None  # tokenizer of tool parser and stop strings; None means the model's own
     text_only: bool = False  # a multimodal model that gets no images: the towers are not loaded
+    images: bool = False  # requests have images, whose pixels are sent normalised
     recurrent: bool = False  # some blocks keep a state in place of keys and values
     extra_args: tuple[str, ...] = ()
 
@@ -51,7 +52,7 @@ class ServerOptions:
     @property
     def loads_tokenizer(self) -> bool:
         """Whether the servers need a tokenizer: all else is token ids."""
-        return self.finds_text or self.constrains or self.tool_parser is not None
+        return self.finds_text or self.constrains or self.images or self.tool_parser is not None
 
     @property
     def devices(self) -> int:

@@ -177,7 +177,8 @@ def _options(
         constrains=bool(r.structured_outputs or rows),
         tokenizer=config.model.tokenizer,
         recurrent=model is not None and model.gated_delta is not None,
-        text_only=model is not None and model.wrapper is not None,
+        text_only=model is not None and model.wrapper is not None and not config.data.images,
+        images=config.data.images,
         extra_args=(*r.extra_args, *adapter_arguments(adapter)),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megagrpo.models.families.vision import Vision
 from megagrpo.models.families.wrapper import Naming, Wrapper
 
 # Beginnings of Megatron's names in blocks with experts, and in those with Gated DeltaNet
@@ -138,6 +139,7 @@ class HfConfig:
     wrapper: Wrapper | None = field(default=None, repr=False, compare=False)  # the multimodal model around this one
     file_names: Naming = field(default=Naming(), repr=False, compare=False)  # of tensors in the model's files
     module_names: Naming = field(default=Naming(), repr=False, compare=False)  # of transformers' modules, for adapters
+    vision: Vision | None = field(default=None, repr=False)  # the tower for images of `wrapper`
     partial_rotary_factor: float = 1.0  # share of each head's dimensions, the first ones, that are rotated
     rotary_interleaved: bool = False  # rotation pairs neighbouring dimensions, not the two halves of a head
     qkv_bias: bool = False
@@ -201,7 +203,7 @@ class HfConfig:
         """Whether every block rotates queries and keys by the same angles, and nothing comes between rotation and
         scores."""
         between = self.late_qk_norm or self.unit_qk_norm or self.query_scale is not None
-        return self.local_rope_theta is None and not self.unrotated and not between
+        return self.local_rope_theta is None and not (self.unrotated or between or self.vision)
 
     def kv_heads_of_rank(self, tp_size: int) -> int:
         """Return the number of KV heads that the queries of a rank attend to. With more ranks than KV heads it is 1."""

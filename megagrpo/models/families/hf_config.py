@@ -66,6 +66,7 @@ def parse_hf_config(raw: dict[str, Any], names: Iterable[str] = ()) -> HfConfig:
     if found := wrapper_of(raw):
         wrapper = found[1]
         hf_config = replace(hf_config, wrapper=wrapper, file_names=wrapper.naming(names), module_names=wrapper.modules)
+        hf_config = replace(hf_config, vision=wrapper.vision and wrapper.vision(raw))
     return replace(hf_config, linears=_linears(hf_config))
 
 

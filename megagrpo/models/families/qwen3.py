@@ -10,6 +10,8 @@ from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.dense import DENSE, GATE_UP_DOWN, QK_NORM, QKV_BIAS, experts
 from megagrpo.models.families.example import TINY_EXPERTS, YARN, Example
 from megagrpo.models.families.family import EXPERT_KEYS, Family, Raw, expert_problems, mixture, windows
+from megagrpo.models.families.vision import qwen_vision
+from megagrpo.models.families.wrapper import Wrapper
 
 # vLLM's error for windows in some blocks of these families.
 MIXED_WINDOWS = r"exit code 1 .*: AssertionError: Sliding window for some but all layers is not supported.* Its log: "
@@ -34,6 +36,15 @@ QWEN2 = Family(
     keys=UPPER_WINDOWS,
     ignored=("attention_bias",),  # the biases do not depend on it
     fixed={"qkv_bias": (True, "queries, keys and values of this family have biases")},
+    wrappers=(
+        Wrapper(
+            "qwen2_5_vl",
+            "Qwen2_5_VLForConditionalGeneration",
+            prefix="model.",
+            texts=("qwen2_5_vl_text",),
+            vision=qwen_vision("Qwen2_5_VisionTransformerPretrainedModel", interleaved=False),
+        ),
+    ),
     example=Example(
         models="Qwen2, Qwen2.5",
         differs="biases on queries, keys and values, windows",

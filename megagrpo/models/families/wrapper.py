@@ -3,9 +3,11 @@ there. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+from megagrpo.models.families.vision import Vision, one_axis
 
 Raw = dict[str, Any]  # config.json as read
 TEXT_CONFIG = "text_config"
@@ -61,6 +63,7 @@ class Wrapper:
     - `ignored` are further keys of the whole model that change nothing without images, sounds and videos.
     - `modules` names transformers' modules of the decoder and the head, which adapters name.
     - `untrained` are regular expressions of tensors outside the text model, besides the usual names of towers.
+    - `vision` reads the tower for images from config.json; None: the model is trained on text only.
     """
 
     model_type: str
@@ -71,6 +74,7 @@ class Wrapper:
     ignored: tuple[str, ...] = ()
     untrained: tuple[str, ...] = ()
     modules: Naming = MODULE_NAMES
+    vision: Callable[[Raw], Vision | None] | None = None
 
     def text_of(self, raw: Raw) -> Raw:
         """Return the keys of the text model, without `model_type` and `architectures`. Those of the whole model in
@@ -78,6 +82,7 @@ class Wrapper:
         inner = raw.get(TEXT_CONFIG)
         if inner is None:
             inner = {key: value for key, value in raw.items() if key not in MULTIMODAL}
+        inner = inner if self.vision is None else one_axis(inner)
         outer = {key: raw[key] for key in OUTER if raw.get(key) is not None}
         names = {"model_type", "architectures", "auto_map", *(_DTYPE if outer.keys() & {*_DTYPE} else ())}
         return self.defaults | {key: value for key, value in inner.items() if key not in names} | outer

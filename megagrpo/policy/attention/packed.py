@@ -151,6 +151,25 @@ class Rotary:
         return (self.factor * angles.cos()).to(dtype), (self.factor * angles.sin()).to(dtype)
 
 
+class AxisRotary(Rotary):
+    """Rotates each pair of dimensions by the position on its own axis: `axes` [n] int64 are rows of a pack's
+    `axis_positions` [3, T]. Packs without them have equal positions on all axes."""
+
+    def __init__(self, rotary: Rotary, axes: Tensor):
+        super().__init__(rotary.frequencies, rotary.factor, rotary.interleaved)
+        self.axes = axes
+
+    def pack_cos_sin(self, packed: PackedSeqParams, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [T, 1, n], cached on `packed`."""
+        if (positions := getattr(packed, "axis_positions", None)) is None:
+            return super().pack_cos_sin(packed, dtype)
+        rotations = vars(packed).setdefault("rotations", {})
+        if self not in rotations:
+            angles = positions.index_select(0, self.axes).t()[:, None] * self.frequencies
+            rotations[self] = (self.factor * angles.cos()).to(dtype), (self.factor * angles.sin()).to(dtype)
+        return rotations[self]
+
+
 class NoRotary(Rotary):
     """Leaves queries and keys as they are."""
 

@@ -14,10 +14,10 @@ from megagrpo.data.prompts import prompt_reader
 from megagrpo.data.sample_facts import Vote, votes_of
 from megagrpo.data.sampling import sampling_of
 from megagrpo.data.step_samples import StepSamples
-from megagrpo.data.tokenizer import tokenizer_of
 from megagrpo.engine.protocol import Generator
 from megagrpo.engine.servers.serving import Serving
 from megagrpo.environments.dialogues import make_dialogues
+from megagrpo.models.bridge.image_facts import processor_of
 from megagrpo.platform.process.atomic_file import write_atomically
 from megagrpo.platform.process.phases import Phases
 from megagrpo.platform.process.terminal import side_by_side, warn
@@ -38,7 +38,7 @@ def evaluate_offline(
     serving = resources.enter_context(Serving(config, warn))
     try:
         folder = serving.find(checkpoint, adapter)
-        tokenizer = tokenizer_of(config, folder)
+        tokenizer = processor_of(config, folder)
         of_dialogues = config.multi_turn, config.data, config.rewards.names, config.rollout.max_prompt_length
         dialogues = make_dialogues(*of_dialogues, tokenizer, base_folder, resources)
         tools, names = (dialogues.tools, dialogues.reward_names) if dialogues else ([], [])

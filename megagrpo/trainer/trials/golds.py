@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megagrpo.data.prompt_values import content_text
 from megagrpo.data.text_rows import ANSWERS, names_in, nested
 from megagrpo.types import Prompt
 
@@ -97,7 +98,7 @@ def _text(value: Any) -> str | None:
 
 
 def _question(prompt: Prompt) -> str:
-    return prompt.messages if isinstance(prompt.messages, str) else str(prompt.messages[-1]["content"])
+    return prompt.messages if isinstance(prompt.messages, str) else content_text(prompt.messages[-1]["content"])
 
 
 def wrong_answers(golds: Sequence[str | None], row: int, count: int) -> list[str]:

@@ -1,0 +1,195 @@
+"""Images of prompts: where a row holds them, the tokens that stand for them, and their pixels, computed where they are
+needed. Columns and parts of messages are as in TRL."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+Message = dict[str, Any]
+IMAGE_COLUMNS = ("image", "images")
+_PIXELS, _GRIDS, _STARTS, _TOKENS = "pixel_values", "image_grid_thw", "image_starts", "image_tokens"
+_FIX = "an image is a PIL image, a path, or a dict with bytes or path"
+
+
+class PromptImages(Mapping[str, Any]):
+    """The images of one prompt, in order, as `Prompt.inputs`. Every rank may hold it: pixels are computed at each
+    access, are not kept, and never travel between ranks.
+
+    - `pixel_values` [n, d] float32: the n patches of all k images, from the processor of the model's folder
+    - `image_grid_thw` [k, 3] int64: each image's patches over time, height and width
+    - `image_starts` [k] int64: index of each image's first token in the prompt
+    - `image_tokens` [k] int64: each image's number of tokens
+    """
+
+    def __init__(self, reader: ImageReader, images: Sequence[Any], starts: Sequence[int], grids: np.ndarray):
+        self._reader, self._images = reader, tuple(images)
+        tokens = grids.prod(-1) // reader.merge**2
+        self._arrays = {_GRIDS: grids, _STARTS: np.array(starts, np.int64), _TOKENS: tokens}
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._arrays:
+            return self._arrays[name]
+        if name != _PIXELS:
+            raise KeyError(name)
+        pixels, grids = self._reader.pixels(self._images)
+        assert np.array_equal(grids, self._arrays[_GRIDS]), f"grids {grids.tolist()} of {self._arrays[_GRIDS].tolist()}"
+        return pixels
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # only the same object is equal
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((_PIXELS, *self._arrays))
+
+    def __len__(self) -> int:
+        return 4
+
+    @property
+    def key(self) -> int:
+        """Equal for equal images, in this process."""
+        return hash(tuple(_key(image) for image in self._images))
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """Reads the images of rows. `folder` is the model's, or its hub name, `token_id` its image token, and `merge` the
+    number of patches in each direction that become one token. Paths are below `base`."""
+
+    folder: Path | str
+    token_id: int
+    merge: int
+    base: Path = Path()
+
+    def beside(self, source: str) -> ImageReader:
+        """Return the reader whose paths are below the folder of this data set, a file or folder."""
+        path = Path(source).expanduser()
+        return replace(self, base=path if path.is_dir() else path.parent)
+
+    @cached_property
+    def processor(self) -> Any:
+        """transformers' image processor of the model's folder. Raises ValueError if it cannot be loaded."""
+        from transformers import AutoImageProcessor
+
+        try:
+            return AutoImageProcessor.from_pretrained(str(self.folder))
+        except (OSError, ValueError, ImportError) as error:
+            raise ValueError(
+                f"data.images: {self.folder} has no image processor that can be loaded: {error}; copy "
+                "preprocessor_config.json from the model's release"
+            ) from error
+
+    def question(self, messages: list[Message], values: Mapping[str, Any]) -> tuple[list[Message], list[Any]]:
+        """Return the messages with a part `{type: image}` for each image, and the images in order. `messages` are from
+        `as_prompt` with images. Without images they are returned unchanged.
+
+        Raises ValueError with a phrase when images and parts do not match."""
+        column = _of_columns(values)
+        every = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+        parts = [part for part in every if part["type"] == "image"]
+        inline = [part["image"] for part in parts if "image" in part]
+        if not parts and not column:
+            return messages, []
+        if inline and (column or len(inline) < len(parts)):
+            raise ValueError("has images both in messages and in a column; keep one of them")
+        if parts and not inline and len(parts) != len(column):
+            raise ValueError(f"has {len(parts)} parts of type image, and the row has {len(column)} image(s)")
+        messages = [dict(message) for message in messages]
+        if not parts:  # as TRL: before the text of the first message of the user
+            first = next((message for message in messages if message["role"] == "user"), None)
+            if first is None:
+                raise ValueError("has images, but no message of the user")
+            first["content"] = [*({"type": "image"} for _ in column), *_as_parts(first["content"])]
+        for message in messages:
+            message["content"] = [
+                {"type": "image"} if part["type"] == "image" else part for part in _as_parts(message["content"])
+            ]
+        return messages, inline or column
+
+    def placed(self, token_ids: Sequence[int], images: Sequence[Any]) -> tuple[tuple[int, ...], PromptImages]:
+        """Return the token ids with each image token repeated for its image, and the images. Raises ValueError."""
+        places = [index for index, token_id in enumerate(token_ids) if token_id == self.token_id]
+        if len(places) != len(images):
+            raise ValueError(
+                f"renders {len(places)} image token(s) for {len(images)} image(s); text of the prompt must not hold "
+                "the image token, and data.chat_template must write one for each image"
+            )
+        grids = np.array([self.grid(image) for image in images], np.int64).reshape(-1, 3)
+        counts = np.ones(len(token_ids), np.int64)
+        counts[places] = grids.prod(-1) // self.merge**2
+        starts = (counts.cumsum() - counts)[places]
+        return tuple(np.repeat(token_ids, counts).tolist()), PromptImages(self, images, starts.tolist(), grids)
+
+    def grid(self, image: Any) -> tuple[int, int, int]:
+        """Return the patches of an image over time, height and width, from its size alone."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        p, (width, height) = self.processor, self.opened(image).size
+        limits = dict(min_pixels=p.size["shortest_edge"], max_pixels=p.size["longest_edge"])
+        tall, wide = smart_resize(height, width, factor=p.patch_size * p.merge_size, **limits)
+        return 1, tall // p.patch_size, wide // p.patch_size
+
+    def pixels(self, images: Sequence[Any]) -> tuple[Tensor, np.ndarray]:
+        """Return the patches [n, d] float32 of images, and their grids [k, 3]."""
+        made = self.processor(images=[self.opened(image).convert("RGB") for image in images], return_tensors="pt")
+        return made[_PIXELS].to(torch.float32), made[_GRIDS].numpy()
+
+    def opened(self, image: Any) -> Image.Image:
+        """Return an image, upright, and decoded only if it must be turned. Raises ValueError for what is none."""
+        from PIL import Image, ImageOps
+
+        try:
+            if isinstance(image, Image.Image):
+                return image
+            if isinstance(image, dict):
+                image = image["path"] if image.get("bytes") is None else image["bytes"]
+            found = Image.open(io.BytesIO(image) if isinstance(image, bytes) else self.base / Path(image))
+            ImageOps.exif_transpose(found, in_place=True)
+            return found
+        except (OSError, TypeError, KeyError, SyntaxError, Image.DecompressionBombError) as error:
+            raise ValueError(f"has an image that cannot be read: {type(error).__name__}: {error}; {_FIX}") from None
+
+
+def undecoded(rows: Any) -> Any:
+    """Return rows of `datasets` whose images are not decoded: dicts with bytes or path."""
+    import datasets
+
+    if not isinstance(rows, datasets.Dataset):
+        return rows
+    for name, feature in rows.features.items():
+        if isinstance(feature, datasets.Image):
+            rows = rows.cast_column(name, datasets.Image(decode=False))
+        elif isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
+            rows = rows.cast_column(name, datasets.List(datasets.Image(decode=False)))
+    return rows
+
+
+def _of_columns(values: Mapping[str, Any]) -> list[Any]:
+    one, several = (values.get(name) for name in IMAGE_COLUMNS)
+    if one is not None and several is not None:
+        raise ValueError("has both columns image and images; keep one of them")
+    if isinstance(one, list | tuple):
+        raise ValueError("column image must hold one image (got a list); use images for several")
+    if several is not None and not isinstance(several, list | tuple):
+        raise ValueError(f"column images must be a list (got {type(several).__name__}); use image for a single one")
+    return list(several or []) if one is None else [one]
+
+
+def _as_parts(content: Any) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _key(image: Any) -> Any:
+    if isinstance(image, dict):
+        return image.get("bytes") or image.get("path")
+    return image if isinstance(image, bytes | str) else id(image)

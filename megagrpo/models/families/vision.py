@@ -1,0 +1,57 @@
+"""Vision towers of multimodal models, which transformers computes, and the place of their images among the tokens.
+Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Raw = dict[str, Any]  # config.json as read
+_ROTARY = ("rope_scaling", "rope_parameters")
+_AXES = ("mrope_section", "mrope_interleaved")
+
+
+@dataclass(frozen=True)
+class Vision:
+    """The tower of a model, and how the text model sees its images.
+
+    `axes` has the axis of the positions (0 time, 1 height, 2 width) that rotates each pair of a head's dimensions. An
+    image begins at the position after the text before it, and its tokens have the rows and columns of the image as
+    height and width. The text after it goes on after the largest position.
+    """
+
+    tower: str  # transformers' class, in the module of the whole model's `model_type`
+    prefix: str  # of its tensors in files
+    image_token: int  # id of the token that stands for an image
+    merge: int  # patches in each direction that become one token
+    axes: tuple[int, ...]
+
+
+def qwen_vision(tower: str, interleaved: bool) -> Callable[[Raw], Vision | None]:
+    """Return the reader of the tower of a Qwen-VL from config.json. The axes of the rotation follow each other in
+    sections, or are `interleaved`. Without sections the model is one of text."""
+
+    def read(raw: Raw) -> Vision | None:
+        text = raw.get("text_config") or raw
+        sections = [text[key]["mrope_section"] for key in _ROTARY if "mrope_section" in (text.get(key) or {})]
+        if not sections:
+            return None
+        time, height, width = sections[0]
+        axes = [0] * time + [1] * height + [2] * width
+        if interleaved:  # time, height, width, time, ...; the rest is time
+            axes = [i % 3 if i < 3 * (0, height, width)[i % 3] else 0 for i in range(len(axes))]
+        token, merge = raw.get("image_token_id", 151655), (raw.get("vision_config") or {}).get("spatial_merge_size", 2)
+        return Vision(tower, "visual.", token, merge, tuple(axes))
+
+    return read
+
+
+def one_axis(text: Raw) -> Raw:
+    """Return config.json of the text model without the axes of its rotation: those of text have equal positions."""
+    plain = dict(text)
+    for key in _ROTARY:
+        if isinstance(given := text.get(key), dict):
+            rest = {name: value for name, value in given.items() if name not in _AXES}
+            plain[key] = {name: "default" if value == "mrope" else value for name, value in rest.items()}
+    return plain

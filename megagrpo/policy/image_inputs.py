@@ -1,0 +1,169 @@
+"""Images in the policy: transformers' vision tower, frozen, gives the rows that replace the embeddings of image tokens,
+and the rotation has positions on three axes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import unwrap_model
+from torch import Tensor, nn
+
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.platform import device
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.train_types import MicroBatch, moved
+
+
+class ModelInputs(Protocol):
+    """What a policy reads besides token ids."""
+
+    def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Prepare a pass over these micro-batches of the host."""
+
+    def give(self, chunk: Any, micro_batch: MicroBatch, packed: PackedSeqParams) -> None:
+        """Give the inputs of a micro-batch of the host to a chunk and to its pack, just before the forward pass."""
+
+
+class TokensOnly:
+    """A policy of text."""
+
+    def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Raise ValueError for a micro-batch with `inputs`."""
+        if names := sorted({name for m in micro_batches for of_sample in m.inputs for name in of_sample}):
+            raise ValueError(f"Prompt.inputs: the policy reads token ids only, and a prompt has {', '.join(names)}")
+
+    def give(self, chunk: Any, micro_batch: MicroBatch, packed: PackedSeqParams) -> None:
+        """Do nothing."""
+
+
+class ImageInputs:
+    """The images of a policy's micro-batches (`data.images.PromptImages`), on this rank.
+
+    Ranks of the first pipeline stage hold the whole tower and compute the rows of the images in their own samples. The
+    rows of an image stay on the host as long as passes have it. All stages need positions, which grids determine.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], hf_config: HfConfig, layout: Layout):
+        assert hf_config.vision is not None, f"{hf_config.family} has no tower"
+        self._vision, self._layout = hf_config.vision, layout
+        self.tower: nn.Module | None = None  # set by `models.bridge.tower.load_tower` on the first stage
+        self._rows: dict[int, tuple[Mapping[str, Any], Tensor]] = {}  # id of the inputs -> (they, rows [n, H])
+        for chunk in chunks:
+            embedding: Any = getattr(chunk, "embedding", None)
+            if embedding is not None:
+                embedding.image_rows = None
+                embedding.register_forward_hook(_replace_rows)
+
+    def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Drop the rows of images that this pass does not have."""
+        current = {id(inputs) for m in micro_batches for inputs in m.inputs}
+        self._rows = {key: rows for key, rows in self._rows.items() if key in current}
+
+    def give(self, chunk: Any, micro_batch: MicroBatch, packed: PackedSeqParams) -> None:
+        """Set the rows that replace embeddings in `chunk`, and the pack's positions on the axes."""
+        embedding = getattr(unwrap_model(chunk), "embedding", None)
+        if embedding is not None:
+            embedding.image_rows = self._placed(micro_batch) if micro_batch.inputs else None
+        if micro_batch.inputs:
+            positions = axis_positions(micro_batch, self._vision.merge)
+            packed.axis_positions = moved(positions, device.device())
+
+    def _placed(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return the indices [n] int64 of image tokens among this rank's embeddings, and their rows [n, H]."""
+        at, rows = [torch.zeros(0, dtype=torch.int64)], []
+        for first, inputs, index in _sequences(micro_batch):
+            of_image = image_tokens(inputs)
+            inside = (of_image >= index[0]) & (of_image <= index[-1])
+            at.append(of_image[inside] - index[0] + first)
+            rows.append(self._rows_of(inputs)[inside])
+        places, every = torch.cat(at), torch.cat(rows)
+        if self._layout.parallel.sequence_parallel:  # a rank embeds T/tp neighbouring tokens
+            size = micro_batch.num_tokens // self._layout.parallel.tp
+            places = places - size * self._layout.tp_rank
+            own = (places >= 0) & (places < size)
+            places, every = places[own], every[own]
+        return moved(places, device.device()), moved(every, device.device())
+
+    @torch.no_grad()
+    def _rows_of(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Return the rows [n, H] of all images of a prompt, on the host."""
+        if id(inputs) not in self._rows:
+            assert self.tower is not None, "load_tower has not run"
+            weight = next(self.tower.parameters())
+            pixels = torch.as_tensor(inputs["pixel_values"]).to(weight.device, weight.dtype)
+            grids = torch.as_tensor(inputs["image_grid_thw"]).to(weight.device)
+            self._rows[id(inputs)] = inputs, self.tower(pixels, grid_thw=grids).pooler_output.cpu()
+        return self._rows[id(inputs)][1]
+
+
+def _replace_rows(embedding: Any, inputs: Any, output: Tensor) -> Tensor | None:
+    """A forward hook: put the image rows into embeddings [T, 1, H], or [T/tp, 1, H]."""
+    if embedding.image_rows is None:
+        return None
+    at, rows = embedding.image_rows
+    return output.index_copy(0, at, rows[:, None].to(output.dtype))
+
+
+def build_tower(folder: Path, hf_config: HfConfig, dtype: torch.dtype) -> nn.Module:
+    """Return transformers' tower of the model in `folder`, frozen, on this rank's device, without weights."""
+    from transformers import AutoConfig
+    from transformers.initialization import no_init_weights
+
+    assert hf_config.vision is not None and hf_config.wrapper is not None, f"{hf_config.family} has no tower"
+    kind = hf_config.wrapper.model_type
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    with no_init_weights():
+        tower = getattr(module, hf_config.vision.tower)(AutoConfig.from_pretrained(str(folder)).vision_config)
+    return tower.to(device.device(), dtype).eval().requires_grad_(False)
+
+
+def image_tokens(inputs: Mapping[str, Any]) -> Tensor:
+    """Return the indices [n] int64 of a prompt's image tokens, in order."""
+    spans = zip(inputs["image_starts"].tolist(), inputs["image_tokens"].tolist(), strict=True)
+    return torch.cat([start + torch.arange(count) for start, count in spans])
+
+
+def axis_positions(micro_batch: MicroBatch, merge: int) -> Tensor:
+    """Return the positions [3, T] int64 of a micro-batch of the host, over time, height and width. Those of samples
+    without images are equal."""
+    positions = micro_batch.position_ids.expand(3, -1).clone()
+    for first, inputs, index in _sequences(micro_batch):
+        known, shift = _prompt_positions(inputs, merge)
+        last = known.shape[1]
+        of_images = known[:, index.clamp(max=last - 1)]
+        positions[:, first : first + index.numel()] = torch.where(index < last, of_images, index + shift)
+    return positions
+
+
+def _prompt_positions(inputs: Mapping[str, Any], merge: int) -> tuple[Tensor, int]:
+    """Return the positions [3, L] of a prompt's tokens up to the end of its last image, and what is added to the index
+    of each later token."""
+    parts, tokens, position = [], 0, 0
+    grids = inputs["image_grid_thw"].tolist()
+    for start, (time, tall, wide) in zip(inputs["image_starts"].tolist(), grids, strict=True):
+        text = torch.arange(start - tokens).expand(3, -1) + position
+        position += start - tokens
+        rows, columns = tall // merge, wide // merge
+        cells = torch.cartesian_prod(torch.arange(time), torch.arange(rows), torch.arange(columns)).view(-1, 3)
+        parts += [text, cells.t() + position]
+        tokens, position = start + len(cells), position + max(rows, columns)
+    return torch.cat(parts, 1), position - tokens
+
+
+def _sequences(micro_batch: MicroBatch) -> list[tuple[int, Mapping[str, Any], Tensor]]:
+    """Return (first token in the pack, inputs, indices of the tokens in the sample) of each sequence with inputs."""
+    borders = list(pairwise(micro_batch.cu_seqlens.tolist()))
+    pairs = zip(borders, micro_batch.inputs, strict=True)
+    return [(a, inputs, micro_batch.position_ids[a:b]) for (a, b), inputs in pairs if inputs and b > a]
+
+
+def inputs_of(chunks: Sequence[nn.Module], hf_config: HfConfig, layout: Layout, images: bool) -> ModelInputs:
+    """Return what the policy reads besides token ids: `images`, if the model has a tower, or nothing. `megagrpo verify`
+    makes models without one."""
+    return ImageInputs(chunks, hf_config, layout) if images and hf_config.vision is not None else TokensOnly()

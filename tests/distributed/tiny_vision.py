@@ -1,0 +1,130 @@
+"""A tiny random Qwen2.5-VL with a tokenizer and an image processor, and prompts with images of several sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz .,?0123456789"
+SPECIAL = [
+    "<|end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<|im_start|>",
+    "<|im_end|>",
+]
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+TEXT = dict(
+    hidden_size=128,
+    intermediate_size=192,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    initializer_range=0.08,
+    rms_norm_eps=1e-6,
+    bos_token_id=None,
+    pad_token_id=None,
+    tie_word_embeddings=True,
+)
+TOWER = dict(
+    depth=2,
+    hidden_size=64,
+    intermediate_size=96,
+    num_heads=2,
+    out_hidden_size=128,
+    patch_size=14,
+    window_size=56,
+    fullatt_block_indexes=[1],
+    initializer_range=0.08,
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of characters."""
+    raw = Tokenizer(models.BPE({character: i for i, character in enumerate(CHARACTERS)}, merges=[]))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    raw.add_special_tokens(SPECIAL)
+    made = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|end|>", pad_token="<|end|>")
+    made.chat_template = TEMPLATE
+    return made
+
+
+def write_model(folder: Path, seed: int = 0, **text) -> None:
+    """Write the model, its tokenizer and its image processor."""
+    words = tokenizer()
+    words.save_pretrained(folder)
+    start, end, image, video = (words.convert_tokens_to_ids(token) for token in SPECIAL[1:5])
+    rope = dict(rope_type="default", rope_theta=1e6, mrope_section=[4, 6, 6])
+    own = dict(vocab_size=len(words) + 6, eos_token_id=words.eos_token_id, rope_parameters=rope)
+    config = Qwen2_5_VLConfig(
+        text_config=TEXT | own | text,
+        vision_config=TOWER,
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        tie_word_embeddings=text.get("tie_word_embeddings", True),
+    )
+    torch.manual_seed(seed)
+    model = Qwen2_5_VLForConditionalGeneration(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    Qwen2VLImageProcessorPil(size=dict(shortest_edge=28 * 28, longest_edge=28 * 28 * 16)).save_pretrained(folder)
+
+
+def image(width: int, height: int, seed: int) -> Image.Image:
+    """Coloured noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+# Questions, with the sizes of their images
+QUESTIONS = [
+    ("which?", [(84, 56)]),
+    ("no image", []),
+    ("are both equal?", [(30, 100), (56, 56)]),
+    ("one more", [(28, 28)]),
+]
+
+
+@torch.no_grad()
+def full_logits(folder: Path, samples: list[tuple[list[int], dict]]) -> list[torch.Tensor]:
+    """transformers' logits [L, V] in float32 for each (token ids, inputs)."""
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    token, found = model.config.image_token_id, []
+    for token_ids, inputs in samples:
+        ids = torch.tensor([token_ids])
+        if not inputs:
+            found.append(model(input_ids=ids).logits[0].float())
+            continue
+        pixels, grids = inputs["pixel_values"], torch.as_tensor(inputs["image_grid_thw"])
+        of_images = torch.zeros_like(ids)
+        for start, count in zip(inputs["image_starts"], inputs["image_tokens"], strict=True):
+            of_images[0, start : start + count] = 1
+        more = dict(image_grid_thw=grids, mm_token_type_ids=of_images)
+        if torch.equal(of_images, (ids == token).long()):
+            found.append(model(input_ids=ids, pixel_values=pixels, **more).logits[0].float())
+            continue
+        # transformers takes each image token for a part of an image, also one that was sampled
+        rows = model.get_input_embeddings()(ids)
+        rows[of_images.bool()] = model.model.visual(pixels, grid_thw=grids).pooler_output
+        positions, _ = model.model.get_rope_index(ids, **more)
+        found.append(model(inputs_embeds=rows, position_ids=positions).logits[0].float())
+    return found

@@ -1,0 +1,148 @@
+"""Images of rows: columns and parts as in TRL, their tokens, and pixels that are computed at each access."""
+
+import io
+import tempfile
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+from megagrpo.config import DataSection
+from megagrpo.data.images import ImageReader
+from megagrpo.data.prompts import PromptSource
+from megagrpo.data.tokenizer import load_tokenizer
+from tests.distributed.tiny_vision import image, write_model
+
+IMAGE = 43  # id of the image token
+
+
+@pytest.fixture(scope="module")
+def folder():
+    with tempfile.TemporaryDirectory() as name:
+        write_model(Path(name))
+        yield Path(name)
+
+
+def png(picture: Image.Image) -> bytes:
+    out = io.BytesIO()
+    picture.save(out, "PNG")
+    return out.getvalue()
+
+
+def source(folder: Path, path: Path, limit: int = 200, **section) -> PromptSource:
+    tokenizer = load_tokenizer(folder)
+    tokenizer.images = ImageReader(folder, IMAGE, 2)
+    data = DataSection(train=dict(source=str(path)), images=True, shuffle=False, **section)
+    return PromptSource(data.train, data, tokenizer, limit, 0)
+
+
+def parquet(path: Path, rows: list[dict], **features) -> Path:
+    data = datasets.Dataset.from_list(rows)
+    for name, feature in features.items():
+        data = data.cast_column(name, feature)
+    data.to_parquet(str(path / "rows.parquet"))
+    return path / "rows.parquet"
+
+
+def test_a_prompt_has_the_tokens_and_pixels_of_transformers_processor(folder, tmp_path):
+    pictures = [image(84, 56, 1), image(30, 100, 2)]
+    content = [dict(type="image"), dict(type="text", text="same? "), dict(type="image")]
+    rows = [dict(prompt=[dict(role="user", content=content)], images=pictures)]
+    path = parquet(tmp_path, rows, images=datasets.List(datasets.Image()))
+    (prompt,) = source(folder, path).all()
+
+    from transformers import AutoTokenizer, Qwen2_5_VLProcessor
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+
+    words = AutoTokenizer.from_pretrained(folder)
+    theirs = Qwen2_5_VLProcessor(
+        Qwen2VLImageProcessor.from_pretrained(folder), words, Qwen2VLVideoProcessor(), chat_template=words.chat_template
+    )
+    text = theirs.apply_chat_template(rows[0]["prompt"], add_generation_prompt=True)
+    expected = theirs(text=[text], images=pictures, return_tensors="pt")
+    assert list(prompt.token_ids) == expected["input_ids"][0].tolist()
+    assert prompt.inputs["image_grid_thw"].tolist() == expected["image_grid_thw"].tolist()
+    np.testing.assert_array_equal(prompt.inputs["pixel_values"], expected["pixel_values"])
+    for start, count in zip(prompt.inputs["image_starts"], prompt.inputs["image_tokens"], strict=True):
+        assert set(prompt.token_ids[start : start + count]) == {IMAGE}
+    assert prompt.messages[0]["content"] == content and "images" not in prompt.columns
+
+
+@pytest.mark.parametrize("kind", ["bytes", "path", "inline", "string prompt"])
+def test_an_image_may_be_bytes_a_path_or_inside_a_message(folder, tmp_path, kind):
+    picture = image(56, 56, 3)
+    (tmp_path / "one.png").write_bytes(png(picture))
+    question = [dict(role="user", content="which?")]
+    row = dict(prompt=question, image=dict(bytes=png(picture), path=None))
+    if kind == "path":
+        row = dict(prompt=question, image="one.png")
+    elif kind == "inline":
+        parts = [dict(type="image", image="one.png", text=None), dict(type="text", text="which?", image=None)]
+        row = dict(prompt=[dict(role="user", content=parts)])
+    elif kind == "string prompt":
+        row = dict(prompt="which?", image=dict(bytes=png(picture), path=None))
+    (prompt,) = source(folder, parquet(tmp_path, [row])).all()
+    expected = ImageReader(folder, IMAGE, 2).pixels([picture])[0]
+    np.testing.assert_array_equal(prompt.inputs["pixel_values"], expected)
+    assert prompt.token_ids.count(IMAGE) == 4
+    assert prompt.messages[0]["content"] == [dict(type="image"), dict(type="text", text="which?")]
+
+
+def test_rows_without_images_stay_text(folder, tmp_path):
+    rows = [
+        dict(prompt="which?", images=[]),
+        dict(prompt="which?", images=[dict(bytes=png(image(28, 28, 4)), path=None)]),
+    ]
+    text, seen = source(folder, parquet(tmp_path, rows)).all()
+    assert not text.inputs and text.messages == "which?" and IMAGE not in text.token_ids
+    assert seen.token_ids.count(IMAGE) == 1
+
+
+def test_equal_questions_about_other_images_are_not_repeated(folder, tmp_path):
+    one, other = (dict(bytes=png(image(28, 28, seed)), path=None) for seed in (5, 6))
+    prompts = source(folder, parquet(tmp_path, [dict(prompt="a", image=picture) for picture in (one, other, one)]))
+    assert prompts.repeated() == [(2, 0)]
+
+
+def test_an_image_is_turned_as_its_exif_says(folder, tmp_path):
+    exif = Image.Exif()
+    exif[274] = 6  # turned by 90 degrees
+    out = io.BytesIO()
+    image(84, 28, 7).save(out, "JPEG", exif=exif)
+    (prompt,) = source(folder, parquet(tmp_path, [dict(prompt="a", image=dict(bytes=out.getvalue(), path=None))])).all()
+    assert prompt.inputs["image_grid_thw"].tolist() == [[1, 6, 2]]
+    assert len(prompt.inputs["pixel_values"]) == 12
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (dict(prompt="a", image=dict(bytes=b"none", path=None)), "has an image that cannot be read: UnidentifiedImage"),
+        (dict(prompt="a", image="missing.png"), "has an image that cannot be read: FileNotFoundError"),
+        (dict(prompt="a <|image_pad|>", image="one.png"), r"renders 2 image token\(s\) for 1 image\(s\)"),
+        (dict(prompt="a", image="one.png", images=["one.png"]), "has both columns image and images; keep one"),
+        (dict(prompt="a", images="one.png"), "column images must be a list"),
+        (dict(prompt="a", image=["one.png"]), "column image must hold one image"),
+        (
+            dict(prompt=[dict(role="user", content=[dict(type="image"), dict(type="image")])], images=["one.png"]),
+            r"has 2 parts of type image, and the row has 1 image\(s\)",
+        ),
+        (
+            dict(prompt=[dict(role="user", content=[dict(type="image", image="one.png")])], image="one.png"),
+            "has images both in messages and in a column",
+        ),
+    ],
+)
+def test_what_is_wrong_with_an_image_is_told_with_its_row(folder, tmp_path, row, said):
+    (tmp_path / "one.png").write_bytes(png(image(28, 28, 8)))
+    with pytest.raises(ValueError, match=f"data.train: row 0: .*{said}"):
+        source(folder, parquet(tmp_path, [row]))
+
+
+def test_overlong_prompts_are_dropped_whole(folder, tmp_path):
+    rows = [dict(prompt="a", image=dict(bytes=png(image(size, 56, 9)), path=None)) for size in (28, 112)]
+    prompts = source(folder, parquet(tmp_path, rows), limit=10)
+    assert list(prompts.rows) == [0] and prompts.num_overlong == 1

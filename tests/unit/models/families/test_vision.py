@@ -1,0 +1,78 @@
+"""The axes that rotate each pair of dimensions, and what config.json of a model with images says."""
+
+import pytest
+
+from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.models.families.vision import qwen_vision
+
+# the published config.json of Qwen2.5-VL-3B-Instruct, shortened in its vision_config
+FLAT = dict(
+    architectures=["Qwen2_5_VLForConditionalGeneration"],
+    attention_dropout=0.0,
+    bos_token_id=151643,
+    eos_token_id=151645,
+    vision_start_token_id=151652,
+    vision_end_token_id=151653,
+    vision_token_id=151654,
+    image_token_id=151655,
+    video_token_id=151656,
+    hidden_act="silu",
+    hidden_size=2048,
+    initializer_range=0.02,
+    intermediate_size=11008,
+    max_position_embeddings=128000,
+    max_window_layers=70,
+    model_type="qwen2_5_vl",
+    num_attention_heads=16,
+    num_hidden_layers=36,
+    num_key_value_heads=2,
+    rms_norm_eps=1e-06,
+    rope_theta=1000000.0,
+    sliding_window=32768,
+    tie_word_embeddings=True,
+    torch_dtype="bfloat16",
+    transformers_version="4.41.2",
+    use_cache=True,
+    use_sliding_window=False,
+    vision_config=dict(depth=32, spatial_merge_size=2, tokens_per_second=2, temporal_patch_size=2),
+    rope_scaling=dict(type="mrope", mrope_section=[16, 24, 24]),
+    vocab_size=151936,
+)
+
+
+def test_the_published_config_has_a_tower_and_the_rotation_of_a_qwen2():
+    config = parse_hf_config(FLAT)
+    assert (config.family, config.rope_type, config.qkv_bias, config.vision.image_token) == (
+        "qwen2",
+        "default",
+        True,
+        151655,
+    )
+    assert config.vision.axes == (0,) * 16 + (1,) * 24 + (2,) * 24 and config.vision.merge == 2
+    assert not config.rotates_alike  # no fused kernel has three axes
+
+
+def test_axes_are_those_of_transformers():
+    import torch
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
+
+    for kind, interleaved in ((Qwen2_5_VLRotaryEmbedding, False), (Qwen3VLTextRotaryEmbedding, True)):
+        theirs = kind.__new__(kind)
+        torch.nn.Module.__init__(theirs)
+        theirs.mrope_section = [24, 20, 20]
+        frequencies = torch.arange(3.0)[:, None, None, None].expand(3, 1, 1, 64).clone()
+        expected = theirs.recomposition_frequencies(frequencies)[0, 0, :64].int().tolist()
+        text = dict(rope_parameters=dict(mrope_section=[24, 20, 20]))
+        assert list(qwen_vision("Tower", interleaved)(dict(text_config=text)).axes) == expected
+
+
+@pytest.mark.parametrize("scaling", [None, dict(type="default")])
+def test_a_model_without_sections_is_one_of_text(scaling):
+    assert parse_hf_config(FLAT | dict(rope_scaling=scaling)).vision is None
+
+
+def test_a_text_model_with_axes_is_refused():
+    text = {key: value for key, value in FLAT.items() if "token" not in key and key != "vision_config"}
+    with pytest.raises(ValueError, match="mrope"):
+        parse_hf_config(text | dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"]))
