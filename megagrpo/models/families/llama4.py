@@ -120,8 +120,8 @@ FAMILY = Family(
     layer_types=(CHUNKED, FULL),
     rope_types=("default", "llama3"),
     names={"intermediate_size_mlp": "intermediate_size"},
+    unserved="the weight sync cannot follow how vLLM permutes its queries and keys",
     served_flags=_served_flags,
-    merged_only=("q_proj", "k_proj"),  # vLLM permutes their rows, but not those of adapters
     wrappers=(Wrapper("llama4", "Llama4ForConditionalGeneration", modules=NAMINGS[0]),),
     example=Example(
         models="Llama 4 Scout and Maverick, their text models",

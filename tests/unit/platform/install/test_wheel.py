@@ -194,7 +194,7 @@ def test_the_checkpoint_tools_work_without_an_installation_of_megagrpo(tree, mod
         ["hf_to_megatron.py", str(model), "megatron"],
         ["megatron_to_hf.py", "megatron", "back"],
         ["merge_adapter.py", str(model / "adapter"), "merged", "--model", str(model)],
-        ["show.py", "merged"],
+        ["show.py", "merged", "--tensors"],
     ]
     assert {words[0] for words in calls} == {path.name for path in (root / "checkpoints_tools").glob("*.py")}
     words = json.dumps([[str(root / "checkpoints_tools" / name), *rest] for name, *rest in calls])
