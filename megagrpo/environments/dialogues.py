@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from collections.abc import Generator as Stream
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -55,6 +55,11 @@ class Dialogues:
     def tools(self) -> list[dict[str, Any]]:
         """JSON schemas of the tools, for the prompts."""
         return self.responders.tools
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Raise ValueError when the agent needs a column not in `columns`."""
+        if self.responders.agent:
+            self.responders.agent.check_columns(columns)
 
     @property
     def reward_names(self) -> list[str]:

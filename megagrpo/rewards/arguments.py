@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from megagrpo.platform.process.hints import did_you_mean
 from megagrpo.types import Rollout
 
 
@@ -51,3 +52,19 @@ PER_ROLLOUT: dict[str, Callable[[Rollout], Any]] = {
     "is_truncated": lambda rollout: rollout.finish_reason == "length",
     "trajectories": _trajectory,
 }
+
+
+def check_needs(needs: Mapping[str, Iterable[tuple[str, ...]]], columns: list[str]) -> None:
+    """Raise ValueError when a data set with `columns` lacks what user code needs: for each piece of code, tuples of
+    names of which one must be a column."""
+    has = ", ".join(columns) or "no column besides the prompt"
+    fix = "rename with data.columns" if columns else "add the column to each row"
+    problems = [
+        f"{what} needs column {' or '.join(f'`{name}`' for name in alternatives)}; the data set has "
+        f"{has}{did_you_mean(alternatives[0], columns)}; {fix}"
+        for what, of_one in needs.items()
+        for alternatives in of_one
+        if set(alternatives).isdisjoint(columns)
+    ]
+    if problems:
+        raise ValueError("\n".join(problems))

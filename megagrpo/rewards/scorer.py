@@ -9,6 +9,7 @@ from typing import Any
 
 from megagrpo.config import RewardsSection
 from megagrpo.platform.process.hints import did_you_mean
+from megagrpo.rewards.arguments import check_needs
 from megagrpo.rewards.reward_registry import resolve
 from megagrpo.rewards.scoring import Function, Scoring
 from megagrpo.rewards.workers.pool import SHARED, Call, WorkerPool
@@ -113,19 +114,8 @@ class RewardScorer:
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise ValueError when a function needs a column not in `columns`, the data set's names after renaming."""
-        present = list(columns)
-        has = ", ".join(present) or "no column besides the prompt"
-        fix = "rename with data.columns" if present else "add the column to each row"
-        problems = [
-            f"rewards.functions: reward `{function.name}` needs column "
-            f"{' or '.join(f'`{name}`' for name in alternatives)}; the data set has "
-            f"{has}{did_you_mean(alternatives[0], present)}; {fix}"
-            for function in self.functions.values()
-            for alternatives in function.signature["needs"]
-            if set(alternatives).isdisjoint(present)
-        ]
-        if problems:
-            raise ValueError("\n".join(problems))
+        needs = {f"rewards.functions: reward `{f.name}`": f.signature["needs"] for f in self.functions.values()}
+        check_needs(needs, list(columns))
 
     def row_faults(self, rows: list[dict[str, Any]]) -> dict[str, list[tuple[int, str]]]:
         """Return, for each function with a method `row_fault`, (index of the row, reason) of the rows it cannot score.

@@ -166,7 +166,9 @@ def _read_data(
     def load_rewards() -> RewardScorer:
         scorer = RewardScorer(config.rewards, config.rollout.max_completion_length, base_folder)
         resources.enter_context(scorer).check_columns(prompts.columns)
-        check_columns(held_out, scorer)
+        if dialogues:
+            dialogues.check_columns(prompts.columns)
+        check_columns(held_out, scorer, dialogues)
         return scorer
 
     rewards = run_own_and_agree(layout, lambda: load_rewards() if tokenizer else None)

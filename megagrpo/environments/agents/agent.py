@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from megagrpo.config import MultiTurnSection
 from megagrpo.data.tokenizer import as_messages
 from megagrpo.environments.agents.address import Address, Seat
 from megagrpo.environments.agents.agent_requests import POLICY_NAME, Ask
 from megagrpo.environments.agents.trajectory import Trajectory, plain
+from megagrpo.rewards.arguments import check_needs
 from megagrpo.rewards.reward_registry import locate
 from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.pool import Call, WorkerPool
@@ -33,6 +34,11 @@ class Agent:
         (described,) = pool.run([self._call("describe", {})])
         if described.kind != "result":
             raise ValueError(f"multi_turn.agent: {described.value}")
+        self._needs = described.value["needs"]
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Raise ValueError when the agent has a parameter that is neither a column nor has a default."""
+        check_needs({f"multi_turn.agent: `{self.name}`": self._needs}, list(columns))
 
     def _call(self, action: str, arguments: dict[str, object]) -> Call:
         # a conversation that ran again would add its turns to those that it has

@@ -53,7 +53,7 @@ def evaluate_offline(
         rewards = resources.enter_context(
             RewardScorer(config.rewards, config.rollout.max_completion_length, base_folder)
         )
-        check_columns(sets, rewards)
+        check_columns(sets, rewards, dialogues)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     engine: Generator = serving.engine(tokenizer)

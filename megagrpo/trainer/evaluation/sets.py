@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from statistics import fmean
 
 import numpy as np
@@ -13,6 +14,7 @@ from megagrpo.data.prompt_order import PromptOrder
 from megagrpo.data.sample_facts import Vote
 from megagrpo.data.step_samples import StepSamples
 from megagrpo.engine.protocol import derive_seed
+from megagrpo.environments.dialogues import Dialogues
 from megagrpo.platform.process.hints import did_you_mean
 from megagrpo.rewards.answers import extractor
 from megagrpo.rewards.scorer import RewardScorer
@@ -88,11 +90,12 @@ def load_sets(
     return sets
 
 
-def check_columns(sets: Sequence[HeldOut], rewards: RewardScorer) -> None:
-    """Raise ValueError when a reward function needs a column that a set does not have."""
-    for held_out in sets:
+def check_columns(sets: Sequence[HeldOut], *users: RewardScorer | Dialogues | None) -> None:
+    """Raise ValueError when a reward function or an agent needs a column that a set does not have."""
+    for held_out, user in product(sets, users):
         try:
-            rewards.check_columns(held_out.columns)
+            if user:
+                user.check_columns(held_out.columns)
         except ValueError as error:
             raise ValueError(f"{held_out.key}: {error}") from error
 

@@ -62,6 +62,10 @@ def silent(**columns):
     return 1.0
 
 
+def optional(prompt, client=None, *rest, answer="", **columns):
+    return 1.0
+
+
 def busy(prompt):
     openai.OpenAI().models.list()
     subprocess.Popen(["sleep", "1000"])
@@ -294,6 +298,17 @@ def test_a_failure_costs_its_own_conversation_and_is_counted(agents_of, policy, 
     assert [r.dialogue.ended for r in rollouts] == ["failed"] * 2 and all(len(r.response_ids) for r in rollouts)
     (warning,) = [r.getMessage() for r in caplog.records if "multi_turn" in r.getMessage()]
     assert re.search(reason, warning)
+
+
+def test_a_parameter_that_is_no_column_is_refused_by_name(agents_of):
+    with agents_of("twice") as agents:
+        agents.agent.check_columns(["answer", "other"])
+        said = "multi_turn.agent: `twice` needs column `answer`; the data set has answers; did you mean `answers`"
+        with pytest.raises(ValueError, match=said):
+            agents.agent.check_columns(["answers"])
+    for name in ("silent", "unmodified", "optional"):
+        with agents_of(name) as agents:
+            agents.agent.check_columns([])
 
 
 def test_conversations_of_a_worker_that_dies_fail_and_do_not_begin_again_on_top_of_their_turns(agents_of, policy):
