@@ -82,7 +82,7 @@ class ImageReader:
         from transformers import AutoImageProcessor
 
         try:
-            return AutoImageProcessor.from_pretrained(str(self.folder))
+            return AutoImageProcessor.from_pretrained(str(self.folder), trust_remote_code=False)
         except (OSError, ValueError, ImportError) as error:
             raise ValueError(
                 f"data.images: {self.folder} has no image processor that can be loaded: {error}; copy "

@@ -118,8 +118,9 @@ def build_tower(folder: Path, hf_config: HfConfig, dtype: torch.dtype) -> nn.Mod
     assert hf_config.vision is not None and hf_config.wrapper is not None, f"{hf_config.family} has no tower"
     kind = hf_config.wrapper.model_type
     module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     with no_init_weights():
-        tower = getattr(module, hf_config.vision.tower)(AutoConfig.from_pretrained(str(folder)).vision_config)
+        tower = getattr(module, hf_config.vision.tower)(config.vision_config)
     return tower.to(device.device(), dtype).eval().requires_grad_(False)
 
 

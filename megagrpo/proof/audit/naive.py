@@ -33,8 +33,8 @@ def load_model(folder: Path, dtype: str, longest: int | None = None) -> nn.Modul
     AttentionInterface.register("naive", _attention)
     AttentionMaskInterface.register("naive", eager_mask)
     # grouped products of experts do not support float64
-    kernels = dict(attn_implementation="naive", experts_implementation="eager")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **kernels).double().eval()
+    options = dict(attn_implementation="naive", experts_implementation="eager", trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **options).double().eval()
     for module in model.modules():  # transformers would round to float32 on the way
         if hasattr(module, "variance_epsilon"):
             module.forward = MethodType(_rms_norm, module)

@@ -38,9 +38,9 @@ class RewardModel:
         if self.batch_size < 1:
             raise ValueError(f"model:{path}: batch_size {self.batch_size} must be 1 or more")
         torch.set_num_threads(self.threads)
-        self._tokenizer = AutoTokenizer.from_pretrained(self.tokenizer or path)
+        self._tokenizer = AutoTokenizer.from_pretrained(self.tokenizer or path, trust_remote_code=False)
         model, report = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=getattr(torch, self.dtype), output_loading_info=True
+            path, dtype=getattr(torch, self.dtype), output_loading_info=True, trust_remote_code=False
         )
         if model.config.num_labels != 1:
             raise ValueError(
