@@ -363,5 +363,5 @@ def test_an_export_never_overwrites_and_leaves_nothing_half_written(models, tmp_
 
 
 def test_parsing_an_unknown_model_says_what_is_supported():
-    with pytest.raises(ValueError, match=r"architecture gpt2 is not supported: no file .*Supported: .*llama"):
+    with pytest.raises(ValueError, match=r"architecture gpt2 is not supported: no file .*Supported .*llama"):
         parse_hf_config({"model_type": "gpt2"})

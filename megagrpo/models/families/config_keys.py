@@ -182,7 +182,6 @@ def _unknown(raw: Raw) -> str:
     classes = list(map(str, classes)) if isinstance(classes, list) else [str(classes)]
     if isinstance(text := raw.get(TEXT_CONFIG), dict):
         return _unknown_wrapper(str(kind), str(text.get("model_type") or "without model_type"))
-    names = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
     if same := [name for name, family in FAMILIES.items() if family.architecture in classes]:
         return (
             f"architecture {FAMILIES[same[0]].architecture} is not supported as model_type {kind}, but as "
@@ -190,9 +189,15 @@ def _unknown(raw: Raw) -> str:
         )
     return (
         f"architecture {kind or ', '.join(classes)} is not supported: no file in megagrpo/models/families "
-        "describes it, and another family would compute other numbers. docs/add_a_model.md shows how to write that "
-        f"file. Supported: {names}"
+        f"describes it, and another family would compute other numbers. {_supported(str(kind))}"
     )
+
+
+def _supported(name: str) -> str:
+    """Return how to add a family, and the names of the supported ones that are most like `name`."""
+    near = get_close_matches(name.removesuffix("_text"), FAMILIES, n=3) or ["llama", "qwen3"]
+    others = f"{', '.join(near)} and {len(FAMILIES) - len(near)} more"
+    return f"docs/add_a_model.md shows how to write that file. Supported (docs/models.md): {others}"
 
 
 def _unknown_wrapper(kind: str, inside: str) -> str:
@@ -203,13 +208,8 @@ def _unknown_wrapper(kind: str, inside: str) -> str:
     if inside in FAMILIES:
         said = f"the text model {inside} is supported, but no `Wrapper` in megagrpo/models/families describes {kind}"
         return f"{kind} is multimodal: {said}, the model around it. docs/add_a_model.md shows how to add one"
-    near = get_close_matches(inside.removesuffix("_text"), FAMILIES, n=3)
-    supported = ", ".join([*near, *(name for name in FAMILIES if name not in near)])
-    said = f"no file in megagrpo/models/families describes its text model {inside}"
-    fix = "docs/add_a_model.md shows how to write that file. Supported"
-    return (
-        f"{kind} is multimodal, and {said}; {fix}: {supported}; multimodal: {', '.join(sorted({k for k, _ in pairs}))}"
-    )
+    said = f"no file in megagrpo/models/families describes its text model {inside}. {_supported(inside)}"
+    return f"{kind} is multimodal, and {said}; multimodal: {', '.join(sorted({k for k, _ in pairs}))}"
 
 
 def _key_problems(family: Family, raw: Raw, unknown_parameters: dict[str, Any]) -> list[str]:
