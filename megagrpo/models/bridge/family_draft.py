@@ -23,6 +23,7 @@ from megagrpo.models.families.family import COMMON, FIXED, Table
 
 _BLOCKS = 4  # decoder blocks of the model that is built: enough for the first dense blocks of mixtures
 _COLUMNS = 90
+_OTHER_MLP = re.compile(r"model\.layers\.\{L\}\.\w+\.gate_proj\.weight")  # of dense blocks, under another name
 _HEAD = "lm_head.weight"  # absent in tied models
 # Expression of the draft -> the part of a table. The first part of a group whose tensors all exist is taken.
 _PARTS: list[list[tuple[str, Table]]] = [
@@ -79,9 +80,10 @@ def draft_family(raw: dict[str, Any]) -> Draft:
     replaced = {key for _, part in chosen for key in part}
     wanted = _names({key: rule for key, rule in base.items() if key not in replaced})
     of_parts = {name for _, part in chosen for name in _names(part)}
-    mixture = any(name.endswith("{E}.down_proj.weight") or ".experts." in name for name in names)
     unknown = sorted(names - wanted - of_parts)
-    missing = sorted(name for name in wanted - names - {_HEAD} if not (mixture and ".mlp." in name))
+    mixture = any(name.endswith("{E}.down_proj.weight") or ".experts." in name for name in names)
+    may_lack_mlp = mixture and not any(map(_OTHER_MLP.fullmatch, unknown))
+    missing = sorted(name for name in wanted - names - {_HEAD} if not (may_lack_mlp and ".mlp." in name))
     keys = {key: value for key, value in raw.items() if _is_unknown(key, value)}
     architecture = str(classes[0]) if classes else type(model).__name__
     parts = ["DENSE" if base is DENSE else "POST_NORMED", *(expression for expression, _ in chosen)]

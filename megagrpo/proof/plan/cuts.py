@@ -20,10 +20,10 @@ QUERIES_KEYS_VALUES = {"conv1d", "in_proj_qkv"}  # of all key heads, one part ab
 BY_COLUMNS = {"o_proj", "out_proj", "down_proj", "w2"}
 # Besides these: every tensor with norm in its name, and all tensors of a router.
 KEPT_WHOLE = {"gate", "wg", "router", "moe_statics", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"}
-KEPT_WHOLE |= {"block_sparse_moe", "wq_b", "wk", "weights_proj"}  # the biases of MiniMax-M2's experts, and indexers
+KEPT_WHOLE |= {"layer_scalar", "block_sparse_moe", "wq_b", "wk", "weights_proj"}  # MiniMax-M2's biases, indexers
 STACKED_GATE_UP, STACKED_DOWN = "input_linear", "output_linear"  # of all experts of a block, [E, 2 I, H] and [E, H, I]
 MLP_KINDS = {STACKED_GATE_UP: "gate_up_proj", STACKED_DOWN: "down_proj"}  # the same names in an MLP
-_HOLDERS = ("self_attn", "linear_attn", "experts")  # modules that hold tensors themselves
+_HOLDERS = ("self_attn", "linear_attn", "experts")  # modules that hold tensors themselves, besides blocks
 EMBEDDING_WORD, HEAD_WORD = "embed_tokens", "lm_head"
 
 
@@ -124,7 +124,8 @@ def _stages_of(name: str, layer: int, stages: list[range], model: HfConfig) -> l
 
 def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLayout, worker: _Worker) -> list[Box]:
     words = name.split(".")
-    kind = words[-1] if len(words) == 1 or words[-2] in _HOLDERS else words[-2]
+    own = len(words) == 1 or words[-2] in _HOLDERS or words[-2].isdecimal()
+    kind = words[-1] if own else words[-2]
     if kind in (EMBEDDING_WORD, HEAD_WORD):
         return [_vocabulary(name, shape, layout.tp, worker.tp_rank)]
     if any(word.startswith("shared_") for word in words) and layout.copies > 1 and layout.tp > 1:

@@ -207,7 +207,7 @@ def test_fields_that_arrow_added_are_left_out(tmp_path):
         ([{"role": "user", "content": 4}], "must be chat messages whose content is text; message 0 has 4"),
         (
             [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}],
-            "message 0 has a part of type `image`: remove",
+            "message 0 has a part of type `image`: set data.images, or remove the part",
         ),
         (
             [USER, {"role": "user", "content": [{"type": "input_audio", "text": None}]}],

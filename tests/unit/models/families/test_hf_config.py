@@ -290,7 +290,9 @@ def test_a_multimodal_model_is_refused_with_a_way_out():
     assert problem == "gemma3 is supported with the text model gemma3_text, not with llama: docs/add_a_model.md"
 
 
-@pytest.mark.parametrize(("text", "nearest"), [("qwen9_text", "qwen3, "), ("mistral_text_9", "mistral and "), (None, "")])
+@pytest.mark.parametrize(
+    ("text", "nearest"), [("qwen9_text", "qwen3, "), ("mistral_text_9", "mistral and "), (None, "")]
+)
 def test_a_multimodal_model_without_a_supported_text_model_is_told_the_supported_families(text, nearest):
     (problem,) = architecture_problems({"model_type": "new_vl", "text_config": {"model_type": text}})
     said = f"new_vl is multimodal, and no file in megagrpo/models/families describes its text model {text or 'without'}"
