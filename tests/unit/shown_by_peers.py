@@ -70,6 +70,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
 SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
     "coming_from_verl.md": {
         "model.trust_remote_code": "unit/models/families/test_config_keys.py::test_another_class_and_code_of_the_models_own_are_refused",
+        "data.image_key": "unit/data/test_images.py::test_an_image_may_be_bytes_a_path_or_inside_a_message",
         "model.use_remove_padding": (
             "unit/data/test_packing.py::test_every_token_lands_in_exactly_one_micro_batch_within_the_budget",
             "unit/data/test_packing.py::test_micro_batches_are_padded_to_the_alignment_with_a_sequence_that_counts_for_nothing",
