@@ -87,5 +87,5 @@ def test_the_memory_of_2000_and_8000_responses_on_four_ranks_is_what_the_plan_sa
     planned = planned_step_memory(config, 4, Lengths(PROMPT, RESPONSE, RESPONSE))
     for is_leader, grown in run_ranks(used, 4, prompts):
         expected = sum(planned["leader" if is_leader else "rank"].values())
-        assert 0.7 < grown / expected < 1.3, f"grown by {grown / 2**20:.1f} MiB, planned {expected / 2**20:.1f}"
+        assert 0.5 < grown / expected < 1.3, f"grown by {grown / 2**20:.1f} MiB, planned {expected / 2**20:.1f}"
         print(f"leader {is_leader}: {grown / 2**20:.1f} MiB, planned {expected / 2**20:.1f}")
