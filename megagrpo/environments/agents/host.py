@@ -7,13 +7,10 @@ This module imports no torch.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import signal
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
-from inspect import Parameter
 from typing import Any, NoReturn
 
 from megagrpo.environments.episode import accepted
@@ -23,7 +20,15 @@ from megagrpo.platform.process.variables import ENVIRONMENT, put
 from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.channel import Channel, Frames, ProtocolError, as_json
 from megagrpo.rewards.workers.values import InvalidRewards, reward_of
-from megagrpo.rewards.workers.worker import awaited, explain, find, flush, leave_trainer, tie_to_parent
+from megagrpo.rewards.workers.worker import (
+    awaited,
+    explain,
+    find,
+    flush,
+    leave_trainer,
+    named_parameters,
+    tie_to_parent,
+)
 
 _READ_BYTES = 1 << 16
 
@@ -45,7 +50,8 @@ class AgentHost:
         self._agent, self._name = find(agent), agent.attribute
         if not callable(self._agent):
             raise ValueError(f"`{self._name}` must be a function")
-        self.needs_columns = _needed(self._agent)
+        required = [p.name for p in named_parameters(self._agent, skip_first=False)[0] if p.default is p.empty]
+        self.needs_columns = [(name,) for name in required if name not in ("client", "prompt")]
 
     async def __call__(self, client: dict[str, str], arguments: dict[str, Any]) -> float | None:
         """Run the agent in a new process, and return the reward that it returned. A cancelled call kills the process.
@@ -95,13 +101,6 @@ class AgentHost:
         if os.getpid() == pid:  # else the agent has forked, and the copy has returned too
             channel.send(as_json(answer))
         os._exit(0)
-
-
-def _needed(agent: Callable[..., Any]) -> list[tuple[str]]:
-    """Return the columns that an agent needs: its parameters without a default."""
-    named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    parameters = [p for p in inspect.signature(agent).parameters.values() if p.kind in named and p.default is p.empty]
-    return [(p.name,) for p in parameters if p.name not in ("client", "prompt")]
 
 
 async def _first_message(connection: socket.socket) -> Any:

@@ -94,10 +94,10 @@ def find(target: Target) -> Callable[..., Any]:
 def _signature(function: type[Any] | Callable[..., Any], target: Target, options: dict[str, Any]) -> Signature:
     """Describe a function or class before it is called. `options` are those of the config."""
     call = function.__call__ if isinstance(function, type) else function
-    takes, takes_any = _named(call, skip_first=isinstance(function, type))
+    takes, takes_any = named_parameters(call, skip_first=isinstance(function, type))
     # A class object, not an instance: its constructor is the one that will be called.
     options_of = function.__init__ if isinstance(function, type) else call  # type: ignore[misc]
-    constructor, is_open = _named(options_of, skip_first=isinstance(function, type))
+    constructor, is_open = named_parameters(options_of, skip_first=isinstance(function, type))
     preset = {name for name, _ in target.preset}
     names = tuple(p.name for p in constructor if p.name not in preset)
     required = tuple((p.name,) for p in takes if p.default is p.empty and p.name not in PASSED_TO_ALL)
@@ -126,7 +126,7 @@ def _value_of_failure(function: Callable[..., Any]) -> float | None:
         ) from None
 
 
-def _named(function: Callable[..., Any], skip_first: bool) -> tuple[list[inspect.Parameter], bool]:
+def named_parameters(function: Callable[..., Any], skip_first: bool) -> tuple[list[inspect.Parameter], bool]:
     """Return the parameters that a call can name, and whether the function takes any further name."""
     parameters = list(inspect.signature(function).parameters.values())[int(skip_first) :]
     if function is object.__init__:
@@ -200,7 +200,7 @@ def _result(action: str, loaded: Loaded, arguments: dict[str, Any], parts: Parts
 def _row_fault(loaded: Loaded, row: dict[str, Any]) -> str | None:
     """Return why the function says it cannot score a row, or why it cannot say so; None for a row without a fault."""
     find_fault = loaded.function.row_fault  # type: ignore[attr-defined]
-    takes, takes_any = _named(find_fault, skip_first=False)
+    takes, takes_any = named_parameters(find_fault, skip_first=False)
     names = {p.name for p in takes}
     try:
         fault = find_fault(**{name: v for name, v in (row | loaded.options).items() if takes_any or name in names})
