@@ -27,7 +27,7 @@ from megagrpo.models.bridge.unfinished import refuse_taken
 from megagrpo.models.families.blocks import Block
 from megagrpo.models.families.hf_config import HfConfig, load_hf_config
 from megagrpo.models.families.weight_sources import new_folder, resolve_model, shared_name
-from megagrpo.models.families.wrapper import MODULE_NAMES
+from megagrpo.models.families.wrapper import Naming
 from megagrpo.platform.parallel.agree import run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.progress_hook import SILENT, Progress
@@ -206,10 +206,10 @@ def save_adapter(
         modules = {name.rpartition(".lora_")[0] for name in sources if ".experts." not in name}
         projections = sorted({module.rpartition(".")[2] for module in modules})
         saved = adapter_config(lora, projections, base)
-        inside = PEFT + MODULE_NAMES.decoder
-        if modules and all(module.startswith(inside) for module in modules) and not lora.expression:
-            # towers have projections of the same names
-            saved["target_modules"] = rf"{re.escape(MODULE_NAMES.decoder)}.*\.({'|'.join(projections)})"
+        decoders = {module.removeprefix(PEFT).partition("layers.")[0] for module in modules} - {Naming().decoder}
+        if decoders and not lora.expression:  # inside a multimodal model, whose towers have projections of these names
+            (decoder,) = decoders
+            saved["target_modules"] = rf"{re.escape(decoder)}.*\.({'|'.join(projections)})"
         (unfinished / CONFIG).write_text(json.dumps(saved, indent=2))
 
     save_folder(folder, parameters, layout, sources, write)
