@@ -193,8 +193,12 @@ def load_policy(
         if reference_folder is not None:
             run_own_and_agree(layout, lambda: load_hf(policy.chunks, hf_config, reference_folder, layout, progress))
             reference = Reference(policy, whole=config.lora.enabled)
-        run_own_and_agree(layout, lambda: load_hf(policy.chunks, hf_config, model.folder, layout, progress))
-        run_own_and_agree(layout, lambda: load_tower(policy, model.folder))
+
+        def load() -> None:
+            load_hf(policy.chunks, hf_config, model.folder, layout, progress)
+            load_tower(policy, model.folder)
+
+        run_own_and_agree(layout, load)
         fill_adapters(policy.chunks, hf_config, layout, config.lora, config.run.seed)
     policy.weights_changed()
     if reference is None and config.algorithm.beta:
