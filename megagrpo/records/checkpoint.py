@@ -123,7 +123,6 @@ class Checkpointer:
         self._saving: _Saving | None = None
         self._sources: dict[str, Source] = {}  # of adapters, since the first save
         self._model_files = files_of(model_folder)  # read now: `model_folder` may be gone when a checkpoint is written
-        self._untrained = untrained_names(self._model_files.entries, policy.hf_config) if self._model_files else []
         trained = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad]
         count = sum(p.numel() for p in trained if _is_first_copy(p, layout))
         self._bytes_needed = int(layout.all_reduce(torch.tensor(count))) * BYTES_PER_PARAMETER
@@ -251,7 +250,9 @@ class Checkpointer:
     def _publish(self, saving: _Saving, written: dict[str, str]) -> None:
         partial, final, state = saving.partial, saving.final, saving.state
         (partial / HF_FILES).mkdir()
-        carry(self.model_folder, self._model_files, partial / HF_FILES, self._untrained)
+        stored = self._model_files.entries if self._model_files else ()
+        untrained = untrained_names(stored, self.policy.hf_config)
+        carry(self.model_folder, self._model_files, partial / HF_FILES, untrained)
         contents = {"state": asdict(state), "layout": self.layout.sizes, "reference_moved": saving.reference_moved}
         (partial / STATE_FILE).write_text(json.dumps(contents, indent=1))
         others = [path for path in partial.rglob("*") if path.is_file() and path.name not in written]
