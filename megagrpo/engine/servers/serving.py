@@ -82,18 +82,21 @@ def make_launcher(
     """
     r = config.rollout
     gpus = device.visible_gpus()
-    _check_place(r, model_folder, dtype, gpus is None, fields.get("node"))
+    model = known_model(model_folder)
+    _check_place(r, model_folder, model, dtype, gpus is None, fields.get("node"))
     if gpus is not None and r.placed == "dedicated":
         gpus = gpus[num_ranks:]
     if "host" not in fields:
         fields["host"] = address_of(r.interface)
-    options = _options(config, model_folder, dtype, adapter, max_model_len, beside_ranks=num_ranks > 0)
+    options = _options(config, model_folder, model, dtype, adapter, max_model_len, beside_ranks=num_ranks > 0)
     limits = dict(port=r.port, startup_timeout=r.startup_timeout, max_restarts=r.max_restarts)
     fields = limits | {"num_servers": r.servers} | fields
     return Launcher(options, log_folder, devices=gpus, token=token or secrets.token_urlsafe(32), **fields)
 
 
-def _check_place(r: RolloutSection, model_folder: Path, dtype: str, on_cpu: bool, node: ServerNode | None) -> None:
+def _check_place(
+    r: RolloutSection, model_folder: Path, model: HfConfig | None, dtype: str, on_cpu: bool, node: ServerNode | None
+) -> None:
     """Raise ValueError for servers on several nodes without this host's `node`, and for models that vLLM has no kernels
     for on a CPU, in this dtype or quantization."""
     if r.nodes_per_server > 1 and node is None:
@@ -102,7 +105,6 @@ def _check_place(r: RolloutSection, model_folder: Path, dtype: str, on_cpu: bool
             "them with `megagrpo serve --head` on every node and name them in rollout.urls, use `megagrpo submit`, or "
             "set nodes_per_server to 1"
         )
-    model = _known(model_folder)
     if on_cpu and model and (reason := FAMILIES[model.family].gpu_only):
         raise ValueError(f"model.path: {reason} ({model.family}); use a GPU, or servers with GPUs in rollout.urls")
     if on_cpu and dtype != "bfloat16" and model and model.gated_delta:
@@ -114,7 +116,7 @@ def _check_place(r: RolloutSection, model_folder: Path, dtype: str, on_cpu: bool
         _check_quantization(r.quantization, model_folder)
 
 
-def _known(model_folder: Path) -> HfConfig | None:
+def known_model(model_folder: Path) -> HfConfig | None:
     """Return the architecture; None for a model that only vLLM knows."""
     try:
         return load_hf_config(model_folder)
@@ -122,9 +124,8 @@ def _known(model_folder: Path) -> HfConfig | None:
         return None
 
 
-def served_flags(model_folder: Path) -> dict[str, dict[str, Any]]:
+def served_flags(model: HfConfig | None) -> dict[str, dict[str, Any]]:
     """Return vLLM's flags, with JSON values, that the model's family needs."""
-    model = _known(model_folder)
     return {} if model is None else FAMILIES[model.family].served_flags(model)
 
 
@@ -139,6 +140,7 @@ def _is_packed(model_folder: Path) -> bool:
 def _options(
     config: RunConfig,
     model_folder: Path,
+    model: HfConfig | None,
     dtype: str,
     adapter: Path | None,
     max_model_len: int | None,
@@ -146,14 +148,13 @@ def _options(
 ) -> ServerOptions:
     """Return vLLM's options of `rollout`'s servers. `beside_ranks`: they may share GPUs with trainer ranks."""
     r = config.rollout
-    model = _known(model_folder)
     rows = config.data.sampling_column and not str(config.model.tokenizer).endswith(".model")
     return ServerOptions(
         model=str(model_folder.resolve()),
         dtype=dtype,
         quantization=None if r.quantization == "none" else r.quantization,
         packed=_is_packed(model_folder),
-        family_flags=served_flags(model_folder),
+        family_flags=served_flags(model),
         max_model_len=max_model_len or config.longest_sequence,
         tp=r.tp,
         pp=r.pp,
