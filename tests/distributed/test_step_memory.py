@@ -70,14 +70,16 @@ def used(prompts: int) -> tuple[bool, int]:
     """Whether the rank is a leader, and the bytes by which its resident memory grows in a step."""
     layout = init_layout(ParallelSection(pp=2))
     step(layout, 8)  # imports, connections
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    step(layout, prompts)
-    grown = resident("VmHWM") - before
+    grown = []
+    for _ in range(2):  # the kernel may evict pages of libraries meanwhile, which lowers one
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        before = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        step(layout, prompts)
+        grown.append(resident("VmHWM") - before)
     layout.close()
-    return layout.is_dp_leader, grown
+    return layout.is_dp_leader, max(grown)
 
 
 @pytest.mark.parametrize("prompts", [250, 1000])
@@ -87,5 +89,5 @@ def test_the_memory_of_2000_and_8000_responses_on_four_ranks_is_what_the_plan_sa
     planned = planned_step_memory(config, 4, Lengths(PROMPT, RESPONSE, RESPONSE))
     for is_leader, grown in run_ranks(used, 4, prompts):
         expected = sum(planned["leader" if is_leader else "rank"].values())
-        assert 0.5 < grown / expected < 1.3, f"grown by {grown / 2**20:.1f} MiB, planned {expected / 2**20:.1f}"
+        assert 0.7 < grown / expected < 1.3, f"grown by {grown / 2**20:.1f} MiB, planned {expected / 2**20:.1f}"
         print(f"leader {is_leader}: {grown / 2**20:.1f} MiB, planned {expected / 2**20:.1f}")
