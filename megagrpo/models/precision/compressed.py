@@ -14,16 +14,11 @@ from torch import Tensor
 from megagrpo.models.precision.view import Get, Scaled, Slices, Stored, View, groups
 
 _WEIGHT, _PACKED = "weight", "weight_packed"
-# Last parts of the names of the tensors beside a weight, and of those that only quantized products and caches use.
+# Last parts of names: of the tensors beside a weight, and of the tensors that only quantized products and caches use.
 _BESIDE = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 OF_COMPRESSED_PRODUCTS = (
-    "input_scale",
-    "input_zero_point",
-    "output_scale",
-    "output_zero_point",
-    "k_scale",
-    "v_scale",
-    "q_scale",
+    *("input_scale", "input_zero_point", "output_scale", "output_zero_point"),
+    *("k_scale", "v_scale", "q_scale"),
 )
 _WORD = 32  # bits
 

@@ -12,10 +12,7 @@ from torch import Tensor
 from megagrpo.models.precision.view import Get, Scaled, Slices, Stored, View, groups
 
 _SCALE = "_scale_inv"
-OF_FP8_PRODUCTS = (
-    "activation_scale",
-    "input_scale",
-)  # of FP8 products, which nobody computes with the dequantized weights
+OF_FP8_PRODUCTS = ("activation_scale", "input_scale")  # last parts of the names of scales of activations
 
 
 def fp8_views(config: dict[str, Any], stored: Stored, dtype: torch.dtype) -> dict[str, View]:

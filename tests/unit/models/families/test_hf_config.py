@@ -508,7 +508,7 @@ def release(kind: str, **changes) -> dict:
         (release("minimax_m2", qk_norm_type="per_head"), "qk_norm_type='per_head'; only per_layer, a norm over all"),
     ],
 )
-def test_what_transformers_and_vllm_read_differently_or_nobody_computes_is_refused(raw, said):
+def test_what_transformers_and_vllm_read_differently_or_neither_computes_is_refused(raw, said):
     (problem,) = architecture_problems(raw)
     assert said in problem
 
