@@ -136,7 +136,7 @@ def test_a_model_of_an_unknown_architecture_is_refused(tmp_path):
     (tmp_path / "model" / "config.json").write_text(
         json.dumps(config | {"model_type": "gpt9", "architectures": ["Gpt9ForCausalLM"]})
     )
-    refused(world.train(tmp_path, f"model.path={tmp_path}/model"), "model: architecture gpt9", "LlamaForCausalLM")
+    refused(world.train(tmp_path, f"model.path={tmp_path}/model"), "model: architecture gpt9", "docs/models.md")
 
 
 def test_a_port_that_is_taken_is_refused(tmp_path):
