@@ -460,7 +460,10 @@ def gone(*pids):
 
 
 def running(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_container_that_does_not_start_is_refused_before_training(responders, runtime):
