@@ -37,19 +37,23 @@ class LazyTensor(Tensor):
     View operations, `clone`, `contiguous` and `zeros_like` return lazy tensors. Each `copy_` from one is announced to
     its source. If the destination has data, only this view is fetched. Any other operation fetches the elements and
     computes. Raises NotImplementedError for an operation whose change to the tensor would be lost.
+
+    A reshape may merge the first dimensions of a view whose rows are permuted (Llama 4's queries and keys). `view_`
+    then has more dimensions than this tensor, and copies go to the destination in the shape of `view_`.
     """
 
-    view_: Tensor  # a meta tensor inside tensor `name_`
+    view_: Tensor  # a meta tensor inside tensor `name_`, with the same elements in the same order
     name_: str
     source: Source
 
     @staticmethod
-    def __new__(cls, view: Tensor, name: str, source: Source) -> LazyTensor:
+    def __new__(cls, view: Tensor, name: str, source: Source, rows: int | None = None) -> LazyTensor:
+        merged = view if rows is None else torch.empty((rows, view.shape[-1]), dtype=view.dtype, device="meta")
         self = torch.Tensor._make_wrapper_subclass(
             cls,
-            view.shape,
-            strides=view.stride(),
-            storage_offset=view.storage_offset(),
+            merged.shape,
+            strides=merged.stride(),
+            storage_offset=merged.storage_offset(),
             dtype=view.dtype,
             device=torch.device("cpu"),
         )
@@ -69,27 +73,61 @@ class LazyTensor(Tensor):
         first: Any = args[0] if args else None
         if func is aten.copy_.default and not isinstance(first, LazyTensor):
             lazy = args[1]
+            first = lazy.in_view_shape(first)
             lazy.source.announce(lazy.name_, lazy.view_, first)
             if first.is_meta:
-                return first.copy_(lazy.view_)
-            lazy.source.fill(lazy.name_, lazy.view_, first)
-            return first
+                first.copy_(lazy.view_)
+            else:
+                lazy.source.fill(lazy.name_, lazy.view_, first)
+            return args[0]
         if isinstance(first, LazyTensor) and func._schema.is_mutable:
             raise NotImplementedError(f"{first.name_}: a weight loader modifies its input tensor ({func})")
         if isinstance(first, LazyTensor) and func is aten.clone.default:  # `contiguous` calls clone too
-            return LazyTensor(first.view_, first.name_, first.source)
+            return LazyTensor(first.view_, first.name_, first.source, first._rows)
         if isinstance(first, LazyTensor) and func is aten.zeros_like.default:
-            return LazyTensor(first.view_, first.name_, _Zeros(first.source))
-        if isinstance(first, LazyTensor) and (func.is_view or func is aten.detach.default):
+            return LazyTensor(first.view_, first.name_, _Zeros(first.source), first._rows)
+        if isinstance(first, LazyTensor) and (merged := first._merged(func, args[1:])) is not None:
+            return merged
+        if isinstance(first, LazyTensor) and not first.is_merged and (func.is_view or func is aten.detach.default):
             views = func(first.view_, *args[1:], **kwargs)
             wrap: Callable[[Tensor], LazyTensor] = lambda view: LazyTensor(view, first.name_, first.source)  # noqa: E731
             return [wrap(view) for view in views] if isinstance(views, (list, tuple)) else wrap(views)
         fetch: Callable[[Any], Any] = lambda x: x.fetch() if isinstance(x, LazyTensor) else x  # noqa: E731
         return func(*map(fetch, args), **{key: fetch(value) for key, value in kwargs.items()})
 
+    @property
+    def is_merged(self) -> bool:
+        """Whether this tensor's rows are the first dimensions of `view_`."""
+        return self.dim() != self.view_.dim()
+
+    @property
+    def _rows(self) -> int | None:
+        return self.shape[0] if self.is_merged else None
+
+    def in_view_shape(self, destination: Tensor) -> Tensor:
+        """Return `destination`, which has this tensor's shape, as a view in the shape of `view_`."""
+        return destination.view(self.view_.shape) if self.is_merged else destination
+
+    def _merged(self, func: Any, rest: tuple[Any, ...]) -> LazyTensor | None:
+        """Return the result of `func` if it merges a view's dimensions into rows, or cuts merged rows at whole groups.
+
+        A group is all rows of one index of the view's first dimension. None: `func` does neither.
+        """
+        view = self.view_
+        if func is aten._unsafe_view.default and not self.is_merged:
+            if view.dim() > 2 and list(rest[0]) == [view.shape[:-1].numel(), view.shape[-1]]:
+                return LazyTensor(view, self.name_, self.source, rest[0][0])
+        if func is aten.slice.Tensor and self.is_merged:
+            dim, start, end, step = (*rest, *(0, None, None, 1)[len(rest) :])
+            start, end, _ = slice(start, end).indices(self.shape[0])
+            group = self.shape[0] // view.shape[0]
+            if dim == 0 and step == 1 and start % group == end % group == 0:
+                return LazyTensor(view[start // group : end // group], self.name_, self.source, end - start)
+        return None
+
     def fetch(self) -> Tensor:
-        """Return the elements, in the shape and dtype of this view."""
-        return self.source.fetch(self.name_, self.view_)
+        """Return the elements, in the shape and dtype of this tensor."""
+        return self.source.fetch(self.name_, self.view_).reshape(self.shape)
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,8 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, func: Any, home: tuple[nn.Module, str, Tensor], target: Tensor, rest: tuple[Any, ...]) -> None:
         module, name, whole = home
-        region = _region_of(target)
         value: Any = rest[0] if rest else None
+        region = _region_of(value.in_view_shape(target) if isinstance(value, LazyTensor) else target)
         if (
             isinstance(value, Tensor)
             and not isinstance(value, LazyTensor)
