@@ -120,7 +120,6 @@ FAMILY = Family(
     layer_types=(CHUNKED, FULL),
     rope_types=("default", "llama3"),
     names={"intermediate_size_mlp": "intermediate_size"},
-    unserved="the weight sync cannot follow how vLLM permutes its queries and keys",
     served_flags=_served_flags,
     wrappers=(Wrapper("llama4", "Llama4ForConditionalGeneration", modules=NAMINGS[0]),),
     example=Example(
