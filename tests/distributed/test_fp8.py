@@ -115,6 +115,18 @@ def test_with_a_scale_for_each_block_a_token_is_computed_alike_whatever_else_is_
     )
 
 
+@pytest.mark.parametrize("shape", [(0, 32), (0, 1, 32), (3, 32), (3, 1, 32)], ids=str)
+def test_a_product_takes_no_tokens_and_lets_a_bias_be_added_in_place(shape):
+    """Experts without tokens, and experts with biases (GPT-OSS)."""
+    x, weight = torch.ones(shape, requires_grad=True), torch.ones(8, 32, requires_grad=True)
+    y = Product.apply(x, weight, CurrentScaling(Fp8("blockwise", hybrid=True)), None)
+    y += torch.ones(8)
+    y.sum().backward()
+    assert y.shape == (*shape[:-1], 8) and torch.equal(y, torch.full_like(y, 33))
+    assert torch.equal(x.grad, torch.full(shape, 8.0))
+    assert torch.equal(weight.grad, torch.full((8, 32), float(shape[0])))
+
+
 # ----------------------------------------------------------------------------------------------------------- over ranks
 
 CASES = [

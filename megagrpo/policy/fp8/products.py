@@ -111,8 +111,9 @@ class Product(torch.autograd.Function):
         ctx.save_for_backward(x)
         # the weight stays in memory anyway and may be an Fp8Tensor
         ctx.weight, ctx.operands, ctx.group = weight, operands, group
-        product = operands.input(x.flatten(0, -2), 1) @ operands.weight(weight, 1).t()
-        return product.to(x.dtype).view(*x.shape[:-1], -1)
+        rounded = operands.input(x.flatten(0, -2), 1).view(x.shape)
+        # no view, so that Megatron may add biases of experts in place
+        return (rounded @ operands.weight(weight, 1).t()).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
