@@ -1,6 +1,6 @@
 """Writes the tables of docs/models.md: python docs/models_table.py
 
-The first one comes from the families' files, the second one from docs/families.json, which `python -m
+Families and wrappers come from the families' files, proofs from docs/families.json, which `python -m
 tests.prove_family NAME --write` fills.
 """
 
@@ -25,16 +25,28 @@ def families() -> list[str]:
     return lines
 
 
+def wrappers() -> list[str]:
+    """The rows of multimodal models."""
+    lines = ["| model_type | class | text model | images |", "|---|---|---|---|"]
+    for name, family in FAMILIES.items():
+        for wrapper in family.wrappers:
+            images = "[yes](vision.md)" if wrapper.vision else "no"
+            lines.append(f"| `{wrapper.model_type}` | `{wrapper.architecture}` | `{name}` | {images} |")
+    return lines
+
+
 def proofs() -> list[str]:
     """The rows of what `prove_family` measured."""
     results = json.loads(RESULTS.read_text())
-    head = "| family | tiny models | logits differ by | layouts | checkpoints | steps | vLLM: log-probs differ by |"
-    lines = [head, "|---|---|---|---|---|---|---|"]
+    head = (
+        "| family | tiny models | logits differ by | layouts | checkpoints | steps | FP8 | vLLM: log-probs differ by |"
+    )
+    lines = [head, "|---|---|---|---|---|---|---|---|"]
     for name in FAMILIES:
         found = results.get(name, {})
         cells = [str(len(FAMILIES[name].example.cases)), _number(found.get("logits")), _count(found, "layouts")]
         steps = f"{_count(found, 'step')}{', LoRA' if found.get('lora') else ''}" if "step" in found else "-"
-        cells += [str(found.get("conversions", "-")), steps, _vllm(name, found)]
+        cells += [str(found.get("conversions", "-")), steps, _fp8(found), _vllm(name, found)]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
@@ -50,6 +62,11 @@ def _vllm(name: str, found: dict[str, Any]) -> str:
     return cell + (f", without: {'; '.join(missing)}" if missing else "")
 
 
+def _fp8(found: dict[str, Any]) -> str:
+    rounding = found.get("fp8")
+    return rounding if rounding == "refused" else _number(rounding)
+
+
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}".replace("e-0", "e-")
 
@@ -60,7 +77,7 @@ def _count(found: dict[str, Any], key: str) -> str:
 
 def with_tables(page: str) -> str:
     """The page with the texts between its marks replaced by the tables."""
-    for name, lines in (("families", families()), ("proofs", proofs())):
+    for name, lines in (("families", families()), ("wrappers", wrappers()), ("proofs", proofs())):
         before, _, rest = page.partition(BEGIN.format(name))
         _, _, after = rest.partition(END.format(name))
         page = "\n".join([f"{before}{BEGIN.format(name)}\n", *lines, f"\n{END.format(name)}{after}"])

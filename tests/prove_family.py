@@ -1,6 +1,6 @@
 """Run every proof of a family and print a table: python -m tests.prove_family NAME [NAME ...] [--skip PROOF] [--write]
 
-NAME is a model_type of megagrpo/models/families. Proofs: keys, logits, export, checkpoint, step, adapters, vllm. The
+NAME is a model_type of megagrpo/models/families. Proofs: keys, logits, checkpoint, step, adapters, fp8, vllm. The
 family's file has the models that they use (`Family.example`). With --write the results go to docs/families.json, from
 which `python docs/models_table.py` writes the table of docs/models.md. Exit code 1: a proof failed.
 """
@@ -101,6 +101,14 @@ def adapters(kind: str) -> Found:
     return dict(lora=True)
 
 
+def fp8(kind: str) -> Found:
+    """And a step whose linears multiply in FP8, within the rounding of FP8."""
+    from family_steps import fp8_rounding
+
+    rounding = fp8_rounding(kind)
+    return dict(fp8="refused" if rounding is None else float(f"{rounding:.1e}"))
+
+
 def vllm(kind: str) -> Found:
     """A server gets the weights from Megatron's shards, and both compute the same log-probs."""
     from tiny_families import cases_of
@@ -116,7 +124,7 @@ def vllm(kind: str) -> Found:
 
 
 PROOFS: dict[str, Callable[[str], Found]] = {
-    proof.__name__: proof for proof in (keys, logits, checkpoint, step, adapters, vllm)
+    proof.__name__: proof for proof in (keys, logits, checkpoint, step, adapters, fp8, vllm)
 }
 
 

@@ -8,13 +8,14 @@ from typing import Any
 
 from layouts import AXES, config_of, ranks
 from ranks import run_ranks
-from tiny_policy import tiny_model, tiny_run
+from tiny_policy import release_of, tiny_model, tiny_run
 
-from megagrpo.config import RunConfig
+from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.models.families.hf_config import HfConfig
-from megagrpo.proof.verify.shrink import plainly, random_samples
+from megagrpo.proof.plan.plan_problems import recurrent_problems
+from megagrpo.proof.verify.shrink import plainly, random_samples, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, take_step
-from megagrpo.proof.verify.verify_compare import compare, silent_tensors
+from megagrpo.proof.verify.verify_compare import compare, distances, silent_tensors
 
 FIRST = {axis: values[0] for axis, values in AXES.items()}
 ADAPTERS = dict(rank=3)
@@ -76,3 +77,28 @@ def adapter_error(model: str) -> float:
     parallel = dict(tp=2, pp=2, sequence_parallel=True)
     parallel |= dict(ep=2, etp=1) if tiny_model(model).experts else {}
     return largest_excess(_step(with_adapters(model, parallel), tiny_model(model), 4), _alone_with_adapters(model))
+
+
+def fp8_rounding(kind: str) -> float | None:
+    """Compare a step in FP8 over tensor, pipeline and expert parallel ranks with one process's, within FP8's rounding.
+
+    Returns the median relative change of the linears' gradients by FP8, or None if the plan refuses FP8 for the family.
+    """
+    small = shrink_model(release_of(kind), ParallelSection(tp=2, pp=2, ep=2), unit=32)
+    parallel = dict(ep=2, tp=2, etp=1, sequence_parallel=True) if small.experts else dict(tp=2, pp=2)
+
+    def run(recipe: str, layout: dict[str, Any]) -> RunConfig:
+        return tiny_run(layout, model=dict(fp8_recipe=recipe), train=dict(share_prompts=False))
+
+    if list(recurrent_problems(run("blockwise", {}), small)):
+        return None
+    alone, exact = (_step(plainly(run(recipe, {})), small, 1) for recipe in ("blockwise", "none"))
+    found = _step(run("blockwise", parallel), small, ranks(FIRST | parallel))
+    failed = [str(distance) for distance in compare(found, exact, alone, coarse=True) if not distance.passed]
+    assert not failed, f"not within the rounding of FP8: {failed[:5]}"
+    noise, apart = distances(alone, exact), distances(found, alone)
+    linears = [key for key in noise if key[0] == "gradient" and "_proj" in key[1]]
+    rounding, difference = (sorted(errors[key] for key in linears)[len(linears) // 2] for errors in (noise, apart))
+    assert rounding > 1e-2, f"FP8 changed the gradients by {rounding:.1e} only"
+    assert difference < rounding, f"the layout changed the gradients by {difference:.1e}, FP8 by {rounding:.1e}"
+    return rounding

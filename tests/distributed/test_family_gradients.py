@@ -2,7 +2,7 @@
 dimension. `test_gradient_parity.py` tests the other families with every pair of options."""
 
 import pytest
-from family_steps import DENSE, FIRST, adapter_error, layouts_of, step_error
+from family_steps import DENSE, FIRST, adapter_error, fp8_rounding, layouts_of, step_error
 from layouts import name
 from tiny_policy import MORE_SHAPES, RELEASED
 
@@ -27,3 +27,9 @@ def test_a_step_of_another_family_equals_that_of_one_process(model, layout):
 @pytest.mark.parametrize("model", RELEASED)
 def test_so_does_a_step_of_its_adapters(model):
     assert adapter_error(model) <= 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", RELEASED)
+def test_and_a_step_in_fp8_within_its_rounding(model):
+    assert (rounding := fp8_rounding(model)) is None or rounding > 0
