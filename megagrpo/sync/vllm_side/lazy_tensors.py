@@ -118,10 +118,9 @@ class LazyTensor(Tensor):
             if view.dim() > 2 and list(rest[0]) == [view.shape[:-1].numel(), view.shape[-1]]:
                 return LazyTensor(view, self.name_, self.source, rest[0][0])
         if func is aten.slice.Tensor and self.is_merged:
-            dim, start, end, step = (*rest, *(0, None, None, 1)[len(rest) :])
-            start, end, _ = slice(start, end).indices(self.shape[0])
+            start, end, step = slice(*rest[1:4]).indices(self.shape[0]) if len(rest) > 2 else (0, 0, 0)
             group = self.shape[0] // view.shape[0]
-            if dim == 0 and step == 1 and start % group == end % group == 0:
+            if rest[0] == 0 and step == 1 and start % group == end % group == 0:
                 return LazyTensor(view[start // group : end // group], self.name_, self.source, end - start)
         return None
 
