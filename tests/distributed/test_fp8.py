@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_policy import SHAPES, Case, tiny_run
+from tiny_policy import SHAPES, Case, release_of, tiny_run
 
 from megagrpo.config import ParallelSection
 from megagrpo.data.packing import pack, packing_rules
@@ -142,7 +142,7 @@ def config(parallel: dict, recipe: str, train: dict | None = None, **model):
 
 
 def model(shape: str):
-    return shrink_model(SHAPES[shape], ParallelSection(tp=2, pp=2, ep=2), unit=32)
+    return shrink_model(SHAPES.get(shape) or release_of(shape), ParallelSection(tp=2, pp=2, ep=2), unit=32)
 
 
 @functools.cache

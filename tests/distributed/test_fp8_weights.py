@@ -38,9 +38,10 @@ CASES = {
     "tp2_sp": (2, "qwen3_tied", dict(tp=2, sequence_parallel=True), {}),
     "ep2": (2, "qwen3_moe", dict(ep=2), {}),
     "pp2": (2, "llama_tied", dict(pp=2), {}),
+    "delta": (2, "qwen3_next", dict(tp=2, sequence_parallel=True), {}),
     "buckets": (2, "qwen2_untied", {}, dict(overlap_grad_reduce=True, ddp_bucket_size=1000)),
 }
-USUAL = (("dp2", "tensorwise"), ("ep2", "blockwise"))
+USUAL = (("dp2", "tensorwise"), ("ep2", "blockwise"), ("delta", "blockwise"))
 
 
 def settings(case: str, recipe: str, kept: bool) -> RunConfig:

@@ -132,7 +132,6 @@ def recurrent_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
         return
     off = {
         "lora.sync": (config.lora.enabled and config.lora.syncs_adapters, "choose merged"),
-        "model.fp8_recipe": (config.model.fp8_recipe != "none", "set it to none"),
         "model.base_storage": (config.model.base_storage != "none", "set it to none"),
         "train.optimizer": (config.train.optimizer == "muon", "choose adam"),
     }
@@ -230,8 +229,13 @@ def _linear_sizes(config: RunConfig, model: HfConfig) -> dict[str, float]:
             "heads x v_head_dim": heads * mla.value_dim,
         }
     else:
-        both = heads + 2 * model.num_kv_heads / p.tp
+        queries = heads * (2 if model.attention_gate else 1)
+        both = queries + 2 * model.num_kv_heads / p.tp
         sizes |= {"heads x head_dim": heads * model.head_dim, "all heads x head_dim": both * model.head_dim}
+    if delta := model.gated_delta:
+        key_heads = delta.key_heads / p.tp
+        sizes["the rows of Gated DeltaNet's heads"] = key_heads * sum(delta.rows.values())
+        sizes["linear_num_value_heads x linear_value_head_dim"] = key_heads * delta.rows["v"]
     if not all(map(model.has_experts, range(model.num_layers))):
         sizes["intermediate_size"] = model.intermediate_size / p.tp
     if model.experts:

@@ -180,7 +180,6 @@ def test_a_family_that_no_vllm_serves_is_refused_unless_servers_run_elsewhere(ki
     ("key", "value"),
     [
         ("lora.sync", "adapter"),
-        ("model.fp8_recipe", "tensorwise"),
         ("model.base_storage", "nf4"),
         ("train.optimizer", "muon"),
     ],
