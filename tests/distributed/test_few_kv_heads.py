@@ -13,8 +13,9 @@ from covering import cheaper, covering_rows
 from layouts import AXES, RULES, config_of, name, ranks
 from ranks import run_ranks
 from test_convert import assert_same_files
+from tiny_families import EVERY
 from tiny_families import tiny_model as tiny_transformers_model
-from tiny_policy import MORE_SHAPES, SHAPES, tiny_run
+from tiny_policy import MORE_SHAPES, SHAPES, release_of, tiny_run
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.conversion import export_hf, import_hf
@@ -24,7 +25,7 @@ from megagrpo.proof.verify.shrink import plainly, random_samples, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, take_step
 from megagrpo.proof.verify.verify_compare import compare, silent_tensors
 
-LARGEST = ParallelSection(tp=4, pp=2, vpp=2, ep=2, etp=4)
+LARGEST = ParallelSection(tp=4, cp=2, pp=2, vpp=2, ep=2, etp=4)
 MODELS: dict[str, dict[str, Any]] = {  # biases, head norms, experts, fused projections, norms of outputs
     "qwen2_untied": SHAPES["qwen2_untied"] | dict(num_attention_heads=16, num_key_value_heads=2),
     "qwen3_tied": SHAPES["qwen3_tied"] | dict(num_attention_heads=4, num_key_value_heads=1),
@@ -32,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {  # biases, head norms, experts, fused proj
     "phi3": MORE_SHAPES["phi3"] | dict(hidden_size=1024, num_attention_heads=8, num_key_value_heads=1),
     "glm4": MORE_SHAPES["glm4"] | dict(num_attention_heads=8, num_key_value_heads=2),
     "gemma3": MORE_SHAPES["gemma3"] | dict(num_attention_heads=4, num_key_value_heads=1),
+    "qwen3_5_text": release_of("qwen3_5_text") | dict(num_attention_heads=8, num_key_value_heads=2),
 }
 ONE = {axis: values[:1] for axis, values in AXES.items()}
 FEW = {axis: AXES[axis] for axis in ("cp", "distributed_optimizer", "sequence_parallel", "recompute", "share_prompts")}
@@ -96,6 +98,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "Qwen2": dict(num_key_value_heads=2),
     "Qwen3": dict(num_key_value_heads=1, head_dim=24),
     "Phi3": dict(num_key_value_heads=1, pad_token_id=0, tie_word_embeddings=False),
+    "Qwen3_5": EVERY["qwen3_5"][1] | dict(num_key_value_heads=1, linear_num_key_heads=4),
 }
 
 

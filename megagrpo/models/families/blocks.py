@@ -200,17 +200,23 @@ def _of_runs(names: tuple[str, ...], runs: Callable[[Local], list[Run]]) -> Bloc
 
 def gated_qkv(pattern: str) -> BlockRule:
     """`qkv` of attention with an output gate. Megatron's group is `[its queries, its gates, key, value][head_dim]`. In
-    Hugging Face's tensor of queries each head's query is above its gate."""
+    Hugging Face's tensor of queries each head's query is above its gate. Several ranks may share the rows of a group."""
 
     def runs_of(local: Local) -> list[Run]:
         hf, d = local.hf, local.hf.head_dim
-        groups, queries = hf.num_kv_heads // local.tp_size, hf.num_heads // hf.num_kv_heads
-        runs: list[Run] = []
-        for group in range(groups * local.tp_rank, groups * (local.tp_rank + 1)):
+        queries = hf.num_heads // hf.num_kv_heads
+        group_rows = (2 * queries + 2) * d
+        rows = local.param.shape[0]
+        first, runs = local.tp_rank * rows, list[Run]()
+        for group in range(first // group_rows, -(-(first + rows) // group_rows)):
             heads = range(group * queries, (group + 1) * queries)
-            for part in range(2):
-                runs += [(pattern.replace("{p}", "q"), 2 * d * hf.num_heads, (2 * h + part) * d, d) for h in heads]
-            runs += [(pattern.replace("{p}", p), d * hf.num_kv_heads, group * d, d) for p in "kv"]
+            whole = [("q", 2 * hf.num_heads, 2 * h + part) for part in range(2) for h in heads]
+            whole += [(p, hf.num_kv_heads, group) for p in "kv"]
+            for index, (p, total, head) in enumerate(whole):
+                above = group * group_rows + index * d  # rows above, in Megatron's parameter of all ranks
+                lo, hi = (min(max(row - above, 0), d) for row in (first, first + rows))
+                if hi > lo:
+                    runs.append((pattern.replace("{p}", p), total * d, head * d + lo, hi - lo))
         return runs
 
     return _of_runs(tuple(pattern.replace("{p}", p) for p in "qkv"), runs_of)

@@ -142,10 +142,6 @@ def model_problems(hf_config: HfConfig, parallel: ParallelSection) -> list[Probl
 
 def _recurrent_problems(hf_config: HfConfig, parallel: ParallelSection) -> Iterator[Problem]:
     delta, tp, cp = hf_config.gated_delta, parallel.tp, parallel.cp
-    if hf_config.attention_gate and hf_config.num_kv_heads % tp:
-        said = f"num_key_value_heads={hf_config.num_kv_heads} is not divisible by tp={tp}; Megatron cannot share a head"
-        valid = _words(_divisors(hf_config.num_kv_heads))
-        yield Problem(("parallel.tp", "model.path"), f"{said} whose attention has a gate; valid tp: {valid}", rule=2)
     if delta is not None and delta.key_heads % (tp * cp):
         said = f"linear_num_key_heads={delta.key_heads} is not divisible by tp x cp = {tp * cp}"
         yield Problem(("parallel.tp", "parallel.cp", "model.path"), f"{said}; lower one", rule=2)

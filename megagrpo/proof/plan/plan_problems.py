@@ -121,8 +121,10 @@ def few_kv_head_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem
         reason = "muon needs whole groups of heads on a rank; lower it, or choose adam"
         yield Problem(("parallel.tp", "train.optimizer"), f"{said}, and {reason}", rule=2)
     names = {name for of_layer in of_layers for name in of_layer.get("self_attention.linear_qkv", ())}
-    if config.lora.enabled and any(name.endswith(".qkv_proj") and config.lora.adapts(name) for name in names):
-        reason = "adapters of the fused qkv_proj need whole groups of heads on a rank; lower it"
+    fused = "adapters of gated attention" if model.attention_gate else "adapters of the fused qkv_proj"
+    needed = [name for name in names if model.attention_gate or name.endswith(".qkv_proj")]
+    if config.lora.enabled and any(map(config.lora.adapts, needed)):
+        reason = f"{fused} need whole groups of heads on a rank; lower it"
         yield Problem(("parallel.tp", "lora.target_modules"), f"{said}, and {reason}", rule=2)
 
 

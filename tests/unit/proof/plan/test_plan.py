@@ -194,7 +194,8 @@ def test_what_gated_attention_does_not_support_is_refused(key, value, folder):
 @pytest.mark.parametrize(
     ("layout", "reason"),
     [
-        (["parallel.tp=4"], "num_key_value_heads=2 is not divisible by tp=4"),
+        (["parallel.tp=3"], "num_key_value_heads=2 is not divisible by tp=3; valid tp: 1, 2, 4, 8, 16"),
+        (["parallel.tp=4", "lora.rank=4"], "4 exceeds the 2 KV heads of qwen3_next, and adapters of gated attention"),
         (["parallel.tp=2", "parallel.cp=16"], "linear_num_key_heads=16 is not divisible by tp x cp = 32"),
     ],
 )
