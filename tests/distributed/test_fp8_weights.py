@@ -41,7 +41,7 @@ CASES = {
     "delta": (2, "qwen3_next", dict(tp=2, sequence_parallel=True), {}),
     "buckets": (2, "qwen2_untied", {}, dict(overlap_grad_reduce=True, ddp_bucket_size=1000)),
 }
-USUAL = (("dp2", "tensorwise"), ("ep2", "blockwise"), ("delta", "blockwise"))
+USUAL = (("dp2", "tensorwise"), ("ep2", "blockwise"))
 
 
 def settings(case: str, recipe: str, kept: bool) -> RunConfig:
