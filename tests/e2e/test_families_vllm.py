@@ -44,9 +44,7 @@ EXAMPLES = {name: family_of(name).example for name in EVERY}
 # Case -> the error of vLLM, which cannot run it.
 REFUSED = {name: error for name, example in EXAMPLES.items() if (error := example.unserved.get(name))}
 SERVED = [
-    name
-    for name, example in EXAMPLES.items()
-    if name not in example.unserved and name not in example.unsteady and family_of(name).unserved is None
+    name for name, example in EXAMPLES.items() if name not in example.unserved and family_of(name).unserved is None
 ]
 
 
@@ -59,9 +57,6 @@ def folder_of(name: str, spoiled: bool = False) -> Path:
     with torch.no_grad():
         for parameter in model.parameters() if spoiled else ():
             parameter.mul_(0.9)
-        for tensor_name, parameter in model.named_parameters():
-            if (zeroed := EXAMPLES[name].zeroed) and tensor_name.endswith(zeroed):
-                parameter.zero_()
     model.save_pretrained(folder)
     return folder
 

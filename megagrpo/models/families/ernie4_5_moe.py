@@ -93,7 +93,6 @@ FAMILY = Family(
             "ernie4_5_moe without shared experts, some blocks dense, tied": dict(moe_num_experts=4, moe_k=2)
             | dict(moe_intermediate_size=32, moe_num_shared_experts=0, moe_layer_start_index=0, moe_layer_interval=2),
         },
-        zeroed="e_score_correction_bias",
         release=dict(
             model_type="ernie4_5_moe",
             architectures=["Ernie4_5_MoeForCausalLM"],

@@ -47,8 +47,6 @@ FAMILY = Family(
             | dict(q_lora_rank=None, num_experts_per_tok=3, norm_topk_prob=True, pad_token_id=0, rms_norm_eps=1e-5),
         },
         served=latent.SERVED_LATENT,
-        # As of `deepseek_v2 lite`: the first batch of vLLM for CPU gets other log-probs than the same batch again.
-        unsteady=("glm4_moe_lite",),
         drift=1e-5,
         release=dict(
             model_type="glm4_moe_lite",
