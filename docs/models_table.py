@@ -56,10 +56,9 @@ def _vllm(name: str, found: dict[str, Any]) -> str:
     if reason := FAMILIES[name].unserved:
         return reason
     measured = max(found.get("vllm", {}).values(), default=None)
-    missing = [*example.unserved, *example.unsteady]
     rounded = example.served_dtype == "bfloat16" and measured == 0  # `reach_vllm` compares with the trainer's rounding
     cell = "as bf16 rounds" if rounded else _number(measured)
-    return cell + (f", without: {'; '.join(missing)}" if missing else "")
+    return cell + (f", without: {'; '.join(example.unserved)}" if example.unserved else "")
 
 
 def _fp8(found: dict[str, Any]) -> str:
