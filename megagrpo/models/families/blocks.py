@@ -200,7 +200,7 @@ def _of_runs(names: tuple[str, ...], runs: Callable[[Local], list[Run]]) -> Bloc
 
 def gated_qkv(pattern: str) -> BlockRule:
     """`qkv` of attention with an output gate. Megatron's group is `[its queries, its gates, key, value][head_dim]`. In
-    Hugging Face's tensor of queries each head's query is above its gate. Several ranks may share the rows of a group."""
+    Hugging Face's tensor of queries each head's query is above its gate. Ranks may share the rows of a group."""
 
     def runs_of(local: Local) -> list[Run]:
         hf, d = local.hf, local.hf.head_dim
