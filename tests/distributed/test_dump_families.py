@@ -7,7 +7,7 @@ from ranks import run_ranks
 from test_dump_layouts import audit
 from test_gpt_oss import RAW as GPT_OSS
 from test_latent_parity import V2_LITE, V3
-from tiny_policy import MORE_SHAPES, SHAPES, tiny_run
+from tiny_policy import MORE_SHAPES, RELEASED, SHAPES, tiny_run
 
 from megagrpo.config import ParallelSection
 from megagrpo.platform.parallel.layout import init_layout
@@ -22,6 +22,7 @@ FAMILIES = {
     "phi3": (MORE_SHAPES["phi3"] | dict(original_max_position_embeddings=20), TP2),
     "glm4": (MORE_SHAPES["glm4"], dict(cp=2)),
 }
+FAMILIES |= {kind: (RELEASED[kind], TP2) for kind in ("qwen3_next", "qwen3_5_moe_text", "llama4_text", "ernie4_5_moe")}
 
 
 EXPERTS = dict(rank=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"])

@@ -173,6 +173,15 @@ def metric(name, factor):
     return in_text(change)
 
 
+def rename_tensor(folder):
+    """Give a tensor of the optimizer's sample a name that transformers' model lacks."""
+    file = folder / json.loads((folder / "step.json").read_text())["updates"][0]["optimizer"]
+    tables = load_file(file)
+    for kind in ("places", "values"):
+        tables[f"{kind}.model.other.weight"] = tables.pop(f"{kind}.model.norm.weight")
+    save_file(tables, file)
+
+
 def text(change):
     return in_text(lambda contents: change(contents["samples"][3]))
 
@@ -215,6 +224,7 @@ TAMPERED = {
     ),
     "loss": (metric("loss", 1.01), "loss, optimizer step 1"),
     "gradient norm": (metric("grad_norm", 1.001), "grad_norm, optimizer step 1"),
+    "tensor of another model": (rename_tensor, "weights in the optimizer, optimizer step 1"),
 }
 
 

@@ -1,16 +1,16 @@
 """One GRPO step as in the papers, in float64, sample by sample: transformers' model, full softmax, torch's autograd.
 
 It uses no packing, chunks or parallelism, and none of the trainer's code, because the trainer is measured against it.
-The loss is in `naive_loss`, the advantages in `naive_advantages`. transformers computes rotary angles, and the routing
-of mixtures of experts, in float32 whatever the weights' dtype.
+The loss is in `naive_loss`, the advantages in `naive_advantages`. Rotary angles are in float32, as the trainer's are.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,21 +26,22 @@ def load_model(folder: Path, dtype: str, longest: int | None = None) -> nn.Modul
 
     Under longrope the `longest` sequence selects the rotary angles, as in vLLM; transformers selects them per sequence.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM  # slow to import
-    from transformers.masking_utils import eager_mask
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText  # slow to import
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    AttentionInterface.register("naive", _attention)
-    AttentionMaskInterface.register("naive", eager_mask)
     # grouped products of experts do not support float64
-    options = dict(attn_implementation="naive", experts_implementation="eager", trust_remote_code=False)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **options).double().eval()
-    for module in model.modules():  # transformers would round to float32 on the way
-        if hasattr(module, "variance_epsilon"):
-            module.forward = MethodType(_rms_norm, module)
-        elif type(module).__name__.startswith("Gemma") and type(module).__name__.endswith("RMSNorm"):
-            module.forward = MethodType(_centred_rms_norm, module)
-        elif longest and getattr(module, "rope_type", None) == "longrope":
+    options = dict(attn_implementation="eager", experts_implementation="eager", trust_remote_code=False)
+    multimodal = type(AutoConfig.from_pretrained(folder)) in AutoModelForImageTextToText._model_mapping
+    auto = (
+        AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    )  # the latter may load the text model only
+    model = auto.from_pretrained(folder, dtype=getattr(torch, dtype), **options).double().eval()
+    exact = Float64()
+    model.forward = exact.inside(model.forward)
+    for module in model.modules():
+        if "Rotary" in type(module).__name__:
+            module.forward = exact.outside(module.forward)
+        if longest and getattr(module, "rope_type", None) == "longrope":
             # its angles for short sequences
             module.original_inv_freq, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, seq_len=longest)
     # torch gives the padding token no gradient, but chat models pad with an end token
@@ -48,46 +49,43 @@ def load_model(folder: Path, dtype: str, longest: int | None = None) -> nn.Modul
     return model
 
 
-class _RmsNorm(Protocol):
-    """A norm of transformers."""
+class Float64(TorchFunctionMode):
+    """Context manager in which casts from float64 to float32, as in transformers' norms and routers, change nothing."""
 
-    weight: Tensor
-    variance_epsilon: float  # Llama's and its relatives'
-    eps: float  # Gemma's
+    on = True
 
+    def inside(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `forward` inside this context."""
 
-def _rms_norm(self: _RmsNorm, hidden: Tensor) -> Tensor:
-    return self.weight * hidden * (hidden.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return forward(*args, **kwargs)
 
+        return run
 
-def _centred_rms_norm(self: _RmsNorm, hidden: Tensor) -> Tensor:
-    return (1 + self.weight) * hidden * (hidden.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+    def outside(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `forward` with its casts."""
 
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before, self.on = self.on, False
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self.on = before
 
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """softmax(scaling q k^T + mask) v as transformers': q [1, h, L, d], k and v [1, g, L, d] -> [1, L, h, d], float64.
+        return run
 
-    With a softcap scores x become softcap tanh(x / softcap). The mask covers windows too. `s_aux` [h] are scores of
-    sinks, which take a share of the weights and contribute 0.
-    """
-    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
-    scores = scaling * query @ key.transpose(2, 3)
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    scores = scores + mask
-    if s_aux is not None:
-        scores = torch.cat((scores, s_aux.view(1, -1, 1, 1).expand(1, -1, scores.shape[2], 1)), dim=-1)
-    return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2), None
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`, in float64 where it would cast a float64 tensor to float32."""
+        kwargs = kwargs or {}
+        if self.on and args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
+        return func(*args, **kwargs)
 
 
 class Routing(TorchFunctionMode):

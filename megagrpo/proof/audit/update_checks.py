@@ -50,9 +50,11 @@ def check_update(step: Step, update: DumpedUpdate, result: Recomputed) -> Iterat
 
     dtype = getattr(torch, step.dtype)
     weights = joined([result.sampled[name].weight for name in names])
-    left = sorted(set(update.optimizer) - set(names))
-    note = f"{len(left)} tensors have no counterpart in transformers' model, the first is {left[0]}" if left else ""
-    yield compare("weights in the optimizer", column("weight").to(dtype), weights, NO_TOLERANCE, locate, note=note)
+    if left := sorted(set(update.optimizer) - set(names)):
+        said = "no tensor of transformers' model"
+        yield Check("weights in the optimizer", len(left), False, len(left), 0.0, left[0], said)
+        return
+    yield compare("weights in the optimizer", column("weight").to(dtype), weights, NO_TOLERANCE, locate)
     moved = [torch.zeros_like(rows.weight) for rows in sampled.values()]
     added = moved
     if "grad_norm" in update.metrics:
