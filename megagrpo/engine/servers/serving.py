@@ -6,7 +6,7 @@ import json
 import secrets
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -125,8 +125,8 @@ def known_model(model_folder: Path) -> HfConfig | None:
         return None
 
 
-def served_flags(model: HfConfig | None) -> dict[str, dict[str, Any]]:
-    """Return vLLM's flags, with JSON values, that the model's family needs."""
+def served_flags(model: HfConfig | None) -> Mapping[str, Any]:
+    """Return vLLM's flags, with words or JSON values, that the model's family needs."""
     return {} if model is None else FAMILIES[model.family].served_flags(model)
 
 
@@ -155,7 +155,7 @@ def _options(
         dtype=dtype,
         quantization=None if r.quantization == "none" else r.quantization,
         packed=_is_packed(model_folder),
-        family_flags=served_flags(model),
+        family_flags=dict(served_flags(model)),
         max_model_len=max_model_len or config.longest_sequence,
         tp=r.tp,
         pp=r.pp,

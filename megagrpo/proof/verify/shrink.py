@@ -30,6 +30,7 @@ NUM_PROMPTS, GROUP_SIZE = 4, 3
 LOGPROB_CHUNK = 16
 # about the standard deviation of logits over temperature; the rollout log-probs are then near the policy's
 LOGIT_SCALE = 0.4
+_OUTER = ("embed_tokens.weight", "embeddings.weight", "lm_head.weight")
 _NEAR_ONE = ("magnitude", "layer_scalar")  # in names of vectors near 1, beside norms
 HANG_MINUTES = 5.0
 # The first step of AdamW is lr * gradient / (|gradient| + epsilon). Usual rates move a weight by less than float32
@@ -242,7 +243,7 @@ def random_tensor(
     if len(shape) == 1 or name.endswith("e_score_correction_bias"):
         from_one = "norm" in name and not (centred_norms and "linear_attn" not in name)
         return 0.1 * noise + (1.0 if from_one or any(word in name for word in _NEAR_ONE) else 0.0)
-    scale = LOGIT_SCALE * temperature if name in ("model.embed_tokens.weight", "lm_head.weight") else 1.0
+    scale = LOGIT_SCALE * temperature if name.endswith(_OUTER) else 1.0
     return scale * noise / shape[-1] ** 0.5
 
 
