@@ -18,7 +18,6 @@ from megagrpo.proof.verify.verify_compare import compare, silent_tensors
 
 FIRST = {axis: values[0] for axis, values in AXES.items()}
 ADAPTERS = dict(rank=3)
-EXPERT_ADAPTERS = ADAPTERS | dict(target_parameters=["experts.gate_up_proj", "experts.down_proj"])
 # Layouts that cut every dimension of the model.
 DENSE: list[dict[str, Any]] = [
     dict(tp=2, pp=2, sequence_parallel=True, share_prompts=True, loss="dapo"),
@@ -67,7 +66,12 @@ def step_error(model: str, layout: dict[str, Any]) -> float:
 
 def with_adapters(model: str, parallel: dict[str, Any]) -> RunConfig:
     """The config of a run with adapters on all linears, experts included."""
-    lora = EXPERT_ADAPTERS if tiny_model(model).experts else ADAPTERS
+    architecture = tiny_model(model)
+    names = {
+        name for block in range(architecture.num_layers) for name in architecture.expert_parameters(block).values()
+    }
+    experts = sorted({".".join(name.split(".")[-2:]) for name in names})
+    lora = ADAPTERS | (dict(target_parameters=experts) if experts else {})
     return tiny_run(parallel, lora=lora, train=dict(share_prompts=False))
 
 

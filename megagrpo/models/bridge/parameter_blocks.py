@@ -114,7 +114,7 @@ def adapter_blocks(
                 expert = int(in_expert[1]) + layout.ep_rank * (hf_config.mixture.count // layout.parallel.ep)
                 both = hasattr(model.get_submodule(f"{name.rpartition('.linear_')[0]}.linear_fc2"), ADAPTER_MODULE)
                 # PEFT wraps the module of all experts once per parameter
-                folder = "experts.base_layer" if both and projection == "gate_up_proj" else "experts"
+                folder = "experts.base_layer" if both and projection != "down_proj" else "experts"
                 module = hf_config.module_names.of(f"model.layers.{block_number}.{hf_config.mixture_module}")
                 name_in_file = f"{PEFT}{module}.{folder}.{matrix}.weight"
                 local = Local(param, layout.parallel.expert_tp, layout.etp_rank, hf_config, expert)

@@ -9,7 +9,7 @@ from megagrpo.models.families.architecture import Experts, HfConfig
 from megagrpo.models.families.blocks import qkv, same, vocab
 from megagrpo.models.families.dense import EMBEDDING, HEAD, LAYER
 from megagrpo.models.families.example import Example
-from megagrpo.models.families.family import Family, Raw, Table, expert_problems
+from megagrpo.models.families.family import REQUIRED, Family, Raw, Table, expert_problems
 from megagrpo.models.families.mamba import mamba2, mamba_problems, mamba_rows
 from megagrpo.models.families.wrapper import Naming
 
@@ -19,12 +19,10 @@ _TABLE: Table = {
     EMBEDDING: vocab("model.embeddings.weight"),
     HEAD: vocab("lm_head.weight"),
     "decoder.final_norm.weight": same("model.norm_f.weight"),
-    "input_layernorm.weight": same(_NORM),
-    "self_attention.linear_qkv.layer_norm_weight": same(_NORM),
+    **{f"{name}.weight": same(_NORM) for name in ("input_layernorm", "pre_mlp_layernorm")},
+    **{f"{name}.layer_norm_weight": same(_NORM) for name in ("self_attention.linear_qkv", "mlp.linear_fc1")},
     "self_attention.linear_qkv.weight": qkv(_MIXER + "{p}_proj.weight"),
     "self_attention.linear_proj.weight": same(_MIXER + "o_proj.weight"),
-    "pre_mlp_layernorm.weight": same(_NORM),
-    "mlp.linear_fc1.layer_norm_weight": same(_NORM),
     "mlp.linear_fc1.weight": same(_MIXER + "up_proj.weight"),
     "mlp.linear_fc2.weight": same(_MIXER + "down_proj.weight"),
     "mlp.router.weight": same(_MIXER + "gate.weight"),
@@ -85,21 +83,29 @@ def _problems(raw: Raw) -> list[str]:
 
 
 _REQUIRED = (*_EXPERT_SIZES, _SHARED_SIZE)
-_MAMBA: Raw = dict(mamba_num_heads=8, mamba_head_dim=12, n_groups=2, ssm_state_size=10)
 # initial steps far above time_step_min
-_MAMBA |= dict(time_step_floor=0.05, time_step_max=1.0)
-_TINY: Raw = _MAMBA | dict(head_dim=24, layers_block_type=["mamba", "mlp", "attention", "mlp"], layer_norm_epsilon=1e-2)
+_STEPS: Raw = dict(time_step_floor=0.05, time_step_max=1.0)
+_TINY: Raw = _STEPS | dict(mamba_num_heads=8, mamba_head_dim=12, n_groups=2, ssm_state_size=10)
+_TINY |= dict(head_dim=24, layers_block_type=["mamba", "mlp", "attention", "mlp"], layer_norm_epsilon=1e-2)
 _TINY_MOE: Raw = _TINY | dict(layers_block_type=["mamba", "moe", "attention", "moe"], n_routed_experts=8)
 _TINY_MOE |= dict(num_experts_per_tok=3, moe_intermediate_size=32, moe_shared_expert_intermediate_size=48)
+_RELEASE: Raw = dict(model_type="nemotron_h", architectures=["NemotronHForCausalLM"], torch_dtype="bfloat16")
+_RELEASE |= dict(hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", num_hidden_layers=52)
+_RELEASE |= dict(hidden_size=2688, vocab_size=131072, intermediate_size=1856, mlp_hidden_act="relu2", mlp_bias=False)
+_RELEASE |= dict(num_attention_heads=32, num_key_value_heads=2, head_dim=128, attention_bias=False, sliding_window=None)
+_RELEASE |= dict(mamba_num_heads=64, mamba_head_dim=64, n_groups=8, ssm_state_size=128, conv_kernel=4, chunk_size=128)
+_RELEASE |= dict(mamba_hidden_act="silu", mamba_proj_bias=False, use_conv_bias=True, use_bias=False, expand=2)
+_RELEASE |= dict(time_step_min=0.001, time_step_max=0.1, time_step_floor=0.0001, mamba_ssm_cache_dtype="float32")
+_RELEASE |= dict(n_routed_experts=128, num_experts_per_tok=6, moe_intermediate_size=1856, n_shared_experts=1)
+_RELEASE |= dict(moe_shared_expert_intermediate_size=3712, norm_topk_prob=True, routed_scaling_factor=2.5, n_group=1)
+_RELEASE |= dict(topk_group=1, layer_norm_epsilon=1e-5, rope_theta=10000, max_position_embeddings=262144)
 FAMILY = Family(
     "nemotron_h",
     "NemotronHForCausalLM",
     table=lambda hf: _TABLE | mamba_rows(hf, "mixer.", "norm.weight"),
     read=_read,
     problems=_problems,
-    required=(
-        *("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size"),
-    ),
+    required=(*REQUIRED[1:], "num_key_value_heads", "head_dim"),  # transformers writes no num_hidden_layers
     keys=(*_SIZES, *_REQUIRED, *_ROUTING, _PATTERN, _TYPES, "num_hidden_layers", "layer_norm_epsilon", "use_conv_bias"),
     # sizes of kernels' chunks, initial values, precisions of vLLM's state, and layers that are dropped
     ignored=(
@@ -114,10 +120,7 @@ FAMILY = Family(
         "use_bias": (False, "biases on the projections of Mamba-2 are not supported"),
         "sliding_window": (None, "windows are not supported"),
         "n_shared_experts": (1, "vLLM multiplies the width of the shared experts by it, transformers does not"),
-        "moe_latent_size": (
-            None,
-            "experts on latents need Transformer Engine in megatron-core; they are not supported",
-        ),
+        "moe_latent_size": (None, "experts on latents, as in Nemotron 3 Super, are not supported"),
         "time_step_min": (0.001, "transformers raises steps to it, vLLM and Megatron do not; releases have 0.001"),
     },
     untrained=lambda hf: (r"mtp\..+",),
@@ -131,5 +134,7 @@ FAMILY = Family(
         models="Nemotron-H 8B, Nemotron Nano 9B v2 and 12B v2, Nemotron 3 Nano 30B-A3B",
         differs="blocks of one part: Mamba-2, attention without rotation, an MLP or experts without gates",
         cases={"nemotron_h": _TINY, "nemotron_h with experts": _TINY_MOE},
+        drift=1e-5,  # as of granitemoehybrid
+        release=_RELEASE,
     ),
 )

@@ -19,6 +19,7 @@ from megagrpo.models.families.config_keys import text_config
 from megagrpo.models.families.family import CHUNKED, COMMON, FULL, LINEAR, SLIDING, rope, rotated_share
 from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
 from megagrpo.models.families.recurrence import GatedDelta, Recurrence
+from megagrpo.policy.specs import layer_pattern
 from megagrpo.train_types import TrainSample
 from megagrpo.types import Routes
 
@@ -173,6 +174,10 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
         )
     if (recurrence := real.recurrence) is not None:
         small |= _small_recurrence(recurrence, small["hidden_size"], parallel, unit)
+    if real.mlp_blocks is not None:  # blocks of one part: each kind in turn
+        symbols = [*dict.fromkeys(layer_pattern(real, [real.num_layers]))]
+        pattern = "".join(symbols[layer % len(symbols)] for layer in range(small["num_hidden_layers"]))
+        small |= dict(hybrid_override_pattern=pattern, layers_block_type=None)
     if real.unrotated:
         small |= dict(no_rope_layers=[(layer + 1) % 2 for layer in range(small["num_hidden_layers"])])
     small |= dict(floor_scale=WINDOW) if real.query_scale else {}
