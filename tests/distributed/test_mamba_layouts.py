@@ -8,7 +8,6 @@ import pytest
 import torch
 from family_steps import largest_excess, step_of
 from layouts import AXES, config_of, ranks
-from megatron.core.ssm.mamba_mixer import MambaMixer
 from ranks import run_ranks
 from tiny_policy import tiny_model
 
@@ -40,6 +39,8 @@ def test_ranks_that_share_a_group_take_the_step_of_one_process(layout):
 
 def both_states() -> tuple[dict[str, Any], dict[str, Any]]:
     """The place of every tensor of a mixer in a checkpoint, by our code and by MambaMixer's."""
+    from megatron.core.ssm.mamba_mixer import MambaMixer
+
     layout, hf_config = init_layout(ParallelSection(tp=2)), two_groups()
     (chunk,) = build_model(hf_config, layout, ModelOptions(dtype=torch.float32))
     mixer: Any = next(layer.mixer for layer in chunk.decoder.layers if hasattr(layer, "mixer"))
