@@ -199,6 +199,9 @@ MORE: dict[str, Raw] = {
     "Granite 4.0 Micro": published("release of granitemoehybrid")
     | dict(hidden_size=2560, num_attention_heads=40, logits_scaling=10, layer_types=["attention"] * 40)
     | dict(mamba_n_heads=80, mamba_d_state=256, position_embedding_type="rope", rope_theta=10000000),
+    "Granite 4.0 H Tiny": published("release of granitemoehybrid")
+    | dict(hidden_size=1536, num_attention_heads=12, num_key_value_heads=4, mamba_n_heads=48, logits_scaling=6)
+    | dict(num_local_experts=64, num_experts_per_tok=6, intermediate_size=512, shared_intermediate_size=1024),
     "Nemotron Nano 9B v2": {
         key: value for key, value in published("release of nemotron_h").items() if "expert" not in key
     }
