@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from megagrpo.models.families.recurrence import Mamba2 as Sizes
 from megagrpo.policy.attention.whole_sequences import CHUNK, over_sequences
 
+SEGMENT = 2048  # tokens that are computed at once; their states are computed again in the backward pass
 STEPS = (1e-3, 0.1)  # range of the steps of a new model
 
 
@@ -161,8 +162,7 @@ class Mamba2(MegatronModule):
         x = x.unflatten(-1, (heads, -1))
         b, c = self._of_heads(torch.cat((b, c), -1), heads).chunk(2, -1)
         decay = -self._own(self.A_log).to(wide).exp()
-        # the states of all chunks are computed again in the backward pass
-        mixed = checkpoint(state_space, x, step, decay, b, c, use_reentrant=False, preserve_rng_state=False)
+        mixed = state_space(x, step, decay, b, c)
         return (mixed + self._own(self.D).to(wide)[:, None] * x).flatten(-2)
 
     def _convolve(self, past: Tensor, sizes: tuple[int, ...]) -> Tensor:
@@ -217,12 +217,28 @@ class Mamba2(MegatronModule):
 
 
 def state_space(x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Return the outputs [S, L, h, p], in float32 at least, of the recurrence, chunk by chunk.
+    """Return the outputs [S, L, h, p], in float32 at least, of the recurrence.
 
     x [S, L, h, p], step [S, L, h], decay [h] < 0; b and c [S, L, g, n] are for h / g neighbouring heads. With state M
     [p, n] that starts at 0: M <- exp(step decay) M + step x b^T, output = M c.
     """
-    length, groups, wide = x.shape[1], b.shape[2], torch.promote_types(x.dtype, torch.float32)
+    wide, outputs = torch.promote_types(x.dtype, torch.float32), []
+    for some in zip(*(t.split(max(1, SEGMENT // x.shape[1])) for t in (x, step, b, c)), strict=True):
+        state, in_turn = (
+            x.new_zeros(len(some[0]), b.shape[2], x[0, 0].numel() // b.shape[2], b.shape[3], dtype=wide),
+            [],
+        )
+        for segment in zip(*(t.split(SEGMENT, 1) for t in some), strict=True):
+            output, state = checkpoint(_segment, *segment, decay, state, use_reentrant=False, preserve_rng_state=False)
+            in_turn.append(output)
+        outputs.append(torch.cat(in_turn, 1))
+    return torch.cat(outputs)
+
+
+def _segment(x: Tensor, step: Tensor, b: Tensor, c: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs of a segment of the sequences, chunk by chunk, from the state [S, g, heads of a group p, n]
+    before it, and the state after it."""
+    length, groups, wide = x.shape[1], b.shape[2], state.dtype
     x, step, b, c = (F.pad(t.to(wide).transpose(1, -1), (0, -length % CHUNK)).transpose(1, -1) for t in (x, step, b, c))
     # [S, g, chunks, CHUNK, heads of a group, ...]; zeros behind the last token change neither outputs nor state
     x, step, log_decay = (
@@ -238,11 +254,11 @@ def state_space(x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor) ->
     within = ((c @ b.mT)[:, :, :, None] * between) @ x.transpose(3, 4)  # [S, g, chunks, heads, CHUNK, p]
     first, last = since.to(wide).exp(), (since[..., -1:, :] - since).to(wide).exp()
     added = (x * last.transpose(3, 4)).flatten(4).mT @ b  # [S, g, chunks, heads p, n]
-    state, states = torch.zeros_like(added[:, :, 0]), []
+    states = []
     for chunk in range(added.shape[2]):
         states.append(state)
         kept = first[:, :, chunk, :, -1:].expand(-1, -1, -1, x.shape[-1], -1).flatten(2, 3)
         state = state * kept + added[:, :, chunk]
     read = (c @ torch.stack(states, 2).mT).unflatten(-1, (-1, x.shape[-1]))  # [S, g, chunks, CHUNK, heads, p]
     outputs = within.transpose(3, 4) + read * first.transpose(3, 4)
-    return outputs.movedim(1, 3).flatten(3, 4).flatten(1, 2)[:, :length]
+    return outputs.movedim(1, 3).flatten(3, 4).flatten(1, 2)[:, :length], state

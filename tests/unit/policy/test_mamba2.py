@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megagrpo.policy.attention import mamba2
 from megagrpo.policy.attention.mamba2 import state_space
 
 
@@ -46,6 +47,14 @@ def test_outputs_and_gradients_are_those_of_the_recurrence(length, strongest, gr
         strict=True,
     ):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-10)
+
+
+@pytest.mark.parametrize("segment", [64, 128, 1000])
+def test_segments_of_sequences_pass_their_state_on(segment, monkeypatch):
+    given = inputs(300, torch.float64)
+    expected = state_space(*given)
+    monkeypatch.setattr(mamba2, "SEGMENT", segment)
+    torch.testing.assert_close(state_space(*given), expected, rtol=0, atol=1e-12)
 
 
 def test_in_float32_it_is_as_near_to_the_recurrence_as_transformers():
