@@ -184,23 +184,19 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
     if tp > model.num_kv_heads:
         attention += (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     if isinstance(model.recurrence, Mamba2):
-        attending = sum(map(model.has_attention, range(model.num_layers)))
-        recurrent = len(model.recurrence.blocks) * model.recurrence.kept(4 / config.model.weight_bytes) / tp
-        attention = (attending * attention + recurrent) / model.num_layers
+        kept = len(model.recurrence.blocks) * model.recurrence.kept(4 / config.model.weight_bytes) / tp
+        attention = (sum(map(model.has_attention, range(model.num_layers))) * attention + kept) / model.num_layers
     unfused = gpu and "bias_activation" not in config.model.fusions
     inside = (5 if unfused else 3) if model.gated_mlp else 2
     dense = sum(map(model.has_mlp, range(model.num_layers))) / model.num_layers
-    mlp = inside * model.intermediate_size / tp
+    mixed = len(model.experts.blocks) / model.num_layers if model.experts else 0
+    mlp = (dense - mixed) * inside * model.intermediate_size / tp
     if model.experts:
         routed = 6 if unfused else 3 if gpu else 4
         sent = model.experts.per_token / tp * (routed * model.experts.intermediate_size + model.hidden_size)
         sent += inside * model.experts.shared_size / tp
-        mixed = len(model.experts.blocks) / model.num_layers
-        mlp = mixed * sent + (dense - mixed) * mlp
-    else:
-        mlp *= dense
-    parts = model.layers_per_block * (3 if model.post_norms else 2)
-    everything = parts * model.hidden_size / shards + attention + mlp
+        mlp += mixed * sent
+    everything = model.layers_per_block * (3 if model.post_norms else 2) * model.hidden_size / shards + attention + mlp
     everything += adapted_outputs(model, config.parallel, config.lora) if config.lora.use_dora else 0
     stored = model.hidden_size / shards if config.model.recompute == "full" else everything
     beside = (4 + 4 * config.lora.use_dora) * model.intermediate_size / tp if config.lora.enabled else 0
