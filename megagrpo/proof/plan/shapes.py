@@ -250,7 +250,8 @@ def stage_fp8(model: HfConfig, parallel: ParallelSection, bf16_layers: Sequence[
     for layers in layers_of_ranks(model, parallel):
         dense = sum(_cut_linears(model, layer) // parallel.tp for layer in layers if layer not in in_bf16)
         mixed = sum(model.has_experts(layer) for layer in layers if layer not in in_bf16)
-        experts = expert_parameters(model)
+        of_layer = model.mlp_matrices * model.hidden_size
+        experts = of_layer * model.experts.intermediate_size * model.experts.count if model.experts else 0
         sizes.append(dense + mixed * experts // parallel.ep // parallel.expert_tp)
     return sizes
 
