@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
@@ -16,23 +17,23 @@ from torch import Tensor
 from megagrpo.config import ParallelSection
 from megagrpo.models.families.family import rope
 from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families.recurrence import GatedDelta
 from megagrpo.platform import device
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.megatron_patches import keep_in_bf16, pad_routing
 from megagrpo.policy.overlap import overlap_config
-from megagrpo.policy.specs import LAYERS_PER_BLOCK
 
 
-def _recompute_config(recompute: str, modules: Sequence[str]) -> dict[str, Any]:
+def _recompute_config(recompute: str, modules: Sequence[str], layers_per_block: int) -> dict[str, Any]:
     """The fields of Megatron's configuration for recomputation."""
     if recompute == "selective":
         # Without Transformer Engine experts have no grouped products, and megatron-core 0.19 fails for norms (NameError
         # in its checkpoint).
         chosen = [name for name in modules if name not in ("moe_act", "layernorm") or device.has_transformer_engine()]
         return dict(recompute_granularity="selective", recompute_modules=chosen)
-    # a decoder block is two hybrid layers; each block stores one activation checkpoint, at its entry
+    # each decoder block stores one activation checkpoint, at its entry
     if recompute == "full":
-        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=LAYERS_PER_BLOCK)
+        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=layers_per_block)
     return {}
 
 
@@ -73,7 +74,7 @@ def transformer_config(hf_config: HfConfig, parallel: ParallelSection, options: 
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,  # for Megatron's own linears; `build` sets it for Transformer Engine's
         persist_layer_norm=fused,
-        **_recompute_config(options.recompute, options.recompute_modules),
+        **_recompute_config(options.recompute, options.recompute_modules, hf_config.layers_per_block),
         **_shape_config(hf_config),
         **_layout_config(parallel),
         **_fusions_config(hf_config, fused, options.fusions),
@@ -86,9 +87,8 @@ def transformer_config(hf_config: HfConfig, parallel: ParallelSection, options: 
         **(fp8.megatron_config() if fp8 else {}),
     )
     if fp8 is not None:
-        keep_in_bf16(
-            config, (LAYERS_PER_BLOCK * layer + half for layer in fp8.bf16_layers for half in range(LAYERS_PER_BLOCK))
-        )
+        halves = hf_config.layers_per_block
+        keep_in_bf16(config, (halves * layer + half for layer in fp8.bf16_layers for half in range(halves)))
         if fp8.pads_routing and not fused:
             pad_routing(config, fp8.recipe)
     # Set after construction: megatron-core 0.19 rejects biases with tensor-parallel experts. `prepare_experts` handles
@@ -100,7 +100,7 @@ def transformer_config(hf_config: HfConfig, parallel: ParallelSection, options: 
 def _shape_config(hf_config: HfConfig) -> dict[str, Any]:
     """The fields of Megatron's configuration for the sizes and layers that every family has."""
     return dict(
-        num_layers=hf_config.num_layers * LAYERS_PER_BLOCK,
+        num_layers=hf_config.num_layers * hf_config.layers_per_block,
         hidden_size=hf_config.hidden_size,
         num_attention_heads=hf_config.num_heads,
         num_query_groups=hf_config.num_kv_heads,
@@ -109,7 +109,7 @@ def _shape_config(hf_config: HfConfig) -> dict[str, Any]:
         normalization="RMSNorm",
         layernorm_zero_centered_gamma=hf_config.centred_norms,
         layernorm_epsilon=hf_config.norm_eps,
-        gated_linear_unit=True,
+        gated_linear_unit=hf_config.gated_mlp,
         add_bias_linear=False,
         add_qkv_bias=hf_config.qkv_bias,
         qk_layernorm=hf_config.qk_norm and not hf_config.wide_qk_norm,
@@ -154,7 +154,7 @@ def _fusions_config(hf_config: HfConfig, fused: bool, fusions: Sequence[str]) ->
     """The fields of Megatron's configuration for fused kernels, which exist on GPUs only."""
     return dict(
         apply_rope_fusion=fuses_rope(hf_config, fusions),
-        bias_activation_fusion=fused and fuses_activation(hf_config, fusions),
+        bias_activation_fusion=fused and hf_config.gated_mlp and fuses_activation(hf_config, fusions),
         # Megatron's grouped experts reject this fusion together with biases
         bias_dropout_fusion=fused and not hf_config.linear_bias,
     )
@@ -178,8 +178,8 @@ def _latent_config(hf_config: HfConfig) -> dict[str, Any]:
 
 def _recurrent_config(hf_config: HfConfig) -> dict[str, Any]:
     """The fields of Megatron's configuration for Gated DeltaNet, and for the gate on attention beside it."""
-    delta = hf_config.gated_delta
-    if delta is None:
+    delta = hf_config.recurrence
+    if not isinstance(delta, GatedDelta):
         return dict(attention_output_gate=hf_config.attention_gate)
     return dict(
         attention_output_gate=hf_config.attention_gate,
@@ -201,6 +201,8 @@ def _activation(hf_config: HfConfig, fused: bool, fused_activation: bool) -> dic
         return dict(
             activation_func=quick_gelu, activation_func_clamp_value=hf_config.experts.clamp, glu_linear_offset=1.0
         )
+    if not hf_config.gated_mlp:
+        return dict(activation_func=squared_relu)
     # True selects the spec's activation module; without Transformer Engine that module is specs.GatedActivation.
     # The fused gelu is the tanh approximation. Megatron and GatedActivation know it by the name F.gelu.
     gelu = _tanh_gelu if fused and not fused_activation else F.gelu
@@ -214,7 +216,7 @@ def _windows_config(hf_config: HfConfig) -> dict[str, Any]:
     if not sizes or hf_config.chunked:  # `build._set_rotary` sets chunks
         return {}
     (size,) = sizes
-    inside = [int(window is not None) for window in hf_config.windows for _ in range(LAYERS_PER_BLOCK)]
+    inside = [int(window is not None) for window in hf_config.windows for _ in range(hf_config.layers_per_block)]
     return dict(window_size=(size - 1, 0), window_attn_skip_freq=inside)
 
 

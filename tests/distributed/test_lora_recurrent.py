@@ -1,5 +1,5 @@
-"""Adapters of Gated DeltaNet and of attention with an output gate, whose rows Megatron orders in its own way: against PEFT
-and over ranks."""
+"""Adapters of Gated DeltaNet, Mamba-2 and attention with an output gate, whose rows Megatron orders in its own way:
+against PEFT and over ranks."""
 
 from functools import partial
 
@@ -15,8 +15,14 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "up_proj"]
 SHAPE = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12, linear_value_head_dim=20)
 SHAPE |= dict(layer_types=[LINEAR, FULL] * 2, rms_norm_eps=1e-2)
 MIXTURE = SHAPE | TINY_EXPERTS | dict(head_dim=8, shared_expert_intermediate_size=24)
+GRANITE_H = dict(layer_types=[LINEAR, FULL] * 2, rms_norm_eps=1e-2, num_local_experts=0, shared_intermediate_size=40)
+GRANITE_H |= dict(mamba_n_heads=8, mamba_d_head=12, mamba_d_state=6)
 CASES = {
     "Qwen3Next": (MIXTURE, dict(use_dora=True, target_modules=[*ATTENTION, "in_proj_qkvz", "in_proj_ba"])),
+    "GraniteMoeHybrid": (
+        GRANITE_H,
+        dict(target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj"]),
+    ),
     "Qwen3_5": (SHAPE, dict(target_modules=[*ATTENTION, *(f"in_proj_{part}" for part in ("qkv", "z", "b", "a"))])),
 }
 

@@ -39,8 +39,10 @@ def server_command(
     `ports` belong to the first node.
     """
     headless = node is not None and node.index > 0
-    overrides = o.family_flags.get("--hf-overrides", {}) | ({"quantization_config": None} if o.packed else {})
-    flags: dict[str, object] = {flag: json.dumps(value) for flag, value in o.family_flags.items()}
+    overrides = dict(o.family_flags.get("--hf-overrides", {})) | ({"quantization_config": None} if o.packed else {})
+    flags: dict[str, object] = {
+        flag: value if isinstance(value, str) else json.dumps(value) for flag, value in o.family_flags.items()
+    }
     flags |= {  # True: a flag without a value; None and False: left out
         "--model": o.model,
         "--served-model-name": "policy",

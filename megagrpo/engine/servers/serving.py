@@ -6,7 +6,7 @@ import json
 import secrets
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from megagrpo.models.bridge.torch_dist import StoredTensors
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.dense import EMBEDDING
 from megagrpo.models.families.hf_config import HfConfig, load_hf_config
+from megagrpo.models.families.recurrence import GatedDelta
 from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform import device
 from megagrpo.platform.device import quiet
@@ -107,7 +108,7 @@ def _check_place(
         )
     if on_cpu and model and (reason := FAMILIES[model.family].gpu_only):
         raise ValueError(f"model.path: {reason} ({model.family}); use a GPU, or servers with GPUs in rollout.urls")
-    if on_cpu and dtype != "bfloat16" and model and model.gated_delta:
+    if on_cpu and dtype != "bfloat16" and model and isinstance(model.recurrence, GatedDelta):
         raise ValueError(
             f"model.precision: vLLM computes Gated DeltaNet on a CPU in bfloat16 only, not in {dtype}; set it to bf16, "
             "or use a GPU"
@@ -124,8 +125,8 @@ def known_model(model_folder: Path) -> HfConfig | None:
         return None
 
 
-def served_flags(model: HfConfig | None) -> dict[str, dict[str, Any]]:
-    """Return vLLM's flags, with JSON values, that the model's family needs."""
+def served_flags(model: HfConfig | None) -> Mapping[str, Any]:
+    """Return vLLM's flags, with words or JSON values, that the model's family needs."""
     return {} if model is None else FAMILIES[model.family].served_flags(model)
 
 
@@ -154,7 +155,7 @@ def _options(
         dtype=dtype,
         quantization=None if r.quantization == "none" else r.quantization,
         packed=_is_packed(model_folder),
-        family_flags=served_flags(model),
+        family_flags=dict(served_flags(model)),
         max_model_len=max_model_len or config.longest_sequence,
         tp=r.tp,
         pp=r.pp,
@@ -177,7 +178,7 @@ def _options(
         finds_text=bool(r.stop or r.bad_words or config.multi_turn.agent or rows),
         constrains=bool(r.structured_outputs or rows),
         tokenizer=config.model.tokenizer,
-        recurrent=model is not None and model.gated_delta is not None,
+        recurrent=model is not None and model.recurrence is not None,
         text_only=model is not None and model.wrapper is not None and not config.data.images,
         images=config.data.images,
         extra_args=(*r.extra_args, *adapter_arguments(adapter)),

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megagrpo.models.families.recurrence import GatedDelta, Mamba2, Recurrence
 from megagrpo.models.families.vision import Vision
 from megagrpo.models.families.wrapper import Naming, Wrapper
 
-# Beginnings of Megatron's names in blocks with experts, and in those with Gated DeltaNet
+# Beginnings of Megatron's names in blocks with experts
 _OF_EXPERTS = ("mlp.router.", "mlp.experts.", "mlp.shared_experts.")
 _QK, _QKV = "self_attention.linear_qk", "self_attention.linear_qkv"  # the first where keys are the values
-_OF_GATED_DELTA = tuple(
-    f"self_attention.{name}" for name in ("in_proj", "conv1d", "A_log", "dt_bias", "out_norm", "out_proj")
-)
+_OF_RECURRENCE = (*GatedDelta.modules, *Mamba2.modules)
+_OF_MIXING = ("self_attention.", *Mamba2.modules)
 
 
 @dataclass(frozen=True)
@@ -72,27 +72,6 @@ class Indexer:
     head_dim: int  # width of a head's queries and of the keys, which all heads share; the first `rope_dim` are rotated
     keys: int
     interleaved: bool  # rotation pairs neighbouring dimensions, not the two halves
-
-
-@dataclass(frozen=True)
-class GatedDelta:
-    """Gated DeltaNet (arXiv 2412.06464) in place of attention in the decoder blocks `blocks`. Each key head serves
-    `value_heads` / `key_heads` neighbouring value heads."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int  # width of one head's queries and keys
-    value_dim: int
-    kernel: int  # tokens that the convolution of queries, keys and values sees
-    blocks: frozenset[int]
-
-    @property
-    def rows(self) -> dict[str, int]:
-        """Rows of one key head in the input projections: queries, keys, values, gates (z), betas and steps (a)."""
-        values = self.value_heads // self.key_heads
-        return (
-            dict.fromkeys("qk", self.key_dim) | dict.fromkeys("vz", values * self.value_dim) | dict(b=values, a=values)
-        )
 
 
 @dataclass(frozen=True)
@@ -159,7 +138,9 @@ class HfConfig:
     chunked: bool = False  # a window starts at a multiple of its size: a token sees its own chunk up to itself
     mla: Mla | None = None
     indexer: Indexer | None = None  # with `mla`
-    gated_delta: GatedDelta | None = None
+    recurrence: Recurrence | None = None  # in place of attention in some blocks
+    # blocks with an MLP or experts alone, if no other block has one; None: every block has both parts
+    mlp_blocks: frozenset[int] | None = None
     attention_gate: bool = False  # each head's attention is multiplied by the sigmoid of its own gate
     local_rope_theta: float | None = None  # separate rope base of blocks with a window, never scaled
     unrotated: frozenset[int] = frozenset()  # decoder blocks that do not rotate queries and keys
@@ -167,7 +148,8 @@ class HfConfig:
     softmax_scale: float | None = None  # scale of attention scores; None: 1 / sqrt(head_dim)
     score_cap: float | None = None  # attention scores x become cap tanh(x / cap)
     logit_cap: float | None = None  # logits x of the LM head become cap tanh(x / cap)
-    activation: str = "silu"  # activation of the gate: "silu", or "gelu" in its tanh approximation
+    # activation of the gate: "silu", "gelu" in its tanh approximation; "relu2": the square of relu, without gates
+    activation: str = "silu"
     embedding_scale: float = 1.0
     block_scales: bool = False  # a number per block, which is not trained, multiplies its output
     residual_scale: float = 1.0  # factor on the outputs of attention and MLP before the residual sum
@@ -183,10 +165,19 @@ class HfConfig:
         return self.experts
 
     @property
-    def recurrent(self) -> GatedDelta:
-        """The Gated DeltaNet of a model that has one."""
-        assert self.gated_delta is not None, f"{self.family} has no Gated DeltaNet here"
-        return self.gated_delta
+    def layers_per_block(self) -> int:
+        """Number of hybrid layers in one decoder block: attention or a recurrent part, and an MLP or experts."""
+        return 2 if self.mlp_blocks is None else 1
+
+    @property
+    def gated_mlp(self) -> bool:
+        """Whether MLPs and experts have a gate projection."""
+        return self.activation != "relu2"
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Number of projections of an MLP or expert."""
+        return 3 if self.gated_mlp else 2
 
     @property
     def value_dim(self) -> int:
@@ -242,17 +233,32 @@ class HfConfig:
         """Whether decoder block `block`, counted from 0, has a mixture of experts in place of an MLP."""
         return self.experts is not None and block in self.experts.blocks
 
+    @property
+    def has_dense_mlps(self) -> bool:
+        """Whether some decoder block has an MLP without experts."""
+        return any(self.has_mlp(block) and not self.has_experts(block) for block in range(self.num_layers))
+
+    def has_mlp(self, block: int) -> bool:
+        """Whether decoder block `block`, counted from 0, has an MLP or experts."""
+        return self.mlp_blocks is None or block in self.mlp_blocks
+
+    def has_attention(self, block: int) -> bool:
+        """Whether decoder block `block`, counted from 0, has attention."""
+        return not self.is_recurrent(block) and (self.mlp_blocks is None or block not in self.mlp_blocks)
+
     def is_recurrent(self, block: int) -> bool:
-        """Whether decoder block `block`, counted from 0, has Gated DeltaNet in place of attention."""
-        return self.gated_delta is not None and block in self.gated_delta.blocks
+        """Whether decoder block `block`, counted from 0, has a recurrent part in place of attention."""
+        return self.recurrence is not None and block in self.recurrence.blocks
 
     def has(self, block: int, name: str) -> bool:
         """Whether decoder block `block`, counted from 0, has Megatron's module or parameter `name` of the family."""
         if name.startswith(_QK) and self.in_block(block).keys_as_values == name.startswith(_QKV):
             return False
-        if name.startswith("self_attention."):
-            return self.gated_delta is None or self.is_recurrent(block) == name.startswith(_OF_GATED_DELTA)
-        return not name.startswith("mlp.") or self.has_experts(block) == name.startswith(_OF_EXPERTS)
+        if name.startswith(_OF_MIXING):
+            return self.is_recurrent(block) if name.startswith(_OF_RECURRENCE) else self.has_attention(block)
+        if name.startswith("mlp."):
+            return self.has_mlp(block) and self.has_experts(block) == name.startswith(_OF_EXPERTS)
+        return True
 
     def modules(self, block: int) -> dict[str, tuple[str, ...]]:
         """Return `linears` of decoder block `block`, counted from 0: only those that it has, with its number."""
@@ -266,5 +272,6 @@ class HfConfig:
         """Return Megatron's linears of an expert in decoder block `block` -> the parameter of all its experts in
         transformers; empty for a block without experts."""
         experts = self.module_names.of(f"model.layers.{block}.{self.mixture_module}.experts.")
-        names = {"linear_fc1": f"{experts}gate_up_proj", "linear_fc2": f"{experts}down_proj"}
+        first = "gate_up_proj" if self.gated_mlp else "up_proj"
+        names = {"linear_fc1": experts + first, "linear_fc2": f"{experts}down_proj"}
         return names if self.has_experts(block) else {}

@@ -9,16 +9,17 @@ from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.blocks import gated, same, stacked
 from megagrpo.models.families.dense import DENSE, LAYER
 from megagrpo.models.families.example import LLAMA3_ROPE, Example
-from megagrpo.models.families.family import EXPERT_KEYS, Family, Raw, expert_problems, mixture
+from megagrpo.models.families.family import EXPERT_KEYS, Family, Raw, Table, expert_problems, mixture
 from megagrpo.models.families.granite import SCALES, TINY_SCALES, scale_problems, scaled
 
 _MOE = LAYER + "block_sparse_moe."
 _IN, _OUT = _MOE + "input_linear.weight", _MOE + "output_linear.weight"
-_TABLE = {key: rule for key, rule in DENSE.items() if not key.startswith("mlp.")} | {
+GRANITE_EXPERTS: Table = {
     "mlp.router.weight": same(_MOE + "router.layer.weight"),
     "mlp.experts.linear_fc1.weight": stacked(gated(_IN, _IN)),
     "mlp.experts.linear_fc2.weight": stacked(same(_OUT)),
 }
+_TABLE = {key: rule for key, rule in DENSE.items() if not key.startswith("mlp.")} | GRANITE_EXPERTS
 
 
 def _read(raw: Raw, common: HfConfig) -> HfConfig:

@@ -51,17 +51,16 @@ def attention_flops(model: HfConfig, length: float) -> float:
 def _windows(model: HfConfig) -> list[tuple[int | None, int]]:
     """Return each width of an attention window, None for whole attention, with its number of layers. The keys that an
     indexer chooses count as a window, its scores do not count."""
-    layers = [layer for layer in range(model.num_layers) if not model.is_recurrent(layer)]
+    layers = [layer for layer in range(model.num_layers) if model.has_attention(layer)]
     if model.indexer:
         return [(model.indexer.keys, len(layers))]
     return list(Counter(map(model.window, layers)).items())
 
 
-def _recurrent_flops(model: HfConfig) -> float:
-    """Return the FLOPs of a token in all Gated DeltaNets, without projections: each head's state [k, v] decays, answers
-    a key, takes a difference, and answers a query."""
-    delta = model.gated_delta
-    return 0 if delta is None else 7 * len(delta.blocks) * delta.value_heads * delta.key_dim * delta.value_dim
+def _recurrent_flops(model: HfConfig) -> int:
+    """Return the FLOPs of a token in all recurrent parts, without projections."""
+    recurrence = model.recurrence
+    return 0 if recurrence is None else len(recurrence.blocks) * recurrence.flops
 
 
 def _band_flops[T: (float, np.ndarray)](model: HfConfig, length: T, seen: T) -> T:

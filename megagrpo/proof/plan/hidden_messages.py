@@ -117,6 +117,8 @@ def refused_by_model(name: str, model: HfConfig) -> str:
     """Return why the overlap `name` cannot run with this model; empty if it can."""
     if name in ("experts", "weight_gradients", "shared_experts") and not model.experts:
         return f"{model.family} has no experts"
+    if name in ("experts", "weight_gradients") and model.mlp_blocks is not None:
+        return f"it runs attention and experts of a block in turn, and a block of {model.family} has one of them"
     if name == "shared_experts" and not model.mixture.shared_size:
         return f"{model.family} has no shared experts"
     # Megatron switches `tp` off for the whole model at the first linear whose name Transformer Engine does not know.

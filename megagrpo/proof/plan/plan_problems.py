@@ -129,9 +129,10 @@ def few_kv_head_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem
 
 
 def recurrent_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
-    """Yield what is not supported with gated attention and Gated DeltaNet."""
-    if not model.attention_gate and model.gated_delta is None:
+    """Yield what is not supported with gated attention and recurrent parts."""
+    if not model.attention_gate and model.recurrence is None:
         return
+    what = "gated attention" if model.attention_gate or not model.recurrence else model.recurrence.name
     off = {
         "lora.sync": (config.lora.enabled and config.lora.syncs_adapters, "choose merged"),
         "model.base_storage": (config.model.base_storage != "none", "set it to none"),
@@ -139,7 +140,7 @@ def recurrent_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
     }
     for key, (is_on, fix) in off.items():
         if is_on:
-            yield Problem((key, "model.path"), f"{model.family} has gated attention, which this does not know; {fix}")
+            yield Problem((key, "model.path"), f"{model.family} has {what}, which this does not know; {fix}")
 
 
 def adapter_problems(lora: LoraSection, model: HfConfig) -> Iterator[Problem]:
@@ -234,11 +235,10 @@ def _linear_sizes(config: RunConfig, model: HfConfig) -> dict[str, float]:
         queries = heads * (2 if model.attention_gate else 1)
         both = queries + 2 * model.num_kv_heads / p.tp
         sizes |= {"heads x head_dim": heads * model.head_dim, "all heads x head_dim": both * model.head_dim}
-    if delta := model.gated_delta:
-        key_heads = delta.key_heads / p.tp
-        sizes["the rows of Gated DeltaNet's heads"] = key_heads * sum(delta.rows.values())
-        sizes["linear_num_value_heads x linear_value_head_dim"] = key_heads * delta.rows["v"]
-    if not all(map(model.has_experts, range(model.num_layers))):
+    if recurrence := model.recurrence:
+        sizes[f"the input projection of {recurrence.name}"] = sum(recurrence.rows.values()) / p.tp
+        sizes[f"the output projection of {recurrence.name}"] = recurrence.inner / p.tp
+    if model.has_dense_mlps:
         sizes["intermediate_size"] = model.intermediate_size / p.tp
     if model.experts:
         sizes |= {"moe_intermediate_size": model.experts.intermediate_size / p.expert_tp}
@@ -255,7 +255,7 @@ def storage_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
         "hidden_size": model.hidden_size,
         "heads x head_dim": model.num_heads * model.value_dim / p.tp,
     }
-    if not all(map(model.has_experts, range(model.num_layers))):
+    if model.has_dense_mlps:
         inputs["intermediate_size"] = model.intermediate_size / p.tp
     if experts:
         inputs["moe_intermediate_size"] = experts.intermediate_size / p.expert_tp

@@ -7,6 +7,7 @@ import pytest
 
 from megagrpo.commands.api.plan_request import plan
 from megagrpo.config import ParallelSection, load_config
+from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.hf_config import load_hf_config, parse_hf_config
 from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.proof.plan.gpu_specs import GPUS
@@ -120,6 +121,12 @@ def test_overlaps_of_a_model_without_experts_or_with_latent_attention_are_proble
     config, mixture = made("train.overlap=[shared_experts]")
     assert [str(p) for p in expert_problems(config, mixture)] == [
         "train.overlap: shared_experts, but qwen3_moe has no shared experts; leave it out"
+    ]
+    config, _ = made("train.overlap=[experts]")
+    nemotron = parse_hf_config(FAMILIES["nemotron_h"].example.release)
+    assert [str(p) for p in expert_problems(config, nemotron) if "of a block in turn" in str(p)] == [
+        "train.overlap: experts, but it runs attention and experts of a block in turn, and a block of nemotron_h has one "
+        "of them; leave it out"
     ]
     deepseek = load_config("megagrpo:deepseek_v3_32nodes", ["train.overlap=[tp]"])
     (problem,) = expert_problems(deepseek, load_hf_config(shape_folder(deepseek.model.path)))
