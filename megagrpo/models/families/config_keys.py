@@ -16,7 +16,7 @@ from megagrpo.models.families.family import (
     rope_problems,
     unknown_rope_keys,
 )
-from megagrpo.models.families.precisions import QUANTIZATION, precision_problems
+from megagrpo.models.families.precisions import precision_problems
 from megagrpo.models.families.wrapper import MULTIMODAL, OUTER, TEXT_CONFIG, Wrapper
 
 # Keys that change no logit of a text model, whatever their value.
@@ -127,10 +127,6 @@ def _wrapper_problems(family: Family, wrapper: Wrapper, raw: Raw) -> list[str]:
     for key in wrapper.conflicts(raw):
         said = f"config.json has {key}={raw[key]}, but {TEXT_CONFIG} has {raw[TEXT_CONFIG][key]}"
         problems.append(f"{said}, and vLLM and transformers read different ones; set both to what fits the weights")
-    inner = raw.get(TEXT_CONFIG) or {}
-    if inner.get(QUANTIZATION) and not raw.get(QUANTIZATION):
-        said = f"{TEXT_CONFIG} of config.json has {QUANTIZATION}, which is read outside of {TEXT_CONFIG} only"
-        problems.append(f"{said}; move it there in a copy of config.json")
     where = f"{TEXT_CONFIG} of config.json" if TEXT_CONFIG in raw else "config.json"
     return problems + [line.replace("config.json", where, 1) for line in architecture_problems(text_config(raw))]
 
@@ -205,7 +201,7 @@ def _unknown_wrapper(kind: str, inside: str) -> str:
     pairs = {(wrapper.model_type, name) for name, family in FAMILIES.items() for wrapper in family.wrappers}
     if texts := sorted(name for wrapper, name in pairs if wrapper == kind):
         return f"{kind} is supported with the text model {' or '.join(texts)}, not with {inside}: docs/add_a_model.md"
-    if inside in FAMILIES:
+    if family_of(inside):
         said = f"the text model {inside} is supported, but no `Wrapper` in megagrpo/models/families describes {kind}"
         return f"{kind} is multimodal: {said}, the model around it. docs/add_a_model.md shows how to add one"
     said = f"no file in megagrpo/models/families describes its text model {inside}. {_supported(inside)}"

@@ -6,13 +6,20 @@ from __future__ import annotations
 from typing import Any
 
 QUANTIZATION, METHOD = "quantization_config", "quant_method"  # of config.json
+TEXT_CONFIG = "text_config"  # of a multimodal config.json
 _SUPPORTED = "fp8, mxfp4, compressed-tensors"
 _ORIGINAL = "use the original weights, or dequantize them with the program that wrote them"
 
 
+def quantization(raw: dict[str, Any]) -> Any:
+    """Return the quantization of this config.json, or of its text model, which Kimi K2.5 names inside; None without."""
+    text = raw.get(TEXT_CONFIG)
+    return raw.get(QUANTIZATION) or (text.get(QUANTIZATION) if isinstance(text, dict) else None) or None
+
+
 def precision_problems(raw: dict[str, Any]) -> list[str]:
     """Return why the weights of this config.json cannot be dequantized; empty when they can or are not quantized."""
-    config = raw.get(QUANTIZATION)
+    config = quantization(raw)
     if not config:
         return []
     method = config.get(METHOD) if isinstance(config, dict) else None

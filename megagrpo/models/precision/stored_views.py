@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megagrpo.models.families.config_keys import text_config
-from megagrpo.models.families.precisions import METHOD, QUANTIZATION, precision_problems
+from megagrpo.models.families.precisions import METHOD, QUANTIZATION, precision_problems, quantization
 from megagrpo.models.precision.compressed import OF_COMPRESSED_PRODUCTS, compressed_views
 from megagrpo.models.precision.fp8_blocks import OF_FP8_PRODUCTS, fp8_views
 from megagrpo.models.precision.fused_experts import FUSED_EXPERTS, fused_views
@@ -21,7 +21,7 @@ def views_of(raw: dict[str, Any], stored: Stored) -> dict[str, View]:
     Empty for weights that files hold as the family does, and for formats that `precision_problems` refuses. Raises
     ValueError when tensors do not fit the format.
     """
-    config = raw.get(QUANTIZATION)
+    config = quantization(raw)
     if not config:
         return fused_views(raw, stored)
     if precision_problems(raw):
@@ -41,7 +41,7 @@ _UNUSED = {"fp8": OF_FP8_PRODUCTS, "mxfp4": (), "compressed-tensors": OF_COMPRES
 
 def unused(raw: dict[str, Any], views: dict[str, View], stored: Stored) -> set[str]:
     """Return the tensors that only quantized products use: scales of activations."""
-    config = raw.get(QUANTIZATION)
+    config = quantization(raw)
     names = _UNUSED[config[METHOD]] if config and views else ()
     return {name for name in stored if name not in views and name.rpartition(".")[2] in names}
 
