@@ -222,7 +222,14 @@ MORE: dict[str, Raw] = {
     "gpt-oss 20B": published("gpt-oss 20B in bfloat16")
     | dict(quantization_config=dict(quant_method="mxfp4", modules_to_not_convert=["lm_head", "model.embed_tokens"])),
     "Llama 3.1 8B AWQ": published("Llama 3.1 8B Instruct")
-    | dict(quantization_config=dict(quant_method="awq", bits=4, group_size=128)),
+    | dict(quantization_config=dict(quant_method="awq", bits=4, group_size=128, version="gemm", zero_point=True)),
+    "Qwen2.5 0.5B GPTQ Int4": published("Qwen2.5 0.5B")
+    | dict(
+        quantization_config=dict(quant_method="gptq", bits=4, group_size=128, desc_act=False, sym=True)
+        | dict(damp_percent=0.01, static_groups=False, true_sequential=True, model_file_base_name="model")
+    ),
+    "Llama 3.1 8B bitsandbytes 8 bits": published("Llama 3.1 8B Instruct")
+    | dict(quantization_config=dict(quant_method="bitsandbytes", load_in_8bit=True, llm_int8_threshold=6.0)),
     "Llama 3.1 8B bitsandbytes": published("Llama 3.1 8B Instruct")
     | dict(quantization_config=dict(quant_method="bitsandbytes", load_in_4bit=True)),
 }

@@ -141,7 +141,7 @@ def test_an_unknown_architecture_names_the_supported_ones():
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantized"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"model_type": "qwen2", "layer_types": ["full_attention"] * 29 + ["linear_attention"]}, "linear_attention"),
