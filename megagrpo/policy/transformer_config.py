@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
@@ -17,18 +18,21 @@ from megagrpo.config import ParallelSection
 from megagrpo.models.families.family import rope
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform import device
+from megagrpo.policy.elementwise import xielu
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.megatron_patches import keep_in_bf16, pad_routing
 from megagrpo.policy.overlap import overlap_config
 from megagrpo.policy.specs import LAYERS_PER_BLOCK
 
 
-def _recompute_config(recompute: str, modules: Sequence[str]) -> dict[str, Any]:
+def _recompute_config(hf_config: HfConfig, recompute: str, modules: Sequence[str]) -> dict[str, Any]:
     """The fields of Megatron's configuration for recomputation."""
     if recompute == "selective":
         # Without Transformer Engine experts have no grouped products, and megatron-core 0.19 fails for norms (NameError
-        # in its checkpoint).
-        chosen = [name for name in modules if name not in ("moe_act", "layernorm") or device.has_transformer_engine()]
+        # in its checkpoint). The MLP of a parallel block reads the output of the norm before attention.
+        left_out = set() if device.has_transformer_engine() else {"moe_act", "layernorm"}
+        left_out |= {"layernorm"} if hf_config.parallel_blocks else set()
+        chosen = [name for name in modules if name not in left_out]
         return dict(recompute_granularity="selective", recompute_modules=chosen)
     # a decoder block is two hybrid layers; each block stores one activation checkpoint, at its entry
     if recompute == "full":
@@ -73,7 +77,7 @@ def transformer_config(hf_config: HfConfig, parallel: ParallelSection, options: 
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,  # for Megatron's own linears; `build` sets it for Transformer Engine's
         persist_layer_norm=fused,
-        **_recompute_config(options.recompute, options.recompute_modules),
+        **_recompute_config(hf_config, options.recompute, options.recompute_modules),
         **_shape_config(hf_config),
         **_layout_config(parallel),
         **_fusions_config(hf_config, fused, options.fusions),
@@ -106,10 +110,10 @@ def _shape_config(hf_config: HfConfig) -> dict[str, Any]:
         num_query_groups=hf_config.num_kv_heads,
         kv_channels=hf_config.head_dim,
         ffn_hidden_size=hf_config.intermediate_size,
-        normalization="RMSNorm",
+        normalization="LayerNorm" if hf_config.parallel_blocks else "RMSNorm",
         layernorm_zero_centered_gamma=hf_config.centred_norms,
         layernorm_epsilon=hf_config.norm_eps,
-        gated_linear_unit=True,
+        gated_linear_unit=hf_config.mlp_gate,
         add_bias_linear=False,
         add_qkv_bias=hf_config.qkv_bias,
         qk_layernorm=hf_config.qk_norm and not hf_config.wide_qk_norm,
@@ -147,7 +151,8 @@ def fuses_rope(hf_config: HfConfig, fusions: Sequence[str]) -> bool:
 
 def fuses_activation(hf_config: HfConfig, fusions: Sequence[str]) -> bool:
     """Whether one kernel applies the bias and activation. Without it Megatron's grouped experts drop their bias."""
-    return "bias_activation" in fusions or (hf_config.experts is not None and hf_config.linear_bias)
+    wanted = "bias_activation" in fusions and hf_config.mlp_gate  # no kernel is without a gate
+    return wanted or (hf_config.experts is not None and hf_config.linear_bias)
 
 
 def _fusions_config(hf_config: HfConfig, fused: bool, fusions: Sequence[str]) -> dict[str, Any]:
@@ -204,7 +209,10 @@ def _activation(hf_config: HfConfig, fused: bool, fused_activation: bool) -> dic
     # True selects the spec's activation module; without Transformer Engine that module is specs.GatedActivation.
     # The fused gelu is the tanh approximation. Megatron and GatedActivation know it by the name F.gelu.
     gelu = _tanh_gelu if fused and not fused_activation else F.gelu
-    return dict(activation_func={"silu": F.silu, "gelu": gelu}[hf_config.activation], use_te_activation_func=not fused)
+    functions = {"silu": F.silu, "gelu": gelu, "relu2": squared_relu, "xielu": xielu}
+    # Without a gate Megatron calls the function, or `activations.Xielu` in its place.
+    own_module = not fused and hf_config.mlp_gate
+    return dict(activation_func=functions[hf_config.activation], use_te_activation_func=own_module)
 
 
 def _windows_config(hf_config: HfConfig) -> dict[str, Any]:

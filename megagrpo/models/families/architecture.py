@@ -167,12 +167,16 @@ class HfConfig:
     softmax_scale: float | None = None  # scale of attention scores; None: 1 / sqrt(head_dim)
     score_cap: float | None = None  # attention scores x become cap tanh(x / cap)
     logit_cap: float | None = None  # logits x of the LM head become cap tanh(x / cap)
-    activation: str = "silu"  # activation of the gate: "silu", or "gelu" in its tanh approximation
+    # of the gate: "silu", or "gelu" in its tanh approximation; of an MLP without a gate: "relu2", "xielu"
+    activation: str = "silu"
+    mlp_gate: bool = True  # False: an MLP has no gate, only up and down projection
     embedding_scale: float = 1.0
     block_scales: bool = False  # a number per block, which is not trained, multiplies its output
     residual_scale: float = 1.0  # factor on the outputs of attention and MLP before the residual sum
     logit_scale: float = 1.0  # factor on the logits
     pre_norms: bool = True  # inputs of attention and MLP are normalised
+    # attention and MLP of a block read the output of one norm; all norms are LayerNorm without bias
+    parallel_blocks: bool = False
     post_norms: bool = False  # outputs of attention and MLP are normalised too
     centred_norms: bool = False  # norm weights are stored as their distance from 1
 
@@ -192,6 +196,11 @@ class HfConfig:
     def value_dim(self) -> int:
         """Width of each head's values."""
         return self.mla.value_dim if self.mla else self.head_dim
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Number of an MLP's weights of equal size."""
+        return 3 if self.mlp_gate else 2
 
     @property
     def rotary_dim(self) -> int:

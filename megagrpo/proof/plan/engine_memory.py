@@ -88,7 +88,7 @@ def reload_bytes(config: RunConfig, model: HfConfig) -> float:
     tp, hidden, element = config.rollout.tp, model.hidden_size, engine_element(config)
     quantized = element if config.rollout.quantization == "none" else element + block_bytes(config)
     experts = 3 * model.experts.intermediate_size * model.experts.count if model.experts else 0
-    mlp = 2 * model.intermediate_size * quantized
+    mlp = (model.mlp_matrices - 1) * model.intermediate_size * quantized
     return max(model.vocab_size * element, mlp, experts / config.rollout.dp * quantized) * hidden / tp
 
 

@@ -183,7 +183,7 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
     if tp > model.num_kv_heads:
         attention += (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     unfused = gpu and "bias_activation" not in config.model.fusions
-    inside = 5 if unfused else 3
+    inside = 2 if not model.mlp_gate else 5 if unfused else 3
     mlp = inside * model.intermediate_size / tp
     if model.experts:
         routed = 6 if unfused else 3 if gpu else 4

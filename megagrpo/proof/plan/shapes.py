@@ -15,12 +15,13 @@ from megagrpo.models.families.hf_config import HfConfig, stage_layers
 def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:
     """Return the parameters of one layer on one of `tp` ranks, without experts. The router is on every rank."""
     attention, whole = mixing_parameters(model, layer)
-    norms = 2 * (model.pre_norms + model.post_norms) * model.hidden_size
+    norms = (2 - model.parallel_blocks) * (model.pre_norms + model.post_norms) * model.hidden_size
     if model.has_experts(layer):
-        shared = 3 * model.hidden_size * model.mixture.shared_size
+        shared = model.mlp_matrices * model.hidden_size * model.mixture.shared_size
         gate = model.hidden_size * model.mixture.shared_gate
         return (attention + shared) // tp + whole + norms + gate + router_parameters(model)
-    mlp = 3 * model.hidden_size * model.intermediate_size
+    mlp = model.mlp_matrices * model.hidden_size * model.intermediate_size
+    norms += 2 * (model.activation == "xielu")  # its parameters
     return (attention + mlp) // tp + whole + norms
 
 
@@ -260,13 +261,13 @@ def _cut_linears(model: HfConfig, layer: int) -> int:
     width = model.intermediate_size
     if model.has_experts(layer):
         width = model.mixture.shared_size
-    return mixing_parameters(model, layer)[0] + 3 * model.hidden_size * width
+    return mixing_parameters(model, layer)[0] + model.mlp_matrices * model.hidden_size * width
 
 
 def stage_linears(model: HfConfig, parallel: ParallelSection) -> list[int]:
     """Return the parameters of the blocks' parallel linears on one rank per pipeline stage, experts included; not those
     of latents, whose weights are whole on every rank."""
-    dense, mixed, experts = 3 * model.hidden_size * model.intermediate_size, 0, 0
+    dense, mixed, experts = model.mlp_matrices * model.hidden_size * model.intermediate_size, 0, 0
     if model.experts:
         mixed = 3 * model.hidden_size * model.experts.shared_size
         width = model.experts.intermediate_size // parallel.expert_tp
