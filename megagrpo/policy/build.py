@@ -165,7 +165,7 @@ def _scale_blocks(model: HybridModel, dtype: torch.dtype) -> None:
 
 
 def _scale_outputs(model: HybridModel, scale: float) -> None:
-    """Multiply the outputs of every attention and MLP by `scale` before they are added to the residual stream."""
+    """Multiply the outputs of every attention, recurrent part and MLP by `scale` before the residual sum."""
 
     def scaled(module: nn.Module, inputs: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, None]:
         output, bias = outputs
@@ -173,7 +173,7 @@ def _scale_outputs(model: HybridModel, scale: float) -> None:
         return output * scale, None
 
     for layer in model.decoder.layers:
-        for name in ("self_attention", "mlp"):
+        for name in ("self_attention", "mixer", "mlp"):
             part = getattr(layer, name, None)
             if isinstance(part, nn.Module) and not isinstance(part, IdentityOp):
                 part.register_forward_hook(scaled)

@@ -45,7 +45,6 @@ from megagrpo.policy.chunks import layers_of, mix_in
 from megagrpo.policy.specs import LAYERS_PER_BLOCK
 
 ADAPTER_MODULE = "adapter"  # submodule of a linear that holds its adapters; no other parameter has this in its name
-IN_PROJ = "in_proj_"  # begins the input projections of Gated DeltaNet; their parts follow, a letter for each
 MAGNITUDE = "lora_magnitude_vector"  # PEFT's name of DoRA's trained norms of rows
 
 
@@ -111,11 +110,9 @@ def _projection(module: str) -> str:
 
 
 def _sections(linear: Any, name: str, hf_config: HfConfig) -> dict[str, int]:
-    """Return the rows on this rank of each part of an input projection of Gated DeltaNet; empty for others."""
-    if not name.startswith(IN_PROJ):
-        return {}
-    delta, tp = hf_config.recurrent, linear.config.tensor_model_parallel_size
-    return {part: delta.rows[part] * delta.key_heads // tp for part in name.removeprefix(IN_PROJ)}
+    """Return the rows on this rank of each part of an input projection of a recurrence; empty for others."""
+    sections = {} if hf_config.recurrence is None else hf_config.recurrence.sections(name)
+    return {part: rows // linear.config.tensor_model_parallel_size for part, rows in sections.items()}
 
 
 def _rows(linear: Any, names: Sequence[str], hf_config: HfConfig) -> tuple[dict[str, int], int]:
@@ -125,7 +122,7 @@ def _rows(linear: Any, names: Sequence[str], hf_config: HfConfig) -> tuple[dict[
     of a group are above their gates.
     """
     config: TransformerConfig = linear.config
-    if names[0].startswith(IN_PROJ):
+    if _sections(linear, names[0], hf_config):
         return {name: sum(_sections(linear, name, hf_config).values()) for name in names}, 1
     if len(names) == 3 or (len(names) == 2 and _projection(names[0]) == "q_proj"):
         head, queries = config.kv_channels, config.num_attention_heads // config.num_query_groups

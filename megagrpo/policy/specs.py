@@ -1,7 +1,7 @@
 """Layer specs of HybridModel: Transformer Engine's layers where it runs, else plain torch and Megatron's linears.
 
-A decoder block is two hybrid layers: "*" attention, "+" latent attention or "G" Gated DeltaNet, then "-" MLP or "E"
-experts. Both specs write the same checkpoint keys.
+A decoder block is two hybrid layers: "*" attention, "+" latent attention, "G" Gated DeltaNet or "M" Mamba-2, then "-"
+MLP or "E" experts. Both specs write the same checkpoint keys.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -38,6 +40,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch import Tensor
 
 from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families.recurrence import Mamba2 as Mamba2Sizes
 from megagrpo.platform import device
 from megagrpo.platform.device import apex
 from megagrpo.policy.activations import with_xielu
@@ -45,6 +48,7 @@ from megagrpo.policy.attention.gated_delta import GatedDeltaNet
 from megagrpo.policy.attention.global_heads import heads_by_block
 from megagrpo.policy.attention.head_norms import late, wide_normed
 from megagrpo.policy.attention.latent_attention import LatentAttention
+from megagrpo.policy.attention.mamba2 import Mamba2
 from megagrpo.policy.attention.packed import Rotary, TorchAttention
 from megagrpo.policy.attention.prefixes import prefixed
 from megagrpo.policy.attention.sparse import SparseAttention
@@ -56,14 +60,15 @@ BLOCK_SCALE = "block_scale"  # buffer of a decoder block's second layer, where t
 # Transformer Engine fuses the norm into the linear. Mapping to its keys keeps CPU and GPU checkpoints interchangeable.
 ATTENTION_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 RECURRENT_KEYS = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
+MAMBA_KEYS = {"norm.": "mixer.in_proj.layer_norm_"}
 MLP_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def layer_pattern(hf_config: HfConfig, stages: Sequence[int]) -> str:
     """Return HybridModel's layer pattern of the whole model. `stages` holds each stage's number of decoder blocks."""
-    attention = "+" if hf_config.mla else "*"
+    attention, recurrent = "+" if hf_config.mla else "*", "M" if isinstance(hf_config.recurrence, Mamba2Sizes) else "G"
     symbols = iter(
-        ("G" if hf_config.is_recurrent(block) else attention) + ("E" if hf_config.has_experts(block) else "-")
+        (recurrent if hf_config.is_recurrent(block) else attention) + ("E" if hf_config.has_experts(block) else "-")
         for block in range(hf_config.num_layers)
     )
     return "|".join("".join(next(symbols) for _ in range(blocks)) for blocks in stages)
@@ -203,6 +208,12 @@ def _latent_core(hf_config: HfConfig) -> Any:
     return ModuleSpec(module=SparseAttention, params={"indexer": hf_config.indexer})
 
 
+def _mamba(hf_config: HfConfig, column: Any, row: Any) -> ModuleSpec:
+    """Return the spec of the mixer of Mamba-2 with these linears."""
+    submodules = MambaMixerSubmodules(in_proj=column, out_proj=row)
+    return ModuleSpec(module=Mamba2, params={"sizes": hf_config.recurrence}, submodules=submodules)
+
+
 def local_spec(hf_config: HfConfig) -> ModuleSpec:
     """Return the spec of the stack without Transformer Engine."""
     attention_class, mlp_class = _classes(hf_config, RMSNorm)
@@ -246,6 +257,12 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
         self_attn_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=RECURRENT_KEYS,
     )
+    mamba_layer = MambaLayerSubmodules(
+        norm=RMSNorm,
+        mixer=_mamba(hf_config, ColumnParallelLinear, RowParallelLinear),
+        mamba_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=MAMBA_KEYS,
+    )
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=GatedActivation)
     mlp_layer = TransformerLayerSubmodules(
         pre_mlp_layernorm=mlp_norm,
@@ -267,6 +284,7 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
             attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention_layer),
             mla_layer=ModuleSpec(module=TransformerLayer, submodules=latent_layer),
             gdn_layer=ModuleSpec(module=TransformerLayer, submodules=recurrent_layer),
+            mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba_layer),
             mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp_layer),
             moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=moe_layer),
         ),
@@ -299,6 +317,9 @@ def transformer_engine_spec(
     recurrent_layer = spec.submodules.gdn_layer.submodules
     recurrent = recurrent_layer.self_attention.submodules
     recurrent_layer.self_attention.module, recurrent.out_norm = GatedDeltaNet, PLAIN_NORM
+    mamba_layer = spec.submodules.mamba_layer.submodules
+    mixer = mamba_layer.mixer.submodules
+    mamba_layer.mixer = _mamba(hf_config, mixer.in_proj, mixer.out_proj)
     if head_norm := _head_norm(hf_config, TENorm):
         attention.q_layernorm = attention.k_layernorm = head_norm
     if own_attention:
@@ -319,6 +340,8 @@ def transformer_engine_spec(
         layer.sharded_state_dict_keys_map, mlp_layer.sharded_state_dict_keys_map = ATTENTION_KEYS, MLP_KEYS
         recurrent.in_proj, recurrent.out_proj = column, row
         recurrent_layer.input_layernorm, recurrent_layer.sharded_state_dict_keys_map = TENorm, RECURRENT_KEYS
+        mamba_layer.mixer = _mamba(hf_config, column, row)
+        mamba_layer.norm, mamba_layer.sharded_state_dict_keys_map = TENorm, MAMBA_KEYS
         mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
         mlp_layer.mlp = functools.partial(MLP.as_mlp_submodule, submodules=mlp)
         latent.linear_q_proj = latent.linear_q_up_proj = latent.linear_kv_up_proj = column

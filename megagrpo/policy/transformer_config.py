@@ -17,6 +17,7 @@ from torch import Tensor
 from megagrpo.config import ParallelSection
 from megagrpo.models.families.family import rope
 from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families.recurrence import GatedDelta
 from megagrpo.platform import device
 from megagrpo.policy.elementwise import xielu
 from megagrpo.policy.fp8.fp8_settings import Fp8
@@ -183,8 +184,8 @@ def _latent_config(hf_config: HfConfig) -> dict[str, Any]:
 
 def _recurrent_config(hf_config: HfConfig) -> dict[str, Any]:
     """The fields of Megatron's configuration for Gated DeltaNet, and for the gate on attention beside it."""
-    delta = hf_config.gated_delta
-    if delta is None:
+    delta = hf_config.recurrence
+    if not isinstance(delta, GatedDelta):
         return dict(attention_output_gate=hf_config.attention_gate)
     return dict(
         attention_output_gate=hf_config.attention_gate,

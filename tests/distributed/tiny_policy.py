@@ -84,6 +84,8 @@ def released(kind: str) -> dict[str, Any]:
     heads = dict(num_attention_heads=12, num_key_value_heads=12 if alone else 6)
     if real.hidden_size == real.num_heads * real.head_dim:
         heads["hidden_size"] = 12 * real.head_dim
+        if "mamba_expand" in raw:
+            heads["mamba_n_heads"] = raw["mamba_expand"] * heads["hidden_size"] // raw["mamba_d_head"]
     return raw | heads
 
 

@@ -187,7 +187,7 @@ def launch(folder: Path, log_name: str, num_servers: int = 1, **options) -> Laun
         options["extra_args"] = (*options.get("extra_args", ()), "--worker-extension-cls", workers)
     usual = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 64, "kv_cache_gb": 1, "omp_threads": 1}
     usual["family_flags"] = served_flags(known_model(folder))
-    usual["recurrent"] = load_hf_config(folder).gated_delta is not None
+    usual["recurrent"] = load_hf_config(folder).recurrence is not None
     settings = ServerOptions(str(folder), **usual | options)
     launcher = Launcher(settings, scratch() / log_name, num_servers=num_servers)
     launcher.start()

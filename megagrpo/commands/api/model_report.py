@@ -37,6 +37,7 @@ KINDS = {
     HEAD: "head",
     "norm": "norms",
     "self_attention.": "attention",
+    "mixer.": "Mamba-2",
     "mlp.router.": "routers",
     "mlp.experts.": "experts",
     "mlp.shared_experts.": "shared experts",
@@ -163,8 +164,8 @@ def _layouts(config: HfConfig) -> dict[str, list[int]]:
         return [n for n in sizes if not model_problems(config, ParallelSection(**(alone | {key: n})))]
 
     found = {"tp": valid("tp", config.num_heads), "pp": valid("pp", config.num_layers)}
-    if config.gated_delta:
-        found["cp"] = valid("cp", config.gated_delta.key_heads)
+    if config.recurrence:
+        found["cp"] = valid("cp", config.recurrence.most_ranks)
     if config.experts:
         found |= {"ep": valid("ep", config.experts.count), "etp": valid("etp", _LARGEST_ETP)}
     return found

@@ -34,6 +34,7 @@ from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.dense import EMBEDDING
 from megagrpo.models.families.hf_config import HfConfig, load_hf_config, read_raw_config
 from megagrpo.models.families.precisions import QUANTIZATION
+from megagrpo.models.families.recurrence import GatedDelta
 from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform import device
 from megagrpo.platform.device import quiet
@@ -108,7 +109,7 @@ def _check_place(
         )
     if on_cpu and model and (reason := FAMILIES[model.family].gpu_only):
         raise ValueError(f"model.path: {reason} ({model.family}); use a GPU, or servers with GPUs in rollout.urls")
-    if on_cpu and dtype != "bfloat16" and model and model.gated_delta:
+    if on_cpu and dtype != "bfloat16" and model and isinstance(model.recurrence, GatedDelta):
         raise ValueError(
             f"model.precision: vLLM computes Gated DeltaNet on a CPU in bfloat16 only, not in {dtype}; set it to bf16, "
             "or use a GPU"
@@ -181,7 +182,7 @@ def _options(
         finds_text=bool(r.stop or r.bad_words or config.multi_turn.agent or rows),
         constrains=bool(r.structured_outputs or rows),
         tokenizer=config.model.tokenizer,
-        recurrent=model is not None and model.gated_delta is not None,
+        recurrent=model is not None and model.recurrence is not None,
         text_only=model is not None and model.wrapper is not None and not config.data.images,
         images=config.data.images,
         extra_args=(*r.extra_args, *adapter_arguments(adapter)),

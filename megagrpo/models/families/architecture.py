@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megagrpo.models.families.recurrence import GatedDelta, Mamba2, Recurrence
 from megagrpo.models.families.vision import Vision
 from megagrpo.models.families.wrapper import Naming, Wrapper
 
-# Beginnings of Megatron's names in blocks with experts, and in those with Gated DeltaNet
+# Beginnings of Megatron's names in blocks with experts
 _OF_EXPERTS = ("mlp.router.", "mlp.experts.", "mlp.shared_experts.")
 _QK, _QKV = "self_attention.linear_qk", "self_attention.linear_qkv"  # the first where keys are the values
-_OF_GATED_DELTA = tuple(
-    f"self_attention.{name}" for name in ("in_proj", "conv1d", "A_log", "dt_bias", "out_norm", "out_proj")
-)
+_OF_RECURRENCE = (*GatedDelta.modules, *Mamba2.modules)
+_OF_MIXING = ("self_attention.", *Mamba2.modules)
 
 
 @dataclass(frozen=True)
@@ -72,27 +72,6 @@ class Indexer:
     head_dim: int  # width of a head's queries and of the keys, which all heads share; the first `rope_dim` are rotated
     keys: int
     interleaved: bool  # rotation pairs neighbouring dimensions, not the two halves
-
-
-@dataclass(frozen=True)
-class GatedDelta:
-    """Gated DeltaNet (arXiv 2412.06464) in place of attention in the decoder blocks `blocks`. Each key head serves
-    `value_heads` / `key_heads` neighbouring value heads."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int  # width of one head's queries and keys
-    value_dim: int
-    kernel: int  # tokens that the convolution of queries, keys and values sees
-    blocks: frozenset[int]
-
-    @property
-    def rows(self) -> dict[str, int]:
-        """Rows of one key head in the input projections: queries, keys, values, gates (z), betas and steps (a)."""
-        values = self.value_heads // self.key_heads
-        return (
-            dict.fromkeys("qk", self.key_dim) | dict.fromkeys("vz", values * self.value_dim) | dict(b=values, a=values)
-        )
 
 
 @dataclass(frozen=True)
@@ -159,7 +138,7 @@ class HfConfig:
     chunked: bool = False  # a window starts at a multiple of its size: a token sees its own chunk up to itself
     mla: Mla | None = None
     indexer: Indexer | None = None  # with `mla`
-    gated_delta: GatedDelta | None = None
+    recurrence: Recurrence | None = None  # in place of attention in some blocks
     attention_gate: bool = False  # each head's attention is multiplied by the sigmoid of its own gate
     local_rope_theta: float | None = None  # separate rope base of blocks with a window, never scaled
     unrotated: frozenset[int] = frozenset()  # decoder blocks that do not rotate queries and keys
@@ -185,12 +164,6 @@ class HfConfig:
         """The experts of a model that has some."""
         assert self.experts is not None, f"{self.family} has no experts here"
         return self.experts
-
-    @property
-    def recurrent(self) -> GatedDelta:
-        """The Gated DeltaNet of a model that has one."""
-        assert self.gated_delta is not None, f"{self.family} has no Gated DeltaNet here"
-        return self.gated_delta
 
     @property
     def value_dim(self) -> int:
@@ -252,15 +225,15 @@ class HfConfig:
         return self.experts is not None and block in self.experts.blocks
 
     def is_recurrent(self, block: int) -> bool:
-        """Whether decoder block `block`, counted from 0, has Gated DeltaNet in place of attention."""
-        return self.gated_delta is not None and block in self.gated_delta.blocks
+        """Whether decoder block `block`, counted from 0, has a recurrent part in place of attention."""
+        return self.recurrence is not None and block in self.recurrence.blocks
 
     def has(self, block: int, name: str) -> bool:
         """Whether decoder block `block`, counted from 0, has Megatron's module or parameter `name` of the family."""
         if name.startswith(_QK) and self.in_block(block).keys_as_values == name.startswith(_QKV):
             return False
-        if name.startswith("self_attention."):
-            return self.gated_delta is None or self.is_recurrent(block) == name.startswith(_OF_GATED_DELTA)
+        if name.startswith(_OF_MIXING):
+            return self.is_recurrent(block) == name.startswith(_OF_RECURRENCE)
         return not name.startswith("mlp.") or self.has_experts(block) == name.startswith(_OF_EXPERTS)
 
     def modules(self, block: int) -> dict[str, tuple[str, ...]]:

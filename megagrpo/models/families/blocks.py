@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.boxes import Box, cut, extent
+from megagrpo.models.families.recurrence import GatedDelta
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -221,29 +222,32 @@ def gated_qkv(pattern: str) -> BlockRule:
     return _of_runs(tuple(pattern.replace("{p}", p) for p in "qkv"), runs_of)
 
 
-def delta_rows(names: dict[str, str], by_key_head: bool = False) -> BlockRule:
-    """Rows of the parts of Gated DeltaNet in `names`: queries, keys, values, gates (z), betas (b) and steps (a).
+def part_rows(names: dict[str, str], by_key_head: bool = False) -> BlockRule:
+    """Rows of parts of a recurrence: part -> its tensor, for the parts of `Recurrence.rows` in the parameter.
 
-    Megatron puts one above the other and shards each by heads. Names of Hugging Face's tensors with several of them:
-    one above the other too, or with `by_key_head` the rows of each key head together.
+    Megatron puts one part above the other and cuts each evenly. Hugging Face's tensors with several parts have them one
+    above the other too, or with `by_key_head` the rows of each key head of Gated DeltaNet together.
     """
-    held = {name: [part for part in names if names[part] == name] for name in names.values()}
+    of_tensor = {name: [part for part in names if names[part] == name] for name in names.values()}
 
     def runs_of(local: Local) -> list[Run]:
-        delta = local.hf.recurrent
-        each, heads = delta.rows, delta.key_heads // local.tp_size
-        first, runs = heads * local.tp_rank, list[Run]()
+        recurrence = local.hf.recurrence
+        assert recurrence is not None, f"{[*of_tensor]} are of a recurrence"
+        rows, heads = recurrence.rows, recurrence.key_heads if isinstance(recurrence, GatedDelta) else 1
+        own = range(heads * local.tp_rank // local.tp_size, heads * (local.tp_rank + 1) // local.tp_size)
+        runs: list[Run] = []
         for part, name in names.items():
-            above = sum(each[other] for other in held[name][: held[name].index(part)])
-            width, total = each[part], sum(each[other] for other in held[name]) * delta.key_heads
+            parts = of_tensor[name]
+            total, above = (sum(rows[one] for one in some) for some in (parts, parts[: parts.index(part)]))
             if by_key_head:
-                group = total // delta.key_heads
-                runs += [(name, total, head * group + above, width) for head in range(first, first + heads)]
+                width = rows[part] // heads
+                runs += [(name, total, (head * total + above) // heads, width) for head in own]
             else:
-                runs.append((name, total, above * delta.key_heads + first * width, heads * width))
+                held = rows[part] // local.tp_size
+                runs.append((name, total, above + held * local.tp_rank, held))
         return runs
 
-    return _of_runs(tuple(held), runs_of)
+    return _of_runs(tuple(of_tensor), runs_of)
 
 
 def gated(gate: str, up: str) -> BlockRule:

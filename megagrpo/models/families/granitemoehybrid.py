@@ -1,5 +1,5 @@
-"""Granite 4 without Mamba: a Granite whose MLP is named as the shared one of models with experts. Models with Mamba
-layers are refused."""
+"""Granite 4: a Granite whose MLP is named as the shared one of models with experts, and with Mamba-2 in place of
+attention in most blocks of the models with -h- in their name."""
 
 from __future__ import annotations
 
@@ -11,62 +11,80 @@ from megagrpo.models.families.dense import DENSE, LAYER
 from megagrpo.models.families.example import LLAMA3_ROPE, Example
 from megagrpo.models.families.family import FULL, LINEAR, REQUIRED, Family, Raw
 from megagrpo.models.families.granite import SCALES, TINY_SCALES, scale_problems, scaled
+from megagrpo.models.families.mamba import mamba2, mamba_problems, mamba_rows
 
 _IN, _OUT = LAYER + "shared_mlp.input_linear.weight", LAYER + "shared_mlp.output_linear.weight"
 _TABLE = DENSE | {"mlp.linear_fc1.weight": gated(_IN, _IN), "mlp.linear_fc2.weight": same(_OUT)}
 _ATTENTION, _MAMBA = (FULL, "attention"), (LINEAR, "mamba")  # each with its name in older files
-_SIZES = "chunk_size conv_bias d_conv d_head d_state expand n_groups n_heads proj_bias"
-_MAMBA_KEYS = tuple(f"mamba_{key}" for key in _SIZES.split())
+_SIZES = tuple(f"mamba_{key}" for key in ("n_heads", "d_head", "n_groups", "d_state", "d_conv"))
+_OTHER = ("mamba_expand", "mamba_conv_bias", "time_step_limit")
 
 
 def _read(raw: Raw, common: HfConfig) -> HfConfig:
-    blocks = range(common.num_layers)
+    blocks = frozenset(range(common.num_layers))
+    recurrent = frozenset(block for block in blocks if raw["layer_types"][block] in _MAMBA)
+    bias = raw.get("mamba_conv_bias", True)
     return replace(
         scaled(raw, common),
         intermediate_size=raw["shared_intermediate_size"],
-        unrotated=frozenset() if raw.get("position_embedding_type") == "rope" else frozenset(blocks),
+        unrotated=frozenset() if raw.get("position_embedding_type") == "rope" else blocks,
+        recurrence=mamba2(raw, _SIZES, recurrent, bias) if recurrent else None,
     )
 
 
 def _problems(raw: Raw) -> list[str]:
-    problems, types = scale_problems(raw), raw.get("layer_types") or _MAMBA[:1]
+    problems, types = scale_problems(raw), raw.get("layer_types") or ()
     if any(kind in _MAMBA for kind in types):
-        problems.append(
-            "config.json has Mamba-2 layers, which are not supported: megatron-core's MambaMixer needs the kernels of "
-            "mamba_ssm, which run on GPUs only, and no other is here. Granite 4.0 micro, 1b and 350m (without -h-) "
-            "have attention only: docs/add_a_model.md"
-        )
+        problems += mamba_problems(raw, (*_SIZES, "mamba_expand")) or _mamba_problems(raw)
     if raw.get("position_embedding_type") not in (None, "rope", "nope"):
         problems.append(f"position_embedding_type={raw['position_embedding_type']} is neither rope nor nope")
     return problems
 
 
+def _mamba_problems(raw: Raw) -> list[str]:
+    problems, (heads, width, groups, *_) = [], (raw[key] for key in _SIZES)
+    if groups > 1:
+        said = f"mamba_n_groups={groups}: transformers normalises over all groups together, vLLM over each alone"
+        problems.append(f"{said}; only 1 is supported")
+    if heads * width != (inner := raw["mamba_expand"] * raw.get("hidden_size", 0)):
+        problems.append(f"mamba_n_heads x mamba_d_head = {heads * width} is not mamba_expand x hidden_size = {inner}")
+    return problems
+
+
 _TINY: Raw = TINY_SCALES | dict(layer_types=[FULL] * 4, num_local_experts=0, shared_intermediate_size=80)
-_TINY |= dict(mamba_n_heads=6, time_step_limit=None, position_embedding_type="rope")
+_TINY |= dict(mamba_n_heads=6, position_embedding_type="rope")
+_TINY_MAMBA: Raw = _TINY | dict(layer_types=[LINEAR, FULL] * 2, mamba_n_heads=8, mamba_d_head=24, mamba_d_state=10)
+_TINY_MAMBA |= dict(position_embedding_type="nope", tie_word_embeddings=True, rms_norm_eps=1e-2)
 FAMILY = Family(
     "granitemoehybrid",
     "GraniteMoeHybridForCausalLM",
-    table=lambda hf: _TABLE,
+    table=lambda hf: _TABLE | mamba_rows(hf, "mamba.", "input_layernorm.weight"),
     read=_read,
     problems=_problems,
     required=(*REQUIRED, "num_local_experts", "shared_intermediate_size", "layer_types"),
-    keys=(*SCALES, "shared_intermediate_size", "position_embedding_type", "layer_types"),
-    ignored=(*_MAMBA_KEYS, "time_step_limit", "init_method", "num_experts_per_tok"),
+    keys=(*SCALES, *_SIZES, *_OTHER, "shared_intermediate_size", "position_embedding_type", "layer_types"),
+    ignored=("mamba_chunk_size", "init_method", "num_experts_per_tok"),
     fixed={
         "num_local_experts": (0, "experts are supported in granitemoe, not here"),
         "normalization_function": ("rmsnorm", "only rmsnorm is supported"),
+        "mamba_proj_bias": (False, "biases on the projections of Mamba-2 are not supported"),
     },
     layer_types=(*_ATTENTION, *_MAMBA),
     names={"shared_intermediate_size": "intermediate_size"},
     merged_only=("input_linear",),  # gate and up projection, for which vLLM expects two adapters
     example=Example(
-        models="Granite 4.0 micro, 1B and 350M, without Mamba",
-        differs="as `granite`, rotation optional",
+        models="Granite 4.0 micro, 1B and 350M, and H-Micro, H-1B and H-350M",
+        differs="as `granite`, rotation optional; H: Mamba-2 in nine of ten blocks",
         cases={
-            "granitemoehybrid": _TINY,
-            "granitemoehybrid tied, llama3 rope": _TINY | dict(tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
-            "granitemoehybrid without rotation": _TINY | dict(position_embedding_type=None),
+            "granitemoehybrid": _TINY_MAMBA,
+            "granitemoehybrid, no bias of the convolution": _TINY_MAMBA
+            | dict(mamba_conv_bias=False, mamba_d_conv=3, position_embedding_type="rope", tie_word_embeddings=False),
+            "granitemoehybrid, attention only": _TINY,
+            "granitemoehybrid, attention only, tied, llama3 rope": _TINY
+            | dict(tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
+            "granitemoehybrid, attention only, no rotation": _TINY | dict(position_embedding_type=None),
         },
+        served=dict(mamba_expand=1),  # with the hidden states of the tests' servers, twice as wide
         release=dict(
             model_type="granitemoehybrid",
             architectures=["GraniteMoeHybridForCausalLM"],
@@ -77,35 +95,35 @@ FAMILY = Family(
             embedding_multiplier=12,
             eos_token_id=100257,
             hidden_act="silu",
-            hidden_size=2560,
+            hidden_size=2048,
             init_method="mup",
             initializer_range=0.1,
             intermediate_size=8192,
-            layer_types=["attention"] * 40,
-            logits_scaling=10,
+            layer_types=["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+            logits_scaling=8,
             mamba_chunk_size=256,
             mamba_conv_bias=True,
             mamba_d_conv=4,
             mamba_d_head=64,
-            mamba_d_state=256,
+            mamba_d_state=128,
             mamba_expand=2,
             mamba_n_groups=1,
-            mamba_n_heads=80,
+            mamba_n_heads=64,
             mamba_proj_bias=False,
             max_position_embeddings=131072,
             normalization_function="rmsnorm",
-            num_attention_heads=40,
+            num_attention_heads=32,
             num_experts_per_tok=0,
             num_hidden_layers=40,
             num_key_value_heads=8,
             num_local_experts=0,
             output_router_logits=False,
             pad_token_id=100256,
-            position_embedding_type="rope",
+            position_embedding_type="nope",
             residual_multiplier=0.22,
             rms_norm_eps=1e-05,
             rope_scaling=None,
-            rope_theta=10000000,
+            rope_theta=10000,
             router_aux_loss_coef=0.01,
             shared_intermediate_size=8192,
             tie_word_embeddings=True,

@@ -25,7 +25,7 @@ _LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
 # Megatron's linears outside of experts, in the order of the forward pass
 _LINEARS = (
     *(f"self_attention.linear_{name}" for name in ("qkv", "qk", *_LATENT, "proj")),
-    *("self_attention.in_proj", "self_attention.out_proj"),
+    *("self_attention.in_proj", "self_attention.out_proj", "mixer.in_proj", "mixer.out_proj"),
     *(f"{mlp}.linear_{name}" for mlp in ("mlp", "mlp.shared_experts") for name in ("fc1", "fc2")),
 )
 
@@ -40,7 +40,7 @@ def read_raw_config(folder: str | Path) -> dict[str, Any]:
     """Read `folder/config.json` as a dict. Raises ValueError when it is missing or broken."""
     path = Path(folder) / "config.json"
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(path.read_text(), object_hook=_with_floats)
     except FileNotFoundError:
         said = f"{folder} holds no config.json; name a folder in Hugging Face format"
     except OSError as e:
@@ -52,6 +52,11 @@ def read_raw_config(folder: str | Path) -> dict[str, Any]:
             return raw
         said = f"{path} must contain a JSON object; download it again"
     raise ProblemError(Problem(MODEL, said))
+
+
+def _with_floats(value: dict[str, Any]) -> Any:
+    """Return the number of transformers' {"__float__": "Infinity"}, and any other object as it is."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def parse_hf_config(raw: dict[str, Any], names: Iterable[str] = ()) -> HfConfig:
@@ -141,14 +146,13 @@ def model_problems(hf_config: HfConfig, parallel: ParallelSection) -> list[Probl
 
 
 def _recurrent_problems(hf_config: HfConfig, parallel: ParallelSection) -> Iterator[Problem]:
-    delta, tp, cp = hf_config.gated_delta, parallel.tp, parallel.cp
+    recurrence, tp, cp = hf_config.recurrence, parallel.tp, parallel.cp
     if hf_config.attention_gate and hf_config.num_kv_heads % tp:
         said = f"num_key_value_heads={hf_config.num_kv_heads} is not divisible by tp={tp}; Megatron cannot share a head"
         valid = _words(_divisors(hf_config.num_kv_heads))
         yield Problem(("parallel.tp", "model.path"), f"{said} whose attention has a gate; valid tp: {valid}", rule=2)
-    if delta is not None and delta.key_heads % (tp * cp):
-        said = f"linear_num_key_heads={delta.key_heads} is not divisible by tp x cp = {tp * cp}"
-        yield Problem(("parallel.tp", "parallel.cp", "model.path"), f"{said}; lower one", rule=2)
+    if recurrence is not None and (reason := recurrence.why_not(tp, cp)):
+        yield Problem(("parallel.tp", "parallel.cp", "model.path"), f"{reason}; lower one", rule=2)
 
 
 def _stage_problems(layers: int, parallel: ParallelSection) -> Iterator[Problem]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megagrpo.models.families.architecture import GatedDelta, HfConfig
-from megagrpo.models.families.blocks import delta_rows, gated_qkv, same
+from megagrpo.models.families.architecture import HfConfig
+from megagrpo.models.families.blocks import gated_qkv, part_rows, same
 from megagrpo.models.families.dense import ATTENTION, DENSE, LAYER, QK_NORM
 from megagrpo.models.families.family import FULL, LINEAR, Raw, Table
+from megagrpo.models.families.recurrence import GatedDelta
 
 DELTA = LAYER + "linear_attn."
 DELTA_KEYS = (
@@ -22,7 +23,7 @@ HYBRID: Table = DENSE | QK_NORM
 HYBRID |= {
     "self_attention.linear_qkv.weight": gated_qkv(ATTENTION + "{p}_proj.weight"),
     "self_attention.in_proj.layer_norm_weight": same(LAYER + "input_layernorm.weight"),
-    "self_attention.conv1d.weight": delta_rows(dict.fromkeys("qkv", DELTA + "conv1d.weight")),
+    "self_attention.conv1d.weight": part_rows(dict.fromkeys("qkv", DELTA + "conv1d.weight")),
     "self_attention.A_log": same(DELTA + "A_log"),
     "self_attention.dt_bias": same(DELTA + "dt_bias"),
     "self_attention.out_norm.weight": same(DELTA + "norm.weight"),
@@ -43,5 +44,5 @@ def hybrid(raw: Raw, common: HfConfig) -> HfConfig:
     """Return the architecture with what Qwen3-Next and Qwen3.5 have in common."""
     delta = gated_delta(raw)
     return replace(
-        common, qk_norm=True, attention_gate=True, centred_norms=True, gated_delta=delta if delta.blocks else None
+        common, qk_norm=True, attention_gate=True, centred_norms=True, recurrence=delta if delta.blocks else None
     )

@@ -4,7 +4,7 @@ predicting several tokens are not trained."""
 
 from __future__ import annotations
 
-from megagrpo.models.families.blocks import delta_rows
+from megagrpo.models.families.blocks import part_rows
 from megagrpo.models.families.example import Example
 from megagrpo.models.families.family import FULL, LINEAR, REQUIRED, Family, Raw
 from megagrpo.models.families.hybrid import DELTA, DELTA_KEYS, HYBRID, SERVED_DELTA, hybrid
@@ -12,7 +12,7 @@ from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS
 from megagrpo.models.families.wrapper import Wrapper
 
 _PROJECTIONS = {part: f"{DELTA}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a") for part in name}
-TABLE_QWEN3_5 = HYBRID | {"self_attention.in_proj.weight": delta_rows(_PROJECTIONS)}
+TABLE_QWEN3_5 = HYBRID | {"self_attention.in_proj.weight": part_rows(_PROJECTIONS)}
 _GATES = ("silu", "swish")  # two names of one function; vLLM reads the key, transformers has no other function
 
 

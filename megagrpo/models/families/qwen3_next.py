@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megagrpo.models.families.architecture import HfConfig
-from megagrpo.models.families.blocks import delta_rows
+from megagrpo.models.families.blocks import part_rows
 from megagrpo.models.families.dense import GATE_UP_DOWN, SHARED_GATE, experts, shared_experts
 from megagrpo.models.families.example import TINY_EXPERTS, Example
 from megagrpo.models.families.family import (
@@ -24,7 +24,7 @@ from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS, moe_blocks
 
 _PROJECTIONS = dict.fromkeys("qkvz", DELTA + "in_proj_qkvz.weight") | dict.fromkeys("ba", DELTA + "in_proj_ba.weight")
 _TABLE = HYBRID | experts("mlp", *GATE_UP_DOWN) | shared_experts("shared_expert") | SHARED_GATE
-_TABLE |= {"self_attention.in_proj.weight": delta_rows(_PROJECTIONS, by_key_head=True)}
+_TABLE |= {"self_attention.in_proj.weight": part_rows(_PROJECTIONS, by_key_head=True)}
 
 
 def _read(raw: Raw, common: HfConfig) -> HfConfig:

@@ -15,24 +15,18 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.gated_delta_net import common
 from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet as MegatronGatedDeltaNet
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.tensor_parallel.mappings import all_to_all, copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
-from megagrpo.platform.parallel.context import gathered_indices
-from megagrpo.policy.attention.packed import batches_of
+from megagrpo.policy.attention.whole_sequences import CHUNK, over_sequences
 from megagrpo.policy.elementwise import rms_norm
-from megagrpo.train_types import moved
 
-CHUNK = 64  # tokens whose mutual effects are computed as one triangular system
 L2_EPS = 1e-6  # in the norm of queries and keys
 common.HAVE_FLA = True  # megatron-core builds the layer only with its Triton kernels, which only its own forward uses
 
 
 class GatedDeltaNet(MegatronGatedDeltaNet):
-    """megatron-core's layer with a forward pass in plain torch.
-
-    Under context parallelism the ranks exchange tokens for heads: each rank computes whole sequences for its heads.
-    """
+    """megatron-core's layer with a forward pass in plain torch."""
 
     def _setup_variant_attrs(self) -> None:
         super()._setup_variant_attrs()
@@ -61,40 +55,10 @@ class GatedDeltaNet(MegatronGatedDeltaNet):
         if packed_seq_params is None:
             mixed = self._mix(projected.transpose(0, 1)).transpose(0, 1)
         else:
-            mixed = self._mix_pack(projected.squeeze(1), packed_seq_params).unsqueeze(1)
+            parts = projected.squeeze(1).split(self.in_proj_split_sections, -1)
+            owned = torch.cat([part.unflatten(-1, (self.cp_size, -1)) for part in parts], -1)
+            mixed = over_sequences(self._mix, owned, packed_seq_params, self.pg_collection.cp).unsqueeze(1)
         return self.out_proj(mixed)
-
-    def _mix_pack(self, projected: Tensor, packed: PackedSeqParams) -> Tensor:
-        """Return [T/cp, values of all heads of this rank] of `projected` [T/cp, width]."""
-        if self.cp_size > 1:
-            projected = self._exchange(self._by_head_owner(projected)).index_select(0, self._pack_order(packed))
-        batches = batches_of(packed)
-        outputs = []
-        for rows in batches.rows:
-            batch = projected.index_select(0, rows.flatten()).view(*rows.shape, -1)
-            outputs.append(self._mix(batch).flatten(0, 1))
-        mixed = torch.cat(outputs).index_select(0, batches.pack_order)
-        if self.cp_size == 1:
-            return mixed
-        order = self._pack_order(packed)
-        mixed = torch.empty_like(mixed).index_copy(0, order, mixed)  # rank after rank
-        return self._exchange(mixed).view(self.cp_size, -1, mixed.shape[-1]).transpose(0, 1).flatten(1)
-
-    def _by_head_owner(self, projected: Tensor) -> Tensor:
-        """Return [cp * T/cp, width / cp]: for each rank of the group all tokens of this rank, for the heads of that
-        rank."""
-        parts = [part.unflatten(-1, (self.cp_size, -1)) for part in projected.split(self.in_proj_split_sections, -1)]
-        return torch.cat(parts, -1).transpose(0, 1).flatten(0, 1)
-
-    def _exchange(self, rows: Tensor) -> Tensor:
-        return all_to_all(self.pg_collection.cp, rows.contiguous())
-
-    def _pack_order(self, packed: PackedSeqParams) -> Tensor:
-        """Return [T] int64: each pack token's index among the gathered tokens of all ranks, cached on the pack."""
-        if not hasattr(packed, "gathered"):
-            order = gathered_indices(packed.host_borders, self.cp_size)
-            packed.gathered = moved(order, packed.positions.device)
-        return packed.gathered
 
     def _mix(self, projected: Tensor) -> Tensor:
         """Return [S, L, heads * value width] of the projections [S, L, width] of right-padded sequences."""

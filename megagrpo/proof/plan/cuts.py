@@ -15,8 +15,8 @@ from megagrpo.sync.wire.sync_plan import layer_of
 
 VOCAB_PADDING = 64  # rows; vLLM rounds the vocabulary up to a multiple of it before sharding
 BY_ROWS = {"q_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj", "sinks"}
-BY_ROWS |= {"in_proj_qkvz", "in_proj_ba", "in_proj_z", "in_proj_b", "in_proj_a", "A_log", "dt_bias"}  # whole key heads
-QUERIES_KEYS_VALUES = {"conv1d", "in_proj_qkv"}  # of all key heads, one part above the other
+BY_ROWS |= {"in_proj_qkvz", "in_proj_ba", "in_proj_z", "in_proj_b", "in_proj_a", "A_log", "dt_bias", "D"}  # whole heads
+RECURRENT_PARTS = {"conv1d", "in_proj_qkv", "in_proj"}  # parts of all heads, one above the other
 BY_COLUMNS = {"o_proj", "out_proj", "down_proj", "w2"}
 # Besides these: every tensor with norm in its name, and all tensors of a router.
 KEPT_WHOLE = {"gate", "wg", "router", "moe_statics", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"}
@@ -24,7 +24,8 @@ KEPT_WHOLE |= {"layer_scalar", "block_sparse_moe", "wq_b", "wk", "weights_proj"}
 KEPT_WHOLE |= {"act_fn"}  # parameters of an activation
 STACKED_GATE_UP, STACKED_DOWN = "input_linear", "output_linear"  # of all experts of a block, [E, 2 I, H] and [E, H, I]
 MLP_KINDS = {STACKED_GATE_UP: "gate_up_proj", STACKED_DOWN: "down_proj"}  # the same names in an MLP
-_HOLDERS = ("self_attn", "linear_attn", "experts")  # modules that hold tensors themselves, besides blocks
+_MIXERS = ("linear_attn", "mamba", "mixer")
+_HOLDERS = ("self_attn", "experts", *_MIXERS)  # modules that hold tensors themselves, besides blocks
 EMBEDDING_WORD, HEAD_WORD = "embed_tokens", "lm_head"
 
 
@@ -131,6 +132,8 @@ def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLay
         return [_vocabulary(name, shape, layout.tp, worker.tp_rank)]
     if any(word.startswith("shared_") for word in words) and layout.copies > 1 and layout.tp > 1:
         return [whole(shape)]  # each worker runs the shared experts on its own tokens
+    if kind == "norm" and words[-3] in ("mamba", "mixer"):  # of the recurrent output, by heads
+        return [_part(name, shape, 0, 0, shape[0], layout.tp, worker.tp_rank)]
     if "norm" in kind or "router" in words or kind in KEPT_WHOLE or (kind in BY_COLUMNS and words[-1] == "bias"):
         return [whole(shape)]
     if words[-2] == "experts":  # one tensor holds all experts of a block; dim 0 is the expert
@@ -155,9 +158,13 @@ def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLay
             _part(name, shape, 0, 0, queries, *mine),
             *(_part(name, shape, 0, at, rows, *keys) for at in (queries, queries + rows)),
         ]
-    if kind in QUERIES_KEYS_VALUES and (delta := model.gated_delta):
-        sizes = delta.key_heads * delta.key_dim, delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
-        return [_part(name, shape, 0, sum(sizes[:i]), size, *mine) for i, size in enumerate(sizes)]
+    if kind in RECURRENT_PARTS and (recurrence := model.recurrence):
+        boxes, start = [], 0
+        for part, rows in (recurrence.convolved if kind == "conv1d" else recurrence.sections(kind)).items():
+            share = (1, 0) if part in recurrence.shared_parts(layout.tp) else mine
+            boxes.append(_part(name, shape, 0, start, rows, *share))
+            start += rows
+        return boxes
     if kind == "gate_up_proj":
         half = shape[0] // 2
         return [_part(name, shape, 0, at, half, *mine) for at in (0, half)]

@@ -31,12 +31,12 @@ def kv_elements(model: HfConfig, tp: int, tokens: int, prefill: int | None = Non
 
 
 def _state_elements(model: HfConfig, tp: int) -> int:
-    """Return the elements of one sequence's states in all Gated DeltaNets on one of `tp` devices."""
-    delta = model.gated_delta
-    if delta is None:
+    """Return the elements of one sequence's states in all recurrent parts on one of `tp` devices."""
+    recurrence = model.recurrence
+    if recurrence is None:
         return 0
-    past = (delta.kernel - 1) * (2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim)
-    return len(delta.blocks) * (past + delta.value_heads * delta.key_dim * delta.value_dim) // tp
+    past = (recurrence.kernel - 1) * sum(recurrence.convolved.values())
+    return len(recurrence.blocks) * (past + recurrence.state) // tp
 
 
 def kv_bytes(config: RunConfig, model: HfConfig, tokens: int, prefill: int | None = None) -> int:

@@ -57,11 +57,10 @@ def _windows(model: HfConfig) -> list[tuple[int | None, int]]:
     return list(Counter(map(model.window, layers)).items())
 
 
-def _recurrent_flops(model: HfConfig) -> float:
-    """Return the FLOPs of a token in all Gated DeltaNets, without projections: each head's state [k, v] decays, answers
-    a key, takes a difference, and answers a query."""
-    delta = model.gated_delta
-    return 0 if delta is None else 7 * len(delta.blocks) * delta.value_heads * delta.key_dim * delta.value_dim
+def _recurrent_flops(model: HfConfig) -> int:
+    """Return the FLOPs of a token in all recurrent parts, without projections."""
+    recurrence = model.recurrence
+    return 0 if recurrence is None else len(recurrence.blocks) * recurrence.flops
 
 
 def _band_flops[T: (float, np.ndarray)](model: HfConfig, length: T, seen: T) -> T:

@@ -127,9 +127,10 @@ def few_kv_head_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem
 
 
 def recurrent_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
-    """Yield what is not supported with gated attention and Gated DeltaNet."""
-    if not model.attention_gate and model.gated_delta is None:
+    """Yield what is not supported with gated attention and recurrent parts."""
+    if not model.attention_gate and model.recurrence is None:
         return
+    what = "gated attention" if model.attention_gate or not model.recurrence else model.recurrence.name
     off = {
         "lora.sync": (config.lora.enabled and config.lora.syncs_adapters, "choose merged"),
         "model.fp8_recipe": (config.model.fp8_recipe != "none", "set it to none"),
@@ -138,7 +139,7 @@ def recurrent_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
     }
     for key, (is_on, fix) in off.items():
         if is_on:
-            yield Problem((key, "model.path"), f"{model.family} has gated attention, which this does not know; {fix}")
+            yield Problem((key, "model.path"), f"{model.family} has {what}, which this does not know; {fix}")
 
 
 def adapter_problems(lora: LoraSection, model: HfConfig) -> Iterator[Problem]:

@@ -36,13 +36,11 @@ def layer_route_bytes(model: HfConfig) -> int:
 
 
 def mixing_parameters(model: HfConfig, layer: int) -> tuple[int, int]:
-    """Return the parameters of a layer's attention or Gated DeltaNet, as `attention_parameters`."""
-    delta = model.gated_delta
-    if delta is None or not model.is_recurrent(layer):
+    """Return the parameters of a layer's attention or recurrent part, as `attention_parameters`."""
+    if model.recurrence is None or not model.is_recurrent(layer):
         return attention_parameters(model.in_block(layer))
-    keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
-    projections = model.hidden_size * (2 * keys + 3 * values + 2 * delta.value_heads)
-    return projections + delta.kernel * (2 * keys + values) + 2 * delta.value_heads, delta.value_dim
+    cut, whole = model.recurrence.vectors
+    return _linears_of_mixing(model, layer) + cut, whole
 
 
 def attention_parameters(model: HfConfig) -> tuple[int, int]:
@@ -96,7 +94,7 @@ def layers_of_ranks(model: HfConfig, parallel: ParallelSection) -> list[list[int
     return [[layer for piece in pieces[stage :: parallel.pp] for layer in piece] for stage in range(parallel.pp)]
 
 
-Kind = tuple[bool, bool, int]  # of a layer: whether it has experts, whether Gated DeltaNet, width of a head
+Kind = tuple[bool, bool, int]  # of a layer: whether it has experts, whether a recurrent part, width of a head
 
 
 def _layer_counts(model: HfConfig, parallel: ParallelSection) -> list[dict[Kind, int]]:
@@ -211,11 +209,10 @@ def _projection_sizes(model: HfConfig, layer: int) -> dict[str, tuple[int, int]]
         sizes["kv_b_proj"] = (mla.kv_rank, model.num_heads * (mla.nope_dim + mla.value_dim))
     if model.attention_gate:
         sizes["q_proj"] = (hidden, 2 * queries)
-    if delta := model.gated_delta:
-        keys, values, steps = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim, delta.value_heads
-        widths = {"qkvz": 2 * keys + 2 * values, "qkv": 2 * keys + values, "z": values, "ba": 2 * steps}
-        sizes |= {f"in_proj_{part}": (hidden, width) for part, width in (widths | {"b": steps, "a": steps}).items()}
-        sizes["out_proj"] = (values, hidden)
+    if (recurrence := model.recurrence) is not None and model.is_recurrent(layer):
+        inputs = [module.rpartition(".")[2] for module in modules_of(model, [layer]) if ".in_proj" in module]
+        sizes |= {name: (hidden, sum(recurrence.sections(name).values())) for name in inputs}
+        sizes["out_proj"] = (recurrence.inner, hidden)
     return sizes
 
 
@@ -282,12 +279,11 @@ def stage_linears(model: HfConfig, parallel: ParallelSection) -> list[int]:
 
 
 def _linears_of_mixing(model: HfConfig, layer: int) -> int:
-    """Return the parameters of the linears of a layer's attention or Gated DeltaNet, without those of latents."""
+    """Return the parameters of the linears of a layer's attention or recurrent part, without those of latents."""
     if model.mla:
         return attention_parameters(model)[0]
-    if delta := model.gated_delta if model.is_recurrent(layer) else None:
-        values = delta.value_heads * delta.value_dim
-        return model.hidden_size * (2 * delta.key_heads * delta.key_dim + 3 * values + 2 * delta.value_heads)
+    if (recurrence := model.recurrence) is not None and model.is_recurrent(layer):
+        return model.hidden_size * (sum(recurrence.rows.values()) + recurrence.inner)
     model = model.in_block(layer)
     of_queries, of_keys = 3 if model.attention_gate else 2, (1 if model.keys_as_values else 2) * model.num_kv_heads
     return model.hidden_size * model.head_dim * (of_queries * model.num_heads + of_keys)

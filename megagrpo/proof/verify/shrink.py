@@ -18,6 +18,7 @@ from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.config_keys import text_config
 from megagrpo.models.families.family import CHUNKED, COMMON, FULL, LINEAR, SLIDING, rope, rotated_share
 from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
+from megagrpo.models.families.recurrence import GatedDelta, Recurrence
 from megagrpo.train_types import TrainSample
 from megagrpo.types import Routes
 
@@ -169,16 +170,8 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
             mlp_only_layers=[1] if len(real.experts.blocks) < real.num_layers else [],
             decoder_sparse_step=1,
         )
-    if delta := real.gated_delta:
-        key_heads = 2 * parallel.tp * parallel.cp
-        small |= dict(
-            linear_num_key_heads=key_heads,
-            linear_num_value_heads=key_heads * (delta.value_heads // delta.key_heads),
-            linear_key_head_dim=padded(16, unit),
-            linear_value_head_dim=padded(12, unit),
-            shared_expert_intermediate_size=padded(24, unit * parallel.tp),
-            rms_norm_eps=1e-2,  # the norm of a recurrent output near 0 would amplify rounding
-        )
+    if (recurrence := real.recurrence) is not None:
+        small |= _small_recurrence(recurrence, small["hidden_size"], parallel, unit)
     if real.unrotated:
         small |= dict(no_rope_layers=[(layer + 1) % 2 for layer in range(small["num_hidden_layers"])])
     small |= dict(floor_scale=WINDOW) if real.query_scale else {}
@@ -197,7 +190,7 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
         if real.global_heads:
             small["layer_types"][-1] = FULL
             small |= dict(per_layer_config=None, global_head_dim=2 * head_dim, num_global_key_value_heads=kv_heads)
-    elif real.gated_delta:
+    elif real.recurrence:
         small |= dict(layer_types=[(LINEAR, FULL)[layer % 2] for layer in range(small["num_hidden_layers"])])
     elif "layer_types" in raw:
         small |= dict(layer_types=[FULL] * small["num_hidden_layers"])
@@ -205,6 +198,23 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
     read = (*COMMON, *FAMILIES[real.family].keys, *raw)
     sizes = {key: value for key, value in small.items() if key in read}
     return parse_hf_config(raw | sizes | _short_rotary(raw, real, head_dim))
+
+
+def _small_recurrence(real: Recurrence, hidden: int, parallel: ParallelSection, unit: int) -> dict[str, Any]:
+    """Return the sizes of a recurrent part beside hidden states of width `hidden`, whose heads the ranks can share."""
+    of_ranks = 2 * parallel.tp * parallel.cp
+    small: dict[str, Any] = dict(rms_norm_eps=1e-2)  # the norm of a recurrent output near 0 would amplify rounding
+    if isinstance(real, GatedDelta):
+        return small | dict(
+            linear_num_key_heads=of_ranks,
+            linear_num_value_heads=of_ranks * (real.value_heads // real.key_heads),
+            linear_key_head_dim=padded(16, unit),
+            linear_value_head_dim=padded(12, unit),
+            shared_expert_intermediate_size=padded(24, unit * parallel.tp),
+        )
+    groups, width = 1 if real.groups == 1 else of_ranks, 4
+    small |= dict(mamba_expand=2, mamba_n_heads=2 * hidden // width, mamba_d_head=width)
+    return small | dict(mamba_n_groups=groups, mamba_d_state=6 * parallel.tp)
 
 
 def _short_rotary(raw: dict[str, Any], real: HfConfig, head_dim: int) -> dict[str, Any]:

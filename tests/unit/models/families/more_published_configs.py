@@ -199,8 +199,9 @@ MORE: dict[str, Raw] = {
         GEMMA4 | dict(enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704),
         **GEMMA4_IDS,
     ),
-    "Granite 4.0 H Micro": published("release of granitemoehybrid")
-    | dict(layer_types=["mamba"] * 39 + ["attention"], position_embedding_type="nope"),
+    "Granite 4.0 Micro": published("release of granitemoehybrid")
+    | dict(hidden_size=2560, num_attention_heads=40, logits_scaling=10, layer_types=["attention"] * 40)
+    | dict(mamba_n_heads=80, mamba_d_state=256, position_embedding_type="rope", rope_theta=10000000),
     "Kimi K2": DEEPSEEK_V3
     | dict(model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"], num_attention_heads=64, num_hidden_layers=61)
     | dict(num_key_value_heads=64)

@@ -176,6 +176,7 @@ def test_a_family_that_no_vllm_serves_is_refused_unless_servers_run_elsewhere(ki
     assert not [problem for problem in told(plan(urls, 1)) if problem.startswith("model.path")]
 
 
+@pytest.mark.parametrize(("kind", "part"), [("qwen3_next", "gated attention"), ("granitemoehybrid", "Mamba-2")])
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -185,11 +186,11 @@ def test_a_family_that_no_vllm_serves_is_refused_unless_servers_run_elsewhere(ki
         ("train.optimizer", "muon"),
     ],
 )
-def test_what_gated_attention_does_not_support_is_refused(key, value, folder):
-    (folder / "config.json").write_text(json.dumps(RELEASES["qwen3_next"] | dict(num_hidden_layers=4)))
+def test_what_recurrent_models_do_not_support_is_refused(kind, part, key, value, folder):
+    (folder / "config.json").write_text(json.dumps(RELEASES[kind]))
     extra = ["lora.rank=4"] if key in ("lora.sync", "model.base_storage") else []
     found = told(plan(config(folder, f"{key}={value}", *extra), 1))
-    assert [text for text in found if text.startswith(f"{key}: qwen3_next has gated attention")]
+    assert [text for text in found if text.startswith(f"{key}: {kind} has {part}")]
 
 
 @pytest.mark.parametrize(
@@ -202,6 +203,33 @@ def test_what_gated_attention_does_not_support_is_refused(key, value, folder):
 def test_heads_of_gated_delta_nets_are_cut_whole(layout, reason, folder):
     (folder / "config.json").write_text(json.dumps(RELEASES["qwen3_next"] | dict(num_hidden_layers=4)))
     assert [text for text in told(plan(config(folder, *layout), 32)) if reason in text]
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        (["parallel.tp=3"], "num_attention_heads=32 is not divisible by tp=3"),
+        (["parallel.cp=3"], "the 64 heads of Mamba-2 are not divisible by tp x cp = 3"),
+        (["parallel.tp=2", "parallel.cp=2"], ""),
+    ],
+)
+def test_heads_of_mamba_are_cut_whole(layout, reason, folder):
+    (folder / "config.json").write_text(json.dumps(RELEASES["granitemoehybrid"]))
+    found = told(plan(config(folder, *layout), 12))
+    assert [text for text in found if reason in text] if reason else not found
+
+
+def test_parameters_of_granite_h_are_those_of_transformers():
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    raw = RELEASES["granitemoehybrid"]
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
+    model = parse_hf_config(raw)
+    assert num_parameters(model) == sum(p.numel() for p in theirs.parameters())
+    blocks, states = 36, 64 * 64 * 128 + 3 * (64 * 64 + 2 * 128)
+    assert kv_elements(model, 1, 7) == blocks * states + 4 * 7 * 2 * 8 * 64
 
 
 def test_the_ranks_together_hold_the_model_and_what_is_held_twice():
@@ -226,7 +254,11 @@ def test_the_ranks_share_out_heads_and_shared_experts_and_each_holds_the_latents
 
 @pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.merged_only])
 def test_adapters_that_vllm_would_apply_otherwise_are_merged(kind, folder):
-    (folder / "config.json").write_text(json.dumps(FAMILIES[kind].example.release))
+    raw = FAMILIES[kind].example.release
+    attention = (
+        dict(layer_types=["full_attention"] * raw["num_hidden_layers"]) if "mamba" in raw.get("layer_types", ()) else {}
+    )
+    (folder / "config.json").write_text(json.dumps(raw | attention))
     names = ", ".join(FAMILIES[kind].merged_only)
     assert told(plan(config(folder, "lora.rank=4", "lora.sync=adapter"), 1)) == [
         f"lora.sync: adapter, but vLLM would apply adapters of {names} of {kind} otherwise; choose merged, or leave them "
