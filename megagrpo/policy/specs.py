@@ -1,7 +1,7 @@
 """Layer specs of HybridModel: Transformer Engine's layers where it runs, else plain torch and Megatron's linears.
 
-A decoder block is two hybrid layers: "*" attention, "+" latent attention, "G" Gated DeltaNet or "M" Mamba-2, then "-"
-MLP or "E" experts. Both specs write the same checkpoint keys.
+A decoder block is two hybrid layers: "*" attention, "+" latent attention, "G" Gated DeltaNet, "M" Mamba-2 or short
+convolutions, then "-" MLP or "E" experts. Both specs write the same checkpoint keys.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch import Tensor
 
 from megagrpo.models.families.hf_config import HfConfig
-from megagrpo.models.families.recurrence import Mamba2 as Mamba2Sizes
+from megagrpo.models.families.recurrence import GatedDelta
+from megagrpo.models.families.recurrence import ShortConv as ShortConvSizes
 from megagrpo.platform import device
 from megagrpo.platform.device import apex
 from megagrpo.policy.activations import with_xielu
@@ -51,6 +52,7 @@ from megagrpo.policy.attention.latent_attention import LatentAttention
 from megagrpo.policy.attention.mamba2 import Mamba2
 from megagrpo.policy.attention.packed import Rotary, TorchAttention
 from megagrpo.policy.attention.prefixes import prefixed
+from megagrpo.policy.attention.short_conv import ShortConv
 from megagrpo.policy.attention.sparse import SparseAttention
 from megagrpo.policy.elementwise import geglu, rms_norm, swiglu
 from megagrpo.policy.parallel_blocks import FirstNorm, LayerNorm, SameNorm
@@ -66,7 +68,7 @@ MLP_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 def layer_pattern(hf_config: HfConfig, stages: Sequence[int]) -> str:
     """Return HybridModel's layer pattern of the whole model. `stages` holds each stage's number of decoder blocks."""
-    attention, recurrent = "+" if hf_config.mla else "*", "M" if isinstance(hf_config.recurrence, Mamba2Sizes) else "G"
+    attention, recurrent = "+" if hf_config.mla else "*", "G" if isinstance(hf_config.recurrence, GatedDelta) else "M"
     symbols = iter(
         (recurrent if hf_config.is_recurrent(block) else attention) + ("E" if hf_config.has_experts(block) else "-")
         for block in range(hf_config.num_layers)
@@ -209,9 +211,10 @@ def _latent_core(hf_config: HfConfig) -> Any:
 
 
 def _mamba(hf_config: HfConfig, column: Any, row: Any) -> ModuleSpec:
-    """Return the spec of the mixer of Mamba-2 with these linears."""
+    """Return the spec of the mixer of Mamba-2 or of short convolutions with these linears."""
     submodules = MambaMixerSubmodules(in_proj=column, out_proj=row)
-    return ModuleSpec(module=Mamba2, params={"sizes": hf_config.recurrence}, submodules=submodules)
+    mixer = ShortConv if isinstance(hf_config.recurrence, ShortConvSizes) else Mamba2
+    return ModuleSpec(module=mixer, params={"sizes": hf_config.recurrence}, submodules=submodules)
 
 
 def local_spec(hf_config: HfConfig) -> ModuleSpec:

@@ -59,7 +59,7 @@ _TYPES: dict[type | tuple[type, ...], tuple[tuple[str, ...], str]] = {
             *("rms_norm_eps", "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "initializer_range"),
             *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
             *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "routed_scaling_factor"),
-            *("layer_norm_eps", "logit_scale"),
+            *("layer_norm_eps", "norm_eps", "logit_scale"),
         ),
         "a number",
     ),

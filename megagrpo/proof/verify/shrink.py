@@ -18,7 +18,7 @@ from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.config_keys import text_config
 from megagrpo.models.families.family import CHUNKED, COMMON, FULL, LINEAR, SLIDING, rope, rotated_share
 from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
-from megagrpo.models.families.recurrence import GatedDelta, Recurrence
+from megagrpo.models.families.recurrence import GatedDelta, Recurrence, ShortConv
 from megagrpo.train_types import TrainSample
 from megagrpo.types import Routes
 
@@ -212,6 +212,8 @@ def _small_recurrence(real: Recurrence, hidden: int, parallel: ParallelSection, 
             linear_value_head_dim=padded(12, unit),
             shared_expert_intermediate_size=padded(24, unit * parallel.tp),
         )
+    if isinstance(real, ShortConv):
+        return small | dict(conv_dim=hidden, block_dim=hidden, conv_L_cache=real.kernel)
     groups, width = 1 if real.groups == 1 else of_ranks, 4
     small |= dict(mamba_expand=2, mamba_n_heads=2 * hidden // width, mamba_d_head=width)
     return small | dict(mamba_n_groups=groups, mamba_d_state=6 * parallel.tp)
