@@ -79,7 +79,7 @@ def tiny_model(kind: str, extra: dict[str, Any]) -> torch.nn.Module:
         for name, p in (*model.named_parameters(), *model.named_buffers()):
             buffer = not isinstance(p, torch.nn.Parameter)
             if (p.dim() == 1 and (name.endswith("bias") or not buffer)) or name.endswith(
-                ("correction_bias", "layer_scalar")
+                ("correction_bias", "layer_scalar", "expert_bias")
             ):
                 p.add_(torch.randn_like(p) * 0.1)
     return model

@@ -52,7 +52,7 @@ _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "q_lora_rank", "sliding_wi
 # Type of values in config.json -> the keys with this type or null, and the type's name.
 _TYPES: dict[type | tuple[type, ...], tuple[tuple[str, ...], str]] = {
     dict: (("rope_scaling", "rope_parameters"), "an object of keys and values"),
-    bool: (("tie_word_embeddings",), "true or false"),
+    bool: (("tie_word_embeddings", "use_expert_bias"), "true or false"),
     list: (("layer_types", "mlp_only_layers", "no_rope_layers"), "a list"),
     (int, float): (
         (

@@ -15,7 +15,7 @@ from megagrpo.models.families.recurrence import ShortConv
 CONV = "conv"  # of layer_types
 _ATTENTION, _CONV, _MLP = LAYER + "self_attn.", LAYER + "conv.", LAYER + "feed_forward."
 _OPERATOR, _FFN = same(LAYER + "operator_norm.weight"), same(LAYER + "ffn_norm.weight")
-_TABLE: Table = DENSE | {
+LFM2: Table = DENSE | {
     "decoder.final_norm.weight": same("model.embedding_norm.weight"),
     "input_layernorm.weight": _OPERATOR,
     "self_attention.linear_qkv.layer_norm_weight": _OPERATOR,
@@ -33,16 +33,9 @@ _TABLE: Table = DENSE | {
     "mlp.linear_fc1.weight": gated(_MLP + "w1.weight", _MLP + "w3.weight"),
     "mlp.linear_fc2.weight": same(_MLP + "w2.weight"),
 }
-_WIDTHS = ("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "block_ff_dim")
 _KEYS = (
-    *_WIDTHS,
-    "norm_eps",
-    "conv_L_cache",
-    "conv_dim",
-    "block_dim",
-    "full_attn_idxs",
-    "layer_types",
-    "tie_embedding",
+    *("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "block_ff_dim", "norm_eps"),
+    *("conv_L_cache", "conv_dim", "block_dim", "full_attn_idxs", "layer_types", "tie_embedding"),
 )
 _UNREAD = "block_mlp_init_scale block_norm_eps block_out_init_scale block_use_swiglu block_use_xavier_init"
 _UNREAD += " conv_dim_out conv_use_xavier_init num_heads theta use_pos_enc"
@@ -60,19 +53,23 @@ def _width(raw: Raw) -> int:
     return multiple * -(-int(multiplier * width) // multiple)
 
 
-def _read(raw: Raw, common: HfConfig) -> HfConfig:
+def convolved(raw: Raw, common: HfConfig) -> HfConfig:
+    """Return the architecture of blocks with short convolutions, without the width of their MLPs."""
     attention = raw.get("full_attn_idxs") or []
     types = raw.get("layer_types") or [FULL if block in attention else CONV for block in range(common.num_layers)]
     blocks = frozenset(block for block in range(common.num_layers) if types[block] != FULL)
     return replace(
         common,
-        intermediate_size=_width(raw),
         norm_eps=raw["norm_eps"],
         rope_theta=rope({"rope_theta": 1e6} | raw)["rope_theta"],
         tied_embeddings=bool(raw.get("tie_embedding", raw.get("tie_word_embeddings", True))),
         qk_norm=True,
         recurrence=ShortConv(common.hidden_size, raw["conv_L_cache"], blocks),
     )
+
+
+def _read(raw: Raw, common: HfConfig) -> HfConfig:
+    return replace(convolved(raw, common), intermediate_size=_width(raw))
 
 
 def _problems(raw: Raw) -> list[str]:
@@ -88,11 +85,12 @@ def _problems(raw: Raw) -> list[str]:
     return problems
 
 
-_TINY: Raw = dict(norm_eps=1e-5, conv_dim=96, block_dim=96, conv_L_cache=3, block_multiple_of=16, pad_token_id=0)
+TINY_LFM2: Raw = dict(norm_eps=1e-5, conv_L_cache=3, pad_token_id=0)
+_TINY: Raw = TINY_LFM2 | dict(conv_dim=96, block_dim=96, block_multiple_of=16)
 FAMILY = Family(
     "lfm2",
     "Lfm2ForCausalLM",
-    table=lambda hf: _TABLE,
+    table=lambda hf: LFM2,
     read=_read,
     problems=_problems,
     required=("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "norm_eps", "conv_L_cache"),
