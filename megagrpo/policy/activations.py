@@ -27,9 +27,9 @@ class Xielu(nn.Module):
         self.eps: Tensor
         where = dict(dtype=config.params_dtype, device=torch.cuda.current_device())
         for name, start in (("alpha_p", 0.8), ("alpha_n", 0.3)):  # softplus of the parameters
-            self.register_parameter(name, nn.Parameter(torch.tensor([start], **where).expm1().log()))
+            self.register_parameter(name, nn.Parameter(torch.full((1,), start, **where).expm1().log()))
         for name, constant in (("beta", 0.5), ("eps", -1e-6)):
-            self.register_buffer(name, torch.tensor([constant], **where))
+            self.register_buffer(name, torch.full((1,), constant, **where))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the activation of this rank's part of the elements, [..., F / tp]."""

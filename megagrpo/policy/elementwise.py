@@ -128,8 +128,9 @@ class _Xielu(torch.autograd.Function):
         upper, small, out = wide > 0, torch.expm1(torch.minimum(wide, eps.to(wide))), grad.to(wide)
         inner = torch.where(wide < eps, small, -1.0)  # the minimum is constant between eps and 0
         slope = torch.where(upper, 2 * positive * wide, negative * inner).add_(beta)
-        of_positive = (out * wide.square()).masked_fill_(~upper, 0).sum()
-        of_negative = (out * (small - wide)).masked_fill_(upper, 0).sum()
+        # over all elements, which almost cancel
+        of_positive = (out * wide.square()).masked_fill_(~upper, 0).sum(dtype=torch.float64)
+        of_negative = (out * (small - wide)).masked_fill_(upper, 0).sum(dtype=torch.float64)
         grads = (part.to(one.dtype).view_as(one) for part, one in ((of_positive, positive), (of_negative, negative)))
         return slope.mul_(out).to(x.dtype), *grads, None, None
 

@@ -75,6 +75,7 @@ _TYPES: dict[type | tuple[type, ...], tuple[tuple[str, ...], str]] = {
 }
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel")
 _OF_ANY = ("model_type", "architectures", "auto_map", "initializer_range")  # beside `OUTER`, of a multimodal model
+_WITHOUT_REFERENCE = ("bailing_moe", "bailing_moe_v2")  # Ling and Ring
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -184,6 +185,9 @@ def _unknown(raw: Raw) -> str:
             f"architecture {FAMILIES[same[0]].architecture} is not supported as model_type {kind}, but as "
             f"{same[0]}; set model_type to {same[0]} in a copy of config.json. Then all other keys are checked"
         )
+    if kind in _WITHOUT_REFERENCE:
+        said = f"architecture {kind} is not supported: transformers has no class for it, only the release's own code"
+        return f"{said}, so there is no reference to compare a family's logits with: docs/add_a_model.md"
     return (
         f"architecture {kind or ', '.join(classes)} is not supported: no file in megagrpo/models/families "
         f"describes it, and another family would compute other numbers. {_supported(str(kind))}"

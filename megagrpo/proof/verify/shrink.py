@@ -30,7 +30,7 @@ NUM_PROMPTS, GROUP_SIZE = 4, 3
 LOGPROB_CHUNK = 16
 # about the standard deviation of logits over temperature; the rollout log-probs are then near the policy's
 LOGIT_SCALE = 0.4
-_NEAR_ONE = ("magnitude", "layer_scalar")  # in names of vectors near 1, beside norms
+_NEAR_ONE = ("magnitude", "layer_scalar", "act_fn")  # in names of vectors near 1, beside norms
 HANG_MINUTES = 5.0
 # The first step of AdamW is lr * gradient / (|gradient| + epsilon). Usual rates move a weight by less than float32
 # rounding. With an epsilon near 0 the step is a sign, which turns the rounding error of a zero into a whole step. These

@@ -127,6 +127,11 @@ def test_heads_that_divide_but_groups_that_do_not_are_reported():
     assert "num_key_value_heads=3 is not divisible by tp=9; valid tp: 1, 3" in problem
 
 
+def test_an_architecture_without_a_reference_says_so():
+    (problem,) = architecture_problems(dict(model_type="bailing_moe_v2", architectures=["BailingMoeV2ForCausalLM"]))
+    assert "transformers has no class for it" in problem and "no reference to compare" in problem
+
+
 def test_an_unknown_architecture_names_the_supported_ones():
     (problem,) = architecture_problems({"model_type": "gpt2"})
     assert "architecture gpt2 is not supported: no file" in problem
