@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 # A model has either q_proj, k_proj and v_proj or qkv_proj, and either gate_proj and up_proj or gate_up_proj. Latent
 # attention has q_proj, or q_a_proj and q_b_proj, and the two of kv. Gated DeltaNet has out_proj and those that begin
-# with in_proj.
+# with in_proj_, Mamba-2 in_proj and out_proj.
 PROJECTIONS = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
-    *(f"in_proj_{parts}" for parts in ("qkvz", "ba", "qkv", "z", "b", "a")),
+    *("in_proj", *(f"in_proj_{parts}" for parts in ("qkvz", "ba", "qkv", "z", "b", "a"))),
     *("out_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"),
 )
-EXPERT_PROJECTIONS = ("gate_up_proj", "down_proj")
+EXPERT_PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 LARGEST_IN_VLLM = 512
 ALL_LINEAR = "all-linear"
 _OUTSIDE = ("lm_head", "model.embed_tokens")  # modules that never have an adapter
@@ -44,8 +44,8 @@ class LoraSection(Section):
     """Projections with an adapter: `all-linear`, or a list of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
     down_proj; for fused weights qkv_proj and gate_up_proj; for latent attention q_a_proj, q_b_proj, kv_a_proj_with_mqa
     and kv_b_proj; for Gated DeltaNet out_proj with in_proj_qkvz and in_proj_ba, or in_proj_qkv, in_proj_z, in_proj_b
-    and in_proj_a. A name may be longer, such as layers.0.mlp.up_proj. Or a regular expression for whole names, such as
-    model.layers.0.self_attn.q_proj. Experts: `target_parameters`."""
+    and in_proj_a; for Mamba-2 in_proj and out_proj. A name may be longer, such as layers.0.mlp.up_proj. Or a regular
+    expression for whole names, such as model.layers.0.self_attn.q_proj. Experts: `target_parameters`."""
     layers_to_transform: list[NonNegativeInt] | None = None
     """Layers with adapters, counted from 0. null: all layers. For one regular expression leave it null, as in PEFT."""
     adapter_path: str | None = None

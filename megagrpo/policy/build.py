@@ -38,7 +38,7 @@ from megagrpo.policy.experts import prepare_experts
 from megagrpo.policy.fp8.megatron_patches import leave_fp8
 from megagrpo.policy.fp8.products import quantise_linears
 from megagrpo.policy.parallel_blocks import join_norms
-from megagrpo.policy.specs import BLOCK_SCALE, LAYERS_PER_BLOCK, layer_pattern, local_spec, transformer_engine_spec
+from megagrpo.policy.specs import BLOCK_SCALE, layer_pattern, local_spec, transformer_engine_spec
 from megagrpo.policy.transformer_config import ModelOptions, fuses_rope, transformer_config
 
 
@@ -78,9 +78,9 @@ def build_model(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> l
         _set_rotary(chunk, hf_config, options.longest_sequence)
         _accumulate_in_products(chunk)
     if fp8 is not None and not device.has_transformer_engine():
-        quantise_linears(chunks, fp8, LAYERS_PER_BLOCK, layout.process_groups.tp_dp_cp)
+        quantise_linears(chunks, fp8, hf_config.layers_per_block, layout.process_groups.tp_dp_cp)
     elif fp8 is not None and fp8.history is not None:
-        leave_fp8(chunks, fp8.bf16_layers, LAYERS_PER_BLOCK)
+        leave_fp8(chunks, fp8.bf16_layers, hf_config.layers_per_block)
     return chunks
 
 
@@ -143,7 +143,7 @@ def _build_chunk(
         model.output_layer.__class__, model.output_layer.cap = LMHead, hf_config.logit_cap
         model.output_layer.scale = hf_config.logit_scale
     if hf_config.block_scales:
-        _scale_blocks(model, config.params_dtype)
+        _scale_blocks(model, config.params_dtype, hf_config.layers_per_block)
     if hf_config.parallel_blocks:
         join_norms(model)
     if hf_config.residual_scale != 1:
@@ -152,14 +152,14 @@ def _build_chunk(
     return model if isinstance(next(model.parameters()), FakeTensor) else model.to(device.device())
 
 
-def _scale_blocks(model: HybridModel, dtype: torch.dtype) -> None:
-    """Multiply the output of every decoder block by a number of its own, a buffer of the block's second layer."""
+def _scale_blocks(model: HybridModel, dtype: torch.dtype, layers_per_block: int) -> None:
+    """Multiply the output of every decoder block by a number of its own, a buffer of the block's last layer."""
 
     def scaled(layer: nn.Module, inputs: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
         return outputs[0] * getattr(layer, BLOCK_SCALE), outputs[1]
 
     for layer in model.decoder.layers:
-        if layer.layer_number % LAYERS_PER_BLOCK == 0:
+        if layer.layer_number % layers_per_block == 0:
             layer.register_buffer(BLOCK_SCALE, torch.ones(1, dtype=dtype, device=torch.cuda.current_device()))
             layer.register_forward_hook(scaled)
 
@@ -205,7 +205,7 @@ def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int |
         core = getattr(attention, "core_attention", None)
         turning: Any = attention if hf_config.mla else core
         if hasattr(turning, "rotary"):
-            block = (layer.layer_number - 1) // LAYERS_PER_BLOCK
+            block = (layer.layer_number - 1) // hf_config.layers_per_block
             turning.rotary = local if hf_config.window(block) else rotary
             if block in hf_config.unrotated:
                 turning.rotary = NoRotary()
@@ -220,7 +220,7 @@ def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int |
             core.indexer.rotary = Rotary(rotary.frequencies, rotary.factor, pairs)
         if isinstance(core, TorchAttention):
             core.softcap = hf_config.score_cap
-            if hf_config.chunked and (size := hf_config.window((layer.layer_number - 1) // LAYERS_PER_BLOCK)):
+            if hf_config.chunked and (size := hf_config.window((layer.layer_number - 1) // hf_config.layers_per_block)):
                 core.window = Window(size, chunked=True)
     for module in model.modules():
         if hasattr(module, "_yarn_concentration_factor"):

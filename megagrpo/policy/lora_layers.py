@@ -42,7 +42,6 @@ from megagrpo.models.families.blocks import qkv_segments
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.policy.attention.latent_attention import WholeLinear
 from megagrpo.policy.chunks import layers_of, mix_in
-from megagrpo.policy.specs import LAYERS_PER_BLOCK
 
 ADAPTER_MODULE = "adapter"  # submodule of a linear that holds its adapters; no other parameter has this in its name
 MAGNITUDE = "lora_magnitude_vector"  # PEFT's name of DoRA's trained norms of rows
@@ -53,7 +52,7 @@ def attach_adapters(chunks: Sequence[nn.Module], hf_config: HfConfig, lora: Lora
     for chunk in chunks:
         chunk.requires_grad_(False)
         for layer in layers_of([chunk]):
-            modules = hf_config.modules((layer.layer_number - 1) // LAYERS_PER_BLOCK)
+            modules = hf_config.modules((layer.layer_number - 1) // hf_config.layers_per_block)
             for linear, names in ((_find(layer, key), names) for key, names in modules.items()):
                 if linear is not None and (wanted := [_projection(name) for name in names if lora.adapts(name)]):
                     kind, mixin = _kinds(linear)
@@ -78,7 +77,7 @@ def _attach_to_experts(layer: Any, hf_config: HfConfig, lora: LoraSection) -> No
     """Add adapters to each expert of a layer with experts. gate_up_proj has one A and one B, as in PEFT."""
     if not isinstance(layer, MoETransformerLayer):
         return
-    for key, name in hf_config.expert_parameters((layer.layer_number - 1) // LAYERS_PER_BLOCK).items():
+    for key, name in hf_config.expert_parameters((layer.layer_number - 1) // hf_config.layers_per_block).items():
         if lora.adapts_experts(name):
             for expert in layer.mlp.experts.local_experts:
                 linear = getattr(expert, key)

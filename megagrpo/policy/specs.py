@@ -1,7 +1,7 @@
 """Layer specs of HybridModel: Transformer Engine's layers where it runs, else plain torch and Megatron's linears.
 
 A decoder block is two hybrid layers: "*" attention, "+" latent attention, "G" Gated DeltaNet, "M" Mamba-2 or short
-convolutions, then "-" MLP or "E" experts. Both specs write the same checkpoint keys.
+convolutions, then "-" MLP or "E" experts; or one of them. Both specs write the same checkpoint keys.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from megagrpo.policy.attention.sparse import SparseAttention
 from megagrpo.policy.elementwise import geglu, rms_norm, swiglu
 from megagrpo.policy.parallel_blocks import FirstNorm, LayerNorm, SameNorm
 
-LAYERS_PER_BLOCK = 2  # hybrid layers in one decoder block
+LAYERS_PER_BLOCK = 2  # hybrid layers in a decoder block with both parts
 BLOCK_SCALE = "block_scale"  # buffer of a decoder block's second layer, where the block's output has a factor
 # Transformer Engine fuses the norm into the linear. Mapping to its keys keeps CPU and GPU checkpoints interchangeable.
 ATTENTION_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
@@ -69,10 +69,12 @@ MLP_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 def layer_pattern(hf_config: HfConfig, stages: Sequence[int]) -> str:
     """Return HybridModel's layer pattern of the whole model. `stages` holds each stage's number of decoder blocks."""
     attention, recurrent = "+" if hf_config.mla else "*", "G" if isinstance(hf_config.recurrence, GatedDelta) else "M"
-    symbols = iter(
-        (recurrent if hf_config.is_recurrent(block) else attention) + ("E" if hf_config.has_experts(block) else "-")
-        for block in range(hf_config.num_layers)
-    )
+
+    def symbols_of(block: int) -> str:
+        mixing = recurrent if hf_config.is_recurrent(block) else attention * hf_config.has_attention(block)
+        return mixing + ("E" if hf_config.has_experts(block) else "-" * hf_config.has_mlp(block))
+
+    symbols = map(symbols_of, range(hf_config.num_layers))
     return "|".join("".join(next(symbols) for _ in range(blocks)) for blocks in stages)
 
 
@@ -182,7 +184,7 @@ def _classes(hf_config: HfConfig, norm: type) -> tuple[Any, Any]:
     """Return the classes of self-attention and MLP, with the norms that Megatron's lack."""
     attention = wide_normed(SelfAttention) if hf_config.wide_qk_norm else SelfAttention
     if hf_config.global_heads is not None:
-        attention = heads_by_block(attention, hf_config, LAYERS_PER_BLOCK)
+        attention = heads_by_block(attention, hf_config)
     mlp = with_xielu(MLP) if hf_config.activation == "xielu" else MLP
     if not hf_config.post_norms:
         return attention, mlp
@@ -266,7 +268,8 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
         mamba_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=MAMBA_KEYS,
     )
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=GatedActivation)
+    activation = GatedActivation if hf_config.gated_mlp else None
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=activation)
     mlp_layer = TransformerLayerSubmodules(
         pre_mlp_layernorm=mlp_norm,
         mlp=functools.partial(mlp_class.as_mlp_submodule, submodules=mlp),

@@ -23,7 +23,6 @@ from megagrpo.policy.elementwise import xielu
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.megatron_patches import keep_in_bf16, pad_routing
 from megagrpo.policy.overlap import overlap_config
-from megagrpo.policy.specs import LAYERS_PER_BLOCK
 
 
 def _recompute_config(hf_config: HfConfig, recompute: str, modules: Sequence[str]) -> dict[str, Any]:
@@ -35,9 +34,11 @@ def _recompute_config(hf_config: HfConfig, recompute: str, modules: Sequence[str
         left_out |= {"layernorm"} if hf_config.parallel_blocks else set()
         chosen = [name for name in modules if name not in left_out]
         return dict(recompute_granularity="selective", recompute_modules=chosen)
-    # a decoder block is two hybrid layers; each block stores one activation checkpoint, at its entry
+    # each decoder block stores one activation checkpoint, at its entry
     if recompute == "full":
-        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=LAYERS_PER_BLOCK)
+        return dict(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=hf_config.layers_per_block
+        )
     return {}
 
 
@@ -91,9 +92,8 @@ def transformer_config(hf_config: HfConfig, parallel: ParallelSection, options: 
         **(fp8.megatron_config() if fp8 else {}),
     )
     if fp8 is not None:
-        keep_in_bf16(
-            config, (LAYERS_PER_BLOCK * layer + half for layer in fp8.bf16_layers for half in range(LAYERS_PER_BLOCK))
-        )
+        halves = hf_config.layers_per_block
+        keep_in_bf16(config, (halves * layer + half for layer in fp8.bf16_layers for half in range(halves)))
         if fp8.pads_routing and not fused:
             pad_routing(config, fp8.recipe)
     # Set after construction: megatron-core 0.19 rejects biases with tensor-parallel experts. `prepare_experts` handles
@@ -105,7 +105,7 @@ def transformer_config(hf_config: HfConfig, parallel: ParallelSection, options: 
 def _shape_config(hf_config: HfConfig) -> dict[str, Any]:
     """The fields of Megatron's configuration for the sizes and layers that every family has."""
     return dict(
-        num_layers=hf_config.num_layers * LAYERS_PER_BLOCK,
+        num_layers=hf_config.num_layers * hf_config.layers_per_block,
         hidden_size=hf_config.hidden_size,
         num_attention_heads=hf_config.num_heads,
         num_query_groups=hf_config.num_kv_heads,
@@ -114,7 +114,7 @@ def _shape_config(hf_config: HfConfig) -> dict[str, Any]:
         normalization="LayerNorm" if hf_config.parallel_blocks else "RMSNorm",
         layernorm_zero_centered_gamma=hf_config.centred_norms,
         layernorm_epsilon=hf_config.norm_eps,
-        gated_linear_unit=hf_config.mlp_gate,
+        gated_linear_unit=hf_config.gated_mlp,
         add_bias_linear=False,
         add_qkv_bias=hf_config.qkv_bias,
         qk_layernorm=hf_config.qk_norm and not hf_config.wide_qk_norm,
@@ -152,15 +152,14 @@ def fuses_rope(hf_config: HfConfig, fusions: Sequence[str]) -> bool:
 
 def fuses_activation(hf_config: HfConfig, fusions: Sequence[str]) -> bool:
     """Whether one kernel applies the bias and activation. Without it Megatron's grouped experts drop their bias."""
-    wanted = "bias_activation" in fusions and hf_config.mlp_gate  # no kernel is without a gate
-    return wanted or (hf_config.experts is not None and hf_config.linear_bias)
+    return "bias_activation" in fusions or (hf_config.experts is not None and hf_config.linear_bias)
 
 
 def _fusions_config(hf_config: HfConfig, fused: bool, fusions: Sequence[str]) -> dict[str, Any]:
     """The fields of Megatron's configuration for fused kernels, which exist on GPUs only."""
     return dict(
         apply_rope_fusion=fuses_rope(hf_config, fusions),
-        bias_activation_fusion=fused and fuses_activation(hf_config, fusions),
+        bias_activation_fusion=fused and hf_config.gated_mlp and fuses_activation(hf_config, fusions),
         # Megatron's grouped experts reject this fusion together with biases
         bias_dropout_fusion=fused and not hf_config.linear_bias,
     )
@@ -207,13 +206,12 @@ def _activation(hf_config: HfConfig, fused: bool, fused_activation: bool) -> dic
         return dict(
             activation_func=quick_gelu, activation_func_clamp_value=hf_config.experts.clamp, glu_linear_offset=1.0
         )
+    if not hf_config.gated_mlp:
+        return dict(activation_func={"relu2": squared_relu, "xielu": xielu}[hf_config.activation])
     # True selects the spec's activation module; without Transformer Engine that module is specs.GatedActivation.
     # The fused gelu is the tanh approximation. Megatron and GatedActivation know it by the name F.gelu.
     gelu = _tanh_gelu if fused and not fused_activation else F.gelu
-    functions = {"silu": F.silu, "gelu": gelu, "relu2": squared_relu, "xielu": xielu}
-    # Without a gate Megatron calls the function, or `activations.Xielu` in its place.
-    own_module = not fused and hf_config.mlp_gate
-    return dict(activation_func=functions[hf_config.activation], use_te_activation_func=own_module)
+    return dict(activation_func={"silu": F.silu, "gelu": gelu}[hf_config.activation], use_te_activation_func=not fused)
 
 
 def _windows_config(hf_config: HfConfig) -> dict[str, Any]:
@@ -223,7 +221,7 @@ def _windows_config(hf_config: HfConfig) -> dict[str, Any]:
     if not sizes or hf_config.chunked:  # `build._set_rotary` sets chunks
         return {}
     (size,) = sizes
-    inside = [int(window is not None) for window in hf_config.windows for _ in range(LAYERS_PER_BLOCK)]
+    inside = [int(window is not None) for window in hf_config.windows for _ in range(hf_config.layers_per_block)]
     return dict(window_size=(size - 1, 0), window_attn_skip_freq=inside)
 
 

@@ -18,7 +18,6 @@ from megagrpo.proof.verify.verify_compare import compare, silent_tensors
 
 FIRST = {axis: values[0] for axis, values in AXES.items()}
 ADAPTERS = dict(rank=3)
-EXPERT_ADAPTERS = ADAPTERS | dict(target_parameters=["experts.gate_up_proj", "experts.down_proj"])
 # Layouts that cut every dimension of the model.
 DENSE: list[dict[str, Any]] = [
     dict(tp=2, pp=2, sequence_parallel=True, share_prompts=True, loss="dapo"),
@@ -43,15 +42,15 @@ def largest_excess(found: Outcome, expected: Outcome) -> float:
 
 @functools.cache
 def _alone(model: str, loss: str) -> Outcome:
-    return _step(plainly(config_of(FIRST | dict(model=model, loss=loss))), tiny_model(model), 1)
+    return step_of(plainly(config_of(FIRST | dict(model=model, loss=loss))), tiny_model(model), 1)
 
 
 @functools.cache
 def _alone_with_adapters(model: str) -> Outcome:
-    return _step(plainly(with_adapters(model, {})), tiny_model(model), 1)
+    return step_of(plainly(with_adapters(model, {})), tiny_model(model), 1)
 
 
-def _step(config: RunConfig, model: HfConfig, world: int) -> Outcome:
+def step_of(config: RunConfig, model: HfConfig, world: int) -> Outcome:
     outcome: Outcome = run_ranks(take_step, world, config, model, random_samples())[0]
     assert silent_tensors(outcome) == [], "tensors without a gradient"
     return outcome
@@ -60,14 +59,19 @@ def _step(config: RunConfig, model: HfConfig, world: int) -> Outcome:
 def step_error(model: str, layout: dict[str, Any]) -> float:
     """`largest_excess` of a step in a layout, with the axes of `layouts.AXES`."""
     row = FIRST | dict(model=model) | layout
-    found = _step(config_of(row), tiny_model(model), ranks(row))
+    found = step_of(config_of(row), tiny_model(model), ranks(row))
     assert found.disagreement == 0, "ranks with the same part of a tensor disagree"
     return largest_excess(found, _alone(model, row["loss"]))
 
 
 def with_adapters(model: str, parallel: dict[str, Any]) -> RunConfig:
     """The config of a run with adapters on all linears, experts included."""
-    lora = EXPERT_ADAPTERS if tiny_model(model).experts else ADAPTERS
+    architecture = tiny_model(model)
+    names = {
+        name for block in range(architecture.num_layers) for name in architecture.expert_parameters(block).values()
+    }
+    experts = sorted({".".join(name.split(".")[-2:]) for name in names})
+    lora = ADAPTERS | (dict(target_parameters=experts) if experts else {})
     return tiny_run(parallel, lora=lora, train=dict(share_prompts=False))
 
 
@@ -75,4 +79,4 @@ def adapter_error(model: str) -> float:
     """`largest_excess` of a step of adapters over tensor, pipeline and expert parallel ranks."""
     parallel = dict(tp=2, pp=2, sequence_parallel=True)
     parallel |= dict(ep=2, etp=1) if tiny_model(model).experts else {}
-    return largest_excess(_step(with_adapters(model, parallel), tiny_model(model), 4), _alone_with_adapters(model))
+    return largest_excess(step_of(with_adapters(model, parallel), tiny_model(model), 4), _alone_with_adapters(model))

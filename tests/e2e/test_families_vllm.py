@@ -126,6 +126,8 @@ def reach_vllm(name: str) -> float:
         for block in filter(lambda number: model.in_block(number).keys_as_values, range(model.num_layers)):
             for key in filter(lambda found, block=block: f"layers.{block}.self_attn.k_proj." in found, sizes):
                 sizes[key] *= 2  # vLLM reads keys that are values for both
+        for key in filter(lambda found: found.endswith("conv1d.bias"), sizes):
+            sizes[key] *= 2  # vLLM's reload reads biases of convolutions twice
         assert pushed(folder, 4, LAYOUT) == sum(sizes[tensor_name] for tensor_name in trained & sizes.keys()), (
             "each byte is read once"
         )

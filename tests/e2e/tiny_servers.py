@@ -23,7 +23,9 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
+    NemotronHConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3_5MoeTextConfig,
@@ -76,6 +78,10 @@ DELTA = dict(
     shared_expert_intermediate_size=64,
     layer_types=["linear_attention", "full_attention"],
 )
+GRANITE_H = dict(layer_types=["linear_attention", "full_attention"], num_local_experts=0, shared_intermediate_size=192)
+GRANITE_H |= dict(mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16)
+NEMOTRON = dict(layers_block_type=["mamba", "attention", "mlp"], head_dim=32, mamba_num_heads=8, mamba_head_dim=16)
+NEMOTRON |= dict(n_groups=2, ssm_state_size=16, tie_word_embeddings=False)
 # In bf16 vLLM and the trainer choose other experts for some of its tokens.
 MANY_EXPERTS = SIZES | EXPERTS | dict(vocab_size=258, num_hidden_layers=4, num_experts=32, initializer_range=0.12)
 # vLLM's latent attention on CPUs supports one size of latents: 512 and 64.
@@ -125,6 +131,8 @@ CONFIGS = {
     "gemma3": functools.partial(Gemma3TextConfig, **GEMMA),
     "gpt_oss": lambda **sizes: GptOssConfig(**sizes | GPT_OSS),
     "qwen3_next": lambda **sizes: Qwen3NextConfig(**sizes | EXPERTS | DELTA | dict(tie_word_embeddings=False)),
+    "granitemoehybrid": functools.partial(GraniteMoeHybridConfig, **GRANITE_H),
+    "nemotron_h": lambda **sizes: NemotronHConfig(**sizes | NEMOTRON),
     "qwen3_5_moe": lambda **sizes: Qwen3_5MoeTextConfig(**sizes | EVERYWHERE | DELTA),
 }
 PROMPTS = [Prompt(i, tuple((7 * i + 3 * k) % 997 + 3 for k in range(4 + i)), "") for i in range(5)]
@@ -186,7 +194,7 @@ def launch(folder: Path, log_name: str, num_servers: int = 1, **options) -> Laun
     if not options.get("lora_rank"):
         options["extra_args"] = (*options.get("extra_args", ()), "--worker-extension-cls", workers)
     usual = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 64, "kv_cache_gb": 1, "omp_threads": 1}
-    usual["family_flags"] = served_flags(known_model(folder))
+    usual["family_flags"] = dict(served_flags(known_model(folder)))
     usual["recurrent"] = load_hf_config(folder).recurrence is not None
     settings = ServerOptions(str(folder), **usual | options)
     launcher = Launcher(settings, scratch() / log_name, num_servers=num_servers)

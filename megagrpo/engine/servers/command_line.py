@@ -40,11 +40,13 @@ def server_command(
     `ports` belong to the first node.
     """
     headless = node is not None and node.index > 0
-    overrides = o.family_flags.get("--hf-overrides", {})
+    overrides = dict(o.family_flags.get("--hf-overrides", {}))
     if o.packed:
         dense = {QUANTIZATION: None}
-        overrides = overrides | ({TEXT_CONFIG: overrides.get(TEXT_CONFIG, {}) | dense} if o.packed_text else dense)
-    flags: dict[str, object] = {flag: json.dumps(value) for flag, value in o.family_flags.items()}
+        overrides |= {TEXT_CONFIG: overrides.get(TEXT_CONFIG, {}) | dense} if o.packed_text else dense
+    flags: dict[str, object] = {
+        flag: value if isinstance(value, str) else json.dumps(value) for flag, value in o.family_flags.items()
+    }
     flags |= {  # True: a flag without a value; None and False: left out
         "--model": o.model,
         "--served-model-name": "policy",

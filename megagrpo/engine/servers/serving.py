@@ -6,7 +6,7 @@ import json
 import secrets
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -126,8 +126,8 @@ def known_model(model_folder: Path) -> HfConfig | None:
         return None
 
 
-def served_flags(model: HfConfig | None) -> dict[str, dict[str, Any]]:
-    """Return vLLM's flags, with JSON values, that the model's family needs."""
+def served_flags(model: HfConfig | None) -> Mapping[str, Any]:
+    """Return vLLM's flags, with words or JSON values, that the model's family needs."""
     return {} if model is None else FAMILIES[model.family].served_flags(model)
 
 
@@ -159,7 +159,7 @@ def _options(
         packed_text=model is not None
         and model.wrapper is not None
         and not read_raw_config(model_folder).get(QUANTIZATION),
-        family_flags=served_flags(model),
+        family_flags=dict(served_flags(model)),
         max_model_len=max_model_len or config.longest_sequence,
         tp=r.tp,
         pp=r.pp,

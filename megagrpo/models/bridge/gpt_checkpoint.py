@@ -26,6 +26,7 @@ from megatron.core.safe_globals import SAFE_GLOBALS
 
 from megagrpo.models.bridge.torch_dist import StoredTensors
 from megagrpo.models.families.architecture import HfConfig
+from megagrpo.models.families.recurrence import Mamba2, ShortConv
 from megagrpo.models.families.weight_sources import MEGATRON_LM, NEMO_WEIGHTS
 from megagrpo.platform.process.terminal import warn
 from megagrpo.policy.specs import LAYERS_PER_BLOCK
@@ -184,6 +185,9 @@ def _beyond_gpt(hf_config: HfConfig) -> list[str]:
         "scales of logits": hf_config.logit_scale != 1,
         "bias on softmax scores of experts": hf_config.experts is not None and hf_config.experts.softmax_bias,
         "frozen indexer of keys": hf_config.indexer is not None,
+        "Mamba-2": isinstance(hf_config.recurrence, Mamba2),
+        "short convolutions": isinstance(hf_config.recurrence, ShortConv),
+        "blocks of one part": hf_config.mlp_blocks is not None,
     }
     return [part for part, present in parts.items() if present]
 

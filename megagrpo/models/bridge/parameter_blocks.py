@@ -25,7 +25,7 @@ from megagrpo.policy.dora import update_norms
 from megagrpo.policy.fp8.dense_access import DenseWeight
 from megagrpo.policy.fp8.tensor import is_fp8
 from megagrpo.policy.lora_layers import ADAPTER_MODULE, MAGNITUDE, ExpertAdapter, LowRank, is_adapter
-from megagrpo.policy.specs import BLOCK_SCALE, LAYERS_PER_BLOCK
+from megagrpo.policy.specs import BLOCK_SCALE
 from megagrpo.policy.stored import StoredWeight
 
 # The prefix of PEFT's names for adapters; the name in the base model follows.
@@ -63,7 +63,9 @@ def blocks(
             stored = getattr(module, "stored", weight)
             param: Parameter = DenseWeight(stored) if is_fp8(stored) else stored
             in_decoder = _IN_LAYER.fullmatch(name)
-            key, layer = (in_decoder[2], _block_number(model, int(in_decoder[1]))) if in_decoder else (name, None)
+            key, layer = (
+                (in_decoder[2], _block_number(model, int(in_decoder[1]), hf_config)) if in_decoder else (name, None)
+            )
             if key == HEAD and hf_config.tied_embeddings:
                 key = EMBEDDING  # the last stage's copy
             tensor_parallel = layout.parallel.tp, layout.tp_rank
@@ -108,12 +110,12 @@ def adapter_blocks(
             adapter = _ADAPTER.fullmatch(in_decoder[2]) if in_decoder else None
             assert in_decoder and adapter, f"{name} is an adapter outside of the decoder's linears"
             linear, projection, matrix = adapter.groups()
-            block_number = _block_number(model, int(in_decoder[1]))
+            block_number = _block_number(model, int(in_decoder[1]), hf_config)
             if in_expert := _EXPERT_ADAPTER.fullmatch(linear):
                 expert = int(in_expert[1]) + layout.ep_rank * (hf_config.mixture.count // layout.parallel.ep)
                 both = hasattr(model.get_submodule(f"{name.rpartition('.linear_')[0]}.linear_fc2"), ADAPTER_MODULE)
                 # PEFT wraps the module of all experts once per parameter
-                folder = "experts.base_layer" if both and projection == "gate_up_proj" else "experts"
+                folder = "experts.base_layer" if both and projection != "down_proj" else "experts"
                 module = hf_config.module_names.of(f"model.layers.{block_number}.{hf_config.mixture_module}")
                 name_in_file = f"{PEFT}{module}.{folder}.{matrix}.weight"
                 local = Local(param, layout.parallel.expert_tp, layout.etp_rank, hf_config, expert)
@@ -159,10 +161,10 @@ def trained_blocks(
     ]
 
 
-def _block_number(model: nn.Module, index: int) -> int:
+def _block_number(model: nn.Module, index: int, hf_config: HfConfig) -> int:
     """Return the index of the decoder block, from 0 over all pipeline stages, of the hybrid layer at `index`."""
     number: int = attrgetter("layer_number")(model.get_submodule(f"decoder.layers.{index}"))
-    return (number - 1) // LAYERS_PER_BLOCK
+    return (number - 1) // hf_config.layers_per_block
 
 
 def tensor_names(hf_config: HfConfig) -> set[str]:

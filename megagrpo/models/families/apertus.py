@@ -20,7 +20,7 @@ _TABLE |= {f"mlp.activation_func.{name}": scalar(f"{MLP}act_fn.{name}") for name
 
 
 def _read(raw: Raw, common: HfConfig) -> HfConfig:
-    return replace(common, activation="xielu", mlp_gate=False, qk_norm=True)
+    return replace(common, activation="xielu", qk_norm=True)
 
 
 def _problems(raw: Raw) -> list[str]:

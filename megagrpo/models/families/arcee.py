@@ -12,7 +12,7 @@ FAMILY = Family(
     "arcee",
     "ArceeForCausalLM",
     table=lambda hf: DENSE | UNGATED,
-    read=lambda raw, common: replace(common, activation="relu2", mlp_gate=False),
+    read=lambda raw, common: replace(common, activation="relu2"),
     required=(*REQUIRED, "rms_norm_eps"),
     fixed={"hidden_act": ("relu2", "only relu2 is supported for this family")},
     example=Example(

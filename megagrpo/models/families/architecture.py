@@ -139,6 +139,8 @@ class HfConfig:
     mla: Mla | None = None
     indexer: Indexer | None = None  # with `mla`
     recurrence: Recurrence | None = None  # in place of attention in some blocks
+    # blocks with an MLP or experts alone, if no other block has one; None: every block has both parts
+    mlp_blocks: frozenset[int] | None = None
     attention_gate: bool = False  # each head's attention is multiplied by the sigmoid of its own gate
     local_rope_theta: float | None = None  # separate rope base of blocks with a window, never scaled
     unrotated: frozenset[int] = frozenset()  # decoder blocks that do not rotate queries and keys
@@ -146,9 +148,8 @@ class HfConfig:
     softmax_scale: float | None = None  # scale of attention scores; None: 1 / sqrt(head_dim)
     score_cap: float | None = None  # attention scores x become cap tanh(x / cap)
     logit_cap: float | None = None  # logits x of the LM head become cap tanh(x / cap)
-    # of the gate: "silu", or "gelu" in its tanh approximation; of an MLP without a gate: "relu2", "xielu"
+    # of the gate: "silu", or "gelu" in its tanh approximation; of an MLP without gates: "relu2", "xielu"
     activation: str = "silu"
-    mlp_gate: bool = True  # False: an MLP has no gate, only up and down projection
     embedding_scale: float = 1.0
     block_scales: bool = False  # a number per block, which is not trained, multiplies its output
     residual_scale: float = 1.0  # factor on the outputs of attention and MLP before the residual sum
@@ -166,14 +167,24 @@ class HfConfig:
         return self.experts
 
     @property
-    def value_dim(self) -> int:
-        """Width of each head's values."""
-        return self.mla.value_dim if self.mla else self.head_dim
+    def layers_per_block(self) -> int:
+        """Number of hybrid layers in one decoder block: attention or a recurrent part, and an MLP or experts."""
+        return 2 if self.mlp_blocks is None else 1
+
+    @property
+    def gated_mlp(self) -> bool:
+        """Whether MLPs and experts have a gate projection."""
+        return self.activation not in ("relu2", "xielu")
 
     @property
     def mlp_matrices(self) -> int:
-        """Number of an MLP's weights of equal size."""
-        return 3 if self.mlp_gate else 2
+        """Number of projections of an MLP or expert."""
+        return 3 if self.gated_mlp else 2
+
+    @property
+    def value_dim(self) -> int:
+        """Width of each head's values."""
+        return self.mla.value_dim if self.mla else self.head_dim
 
     @property
     def rotary_dim(self) -> int:
@@ -224,6 +235,19 @@ class HfConfig:
         """Whether decoder block `block`, counted from 0, has a mixture of experts in place of an MLP."""
         return self.experts is not None and block in self.experts.blocks
 
+    @property
+    def has_dense_mlps(self) -> bool:
+        """Whether some decoder block has an MLP without experts."""
+        return any(self.has_mlp(block) and not self.has_experts(block) for block in range(self.num_layers))
+
+    def has_mlp(self, block: int) -> bool:
+        """Whether decoder block `block`, counted from 0, has an MLP or experts."""
+        return self.mlp_blocks is None or block in self.mlp_blocks
+
+    def has_attention(self, block: int) -> bool:
+        """Whether decoder block `block`, counted from 0, has attention."""
+        return not self.is_recurrent(block) and (self.mlp_blocks is None or block not in self.mlp_blocks)
+
     def is_recurrent(self, block: int) -> bool:
         """Whether decoder block `block`, counted from 0, has a recurrent part in place of attention."""
         return self.recurrence is not None and block in self.recurrence.blocks
@@ -233,8 +257,10 @@ class HfConfig:
         if name.startswith(_QK) and self.in_block(block).keys_as_values == name.startswith(_QKV):
             return False
         if name.startswith(_OF_MIXING):
-            return self.is_recurrent(block) == name.startswith(_OF_RECURRENCE)
-        return not name.startswith("mlp.") or self.has_experts(block) == name.startswith(_OF_EXPERTS)
+            return self.is_recurrent(block) if name.startswith(_OF_RECURRENCE) else self.has_attention(block)
+        if name.startswith("mlp."):
+            return self.has_mlp(block) and self.has_experts(block) == name.startswith(_OF_EXPERTS)
+        return True
 
     def modules(self, block: int) -> dict[str, tuple[str, ...]]:
         """Return `linears` of decoder block `block`, counted from 0: only those that it has, with its number."""
@@ -248,5 +274,6 @@ class HfConfig:
         """Return Megatron's linears of an expert in decoder block `block` -> the parameter of all its experts in
         transformers; empty for a block without experts."""
         experts = self.module_names.of(f"model.layers.{block}.{self.mixture_module}.experts.")
-        names = {"linear_fc1": f"{experts}gate_up_proj", "linear_fc2": f"{experts}down_proj"}
+        first = "gate_up_proj" if self.gated_mlp else "up_proj"
+        names = {"linear_fc1": experts + first, "linear_fc2": f"{experts}down_proj"}
         return names if self.has_experts(block) else {}

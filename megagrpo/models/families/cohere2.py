@@ -34,7 +34,7 @@ def _problems(raw: Raw) -> list[str]:
     return ([] if raw.get("sliding_window") else ["config.json lacks sliding_window"]) + head_problems(raw)
 
 
-def _served_flags(hf: HfConfig) -> dict[str, Raw]:
+def _served_flags(hf: HfConfig) -> dict[str, Raw | str]:
     """Return the window with which vLLM lets a token see as many as transformers does: vLLM adds one."""
     size = next(filter(None, hf.windows), None)
     key = {} if size is None else {"sliding_window": size - 1}

@@ -73,6 +73,10 @@ _TYPES: dict[type | tuple[type, ...], tuple[tuple[str, ...], str]] = {
         "a whole number",
     ),
 }
+# model_type -> the part of the model that no code here computes
+_MAMBA1 = "its recurrent layers are Mamba-1, whose decays differ per channel and state; only Mamba-2 is implemented"
+_PARALLEL = "attention and Mamba-2 read the same input in one block; here a block has one of them"
+_BEYOND = {"jamba": _MAMBA1, "falcon_mamba": _MAMBA1, "falcon_h1": _PARALLEL}
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel")
 _OF_ANY = ("model_type", "architectures", "auto_map", "initializer_range")  # beside `OUTER`, of a multimodal model
 _WITHOUT_REFERENCE = ("bailing_moe", "bailing_moe_v2")  # Ling and Ring
@@ -180,6 +184,8 @@ def _unknown(raw: Raw) -> str:
     classes = list(map(str, classes)) if isinstance(classes, list) else [str(classes)]
     if isinstance(text := raw.get(TEXT_CONFIG), dict):
         return _unknown_wrapper(str(kind), str(text.get("model_type") or "without model_type"))
+    if reason := _BEYOND.get(str(kind)):
+        return f"architecture {kind} is not supported: {reason}. {_supported(str(kind))}"
     if same := [name for name, family in FAMILIES.items() if family.architecture in classes]:
         return (
             f"architecture {FAMILIES[same[0]].architecture} is not supported as model_type {kind}, but as "

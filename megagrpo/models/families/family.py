@@ -86,7 +86,7 @@ class Family:
     - `names` maps names of sizes in this family's config.json to the usual ones, for `shrink_model`.
     - `aliases` are the model_types of releases whose class is `architecture` too.
     - `gpu_only` is the reason why vLLM cannot serve the family on a CPU.
-    - `served_flags` returns flags of vLLM, with JSON values, without which vLLM computes something else.
+    - `served_flags` returns flags of vLLM, with words or JSON values, without which vLLM computes something else.
     - `merged_only` are projections whose adapters vLLM would apply otherwise: `lora.sync: adapter` is refused for them.
     - `unserved` is the reason why no vLLM serves the family: its models can be converted, not trained.
     - `partial_rotary_factor` is the default share of each head that is rotated, if config.json may set one; None: the
@@ -110,7 +110,7 @@ class Family:
     rope_keys: tuple[str, ...] = ()
     local_rope: bool = False
     names: dict[str, str] = field(default_factory=dict)
-    served_flags: Callable[[HfConfig], dict[str, Raw]] = lambda hf: {}
+    served_flags: Callable[[HfConfig], dict[str, Raw | str]] = lambda hf: {}
     merged_only: tuple[str, ...] = ()
     unserved: str | None = None
     partial_rotary_factor: float | None = None
@@ -129,7 +129,7 @@ def common_config(family: Family, raw: Raw) -> HfConfig:
     rotary = rope(raw)
     return HfConfig(
         family=family.model_type,
-        num_layers=raw["num_hidden_layers"],
+        num_layers=raw.get("num_hidden_layers", 0),
         hidden_size=raw["hidden_size"],
         num_heads=raw["num_attention_heads"],
         num_kv_heads=kv_heads(raw),

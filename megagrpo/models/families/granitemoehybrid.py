@@ -11,7 +11,7 @@ from megagrpo.models.families.dense import DENSE, LAYER
 from megagrpo.models.families.example import LLAMA3_ROPE, Example
 from megagrpo.models.families.family import FULL, LINEAR, REQUIRED, Family, Raw
 from megagrpo.models.families.granite import SCALES, TINY_SCALES, scale_problems, scaled
-from megagrpo.models.families.mamba import mamba2, mamba_problems, mamba_rows
+from megagrpo.models.families.mamba import FLOAT32_STATES, mamba2, mamba_problems, mamba_rows
 
 _IN, _OUT = LAYER + "shared_mlp.input_linear.weight", LAYER + "shared_mlp.output_linear.weight"
 _TABLE = DENSE | {"mlp.linear_fc1.weight": gated(_IN, _IN), "mlp.linear_fc2.weight": same(_OUT)}
@@ -71,6 +71,7 @@ FAMILY = Family(
     },
     layer_types=(*_ATTENTION, *_MAMBA),
     names={"shared_intermediate_size": "intermediate_size"},
+    served_flags=lambda hf: FLOAT32_STATES if hf.recurrence else {},
     merged_only=("input_linear",),  # gate and up projection, for which vLLM expects two adapters
     example=Example(
         models="Granite 4.0 micro, 1B and 350M, and H-Micro, H-1B and H-350M",
@@ -84,6 +85,7 @@ FAMILY = Family(
             | dict(tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
             "granitemoehybrid, attention only, no rotation": _TINY | dict(position_embedding_type=None),
         },
+        drift=1e-5,  # vLLM's scan of Mamba-2 does not repeat the last bits
         served=dict(mamba_expand=1),  # with the hidden states of the tests' servers, twice as wide
         release=dict(
             model_type="granitemoehybrid",

@@ -119,7 +119,7 @@ def model_problems(hf_config: HfConfig, parallel: ParallelSection) -> list[Probl
     tp, problems = parallel.tp, _of_model(_unsupported(hf_config))
     sizes = {"num_attention_heads": hf_config.num_heads, "num_key_value_heads": hf_config.num_kv_heads}
     rules = {"num_attention_heads": 1, "num_key_value_heads": 2}  # the rule of all other keys, widths of an MLP, is 3
-    if not all(map(hf_config.has_experts, range(hf_config.num_layers))):
+    if hf_config.has_dense_mlps:
         sizes["intermediate_size"] = hf_config.intermediate_size
     if own := hf_config.global_heads:
         sizes["num_global_key_value_heads"] = own.num_kv_heads

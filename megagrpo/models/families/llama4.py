@@ -77,7 +77,7 @@ def _problems(raw: Raw) -> list[str]:
     return problems
 
 
-def _served_flags(hf: HfConfig) -> dict[str, Raw]:
+def _served_flags(hf: HfConfig) -> dict[str, Raw | str]:
     """Return the flag that switches vLLM's growing queries on or off. It ignores the key of config.json."""
     return {"--override-generation-config": {_TUNING: hf.query_scale is not None}}
 

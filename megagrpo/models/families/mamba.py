@@ -9,6 +9,7 @@ from megagrpo.models.families.dense import LAYER
 from megagrpo.models.families.family import Raw, Table
 from megagrpo.models.families.recurrence import Mamba2
 
+FLOAT32_STATES: dict[str, Raw | str] = {"--mamba-ssm-cache-dtype": "float32"}  # as the trainer's; vLLM rounds them
 _LIMIT = "time_step_limit"
 
 

@@ -29,7 +29,7 @@ def _problems(raw: Raw) -> list[str]:
     ]
 
 
-def _served_flags(hf: HfConfig) -> dict[str, Raw]:
+def _served_flags(hf: HfConfig) -> dict[str, Raw | str]:
     """Return vLLM's own key of the scale: it does not read the one in `rope_parameters`."""
     scale = hf.query_scale
     assert scale is not None, "Ministral 3 scales queries"

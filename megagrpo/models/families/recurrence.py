@@ -128,6 +128,11 @@ class Mamba2:
         """FLOPs of a token in one block, without projections: each head's state decays, takes an input, and is read."""
         return 5 * self.state
 
+    def kept(self, wide: float) -> float:
+        """Return the elements per token and block that a forward pass keeps: the projections, three times what the
+        convolution sees, the output of the recurrence, `wide` times as large as other elements, and its norm."""
+        return sum(self.rows.values()) + 3 * sum(self.convolved.values()) + (1 + wide) * self.inner
+
     def shared_parts(self, tp: int) -> str:
         """Return the parts of which each of `tp` workers of vLLM has all rows."""
         return "BC" if self.groups % tp else ""

@@ -14,7 +14,7 @@ from megagrpo.policy.attention.head_norms import UnitNorm
 
 
 @functools.cache
-def heads_by_block(base: Any, hf_config: HfConfig, layers_per_block: int) -> Any:
+def heads_by_block(base: Any, hf_config: HfConfig) -> Any:
     """Return a subclass of `base`, Megatron's self-attention, with the heads of its decoder block.
 
     Each head's values are divided by their root mean square. Where keys are the values, `linear_qk` yields queries and
@@ -23,7 +23,7 @@ def heads_by_block(base: Any, hf_config: HfConfig, layers_per_block: int) -> Any
 
     class HeadsByBlock(base):
         def __init__(self, config: TransformerConfig, submodules: Any, layer_number: int, *args: Any, **kwargs: Any):
-            own = hf_config.in_block((layer_number - 1) // layers_per_block)
+            own = hf_config.in_block((layer_number - 1) // hf_config.layers_per_block)
             config = copy.copy(config)
             config.kv_channels, config.num_query_groups = own.head_dim, own.num_kv_heads
             super().__init__(config, submodules, layer_number, *args, **kwargs)

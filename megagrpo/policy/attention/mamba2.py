@@ -138,7 +138,9 @@ class Mamba2(MegatronModule):
             mixed = self._mix(owned.squeeze(-2).transpose(0, 1)).transpose(0, 1)
         else:
             mixed = over_sequences(self._mix, owned.squeeze(1), packed_seq_params, self.cp_group).unsqueeze(1)
-        return self.out_proj(self.norm(mixed, gate).to(hidden_states.dtype))
+        # only its inputs are kept, in float32
+        normed = checkpoint(self.norm, mixed, gate, use_reentrant=False, preserve_rng_state=False)
+        return self.out_proj(normed.to(hidden_states.dtype))
 
     def _by_head_owner(self, parts: list[Tensor]) -> Tensor:
         """Return [..., cp, width]: x and dt of the heads of each context-parallel rank, and B and C for all of them."""

@@ -27,7 +27,7 @@ STACKED_GATE_UP, STACKED_DOWN = "input_linear", "output_linear"  # of all expert
 MLP_KINDS = {STACKED_GATE_UP: "gate_up_proj", STACKED_DOWN: "down_proj"}  # the same names in an MLP
 _MIXERS = ("linear_attn", "mamba", "mixer")
 _HOLDERS = ("self_attn", "experts", *_MIXERS)  # modules that hold tensors themselves, besides blocks
-EMBEDDING_WORD, HEAD_WORD = "embed_tokens", "lm_head"
+EMBEDDING_WORDS, HEAD_WORD = {"embed_tokens", "embeddings"}, "lm_head"
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _stages_of(name: str, layer: int, stages: list[range], model: HfConfig) -> l
     if layer >= 0:
         return [stage for stage, layers in enumerate(stages) if layer in layers]
     last = len(stages) - 1
-    if EMBEDDING_WORD in name:
+    if EMBEDDING_WORDS & {*name.split(".")}:
         return sorted({0, last}) if model.tied_embeddings else [0]
     return [last]
 
@@ -129,7 +129,7 @@ def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLay
     words = name.split(".")
     own = len(words) == 1 or words[-2] in _HOLDERS or words[-2].isdecimal()
     kind = words[-1] if own else words[-2]
-    if kind in (EMBEDDING_WORD, HEAD_WORD):
+    if kind in {*EMBEDDING_WORDS, HEAD_WORD}:
         return [_vocabulary(name, shape, layout.tp, worker.tp_rank)]
     if any(word.startswith("shared_") for word in words) and layout.copies > 1 and layout.tp > 1:
         return [whole(shape)]  # each worker runs the shared experts on its own tokens

@@ -26,7 +26,7 @@ def kv_elements(model: HfConfig, tp: int, tokens: int, prefill: int | None = Non
         element = model.mla.kv_rank + model.mla.rope_dim if model.mla else element
         return element * (tokens if window is None or prefill is None else min(tokens, window - 1 + prefill))
 
-    of_layers = (of_layer(layer) for layer in range(model.num_layers) if not model.is_recurrent(layer))
+    of_layers = (of_layer(layer) for layer in range(model.num_layers) if model.has_attention(layer))
     return sum(of_layers) + _state_elements(model, tp)
 
 
@@ -87,7 +87,7 @@ def reload_bytes(config: RunConfig, model: HfConfig) -> float:
     """
     tp, hidden, element = config.rollout.tp, model.hidden_size, engine_element(config)
     quantized = element if config.rollout.quantization == "none" else element + block_bytes(config)
-    experts = 3 * model.experts.intermediate_size * model.experts.count if model.experts else 0
+    experts = model.mlp_matrices * model.experts.intermediate_size * model.experts.count if model.experts else 0
     mlp = (model.mlp_matrices - 1) * model.intermediate_size * quantized
     return max(model.vocab_size * element, mlp, experts / config.rollout.dp * quantized) * hidden / tp
 

@@ -51,7 +51,7 @@ def attention_flops(model: HfConfig, length: float) -> float:
 def _windows(model: HfConfig) -> list[tuple[int | None, int]]:
     """Return each width of an attention window, None for whole attention, with its number of layers. The keys that an
     indexer chooses count as a window, its scores do not count."""
-    layers = [layer for layer in range(model.num_layers) if not model.is_recurrent(layer)]
+    layers = [layer for layer in range(model.num_layers) if model.has_attention(layer)]
     if model.indexer:
         return [(model.indexer.keys, len(layers))]
     return list(Counter(map(model.window, layers)).items())

@@ -233,7 +233,7 @@ def _linear_sizes(config: RunConfig, model: HfConfig) -> dict[str, float]:
     else:
         both = heads + 2 * model.num_kv_heads / p.tp
         sizes |= {"heads x head_dim": heads * model.head_dim, "all heads x head_dim": both * model.head_dim}
-    if not all(map(model.has_experts, range(model.num_layers))):
+    if model.has_dense_mlps:
         sizes["intermediate_size"] = model.intermediate_size / p.tp
     if model.experts:
         sizes |= {"moe_intermediate_size": model.experts.intermediate_size / p.expert_tp}
@@ -250,7 +250,7 @@ def storage_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
         "hidden_size": model.hidden_size,
         "heads x head_dim": model.num_heads * model.value_dim / p.tp,
     }
-    if not all(map(model.has_experts, range(model.num_layers))):
+    if model.has_dense_mlps:
         inputs["intermediate_size"] = model.intermediate_size / p.tp
     if experts:
         inputs["moe_intermediate_size"] = experts.intermediate_size / p.expert_tp

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from megagrpo.config import RunConfig
 from megagrpo.config.training import FUSED_SCRATCH_BYTES
 from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families.recurrence import Mamba2
 from megagrpo.proof.plan.engine_memory import GIB, engine_memory, reload_bytes, sequence_memory
 from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE
 from megagrpo.proof.plan.shapes import Stage, adapted_outputs, layer_route_bytes, num_parameters, stages_of
@@ -160,7 +161,7 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
     keeps copies of q, of k and v for every query head, and the output twice; q, k and v themselves only if normalised.
     Our GPU attention keeps q, k and v as the kernel takes them, and the output twice; with normalised q and k also q, k
     and v as one tensor, and a copy of q. Latents are kept before and after their norm. With more ranks than KV heads,
-    the value is a view of the gathered q, k and v of all ranks, which it keeps.
+    the value is a view of the gathered q, k and v of all ranks, which it keeps. Mamba-2 keeps `Mamba2.kept`.
 
     The MLP keeps gate, up and silu(gate) up. On a GPU without the fusion `bias_activation` of `model.fusions` it also
     keeps silu(gate) and a copy of up. A token that uses k experts has k MLPs, each with a copy of its input, spread
@@ -182,16 +183,24 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
         attention = 5 * queries + (queries + 2 * keys if model.qk_norm else 0)
     if tp > model.num_kv_heads:
         attention += (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    if isinstance(model.recurrence, Mamba2):
+        attending = sum(map(model.has_attention, range(model.num_layers)))
+        recurrent = len(model.recurrence.blocks) * model.recurrence.kept(4 / config.model.weight_bytes) / tp
+        attention = (attending * attention + recurrent) / model.num_layers
     unfused = gpu and "bias_activation" not in config.model.fusions
-    inside = 2 if not model.mlp_gate else 5 if unfused else 3
+    inside = (5 if unfused else 3) if model.gated_mlp else 2
+    dense = sum(map(model.has_mlp, range(model.num_layers))) / model.num_layers
     mlp = inside * model.intermediate_size / tp
     if model.experts:
         routed = 6 if unfused else 3 if gpu else 4
         sent = model.experts.per_token / tp * (routed * model.experts.intermediate_size + model.hidden_size)
         sent += inside * model.experts.shared_size / tp
         mixed = len(model.experts.blocks) / model.num_layers
-        mlp = mixed * sent + (1 - mixed) * mlp
-    everything = (6 if model.post_norms else 4) * model.hidden_size / shards + attention + mlp
+        mlp = mixed * sent + (dense - mixed) * mlp
+    else:
+        mlp *= dense
+    parts = model.layers_per_block * (3 if model.post_norms else 2)
+    everything = parts * model.hidden_size / shards + attention + mlp
     everything += adapted_outputs(model, config.parallel, config.lora) if config.lora.use_dora else 0
     stored = model.hidden_size / shards if config.model.recompute == "full" else everything
     beside = (4 + 4 * config.lora.use_dora) * model.intermediate_size / tp if config.lora.enabled else 0

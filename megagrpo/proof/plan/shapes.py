@@ -15,12 +15,12 @@ from megagrpo.models.families.hf_config import HfConfig, stage_layers
 def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:
     """Return the parameters of one layer on one of `tp` ranks, without experts. The router is on every rank."""
     attention, whole = mixing_parameters(model, layer)
-    norms = (2 - model.parallel_blocks) * (model.pre_norms + model.post_norms) * model.hidden_size
+    norms = (model.layers_per_block - model.parallel_blocks) * (model.pre_norms + model.post_norms) * model.hidden_size
     if model.has_experts(layer):
         shared = model.mlp_matrices * model.hidden_size * model.mixture.shared_size
         gate = model.hidden_size * model.mixture.shared_gate
         return (attention + shared) // tp + whole + norms + gate + router_parameters(model)
-    mlp = model.mlp_matrices * model.hidden_size * model.intermediate_size
+    mlp = model.mlp_matrices * model.hidden_size * model.intermediate_size * model.has_mlp(layer)
     norms += 2 * (model.activation == "xielu")  # its parameters
     return (attention + mlp) // tp + whole + norms
 
@@ -36,9 +36,9 @@ def layer_route_bytes(model: HfConfig) -> int:
 
 
 def mixing_parameters(model: HfConfig, layer: int) -> tuple[int, int]:
-    """Return the parameters of a layer's attention or recurrent part, as `attention_parameters`."""
+    """Return the parameters of a layer's attention or recurrent part, if any, as `attention_parameters`."""
     if model.recurrence is None or not model.is_recurrent(layer):
-        return attention_parameters(model.in_block(layer))
+        return attention_parameters(model.in_block(layer)) if model.has_attention(layer) else (0, 0)
     cut, whole = model.recurrence.vectors
     return _linears_of_mixing(model, layer) + cut, whole
 
@@ -76,7 +76,7 @@ def stage_experts(model: HfConfig, parallel: ParallelSection) -> list[int]:
     if model.experts is None:
         return [0] * parallel.pp
     width = model.experts.intermediate_size // parallel.expert_tp
-    one = 3 * model.hidden_size * width + (2 * width + model.hidden_size if model.linear_bias else 0)
+    one = model.mlp_matrices * model.hidden_size * width + (2 * width + model.hidden_size if model.linear_bias else 0)
     of_layer = one * model.experts.count // parallel.ep
     return [of_layer * mixed for mixed in _mixed_counts(model, parallel)]
 
@@ -94,7 +94,8 @@ def layers_of_ranks(model: HfConfig, parallel: ParallelSection) -> list[list[int
     return [[layer for piece in pieces[stage :: parallel.pp] for layer in piece] for stage in range(parallel.pp)]
 
 
-Kind = tuple[bool, bool, int]  # of a layer: whether it has experts, whether a recurrent part, width of a head
+# Of a layer: whether it has experts, an MLP, a recurrent part, attention, and the width of a head
+Kind = tuple[bool, bool, bool, bool, int]
 
 
 def _layer_counts(model: HfConfig, parallel: ParallelSection) -> list[dict[Kind, int]]:
@@ -114,7 +115,9 @@ def _counted(model: HfConfig, pieces: tuple[int, ...], pp: int) -> list[dict[Kin
 
 
 def _kind(model: HfConfig, layer: int) -> Kind:
-    return model.has_experts(layer), model.is_recurrent(layer), model.in_block(layer).head_dim
+    parts = model.has_experts, model.has_mlp, model.is_recurrent, model.has_attention
+    experts, mlp, recurrent, attention = (part(layer) for part in parts)
+    return experts, mlp, recurrent, attention, model.in_block(layer).head_dim
 
 
 @lru_cache(maxsize=64)
@@ -222,7 +225,7 @@ def stage_expert_adapters(model: HfConfig, parallel: ParallelSection, lora: Lora
         return [0] * parallel.pp
     hidden, width = model.hidden_size, model.experts.intermediate_size // parallel.expert_tp
     of_expert = lora.rank * model.experts.count // parallel.ep
-    sizes = {"linear_fc1": hidden + 2 * width, "linear_fc2": hidden + width}
+    sizes = {"linear_fc1": hidden + (model.mlp_matrices - 1) * width, "linear_fc2": hidden + width}
     return [
         of_expert
         * sum(
@@ -248,7 +251,7 @@ def stage_fp8(model: HfConfig, parallel: ParallelSection, bf16_layers: Sequence[
     for layers in layers_of_ranks(model, parallel):
         dense = sum(_cut_linears(model, layer) // parallel.tp for layer in layers if layer not in in_bf16)
         mixed = sum(model.has_experts(layer) for layer in layers if layer not in in_bf16)
-        experts = 3 * model.hidden_size * model.experts.intermediate_size * model.experts.count if model.experts else 0
+        experts = expert_parameters(model)
         sizes.append(dense + mixed * experts // parallel.ep // parallel.expert_tp)
     return sizes
 
@@ -258,22 +261,24 @@ def _cut_linears(model: HfConfig, layer: int) -> int:
     width = model.intermediate_size
     if model.has_experts(layer):
         width = model.mixture.shared_size
-    return mixing_parameters(model, layer)[0] + model.mlp_matrices * model.hidden_size * width
+    mlp = model.mlp_matrices * model.hidden_size * width * model.has_mlp(layer)
+    return mixing_parameters(model, layer)[0] + mlp
 
 
 def stage_linears(model: HfConfig, parallel: ParallelSection) -> list[int]:
     """Return the parameters of the blocks' parallel linears on one rank per pipeline stage, experts included; not those
     of latents, whose weights are whole on every rank."""
-    dense, mixed, experts = model.mlp_matrices * model.hidden_size * model.intermediate_size, 0, 0
+    of_width = model.mlp_matrices * model.hidden_size
+    dense, mixed, experts = of_width * model.intermediate_size, 0, 0
     if model.experts:
-        mixed = 3 * model.hidden_size * model.experts.shared_size
+        mixed = of_width * model.experts.shared_size
         width = model.experts.intermediate_size // parallel.expert_tp
-        experts = 3 * model.hidden_size * width * model.experts.count // parallel.ep
+        experts = of_width * width * model.experts.count // parallel.ep
     stages = []
     for layers in layers_of_ranks(model, parallel):
         mixtures = sum(map(model.has_experts, layers))
         attention = sum(_linears_of_mixing(model, layer) for layer in layers)
-        outside = attention + mixtures * mixed + (len(layers) - mixtures) * dense
+        outside = attention + mixtures * mixed + (sum(map(model.has_mlp, layers)) - mixtures) * dense
         stages.append(outside // parallel.tp + mixtures * experts)
     return stages
 
@@ -284,6 +289,8 @@ def _linears_of_mixing(model: HfConfig, layer: int) -> int:
         return attention_parameters(model)[0]
     if (recurrence := model.recurrence) is not None and model.is_recurrent(layer):
         return model.hidden_size * (sum(recurrence.rows.values()) + recurrence.inner)
+    if not model.has_attention(layer):
+        return 0
     model = model.in_block(layer)
     of_queries, of_keys = 3 if model.attention_gate else 2, (1 if model.keys_as_values else 2) * model.num_kv_heads
     return model.hidden_size * model.head_dim * (of_queries * model.num_heads + of_keys)

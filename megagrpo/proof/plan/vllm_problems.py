@@ -80,8 +80,7 @@ def _vllm_vocab(model: HfConfig) -> int:
 
 def _mlp_widths(model: HfConfig, experts_shared_out: bool) -> list[int]:
     """Return the widths of MLPs that vLLM shards."""
-    everywhere = all(map(model.has_experts, range(model.num_layers)))
-    dense = [] if everywhere else [model.intermediate_size]
+    dense = [model.intermediate_size] if model.has_dense_mlps else []
     if model.experts is None:
         return dense
     cut = [] if experts_shared_out else [model.experts.intermediate_size]

@@ -19,6 +19,7 @@ from megagrpo.models.families.config_keys import text_config
 from megagrpo.models.families.family import CHUNKED, COMMON, FULL, LINEAR, SLIDING, rope, rotated_share
 from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
 from megagrpo.models.families.recurrence import GatedDelta, Recurrence, ShortConv
+from megagrpo.policy.specs import layer_pattern
 from megagrpo.train_types import TrainSample
 from megagrpo.types import Routes
 
@@ -30,6 +31,7 @@ NUM_PROMPTS, GROUP_SIZE = 4, 3
 LOGPROB_CHUNK = 16
 # about the standard deviation of logits over temperature; the rollout log-probs are then near the policy's
 LOGIT_SCALE = 0.4
+_OUTER = ("embed_tokens.weight", "embeddings.weight", "lm_head.weight")
 _NEAR_ONE = ("magnitude", "layer_scalar", "act_fn")  # in names of vectors near 1, beside norms
 HANG_MINUTES = 5.0
 # The first step of AdamW is lr * gradient / (|gradient| + epsilon). Usual rates move a weight by less than float32
@@ -172,6 +174,10 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
         )
     if (recurrence := real.recurrence) is not None:
         small |= _small_recurrence(recurrence, small["hidden_size"], parallel, unit)
+    if real.mlp_blocks is not None:  # blocks of one part: each kind in turn
+        symbols = [*dict.fromkeys(layer_pattern(real, [real.num_layers]))]
+        pattern = "".join(symbols[layer % len(symbols)] for layer in range(small["num_hidden_layers"]))
+        small |= dict(hybrid_override_pattern=pattern, layers_block_type=None)
     if real.unrotated:
         small |= dict(no_rope_layers=[(layer + 1) % 2 for layer in range(small["num_hidden_layers"])])
     small |= dict(floor_scale=WINDOW) if real.query_scale else {}
@@ -246,7 +252,7 @@ def random_tensor(
     if len(shape) <= 1 or name.endswith("e_score_correction_bias"):
         from_one = "norm" in name and not (centred_norms and "linear_attn" not in name)
         return 0.1 * noise + (1.0 if from_one or any(word in name for word in _NEAR_ONE) else 0.0)
-    scale = LOGIT_SCALE * temperature if name in ("model.embed_tokens.weight", "lm_head.weight") else 1.0
+    scale = LOGIT_SCALE * temperature if name.endswith(_OUTER) else 1.0
     return scale * noise / shape[-1] ** 0.5
 
 

@@ -202,6 +202,16 @@ MORE: dict[str, Raw] = {
     "Granite 4.0 Micro": published("release of granitemoehybrid")
     | dict(hidden_size=2560, num_attention_heads=40, logits_scaling=10, layer_types=["attention"] * 40)
     | dict(mamba_n_heads=80, mamba_d_state=256, position_embedding_type="rope", rope_theta=10000000),
+    "Nemotron Nano 9B v2": {
+        key: value for key, value in published("release of nemotron_h").items() if "expert" not in key
+    }
+    | dict(hybrid_override_pattern="M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", num_hidden_layers=56)
+    | dict(hidden_size=4480, num_attention_heads=40, num_key_value_heads=8, intermediate_size=15680)
+    | dict(mamba_num_heads=128, mamba_head_dim=80, rms_norm_eps=1e-5, time_step_limit=[0.0, float("inf")]),
+    "Nemotron H 8B": {key: value for key, value in published("release of nemotron_h").items() if "expert" not in key}
+    | dict(hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", num_hidden_layers=52)
+    | dict(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=21504)
+    | dict(mamba_num_heads=128, mamba_head_dim=64),
     "Kimi K2": DEEPSEEK_V3
     | dict(model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"], num_attention_heads=64, num_hidden_layers=61)
     | dict(num_key_value_heads=64)

@@ -268,6 +268,39 @@ def test_no_family_is_guessed_for_a_model_of_another_class(kind, cls):
     assert "set model_type to" not in problem and "nearest" not in problem
 
 
+@pytest.mark.parametrize(("kind", "part"), [("jamba", "Mamba-1"), ("falcon_h1", "attention and Mamba-2")])
+def test_a_known_model_beyond_this_code_is_told_which_part_is_missing(kind, part):
+    (problem,) = architecture_problems({"model_type": kind})
+    assert problem.startswith(f"architecture {kind} is not supported: ") and part in problem
+
+
+NEMOTRON_H = FAMILIES["nemotron_h"].example.release
+GRANITE_H = FAMILIES["granitemoehybrid"].example.release
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (NEMOTRON_H | dict(hybrid_override_pattern="MX"), "must name M, *, - or E for each block, not 'MX'"),
+        (NEMOTRON_H | dict(num_hidden_layers=50), "num_hidden_layers=50, but hybrid_override_pattern or"),
+        (NEMOTRON_H | dict(moe_latent_size=64), "experts on latents"),
+        (NEMOTRON_H | dict(time_step_limit=[0.0, 1.0]), "time_step_limit=[0.0, 1.0] is not supported"),
+        (GRANITE_H | dict(mamba_n_groups=2), "mamba_n_groups=2: transformers normalises over all groups together"),
+        (GRANITE_H | dict(mamba_n_heads=32), "mamba_n_heads x mamba_d_head = 2048 is not mamba_expand x hidden_size"),
+        (GRANITE_H | dict(mamba_d_head="auto"), "mamba_d_head is 'auto' in config.json; it must be a positive"),
+    ],
+    ids=str,
+)
+def test_sizes_and_options_of_mamba_that_no_code_computes_are_refused(raw, reason):
+    assert [problem for problem in architecture_problems(raw) if reason in problem]
+
+
+def test_a_time_step_limit_as_transformers_writes_it_is_read(tmp_path):
+    limit = [0.0, {"__float__": "Infinity"}]
+    (tmp_path / "config.json").write_text(json.dumps(GRANITE_H | dict(time_step_limit=limit)))
+    assert load_hf_config(tmp_path).raw["time_step_limit"] == [0.0, float("inf")]
+
+
 def test_a_model_whose_class_is_known_under_another_name_is_told_that_name_and_loads_with_it():
     renamed = SMOLLM2 | DEEPSEEK_V3 | {"model_type": "our_r1", "architectures": ["DeepseekV3ForCausalLM"]}
     (problem,) = architecture_problems(renamed)

@@ -219,15 +219,19 @@ def test_heads_of_mamba_are_cut_whole(layout, reason, folder):
     assert [text for text in found if reason in text] if reason else not found
 
 
-def test_parameters_of_granite_h_are_those_of_transformers():
+@pytest.mark.parametrize("kind", ["granitemoehybrid", "nemotron_h"])
+def test_parameters_of_models_with_mamba_are_those_of_transformers(kind):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    raw = RELEASES["granitemoehybrid"]
+    raw = RELEASES[kind]
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
-    model = parse_hf_config(raw)
-    assert num_parameters(model) == sum(p.numel() for p in theirs.parameters())
+    assert num_parameters(parse_hf_config(raw)) == sum(p.numel() for p in theirs.parameters())
+
+
+def test_a_server_keeps_states_of_mamba_and_keys_and_values_of_attention():
+    model = parse_hf_config(RELEASES["granitemoehybrid"])
     blocks, states = 36, 64 * 64 * 128 + 3 * (64 * 64 + 2 * 128)
     assert kv_elements(model, 1, 7) == blocks * states + 4 * 7 * 2 * 8 * 64
 

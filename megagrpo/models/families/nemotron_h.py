@@ -1,0 +1,140 @@
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano: blocks of one part each, Mamba-2, attention without rotation, an MLP
+or experts, none of which has gates. Layers for predicting several tokens are not trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megagrpo.models.families.architecture import Experts, HfConfig
+from megagrpo.models.families.blocks import qkv, same, vocab
+from megagrpo.models.families.dense import EMBEDDING, HEAD, LAYER
+from megagrpo.models.families.example import Example
+from megagrpo.models.families.family import REQUIRED, Family, Raw, Table, expert_problems
+from megagrpo.models.families.mamba import mamba2, mamba_problems, mamba_rows
+from megagrpo.models.families.wrapper import Naming
+
+_NORM, _MIXER = LAYER + "norm.weight", LAYER + "mixer."
+_EXPERTS, _SHARED = _MIXER + "experts.{E}.", _MIXER + "shared_experts."
+_TABLE: Table = {
+    EMBEDDING: vocab("model.embeddings.weight"),
+    HEAD: vocab("lm_head.weight"),
+    "decoder.final_norm.weight": same("model.norm_f.weight"),
+    **{f"{name}.weight": same(_NORM) for name in ("input_layernorm", "pre_mlp_layernorm")},
+    **{f"{name}.layer_norm_weight": same(_NORM) for name in ("self_attention.linear_qkv", "mlp.linear_fc1")},
+    "self_attention.linear_qkv.weight": qkv(_MIXER + "{p}_proj.weight"),
+    "self_attention.linear_proj.weight": same(_MIXER + "o_proj.weight"),
+    "mlp.linear_fc1.weight": same(_MIXER + "up_proj.weight"),
+    "mlp.linear_fc2.weight": same(_MIXER + "down_proj.weight"),
+    "mlp.router.weight": same(_MIXER + "gate.weight"),
+    "mlp.router.expert_bias": same(_MIXER + "gate.e_score_correction_bias"),
+    "mlp.experts.linear_fc1.weight": same(_EXPERTS + "up_proj.weight"),
+    "mlp.experts.linear_fc2.weight": same(_EXPERTS + "down_proj.weight"),
+    "mlp.shared_experts.linear_fc1.weight": same(_SHARED + "up_proj.weight"),
+    "mlp.shared_experts.linear_fc2.weight": same(_SHARED + "down_proj.weight"),
+}
+_SIZES = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
+_PATTERN, _TYPES = "hybrid_override_pattern", "layers_block_type"
+_SYMBOLS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
+_EXPERT_SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+_SHARED_SIZE = "moe_shared_expert_intermediate_size"
+_ROUTING = ("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group")
+
+
+def _pattern(raw: Raw) -> str:
+    """Return a symbol per block: M Mamba-2, * attention, - MLP, E experts; ? for an unknown kind."""
+    if types := raw.get(_TYPES):
+        return "".join(_SYMBOLS.get(kind, "?") for kind in types)
+    return str(raw.get(_PATTERN) or "")
+
+
+def _read(raw: Raw, common: HfConfig) -> HfConfig:
+    kinds = {symbol: frozenset(i for i, one in enumerate(_pattern(raw)) if one == symbol) for symbol in "M*-E"}
+    experts = None
+    if kinds["E"]:
+        count, per_token, width = (raw[key] for key in _EXPERT_SIZES)
+        groups = dict(groups=raw.get("n_group", 1), groups_per_token=raw.get("topk_group", 1))
+        choice = dict(sigmoid=True, bias=True, scale=raw.get("routed_scaling_factor", 1.0)) | groups
+        normalized = raw.get("norm_topk_prob", True)
+        experts = Experts(count, per_token, width, normalized, kinds["E"], shared_size=raw[_SHARED_SIZE], **choice)
+    return replace(
+        common,
+        num_layers=len(_pattern(raw)),
+        norm_eps=raw.get("layer_norm_epsilon", 1e-5),
+        recurrence=mamba2(raw, _SIZES, kinds["M"], raw.get("use_conv_bias", True)) if kinds["M"] else None,
+        mlp_blocks=kinds["-"] | kinds["E"],
+        experts=experts,
+        mixture_module="mixer",
+        activation="relu2",
+        unrotated=frozenset(range(len(_pattern(raw)))),
+        file_names=Naming("backbone."),
+    )
+
+
+def _problems(raw: Raw) -> list[str]:
+    pattern, layers = _pattern(raw), raw.get("num_hidden_layers")
+    if not pattern or {*pattern} - {*"M*-E"}:
+        return [f"{_PATTERN} or {_TYPES} of config.json must name M, *, - or E for each block, not {pattern or None!r}"]
+    problems = mamba_problems(raw, _SIZES) if "M" in pattern else []
+    if "E" in pattern:
+        problems += expert_problems(raw | dict(num_experts=raw.get("n_routed_experts")), *((key,) for key in _REQUIRED))
+    if layers not in (None, len(pattern)):
+        problems.append(f"num_hidden_layers={layers}, but {_PATTERN} or {_TYPES} has {len(pattern)} blocks")
+    return problems
+
+
+_REQUIRED = (*_EXPERT_SIZES, _SHARED_SIZE)
+# initial steps far above time_step_min
+_STEPS: Raw = dict(time_step_floor=0.05, time_step_max=1.0)
+_TINY: Raw = _STEPS | dict(mamba_num_heads=8, mamba_head_dim=12, n_groups=2, ssm_state_size=10)
+_TINY |= dict(head_dim=24, layers_block_type=["mamba", "mlp", "attention", "mlp"], layer_norm_epsilon=1e-2)
+_TINY_MOE: Raw = _TINY | dict(layers_block_type=["mamba", "moe", "attention", "moe"], n_routed_experts=8)
+_TINY_MOE |= dict(num_experts_per_tok=3, moe_intermediate_size=32, moe_shared_expert_intermediate_size=48)
+_RELEASE: Raw = dict(model_type="nemotron_h", architectures=["NemotronHForCausalLM"], torch_dtype="bfloat16")
+_RELEASE |= dict(hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", num_hidden_layers=52)
+_RELEASE |= dict(hidden_size=2688, vocab_size=131072, intermediate_size=1856, mlp_hidden_act="relu2", mlp_bias=False)
+_RELEASE |= dict(num_attention_heads=32, num_key_value_heads=2, head_dim=128, attention_bias=False, sliding_window=None)
+_RELEASE |= dict(mamba_num_heads=64, mamba_head_dim=64, n_groups=8, ssm_state_size=128, conv_kernel=4, chunk_size=128)
+_RELEASE |= dict(mamba_hidden_act="silu", mamba_proj_bias=False, use_conv_bias=True, use_bias=False, expand=2)
+_RELEASE |= dict(time_step_min=0.001, time_step_max=0.1, time_step_floor=0.0001, mamba_ssm_cache_dtype="float32")
+_RELEASE |= dict(n_routed_experts=128, num_experts_per_tok=6, moe_intermediate_size=1856, n_shared_experts=1)
+_RELEASE |= dict(moe_shared_expert_intermediate_size=3712, norm_topk_prob=True, routed_scaling_factor=2.5, n_group=1)
+_RELEASE |= dict(topk_group=1, layer_norm_epsilon=1e-5, rope_theta=10000, max_position_embeddings=262144)
+FAMILY = Family(
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    table=lambda hf: _TABLE | mamba_rows(hf, "mixer.", "norm.weight"),
+    read=_read,
+    problems=_problems,
+    required=(*REQUIRED[1:], "num_key_value_heads", "head_dim"),  # transformers writes no num_hidden_layers
+    keys=(*_SIZES, *_REQUIRED, *_ROUTING, _PATTERN, _TYPES, "num_hidden_layers", "layer_norm_epsilon", "use_conv_bias"),
+    # sizes of kernels' chunks, initial values, precisions of vLLM's state, and layers that are dropped
+    ignored=(
+        *("chunk_size", "expand", "mamba_proj_bias", "mamba_ssm_cache_dtype", "use_mamba_kernels", "residual_in_fp32"),
+        *("time_step_floor", "time_step_max", "rescale_prenorm_residual", "num_logits_to_keep", "rms_norm_eps"),
+        *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
+        *("moe_shared_expert_overlap", "time_step_limit"),
+    ),
+    fixed={
+        "mlp_hidden_act": ("relu2", "only relu2 is supported"),
+        "mamba_hidden_act": ("silu", "only silu is supported"),
+        "use_bias": (False, "biases on the projections of Mamba-2 are not supported"),
+        "sliding_window": (None, "windows are not supported"),
+        "n_shared_experts": (1, "vLLM multiplies the width of the shared experts by it, transformers does not"),
+        "moe_latent_size": (None, "experts on latents, as in Nemotron 3 Super, are not supported"),
+        "time_step_min": (0.001, "transformers raises steps to it, vLLM and Megatron do not; releases have 0.001"),
+    },
+    untrained=lambda hf: (r"mtp\..+",),
+    rope_types=("default",),
+    names={
+        **dict(layer_norm_epsilon="rms_norm_eps", n_groups="mamba_n_groups", ssm_state_size="mamba_d_state"),
+        **dict(mamba_num_heads="mamba_n_heads", mamba_head_dim="mamba_d_head"),
+        _SHARED_SIZE: "shared_expert_intermediate_size",
+    },
+    example=Example(
+        models="Nemotron-H 8B, Nemotron Nano 9B v2 and 12B v2, Nemotron 3 Nano 30B-A3B",
+        differs="blocks of one part: Mamba-2, attention without rotation, an MLP or experts without gates",
+        cases={"nemotron_h": _TINY, "nemotron_h with experts": _TINY_MOE},
+        drift=1e-5,  # as of granitemoehybrid
+        release=_RELEASE,
+    ),
+)
