@@ -219,7 +219,7 @@ def _small_recurrence(real: Recurrence, hidden: int, parallel: ParallelSection, 
             shared_expert_intermediate_size=padded(24, unit * parallel.tp),
         )
     if isinstance(real, ShortConv):
-        return small | dict(conv_dim=hidden, block_dim=hidden, conv_L_cache=real.kernel)
+        return {}  # its channels are those of hidden states
     groups, width = 1 if real.groups == 1 else of_ranks, 4
     small |= dict(mamba_expand=2, mamba_n_heads=2 * hidden // width, mamba_d_head=width)
     return small | dict(mamba_n_groups=groups, mamba_d_state=6 * parallel.tp)
