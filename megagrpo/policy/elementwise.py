@@ -103,6 +103,38 @@ def geglu(x: Tensor) -> Tensor:
     )
 
 
+def xielu(x: Tensor, positive: Tensor, negative: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+    """Return xIELU (Huang and Schlag 2024, arXiv 2411.13010) of x in x's dtype: positive x^2 + beta x where x > 0, and
+    negative (exp(min(x, eps)) - 1 - x) + beta x elsewhere. The other arguments have one element. Gradients go to x,
+    `positive` and `negative`."""
+    return _Xielu.apply(x, positive, negative, beta, eps)
+
+
+class _Xielu(torch.autograd.Function):
+    """`xielu`, computed in float32 or wider. It saves x only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, positive: Tensor, negative: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+        ctx.save_for_backward(x, positive, negative, beta, eps)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        below = (torch.expm1(torch.minimum(wide, eps.to(wide))) - wide).mul_(negative)
+        return torch.where(wide > 0, positive * wide.square(), below).add_(beta * wide).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        x, positive, negative, beta, eps = ctx.saved_tensors
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        upper, small, out = wide > 0, torch.expm1(torch.minimum(wide, eps.to(wide))), grad.to(wide)
+        inner = torch.where(wide < eps, small, -1.0)  # the minimum is constant between eps and 0
+        slope = torch.where(upper, 2 * positive * wide, negative * inner).add_(beta)
+        # over all elements, which almost cancel
+        of_positive = (out * wide.square()).masked_fill_(~upper, 0).sum(dtype=torch.float64)
+        of_negative = (out * (small - wide)).masked_fill_(upper, 0).sum(dtype=torch.float64)
+        grads = (part.to(one.dtype).view_as(one) for part, one in ((of_positive, positive), (of_negative, negative)))
+        return slope.mul_(out).to(x.dtype), *grads, None, None
+
+
 class _Gated(torch.autograd.Function):
     """activation(gate) * up [..., F] of x [..., 2 F]. It saves x only."""
 

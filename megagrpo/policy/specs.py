@@ -1,7 +1,7 @@
 """Layer specs of HybridModel: Transformer Engine's layers where it runs, else plain torch and Megatron's linears.
 
-A decoder block is two hybrid layers: "*" attention, "+" latent attention, "G" Gated DeltaNet or "M" Mamba-2, then "-"
-MLP or "E" experts; or one of them. Both specs write the same checkpoint keys.
+A decoder block is two hybrid layers: "*" attention, "+" latent attention, "G" Gated DeltaNet, "M" Mamba-2 or short
+convolutions, then "-" MLP or "E" experts; or one of them. Both specs write the same checkpoint keys.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch import Tensor
 
 from megagrpo.models.families.hf_config import HfConfig
-from megagrpo.models.families.recurrence import Mamba2 as Mamba2Sizes
+from megagrpo.models.families.recurrence import GatedDelta
+from megagrpo.models.families.recurrence import ShortConv as ShortConvSizes
 from megagrpo.platform import device
 from megagrpo.platform.device import apex
+from megagrpo.policy.activations import with_xielu
 from megagrpo.policy.attention.gated_delta import GatedDeltaNet
 from megagrpo.policy.attention.global_heads import heads_by_block
 from megagrpo.policy.attention.head_norms import late, wide_normed
@@ -50,8 +52,10 @@ from megagrpo.policy.attention.latent_attention import LatentAttention
 from megagrpo.policy.attention.mamba2 import Mamba2
 from megagrpo.policy.attention.packed import Rotary, TorchAttention
 from megagrpo.policy.attention.prefixes import prefixed
+from megagrpo.policy.attention.short_conv import ShortConv
 from megagrpo.policy.attention.sparse import SparseAttention
 from megagrpo.policy.elementwise import geglu, rms_norm, swiglu
+from megagrpo.policy.parallel_blocks import FirstNorm, LayerNorm, SameNorm
 
 LAYERS_PER_BLOCK = 2  # hybrid layers in a decoder block with both parts
 BLOCK_SCALE = "block_scale"  # buffer of a decoder block's second layer, where the block's output has a factor
@@ -64,7 +68,7 @@ MLP_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 def layer_pattern(hf_config: HfConfig, stages: Sequence[int]) -> str:
     """Return HybridModel's layer pattern of the whole model. `stages` holds each stage's number of decoder blocks."""
-    attention, recurrent = "+" if hf_config.mla else "*", "M" if isinstance(hf_config.recurrence, Mamba2Sizes) else "G"
+    attention, recurrent = "+" if hf_config.mla else "*", "G" if isinstance(hf_config.recurrence, GatedDelta) else "M"
 
     def symbols_of(block: int) -> str:
         mixing = recurrent if hf_config.is_recurrent(block) else attention * hf_config.has_attention(block)
@@ -172,7 +176,8 @@ class LocalHybridStack(HybridStack):
         super().__init__(config, submodules, post_layer_norm=False, **kwargs)
         self.post_layer_norm = post_layer_norm
         if self.post_process and post_layer_norm:
-            self.final_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+            norm = LayerNorm if config.normalization == "LayerNorm" else RMSNorm
+            self.final_norm = norm(config, config.hidden_size, config.layernorm_epsilon)
 
 
 def _classes(hf_config: HfConfig, norm: type) -> tuple[Any, Any]:
@@ -180,9 +185,17 @@ def _classes(hf_config: HfConfig, norm: type) -> tuple[Any, Any]:
     attention = wide_normed(SelfAttention) if hf_config.wide_qk_norm else SelfAttention
     if hf_config.global_heads is not None:
         attention = heads_by_block(attention, hf_config)
+    mlp = with_xielu(MLP) if hf_config.activation == "xielu" else MLP
     if not hf_config.post_norms:
-        return attention, MLP
-    return post_normed(attention, norm), post_normed(MLP, norm)
+        return attention, mlp
+    return post_normed(attention, norm), post_normed(mlp, norm)
+
+
+def _block_norms(hf_config: HfConfig, norm: Any) -> tuple[Any, Any]:
+    """Return the classes of the norms before attention and before the MLP."""
+    if hf_config.parallel_blocks:
+        return FirstNorm, SameNorm
+    return (norm, norm) if hf_config.pre_norms else (IdentityOp, IdentityOp)
 
 
 def _head_norm(hf_config: HfConfig, norm: type) -> Any:
@@ -200,16 +213,17 @@ def _latent_core(hf_config: HfConfig) -> Any:
 
 
 def _mamba(hf_config: HfConfig, column: Any, row: Any) -> ModuleSpec:
-    """Return the spec of the mixer of Mamba-2 with these linears."""
+    """Return the spec of the mixer of Mamba-2 or of short convolutions with these linears."""
     submodules = MambaMixerSubmodules(in_proj=column, out_proj=row)
-    return ModuleSpec(module=Mamba2, params={"sizes": hf_config.recurrence}, submodules=submodules)
+    mixer = ShortConv if isinstance(hf_config.recurrence, ShortConvSizes) else Mamba2
+    return ModuleSpec(module=mixer, params={"sizes": hf_config.recurrence}, submodules=submodules)
 
 
 def local_spec(hf_config: HfConfig) -> ModuleSpec:
     """Return the spec of the stack without Transformer Engine."""
     attention_class, mlp_class = _classes(hf_config, RMSNorm)
     head_norm = _head_norm(hf_config, RMSNorm)
-    input_norm = RMSNorm if hf_config.pre_norms else IdentityOp
+    input_norm, mlp_norm = _block_norms(hf_config, RMSNorm)
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=TorchAttention,
@@ -257,7 +271,7 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
     activation = GatedActivation if hf_config.gated_mlp else None
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=activation)
     mlp_layer = TransformerLayerSubmodules(
-        pre_mlp_layernorm=input_norm,
+        pre_mlp_layernorm=mlp_norm,
         mlp=functools.partial(mlp_class.as_mlp_submodule, submodules=mlp),
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=MLP_KEYS,
@@ -321,11 +335,14 @@ def transformer_engine_spec(
         latent.submodules.core_attention = prefixed(latent.submodules.core_attention)
         if own_rotation or not hf_config.rotates_alike:
             attention.core_attention = rotating(attention.core_attention)
-    if own_linears or not hf_config.pre_norms:  # Transformer Engine's linears after a norm contain it
+    if hf_config.parallel_blocks:
+        spec.module = LocalHybridStack
+    # Transformer Engine's linears after a norm contain it
+    if own_linears or not hf_config.pre_norms or hf_config.parallel_blocks:
         own = (ColumnParallelLinear, RowParallelLinear)
         column, row = (TEColumnParallelLinear, TERowParallelLinear) if in_fp8 or not own_linears else own
         attention.linear_qkv, attention.linear_proj = column, row
-        layer.input_layernorm = mlp_layer.pre_mlp_layernorm = TENorm if hf_config.pre_norms else IdentityOp
+        layer.input_layernorm, mlp_layer.pre_mlp_layernorm = _block_norms(hf_config, TENorm)
         layer.sharded_state_dict_keys_map, mlp_layer.sharded_state_dict_keys_map = ATTENTION_KEYS, MLP_KEYS
         recurrent.in_proj, recurrent.out_proj = column, row
         recurrent_layer.input_layernorm, recurrent_layer.sharded_state_dict_keys_map = TENorm, RECURRENT_KEYS

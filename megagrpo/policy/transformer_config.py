@@ -19,21 +19,26 @@ from megagrpo.models.families.family import rope
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.models.families.recurrence import GatedDelta
 from megagrpo.platform import device
+from megagrpo.policy.elementwise import xielu
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.megatron_patches import keep_in_bf16, pad_routing
 from megagrpo.policy.overlap import overlap_config
 
 
-def _recompute_config(recompute: str, modules: Sequence[str], layers_per_block: int) -> dict[str, Any]:
+def _recompute_config(hf_config: HfConfig, recompute: str, modules: Sequence[str]) -> dict[str, Any]:
     """The fields of Megatron's configuration for recomputation."""
     if recompute == "selective":
         # Without Transformer Engine experts have no grouped products, and megatron-core 0.19 fails for norms (NameError
-        # in its checkpoint).
-        chosen = [name for name in modules if name not in ("moe_act", "layernorm") or device.has_transformer_engine()]
+        # in its checkpoint). The MLP of a parallel block reads the output of the norm before attention.
+        left_out = set() if device.has_transformer_engine() else {"moe_act", "layernorm"}
+        left_out |= {"layernorm"} if hf_config.parallel_blocks else set()
+        chosen = [name for name in modules if name not in left_out]
         return dict(recompute_granularity="selective", recompute_modules=chosen)
     # each decoder block stores one activation checkpoint, at its entry
     if recompute == "full":
-        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=layers_per_block)
+        return dict(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=hf_config.layers_per_block
+        )
     return {}
 
 
@@ -74,7 +79,7 @@ def transformer_config(hf_config: HfConfig, parallel: ParallelSection, options: 
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,  # for Megatron's own linears; `build` sets it for Transformer Engine's
         persist_layer_norm=fused,
-        **_recompute_config(options.recompute, options.recompute_modules, hf_config.layers_per_block),
+        **_recompute_config(hf_config, options.recompute, options.recompute_modules),
         **_shape_config(hf_config),
         **_layout_config(parallel),
         **_fusions_config(hf_config, fused, options.fusions),
@@ -106,7 +111,7 @@ def _shape_config(hf_config: HfConfig) -> dict[str, Any]:
         num_query_groups=hf_config.num_kv_heads,
         kv_channels=hf_config.head_dim,
         ffn_hidden_size=hf_config.intermediate_size,
-        normalization="RMSNorm",
+        normalization="LayerNorm" if hf_config.parallel_blocks else "RMSNorm",
         layernorm_zero_centered_gamma=hf_config.centred_norms,
         layernorm_epsilon=hf_config.norm_eps,
         gated_linear_unit=hf_config.gated_mlp,
@@ -202,7 +207,7 @@ def _activation(hf_config: HfConfig, fused: bool, fused_activation: bool) -> dic
             activation_func=quick_gelu, activation_func_clamp_value=hf_config.experts.clamp, glu_linear_offset=1.0
         )
     if not hf_config.gated_mlp:
-        return dict(activation_func=squared_relu)
+        return dict(activation_func={"relu2": squared_relu, "xielu": xielu}[hf_config.activation])
     # True selects the spec's activation module; without Transformer Engine that module is specs.GatedActivation.
     # The fused gelu is the tanh approximation. Megatron and GatedActivation know it by the name F.gelu.
     gelu = _tanh_gelu if fused and not fused_activation else F.gelu

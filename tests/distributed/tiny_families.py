@@ -51,6 +51,10 @@ def has_experts(name: str) -> bool:
 
 def class_of(kind: str) -> type[transformers.PreTrainedModel]:
     """transformers' class of a case."""
+    if kind == "KimiK25ForConditionalGeneration":
+        from tiny_kimi import published_class
+
+        return published_class()
     return getattr(transformers, kind if "For" in kind else f"{kind}ForCausalLM")
 
 
@@ -75,7 +79,7 @@ def tiny_model(kind: str, extra: dict[str, Any]) -> torch.nn.Module:
         for name, p in (*model.named_parameters(), *model.named_buffers()):
             buffer = not isinstance(p, torch.nn.Parameter)
             if (p.dim() == 1 and (name.endswith("bias") or not buffer)) or name.endswith(
-                ("correction_bias", "layer_scalar")
+                ("correction_bias", "layer_scalar", "expert_bias")
             ):
                 p.add_(torch.randn_like(p) * 0.1)
     return model

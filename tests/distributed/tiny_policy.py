@@ -86,7 +86,7 @@ def released(kind: str) -> dict[str, Any]:
         heads["hidden_size"] = 12 * real.head_dim
         if "mamba_expand" in raw:
             heads["mamba_n_heads"] = raw["mamba_expand"] * heads["hidden_size"] // raw["mamba_d_head"]
-    return raw | heads
+    return raw | heads | {own: heads[usual] for own, usual in FAMILIES[kind].names.items() if usual in heads}
 
 
 # Families that only the full suite and `prove_family.py` test in layouts: their shapes are in the families' files.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megagrpo.engine.access import GUARD, interface_addresses
 from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
+from megagrpo.models.families.precisions import QUANTIZATION, TEXT_CONFIG
 from megagrpo.platform.process.environment import inherited
 from megagrpo.platform.process.loopback import LOOPBACK, LOOPBACK_ADDRESS
 from megagrpo.platform.process.variables import ENVIRONMENT, MALLOC, OPENMP, TOKEN_FILE_VARIABLE
@@ -39,7 +40,10 @@ def server_command(
     `ports` belong to the first node.
     """
     headless = node is not None and node.index > 0
-    overrides = dict(o.family_flags.get("--hf-overrides", {})) | ({"quantization_config": None} if o.packed else {})
+    overrides = dict(o.family_flags.get("--hf-overrides", {}))
+    if o.packed:
+        dense = {QUANTIZATION: None}
+        overrides |= {TEXT_CONFIG: overrides.get(TEXT_CONFIG, {}) | dense} if o.packed_text else dense
     flags: dict[str, object] = {
         flag: value if isinstance(value, str) else json.dumps(value) for flag, value in o.family_flags.items()
     }

@@ -24,6 +24,7 @@ class ServerOptions:
     gpu_memory_utilization: float = 0.4
     quantization: str | None = None  # vLLM quantizes the weights to this when it loads them
     packed: bool = False  # the model's files hold packed tensors, which the plugin computes on loading
+    packed_text: bool = False  # with `packed`: text_config names the quantization
     family_flags: dict[str, Any] = field(default_factory=dict)  # words or JSON values that the model's family needs
     enforce_eager: bool = False
     # batch-invariant: results do not depend on which requests are batched together; needs a GPU

@@ -32,7 +32,8 @@ from megagrpo.models.bridge.tensor_files import TensorFile, dtype_name
 from megagrpo.models.bridge.torch_dist import StoredTensors
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.dense import EMBEDDING
-from megagrpo.models.families.hf_config import HfConfig, load_hf_config
+from megagrpo.models.families.hf_config import HfConfig, load_hf_config, read_raw_config
+from megagrpo.models.families.precisions import QUANTIZATION
 from megagrpo.models.families.recurrence import GatedDelta
 from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform import device
@@ -155,6 +156,9 @@ def _options(
         dtype=dtype,
         quantization=None if r.quantization == "none" else r.quantization,
         packed=_is_packed(model_folder),
+        packed_text=model is not None
+        and model.wrapper is not None
+        and not read_raw_config(model_folder).get(QUANTIZATION),
         family_flags=dict(served_flags(model)),
         max_model_len=max_model_len or config.longest_sequence,
         tp=r.tp,

@@ -263,7 +263,7 @@ def _stored_dtype(part: Part, stored: StoredTensors) -> torch.dtype:
 def _check_stored(own: Structure, stored: StoredTensors) -> None:
     for part in own.parts:
         for piece in part.places:
-            stored.check(piece, rows=max((block.shape[0] for block in part.blocks), default=0))
+            stored.check(piece, rows=max((rows for block in part.blocks for rows in block.shape[:1]), default=0))
 
 
 @contextlib.contextmanager

@@ -23,7 +23,8 @@ from megagrpo.models.families.family import COMMON, FIXED, Table
 
 _BLOCKS = 4  # decoder blocks of the model that is built: enough for the first dense blocks of mixtures
 _COLUMNS = 90
-_OTHER_MLP = re.compile(r"model\.layers\.\{L\}\.\w+\.gate_proj\.weight")  # of dense blocks, under another name
+# of dense blocks, under another name
+_OTHER_MLP = re.compile(r"model\.layers\.\{L\}\.\w+\.(gate_proj|w1)\.weight")
 _HEAD = "lm_head.weight"  # absent in tied models
 # Expression of the draft -> the part of a table. The first part of a group whose tensors all exist is taken.
 _PARTS: list[list[tuple[str, Table]]] = [

@@ -26,7 +26,7 @@ from megatron.core.safe_globals import SAFE_GLOBALS
 
 from megagrpo.models.bridge.torch_dist import StoredTensors
 from megagrpo.models.families.architecture import HfConfig
-from megagrpo.models.families.recurrence import Mamba2
+from megagrpo.models.families.recurrence import Mamba2, ShortConv
 from megagrpo.models.families.weight_sources import MEGATRON_LM, NEMO_WEIGHTS
 from megagrpo.platform.process.terminal import warn
 from megagrpo.policy.specs import LAYERS_PER_BLOCK
@@ -179,11 +179,14 @@ def _beyond_gpt(hf_config: HfConfig) -> list[str]:
         "norms over all heads together": hf_config.wide_qk_norm,
         "head norms after the rotation": hf_config.late_qk_norm,
         "blocks without norms before attention and MLP": not hf_config.pre_norms,
+        "attention and MLP on one norm": hf_config.parallel_blocks,
+        "trained activation": hf_config.activation == "xielu",
         "scales of residual branches": hf_config.residual_scale != 1,
         "scales of logits": hf_config.logit_scale != 1,
         "bias on softmax scores of experts": hf_config.experts is not None and hf_config.experts.softmax_bias,
         "frozen indexer of keys": hf_config.indexer is not None,
         "Mamba-2": isinstance(hf_config.recurrence, Mamba2),
+        "short convolutions": isinstance(hf_config.recurrence, ShortConv),
         "blocks of one part": hf_config.mlp_blocks is not None,
     }
     return [part for part, present in parts.items() if present]
@@ -208,6 +211,7 @@ def arguments(hf_config: HfConfig) -> dict[str, Any]:
         apply_layernorm_1p=hf_config.centred_norms,
         qk_layernorm=hf_config.qk_norm or hf_config.mla is not None,
         swiglu=hf_config.activation == "silu",
+        squared_relu=hf_config.activation == "relu2",
         add_bias_linear=hf_config.linear_bias,
         add_qkv_bias=hf_config.qkv_bias,
         untie_embeddings_and_output_weights=not hf_config.tied_embeddings,

@@ -312,11 +312,13 @@ def copy_side_files(source: Path, target: Path, dtype: torch.dtype | None = None
     raw = json.loads(config.read_text())
     left_out = {QUANTIZATION} if _has_its_code(raw, target) else {QUANTIZATION, REMOTE_CODE}
     changed = {key: value for key, value in raw.items() if key not in left_out}
+    if isinstance(text := raw.get(TEXT_CONFIG), dict):
+        changed[TEXT_CONFIG] = {key: value for key, value in text.items() if key != QUANTIZATION}
     if dtype is not None:
         named = [key for key in DTYPE_KEYS if key in raw] or DTYPE_KEYS[-1:]
         changed = changed | dict.fromkeys(named, dtype_name(dtype))
-        if isinstance(text := raw.get(TEXT_CONFIG), dict):
-            changed[TEXT_CONFIG] = text | {key: dtype_name(dtype) for key in DTYPE_KEYS if key in text}
+        if isinstance(text, dict):
+            changed[TEXT_CONFIG] |= {key: dtype_name(dtype) for key in DTYPE_KEYS if key in text}
     if changed != raw:
         config.write_text(json.dumps(changed, indent=2) + "\n")
 

@@ -20,6 +20,7 @@ from megagrpo.models.families.boxes import whole
 from megagrpo.models.families.dense import EMBEDDING, HEAD
 from megagrpo.models.families.hf_config import HfConfig, table_of
 from megagrpo.platform.parallel.layout import Layout
+from megagrpo.policy.activations import XIELU_CONSTANTS
 from megagrpo.policy.dora import update_norms
 from megagrpo.policy.fp8.dense_access import DenseWeight
 from megagrpo.policy.fp8.tensor import is_fp8
@@ -35,7 +36,7 @@ Parameter = Tensor | StoredWeight | DenseWeight
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # Either one module per expert, or Transformer Engine's grouped linear with one weight and bias per expert.
 _EXPERT = re.compile(r"(mlp\.experts\.)(?:local_experts\.(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(\d*)")
-_BUFFERS = (".router.expert_bias", BLOCK_SCALE)  # ends of the names of buffers that files hold
+_BUFFERS = (".router.expert_bias", BLOCK_SCALE, *XIELU_CONSTANTS)  # ends of the names of buffers that files hold
 _ADAPTER = re.compile(r"(.+)\.adapter\.(\w+)\.(lora_\w+)")
 _EXPERT_ADAPTER = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc[12]")
 

@@ -148,13 +148,15 @@ class HfConfig:
     softmax_scale: float | None = None  # scale of attention scores; None: 1 / sqrt(head_dim)
     score_cap: float | None = None  # attention scores x become cap tanh(x / cap)
     logit_cap: float | None = None  # logits x of the LM head become cap tanh(x / cap)
-    # activation of the gate: "silu", "gelu" in its tanh approximation; "relu2": the square of relu, without gates
+    # of the gate: "silu", or "gelu" in its tanh approximation; of an MLP without gates: "relu2", "xielu"
     activation: str = "silu"
     embedding_scale: float = 1.0
     block_scales: bool = False  # a number per block, which is not trained, multiplies its output
     residual_scale: float = 1.0  # factor on the outputs of attention and MLP before the residual sum
     logit_scale: float = 1.0  # factor on the logits
     pre_norms: bool = True  # inputs of attention and MLP are normalised
+    # attention and MLP of a block read the output of one norm; all norms are LayerNorm without bias
+    parallel_blocks: bool = False
     post_norms: bool = False  # outputs of attention and MLP are normalised too
     centred_norms: bool = False  # norm weights are stored as their distance from 1
 
@@ -172,7 +174,7 @@ class HfConfig:
     @property
     def gated_mlp(self) -> bool:
         """Whether MLPs and experts have a gate projection."""
-        return self.activation != "relu2"
+        return self.activation not in ("relu2", "xielu")
 
     @property
     def mlp_matrices(self) -> int:

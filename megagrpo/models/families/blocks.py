@@ -113,6 +113,11 @@ def same(name: str) -> BlockRule:
     return BlockRule((name,), blocks)
 
 
+def scalar(name: str) -> BlockRule:
+    """A tensor without dimensions, of which every rank has a parameter with one element."""
+    return BlockRule((name,), lambda local: [Block(name, (), ((), ()), grid=(1,), axis=0, at=0, count=1)])
+
+
 def vocab(name: str) -> BlockRule:
     """A tensor with one row per token. Megatron pads the vocabulary; padding rows belong to no block."""
 

@@ -16,7 +16,7 @@ from megagrpo.models.families.family import (
     rope_problems,
     unknown_rope_keys,
 )
-from megagrpo.models.families.precisions import QUANTIZATION, precision_problems
+from megagrpo.models.families.precisions import precision_problems
 from megagrpo.models.families.wrapper import MULTIMODAL, OUTER, TEXT_CONFIG, Wrapper
 
 # Keys that change no logit of a text model, whatever their value.
@@ -52,13 +52,14 @@ _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "q_lora_rank", "sliding_wi
 # Type of values in config.json -> the keys with this type or null, and the type's name.
 _TYPES: dict[type | tuple[type, ...], tuple[tuple[str, ...], str]] = {
     dict: (("rope_scaling", "rope_parameters"), "an object of keys and values"),
-    bool: (("tie_word_embeddings",), "true or false"),
+    bool: (("tie_word_embeddings", "use_expert_bias"), "true or false"),
     list: (("layer_types", "mlp_only_layers", "no_rope_layers"), "a list"),
     (int, float): (
         (
             *("rms_norm_eps", "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "initializer_range"),
             *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
             *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "routed_scaling_factor"),
+            *("layer_norm_eps", "norm_eps", "logit_scale"),
         ),
         "a number",
     ),
@@ -78,6 +79,7 @@ _PARALLEL = "attention and Mamba-2 read the same input in one block; here a bloc
 _BEYOND = {"jamba": _MAMBA1, "falcon_mamba": _MAMBA1, "falcon_h1": _PARALLEL}
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel")
 _OF_ANY = ("model_type", "architectures", "auto_map", "initializer_range")  # beside `OUTER`, of a multimodal model
+_WITHOUT_REFERENCE = ("bailing_moe", "bailing_moe_v2")  # Ling and Ring
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -131,10 +133,6 @@ def _wrapper_problems(family: Family, wrapper: Wrapper, raw: Raw) -> list[str]:
     for key in wrapper.conflicts(raw):
         said = f"config.json has {key}={raw[key]}, but {TEXT_CONFIG} has {raw[TEXT_CONFIG][key]}"
         problems.append(f"{said}, and vLLM and transformers read different ones; set both to what fits the weights")
-    inner = raw.get(TEXT_CONFIG) or {}
-    if inner.get(QUANTIZATION) and not raw.get(QUANTIZATION):
-        said = f"{TEXT_CONFIG} of config.json has {QUANTIZATION}, which is read outside of {TEXT_CONFIG} only"
-        problems.append(f"{said}; move it there in a copy of config.json")
     where = f"{TEXT_CONFIG} of config.json" if TEXT_CONFIG in raw else "config.json"
     return problems + [line.replace("config.json", where, 1) for line in architecture_problems(text_config(raw))]
 
@@ -193,6 +191,9 @@ def _unknown(raw: Raw) -> str:
             f"architecture {FAMILIES[same[0]].architecture} is not supported as model_type {kind}, but as "
             f"{same[0]}; set model_type to {same[0]} in a copy of config.json. Then all other keys are checked"
         )
+    if kind in _WITHOUT_REFERENCE:
+        said = f"architecture {kind} is not supported: transformers has no class for it, only the release's own code"
+        return f"{said}, so there is no reference to compare a family's logits with: docs/add_a_model.md"
     return (
         f"architecture {kind or ', '.join(classes)} is not supported: no file in megagrpo/models/families "
         f"describes it, and another family would compute other numbers. {_supported(str(kind))}"
@@ -211,7 +212,7 @@ def _unknown_wrapper(kind: str, inside: str) -> str:
     pairs = {(wrapper.model_type, name) for name, family in FAMILIES.items() for wrapper in family.wrappers}
     if texts := sorted(name for wrapper, name in pairs if wrapper == kind):
         return f"{kind} is supported with the text model {' or '.join(texts)}, not with {inside}: docs/add_a_model.md"
-    if inside in FAMILIES:
+    if family_of(inside):
         said = f"the text model {inside} is supported, but no `Wrapper` in megagrpo/models/families describes {kind}"
         return f"{kind} is multimodal: {said}, the model around it. docs/add_a_model.md shows how to add one"
     said = f"no file in megagrpo/models/families describes its text model {inside}. {_supported(inside)}"

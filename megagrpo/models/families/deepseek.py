@@ -9,6 +9,7 @@ from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.example import Example
 from megagrpo.models.families.family import Family, Raw
 from megagrpo.models.families.routed import NORMALIZED, groups
+from megagrpo.models.families.wrapper import Wrapper
 
 
 def _v2_problems(raw: Raw) -> list[str]:
@@ -72,12 +73,24 @@ def beyond(hf: HfConfig) -> tuple[str, ...]:
     return tuple(rf"model\.layers\.{hf.num_layers + i}\..+" for i in range(extra))
 
 
+_KIMI_K25 = Wrapper(
+    "kimi_k25",
+    "KimiK25ForConditionalGeneration",
+    texts=("kimi_k2", "deepseek_v3"),
+    ignored=(
+        *("media_placeholder_token_id", "use_unified_vision_chunk", "video_placeholder", "ignore_index"),
+        *("projection_hidden_size", "projection_layer_norm_eps"),
+    ),
+    untrained=(r"(model\.)?mm_projector\..+",),
+)
 V3_KEYS = (*latent.LATENT_KEYS, "num_nextn_predict_layers", "num_mtp_layers")
 V3_FIXED = (
     latent.LATENT_FIXED
     | {key: (value, f"set it to {value}, the only one that is supported") for key, value in V3_ROUTING.items()}
     | NORMALIZED
 )
+_TINY_MOONVIT: Raw = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+_TINY_MOONVIT |= dict(patch_size=8, pos_emb_height=4, pos_emb_width=4)
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
@@ -89,6 +102,7 @@ DEEPSEEK_V3 = Family(
     fixed=V3_FIXED,
     untrained=beyond,
     aliases=("kimi_k2",),
+    wrappers=(_KIMI_K25,),
     example=Example(
         models="DeepSeek-V3, R1, Kimi K2, Moonlight",
         differs="as `deepseek_v2`, experts also chosen by a bias",
@@ -98,6 +112,7 @@ DEEPSEEK_V3 = Family(
             | V3_ROUTING
             | dict(q_lora_rank=28, num_experts_per_tok=3),
         },
+        wrapped={"kimi_k25": dict(vision_config=_TINY_MOONVIT, projection_hidden_size=32, tie_word_embeddings=False)},
         served=latent.SERVED_LATENT,
         drift=1e-5,
     ),

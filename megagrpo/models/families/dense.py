@@ -35,6 +35,7 @@ POST_NORMED |= {
     "self_attention.post_norm.weight": same(LAYER + "post_attention_layernorm.weight"),
     "mlp.post_norm.weight": same(LAYER + "post_feedforward_layernorm.weight"),
 }
+UNGATED: Table = {"mlp.linear_fc1.weight": same(MLP + "up_proj.weight")}
 FUSED = MLP + "gate_up_proj.weight"
 GATE_UP: Table = {"mlp.linear_fc1.weight": gated(FUSED, FUSED)}
 QKV_BIAS: Table = {"self_attention.linear_qkv.bias": qkv(ATTENTION + "{p}_proj.bias")}

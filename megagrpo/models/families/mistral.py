@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.dense import DENSE, experts
-from megagrpo.models.families.example import Example
+from megagrpo.models.families.example import TINY_SIGLIP, Example
 from megagrpo.models.families.family import EXPERT_KEYS, Family, Raw, expert_problems, mixture, rope, windows
+from megagrpo.models.families.image_models import MISTRAL_SIZES, around
 from megagrpo.models.families.wrapper import Wrapper
 
 MISTRAL3 = Wrapper("mistral3", "Mistral3ForConditionalGeneration")  # around Mistral Small 3.1 and 3.2, and Ministral 3
@@ -21,7 +22,7 @@ MISTRAL = Family(
     table=lambda hf: DENSE,
     read=lambda raw, common: replace(common, windows=windows(raw, raw.get("sliding_window", 4096))),
     keys=("sliding_window",),
-    wrappers=(MISTRAL3,),
+    wrappers=(MISTRAL3, *around(MISTRAL_SIZES, "llava", "llava_next")),
     example=Example(
         models="Mistral 7B, Nemo, Small",
         differs="window",
@@ -29,6 +30,7 @@ MISTRAL = Family(
             "mistral": dict(sliding_window=None, head_dim=16),
             "mistral window": dict(sliding_window=7, head_dim=16),
         },
+        wrapped={"llava_next": dict(vision_config=TINY_SIGLIP, image_token_index=126, image_grid_pinpoints=[[32, 64]])},
     ),
 )
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.dense import DENSE, GATE_UP_DOWN, QK_NORM, QKV_BIAS, experts
-from megagrpo.models.families.example import TINY_EXPERTS, YARN, Example
+from megagrpo.models.families.example import TINY_EXPERTS, TINY_SIGLIP, YARN, Example
 from megagrpo.models.families.family import EXPERT_KEYS, Family, Raw, expert_problems, mixture, windows
+from megagrpo.models.families.image_models import QWEN_SIZES, around
 from megagrpo.models.families.vision import qwen_vision
 from megagrpo.models.families.wrapper import Wrapper
 
@@ -44,6 +45,7 @@ QWEN2 = Family(
             texts=("qwen2_5_vl_text",),
             vision=qwen_vision("Qwen2_5_VisionTransformerPretrainedModel", interleaved=False),
         ),
+        *around(QWEN_SIZES, "llava", "llava_next", "llava_onevision", "internvl"),
     ),
     example=Example(
         models="Qwen2, Qwen2.5",
@@ -52,11 +54,17 @@ QWEN2 = Family(
             "qwen2": {},
             "qwen2 upper windows": dict(use_sliding_window=True, sliding_window=5, max_window_layers=1),
         },
+        wrapped={
+            "llava_onevision": dict(
+                vision_config=TINY_SIGLIP, image_token_index=126, video_token_index=125, image_grid_pinpoints=[[32, 64]]
+            ),
+        },
         unserved={"qwen2 upper windows": MIXED_WINDOWS},
     ),
 )
 
 
+_TINY_INTERN_VIT = {key: value for key, value in TINY_SIGLIP.items() if key != "model_type"}
 HAS_HEAD_NORMS = dict.fromkeys(
     ("use_qk_norm", "qk_norm", "qk_layernorm"), (True, "this family normalises queries and keys")
 )
@@ -67,6 +75,7 @@ QWEN3 = Family(
     read=lambda raw, common: replace(common, qk_norm=True, windows=upper_windows(raw)),
     keys=UPPER_WINDOWS,
     fixed=HAS_HEAD_NORMS,
+    wrappers=around(QWEN_SIZES | dict(head_dim=128), "internvl"),
     example=Example(
         models="Qwen3, dense",
         differs="head norms, windows",
@@ -74,6 +83,7 @@ QWEN3 = Family(
             "qwen3": dict(head_dim=24, tie_word_embeddings=True),
             "qwen3 yarn": dict(head_dim=24, rope_parameters=YARN),
         },
+        wrapped={"internvl": dict(vision_config=_TINY_INTERN_VIT, image_token_id=126, tie_word_embeddings=True)},
     ),
 )
 

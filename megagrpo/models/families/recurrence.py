@@ -153,4 +153,65 @@ class Mamba2:
         return self.rows if projection == "in_proj" else {}
 
 
-Recurrence = GatedDelta | Mamba2
+@dataclass(frozen=True)
+class ShortConv:
+    """A gated short convolution (LFM2, arXiv 2511.23404) in place of attention in the decoder blocks `blocks`: each
+    channel's inputs x, times B, are convolved over the past, and the result is multiplied by C."""
+
+    width: int  # channels, which is the width of hidden states
+    kernel: int  # tokens that the convolution sees
+    blocks: frozenset[int]
+
+    name = "short convolutions"
+    modules = Mamba2.modules
+
+    @property
+    def most_ranks(self) -> int:
+        """Largest number of ranks that can share the channels."""
+        return self.width
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows of each part of the input projection: B, C and x."""
+        return dict.fromkeys("BCx", self.width)
+
+    @property
+    def inner(self) -> int:
+        """Inputs of the output projection."""
+        return self.width
+
+    @property
+    def convolved(self) -> dict[str, int]:
+        """Rows of the part that the convolution sees."""
+        return dict(x=self.width)
+
+    @property
+    def vectors(self) -> tuple[int, int]:
+        """Parameters outside of projections: (sharded over tensor-parallel ranks, replicated on all ranks)."""
+        return self.kernel * self.width, 0
+
+    @property
+    def state(self) -> int:
+        """Elements of a sequence's state in one block, besides its last tokens."""
+        return 0
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of a token in one block, without projections."""
+        return 2 * (self.kernel + 1) * self.width
+
+    def shared_parts(self, tp: int) -> str:
+        """Return the parts of which each of `tp` workers of vLLM has all rows."""
+        return ""
+
+    def why_not(self, tp: int, cp: int) -> str | None:
+        """Return why these numbers of ranks cannot share the channels; None if they can."""
+        said = f"hidden_size={self.width}, the channels of short convolutions, is not divisible by tp x cp = {tp * cp}"
+        return said if self.width % (tp * cp) else None
+
+    def sections(self, projection: str) -> dict[str, int]:
+        """Return the rows of each part of the input projection; empty for others."""
+        return self.rows if projection == "in_proj" else {}
+
+
+Recurrence = GatedDelta | Mamba2 | ShortConv

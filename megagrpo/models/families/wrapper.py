@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megagrpo.models.families.precisions import QUANTIZATION
+from megagrpo.models.families.precisions import TEXT_CONFIG as TEXT_CONFIG
 from megagrpo.models.families.vision import Vision, one_axis
 
 Raw = dict[str, Any]  # config.json as read
-TEXT_CONFIG = "text_config"
 # Keys of the whole model that change nothing without images, sounds and videos. In a file without `text_config` they
 # are between the keys of the text model.
 MULTIMODAL = frozenset(
@@ -21,9 +22,10 @@ MULTIMODAL = frozenset(
     "vision_feature_layer vision_feature_select_strategy".split()
 )
 _DTYPE = ("dtype", "torch_dtype")
+_TIES = "tie_word_embeddings"
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Keys of the whole model that count for its text model.
-OUTER = (*_DTYPE, *_TOKENS, "quantization_config", "tie_word_embeddings")
+OUTER = (*_DTYPE, *_TOKENS, QUANTIZATION, _TIES)
 _TOWERS = "vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio"
 
 
@@ -47,8 +49,13 @@ class Naming:
         return name.removeprefix(self.head) if name.startswith(f"{self.head}lm_head.") else name
 
 
-# Of files: before transformers 4.52, since then, and of models whose text model was the whole model once.
-NAMINGS = (Naming("language_model.model.", "language_model."), Naming("model.language_model."), Naming())
+# Of files: before transformers 4.52, since then, of Idefics, and of models whose text model was the whole model once.
+NAMINGS = (
+    Naming("language_model.model.", "language_model."),
+    Naming("model.language_model."),
+    Naming("model.text_model."),
+    Naming(),
+)
 MODULE_NAMES = Naming("model.language_model.")  # of transformers' modules, which adapters name
 
 
@@ -60,7 +67,9 @@ class Wrapper:
     - `prefix` begins the decoder's tensors in the published files. Files with another of `NAMINGS` load too.
     - `texts` are the values of `model_type` in `text_config`; (): the family's own.
     - `defaults` are keys of the text model that published files leave out, with the values of transformers' class.
-    - `ignored` are further keys of the whole model that change nothing without images, sounds and videos.
+    - `ignored` are further keys, of the whole model or `text_config`, that change nothing without images, sounds and
+      videos.
+    - `text_ties`: `tie_word_embeddings` in `text_config` counts, and a false one outside changes nothing.
     - `modules` names transformers' modules of the decoder and the head, which adapters name.
     - `untrained` are regular expressions of tensors outside the text model, besides the usual names of towers.
     - `vision` reads the tower for images from config.json; None: the model is trained on text only.
@@ -72,6 +81,7 @@ class Wrapper:
     texts: tuple[str, ...] = ()
     defaults: Raw = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    text_ties: bool = False
     untrained: tuple[str, ...] = ()
     modules: Naming = MODULE_NAMES
     vision: Callable[[Raw], Vision | None] | None = None
@@ -84,20 +94,24 @@ class Wrapper:
             inner = {key: value for key, value in raw.items() if key not in MULTIMODAL}
         inner = inner if self.vision is None else one_axis(inner)
         outer = {key: raw[key] for key in OUTER if raw.get(key) is not None}
+        if self.text_ties and not outer.get(_TIES):
+            outer.pop(_TIES, None)
         names = {"model_type", "architectures", "auto_map", *(_DTYPE if outer.keys() & {*_DTYPE} else ())}
+        names |= {*self.ignored}
         return self.defaults | {key: value for key, value in inner.items() if key not in names} | outer
 
     def conflicts(self, raw: Raw) -> list[str]:
         """Return the keys whose values in `text_config` and outside contradict each other, which transformers and vLLM
         read in different places."""
-        inner, key = raw.get(TEXT_CONFIG) or {}, "tie_word_embeddings"
-        both = [one.get(key) for one in (raw, inner)]
-        return [key] if None not in both and both[0] != both[1] else []
+        outer, inner = (one.get(_TIES) for one in (raw, raw.get(TEXT_CONFIG) or {}))
+        if None in (outer, inner) or outer == inner or (self.text_ties and inner):
+            return []
+        return [_TIES]
 
     def naming(self, names: Iterable[str]) -> Naming:
         """Return the naming of files that hold the tensors `names`; of the published ones if none is of a decoder."""
         for name in names:
-            for naming in NAMINGS[:2]:
+            for naming in NAMINGS[:-1]:
                 if name.startswith(naming.decoder):
                     return naming
         return next(naming for naming in NAMINGS if naming.decoder == self.prefix)

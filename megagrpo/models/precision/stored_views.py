@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from megagrpo.models.families.config_keys import text_config
-from megagrpo.models.families.precisions import METHOD, QUANTIZATION, precision_problems
+from megagrpo.models.families.precisions import METHOD, QUANTIZATION, precision_problems, quantization
 from megagrpo.models.precision.compressed import OF_COMPRESSED_PRODUCTS, compressed_views
 from megagrpo.models.precision.fp8_blocks import OF_FP8_PRODUCTS, fp8_views
 from megagrpo.models.precision.fused_experts import FUSED_EXPERTS, fused_views
+from megagrpo.models.precision.int8_rows import OF_INT8_PRODUCTS, int8_views
 from megagrpo.models.precision.mxfp4 import mxfp4_views
+from megagrpo.models.precision.packed_integers import awq_views, gptq_views
 from megagrpo.models.precision.view import Stored, View
 
 
@@ -21,7 +23,7 @@ def views_of(raw: dict[str, Any], stored: Stored) -> dict[str, View]:
     Empty for weights that files hold as the family does, and for formats that `precision_problems` refuses. Raises
     ValueError when tensors do not fit the format.
     """
-    config = raw.get(QUANTIZATION)
+    config = quantization(raw)
     if not config:
         return fused_views(raw, stored)
     if precision_problems(raw):
@@ -34,15 +36,22 @@ def views_of(raw: dict[str, Any], stored: Stored) -> dict[str, View]:
     return _VIEWS[config[METHOD]](config, stored, dtype)
 
 
-_VIEWS = {"fp8": fp8_views, "mxfp4": mxfp4_views, "compressed-tensors": compressed_views}
+_VIEWS = {
+    "fp8": fp8_views,
+    "mxfp4": mxfp4_views,
+    "compressed-tensors": compressed_views,
+    "awq": awq_views,
+    "gptq": gptq_views,
+    "bitsandbytes": int8_views,
+}
 # Last parts of tensors that quantized products use beside the weights, by method.
-_UNUSED = {"fp8": OF_FP8_PRODUCTS, "mxfp4": (), "compressed-tensors": OF_COMPRESSED_PRODUCTS}
+_UNUSED = {"fp8": OF_FP8_PRODUCTS, "compressed-tensors": OF_COMPRESSED_PRODUCTS, "bitsandbytes": OF_INT8_PRODUCTS}
 
 
 def unused(raw: dict[str, Any], views: dict[str, View], stored: Stored) -> set[str]:
     """Return the tensors that only quantized products use: scales of activations."""
-    config = raw.get(QUANTIZATION)
-    names = _UNUSED[config[METHOD]] if config and views else ()
+    config = quantization(raw)
+    names = _UNUSED.get(config[METHOD], ()) if config and views else ()
     return {name for name in stored if name not in views and name.rpartition(".")[2] in names}
 
 

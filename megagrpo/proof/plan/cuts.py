@@ -16,11 +16,13 @@ from megagrpo.sync.wire.sync_plan import layer_of
 VOCAB_PADDING = 64  # rows; vLLM rounds the vocabulary up to a multiple of it before sharding
 BY_ROWS = {"q_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj", "sinks"}
 BY_ROWS |= {"in_proj_qkvz", "in_proj_ba", "in_proj_z", "in_proj_b", "in_proj_a", "A_log", "dt_bias", "D"}  # whole heads
+BY_ROWS |= {"conv"}  # channels of short convolutions
 RECURRENT_PARTS = {"conv1d", "in_proj_qkv", "in_proj"}  # parts of all heads, one above the other
 BY_COLUMNS = {"o_proj", "out_proj", "down_proj", "w2"}
 # Besides these: every tensor with norm in its name, and all tensors of a router.
 KEPT_WHOLE = {"gate", "wg", "router", "moe_statics", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"}
 KEPT_WHOLE |= {"layer_scalar", "block_sparse_moe", "wq_b", "wk", "weights_proj"}  # MiniMax-M2's biases, indexers
+KEPT_WHOLE |= {"act_fn", "feed_forward"}  # parameters of an activation, LFM2's biases of experts
 STACKED_GATE_UP, STACKED_DOWN = "input_linear", "output_linear"  # of all experts of a block, [E, 2 I, H] and [E, H, I]
 MLP_KINDS = {STACKED_GATE_UP: "gate_up_proj", STACKED_DOWN: "down_proj"}  # the same names in an MLP
 _MIXERS = ("linear_attn", "mamba", "mixer")

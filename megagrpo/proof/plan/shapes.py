@@ -15,12 +15,13 @@ from megagrpo.models.families.hf_config import HfConfig, stage_layers
 def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:
     """Return the parameters of one layer on one of `tp` ranks, without experts. The router is on every rank."""
     attention, whole = mixing_parameters(model, layer)
-    norms = model.layers_per_block * (model.pre_norms + model.post_norms) * model.hidden_size
+    norms = (model.layers_per_block - model.parallel_blocks) * (model.pre_norms + model.post_norms) * model.hidden_size
     if model.has_experts(layer):
         shared = model.mlp_matrices * model.hidden_size * model.mixture.shared_size
         gate = model.hidden_size * model.mixture.shared_gate
         return (attention + shared) // tp + whole + norms + gate + router_parameters(model)
     mlp = model.mlp_matrices * model.hidden_size * model.intermediate_size * model.has_mlp(layer)
+    norms += 2 * (model.activation == "xielu")  # its parameters
     return (attention + mlp) // tp + whole + norms
 
 

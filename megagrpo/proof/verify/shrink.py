@@ -18,7 +18,7 @@ from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.config_keys import text_config
 from megagrpo.models.families.family import CHUNKED, COMMON, FULL, LINEAR, SLIDING, rope, rotated_share
 from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
-from megagrpo.models.families.recurrence import GatedDelta, Recurrence
+from megagrpo.models.families.recurrence import GatedDelta, Recurrence, ShortConv
 from megagrpo.policy.specs import layer_pattern
 from megagrpo.train_types import TrainSample
 from megagrpo.types import Routes
@@ -32,7 +32,7 @@ LOGPROB_CHUNK = 16
 # about the standard deviation of logits over temperature; the rollout log-probs are then near the policy's
 LOGIT_SCALE = 0.4
 _OUTER = ("embed_tokens.weight", "embeddings.weight", "lm_head.weight")
-_NEAR_ONE = ("magnitude", "layer_scalar")  # in names of vectors near 1, beside norms
+_NEAR_ONE = ("magnitude", "layer_scalar", "act_fn")  # in names of vectors near 1, beside norms
 HANG_MINUTES = 5.0
 # The first step of AdamW is lr * gradient / (|gradient| + epsilon). Usual rates move a weight by less than float32
 # rounding. With an epsilon near 0 the step is a sign, which turns the rounding error of a zero into a whole step. These
@@ -218,6 +218,8 @@ def _small_recurrence(real: Recurrence, hidden: int, parallel: ParallelSection, 
             linear_value_head_dim=padded(12, unit),
             shared_expert_intermediate_size=padded(24, unit * parallel.tp),
         )
+    if isinstance(real, ShortConv):
+        return {}  # its channels are those of hidden states
     groups, width = 1 if real.groups == 1 else of_ranks, 4
     small |= dict(mamba_expand=2, mamba_n_heads=2 * hidden // width, mamba_d_head=width)
     return small | dict(mamba_n_groups=groups, mamba_d_state=6 * parallel.tp)
@@ -245,7 +247,9 @@ def random_tensor(
     """
     generator = torch.Generator().manual_seed(crc32(name.encode()))
     noise = torch.randn(shape, generator=generator)
-    if len(shape) == 1 or name.endswith("e_score_correction_bias"):
+    if name.endswith("act_fn.eps"):  # xIELU jumps at 0 with other values, where rounding would decide
+        return torch.full(shape, -1e-6)
+    if len(shape) <= 1 or name.endswith("e_score_correction_bias"):
         from_one = "norm" in name and not (centred_norms and "linear_attn" not in name)
         return 0.1 * noise + (1.0 if from_one or any(word in name for word in _NEAR_ONE) else 0.0)
     scale = LOGIT_SCALE * temperature if name.endswith(_OUTER) else 1.0

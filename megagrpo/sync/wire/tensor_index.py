@@ -23,7 +23,7 @@ ENGINE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # vLLM keeps these tensors in float32 for every compute dtype. A bfloat16 engine receives each element as ADDENDS
 # bfloat16 numbers that sum to it, along one extra dimension. Rounded to bfloat16, biases of ten or more would select
 # other experts.
-FLOAT32_TENSORS = ("e_score_correction_bias",)
+FLOAT32_TENSORS = ("e_score_correction_bias", "feed_forward.expert_bias")
 ADDENDS = 3
 ALIGNMENT = 64  # bytes; every block begins at a multiple in its file
 

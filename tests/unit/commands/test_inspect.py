@@ -116,7 +116,7 @@ def test_every_reason_to_refuse_a_model_is_listed(model, capsys):
     ]
     assert code == 2 and len(found["problems"]) == len(expected)
     assert all(said.startswith(start) for said, start in zip(found["problems"], expected, strict=True))
-    set_keys(model, mlp_bias=True, quantization_config={"quant_method": "awq"})
+    set_keys(model, mlp_bias=True, quantization_config={"quant_method": "hqq"})
     (model / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     assert main(["inspect", str(model)]) == 2
     refused = [line for line in capsys.readouterr().out.splitlines() if line.startswith("refused: ")]

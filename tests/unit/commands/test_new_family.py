@@ -60,12 +60,12 @@ def test_of_a_multimodal_model_the_text_model_is_drafted_and_the_line_for_the_wh
     line = 'wrappers=(Wrapper("olmo_vl", "OlmoForVision"),),'
     assert main(["new-family", str(tmp_path), "--out", str(out)]) == 2
     assert f"its text model olmo3 is supported; add to its file: {line}" in capsys.readouterr().err
-    whole["text_config"] = dict(model_type="apertus", num_hidden_layers=4, vocab_size=100, hidden_size=64) | dict(
+    whole["text_config"] = dict(model_type="helium", num_hidden_layers=4, vocab_size=100, hidden_size=64) | dict(
         num_attention_heads=4, num_key_value_heads=2, intermediate_size=96
     )
     (tmp_path / "config.json").write_text(json.dumps(whole))
     assert main(["new-family", str(tmp_path), "--out", str(out)]) == 0
-    assert f"add {line}" in capsys.readouterr().out and '    "apertus",' in out.read_text()
+    assert f"add {line}" in capsys.readouterr().out and '    "helium",' in out.read_text()
 
 
 def test_a_type_that_transformers_does_not_know_is_an_error(tmp_path):

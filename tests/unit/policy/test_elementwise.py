@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megagrpo.policy.elementwise import geglu, rms_norm, rotate, swiglu
+from megagrpo.policy.elementwise import geglu, rms_norm, rotate, swiglu, xielu
 
 
 def inputs(*shapes, dtype=torch.float64):
@@ -52,6 +52,22 @@ def test_gradients_are_those_of_finite_differences():
     assert torch.autograd.gradcheck(lambda x: rotate(x, 1.3 * cos[..., :3], 1.3 * sin[..., :3], interleaved=True), x)
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (x, weight))
     assert torch.autograd.gradcheck(swiglu, x) and torch.autograd.gradcheck(geglu, x)
+
+
+def test_xielu_is_transformers_and_its_gradients_are_those_of_finite_differences():
+    from transformers.activations import XIELUActivation
+
+    (x,) = inputs((6, 9))
+    theirs = XIELUActivation(dtype=torch.float64)
+    positive, negative = (F.softplus(p.detach()).requires_grad_() for p in (theirs.alpha_p, theirs.alpha_n))
+    constants = theirs.beta.view(1), theirs.eps.view(1)
+    ours = xielu(x, positive, theirs.beta + negative, *constants)
+    torch.testing.assert_close(ours, theirs(x))
+    for eps in (-1e-6, -0.5):  # many x lie between the second and 0
+        constants = theirs.beta.view(1), torch.tensor([eps], dtype=torch.float64)
+        assert torch.autograd.gradcheck(lambda *p, fixed=constants: xielu(*p, *fixed), (x, positive, negative))
+    narrow = xielu(x.bfloat16(), positive.bfloat16(), negative.bfloat16(), *(one.bfloat16() for one in constants))
+    assert narrow.dtype == torch.bfloat16
 
 
 def test_views_and_their_gradients_are_those_of_copies():

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -614,6 +615,10 @@ def test_a_familys_flags_join_those_of_packed_files(tmp_path):
     found = {flag: json.loads(command[command.index(flag) + 1]) for flag in flags}
     assert found == flags | {"--hf-overrides": flags["--hf-overrides"] | {"quantization_config": None}}
     assert command.count("--hf-overrides") == 1
+    inside = replace(options, packed_text=True, family_flags={"--hf-overrides": {"text_config": {"scale": 2}}})
+    command = Launcher(inside, tmp_path)._command(1)
+    found = json.loads(command[command.index("--hf-overrides") + 1])
+    assert found == {"text_config": {"scale": 2, "quantization_config": None}}
 
 
 def test_a_server_does_not_inherit_the_ranks_of_its_launcher(options, tmp_path, monkeypatch):

@@ -87,6 +87,9 @@ MISTRAL_3 = PIXTRAL | dict(vision_feature_layer=-1)
 FP8 = dict(
     quantization_config=dict(quant_method="fp8", fmt="e4m3", weight_block_size=[128, 128], activation_scheme="dynamic")
 )
+INT4_WEIGHTS = dict(num_bits=4, type="int", symmetric=True, strategy="group", group_size=32)
+INT4 = dict(quant_method="compressed-tensors", format="pack-quantized", ignore=["lm_head", "re:.*self_attn.*"])
+INT4 |= dict(config_groups={"group_0": dict(targets=["Linear"], weights=INT4_WEIGHTS)})
 DEEPSEEK_V3 = PUBLISHED["DeepSeek V3 in bfloat16"][2]
 YARN_2512 = dict(beta_fast=32.0, beta_slow=1.0, factor=16.0, llama_4_scaling_beta=0.1, mscale=1.0, mscale_all_dim=1.0)
 YARN_2512 |= dict(original_max_position_embeddings=16384, rope_theta=1000000.0, rope_type="yarn", type="yarn")
@@ -233,10 +236,77 @@ MORE: dict[str, Raw] = {
     "gpt-oss 20B": published("gpt-oss 20B in bfloat16")
     | dict(quantization_config=dict(quant_method="mxfp4", modules_to_not_convert=["lm_head", "model.embed_tokens"])),
     "Llama 3.1 8B AWQ": published("Llama 3.1 8B Instruct")
-    | dict(quantization_config=dict(quant_method="awq", bits=4, group_size=128)),
+    | dict(quantization_config=dict(quant_method="awq", bits=4, group_size=128, version="gemm", zero_point=True)),
+    "Qwen2.5 0.5B GPTQ Int4": published("Qwen2.5 0.5B")
+    | dict(
+        quantization_config=dict(quant_method="gptq", bits=4, group_size=128, desc_act=False, sym=True)
+        | dict(damp_percent=0.01, static_groups=False, true_sequential=True, model_file_base_name="model")
+    ),
+    "Llama 3.1 8B bitsandbytes 8 bits": published("Llama 3.1 8B Instruct")
+    | dict(quantization_config=dict(quant_method="bitsandbytes", load_in_8bit=True, llm_int8_threshold=6.0)),
     "Llama 3.1 8B bitsandbytes": published("Llama 3.1 8B Instruct")
     | dict(quantization_config=dict(quant_method="bitsandbytes", load_in_4bit=True)),
-    "Kimi K2.5": whole("kimi_k25", "KimiK25ForConditionalGeneration", DEEPSEEK_V3 | dict(model_type="kimi_k2")),
+}
+MORE["Kimi K2.5"] = whole(
+    "kimi_k25",
+    "KimiK25ForConditionalGeneration",
+    MORE["Kimi K2"] | dict(architectures=["DeepseekV3ForCausalLM"], quantization_config=INT4),
+    auto_map=dict(AutoModelForCausalLM="modeling_kimi_k25.KimiK25ForConditionalGeneration"),
+    media_placeholder_token_id=163605,
+    ignore_index=-100,
+    pad_token_id=163839,
+    use_unified_vision_chunk=True,
+    video_placeholder="<|kimi_k25_video_placeholder|>",
+    tie_word_embeddings=False,
+    dtype="bfloat16",
+)
+LLAVA = dict(image_token_index=32000, ignore_index=-100, projector_hidden_act="gelu", torch_dtype="float16")
+LLAVA |= dict(image_seq_length=576, vision_feature_layer=-2, vision_feature_select_strategy="default")
+TILES = dict(image_grid_pinpoints=[[336, 672]], use_image_newline_parameter=True, tie_word_embeddings=False)
+VICUNA = dict(model_type="llama", max_position_embeddings=4096, rms_norm_eps=1e-5, vocab_size=32064)
+VICUNA |= dict(architectures=["LlamaForCausalLM"], torch_dtype="float16", _name_or_path="lmsys/vicuna-7b-v1.5")
+# Keys that Idefics' training code left in text_config.
+IDEFICS = dict(_flash_attn_2_enabled=True, is_llama_config=True, neftune_noise_alpha=0.0, pixel_shuffle_factor=4)
+IDEFICS |= dict(perceiver_config={"_attn_implementation_autoset": False}, qk_layer_norms=False, use_resampler=False)
+IDEFICS |= dict(rope_interleaved=False, rope_theta=100000, pad_token_id=2, torch_dtype="bfloat16")
+QWEN2_05B = text("qwen2", 896, 24, 14, 2, 4864, 152000, max_position_embeddings=32768, max_window_layers=24)
+QWEN2_05B |= dict(rms_norm_eps=1e-6, rope_theta=1000000.0, sliding_window=32768, use_sliding_window=False)
+MORE |= {
+    "LLaVA 1.5 7B": whole("llava", "LlavaForConditionalGeneration", VICUNA, **LLAVA),
+    "LLaVA 1.6 Mistral 7B": whole(
+        "llava_next",
+        "LlavaNextForConditionalGeneration",
+        dict(model_type="mistral", intermediate_size=14336, max_position_embeddings=32768, num_key_value_heads=8)
+        | dict(rms_norm_eps=1e-5, rope_theta=1000000.0, sliding_window=None, vocab_size=32064),
+        **LLAVA | TILES,
+    ),
+    "LLaVA OneVision 0.5B": whole(
+        "llava_onevision",
+        "LlavaOnevisionForConditionalGeneration",
+        QWEN2_05B | dict(tie_word_embeddings=True),
+        **LLAVA | TILES | dict(vision_aspect_ratio="anyres_max_9", video_token_index=151647),
+    ),
+    "InternVL3 1B hf": whole(
+        "internvl",
+        "InternVLForConditionalGeneration",
+        QWEN2_05B | dict(vocab_size=151674),
+        **dict(downsample_ratio=0.5, image_seq_length=256, image_token_id=151667, projector_hidden_act="gelu"),
+        **dict(torch_dtype="bfloat16", vision_feature_layer=-1, vision_feature_select_strategy="default"),
+    ),
+    "SmolVLM 256M": whole(
+        "smolvlm",
+        "SmolVLMForConditionalGeneration",
+        text("llama", 576, 30, 9, 3, 1536, 49280, head_dim=64, max_position_embeddings=8192, rms_norm_eps=1e-5)
+        | IDEFICS,
+        **dict(image_token_id=49190, scale_factor=4, tie_word_embeddings=False, use_cache=False),
+    ),
+    "Idefics3 8B Llama3": whole(
+        "idefics3",
+        "Idefics3ForConditionalGeneration",
+        dict(model_type="llama", intermediate_size=14336, max_position_embeddings=131072, num_key_value_heads=8)
+        | dict(rms_norm_eps=1e-5, rope_theta=500000.0, vocab_size=128259, pad_token_id=128002),
+        **dict(image_token_id=128257, scale_factor=2, tie_word_embeddings=False, torch_dtype="bfloat16"),
+    ),
 }
 # Classes without a family here, so far: model_type -> class, and for multimodal models the model_type of `text_config`.
 CLASSES: dict[str, tuple[str, str | None]] = {
@@ -250,15 +320,12 @@ CLASSES: dict[str, tuple[str, str | None]] = {
     "glm4v": ("Glm4vForConditionalGeneration", "glm4v_text"),
     "glm4v_moe": ("Glm4vMoeForConditionalGeneration", "glm4v_moe_text"),
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", None),
-    "internvl": ("InternVLForConditionalGeneration", "qwen3"),
     "jamba": ("JambaForCausalLM", None),
     "lfm2": ("Lfm2ForCausalLM", None),
-    "llava": ("LlavaForConditionalGeneration", "llama"),
     "minimax_m2": ("MiniMaxM2ForCausalLM", None),
     "nemotron_h": ("NemotronHForCausalLM", None),
     "phi4_multimodal": ("Phi4MultimodalForCausalLM", None),
     "qwen3_omni_moe": ("Qwen3OmniMoeForConditionalGeneration", None),
-    "smolvlm": ("SmolVLMForConditionalGeneration", "llama"),
 }
 _SUPPORTED = {*FAMILIES, *(wrapper.model_type for family in FAMILIES.values() for wrapper in family.wrappers)}
 MORE |= {

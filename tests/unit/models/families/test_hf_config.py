@@ -127,6 +127,11 @@ def test_heads_that_divide_but_groups_that_do_not_are_reported():
     assert "num_key_value_heads=3 is not divisible by tp=9; valid tp: 1, 3" in problem
 
 
+def test_an_architecture_without_a_reference_says_so():
+    (problem,) = architecture_problems(dict(model_type="bailing_moe_v2", architectures=["BailingMoeV2ForCausalLM"]))
+    assert "transformers has no class for it" in problem and "no reference to compare" in problem
+
+
 def test_an_unknown_architecture_names_the_supported_ones():
     (problem,) = architecture_problems({"model_type": "gpt2"})
     assert "architecture gpt2 is not supported: no file" in problem
@@ -141,7 +146,7 @@ def test_an_unknown_architecture_names_the_supported_ones():
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantized"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"model_type": "qwen2", "layer_types": ["full_attention"] * 29 + ["linear_attention"]}, "linear_attention"),

@@ -35,6 +35,17 @@ GEMMA3 = dict(
     transformers_version="4.50.0.dev0",
     vision_config=dict(hidden_size=1152, model_type="siglip_vision_model"),
 )
+
+
+def published_llava(kind="llama", **outside):
+    """config.json of a LLaVA 1.5 as published: sizes that are transformers' defaults are left out."""
+    vision = dict(model_type="clip_vision_model", hidden_size=1024, num_attention_heads=16)
+    text = dict(model_type=kind, max_position_embeddings=4096, rms_norm_eps=1e-5, torch_dtype="float16")
+    keys = dict(image_token_index=32000, ignore_index=-100, projector_hidden_act="gelu", torch_dtype="float16")
+    keys |= dict(model_type="llava", architectures=["LlavaForConditionalGeneration"], vision_feature_layer=-2)
+    return keys | dict(text_config=text, vision_config=vision) | outside
+
+
 LAYERS = ("layers.0.mlp.up_proj.weight", "norm.weight")
 
 
@@ -50,7 +61,7 @@ def test_the_published_config_of_gemma_3_is_the_text_model_that_transformers_bui
     assert ours.windows[:6] == (1024,) * 5 + (None,) and ours.raw["eos_token_id"] == [1, 106]
 
 
-@pytest.mark.parametrize("naming", NAMINGS[:2])
+@pytest.mark.parametrize("naming", NAMINGS[:3])
 def test_the_names_of_the_files_decide_and_what_is_outside_of_the_text_model_stays_as_loaded(naming):
     names = [naming.decoder + name for name in LAYERS]
     hf_config = parse_hf_config(GEMMA3, ["vision_tower.x", *names])
@@ -92,8 +103,8 @@ def test_keys_of_the_whole_model_are_checked():
         ),
         (dict(text_config=GEMMA3["text_config"] | dict(new=1)), "text_config of config.json (gemma3_text) has new=1"),
         (
-            dict(text_config=GEMMA3["text_config"] | dict(quantization_config=dict(quant_method="fp8"))),
-            "text_config of config.json has quantization_config, which is read outside of text_config only; move it",
+            dict(text_config=GEMMA3["text_config"] | dict(quantization_config=dict(quant_method="new"))),
+            "text_config of config.json has quantization_config with quant_method='new'",
         ),
         (dict(text_config=dict(model_type="gemma3_text")), "text_config of config.json lacks num_hidden_layers"),
         (
@@ -102,6 +113,25 @@ def test_keys_of_the_whole_model_are_checked():
         ),
     ]:
         assert said in architecture_problems(GEMMA3 | change)[0]
+
+
+def test_a_llava_is_tied_if_its_text_config_is_whatever_stands_outside():
+    raw = published_llava(tie_word_embeddings=False)
+    assert parse_hf_config(raw | dict(text_config=raw["text_config"] | dict(tie_word_embeddings=True))).tied_embeddings
+    assert not parse_hf_config(raw).tied_embeddings
+    said = architecture_problems(
+        raw | dict(tie_word_embeddings=True, text_config=raw["text_config"] | dict(tie_word_embeddings=False))
+    )
+    assert "config.json has tie_word_embeddings=True, but text_config has False" in said[0]
+
+
+def test_sizes_that_a_llava_leaves_out_are_those_of_the_text_models_class():
+    for kind in ("llama", "mistral", "qwen2"):
+        raw = published_llava(kind)
+        ours, theirs = parse_hf_config(raw), transformers.AutoConfig.for_model(**raw).get_text_config()
+        assert (ours.family, ours.num_layers, ours.hidden_size) == (kind, 32, theirs.hidden_size)
+        assert (ours.num_heads, ours.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
+        assert (ours.intermediate_size, ours.vocab_size) == (theirs.intermediate_size, theirs.vocab_size)
 
 
 def test_the_whole_models_dtype_replaces_the_text_models():

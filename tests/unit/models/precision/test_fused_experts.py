@@ -10,7 +10,8 @@ from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.models.families.weight_sources import SINGLE
 
-ONE_OF_EACH = {kind: name for name, (kind, _) in EVERY.items() if has_experts(name)}.values()
+ONE_OF_EACH = {kind: name for name, (kind, _) in EVERY.items() if has_experts(name)}
+del ONE_OF_EACH["KimiK25ForConditionalGeneration"]  # transformers then saves its tower under other names too
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)

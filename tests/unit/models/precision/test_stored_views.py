@@ -271,7 +271,7 @@ def test_an_export_has_the_files_of_the_model_unpacked(tmp_path):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (dict(quant_method="awq", bits=4), "quant_method='awq', quantized weights that cannot be dequantized exactly"),
+        (dict(quant_method="hqq", bits=4), "quant_method='hqq', quantized weights that cannot be dequantized exactly"),
         (dict(bits=4), "quant_method=None"),
         ([1], "quant_method=None"),
         (MXFP4, "mxfp4 weights, whose layout is known for gpt_oss only"),

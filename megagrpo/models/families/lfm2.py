@@ -1,0 +1,137 @@
+"""LFM2: short convolutions in place of attention in most blocks, norms per head, and an MLP whose width config.json may
+tell as that of an MLP without a gate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megagrpo.models.families.architecture import HfConfig
+from megagrpo.models.families.blocks import gated, part_rows, qkv, same
+from megagrpo.models.families.dense import DENSE, LAYER
+from megagrpo.models.families.example import Example
+from megagrpo.models.families.family import FULL, LINEAR, Family, Raw, Table, rope
+from megagrpo.models.families.recurrence import ShortConv
+
+CONV = "conv"  # of layer_types
+_ATTENTION, _CONV, _MLP = LAYER + "self_attn.", LAYER + "conv.", LAYER + "feed_forward."
+_OPERATOR, _FFN = same(LAYER + "operator_norm.weight"), same(LAYER + "ffn_norm.weight")
+LFM2: Table = DENSE | {
+    "decoder.final_norm.weight": same("model.embedding_norm.weight"),
+    "input_layernorm.weight": _OPERATOR,
+    "self_attention.linear_qkv.layer_norm_weight": _OPERATOR,
+    "self_attention.linear_qkv.weight": qkv(_ATTENTION + "{p}_proj.weight"),
+    "self_attention.linear_proj.weight": same(_ATTENTION + "out_proj.weight"),
+    "self_attention.q_layernorm.weight": same(_ATTENTION + "q_layernorm.weight"),
+    "self_attention.k_layernorm.weight": same(_ATTENTION + "k_layernorm.weight"),
+    "norm.weight": _OPERATOR,
+    "mixer.in_proj.layer_norm_weight": _OPERATOR,
+    "mixer.in_proj.weight": part_rows(dict.fromkeys("BCx", _CONV + "in_proj.weight")),
+    "mixer.conv1d_weight": same(_CONV + "conv.weight"),
+    "mixer.out_proj.weight": same(_CONV + "out_proj.weight"),
+    "pre_mlp_layernorm.weight": _FFN,
+    "mlp.linear_fc1.layer_norm_weight": _FFN,
+    "mlp.linear_fc1.weight": gated(_MLP + "w1.weight", _MLP + "w3.weight"),
+    "mlp.linear_fc2.weight": same(_MLP + "w2.weight"),
+}
+_KEYS = (
+    *("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "block_ff_dim", "norm_eps"),
+    *("conv_L_cache", "conv_dim", "block_dim", "full_attn_idxs", "layer_types", "tie_embedding"),
+)
+_UNREAD = "block_mlp_init_scale block_norm_eps block_out_init_scale block_use_swiglu block_use_xavier_init"
+_UNREAD += " conv_dim_out conv_use_xavier_init num_heads theta use_pos_enc"
+
+
+def _width(raw: Raw) -> int:
+    """Return the width of the MLP."""
+    width, multiplier = raw.get("block_ff_dim") or raw["intermediate_size"], raw.get("block_ffn_dim_multiplier", 1.0)
+    if not raw.get("block_auto_adjust_ff_dim", True):
+        return width
+    width = int(2 * width / 3)
+    if multiplier is None:
+        return width
+    multiple = raw.get("block_multiple_of", 256)
+    return multiple * -(-int(multiplier * width) // multiple)
+
+
+def convolved(raw: Raw, common: HfConfig) -> HfConfig:
+    """Return the architecture of blocks with short convolutions, without the width of their MLPs."""
+    attention = raw.get("full_attn_idxs") or []
+    types = raw.get("layer_types") or [FULL if block in attention else CONV for block in range(common.num_layers)]
+    blocks = frozenset(block for block in range(common.num_layers) if types[block] != FULL)
+    return replace(
+        common,
+        norm_eps=raw["norm_eps"],
+        rope_theta=rope({"rope_theta": 1e6} | raw)["rope_theta"],
+        tied_embeddings=bool(raw.get("tie_embedding", raw.get("tie_word_embeddings", True))),
+        qk_norm=True,
+        recurrence=ShortConv(common.hidden_size, raw["conv_L_cache"], blocks),
+    )
+
+
+def _read(raw: Raw, common: HfConfig) -> HfConfig:
+    return replace(convolved(raw, common), intermediate_size=_width(raw))
+
+
+def _problems(raw: Raw) -> list[str]:
+    problems = [
+        f"{key} is {raw.get(key)!r} in config.json; vLLM reads it, and it must be hidden_size"
+        for key in ("conv_dim", "block_dim")
+        if raw.get(key) != raw.get("hidden_size")
+    ]
+    if not raw.get("block_ff_dim") and not raw.get("intermediate_size"):
+        problems.append("config.json lacks intermediate_size or block_ff_dim")
+    if not raw.get("layer_types") and not raw.get("full_attn_idxs"):
+        problems.append("config.json lacks layer_types or full_attn_idxs")
+    return problems
+
+
+TINY_LFM2: Raw = dict(norm_eps=1e-5, conv_L_cache=3, pad_token_id=0)
+_TINY: Raw = TINY_LFM2 | dict(conv_dim=96, block_dim=96, block_multiple_of=16)
+FAMILY = Family(
+    "lfm2",
+    "Lfm2ForCausalLM",
+    table=lambda hf: LFM2,
+    read=_read,
+    problems=_problems,
+    required=("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "norm_eps", "conv_L_cache"),
+    keys=_KEYS,
+    ignored=(*_UNREAD.split(), "rms_norm_eps"),  # this family's is norm_eps
+    fixed={"conv_bias": (False, "biases of convolutions and their projections are not supported")},
+    layer_types=(FULL, CONV, LINEAR),
+    names={"block_ff_dim": "intermediate_size", "conv_dim": "hidden_size", "block_dim": "hidden_size"},
+    example=Example(
+        models="LFM2 350M, 700M, 1.2B and 2.6B",
+        differs="short convolutions in most blocks, norms per head",
+        cases={
+            "lfm2": _TINY | dict(layer_types=[CONV, CONV, FULL, CONV]),
+            "lfm2 untied, other widths": _TINY
+            | dict(layer_types=[FULL, CONV] * 2, conv_L_cache=4, block_auto_adjust_ff_dim=False)
+            | dict(tie_word_embeddings=False),
+        },
+        served=dict(conv_dim=192, block_dim=192),  # the width in the tests' servers
+        release=dict(
+            model_type="lfm2",
+            architectures=["Lfm2ForCausalLM"],
+            block_auto_adjust_ff_dim=True,
+            block_dim=2048,
+            block_ff_dim=12288,
+            block_ffn_dim_multiplier=1.0,
+            block_multiple_of=256,
+            bos_token_id=1,
+            conv_L_cache=3,
+            conv_bias=False,
+            conv_dim=2048,
+            eos_token_id=7,
+            full_attn_idxs=[2, 5, 8, 10, 12, 14],
+            hidden_size=2048,
+            max_position_embeddings=128000,
+            norm_eps=1e-05,
+            num_attention_heads=32,
+            num_hidden_layers=16,
+            num_key_value_heads=8,
+            rope_theta=1000000.0,
+            vocab_size=65536,
+        )
+        | dict.fromkeys(_UNREAD.split(), 1),
+    ),
+)
