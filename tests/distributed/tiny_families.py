@@ -60,7 +60,7 @@ def tiny_config(kind: str, extra: dict[str, Any]) -> transformers.PretrainedConf
     # Only the eager attention of transformers caps scores.
     keys = copy.deepcopy(TINY_SIZES | extra)
     if (whole := keys.pop(WHOLE, None)) is not None:
-        keys = dict(text_config=keys, **whole)
+        keys = whole | dict(text_config=keys | whole.get("text_config", {}))
     return class_of(kind).config_class(**keys, attn_implementation="eager")
 
 

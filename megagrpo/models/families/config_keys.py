@@ -132,7 +132,9 @@ def _wrapper_problems(family: Family, wrapper: Wrapper, raw: Raw) -> list[str]:
         said = f"{TEXT_CONFIG} of config.json has {QUANTIZATION}, which is read outside of {TEXT_CONFIG} only"
         problems.append(f"{said}; move it there in a copy of config.json")
     where = f"{TEXT_CONFIG} of config.json" if TEXT_CONFIG in raw else "config.json"
-    return problems + [line.replace("config.json", where, 1) for line in architecture_problems(text_config(raw))]
+    text = text_config(raw)
+    lines = [f"config.json lacks {key}" for key in wrapper.missing(text)] + architecture_problems(text)
+    return problems + [line.replace("config.json", where, 1) for line in lines]
 
 
 def _wrong_types(family: Family, raw: Raw) -> list[str]:
