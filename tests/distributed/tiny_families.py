@@ -49,6 +49,12 @@ def has_experts(name: str) -> bool:
     return any("experts" in key and value for key, value in EVERY[name][1].items())
 
 
+def on_one_stage(name: str) -> bool:
+    """Whether pipeline stages cannot share a case."""
+    keys = EVERY[name][1]
+    return bool((keys | keys.get(WHOLE, {}).get("text_config", {})).get("num_kv_shared_layers"))
+
+
 def class_of(kind: str) -> type[transformers.PreTrainedModel]:
     """transformers' class of a case."""
     return getattr(transformers, kind if "For" in kind else f"{kind}ForCausalLM")

@@ -66,6 +66,7 @@ class Example:
     - `wrapped` are tiny multimodal models around the first case: model_type of a wrapper -> the keys of config.json
       beside `text_config`, which itself may have keys that replace those of the case.
     - `release` is config.json of a published model, with the sizes of that model.
+    - `others` are further published models, by name, whose parts `release` lacks: keys that differ from `release`.
     - `served` are keys that the tiny models need in vLLM on a CPU, which has kernels for some sizes only.
     - `served_dtype` is what vLLM computes in on a CPU: "bfloat16" where its kernels have no float32.
     - `unserved` maps a case to the regular expression of vLLM's error.
@@ -80,6 +81,7 @@ class Example:
     cases: dict[str, Raw]
     wrapped: dict[str, Raw] = field(default_factory=dict)
     release: Raw = field(default_factory=dict)
+    others: dict[str, Raw] = field(default_factory=dict)
     served: Raw = field(default_factory=dict)
     served_dtype: str = "float32"
     unserved: dict[str, str] = field(default_factory=dict)

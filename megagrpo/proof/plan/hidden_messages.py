@@ -119,6 +119,8 @@ def refused_by_model(name: str, model: HfConfig) -> str:
         return f"{model.family} has no experts"
     if name == "shared_experts" and not model.mixture.shared_size:
         return f"{model.family} has no shared experts"
+    if name == "shared_experts" and model.mixture.beside_mlp:
+        return f"the shared experts of {model.family} have norms of their own"
     # Megatron switches `tp` off for the whole model at the first linear whose name Transformer Engine does not know.
     if name == "tp" and model.mla:
         return f"Transformer Engine cannot overlap {model.family}'s latent attention"

@@ -184,16 +184,19 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
         attention += (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     unfused = gpu and "bias_activation" not in config.model.fusions
     inside = 5 if unfused else 3
-    mlp = inside * model.intermediate_size / tp
+    mlp = inside * model.mean_mlp_width / tp
     if model.experts:
         routed = 6 if unfused else 3 if gpu else 4
         sent = model.experts.per_token / tp * (routed * model.experts.intermediate_size + model.hidden_size)
         sent += inside * model.experts.shared_size / tp
         mixed = len(model.experts.blocks) / model.num_layers
         mlp = mixed * sent + (1 - mixed) * mlp
-    everything = (6 if model.post_norms else 4) * model.hidden_size / shards + attention + mlp
+    # of the inputs per layer: rows, projection, norm, sum and its gradient, gate and its product
+    vectors = (7 * model.layer_inputs + 2 * model.hidden_size) / shards if model.layer_inputs else 0
+    everything = (6 if model.post_norms else 4) * model.hidden_size / shards + attention + mlp + vectors
     everything += adapted_outputs(model, config.parallel, config.lora) if config.lora.use_dora else 0
-    stored = model.hidden_size / shards if config.model.recompute == "full" else everything
+    at_entry = (model.hidden_size + 5 * model.layer_inputs) / shards
+    stored = at_entry if config.model.recompute == "full" else everything
     beside = (4 + 4 * config.lora.use_dora) * model.intermediate_size / tp if config.lora.enabled else 0
     return everything, stored, 2 * model.hidden_size / shards + mlp + expert_output_elements(model, tp) + beside
 

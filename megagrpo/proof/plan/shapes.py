@@ -18,15 +18,17 @@ def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:
     norms = 2 * (model.pre_norms + model.post_norms) * model.hidden_size
     if model.has_experts(layer):
         shared = 3 * model.hidden_size * model.mixture.shared_size
-        gate = model.hidden_size * model.mixture.shared_gate
+        gate = model.hidden_size * (model.mixture.shared_gate + 3 * model.mixture.beside_mlp)  # or three more norms
         return (attention + shared) // tp + whole + norms + gate + router_parameters(model)
-    mlp = 3 * model.hidden_size * model.intermediate_size
-    return (attention + mlp) // tp + whole + norms
+    mlp = 3 * model.hidden_size * model.in_block(layer).intermediate_size
+    of_inputs = model.hidden_size * (2 * model.layer_inputs + 1) if model.layer_inputs else 0
+    return (attention + mlp) // tp + whole + norms + of_inputs
 
 
 def router_parameters(model: HfConfig) -> int:
     """Return the parameters of the router of one layer with experts."""
-    return model.mixture.count * (model.hidden_size + model.linear_bias)
+    factors = (model.hidden_size + model.mixture.count) * model.mixture.beside_mlp
+    return model.mixture.count * (model.hidden_size + model.linear_bias) + factors
 
 
 def layer_route_bytes(model: HfConfig) -> int:
@@ -49,10 +51,10 @@ def attention_parameters(model: HfConfig) -> tuple[int, int]:
     mla, heads = model.mla, model.num_heads
     if mla is None:
         of_queries = 3 if model.attention_gate else 2  # with those of the outputs
-        of_keys = (1 if model.keys_as_values else 2) * model.num_kv_heads  # and values
+        of_keys = _keys_and_values(model) * model.num_kv_heads
         projections = model.hidden_size * model.head_dim * (of_queries * heads + of_keys)
         biases = model.head_dim * (heads + 2 * model.num_kv_heads) if model.qkv_bias else 0
-        head_norms = 2 * model.head_dim if model.qk_norm and not model.wide_qk_norm else 0
+        head_norms = (2 - model.borrows) * model.head_dim if model.qk_norm and not model.wide_qk_norm else 0
         wide_norms = model.head_dim * (heads + model.num_kv_heads) if model.wide_qk_norm else 0
         of_heads = biases + wide_norms + (heads if model.sinks else 0)
         return projections + of_heads, head_norms + (model.hidden_size if model.linear_bias else 0)
@@ -61,6 +63,11 @@ def attention_parameters(model: HfConfig) -> tuple[int, int]:
     to_latents = model.hidden_size * ((mla.query_rank or 0) + mla.kv_rank + mla.rope_dim)
     norms = (mla.query_rank or 0) + mla.kv_rank + indexer_parameters(model)
     return heads * (of_queries + of_keys_and_values + mla.value_dim * model.hidden_size), to_latents + norms
+
+
+def _keys_and_values(model: HfConfig) -> int:
+    """Return the number of projections to keys and values in a block."""
+    return 0 if model.borrows else 1 if model.keys_as_values else 2
 
 
 def indexer_parameters(model: HfConfig) -> int:
@@ -95,7 +102,8 @@ def layers_of_ranks(model: HfConfig, parallel: ParallelSection) -> list[list[int
     return [[layer for piece in pieces[stage :: parallel.pp] for layer in piece] for stage in range(parallel.pp)]
 
 
-Kind = tuple[bool, bool, int]  # of a layer: whether it has experts, whether Gated DeltaNet, width of a head
+# of a layer: whether it has experts, whether Gated DeltaNet, width of a head, whether it borrows keys and values
+Kind = tuple[bool, bool, int, bool]
 
 
 def _layer_counts(model: HfConfig, parallel: ParallelSection) -> list[dict[Kind, int]]:
@@ -115,7 +123,8 @@ def _counted(model: HfConfig, pieces: tuple[int, ...], pp: int) -> list[dict[Kin
 
 
 def _kind(model: HfConfig, layer: int) -> Kind:
-    return model.has_experts(layer), model.is_recurrent(layer), model.in_block(layer).head_dim
+    own = model.in_block(layer)
+    return model.has_experts(layer), model.is_recurrent(layer), own.head_dim, own.borrows
 
 
 @lru_cache(maxsize=64)
@@ -132,8 +141,9 @@ def stage_parameters(model: HfConfig, parallel: ParallelSection) -> list[int]:
     tp = parallel.tp
     of_kind = _kind_parameters(model, tp)
     sizes = [sum(of_kind[kind] * count for kind, count in kinds.items()) for kinds in _layer_counts(model, parallel)]
-    embedding = model.padded_vocab(tp) // tp * model.hidden_size
-    sizes[0] += embedding
+    rows, vectors = model.padded_vocab(tp) // tp, model.layer_inputs * model.num_layers
+    embedding = rows * model.hidden_size
+    sizes[0] += embedding + vectors * (rows + model.hidden_size) + model.layer_inputs
     sizes[-1] += model.hidden_size
     if parallel.pp > 1 or not model.tied_embeddings:
         sizes[-1] += embedding
@@ -257,7 +267,7 @@ def stage_fp8(model: HfConfig, parallel: ParallelSection, bf16_layers: Sequence[
 
 def _cut_linears(model: HfConfig, layer: int) -> int:
     """Return the parameters of one layer's linears that are sharded over tensor-parallel ranks."""
-    width = model.intermediate_size
+    width = model.in_block(layer).intermediate_size
     if model.has_experts(layer):
         width = model.mixture.shared_size
     return mixing_parameters(model, layer)[0] + 3 * model.hidden_size * width
@@ -266,7 +276,7 @@ def _cut_linears(model: HfConfig, layer: int) -> int:
 def stage_linears(model: HfConfig, parallel: ParallelSection) -> list[int]:
     """Return the parameters of the blocks' parallel linears on one rank per pipeline stage, experts included; not those
     of latents, whose weights are whole on every rank."""
-    dense, mixed, experts = 3 * model.hidden_size * model.intermediate_size, 0, 0
+    mixed, experts = 0, 0
     if model.experts:
         mixed = 3 * model.hidden_size * model.experts.shared_size
         width = model.experts.intermediate_size // parallel.expert_tp
@@ -275,7 +285,8 @@ def stage_linears(model: HfConfig, parallel: ParallelSection) -> list[int]:
     for layers in layers_of_ranks(model, parallel):
         mixtures = sum(map(model.has_experts, layers))
         attention = sum(_linears_of_mixing(model, layer) for layer in layers)
-        outside = attention + mixtures * mixed + (len(layers) - mixtures) * dense
+        wide = sum(model.in_block(layer).intermediate_size for layer in layers if not model.has_experts(layer))
+        outside = attention + mixtures * mixed + 3 * model.hidden_size * wide
         stages.append(outside // parallel.tp + mixtures * experts)
     return stages
 
@@ -288,7 +299,7 @@ def _linears_of_mixing(model: HfConfig, layer: int) -> int:
         values = delta.value_heads * delta.value_dim
         return model.hidden_size * (2 * delta.key_heads * delta.key_dim + 3 * values + 2 * delta.value_heads)
     model = model.in_block(layer)
-    of_queries, of_keys = 3 if model.attention_gate else 2, (1 if model.keys_as_values else 2) * model.num_kv_heads
+    of_queries, of_keys = 3 if model.attention_gate else 2, _keys_and_values(model) * model.num_kv_heads
     return model.hidden_size * model.head_dim * (of_queries * model.num_heads + of_keys)
 
 

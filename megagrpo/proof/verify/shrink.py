@@ -29,7 +29,12 @@ NUM_PROMPTS, GROUP_SIZE = 4, 3
 LOGPROB_CHUNK = 16
 # about the standard deviation of logits over temperature; the rollout log-probs are then near the policy's
 LOGIT_SCALE = 0.4
-_NEAR_ONE = ("magnitude", "layer_scalar")  # in names of vectors near 1, beside norms
+_NEAR_ONE = (
+    "magnitude",
+    "layer_scalar",
+    "router.scale",
+    "per_expert_scale",
+)  # in names of vectors near 1, beside norms
 HANG_MINUTES = 5.0
 # The first step of AdamW is lr * gradient / (|gradient| + epsilon). Usual rates move a weight by less than float32
 # rounding. With an epsilon near 0 the step is a sign, which turns the rounding error of a zero into a whole step. These
@@ -163,6 +168,7 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
             topk_group=1,
             first_k_dense_replace=1 if 0 not in real.experts.blocks else 0,
             num_experts_per_tok=min(2, real.experts.per_token),
+            top_k_experts=min(3, real.experts.per_token),  # of two, the norm of their sum cancels gradients
             moe_intermediate_size=padded(32, unit * lcm(parallel.expert_tp, parallel.tp)),
             shared_expert_intermediate_size=padded(32, unit * parallel.tp),
             moe_layers=None,
@@ -179,6 +185,10 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
             shared_expert_intermediate_size=padded(24, unit * parallel.tp),
             rms_norm_eps=1e-2,  # the norm of a recurrent output near 0 would amplify rounding
         )
+    if real.borrowers:
+        small |= dict(num_hidden_layers=4, num_kv_shared_layers=2)
+    if real.layer_inputs:
+        small |= dict(hidden_size_per_layer_input=padded(24, unit), vocab_size_per_layer_input=VOCABULARY)
     if real.unrotated:
         small |= dict(no_rope_layers=[(layer + 1) % 2 for layer in range(small["num_hidden_layers"])])
     small |= dict(floor_scale=WINDOW) if real.query_scale else {}

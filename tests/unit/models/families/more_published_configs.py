@@ -206,18 +206,10 @@ MORE: dict[str, Raw] = {
         transformers_version="4.51.0.dev0",
     ),
     "Gemma 4 31B it": whole("gemma4", "Gemma4ForConditionalGeneration", GEMMA4, **GEMMA4_IDS),
-    "Gemma 4 E2B it": whole(
-        "gemma4",
-        "Gemma4ForConditionalGeneration",
-        GEMMA4 | dict(attention_k_eq_v=False, hidden_size_per_layer_input=256, num_kv_shared_layers=20),
-        **GEMMA4_IDS,
-    ),
-    "Gemma 4 26B A4B it": whole(
-        "gemma4",
-        "Gemma4ForConditionalGeneration",
-        GEMMA4 | dict(enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704),
-        **GEMMA4_IDS,
-    ),
+    **{
+        f"{name} it": whole("gemma4", "Gemma4ForConditionalGeneration", published(name), **GEMMA4_IDS)
+        for name in ("Gemma 4 E2B", "Gemma 4 E4B", "Gemma 4 26B-A4B")
+    },
     "Granite 4.0 H Micro": published("release of granitemoehybrid")
     | dict(layer_types=["mamba"] * 39 + ["attention"], position_embedding_type="nope"),
     "Kimi K2": DEEPSEEK_V3
