@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -34,15 +35,15 @@ class WholeWeight(nn.Module):
         return F.linear(x, self.weight)
 
 
-class LayerInputs(nn.Module):
+class LayerInputs(MegatronModule):
     """The vectors of all `blocks` blocks, of `width` elements each."""
 
     current: Tensor  # [T, 1, blocks, width] of the forward pass in progress
 
     def __init__(self, embedding: Any, blocks: int, width: int):
-        super().__init__()
         config, words = embedding.config, embedding.word_embeddings
-        self.config, self.shape, self.scale = config, (blocks, width), width**0.5
+        super().__init__(config)
+        self.shape, self.scale = (blocks, width), width**0.5
         self.words = VocabParallelEmbedding(
             words.num_embeddings,
             blocks * width,
