@@ -125,7 +125,7 @@ FAMILY = Family(
             | dict(attention_k_eq_v=True, tie_word_embeddings=False)
             | dict(per_layer_config={block: dict(head_dim=32, num_key_value_heads=6) for block in "13"}),
             "gemma4 experts": _TINY | TINY_MIXTURE,
-            "gemma4 small": _TINY | TINY_SMALL,
+            "gemma4 small": _TINY | TINY_SMALL | dict(num_key_value_heads=1),
         },
         wrapped={"gemma4": dict(vision_config=_TINY_TOWER, text_config=TINY_SMALL, **_TOKENS)},
         release=_RELEASE,

@@ -116,18 +116,20 @@ def model_problems(hf_config: HfConfig, parallel: ParallelSection) -> list[Probl
     rules = {"num_attention_heads": 1, "num_key_value_heads": 2}  # the rule of all other keys, widths of an MLP, is 3
     if not all(map(hf_config.has_experts, range(hf_config.num_layers))):
         sizes["intermediate_size"] = hf_config.intermediate_size
+    widths = {"num_key_value_heads": hf_config.head_dim}  # of the KV heads that several ranks may share
     if own := hf_config.global_heads:
         sizes["num_global_key_value_heads"] = own.num_kv_heads
+        widths |= {} if own.keys_as_values else {"num_global_key_value_heads": own.head_dim}
     if hf_config.experts and hf_config.experts.shared_size:
         sizes["moe_intermediate_size x n_shared_experts"] = hf_config.experts.shared_size
 
     def fits(key: str, size: int, tp: int) -> bool:
-        if key != "num_key_value_heads" or hf_config.mla or size % tp == 0:
+        if key not in widths or hf_config.mla or size % tp == 0:
             return size % tp == 0
         if hf_config.wide_qk_norm:  # ranks that share a KV head would each hold a copy of its norm
             return False
         # ranks share the rows of a KV head's group, so the rows must be divisible too
-        return tp % size == 0 and 2 * size * hf_config.head_dim % tp == 0
+        return tp % size == 0 and 2 * size * widths[key] % tp == 0
 
     for key, size in sizes.items():
         if not fits(key, size, tp):
