@@ -74,6 +74,8 @@ _TYPES: dict[type | tuple[type, ...], tuple[tuple[str, ...], str]] = {
 }
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel")
 _OF_ANY = ("model_type", "architectures", "auto_map", "initializer_range")  # beside `OUTER`, of a multimodal model
+# model_type without a family -> its parts for which there is no code in `policy`
+_NEW_PARTS = dict.fromkeys(("gemma3n", "gemma3n_text"), "AltUp, Laurel and activations of the largest values only")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -199,7 +201,8 @@ def _supported(name: str) -> str:
     """Return how to add a family, and the names of the supported ones that are most like `name`."""
     near = get_close_matches(name.removesuffix("_text"), FAMILIES, n=3) or ["llama", "qwen3"]
     others = f"{', '.join(near)} and {len(FAMILIES) - len(near)} more"
-    return f"docs/add_a_model.md shows how to write that file. Supported (docs/models.md): {others}"
+    needs = f"It needs {_NEW_PARTS[name]}, which megagrpo/policy does not compute. " if name in _NEW_PARTS else ""
+    return f"{needs}docs/add_a_model.md shows how to write that file. Supported (docs/models.md): {others}"
 
 
 def _unknown_wrapper(kind: str, inside: str) -> str:

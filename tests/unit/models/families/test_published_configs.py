@@ -30,6 +30,13 @@ def test_every_published_config_loads_or_is_refused_with_a_way_out():
             assert "name a folder with its text model" not in problem
 
 
+def test_a_model_without_a_family_whose_parts_have_no_code_is_told_so():
+    (problem,) = outcomes()["Gemma3n"]
+    assert (
+        "It needs AltUp, Laurel and activations of the largest values only, which megagrpo/policy does not" in problem
+    )
+
+
 def test_the_text_models_of_gemma_3_have_their_published_sizes():
     sizes = {name: parse_hf_config(MORE[name]) for name in LOADED[:3]}
     assert [(m.num_heads, m.num_kv_heads, m.head_dim) for m in sizes.values()] == [
