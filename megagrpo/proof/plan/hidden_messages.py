@@ -117,6 +117,8 @@ def refused_by_model(name: str, model: HfConfig) -> str:
     """Return why the overlap `name` cannot run with this model; empty if it can."""
     if name in ("experts", "weight_gradients", "shared_experts") and not model.experts:
         return f"{model.family} has no experts"
+    if name == "experts" and (model.block_scales or model.residual_scale != 1):
+        return f"Megatron's combined schedule leaves out the factors on outputs of {model.family}"
     if name == "shared_experts" and not model.mixture.shared_size:
         return f"{model.family} has no shared experts"
     if name == "shared_experts" and model.mixture.beside_mlp:
