@@ -179,6 +179,7 @@ def _beyond_gpt(hf_config: HfConfig) -> list[str]:
         "head norms after the rotation": hf_config.late_qk_norm,
         "blocks without norms before attention and MLP": not hf_config.pre_norms,
         "scales of residual branches": hf_config.residual_scale != 1,
+        "factors on the outputs of blocks": hf_config.block_scales,
         "scales of logits": hf_config.logit_scale != 1,
         "bias on softmax scores of experts": hf_config.experts is not None and hf_config.experts.softmax_bias,
         "frozen indexer of keys": hf_config.indexer is not None,
