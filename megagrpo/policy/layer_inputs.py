@@ -53,6 +53,8 @@ class LayerInputs(MegatronModule):
             tp_group=words.tp_group,
         )
         self.words.__class__ = TokenEmbedding
+        weight: Any = self.words.weight
+        weight.is_embedding_or_output_parameter = True  # Muon leaves it to AdamW
         self.projection = WholeWeight(config, config.hidden_size, blocks * width)
         self.norm = RMSNorm(config, width, config.layernorm_epsilon)
 
