@@ -37,6 +37,7 @@ from megagrpo.policy.embedding import ScaledEmbedding, TokenEmbedding
 from megagrpo.policy.experts import prepare_experts
 from megagrpo.policy.fp8.megatron_patches import leave_fp8
 from megagrpo.policy.fp8.products import quantise_linears
+from megagrpo.policy.layer_inputs import add_layer_inputs
 from megagrpo.policy.parallel_blocks import join_norms
 from megagrpo.policy.specs import BLOCK_SCALE, layer_pattern, local_spec, transformer_engine_spec
 from megagrpo.policy.transformer_config import ModelOptions, fuses_rope, transformer_config
@@ -142,6 +143,8 @@ def _build_chunk(
     if model.post_process:
         model.output_layer.__class__, model.output_layer.cap = LMHead, hf_config.logit_cap
         model.output_layer.scale = hf_config.logit_scale
+    if hf_config.layer_inputs:
+        add_layer_inputs(model, hf_config.layer_inputs, hf_config.num_layers)
     if hf_config.block_scales:
         _scale_blocks(model, config.params_dtype, hf_config.layers_per_block)
     if hf_config.parallel_blocks:

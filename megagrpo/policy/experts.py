@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.policy.balance import BalancedRouter
 from megagrpo.policy.chunks import layers_of
+from megagrpo.policy.experts_beside_mlp import ScaledRouter
 
 
 def prepare_experts(model: nn.Module, hf_config: HfConfig) -> None:
@@ -26,6 +27,9 @@ def prepare_experts(model: nn.Module, hf_config: HfConfig) -> None:
             router, experts = layer.mlp.router, hf_config.experts
             assert experts is not None, "a layer with experts in a model without"
             router.__class__, router.frozen_expert_bias = BalancedRouter, True
+            if experts.beside_mlp:
+                router.__class__ = ScaledRouter
+                router.add_scales()
             if experts.groups > 1:
                 router.router_replay = BestGroups(
                     experts.groups, experts.groups_per_token, best=2 if experts.bias else 1

@@ -55,6 +55,7 @@ from megagrpo.policy.attention.prefixes import prefixed
 from megagrpo.policy.attention.short_conv import ShortConv
 from megagrpo.policy.attention.sparse import SparseAttention
 from megagrpo.policy.elementwise import geglu, rms_norm, swiglu
+from megagrpo.policy.experts_beside_mlp import beside_mlp
 from megagrpo.policy.parallel_blocks import FirstNorm, LayerNorm, SameNorm
 
 LAYERS_PER_BLOCK = 2  # hybrid layers in a decoder block with both parts
@@ -198,6 +199,26 @@ def _block_norms(hf_config: HfConfig, norm: Any) -> tuple[Any, Any]:
     return (norm, norm) if hf_config.pre_norms else (IdentityOp, IdentityOp)
 
 
+@functools.cache
+def _mlp_layer(hf_config: HfConfig) -> Any:
+    """Return the class of hybrid layers with an MLP."""
+    if not hf_config.wide_borrowers:
+        return MLPLayer
+
+    class WidthByBlock(MLPLayer):
+        def __init__(self, config: TransformerConfig, submodules: Any, layer_number: int, *args: Any, **kwargs: Any):
+            config = copy.copy(config)  # borrowers are on the only pipeline stage, so the number is the whole model's
+            config.ffn_hidden_size = hf_config.in_block((layer_number - 1) // LAYERS_PER_BLOCK).intermediate_size
+            super().__init__(config, submodules, layer_number, *args, **kwargs)
+
+    return WidthByBlock
+
+
+def _mixture_class(hf_config: HfConfig, norm: type) -> Any:
+    """Return the class of a layer's experts. Beside an MLP they normalise their input themselves."""
+    return beside_mlp(norm) if hf_config.experts and hf_config.experts.beside_mlp else MoELayer
+
+
 def _head_norm(hf_config: HfConfig, norm: type) -> Any:
     """Return the class of the norm of each head's queries and keys; None if there is none."""
     if not hf_config.qk_norm or hf_config.wide_qk_norm:
@@ -222,6 +243,7 @@ def _mamba(hf_config: HfConfig, column: Any, row: Any) -> ModuleSpec:
 def local_spec(hf_config: HfConfig) -> ModuleSpec:
     """Return the spec of the stack without Transformer Engine."""
     attention_class, mlp_class = _classes(hf_config, RMSNorm)
+    mixture_class = _mixture_class(hf_config, RMSNorm)
     head_norm = _head_norm(hf_config, RMSNorm)
     input_norm, mlp_norm = _block_norms(hf_config, RMSNorm)
     attention = SelfAttentionSubmodules(
@@ -282,7 +304,9 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
     )
     # Transformer Engine's spec does not fuse this norm either, because the router reads its output too.
     moe_layer = TransformerLayerSubmodules(
-        pre_mlp_layernorm=RMSNorm, mlp=functools.partial(MoELayer, submodules=experts), mlp_bda=get_bias_dropout_add
+        pre_mlp_layernorm=RMSNorm if mixture_class is MoELayer else IdentityOp,
+        mlp=functools.partial(mixture_class, submodules=experts),
+        mlp_bda=get_bias_dropout_add,
     )
     return ModuleSpec(
         module=LocalHybridStack,
@@ -291,7 +315,7 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
             mla_layer=ModuleSpec(module=TransformerLayer, submodules=latent_layer),
             gdn_layer=ModuleSpec(module=TransformerLayer, submodules=recurrent_layer),
             mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba_layer),
-            mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp_layer),
+            mlp_layer=ModuleSpec(module=_mlp_layer(hf_config), submodules=mlp_layer),
             moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=moe_layer),
         ),
     )
@@ -337,6 +361,7 @@ def transformer_engine_spec(
             attention.core_attention = rotating(attention.core_attention)
     if hf_config.parallel_blocks:
         spec.module = LocalHybridStack
+    moe = spec.submodules.moe_layer.submodules
     # Transformer Engine's linears after a norm contain it
     if own_linears or not hf_config.pre_norms or hf_config.parallel_blocks:
         own = (ColumnParallelLinear, RowParallelLinear)
@@ -352,7 +377,6 @@ def transformer_engine_spec(
         mlp_layer.mlp = functools.partial(MLP.as_mlp_submodule, submodules=mlp)
         latent.linear_q_proj = latent.linear_q_up_proj = latent.linear_kv_up_proj = column
         latent.linear_proj = row
-        moe = spec.submodules.moe_layer.submodules
         grouped = moe.mlp.keywords["submodules"].experts
         in_turn = functools.partial(SequentialMLP, submodules=mlp)
         moe.mlp = functools.partial(
@@ -363,7 +387,9 @@ def transformer_engine_spec(
             ),
         )
     attention_class, mlp_class = _classes(hf_config, TENorm)
-    layer.self_attention.module = attention_class
+    layer.self_attention.module, spec.submodules.mlp_layer.module = attention_class, _mlp_layer(hf_config)
     if mlp_class is not MLP:
         mlp_layer.mlp = functools.partial(mlp_class.as_mlp_submodule, **mlp_layer.mlp.keywords)
+    if (mixture_class := _mixture_class(hf_config, TENorm)) is not MoELayer:
+        moe.pre_mlp_layernorm, moe.mlp = IdentityOp, functools.partial(mixture_class, **moe.mlp.keywords)
     return spec

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tiny_families import EVERY, has_experts, tiny_model
+from tiny_families import EVERY, has_experts, on_one_stage, tiny_model
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.hf_export import save_hf
@@ -30,6 +30,7 @@ DENSE_LAYOUTS: list[Sizes] = [
     dict(pp=2, vpp=2),
     dict(pp=2, pipeline_layers=[1, 3]),
 ]
+ONE_STAGE_LAYOUTS: list[Sizes] = [dict(tp=2), dict(tp=2, sequence_parallel=True)]
 EXPERT_LAYOUTS: list[Sizes] = [
     dict(tp=2, sequence_parallel=True),
     dict(tp=2, ep=2, sequence_parallel=True),
@@ -41,6 +42,8 @@ EXPERT_LAYOUTS: list[Sizes] = [
 
 def layouts_of(name: str) -> list[Sizes]:
     """The layouts of more than one rank in which a case's logits are compared."""
+    if on_one_stage(name):
+        return ONE_STAGE_LAYOUTS
     return EXPERT_LAYOUTS if has_experts(name) else DENSE_LAYOUTS
 
 

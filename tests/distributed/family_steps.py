@@ -24,6 +24,10 @@ DENSE: list[dict[str, Any]] = [
     dict(tp=2, pp=2, sequence_parallel=True, share_prompts=True, loss="dapo"),
     dict(pp=2, vpp=2, cp=2, distributed_optimizer=True, recompute="full"),
 ]
+ONE_STAGE: list[dict[str, Any]] = [
+    dict(tp=2, dp=2, sequence_parallel=True, share_prompts=True, loss="dapo"),
+    dict(tp=2, cp=2, sequence_parallel=True, distributed_optimizer=True, recompute="full"),
+]
 MIXTURE: list[dict[str, Any]] = [
     dict(tp=2, cp=2, ep=2, etp=1, sequence_parallel=True, distributed_optimizer=True, loss="dapo"),
     dict(pp=2, ep=2, dp=2, share_prompts=True),
@@ -33,6 +37,8 @@ MIXTURE: list[dict[str, Any]] = [
 
 def layouts_of(model: str) -> list[dict[str, Any]]:
     """The layouts in which a model's step is compared."""
+    if tiny_model(model).borrowers:
+        return ONE_STAGE
     return MIXTURE if tiny_model(model).experts else DENSE
 
 
@@ -78,7 +84,7 @@ def with_adapters(model: str, parallel: dict[str, Any]) -> RunConfig:
 
 def adapter_error(model: str) -> float:
     """`largest_excess` of a step of adapters over tensor, pipeline and expert parallel ranks."""
-    parallel = dict(tp=2, pp=2, sequence_parallel=True)
+    parallel = dict(tp=2, pp=1 if tiny_model(model).borrowers else 2, sequence_parallel=True)
     parallel |= dict(ep=2, etp=1) if tiny_model(model).experts else {}
     return largest_excess(step_of(with_adapters(model, parallel), tiny_model(model), 4), _alone_with_adapters(model))
 

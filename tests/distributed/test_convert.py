@@ -19,7 +19,7 @@ from covering import covering_rows
 from ranks import RankFailed, run_ranks
 from safetensors.torch import load_file, save_file
 from test_build_and_bridge import run_tool
-from tiny_families import EVERY, class_of, has_experts, tiny_model
+from tiny_families import EVERY, class_of, has_experts, on_one_stage, tiny_model
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge import conversion, torch_dist, unfinished
@@ -121,6 +121,7 @@ def pairs_of(name: str, ranks: int) -> list[tuple[str, dict, dict]]:
     """Convert one model through every layout of the covering set with this number of ranks, and back in the next
     layout."""
     rows = [sizes for sizes in map(sizes_of, ROWS if has_experts(name) else DENSE_ROWS) if world(sizes) <= ranks]
+    rows = [sizes for sizes in rows if sizes["pp"] == 1] if on_one_stage(name) else rows
     return [(name, row, rows[(i + 1) % len(rows)]) for i, row in enumerate(rows)]
 
 

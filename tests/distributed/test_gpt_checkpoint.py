@@ -348,6 +348,7 @@ def test_the_extra_states_that_transformer_engine_asks_for_are_written(name, mod
         ("hunyuan_v1_dense", "head norms after the rotation"),
         ("ernie4_5_moe", "bias on softmax scores of experts"),
         ("deepseek_v32", "frozen indexer of keys"),
+        ("gemma4_text", "factors on the outputs of blocks"),
     ],
 )
 def test_a_model_with_a_part_that_gpt_model_lacks_is_refused(kind, parts):

@@ -167,3 +167,19 @@ def test_a_converted_checkpoint_holds_them_and_an_export_has_no_own_files(models
     (tmp_path / "out").mkdir()
     copy_side_files(target, tmp_path / "out")
     assert {file.name for file in (tmp_path / "out").iterdir()} == {file.name for file in model.iterdir()} - {SINGLE}
+
+
+def test_keys_that_no_block_reads_stay_as_loaded(tmp_path):
+    """Published files of Gemma 4 E2B have keys and values for blocks that borrow others; transformers leaves them out
+    of the files that it saves."""
+    name, source = "gemma4 small", tmp_path / "model"
+    class_of(EVERY[name][0])
+    run_ranks(lambda: tiny_model(*EVERY[name]).save_pretrained(source), 1)
+    unread = {
+        f"model.layers.{block}.self_attn.{part}.weight": torch.rand(size)
+        for block, size in ((2, 24), (3, 32))
+        for part in ("k_proj", "v_proj", "k_norm")
+    }
+    save_file(load_file(source / SINGLE) | unread, source / SINGLE, {"format": "pt"})
+    run_ranks(check_model, 1, source, tmp_path / "out", {}, 10**9)
+    assert differing_tensors(source, tmp_path / "out") == []

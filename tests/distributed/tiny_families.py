@@ -49,6 +49,12 @@ def has_experts(name: str) -> bool:
     return any("experts" in key and value for key, value in EVERY[name][1].items())
 
 
+def on_one_stage(name: str) -> bool:
+    """Whether pipeline stages cannot share a case."""
+    keys = EVERY[name][1]
+    return bool((keys | keys.get(WHOLE, {}).get("text_config", {})).get("num_kv_shared_layers"))
+
+
 def class_of(kind: str) -> type[transformers.PreTrainedModel]:
     """transformers' class of a case."""
     if kind == "KimiK25ForConditionalGeneration":
@@ -64,7 +70,7 @@ def tiny_config(kind: str, extra: dict[str, Any]) -> transformers.PretrainedConf
     # Only the eager attention of transformers caps scores.
     keys = copy.deepcopy(TINY_SIZES | extra)
     if (whole := keys.pop(WHOLE, None)) is not None:
-        keys = dict(text_config=keys, **whole)
+        keys = whole | dict(text_config=keys | whole.get("text_config", {}))
     return class_of(kind).config_class(**keys, attn_implementation="eager")
 
 

@@ -76,9 +76,20 @@ def release_of(kind: str) -> dict[str, Any]:
     return published(next(name for name, (family, _, _) in PUBLISHED.items() if family == kind))
 
 
-def released(kind: str) -> dict[str, Any]:
-    """`release_of` a family, with heads that 2 and 3 divide."""
-    raw = release_of(kind)
+# Further releases of families: name -> config.json.
+OTHERS = {
+    name: family.example.release | keys for family in FAMILIES.values() for name, keys in family.example.others.items()
+}
+
+
+def shapes_of(kind: str) -> list[str]:
+    """The shapes of a family whose steps are compared."""
+    return [kind, *FAMILIES[kind].example.others]
+
+
+def released(shape: str) -> dict[str, Any]:
+    """`release_of` a family, or one of its `others`, with heads that 2 and 3 divide."""
+    raw = OTHERS[shape] if shape in OTHERS else release_of(shape)
     real = parse_hf_config(raw)
     alone = real.num_heads == real.num_kv_heads  # no query heads share a KV head
     heads = dict(num_attention_heads=12, num_key_value_heads=12 if alone else 6)
@@ -86,11 +97,13 @@ def released(kind: str) -> dict[str, Any]:
         heads["hidden_size"] = 12 * real.head_dim
         if "mamba_expand" in raw:
             heads["mamba_n_heads"] = raw["mamba_expand"] * heads["hidden_size"] // raw["mamba_d_head"]
-    return raw | heads | {own: heads[usual] for own, usual in FAMILIES[kind].names.items() if usual in heads}
+    return raw | heads | {own: heads[usual] for own, usual in FAMILIES[real.family].names.items() if usual in heads}
 
 
 # Families that only the full suite and `prove_family.py` test in layouts: their shapes are in the families' files.
-RELEASED = {kind: released(kind) for kind, family in FAMILIES.items() if family.example.release}
+RELEASED = {
+    shape: released(shape) for kind, family in FAMILIES.items() if family.example.release for shape in shapes_of(kind)
+}
 # every small model can be cut this far: tp 1, 2, 3 and 6, four stages
 LARGEST = ParallelSection(tp=6, pp=2, vpp=2, ep=2, etp=6)
 

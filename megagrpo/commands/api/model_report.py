@@ -36,6 +36,7 @@ KINDS = {
     EMBEDDING: "embedding",
     HEAD: "head",
     "norm": "norms",
+    "layer_input": "inputs per layer",
     "self_attention.": "attention",
     "mixer.": "Mamba-2",
     "mlp.router.": "routers",
@@ -242,8 +243,10 @@ def _rows(facts: dict[str, Any]) -> Iterable[tuple[str, str]]:
     own = f"; the files' {facts['head']} is a copy, and an export writes it" if facts.get("own_head") else ""
     yield "head", f"tied to {facts['tied_to']}{own}" if facts["tied_to"] else f"{facts['head']}, not tied"
     yield "layouts", "; ".join(f"{axis} {' '.join(map(str, sizes))}" for axis, sizes in facts["layouts"].items())
-    every = "" if "cp" in facts["layouts"] else "; every cp"
-    yield "", f"with parallel.pipeline_layers every pp up to {facts['layers']}{every}"
+    beyond = [f"with parallel.pipeline_layers every pp up to {facts['layers']}"]
+    beyond = beyond if facts["layouts"]["pp"] != [1] else []  # stages cannot share the model
+    if beyond := [*beyond, *(["every cp"] if "cp" not in facts["layouts"] else [])]:
+        yield "", "; ".join(beyond)
     yield "vLLM", _vllm_text(facts["vllm"], facts["multimodal"][1] if facts["multimodal"] else facts["architecture"])
     modules, parameters = facts["lora_target_modules"], facts["lora_target_parameters"]
     yield "LoRA", ", ".join(modules) + (f"; in experts: {', '.join(parameters)}" if parameters else "")

@@ -115,9 +115,9 @@ def adapter_blocks(
                 expert = int(in_expert[1]) + layout.ep_rank * (hf_config.mixture.count // layout.parallel.ep)
                 both = hasattr(model.get_submodule(f"{name.rpartition('.linear_')[0]}.linear_fc2"), ADAPTER_MODULE)
                 # PEFT wraps the module of all experts once per parameter
-                folder = "experts.base_layer" if both and projection != "down_proj" else "experts"
-                module = hf_config.module_names.of(f"model.layers.{block_number}.{hf_config.mixture_module}")
-                name_in_file = f"{PEFT}{module}.{folder}.{matrix}.weight"
+                module = hf_config.experts_module(block_number)
+                module += ".base_layer" if both and projection != "down_proj" else ""
+                name_in_file = f"{PEFT}{module}.{matrix}.weight"
                 local = Local(param, layout.parallel.expert_tp, layout.etp_rank, hf_config, expert)
                 yield f"chunk{i}.{name}" if i else name, param, _expert_blocks(name_in_file, projection, local)
                 continue
@@ -179,7 +179,7 @@ def tensor_names(hf_config: HfConfig) -> set[str]:
 
 def _blocks_with(key: str, hf_config: HfConfig) -> Iterable[int | None]:
     """Return the decoder blocks that have the parameter `key`; [None] for a parameter outside of all blocks."""
-    if key in (EMBEDDING, HEAD) or key.startswith("decoder."):
+    if key == HEAD or key.startswith(("embedding.", "decoder.")):
         return [None]
     return [block for block in range(hf_config.num_layers) if hf_config.has(block, key)]
 

@@ -10,8 +10,8 @@ from megagrpo.models.families.vision import Vision
 from megagrpo.models.families.wrapper import Naming, Wrapper
 
 # Beginnings of Megatron's names in blocks with experts
-_OF_EXPERTS = ("mlp.router.", "mlp.experts.", "mlp.shared_experts.")
-_QK, _QKV = "self_attention.linear_qk", "self_attention.linear_qkv"  # the first where keys are the values
+_OF_EXPERTS = ("mlp.router.", "mlp.experts.", "mlp.shared_experts.", "mlp.norms.")
+_QUERY_LINEARS = ("linear_qkv", "linear_qk", "linear_q")  # of queries, keys and values; a block has one of them
 _OF_RECURRENCE = (*GatedDelta.modules, *Mamba2.modules)
 _OF_MIXING = ("self_attention.", *Mamba2.modules)
 
@@ -40,6 +40,7 @@ class Experts:
     shared_size: int = 0  # width of the shared experts, an MLP for every token; 0: none
     interleaved: bool = False  # in files rows of gate and up projection alternate
     input_weights: bool = False  # a token's weight multiplies the input of its expert, not the output
+    beside_mlp: bool = False  # shared experts have norms of their own, and the router a norm and factors (Gemma 4)
     clamp: float | None = None  # expert: (up + 1) gate sigmoid(1.702 gate), both clamped to this; None: silu(gate) up
 
     @property
@@ -130,11 +131,15 @@ class HfConfig:
     unit_value_norm: bool = False  # each head's values are divided by their root mean square
     unit_qk_norm: bool = False  # blocks that rotate divide each head's queries and keys by their root mean square
     experts: Experts | None = None
-    mixture_module: str = "mlp"  # of a decoder block in transformers, whose parameters adapters of experts name
+    mixture_module: str = "mlp."  # of a decoder block in transformers, whose parameters adapters of experts name
     # per block: tokens that a token sees, itself included, or None for all; (): all blocks see all
     windows: tuple[int | None, ...] = ()
     global_heads: GlobalHeads | None = None
     keys_as_values: bool = False  # of one block (`in_block`): `GlobalHeads.keys_as_values`
+    borrowers: int = 0  # number of last blocks that take keys and values of a block before (`lender`)
+    wide_borrowers: bool = False  # MLPs of the borrowers are twice as wide
+    borrows: bool = False  # of one block (`in_block`)
+    layer_inputs: int = 0  # width of the vector that each token has for each block; 0: none
     chunked: bool = False  # a window starts at a multiple of its size: a token sees its own chunk up to itself
     mla: Mla | None = None
     indexer: Indexer | None = None  # with `mla`
@@ -213,16 +218,32 @@ class HfConfig:
     def in_block(self, block: int) -> HfConfig:
         """Return the architecture with the heads of decoder block `block`, counted from 0, in place of the usual
         ones."""
-        own = self.global_heads
-        if own is None or self.window(block) is not None:
-            return self
-        return replace(
-            self,
-            global_heads=None,
-            head_dim=own.head_dim,
-            num_kv_heads=own.num_kv_heads,
-            keys_as_values=own.keys_as_values,
-        )
+        changes: dict[str, Any] = {}
+        if (own := self.global_heads) is not None and self.window(block) is None:
+            heads = dict(head_dim=own.head_dim, num_kv_heads=own.num_kv_heads, keys_as_values=own.keys_as_values)
+            changes |= dict(global_heads=None) | heads
+        if self.lender(block) is not None:
+            width = self.intermediate_size * (1 + self.wide_borrowers)
+            changes |= dict(borrowers=0, borrows=True, intermediate_size=width)
+        return replace(self, **changes) if changes else self
+
+    def lender(self, block: int) -> int | None:
+        """Return the block whose keys and values decoder block `block`, counted from 0, borrows; None if it has its
+        own."""
+        first, windowed = self.num_layers - self.borrowers, self.window(block) is not None
+        if block < first:
+            return None
+        return max(other for other in range(first) if (self.window(other) is not None) == windowed)
+
+    @property
+    def mean_mlp_width(self) -> float:
+        """Width of the MLP, averaged over the blocks as if none had experts."""
+        return self.intermediate_size * (1 + self.wide_borrowers * self.borrowers / self.num_layers)
+
+    @property
+    def query_linear(self) -> str:
+        """Megatron's name of the linear of queries, in the architecture of one block (`in_block`)."""
+        return "linear_q" if self.borrows else "linear_qk" if self.keys_as_values else "linear_qkv"
 
     def beyond_fused_attention(self, longest: int | None) -> bool:
         """Whether Transformer Engine's attention cannot compute the model for sequences of up to `longest` tokens, None
@@ -254,7 +275,10 @@ class HfConfig:
 
     def has(self, block: int, name: str) -> bool:
         """Whether decoder block `block`, counted from 0, has Megatron's module or parameter `name` of the family."""
-        if name.startswith(_QK) and self.in_block(block).keys_as_values == name.startswith(_QKV):
+        part = name.partition(".")[2].partition(".")[0]
+        if part in _QUERY_LINEARS and part != self.in_block(block).query_linear:
+            return False
+        if part == "k_layernorm" and self.lender(block) is not None:
             return False
         if name.startswith(_OF_MIXING):
             return self.is_recurrent(block) if name.startswith(_OF_RECURRENCE) else self.has_attention(block)
@@ -270,10 +294,13 @@ class HfConfig:
             if self.has(block, linear)
         }
 
+    def experts_module(self, block: int) -> str:
+        """Return transformers' module of the experts in decoder block `block`, counted from 0."""
+        return self.module_names.of(f"model.layers.{block}.{self.mixture_module}experts")
+
     def expert_parameters(self, block: int) -> dict[str, str]:
         """Return Megatron's linears of an expert in decoder block `block` -> the parameter of all its experts in
         transformers; empty for a block without experts."""
-        experts = self.module_names.of(f"model.layers.{block}.{self.mixture_module}.experts.")
-        first = "gate_up_proj" if self.gated_mlp else "up_proj"
-        names = {"linear_fc1": experts + first, "linear_fc2": f"{experts}down_proj"}
+        experts, first = self.experts_module(block), "gate_up_proj" if self.gated_mlp else "up_proj"
+        names = {"linear_fc1": f"{experts}.{first}", "linear_fc2": f"{experts}.down_proj"}
         return names if self.has_experts(block) else {}

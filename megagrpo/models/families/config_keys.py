@@ -80,6 +80,8 @@ _BEYOND = {"jamba": _MAMBA1, "falcon_mamba": _MAMBA1, "falcon_h1": _PARALLEL}
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel")
 _OF_ANY = ("model_type", "architectures", "auto_map", "initializer_range")  # beside `OUTER`, of a multimodal model
 _WITHOUT_REFERENCE = ("bailing_moe", "bailing_moe_v2")  # Ling and Ring
+# model_type without a family -> its parts for which there is no code in `policy`
+_NEW_PARTS = dict.fromkeys(("gemma3n", "gemma3n_text"), "AltUp, Laurel and activations of the largest values only")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -134,7 +136,9 @@ def _wrapper_problems(family: Family, wrapper: Wrapper, raw: Raw) -> list[str]:
         said = f"config.json has {key}={raw[key]}, but {TEXT_CONFIG} has {raw[TEXT_CONFIG][key]}"
         problems.append(f"{said}, and vLLM and transformers read different ones; set both to what fits the weights")
     where = f"{TEXT_CONFIG} of config.json" if TEXT_CONFIG in raw else "config.json"
-    return problems + [line.replace("config.json", where, 1) for line in architecture_problems(text_config(raw))]
+    text = text_config(raw)
+    lines = [f"config.json lacks {key}" for key in wrapper.missing(text)] + architecture_problems(text)
+    return problems + [line.replace("config.json", where, 1) for line in lines]
 
 
 def _wrong_types(family: Family, raw: Raw) -> list[str]:
@@ -204,7 +208,8 @@ def _supported(name: str) -> str:
     """Return how to add a family, and the names of the supported ones that are most like `name`."""
     near = get_close_matches(name.removesuffix("_text"), FAMILIES, n=3) or ["llama", "qwen3"]
     others = f"{', '.join(near)} and {len(FAMILIES) - len(near)} more"
-    return f"docs/add_a_model.md shows how to write that file. Supported (docs/models.md): {others}"
+    needs = f"It needs {_NEW_PARTS[name]}, which megagrpo/policy does not compute. " if name in _NEW_PARTS else ""
+    return f"{needs}docs/add_a_model.md shows how to write that file. Supported (docs/models.md): {others}"
 
 
 def _unknown_wrapper(kind: str, inside: str) -> str:

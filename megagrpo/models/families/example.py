@@ -38,6 +38,21 @@ TINY_SIGLIP: Raw = dict(
     image_size=32,
     patch_size=8,
 )
+# The tower of GLM-4.1V and GLM-4.5V, ids of tokens that texts have not, and a rotation with an axis for each pair.
+TINY_GLM_VISION: Raw = dict(
+    text_config=dict(
+        attention_bias=True,
+        hidden_size=128,
+        num_attention_heads=4,
+        head_dim=32,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[2, 3, 3]),
+    ),
+    vision_config=dict(
+        hidden_size=32, depth=1, num_heads=4, intermediate_size=48, out_hidden_size=128, image_size=28, patch_size=14
+    ),
+    **{f"{kind}_token_id": 128 for kind in ("image", "video")},
+    **{f"{kind}_{end}_token_id": 128 for kind in ("image", "video") for end in ("start", "end")},
+)
 TINY_EXPERTS: Raw = dict(head_dim=24, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
 
 
@@ -49,8 +64,9 @@ class Example:
     - `cases` are tiny models, by name: keys of config.json beside `TINY_SIZES`. The first one is the plainest. Each
       further one has an option that changes the computation.
     - `wrapped` are tiny multimodal models around the first case: model_type of a wrapper -> the keys of config.json
-      beside `text_config`.
+      beside `text_config`, which itself may have keys that replace those of the case.
     - `release` is config.json of a published model, with the sizes of that model.
+    - `others` are further published models, by name, whose parts `release` lacks: keys that differ from `release`.
     - `served` are keys that the tiny models need in vLLM on a CPU, which has kernels for some sizes only.
     - `served_dtype` is what vLLM computes in on a CPU: "bfloat16" where its kernels have no float32.
     - `unserved` maps a case to the regular expression of vLLM's error.
@@ -63,6 +79,7 @@ class Example:
     cases: dict[str, Raw]
     wrapped: dict[str, Raw] = field(default_factory=dict)
     release: Raw = field(default_factory=dict)
+    others: dict[str, Raw] = field(default_factory=dict)
     served: Raw = field(default_factory=dict)
     served_dtype: str = "float32"
     unserved: dict[str, str] = field(default_factory=dict)

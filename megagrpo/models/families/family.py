@@ -9,12 +9,12 @@ from typing import Any
 from megagrpo.models.families.architecture import Experts, HfConfig
 from megagrpo.models.families.blocks import BlockRule
 from megagrpo.models.families.example import Example
+from megagrpo.models.families.vision import ROTARY
 from megagrpo.models.families.wrapper import Wrapper
 
 Raw = dict[str, Any]  # config.json as read
 Table = dict[str, BlockRule]
 
-ROTARY = ("rope_scaling", "rope_parameters")  # sections of config.json with parameters of the rotation
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # values of config.json's layer_types
 FULL, SLIDING, LINEAR, CHUNKED = "full_attention", "sliding_attention", "linear_attention", "chunked_attention"

@@ -14,6 +14,7 @@ FAMILY = dataclasses.replace(
     architecture="GlmForCausalLM",
     table=lambda hf: DENSE | GATE_UP | (QKV_BIAS if hf.qkv_bias else {}),
     read=lambda raw, common: dataclasses.replace(glm4.FAMILY.read(raw, common), post_norms=False),
+    wrappers=(),
     example=Example(
         models="GLM-4-9B of 2024 (the folders with `-hf`), GLM-Edge",
         differs="fused MLP, half of each head rotated, in neighbouring pairs",

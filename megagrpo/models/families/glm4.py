@@ -1,5 +1,6 @@
-"""GLM-4-0414: gate and up projection in one weight, biases on queries, keys and values, partial
-rotation of neighbouring dimensions, and norms on the outputs of attention and MLP."""
+"""GLM-4-0414, alone and inside GLM-4.1V: gate and up projection in one weight, biases on queries,
+keys and values, partial rotation of neighbouring dimensions, and norms on the outputs of attention
+and MLP."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from dataclasses import replace
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.blocks import same
 from megagrpo.models.families.dense import DENSE, GATE_UP, LAYER, QKV_BIAS
-from megagrpo.models.families.example import YARN, Example
+from megagrpo.models.families.example import TINY_GLM_VISION, YARN, Example
 from megagrpo.models.families.family import REQUIRED, Family, Raw, Table
+from megagrpo.models.families.wrapper import Wrapper
 
 _TABLE: Table = DENSE | GATE_UP
 _TABLE |= {
@@ -34,6 +36,16 @@ FAMILY = Family(
     fixed={"rope_interleaved": (True, "this family rotates neighbouring dimensions")},
     rope_types=("default", "yarn"),
     partial_rotary_factor=0.5,
+    wrappers=(
+        Wrapper(
+            "glm4v",
+            "Glm4vForConditionalGeneration",
+            prefix="model.language_model.",
+            texts=("glm4v_text",),
+            defaults=dict(head_dim=128),
+            required=("partial_rotary_factor", "attention_bias"),
+        ),
+    ),
     example=Example(
         models="GLM-4-0414, 9B and 32B",
         differs="as `glm`, with norms after attention and MLP",
@@ -42,5 +54,6 @@ FAMILY = Family(
             "glm4 tied, without biases, yarn": _TINY
             | dict(tie_word_embeddings=True, attention_bias=False, rope_parameters=YARN),
         },
+        wrapped={"glm4v": TINY_GLM_VISION},
     ),
 )

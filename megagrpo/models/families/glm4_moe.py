@@ -8,7 +8,7 @@ from dataclasses import replace
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.deepseek import beyond
 from megagrpo.models.families.dense import DENSE, QK_NORM, QKV_BIAS
-from megagrpo.models.families.example import YARN, Example
+from megagrpo.models.families.example import TINY_GLM_VISION, YARN, Example
 from megagrpo.models.families.family import REQUIRED, Family, Raw, Table
 from megagrpo.models.families.routed import (
     NORMALIZED,
@@ -18,6 +18,7 @@ from megagrpo.models.families.routed import (
     routed_experts,
     routed_problems,
 )
+from megagrpo.models.families.wrapper import Wrapper
 
 
 def _table(hf: HfConfig) -> Table:
@@ -44,12 +45,25 @@ FAMILY = Family(
     untrained=beyond,
     rope_types=("default", "yarn"),
     partial_rotary_factor=0.5,
+    wrappers=(
+        Wrapper(
+            "glm4v_moe",
+            "Glm4vMoeForConditionalGeneration",
+            prefix="model.language_model.",
+            texts=("glm4v_moe_text",),
+            defaults=dict(attention_bias=True),
+            required=("use_qk_norm",),
+        ),
+    ),
     example=Example(
         models="GLM-4.5, 4.5-Air, 4.6",
         differs="as `dots1`, half of each head rotated, biases on queries, keys and values",
         cases={
             "glm4_moe": _TINY | dict(attention_bias=True, n_group=1, topk_group=1),
             "glm4_moe head norms, groups, yarn": _TINY | dict(use_qk_norm=True, rope_parameters=YARN),
+        },
+        wrapped={
+            "glm4v_moe": TINY_GLM_VISION | dict(text_config=TINY_GLM_VISION["text_config"] | dict(use_qk_norm=False))
         },
         drift=1e-5,  # vLLM's last bits depend on the other prompts of a batch
         release=dict(

@@ -23,7 +23,7 @@ _TABLE = {key: rule for key, rule in DENSE.items() if not key.startswith("mlp.")
 
 
 def _read(raw: Raw, common: HfConfig) -> HfConfig:
-    return replace(scaled(raw, common), experts=mixture(raw), mixture_module="block_sparse_moe")
+    return replace(scaled(raw, common), experts=mixture(raw), mixture_module="block_sparse_moe.")
 
 
 FAMILY = Family(

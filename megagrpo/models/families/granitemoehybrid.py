@@ -41,7 +41,7 @@ def _read(raw: Raw, common: HfConfig) -> HfConfig:
         scaled(raw, common),
         intermediate_size=shared,
         experts=mixture(raw, shared_size=shared) if raw["num_local_experts"] else None,
-        mixture_module="block_sparse_moe",
+        mixture_module="block_sparse_moe.",
         unrotated=frozenset() if raw.get("position_embedding_type") == "rope" else blocks,
         recurrence=mamba2(raw, _SIZES, recurrent, bias) if recurrent else None,
     )

@@ -24,7 +24,7 @@ MODEL = ("model",)  # keys of a problem with the model's folder
 _LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
 # Megatron's linears outside of experts, in the order of the forward pass
 _LINEARS = (
-    *(f"self_attention.linear_{name}" for name in ("qkv", "qk", *_LATENT, "proj")),
+    *(f"self_attention.linear_{name}" for name in ("qkv", "qk", "q", *_LATENT, "proj")),
     *("self_attention.in_proj", "self_attention.out_proj", "mixer.in_proj", "mixer.out_proj"),
     *(f"{mlp}.linear_{name}" for mlp in ("mlp", "mlp.shared_experts") for name in ("fc1", "fc2")),
 )
@@ -121,18 +121,20 @@ def model_problems(hf_config: HfConfig, parallel: ParallelSection) -> list[Probl
     rules = {"num_attention_heads": 1, "num_key_value_heads": 2}  # the rule of all other keys, widths of an MLP, is 3
     if hf_config.has_dense_mlps:
         sizes["intermediate_size"] = hf_config.intermediate_size
+    widths = {"num_key_value_heads": hf_config.head_dim}  # of the KV heads that several ranks may share
     if own := hf_config.global_heads:
         sizes["num_global_key_value_heads"] = own.num_kv_heads
+        widths |= {} if own.keys_as_values else {"num_global_key_value_heads": own.head_dim}
     if hf_config.experts and hf_config.experts.shared_size:
         sizes["moe_intermediate_size x n_shared_experts"] = hf_config.experts.shared_size
 
     def fits(key: str, size: int, tp: int) -> bool:
-        if key != "num_key_value_heads" or hf_config.mla or size % tp == 0:
+        if key not in widths or hf_config.mla or size % tp == 0:
             return size % tp == 0
         if hf_config.wide_qk_norm:  # ranks that share a KV head would each hold a copy of its norm
             return False
         # ranks share the rows of a KV head's group, so the rows must be divisible too
-        return tp % size == 0 and 2 * size * hf_config.head_dim % tp == 0
+        return tp % size == 0 and 2 * size * widths[key] % tp == 0
 
     for key, size in sizes.items():
         if not fits(key, size, tp):
@@ -141,6 +143,7 @@ def model_problems(hf_config: HfConfig, parallel: ParallelSection) -> list[Probl
             problems.append(Problem(("parallel.tp", "model.path"), said, rule=rules.get(key, 3)))
     problems += _recurrent_problems(hf_config, parallel)
     problems += _stage_problems(hf_config.num_layers, parallel)
+    problems += _one_stage_problems(hf_config, parallel)
     problems += _expert_problems(hf_config.family, hf_config.experts, parallel)
     return problems
 
@@ -162,6 +165,18 @@ def _stage_problems(layers: int, parallel: ParallelSection) -> Iterator[Problem]
         fix = f"; or set {example}" if stages <= layers else ""
         said = f"num_hidden_layers={layers} is not divisible by pp x vpp = {stages}; valid pp x vpp: "
         yield Problem(("parallel.pp", "parallel.vpp", "model.path"), f"{said}{_words(_divisors(layers))}{fix}", rule=5)
+
+
+def _one_stage_problems(hf_config: HfConfig, parallel: ParallelSection) -> Iterator[Problem]:
+    """Yield parts of the model that pipeline stages cannot share."""
+    pp = (("parallel.pp", "model.path"), f"{parallel.pp}, but", "set it to 1")
+    if hf_config.layer_inputs and parallel.pp > 1:
+        why = "the inputs per layer come from the embeddings of tokens, which only the first stage has"
+        yield Problem(pp[0], f"{pp[1]} {why}; {pp[2]}", rule=5)
+    elif hf_config.borrowers and parallel.pp > 1:
+        first = hf_config.num_layers - hf_config.borrowers
+        why = f"decoder blocks from {first} on use keys and values of blocks before, which another stage may have"
+        yield Problem(pp[0], f"{pp[1]} {why}; {pp[2]}", rule=5)
 
 
 def stage_layers(layers: int, parallel: ParallelSection) -> list[int]:

@@ -31,7 +31,7 @@ def _read(raw: Raw, common: HfConfig) -> HfConfig:
     blocks, size = frozenset(range(raw[_DENSE], common.num_layers)), raw["moe_intermediate_size"]
     scale, bias = raw.get("routed_scaling_factor", 1.0), raw.get("use_expert_bias", True)
     chosen = mixture(raw, intermediate_size=size, blocks=blocks, sigmoid=True, bias=bias, scale=scale)
-    return replace(convolved(raw, common), experts=chosen, mixture_module="feed_forward")
+    return replace(convolved(raw, common), experts=chosen, mixture_module="feed_forward.")
 
 
 def _problems(raw: Raw) -> list[str]:

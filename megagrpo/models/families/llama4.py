@@ -48,7 +48,7 @@ def _read(raw: Raw, common: HfConfig) -> HfConfig:
         common,
         intermediate_size=raw["intermediate_size_mlp"],
         experts=experts,
-        mixture_module="feed_forward",
+        mixture_module="feed_forward.",
         rotary_interleaved=True,
         unit_qk_norm=raw.get("use_qk_norm", True),
         unrotated=unrotated,

@@ -63,7 +63,7 @@ def _read(raw: Raw, common: HfConfig) -> HfConfig:
         recurrence=mamba2(raw, _SIZES, kinds["M"], raw.get("use_conv_bias", True)) if kinds["M"] else None,
         mlp_blocks=kinds["-"] | kinds["E"],
         experts=experts,
-        mixture_module="mixer",
+        mixture_module="mixer.",
         activation="relu2",
         unrotated=frozenset(range(len(_pattern(raw)))),
         file_names=Naming("backbone."),

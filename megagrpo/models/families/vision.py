@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Raw = dict[str, Any]  # config.json as read
-_ROTARY = ("rope_scaling", "rope_parameters")
+ROTARY = ("rope_scaling", "rope_parameters")  # sections of config.json with parameters of the rotation
 _AXES = ("mrope_section", "mrope_interleaved")
 
 
@@ -34,7 +34,7 @@ def qwen_vision(tower: str, interleaved: bool) -> Callable[[Raw], Vision | None]
 
     def read(raw: Raw) -> Vision | None:
         text = raw.get("text_config") or raw
-        sections = [text[key]["mrope_section"] for key in _ROTARY if "mrope_section" in (text.get(key) or {})]
+        sections = [text[key]["mrope_section"] for key in ROTARY if "mrope_section" in (text.get(key) or {})]
         if not sections:
             return None
         time, height, width = sections[0]
@@ -50,7 +50,7 @@ def qwen_vision(tower: str, interleaved: bool) -> Callable[[Raw], Vision | None]
 def one_axis(text: Raw) -> Raw:
     """Return config.json of the text model without the axes of its rotation: those of text have equal positions."""
     plain = dict(text)
-    for key in _ROTARY:
+    for key in ROTARY:
         if isinstance(given := text.get(key), dict):
             rest = {name: value for name, value in given.items() if name not in _AXES}
             plain[key] = {name: "default" if value == "mrope" else value for name, value in rest.items()}

@@ -9,13 +9,14 @@ from typing import Any
 
 from megagrpo.models.families.precisions import QUANTIZATION
 from megagrpo.models.families.precisions import TEXT_CONFIG as TEXT_CONFIG
-from megagrpo.models.families.vision import Vision, one_axis
+from megagrpo.models.families.vision import ROTARY, Vision, one_axis
 
 Raw = dict[str, Any]  # config.json as read
 # Keys of the whole model that change nothing without images, sounds and videos. In a file without `text_config` they
 # are between the keys of the text model.
 MULTIMODAL = frozenset(
     "text_config vision_config audio_config image_token_id image_token_index video_token_id video_token_index "
+    "image_start_token_id image_end_token_id video_start_token_id video_end_token_id "
     "audio_token_id vision_start_token_id vision_end_token_id vision_token_id boi_token_index eoi_token_index "
     "boi_token_id eoi_token_id boa_token_id eoa_token_id eoa_token_index mm_tokens_per_image "
     "vision_soft_tokens_per_image multimodal_projector_bias projector_hidden_act spatial_merge_size "
@@ -67,6 +68,8 @@ class Wrapper:
     - `prefix` begins the decoder's tensors in the published files. Files with another of `NAMINGS` load too.
     - `texts` are the values of `model_type` in `text_config`; (): the family's own.
     - `defaults` are keys of the text model that published files leave out, with the values of transformers' class.
+    - `required` are keys of the text model, or of its rotation, for which vLLM has no default or another one than
+      transformers.
     - `ignored` are further keys, of the whole model or `text_config`, that change nothing without images, sounds and
       videos.
     - `text_ties`: `tie_word_embeddings` in `text_config` counts, and a false one outside changes nothing.
@@ -80,6 +83,7 @@ class Wrapper:
     prefix: str = "language_model.model."
     texts: tuple[str, ...] = ()
     defaults: Raw = field(default_factory=dict)
+    required: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     text_ties: bool = False
     untrained: tuple[str, ...] = ()
@@ -92,13 +96,17 @@ class Wrapper:
         inner = raw.get(TEXT_CONFIG)
         if inner is None:
             inner = {key: value for key, value in raw.items() if key not in MULTIMODAL}
-        inner = inner if self.vision is None else one_axis(inner)
         outer = {key: raw[key] for key in OUTER if raw.get(key) is not None}
         if self.text_ties and not outer.get(_TIES):
             outer.pop(_TIES, None)
         names = {"model_type", "architectures", "auto_map", *(_DTYPE if outer.keys() & {*_DTYPE} else ())}
         names |= {*self.ignored}
-        return self.defaults | {key: value for key, value in inner.items() if key not in names} | outer
+        return self.defaults | {key: value for key, value in one_axis(inner).items() if key not in names} | outer
+
+    def missing(self, text: Raw) -> list[str]:
+        """Return the `required` keys that the text model lacks."""
+        parameters = [text[key] for key in ROTARY if isinstance(text.get(key), dict)]
+        return [key for key in self.required if all(key not in keys for keys in (text, *parameters))]
 
     def conflicts(self, raw: Raw) -> list[str]:
         """Return the keys whose values in `text_config` and outside contradict each other, which transformers and vLLM

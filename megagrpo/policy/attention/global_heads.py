@@ -1,4 +1,5 @@
-"""Self-attention whose heads differ between blocks with and without a window, and whose keys may be its values."""
+"""Self-attention whose heads differ between blocks with and without a window, whose keys may be its values, or whose
+keys and values may be another block's."""
 
 from __future__ import annotations
 
@@ -6,11 +7,13 @@ import copy
 import functools
 from typing import Any
 
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.policy.attention.head_norms import UnitNorm
+from megagrpo.policy.attention.shared_keys import borrowed, lend
 
 
 @functools.cache
@@ -18,21 +21,27 @@ def heads_by_block(base: Any, hf_config: HfConfig) -> Any:
     """Return a subclass of `base`, Megatron's self-attention, with the heads of its decoder block.
 
     Each head's values are divided by their root mean square. Where keys are the values, `linear_qk` yields queries and
-    keys, and there is no `linear_qkv`.
+    keys, and there is no `linear_qkv`. Where another block lends keys and values, `linear_q` yields queries only.
     """
 
     class HeadsByBlock(base):
+        k_layernorm: Any  # None where keys are another block's
+
         def __init__(self, config: TransformerConfig, submodules: Any, layer_number: int, *args: Any, **kwargs: Any):
-            own = hf_config.in_block((layer_number - 1) // hf_config.layers_per_block)
+            block = (layer_number - 1) // hf_config.layers_per_block
+            own, self.block, self.lender = hf_config.in_block(block), block, hf_config.lender(block)
+            self.lends = block in map(hf_config.lender, range(block + 1, hf_config.num_layers))
             config = copy.copy(config)
             config.kv_channels, config.num_query_groups = own.head_dim, own.num_kv_heads
             super().__init__(config, submodules, layer_number, *args, **kwargs)
             self.value_norm = UnitNorm(hf_config.norm_eps)
-            if own.keys_as_values:
+            name = own.query_linear
+            if name != "linear_qkv":
                 del self.linear_qkv
-                self.linear_qk = submodules.linear_qkv(
+                keys = self.kv_projection_size if own.keys_as_values else 0
+                linear = submodules.linear_qkv(
                     config.hidden_size,
-                    self.query_projection_size + self.kv_projection_size,
+                    self.query_projection_size + keys,
                     config=config,
                     init_method=config.init_method,
                     gather_output=False,
@@ -41,11 +50,29 @@ def heads_by_block(base: Any, hf_config: HfConfig) -> Any:
                     is_expert=False,
                     tp_group=self.pg_collection.tp,
                 )
+                setattr(self, name, linear)
+            if self.lender is not None:
+                self.k_layernorm = None
+
+        def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
+            """Return (output [T, 1, H], bias)."""
+            self.packed = packed_seq_params
+            return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
         def get_query_key_value_tensors(
             self, hidden_states: Tensor, *args: Any, **kwargs: Any
         ) -> tuple[Tensor, Tensor, Tensor]:
             """Return query [T, 1, h, d], key and value [T, 1, g, d] of this rank's heads."""
+            if self.lender is not None:
+                queries, _ = self.linear_q(hidden_states)
+                query = queries.unflatten(-1, (-1, self.hidden_size_per_attention_head))
+                return self.q_layernorm(query), *borrowed(self.packed, self.lender)
+            query, key, value = self._own(hidden_states, *args, **kwargs)
+            if not self.lends:
+                return query, key, value
+            return query, *lend(self.packed, self.block, (key, value), self.config.recompute_granularity == "full")
+
+        def _own(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
             if hasattr(self, "linear_qkv"):
                 query, key, value = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
                 return query, key, self.value_norm.normalise(value)

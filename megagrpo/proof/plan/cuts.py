@@ -15,6 +15,7 @@ from megagrpo.sync.wire.sync_plan import layer_of
 
 VOCAB_PADDING = 64  # rows; vLLM rounds the vocabulary up to a multiple of it before sharding
 BY_ROWS = {"q_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj", "sinks"}
+BY_ROWS |= {"per_layer_model_projection"}
 BY_ROWS |= {"in_proj_qkvz", "in_proj_ba", "in_proj_z", "in_proj_b", "in_proj_a", "A_log", "dt_bias", "D"}  # whole heads
 BY_ROWS |= {"conv"}  # channels of short convolutions
 RECURRENT_PARTS = {"conv1d", "in_proj_qkv", "in_proj"}  # parts of all heads, one above the other
@@ -22,12 +23,13 @@ BY_COLUMNS = {"o_proj", "out_proj", "down_proj", "w2"}
 # Besides these: every tensor with norm in its name, and all tensors of a router.
 KEPT_WHOLE = {"gate", "wg", "router", "moe_statics", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"}
 KEPT_WHOLE |= {"layer_scalar", "block_sparse_moe", "wq_b", "wk", "weights_proj"}  # MiniMax-M2's biases, indexers
+KEPT_WHOLE |= {"per_layer_input_gate", "per_layer_projection"}
 KEPT_WHOLE |= {"act_fn", "feed_forward"}  # parameters of an activation, LFM2's biases of experts
 STACKED_GATE_UP, STACKED_DOWN = "input_linear", "output_linear"  # of all experts of a block, [E, 2 I, H] and [E, H, I]
 MLP_KINDS = {STACKED_GATE_UP: "gate_up_proj", STACKED_DOWN: "down_proj"}  # the same names in an MLP
 _MIXERS = ("linear_attn", "mamba", "mixer")
 _HOLDERS = ("self_attn", "experts", *_MIXERS)  # modules that hold tensors themselves, besides blocks
-EMBEDDING_WORDS, HEAD_WORD = {"embed_tokens", "embeddings"}, "lm_head"
+EMBEDDING_WORDS, HEAD_WORD, PER_LAYER = {"embed_tokens", "embeddings"}, "lm_head", "per_layer"
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,8 @@ def pipeline_stages(layers: int, pp: int) -> list[range]:
 def _stages_of(name: str, layer: int, stages: list[range], model: HfConfig) -> list[int]:
     if layer >= 0:
         return [stage for stage, layers in enumerate(stages) if layer in layers]
+    if PER_LAYER in name:  # vLLM's stages all have them
+        return list(range(len(stages)))
     last = len(stages) - 1
     if EMBEDDING_WORDS & {*name.split(".")}:
         return sorted({0, last}) if model.tied_embeddings else [0]
@@ -129,7 +133,7 @@ def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLay
     words = name.split(".")
     own = len(words) == 1 or words[-2] in _HOLDERS or words[-2].isdecimal()
     kind = words[-1] if own else words[-2]
-    if kind in {*EMBEDDING_WORDS, HEAD_WORD}:
+    if kind in {*EMBEDDING_WORDS, f"embed_tokens_{PER_LAYER}", HEAD_WORD}:
         return [_vocabulary(name, shape, layout.tp, worker.tp_rank)]
     if any(word.startswith("shared_") for word in words) and layout.copies > 1 and layout.tp > 1:
         return [whole(shape)]  # each worker runs the shared experts on its own tokens
@@ -138,7 +142,8 @@ def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLay
     if "norm" in kind or "router" in words or kind in KEPT_WHOLE or (kind in BY_COLUMNS and words[-1] == "bias"):
         return [whole(shape)]
     if words[-2] == "experts":  # one tensor holds all experts of a block; dim 0 is the expert
-        return _stacked_experts(name, shape, model, layout, worker)
+        stacked = _stacked_rows if model.mixture.beside_mlp else _stacked_experts
+        return stacked(name, shape, model, layout, worker)
     kind = MLP_KINDS.get(kind, kind) if len(shape) == 2 else kind
     if kind in (STACKED_GATE_UP, STACKED_DOWN):
         return _stacked_rows(name, shape, model, layout, worker)
@@ -206,7 +211,7 @@ def _stacked_rows(
     if layout.ep > 1:
         mine = _experts(model, layout, worker)
         return [cut(shape, 0, mine.start, mine.stop)]
-    if STACKED_DOWN in name:
+    if STACKED_DOWN in name or name.endswith("down_proj"):
         return [_part(name, shape, 2, 0, shape[2], layout.tp, worker.tp_rank)]
     half = shape[1] // 2
     return [_part(name, shape, 1, at, half, layout.tp, worker.tp_rank) for at in (0, half)]

@@ -26,7 +26,8 @@ def kv_elements(model: HfConfig, tp: int, tokens: int, prefill: int | None = Non
         element = model.mla.kv_rank + model.mla.rope_dim if model.mla else element
         return element * (tokens if window is None or prefill is None else min(tokens, window - 1 + prefill))
 
-    of_layers = (of_layer(layer) for layer in range(model.num_layers) if model.has_attention(layer))
+    own_keys = (layer for layer in range(model.num_layers) if model.lender(layer) is None)
+    of_layers = (of_layer(layer) for layer in own_keys if model.has_attention(layer))
     return sum(of_layers) + _state_elements(model, tp)
 
 
@@ -58,7 +59,8 @@ def block_bytes(config: RunConfig) -> int:
 
 def engine_bytes(config: RunConfig, model: HfConfig) -> int:
     """Return the bytes of the whole model in vLLM. vLLM quantizes only the blocks, not embedding and output layer."""
-    outer = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
+    vectors = model.layer_inputs * model.num_layers  # of a token, in the second embedding
+    outer = model.vocab_size * (model.hidden_size * (1 if model.tied_embeddings else 2) + vectors)
     return engine_element(config) * outer + block_bytes(config) * (num_parameters(model) - outer)
 
 
@@ -88,8 +90,9 @@ def reload_bytes(config: RunConfig, model: HfConfig) -> float:
     tp, hidden, element = config.rollout.tp, model.hidden_size, engine_element(config)
     quantized = element if config.rollout.quantization == "none" else element + block_bytes(config)
     experts = model.mlp_matrices * model.experts.intermediate_size * model.experts.count if model.experts else 0
-    mlp = (model.mlp_matrices - 1) * model.intermediate_size * quantized
-    return max(model.vocab_size * element, mlp, experts / config.rollout.dp * quantized) * hidden / tp
+    mlp = (model.mlp_matrices - 1) * model.intermediate_size * (1 + model.wide_borrowers) * quantized
+    embedding = model.vocab_size * element * max(1, model.layer_inputs * model.num_layers / hidden)
+    return max(embedding, mlp, experts / config.rollout.dp * quantized) * hidden / tp
 
 
 def sequence_memory(config: RunConfig, model: HfConfig) -> float:

@@ -119,8 +119,12 @@ def refused_by_model(name: str, model: HfConfig) -> str:
         return f"{model.family} has no experts"
     if name in ("experts", "weight_gradients") and model.mlp_blocks is not None:
         return f"it runs attention and experts of a block in turn, and a block of {model.family} has one of them"
+    if name == "experts" and (model.block_scales or model.residual_scale != 1):
+        return f"Megatron's combined schedule leaves out the factors on outputs of {model.family}"
     if name == "shared_experts" and not model.mixture.shared_size:
         return f"{model.family} has no shared experts"
+    if name == "shared_experts" and model.mixture.beside_mlp:
+        return f"the shared experts of {model.family} have norms of their own"
     # Megatron switches `tp` off for the whole model at the first linear whose name Transformer Engine does not know.
     if name == "tp" and model.mla:
         return f"Transformer Engine cannot overlap {model.family}'s latent attention"

@@ -190,15 +190,19 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
     inside = (5 if unfused else 3) if model.gated_mlp else 2
     dense = sum(map(model.has_mlp, range(model.num_layers))) / model.num_layers
     mixed = len(model.experts.blocks) / model.num_layers if model.experts else 0
-    mlp = (dense - mixed) * inside * model.intermediate_size / tp
+    mlp = (dense - mixed) * inside * model.mean_mlp_width / tp
     if model.experts:
         routed = 6 if unfused else 3 if gpu else 4
         sent = model.experts.per_token / tp * (routed * model.experts.intermediate_size + model.hidden_size)
         sent += inside * model.experts.shared_size / tp
         mlp += mixed * sent
-    everything = model.layers_per_block * (3 if model.post_norms else 2) * model.hidden_size / shards + attention + mlp
+    # of the inputs per layer: rows, projection, norm, sum and its gradient, gate and its product
+    vectors = (7 * model.layer_inputs + 2 * model.hidden_size) / shards if model.layer_inputs else 0
+    norms = model.layers_per_block * (3 if model.post_norms else 2) * model.hidden_size / shards
+    everything = norms + attention + mlp + vectors
     everything += adapted_outputs(model, config.parallel, config.lora) if config.lora.use_dora else 0
-    stored = model.hidden_size / shards if config.model.recompute == "full" else everything
+    at_entry = (model.hidden_size + 5 * model.layer_inputs) / shards
+    stored = at_entry if config.model.recompute == "full" else everything
     beside = (4 + 4 * config.lora.use_dora) * model.intermediate_size / tp if config.lora.enabled else 0
     return everything, stored, 2 * model.hidden_size / shards + mlp + expert_output_elements(model, tp) + beside
 

@@ -18,16 +18,19 @@ def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:
     norms = (model.layers_per_block - model.parallel_blocks) * (model.pre_norms + model.post_norms) * model.hidden_size
     if model.has_experts(layer):
         shared = model.mlp_matrices * model.hidden_size * model.mixture.shared_size
-        gate = model.hidden_size * model.mixture.shared_gate
+        gate = model.hidden_size * (model.mixture.shared_gate + 3 * model.mixture.beside_mlp)  # or three more norms
         return (attention + shared) // tp + whole + norms + gate + router_parameters(model)
-    mlp = model.mlp_matrices * model.hidden_size * model.intermediate_size * model.has_mlp(layer)
+    width = model.in_block(layer).intermediate_size
+    mlp = model.mlp_matrices * model.hidden_size * width * model.has_mlp(layer)
     norms += 2 * (model.activation == "xielu")  # its parameters
-    return (attention + mlp) // tp + whole + norms
+    of_inputs = model.hidden_size * (2 * model.layer_inputs + 1) if model.layer_inputs else 0
+    return (attention + mlp) // tp + whole + norms + of_inputs
 
 
 def router_parameters(model: HfConfig) -> int:
     """Return the parameters of the router of one layer with experts."""
-    return model.mixture.count * (model.hidden_size + model.linear_bias)
+    factors = (model.hidden_size + model.mixture.count) * model.mixture.beside_mlp
+    return model.mixture.count * (model.hidden_size + model.linear_bias) + factors
 
 
 def layer_route_bytes(model: HfConfig) -> int:
@@ -48,10 +51,10 @@ def attention_parameters(model: HfConfig) -> tuple[int, int]:
     mla, heads = model.mla, model.num_heads
     if mla is None:
         of_queries = 3 if model.attention_gate else 2  # with those of the outputs
-        of_keys = (1 if model.keys_as_values else 2) * model.num_kv_heads  # and values
+        of_keys = _keys_and_values(model) * model.num_kv_heads
         projections = model.hidden_size * model.head_dim * (of_queries * heads + of_keys)
         biases = model.head_dim * (heads + 2 * model.num_kv_heads) if model.qkv_bias else 0
-        head_norms = 2 * model.head_dim if model.qk_norm and not model.wide_qk_norm else 0
+        head_norms = (2 - model.borrows) * model.head_dim if model.qk_norm and not model.wide_qk_norm else 0
         wide_norms = model.head_dim * (heads + model.num_kv_heads) if model.wide_qk_norm else 0
         of_heads = biases + wide_norms + (heads if model.sinks else 0)
         return projections + of_heads, head_norms + (model.hidden_size if model.linear_bias else 0)
@@ -60,6 +63,11 @@ def attention_parameters(model: HfConfig) -> tuple[int, int]:
     to_latents = model.hidden_size * ((mla.query_rank or 0) + mla.kv_rank + mla.rope_dim)
     norms = (mla.query_rank or 0) + mla.kv_rank + indexer_parameters(model)
     return heads * (of_queries + of_keys_and_values + mla.value_dim * model.hidden_size), to_latents + norms
+
+
+def _keys_and_values(model: HfConfig) -> int:
+    """Return the number of projections to keys and values in a block."""
+    return 0 if model.borrows else 1 if model.keys_as_values else 2
 
 
 def indexer_parameters(model: HfConfig) -> int:
@@ -94,8 +102,9 @@ def layers_of_ranks(model: HfConfig, parallel: ParallelSection) -> list[list[int
     return [[layer for piece in pieces[stage :: parallel.pp] for layer in piece] for stage in range(parallel.pp)]
 
 
-# Of a layer: whether it has experts, an MLP, a recurrent part, attention, and the width of a head
-Kind = tuple[bool, bool, bool, bool, int]
+# Of a layer: whether it has experts, an MLP, a recurrent part, attention, the width of a head, and whether it borrows
+# keys and values
+Kind = tuple[bool, bool, bool, bool, int, bool]
 
 
 def _layer_counts(model: HfConfig, parallel: ParallelSection) -> list[dict[Kind, int]]:
@@ -117,7 +126,8 @@ def _counted(model: HfConfig, pieces: tuple[int, ...], pp: int) -> list[dict[Kin
 def _kind(model: HfConfig, layer: int) -> Kind:
     parts = model.has_experts, model.has_mlp, model.is_recurrent, model.has_attention
     experts, mlp, recurrent, attention = (part(layer) for part in parts)
-    return experts, mlp, recurrent, attention, model.in_block(layer).head_dim
+    own = model.in_block(layer)
+    return experts, mlp, recurrent, attention, own.head_dim, own.borrows
 
 
 @lru_cache(maxsize=64)
@@ -134,8 +144,9 @@ def stage_parameters(model: HfConfig, parallel: ParallelSection) -> list[int]:
     tp = parallel.tp
     of_kind = _kind_parameters(model, tp)
     sizes = [sum(of_kind[kind] * count for kind, count in kinds.items()) for kinds in _layer_counts(model, parallel)]
-    embedding = model.padded_vocab(tp) // tp * model.hidden_size
-    sizes[0] += embedding
+    rows, vectors = model.padded_vocab(tp) // tp, model.layer_inputs * model.num_layers
+    embedding = rows * model.hidden_size
+    sizes[0] += embedding + vectors * (rows + model.hidden_size) + model.layer_inputs
     sizes[-1] += model.hidden_size
     if parallel.pp > 1 or not model.tied_embeddings:
         sizes[-1] += embedding
@@ -259,7 +270,7 @@ def stage_fp8(model: HfConfig, parallel: ParallelSection, bf16_layers: Sequence[
 
 def _cut_linears(model: HfConfig, layer: int) -> int:
     """Return the parameters of one layer's linears that are sharded over tensor-parallel ranks."""
-    width = model.intermediate_size
+    width = model.in_block(layer).intermediate_size
     if model.has_experts(layer):
         width = model.mixture.shared_size
     mlp = model.mlp_matrices * model.hidden_size * width * model.has_mlp(layer)
@@ -270,7 +281,7 @@ def stage_linears(model: HfConfig, parallel: ParallelSection) -> list[int]:
     """Return the parameters of the blocks' parallel linears on one rank per pipeline stage, experts included; not those
     of latents, whose weights are whole on every rank."""
     of_width = model.mlp_matrices * model.hidden_size
-    dense, mixed, experts = of_width * model.intermediate_size, 0, 0
+    mixed, experts = 0, 0
     if model.experts:
         mixed = of_width * model.experts.shared_size
         width = model.experts.intermediate_size // parallel.expert_tp
@@ -279,7 +290,9 @@ def stage_linears(model: HfConfig, parallel: ParallelSection) -> list[int]:
     for layers in layers_of_ranks(model, parallel):
         mixtures = sum(map(model.has_experts, layers))
         attention = sum(_linears_of_mixing(model, layer) for layer in layers)
-        outside = attention + mixtures * mixed + (sum(map(model.has_mlp, layers)) - mixtures) * dense
+        dense = [layer for layer in layers if model.has_mlp(layer) and not model.has_experts(layer)]
+        wide = sum(model.in_block(layer).intermediate_size for layer in dense)
+        outside = attention + mixtures * mixed + of_width * wide
         stages.append(outside // parallel.tp + mixtures * experts)
     return stages
 
@@ -293,7 +306,7 @@ def _linears_of_mixing(model: HfConfig, layer: int) -> int:
     if not model.has_attention(layer):
         return 0
     model = model.in_block(layer)
-    of_queries, of_keys = 3 if model.attention_gate else 2, (1 if model.keys_as_values else 2) * model.num_kv_heads
+    of_queries, of_keys = 3 if model.attention_gate else 2, _keys_and_values(model) * model.num_kv_heads
     return model.hidden_size * model.head_dim * (of_queries * model.num_heads + of_keys)
 
 

@@ -32,7 +32,8 @@ LOGPROB_CHUNK = 16
 # about the standard deviation of logits over temperature; the rollout log-probs are then near the policy's
 LOGIT_SCALE = 0.4
 _OUTER = ("embed_tokens.weight", "embeddings.weight", "lm_head.weight")
-_NEAR_ONE = ("magnitude", "layer_scalar", "act_fn")  # in names of vectors near 1, beside norms
+# in names of vectors near 1, beside norms
+_NEAR_ONE = ("magnitude", "layer_scalar", "act_fn", "router.scale", "per_expert_scale")
 HANG_MINUTES = 5.0
 # The first step of AdamW is lr * gradient / (|gradient| + epsilon). Usual rates move a weight by less than float32
 # rounding. With an epsilon near 0 the step is a sign, which turns the rounding error of a zero into a whole step. These
@@ -166,6 +167,7 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
             topk_group=1,
             first_k_dense_replace=1 if 0 not in real.experts.blocks else 0,
             num_experts_per_tok=min(2, real.experts.per_token),
+            top_k_experts=min(3, real.experts.per_token),  # of two, the norm of their sum cancels gradients
             moe_intermediate_size=padded(32, unit * lcm(parallel.expert_tp, parallel.tp)),
             shared_expert_intermediate_size=padded(32, unit * parallel.tp),
             moe_layers=None,
@@ -178,6 +180,10 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
         symbols = [*dict.fromkeys(layer_pattern(real, [real.num_layers]))]
         pattern = "".join(symbols[layer % len(symbols)] for layer in range(small["num_hidden_layers"]))
         small |= dict(hybrid_override_pattern=pattern, layers_block_type=None)
+    if real.borrowers:
+        small |= dict(num_hidden_layers=4, num_kv_shared_layers=2)
+    if real.layer_inputs:
+        small |= dict(hidden_size_per_layer_input=padded(24, unit), vocab_size_per_layer_input=VOCABULARY)
     if real.unrotated:
         small |= dict(no_rope_layers=[(layer + 1) % 2 for layer in range(small["num_hidden_layers"])])
     small |= dict(floor_scale=WINDOW) if real.query_scale else {}

@@ -15,6 +15,7 @@ from megagrpo.platform.parallel.layout import init_layout
 from tests.distributed.tiny_families import EVERY, tiny_model
 
 CASES = ("llama tied", "llama untied", "qwen2_moe", "deepseek_v2 lite", "gpt_oss", "gemma3", "granitemoe", "dots1")
+CASES += ("gemma4 small",)
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -62,7 +63,7 @@ def test_a_model_is_counted_as_transformers_counts_it(name, models, capsys):
     assert facts["vllm"]["has_class"] is (name != "dots1")
     problems = ["dots1 cannot be trained: vLLM has no class for it since 0.23"] if name == "dots1" else []
     assert [said.partition(";")[0] for said in found["problems"]] == problems and code == 2 * len(problems)
-    assert facts["tied_to"] == (EMBEDDING if name in ("llama tied", "gemma3") else None)
+    assert facts["tied_to"] == (EMBEDDING if name in ("llama tied", "gemma3", "gemma4 small") else None)
 
 
 @pytest.mark.parametrize("name", CASES)

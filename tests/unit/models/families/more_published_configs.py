@@ -9,6 +9,7 @@ Keys of towers, which no text model reads, are left out; so are keys beyond the 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from typing import Any
 
 from megagrpo.models.families import FAMILIES
@@ -130,7 +131,28 @@ GEMMA4_IDS = dict(boa_token_id=256000, boi_token_id=255999, eoa_token_index=2588
 GEMMA4_IDS |= dict(
     audio_token_id=258881, image_token_id=258880, video_token_id=258884, vision_soft_tokens_per_image=280
 )
+GLM_IDS = {
+    f"{kind}_{end}_token_id": 151339 + i for i, (kind, end) in enumerate(product(("image", "video"), ("start", "end")))
+}
+GLM_OWN = ("architectures", "num_nextn_predict_layers", "tie_word_embeddings", "transformers_version")
 MORE: dict[str, Raw] = {
+    "GLM 4.1V 9B Thinking": sizes(4096, 40, 32, 2, 13696, 151552, max_position_embeddings=65536)
+    | dict(model_type="glm4v", architectures=["Glm4vForConditionalGeneration"], vision_config={"hidden_size": 1536})
+    | dict(attention_bias=True, attention_dropout=0.0, partial_rotary_factor=0.5, pad_token_id=151329)
+    | dict(eos_token_id=[151329, 151336, 151338, 151348], rms_norm_eps=1e-5, tie_word_embeddings=False)
+    | dict(**GLM_IDS, image_token_id=151343, video_token_id=151344, rope_theta=10000.0)
+    | dict(rope_scaling=dict(type="default", mrope_section=[8, 12, 12])),
+    "GLM 4.5V": whole(
+        "glm4v_moe",
+        "Glm4vMoeForConditionalGeneration",
+        {key: value for key, value in published("release of glm4_moe").items() if key not in GLM_OWN}
+        | dict(model_type="glm4v_moe_text", max_position_embeddings=65536, rope_theta=10000.0)
+        | dict(rope_scaling=dict(rope_type="default", mrope_section=[8, 12, 12])),
+        **GLM_IDS,
+        image_token_id=151363,
+        video_token_id=151364,
+        tie_word_embeddings=False,
+    ),
     "Gemma 3 4B it": gemma3(2560, 34, 10240),
     "Gemma 3 12B it": gemma3(3840, 48, 15360, num_attention_heads=16, num_key_value_heads=8),
     "Gemma 3 27B it": gemma3(5376, 62, 21504, num_attention_heads=32, num_key_value_heads=16, **GEMMA3_27B),
@@ -187,18 +209,10 @@ MORE: dict[str, Raw] = {
         transformers_version="4.51.0.dev0",
     ),
     "Gemma 4 31B it": whole("gemma4", "Gemma4ForConditionalGeneration", GEMMA4, **GEMMA4_IDS),
-    "Gemma 4 E2B it": whole(
-        "gemma4",
-        "Gemma4ForConditionalGeneration",
-        GEMMA4 | dict(attention_k_eq_v=False, hidden_size_per_layer_input=256, num_kv_shared_layers=20),
-        **GEMMA4_IDS,
-    ),
-    "Gemma 4 26B A4B it": whole(
-        "gemma4",
-        "Gemma4ForConditionalGeneration",
-        GEMMA4 | dict(enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704),
-        **GEMMA4_IDS,
-    ),
+    **{
+        f"{name} it": whole("gemma4", "Gemma4ForConditionalGeneration", published(name), **GEMMA4_IDS)
+        for name in ("Gemma 4 E2B", "Gemma 4 E4B", "Gemma 4 26B-A4B")
+    },
     "Granite 4.0 Micro": published("release of granitemoehybrid")
     | dict(hidden_size=2560, num_attention_heads=40, logits_scaling=10, layer_types=["attention"] * 40)
     | dict(mamba_n_heads=80, mamba_d_state=256, position_embedding_type="rope", rope_theta=10000000),
@@ -317,8 +331,6 @@ CLASSES: dict[str, tuple[str, str | None]] = {
     "falcon_h1": ("FalconH1ForCausalLM", None),
     "gemma3n": ("Gemma3nForConditionalGeneration", "gemma3n_text"),
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", None),
-    "glm4v": ("Glm4vForConditionalGeneration", "glm4v_text"),
-    "glm4v_moe": ("Glm4vMoeForConditionalGeneration", "glm4v_moe_text"),
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", None),
     "jamba": ("JambaForCausalLM", None),
     "lfm2": ("Lfm2ForCausalLM", None),

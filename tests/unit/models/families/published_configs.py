@@ -447,6 +447,11 @@ PUBLISHED |= {
     for kind, family in FAMILIES.items()
     if family.example.release
 }
+PUBLISHED |= {
+    name: (kind, family.architecture, family.example.release | keys)
+    for kind, family in FAMILIES.items()
+    for name, keys in family.example.others.items()
+}
 
 
 def published(name: str) -> Raw:

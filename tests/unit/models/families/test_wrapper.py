@@ -12,6 +12,7 @@ from megagrpo.models.families.dense import EMBEDDING, HEAD
 from megagrpo.models.families.hf_config import load_hf_config, parse_hf_config, table_of, untrained
 from megagrpo.models.families.stored_names import HEADERS_FILE, INDEX, stored_names
 from megagrpo.models.families.wrapper import NAMINGS, Naming, Wrapper
+from tests.unit.models.families.more_published_configs import MORE
 
 # config.json of Gemma 3 4B as published: what transformers takes by default is left out.
 GEMMA3 = dict(
@@ -132,6 +133,19 @@ def test_sizes_that_a_llava_leaves_out_are_those_of_the_text_models_class():
         assert (ours.family, ours.num_layers, ours.hidden_size) == (kind, 32, theirs.hidden_size)
         assert (ours.num_heads, ours.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
         assert (ours.intermediate_size, ours.vocab_size) == (theirs.intermediate_size, theirs.vocab_size)
+
+
+def test_keys_without_a_common_default_are_required_in_the_text_model_or_its_rotation():
+    raw = MORE["GLM 4.1V 9B Thinking"]
+    assert architecture_problems(raw) == []
+    without = {key: value for key, value in raw.items() if key not in ("attention_bias", "partial_rotary_factor")}
+    assert architecture_problems(without) == [
+        "config.json lacks partial_rotary_factor",
+        "config.json lacks attention_bias",
+    ]
+    rotary = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[8, 12, 12])
+    inside = dict(model_type="glm4v", text_config=without | dict(model_type="glm4v_text", rope_parameters=rotary))
+    assert architecture_problems(inside)[0] == "text_config of config.json lacks attention_bias"
 
 
 def test_the_whole_models_dtype_replaces_the_text_models():

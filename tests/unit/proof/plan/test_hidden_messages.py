@@ -11,7 +11,7 @@ from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.hf_config import load_hf_config, parse_hf_config
 from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.proof.plan.gpu_specs import GPUS
-from megagrpo.proof.plan.hidden_messages import Direction, Overlap, overlap_row, sent_rows
+from megagrpo.proof.plan.hidden_messages import Direction, Overlap, overlap_row, refused_by_model, sent_rows
 from megagrpo.proof.plan.plan_problems import expert_problems
 from megagrpo.proof.plan.planned_memory import in_flight
 from megagrpo.proof.plan.roofline import (
@@ -25,6 +25,7 @@ from megagrpo.proof.plan.roofline import (
     roofline,
 )
 from megagrpo.proof.plan.workload import expected_lengths
+from tests.unit.models.families.published_configs import published
 
 FOUR_NODES = "megagrpo:qwen3_30b_a3b_4nodes"
 ALONE = ["train.overlap=[]", "parallel.pp=2", "parallel.vpp=2"]
@@ -131,6 +132,17 @@ def test_overlaps_of_a_model_without_experts_or_with_latent_attention_are_proble
     deepseek = load_config("megagrpo:deepseek_v3_32nodes", ["train.overlap=[tp]"])
     (problem,) = expert_problems(deepseek, load_hf_config(shape_folder(deepseek.model.path)))
     assert "tp, but Transformer Engine cannot overlap deepseek_v3's latent attention" in str(problem)
+
+
+@pytest.mark.parametrize("release", ["Gemma 4 26B-A4B", "release of granitemoe"])
+def test_messages_of_experts_do_not_overlap_in_a_model_whose_hooks_megatrons_schedule_skips(release):
+    model = parse_hf_config(published(release))
+    config, _ = made("train.overlap=[experts]")
+    (said,) = [str(problem) for problem in expert_problems(config, model)]
+    assert said.startswith("train.overlap: experts, but Megatron's combined schedule leaves out the factors on outputs")
+    assert ("norms of their own" if model.block_scales else "no shared experts") in refused_by_model(
+        "shared_experts", model
+    )
 
 
 @pytest.mark.parametrize(

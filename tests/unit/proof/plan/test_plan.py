@@ -158,12 +158,17 @@ def test_parameters_are_counted_as_transformers_does(raw):
 RELEASES = {kind: family.example.release for kind, family in FAMILIES.items() if family.example.release}
 
 
-@pytest.mark.parametrize("kind", RELEASES)
-def test_so_are_those_of_a_release(kind):
+OTHERS = {
+    name: family.example.release | keys for family in FAMILIES.values() for name, keys in family.example.others.items()
+}
+
+
+@pytest.mark.parametrize("raw", [pytest.param(raw, id=name) for name, raw in (RELEASES | OTHERS).items()])
+def test_so_are_those_of_a_release(raw):
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**RELEASES[kind]))
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    assert num_parameters(parse_hf_config(RELEASES[kind])) == sum(parameter.numel() for parameter in trained)
+    assert num_parameters(parse_hf_config(raw)) == sum(parameter.numel() for parameter in trained)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in RELEASES if FAMILIES[kind].unserved])
