@@ -77,6 +77,10 @@ def image_problems(config: RunConfig) -> Iterator[Problem]:
             "checkpoints do not hold images of responses that were generated ahead; set it to 0",
         ),
         "debug.dump_steps": (bool(config.debug.dump_steps), "megagrpo audit reads token ids only; leave it empty"),
+        "train.overlap": (
+            "experts" in config.train.overlap,
+            "its schedule runs two micro-batches at once, whose images would be mixed up; leave experts out",
+        ),
         "data.source": (data.source is not None, "new rows travel as JSON, without images; leave it empty"),
         "data.chat_template": (data.chat_template == "none", "only a template places images; set one"),
         "data.overlong_prompts": (

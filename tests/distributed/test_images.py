@@ -8,7 +8,7 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_policy import tiny_run, whole_model
-from tiny_vision import QUESTIONS, full_logits, image, write_model
+from tiny_vision import KINDS, QUESTIONS, full_logits, image, is_text, write_model
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.data.images import ImageReader
@@ -23,10 +23,17 @@ from megagrpo.train_types import TrainSample
 
 
 @pytest.fixture(scope="module")
-def folder():
-    with tempfile.TemporaryDirectory() as name:
-        write_model(Path(name), num_hidden_layers=4)
-        yield Path(name)
+def folder_of():
+    """Function from a kind to the folder of its model."""
+    with tempfile.TemporaryDirectory() as root:
+
+        def written(kind: str) -> Path:
+            folder = Path(root) / kind
+            if not folder.exists():
+                write_model(folder, kind=kind, num_hidden_layers=4)
+            return folder
+
+        yield written
 
 
 def samples_of(folder: Path, image_token: bool = False) -> list[TrainSample]:
@@ -85,27 +92,35 @@ def largest_difference(
     return worst
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_logprobs_of_packed_samples_with_images_equal_transformers(folder, share):
-    assert largest_difference(folder, {}, 1, share) < 1e-5
-
-
 LAYOUTS = [
     (dict(tp=2), 2),
     (dict(tp=2, sequence_parallel=True), 2),
     (dict(pp=2), 2),
     (dict(pp=2, vpp=2), 2),
 ]
+OF_EXPERTS = [*LAYOUTS[1:], (dict(ep=2), 2)]  # tensor parallelism of experts needs sequence parallelism
+LAYOUTS_OF = {kind: OF_EXPERTS if "moe" in kind else LAYOUTS for kind in KINDS}
 
 
-@pytest.mark.parametrize(("parallel", "ranks"), LAYOUTS)
-def test_layouts_compute_the_same_logprobs(folder, parallel, ranks):
-    assert largest_difference(folder, parallel, ranks, share=True) < 1e-5
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("share", [False, True])
+def test_logprobs_of_packed_samples_with_images_equal_transformers(folder_of, kind, share):
+    assert largest_difference(folder_of(kind), {}, 1, share) < 1e-5
 
 
-def stepped(folder: Path, parallel: dict) -> tuple:
-    """The whole model on rank 0 after an optimizer step, and the sum of the tower's weights before and after it."""
-    config = tiny_run(parallel, data=dict(train=dict(source="none"), images=True), algorithm=dict(beta=0))
+@pytest.mark.parametrize(("kind", "layout"), [(kind, layout) for kind in KINDS for layout in LAYOUTS_OF[kind]])
+def test_layouts_compute_the_same_logprobs(folder_of, kind, layout):
+    assert largest_difference(folder_of(kind), *layout, share=True) < 1e-5
+
+
+def stepped(folder: Path, parallel: dict, recompute: str) -> tuple:
+    """The whole model on rank 0 after an optimizer step, and whether the tower's weights are as before."""
+    config = tiny_run(
+        parallel,
+        data=dict(train=dict(source="none"), images=True),
+        algorithm=dict(beta=0),
+        model=dict(recompute=recompute),
+    )
     layout, hf_config = init_layout(config.parallel), load_hf_config(folder)
     policy = MegatronPolicy(config, layout, hf_config)
     load_hf(policy.chunks, hf_config, folder, layout)
@@ -122,14 +137,17 @@ def stepped(folder: Path, parallel: dict) -> tuple:
     return model, kept
 
 
-def test_a_step_is_the_same_in_every_layout_and_leaves_the_tower(folder):
-    ((expected, kept),) = run_ranks(stepped, 1, folder, {})
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_the_same_in_every_layout_and_leaves_the_tower(folder_of, kind):
+    folder = folder_of(kind)
+    ((expected, kept),) = run_ranks(stepped, 1, folder, {}, "none")
     source = load_file(folder / "model.safetensors")
-    assert kept and expected.keys() == {name for name in source if not name.startswith("visual.")}
+    assert kept and expected.keys() == {name for name in source if is_text(name)}
     moved = [name for name, tensor in expected.items() if not torch.equal(torch.from_numpy(tensor), source[name])]
     assert len(moved) == len(expected)
-    for parallel, ranks in [*LAYOUTS, (dict(), 2)]:  # the last one: two replicas
-        for model, kept in run_ranks(stepped, ranks, folder, parallel):
+    two_replicas, recomputed = ({}, 2, "none"), (dict(pp=2), 2, "full")
+    for parallel, ranks, recompute in [*((*layout, "none") for layout in LAYOUTS_OF[kind]), two_replicas, recomputed]:
+        for model, kept in run_ranks(stepped, ranks, folder, parallel, recompute):
             assert kept
             for name, tensor in model.items():
                 torch.testing.assert_close(
@@ -159,6 +177,31 @@ def test_the_embedding_of_the_image_token_gets_no_gradient_from_images(tmp_path)
     assert abs(gradient[image_token]).max() == 0 and abs(gradient[image_token - 1]).max() > 0
 
 
-def test_a_sampled_image_token_is_text(folder):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sampled_image_token_is_text(folder_of, kind):
     """transformers' own model takes it for an image and fails; the places of a prompt's images decide here."""
-    assert largest_difference(folder, {}, 1, image_token=True) < 1e-5
+    assert largest_difference(folder_of(kind), {}, 1, image_token=True) < 1e-5
+
+
+def towers_outputs(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of an image in bfloat16, by our tower and transformers'."""
+    from transformers import AutoModelForImageTextToText
+
+    config = tiny_run({}, data=dict(train=dict(source="none"), images=True), algorithm=dict(beta=0))
+    config = config.model_copy(update=dict(model=config.model.model_copy(update=dict(precision="bf16"))))
+    layout = init_layout(config.parallel)
+    policy = MegatronPolicy(config, layout, load_hf_config(folder))
+    load_tower(policy, folder)
+    theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16).model.visual.eval()
+    inputs = samples_of(folder)[0].inputs
+    pixels, grids = inputs["pixel_values"].to(torch.bfloat16), torch.as_tensor(inputs["image_grid_thw"])
+    with torch.no_grad():
+        rows = [tower(pixels, grid_thw=grids).pooler_output.float() for tower in (policy.inputs.tower, theirs)]
+    layout.close()
+    return rows[0].numpy(), rows[1].numpy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tower_in_bfloat16_computes_as_transformers_does(folder_of, kind):
+    ((ours, theirs),) = run_ranks(towers_outputs, 1, folder_of(kind))
+    assert (ours == theirs).all()

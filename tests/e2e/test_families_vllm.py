@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_families import EVERY, WRAPPED, family_of, tiny_model
+from tiny_families import EVERY, WRAPPED, family_of, tiny_model, write_model
 
 from megagrpo.config import LoraSection, ParallelSection
 from megagrpo.engine.client import VllmEngine
@@ -62,7 +62,7 @@ def folder_of(name: str, spoiled: bool = False) -> Path:
         for tensor_name, parameter in model.named_parameters():
             if (zeroed := EXAMPLES[name].zeroed) and tensor_name.endswith(zeroed):
                 parameter.zero_()
-    model.save_pretrained(folder)
+    write_model(model, folder)
     return folder
 
 

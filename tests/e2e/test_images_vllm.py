@@ -4,7 +4,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from tiny_vision import QUESTIONS, full_logits, image, write_model
+from tiny_vision import KINDS, QUESTIONS, full_logits, image, is_text, write_model
 
 from megagrpo.config import ParallelSection
 from megagrpo.data.images import ImageReader
@@ -50,16 +50,17 @@ def push(engine, folder, version: int, sizes: dict, out) -> int:
     return read
 
 
-def test_vllm_sees_the_images_and_updates_leave_its_tower(tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_vllm_sees_the_images_and_updates_leave_its_tower(kind, tmp_path):
     folder, spoiled = tmp_path / "model", tmp_path / "spoiled"
-    write_model(folder)
-    write_model(spoiled)
+    write_model(folder, kind=kind)
+    write_model(spoiled, kind=kind)
     tensors = load_file(folder / "model.safetensors")
-    text = {name: tensor for name, tensor in tensors.items() if not name.startswith("visual.")}
+    text = {name: tensor for name, tensor in tensors.items() if is_text(name)}
     changed = {name: 0.9 * tensor for name, tensor in tensors.items()}  # the tower's too: a sync must not send it
     save_file(changed, spoiled / "model.safetensors", metadata={"format": "pt"})
     prompts = prompts_of(folder)
-    running = connect(launch(folder, "images", images=True, finds_text=True), folder)
+    running = connect(launch(folder, f"images_{kind}", images=True, finds_text=True), folder)
     engine = running.engine
 
     def answers() -> list[tuple]:

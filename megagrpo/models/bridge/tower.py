@@ -12,10 +12,10 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 
 
 def load_tower(policy: MegatronPolicy, folder: Path) -> None:
-    """Give the policy the tower of the model in `folder`, on ranks that embed tokens. Policies of text stay as they
-    are. Raises ValueError when a tensor is missing or of another shape."""
+    """Give the policy the tower of the model in `folder`, on ranks that compute rows of images. Policies of text stay
+    as they are. Raises ValueError when a tensor is missing or of another shape."""
     inputs: ModelInputs = policy.inputs
-    if not isinstance(inputs, ImageInputs) or not any(hasattr(chunk, "embedding") for chunk in policy.chunks):
+    if not isinstance(inputs, ImageInputs) or not inputs.reads_pixels:
         return
     vision = policy.hf_config.vision
     assert vision is not None, "images need a tower"

@@ -131,8 +131,9 @@ def _wrapper_problems(family: Family, wrapper: Wrapper, raw: Raw) -> list[str]:
     if inner.get(QUANTIZATION) and not raw.get(QUANTIZATION):
         said = f"{TEXT_CONFIG} of config.json has {QUANTIZATION}, which is read outside of {TEXT_CONFIG} only"
         problems.append(f"{said}; move it there in a copy of config.json")
-    where = f"{TEXT_CONFIG} of config.json" if TEXT_CONFIG in raw else "config.json"
-    return problems + [line.replace("config.json", where, 1) for line in architecture_problems(text_config(raw))]
+    where, text = f"{TEXT_CONFIG} of config.json" if TEXT_CONFIG in raw else "config.json", text_config(raw)
+    of_text = architecture_problems(text) or wrapper.problems(text)  # which reads sizes that were checked
+    return problems + [line.replace("config.json", where, 1) for line in of_text]
 
 
 def _wrong_types(family: Family, raw: Raw) -> list[str]:

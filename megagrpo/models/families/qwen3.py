@@ -10,6 +10,7 @@ from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.dense import DENSE, GATE_UP_DOWN, QK_NORM, QKV_BIAS, experts
 from megagrpo.models.families.example import TINY_EXPERTS, YARN, Example
 from megagrpo.models.families.family import EXPERT_KEYS, Family, Raw, expert_problems, mixture, windows
+from megagrpo.models.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE, STACKED_EXPERTS, WHOLE_QWEN3_VL
 from megagrpo.models.families.vision import qwen_vision
 from megagrpo.models.families.wrapper import Wrapper
 
@@ -67,6 +68,7 @@ QWEN3 = Family(
     read=lambda raw, common: replace(common, qk_norm=True, windows=upper_windows(raw)),
     keys=UPPER_WINDOWS,
     fixed=HAS_HEAD_NORMS,
+    wrappers=(QWEN3_VL,),
     example=Example(
         models="Qwen3, dense",
         differs="head norms, windows",
@@ -74,6 +76,7 @@ QWEN3 = Family(
             "qwen3": dict(head_dim=24, tie_word_embeddings=True),
             "qwen3 yarn": dict(head_dim=24, rope_parameters=YARN),
         },
+        wrapped={"qwen3_vl": WHOLE_QWEN3_VL},
     ),
 )
 
@@ -103,7 +106,7 @@ def _moe_problems(raw: Raw) -> list[str]:
 QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
-    table=lambda hf: _MOE_TABLE,
+    table=lambda hf: _MOE_TABLE | (STACKED_EXPERTS if hf.wrapper == QWEN3_VL_MOE else {}),
     read=_moe,
     problems=_moe_problems,
     keys=(
@@ -112,6 +115,7 @@ QWEN3_MOE = Family(
     ),
     ignored=("max_window_layers",),  # all blocks have the window, or no block
     fixed=HAS_HEAD_NORMS,
+    wrappers=(QWEN3_VL_MOE,),
     example=Example(
         models="Qwen3-30B-A3B and larger",
         differs="head norms, experts",
@@ -119,5 +123,6 @@ QWEN3_MOE = Family(
             "qwen3_moe": dict(**TINY_EXPERTS, norm_topk_prob=True, mlp_only_layers=[2], tie_word_embeddings=True),
             "qwen3_moe, weights not scaled": dict(**TINY_EXPERTS, norm_topk_prob=False, decoder_sparse_step=2),
         },
+        wrapped={"qwen3_vl_moe": WHOLE_QWEN3_VL},
     ),
 )

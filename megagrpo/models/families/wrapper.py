@@ -60,6 +60,7 @@ class Wrapper:
     - `prefix` begins the decoder's tensors in the published files. Files with another of `NAMINGS` load too.
     - `texts` are the values of `model_type` in `text_config`; (): the family's own.
     - `defaults` are keys of the text model that published files leave out, with the values of transformers' class.
+    - `problems` returns why a text model cannot be trained inside this one, besides the family's reasons.
     - `ignored` are further keys of the whole model that change nothing without images, sounds and videos.
     - `modules` names transformers' modules of the decoder and the head, which adapters name.
     - `untrained` are regular expressions of tensors outside the text model, besides the usual names of towers.
@@ -71,6 +72,7 @@ class Wrapper:
     prefix: str = "language_model.model."
     texts: tuple[str, ...] = ()
     defaults: Raw = field(default_factory=dict)
+    problems: Callable[[Raw], list[str]] = lambda text: []
     ignored: tuple[str, ...] = ()
     untrained: tuple[str, ...] = ()
     modules: Naming = MODULE_NAMES
@@ -82,7 +84,7 @@ class Wrapper:
         inner = raw.get(TEXT_CONFIG)
         if inner is None:
             inner = {key: value for key, value in raw.items() if key not in MULTIMODAL}
-        inner = inner if self.vision is None else one_axis(inner)
+        inner = one_axis(inner)
         outer = {key: raw[key] for key in OUTER if raw.get(key) is not None}
         names = {"model_type", "architectures", "auto_map", *(_DTYPE if outer.keys() & {*_DTYPE} else ())}
         return self.defaults | {key: value for key, value in inner.items() if key not in names} | outer

@@ -18,6 +18,7 @@ REFUSED = [  # overrides, and the beginning of the problem
         "rollout.max_staleness: with data.images, checkpoints do not hold images",
     ),
     (["debug.dump_steps=[1]"], "debug.dump_steps: with data.images, megagrpo audit reads token ids only"),
+    (["train.overlap=[experts]"], "train.overlap: with data.images, its schedule runs two micro-batches at once"),
     (["data.source=/file.py:Source"], "data.source: with data.images, new rows travel as JSON"),
     (["data.chat_template=none"], "data.chat_template: with data.images, only a template places images"),
     (["data.overlong_prompts=truncate_left"], "data.overlong_prompts: with data.images, a truncated prompt would lose"),
