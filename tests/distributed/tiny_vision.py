@@ -3,7 +3,7 @@ sizes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from tiny_families import write_model as save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from megagrpo.models.families.hybrid import SERVED_DELTA
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz .,?0123456789"
 SPECIAL = [
@@ -48,24 +50,51 @@ TEXT = dict(
 
 @dataclass(frozen=True)
 class Kind:
-    """What differs between the models: keys of the tower, of the text model, and the size of a patch."""
+    """What differs between the models: keys of the tower, of the text model, of the rotation, and a patch's size."""
 
     tower: dict[str, Any]
     sections: tuple[int, int, int]  # of the rotation
     text: dict[str, Any]
     patch: int
+    rope: dict[str, Any] = field(default_factory=dict)
+    served: dict[str, Any] = field(default_factory=dict)  # of the text model in vLLM on a CPU
+    served_dtype: str = "float32"
 
 
 _TOWER = dict(depth=2, hidden_size=64, intermediate_size=96, num_heads=2, out_hidden_size=128, initializer_range=0.08)
 # With four decoder blocks on two stages, each stage adds features of the tower.
 _DEEP = _TOWER | dict(depth=3, patch_size=16, num_position_embeddings=16, deepstack_visual_indexes=[0, 1, 2])
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True, head_dim=32)
+_FIRST = dict(depth=2, embed_dim=64, hidden_size=128, num_heads=2, mlp_ratio=2, patch_size=14, initializer_range=0.08)
+_INTERLEAVED = dict(mrope_interleaved=True)
+_PLAIN = _TOWER | dict(patch_size=16, num_position_embeddings=16)
+_DELTA = dict(head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, rms_norm_eps=1e-2)
+_DELTA |= dict(linear_value_head_dim=24, full_attention_interval=2)
 KINDS = {
+    "qwen2_vl": Kind(_FIRST, sections=(4, 6, 6), text={}, patch=14),
     "qwen2_5_vl": Kind(
         _TOWER | dict(patch_size=14, window_size=56, fullatt_block_indexes=[1]), sections=(4, 6, 6), text={}, patch=14
     ),
-    "qwen3_vl": Kind(_DEEP, sections=(6, 5, 5), text=dict(head_dim=32), patch=16),
-    "qwen3_vl_moe": Kind(_DEEP, sections=(6, 5, 5), text=_EXPERTS, patch=16),
+    "qwen3_vl": Kind(_DEEP, sections=(6, 5, 5), text=dict(head_dim=32), patch=16, rope=_INTERLEAVED),
+    "qwen3_vl_moe": Kind(_DEEP, sections=(6, 5, 5), text=_EXPERTS, patch=16, rope=_INTERLEAVED),
+    "qwen3_5": Kind(
+        _PLAIN,
+        sections=(3, 3, 2),
+        text=_DELTA,
+        patch=16,
+        rope=_INTERLEAVED | dict(partial_rotary_factor=0.5),
+        served=SERVED_DELTA,
+        served_dtype="bfloat16",
+    ),
+    "qwen3_5_moe": Kind(
+        _PLAIN,
+        sections=(3, 3, 2),
+        text=_DELTA | _EXPERTS | dict(shared_expert_intermediate_size=24),
+        patch=16,
+        rope=_INTERLEAVED | dict(partial_rotary_factor=0.5),
+        served=SERVED_DELTA,
+        served_dtype="bfloat16",
+    ),
 }
 
 
@@ -84,7 +113,7 @@ def write_model(folder: Path, seed: int = 0, kind: str = "qwen2_5_vl", **text) -
     words, own = tokenizer(), KINDS[kind]
     words.save_pretrained(folder)
     start, end, image, video = (words.convert_tokens_to_ids(token) for token in SPECIAL[1:5])
-    rope = dict(rope_type="default", rope_theta=1e6, mrope_section=[*own.sections])
+    rope = dict(rope_type="default", rope_theta=1e6, mrope_section=[*own.sections]) | own.rope
     sizes = dict(vocab_size=len(words) + 6, eos_token_id=words.eos_token_id, rope_parameters=rope)
     config = AutoConfig.for_model(
         kind,
@@ -128,9 +157,18 @@ QUESTIONS = [
 
 
 @torch.no_grad()
-def full_logits(folder: Path, samples: list[tuple[list[int], dict]]) -> list[torch.Tensor]:
-    """transformers' logits [L, V] in float32 for each (token ids, inputs)."""
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+def full_logits(
+    folder: Path,
+    samples: list[tuple[list[int], dict]],
+    dtype: torch.dtype = torch.float32,
+    adapter: Path | None = None,
+) -> list[torch.Tensor]:
+    """transformers' logits [L, V] as float32 for each (token ids, inputs), with PEFT's `adapter`."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter).eval().get_base_model()
     token, found = model.config.image_token_id, []
     for token_ids, inputs in samples:
         ids = torch.tensor([token_ids])

@@ -132,7 +132,7 @@ def _wrapper_problems(family: Family, wrapper: Wrapper, raw: Raw) -> list[str]:
         said = f"{TEXT_CONFIG} of config.json has {QUANTIZATION}, which is read outside of {TEXT_CONFIG} only"
         problems.append(f"{said}; move it there in a copy of config.json")
     where, text = f"{TEXT_CONFIG} of config.json" if TEXT_CONFIG in raw else "config.json", text_config(raw)
-    of_text = architecture_problems(text) or wrapper.problems(text)  # which reads sizes that were checked
+    of_text = architecture_problems(text) or wrapper.problems(raw)  # the latter reads checked sizes
     return problems + [line.replace("config.json", where, 1) for line in of_text]
 
 

@@ -11,7 +11,7 @@ from megagrpo.models.families.dense import DENSE, GATE_UP_DOWN, QK_NORM, QKV_BIA
 from megagrpo.models.families.example import TINY_EXPERTS, YARN, Example
 from megagrpo.models.families.family import EXPERT_KEYS, Family, Raw, expert_problems, mixture, windows
 from megagrpo.models.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE, STACKED_EXPERTS, WHOLE_QWEN3_VL
-from megagrpo.models.families.vision import qwen_vision
+from megagrpo.models.families.vision import axis_problems, qwen_vision
 from megagrpo.models.families.wrapper import Wrapper
 
 # vLLM's error for windows in some blocks of these families.
@@ -29,6 +29,18 @@ def upper_windows(raw: Raw) -> tuple[int | None, ...]:
     return windows(raw, window(raw), lambda block: block >= raw.get("max_window_layers", 28))
 
 
+def _qwen2_vl(model_type: str, architecture: str, tower: str) -> Wrapper:
+    return Wrapper(
+        model_type,
+        architecture,
+        prefix="model.",
+        texts=(f"{model_type}_text",),
+        defaults=dict(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6),
+        problems=axis_problems(interleaved=False),
+        vision=qwen_vision(tower, interleaved=False),
+    )
+
+
 QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
@@ -38,13 +50,8 @@ QWEN2 = Family(
     ignored=("attention_bias",),  # the biases do not depend on it
     fixed={"qkv_bias": (True, "queries, keys and values of this family have biases")},
     wrappers=(
-        Wrapper(
-            "qwen2_5_vl",
-            "Qwen2_5_VLForConditionalGeneration",
-            prefix="model.",
-            texts=("qwen2_5_vl_text",),
-            vision=qwen_vision("Qwen2_5_VisionTransformerPretrainedModel", interleaved=False),
-        ),
+        _qwen2_vl("qwen2_vl", "Qwen2VLForConditionalGeneration", "Qwen2VisionTransformerPretrainedModel"),
+        _qwen2_vl("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VisionTransformerPretrainedModel"),
     ),
     example=Example(
         models="Qwen2, Qwen2.5",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megagrpo.models.families.blocks import gated, same, stacked, transposed
 from megagrpo.models.families.dense import MLP
 from megagrpo.models.families.family import Raw, Table
-from megagrpo.models.families.vision import qwen_vision
+from megagrpo.models.families.vision import axis_problems, qwen_vision
 from megagrpo.models.families.wrapper import Wrapper
 
 _GATE_UP, _DOWN = MLP + "experts.gate_up_proj", MLP + "experts.down_proj"
@@ -14,18 +14,18 @@ STACKED_EXPERTS: Table = {
     "mlp.experts.linear_fc1.weight": stacked(transposed(gated(_GATE_UP, _GATE_UP))),
     "mlp.experts.linear_fc2.weight": stacked(transposed(same(_DOWN))),
 }
+_AXES = axis_problems(interleaved=True)
 
 
-def _stacked_problems(text: Raw) -> list[str]:
-    problems, width, hidden = [], text["moe_intermediate_size"], text["hidden_size"]
-    if text["norm_topk_prob"] is not True:
-        said = (
-            f"config.json has norm_topk_prob={text['norm_topk_prob']}, and transformers always normalises the weights"
-        )
-        problems.append(f"{said} of a token's experts here; set it to true")
+def _problems(raw: Raw) -> list[str]:
+    text, problems = raw["text_config"], _AXES(raw)
+    width, hidden, normalised = text["moe_intermediate_size"], text["hidden_size"], text.get("norm_topk_prob", True)
+    if normalised is not True:
+        said = f"config.json has norm_topk_prob={normalised}, and transformers always normalises the weights"
+        problems.append(f"{said} of a token's experts here; set norm_topk_prob to true")
     if hidden in (width, 2 * width):
-        said = f"hidden_size={hidden} of config.json is moe_intermediate_size={width}, or twice that: transformers and"
-        problems.append(f"{said} vLLM read such tensors of experts in different orders; choose another width")
+        said = f"config.json has moe_intermediate_size={width} with hidden_size={hidden}: transformers and vLLM read"
+        problems.append(f"{said} experts of this shape in different orders; set moe_intermediate_size to another width")
     return problems
 
 
@@ -35,7 +35,8 @@ QWEN3_VL = Wrapper(
     prefix="model.language_model.",
     texts=("qwen3_vl_text",),
     defaults=dict(num_key_value_heads=32, head_dim=128, rope_theta=5e5),
-    vision=qwen_vision("Qwen3VLVisionModel", interleaved=True),
+    problems=_AXES,
+    vision=qwen_vision("Qwen3VLVisionModel", interleaved=True, deepstack=True),
 )
 QWEN3_VL_MOE = Wrapper(
     "qwen3_vl_moe",
@@ -43,8 +44,8 @@ QWEN3_VL_MOE = Wrapper(
     prefix="model.language_model.",
     texts=("qwen3_vl_moe_text",),
     defaults=dict(num_key_value_heads=16, rope_theta=5e5, norm_topk_prob=True),
-    problems=_stacked_problems,
-    vision=qwen_vision("Qwen3VLMoeVisionModel", interleaved=True),
+    problems=_problems,
+    vision=qwen_vision("Qwen3VLMoeVisionModel", interleaved=True, deepstack=True),
 )
 _TOWER: Raw = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, num_position_embeddings=16)
 _TOWER |= dict(out_hidden_size=96, deepstack_visual_indexes=[0])

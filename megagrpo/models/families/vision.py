@@ -33,10 +33,9 @@ class Vision:
     levels: int = 0
 
 
-def qwen_vision(tower: str, interleaved: bool) -> Callable[[Raw], Vision | None]:
-    """Return the reader of the tower of a Qwen-VL from config.json. The axes of the rotation follow each other in
-    sections. Those of Qwen3-VL, whose tower has DeepStack, are `interleaved`. Without sections the model is one of
-    text."""
+def qwen_vision(tower: str, interleaved: bool, deepstack: bool = False) -> Callable[[Raw], Vision | None]:
+    """Return the reader of the tower of a Qwen from config.json. The axes of the rotation follow each other in
+    sections, or are `interleaved`. Without sections the model is one of text."""
 
     def read(raw: Raw) -> Vision | None:
         text, of_tower = raw.get("text_config") or raw, raw.get("vision_config") or {}
@@ -48,10 +47,26 @@ def qwen_vision(tower: str, interleaved: bool) -> Callable[[Raw], Vision | None]
         if interleaved:  # time, height, width, time, ...; the rest is time
             axes = [i % 3 if i < 3 * (0, height, width)[i % 3] else 0 for i in range(len(axes))]
         token, merge = raw.get("image_token_id", 151655), of_tower.get("spatial_merge_size", 2)
-        levels = len(of_tower.get("deepstack_visual_indexes", _LEVELS)) if interleaved else 0
+        levels = len(of_tower.get("deepstack_visual_indexes", _LEVELS)) if deepstack else 0
         return Vision(tower, "visual.", token, merge, tuple(axes), levels)
 
     return read
+
+
+def axis_problems(interleaved: bool) -> Callable[[Raw], list[str]]:
+    """Return the check of config.json for the order of the axes: transformers' class has one, vLLM reads a key."""
+
+    def problems(raw: Raw) -> list[str]:
+        text = raw.get("text_config") or raw
+        rotary = [text[key] for key in _ROTARY if "mrope_section" in (text.get(key) or {})]
+        return [
+            f"config.json has mrope_interleaved={given.get('mrope_interleaved')} beside mrope_section; vLLM reads it, "
+            f"and transformers computes {interleaved}; set mrope_interleaved to {str(interleaved).lower()} there"
+            for given in rotary
+            if bool(given.get("mrope_interleaved")) != interleaved
+        ]
+
+    return problems
 
 
 def one_axis(text: Raw) -> Raw:

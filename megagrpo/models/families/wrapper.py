@@ -60,7 +60,7 @@ class Wrapper:
     - `prefix` begins the decoder's tensors in the published files. Files with another of `NAMINGS` load too.
     - `texts` are the values of `model_type` in `text_config`; (): the family's own.
     - `defaults` are keys of the text model that published files leave out, with the values of transformers' class.
-    - `problems` returns why a text model cannot be trained inside this one, besides the family's reasons.
+    - `problems` returns why the model with this config.json cannot be trained, besides the text model's reasons.
     - `ignored` are further keys of the whole model that change nothing without images, sounds and videos.
     - `modules` names transformers' modules of the decoder and the head, which adapters name.
     - `untrained` are regular expressions of tensors outside the text model, besides the usual names of towers.
@@ -72,7 +72,7 @@ class Wrapper:
     prefix: str = "language_model.model."
     texts: tuple[str, ...] = ()
     defaults: Raw = field(default_factory=dict)
-    problems: Callable[[Raw], list[str]] = lambda text: []
+    problems: Callable[[Raw], list[str]] = lambda raw: []
     ignored: tuple[str, ...] = ()
     untrained: tuple[str, ...] = ()
     modules: Naming = MODULE_NAMES

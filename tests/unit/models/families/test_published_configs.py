@@ -17,7 +17,8 @@ WAYS_OUT = (
     r"docs/add_a_model\.md$",
 )
 LOADED = ("Gemma 3 4B it", "Gemma 3 12B it", "Gemma 3 27B it", "Moonlight 16B A3B", "DeepSeek V3", "gpt-oss 20B")
-LOADED += ("Qwen3.5 27B", "Qwen3.5 35B A3B", "Qwen3 Next 80B A3B FP8", "Qwen3-VL 8B", "Qwen3-VL 30B A3B")
+LOADED += ("Qwen3.5 27B", "Qwen3.5 35B A3B", "Qwen3 Next 80B A3B FP8", "Qwen2-VL 7B")
+LOADED += ("Qwen3-VL 8B", "Qwen3-VL 30B A3B")
 
 
 def test_every_published_config_loads_or_is_refused_with_a_way_out():
