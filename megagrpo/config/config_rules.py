@@ -65,13 +65,7 @@ def image_problems(config: RunConfig) -> Iterator[Problem]:
     if not data.images:
         return
     refused: dict[str, tuple[bool, str]] = {
-        "parallel.cp": (config.parallel.cp > 1, "images are not cut between context-parallel ranks; set cp to 1"),
         "multi_turn": (config.multi_turn.enabled, "later turns would lack their images; remove multi_turn"),
-        "lora": (config.lora.enabled, "adapters beside a tower were not compared with PEFT; set lora.rank to 0"),
-        "model.reference_path": (
-            config.model.reference_path is not None,
-            "the reference would see images through the policy's tower; leave it empty",
-        ),
         "rollout.max_staleness": (
             config.rollout.max_staleness > 0,
             "checkpoints do not hold images of responses that were generated ahead; set it to 0",

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform import device
+from megagrpo.platform.parallel.context import rank_indices
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.chunks import layers_of
 from megagrpo.policy.specs import LAYERS_PER_BLOCK
@@ -74,27 +75,30 @@ class ImageInputs:
     def give(self, chunk: Any, micro_batch: MicroBatch, packed: PackedSeqParams) -> None:
         """Set the rows of `chunk`, and the pack's positions on the axes. Recomputation reads rows from the pack."""
         model: Any = unwrap_model(chunk)
-        packed.image_rows = self._placed(micro_batch) if micro_batch.inputs and id(model) in self._seeing else None
+        own = rank_indices(micro_batch.cu_seqlens, self._layout.parallel.cp, self._layout.cp_rank)
+        sees = micro_batch.inputs and id(model) in self._seeing
+        packed.image_rows = self._placed(micro_batch, own) if sees else None
         if hasattr(model, "embedding"):
             model.embedding.image_rows = packed.image_rows
         if micro_batch.inputs:
-            positions = axis_positions(micro_batch, self._vision.merge)
+            positions = axis_positions(micro_batch, self._vision.merge)[:, own]
             packed.axis_positions = moved(positions, device.device())
 
-    def _placed(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return the indices [n] int64 of image tokens among this rank's embeddings, and rows [1 + levels, n, H]."""
+    def _placed(self, micro_batch: MicroBatch, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the indices [n] int64 of image tokens among this rank's embeddings, and rows [1 + levels, n, H]. `own`
+        [T/cp] int64 are the pack positions of the tokens that this context-parallel rank holds."""
         at, rows = [torch.zeros(0, dtype=torch.int64)], []
         for first, inputs, index in _sequences(micro_batch):
             of_image = image_tokens(inputs)
             inside = (of_image >= index[0]) & (of_image <= index[-1])
             at.append(of_image[inside] - index[0] + first)
             rows.append(self._rows_of(inputs)[:, inside])
-        places, every = torch.cat(at), torch.cat(rows, 1)
-        if self._layout.parallel.sequence_parallel:  # a rank embeds T/tp neighbouring tokens
-            size = micro_batch.num_tokens // self._layout.parallel.tp
-            places = places - size * self._layout.tp_rank
-            own = (places >= 0) & (places < size)
-            places, every = places[own], every[:, own]
+        # a rank embeds T/cp tokens, or with sequence parallelism T/cp/tp neighbours of these
+        parts = self._layout.parallel.tp if self._layout.parallel.sequence_parallel else 1
+        embedded = own.chunk(parts)[self._layout.tp_rank if parts > 1 else 0]
+        index = torch.full((micro_batch.num_tokens,), -1).index_copy(0, embedded, torch.arange(len(embedded)))
+        places = index[torch.cat(at)]
+        places, every = places[places >= 0], torch.cat(rows, 1)[:, places >= 0]
         return moved(places, device.device()), moved(every, device.device())
 
     @torch.no_grad()

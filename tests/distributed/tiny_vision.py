@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 from tiny_families import write_model as save
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -68,7 +68,7 @@ _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, 
 _FIRST = dict(depth=2, embed_dim=64, hidden_size=128, num_heads=2, mlp_ratio=2, patch_size=14, initializer_range=0.08)
 _INTERLEAVED = dict(mrope_interleaved=True)
 _PLAIN = _TOWER | dict(patch_size=16, num_position_embeddings=16)
-_DELTA = dict(head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, rms_norm_eps=1e-2)
+_DELTA = dict(head_dim=32, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=16, rms_norm_eps=1e-2)
 _DELTA |= dict(linear_value_head_dim=24, full_attention_interval=2)
 KINDS = {
     "qwen2_vl": Kind(_FIRST, sections=(4, 6, 6), text={}, patch=14),
@@ -102,14 +102,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of characters."""
     raw = Tokenizer(models.BPE({character: i for i, character in enumerate(CHARACTERS)}, merges=[]))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    raw.normalizer = normalizers.Lowercase()  # vLLM asks for the tokens of capital letters
     raw.add_special_tokens(SPECIAL)
     made = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|end|>", pad_token="<|end|>")
     made.chat_template = TEMPLATE
     return made
 
 
-def write_model(folder: Path, seed: int = 0, kind: str = "qwen2_5_vl", **text) -> None:
-    """Write the model, its tokenizer and its image processor."""
+def write_model(folder: Path, seed: int = 0, kind: str = "qwen2_5_vl", released: bool = True, **text) -> None:
+    """Write the model, its tokenizer and its image processor: experts as in releases, or as transformers saves them."""
     words, own = tokenizer(), KINDS[kind]
     words.save_pretrained(folder)
     start, end, image, video = (words.convert_tokens_to_ids(token) for token in SPECIAL[1:5])
@@ -131,7 +132,7 @@ def write_model(folder: Path, seed: int = 0, kind: str = "qwen2_5_vl", **text) -
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    save(model, folder)
+    (save if released else type(model).save_pretrained)(model, folder)
     limits = dict(shortest_edge=28 * 28, longest_edge=28 * 28 * 16)
     Qwen2VLImageProcessorPil(patch_size=own.patch, size=limits).save_pretrained(folder)
 

@@ -6,13 +6,7 @@ from megagrpo.config import ConfigError, load_config
 
 ON = "data.images=true"
 REFUSED = [  # overrides, and the beginning of the problem
-    (["parallel.cp=2"], "parallel.cp: with data.images, images are not cut between context-parallel ranks"),
     (["multi_turn.tools=[calculator]"], "multi_turn: with data.images, later turns would lack their images"),
-    (["lora.rank=4"], "lora: with data.images, adapters beside a tower were not compared"),
-    (
-        ["model.reference_path=/reference", "algorithm.beta=0.1"],
-        "model.reference_path: with data.images, the reference would see images through the policy's tower",
-    ),
     (
         ["rollout.max_staleness=1", "rollout.in_flight=resume", "rollout.placement=dedicated"],
         "rollout.max_staleness: with data.images, checkpoints do not hold images",

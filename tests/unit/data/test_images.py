@@ -1,6 +1,7 @@
 """Images of rows: columns and parts as in TRL, their tokens, and pixels that are computed at each access."""
 
 import io
+import json
 import tempfile
 from pathlib import Path
 
@@ -69,6 +70,27 @@ def test_a_prompt_has_the_tokens_and_pixels_of_transformers_processor(folder, tm
     for start, count in zip(prompt.inputs["image_starts"], prompt.inputs["image_tokens"], strict=True):
         assert set(prompt.token_ids[start : start + count]) == {IMAGE}
     assert prompt.messages[0]["content"] == content and "images" not in prompt.columns
+
+
+_NORMAL = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3, merge_size=2, temporal_patch_size=2)
+# The published preprocessor_config.json of Qwen2-VL and Qwen3-VL.
+PUBLISHED = {
+    "qwen2_vl": _NORMAL
+    | dict(min_pixels=3136, max_pixels=12845056, patch_size=14, image_processor_type="Qwen2VLImageProcessor"),
+    "qwen3_vl": _NORMAL
+    | dict(size=dict(longest_edge=16777216, shortest_edge=65536), patch_size=16)
+    | dict(processor_class="Qwen3VLProcessor", image_processor_type="Qwen2VLImageProcessorFast"),
+}
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_the_size_of_an_image_gives_the_grid_of_the_published_processors(kind, tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PUBLISHED[kind]))
+    reader = ImageReader(tmp_path, IMAGE, 2)
+    for size in ((84, 56), (30, 100), (640, 480)):
+        picture = image(*size, 1)
+        pixels, grids = reader.pixels([picture])
+        assert reader.grid(picture) == tuple(grids[0]) and len(pixels) == grids[0].prod()
 
 
 @pytest.mark.parametrize("kind", ["bytes", "path", "inline", "string prompt"])
