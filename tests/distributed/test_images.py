@@ -154,7 +154,7 @@ def test_layouts_compute_the_same_logprobs(folder_of, kind, layout):
     assert largest_difference(folder_of(kind), *layout, share=True) < 1e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*map(marked, KINDS)])
 def test_adapters_of_the_language_model_equal_pefts(folder_of, kind, tmp_path):
     assert largest_difference(folder_of(kind), {}, 1, share=True, adapter=tmp_path / "adapter") < 1e-5
 
@@ -270,7 +270,7 @@ def test_the_embedding_of_the_image_token_gets_no_gradient_from_images(tmp_path)
     assert abs(gradient[image_token]).max() == 0 and abs(gradient[image_token - 1]).max() > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*map(marked, KINDS)])
 def test_a_sampled_image_token_is_text(folder_of, kind):
     """transformers' own model takes it for an image and fails; the places of a prompt's images decide here."""
     assert largest_difference(folder_of(kind), {}, 1, image_token=True) < 1e-5
@@ -294,7 +294,7 @@ def towers_outputs(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return rows[0].numpy(), rows[1].numpy()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*map(marked, KINDS)])
 def test_a_tower_in_bfloat16_computes_as_transformers_does(folder_of, kind):
     ((ours, theirs),) = run_ranks(towers_outputs, 1, folder_of(kind))
     assert (ours == theirs).all()
