@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megagrpo.config import DataSection
+from megagrpo.config import DataSection, load_config
 from megagrpo.data.images import ImageReader
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import load_tokenizer
+from megagrpo.models.bridge.image_facts import processor_of
+from megagrpo.models.families.hf_config import parse_hf_config
 from tests.distributed.tiny_vision import image, write_model
+from tests.unit.models.families.more_published_configs import MORE
+from tests.unit.models.families.published_configs import published
 
 IMAGE = 43  # id of the image token
 
@@ -168,3 +172,15 @@ def test_overlong_prompts_are_dropped_whole(folder, tmp_path):
     rows = [dict(prompt="a", image=dict(bytes=png(image(size, 56, 9)), path=None)) for size in (28, 112)]
     prompts = source(folder, parquet(tmp_path, rows), limit=10)
     assert list(prompts.rows) == [0] and prompts.num_overlong == 1
+
+
+def test_a_model_without_a_tower_for_images_is_refused(folder):
+    config = load_config("megagrpo:quickstart", ["data.images=true"])
+    text = parse_hf_config(published("Qwen3 4B"))
+    with pytest.raises(
+        ValueError, match=r"^data.images: .* is a model of text; set it to false, or see docs/vision.md"
+    ):
+        processor_of(config, folder, text)
+    with pytest.raises(ValueError, match=r"is a gemma3, trained on text only; set it to false"):
+        processor_of(config, folder, parse_hf_config(MORE["Gemma 3 4B it"]))
+    assert processor_of(config, folder).images.token_id == IMAGE
