@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from PIL import Image
 from tiny_families import write_model as save
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from megagrpo.models.families.hybrid import SERVED_DELTA
 
-CHARACTERS = "abcdefghijklmnopqrstuvwxyz .,?0123456789"
+# vLLM asks for the tokens of capital letters where it serves Qwen3.5.
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz .,?0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SPECIAL = [
     "<|end|>",
     "<|vision_start|>",
@@ -102,7 +103,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of characters."""
     raw = Tokenizer(models.BPE({character: i for i, character in enumerate(CHARACTERS)}, merges=[]))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    raw.normalizer = normalizers.Lowercase()  # vLLM asks for the tokens of capital letters
     raw.add_special_tokens(SPECIAL)
     made = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|end|>", pad_token="<|end|>")
     made.chat_template = TEMPLATE

@@ -16,11 +16,11 @@ from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import load_tokenizer
 from megagrpo.models.bridge.image_facts import processor_of
 from megagrpo.models.families.hf_config import parse_hf_config
-from tests.distributed.tiny_vision import image, write_model
+from tests.distributed.tiny_vision import image, tokenizer, write_model
 from tests.unit.models.families.more_published_configs import MORE
 from tests.unit.models.families.published_configs import published
 
-IMAGE = 43  # id of the image token
+IMAGE = tokenizer().convert_tokens_to_ids("<|image_pad|>")
 
 
 @pytest.fixture(scope="module")
