@@ -65,18 +65,16 @@ def image_problems(config: RunConfig) -> Iterator[Problem]:
     if not data.images:
         return
     refused: dict[str, tuple[bool, str]] = {
-        "parallel.cp": (config.parallel.cp > 1, "images are not cut between context-parallel ranks; set cp to 1"),
         "multi_turn": (config.multi_turn.enabled, "later turns would lack their images; remove multi_turn"),
-        "lora": (config.lora.enabled, "adapters beside a tower were not compared with PEFT; set lora.rank to 0"),
-        "model.reference_path": (
-            config.model.reference_path is not None,
-            "the reference would see images through the policy's tower; leave it empty",
-        ),
         "rollout.max_staleness": (
             config.rollout.max_staleness > 0,
             "checkpoints do not hold images of responses that were generated ahead; set it to 0",
         ),
         "debug.dump_steps": (bool(config.debug.dump_steps), "megagrpo audit reads token ids only; leave it empty"),
+        "train.overlap": (
+            "experts" in config.train.overlap,
+            "its schedule runs two micro-batches at once, whose images would be mixed up; leave experts out",
+        ),
         "data.source": (data.source is not None, "new rows travel as JSON, without images; leave it empty"),
         "data.chat_template": (data.chat_template == "none", "only a template places images; set one"),
         "data.overlong_prompts": (

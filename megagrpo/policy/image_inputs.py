@@ -1,10 +1,11 @@
-"""Images in the policy: transformers' vision tower, frozen, gives the rows that replace the embeddings of image tokens,
-and the rotation has positions on three axes."""
+"""Images in the policy: transformers' vision tower, frozen, gives the rows that replace the embeddings of image tokens
+and those that the first decoder blocks add to their outputs. The rotation has positions on three axes."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +17,10 @@ from torch import Tensor, nn
 
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform import device
+from megagrpo.platform.parallel.context import rank_indices
 from megagrpo.platform.parallel.layout import Layout
+from megagrpo.policy.chunks import layers_of
+from megagrpo.policy.specs import LAYERS_PER_BLOCK
 from megagrpo.train_types import MicroBatch, moved
 
 
@@ -45,20 +49,23 @@ class TokensOnly:
 class ImageInputs:
     """The images of a policy's micro-batches (`data.images.PromptImages`), on this rank.
 
-    Ranks of the first pipeline stage hold the whole tower and compute the rows of the images in their own samples. The
-    rows of an image stay on the host as long as passes have it. All stages need positions, which grids determine.
+    Ranks whose chunks embed tokens, or have decoder blocks that add rows, hold the whole tower and compute the rows of
+    the images in their own samples. The rows of an image stay on the host as long as passes have it. All stages need
+    positions, which grids determine.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], hf_config: HfConfig, layout: Layout):
         assert hf_config.vision is not None, f"{hf_config.family} has no tower"
         self._vision, self._layout = hf_config.vision, layout
-        self.tower: nn.Module | None = None  # set by `models.bridge.tower.load_tower` on the first stage
-        self._rows: dict[int, tuple[Mapping[str, Any], Tensor]] = {}  # id of the inputs -> (they, rows [n, H])
-        for chunk in chunks:
-            embedding: Any = getattr(chunk, "embedding", None)
-            if embedding is not None:
-                embedding.image_rows = None
-                embedding.register_forward_hook(_replace_rows)
+        self.tower: nn.Module | None = None  # set by `models.bridge.tower.load_tower` where `reads_pixels`
+        # id of the inputs -> (they, rows [1 + levels, n, H])
+        self._rows: dict[int, tuple[Mapping[str, Any], Tensor]] = {}
+        self._seeing = {id(chunk) for chunk in chunks if _hook(chunk, hf_config.vision.levels)}
+
+    @property
+    def reads_pixels(self) -> bool:
+        """Whether this rank computes rows of images."""
+        return bool(self._seeing)
 
     def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Drop the rows of images that this pass does not have."""
@@ -66,40 +73,58 @@ class ImageInputs:
         self._rows = {key: rows for key, rows in self._rows.items() if key in current}
 
     def give(self, chunk: Any, micro_batch: MicroBatch, packed: PackedSeqParams) -> None:
-        """Set the rows that replace embeddings in `chunk`, and the pack's positions on the axes."""
-        embedding = getattr(unwrap_model(chunk), "embedding", None)
-        if embedding is not None:
-            embedding.image_rows = self._placed(micro_batch) if micro_batch.inputs else None
+        """Set the rows of `chunk`, and the pack's positions on the axes. Recomputation reads rows from the pack."""
+        model: Any = unwrap_model(chunk)
+        own = rank_indices(micro_batch.cu_seqlens, self._layout.parallel.cp, self._layout.cp_rank)
+        sees = micro_batch.inputs and id(model) in self._seeing
+        packed.image_rows = self._placed(micro_batch, own) if sees else None
+        if hasattr(model, "embedding"):
+            model.embedding.image_rows = packed.image_rows
         if micro_batch.inputs:
-            positions = axis_positions(micro_batch, self._vision.merge)
+            positions = axis_positions(micro_batch, self._vision.merge)[:, own]
             packed.axis_positions = moved(positions, device.device())
 
-    def _placed(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return the indices [n] int64 of image tokens among this rank's embeddings, and their rows [n, H]."""
+    def _placed(self, micro_batch: MicroBatch, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the indices [n] int64 of image tokens among this rank's embeddings, and rows [1 + levels, n, H]. `own`
+        [T/cp] int64 are the pack positions of the tokens that this context-parallel rank holds."""
         at, rows = [torch.zeros(0, dtype=torch.int64)], []
         for first, inputs, index in _sequences(micro_batch):
             of_image = image_tokens(inputs)
             inside = (of_image >= index[0]) & (of_image <= index[-1])
             at.append(of_image[inside] - index[0] + first)
-            rows.append(self._rows_of(inputs)[inside])
-        places, every = torch.cat(at), torch.cat(rows)
-        if self._layout.parallel.sequence_parallel:  # a rank embeds T/tp neighbouring tokens
-            size = micro_batch.num_tokens // self._layout.parallel.tp
-            places = places - size * self._layout.tp_rank
-            own = (places >= 0) & (places < size)
-            places, every = places[own], every[own]
+            rows.append(self._rows_of(inputs)[:, inside])
+        # a rank embeds T/cp tokens, or with sequence parallelism T/cp/tp neighbours of these
+        parts = self._layout.parallel.tp if self._layout.parallel.sequence_parallel else 1
+        embedded = own.chunk(parts)[self._layout.tp_rank if parts > 1 else 0]
+        index = torch.full((micro_batch.num_tokens,), -1).index_copy(0, embedded, torch.arange(len(embedded)))
+        places = index[torch.cat(at)]
+        places, every = places[places >= 0], torch.cat(rows, 1)[:, places >= 0]
         return moved(places, device.device()), moved(every, device.device())
 
     @torch.no_grad()
     def _rows_of(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Return the rows [n, H] of all images of a prompt, on the host."""
+        """Return the rows [1 + levels, n, H] of all images of a prompt, on the host."""
         if id(inputs) not in self._rows:
             assert self.tower is not None, "load_tower has not run"
             weight = next(self.tower.parameters())
             pixels = torch.as_tensor(inputs["pixel_values"]).to(weight.device, weight.dtype)
             grids = torch.as_tensor(inputs["image_grid_thw"]).to(weight.device)
-            self._rows[id(inputs)] = inputs, self.tower(pixels, grid_thw=grids).pooler_output.cpu()
+            found = self.tower(pixels, grid_thw=grids)
+            levels = found.deepstack_features if self._vision.levels else []
+            self._rows[id(inputs)] = inputs, torch.stack([found.pooler_output, *levels]).cpu()
         return self._rows[id(inputs)][1]
+
+
+def _hook(chunk: Any, levels: int) -> bool:
+    """Make the embedding of a bare chunk and its first decoder blocks take rows; return whether the chunk has any."""
+    if embeds := hasattr(chunk, "embedding"):
+        chunk.embedding.image_rows = None
+        chunk.embedding.register_forward_hook(_replace_rows)
+    ends = {LAYERS_PER_BLOCK * level: level for level in range(1, levels + 1)}  # number of a block's last layer
+    adding = [layer for layer in layers_of([chunk]) if layer.layer_number in ends]
+    for layer in adding:
+        layer.register_forward_hook(partial(_add_rows, ends[layer.layer_number]), with_kwargs=True)
+    return embeds or bool(adding)
 
 
 def _replace_rows(embedding: Any, inputs: Any, output: Tensor) -> Tensor | None:
@@ -107,7 +132,16 @@ def _replace_rows(embedding: Any, inputs: Any, output: Tensor) -> Tensor | None:
     if embedding.image_rows is None:
         return None
     at, rows = embedding.image_rows
-    return output.index_copy(0, at, rows[:, None].to(output.dtype))
+    return output.index_copy(0, at, rows[0, :, None].to(output.dtype))
+
+
+def _add_rows(level: int, layer: Any, inputs: Any, keywords: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    """A forward hook of a block's last layer: add `level`'s rows to the hidden states [T, 1, H], or [T/tp, 1, H]."""
+    placed = getattr(keywords["packed_seq_params"], "image_rows", None)
+    if placed is None:
+        return output
+    hidden, context = output
+    return hidden.index_add(0, placed[0], placed[1][level, :, None].to(hidden.dtype)), context
 
 
 def build_tower(folder: Path, hf_config: HfConfig, dtype: torch.dtype) -> nn.Module:
@@ -120,8 +154,10 @@ def build_tower(folder: Path, hf_config: HfConfig, dtype: torch.dtype) -> nn.Mod
     module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     with no_init_weights():
-        tower = getattr(module, hf_config.vision.tower)(config.vision_config)
-    return tower.to(device.device(), dtype).eval().requires_grad_(False)
+        tower: nn.Module = getattr(module, hf_config.vision.tower)(config.vision_config)
+    for parameter in tower.parameters():  # buffers with rotary frequencies stay in float32, as in transformers
+        parameter.data = parameter.data.to(dtype)
+    return tower.to(device.device()).eval().requires_grad_(False)
 
 
 def image_tokens(inputs: Mapping[str, Any]) -> Tensor:

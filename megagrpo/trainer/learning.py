@@ -26,7 +26,7 @@ from megagrpo.engine.protocol import derive_seed
 from megagrpo.models.bridge.adapter_files import fill_adapters
 from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.bridge.parameter_blocks import adapter_blocks, merged_blocks
-from megagrpo.models.bridge.tower import load_tower
+from megagrpo.models.bridge.tower import check_tower, load_tower
 from megagrpo.platform.parallel.agree import run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
@@ -197,6 +197,8 @@ def load_policy(
         def load() -> None:
             load_hf(policy.chunks, hf_config, model.folder, layout, progress)
             load_tower(policy, model.folder)
+            if reference_folder is not None:
+                check_tower(policy, reference_folder)
 
         run_own_and_agree(layout, load)
         fill_adapters(policy.chunks, hf_config, layout, config.lora, config.run.seed)

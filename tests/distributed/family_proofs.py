@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tiny_families import EVERY, has_experts, on_one_stage, tiny_model
+from tiny_families import EVERY, has_experts, on_one_stage, tiny_model, write_model
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.hf_export import save_hf
@@ -57,7 +57,7 @@ def make_models(root: Path, names: list[str]) -> dict[str, list]:
                 torch.cat([model(s[None]).logits[0] for s in tokens.split(lengths)]).numpy()
                 for tokens, _, lengths in packs(TINY_SIZES["vocab_size"])
             ]
-        model.save_pretrained(root / name)
+        write_model(model, root / name)
     return logits
 
 

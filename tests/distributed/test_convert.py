@@ -19,7 +19,7 @@ from covering import covering_rows
 from ranks import RankFailed, run_ranks
 from safetensors.torch import load_file, save_file
 from test_build_and_bridge import run_tool
-from tiny_families import EVERY, class_of, has_experts, on_one_stage, tiny_model
+from tiny_families import EVERY, class_of, has_experts, on_one_stage, tiny_model, write_model
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge import conversion, torch_dist, unfinished
@@ -73,7 +73,7 @@ def make_models(root: Path, names: list[str]) -> None:
                 module.float()
                 for parameter in module.parameters():
                     parameter.data.mul_(1 + 2.0**-12)  # not representable in bfloat16
-        model.save_pretrained(root / name, max_shard_size="150KB")
+        write_model(model, root / name, max_shard_size="150KB")
 
 
 def there(source: Path, out: Path, sizes: dict) -> None:

@@ -1,32 +1,45 @@
 """Images in the policy: log-probs against transformers' whole model, and gradients over layouts."""
 
+import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
-from safetensors.torch import load_file
+from ranks import RankFailed, run_ranks
+from safetensors.torch import load_file, save_file
 from tiny_policy import tiny_run, whole_model
-from tiny_vision import QUESTIONS, full_logits, image, write_model
+from tiny_vision import KINDS, QUESTIONS, full_logits, image, is_text, write_model
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.data.images import ImageReader
 from megagrpo.data.packing import PackingRules, pack
 from megagrpo.data.tokenizer import load_tokenizer
+from megagrpo.models.bridge.adapter_files import fill_adapters, save_adapter
+from megagrpo.models.bridge.hf_export import find_sources
 from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.tower import load_tower
+from megagrpo.models.bridge.parameter_blocks import adapter_blocks, fill
+from megagrpo.models.bridge.tower import check_tower, load_tower
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.reference import Reference
+from megagrpo.proof.verify.shrink import random_tensor
 from megagrpo.train_types import TrainSample
 
 
 @pytest.fixture(scope="module")
-def folder():
-    with tempfile.TemporaryDirectory() as name:
-        write_model(Path(name), num_hidden_layers=4)
-        yield Path(name)
+def folder_of():
+    """Function from a kind to the folder of its model."""
+    with tempfile.TemporaryDirectory() as root:
+
+        def written(kind: str) -> Path:
+            folder = Path(root) / kind
+            if not folder.exists():
+                write_model(folder, kind=kind, num_hidden_layers=4)
+            return folder
+
+        yield written
 
 
 def samples_of(folder: Path, image_token: bool = False) -> list[TrainSample]:
@@ -50,16 +63,34 @@ def samples_of(folder: Path, image_token: bool = False) -> list[TrainSample]:
     return samples
 
 
-def rows_of(folder: Path, parallel: dict, share: bool, image_token: bool) -> tuple:
-    """Log-probs [T] of the micro-batches' labels on the last stage, and the packing."""
-    config = tiny_run(parallel, data=dict(train=dict(source="none"), images=True), algorithm=dict(beta=0))
+LORA = dict(rank=4, alpha=6.0)
+
+
+def rules_of(config, **options) -> PackingRules:
+    """Rules with which every layout has several micro-batches."""
+    parallel = config.parallel
+    aligned = dict(align=config.micro_batch_align, sequence_align=parallel.sequence_align)
+    return PackingRules(max_tokens=240, at_least=parallel.pp, **aligned, **options)
+
+
+def rows_of(folder: Path, parallel: dict, share: bool, image_token: bool, adapter: Path | None) -> tuple:
+    """Log-probs [T] of the micro-batches' labels on the last stage, and the packing. With `adapter` the policy gets
+    adapters, which are saved there."""
+    lora = LORA if adapter else {}
+    config = tiny_run(parallel, data=dict(train=dict(source="none"), images=True), algorithm=dict(beta=0), lora=lora)
     config = config.model_copy(update=dict(rollout=config.rollout.model_copy(update=dict(temperature=1.0))))
     layout, hf_config = init_layout(config.parallel), load_hf_config(folder)
     policy = MegatronPolicy(config, layout, hf_config)
     load_hf(policy.chunks, hf_config, folder, layout)
     load_tower(policy, folder)
+    if adapter:
+        found = list(adapter_blocks(policy.chunks, hf_config, layout))
+        for _, parameter, of_it in found:
+            fill(parameter, of_it, lambda block: 0.3 * random_tensor(block.name, block.shape)[block.slices])
+        sources = find_sources(found, layout)
+        save_adapter(found, layout, sources, adapter, config.lora, str(folder), torch.float32)
     policy.weights_changed()
-    rules = PackingRules(max_tokens=200, at_least=config.parallel.pp, align=config.parallel.tp, share_prompts=share)
+    rules = rules_of(config, share_prompts=share)
     batch = pack(samples_of(folder, image_token), rules, layout.dp_rank, layout.dp_size)
     rows = policy.logprobs(batch)
     layout.close()
@@ -67,15 +98,25 @@ def rows_of(folder: Path, parallel: dict, share: bool, image_token: bool) -> tup
 
 
 def largest_difference(
-    folder: Path, parallel: dict, ranks: int, share: bool = False, image_token: bool = False
+    folder: Path,
+    parallel: dict,
+    ranks: int,
+    share: bool = False,
+    image_token: bool = False,
+    adapter: Path | None = None,
 ) -> float:
-    samples = samples_of(folder, image_token)
-    logits = full_logits(folder, [(s.token_ids.tolist(), s.inputs) for s in samples])
+    results = run_ranks(rows_of, ranks, folder, parallel, share, image_token, adapter)
+    return difference(results, folder, samples_of(folder, image_token), adapter)
+
+
+def difference(results: list[tuple], folder: Path, samples: list[TrainSample], adapter: Path | None = None) -> float:
+    """The largest difference of a log-prob of the ranks' `results` from transformers'; every loss token has one."""
+    logits = full_logits(folder, [(s.token_ids.tolist(), s.inputs) for s in samples], adapter=adapter)
     expected = [
         one[:-1].log_softmax(-1).gather(1, s.token_ids[1:, None])[:, 0] for one, s in zip(logits, samples, strict=True)
     ]
     worst, seen = 0.0, set()
-    for rows, batch in run_ranks(rows_of, ranks, folder, parallel, share, image_token):
+    for rows, batch in results:
         for row, m in zip(rows, batch.micro_batches, strict=True):
             for at in m.loss_mask.nonzero()[:, 0].tolist() if row is not None else []:
                 sample, place = int(m.samples[m.sequence_index[at]]), int(m.position_ids[at])
@@ -85,35 +126,90 @@ def largest_difference(
     return worst
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_logprobs_of_packed_samples_with_images_equal_transformers(folder, share):
-    assert largest_difference(folder, {}, 1, share) < 1e-5
-
-
 LAYOUTS = [
     (dict(tp=2), 2),
     (dict(tp=2, sequence_parallel=True), 2),
     (dict(pp=2), 2),
     (dict(pp=2, vpp=2), 2),
+    (dict(cp=2), 2),
+    (dict(cp=2, tp=2, sequence_parallel=True), 4),
 ]
+OF_EXPERTS = [*LAYOUTS[1:], (dict(ep=2), 2)]  # tensor parallelism of experts needs sequence parallelism
+LAYOUTS_OF = {kind: OF_EXPERTS if "moe" in kind else LAYOUTS for kind in KINDS}
 
 
-@pytest.mark.parametrize(("parallel", "ranks"), LAYOUTS)
-def test_layouts_compute_the_same_logprobs(folder, parallel, ranks):
-    assert largest_difference(folder, parallel, ranks, share=True) < 1e-5
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("share", [False, True])
+def test_logprobs_of_packed_samples_with_images_equal_transformers(folder_of, kind, share):
+    assert largest_difference(folder_of(kind), {}, 1, share) < 1e-5
 
 
-def stepped(folder: Path, parallel: dict) -> tuple:
-    """The whole model on rank 0 after an optimizer step, and the sum of the tower's weights before and after it."""
-    config = tiny_run(parallel, data=dict(train=dict(source="none"), images=True), algorithm=dict(beta=0))
+def marked(kind: str, *values) -> object:
+    """Parameters of a test, of the full suite but for two kinds."""
+    return pytest.param(kind, *values, marks=() if kind in ("qwen2_5_vl", "qwen3_vl") else pytest.mark.full)
+
+
+@pytest.mark.parametrize(("kind", "layout"), [marked(kind, layout) for kind in KINDS for layout in LAYOUTS_OF[kind]])
+def test_layouts_compute_the_same_logprobs(folder_of, kind, layout):
+    assert largest_difference(folder_of(kind), *layout, share=True) < 1e-5
+
+
+@pytest.mark.parametrize("kind", [*map(marked, KINDS)])
+def test_adapters_of_the_language_model_equal_pefts(folder_of, kind, tmp_path):
+    assert largest_difference(folder_of(kind), {}, 1, share=True, adapter=tmp_path / "adapter") < 1e-5
+
+
+def reference_rows(folder: Path, reference_folder: Path) -> tuple:
+    """Log-probs of the reference, whose weights differ from the policy's, and the packing."""
+    data = dict(train=dict(source="none"), images=True)
+    config = tiny_run({}, data=data, model=dict(reference_path=str(reference_folder)), rollout=dict(temperature=1.0))
+    layout, hf_config = init_layout(config.parallel), load_hf_config(folder)
+    policy = MegatronPolicy(config, layout, hf_config)
+    load_hf(policy.chunks, hf_config, reference_folder, layout)
+    reference = Reference(policy)
+    load_hf(policy.chunks, hf_config, folder, layout)
+    load_tower(policy, folder)
+    check_tower(policy, reference_folder)
+    policy.weights_changed()
+    batch = pack(samples_of(folder), PackingRules(max_tokens=200, share_prompts=True), 0, 1)
+    rows = reference.logprobs(batch)
+    layout.close()
+    return [row.numpy() for row in rows], batch
+
+
+def test_a_reference_with_the_policys_tower_sees_images_and_another_is_refused(folder_of, tmp_path):
+    folder = folder_of("qwen3_vl")
+    for name, changes in (("reference", is_text), ("other", lambda name: not is_text(name))):
+        shutil.copytree(folder, tmp_path / name)
+        tensors = load_file(folder / "model.safetensors")
+        changed = {key: 0.9 * tensor if changes(key) else tensor for key, tensor in tensors.items()}
+        save_file(changed, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    results = run_ranks(reference_rows, 1, folder, tmp_path / "reference")
+    assert difference(results, tmp_path / "reference", samples_of(folder)) < 1e-5
+    with pytest.raises(
+        RankFailed, match=r"model.reference_path: model.visual.* differs from the policy's, whose tower"
+    ):
+        run_ranks(reference_rows, 1, folder, tmp_path / "other")
+
+
+def stepped(folder: Path, parallel: dict, recompute: str, lora: dict | None = None) -> tuple:
+    """The whole model on rank 0 after an optimizer step, and whether the tower's weights are as before."""
+    config = tiny_run(
+        parallel,
+        data=dict(train=dict(source="none"), images=True),
+        algorithm=dict(beta=0),
+        model=dict(recompute=recompute),
+        lora=lora or {},
+    )
     layout, hf_config = init_layout(config.parallel), load_hf_config(folder)
     policy = MegatronPolicy(config, layout, hf_config)
     load_hf(policy.chunks, hf_config, folder, layout)
     load_tower(policy, folder)
+    fill_adapters(policy.chunks, hf_config, layout, config.lora, seed=1)
     policy.weights_changed()
     tower = policy.inputs.tower
     before = [p.clone() for p in tower.parameters()] if tower else []
-    rules = PackingRules(max_tokens=200, at_least=config.parallel.pp, align=config.parallel.tp, multiple_of=2)
+    rules = rules_of(config, multiple_of=2)
     batch = pack(samples_of(folder), rules, layout.dp_rank, layout.dp_size)
     policy.train_step(batch, make_loss(config.algorithm), batch.num_tokens)
     kept = all(torch.equal(a, b) for a, b in zip(before, tower.parameters() if tower else [], strict=True))
@@ -122,14 +218,29 @@ def stepped(folder: Path, parallel: dict) -> tuple:
     return model, kept
 
 
-def test_a_step_is_the_same_in_every_layout_and_leaves_the_tower(folder):
-    ((expected, kept),) = run_ranks(stepped, 1, folder, {})
+@pytest.mark.parametrize("kind", [*map(marked, KINDS)])
+def test_a_step_is_the_same_in_every_layout_and_leaves_the_tower(folder_of, kind):
+    folder = folder_of(kind)
+    ((expected, kept),) = run_ranks(stepped, 1, folder, {}, "none")
     source = load_file(folder / "model.safetensors")
-    assert kept and expected.keys() == {name for name in source if not name.startswith("visual.")}
+    assert kept and expected.keys() == {name for name in source if is_text(name)}
     moved = [name for name, tensor in expected.items() if not torch.equal(torch.from_numpy(tensor), source[name])]
     assert len(moved) == len(expected)
-    for parallel, ranks in [*LAYOUTS, (dict(), 2)]:  # the last one: two replicas
-        for model, kept in run_ranks(stepped, ranks, folder, parallel):
+    two_replicas, recomputed = ({}, 2, "none"), (dict(pp=2), 2, "full")
+    for parallel, ranks, recompute in [*((*layout, "none") for layout in LAYOUTS_OF[kind]), two_replicas, recomputed]:
+        for model, kept in run_ranks(stepped, ranks, folder, parallel, recompute):
+            assert kept
+            for name, tensor in model.items():
+                torch.testing.assert_close(
+                    torch.from_numpy(tensor), torch.from_numpy(expected[name]), atol=2e-5, rtol=0
+                )
+
+
+def test_a_step_of_adapters_is_the_same_in_layouts(folder_of):
+    folder = folder_of("qwen3_vl")
+    ((expected, _),) = run_ranks(stepped, 1, folder, {}, "none", LORA)
+    for parallel, recompute in ((dict(tp=2, sequence_parallel=True), "none"), (dict(pp=2, vpp=2), "full")):
+        for model, kept in run_ranks(stepped, 2, folder, parallel, recompute, LORA):
             assert kept
             for name, tensor in model.items():
                 torch.testing.assert_close(
@@ -159,6 +270,31 @@ def test_the_embedding_of_the_image_token_gets_no_gradient_from_images(tmp_path)
     assert abs(gradient[image_token]).max() == 0 and abs(gradient[image_token - 1]).max() > 0
 
 
-def test_a_sampled_image_token_is_text(folder):
+@pytest.mark.parametrize("kind", [*map(marked, KINDS)])
+def test_a_sampled_image_token_is_text(folder_of, kind):
     """transformers' own model takes it for an image and fails; the places of a prompt's images decide here."""
-    assert largest_difference(folder, {}, 1, image_token=True) < 1e-5
+    assert largest_difference(folder_of(kind), {}, 1, image_token=True) < 1e-5
+
+
+def towers_outputs(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of an image in bfloat16, by our tower and transformers'."""
+    from transformers import AutoModelForImageTextToText
+
+    config = tiny_run({}, data=dict(train=dict(source="none"), images=True), algorithm=dict(beta=0))
+    config = config.model_copy(update=dict(model=config.model.model_copy(update=dict(precision="bf16"))))
+    layout = init_layout(config.parallel)
+    policy = MegatronPolicy(config, layout, load_hf_config(folder))
+    load_tower(policy, folder)
+    theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16).model.visual.eval()
+    inputs = samples_of(folder)[0].inputs
+    pixels, grids = inputs["pixel_values"].to(torch.bfloat16), torch.as_tensor(inputs["image_grid_thw"])
+    with torch.no_grad():
+        rows = [tower(pixels, grid_thw=grids).pooler_output.float() for tower in (policy.inputs.tower, theirs)]
+    layout.close()
+    return rows[0].numpy(), rows[1].numpy()
+
+
+@pytest.mark.parametrize("kind", [*map(marked, KINDS)])
+def test_a_tower_in_bfloat16_computes_as_transformers_does(folder_of, kind):
+    ((ours, theirs),) = run_ranks(towers_outputs, 1, folder_of(kind))
+    assert (ours == theirs).all()

@@ -20,7 +20,8 @@ from megagrpo.policy.lora_layers import attach_adapters
 from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.proof.verify.shrink import random_tensor
 
-NAMES = ("gemma3 multimodal", "qwen3_5 multimodal")
+NAMES = ("gemma3 multimodal", "qwen3_5 multimodal", "qwen3_vl multimodal")
+EXPERTS = dict(target_modules=["o_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
 
 
 def write(model: Path, root: Path, lora: LoraSection) -> None:
@@ -61,10 +62,19 @@ def logits_with_peft(model: Path, root: Path) -> tuple[float, list[str]]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("modules", ["all-linear", ["q_proj", "down_proj"], r"model\.language_model\..*\.o_proj"])
 def test_peft_reads_the_adapter_of_a_multimodal_model(name, modules, tmp_path):
+    compare_with_peft(name, LoraSection(rank=4, alpha=6.0, target_modules=modules), tmp_path)
+
+
+def test_peft_reads_the_adapters_of_stacked_experts(tmp_path):
+    compare_with_peft("qwen3_vl_moe multimodal", LoraSection(rank=4, alpha=6.0, **EXPERTS), tmp_path)
+
+
+def compare_with_peft(name: str, lora: LoraSection, tmp_path: Path) -> None:
+    """Assert that PEFT computes with an adapter as transformers with the merged model."""
     class_of(EVERY[name][0])
     model = tmp_path / "model"
     run_ranks(lambda: tiny_model(*EVERY[name]).save_pretrained(model), 1)
-    run_ranks(write, 2, model, tmp_path, LoraSection(rank=4, alpha=6.0, target_modules=modules))
+    run_ranks(write, 2, model, tmp_path, lora)
     ((difference, names),) = run_ranks(logits_with_peft, 1, model, tmp_path)
     assert difference < 1e-4
     written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.example import TINY_SIZES
@@ -89,3 +91,13 @@ def tiny_model(kind: str, extra: dict[str, Any]) -> torch.nn.Module:
             ):
                 p.add_(torch.randn_like(p) * 0.1)
     return model
+
+
+def write_model(model: torch.nn.Module, folder: Path, **options: Any) -> None:
+    """Save a model with the experts of Qwen3-VL as in its releases: transformers saves them as it holds them."""
+    model.save_pretrained(folder, **options)
+    if model.config.model_type == "qwen3_vl_moe":
+        for file in folder.glob("*.safetensors"):
+            tensors = load_file(file)
+            swapped = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if ".experts." in name}
+            save_file(tensors | swapped, file, metadata={"format": "pt"})

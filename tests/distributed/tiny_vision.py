@@ -1,17 +1,24 @@
-"""A tiny random Qwen2.5-VL with a tokenizer and an image processor, and prompts with images of several sizes."""
+"""Tiny random vision-language models with a tokenizer and an image processor, and prompts with images of several
+sizes."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from tiny_families import write_model as save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-CHARACTERS = "abcdefghijklmnopqrstuvwxyz .,?0123456789"
+from megagrpo.models.families.hybrid import SERVED_DELTA
+
+# vLLM asks for the tokens of capital letters where it serves Qwen3.5.
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz .,?0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SPECIAL = [
     "<|end|>",
     "<|vision_start|>",
@@ -40,17 +47,56 @@ TEXT = dict(
     pad_token_id=None,
     tie_word_embeddings=True,
 )
-TOWER = dict(
-    depth=2,
-    hidden_size=64,
-    intermediate_size=96,
-    num_heads=2,
-    out_hidden_size=128,
-    patch_size=14,
-    window_size=56,
-    fullatt_block_indexes=[1],
-    initializer_range=0.08,
-)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What differs between the models: keys of the tower, of the text model, of the rotation, and a patch's size."""
+
+    tower: dict[str, Any]
+    sections: tuple[int, int, int]  # of the rotation
+    text: dict[str, Any]
+    patch: int
+    rope: dict[str, Any] = field(default_factory=dict)
+    served: dict[str, Any] = field(default_factory=dict)  # of the text model in vLLM on a CPU
+    served_dtype: str = "float32"
+
+
+_TOWER = dict(depth=2, hidden_size=64, intermediate_size=96, num_heads=2, out_hidden_size=128, initializer_range=0.08)
+# With four decoder blocks on two stages, each stage adds features of the tower.
+_DEEP = _TOWER | dict(depth=3, patch_size=16, num_position_embeddings=16, deepstack_visual_indexes=[0, 1, 2])
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True, head_dim=32)
+_FIRST = dict(depth=2, embed_dim=64, hidden_size=128, num_heads=2, mlp_ratio=2, patch_size=14, initializer_range=0.08)
+_INTERLEAVED = dict(mrope_interleaved=True)
+_PLAIN = _TOWER | dict(patch_size=16, num_position_embeddings=16)
+_DELTA = dict(head_dim=32, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=16, rms_norm_eps=1e-2)
+_DELTA |= dict(linear_value_head_dim=24, full_attention_interval=2)
+KINDS = {
+    "qwen2_vl": Kind(_FIRST, sections=(4, 6, 6), text={}, patch=14),
+    "qwen2_5_vl": Kind(
+        _TOWER | dict(patch_size=14, window_size=56, fullatt_block_indexes=[1]), sections=(4, 6, 6), text={}, patch=14
+    ),
+    "qwen3_vl": Kind(_DEEP, sections=(6, 5, 5), text=dict(head_dim=32), patch=16, rope=_INTERLEAVED),
+    "qwen3_vl_moe": Kind(_DEEP, sections=(6, 5, 5), text=_EXPERTS, patch=16, rope=_INTERLEAVED),
+    "qwen3_5": Kind(
+        _PLAIN,
+        sections=(3, 3, 2),
+        text=_DELTA,
+        patch=16,
+        rope=_INTERLEAVED | dict(partial_rotary_factor=0.5),
+        served=SERVED_DELTA,
+        served_dtype="bfloat16",
+    ),
+    "qwen3_5_moe": Kind(
+        _PLAIN,
+        sections=(3, 3, 2),
+        text=_DELTA | _EXPERTS | dict(shared_expert_intermediate_size=24),
+        patch=16,
+        rope=_INTERLEAVED | dict(partial_rotary_factor=0.5),
+        served=SERVED_DELTA,
+        served_dtype="bfloat16",
+    ),
+}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -63,16 +109,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def write_model(folder: Path, seed: int = 0, **text) -> None:
-    """Write the model, its tokenizer and its image processor."""
-    words = tokenizer()
+def write_model(folder: Path, seed: int = 0, kind: str = "qwen2_5_vl", released: bool = True, **text) -> None:
+    """Write the model, its tokenizer and its image processor: experts as in releases, or as transformers saves them."""
+    words, own = tokenizer(), KINDS[kind]
     words.save_pretrained(folder)
     start, end, image, video = (words.convert_tokens_to_ids(token) for token in SPECIAL[1:5])
-    rope = dict(rope_type="default", rope_theta=1e6, mrope_section=[4, 6, 6])
-    own = dict(vocab_size=len(words) + 6, eos_token_id=words.eos_token_id, rope_parameters=rope)
-    config = Qwen2_5_VLConfig(
-        text_config=TEXT | own | text,
-        vision_config=TOWER,
+    rope = dict(rope_type="default", rope_theta=1e6, mrope_section=[*own.sections]) | own.rope
+    sizes = dict(vocab_size=len(words) + 6, eos_token_id=words.eos_token_id, rope_parameters=rope)
+    config = AutoConfig.for_model(
+        kind,
+        text_config=TEXT | sizes | own.text | text,
+        vision_config=own.tower,
         image_token_id=image,
         video_token_id=video,
         vision_start_token_id=start,
@@ -80,13 +127,19 @@ def write_model(folder: Path, seed: int = 0, **text) -> None:
         tie_word_embeddings=text.get("tie_word_embeddings", True),
     )
     torch.manual_seed(seed)
-    model = Qwen2_5_VLForConditionalGeneration(config).float()
+    model = AutoModelForImageTextToText.from_config(config).float()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
-    Qwen2VLImageProcessorPil(size=dict(shortest_edge=28 * 28, longest_edge=28 * 28 * 16)).save_pretrained(folder)
+    (save if released else type(model).save_pretrained)(model, folder)
+    limits = dict(shortest_edge=28 * 28, longest_edge=28 * 28 * 16)
+    Qwen2VLImageProcessorPil(patch_size=own.patch, size=limits).save_pretrained(folder)
+
+
+def is_text(name: str) -> bool:
+    """Whether a tensor of these models is the text model's."""
+    return "visual." not in name
 
 
 def image(width: int, height: int, seed: int) -> Image.Image:
@@ -105,9 +158,18 @@ QUESTIONS = [
 
 
 @torch.no_grad()
-def full_logits(folder: Path, samples: list[tuple[list[int], dict]]) -> list[torch.Tensor]:
-    """transformers' logits [L, V] in float32 for each (token ids, inputs)."""
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+def full_logits(
+    folder: Path,
+    samples: list[tuple[list[int], dict]],
+    dtype: torch.dtype = torch.float32,
+    adapter: Path | None = None,
+) -> list[torch.Tensor]:
+    """transformers' logits [L, V] as float32 for each (token ids, inputs), with PEFT's `adapter`."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter).eval().get_base_model()
     token, found = model.config.image_token_id, []
     for token_ids, inputs in samples:
         ids = torch.tensor([token_ids])
@@ -123,8 +185,11 @@ def full_logits(folder: Path, samples: list[tuple[list[int], dict]]) -> list[tor
             found.append(model(input_ids=ids, pixel_values=pixels, **more).logits[0].float())
             continue
         # transformers takes each image token for a part of an image, also one that was sampled
-        rows = model.get_input_embeddings()(ids)
-        rows[of_images.bool()] = model.model.visual(pixels, grid_thw=grids).pooler_output
+        rows, of_tower = model.get_input_embeddings()(ids), model.model.visual(pixels, grid_thw=grids)
+        rows[of_images.bool()] = of_tower.pooler_output
         positions, _ = model.model.get_rope_index(ids, **more)
-        found.append(model(inputs_embeds=rows, position_ids=positions).logits[0].float())
+        levels = getattr(of_tower, "deepstack_features", None)
+        deep = {} if levels is None else dict(visual_pos_masks=of_images.bool(), deepstack_visual_embeds=levels)
+        states = model.model.language_model(inputs_embeds=rows, position_ids=positions, **deep).last_hidden_state
+        found.append(model.lm_head(states)[0].float())
     return found

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_families import EVERY, WRAPPED, family_of, on_one_stage, tiny_model
+from tiny_families import EVERY, WRAPPED, family_of, on_one_stage, tiny_model, write_model
 
 from megagrpo.config import LoraSection, ParallelSection
 from megagrpo.engine.client import VllmEngine
@@ -57,7 +57,7 @@ def folder_of(name: str, spoiled: bool = False) -> Path:
     with torch.no_grad():
         for parameter in model.parameters() if spoiled else ():
             parameter.mul_(0.9)
-    model.save_pretrained(folder)
+    write_model(model, folder)
     return folder
 
 

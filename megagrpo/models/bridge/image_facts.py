@@ -15,8 +15,9 @@ def processor_of(config: RunConfig, folder: Path | str, hf_config: HfConfig | No
     `hf_config` is given. Raises ValueError as `tokenizer_of`, and for images with a model of text."""
     tokenizer = tokenizer_of(config, folder)
     if config.data.images:
-        vision = (load_hf_config(folder) if hf_config is None else hf_config).vision
-        if vision is None:
-            raise ValueError(f"data.images: {folder} is a model of text; set it to false, or see docs/vision.md")
+        model = load_hf_config(folder) if hf_config is None else hf_config
+        if (vision := model.vision) is None:
+            kind = f"a {model.wrapper.model_type}, trained on text only" if model.wrapper else "a model of text"
+            raise ValueError(f"data.images: {folder} is {kind}; set it to false, or see docs/vision.md")
         tokenizer.images = ImageReader(folder, vision.image_token, vision.merge)
     return tokenizer

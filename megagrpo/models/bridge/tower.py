@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.policy.image_inputs import ImageInputs, ModelInputs, build_tower
@@ -12,24 +13,42 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 
 
 def load_tower(policy: MegatronPolicy, folder: Path) -> None:
-    """Give the policy the tower of the model in `folder`, on ranks that embed tokens. Policies of text stay as they
-    are. Raises ValueError when a tensor is missing or of another shape."""
+    """Give the policy the tower of the model in `folder`, on ranks that compute rows of images. Policies of text stay
+    as they are. Raises ValueError when a tensor is missing or of another shape."""
     inputs: ModelInputs = policy.inputs
-    if not isinstance(inputs, ImageInputs) or not any(hasattr(chunk, "embedding") for chunk in policy.chunks):
+    if not isinstance(inputs, ImageInputs) or not inputs.reads_pixels:
         return
-    vision = policy.hf_config.vision
-    assert vision is not None, "images need a tower"
-    tower, checkpoint = build_tower(folder, policy.hf_config, policy.dtype), Checkpoint(folder)
-    stored = {name.removeprefix("model."): name for name in checkpoint.where}
-    weights = tower.state_dict()
-    if missing := [name for name in weights if vision.prefix + name not in stored]:
-        said = f"{folder} lacks {vision.prefix}{missing[0]}, a tensor of the tower"
-        raise ValueError(f"model.path: {said}; download it again")
+    inputs.tower = build_tower(folder, policy.hf_config, policy.dtype)
     with torch.no_grad():
-        for name, weight in weights.items():
-            tensor = checkpoint.tensor(stored[vision.prefix + name])
-            if tensor.shape != weight.shape:
-                said = f"{stored[vision.prefix + name]} in {folder} has the shape {list(tensor.shape)}"
-                raise ValueError(f"model.path: {said}, and config.json says {list(weight.shape)}; download it again")
+        for weight, tensor in _pairs(inputs.tower, policy, folder, "model.path").values():
             weight.copy_(tensor)
-    inputs.tower = tower
+
+
+def check_tower(policy: MegatronPolicy, reference: Path) -> None:
+    """Raise ValueError if the model in `reference` has another tower than the policy, which computes its images too."""
+    inputs: ModelInputs = policy.inputs
+    if not isinstance(inputs, ImageInputs) or inputs.tower is None:
+        return
+    for name, (weight, tensor) in _pairs(inputs.tower, policy, reference, "model.reference_path").items():
+        if not torch.equal(weight, tensor.to(weight)):
+            raise ValueError(
+                f"model.reference_path: {name} in {reference} differs from the policy's, whose tower computes the "
+                "images of both; name a model with the policy's tower, or leave it empty"
+            )
+
+
+def _pairs(tower: nn.Module, policy: MegatronPolicy, folder: Path, key: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the name in the files of `folder`, the weight and the stored tensor of each weight of the tower."""
+    vision, checkpoint = policy.hf_config.vision, Checkpoint(folder)
+    assert vision is not None, "images need a tower"
+    stored, pairs = {name.removeprefix("model."): name for name in checkpoint.where}, {}
+    for own, weight in tower.state_dict().items():
+        if (name := stored.get(vision.prefix + own)) is None:
+            said = f"{folder} lacks {vision.prefix}{own}, a tensor of the tower"
+            raise ValueError(f"{key}: {said}; download it again")
+        tensor = checkpoint.tensor(name)
+        if tensor.shape != weight.shape:
+            said = f"{name} in {folder} has the shape {list(tensor.shape)}"
+            raise ValueError(f"{key}: {said}, and config.json says {list(weight.shape)}; download it again")
+        pairs[name] = weight, tensor
+    return pairs

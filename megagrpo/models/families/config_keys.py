@@ -135,10 +135,10 @@ def _wrapper_problems(family: Family, wrapper: Wrapper, raw: Raw) -> list[str]:
     for key in wrapper.conflicts(raw):
         said = f"config.json has {key}={raw[key]}, but {TEXT_CONFIG} has {raw[TEXT_CONFIG][key]}"
         problems.append(f"{said}, and vLLM and transformers read different ones; set both to what fits the weights")
-    where = f"{TEXT_CONFIG} of config.json" if TEXT_CONFIG in raw else "config.json"
-    text = text_config(raw)
-    lines = [f"config.json lacks {key}" for key in wrapper.missing(text)] + architecture_problems(text)
-    return problems + [line.replace("config.json", where, 1) for line in lines]
+    where, text = f"{TEXT_CONFIG} of config.json" if TEXT_CONFIG in raw else "config.json", text_config(raw)
+    missing = [f"config.json lacks {key}" for key in wrapper.missing(text)]
+    of_text = missing + architecture_problems(text) or wrapper.problems(raw)  # the latter reads checked sizes
+    return problems + [line.replace("config.json", where, 1) for line in of_text]
 
 
 def _wrong_types(family: Family, raw: Raw) -> list[str]:

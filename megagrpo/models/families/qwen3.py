@@ -1,68 +1,17 @@
-"""Qwen2 and Qwen2.5: biases on queries, keys and values. A window applies only with `use_sliding_window`, and only from
-some block on. Qwen3: queries and keys are normalised per head. Qwen3-MoE: a Qwen3 with a mixture of experts in some
-blocks; in all blocks if config.json does not name any."""
+"""Qwen3: queries and keys are normalised per head. Qwen3-MoE: a Qwen3 with a mixture of experts in some blocks; in all
+blocks if config.json does not name any."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from megagrpo.models.families.architecture import HfConfig
-from megagrpo.models.families.dense import DENSE, GATE_UP_DOWN, QK_NORM, QKV_BIAS, experts
+from megagrpo.models.families.dense import DENSE, GATE_UP_DOWN, QK_NORM, experts
 from megagrpo.models.families.example import TINY_EXPERTS, TINY_SIGLIP, YARN, Example
 from megagrpo.models.families.family import EXPERT_KEYS, Family, Raw, expert_problems, mixture, windows
 from megagrpo.models.families.image_models import QWEN_SIZES, around
-from megagrpo.models.families.vision import qwen_vision
-from megagrpo.models.families.wrapper import Wrapper
-
-# vLLM's error for windows in some blocks of these families.
-MIXED_WINDOWS = r"exit code 1 .*: AssertionError: Sliding window for some but all layers is not supported.* Its log: "
-UPPER_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")  # read by `upper_windows`
-
-
-def window(raw: Raw) -> int | None:
-    """Return how many tokens a token sees in blocks with a window, or None. Other Qwen families use it too."""
-    return raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
-
-
-def upper_windows(raw: Raw) -> tuple[int | None, ...]:
-    """Return the windows of a dense Qwen: blocks from `max_window_layers` on, unless `layer_types` overrides it."""
-    return windows(raw, window(raw), lambda block: block >= raw.get("max_window_layers", 28))
-
-
-QWEN2 = Family(
-    "qwen2",
-    "Qwen2ForCausalLM",
-    table=lambda hf: DENSE | QKV_BIAS,
-    read=lambda raw, common: replace(common, qkv_bias=True, windows=upper_windows(raw)),
-    keys=UPPER_WINDOWS,
-    ignored=("attention_bias",),  # the biases do not depend on it
-    fixed={"qkv_bias": (True, "queries, keys and values of this family have biases")},
-    wrappers=(
-        Wrapper(
-            "qwen2_5_vl",
-            "Qwen2_5_VLForConditionalGeneration",
-            prefix="model.",
-            texts=("qwen2_5_vl_text",),
-            vision=qwen_vision("Qwen2_5_VisionTransformerPretrainedModel", interleaved=False),
-        ),
-        *around(QWEN_SIZES, "llava", "llava_next", "llava_onevision", "internvl"),
-    ),
-    example=Example(
-        models="Qwen2, Qwen2.5",
-        differs="biases on queries, keys and values, windows",
-        cases={
-            "qwen2": {},
-            "qwen2 upper windows": dict(use_sliding_window=True, sliding_window=5, max_window_layers=1),
-        },
-        wrapped={
-            "llava_onevision": dict(
-                vision_config=TINY_SIGLIP, image_token_index=126, video_token_index=125, image_grid_pinpoints=[[32, 64]]
-            ),
-        },
-        unserved={"qwen2 upper windows": MIXED_WINDOWS},
-    ),
-)
-
+from megagrpo.models.families.qwen2 import UPPER_WINDOWS, upper_windows, window
+from megagrpo.models.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE, STACKED_EXPERTS, WHOLE_QWEN3_VL
 
 _TINY_INTERN_VIT = {key: value for key, value in TINY_SIGLIP.items() if key != "model_type"}
 HAS_HEAD_NORMS = dict.fromkeys(
@@ -75,7 +24,7 @@ QWEN3 = Family(
     read=lambda raw, common: replace(common, qk_norm=True, windows=upper_windows(raw)),
     keys=UPPER_WINDOWS,
     fixed=HAS_HEAD_NORMS,
-    wrappers=around(QWEN_SIZES | dict(head_dim=128), "internvl"),
+    wrappers=(QWEN3_VL, *around(QWEN_SIZES | dict(head_dim=128), "internvl")),
     example=Example(
         models="Qwen3, dense",
         differs="head norms, windows",
@@ -83,7 +32,8 @@ QWEN3 = Family(
             "qwen3": dict(head_dim=24, tie_word_embeddings=True),
             "qwen3 yarn": dict(head_dim=24, rope_parameters=YARN),
         },
-        wrapped={"internvl": dict(vision_config=_TINY_INTERN_VIT, image_token_id=126, tie_word_embeddings=True)},
+        wrapped={"internvl": dict(vision_config=_TINY_INTERN_VIT, image_token_id=126, tie_word_embeddings=True)}
+        | {"qwen3_vl": WHOLE_QWEN3_VL},
     ),
 )
 
@@ -113,7 +63,7 @@ def _moe_problems(raw: Raw) -> list[str]:
 QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
-    table=lambda hf: _MOE_TABLE,
+    table=lambda hf: _MOE_TABLE | (STACKED_EXPERTS if hf.wrapper == QWEN3_VL_MOE else {}),
     read=_moe,
     problems=_moe_problems,
     keys=(
@@ -122,6 +72,7 @@ QWEN3_MOE = Family(
     ),
     ignored=("max_window_layers",),  # all blocks have the window, or no block
     fixed=HAS_HEAD_NORMS,
+    wrappers=(QWEN3_VL_MOE,),
     example=Example(
         models="Qwen3-30B-A3B and larger",
         differs="head norms, experts",
@@ -129,5 +80,6 @@ QWEN3_MOE = Family(
             "qwen3_moe": dict(**TINY_EXPERTS, norm_topk_prob=True, mlp_only_layers=[2], tie_word_embeddings=True),
             "qwen3_moe, weights not scaled": dict(**TINY_EXPERTS, norm_topk_prob=False, decoder_sparse_step=2),
         },
+        wrapped={"qwen3_vl_moe": WHOLE_QWEN3_VL},
     ),
 )

@@ -9,6 +9,7 @@ from megagrpo.models.families.example import Example
 from megagrpo.models.families.family import FULL, LINEAR, REQUIRED, Family, Raw
 from megagrpo.models.families.hybrid import DELTA, DELTA_KEYS, HYBRID, SERVED_DELTA, hybrid
 from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS
+from megagrpo.models.families.vision import axis_problems, qwen_vision
 from megagrpo.models.families.wrapper import Wrapper
 
 _PROJECTIONS = {part: f"{DELTA}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a") for part in name}
@@ -53,7 +54,15 @@ FAMILY = Family(
         "layer_scale": (False, "scales of whole layers are not supported"),
     },
     untrained=lambda hf: (r"mtp\..+",),
-    wrappers=(Wrapper("qwen3_5", "Qwen3_5ForConditionalGeneration", "model.language_model."),),
+    wrappers=(
+        Wrapper(
+            "qwen3_5",
+            "Qwen3_5ForConditionalGeneration",
+            "model.language_model.",
+            problems=axis_problems(interleaved=True),
+            vision=qwen_vision("Qwen3_5VisionModel", interleaved=True),
+        ),
+    ),
     rope_types=("default", "yarn"),
     rope_keys=("mrope_section", "mrope_interleaved"),
     partial_rotary_factor=0.25,

@@ -12,6 +12,7 @@ from megagrpo.models.families.family import EXPERT_KEYS, Raw, expert_problems, m
 from megagrpo.models.families.hybrid import hybrid
 from megagrpo.models.families.qwen3_5 import ALIKE_QWEN3_5, TABLE_QWEN3_5, TINY_QWEN3_5, WHOLE_QWEN3_5
 from megagrpo.models.families.qwen3_5 import FAMILY as DENSE
+from megagrpo.models.families.vision import axis_problems, qwen_vision
 from megagrpo.models.families.wrapper import Wrapper
 
 _TABLE = TABLE_QWEN3_5 | experts("mlp", *GATE_UP_DOWN) | shared_experts("shared_expert") | SHARED_GATE
@@ -47,7 +48,15 @@ FAMILY = replace(
         "decoder_sparse_step": (1, _EVERY),
         "norm_topk_prob": (True, "the weights of a token's experts add up to 1 in this family"),
     },
-    wrappers=(Wrapper("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "model.language_model."),),
+    wrappers=(
+        Wrapper(
+            "qwen3_5_moe",
+            "Qwen3_5MoeForConditionalGeneration",
+            "model.language_model.",
+            problems=axis_problems(interleaved=True),
+            vision=qwen_vision("Qwen3_5MoeVisionModel", interleaved=True),
+        ),
+    ),
     example=replace(
         DENSE.example,
         models="Qwen3.5 and Qwen3.6 with experts",

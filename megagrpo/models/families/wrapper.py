@@ -70,6 +70,7 @@ class Wrapper:
     - `defaults` are keys of the text model that published files leave out, with the values of transformers' class.
     - `required` are keys of the text model, or of its rotation, for which vLLM has no default or another one than
       transformers.
+    - `problems` returns why the model with this config.json cannot be trained, besides the text model's reasons.
     - `ignored` are further keys, of the whole model or `text_config`, that change nothing without images, sounds and
       videos.
     - `text_ties`: `tie_word_embeddings` in `text_config` counts, and a false one outside changes nothing.
@@ -84,6 +85,7 @@ class Wrapper:
     texts: tuple[str, ...] = ()
     defaults: Raw = field(default_factory=dict)
     required: tuple[str, ...] = ()
+    problems: Callable[[Raw], list[str]] = lambda raw: []
     ignored: tuple[str, ...] = ()
     text_ties: bool = False
     untrained: tuple[str, ...] = ()

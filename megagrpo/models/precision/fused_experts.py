@@ -1,19 +1,21 @@
 """Experts as transformers 5 holds them in memory and saves them with `save_original_format=False`: a block has
-`experts.gate_up_proj` [experts, 2 x width, hidden] and `experts.down_proj` [experts, hidden, width]."""
+`experts.gate_up_proj` [experts, 2 x width, hidden] and `experts.down_proj` [experts, hidden, width]. Families whose own
+files have the same names with the last two dimensions swapped (Qwen3-VL) get the swapped view."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
-from megagrpo.models.families.blocks import named
+from megagrpo.models.families.blocks import BlockRule, Local, named
 from megagrpo.models.families.config_keys import architecture_problems
 from megagrpo.models.families.family import Table
-from megagrpo.models.families.hf_config import parse_hf_config, table_of
+from megagrpo.models.families.hf_config import HfConfig, parse_hf_config, table_of
 from megagrpo.models.families.wrapper import NAMINGS
 from megagrpo.models.precision.view import Get, Slices, Stored, View
 
@@ -38,16 +40,25 @@ def fused_views(raw: dict[str, Any], stored: Stored) -> dict[str, View]:
     table = table_of(hf_config)
     views: dict[str, View] = {}
     for match in fused:
-        views |= _of_experts(match[0], int(match[1]), table[_EXPERTS[match[2]]].names, stored[match[0]])
+        views |= _of_experts(match[0], int(match[1]), table[_EXPERTS[match[2]]], stored[match[0]])
+        views |= _swapped(match[0], table[_EXPERTS[match[2]]], stored[match[0]], hf_config)
     for layer in {int(match[1]) for match in fused}:
         views |= _beside(hf_config.file_names.of(f"model.layers.{layer}."), layer, table, stored)
-    return {name: view for name, view in views.items() if name not in stored}
+    return {name: view for name, view in views.items() if view.shape != stored.get(name)}
 
 
-def _of_experts(
-    fused: str, layer: int, patterns: tuple[str, ...], shape: tuple[int, ...]
-) -> Iterator[tuple[str, View]]:
-    """Yield the views of one fused tensor; the tensors of an expert are `patterns`, one above the other."""
+def _swapped(fused: str, rule: BlockRule, shape: tuple[int, ...], hf_config: HfConfig) -> dict[str, View]:
+    """Return the view of a tensor [experts, ...] in the family's shape, if that has the last two dimensions swapped."""
+    width, hidden = hf_config.mixture.intermediate_size, hf_config.hidden_size
+    of_one = (2 * width, hidden) if fused.endswith("gate_up_proj") else (hidden, width)
+    wanted = rule.blocks(Local(SimpleNamespace(shape=of_one), 1, 0, hf_config, expert=0))[0].shape
+    fits = fused.endswith(rule.names[0].rpartition(".")[2]) and wanted != shape == (*wanted[:-2], *wanted[:-3:-1])
+    return {fused: View(None, wanted, (fused,), partial(_turned, fused))} if fits else {}
+
+
+def _of_experts(fused: str, layer: int, rule: BlockRule, shape: tuple[int, ...]) -> Iterator[tuple[str, View]]:
+    """Yield the views of one fused tensor; the tensors of an expert are `rule.names`, one above the other."""
+    patterns = rule.names
     if "{E}" not in patterns[0]:
         yield named(patterns[0], layer, None), View(None, shape, (fused,), partial(_whole, fused))
         return
@@ -64,6 +75,10 @@ def _beside(block: str, layer: int, table: Table, stored: Stored) -> Iterator[tu
         name = block + theirs
         if name in stored and ours in table:
             yield named(table[ours].names[0], layer, None), View(None, stored[name], (name,), partial(_whole, name))
+
+
+def _turned(name: str, get: Get, slices: Slices) -> Tensor:
+    return get(name).transpose(-1, -2)[slices]
 
 
 def _whole(name: str, get: Get, slices: Slices) -> Tensor:

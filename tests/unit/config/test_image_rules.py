@@ -6,18 +6,13 @@ from megagrpo.config import ConfigError, load_config
 
 ON = "data.images=true"
 REFUSED = [  # overrides, and the beginning of the problem
-    (["parallel.cp=2"], "parallel.cp: with data.images, images are not cut between context-parallel ranks"),
     (["multi_turn.tools=[calculator]"], "multi_turn: with data.images, later turns would lack their images"),
-    (["lora.rank=4"], "lora: with data.images, adapters beside a tower were not compared"),
-    (
-        ["model.reference_path=/reference", "algorithm.beta=0.1"],
-        "model.reference_path: with data.images, the reference would see images through the policy's tower",
-    ),
     (
         ["rollout.max_staleness=1", "rollout.in_flight=resume", "rollout.placement=dedicated"],
         "rollout.max_staleness: with data.images, checkpoints do not hold images",
     ),
     (["debug.dump_steps=[1]"], "debug.dump_steps: with data.images, megagrpo audit reads token ids only"),
+    (["train.overlap=[experts]"], "train.overlap: with data.images, its schedule runs two micro-batches at once"),
     (["data.source=/file.py:Source"], "data.source: with data.images, new rows travel as JSON"),
     (["data.chat_template=none"], "data.chat_template: with data.images, only a template places images"),
     (["data.overlong_prompts=truncate_left"], "data.overlong_prompts: with data.images, a truncated prompt would lose"),

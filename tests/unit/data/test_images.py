@@ -1,6 +1,7 @@
 """Images of rows: columns and parts as in TRL, their tokens, and pixels that are computed at each access."""
 
 import io
+import json
 import tempfile
 from pathlib import Path
 
@@ -9,13 +10,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megagrpo.config import DataSection
+from megagrpo.config import DataSection, load_config
 from megagrpo.data.images import ImageReader
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import load_tokenizer
-from tests.distributed.tiny_vision import image, write_model
+from megagrpo.models.bridge.image_facts import processor_of
+from megagrpo.models.families.hf_config import parse_hf_config
+from tests.distributed.tiny_vision import image, tokenizer, write_model
+from tests.unit.models.families.more_published_configs import MORE
+from tests.unit.models.families.published_configs import published
 
-IMAGE = 43  # id of the image token
+IMAGE = tokenizer().convert_tokens_to_ids("<|image_pad|>")
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +74,27 @@ def test_a_prompt_has_the_tokens_and_pixels_of_transformers_processor(folder, tm
     for start, count in zip(prompt.inputs["image_starts"], prompt.inputs["image_tokens"], strict=True):
         assert set(prompt.token_ids[start : start + count]) == {IMAGE}
     assert prompt.messages[0]["content"] == content and "images" not in prompt.columns
+
+
+_NORMAL = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3, merge_size=2, temporal_patch_size=2)
+# The published preprocessor_config.json of Qwen2-VL and Qwen3-VL.
+PUBLISHED = {
+    "qwen2_vl": _NORMAL
+    | dict(min_pixels=3136, max_pixels=12845056, patch_size=14, image_processor_type="Qwen2VLImageProcessor"),
+    "qwen3_vl": _NORMAL
+    | dict(size=dict(longest_edge=16777216, shortest_edge=65536), patch_size=16)
+    | dict(processor_class="Qwen3VLProcessor", image_processor_type="Qwen2VLImageProcessorFast"),
+}
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_the_size_of_an_image_gives_the_grid_of_the_published_processors(kind, tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PUBLISHED[kind]))
+    reader = ImageReader(tmp_path, IMAGE, 2)
+    for size in ((84, 56), (30, 100), (640, 480)):
+        picture = image(*size, 1)
+        pixels, grids = reader.pixels([picture])
+        assert reader.grid(picture) == tuple(grids[0]) and len(pixels) == grids[0].prod()
 
 
 @pytest.mark.parametrize("kind", ["bytes", "path", "inline", "string prompt"])
@@ -146,3 +172,15 @@ def test_overlong_prompts_are_dropped_whole(folder, tmp_path):
     rows = [dict(prompt="a", image=dict(bytes=png(image(size, 56, 9)), path=None)) for size in (28, 112)]
     prompts = source(folder, parquet(tmp_path, rows), limit=10)
     assert list(prompts.rows) == [0] and prompts.num_overlong == 1
+
+
+def test_a_model_without_a_tower_for_images_is_refused(folder):
+    config = load_config("megagrpo:quickstart", ["data.images=true"])
+    text = parse_hf_config(published("Qwen3 4B"))
+    with pytest.raises(
+        ValueError, match=r"^data.images: .* is a model of text; set it to false, or see docs/vision.md"
+    ):
+        processor_of(config, folder, text)
+    with pytest.raises(ValueError, match=r"is a gemma3, trained on text only; set it to false"):
+        processor_of(config, folder, parse_hf_config(MORE["Gemma 3 4B it"]))
+    assert processor_of(config, folder).images.token_id == IMAGE

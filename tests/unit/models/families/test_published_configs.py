@@ -19,6 +19,7 @@ WAYS_OUT = (
 LOADED = ("Gemma 3 4B it", "Gemma 3 12B it", "Gemma 3 27B it", "Moonlight 16B A3B", "DeepSeek V3", "gpt-oss 20B")
 LOADED += ("Gemma 4 31B it", "Gemma 4 E2B it", "Gemma 4 E4B it", "Gemma 4 26B-A4B it")
 LOADED += ("GLM 4.1V 9B Thinking", "GLM 4.5V", "Qwen3.5 27B", "Qwen3.5 35B A3B", "Qwen3 Next 80B A3B FP8")
+LOADED += ("Qwen2-VL 7B", "Qwen3-VL 8B", "Qwen3-VL 30B A3B")
 
 
 def test_every_published_config_loads_or_is_refused_with_a_way_out():

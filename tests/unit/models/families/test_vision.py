@@ -4,6 +4,7 @@ import pytest
 
 from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.models.families.vision import qwen_vision
+from tests.unit.models.families.more_published_configs import MORE
 
 # the published config.json of Qwen2.5-VL-3B-Instruct, shortened in its vision_config
 FLAT = dict(
@@ -70,6 +71,34 @@ def test_axes_are_those_of_transformers():
 @pytest.mark.parametrize("scaling", [None, dict(type="default")])
 def test_a_model_without_sections_is_one_of_text(scaling):
     assert parse_hf_config(FLAT | dict(rope_scaling=scaling)).vision is None
+
+
+def test_an_order_of_axes_that_only_vllm_would_compute_is_refused():
+    rotary = FLAT["rope_scaling"] | dict(mrope_interleaved=True)
+    with pytest.raises(ValueError, match=r"has mrope_interleaved=True .*; set mrope_interleaved to false there"):
+        parse_hf_config(FLAT | dict(rope_scaling=rotary))
+    whole = MORE["Qwen3-VL 8B"]
+    text = whole["text_config"] | dict(rope_scaling=FLAT["rope_scaling"])
+    with pytest.raises(ValueError, match=r"mrope_interleaved=None .*; set mrope_interleaved to true there"):
+        parse_hf_config(whole | dict(text_config=text))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(dict(norm_topk_prob=False), "always normalises"), (dict(moe_intermediate_size=1024), "of this shape")],
+)
+def test_experts_that_transformers_and_vllm_compute_differently_are_refused(change, said):
+    raw = MORE["Qwen3-VL 30B A3B"]
+    with pytest.raises(ValueError, match=said):
+        parse_hf_config(raw | dict(text_config=raw["text_config"] | change))
+
+
+def test_levels_are_those_of_the_tower():
+    text = dict(rope_parameters=dict(mrope_section=[24, 20, 20]))
+    read = qwen_vision("Tower", interleaved=True, deepstack=True)
+    assert read(dict(text_config=text, vision_config=dict(deepstack_visual_indexes=[5, 11]))).levels == 2
+    assert read(dict(text_config=text)).levels == 3  # as transformers' class
+    assert qwen_vision("Tower", interleaved=True)(dict(text_config=text)).levels == 0
 
 
 def test_a_text_model_with_axes_is_refused():

@@ -22,7 +22,7 @@ SHAPES = [(256, 128), (200, 330), (1, 1), (127, 129), (576, 7)]
 BOXES = [(slice(0, 1), slice(0, 1)), (slice(100, 190), slice(0, 330)), (slice(128, 200), slice(127, 257))]
 
 
-def folder_with(folder: Path, quantization: dict, files: dict[str, dict[str, Tensor]], **config) -> Path:
+def folder_with(folder: Path, quantization: dict | None, files: dict[str, dict[str, Tensor]], **config) -> Path:
     """A folder with the files, and a config.json with this `quantization_config`."""
     folder.mkdir(parents=True)
     raw = dict(model_type="deepseek_v3", torch_dtype="bfloat16", quantization_config=quantization) | config
@@ -305,3 +305,26 @@ def test_vllm_reads_the_same_bits(tmp_path):
     assert found.keys() == checkpoint.where.keys()
     assert all(same_bits(found[name], checkpoint.tensor(name)) for name in found)
     assert load_file(folder / "a.safetensors")[NAME].dtype == torch.float8_e4m3fn
+
+
+def test_experts_of_qwen3_vl_load_as_released_and_as_transformers_saves_them(tmp_path):
+    text = dict(model_type="qwen3_vl_moe_text", num_experts=2, num_experts_per_tok=1, moe_intermediate_size=3)
+    text |= dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9)
+    config = dict(model_type="qwen3_vl_moe", text_config=text, torch_dtype="float32")
+    experts = "model.language_model.layers.0.mlp.experts."
+    released = {f"{experts}gate_up_proj": torch.randn(2, 8, 6), f"{experts}down_proj": torch.randn(2, 3, 8)}
+    saved = {name: tensor.mT.contiguous() for name, tensor in released.items()}
+    folders = [
+        folder_with(tmp_path / name, None, {"model.safetensors": tensors}, **config)
+        for name, tensors in (("released", released), ("saved", saved))
+    ]
+    assert not Checkpoint(folders[0]).views
+    for folder in folders:
+        checkpoint = Checkpoint(folder)
+        for name, tensor in released.items():
+            assert torch.equal(checkpoint.tensor(name), tensor) and checkpoint.entry(name).shape == tensor.shape
+            part = block_of(name, tensor, (slice(1, 2), slice(1, 3), slice(2, 5)))
+            assert torch.equal(checkpoint.read(part), tensor[1:2, 1:3, 2:5])
+    from megagrpo.sync.vllm_side.unpacking import unpacked
+
+    assert all(torch.equal(tensor, released[name]) for name, tensor in unpacked(folders[1]))
