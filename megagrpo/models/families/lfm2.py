@@ -10,6 +10,7 @@ from megagrpo.models.families.blocks import gated, part_rows, qkv, same
 from megagrpo.models.families.dense import DENSE, LAYER
 from megagrpo.models.families.example import Example
 from megagrpo.models.families.family import FULL, LINEAR, Family, Raw, Table, rope
+from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS
 from megagrpo.models.families.recurrence import ShortConv
 
 CONV = "conv"  # of layer_types
@@ -96,7 +97,7 @@ FAMILY = Family(
     required=("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "norm_eps", "conv_L_cache"),
     keys=_KEYS,
     ignored=(*_UNREAD.split(), "rms_norm_eps"),  # this family's is norm_eps
-    fixed={"conv_bias": (False, "biases of convolutions and their projections are not supported")},
+    fixed=HAS_HEAD_NORMS | {"conv_bias": (False, "biases of convolutions and their projections are not supported")},
     layer_types=(FULL, CONV, LINEAR),
     names={"block_ff_dim": "intermediate_size", "conv_dim": "hidden_size", "block_dim": "hidden_size"},
     example=Example(

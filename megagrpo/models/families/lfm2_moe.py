@@ -20,6 +20,7 @@ from megagrpo.models.families.family import (
     mixture,
 )
 from megagrpo.models.families.lfm2 import CONV, LFM2, TINY_LFM2, convolved
+from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS
 from megagrpo.models.families.routed import NORMALIZED
 
 _TABLE = LFM2 | experts("feed_forward", "w1", "w3", "w2")
@@ -55,7 +56,9 @@ FAMILY = Family(
         *(*EXPERT_KEYS, "moe_intermediate_size", _DENSE),
     ),
     ignored=("rms_norm_eps", "theta"),
-    fixed=NORMALIZED | {"conv_bias": (False, "biases of convolutions and their projections are not supported")},
+    fixed=NORMALIZED
+    | HAS_HEAD_NORMS
+    | {"conv_bias": (False, "biases of convolutions and their projections are not supported")},
     layer_types=(FULL, CONV, LINEAR),
     names={_DENSE: "first_k_dense_replace"},
     example=Example(
