@@ -23,6 +23,7 @@ COHERE_FIXED: dict[str, tuple[Any, str]] = {
     "use_parallel_block": (True, "attention and MLP read the same norm"),
     "use_gated_activation": (True, "the MLP has a gate"),
     "position_embedding_type": ("rope_gptj", "neighbouring dimensions rotate"),
+    "rope_interleaved": (True, "this family rotates neighbouring dimensions"),
     "rotary_pct": (1.0, "all dimensions of a head rotate"),
     "order_of_interleaved_layers": ("local_attn_first", "blocks with a window come first"),
 }

@@ -133,7 +133,7 @@ def _wrapper_problems(family: Family, wrapper: Wrapper, raw: Raw) -> list[str]:
         known = HARMLESS.union(MULTIMODAL, OUTER, wrapper.ignored, _OF_ANY)
         problems += _unknown_keys(wrapper, {key: value for key, value in raw.items() if key not in known})
     for key in wrapper.conflicts(raw):
-        said = f"config.json has {key}={raw[key]}, but {TEXT_CONFIG} has {raw[TEXT_CONFIG][key]}"
+        said = f"config.json has {key}={raw[key]}, but {TEXT_CONFIG} has {not raw[key]}"
         problems.append(f"{said}, and vLLM and transformers read different ones; set both to what fits the weights")
     where, text = f"{TEXT_CONFIG} of config.json" if TEXT_CONFIG in raw else "config.json", text_config(raw)
     missing = [f"config.json lacks {key}" for key in wrapper.missing(text)]

@@ -9,7 +9,7 @@ from megagrpo.models.families.wrapper import Naming, Wrapper
 Raw = dict[str, Any]  # keys of config.json
 # Keys of transformers' classes that published files leave out of `text_config`.
 LLAMA_SIZES: Raw = dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32)
-LLAMA_SIZES |= dict(vocab_size=32000)
+LLAMA_SIZES |= dict(vocab_size=32000, tie_word_embeddings=False)
 MISTRAL_SIZES: Raw = LLAMA_SIZES | dict(intermediate_size=14336, num_key_value_heads=8)
 QWEN_SIZES: Raw = LLAMA_SIZES | dict(intermediate_size=22016, num_key_value_heads=32, vocab_size=151936)
 

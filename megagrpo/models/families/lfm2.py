@@ -10,6 +10,7 @@ from megagrpo.models.families.blocks import gated, part_rows, qkv, same
 from megagrpo.models.families.dense import DENSE, LAYER
 from megagrpo.models.families.example import Example
 from megagrpo.models.families.family import FULL, LINEAR, Family, Raw, Table, rope
+from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS
 from megagrpo.models.families.recurrence import ShortConv
 
 CONV = "conv"  # of layer_types
@@ -35,7 +36,7 @@ LFM2: Table = DENSE | {
 }
 _KEYS = (
     *("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "block_ff_dim", "norm_eps"),
-    *("conv_L_cache", "conv_dim", "block_dim", "full_attn_idxs", "layer_types", "tie_embedding"),
+    *("conv_L_cache", "conv_dim", "block_dim", "full_attn_idxs", "layer_types"),
 )
 _UNREAD = "block_mlp_init_scale block_norm_eps block_out_init_scale block_use_swiglu block_use_xavier_init"
 _UNREAD += " conv_dim_out conv_use_xavier_init num_heads theta use_pos_enc"
@@ -62,7 +63,7 @@ def convolved(raw: Raw, common: HfConfig) -> HfConfig:
         common,
         norm_eps=raw["norm_eps"],
         rope_theta=rope({"rope_theta": 1e6} | raw)["rope_theta"],
-        tied_embeddings=bool(raw.get("tie_embedding", raw.get("tie_word_embeddings", True))),
+        tied_embeddings=True,
         qk_norm=True,
         recurrence=ShortConv(common.hidden_size, raw["conv_L_cache"], blocks),
     )
@@ -85,6 +86,12 @@ def _problems(raw: Raw) -> list[str]:
     return problems
 
 
+_TIED = (True, "vLLM always ties the LM head to the embedding")
+LFM2_FIXED = HAS_HEAD_NORMS | {
+    "conv_bias": (False, "biases of convolutions and their projections are not supported"),
+    "tie_embedding": _TIED,
+    "tie_word_embeddings": _TIED,
+}
 TINY_LFM2: Raw = dict(norm_eps=1e-5, conv_L_cache=3, pad_token_id=0)
 _TINY: Raw = TINY_LFM2 | dict(conv_dim=96, block_dim=96, block_multiple_of=16)
 FAMILY = Family(
@@ -96,7 +103,7 @@ FAMILY = Family(
     required=("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "norm_eps", "conv_L_cache"),
     keys=_KEYS,
     ignored=(*_UNREAD.split(), "rms_norm_eps"),  # this family's is norm_eps
-    fixed={"conv_bias": (False, "biases of convolutions and their projections are not supported")},
+    fixed=LFM2_FIXED,
     layer_types=(FULL, CONV, LINEAR),
     names={"block_ff_dim": "intermediate_size", "conv_dim": "hidden_size", "block_dim": "hidden_size"},
     example=Example(
@@ -104,9 +111,8 @@ FAMILY = Family(
         differs="short convolutions in most blocks, norms per head",
         cases={
             "lfm2": _TINY | dict(layer_types=[CONV, CONV, FULL, CONV]),
-            "lfm2 untied, other widths": _TINY
-            | dict(layer_types=[FULL, CONV] * 2, conv_L_cache=4, block_auto_adjust_ff_dim=False)
-            | dict(tie_word_embeddings=False),
+            "lfm2 other widths": _TINY
+            | dict(layer_types=[FULL, CONV] * 2, conv_L_cache=4, block_auto_adjust_ff_dim=False),
         },
         served=dict(conv_dim=192, block_dim=192),  # the width in the tests' servers
         release=dict(
@@ -115,13 +121,10 @@ FAMILY = Family(
             block_auto_adjust_ff_dim=True,
             block_dim=2048,
             block_ff_dim=12288,
-            block_ffn_dim_multiplier=1.0,
             block_multiple_of=256,
-            bos_token_id=1,
             conv_L_cache=3,
             conv_bias=False,
             conv_dim=2048,
-            eos_token_id=7,
             full_attn_idxs=[2, 5, 8, 10, 12, 14],
             hidden_size=2048,
             max_position_embeddings=128000,

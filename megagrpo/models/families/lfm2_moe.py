@@ -19,7 +19,7 @@ from megagrpo.models.families.family import (
     expert_problems,
     mixture,
 )
-from megagrpo.models.families.lfm2 import CONV, LFM2, TINY_LFM2, convolved
+from megagrpo.models.families.lfm2 import CONV, LFM2, LFM2_FIXED, TINY_LFM2, convolved
 from megagrpo.models.families.routed import NORMALIZED
 
 _TABLE = LFM2 | experts("feed_forward", "w1", "w3", "w2")
@@ -51,11 +51,11 @@ FAMILY = Family(
     problems=_problems,
     required=(*REQUIRED, "norm_eps", "conv_L_cache", "layer_types"),
     keys=(
-        *("norm_eps", "conv_L_cache", "layer_types", "tie_embedding", "use_expert_bias", "routed_scaling_factor"),
+        *("norm_eps", "conv_L_cache", "layer_types", "use_expert_bias", "routed_scaling_factor"),
         *(*EXPERT_KEYS, "moe_intermediate_size", _DENSE),
     ),
     ignored=("rms_norm_eps", "theta"),
-    fixed=NORMALIZED | {"conv_bias": (False, "biases of convolutions and their projections are not supported")},
+    fixed=NORMALIZED | LFM2_FIXED,
     layer_types=(FULL, CONV, LINEAR),
     names={_DENSE: "first_k_dense_replace"},
     example=Example(
@@ -63,8 +63,8 @@ FAMILY = Family(
         differs="as `lfm2`, with experts, also chosen by a bias",
         cases={
             "lfm2_moe": _TINY | dict(layer_types=[CONV, CONV, FULL, CONV]),
-            "lfm2_moe without bias, untied": _TINY
-            | dict(layer_types=[FULL, CONV] * 2, use_expert_bias=False, tie_word_embeddings=False)
+            "lfm2_moe without bias": _TINY
+            | dict(layer_types=[FULL, CONV] * 2, use_expert_bias=False)
             | dict(routed_scaling_factor=1.5),
         },
         release=dict(

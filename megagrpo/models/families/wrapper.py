@@ -113,7 +113,7 @@ class Wrapper:
     def conflicts(self, raw: Raw) -> list[str]:
         """Return the keys whose values in `text_config` and outside contradict each other, which transformers and vLLM
         read in different places."""
-        outer, inner = (one.get(_TIES) for one in (raw, raw.get(TEXT_CONFIG) or {}))
+        outer, inner = raw.get(_TIES), (raw.get(TEXT_CONFIG) or {}).get(_TIES, self.defaults.get(_TIES))
         if None in (outer, inner) or outer == inner or (self.text_ties and inner):
             return []
         return [_TIES]

@@ -124,6 +124,8 @@ def test_a_llava_is_tied_if_its_text_config_is_whatever_stands_outside():
         raw | dict(tie_word_embeddings=True, text_config=raw["text_config"] | dict(tie_word_embeddings=False))
     )
     assert "config.json has tie_word_embeddings=True, but text_config has False" in said[0]
+    (said,) = architecture_problems(raw | dict(tie_word_embeddings=True))  # vLLM reads text_config alone
+    assert "config.json has tie_word_embeddings=True, but text_config has False" in said
 
 
 def test_sizes_that_a_llava_leaves_out_are_those_of_the_text_models_class():
