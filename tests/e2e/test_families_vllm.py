@@ -131,7 +131,8 @@ def reach_vllm(name: str) -> float:
             sizes[tensor_name] for tensor_name in trained & sizes.keys()
         ), "each byte is read once"
         for (ids, logprobs), (expected_ids, expected) in zip(answers(), fresh, strict=True):
-            assert ids == expected_ids and logprobs == pytest.approx(expected, rel=0, abs=EXAMPLES[name].drift)
+            moved = max(abs(one - other) for one, other in zip(logprobs, expected, strict=False))
+            assert ids == expected_ids and moved <= EXAMPLES[name].drift, f"{name}: moved by {moved:.1e} in the sync"
     finally:
         running.launcher.stop()
     samples = [(prompt.token_ids, ids) for prompt, (ids, _) in zip(PROMPTS, fresh, strict=True)]

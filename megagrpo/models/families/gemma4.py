@@ -128,6 +128,7 @@ FAMILY = Family(
             "gemma4 small": _TINY | TINY_SMALL | dict(num_key_value_heads=1),
         },
         wrapped={"gemma4": dict(vision_config=_TINY_TOWER, text_config=TINY_SMALL, **_TOKENS)},
+        drift=1e-6,  # vLLM's last bits differ between runs, in models that borrow keys
         release=_RELEASE,
         others={"Gemma 4 26B-A4B": RELEASE_MIXTURE, "Gemma 4 E2B": E2B, "Gemma 4 E4B": E4B},
         tolerance=5e-5,  # scores are not scaled, so rounding counts more
