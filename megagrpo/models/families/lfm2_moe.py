@@ -23,7 +23,7 @@ from megagrpo.models.families.lfm2 import CONV, LFM2, LFM2_FIXED, TINY_LFM2, con
 from megagrpo.models.families.routed import NORMALIZED
 
 _TABLE = LFM2 | experts("feed_forward", "w1", "w3", "w2")
-_TABLE |= {"mlp.router.expert_bias": same(LAYER + "feed_forward.expert_bias")}
+_BIAS = {"mlp.router.expert_bias": same(LAYER + "feed_forward.expert_bias")}
 _DENSE = "num_dense_layers"
 
 
@@ -46,7 +46,7 @@ _RELEASE_TYPES = [FULL if block in (2, 6, 10, 14, 18, 21) else CONV for block in
 FAMILY = Family(
     "lfm2_moe",
     "Lfm2MoeForCausalLM",
-    table=lambda hf: _TABLE,
+    table=lambda hf: _TABLE | (_BIAS if hf.mixture.bias else {}),
     read=_read,
     problems=_problems,
     required=(*REQUIRED, "norm_eps", "conv_L_cache", "layer_types"),
