@@ -83,7 +83,8 @@ def draft_family(raw: dict[str, Any]) -> Draft:
     of_parts = {name for _, part in chosen for name in _names(part)}
     unknown = sorted(names - wanted - of_parts)
     mixture = any(name.endswith("{E}.down_proj.weight") or ".experts." in name for name in names)
-    may_lack_mlp = mixture and not any(map(_OTHER_MLP.fullmatch, unknown))
+    usual_names = any(".self_attn." in name for name in names)
+    may_lack_mlp = mixture and usual_names and not any(map(_OTHER_MLP.fullmatch, unknown))
     missing = sorted(name for name in wanted - names - {_HEAD} if not (may_lack_mlp and ".mlp." in name))
     keys = {key: value for key, value in raw.items() if _is_unknown(key, value)}
     architecture = str(classes[0]) if classes else type(model).__name__
@@ -99,8 +100,12 @@ def _model_without_weights(raw: dict[str, Any]) -> Any:
 
     logging.set_verbosity_error()
     layers = raw.get("num_hidden_layers") or _BLOCKS
-    few = {key: value[:_BLOCKS] if _of_blocks(value, layers) else value for key, value in raw.items()}
-    few |= dict(num_hidden_layers=min(layers, _BLOCKS))
+    of_blocks = [value for value in raw.values() if _of_blocks(value, layers)]
+    # the first blocks, so many that each kind of block is among them
+    firsts = [value.index(kind) + 1 for value in of_blocks for kind in value if isinstance(kind, str)]
+    blocks = min(layers, max(_BLOCKS, *firsts, 0))
+    few = {key: value[:blocks] if _of_blocks(value, layers) else value for key, value in raw.items()}
+    few |= dict(num_hidden_layers=blocks)
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(AutoConfig.for_model(**few))

@@ -16,6 +16,7 @@ from megagrpo.models.families.family import (
     REQUIRED,
     Family,
     Raw,
+    Table,
     expert_problems,
     mixture,
 )
@@ -25,11 +26,15 @@ from megagrpo.models.families.mamba import FLOAT32_STATES, mamba2, mamba_problem
 
 _IN, _OUT = LAYER + "shared_mlp.input_linear.weight", LAYER + "shared_mlp.output_linear.weight"
 _MLP = {"linear_fc1.weight": gated(_IN, _IN), "linear_fc2.weight": same(_OUT)}
-_TABLE = DENSE | GRANITE_EXPERTS | {f"mlp.{key}": rule for key, rule in _MLP.items()}
-_TABLE |= {f"mlp.shared_experts.{key}": rule for key, rule in _MLP.items()}
+_TABLE = DENSE | {f"mlp.{key}": rule for key, rule in _MLP.items()}
+_EXPERTS = GRANITE_EXPERTS | {f"mlp.shared_experts.{key}": rule for key, rule in _MLP.items()}
 _ATTENTION, _MAMBA = (FULL, "attention"), (LINEAR, "mamba")  # each with its name in older files
 _SIZES = tuple(f"mamba_{key}" for key in ("n_heads", "d_head", "n_groups", "d_state", "d_conv"))
 _OTHER = ("mamba_expand", "mamba_conv_bias", "time_step_limit")
+
+
+def _table(hf: HfConfig) -> Table:
+    return _TABLE | (_EXPERTS if hf.experts else {}) | mamba_rows(hf, "mamba.", "input_layernorm.weight")
 
 
 def _read(raw: Raw, common: HfConfig) -> HfConfig:
@@ -85,7 +90,7 @@ _RELEASE |= dict(tie_word_embeddings=True, torch_dtype="bfloat16", transformers_
 FAMILY = Family(
     "granitemoehybrid",
     "GraniteMoeHybridForCausalLM",
-    table=lambda hf: _TABLE | mamba_rows(hf, "mamba.", "input_layernorm.weight"),
+    table=_table,
     read=_read,
     problems=_problems,
     required=(*REQUIRED, "num_local_experts", "shared_intermediate_size", "layer_types"),

@@ -15,6 +15,7 @@ from megagrpo.models.families.wrapper import Naming
 
 _NORM, _MIXER = LAYER + "norm.weight", LAYER + "mixer."
 _EXPERTS, _SHARED = _MIXER + "experts.{E}.", _MIXER + "shared_experts."
+_LINEARS = (("fc1", "up"), ("fc2", "down"))
 _TABLE: Table = {
     EMBEDDING: vocab("model.embeddings.weight"),
     HEAD: vocab("lm_head.weight"),
@@ -23,20 +24,19 @@ _TABLE: Table = {
     **{f"{name}.layer_norm_weight": same(_NORM) for name in ("self_attention.linear_qkv", "mlp.linear_fc1")},
     "self_attention.linear_qkv.weight": qkv(_MIXER + "{p}_proj.weight"),
     "self_attention.linear_proj.weight": same(_MIXER + "o_proj.weight"),
-    "mlp.linear_fc1.weight": same(_MIXER + "up_proj.weight"),
-    "mlp.linear_fc2.weight": same(_MIXER + "down_proj.weight"),
+}
+_MLP: Table = {f"mlp.linear_{fc}.weight": same(f"{_MIXER}{name}_proj.weight") for fc, name in _LINEARS}
+_OF_EXPERTS: Table = {
     "mlp.router.weight": same(_MIXER + "gate.weight"),
     "mlp.router.expert_bias": same(_MIXER + "gate.e_score_correction_bias"),
-    "mlp.experts.linear_fc1.weight": same(_EXPERTS + "up_proj.weight"),
-    "mlp.experts.linear_fc2.weight": same(_EXPERTS + "down_proj.weight"),
-    "mlp.shared_experts.linear_fc1.weight": same(_SHARED + "up_proj.weight"),
-    "mlp.shared_experts.linear_fc2.weight": same(_SHARED + "down_proj.weight"),
+    **{f"mlp.experts.linear_{fc}.weight": same(f"{_EXPERTS}{name}_proj.weight") for fc, name in _LINEARS},
+    **{f"mlp.shared_experts.linear_{fc}.weight": same(f"{_SHARED}{name}_proj.weight") for fc, name in _LINEARS},
 }
 _SIZES = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
 _PATTERN, _TYPES = "hybrid_override_pattern", "layers_block_type"
 _SYMBOLS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
-_EXPERT_SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
-_SHARED_SIZE = "moe_shared_expert_intermediate_size"
+_MOE = tuple("n_routed_experts num_experts_per_tok moe_intermediate_size moe_shared_expert_intermediate_size".split())
+_OWN: Raw = dict(mixture_module="mixer.", activation="relu2", file_names=Naming("backbone."))
 _ROUTING = ("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group")
 
 
@@ -47,15 +47,20 @@ def _pattern(raw: Raw) -> str:
     return str(raw.get(_PATTERN) or "")
 
 
+def _table(hf: HfConfig) -> Table:
+    parts = (_MLP if hf.has_dense_mlps else {}) | (_OF_EXPERTS if hf.experts else {})
+    return _TABLE | parts | mamba_rows(hf, "mixer.", "norm.weight")
+
+
 def _read(raw: Raw, common: HfConfig) -> HfConfig:
     kinds = {symbol: frozenset(i for i, one in enumerate(_pattern(raw)) if one == symbol) for symbol in "M*-E"}
     experts = None
     if kinds["E"]:
-        count, per_token, width = (raw[key] for key in _EXPERT_SIZES)
+        count, per_token, width, shared = (raw[key] for key in _MOE)
         groups = dict(groups=raw.get("n_group", 1), groups_per_token=raw.get("topk_group", 1))
         choice = dict(sigmoid=True, bias=True, scale=raw.get("routed_scaling_factor", 1.0)) | groups
         normalized = raw.get("norm_topk_prob", True)
-        experts = Experts(count, per_token, width, normalized, kinds["E"], shared_size=raw[_SHARED_SIZE], **choice)
+        experts = Experts(count, per_token, width, normalized, kinds["E"], shared_size=shared, **choice)
     return replace(
         common,
         num_layers=len(_pattern(raw)),
@@ -63,10 +68,8 @@ def _read(raw: Raw, common: HfConfig) -> HfConfig:
         recurrence=mamba2(raw, _SIZES, kinds["M"], raw.get("use_conv_bias", True)) if kinds["M"] else None,
         mlp_blocks=kinds["-"] | kinds["E"],
         experts=experts,
-        mixture_module="mixer.",
-        activation="relu2",
         unrotated=frozenset(range(len(_pattern(raw)))),
-        file_names=Naming("backbone."),
+        **_OWN,
     )
 
 
@@ -76,18 +79,20 @@ def _problems(raw: Raw) -> list[str]:
         return [f"{_PATTERN} or {_TYPES} of config.json must name M, *, - or E for each block, not {pattern or None!r}"]
     problems = mamba_problems(raw, _SIZES) if "M" in pattern else []
     if "E" in pattern:
-        problems += expert_problems(raw | dict(num_experts=raw.get("n_routed_experts")), *((key,) for key in _REQUIRED))
+        problems += expert_problems(raw | dict(num_experts=raw.get("n_routed_experts")), *((key,) for key in _MOE))
     if layers not in (None, len(pattern)):
         problems.append(f"num_hidden_layers={layers}, but {_PATTERN} or {_TYPES} has {len(pattern)} blocks")
     return problems
 
 
-_REQUIRED = (*_EXPERT_SIZES, _SHARED_SIZE)
-_STEPS: Raw = dict(time_step_floor=0.05, time_step_max=1.0)  # initial steps far above time_step_min
-_TINY: Raw = _STEPS | dict(mamba_num_heads=8, mamba_head_dim=12, n_groups=2, ssm_state_size=10)
-_TINY |= dict(head_dim=24, layers_block_type=["mamba", "mlp", "attention", "mlp"], layer_norm_epsilon=1e-2)
+_TINY: Raw = dict(mamba_num_heads=8, mamba_head_dim=12, n_groups=2, ssm_state_size=10, head_dim=24)
+_TINY |= dict(time_step_floor=0.05, time_step_max=1.0)  # initial steps far above time_step_min
+_TINY |= dict(layers_block_type=["mamba", "mlp", "attention", "mlp"], layer_norm_epsilon=1e-2)
 _TINY_MOE: Raw = _TINY | dict(layers_block_type=["mamba", "moe", "attention", "moe"], n_routed_experts=8)
 _TINY_MOE |= dict(num_experts_per_tok=3, moe_intermediate_size=32, moe_shared_expert_intermediate_size=48)
+_NAMES = dict(layer_norm_epsilon="rms_norm_eps", mamba_num_heads="mamba_n_heads", mamba_head_dim="mamba_d_head")
+_NAMES |= dict(n_groups="mamba_n_groups", ssm_state_size="mamba_d_state")
+_NAMES |= dict(moe_shared_expert_intermediate_size="shared_expert_intermediate_size")
 _RELEASE: Raw = dict(model_type="nemotron_h", architectures=["NemotronHForCausalLM"], torch_dtype="bfloat16")
 _RELEASE |= dict(hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", num_hidden_layers=52)
 _RELEASE |= dict(hidden_size=2688, vocab_size=131072, intermediate_size=1856, mlp_hidden_act="relu2", mlp_bias=False)
@@ -101,17 +106,15 @@ _RELEASE |= dict(topk_group=1, layer_norm_epsilon=1e-5, rope_theta=10000, max_po
 FAMILY = Family(
     "nemotron_h",
     "NemotronHForCausalLM",
-    table=lambda hf: _TABLE | mamba_rows(hf, "mixer.", "norm.weight"),
+    table=_table,
     read=_read,
     problems=_problems,
     required=(*REQUIRED[1:], "num_key_value_heads", "head_dim"),  # transformers writes no num_hidden_layers
-    keys=(*_SIZES, *_REQUIRED, *_ROUTING, _PATTERN, _TYPES, "num_hidden_layers", "layer_norm_epsilon", "use_conv_bias"),
-    # sizes of kernels' chunks, initial values, precisions of vLLM's state, and layers that are dropped
-    ignored=(
-        *("chunk_size", "expand", "mamba_proj_bias", "mamba_ssm_cache_dtype", "use_mamba_kernels", "residual_in_fp32"),
-        *("time_step_floor", "time_step_max", "rescale_prenorm_residual", "num_logits_to_keep", "rms_norm_eps"),
-        *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
-        *("moe_shared_expert_overlap", "time_step_limit"),
+    keys=(*_SIZES, *_MOE, *_ROUTING, _PATTERN, _TYPES, "layer_norm_epsilon", "use_conv_bias"),
+    ignored=(  # sizes of kernels' chunks, initial values, precisions of vLLM's state, and layers that are dropped
+        *"chunk_size expand mamba_proj_bias mamba_ssm_cache_dtype use_mamba_kernels residual_in_fp32".split(),
+        *"time_step_floor time_step_max time_step_limit rescale_prenorm_residual num_logits_to_keep".split(),
+        *"num_nextn_predict_layers mtp_layers_block_type mtp_hybrid_override_pattern moe_shared_expert_overlap".split(),
     ),
     fixed={
         "mlp_hidden_act": ("relu2", "only relu2 is supported"),
@@ -124,11 +127,7 @@ FAMILY = Family(
     },
     untrained=lambda hf: (r"mtp\..+",),
     rope_types=("default",),
-    names={
-        **dict(layer_norm_epsilon="rms_norm_eps", n_groups="mamba_n_groups", ssm_state_size="mamba_d_state"),
-        **dict(mamba_num_heads="mamba_n_heads", mamba_head_dim="mamba_d_head"),
-        _SHARED_SIZE: "shared_expert_intermediate_size",
-    },
+    names=_NAMES,
     example=Example(
         models="Nemotron-H 8B, Nemotron Nano 9B v2 and 12B v2, Nemotron 3 Nano 30B-A3B",
         differs="blocks of one part: Mamba-2, attention without rotation, an MLP or experts without gates",

@@ -10,7 +10,7 @@ from megagrpo.__main__ import main
 from megagrpo.models.bridge.family_draft import draft_family
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.family import FIXED, Family
-from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.models.families.hf_config import parse_hf_config, table_of
 
 RELEASES = {kind: family.example.release for kind, family in FAMILIES.items() if family.example.release}
 
@@ -29,7 +29,7 @@ def test_a_draft_and_its_tasks_have_the_tensors_of_the_finished_family(kind):
     assert (drafted.model_type, drafted.architecture) == (kind, finished.architecture)
     assert drafted.example.release == RELEASES[kind]
     ours, theirs = (
-        {name for rule in family.table(hf).values() for name in rule.names} for family in (drafted, finished)
+        {name for rule in table.values() for name in rule.names} for table in (drafted.table(hf), table_of(hf))
     )
     assert (ours - {*draft.missing_tensors}) | {*draft.unknown_tensors} == theirs
     read = {key for key in finished.keys if RELEASES[kind].get(key) is not None} - {"layer_types", *FIXED}

@@ -37,8 +37,8 @@ from tests.unit.config.test_config import SMALLEST, problems, write
             "lora.layers_to_transform: the list is empty, so nothing is trained; name layers, or choose null for all",
         ),
         (
-            "lora.target_parameters=[mlp.experts.up_proj]",
-            "lora.target_parameters: mlp.experts.up_proj: not a parameter of experts; choose among experts.gate_up_proj",
+            "lora.target_parameters=[mlp.experts.gate_proj]",
+            "lora.target_parameters: mlp.experts.gate_proj: not a parameter of experts; choose among experts.gate_up_proj",
         ),
         (
             "lora.use_dora=true,lora.dropout=0.1",
