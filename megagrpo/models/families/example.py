@@ -54,7 +54,7 @@ class Example:
     - `served` are keys that the tiny models need in vLLM on a CPU, which has kernels for some sizes only.
     - `served_dtype` is what vLLM computes in on a CPU: "bfloat16" where its kernels have no float32.
     - `unserved` maps a case to the regular expression of vLLM's error.
-    - `zeroed` ends the names of tensors that vLLM on a CPU does not read, or rounds; they are 0 in its proof.
+    - `zeroed` ends the names of tensors that vLLM on a CPU does not read; they are 0 in its proof.
     - `unsteady` cases have other log-probs in vLLM with every batch; nothing can be compared.
     - `tolerance` is the largest difference of logits from transformers', in float32, in any layout.
     - `drift` is the largest difference of log-probs of vLLM for equal weights: 0 where vLLM repeats the last bits.
@@ -68,7 +68,7 @@ class Example:
     served: Raw = field(default_factory=dict)
     served_dtype: str = "float32"
     unserved: dict[str, str] = field(default_factory=dict)
-    zeroed: str | tuple[str, ...] | None = None
+    zeroed: str | None = None
     unsteady: tuple[str, ...] = ()
     drift: float = 0.0
     tolerance: float = 1e-5
