@@ -36,10 +36,10 @@ class Xielu(nn.Module):
         # each rank's gradient covers its elements, so it is summed over the ranks
         own = (self.alpha_p, self.alpha_n)
         parameters = (copy_to_tensor_model_parallel_region(one, group=self.tp_group) for one in own)
+        positive, negative = map(F.softplus, parameters)  # in the parameters' dtype, as transformers and vLLM
         wide = torch.promote_types(x.dtype, torch.float32)
-        positive, negative = (F.softplus(parameter.to(wide)) for parameter in parameters)
-        beta, eps = self.beta.to(wide), self.eps.to(wide)
-        return xielu(x, positive, beta + negative, beta, eps)
+        constants = positive, self.beta + negative, self.beta, self.eps
+        return xielu(x, *(constant.to(wide) for constant in constants))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

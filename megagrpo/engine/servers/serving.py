@@ -114,6 +114,9 @@ def _check_place(
             f"model.precision: vLLM computes Gated DeltaNet on a CPU in bfloat16 only, not in {dtype}; set it to bf16, "
             "or use a GPU"
         )
+    if dtype != "bfloat16" and model and model.activation == "xielu":
+        said = f"vLLM keeps the parameters of xIELU ({model.family}) in bfloat16, not in {dtype}"
+        raise ValueError(f"model.precision: {said}; set it to bf16")
     if on_cpu and r.quantization != "none":
         _check_quantization(r.quantization, model_folder)
 

@@ -52,7 +52,7 @@ FAMILY = Family(
             "apertus tied, unscaled rotation": _TINY
             | dict(tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=100.0)),
         },
-        zeroed=("alpha_p", "alpha_n"),  # vLLM keeps them in bfloat16
+        served_dtype="bfloat16",  # of the parameters of xIELU in vLLM, whatever the model's
         release=dict(
             model_type="apertus",
             architectures=["ApertusForCausalLM"],

@@ -70,7 +70,6 @@ class Example:
     - `served` are keys that the tiny models need in vLLM on a CPU, which has kernels for some sizes only.
     - `served_dtype` is what vLLM computes in on a CPU: "bfloat16" where its kernels have no float32.
     - `unserved` maps a case to the regular expression of vLLM's error.
-    - `zeroed` ends the names of tensors that vLLM rounds to bfloat16; they are 0 in its proof.
     - `tolerance` is the largest difference of logits from transformers', in float32, in any layout.
     - `drift` is the largest difference of log-probs of vLLM for equal weights: 0 where vLLM repeats the last bits.
     """
@@ -84,6 +83,5 @@ class Example:
     served: Raw = field(default_factory=dict)
     served_dtype: str = "float32"
     unserved: dict[str, str] = field(default_factory=dict)
-    zeroed: tuple[str, ...] = ()
     drift: float = 0.0
     tolerance: float = 1e-5

@@ -67,6 +67,7 @@ FAMILY = Family(
             | dict(layer_types=[FULL, CONV] * 2, use_expert_bias=False)
             | dict(routed_scaling_factor=1.5),
         },
+        drift=1e-5,
         release=dict(
             model_type="lfm2_moe",
             architectures=["Lfm2MoeForCausalLM"],

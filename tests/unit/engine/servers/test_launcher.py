@@ -21,13 +21,15 @@ import pytest
 
 import megagrpo.engine.servers.launcher as launcher_module
 import megagrpo.engine.servers.supervisor as supervisor_module
-from megagrpo.config import load_config
+from megagrpo.config import RolloutSection, load_config
 from megagrpo.engine.http import MovedServers, NoAnswer, Servers, answers
 from megagrpo.engine.protocol import EngineStartError, derive_seed
 from megagrpo.engine.servers import command_line
 from megagrpo.engine.servers.launcher import Launcher, Server, healthy
 from megagrpo.engine.servers.options import ServerOptions
-from megagrpo.engine.servers.serving import make_launcher
+from megagrpo.engine.servers.serving import _check_place, make_launcher
+from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.platform.launch.node import wait_until_healthy
 from megagrpo.platform.process import variables
 from megagrpo.platform.process.ownership import TEMPORARY, make_folder, owner_in
@@ -619,6 +621,16 @@ def test_a_familys_flags_join_those_of_packed_files(tmp_path):
     command = Launcher(inside, tmp_path)._command(1)
     found = json.loads(command[command.index("--hf-overrides") + 1])
     assert found == {"text_config": {"scale": 2, "quantization_config": None}}
+
+
+def test_the_parameters_of_xielu_need_servers_in_bfloat16(tmp_path):
+    model = parse_hf_config(FAMILIES["apertus"].example.release)
+    place = RolloutSection(), tmp_path, model
+    _check_place(*place, "bfloat16", False, None)
+    with pytest.raises(
+        ValueError, match=r"keeps the parameters of xIELU \(apertus\) in bfloat16, not in float32; set it"
+    ):
+        _check_place(*place, "float32", False, None)
 
 
 def test_a_server_does_not_inherit_the_ranks_of_its_launcher(options, tmp_path, monkeypatch):
