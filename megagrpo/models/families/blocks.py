@@ -212,7 +212,7 @@ def gated_qkv(pattern: str) -> BlockRule:
         hf, d = local.hf, local.hf.head_dim
         queries = hf.num_heads // hf.num_kv_heads
         group_rows = (2 * queries + 2) * d
-        rows = local.param.shape[0]
+        rows = group_rows * hf.num_kv_heads // local.tp_size  # of this rank
         first, runs = local.tp_rank * rows, list[Run]()
         for group in range(first // group_rows, -(-(first + rows) // group_rows)):
             heads = range(group * queries, (group + 1) * queries)
