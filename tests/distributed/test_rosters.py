@@ -81,8 +81,8 @@ def random_case(name, rng):
     # `extra` fits only the sizes that it was made for
     if architecture_problems(raw) or model_problems(parse_hf_config(raw), ParallelSection()):
         raw = tiny_config(kind, extra).to_dict()
-    layers = raw["num_hidden_layers"]
     model = parse_hf_config(raw)
+    layers = model.num_layers
     assert not model_problems(model, ParallelSection()), name
     while True:
         tp, pp, cp, copies = (
