@@ -33,6 +33,27 @@ def _nap_instead_of_spin() -> None:
     shm_broadcast.sched_yield = functools.partial(time.sleep, 0.0005)
 
 
+def _skip_llvmlite() -> None:
+    """Let vLLM look for kernels in all modules but llvmlite's, whose library object has no plain `__dict__`.
+
+    Workers are forks and inherit llvmlite if the model's processor imports it (Kimi K2.5). Remove this patch when a
+    server on Kimi K2.5 starts without it; the tests check that.
+    """
+    from vllm.triton_utils import dispatcher
+
+    original = dispatcher._rebind_kernels
+
+    @functools.wraps(original)
+    def rebind(*arguments: Any) -> None:
+        hidden = {name: sys.modules.pop(name) for name in [*sys.modules] if name.startswith("llvmlite")}
+        try:
+            original(*arguments)
+        finally:
+            sys.modules.update(hidden)
+
+    dispatcher._rebind_kernels = rebind
+
+
 def _wait_for_server() -> None:
     """Become the server whose arguments, log and token come on standard input (engine/servers/early_start.py). `ps`
     shows its arguments, and its token is in standard input."""
@@ -62,6 +83,7 @@ if __name__ == "__main__":
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
     _nap_instead_of_spin()
+    _skip_llvmlite()
     if sys.argv[1:] == ["--wait"]:
         _wait_for_server()
     gc.freeze()  # otherwise the collector would touch every inherited page, which copies it
