@@ -7,13 +7,12 @@ its C. Names of parameters and checkpoint keys are those of megatron-core's Mamb
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
-from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
@@ -21,18 +20,13 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-    sharded_state_dict_default,
-)
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megagrpo.models.families.recurrence import Mamba2 as Sizes
+from megagrpo.policy.attention.mixer import Mixer
 from megagrpo.policy.attention.whole_sequences import CHUNK, over_sequences
 
 SEGMENT = 2048  # tokens that are computed at once; their states are computed again in the backward pass
@@ -63,32 +57,24 @@ class GroupNorm(nn.Module):
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets, **groups)
 
 
-class Mamba2(MegatronModule):
+class Mamba2(Mixer):
     """The mixer of megatron-core's MambaLayer.
 
     Tensor-parallel ranks share the heads. If they divide the groups, each rank has its heads' groups. Else the model
     has one group: ranks share the rows of its B and C, and gather them after the convolution.
     """
 
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        "conv1d_weight": "conv1d.weight",
+        "conv1d_bias": "conv1d.bias",
+    }  # as MambaMixer's
+
     def __init__(
         self, config: TransformerConfig, submodules: MambaMixerSubmodules, sizes: Sizes, pg_collection: Any, **_: Any
     ):
-        super().__init__(config)
-        self.sizes, self.tp_group, self.cp_group = sizes, pg_collection.tp, pg_collection.cp
+        super().__init__(config, submodules, sizes, pg_collection)
         tp = self.tp_group.size()
-        self.rows = {part: rows // tp for part, rows in sizes.rows.items()}
         self.shares_groups = sizes.groups % tp > 0
-        linear = dict(config=config, bias=False, is_expert=False, tp_group=self.tp_group)
-        self.in_proj = build_module(
-            submodules.in_proj,
-            config.hidden_size,
-            sum(sizes.rows.values()),
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            **linear,
-        )
         like: dict[str, Any] = dict(dtype=config.params_dtype, device=torch.cuda.current_device())
         channels, heads = sum(self._channels), self.rows["dt"]
         self.conv1d_weight = nn.Parameter(torch.empty(channels, 1, sizes.kernel, **like))
@@ -98,16 +84,6 @@ class Mamba2(MegatronModule):
         self.norm = GroupNorm(self.rows["z"], groups, config.layernorm_epsilon, like, self.tp_group, ranks)
         for parameter in (*self.parameters(recurse=False), self.norm.weight):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
-        self.out_proj = build_module(
-            submodules.out_proj,
-            sizes.inner,
-            config.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            **linear,
-        )
         if config.perform_initialization:
             self._initialise()
 
@@ -194,26 +170,11 @@ class Mamba2(MegatronModule):
         """Return the part of a parameter, sharded by heads, of this context-parallel rank's heads."""
         return parameter.chunk(self.cp_group.size())[self.cp_group.rank()]
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Return the state for a checkpoint, with the keys of MambaMixer."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        own: dict[str, Any] = {}
-        self._save_to_state_dict(own, "", keep_vars=True)
-        groups = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
-        state = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups)
-        for name, module in self.named_children():
-            state |= sharded_state_dict_default(
-                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
-            )
-        parts = {"in_proj.weight": self.rows}
-        for name in ("weight", "bias") if self.sizes.conv_bias else ("weight",):
-            state[f"{prefix}conv1d_{name}"].key = f"{prefix}conv1d.{name}"
-            parts[f"conv1d_{name}"] = dict(zip("xBC", self._channels, strict=True))
-        for key, rows in parts.items():  # so that ranks of another layout find their rows of each part
-            state[prefix + key] = _split_tensor_factory(state[prefix + key], [*rows.values()], [*rows], 0)
-        return state
+    def parts(self) -> dict[str, dict[str, int]]:
+        """Return the rows of each part of the parameters that hold several."""
+        convolved = dict(zip("xBC", self._channels, strict=True))
+        names = [name for name in self.checkpoint_names if getattr(self, name) is not None]
+        return super().parts() | dict.fromkeys(names, convolved)
 
 
 def state_space(x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:

@@ -8,56 +8,27 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
-from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-    sharded_state_dict_default,
-)
 from torch import Tensor, nn
 
 from megagrpo.models.families.recurrence import ShortConv as Sizes
+from megagrpo.policy.attention.mixer import Mixer
 from megagrpo.policy.attention.whole_sequences import over_sequences
 
 
-class ShortConv(MegatronModule):
+class ShortConv(Mixer):
     """The mixer of megatron-core's MambaLayer. Ranks share the channels."""
 
     def __init__(
         self, config: TransformerConfig, submodules: MambaMixerSubmodules, sizes: Sizes, pg_collection: Any, **_: Any
     ):
-        super().__init__(config)
-        self.sizes, self.tp_group, self.cp_group = sizes, pg_collection.tp, pg_collection.cp
-        self.channels = sizes.width // self.tp_group.size()
-        linear = dict(config=config, bias=False, is_expert=False, tp_group=self.tp_group)
-        self.in_proj = build_module(
-            submodules.in_proj,
-            config.hidden_size,
-            sum(sizes.rows.values()),
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            **linear,
-        )
+        super().__init__(config, submodules, sizes, pg_collection)
+        self.channels = self.rows["x"]
         like: dict[str, Any] = dict(dtype=config.params_dtype, device=torch.cuda.current_device())
         self.conv1d_weight = nn.Parameter(torch.empty(self.channels, 1, sizes.kernel, **like))
         set_tensor_model_parallel_attributes(self.conv1d_weight, is_parallel=True, dim=0, stride=1)
-        self.out_proj = build_module(
-            submodules.out_proj,
-            sizes.inner,
-            config.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            **linear,
-        )
         if config.perform_initialization:
             with torch.no_grad(), get_cuda_rng_tracker().fork():
                 self.conv1d_weight.uniform_(-(sizes.kernel**-0.5), sizes.kernel**-0.5)
@@ -81,19 +52,3 @@ class ShortConv(MegatronModule):
         weight = self.conv1d_weight.chunk(self.cp_group.size())[self.cp_group.rank()]
         past = F.pad(gated.transpose(1, 2), (self.sizes.kernel - 1, 0))
         return F.conv1d(past, weight, groups=weight.shape[0]).transpose(1, 2)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        own = {"conv1d_weight": self.conv1d_weight}
-        groups = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
-        state = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups)
-        for name, module in self.named_children():
-            state |= sharded_state_dict_default(
-                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
-            )
-        projection = f"{prefix}in_proj.weight"  # so that ranks of another layout find their rows of each part
-        state[projection] = _split_tensor_factory(state[projection], [self.channels] * 3, [*self.sizes.rows], 0)
-        return state
