@@ -284,13 +284,25 @@ def check_urls(urls: Sequence[str]) -> None:
 
 
 async def answers(client: httpx.AsyncClient, url: str, route: str = "/health") -> bool:
-    """Whether the server at `url` passes its health check, or responds to another route in the same time."""
-    try:
-        # limits the total time; httpx's timeout only limits the time between two bytes
-        async with asyncio.timeout(HEALTH_SECONDS):
-            return (await client.get(f"{url}{route}", timeout=HEALTH_SECONDS)).status_code == 200
-    except (TimeoutError, httpx.HTTPError, httpx.InvalidURL):
-        return False
+    """Whether the server at `url` passes its health check, or responds to another route in the same time.
+
+    The check is repeated once if the server closed a kept connection at this moment, or if this process was starved of
+    CPU: neither proves that the server fails.
+    """
+    for _ in range(2):
+        began = time.monotonic()
+        try:
+            # limits the total time; httpx's timeout only limits the time between two bytes
+            async with asyncio.timeout(HEALTH_SECONDS):
+                return (await client.get(f"{url}{route}", timeout=HEALTH_SECONDS)).status_code == 200
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+            continue
+        except (TimeoutError, httpx.TimeoutException):
+            if time.monotonic() - began < HEALTH_SECONDS + 1:
+                return False
+        except (httpx.HTTPError, httpx.InvalidURL):
+            return False
+    return False
 
 
 def error_text(answer: httpx.Response) -> str:
