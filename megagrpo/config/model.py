@@ -63,6 +63,10 @@ class ModelSection(Section):
     """Share of the decoder layers whose activations (after `recompute`) are offloaded to host memory until the backward
     pass. Copies overlap with computation; `megagrpo plan --gpu` predicts when they take longer."""
 
+    freeze_vision_tower: bool = True
+    """With `data.images`: the vision tower and its projection keep their initial weights. False trains them with the
+    language model, and weight syncs send them. docs/vision.md."""
+
     @property
     def hybrid_fp8(self) -> bool:
         """Whether FP8 gradients are in e5m2."""

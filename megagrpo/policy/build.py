@@ -40,6 +40,7 @@ from megagrpo.policy.fp8.products import quantise_linears
 from megagrpo.policy.layer_inputs import add_layer_inputs
 from megagrpo.policy.parallel_blocks import join_norms
 from megagrpo.policy.specs import BLOCK_SCALE, layer_pattern, local_spec, transformer_engine_spec
+from megagrpo.policy.trained_tower import attach_tower
 from megagrpo.policy.transformer_config import ModelOptions, fuses_rope, transformer_config
 
 
@@ -82,6 +83,7 @@ def build_model(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> l
         quantise_linears(chunks, fp8, hf_config.layers_per_block, layout.process_groups.tp_dp_cp)
     elif fp8 is not None and fp8.history is not None:
         leave_fp8(chunks, fp8.bf16_layers, hf_config.layers_per_block)
+    attach_tower(chunks[0], hf_config, options)
     return chunks
 
 

@@ -1,4 +1,4 @@
-"""Images in the policy: transformers' vision tower, frozen, gives the rows that replace the embeddings of image tokens
+"""Images in the policy: transformers' vision tower gives the rows that replace the embeddings of image tokens
 and those that the first decoder blocks add to their outputs. The rotation has positions on three axes."""
 
 from __future__ import annotations
@@ -7,19 +7,21 @@ import importlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families.vision import TOWER
 from megagrpo.platform import device
 from megagrpo.platform.parallel.context import rank_indices
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.chunks import layers_of
+from megagrpo.policy.image_rows import ImageRows
 from megagrpo.policy.specs import LAYERS_PER_BLOCK
 from megagrpo.train_types import MicroBatch, moved
 
@@ -50,15 +52,16 @@ class ImageInputs:
     """The images of a policy's micro-batches (`data.images.PromptImages`), on this rank.
 
     Ranks whose chunks embed tokens, or have decoder blocks that add rows, hold the whole tower and compute the rows of
-    the images in their own samples. The rows of an image stay on the host as long as passes have it. All stages need
-    positions, which grids determine.
+    the images in their own samples. The rows of an image stay on the host as long as passes have it; those of a trained
+    tower only while their micro-batch runs. All stages need positions, which grids determine.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], hf_config: HfConfig, layout: Layout):
         assert hf_config.vision is not None, f"{hf_config.family} has no tower"
         self._vision, self._layout = hf_config.vision, layout
-        self.tower: nn.Module | None = None  # set by `models.bridge.tower.load_tower` where `reads_pixels`
-        # id of the inputs -> (they, rows [1 + levels, n, H])
+        # frozen: set by `models.bridge.tower.load_tower` where `reads_pixels`
+        self.tower: Any = next((getattr(chunk, TOWER) for chunk in chunks if hasattr(chunk, TOWER)), None)
+        # id of the inputs -> (they, rows [1 + levels, n, H]), on the host if the tower is frozen
         self._rows: dict[int, tuple[Mapping[str, Any], Tensor]] = {}
         self._seeing = {id(chunk) for chunk in chunks if _hook(chunk, hf_config.vision.levels)}
 
@@ -66,6 +69,11 @@ class ImageInputs:
     def reads_pixels(self) -> bool:
         """Whether this rank computes rows of images."""
         return bool(self._seeing)
+
+    @property
+    def trains_tower(self) -> bool:
+        """Whether the tower is one of the policy's trained weights."""
+        return bool(self._vision.trained)
 
     def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Drop the rows of images that this pass does not have."""
@@ -76,43 +84,59 @@ class ImageInputs:
         """Set the rows of `chunk`, and the pack's positions on the axes. Recomputation reads rows from the pack."""
         model: Any = unwrap_model(chunk)
         own = rank_indices(micro_batch.cu_seqlens, self._layout.parallel.cp, self._layout.cp_rank)
-        sees = micro_batch.inputs and id(model) in self._seeing
-        packed.image_rows = self._placed(micro_batch, own) if sees else None
+        seen = micro_batch.inputs or (self.trains_tower and torch.is_grad_enabled())
+        packed.image_rows = self._placed(micro_batch, own) if seen and id(model) in self._seeing else None
         if hasattr(model, "embedding"):
             model.embedding.image_rows = packed.image_rows
         if micro_batch.inputs:
             positions = axis_positions(micro_batch, self._vision.merge)[:, own]
             packed.axis_positions = moved(positions, device.device())
 
-    def _placed(self, micro_batch: MicroBatch, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the indices [n] int64 of image tokens among this rank's embeddings, and rows [1 + levels, n, H]. `own`
-        [T/cp] int64 are the pack positions of the tokens that this context-parallel rank holds."""
-        at, rows = [torch.zeros(0, dtype=torch.int64)], []
+    def _placed(self, micro_batch: MicroBatch, own: Tensor) -> ImageRows:
+        """Return the rows of the image tokens among this rank's embeddings. `own` [T/cp] int64 are the pack positions
+        of the tokens that this context-parallel rank holds."""
+        if self.trains_tower:
+            self._rows = {}
+        at, rows = [torch.zeros(0, dtype=torch.int64)], list[Tensor]()
         for first, inputs, index in _sequences(micro_batch):
             of_image = image_tokens(inputs)
             inside = (of_image >= index[0]) & (of_image <= index[-1])
             at.append(of_image[inside] - index[0] + first)
             rows.append(self._rows_of(inputs)[:, inside])
+        rows = rows or [self._blank_rows()]
         # a rank embeds T/cp tokens, or with sequence parallelism T/cp/tp neighbours of these
         parts = self._layout.parallel.tp if self._layout.parallel.sequence_parallel else 1
         embedded = own.chunk(parts)[self._layout.tp_rank if parts > 1 else 0]
         index = torch.full((micro_batch.num_tokens,), -1).index_copy(0, embedded, torch.arange(len(embedded)))
         places = index[torch.cat(at)]
         places, every = places[places >= 0], torch.cat(rows, 1)[:, places >= 0]
-        return moved(places, device.device()), moved(every, device.device())
+        return ImageRows.of(moved(places, device.device()), moved(every, device.device()))
 
-    @torch.no_grad()
     def _rows_of(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Return the rows [1 + levels, n, H] of all images of a prompt, on the host."""
+        """Return the rows [1 + levels, n, H] of all images of a prompt."""
         if id(inputs) not in self._rows:
-            assert self.tower is not None, "load_tower has not run"
-            weight = next(self.tower.parameters())
-            pixels = torch.as_tensor(inputs["pixel_values"]).to(weight.device, weight.dtype)
-            grids = torch.as_tensor(inputs["image_grid_thw"]).to(weight.device)
-            found = self.tower(pixels, grid_thw=grids)
-            levels = found.deepstack_features if self._vision.levels else []
-            self._rows[id(inputs)] = inputs, torch.stack([found.pooler_output, *levels]).cpu()
+            pixels, grids = torch.as_tensor(inputs["pixel_values"]), torch.as_tensor(inputs["image_grid_thw"])
+            with torch.set_grad_enabled(self.trains_tower and torch.is_grad_enabled()):
+                rows = self._computed(pixels, grids)
+            self._rows[id(inputs)] = inputs, rows if self.trains_tower else rows.cpu()
         return self._rows[id(inputs)][1]
+
+    def _blank_rows(self) -> Tensor:
+        """Return rows [1 + levels, 0, H] whose gradients reach all weights of a trained tower, as zeros.
+
+        An overlapped reduction waits for the gradients of all weights, in the same order on all ranks. So a
+        micro-batch without images runs the tower on a blank image of one token.
+        """
+        merge, width = self._vision.merge, self.tower.patch_embed.proj.weight[0].numel()
+        return self._computed(torch.zeros(merge**2, width), torch.tensor([[1, merge, merge]]))[:, :0]
+
+    def _computed(self, pixels: Tensor, grids: Tensor) -> Tensor:
+        """Return the rows [1 + levels, n, H] of the patches `pixels` [N, width] of images with `grids` [images, 3]."""
+        assert self.tower is not None, "load_tower has not run"
+        weight = self.tower.patch_embed.proj.weight
+        found = self.tower(pixels.to(weight.device, weight.dtype), grid_thw=grids.to(weight.device))
+        levels = found.deepstack_features if self._vision.levels else []
+        return torch.stack([found.pooler_output, *levels])
 
 
 def _hook(chunk: Any, levels: int) -> bool:
@@ -129,35 +153,36 @@ def _hook(chunk: Any, levels: int) -> bool:
 
 def _replace_rows(embedding: Any, inputs: Any, output: Tensor) -> Tensor | None:
     """A forward hook: put the image rows into embeddings [T, 1, H], or [T/tp, 1, H]."""
-    if embedding.image_rows is None:
-        return None
-    at, rows = embedding.image_rows
-    return output.index_copy(0, at, rows[0, :, None].to(output.dtype))
+    images: ImageRows | None = embedding.image_rows
+    return None if images is None else images.replace(output)
 
 
 def _add_rows(level: int, layer: Any, inputs: Any, keywords: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     """A forward hook of a block's last layer: add `level`'s rows to the hidden states [T, 1, H], or [T/tp, 1, H]."""
-    placed = getattr(keywords["packed_seq_params"], "image_rows", None)
-    if placed is None:
+    images: ImageRows | None = getattr(keywords["packed_seq_params"], "image_rows", None)
+    if images is None:
         return output
     hidden, context = output
-    return hidden.index_add(0, placed[0], placed[1][level, :, None].to(hidden.dtype)), context
+    return images.add(level, hidden), context
 
 
-def build_tower(folder: Path, hf_config: HfConfig, dtype: torch.dtype) -> nn.Module:
-    """Return transformers' tower of the model in `folder`, frozen, on this rank's device, without weights."""
-    from transformers import AutoConfig
+def build_tower(hf_config: HfConfig, dtype: torch.dtype) -> nn.Module:
+    """Return transformers' tower of the model, frozen, on this rank's device, without weights."""
     from transformers.initialization import no_init_weights
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     assert hf_config.vision is not None and hf_config.wrapper is not None, f"{hf_config.family} has no tower"
     kind = hf_config.wrapper.model_type
     module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    config: Any = CONFIG_MAPPING[kind].from_dict(hf_config.vision.config)
     with no_init_weights():
         tower: nn.Module = getattr(module, hf_config.vision.tower)(config.vision_config)
     for parameter in tower.parameters():  # buffers with rotary frequencies stay in float32, as in transformers
         parameter.data = parameter.data.to(dtype)
-    return tower.to(device.device()).eval().requires_grad_(False)
+    tower.eval().requires_grad_(False)
+    # fake and meta tensors, of which only the structure is needed, cannot be moved
+    has_data = not any(isinstance(p, FakeTensor) or p.is_meta for p in tower.parameters())
+    return tower.to(device.device()) if has_data else tower
 
 
 def image_tokens(inputs: Mapping[str, Any]) -> Tensor:
@@ -196,7 +221,7 @@ def _prompt_positions(inputs: Mapping[str, Any], merge: int) -> tuple[Tensor, in
 def _sequences(micro_batch: MicroBatch) -> list[tuple[int, Mapping[str, Any], Tensor]]:
     """Return (first token in the pack, inputs, indices of the tokens in the sample) of each sequence with inputs."""
     borders = list(pairwise(micro_batch.cu_seqlens.tolist()))
-    pairs = zip(borders, micro_batch.inputs, strict=True)
+    pairs = zip(borders, micro_batch.inputs or [{}] * len(borders), strict=True)
     return [(a, inputs, micro_batch.position_ids[a:b]) for (a, b), inputs in pairs if inputs and b > a]
 
 

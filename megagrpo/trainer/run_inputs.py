@@ -26,6 +26,7 @@ from megagrpo.platform.parallel.agree import on_first_rank, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.variables import ENVIRONMENT, TOKEN_VARIABLE
 from megagrpo.policy.device_checks import check_device
+from megagrpo.policy.trained_tower import train_tower
 from megagrpo.records.profile import check_profile
 from megagrpo.records.sinks.find_trackers import check_trackers, unused_options
 from megagrpo.rewards.scorer import RewardScorer
@@ -90,6 +91,8 @@ def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources:
     check_profile(config.run.profile, device.has_gpu())
     model_folder = resolve_model(config.model.path)
     hf_config = load_hf_config(model_folder)
+    if not config.model.freeze_vision_tower:
+        hf_config = train_tower(hf_config)
     dtype = run_own_and_agree(layout, lambda: check_device(config, hf_config))
     on_first_rank(layout, lambda: Checkpoint(model_folder).check_all(hf_config))
     folder = open_run_folder(config, layout, resources)

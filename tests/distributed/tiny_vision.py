@@ -170,26 +170,26 @@ def full_logits(
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, adapter).eval().get_base_model()
-    token, found = model.config.image_token_id, []
-    for token_ids, inputs in samples:
-        ids = torch.tensor([token_ids])
-        if not inputs:
-            found.append(model(input_ids=ids).logits[0].float())
-            continue
-        pixels, grids = inputs["pixel_values"], torch.as_tensor(inputs["image_grid_thw"])
-        of_images = torch.zeros_like(ids)
-        for start, count in zip(inputs["image_starts"], inputs["image_tokens"], strict=True):
-            of_images[0, start : start + count] = 1
-        more = dict(image_grid_thw=grids, mm_token_type_ids=of_images)
-        if torch.equal(of_images, (ids == token).long()):
-            found.append(model(input_ids=ids, pixel_values=pixels, **more).logits[0].float())
-            continue
-        # transformers takes each image token for a part of an image, also one that was sampled
-        rows, of_tower = model.get_input_embeddings()(ids), model.model.visual(pixels, grid_thw=grids)
-        rows[of_images.bool()] = of_tower.pooler_output
-        positions, _ = model.model.get_rope_index(ids, **more)
-        levels = getattr(of_tower, "deepstack_features", None)
-        deep = {} if levels is None else dict(visual_pos_masks=of_images.bool(), deepstack_visual_embeds=levels)
-        states = model.model.language_model(inputs_embeds=rows, position_ids=positions, **deep).last_hidden_state
-        found.append(model.lm_head(states)[0].float())
-    return found
+    return [logits_of(model, token_ids, inputs).float() for token_ids, inputs in samples]
+
+
+def logits_of(model: Any, token_ids: list[int], inputs: dict) -> torch.Tensor:
+    """The logits [L, V] of transformers' `model`."""
+    ids = torch.tensor([token_ids])
+    if not inputs:
+        return model(input_ids=ids).logits[0]
+    pixels, grids = inputs["pixel_values"], torch.as_tensor(inputs["image_grid_thw"])
+    of_images = torch.zeros_like(ids)
+    for start, count in zip(inputs["image_starts"], inputs["image_tokens"], strict=True):
+        of_images[0, start : start + count] = 1
+    more = dict(image_grid_thw=grids, mm_token_type_ids=of_images)
+    if torch.equal(of_images, (ids == model.config.image_token_id).long()):
+        return model(input_ids=ids, pixel_values=pixels, **more).logits[0]
+    # transformers takes each image token for a part of an image, also one that was sampled
+    rows, of_tower = model.get_input_embeddings()(ids), model.model.visual(pixels, grid_thw=grids)
+    rows[of_images.bool()] = of_tower.pooler_output
+    positions, _ = model.model.get_rope_index(ids, **more)
+    levels = getattr(of_tower, "deepstack_features", None)
+    deep = {} if levels is None else dict(visual_pos_masks=of_images.bool(), deepstack_visual_embeds=levels)
+    states = model.model.language_model(inputs_embeds=rows, position_ids=positions, **deep).last_hidden_state
+    return model.lm_head(states)[0]

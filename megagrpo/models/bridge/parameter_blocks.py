@@ -19,6 +19,7 @@ from megagrpo.models.families.blocks import Block, Local, gated, in_layer, inter
 from megagrpo.models.families.boxes import whole
 from megagrpo.models.families.dense import EMBEDDING, HEAD
 from megagrpo.models.families.hf_config import HfConfig, table_of
+from megagrpo.models.families.vision import TOWER
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.activations import XIELU_CONSTANTS
 from megagrpo.policy.dora import update_norms
@@ -179,7 +180,7 @@ def tensor_names(hf_config: HfConfig) -> set[str]:
 
 def _blocks_with(key: str, hf_config: HfConfig) -> Iterable[int | None]:
     """Return the decoder blocks that have the parameter `key`; [None] for a parameter outside of all blocks."""
-    if key == HEAD or key.startswith(("embedding.", "decoder.")):
+    if key == HEAD or key.startswith(("embedding.", "decoder.", f"{TOWER}.")):
         return [None]
     return [block for block in range(hf_config.num_layers) if hf_config.has(block, key)]
 

@@ -1,4 +1,4 @@
-"""Loads the vision tower of a multimodal model from the model's folder."""
+"""Loads the frozen vision tower of a multimodal model from the model's folder. `load_hf` loads a trained one."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 
 
 def load_tower(policy: MegatronPolicy, folder: Path) -> None:
-    """Give the policy the tower of the model in `folder`, on ranks that compute rows of images. Policies of text stay
-    as they are. Raises ValueError when a tensor is missing or of another shape."""
+    """Give the policy the tower of the model in `folder`, on ranks that compute rows of images. Policies of text, and
+    those with a trained tower, stay as they are. Raises ValueError when a tensor is missing or of another shape."""
     inputs: ModelInputs = policy.inputs
-    if not isinstance(inputs, ImageInputs) or not inputs.reads_pixels:
+    if not isinstance(inputs, ImageInputs) or not inputs.reads_pixels or inputs.trains_tower:
         return
-    inputs.tower = build_tower(folder, policy.hf_config, policy.dtype)
+    inputs.tower = build_tower(policy.hf_config, policy.dtype)
     with torch.no_grad():
         for weight, tensor in _pairs(inputs.tower, policy, folder, "model.path").values():
             weight.copy_(tensor)
 
 
 def check_tower(policy: MegatronPolicy, reference: Path) -> None:
-    """Raise ValueError if the model in `reference` has another tower than the policy, which computes its images too."""
+    """Raise ValueError if the model in `reference` has another tower than the policy, which computes its images too. A
+    trained tower is one of the weights of which the reference has its own."""
     inputs: ModelInputs = policy.inputs
-    if not isinstance(inputs, ImageInputs) or inputs.tower is None:
+    if not isinstance(inputs, ImageInputs) or inputs.tower is None or inputs.trains_tower:
         return
     for name, (weight, tensor) in _pairs(inputs.tower, policy, reference, "model.reference_path").items():
         if not torch.equal(weight, tensor.to(weight)):
@@ -43,7 +44,7 @@ def _pairs(tower: nn.Module, policy: MegatronPolicy, folder: Path, key: str) -> 
     assert vision is not None, "images need a tower"
     stored, pairs = {name.removeprefix("model."): name for name in checkpoint.where}, {}
     for own, weight in tower.state_dict().items():
-        if (name := stored.get(vision.prefix + own)) is None:
+        if (name := stored.get((vision.prefix + own).removeprefix("model."))) is None:
             said = f"{folder} lacks {vision.prefix}{own}, a tensor of the tower"
             raise ValueError(f"{key}: {said}; download it again")
         tensor = checkpoint.tensor(name)

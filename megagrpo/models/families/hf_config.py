@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from typing import Any
 from megagrpo.config import ParallelSection, Problem, ProblemError
 from megagrpo.models.families import FAMILIES, family_of
 from megagrpo.models.families.architecture import Experts, HfConfig
+from megagrpo.models.families.blocks import same
 from megagrpo.models.families.config_keys import architecture_problems, text_config, wrapper_of
 from megagrpo.models.families.family import Table, common_config, rope
 from megagrpo.models.families.stored_names import stored_names
+from megagrpo.models.families.vision import TOWER
 from megagrpo.models.families.wrapper import Naming
 
 MODEL = ("model",)  # keys of a problem with the model's folder
@@ -59,7 +61,7 @@ def _with_floats(value: dict[str, Any]) -> Any:
     return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
-def parse_hf_config(raw: dict[str, Any], names: Iterable[str] = ()) -> HfConfig:
+def parse_hf_config(raw: dict[str, Any], names: Collection[str] = ()) -> HfConfig:
     """Return the architecture of a config.json; of a multimodal model's text model. `names` are the tensors in its
     files, if known. Raises ValueError, listing every reason, when it is not supported."""
     if lines := architecture_problems(raw):
@@ -71,14 +73,19 @@ def parse_hf_config(raw: dict[str, Any], names: Iterable[str] = ()) -> HfConfig:
     if found := wrapper_of(raw):
         wrapper = found[1]
         hf_config = replace(hf_config, wrapper=wrapper, file_names=wrapper.naming(names), module_names=wrapper.modules)
-        hf_config = replace(hf_config, vision=wrapper.vision and wrapper.vision(raw))
+        if wrapper.vision and (vision := wrapper.vision(raw)):
+            inside = f"model.{vision.prefix}"
+            prefix = inside if any(name.startswith(inside) for name in names) else vision.prefix
+            hf_config = replace(hf_config, vision=replace(vision, prefix=prefix))
     return replace(hf_config, linears=_linears(hf_config))
 
 
 def table_of(hf_config: HfConfig) -> Table:
-    """Return the family's table with the names of the model's files."""
+    """Return the family's table with the names of the model's files, and the tensors of a trained tower."""
     table, naming = FAMILIES[hf_config.family].table(hf_config), hf_config.file_names
-    return table if naming == Naming() else {key: rule.renamed(naming.of) for key, rule in table.items()}
+    table = table if naming == Naming() else {key: rule.renamed(naming.of) for key, rule in table.items()}
+    vision = hf_config.vision
+    return table | {f"{TOWER}.{name}": same(vision.prefix + name) for name in (vision.trained if vision else ())}
 
 
 def untrained(hf_config: HfConfig) -> Callable[[str], bool]:

@@ -4,12 +4,13 @@ Imports no torch."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Raw = dict[str, Any]  # config.json as read
 ROTARY = ("rope_scaling", "rope_parameters")  # sections of config.json with parameters of the rotation
 _LEVELS = (8, 16, 24)  # blocks of Qwen3-VL's tower, if config.json does not name them
+TOWER = "vision_tower"  # name of a trained tower among the modules of a chunk
 _AXES = ("mrope_section", "mrope_interleaved")
 
 
@@ -23,14 +24,18 @@ class Vision:
 
     With `levels` (DeepStack, arXiv 2406.04334) the tower returns features of that many of its own blocks too. Those of
     level i are added to the outputs of decoder block i at the image's tokens.
+
+    `trained` names the tower's tensors in its module if the tower is trained; (): it is frozen.
     """
 
     tower: str  # transformers' class, in the module of the whole model's `model_type`
-    prefix: str  # of its tensors in files
+    prefix: str = field(compare=False)  # of its tensors in files
     image_token: int  # id of the token that stands for an image
     merge: int  # patches in each direction that become one token
     axes: tuple[int, ...]
     levels: int = 0
+    config: Raw = field(default_factory=dict, repr=False, compare=False)  # config.json of the whole model, as read
+    trained: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
 
 def qwen_vision(tower: str, interleaved: bool, deepstack: bool = False) -> Callable[[Raw], Vision | None]:
@@ -48,7 +53,7 @@ def qwen_vision(tower: str, interleaved: bool, deepstack: bool = False) -> Calla
             axes = [i % 3 if i < 3 * (0, height, width)[i % 3] else 0 for i in range(len(axes))]
         token, merge = raw.get("image_token_id", 151655), of_tower.get("spatial_merge_size", 2)
         levels = len(of_tower.get("deepstack_visual_indexes", _LEVELS)) if deepstack else 0
-        return Vision(tower, "visual.", token, merge, tuple(axes), levels)
+        return Vision(tower, "visual.", token, merge, tuple(axes), levels, config=raw)
 
     return read
 

@@ -1,0 +1,85 @@
+"""A trained vision tower: its gradients against transformers' autograd, and its steps over layouts."""
+
+import shutil
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from test_images import LAYOUTS_OF, folder_of, marked, rules_of, samples_of  # noqa: F401  (a fixture)
+from tiny_policy import tiny_run, whole_model
+from tiny_vision import KINDS, logits_of
+
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.data.packing import pack
+from megagrpo.models.bridge.load import load_hf
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.trained_tower import train_tower
+from megagrpo.proof.verify.verified_step import relative_error, whole_tensors
+from megagrpo.train_types import LossInputs, LossOutput
+
+
+def policy_of(folder: Path, parallel: dict, **sections: dict) -> MegatronPolicy:
+    """A policy with a trained tower, loaded."""
+    sections = dict(model=dict(freeze_vision_tower=False)) | sections
+    data = dict(train=dict(source="none"), images=True)
+    config = tiny_run(parallel, data=data, algorithm=dict(beta=0), **sections)
+    layout, hf_config = init_layout(config.parallel), train_tower(load_hf_config(folder))
+    policy = MegatronPolicy(config, layout, hf_config)
+    load_hf(policy.chunks, hf_config, folder, layout)
+    policy.weights_changed()
+    return policy
+
+
+def batch_of(policy: MegatronPolicy, folder: Path, samples: list | None = None, **options):
+    layout = policy.layout
+    samples = samples_of(folder) if samples is None else samples
+    return pack(samples, rules_of(policy.config, multiple_of=2, **options), layout.dp_rank, layout.dp_size)
+
+
+def weighted(inputs: LossInputs) -> LossOutput:
+    """The sum of the log-probs of response tokens, each times its sample's advantage."""
+    m = inputs.micro_batch
+    return LossOutput(-(m.advantages * inputs.policy_logprobs)[m.loss_mask].sum(), {})
+
+
+def our_gradients(folder: Path, parallel: dict, model: dict, options: dict) -> dict:
+    policy = policy_of(folder, parallel, model=dict(freeze_vision_tower=False) | model, rollout=dict(temperature=1.0))
+    batch = batch_of(policy, folder, **options)
+    policy.backward(batch, weighted, 1)
+    found, *_ = whole_tensors(policy, policy.hf_config, policy.layout, attrgetter("main_grad"))
+    policy.layout.close()
+    return {name: gradient.numpy() for name, gradient in found.items()}
+
+
+def their_gradients(folder: Path) -> dict:
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    for sample in samples_of(folder):
+        logits = logits_of(model, sample.token_ids.tolist(), sample.inputs)
+        logprobs = logits[:-1].log_softmax(-1).gather(1, sample.token_ids[1:, None])[:, 0]
+        (-sample.advantage * logprobs[sample.response_mask[1:]].sum()).backward()
+    return {name: p.grad.numpy() for name, p in model.named_parameters()}
+
+
+def alone(name: str) -> str:
+    """A tensor's name without those of the modules around the tower and the text model."""
+    return name.removeprefix("model.").removeprefix("language_model.")
+
+
+@pytest.mark.parametrize("kind", [*map(marked, KINDS)])
+def test_gradients_of_all_tensors_equal_transformers(folder_of, kind):  # noqa: F811
+    (theirs,) = run_ranks(their_gradients, 1, folder_of(kind))
+    expected = {alone(name): torch.from_numpy(gradient) for name, gradient in theirs.items()}
+    for model, options in (({}, {}), (dict(recompute="full"), dict(share_prompts=True))):
+        (ours,) = run_ranks(our_gradients, 1, folder_of(kind), {}, model, options)
+        found = {alone(name): torch.from_numpy(gradient) for name, gradient in ours.items()}
+        # released files of experts have other shapes
+        assert {name for name in expected if ".experts." not in name} <= found.keys()
+        for name in found.keys() & expected.keys():
+            assert relative_error(found[name], expected[name].double()) < 2e-5, name
