@@ -54,6 +54,7 @@ def cross_field_problems(config: RunConfig) -> list[Problem]:
         router_problems(config),
         overlap_problems(config),
         image_problems(config),
+        tower_problems(config),
     )
     groups = (*of_algorithm, *own, *of_policy, *of_steps, *of_rollout, *others)
     return [problem for group in groups for problem in group]
@@ -85,6 +86,32 @@ def image_problems(config: RunConfig) -> Iterator[Problem]:
     for other, (wrong, reason) in refused.items():
         if wrong:
             yield Problem((other, key), f"with data.images, {reason}")
+
+
+def tower_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield what does not work with a trained vision tower."""
+    key = "model.freeze_vision_tower"
+    if config.model.freeze_vision_tower:
+        return
+    refused: dict[str, tuple[bool, str]] = {
+        "data.images": (not config.data.images, "a run of text has no tower; set data.images to true"),
+        "lora": (config.lora.enabled, "adapters are in the language model only; freeze the tower"),
+        "train.optimizer": (
+            config.train.optimizer == "muon",
+            "Muon would orthogonalize fused queries, keys and values, and position embeddings; choose adam",
+        ),
+        "train.overlap": (
+            "param_gather" in config.train.overlap,
+            "ranks without images would gather its weights in another order; leave param_gather out",
+        ),
+        "rollout.quantization": (
+            config.rollout.quantization != "none",
+            "vLLM would quantize the tower's linears, which has not been tested; set it to none",
+        ),
+    }
+    for other, (wrong, reason) in refused.items():
+        if wrong:
+            yield Problem((key, other), f"false: {reason}")
 
 
 def layout_problems(config: RunConfig) -> Iterator[Problem]:

@@ -35,8 +35,8 @@ class Updates(Servers):
 
     Each phase of an update times out after `sync_timeout` seconds. With `adapters` a weight version is an adapter, the
     base weights never change, and a server serves as many versions at once. With `sleeps` the servers can release their
-    GPU memory. Without `refills` a server that returns must wait until all ranks push weights. All other options are
-    those of `Servers`.
+    GPU memory. With `towers` updates fill the towers of a multimodal model too. Without `refills` a server that returns
+    must wait until all ranks push weights. All other options are those of `Servers`.
 
     `in_flight` is the treatment of in-flight responses in an update. "wait": it waits for them. "keep": they pause and
     continue afterwards. "resume": they are aborted and continued from their tokens. None: none is in flight.
@@ -46,6 +46,7 @@ class Updates(Servers):
     sync_timeout: float = 300.0
     adapters: int = 0
     sleeps: bool = False
+    towers: bool = False
     refills: bool = True
     in_flight: str | None = None
     _interrupted: bool = field(default=False, init=False)  # `interrupt` was called
@@ -139,6 +140,8 @@ class Updates(Servers):
                     name = {"new_version": str(version)}
                     await self._call(client, url, "/update_weight_version", name, optional=True)
                 await self._call(client, url, f"/reset_prefix_cache{running}")
+                if self.towers:  # vLLM keeps a tower's outputs by the hash of the image
+                    await self._call(client, url, "/reset_encoder_cache")
                 await self._call(client, url, "/resume")
 
         self._wake("kv_cache", only)
@@ -158,6 +161,8 @@ class Updates(Servers):
                 await self._call(client, url, f"/pause?mode={PAUSE_MODES[self.in_flight]}")
             with _phase("start"):
                 await self._end_update(client, url)  # an update whose end this client never saw may still be open
+                if self.towers:
+                    await self._rpc(client, url, "fill_towers")
                 await self._call(client, url, "/start_weight_update")
             with _phase("update"):
                 await self._call(client, url, "/update_weights", {"update_info": info})

@@ -165,6 +165,7 @@ def connect(
             moved=servers.moved,
             adapters=config.synced_adapters,
             sleeps=servers.sleep,
+            towers=not config.model.freeze_vision_tower,
             refills=refills,
             in_flight=config.rollout.in_flight if config.rollout.max_staleness else None,
             routes=routes,

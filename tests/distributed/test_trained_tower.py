@@ -1,6 +1,5 @@
 """A trained vision tower: its gradients against transformers' autograd, and its steps over layouts."""
 
-import shutil
 from operator import attrgetter
 from pathlib import Path
 
@@ -9,10 +8,9 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
 from test_images import LAYOUTS_OF, folder_of, marked, rules_of, samples_of  # noqa: F401  (a fixture)
-from tiny_policy import tiny_run, whole_model
+from tiny_policy import tiny_run
 from tiny_vision import KINDS, logits_of
 
-from megagrpo.algorithms.losses import make_loss
 from megagrpo.data.packing import pack
 from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.families.hf_config import load_hf_config
@@ -83,3 +81,50 @@ def test_gradients_of_all_tensors_equal_transformers(folder_of, kind):  # noqa: 
         assert {name for name in expected if ".experts." not in name} <= found.keys()
         for name in found.keys() & expected.keys():
             assert relative_error(found[name], expected[name].double()) < 2e-5, name
+
+
+def stepped(folder: Path, parallel: dict, sections: dict) -> tuple:
+    """The whole model on rank 0 after two optimizer steps, the gradient norms, and the largest difference between
+    ranks with the same part of a tensor."""
+    policy = policy_of(folder, parallel, **sections)
+    norms = []
+    for _ in range(2):
+        batch = batch_of(policy, folder)
+        metrics = policy.train_step(batch, weighted, batch.num_tokens)
+        norms.append(metrics["grad_norm"].value)
+    weights, apart, _ = whole_tensors(policy, policy.hf_config, policy.layout, lambda p: p)
+    policy.layout.close()
+    return {name: tensor.float().numpy() for name, tensor in weights.items()}, norms, apart
+
+
+STEP = dict(max_grad_norm=0.5, weight_decay=0.1, learning_rate=1e-3)
+REPLICAS = [
+    (dict(), 2, dict(train=STEP | dict(distributed_optimizer=True, overlap_grad_reduce=True))),
+    (dict(pp=2), 2, dict(model=dict(recompute="full"))),
+]
+
+
+def layouts_of(kind: str) -> list[tuple]:
+    """(parallel, ranks, sections) of layouts whose first stage has all blocks with features of the tower."""
+    plain = [(parallel, ranks, {}) for parallel, ranks in LAYOUTS_OF[kind]] + REPLICAS
+    if "qwen3_vl" not in kind:
+        return plain
+    staged = [case for case in plain if case[0].get("vpp", 1) == 1]
+    return [(p | (dict(pipeline_layers=[3, 1]) if "pp" in p else {}), ranks, more) for p, ranks, more in staged]
+
+
+@pytest.mark.parametrize("kind", [*map(marked, KINDS)])
+def test_steps_are_the_same_in_every_layout(folder_of, kind):  # noqa: F811
+    folder = folder_of(kind)
+    ((expected, norms, _),) = run_ranks(stepped, 1, folder, {}, dict(train=STEP))
+    source = load_file(folder / "model.safetensors")
+    assert expected.keys() == source.keys()
+    unmoved = [name for name in expected if torch.equal(torch.from_numpy(expected[name]), source[name])]
+    assert not unmoved
+    for parallel, ranks, sections in layouts_of(kind):
+        found, their_norms, apart = run_ranks(stepped, ranks, folder, parallel, dict(train=STEP) | sections)[0]
+        assert apart == 0, parallel
+        assert their_norms == pytest.approx(norms, rel=1e-4), parallel
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            torch.testing.assert_close(torch.from_numpy(tensor), torch.from_numpy(expected[name]), atol=2e-5, rtol=0)

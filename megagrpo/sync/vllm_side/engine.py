@@ -102,15 +102,21 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.wrappers = AdapterWrappers(self.model)
-        self.wrappers.take_off()
-        self.loading = Loading(self.model, self.model_config)
-        self.wrappers.put_back()
+        self.loading = self._loading(towers=False)
+        self.loadings = {False: self.loading}  # whether towers are filled -> the loading
+        self.fills_towers = False  # of the next update
         self.receivers: dict[str, Receiver] = {}  # one per transport that has been used
         self.receiver: Receiver | None = None  # of the current update
         self.open = self.reloading = False  # open: vLLM's update is open; reloading: parameters are moved aside
         self.reader: ShardReader | None = None
         self.version = -1
         self.report = ""  # JSON of the report on the current update
+
+    def _loading(self, towers: bool) -> Loading:
+        self.wrappers.take_off()
+        loading = Loading(self.model, self.model_config, towers)
+        self.wrappers.put_back()
+        return loading
 
     @property
     def worker(self) -> int:
@@ -134,6 +140,10 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         """Move the model's parameters aside, layer by layer, until the new ones are complete."""
         self._abort()
+        towers, self.fills_towers = self.fills_towers, False
+        if towers not in self.loadings:
+            self.loadings[towers] = self._loading(towers)
+        self.loading = self.loadings[towers]
         self.reader = None
         self.started = time.perf_counter()
         self.open = self.reloading = True
@@ -153,7 +163,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Fill the model's parameters. Raises WeightSyncError unless every parameter is filled."""
         name, self.version = update_info.receiver, update_info.version
         if name not in self.receivers:
-            worker = Worker(self.worker, self.device, self.loading.dry_run)
+            worker = Worker(self.worker, self.device, lambda index: self.loading.dry_run(index))
             self.receivers[name] = receiver_class(name)(worker)
         self.receiver = self.receivers[name]
         source = self.receiver.open(update_info.request, update_info.version)

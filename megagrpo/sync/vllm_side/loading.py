@@ -27,11 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 class Loading:
-    """Fills the parameters of one worker's model, which are moved aside for a reload."""
+    """Fills the parameters of one worker's model, which are moved aside for a reload; with `towers` also those outside
+    the language model of a multimodal model."""
 
-    def __init__(self, model: nn.Module, config: ModelConfig):
+    def __init__(self, model: nn.Module, config: ModelConfig, towers: bool = False):
         self.model, self.config = model, config
-        self.trained = trained_module(model)
+        self.trained = model if towers else trained_module(model)
         _name_loaders(self.trained)
         # A tied head shares its parameter with the embedding and appears once here; during a reload it would appear
         # twice.
@@ -74,8 +75,8 @@ class Loading:
 
 
 def trained_module(model: nn.Module) -> nn.Module:
-    """Return the part of vLLM's model that updates fill: the language model of a multimodal model. Towers stay as
-    loaded."""
+    """Return the part of vLLM's model that updates fill if towers are frozen: the language model of a multimodal
+    model."""
     if not supports_multimodal(model):
         return model
     whole: Any = model

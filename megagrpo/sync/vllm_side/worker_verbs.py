@@ -25,6 +25,10 @@ class WorkerVerbs:
         if self.weight_transfer_engine.open:
             self.finish_weight_update()
 
+    def fill_towers(self) -> None:
+        """Make the next weight update fill the towers of a multimodal model too, not its language model alone."""
+        self.weight_transfer_engine.fills_towers = True
+
     def weight_update_report(self) -> str:
         """Return this worker's report on the last weight update as JSON, or "", for a trainer that received none."""
         return self.weight_transfer_engine.report

@@ -1,0 +1,82 @@
+"""A trained vision tower in a real vLLM: syncs fill it, and no output of an older tower is used again."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from test_trained_tower import batch_of, policy_of
+from tiny_vision import is_text, write_model
+
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.engine.client import VllmEngine
+from megagrpo.models.bridge.hf_export import save_hf
+from megagrpo.models.bridge.parameter_blocks import blocks
+from megagrpo.sync.trainer_side.sync import WeightSync
+from megagrpo.types import SamplingParams
+from tests.e2e.test_images_vllm import prompts_of, theirs
+from tests.e2e.tiny_servers import connect, launch
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+STEP = dict(learning_rate=0.01, weight_decay=0.1)
+
+
+def push(engine: VllmEngine, folder: Path, version: int, sizes: dict, out: Path | None) -> int:
+    """Push the model in `folder`; with `out` take an optimizer step first, and export the model to it. Returns the
+    bytes that the server read."""
+    policy = policy_of(folder, sizes, train=STEP)
+    if out is not None:
+        batch = batch_of(policy, folder)
+        policy.train_step(batch, make_loss(policy.config.algorithm), batch.num_tokens)
+        save_hf(policy.chunks, policy.hf_config, policy.layout, out, folder)
+    with WeightSync(engine if policy.layout.world_rank == 0 else None, policy.layout, "float32") as sync:
+        read = sync.push(blocks(policy.chunks, policy.hf_config, policy.layout), version).bytes_read
+    policy.layout.close()
+    return read
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_syncs_fill_the_tower_and_vllm_drops_its_outputs(kind, tmp_path):
+    folder, stepped, other = tmp_path / "model", tmp_path / "stepped", tmp_path / "other"
+    write_model(folder, kind=kind, num_hidden_layers=4)
+    prompts = prompts_of(folder)
+
+    def answers(engine: VllmEngine) -> list[tuple]:
+        groups = engine.generate(prompts, 1, SamplingParams(1.0, 12), seed=0)
+        return [(r.response_ids.tolist(), r.rollout_logprobs.tolist()) for group in groups for r in group]
+
+    def pushed(engine: VllmEngine, *arguments) -> int:
+        read = run_ranks(push, 2, engine, arguments[0], engine.weight_version + 1, *arguments[1:])[0]
+        engine.weight_version += 1  # the ranks are forks and have their own client
+        return read
+
+    running = connect(launch(folder, f"tower_{kind}", images=True, finds_text=True), folder, towers=True)
+    try:
+        first = answers(running.engine)
+        read = pushed(running.engine, folder, dict(tp=2, sequence_parallel=True), stepped)
+        tensors = load_file(stepped / "model.safetensors")
+        assert read == sum(tensor.nbytes for tensor in tensors.values()), "each byte is read once"
+        after_step = answers(running.engine)
+        (other).mkdir()
+        for file in stepped.iterdir():
+            (other / file.name).write_bytes(file.read_bytes())
+        tensors = {name: tensor if is_text(name) else 0.8 * tensor for name, tensor in tensors.items()}
+        save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+        pushed(running.engine, other, {}, None)
+        with_other_tower = answers(running.engine)
+    finally:
+        running.launcher.stop()
+    before = load_file(folder / "model.safetensors")
+    assert not any(torch.equal(before[name], tensor) for name, tensor in tensors.items())
+    for found, model in ((after_step, stepped), (with_other_tower, other)):
+        expected = theirs(model, prompts, found)
+        worst = max((torch.tensor(a[1]) - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+        print(f"{kind}: log-probs differ by {worst:.1e}")
+        assert worst < 1e-4
+    assert first != after_step != with_other_tower
+    fresh = connect(launch(other, f"fresh_tower_{kind}", images=True, finds_text=True), other)
+    try:
+        assert answers(fresh.engine) == with_other_tower  # to the last bit
+    finally:
+        fresh.launcher.stop()
