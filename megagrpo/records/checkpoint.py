@@ -196,6 +196,7 @@ class Checkpointer:
         try:
             layout, reference_moved, reached = on_first_rank(self.layout, lambda: checked(path))
             run_own_and_agree(self.layout, lambda: _verify(path, rank, world_size))
+            on_first_rank(self.layout, lambda: _check_tower(path, self.policy.hf_config))
         except RankError as e:
             raise CheckpointError(str(e)) from e
         same_layout = layout == self.layout.sizes
@@ -326,6 +327,14 @@ def _read(path: Path) -> tuple[dict[str, int], bool, TrainState]:
     verify_others(path)
     StoredTensors(path).check_files()
     return layout, moved, state
+
+
+def _check_tower(path: Path, hf_config: HfConfig) -> None:
+    """Raises CheckpointError if a trained vision tower would be left out, or one that was frozen is now trained."""
+    trained, stored = bool(hf_config.vision and hf_config.vision.trained), StoredTensors(path).has_tower
+    if trained != stored:
+        said = f"{path} has {'a' if stored else 'no'} trained vision tower, unlike this run"
+        raise CheckpointError(f"{said}; set model.freeze_vision_tower to {str(not stored).lower()}")
 
 
 def _holds(path: Path, scales: dict[str, Any]) -> bool:

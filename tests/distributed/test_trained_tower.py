@@ -5,28 +5,31 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import RankFailed, run_ranks
 from safetensors.torch import load_file
 from test_images import LAYOUTS_OF, folder_of, marked, rules_of, samples_of  # noqa: F401  (a fixture)
 from tiny_policy import tiny_run
 from tiny_vision import KINDS, logits_of
 
 from megagrpo.data.packing import pack
+from megagrpo.models.bridge.conversion import export_alone
+from megagrpo.models.bridge.hf_export import save_hf
 from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.trained_tower import train_tower
 from megagrpo.proof.verify.verified_step import relative_error, whole_tensors
-from megagrpo.train_types import LossInputs, LossOutput
+from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.train_types import LossInputs, LossOutput, TrainState
 
 
-def policy_of(folder: Path, parallel: dict, **sections: dict) -> MegatronPolicy:
+def policy_of(folder: Path, parallel: dict, trained: bool = True, **sections: dict) -> MegatronPolicy:
     """A policy with a trained tower, loaded."""
-    sections = dict(model=dict(freeze_vision_tower=False)) | sections
     data = dict(train=dict(source="none"), images=True)
     config = tiny_run(parallel, data=data, algorithm=dict(beta=0), **sections)
-    layout, hf_config = init_layout(config.parallel), train_tower(load_hf_config(folder))
+    layout, hf_config = init_layout(config.parallel), load_hf_config(folder)
+    hf_config = train_tower(hf_config) if trained else hf_config
     policy = MegatronPolicy(config, layout, hf_config)
     load_hf(policy.chunks, hf_config, folder, layout)
     policy.weights_changed()
@@ -46,7 +49,7 @@ def weighted(inputs: LossInputs) -> LossOutput:
 
 
 def our_gradients(folder: Path, parallel: dict, model: dict, options: dict) -> dict:
-    policy = policy_of(folder, parallel, model=dict(freeze_vision_tower=False) | model, rollout=dict(temperature=1.0))
+    policy = policy_of(folder, parallel, model=model, rollout=dict(temperature=1.0))
     batch = batch_of(policy, folder, **options)
     policy.backward(batch, weighted, 1)
     found, *_ = whole_tensors(policy, policy.hf_config, policy.layout, attrgetter("main_grad"))
@@ -128,3 +131,47 @@ def test_steps_are_the_same_in_every_layout(folder_of, kind):  # noqa: F811
         assert found.keys() == expected.keys()
         for name, tensor in found.items():
             torch.testing.assert_close(torch.from_numpy(tensor), torch.from_numpy(expected[name]), atol=2e-5, rtol=0)
+
+
+def resumed(folder: Path, root: Path, parallel: dict, resume: bool, frozen: bool = False) -> dict:
+    """The whole model on rank 0 after two steps: in one run that saves a checkpoint and an export between them, or
+    resumed from that checkpoint."""
+    policy = policy_of(folder, parallel, trained=not frozen, train=STEP | dict(distributed_optimizer=True))
+    layout = policy.layout
+    checkpointer = Checkpointer(root / "checkpoints", layout, policy, keep=2, model_folder=folder)
+    batch = batch_of(policy, folder)
+    if resume:
+        checkpointer.load(root / "checkpoints" / "step_000001")
+    else:
+        policy.train_step(batch, weighted, batch.num_tokens)
+        checkpointer.start(TrainState(step=1, weight_version=2, cursor=8), background=False)
+        checkpointer.finish(wait=True)
+        save_hf(policy.chunks, policy.hf_config, layout, root / "saved", folder)
+    policy.train_step(batch, weighted, batch.num_tokens)
+    weights, *_ = whole_tensors(policy, policy.hf_config, layout, lambda p: p)
+    layout.close()
+    return {name: tensor.float().numpy() for name, tensor in weights.items()}
+
+
+def exported(checkpoint: Path, out: Path) -> None:
+    export_alone(checkpoint, out)
+
+
+def test_checkpoints_hold_the_tower_for_other_layouts_and_exports(folder_of, tmp_path):  # noqa: F811
+    folder = folder_of("qwen3_vl")
+    saves = dict(tp=2, sequence_parallel=True)
+    expected = run_ranks(resumed, 2, folder, tmp_path, saves, False)[0]
+    again = run_ranks(resumed, 2, folder, tmp_path, saves, True)[0]
+    assert all((again[name] == tensor).all() for name, tensor in expected.items())
+    staged = run_ranks(resumed, 2, folder, tmp_path, dict(pp=2, pipeline_layers=[3, 1]), True)[0]
+    for name, tensor in staged.items():
+        torch.testing.assert_close(torch.from_numpy(tensor), torch.from_numpy(expected[name]), atol=2e-5, rtol=0)
+    with pytest.raises(
+        RankFailed, match=r"trained vision tower, unlike this run; set model\.freeze_vision_tower to false"
+    ):
+        run_ranks(resumed, 1, folder, tmp_path, {}, True, True)
+    run_ranks(exported, 1, tmp_path / "checkpoints" / "step_000001", tmp_path / "exported")
+    saved, source = (tmp_path / "saved" / "model.safetensors").read_bytes(), load_file(folder / "model.safetensors")
+    assert (tmp_path / "exported" / "model.safetensors").read_bytes() == saved
+    for name, tensor in load_file(tmp_path / "saved" / "model.safetensors").items():
+        assert tensor.dtype == source[name].dtype and not torch.equal(tensor, source[name])

@@ -40,6 +40,7 @@ from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.platform.process.progress_hook import SILENT, Progress, Task
 from megagrpo.platform.process.removal import remove
 from megagrpo.platform.process.terminal import show, warn
+from megagrpo.policy.trained_tower import train_tower
 
 _COMMIT = 2**28  # bytes between two commits: a kill loses at most this much work
 
@@ -170,6 +171,7 @@ def export_hf(
     if model is not None and layout.world_rank == 0:
         _warn_of_other_numbers(hf_config, hf_files, model)
     stored = run_own_and_agree(layout, lambda: StoredTensors(checkpoint))
+    hf_config = train_tower(hf_config) if stored.has_tower else hf_config
     if (keys := GptKeys.of(stored, hf_config)) is not None:
         on_first_rank(layout, lambda: check_arguments(stored, hf_config, str(source)))
     own = run_own_and_agree(layout, lambda: structure(hf_config, layout, keys))

@@ -39,6 +39,7 @@ from megagrpo.models.bridge.file_checksums import check_inside
 from megagrpo.models.bridge.tensor_files import dtype_name, mapped_tensor
 from megagrpo.models.bridge.unfinished import Journal
 from megagrpo.models.families.boxes import Box, intersect, size
+from megagrpo.models.families.vision import TOWER
 
 METADATA_FILE = ".metadata"
 CHECKPOINT = "torch.distributed.checkpoint"
@@ -219,6 +220,11 @@ class StoredTensors:
             last = info.offset + info.length - _END
             if (file[info.offset : info.offset + 4], file[last : last + 4]) != _MARKS:
                 raise ValueError(self._corrupt(index.fqn, info))
+
+    @property
+    def has_tower(self) -> bool:
+        """Whether the model's vision tower was trained: checkpoints hold no frozen one."""
+        return any(key.startswith(f"{TOWER}.") for key in self.metadata.state_dict_metadata)
 
     def dtype(self, key: str) -> torch.dtype:
         return self._tensor(key).properties.dtype
