@@ -4,10 +4,12 @@ Megatron's gradient buffers, optimizer and checkpoints hold it like every weight
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from torch.utils.checkpoint import checkpoint
 
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.models.families.vision import TOWER
@@ -28,9 +30,13 @@ def attach_tower(chunk: HybridModel, hf_config: HfConfig, options: ModelOptions)
     """Give the chunk the tower, without weights, if it is trained and the chunk embeds tokens."""
     if hf_config.vision is None or not hf_config.vision.trained or not chunk.pre_process:
         return
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     tower: Any = build_tower(hf_config, options.dtype)
     if options.recompute == "full":
-        tower.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+        for block in (module for module in tower.modules() if isinstance(module, GradientCheckpointingLayer)):
+            block.gradient_checkpointing = True
+            block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
         tower.train()  # transformers recomputes in training mode only; the towers have no dropout
     for parameter in tower.parameters():
         # A rank sees the gradients of its own tokens: finalize_model_grads sums them over the tensor-parallel ranks.
