@@ -1,13 +1,14 @@
 """A trained vision tower: its gradients against transformers' autograd, and its steps over layouts."""
 
+import shutil
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import RankFailed, run_ranks
-from safetensors.torch import load_file
-from test_images import LAYOUTS_OF, folder_of, marked, rules_of, samples_of  # noqa: F401  (a fixture)
+from safetensors.torch import load_file, save_file
+from test_images import LAYOUTS_OF, difference, folder_of, marked, rules_of, samples_of  # noqa: F401  (a fixture)
 from tiny_policy import tiny_run
 from tiny_vision import KINDS, logits_of
 
@@ -18,6 +19,7 @@ from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.reference import Reference
 from megagrpo.policy.trained_tower import train_tower
 from megagrpo.proof.verify.verified_step import relative_error, whole_tensors
 from megagrpo.records.checkpoint import Checkpointer
@@ -27,7 +29,7 @@ from megagrpo.train_types import LossInputs, LossOutput, TrainState
 def policy_of(folder: Path, parallel: dict, trained: bool = True, **sections: dict) -> MegatronPolicy:
     """A policy with a trained tower, loaded."""
     data = dict(train=dict(source="none"), images=True)
-    config = tiny_run(parallel, data=data, algorithm=dict(beta=0), **sections)
+    config = tiny_run(parallel, data=data, **dict(algorithm=dict(beta=0)) | sections)
     layout, hf_config = init_layout(config.parallel), load_hf_config(folder)
     hf_config = train_tower(hf_config) if trained else hf_config
     policy = MegatronPolicy(config, layout, hf_config)
@@ -198,3 +200,27 @@ def test_an_overlapped_reduction_does_not_wait_for_ranks_without_images(folder_o
     assert found.pop("apart") == 0 == expected.pop("apart")
     for name, gradient in expected.items():
         assert relative_error(torch.from_numpy(found[name]), torch.from_numpy(gradient)) < 1e-5, name
+
+
+def reference_rows(folder: Path, reference_folder: Path) -> tuple:
+    """Log-probs of a reference with another tower, after a step of the policy, and the packing."""
+    model, algorithm = dict(reference_path=str(reference_folder)), dict(beta=0.1)
+    policy = policy_of(folder, {}, model=model, algorithm=algorithm, rollout=dict(temperature=1.0))
+    load_hf(policy.chunks, policy.hf_config, reference_folder, policy.layout)
+    reference = Reference(policy)
+    load_hf(policy.chunks, policy.hf_config, folder, policy.layout)
+    policy.weights_changed()
+    batch = batch_of(policy, folder)
+    policy.train_step(batch, weighted, batch.num_tokens)
+    policy.logprobs(batch)
+    rows = reference.logprobs(batch)
+    policy.layout.close()
+    return [row.numpy() for row in rows], batch
+
+
+def test_a_reference_has_its_own_tower(folder_of, tmp_path):  # noqa: F811
+    folder, other = folder_of("qwen3_vl"), tmp_path / "reference"
+    shutil.copytree(folder, other)
+    changed = {name: 0.9 * tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(changed, other / "model.safetensors", metadata={"format": "pt"})
+    assert difference(run_ranks(reference_rows, 1, folder, other), other, samples_of(folder)) < 1e-5
