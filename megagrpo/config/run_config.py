@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Literal
 
 from pydantic import model_validator
 
@@ -64,6 +65,18 @@ class RunConfig(Section):
     def syncs_weights(self) -> bool:
         """Whether vLLM gets weights: all, or once the rounded ones below the adapters that it gets alone."""
         return not self.lora.syncs_adapters or self.model.base_storage != "none"
+
+    @property
+    def towers(self) -> Literal["frozen", "trained"] | None:
+        """What happens to the vision tower; None: prompts have no images."""
+        if not self.data.images:
+            return None
+        return "frozen" if self.model.freeze_vision_tower else "trained"
+
+    @property
+    def leaves_weights(self) -> bool:
+        """Whether weight syncs leave weights of vLLM as loaded: those below adapters, or a frozen tower."""
+        return self.lora.syncs_adapters or self.towers == "frozen"
 
     @property
     def takes_turns(self) -> bool:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
@@ -35,8 +35,11 @@ class Updates(Servers):
 
     Each phase of an update times out after `sync_timeout` seconds. With `adapters` a weight version is an adapter, the
     base weights never change, and a server serves as many versions at once. With `sleeps` the servers can release their
-    GPU memory. With `towers` updates fill the towers of a multimodal model too. Without `refills` a server that returns
-    must wait until all ranks push weights. All other options are those of `Servers`.
+    GPU memory. Without `refills` a server that returns must wait until all ranks push weights. All other options are
+    those of `Servers`.
+
+    `towers` are those of a multimodal model that gets images. "trained": updates fill them. "frozen": they stay as
+    loaded, so that servers that sleep keep all weights in host memory. None: no request has images.
 
     `in_flight` is the treatment of in-flight responses in an update. "wait": it waits for them. "keep": they pause and
     continue afterwards. "resume": they are aborted and continued from their tokens. None: none is in flight.
@@ -46,7 +49,7 @@ class Updates(Servers):
     sync_timeout: float = 300.0
     adapters: int = 0
     sleeps: bool = False
-    towers: bool = False
+    towers: Literal["frozen", "trained"] | None = None
     refills: bool = True
     in_flight: str | None = None
     _interrupted: bool = field(default=False, init=False)  # `interrupt` was called
@@ -92,13 +95,15 @@ class Updates(Servers):
     def sleep(self, keeps_weights: bool = False, last: bool = False) -> None:
         """Make the servers release their GPU memory, if they can (`sleeps`).
 
-        They sleep until the next weights. With `keeps_weights` they move weights to host memory and sleep until `wake`;
-        adapters' base weights are always kept. Servers that await weights sleep too: they hold GPU memory. Unsettled
-        servers are awaited until they respond or exit; in the `last` call the restart thread kills them.
+        They sleep until the next weights. With `keeps_weights` they move weights to host memory and sleep until `wake`.
+        With adapters or frozen towers weights are always kept. Servers that await weights sleep too: they hold GPU
+        memory. Unsettled servers are awaited until they respond or exit; in the `last` call the restart thread kills
+        them.
         """
 
         async def verbs(client: httpx.AsyncClient, url: str) -> None:
-            await self._call(client, url, f"/sleep?level={1 if self.adapters or keeps_weights else 2}")
+            keeps = self.adapters or keeps_weights or self.towers == "frozen"
+            await self._call(client, url, f"/sleep?level={1 if keeps else 2}")
 
         if self.sleeps and self.fleet.begin_sleep(last):
             while self.fleet.unsettled():
@@ -140,7 +145,7 @@ class Updates(Servers):
                     name = {"new_version": str(version)}
                     await self._call(client, url, "/update_weight_version", name, optional=True)
                 await self._call(client, url, f"/reset_prefix_cache{running}")
-                if self.towers:  # vLLM keeps a tower's outputs by the hash of the image
+                if self.towers == "trained":  # vLLM keeps a tower's outputs by the hash of the image
                     await self._call(client, url, "/reset_encoder_cache")
                 await self._call(client, url, "/resume")
 
@@ -161,7 +166,7 @@ class Updates(Servers):
                 await self._call(client, url, f"/pause?mode={PAUSE_MODES[self.in_flight]}")
             with _phase("start"):
                 await self._end_update(client, url)  # an update whose end this client never saw may still be open
-                if self.towers:
+                if self.towers == "trained":
                     await self._rpc(client, url, "fill_towers")
                 await self._call(client, url, "/start_weight_update")
             with _phase("update"):

@@ -113,7 +113,7 @@ def start_servers(
         resources.callback(launcher.stop)
     run_own_and_agree(layout, launcher.start if launcher else lambda: None)
     if sleep:  # vLLM measures free GPU memory as it starts, and would count the trainer's allocations as its own
-        limits = config.lora.syncs_adapters, config.rollout.weight_sync_timeout
+        limits = config.leaves_weights, config.rollout.weight_sync_timeout
         run_own_and_agree(layout, lambda: start_asleep(launcher, *limits, say) if launcher else None)
     return Servers(named, moved, launcher, sleep, dtype, on_nodes)
 
@@ -165,7 +165,7 @@ def connect(
             moved=servers.moved,
             adapters=config.synced_adapters,
             sleeps=servers.sleep,
-            towers=not config.model.freeze_vision_tower,
+            towers=config.towers,
             refills=refills,
             in_flight=config.rollout.in_flight if config.rollout.max_staleness else None,
             routes=routes,

@@ -150,17 +150,17 @@ def move_trainer(offload: Offload | NoOffload, turn: GpuTurn) -> None:
         offload.offload_all()
 
 
-def start_asleep(launcher: Launcher, syncs_adapters: bool, sync_timeout: float, say: Callable[[str], None]) -> None:
-    """Wait for the servers, then put them to sleep until the first sync: loading needs GPU memory. Rank 0 calls it."""
+def start_asleep(launcher: Launcher, keeps_weights: bool, sync_timeout: float, say: Callable[[str], None]) -> None:
+    """Wait for the servers, then put them to sleep until the first sync: loading needs GPU memory. Rank 0 calls it.
+    `keeps_weights`: that sync leaves some weights as loaded."""
     servers = Updates(
         launcher.wait(say),
         logs=launcher.logs,
         token=launcher.token,
         sleeps=True,
-        adapters=int(syncs_adapters),
         sync_timeout=sync_timeout,
     )
-    servers.sleep(_keeps_weights(GpuTurn.STARTING))
+    servers.sleep(keeps_weights or _keeps_weights(GpuTurn.STARTING))
 
 
 def _keeps_weights(turn: GpuTurn) -> bool:

@@ -52,7 +52,7 @@ def test_syncs_fill_the_tower_and_vllm_drops_its_outputs(kind, tmp_path):
         engine.weight_version += 1  # the ranks are forks and have their own client
         return read
 
-    running = connect(launch(folder, f"tower_{kind}", images=True, finds_text=True), folder, towers=True)
+    running = connect(launch(folder, f"tower_{kind}", images=True, finds_text=True), folder, towers="trained")
     try:
         first = answers(running.engine)
         pushed(running.engine, folder, dict(tp=2, sequence_parallel=True), stepped)

@@ -239,17 +239,22 @@ def test_a_request_that_takes_longer_than_its_timeout_goes_to_another_server(sec
 
 
 @pytest.mark.parametrize(
-    ("adapters", "level"), [([], 2), (["lora.rank=8"], 2), (["lora.rank=8", "lora.sync=adapter"], 1)]
+    ("options", "level"),
+    [
+        ([], 2),
+        (["lora.rank=8"], 2),
+        (["lora.rank=8", "lora.sync=adapter"], 1),
+        (["data.images=true"], 1),
+        (["data.images=true", "model.freeze_vision_tower=false"], 2),
+    ],
 )
-def test_servers_sleep_at_level_2_and_keep_the_weights_that_adapters_act_on(adapters, level, monkeypatch):
-    """At level 2 vLLM drops its weights, and a sync of adapters would not restore them."""
-    settings = config(*adapters)
+def test_servers_sleep_at_level_2_and_keep_weights_that_syncs_leave_out(options, level, monkeypatch):
+    """At level 2 vLLM drops its weights. A sync of adapters would not restore them, and a frozen tower is not sent."""
+    settings = config(*options)
     with noting() as (url, paths):
         monkeypatch.setattr(Launcher, "wait", lambda self, say: [url])
-        gpu_turns.start_asleep(
-            Launcher(ServerOptions("", "float32", 64), Path()), settings.lora.syncs_adapters, 60.0, print
-        )
-        engine = VllmEngine([url], str, sleeps=True, adapters=settings.synced_adapters)
+        gpu_turns.start_asleep(Launcher(ServerOptions("", "float32", 64), Path()), settings.leaves_weights, 60.0, print)
+        engine = VllmEngine([url], str, sleeps=True, adapters=settings.synced_adapters, towers=settings.towers)
         engine.sleep()
         engine.fleet.end_sleep()
         engine.sleep(keeps_weights=True)  # for a checkpoint
