@@ -84,8 +84,9 @@ def table_of(hf_config: HfConfig) -> Table:
     """Return the family's table with the names of the model's files, and the tensors of a trained tower."""
     table, naming = FAMILIES[hf_config.family].table(hf_config), hf_config.file_names
     table = table if naming == Naming() else {key: rule.renamed(naming.of) for key, rule in table.items()}
-    vision = hf_config.vision
-    return table | {f"{TOWER}.{name}": same(vision.prefix + name) for name in (vision.trained if vision else ())}
+    if (vision := hf_config.vision) is None:
+        return table
+    return table | {f"{TOWER}.{name}": same(vision.prefix + name) for name in vision.trained}
 
 
 def untrained(hf_config: HfConfig) -> Callable[[str], bool]:
