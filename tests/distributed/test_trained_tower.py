@@ -103,8 +103,10 @@ def stepped(folder: Path, parallel: dict, sections: dict) -> tuple:
 
 
 STEP = dict(max_grad_norm=0.5, weight_decay=0.1, learning_rate=1e-3)
+SHARDED = STEP | dict(distributed_optimizer=True, overlap_grad_reduce=True, ddp_bucket_size=4000)
 REPLICAS = [
-    (dict(), 2, dict(train=STEP | dict(distributed_optimizer=True, overlap_grad_reduce=True))),
+    (dict(), 2, dict(train=SHARDED)),
+    (dict(tp=2, sequence_parallel=True), 4, dict(train=SHARDED)),
     (dict(pp=2), 2, dict(model=dict(recompute="full"))),
 ]
 

@@ -185,14 +185,15 @@ def _one_stage_problems(hf_config: HfConfig, parallel: ParallelSection) -> Itera
         first = hf_config.num_layers - hf_config.borrowers
         why = f"decoder blocks from {first} on use keys and values of blocks before, which another stage may have"
         yield Problem(pp[0], f"{pp[1]} {why}; {pp[2]}", rule=5)
-    yield from tower_problems(hf_config, parallel)
+    if hf_config.vision and hf_config.vision.trained:
+        yield from trained_tower_problems(hf_config, parallel)
 
 
-def tower_problems(hf_config: HfConfig, parallel: ParallelSection) -> Iterator[Problem]:
-    """Yield a trained tower that several pipeline stages would share."""
+def trained_tower_problems(hf_config: HfConfig, parallel: ParallelSection) -> Iterator[Problem]:
+    """Yield the problem of a tower that several pipeline stages would train."""
     vision, own = hf_config.vision, parallel.pipeline_layers
     first = own[0] if own else hf_config.num_layers // (parallel.pp * parallel.vpp)
-    if vision and vision.trained and vision.levels > first:
+    if vision and vision.levels > first:
         said = f"the first stage has {first} decoder blocks, but a trained tower adds features to {vision.levels}"
         fix = "put as many there with parallel.pipeline_layers, or freeze the tower"
         keys = ("model.freeze_vision_tower", "parallel.pp", "parallel.pipeline_layers")

@@ -9,7 +9,7 @@ from math import ceil
 from megagrpo.config import ConfigError, LoraSection, Problem, ProblemError, RolloutSection, RunConfig
 from megagrpo.config.config_rules import LONGEST_SAMPLE
 from megagrpo.models.families import FAMILIES
-from megagrpo.models.families.hf_config import MODEL, HfConfig, load_hf_config, model_problems
+from megagrpo.models.families.hf_config import MODEL, HfConfig, load_hf_config, model_problems, trained_tower_problems
 from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.proof.plan.code_problems import code_problems
 from megagrpo.proof.plan.engine_memory import GIB, kv_bytes
@@ -65,6 +65,7 @@ def check(
     problems += [*expert_problems(config, model), *adapter_problems(config.lora, model)]
     problems += few_kv_head_problems(config, model)
     problems += recurrent_problems(config, model)
+    problems += [] if config.model.freeze_vision_tower else trained_tower_problems(model, config.parallel)
     problems += [*storage_problems(config, model), *fp8_problems(config, model)]
     problems += rollout_problems(config, model, sequence)
     if unfit:

@@ -3,7 +3,7 @@
 import pytest
 
 from megagrpo.config import ConfigError, ParallelSection, load_config
-from megagrpo.models.families.hf_config import model_problems, parse_hf_config
+from megagrpo.models.families.hf_config import model_problems, parse_hf_config, trained_tower_problems
 from megagrpo.policy.trained_tower import train_tower
 
 TRAINED = ["model.freeze_vision_tower=false", "data.images=true"]
@@ -43,4 +43,5 @@ def test_the_first_stage_must_have_all_blocks_with_features_of_a_trained_tower()
     assert not model_problems(frozen, halves)
     assert not model_problems(trained, ParallelSection(pp=2, pipeline_layers=[3, 1]))
     (problem,) = model_problems(trained, halves)
+    assert [problem] == [*trained_tower_problems(frozen, halves)]
     assert str(problem).startswith("model.freeze_vision_tower: false: the first stage has 2 decoder blocks")
