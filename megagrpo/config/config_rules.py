@@ -22,6 +22,7 @@ from megagrpo.config.overlap_rules import overlap_problems
 from megagrpo.config.paths import is_user_code, path_problems
 from megagrpo.config.placement import nearest_divisor, placement_problems
 from megagrpo.config.problems import Problem
+from megagrpo.config.tower_rules import tower_problems
 from megagrpo.config.tracker_options import tracker_problems
 
 if TYPE_CHECKING:
@@ -86,32 +87,6 @@ def image_problems(config: RunConfig) -> Iterator[Problem]:
     for other, (wrong, reason) in refused.items():
         if wrong:
             yield Problem((other, key), f"with data.images, {reason}")
-
-
-def tower_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield what does not work with a trained vision tower."""
-    key = "model.freeze_vision_tower"
-    if config.model.freeze_vision_tower:
-        return
-    refused: dict[str, tuple[bool, str]] = {
-        "data.images": (not config.data.images, "a run of text has no tower; set data.images to true"),
-        "lora": (config.lora.enabled, "adapters are in the language model only; freeze the tower"),
-        "train.optimizer": (
-            config.train.optimizer == "muon",
-            "Muon would orthogonalize fused queries, keys and values, and position embeddings; choose adam",
-        ),
-        "train.overlap": (
-            "param_gather" in config.train.overlap,
-            "ranks without images would gather its weights in another order; leave param_gather out",
-        ),
-        "rollout.quantization": (
-            config.rollout.quantization != "none",
-            "vLLM would quantize the tower's linears, which has not been tested; set it to none",
-        ),
-    }
-    for other, (wrong, reason) in refused.items():
-        if wrong:
-            yield Problem((key, other), f"false: {reason}")
 
 
 def layout_problems(config: RunConfig) -> Iterator[Problem]:

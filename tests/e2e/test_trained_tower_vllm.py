@@ -15,6 +15,7 @@ from megagrpo.engine.client import VllmEngine
 from megagrpo.models.bridge.hf_export import save_hf
 from megagrpo.models.bridge.parameter_blocks import blocks
 from megagrpo.sync.trainer_side.sync import WeightSync
+from megagrpo.sync.trainer_side.transport import TransportSettings, transport_class
 from megagrpo.types import SamplingParams
 from tests.e2e.test_images_vllm import prompts_of, theirs
 from tests.e2e.tiny_servers import connect, launch
@@ -23,7 +24,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 STEP = dict(learning_rate=0.01, weight_decay=0.1)
 
 
-def push(engine: VllmEngine, folder: Path, version: int, sizes: dict, out: Path | None) -> int:
+def push(engine: VllmEngine, folder: Path, version: int, sizes: dict, out: Path | None, transport: str) -> int:
     """Push the model in `folder`; with `out` take an optimizer step first, and export the model to it. Returns the
     bytes that the server read."""
     policy = policy_of(folder, sizes, train=STEP)
@@ -31,7 +32,8 @@ def push(engine: VllmEngine, folder: Path, version: int, sizes: dict, out: Path 
         batch = batch_of(policy, folder)
         policy.train_step(batch, make_loss(policy.config.algorithm), batch.num_tokens)
         save_hf(policy.chunks, policy.hf_config, policy.layout, out, folder)
-    with WeightSync(engine if policy.layout.world_rank == 0 else None, policy.layout, "float32") as sync:
+    way = transport_class(transport)(policy.layout, "float32", TransportSettings(seconds=60, megabytes=0.05))
+    with WeightSync(engine if policy.layout.world_rank == 0 else None, policy.layout, "float32", way) as sync:
         read = sync.push(blocks(policy.chunks, policy.hf_config, policy.layout), version).bytes_read
     policy.layout.close()
     return read
@@ -55,16 +57,16 @@ def test_syncs_fill_the_tower_and_vllm_drops_its_outputs(kind, tmp_path):
     running = connect(launch(folder, f"tower_{kind}", images=True, finds_text=True), folder, towers="trained")
     try:
         first = answers(running.engine)
-        pushed(running.engine, folder, dict(tp=2, sequence_parallel=True), stepped)
+        pushed(running.engine, folder, dict(tp=2, sequence_parallel=True), stepped, "shared_memory")
         tensors = load_file(stepped / "model.safetensors")
         after_step = answers(running.engine)
         shutil.copytree(stepped, other)
         tensors = {name: tensor if is_text(name) else 0.8 * tensor for name, tensor in tensors.items()}
         save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-        read = pushed(running.engine, other, {}, None)
+        read = pushed(running.engine, other, {}, None, "shared_memory")
         assert read == sum(tensor.nbytes for tensor in tensors.values()), "each byte is read once"
         with_other_tower = answers(running.engine)
-        pushed(running.engine, folder, dict(tp=2), None)
+        pushed(running.engine, folder, dict(tp=2), None, "p2p")
         assert answers(running.engine) == first  # to the last bit
     finally:
         running.launcher.stop()
