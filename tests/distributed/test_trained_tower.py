@@ -29,7 +29,8 @@ from megagrpo.train_types import LossInputs, LossOutput, TrainState
 def policy_of(folder: Path, parallel: dict, trained: bool = True, **sections: dict) -> MegatronPolicy:
     """A policy with a trained tower, loaded."""
     data = dict(train=dict(source="none"), images=True)
-    config = tiny_run(parallel, data=data, **dict(algorithm=dict(beta=0)) | sections)
+    model = dict(freeze_vision_tower=not trained) | sections.pop("model", {})
+    config = tiny_run(parallel, data=data, model=model, **dict(algorithm=dict(beta=0)) | sections)
     layout, hf_config = init_layout(config.parallel), load_hf_config(folder)
     hf_config = train_tower(hf_config) if trained else hf_config
     policy = MegatronPolicy(config, layout, hf_config)

@@ -106,7 +106,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "lora.layers_to_transform": "distributed/test_lora_peft.py::test_so_are_those_of_some_modules_in_some_layers",
     "lora.target_parameters": "distributed/test_lora_experts.py::test_gradients_merged_weights_and_files_are_those_of_peft",
     "lora.rank": "distributed/test_lora_peft.py::test_gradients_merged_weights_and_files_are_those_of_peft",
-    "lora.sync": "unit/engine/servers/test_server_options.py::test_servers_sleep_at_level_2_and_keep_the_weights_that_adapters_act_on",
+    "lora.sync": "unit/engine/servers/test_server_options.py::test_servers_sleep_at_level_2_and_keep_weights_that_syncs_leave_out",
     "lora.target_modules": "distributed/test_lora_layouts.py::test_a_step_of_adapters_equals_that_of_one_process",
     "model.path": "e2e/test_bad_input.py::test_damaged_weights_are_named_before_a_run_replaces_another",
     "model.precision": "e2e/test_options.py::test_a_run_in_bf16_keeps_float32_masters_and_stays_near_its_engine",
@@ -351,7 +351,7 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "e2e/test_weight_sync.py::test_after_a_sync_that_keeps_responses_no_cached_prefix_is_of_older_weights",
         ),
         "async_generate": "unit/trainer/rollout/test_async_rollouts.py::test_every_group_is_trained_on_once_in_order_and_none_is_too_old",
-        "sleep_level": "unit/engine/servers/test_server_options.py::test_servers_sleep_at_level_2_and_keep_the_weights_that_adapters_act_on",
+        "sleep_level": "unit/engine/servers/test_server_options.py::test_servers_sleep_at_level_2_and_keep_weights_that_syncs_leave_out",
         "offload_model": (
             "unit/config/test_placement.py::test_servers_get_the_gpus_of_their_placement_and_sleep_where_they_share_them",
             "distributed/test_offload.py::test_steps_are_the_same_and_nothing_stays_on_the_device",

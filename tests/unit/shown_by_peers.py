@@ -8,6 +8,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "algorithm.kl_in_reward": "unit/algorithms/test_kl_in_reward.py::test_advantages_are_ms_swifts",
     "data.columns": "unit/data/test_prompts.py::test_columns_are_renamed_beside_the_originals",
     "data.images": "distributed/test_images.py::test_logprobs_of_packed_samples_with_images_equal_transformers",
+    "model.freeze_vision_tower": "distributed/test_trained_tower.py::test_gradients_of_all_tensors_equal_transformers",
     "data.prompt_column": "unit/proof/plan/test_files.py::test_data_that_does_not_exist_or_lacks_a_column_is_a_problem",
     "data.source": (
         "e2e/test_data_source.py::test_a_run_draws_what_its_source_chooses_and_resumes_as_if_never_interrupted"
