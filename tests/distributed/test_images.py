@@ -168,8 +168,9 @@ def reference_rows(folder: Path, reference_folder: Path) -> tuple:
     return [row.numpy() for row in rows], batch
 
 
-def test_a_reference_with_the_policys_tower_sees_images_and_another_is_refused(folder_of, tmp_path):
-    folder = folder_of("qwen3_vl")
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_a_reference_with_the_policys_tower_sees_images_and_another_is_refused(folder_of, kind, tmp_path):
+    folder = folder_of(kind)
     for name, changes in (("reference", is_text), ("other", lambda name: not is_text(name))):
         shutil.copytree(folder, tmp_path / name)
         tensors = load_file(folder / "model.safetensors")
@@ -178,7 +179,7 @@ def test_a_reference_with_the_policys_tower_sees_images_and_another_is_refused(f
     results = run_ranks(reference_rows, 1, folder, tmp_path / "reference")
     assert difference(results, tmp_path / "reference", samples_of(folder)) < 1e-5
     with pytest.raises(
-        RankFailed, match=r"model.reference_path: model.visual.* differs from the policy's, whose tower"
+        RankFailed, match=r"model.reference_path: (model.visual|vision_tower).* differs from the policy's, whose tower"
     ):
         run_ranks(reference_rows, 1, folder, tmp_path / "other")
 

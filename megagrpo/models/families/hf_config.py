@@ -214,9 +214,10 @@ def _expert_problems(family: str, experts: Experts | None, parallel: ParallelSec
 def architecture_differences(one: HfConfig, other: HfConfig) -> dict[str, str]:
     """Return what makes two models different functions of their weights: key -> `value of one, value of other`.
 
-    Training length and dtype on disk may differ.
+    Training length and dtype on disk may differ, and one of them may lack the tower.
     """
-    names = [f.name for f in fields(HfConfig) if f.compare and f.name not in ("max_positions", "dtype")]
+    free = {"max_positions", "dtype", *(["vision"] if None in (one.vision, other.vision) else [])}
+    names = [f.name for f in fields(HfConfig) if f.compare and f.name not in free]
     pairs = {name: (getattr(one, name), getattr(other, name)) for name in names}
     ropes = [rope(config.raw) for config in (one, other)]
     for key in sorted({*ropes[0], *ropes[1]} - {"type", *names}):

@@ -51,7 +51,7 @@ def dense(query, key, value, samples, window):
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize("window", [None, 12, 6])
 def test_attention_of_packs_is_transformers_mask(window):
     torch.manual_seed(0)
     batch = build_micro_batch([sample(*one) for one in SAMPLES])
@@ -88,7 +88,7 @@ def test_responses_share_a_prompt_with_images(window):
         torch.testing.assert_close(ours[index], theirs, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize("window", [None, 12, 6])
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_chunks_of_context_parallel_ranks_have_transformers_mask(cp_size, window):
     rules = PackingRules(max_tokens=2000, align=2 * cp_size, sequence_align=2 * cp_size)
