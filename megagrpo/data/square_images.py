@@ -23,8 +23,13 @@ class SquareImages(ImageReader):
     tokens: tuple[str, str, str]
 
     def check(self) -> None:
-        """Raise ValueError if the model's folder has no image processor, or one that crops images or makes images of
-        another size."""
+        """Raise ValueError if the tokenizer lacks a token, or if the model's folder has no image processor, or one that
+        crops images or makes images of another size."""
+        if not all(self.tokens):
+            raise ValueError(
+                f"data.images: the tokenizer has {list(self.tokens)} for the ids of images in {self.folder} "
+                "(before, part, after); use the tokenizer of the model's release"
+            )
         found, wanted = self.processor, {"height": self.side, "width": self.side}
         where = f"data.images: preprocessor_config.json in {self.folder} has"
         if getattr(found, "do_pan_and_scan", False):

@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -84,6 +85,12 @@ def test_other_image_processors_are_refused(tmp_path, keys, said):
     path.write_text(json.dumps(raw))
     with pytest.raises(ValueError, match=rf"^data.images: .*{said}"):
         image_reader(tmp_path, load_hf_config(tmp_path), load_tokenizer(tmp_path))
+
+
+def test_a_tokenizer_without_the_tokens_of_images_is_refused(folder):
+    reader = image_reader(folder, load_hf_config(folder), load_tokenizer(folder))
+    with pytest.raises(ValueError, match=r"^data.images: the tokenizer has \['', '<image_soft_token>', "):
+        replace(reader, tokens=("", *reader.tokens[1:])).check()
 
 
 def test_images_longer_than_a_window_are_refused(tmp_path):
