@@ -13,9 +13,11 @@ from megagrpo.config import DataSection
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import load_tokenizer
 from megagrpo.models.bridge.image_facts import image_reader
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.models.families.hf_config import load_hf_config, parse_hf_config
+from megagrpo.models.families.vision import Square, Vision
 from tests.distributed.tiny_square import SIDE, TOKENS, WINDOW, write_model
 from tests.distributed.tiny_vision import image
+from tests.unit.models.families.more_published_configs import MORE
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +102,16 @@ def test_images_longer_than_a_window_are_refused(tmp_path):
     ):
         image_reader(tmp_path, load_hf_config(tmp_path), load_tokenizer(tmp_path))
     assert WINDOW >= TOKENS
+
+
+def test_images_of_the_releases_have_256_tokens():
+    tower = dict(hidden_size=1152, image_size=896, intermediate_size=4304, model_type="siglip_vision_model")
+    tower |= dict(num_attention_heads=16, num_hidden_layers=27, patch_size=14, vision_use_head=False)
+    vision = parse_hf_config(MORE["Gemma 3 4B it"] | dict(vision_config=tower)).vision
+    assert vision == Vision(
+        "Gemma3MultiModalProjector", "", 262144, 4, square=Square(patches=64, pixels=896, begin=255999, end=256000)
+    )
+    name = (
+        "vision_tower.vision_model.encoder.layers.0.mlp.fc1.bias"  # of the releases; transformers 5 leaves a part out
+    )
+    assert {vision.own_name(name), vision.own_name(f"model.{name}")} == {"vision_tower.encoder.layers.0.mlp.fc1.bias"}
