@@ -27,7 +27,8 @@ class PromptImages(Mapping[str, Any]):
     """The images of one prompt, in order, as `Prompt.inputs`. Every rank may hold it: pixels are computed at each
     access, are not kept, and never travel between ranks.
 
-    - `pixel_values` [n, d] float32: the n patches of all k images, from the processor of the model's folder
+    - `pixel_values` [n, d] float32: the n patches of all k images, from the processor of the model's folder; or whole
+      images [k, 3, height, width]
     - `image_grid_thw` [k, 3] int64: each image's patches over time, height and width
     - `image_starts` [k] int64: index of each image's first token in the prompt
     - `image_tokens` [k] int64: each image's number of tokens
@@ -63,8 +64,9 @@ class PromptImages(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Reads the images of rows. `folder` is the model's, or its hub name, `token_id` its image token, and `merge` the
-    number of patches in each direction that become one token. Paths are below `base`."""
+    """Reads the images of rows, whose sizes give their numbers of tokens. `folder` is the model's, or its hub name,
+    `token_id` its image token, and `merge` the number of patches in each direction that become one token. Paths are
+    below `base`."""
 
     folder: Path | str
     token_id: int
@@ -116,8 +118,13 @@ class ImageReader:
             ]
         return messages, inline or column
 
+    def expanded(self, text: str) -> str:
+        """Return the text of a prompt with images that is encoded, for the `text` that the chat template renders."""
+        return text
+
     def placed(self, token_ids: Sequence[int], images: Sequence[Any]) -> tuple[tuple[int, ...], PromptImages]:
-        """Return the token ids with each image token repeated for its image, and the images. Raises ValueError."""
+        """Return the token ids of `expanded` with an image token for each part of an image, and the images. Raises
+        ValueError."""
         places = [index for index, token_id in enumerate(token_ids) if token_id == self.token_id]
         if len(places) != len(images):
             raise ValueError(
@@ -140,9 +147,13 @@ class ImageReader:
         return 1, tall // p.patch_size, wide // p.patch_size
 
     def pixels(self, images: Sequence[Any]) -> tuple[Tensor, np.ndarray]:
-        """Return the patches [n, d] float32 of images, and their grids [k, 3]."""
-        made = self.processor(images=[self.opened(image).convert("RGB") for image in images], return_tensors="pt")
+        """Return `pixel_values` of images, and their grids [k, 3]."""
+        made = self.processed(images)
         return made[_PIXELS].to(torch.float32), made[_GRIDS].numpy()
+
+    def processed(self, images: Sequence[Any]) -> Mapping[str, Any]:
+        """Return what the image processor makes of images."""
+        return self.processor(images=[self.opened(image).convert("RGB") for image in images], return_tensors="pt")
 
     def opened(self, image: Any) -> Image.Image:
         """Return an image, upright, and decoded only if it must be turned. Raises ValueError for what is none."""

@@ -203,13 +203,17 @@ class PromptSource(PromptOrder):
         self, row: int, prompt: Messages, images: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[int, ...], Mapping[str, Any]]:
         """The tokens of a prompt, and its `inputs`. ValueError for a prompt without tokens."""
-        token_ids = self._tokenizer.render(prompt, self._data.system_prompt, self._template, self._tools, kwargs)
+        reader = self._images if images else None
+        expand = str if reader is None else reader.expanded
+        token_ids = self._tokenizer.render(
+            prompt, self._data.system_prompt, self._template, self._tools, kwargs, expand
+        )
         if not token_ids:
             raise ValueError(f"{self._key}: row {row}: the prompt has no tokens: {prompt!r}; remove the row")
-        if not images or self._images is None:
+        if reader is None:
             return token_ids, {}
         try:
-            return self._images.placed(token_ids, images)
+            return reader.placed(token_ids, images)
         except ValueError as error:
             raise ValueError(f"{self._key}: row {row}: the prompt {error}") from None
 

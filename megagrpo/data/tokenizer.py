@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -167,6 +167,7 @@ class Tokenizer(ABC):
         chat_template: str | None = None,
         tools: Sequence[dict[str, Any]] = (),
         kwargs: Mapping[str, Any] | None = None,
+        expand: Callable[[str], str] = str,
     ) -> tuple[int, ...]:
         """Return the token ids of a prompt, which the engine continues.
 
@@ -174,11 +175,13 @@ class Tokenizer(ABC):
         unchanged; if its last message is the assistant's, the engine continues that message. `chat_template` (Jinja
         text) replaces the tokenizer's template. With `chat_template` `none`, or without any template, a string prompt
         is plain text with BOS. Templates may add a system message, and show `tools` (JSON schemas). `kwargs` are
-        variables of the template besides `template_kwargs`. Raises ValueError when a template is needed but missing."""
+        variables of the template besides `template_kwargs`, and `expand` changes the text that the template renders.
+        Raises ValueError when a template is needed but missing."""
         text = self.rendered(prompt, system_prompt, chat_template, tools, kwargs)
         if text is None:
             return tuple(self._plain(prompt, system_prompt))
-        return tuple(self.encode(text, add_special_tokens=False))  # the template writes BOS if the model expects it
+        # the template writes BOS if the model expects it
+        return tuple(self.encode(expand(text), add_special_tokens=False))
 
     def encode_once(self, text: str) -> list[int]:
         """Return a text's token ids after BOS, if the model expects it. Text that begins with BOS gets no second."""

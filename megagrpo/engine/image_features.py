@@ -21,13 +21,15 @@ _encode = msgspec.msgpack.Encoder().encode
 def image_features(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return vLLM's `features` of a prompt with `inputs` (`data.images.PromptImages`)."""
     pixels, grids = torch.as_tensor(inputs["pixel_values"]), torch.as_tensor(inputs["image_grid_thw"])
-    starts, ends = torch.as_tensor(inputs["image_starts"]).tolist(), grids.prod(-1).cumsum(0).tolist()
+    # of Gemma 3's whole images: the number of crops and their image
+    name, sizes = ("image_grid_thw", grids) if pixels.dim() == 2 else ("num_patches", torch.ones_like(grids[:, 0]))
+    starts, ends = torch.as_tensor(inputs["image_starts"]).tolist(), sizes.view(len(grids), -1).prod(-1).cumsum(0)
     items = []
-    for first, end, grid in zip([0, *ends[:-1]], ends, grids, strict=True):
+    for first, end, size in zip([0, *ends[:-1].tolist()], ends.tolist(), sizes, strict=True):
         flat = ["flat", {"slices": [[first, end, None]], "dim": 0, "keep_on_cpu": False}]
         fields = {
             "pixel_values": {"data": _tensor(pixels[first:end]), "field": flat},
-            "image_grid_thw": {"data": _tensor(grid), "field": ["batched", {"keep_on_cpu": True}]},
+            name: {"data": _tensor(size), "field": ["batched", {"keep_on_cpu": True}]},
         }
         items.append(base64.b64encode(_encode(fields)))
     lengths = np.array(inputs["image_tokens"]).tolist()

@@ -90,15 +90,16 @@ def build_model(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> l
 def _own_attention(hf_config: HfConfig, cp: int, options: ModelOptions) -> bool:
     """Whether core attention is `TorchAttention`: without Transformer Engine, or for features its attention lacks.
 
-    These are capped scores, wide heads, keys that an indexer chooses, chunks shorter than the longest sequence, and
-    windows, sinks or shared prompts together with context parallelism. On GPUs before Hopper, with sinks on cuDNN
-    before 9.26, in float32, and in deterministic runs, Transformer Engine's attention of packs has no fused kernel: it
-    would keep all scores, and has no mask for shared prompts.
+    These are capped scores, wide heads, keys that an indexer chooses, chunks shorter than the longest sequence, images
+    whose tokens see each other, and windows, sinks or shared prompts together with context parallelism. On GPUs before
+    Hopper, with sinks on cuDNN before 9.26, in float32, and in deterministic runs, Transformer Engine's attention of
+    packs has no fused kernel: it would keep all scores, and has no mask for shared prompts.
     """
     beyond_a_ring = cp > 1 and (any(hf_config.windows) or hf_config.sinks or options.shares_prompts)
     in_float32 = device.has_gpu() and options.dtype == torch.float32
     unfused = device.is_deterministic() or not device.has_packed_attention(hf_config.sinks) or in_float32
     beyond = hf_config.beyond_fused_attention(options.longest_sequence) or beyond_a_ring
+    beyond |= options.images and hf_config.vision is not None and hf_config.vision.square is not None
     return not device.has_transformer_engine() or beyond or unfused
 
 
@@ -199,7 +200,7 @@ def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int |
     """Give the model the rotary frequencies that transformers computes. HybridModel does not support rope scaling."""
     frequencies, attention_factor = rotary_frequencies(hf_config, longest_sequence)
     rotary = Rotary(frequencies.to(device.device()), attention_factor, hf_config.rotary_interleaved)
-    if hf_config.vision is not None:
+    if hf_config.vision is not None and hf_config.vision.axes:
         rotary = AxisRotary(rotary, torch.tensor(hf_config.vision.axes, device=device.device()))
     local = rotary
     if hf_config.local_rope_theta:

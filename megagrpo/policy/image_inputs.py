@@ -1,5 +1,6 @@
 """Images in the policy: transformers' vision tower gives the rows that replace the embeddings of image tokens
-and those that the first decoder blocks add to their outputs. The rotation has positions on three axes."""
+and those that the first decoder blocks add to their outputs. The rotation has positions on three axes, or the tokens of
+an image see each other in both directions."""
 
 from __future__ import annotations
 
@@ -15,14 +16,17 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from megagrpo.config import RunConfig
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.models.families.vision import TOWER
 from megagrpo.platform import device
 from megagrpo.platform.parallel.context import rank_indices
 from megagrpo.platform.parallel.layout import Layout
+from megagrpo.policy.attention.packed import TorchAttention
 from megagrpo.policy.chunks import layers_of
 from megagrpo.policy.image_rows import ImageRows
 from megagrpo.policy.specs import LAYERS_PER_BLOCK
+from megagrpo.policy.square_tower import SquareTower
 from megagrpo.train_types import MicroBatch, moved
 
 
@@ -64,6 +68,10 @@ class ImageInputs:
         # id of the inputs -> (they, rows [1 + levels, n, H]), on the host if the tower is frozen
         self._rows: dict[int, tuple[Mapping[str, Any], Tensor]] = {}
         self._seeing = {id(chunk) for chunk in chunks if _hook(chunk, hf_config.vision.levels)}
+        cores = [m.core_attention for chunk in chunks for m in chunk.modules() if hasattr(m, "core_attention")]
+        assert not self._vision.square or all(isinstance(core, TorchAttention) for core in cores), (
+            "Transformer Engine's attention would be causal inside images"
+        )
 
     @property
     def reads_pixels(self) -> bool:
@@ -81,14 +89,17 @@ class ImageInputs:
         self._rows = {key: rows for key, rows in self._rows.items() if key in current}
 
     def give(self, chunk: Any, micro_batch: MicroBatch, packed: PackedSeqParams) -> None:
-        """Set the rows of `chunk`, and the pack's positions on the axes. Recomputation reads rows from the pack."""
+        """Set the rows of `chunk`, and the pack's positions on the axes or the last token that each one sees.
+        Recomputation reads them from the pack. Raises ValueError when a shared prompt ends inside an image."""
         model: Any = unwrap_model(chunk)
         own = rank_indices(micro_batch.cu_seqlens, self._layout.parallel.cp, self._layout.cp_rank)
         seen = micro_batch.inputs or (self.trains_tower and torch.is_grad_enabled())
         packed.image_rows = self._placed(micro_batch, own) if seen and id(model) in self._seeing else None
         if hasattr(model, "embedding"):
             model.embedding.image_rows = packed.image_rows
-        if micro_batch.inputs:
+        if micro_batch.inputs and self._vision.square:
+            packed.last_seen = last_seen(micro_batch)
+        if micro_batch.inputs and self._vision.axes:
             positions = axis_positions(micro_batch, self._vision.merge)[:, own]
             packed.axis_positions = moved(positions, device.device())
 
@@ -131,9 +142,9 @@ class ImageInputs:
         return self._computed(torch.zeros(merge**2, width), torch.tensor([[1, merge, merge]]))[:, :0]
 
     def _computed(self, pixels: Tensor, grids: Tensor) -> Tensor:
-        """Return the rows [1 + levels, n, H] of the patches `pixels` [N, width] of images with `grids` [images, 3]."""
+        """Return the rows [1 + levels, n, H] of images with `pixel_values` and `image_grid_thw`."""
         assert self.tower is not None, "load_tower has not run"
-        weight = self.tower.patch_embed.proj.weight
+        weight = next(self.tower.parameters())
         found = self.tower(pixels.to(weight.device, weight.dtype), grid_thw=grids.to(weight.device))
         levels = found.deepstack_features if self._vision.levels else []
         return torch.stack([found.pooler_output, *levels])
@@ -176,7 +187,8 @@ def build_tower(hf_config: HfConfig, dtype: torch.dtype) -> nn.Module:
     module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     config: Any = CONFIG_MAPPING[kind].from_dict(hf_config.vision.config)
     with no_init_weights():
-        tower: nn.Module = getattr(module, hf_config.vision.tower)(config.vision_config)
+        make, square = getattr(module, hf_config.vision.tower), hf_config.vision.square
+        tower: nn.Module = make(config.vision_config) if square is None else SquareTower(config, make)
     for parameter in tower.parameters():  # buffers with rotary frequencies stay in float32, as in transformers
         parameter.data = parameter.data.to(dtype)
     tower.eval().requires_grad_(False)
@@ -189,6 +201,31 @@ def image_tokens(inputs: Mapping[str, Any]) -> Tensor:
     """Return the indices [n] int64 of a prompt's image tokens, in order."""
     spans = zip(inputs["image_starts"].tolist(), inputs["image_tokens"].tolist(), strict=True)
     return torch.cat([start + torch.arange(count) for start, count in spans])
+
+
+def last_seen(micro_batch: MicroBatch) -> Tensor:
+    """Return [T] int64: the position in its sample of the last token that each token of a micro-batch sees. For a token
+    of an image it is the image's last one. Raises ValueError for an image that is in two sequences."""
+    last = micro_batch.position_ids.clone()
+    for first, inputs, index in _sequences(micro_batch):
+        begins, counts = torch.as_tensor(inputs["image_starts"]), torch.as_tensor(inputs["image_tokens"])
+        for begin, end in zip(begins.tolist(), (begins + counts).tolist(), strict=True):
+            inside = (index >= begin) & (index < end)
+            if 0 < int(inside.sum()) < end - begin:
+                raise ValueError(
+                    "train.share_prompts: the part of a prompt that samples share ends inside an image (tokens "
+                    f"{begin} to {end - 1}), as context parallelism pads it; set it to false"
+                )
+            last[first : first + len(index)][inside] = end - 1
+    return last
+
+
+def shares_prompts(config: RunConfig, hf_config: HfConfig) -> bool:
+    """Whether the policy's samples may share prompts. By default they do not where the shared part is padded, which
+    could cut an image whose tokens see each other."""
+    padded = config.parallel.sequence_align > 1 and config.train.share_prompts is None
+    shares = config.shares_prompts(device.has_transformer_engine())
+    return shares and not (padded and config.data.images and hf_config.vision and hf_config.vision.square)
 
 
 def axis_positions(micro_batch: MicroBatch, merge: int) -> Tensor:

@@ -34,7 +34,7 @@ from megagrpo.policy.finite import BadTensor, GradientCheck, NonFiniteError, bad
 from megagrpo.policy.fp8.delayed_scaling import scaling_of
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.masters import drop_unrounded
-from megagrpo.policy.image_inputs import inputs_of
+from megagrpo.policy.image_inputs import inputs_of, shares_prompts
 from megagrpo.policy.lm_head.task import HeadTask, Upstream, loss_gradients
 from megagrpo.policy.lm_head.top_logprobs import TopLogprobs, top_logprobs
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
@@ -68,7 +68,7 @@ class MegatronPolicy:
     def __init__(self, config: RunConfig, layout: Layout, hf_config: HfConfig):
         self.config, self.layout, self.hf_config = config, layout, hf_config
         self.dtype = device.resolve_precision(config.model.precision)
-        self.shares_prompts = config.shares_prompts(device.has_transformer_engine())
+        self.shares_prompts = shares_prompts(config, hf_config)
         device.reuse_freed_memory()
         self.chunks = build_model(
             hf_config,
@@ -86,6 +86,7 @@ class MegatronPolicy:
                 overlap=config.train.overlap,
                 fp8=Fp8.of(config.model, hf_config.num_layers),
                 shares_prompts=self.shares_prompts,
+                images=config.data.images,
                 replays_routes=config.rollout.routing_replay != "off",
             ),
         )

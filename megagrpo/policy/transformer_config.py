@@ -58,6 +58,7 @@ class ModelOptions:
     fp8: Fp8 | None = None  # how the blocks' linears multiply
     overlap: Sequence[str] = ()  # `train.overlap`
     shares_prompts: bool = False  # responses continue one copy of their prompt
+    images: bool = False  # `data.images`
     replays_routes: bool = False  # routers take given experts, which Transformer Engine's fused router cannot
 
 

@@ -9,12 +9,10 @@ import torch
 from ranks import RankFailed, run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_policy import tiny_run, whole_model
-from tiny_vision import KINDS, QUESTIONS, full_logits, image, is_text, write_model
+from tiny_vision import KINDS, asked, full_logits, is_text, write_model
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.data.images import ImageReader
 from megagrpo.data.packing import PackingRules, pack
-from megagrpo.data.tokenizer import load_tokenizer
 from megagrpo.models.bridge.adapter_files import fill_adapters, save_adapter
 from megagrpo.models.bridge.hf_export import find_sources
 from megagrpo.models.bridge.load import load_hf
@@ -44,18 +42,11 @@ def folder_of():
 
 def samples_of(folder: Path, image_token: bool = False) -> list[TrainSample]:
     """Two responses to each question, which may begin with an image token."""
-    hf_config, tokenizer = load_hf_config(folder), load_tokenizer(folder)
-    reader = ImageReader(folder, hf_config.vision.image_token, hf_config.vision.merge)
-    samples, generator = [], torch.Generator().manual_seed(3)
-    for number, (text, sizes) in enumerate(QUESTIONS):
-        pictures = [image(*size, seed) for seed, size in enumerate(sizes, 10 * number)]
-        messages, found = reader.question([dict(role="user", content=text)], {"images": pictures})
-        ids, inputs = tokenizer.render(messages), {}
-        if found:
-            ids, inputs = reader.placed(ids, found)
+    samples, generator, image_id = [], torch.Generator().manual_seed(3), load_hf_config(folder).vision.image_token
+    for _, ids, inputs in asked(folder):
         for _ in range(2):
             response = torch.randint(0, 40, (int(torch.randint(3, 9, (), generator=generator)),), generator=generator)
-            response[0] = hf_config.vision.image_token if image_token else response[0]
+            response[0] = image_id if image_token else response[0]
             tokens = torch.cat([torch.tensor(ids), response])
             mask = torch.arange(len(tokens)) >= len(ids)
             logprobs, advantage = torch.zeros(len(tokens)), float(torch.randn((), generator=generator))
@@ -90,7 +81,7 @@ def rows_of(folder: Path, parallel: dict, share: bool, image_token: bool, adapte
         sources = find_sources(found, layout)
         save_adapter(found, layout, sources, adapter, config.lora, str(folder), torch.float32)
     policy.weights_changed()
-    rules = rules_of(config, share_prompts=share)
+    rules = rules_of(config, share_prompts=share and policy.shares_prompts)
     batch = pack(samples_of(folder, image_token), rules, layout.dp_rank, layout.dp_size)
     rows = policy.logprobs(batch)
     layout.close()
@@ -145,8 +136,8 @@ def test_logprobs_of_packed_samples_with_images_equal_transformers(folder_of, ki
 
 
 def marked(kind: str, *values) -> object:
-    """Parameters of a test, of the full suite but for two kinds."""
-    return pytest.param(kind, *values, marks=() if kind in ("qwen2_5_vl", "qwen3_vl") else pytest.mark.full)
+    """Parameters of a test, of the full suite but for three kinds."""
+    return pytest.param(kind, *values, marks=() if kind in ("qwen2_5_vl", "qwen3_vl", "gemma3") else pytest.mark.full)
 
 
 @pytest.mark.parametrize(("kind", "layout"), [marked(kind, layout) for kind in KINDS for layout in LAYOUTS_OF[kind]])
@@ -177,8 +168,9 @@ def reference_rows(folder: Path, reference_folder: Path) -> tuple:
     return [row.numpy() for row in rows], batch
 
 
-def test_a_reference_with_the_policys_tower_sees_images_and_another_is_refused(folder_of, tmp_path):
-    folder = folder_of("qwen3_vl")
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_a_reference_with_the_policys_tower_sees_images_and_another_is_refused(folder_of, kind, tmp_path):
+    folder = folder_of(kind)
     for name, changes in (("reference", is_text), ("other", lambda name: not is_text(name))):
         shutil.copytree(folder, tmp_path / name)
         tensors = load_file(folder / "model.safetensors")
@@ -187,7 +179,7 @@ def test_a_reference_with_the_policys_tower_sees_images_and_another_is_refused(f
     results = run_ranks(reference_rows, 1, folder, tmp_path / "reference")
     assert difference(results, tmp_path / "reference", samples_of(folder)) < 1e-5
     with pytest.raises(
-        RankFailed, match=r"model.reference_path: model.visual.* differs from the policy's, whose tower"
+        RankFailed, match=r"model.reference_path: (model.visual|vision_tower).* differs from the policy's, whose tower"
     ):
         run_ranks(reference_rows, 1, folder, tmp_path / "other")
 
@@ -285,11 +277,14 @@ def towers_outputs(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     layout = init_layout(config.parallel)
     policy = MegatronPolicy(config, layout, load_hf_config(folder))
     load_tower(policy, folder)
-    theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16).model.visual.eval()
+    theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16).model.eval()
     inputs = samples_of(folder)[0].inputs
     pixels, grids = inputs["pixel_values"].to(torch.bfloat16), torch.as_tensor(inputs["image_grid_thw"])
     with torch.no_grad():
-        rows = [tower(pixels, grid_thw=grids).pooler_output.float() for tower in (policy.inputs.tower, theirs)]
+        features = theirs.get_image_features(pixels, **({"image_grid_thw": grids} if pixels.dim() == 2 else {}))
+        expected = features.pooler_output
+        expected = expected if isinstance(expected, torch.Tensor) else torch.cat(expected)
+        rows = policy.inputs.tower(pixels, grid_thw=grids).pooler_output.float(), expected.flatten(0, -2).float()
     layout.close()
     return rows[0].numpy(), rows[1].numpy()
 

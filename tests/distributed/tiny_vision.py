@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tiny_square
 import torch
 from PIL import Image
 from tiny_families import write_model as save
@@ -15,6 +16,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from megagrpo.data.tokenizer import load_tokenizer
+from megagrpo.models.bridge.image_facts import image_reader
+from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.models.families.hybrid import SERVED_DELTA
 
 # vLLM asks for the tokens of capital letters where it serves Qwen3.5.
@@ -96,6 +100,7 @@ KINDS = {
         served=SERVED_DELTA,
         served_dtype="bfloat16",
     ),
+    "gemma3": Kind({}, sections=(0, 0, 0), text={}, patch=8),
 }
 
 
@@ -111,6 +116,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def write_model(folder: Path, seed: int = 0, kind: str = "qwen2_5_vl", released: bool = True, **text) -> None:
     """Write the model, its tokenizer and its image processor: experts as in releases, or as transformers saves them."""
+    if kind == "gemma3":
+        return tiny_square.write_model(folder, seed, **text)
     words, own = tokenizer(), KINDS[kind]
     words.save_pretrained(folder)
     start, end, image, video = (words.convert_tokens_to_ids(token) for token in SPECIAL[1:5])
@@ -139,7 +146,7 @@ def write_model(folder: Path, seed: int = 0, kind: str = "qwen2_5_vl", released:
 
 def is_text(name: str) -> bool:
     """Whether a tensor of these models is the text model's."""
-    return "visual." not in name
+    return not any(part in name for part in ("visual.", "vision_tower.", "multi_modal_projector."))
 
 
 def image(width: int, height: int, seed: int) -> Image.Image:
@@ -155,6 +162,20 @@ QUESTIONS = [
     ("are both equal?", [(30, 100), (56, 56)]),
     ("one more", [(28, 28)]),
 ]
+
+
+def asked(folder: Path) -> list[tuple[list[dict], tuple[int, ...], dict]]:
+    """(messages, token ids, inputs) of each question."""
+    words = load_tokenizer(folder)
+    reader, found = image_reader(folder, load_hf_config(folder), words), []
+    for number, (text, sizes) in enumerate(QUESTIONS):
+        pictures = [image(*size, seed) for seed, size in enumerate(sizes, 10 * number)]
+        messages, images = reader.question([dict(role="user", content=text)], {"images": pictures})
+        if images:
+            found.append((messages, *reader.placed(words.render(messages, expand=reader.expanded), images)))
+        else:
+            found.append((messages, words.render(messages), {}))
+    return found
 
 
 @torch.no_grad()
@@ -182,6 +203,8 @@ def logits_of(model: Any, token_ids: list[int], inputs: dict) -> torch.Tensor:
     of_images = torch.zeros_like(ids)
     for start, count in zip(inputs["image_starts"], inputs["image_tokens"], strict=True):
         of_images[0, start : start + count] = 1
+    if model.config.model_type == "gemma3":
+        return tiny_square.square_logits(model, ids, pixels.to(model.dtype), of_images)[0]
     more = dict(image_grid_thw=grids, mm_token_type_ids=of_images)
     if torch.equal(of_images, (ids == model.config.image_token_id).long()):
         return model(input_ids=ids, pixel_values=pixels, **more).logits[0]

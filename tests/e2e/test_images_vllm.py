@@ -4,11 +4,9 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from tiny_vision import KINDS, QUESTIONS, full_logits, image, is_text, write_model
+from tiny_vision import KINDS, asked, full_logits, is_text, write_model
 
 from megagrpo.config import LoraSection, ParallelSection
-from megagrpo.data.images import ImageReader
-from megagrpo.data.tokenizer import load_tokenizer
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.servers.serving import _adapted, _is_packed
 from megagrpo.models.bridge.adapter_files import save_adapter
@@ -33,14 +31,7 @@ pytestmark = [
 
 
 def prompts_of(folder) -> list[Prompt]:
-    hf_config, tokenizer = load_hf_config(folder), load_tokenizer(folder)
-    reader, prompts = ImageReader(folder, hf_config.vision.image_token, hf_config.vision.merge), []
-    for number, (text, sizes) in enumerate(QUESTIONS):
-        pictures = [image(*size, seed) for seed, size in enumerate(sizes, 10 * number)]
-        messages, found = reader.question([dict(role="user", content=text)], {"images": pictures})
-        ids, inputs = reader.placed(tokenizer.render(messages), found) if found else (tokenizer.render(messages), {})
-        prompts.append(Prompt(number, ids, messages, inputs=inputs))
-    return prompts
+    return [Prompt(i, ids, messages, inputs=inputs) for i, (messages, ids, inputs) in enumerate(asked(folder))]
 
 
 def push(engine, folder, version: int, sizes: dict, out) -> int:

@@ -42,9 +42,9 @@ def _pairs(tower: nn.Module, policy: MegatronPolicy, folder: Path, key: str) -> 
     """Return the name in the files of `folder`, the weight and the stored tensor of each weight of the tower."""
     vision, checkpoint = policy.hf_config.vision, Checkpoint(folder)
     assert vision is not None, "images need a tower"
-    stored, pairs = {name.removeprefix("model."): name for name in checkpoint.where}, {}
+    stored, pairs = {vision.own_name(name): name for name in checkpoint.where}, {}
     for own, weight in tower.state_dict().items():
-        if (name := stored.get((vision.prefix + own).removeprefix("model."))) is None:
+        if (name := stored.get(own)) is None:
             said = f"{folder} lacks {vision.prefix}{own}, a tensor of the tower"
             raise ValueError(f"{key}: {said}; download it again")
         tensor = checkpoint.tensor(name)

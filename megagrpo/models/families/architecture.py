@@ -201,7 +201,7 @@ class HfConfig:
         """Whether every block rotates queries and keys by the same angles, and nothing comes between rotation and
         scores."""
         between = self.late_qk_norm or self.unit_qk_norm or self.query_scale is not None
-        return self.local_rope_theta is None and not (self.unrotated or between or self.vision)
+        return self.local_rope_theta is None and not (self.unrotated or between or (self.vision and self.vision.axes))
 
     def kv_heads_of_rank(self, tp_size: int) -> int:
         """Return the number of KV heads that the queries of a rank attend to. With more ranks than KV heads it is 1."""

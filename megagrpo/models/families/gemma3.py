@@ -20,6 +20,7 @@ from megagrpo.models.families.gemma2 import (
     gemma_config,
 )
 from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS
+from megagrpo.models.families.vision import square_vision
 from megagrpo.models.families.wrapper import Wrapper
 
 _SCORE_CAP = "attn_logit_softcapping"
@@ -63,9 +64,16 @@ FAMILY = Family(
     ignored=(*GEMMA_IGNORED, "_sliding_window_pattern"),
     fixed=GEMMA_FIXED | HAS_HEAD_NORMS | {_SCORE_CAP: (None, "transformers and vLLM do not apply it here; remove it")},
     local_rope=True,
-    wrappers=(Wrapper("gemma3", "Gemma3ForConditionalGeneration", defaults=_DEFAULTS),),
+    wrappers=(
+        Wrapper(
+            "gemma3",
+            "Gemma3ForConditionalGeneration",
+            defaults=_DEFAULTS,
+            vision=square_vision("Gemma3MultiModalProjector"),
+        ),
+    ),
     example=Example(
-        models="Gemma 3: the text models, and the multimodal ones without images",
+        models="Gemma 3: the text models, and the multimodal ones",
         differs="as `gemma2`, with head norms in place of caps, windows with their own rotary angles",
         cases={
             "gemma3": TINY_GEMMA

@@ -190,8 +190,11 @@ def _one_stage_problems(hf_config: HfConfig, parallel: ParallelSection) -> Itera
 
 
 def trained_tower_problems(hf_config: HfConfig, parallel: ParallelSection) -> Iterator[Problem]:
-    """Yield the problem of a tower that several pipeline stages would train."""
+    """Yield the problem of a tower that cannot be trained, or that several pipeline stages would train."""
     vision, own = hf_config.vision, parallel.pipeline_layers
+    if vision and vision.square:
+        why = f"false: training of the tower of {hf_config.family} has not been built; set it to true"
+        yield Problem(("model.freeze_vision_tower", "model.path"), why, rule=5)
     first = own[0] if own else hf_config.num_layers // (parallel.pp * parallel.vpp)
     if vision and vision.levels > first:
         said = f"the first stage has {first} decoder blocks, but a trained tower adds features to {vision.levels}"
@@ -235,9 +238,10 @@ def _expert_problems(family: str, experts: Experts | None, parallel: ParallelSec
 def architecture_differences(one: HfConfig, other: HfConfig) -> dict[str, str]:
     """Return what makes two models different functions of their weights: key -> `value of one, value of other`.
 
-    Training length and dtype on disk may differ.
+    Training length and dtype on disk may differ, and one of them may lack the tower.
     """
-    names = [f.name for f in fields(HfConfig) if f.compare and f.name not in ("max_positions", "dtype")]
+    free = {"max_positions", "dtype", *(["vision"] if None in (one.vision, other.vision) else [])}
+    names = [f.name for f in fields(HfConfig) if f.compare and f.name not in free]
     pairs = {name: (getattr(one, name), getattr(other, name)) for name in names}
     ropes = [rope(config.raw) for config in (one, other)]
     for key in sorted({*ropes[0], *ropes[1]} - {"type", *names}):

@@ -3,6 +3,7 @@ Imports no torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,16 +27,37 @@ class Vision:
     level i are added to the outputs of decoder block i at the image's tokens.
 
     `trained` names the tower's tensors in its module if the tower is trained; (): it is frozen.
+
+    Without `axes` all tokens have the positions of text. With `square` all images have one size, and the tokens of an
+    image see each other in both directions.
     """
 
     tower: str  # transformers' class, in the module of the whole model's `model_type`
     prefix: str = field(compare=False)  # of its tensors in files
     image_token: int  # id of the token that stands for an image
     merge: int  # patches in each direction that become one token
-    axes: tuple[int, ...]
+    axes: tuple[int, ...] = ()
     levels: int = 0
+    square: Square | None = None
     config: Raw = field(default_factory=dict, repr=False, compare=False)  # config.json of the whole model, as read
     trained: tuple[str, ...] = field(default=(), repr=False, compare=False)
+
+    def own_name(self, name: str) -> str | None:
+        """Return the tower's own name of a tensor in files; None for a tensor of another part."""
+        name = name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
+        prefix = self.prefix.removeprefix("model.")
+        return name.removeprefix(prefix) if name.startswith(prefix) else None
+
+
+@dataclass(frozen=True)
+class Square:
+    """Images of one size (Gemma 3), and the ids of the tokens `begin` and `end` around the tokens of an image. The chat
+    template writes `begin` for an image."""
+
+    patches: int  # in each direction
+    pixels: int  # in each direction
+    begin: int
+    end: int
 
 
 def qwen_vision(tower: str, interleaved: bool, deepstack: bool = False) -> Callable[[Raw], Vision | None]:
@@ -56,6 +78,27 @@ def qwen_vision(tower: str, interleaved: bool, deepstack: bool = False) -> Calla
         return Vision(tower, "visual.", token, merge, tuple(axes), levels, config=raw)
 
     return read
+
+
+def square_vision(projector: str) -> Callable[[Raw], Vision | None]:
+    """Return the reader of a tower of SigLIP for images of one size, followed by transformers' class `projector`."""
+
+    def read(raw: Raw) -> Vision | None:
+        if (tower := raw.get("vision_config")) is None:
+            return None
+        pixels, side = tower.get("image_size", 224), math.isqrt(raw.get("mm_tokens_per_image", 256))
+        patches = pixels // tower.get("patch_size", 16)
+        token, begin, end = (_id(raw, *one) for one in (("image", 262144), ("boi", 255999), ("eoi", 256000)))
+        return Vision(
+            projector, "", token, patches // side or 1, square=Square(patches, pixels, begin, end), config=raw
+        )
+
+    return read
+
+
+def _id(raw: Raw, kind: str, default: int) -> int:
+    """Return the id of Gemma 3's token for a part of an image, before it (boi) or after it (eoi)."""
+    return next((raw[key] for end in ("index", "id") if (key := f"{kind}_token_{end}") in raw), default)
 
 
 def axis_problems(interleaved: bool) -> Callable[[Raw], list[str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -53,27 +53,48 @@ class Scores:
         return self.softcap is None and self.sinks is None
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scores: Scores, window: Window | None = None) -> Tensor:
+class Ahead(NamedTuple):
+    """Queries that also see keys after their own: tokens of one image that see each other (Gemma 3)."""
+
+    last: Tensor  # [S, L] int64, index of the last key that each query sees, its own or a later one
+    most: int  # largest distance of that key from the query's own
+
+
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Scores,
+    window: Window | None = None,
+    ahead: Ahead | None = None,
+) -> Tensor:
     """softmax(scores + causal) v with grouped heads, in the inputs' dtype: query [S, L, h, d], key [S, L, g, d], value
     [S, L, g, v], g dividing h -> [S, L, h * v].
 
-    `window` restricts the keys.
+    `window` restricts the keys before a query, and `ahead` adds keys after it.
     """
-    length = query.shape[1]
+    length, place = query.shape[1], query.device
     window = None if window is None or window.size >= length else window
     if length <= MAX_GROUPED_LENGTH:
-        return _grouped_products(query, key, value, _short_bias(length, window, query.dtype, query.device), scores)
-    if window is None and scores.plain:
+        bias = (
+            _short_bias(length, window, query.dtype, place)
+            if ahead is None
+            else causal_bias(torch.arange(length, device=place), length, window, query.dtype, ahead.last)
+        )
+        return _grouped_products(query, key, value, bias, scores)
+    if window is None and ahead is None and scores.plain:
         return _flash(query, key, value, scores.scale, is_causal=True)
     outputs = []
     for start in range(0, length, BLOCK_QUERIES):
         stop = min(start + BLOCK_QUERIES, length)
-        first = 0 if window is None else max(0, window.first(start))
-        mask = causal_bias(
-            torch.arange(start - first, stop - first, device=query.device), stop - first, window, query.dtype
-        )
-        q, k, v = query[:, start:stop], key[:, first:stop], value[:, first:stop]
-        outputs.append(masked_attention(q, k, v, mask[None], scores))
+        first, end = 0 if window is None else max(0, window.first(start)), stop
+        last = None
+        if ahead is not None:
+            end, last = min(stop + ahead.most, length), ahead.last[:, start:stop] - first
+        own = torch.arange(start - first, stop - first, device=place)
+        mask = causal_bias(own, end - first, window, query.dtype, last)
+        q, k, v = query[:, start:stop], key[:, first:end], value[:, first:end]
+        outputs.append(masked_attention(q, k, v, mask[None] if last is None else mask, scores))
     return torch.cat(outputs, dim=1)
 
 
@@ -95,14 +116,16 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, scale: float, **masking: A
     return out.transpose(1, 2).flatten(2)
 
 
-def causal_bias(last: Tensor, num_keys: int, window: Window | None, dtype: torch.dtype) -> Tensor:
-    """Return [*last.shape, num_keys] in `dtype`: 0 where a query may see a key, minus infinity elsewhere. `last` is the
-    index of each query's own key."""
-    keys = torch.arange(num_keys, device=last.device)
-    hidden = keys > last[..., None]
+def causal_bias(
+    own: Tensor, num_keys: int, window: Window | None, dtype: torch.dtype, last: Tensor | None = None
+) -> Tensor:
+    """Return [*own.shape, num_keys] in `dtype`: 0 where a query may see a key, minus infinity elsewhere. `own` is the
+    index of each query's own key, and `last` [..., *own.shape] of the last one that it sees; None: its own."""
+    keys = torch.arange(num_keys, device=own.device)
+    hidden = keys > (own if last is None else last)[..., None]
     if window is not None:
-        hidden |= keys < window.first(last)[..., None]
-    return torch.zeros(hidden.shape, dtype=dtype, device=last.device).masked_fill_(hidden, float("-inf"))
+        hidden |= keys < window.first(own)[..., None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=own.device).masked_fill_(hidden, float("-inf"))
 
 
 @functools.lru_cache(maxsize=64)

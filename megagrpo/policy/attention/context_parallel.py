@@ -36,22 +36,27 @@ class ChunkBatch:
     # [N] int64, index of a chunk's first query among its keys; the query sees the keys up to and including it
     first: Tensor
     earliest: int  # the smallest of `first`
+    last: Tensor | None = None  # [N, Lq] int64, index of the last key that each query sees; None: its own
 
     def within(self, window: Window | None) -> ChunkBatch:
         """Return the batch without the keys that no query sees through the window."""
         skipped = 0 if window is None else max(0, window.first(self.earliest))
-        return ChunkBatch(self.queries, self.keys[:, skipped:], self.first - skipped, self.earliest - skipped)
+        last = None if self.last is None else self.last - skipped
+        return ChunkBatch(self.queries, self.keys[:, skipped:], self.first - skipped, self.earliest - skipped, last)
 
     def mask(self, window: Window | None, dtype: torch.dtype) -> Tensor:
         """Return [N, Lq, Lk] in `dtype`: 0 where a query sees a key, minus infinity elsewhere."""
-        last = self.first[:, None] + torch.arange(self.queries.shape[1], device=self.queries.device)
+        own = self.first[:, None] + torch.arange(self.queries.shape[1], device=self.queries.device)
         # The clamp lets every padding query see a key: a row without any would give the keys NaN gradients.
-        return causal_bias(last.clamp(max=self.keys.shape[1] - 1), self.keys.shape[1], window, dtype)
+        own = own.clamp(max=self.keys.shape[1] - 1)
+        last = None if self.last is None else torch.maximum(own, self.last)
+        return causal_bias(own, self.keys.shape[1], window, dtype, last)
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    seen: int  # number of keys: prefix, earlier tokens of the sequence, the chunk itself
+    seen: int  # number of keys: prefix, tokens of the sequence up to the last one that a query sees
+    first: int  # index of the first query among the keys
     count: int  # number of queries
     position: int  # position of the first query in this rank's slice
     start: int  # position of the sequence in the pack
@@ -95,7 +100,8 @@ def _batches_of(packed: PackedSeqParams, group: dist.ProcessGroup) -> tuple[list
     """Return a pack's batches and `pack_order` of `batch_chunks`. They are cached on the pack."""
     if not hasattr(packed, "chunks"):
         ranks = dist.get_world_size(group), dist.get_rank(group)
-        packed.chunks = batch_chunks(packed.host_borders, packed.prefixes, *ranks, packed.positions.device)
+        place, last_seen = packed.positions.device, packed.last_seen
+        packed.chunks = batch_chunks(packed.host_borders, packed.prefixes, *ranks, place, last_seen)
         packed.masked = {}
     return packed.chunks
 
@@ -111,16 +117,21 @@ def _masked(
 
 
 def batch_chunks(
-    cu_seqlens: Tensor, prefixes: list[int] | None, cp_size: int, cp_rank: int, device: torch.device
+    cu_seqlens: Tensor,
+    prefixes: list[int] | None,
+    cp_size: int,
+    cp_rank: int,
+    device: torch.device,
+    last_seen: Tensor | None = None,
 ) -> tuple[list[ChunkBatch], Tensor]:
     """Return the chunks of rank `cp_rank` in batches, and `pack_order` [T/cp] int64, both on `device`.
 
     `pack_order` holds the index of each of the rank's tokens among the concatenated queries of all batches.
     `cu_seqlens` [S + 1] is on the host. `prefixes` [S] holds the index of the sequence that each one continues, or -1.
+    `last_seen` is as in `packed.pack_params`.
     """
-    chunks = sorted(
-        _own_chunks(cu_seqlens.tolist(), prefixes, cp_size, cp_rank), key=lambda c: (-c.seen, -c.count, c.position)
-    )
+    own = _own_chunks(cu_seqlens.tolist(), prefixes, cp_size, cp_rank, last_seen)
+    chunks = sorted(own, key=lambda c: (-c.seen, -c.count, c.position))
     groups: list[list[_Chunk]] = []
     for chunk in chunks:
         if not groups or chunk.seen < MIN_FILL * groups[-1][0].seen:
@@ -129,22 +140,26 @@ def batch_chunks(
     gathered = gathered_indices(cu_seqlens, cp_size)
     batches, pack_order, offset = [], torch.empty(gathered.numel() // cp_size, dtype=torch.int64), 0
     for group in groups:
-        fields = zip(*((c.seen, c.count, c.position, c.start, *c.prefix) for c in group), strict=True)
-        seen, count, position, start, before, after = (torch.tensor(values)[:, None] for values in fields)
+        fields = zip(*((c.seen, c.first, c.count, c.position, c.start, *c.prefix) for c in group), strict=True)
+        seen, first, count, position, start, before, after = (torch.tensor(values)[:, None] for values in fields)
         column = torch.arange(int(count.max()))
         queries, real = position + column, column < count
         pack_order[queries[real]] = offset + torch.arange(queries.numel()).view_as(queries)[real]
         offset += queries.numel()
-        column, shared = torch.arange(int(seen.max())), after - before
+        shared, last = after - before, None
+        if last_seen is not None:
+            last = moved(last_seen[torch.where(real, start + first - shared + column, 0)], device)
+        column = torch.arange(int(seen.max()))
         keys = torch.where(column < shared, before + column, start + column - shared)
         keys = gathered[torch.where(column < seen, keys, 0)]
-        first = (seen - count)[:, 0]
-        rows = torch.where(real, queries, 0)
-        batches.append(ChunkBatch(moved(rows, device), moved(keys, device), moved(first, device), int(first.min())))
+        rows, place = torch.where(real, queries, 0), moved(first[:, 0], device)
+        batches.append(ChunkBatch(moved(rows, device), moved(keys, device), place, int(first.min()), last))
     return batches, moved(pack_order, device)
 
 
-def _own_chunks(borders: list[int], prefixes: list[int] | None, cp_size: int, cp_rank: int) -> list[_Chunk]:
+def _own_chunks(
+    borders: list[int], prefixes: list[int] | None, cp_size: int, cp_rank: int, last_seen: Tensor | None
+) -> list[_Chunk]:
     spans = list(pairwise(borders))
     chunks = []
     for i, (start, stop) in enumerate(spans):
@@ -153,6 +168,10 @@ def _own_chunks(borders: list[int], prefixes: list[int] | None, cp_size: int, cp
         for half, number in enumerate((cp_rank, 2 * cp_size - 1 - cp_rank)):
             for skip in range(0, size, MAX_QUERIES):
                 count = min(MAX_QUERIES, size - skip)
-                seen = prefix[1] - prefix[0] + number * size + skip + count
-                chunks.append(_Chunk(seen, count, start // cp_size + half * size + skip, start, prefix))
+                at = number * size + skip  # the chunk's first token in the sequence
+                first = prefix[1] - prefix[0] + at
+                seen = first + count
+                if last_seen is not None:
+                    seen = max(seen, int(last_seen[start + at : start + at + count].max()) + 1)
+                chunks.append(_Chunk(seen, first, count, start // cp_size + half * size + skip, start, prefix))
     return chunks

@@ -22,7 +22,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from megagrpo.models.families.architecture import QueryScale
-from megagrpo.policy.attention.causal import Scores, Window, causal_attention
+from megagrpo.policy.attention.causal import Ahead, Scores, Window, causal_attention
 from megagrpo.policy.attention.context_parallel import MIN_FILL, context_attention
 from megagrpo.policy.elementwise import rotate
 from megagrpo.train_types import moved
@@ -40,6 +40,9 @@ def pack_params(
     prefix's tokens before its own, and its positions continue the prefix's. A prefix has no prefix of its own.
     `indices` [T/cp] int64 are the pack positions of a context-parallel rank's tokens (`context.rank_indices`); None
     when the rank holds all tokens.
+
+    The mask is causal. A caller may set `last_seen` [T] int64 on the host: the position in its sample of the last token
+    that each token sees, its own or a later one of the same sequence. Only `TorchAttention` reads it.
     """
     lengths = cu_seqlens.diff()
     before = prefix_lengths(lengths, prefixes)
@@ -56,6 +59,7 @@ def pack_params(
         packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = borders
     packed.positions, packed.host_borders = positions, cu_seqlens
     packed.prefixes = None if prefixes is None else prefixes.tolist()
+    packed.last_seen = None
     return packed
 
 
@@ -72,14 +76,19 @@ class Batches:
 
     `rows[i]` [S_i, L_i] int64 are the pack positions of batch i: a prefix, the tokens that continue it, then padding
     that repeats position 0. `pack_order` [T] int64 is each token's index among the concatenated rows of all batches.
+    `ahead[i]` are the tokens of batch i that see later ones, if any.
     """
 
     rows: tuple[Tensor, ...]
     pack_order: Tensor
+    ahead: tuple[Ahead | None, ...]
 
 
-def batch_sequences(borders: list[int], device: torch.device, prefixes: list[int] | None = None) -> Batches:
-    """Group the sequences between `borders` (cu_seqlens) by the number of tokens they see, prefixes included."""
+def batch_sequences(
+    borders: list[int], device: torch.device, prefixes: list[int] | None = None, last_seen: Tensor | None = None
+) -> Batches:
+    """Group the sequences between `borders` (cu_seqlens) by the number of tokens they see, prefixes included.
+    `last_seen` [T] is the index in its sample of the last token that each token sees; None: its own."""
     spans = list(pairwise(borders))
     before = [(0, 0) if prefixes is None or prefixes[i] < 0 else spans[prefixes[i]] for i in range(len(spans))]
     # (tokens seen, start of the prefix, length of the prefix, start of the sequence)
@@ -91,7 +100,7 @@ def batch_sequences(borders: list[int], device: torch.device, prefixes: list[int
         if not groups or entry[0] < MIN_FILL * groups[-1][0][0]:
             groups.append([])
         groups[-1].append(entry)
-    rows, pack_order, offset = [], torch.empty(borders[-1], dtype=torch.int64), 0
+    rows, ahead, pack_order, offset = [], list[Ahead | None](), torch.empty(borders[-1], dtype=torch.int64), 0
     for group in groups:
         seen, prefix_starts, prefix_sizes, starts = (
             torch.tensor(values)[:, None] for values in zip(*group, strict=True)
@@ -102,14 +111,25 @@ def batch_sequences(borders: list[int], device: torch.device, prefixes: list[int
         in_sequence = (column >= prefix_sizes) & (column < seen)
         pack_order[index[in_sequence]] = offset + torch.arange(index.numel()).view_as(index)[in_sequence]
         rows.append(moved(index, device))
+        ahead.append(None if last_seen is None else _ahead(last_seen[index], in_sequence, device))
         offset += index.numel()
-    return Batches(tuple(rows), moved(pack_order, device))
+    return Batches(tuple(rows), moved(pack_order, device), tuple(ahead))
+
+
+def _ahead(last: Tensor, in_sequence: Tensor, device: torch.device) -> Ahead | None:
+    """Return the queries of a batch that see later keys; None if there are none. `last` [S, L] counts where
+    `in_sequence`: the outputs of other queries are dropped."""
+    own = torch.arange(last.shape[1]).expand_as(last)
+    last = torch.where(in_sequence, last, own)
+    most = int((last - own).max())
+    return Ahead(moved(last, device), most) if most > 0 else None
 
 
 def batches_of(packed: PackedSeqParams) -> Batches:
     """Return the batches of a pack. The first layer that asks computes them; they stay on the pack for the others."""
     if not hasattr(packed, "batches"):
-        packed.batches = batch_sequences(packed.host_borders.tolist(), packed.positions.device, packed.prefixes)
+        borders, place = packed.host_borders.tolist(), packed.positions.device
+        packed.batches = batch_sequences(borders, place, packed.prefixes, packed.last_seen)
     return packed.batches
 
 
@@ -289,7 +309,8 @@ class TorchAttention(MegatronModule):
     ) -> Tensor:
         """Packed: query [T, h, d], key [T, g, d], value [T, g, v] -> [T, h * v]. Plain: [L, S, h, d] -> [L, S, h * v].
 
-        The mask is always causal; `attention_mask` is ignored. T is T/cp when a context-parallel group shares the pack.
+        The mask is causal, but for a pack's `last_seen`; `attention_mask` is ignored. T is T/cp when a context-parallel
+        group shares the pack.
         """
         assert attention_bias is None, "there is no bias on scores"
         scores = Scores(self.scale, self.softcap, self.softmax_offset)
@@ -308,9 +329,9 @@ class TorchAttention(MegatronModule):
         )
         query, key = self._rotated(query, key, packed_seq_params)
         outputs = []
-        for rows in batches.rows:
+        for rows, ahead in zip(batches.rows, batches.ahead, strict=True):
             q, k, v = (t.index_select(0, rows.flatten()).view(*rows.shape, *t.shape[1:]) for t in (query, key, value))
-            outputs.append(causal_attention(q, k, v, scores, self.window).flatten(0, 1))
+            outputs.append(causal_attention(q, k, v, scores, self.window, ahead).flatten(0, 1))
         return torch.cat(outputs).index_select(0, batches.pack_order)
 
     def _rotated(self, query: Tensor, key: Tensor, packed: PackedSeqParams) -> tuple[Tensor, Tensor]:

@@ -224,11 +224,12 @@ def repeated_keys(config: RunConfig) -> float:
 
 def own_attention(config: RunConfig, model: HfConfig) -> bool:
     """Whether a Hopper GPU uses our attention, not Transformer Engine's: in deterministic runs, in float32, with capped
-    scores, with sinks (PyTorch 2.13 brings cuDNN 9.20), and with windows or shared prompts over context-parallel ranks
-    (`build._own_attention`)."""
+    scores, with sinks (PyTorch 2.13 brings cuDNN 9.20), with images whose tokens see each other, and with windows or
+    shared prompts over context-parallel ranks (`build._own_attention`)."""
     beyond_a_ring = any(model.windows) or config.shares_prompts(transformer_engine=True)
     unfused = config.run.deterministic or config.model.precision == "fp32"
     unfused |= model.beyond_fused_attention(config.longest_sequence)
+    unfused |= config.data.images and model.vision is not None and model.vision.square is not None
     return unfused or model.sinks or (config.parallel.cp > 1 and beyond_a_ring)
 
 

@@ -1,13 +1,17 @@
-"""Kernels in vLLM for CPU: patches for rotary embeddings and routers."""
+"""Kernels in vLLM for CPU: patches for rotary embeddings, routers and the mask of images."""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
 
 def rotate_all_heads() -> None:
@@ -49,3 +53,61 @@ def route_as_one_group() -> None:
         return original(self, *arguments, **named)
 
     CPURouter._compute_routing = compute_routing
+
+
+def see_whole_images() -> None:
+    """Let the tokens of an image see each other in both directions (Gemma 3), as on GPUs.
+
+    vLLM's attention for CPU (seen in 0.32) ignores `mm_req_doc_ranges`: without an error it is causal there. Its kernel
+    has a flag for each request. So the part of a request that is an image becomes a request of its own, without a
+    causal mask, that ends with the image. Remove this patch when log-probs of Gemma 3 with images are right without it;
+    the tests check that.
+    """
+    if hasattr(CPUAttentionMetadataBuilder.build, "__wrapped__"):
+        return
+    original = CPUAttentionMetadataBuilder.build
+
+    @functools.wraps(original)
+    def build(
+        self: Any, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Any:
+        return original(self, common_prefix_len, split_at_images(common_attn_metadata), fast_build)
+
+    CPUAttentionMetadataBuilder.build = build
+
+
+def split_at_images(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """Return a batch in which each image whose tokens are queries is a request without a causal mask."""
+    images, starts, lengths = (
+        common.mm_req_doc_ranges or {},
+        common.query_start_loc_cpu.tolist(),
+        common.seq_lens.tolist(),
+    )
+    parts = []  # (request, index of the first query in the batch, number of keys, whether the mask is causal)
+    for request, length in enumerate(lengths[: common.num_reqs]):
+        first, stop = starts[request], starts[request + 1]
+        before = at = length - (stop - first)
+        for begin, last in sorted(images.get(request, ())):
+            if last < at or begin >= length:
+                continue
+            assert last < length, "a chunk of a prompt ends inside an image"
+            if begin > at:
+                parts.append((request, first + at - before, begin, True))
+                at = begin
+            parts.append((request, first + at - before, last + 1, False))
+            at = last + 1
+        if at < length:
+            parts.append((request, first + at - before, length, True))
+    if all(causal for *_, causal in parts):
+        return common
+    requests, queries, keys, causal = zip(*parts, strict=True)
+    borders = torch.tensor([*queries, starts[common.num_reqs]], dtype=torch.int32)
+    return replace(
+        common,
+        num_reqs=len(parts),
+        query_start_loc=borders,
+        query_start_loc_cpu=borders,
+        seq_lens=torch.tensor(keys, dtype=common.seq_lens.dtype),
+        block_table_tensor=common.block_table_tensor[list(requests)],
+        causal=torch.tensor(causal, dtype=torch.int32),
+    )

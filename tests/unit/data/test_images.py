@@ -181,6 +181,6 @@ def test_a_model_without_a_tower_for_images_is_refused(folder):
         ValueError, match=r"^data.images: .* is a model of text; set it to false, or see docs/vision.md"
     ):
         processor_of(config, folder, text)
-    with pytest.raises(ValueError, match=r"is a gemma3, trained on text only; set it to false"):
-        processor_of(config, folder, parse_hf_config(MORE["Gemma 3 4B it"]))
+    with pytest.raises(ValueError, match=r"is a llava, trained on text only; set it to false"):
+        processor_of(config, folder, parse_hf_config(MORE["LLaVA 1.5 7B"]))
     assert processor_of(config, folder).images.token_id == IMAGE

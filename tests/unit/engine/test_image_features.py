@@ -43,3 +43,17 @@ def test_equal_images_have_equal_hashes_and_others_differ():
 def test_a_prompt_of_text_asks_as_before():
     group = GroupRequest(Prompt(0, IDS, ""), 1, SamplingParams(1.0, 8), 3, 0)
     assert b"features" not in Request(group, 0).body("id")
+
+
+def test_vllm_reads_whole_images_as_one_crop_each():
+    from vllm.entrypoints.scale_out.token_in_token_out.mm_features import mm_kwargs_from_features
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+
+    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    inputs = dict(INPUTS, pixel_values=pixels, image_grid_thw=np.array([[1, 4, 4]] * 2))
+    group = GroupRequest(Prompt(0, IDS, "", inputs=inputs), 1, SamplingParams(1.0, 8), 3, 0)
+    items = mm_kwargs_from_features(GenerateRequest.model_validate_json(Request(group, 0).body("id")).features)["image"]
+    for index, item in enumerate(items):
+        torch.testing.assert_close(item["pixel_values"].data, pixels[index : index + 1], atol=0, rtol=0)
+        assert item["num_patches"].data.tolist() == 1 and item["num_patches"].field.keep_on_cpu
+        assert item["pixel_values"].field.slices == [slice(index, index + 1, None)] and "image_grid_thw" not in item

@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import transformers
@@ -13,8 +14,9 @@ from megagrpo.config import ParallelSection, ProblemError
 from megagrpo.models.families import ALIASES, FAMILIES
 from megagrpo.models.families.architecture import Indexer
 from megagrpo.models.families.config_keys import architecture_problems
-from megagrpo.models.families.hf_config import load_hf_config, model_problems, parse_hf_config
+from megagrpo.models.families.hf_config import architecture_differences, load_hf_config, model_problems, parse_hf_config
 from megagrpo.policy.build import rotary_frequencies
+from tests.unit.models.families.more_published_configs import MORE
 
 SMOLLM2 = {
     "model_type": "llama",
@@ -561,3 +563,11 @@ def test_releases_with_an_indexer_and_with_an_absolute_size_of_rotation_are_read
     theirs = transformers.AutoConfig.for_model(**release("minimax_m2")).rope_parameters
     assert (mini.partial_rotary_factor, mini.rope_theta) == (theirs["partial_rotary_factor"], theirs["rope_theta"])
     assert mini.rotary_dim == 64 and mini.experts.sigmoid and mini.experts.bias and mini.wide_qk_norm
+
+
+def test_a_text_model_may_lack_the_tower_of_the_one_it_is_compared_with():
+    whole = parse_hf_config(MORE["Gemma 3 4B it"])
+    assert whole.vision is not None
+    assert not architecture_differences(whole, replace(whole, vision=None))
+    other = replace(whole, vision=replace(whole.vision, image_token=1))
+    assert [*architecture_differences(whole, other)] == ["vision"]
