@@ -86,9 +86,9 @@ def test_gradients_of_all_tensors_equal_transformers(folder_of, kind):  # noqa: 
         for name, gradient in expected.items():
             if ".experts." in name:  # released files have other names or shapes
                 continue
-            # transformers sums decays of Gated DeltaNet in another order
-            limit = 1e-4 if ".linear_attn." in name else 1e-5
-            assert relative_error(found[name], gradient.double()) < limit, name
+            # gradients of decays of Gated DeltaNet are small differences of large sums
+            scale = max(gradient.norm().item(), 1.0 if ".linear_attn." in name else 0.0)
+            assert (found[name] - gradient).norm() < 1e-5 * scale, name
 
 
 def stepped(folder: Path, parallel: dict, sections: dict) -> tuple:
