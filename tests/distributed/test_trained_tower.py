@@ -83,10 +83,12 @@ def test_gradients_of_all_tensors_equal_transformers(folder_of, kind):  # noqa: 
     for model, options in (({}, {}), (dict(recompute="full"), dict(share_prompts=True))):
         (ours,) = run_ranks(our_gradients, 1, folder_of(kind), {}, model, options)
         found = {alone(name): torch.from_numpy(gradient) for name, gradient in ours.items()}
-        # released files of experts have other shapes
-        assert {name for name in expected if ".experts." not in name} <= found.keys()
-        for name in found.keys() & expected.keys():
-            assert relative_error(found[name], expected[name].double()) < 2e-5, name
+        for name, gradient in expected.items():
+            if ".experts." in name:  # released files have other names or shapes
+                continue
+            # gradients of decays of Gated DeltaNet are small differences of large sums
+            scale = max(gradient.norm().item(), 1.0 if ".linear_attn." in name else 0.0)
+            assert (found[name] - gradient).norm() < 1e-5 * scale, name
 
 
 def stepped(folder: Path, parallel: dict, sections: dict) -> tuple:
