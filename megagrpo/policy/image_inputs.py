@@ -136,10 +136,14 @@ class ImageInputs:
         """Return rows [1 + levels, 0, H] whose gradients reach all weights of a trained tower, as zeros.
 
         An overlapped reduction waits for the gradients of all weights, in the same order on all ranks. So a
-        micro-batch without images runs the tower on a blank image of one token.
+        micro-batch without images runs the tower on a blank image, of one token if sizes differ.
         """
-        merge, width = self._vision.merge, self.tower.patch_embed.proj.weight[0].numel()
-        return self._computed(torch.zeros(merge**2, width), torch.tensor([[1, merge, merge]]))[:, :0]
+        if (square := self._vision.square) is not None:
+            pixels, side = torch.zeros(1, 3, square.pixels, square.pixels), square.patches
+        else:
+            side = self._vision.merge
+            pixels = torch.zeros(side**2, self.tower.patch_embed.proj.weight[0].numel())
+        return self._computed(pixels, torch.tensor([[1, side, side]]))[:, :0]
 
     def _computed(self, pixels: Tensor, grids: Tensor) -> Tensor:
         """Return the rows [1 + levels, n, H] of images with `pixel_values` and `image_grid_thw`."""

@@ -73,7 +73,13 @@ def their_gradients(folder: Path) -> dict:
 
 def alone(name: str) -> str:
     """A tensor's name without those of the modules around the tower and the text model."""
-    return name.removeprefix("model.").removeprefix("language_model.")
+    return name.removeprefix("model.").removeprefix("language_model.").replace("vision_model.", "")
+
+
+def changes_nothing(name: str) -> bool:
+    """Whether a tensor of a tower has gradients of 0, which rounding changes: a bias of keys adds the same to all
+    scores of a query."""
+    return "vision_tower." in name and name.endswith(".k_proj.bias")
 
 
 @pytest.mark.parametrize("kind", [*map(marked, KINDS)])
@@ -84,7 +90,7 @@ def test_gradients_of_all_tensors_equal_transformers(folder_of, kind):  # noqa: 
         (ours,) = run_ranks(our_gradients, 1, folder_of(kind), {}, model, options)
         found = {alone(name): torch.from_numpy(gradient) for name, gradient in ours.items()}
         for name, gradient in expected.items():
-            if ".experts." in name:  # released files have other names or shapes
+            if ".experts." in name or changes_nothing(name):  # released files have other names or shapes of experts
                 continue
             # gradients of decays of Gated DeltaNet are small differences of large sums
             scale = max(gradient.norm().item(), 1.0 if ".linear_attn." in name else 0.0)
@@ -129,15 +135,15 @@ def test_steps_are_the_same_in_every_layout(folder_of, kind):  # noqa: F811
     ((expected, norms, _),) = run_ranks(stepped, 1, folder, {}, dict(train=STEP))
     source = load_file(folder / "model.safetensors")
     assert expected.keys() == source.keys()
-    unmoved = [name for name in expected if torch.equal(torch.from_numpy(expected[name]), source[name])]
-    assert not unmoved
+    expected = {name: torch.from_numpy(tensor) for name, tensor in expected.items() if not changes_nothing(name)}
+    assert not [name for name in expected if torch.equal(expected[name], source[name])]
     for parallel, ranks, sections in layouts_of(kind):
         found, their_norms, apart = run_ranks(stepped, ranks, folder, parallel, dict(train=STEP) | sections)[0]
         assert apart == 0, parallel
         assert their_norms == pytest.approx(norms, rel=1e-4), parallel
-        assert found.keys() == expected.keys()
-        for name, tensor in found.items():
-            torch.testing.assert_close(torch.from_numpy(tensor), torch.from_numpy(expected[name]), atol=2e-5, rtol=0)
+        assert found.keys() == source.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(torch.from_numpy(found[name]), tensor, atol=2e-5, rtol=0)
 
 
 def resumed(folder: Path, root: Path, parallel: dict, resume: bool, frozen: bool = False) -> dict:

@@ -45,7 +45,7 @@ def _pairs(tower: nn.Module, policy: MegatronPolicy, folder: Path, key: str) -> 
     stored, pairs = {vision.own_name(name): name for name in checkpoint.where}, {}
     for own, weight in tower.state_dict().items():
         if (name := stored.get(own)) is None:
-            said = f"{folder} lacks {vision.prefix}{own}, a tensor of the tower"
+            said = f"{folder} lacks {vision.file_name(own)}, a tensor of the tower"
             raise ValueError(f"{key}: {said}; download it again")
         tensor = checkpoint.tensor(name)
         if tensor.shape != weight.shape:

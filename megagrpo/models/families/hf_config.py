@@ -74,9 +74,7 @@ def parse_hf_config(raw: dict[str, Any], names: Collection[str] = ()) -> HfConfi
         wrapper = found[1]
         hf_config = replace(hf_config, wrapper=wrapper, file_names=wrapper.naming(names), module_names=wrapper.modules)
         if wrapper.vision and (vision := wrapper.vision(raw)):
-            inside = f"model.{vision.prefix}"
-            prefix = inside if any(name.startswith(inside) for name in names) else vision.prefix
-            hf_config = replace(hf_config, vision=replace(vision, prefix=prefix))
+            hf_config = replace(hf_config, vision=vision.in_files(names))
     return replace(hf_config, linears=_linears(hf_config))
 
 
@@ -86,7 +84,7 @@ def table_of(hf_config: HfConfig) -> Table:
     table = table if naming == Naming() else {key: rule.renamed(naming.of) for key, rule in table.items()}
     if (vision := hf_config.vision) is None:
         return table
-    return table | {f"{TOWER}.{name}": same(vision.prefix + name) for name in vision.trained}
+    return table | {f"{TOWER}.{name}": same(vision.file_name(name)) for name in vision.trained}
 
 
 def untrained(hf_config: HfConfig) -> Callable[[str], bool]:
@@ -190,11 +188,8 @@ def _one_stage_problems(hf_config: HfConfig, parallel: ParallelSection) -> Itera
 
 
 def trained_tower_problems(hf_config: HfConfig, parallel: ParallelSection) -> Iterator[Problem]:
-    """Yield the problem of a tower that cannot be trained, or that several pipeline stages would train."""
+    """Yield the problem of a tower that several pipeline stages would train."""
     vision, own = hf_config.vision, parallel.pipeline_layers
-    if vision and vision.square:
-        why = f"false: training of the tower of {hf_config.family} has not been built; set it to true"
-        yield Problem(("model.freeze_vision_tower", "model.path"), why, rule=5)
     first = own[0] if own else hf_config.num_layers // (parallel.pp * parallel.vpp)
     if vision and vision.levels > first:
         said = f"the first stage has {first} decoder blocks, but a trained tower adds features to {vision.levels}"

@@ -4,13 +4,14 @@ Imports no torch."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Raw = dict[str, Any]  # config.json as read
 ROTARY = ("rope_scaling", "rope_parameters")  # sections of config.json with parameters of the rotation
 _LEVELS = (8, 16, 24)  # blocks of Qwen3-VL's tower, if config.json does not name them
+_SIGLIP, _NESTED = "vision_tower.", "vision_tower.vision_model."
 TOWER = "vision_tower"  # name of a trained tower among the modules of a chunk
 _AXES = ("mrope_section", "mrope_interleaved")
 
@@ -39,14 +40,25 @@ class Vision:
     axes: tuple[int, ...] = ()
     levels: int = 0
     square: Square | None = None
+    nested: bool = field(default=False, compare=False)  # files name a module more between SigLIP and its parts
     config: Raw = field(default_factory=dict, repr=False, compare=False)  # config.json of the whole model, as read
     trained: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     def own_name(self, name: str) -> str | None:
         """Return the tower's own name of a tensor in files; None for a tensor of another part."""
-        name = name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
+        name = name.removeprefix("model.").replace(_NESTED, _SIGLIP)
         prefix = self.prefix.removeprefix("model.")
         return name.removeprefix(prefix) if name.startswith(prefix) else None
+
+    def file_name(self, own: str) -> str:
+        """Return the name in files of a tensor of the tower."""
+        return self.prefix + (own.replace(_SIGLIP, _NESTED, 1) if self.nested else own)
+
+    def in_files(self, names: Collection[str]) -> Vision:
+        """Return the tower with the prefix and the nesting of the files' tensors `names`, if known."""
+        inside = f"model.{self.prefix}"
+        prefix = inside if any(name.startswith(inside) for name in names) else self.prefix
+        return replace(self, prefix=prefix, nested=any(_NESTED in name for name in names))
 
 
 @dataclass(frozen=True)
