@@ -3,7 +3,6 @@ needed. Columns and parts of messages are as in TRL."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from megagrpo.row_image import RowImage
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -146,18 +147,29 @@ class ImageReader:
 
     def opened(self, image: Any) -> Image.Image:
         """Return an image, upright, and decoded only if it must be turned. Raises ValueError for what is none."""
-        from PIL import Image, ImageOps
+        from PIL import Image
 
         try:
-            if isinstance(image, Image.Image):
-                return image
-            if isinstance(image, dict):
-                image = image["path"] if image.get("bytes") is None else image["bytes"]
-            found = Image.open(io.BytesIO(image) if isinstance(image, bytes) else self.base / Path(image))
-            ImageOps.exif_transpose(found, in_place=True)
-            return found
+            return self._located(image).opened()
         except (OSError, TypeError, KeyError, SyntaxError, Image.DecompressionBombError) as error:
             raise ValueError(f"has an image that cannot be read: {type(error).__name__}: {error}; {_FIX}") from None
+
+    def columns(self, values: Mapping[str, Any], images: Sequence[Any]) -> dict[str, Any]:
+        """Return the image columns of a row for reward functions: those that it has, and `images` for `images` inside
+        messages."""
+        found: dict[str, Any] = {}
+        for name in IMAGE_COLUMNS:
+            if (value := values.get(name)) is not None:
+                found[name] = [*map(self._located, value)] if isinstance(value, list | tuple) else self._located(value)
+            elif name in values:
+                found[name] = None
+        return {"images": [*map(self._located, images)]} if images and not any(found.values()) else found
+
+    def _located(self, image: Any) -> RowImage:
+        """Return an image of a row with an absolute path. Raises TypeError and KeyError for what is none."""
+        if isinstance(image, dict):
+            image = image["path"] if image.get("bytes") is None else image["bytes"]
+        return RowImage(str((self.base / Path(image)).absolute()) if isinstance(image, str | Path) else image)
 
 
 def undecoded(rows: Any) -> Any:

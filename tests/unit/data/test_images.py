@@ -73,7 +73,9 @@ def test_a_prompt_has_the_tokens_and_pixels_of_transformers_processor(folder, tm
     np.testing.assert_array_equal(prompt.inputs["pixel_values"], expected["pixel_values"])
     for start, count in zip(prompt.inputs["image_starts"], prompt.inputs["image_tokens"], strict=True):
         assert set(prompt.token_ids[start : start + count]) == {IMAGE}
-    assert prompt.messages[0]["content"] == content and "images" not in prompt.columns
+    assert prompt.messages[0]["content"] == content
+    seen = [image.opened() for image in prompt.columns["images"]]
+    assert all(np.array_equal(one, other) for one, other in zip(seen, pictures, strict=True))
 
 
 _NORMAL = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3, merge_size=2, temporal_patch_size=2)
