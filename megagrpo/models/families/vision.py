@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megagrpo.models.families.tower_shape import TowerShape, qwen_tower
+
 Raw = dict[str, Any]  # config.json as read
 ROTARY = ("rope_scaling", "rope_parameters")  # sections of config.json with parameters of the rotation
 _LEVELS = (8, 16, 24)  # blocks of Qwen3-VL's tower, if config.json does not name them
@@ -31,6 +33,7 @@ class Vision:
     merge: int  # patches in each direction that become one token
     axes: tuple[int, ...]
     levels: int = 0
+    shape: TowerShape | None = None  # None: not known, so `megagrpo plan` leaves the tower out
 
 
 def qwen_vision(tower: str, interleaved: bool, deepstack: bool = False) -> Callable[[Raw], Vision | None]:
@@ -48,7 +51,7 @@ def qwen_vision(tower: str, interleaved: bool, deepstack: bool = False) -> Calla
             axes = [i % 3 if i < 3 * (0, height, width)[i % 3] else 0 for i in range(len(axes))]
         token, merge = raw.get("image_token_id", 151655), of_tower.get("spatial_merge_size", 2)
         levels = len(of_tower.get("deepstack_visual_indexes", _LEVELS)) if deepstack else 0
-        return Vision(tower, "visual.", token, merge, tuple(axes), levels)
+        return Vision(tower, "visual.", token, merge, tuple(axes), levels, qwen_tower(tower, of_tower, levels))
 
     return read
 
