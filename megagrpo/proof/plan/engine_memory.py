@@ -7,7 +7,7 @@ from math import ceil
 from megagrpo.config import RunConfig
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.proof.plan.shapes import expert_parameters, num_parameters
-from megagrpo.proof.plan.tower import tower_shape
+from megagrpo.proof.plan.tower_costs import tower_shape
 
 GIB = 2**30
 PREFILL_TOKENS = 8192  # tokens in one prefill batch of vLLM, its default on large GPUs

@@ -15,7 +15,7 @@ from megagrpo.models.families.recurrence import Mamba2
 from megagrpo.proof.plan.engine_memory import GIB, engine_memory, reload_bytes, sequence_memory
 from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE
 from megagrpo.proof.plan.shapes import Stage, adapted_outputs, layer_route_bytes, num_parameters, stages_of
-from megagrpo.proof.plan.tower import tower_bytes
+from megagrpo.proof.plan.tower_costs import tower_bytes
 from megagrpo.proof.plan.workload import Bundle, responses_together
 
 # bytes of both moments of a parameter, with their share of two scales

@@ -18,7 +18,7 @@ from megagrpo.proof.plan.passes import pass_seconds
 from megagrpo.proof.plan.planned_memory import copied_bytes
 from megagrpo.proof.plan.shapes import expert_parameters, num_parameters, stage_experts, stage_parameters
 from megagrpo.proof.plan.step_memory import route_bytes
-from megagrpo.proof.plan.tower import tower_seconds
+from megagrpo.proof.plan.tower_costs import tower_seconds
 from megagrpo.proof.plan.workload import Lengths, average_bundle
 
 PREFILL_EFFICIENCY = 0.5
