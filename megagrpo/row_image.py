@@ -31,6 +31,11 @@ class RowImage:
         self.content.save(out, "PNG")
         return out.getvalue()
 
+    def read(self) -> bytes:
+        """Return the bytes of the image's file; of a PIL image those of a PNG."""
+        encoded = self.encoded
+        return Path(encoded).read_bytes() if isinstance(encoded, str) else encoded
+
     def opened(self) -> Image.Image:
         """Return the image, upright, and decoded only if it must be turned. Raises OSError, TypeError, SyntaxError or
         PIL's DecompressionBombError for what is no image."""
@@ -63,9 +68,7 @@ def json_image(value: Any) -> Any:
         return [json_image(item) for item in value]
     if not type(value).__module__.startswith("PIL."):
         return value
-    content = RowImage(value).encoded
-    assert isinstance(content, bytes), "a PIL image has no path"
-    return "data:image/png;base64," + base64.b64encode(content).decode()
+    return "data:image/png;base64," + base64.b64encode(RowImage(value).read()).decode()
 
 
 def content_text(content: str | list[dict[str, Any]]) -> str:

@@ -3,6 +3,8 @@ needed. Columns and parts of messages are as in TRL."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 IMAGE_COLUMNS = ("image", "images")
 _PIXELS, _GRIDS, _STARTS, _TOKENS = "pixel_values", "image_grid_thw", "image_starts", "image_tokens"
-_FIX = "an image is a PIL image, a path, or a dict with bytes or path"
+_FIX = "an image is a PIL image, a path, a data: URL, or a dict with path or bytes (base64 in JSON)"
 
 
 class PromptImages(Mapping[str, Any]):
@@ -47,6 +49,18 @@ class PromptImages(Mapping[str, Any]):
         pixels, grids = self._reader.pixels(self._images)
         assert np.array_equal(grids, self._arrays[_GRIDS]), f"grids {grids.tolist()} of {self._arrays[_GRIDS].tolist()}"
         return pixels
+
+    def expanded(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens of this prompt, rendered again with more text, with each image token repeated for its
+        image. Raises ValueError if the images are no longer where they were."""
+        expanded, images = self._reader.placed(token_ids, self._images)
+        if not np.array_equal(images[_STARTS], self._arrays[_STARTS]):
+            raise ValueError("renders its images at other places; only text after the images may change")
+        return expanded
+
+    def files(self) -> list[bytes]:
+        """Return the files of the images, in order."""
+        return [self._reader.located(image).read() for image in self._images]
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # only the same object is equal
 
@@ -150,7 +164,7 @@ class ImageReader:
         from PIL import Image
 
         try:
-            return self._located(image).opened()
+            return self.located(image).opened()
         except (OSError, TypeError, KeyError, SyntaxError, Image.DecompressionBombError) as error:
             raise ValueError(f"has an image that cannot be read: {type(error).__name__}: {error}; {_FIX}") from None
 
@@ -160,15 +174,20 @@ class ImageReader:
         found: dict[str, Any] = {}
         for name in IMAGE_COLUMNS:
             if (value := values.get(name)) is not None:
-                found[name] = [*map(self._located, value)] if isinstance(value, list | tuple) else self._located(value)
+                found[name] = [*map(self.located, value)] if isinstance(value, list | tuple) else self.located(value)
             elif name in values:
                 found[name] = None
-        return {"images": [*map(self._located, images)]} if images and not any(found.values()) else found
+        return {"images": [*map(self.located, images)]} if images and not any(found.values()) else found
 
-    def _located(self, image: Any) -> RowImage:
-        """Return an image of a row with an absolute path. Raises TypeError and KeyError for what is none."""
+    def located(self, image: Any) -> RowImage:
+        """Return an image of a row, decoded from base64, or with an absolute path. Raises TypeError, KeyError and
+        OSError for what is none."""
+        if isinstance(image, dict) and isinstance(image.get("bytes"), str):
+            return RowImage(_decoded(image["bytes"]))
         if isinstance(image, dict):
             image = image["path"] if image.get("bytes") is None else image["bytes"]
+        if isinstance(image, str) and image.startswith("data:"):
+            return RowImage(_decoded(image.partition(",")[2]))
         return RowImage(str((self.base / Path(image)).absolute()) if isinstance(image, str | Path) else image)
 
 
@@ -184,6 +203,22 @@ def undecoded(rows: Any) -> Any:
         elif isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
             rows = rows.cast_column(name, datasets.List(datasets.Image(decode=False)))
     return rows
+
+
+def storable(value: Any) -> Any:
+    """Return a value of a row with a dict with bytes in place of each PIL image."""
+    if isinstance(value, dict):
+        return {name: storable(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(storable, value))
+    return {"bytes": RowImage(value).read()} if type(value).__module__.startswith("PIL.") else value
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise OSError(f"{text!r:.40} is not base64 ({error})") from None
 
 
 def _of_columns(values: Mapping[str, Any]) -> list[Any]:
