@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 IMAGE_COLUMNS = ("image", "images")
 _PIXELS, _GRIDS, _STARTS, _TOKENS = "pixel_values", "image_grid_thw", "image_starts", "image_tokens"
+_TAG = "<image>"
 _FIX = "an image is a PIL image, a path, a data: URL, or a dict with path or bytes (base64 in JSON)"
 
 
@@ -120,7 +121,11 @@ class ImageReader:
         if parts and not inline and len(parts) != len(column):
             raise ValueError(f"has {len(parts)} parts of type image, and the row has {len(column)} image(s)")
         messages = [dict(message) for message in messages]
-        if not parts:  # as TRL: before the text of the first message of the user
+        tags = 0 if parts else sum(message["content"].count(_TAG) for message in messages)
+        if column and tags == len(column):  # as verl and ms-swift
+            for message in messages:
+                message["content"] = _at_tags(message["content"])
+        elif not parts:  # as TRL: before the text of the first message of the user
             first = next((message for message in messages if message["role"] == "user"), None)
             if first is None:
                 raise ValueError("has images, but no message of the user")
@@ -234,6 +239,13 @@ def _of_columns(values: Mapping[str, Any]) -> list[Any]:
 
 def _as_parts(content: Any) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _at_tags(text: str) -> list[dict[str, Any]]:
+    """Return a text as parts, with an image in place of each tag."""
+    pieces = [{"type": "text", "text": piece} for piece in text.split(_TAG)]
+    parts = [part for piece in pieces for part in ({"type": "image"}, piece)][1:]
+    return [part for part in parts if part.get("text") != ""] or pieces
 
 
 def _key(image: Any) -> Any:

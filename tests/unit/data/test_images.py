@@ -135,6 +135,19 @@ def test_an_image_in_json_is_base64_or_a_data_url(folder, tmp_path):
         source(folder, path)
 
 
+@pytest.mark.parametrize("is_text", [True, False])
+def test_images_replace_the_tags_of_verl_and_ms_swift(folder, tmp_path, is_text):
+    pictures = [dict(bytes=png(image(28, 28, seed)), path=None) for seed in (1, 2)]
+    texts = ["<image>same as <image>?", "<image><image>", "one <image> only"]
+    prompts = texts if is_text else [[dict(role="user", content=text)] for text in texts]
+    rows = [dict(prompt=prompt, images=pictures) for prompt in prompts]
+    seen, text = dict(type="image"), lambda words: dict(type="text", text=words)
+    expected = [[seen, text("same as "), seen, text("?")], [seen, seen], [seen, seen, text("one <image> only")]]
+    found = source(folder, parquet(tmp_path, rows)).all()
+    assert [prompt.messages[0]["content"] for prompt in found] == expected
+    assert all(prompt.token_ids.count(IMAGE) == 2 for prompt in found)
+
+
 def test_a_row_with_pil_images_becomes_one_that_a_checkpoint_can_hold(folder, tmp_path):
     picture = image(56, 56, 3)
     row = storable(dict(prompt=[dict(role="user", content=[dict(type="image", image=picture)])], images=[picture], n=1))
