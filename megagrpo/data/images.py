@@ -51,13 +51,13 @@ class PromptImages(Mapping[str, Any]):
         assert np.array_equal(grids, self._arrays[_GRIDS]), f"grids {grids.tolist()} of {self._arrays[_GRIDS].tolist()}"
         return pixels
 
-    def expanded(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+    def placed(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens of this prompt, rendered again with more text, with each image token repeated for its
         image. Raises ValueError if the images are no longer where they were."""
-        expanded, images = self._reader.placed(token_ids, self._images)
+        placed, images = self._reader.placed(token_ids, self._images)
         if not np.array_equal(images[_STARTS], self._arrays[_STARTS]):
             raise ValueError("renders its images at other places; only text after the images may change")
-        return expanded
+        return placed
 
     def files(self) -> list[bytes]:
         """Return the files of the images, in order."""

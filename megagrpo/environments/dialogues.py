@@ -261,7 +261,7 @@ class DialogueEngine(Generator):
         token_ids = self._tokenizer.render(opening, None, template, self.responders.tools, kwargs)
         if isinstance(images := conversation.prompt.inputs, PromptImages):
             try:
-                token_ids = images.expanded(token_ids)
+                token_ids = images.placed(token_ids)
             except ValueError as error:
                 self.responders.fail(conversation, f"its prompt with the text of `reset` {error}", "messages")
                 return

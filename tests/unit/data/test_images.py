@@ -160,11 +160,11 @@ def test_a_prompt_that_is_rendered_again_keeps_its_images(folder, tmp_path):
     prompts = source(folder, parquet(tmp_path, rows))
     (prompt,), words = prompts.all(), load_tokenizer(folder)
     longer = [prompt.messages[0] | dict(content=[*prompt.messages[0]["content"], dict(type="text", text=" now")])]
-    ids = prompt.inputs.expanded(words.render(longer))
+    ids = prompt.inputs.placed(words.render(longer))
     assert len(ids) == len(prompt.token_ids) + 4 and ids.count(IMAGE) == 12
     moved = [dict(role="user", content=[dict(type="text", text="now "), *longer[0]["content"]])]
     with pytest.raises(ValueError, match="renders its images at other places"):
-        prompt.inputs.expanded(words.render(moved))
+        prompt.inputs.placed(words.render(moved))
     assert prompt.inputs.files() == [png(image(84, 56, seed)) for seed in (1, 2)]
 
 
