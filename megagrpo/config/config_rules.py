@@ -67,17 +67,11 @@ def image_problems(config: RunConfig) -> Iterator[Problem]:
     if not data.images:
         return
     refused: dict[str, tuple[bool, str]] = {
-        "multi_turn": (config.multi_turn.enabled, "later turns would lack their images; remove multi_turn"),
-        "rollout.max_staleness": (
-            config.rollout.max_staleness > 0,
-            "checkpoints do not hold images of responses that were generated ahead; set it to 0",
-        ),
-        "debug.dump_steps": (bool(config.debug.dump_steps), "megagrpo audit reads token ids only; leave it empty"),
+        "multi_turn.agent": (config.multi_turn.agent is not None, "agents send text only; use tools or an environment"),
         "train.overlap": (
             "experts" in config.train.overlap,
             "its schedule runs two micro-batches at once, whose images would be mixed up; leave experts out",
         ),
-        "data.source": (data.source is not None, "new rows travel as JSON, without images; leave it empty"),
         "data.chat_template": (data.chat_template == "none", "only a template places images; set one"),
         "data.overlong_prompts": (
             data.overlong_prompts == "truncate_left",

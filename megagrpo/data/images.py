@@ -3,7 +3,8 @@ needed. Columns and parts of messages are as in TRL."""
 
 from __future__ import annotations
 
-import io
+import base64
+import binascii
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,13 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megagrpo.row_image import RowImage
+
 if TYPE_CHECKING:
     from PIL import Image
 
 Message = dict[str, Any]
 IMAGE_COLUMNS = ("image", "images")
 _PIXELS, _GRIDS, _STARTS, _TOKENS = "pixel_values", "image_grid_thw", "image_starts", "image_tokens"
-_FIX = "an image is a PIL image, a path, or a dict with bytes or path"
+_TAG = "<image>"
+_FIX = "an image is a PIL image, a path, a data: URL, or a dict with path or bytes (base64 in JSON)"
 
 
 class PromptImages(Mapping[str, Any]):
@@ -47,6 +51,22 @@ class PromptImages(Mapping[str, Any]):
         pixels, grids = self._reader.pixels(self._images)
         assert np.array_equal(grids, self._arrays[_GRIDS]), f"grids {grids.tolist()} of {self._arrays[_GRIDS].tolist()}"
         return pixels
+
+    def expanded(self, text: str) -> str:
+        """Return the text of this prompt that is encoded, for the `text` that the chat template renders."""
+        return self._reader.expanded(text)
+
+    def placed(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens of this prompt, rendered again with more text, with each image token repeated for its
+        image. Raises ValueError if the images are no longer where they were."""
+        placed, images = self._reader.placed(token_ids, self._images)
+        if not np.array_equal(images[_STARTS], self._arrays[_STARTS]):
+            raise ValueError("renders its images at other places; only text after the images may change")
+        return placed
+
+    def files(self) -> list[bytes]:
+        """Return the files of the images, in order."""
+        return [self._reader.located(image).read() for image in self._images]
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # only the same object is equal
 
@@ -107,7 +127,11 @@ class ImageReader:
         if parts and not inline and len(parts) != len(column):
             raise ValueError(f"has {len(parts)} parts of type image, and the row has {len(column)} image(s)")
         messages = [dict(message) for message in messages]
-        if not parts:  # as TRL: before the text of the first message of the user
+        tags = 0 if parts else sum(message["content"].count(_TAG) for message in messages)
+        if column and tags == len(column):  # as verl and ms-swift
+            for message in messages:
+                message["content"] = _at_tags(message["content"])
+        elif not parts:  # as TRL: before the text of the first message of the user
             first = next((message for message in messages if message["role"] == "user"), None)
             if first is None:
                 raise ValueError("has images, but no message of the user")
@@ -157,18 +181,34 @@ class ImageReader:
 
     def opened(self, image: Any) -> Image.Image:
         """Return an image, upright, and decoded only if it must be turned. Raises ValueError for what is none."""
-        from PIL import Image, ImageOps
+        from PIL import Image
 
         try:
-            if isinstance(image, Image.Image):
-                return image
-            if isinstance(image, dict):
-                image = image["path"] if image.get("bytes") is None else image["bytes"]
-            found = Image.open(io.BytesIO(image) if isinstance(image, bytes) else self.base / Path(image))
-            ImageOps.exif_transpose(found, in_place=True)
-            return found
+            return self.located(image).opened()
         except (OSError, TypeError, KeyError, SyntaxError, Image.DecompressionBombError) as error:
             raise ValueError(f"has an image that cannot be read: {type(error).__name__}: {error}; {_FIX}") from None
+
+    def columns(self, values: Mapping[str, Any], images: Sequence[Any]) -> dict[str, Any]:
+        """Return the image columns of a row for reward functions: those that it has, and `images` for `images` inside
+        messages."""
+        found: dict[str, Any] = {}
+        for name in IMAGE_COLUMNS:
+            if (value := values.get(name)) is not None:
+                found[name] = [*map(self.located, value)] if isinstance(value, list | tuple) else self.located(value)
+            elif name in values:
+                found[name] = None
+        return {"images": [*map(self.located, images)]} if images and not any(found.values()) else found
+
+    def located(self, image: Any) -> RowImage:
+        """Return an image of a row, decoded from base64, or with an absolute path. Raises TypeError, KeyError and
+        OSError for what is none."""
+        if isinstance(image, dict) and isinstance(image.get("bytes"), str):
+            return RowImage(_decoded(image["bytes"]))
+        if isinstance(image, dict):
+            image = image["path"] if image.get("bytes") is None else image["bytes"]
+        if isinstance(image, str) and image.startswith("data:"):
+            return RowImage(_decoded(image.partition(",")[2]))
+        return RowImage(str((self.base / Path(image)).absolute()) if isinstance(image, str | Path) else image)
 
 
 def undecoded(rows: Any) -> Any:
@@ -185,6 +225,22 @@ def undecoded(rows: Any) -> Any:
     return rows
 
 
+def storable(value: Any) -> Any:
+    """Return a value of a row with a dict with bytes in place of each PIL image."""
+    if isinstance(value, dict):
+        return {name: storable(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(storable, value))
+    return {"bytes": RowImage(value).read()} if type(value).__module__.startswith("PIL.") else value
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise OSError(f"{text!r:.40} is not base64 ({error})") from None
+
+
 def _of_columns(values: Mapping[str, Any]) -> list[Any]:
     one, several = (values.get(name) for name in IMAGE_COLUMNS)
     if one is not None and several is not None:
@@ -198,6 +254,13 @@ def _of_columns(values: Mapping[str, Any]) -> list[Any]:
 
 def _as_parts(content: Any) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _at_tags(text: str) -> list[dict[str, Any]]:
+    """Return a text as parts, with an image in place of each tag."""
+    pieces = [{"type": "text", "text": piece} for piece in text.split(_TAG)]
+    parts = [part for piece in pieces for part in ({"type": "image"}, piece)][1:]
+    return [part for part in parts if part.get("text") != ""] or pieces
 
 
 def _key(image: Any) -> Any:

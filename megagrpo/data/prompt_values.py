@@ -10,6 +10,7 @@ from typing import Any
 
 from megagrpo.data.tokenizer import Messages, Tokenizer
 from megagrpo.platform.process.terminal import one_line
+from megagrpo.row_image import content_text
 
 _SHAREGPT = "; these are ShareGPT's names: rename `from` to role, `value` to content, and end with the user's message"
 _LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["']""")
@@ -111,11 +112,6 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_none(field) for name, field in value.items() if field is not None}
     return [_without_none(element) for element in value] if isinstance(value, list) else value
-
-
-def content_text(content: str | list[dict[str, Any]]) -> str:
-    """Return the content of a message as text, with [image] in place of an image."""
-    return content if isinstance(content, str) else "".join(part.get("text", "[image]") for part in content)
 
 
 class RenderedPrompts:

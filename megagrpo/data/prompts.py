@@ -8,7 +8,7 @@ from typing import Any
 
 from megagrpo.config import DataSection, DatasetSection, RunConfig
 from megagrpo.data.chat_templates import PROMPT_TAIL, check_kwargs, opened_thought
-from megagrpo.data.images import IMAGE_COLUMNS, PromptImages, undecoded
+from megagrpo.data.images import PromptImages, undecoded
 from megagrpo.data.prompt_order import PromptOrder
 from megagrpo.data.prompt_values import RenderedPrompts, as_prompt
 from megagrpo.data.row_settings import RowReader, row_mapping
@@ -65,7 +65,8 @@ class PromptSource(PromptOrder):
     @property
     def columns(self) -> list[str]:
         """Names of the columns that reward functions get, renamed ones included."""
-        return list(self._columns(self._rows[0]))
+        values = self._rows[0]
+        return list(self._columns(values, self._question(0, values)[1]))
 
     def sample(self, n: int) -> list[Prompt]:
         """Return up to `n` prompts that are spread evenly over the data set, the first included."""
@@ -167,7 +168,7 @@ class PromptSource(PromptOrder):
             row,
             token_ids,
             question,
-            self._columns(values),
+            self._columns(values, images),
             place=position,
             template_kwargs=own,
             opened=opened,
@@ -176,9 +177,10 @@ class PromptSource(PromptOrder):
             expected_length=self.response_lengths.expected(row),
         )
 
-    def _columns(self, values: dict[str, Any]) -> dict[str, Any]:
-        hidden = _PASSED_BY_SCORER if self._images is None else {*_PASSED_BY_SCORER, *IMAGE_COLUMNS}
-        columns = {name: value for name, value in values.items() if name not in hidden}
+    def _columns(self, values: dict[str, Any], images: Sequence[Any]) -> dict[str, Any]:
+        if self._images is not None:
+            values = values | self._images.columns(values, images)
+        columns = {name: value for name, value in values.items() if name not in _PASSED_BY_SCORER}
         columns |= {new: _field(values, old) for new, old in self._data.columns.items()}
         return columns | {name: hash_answer(_field(columns, name)) for name in self._data.extract_hash_answer}
 

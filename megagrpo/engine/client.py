@@ -18,6 +18,7 @@ from megagrpo.data.routes import RouteShape
 from megagrpo.engine.connections import Answer, ConnectionFailed, Connections
 from megagrpo.engine.distribution import READING_THREADS, Generation, Home, Tools, first_error, gather, stream
 from megagrpo.engine.http import HEALTH_SECONDS, answers, text_of_error
+from megagrpo.engine.image_uploads import ImageUploads
 from megagrpo.engine.protocol import EngineError, EngineInterrupted, Generator, Group, derive_seed
 from megagrpo.engine.reading import Reader
 from megagrpo.engine.requests import GroupRequest, Request, longest_first
@@ -27,6 +28,7 @@ from megagrpo.engine.updates import LOOK_SECONDS, Updates, adapter_name
 from megagrpo.sync.wire.tensor_index import WeightSyncError
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
+GENERATE = "/inference/v1/generate"
 BYTES_PER_TOKEN = 100  # of a body, about
 # (session, home, index of the prompt, number of the response in its group) -> the response
 Respond = Callable[[Generation, Home, int, int], Coroutine[None, None, Rollout]]
@@ -44,7 +46,8 @@ class VllmEngine(Updates, Generator):
     `any_version` the weight versions of responses are not checked, because other clients may have updated the weights.
     With `longest_first` the prompts with the longest responses in earlier visits (`Prompt.expected_length`) begin
     first. A server has `copies` data-parallel copies, and a conversation stays with one of them. With `routes` rollouts
-    have the experts of their tokens, which the servers must send. All other options are those of `Updates`.
+    have the experts of their tokens, which the servers must send. With `keeps_images` servers keep the pixels of
+    images, which are sent to each of them once. All other options are those of `Updates`.
 
     `groups` is thread-safe. With `in_flight` it may also run during a weight update.
     """
@@ -59,6 +62,8 @@ class VllmEngine(Updates, Generator):
     any_version: bool = False
     longest_first: bool = False
     routes: RouteShape | None = None
+    keeps_images: bool = False
+    _uploads: ImageUploads = field(default_factory=ImageUploads, init=False)
     # the task of each generation, for `interrupt`
     _under_way: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     # request id of each request in flight -> `Prompt.place`, and the weight version when it was sent
@@ -281,9 +286,17 @@ class VllmEngine(Updates, Generator):
         model = self.model or (adapter_name(version) if self.adapters and version else None)
         self._in_flight[request_id] = request.group.prompt.place, version
         try:
-            body = request.body(request_id, model, first, limit)
             post, on_line = generation.tools.connections.post, request.listener(first)
-            return await post(url, "/inference/v1/generate", body, request.headers, on_line)
+
+            async def upload() -> int:
+                answer = await post(url, GENERATE, request.group.upload(f"{request_id}-images", model))
+                return answer.status
+
+            # a retry sends the pixels: the server may have dropped them
+            by_name = self.keeps_images and bool(request.group.prompt.inputs) and not request.failures
+            by_name = by_name and await self._uploads.has(url, request.group, upload)
+            body = request.body(request_id, model, first, limit, pixels=not by_name)
+            return await post(url, GENERATE, body, request.headers, on_line)
         finally:
             del self._in_flight[request_id]
 
@@ -317,6 +330,7 @@ class VllmEngine(Updates, Generator):
         repeatedly, is EXCLUDED. Raises EngineError when no attempts are left.
         """
         request.failures += 1
+        self._uploads.forget(url)
         prompt_id = request.group.prompt.prompt_id
         if not await generation.shared(answers, url):
             self.fleet.silent(url)

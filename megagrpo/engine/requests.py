@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from megagrpo.data.sampling import own_sampling
-from megagrpo.engine.image_features import image_features
+from megagrpo.engine.image_features import image_features, image_names
 from megagrpo.engine.protocol import derive_seed
 from megagrpo.engine.responses import Response, heard_tokens
 from megagrpo.types import Prompt, SamplingParams
@@ -50,6 +50,17 @@ class GroupRequest:
     def features_json(self) -> msgspec.Raw:
         """The prompt's images as JSON, encoded once for all requests."""
         return msgspec.Raw(_encode(image_features(self.prompt.inputs)))
+
+    @cached_property
+    def image_names_json(self) -> msgspec.Raw:
+        """The names of the prompt's images as JSON, for a server that has their pixels."""
+        return msgspec.Raw(_encode(image_names(self.prompt.inputs)))
+
+    def upload(self, request_id: str, model: str | None = None) -> bytes:
+        """Return a request for one token, as JSON, which sends the prompt's images to a server."""
+        params = sampling_params(SamplingParams(1.0, 1)) | {"max_tokens": 1}
+        body = {"token_ids": self.prompt_json, "sampling_params": params, "request_id": request_id}
+        return _encode(body | ({} if model is None else {"model": model}) | {"features": self.features_json})
 
 
 def sampling_params(sampling: SamplingParams) -> dict[str, Any]:
@@ -126,10 +137,15 @@ class Request:
         return on_line
 
     def body(
-        self, request_id: str, model: str | None = None, first: Response | None = None, limit: int | None = None
+        self,
+        request_id: str,
+        model: str | None = None,
+        first: Response | None = None,
+        limit: int | None = None,
+        pixels: bool = True,
     ) -> bytes:
         """Return the request for the model of that name, if any, as JSON. With `first` it continues this aborted
-        response, by at most `limit` tokens; the tokens of `first` join the prompt."""
+        response, by at most `limit` tokens; the tokens of `first` join the prompt. Images have `pixels` or names."""
         group = self.group
         tokens, seed = group.prompt_json, group.seed + self.number
         if first is not None:
@@ -139,5 +155,6 @@ class Request:
         params = sampling_params(group.sampling) | {"seed": seed, "max_tokens": self.max_tokens(first, limit)}
         more: dict[str, Any] = {} if model is None else {"model": model}
         more |= {} if self.on_tokens is None else {"stream": True}
-        more |= {"features": group.features_json} if group.prompt.inputs else {}
+        if group.prompt.inputs:
+            more["features"] = group.features_json if pixels else group.image_names_json
         return _encode({"token_ids": tokens, "sampling_params": params, "request_id": request_id, **more})

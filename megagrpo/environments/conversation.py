@@ -119,7 +119,10 @@ class Conversation:
         if not all(
             isinstance(m, dict) and m.get("role") and isinstance(m.get("content"), str) for m in messages[last:]
         ):
-            raise ValueError(f"the scheduler returned messages without a role or a content: {messages[last:]!r:.200}")
+            raise ValueError(
+                f"the scheduler returned messages without a role, or with content other than text: "
+                f"{messages[last:]!r:.200}"
+            )
         if content == before[last]["content"]:
             if not added or added[-1]["role"] == "assistant":
                 raise ValueError("the scheduler continues but adds no message that the policy could answer")

@@ -16,6 +16,7 @@ from typing import Any
 
 from megagrpo.config import DataSection, MultiTurnSection
 from megagrpo.data.follow_ups import FollowUps
+from megagrpo.data.images import PromptImages
 from megagrpo.data.sampling import own_sampling
 from megagrpo.data.tokenizer import Tokenizer, as_messages, read_chat_template
 from megagrpo.engine.client import VllmEngine
@@ -253,9 +254,20 @@ class DialogueEngine(Generator):
         if reset_text is None:
             return
         reset_text, opening = encodable(reset_text), [*conversation.opening]
-        opening[-1] = opening[-1] | {"content": opening[-1]["content"] + reset_text}
+        last = opening[-1]["content"]
+        last = last + reset_text if isinstance(last, str) else [*last, {"type": "text", "text": reset_text}]
+        opening[-1] = opening[-1] | {"content": last}
         template, kwargs = self._dialogues.chat_template, conversation.prompt.template_kwargs
-        token_ids = self._tokenizer.render(opening, None, template, self.responders.tools, kwargs)
+        inputs = conversation.prompt.inputs
+        images = inputs if isinstance(inputs, PromptImages) else None
+        expand = str if images is None else images.expanded
+        token_ids = self._tokenizer.render(opening, None, template, self.responders.tools, kwargs, expand)
+        if images is not None:
+            try:
+                token_ids = images.placed(token_ids)
+            except ValueError as error:
+                self.responders.fail(conversation, f"its prompt with the text of `reset` {error}", "messages")
+                return
         if len(token_ids) > longest:
             length = f"its prompt has {len(token_ids)} tokens with the text of `reset`"
             self.responders.fail(

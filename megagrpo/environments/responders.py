@@ -22,6 +22,7 @@ from megagrpo.platform.process.terminal import get_logger
 from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.pool import SHARED, Call, Outcome, WorkerPool
 from megagrpo.rewards.workers.values import reward_of
+from megagrpo.row_image import without_images
 
 _HOSTED = Target("megagrpo.environments.hosted", "Hosted")
 # A method of `Hosted` -> the verb whose values it returns; the argument `verb` of `act` is its own.
@@ -206,7 +207,10 @@ class Responders:
 
     def _step_call(self, conversation: Conversation) -> Call:
         left = None if self.section.max_turns is None else self.section.max_turns - len(conversation.turns)
-        arguments = conversation.prompt.columns | dict(
+        columns = conversation.prompt.columns
+        if self._turns_keep_state:  # `reset` got the images
+            columns = without_images(columns)
+        arguments = columns | dict(
             messages=conversation.all_messages,
             prompt_messages=len(conversation.opening),
             turn=len(conversation.turns),

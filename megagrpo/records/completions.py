@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megagrpo.data.prompt_values import content_text
 from megagrpo.platform.parallel.bulk_messages import parts_to_first_rank
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.records.jsonl_file import encoded
 from megagrpo.records.recorder import TrainedRollouts
+from megagrpo.row_image import content_text
 from megagrpo.types import Rollout, ScoredRollout
 
 Row = dict[str, Any]

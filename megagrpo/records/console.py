@@ -13,10 +13,10 @@ from rich.panel import Panel
 from rich.text import Text
 
 from megagrpo.config import RunConfig, evaluation_sets
-from megagrpo.data.prompt_values import content_text
 from megagrpo.platform.process.terminal import WIDTH, one_line, printable, quiets, wrapped, write_output
 from megagrpo.records.completions import Rows, best_and_worst
 from megagrpo.records.screen import lines_console
+from megagrpo.row_image import content_text
 
 # (label, metric, format). A metric that a step does not report is omitted.
 STEP_COLUMNS = [

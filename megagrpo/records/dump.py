@@ -25,12 +25,14 @@ reference/        the reference's weights as a Hugging Face folder, once they ha
 weights_K/        the weights before optimizer step K as a Hugging Face folder. Missing for the run's first optimizer
                   step: the weights are the model's
                   With LoRA both are adapters, as PEFT folders, in every step
+images/           with `data.images` the files of the prompts' images, which `images` of each sample names in order
 
 A dump is complete or absent. A dumped step computes the same results as any other step.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +46,7 @@ import torch
 from safetensors.torch import load, save, save_file
 from torch import Tensor
 
+from megagrpo.data.images import PromptImages
 from megagrpo.models.bridge.adapter_files import save_adapter
 from megagrpo.models.bridge.hf_export import Source, find_sources, save_hf
 from megagrpo.models.bridge.optimizer_sample import Read, sample
@@ -60,7 +63,7 @@ from megagrpo.records.metrics import values_of
 from megagrpo.records.recorder import Recorder, TrainedRollouts, Update
 from megagrpo.records.starts import package_versions
 from megagrpo.train_types import LossFn, LossInputs, LossOutput
-from megagrpo.types import ScoredRollout
+from megagrpo.types import Prompt, ScoredRollout
 
 STEP_FILE = "step.json"
 
@@ -236,9 +239,23 @@ class StepDumps(Recorder):
 
         def write() -> None:
             if pairs := [(load(rows), json.loads(text)) for rows, text in batched(received, 2)]:
+                for (_, text), names in zip(pairs, self._save_images(samples.prompts), strict=True):
+                    text["images"] = names
                 self._write(*zip(*pairs, strict=True))
 
         run_own_and_agree(layout, write)
+
+    def _save_images(self, prompts: Sequence[Prompt]) -> list[list[str]]:
+        """Write the images of prompts, each once, and return the names of each prompt's files in order."""
+        names: dict[int, list[str]] = {}
+        for inputs in (prompt.inputs for prompt in prompts):
+            files = inputs.files() if isinstance(inputs, PromptImages) and id(inputs) not in names else ()
+            for content in files:
+                name = f"images/{hashlib.blake2b(content, digest_size=16).hexdigest()}"
+                (self._partial / "images").mkdir(exist_ok=True)
+                (self._partial / name).write_bytes(content)
+                names.setdefault(id(inputs), []).append(name)
+        return [names.get(id(prompt.inputs), []) for prompt in prompts]
 
     def _write(self, rows: Sequence[Rows], texts: Sequence[dict[str, Any]]) -> None:
         config, layout = self._config, self._layout

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megagrpo.platform.process.hints import did_you_mean
+from megagrpo.rewards.workers.channel import Copies
+from megagrpo.row_image import has_images
 from megagrpo.types import Rollout
 
 
@@ -52,6 +54,14 @@ PER_ROLLOUT: dict[str, Callable[[Rollout], Any]] = {
     "is_truncated": lambda rollout: rollout.finish_reason == "length",
     "trajectories": _trajectory,
 }
+
+
+def column_of(rollouts: Sequence[Rollout], name: str) -> list[Any] | Copies:
+    """Return a column's values for these rollouts. Images that all of them share, as a group does, are sent once."""
+    values = [rollout.prompt.columns.get(name) for rollout in rollouts]
+    first = values[0]
+    is_shared = has_images(first) and all(value is first for value in values)
+    return Copies(first, len(values)) if is_shared else values
 
 
 def check_needs(needs: Mapping[str, Iterable[tuple[str, ...]]], columns: list[str]) -> None:

@@ -13,6 +13,7 @@ from megagrpo.rewards.arguments import check_needs
 from megagrpo.rewards.reward_registry import resolve
 from megagrpo.rewards.scoring import Function, Scoring
 from megagrpo.rewards.workers.pool import SHARED, Call, WorkerPool
+from megagrpo.row_image import without_images
 from megagrpo.types import Rollout, ScoredRollout
 
 BUILT_IN_PACKAGE = "megagrpo.rewards.functions."
@@ -120,7 +121,8 @@ class RewardScorer:
     def row_faults(self, rows: list[dict[str, Any]]) -> dict[str, list[tuple[int, str]]]:
         """Return, for each function with a method `row_fault`, (index of the row, reason) of the rows it cannot score.
 
-        `rows` are columns and values as in `Prompt.columns`."""
+        `rows` are columns and values as in `Prompt.columns`. Images are left out: all rows travel in one message."""
+        rows = [*map(without_images, rows)]
         functions = [f for f in self.functions.values() if f.signature["finds_row_faults"]]
         calls = []
         for f in functions:

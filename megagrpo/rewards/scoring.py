@@ -13,7 +13,7 @@ from itertools import batched, groupby
 from typing import Any
 
 from megagrpo.platform.process.terminal import get_logger
-from megagrpo.rewards.arguments import PER_ROLLOUT
+from megagrpo.rewards.arguments import PER_ROLLOUT, column_of
 from megagrpo.rewards.part_rewards import Returned, part_rewards, total, weighted_sum
 from megagrpo.rewards.target import Signature, Target
 from megagrpo.rewards.workers.pool import Call, Outcome, WorkerPool
@@ -206,7 +206,7 @@ class Scoring:
     def _call(self, function: Function, part: list[int]) -> Call:
         chosen = [self._rollouts[i] for i in part]
         columns = {name for r in chosen for name in r.prompt.columns}
-        arguments: dict[str, Any] = {name: [r.prompt.columns.get(name) for r in chosen] for name in columns}
+        arguments: dict[str, Any] = {name: column_of(chosen, name) for name in columns}
         arguments = {name: values for name, values in (arguments | self._common).items() if function.takes(name)}
         # What the function does not take is not made: the ids of a long response take more time than its text.
         made = {name: make for name, make in PER_ROLLOUT.items() if name == "completions" or function.takes(name)}

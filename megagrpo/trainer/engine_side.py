@@ -169,6 +169,7 @@ def connect(
             refills=refills,
             in_flight=config.rollout.in_flight if config.rollout.max_staleness else None,
             routes=routes,
+            keeps_images=launched is not None and config.data.images and config.rollout.dp == 1,
             **engine_limits(config.rollout),
         )
         if engine.sleeps:

@@ -105,7 +105,7 @@ def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources:
     )
     model = ModelFiles(model_folder, hf_config, dtype, reference_folder)
     given, (config, data) = config, _read_data(config, base_folder, (tokenizer, reader), layout, resources)
-    if hf_config.vision and (unread := {*IMAGE_COLUMNS} & {*data.prompts.columns}):
+    if hf_config.vision and not config.data.images and (unread := {*IMAGE_COLUMNS} & {*data.prompts.columns}):
         raise ValueError(f"data.images: data.train has the column {min(unread)}; set it to true, or rename the column")
     per_step = config.rollout.prompts_per_step
     notes = [*_steps_notes(given.run, config.run, per_step, len(data.prompts)), *unused_options(config.run)]

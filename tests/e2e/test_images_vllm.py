@@ -8,6 +8,8 @@ from tiny_vision import KINDS, asked, full_logits, is_text, write_model
 
 from megagrpo.config import LoraSection, ParallelSection
 from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.connections import Connections
+from megagrpo.engine.image_features import image_hashes
 from megagrpo.engine.servers.serving import _adapted, _is_packed
 from megagrpo.models.bridge.adapter_files import save_adapter
 from megagrpo.models.bridge.hf_export import find_sources, save_hf
@@ -160,3 +162,41 @@ def test_adapters_of_the_language_model_reach_vllm(kind, tmp_path):
         torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
     plain = theirs(folder, prompts, answers)
     assert max((torch.tensor(one) - other).abs().max() for (_, one), other in zip(answers, plain, strict=True)) > 1e-2
+
+
+def sizes_of_requests(engine: VllmEngine, prompts: list, monkeypatch) -> tuple[list, list[int]]:
+    """Eight responses to each prompt, and the bytes of each request."""
+    sizes, send = [], Connections.post
+
+    async def counted(self, url, path, body, *more):
+        sizes.append(len(body))
+        return await send(self, url, path, body, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Connections, "post", counted)
+        groups = engine.generate(prompts, 8, SamplingParams(1.0, 12), seed=0)
+    return [(r.response_ids.tolist(), r.rollout_logprobs.tolist()) for group in groups for r in group], sizes
+
+
+def test_pixels_are_sent_once_to_a_server_that_keeps_them(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    write_model(folder)
+    running = connect(launch(folder, "images_kept", images=True, finds_text=True), folder, keeps_images=True)
+    engine, prompts = running.engine, prompts_of(folder)
+    try:
+        uploads = engine._uploads
+        uploads._sent[engine.urls[0]] |= {name for p in prompts if p.inputs for name in image_hashes(p.inputs)}
+        dropped, _ = sizes_of_requests(engine, prompts, monkeypatch)  # as if the server had dropped them
+        first, once = sizes_of_requests(engine, prompts, monkeypatch)
+        again, never = sizes_of_requests(engine, prompts, monkeypatch)
+        engine.keeps_images = False
+        whole, always = sizes_of_requests(engine, prompts, monkeypatch)
+    finally:
+        running.launcher.stop()
+    print(f"bytes of requests: {sum(always)} with all pixels, {sum(once)} with pixels once, {sum(never)} with none")
+    eight = [prompt for prompt in prompts for _ in range(8)]
+    for answers in (dropped, first, again, whole):
+        for (_, logprobs), expected in zip(answers, theirs(folder, eight, answers), strict=True):
+            torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
+    assert len(once) >= len(never) == len(always) == 32
+    assert sum(never) < 0.05 * sum(always) and sum(once) < 0.2 * sum(always)

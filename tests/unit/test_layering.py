@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "megagrpo").rglob("*.py"))
 LEVELS = [
     {"platform/process"},
-    {"types", "train_types", "config", "platform/install"},
+    {"types", "train_types", "row_image", "config", "platform/install"},
     {"models/families", "algorithms", "data", "rewards", "platform/device"},
     {"models/precision"},
     {"platform/parallel", "sync/wire", "models/hub"},

@@ -19,6 +19,7 @@ from megagrpo.platform.process.variables import ENVIRONMENT, MALLOC, OPENMP, TOK
 PLUGIN = Path(__file__).parents[2] / "sync" / "vllm_side"
 MAX_BATCHED_TOKENS = 4096  # tokens of one prefill batch on a CPU
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM allocates adapter slots for
+IMAGE_CACHE_GB = 4  # host memory in which a server keeps the pixels of images
 
 # Flags by which a sleeping server also frees the pools of CUDA graphs and NCCL's buffers.
 SLEEP_FLAGS = ("--sleep-mode-offload-cudagraph", "--enable-nccl-comm-suspend")
@@ -73,7 +74,8 @@ def server_command(
         "--language-model-only": o.text_only,
         # pixels arrive as the trainer's processor made them; otherwise vLLM would normalise them again
         "--no-mm-device-do-normalize": o.images,
-        "--mm-processor-cache-gb": 0 if o.images else None,
+        # pixels by hash, in host memory, which requests name; data-parallel copies would not find each other's
+        "--mm-processor-cache-gb": (IMAGE_CACHE_GB if o.dp == 1 else 0) if o.images else None,
         "--limit-mm-per-prompt": json.dumps({"image": 999, "video": 0}) if o.images else None,
         "--enable-sleep-mode": o.sleep_mode,
         "--enforce-eager": o.enforce_eager or not gpu,  # compiling on a CPU takes longer than it saves

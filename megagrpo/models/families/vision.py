@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megagrpo.models.families.tower_shape import TowerShape, qwen_tower
+
 Raw = dict[str, Any]  # config.json as read
 ROTARY = ("rope_scaling", "rope_parameters")  # sections of config.json with parameters of the rotation
 _LEVELS = (8, 16, 24)  # blocks of Qwen3-VL's tower, if config.json does not name them
@@ -40,6 +42,7 @@ class Vision:
     axes: tuple[int, ...] = ()
     levels: int = 0
     square: Square | None = None
+    shape: TowerShape | None = None  # None: not known, so `megagrpo plan` leaves the tower out
     nested: bool = field(default=False, compare=False)  # files name a module more between SigLIP and its parts
     config: Raw = field(default_factory=dict, repr=False, compare=False)  # config.json of the whole model, as read
     trained: tuple[str, ...] = field(default=(), repr=False, compare=False)
@@ -87,7 +90,8 @@ def qwen_vision(tower: str, interleaved: bool, deepstack: bool = False) -> Calla
             axes = [i % 3 if i < 3 * (0, height, width)[i % 3] else 0 for i in range(len(axes))]
         token, merge = raw.get("image_token_id", 151655), of_tower.get("spatial_merge_size", 2)
         levels = len(of_tower.get("deepstack_visual_indexes", _LEVELS)) if deepstack else 0
-        return Vision(tower, "visual.", token, merge, tuple(axes), levels, config=raw)
+        shape = qwen_tower(tower, of_tower, levels)
+        return Vision(tower, "visual.", token, merge, tuple(axes), levels, shape=shape, config=raw)
 
     return read
 

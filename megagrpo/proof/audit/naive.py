@@ -7,9 +7,10 @@ The loss is in `naive_loss`, the advantages in `naive_advantages`. Rotary angles
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -125,16 +126,17 @@ def log_softmax(
     sampling: SamplingParams,
     routes: Tensor | None = None,
     allowed: Tensor | None = None,
+    images: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Tensor:
     """Return log-probs [Lr, V] at the `places` [Lr] of one sample that the policy wrote, in the distribution
     that it was sampled from.
 
     Tokens that it never samples have -1e30, except the sample's own tokens. With `routes` routers take these experts.
-    `allowed` [Lr, V] are the tokens of structured outputs.
+    `allowed` [Lr, V] are the tokens of structured outputs, `images` further arguments of the model.
     """
     # with adapters weights are computed once
     with Routing(model, routes) if routes is not None else nullcontext(), cached():
-        logits = model(token_ids[None]).logits[0, places - 1]
+        logits = model(token_ids[None], **images).logits[0, places - 1]
     logits = logits if allowed is None else logits.masked_fill(~allowed, -1e30)
     logits = _processed(logits, token_ids, places.tolist(), sampling) / sampling.temperature
     if sampling.truncation:
@@ -181,10 +183,12 @@ def _kept(logits: Tensor, rules: Truncation) -> Tensor:
     return ((left > 0) & (left.cumsum(dim=-1) - left < rules.top_p)).gather(1, order.argsort(dim=-1))
 
 
-def router_logits(model: nn.Module, token_ids: Tensor, places: Tensor, routes: Tensor | None = None) -> Tensor:
+def router_logits(
+    model: nn.Module, token_ids: Tensor, places: Tensor, routes: Tensor | None, images: Mapping[str, Tensor]
+) -> Tensor:
     """Return [layers x Lr, E]: the logits of each expert router at the tokens before `places` [Lr]."""
     with Routing(model, routes) if routes is not None else nullcontext():
-        layers = model(token_ids[None], output_router_logits=True).router_logits
+        layers = model(token_ids[None], output_router_logits=True, **images).router_logits
     return torch.cat([layer[places - 1] for layer in layers])
 
 

@@ -15,6 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from megagrpo.config import AlgorithmSection
 from megagrpo.data.grammar import Grammars, allowed
 from megagrpo.proof.audit import naive, naive_lora, naive_loss
+from megagrpo.proof.audit.naive_images import freeze_tower, image_inputs
 from megagrpo.proof.audit.naive_loss import Response, WholeStep
 from megagrpo.proof.audit.saved import DumpedUpdate, Sample, Step
 
@@ -61,6 +62,8 @@ def _model(step: Step, folder: Path) -> nn.Module:
     model = naive.load_model(step.model if adapts else folder, step.dtype, step.config.longest_sequence)
     if adapts:
         naive_lora.add_adapter(model, folder)
+    if step.config.towers == "frozen":
+        freeze_tower(model)
     for module in model.modules() if step.config.train.freeze_moe_router else ():
         if type(module).__name__.endswith(("TopKRouter", "TopkRouter")):
             module.requires_grad_(False)
@@ -80,7 +83,7 @@ def _with_routes(step: Step) -> list[Sample]:
     model, samples = _model(step, step.updates[0].weights), []
     for sample in step.samples:
         with naive.Routing(model, None) as routing:
-            model(sample.token_ids[None])
+            model(sample.token_ids[None], **image_inputs(step.model, model, sample))
         samples.append(replace(sample, routes=torch.stack(routing.taken, dim=1)))
     return samples
 
@@ -89,7 +92,13 @@ def _log_softmax(step: Step, model: nn.Module, sample: Sample) -> Tensor:
     """Return [Lr, V]: the log-probs of every next token at the policy's tokens."""
     sampling = step.sampling_of(sample)
     may_follow = None if sampling.constraint is None else _allowed(step.grammars, sampling.constraint, sample)
-    return naive.log_softmax(model, sample.token_ids, sample.places, sampling, sample.routes, may_follow)
+    images = image_inputs(step.model, model, sample)
+    return naive.log_softmax(model, sample.token_ids, sample.places, sampling, sample.routes, may_follow, images)
+
+
+def _router_logits(step: Step, model: nn.Module, sample: Sample) -> Tensor:
+    images = image_inputs(step.model, model, sample)
+    return naive.router_logits(model, sample.token_ids, sample.places, sample.routes, images)
 
 
 def _allowed(grammars: Grammars, constraint: tuple[str, str], sample: Sample) -> Tensor:
@@ -140,7 +149,7 @@ def _recompute_update(
             terms.append(algorithm.beta * kl / share)
         sum((term.sum() for term in terms[1:]), terms[0].sum()).backward()
         if algorithm.counts_in_routers:
-            logits = naive.router_logits(model, sample.token_ids, sample.places, sample.routes)
+            logits = _router_logits(step, model, sample)
             z_loss = algorithm.router_z_loss_coef * naive.z_loss(logits) / sum(lengths.values())
             (z_loss if slope is None else z_loss + (logits.softmax(dim=-1) @ slope).sum()).backward()
         of_real = algorithm.loss.whole_step  # REAL's value is not the sum of the terms that its gradient comes from
@@ -228,7 +237,7 @@ def _whole_step(
 def _balancing_slope(step: Step, update: DumpedUpdate, model: nn.Module) -> Tensor:
     """Return [E]: the contribution of the balancing loss to the gradient of each router probability."""
     samples = [step.samples[i] for i in update.samples if not step.is_masked(step.samples[i])]
-    rows = [naive.router_logits(model, s.token_ids, s.places, s.routes).softmax(dim=-1) for s in samples]
+    rows = [_router_logits(step, model, sample).softmax(dim=-1) for sample in samples]
     taken = [sample.routes[sample.places - 1].flatten() for sample in samples if sample.routes is not None]
     per_token: int = attrgetter("config.num_experts_per_tok")(model)
     slope = naive.balancing_slope(torch.cat(rows), per_token, torch.cat(taken).long() if taken else None)

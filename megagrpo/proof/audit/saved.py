@@ -33,6 +33,7 @@ class Sample:
     routes: Tensor | None = None  # [L, M, k], with `rollout.routing_replay: engine`
     trajectory: int = 0  # index of the trajectory's first sample, which has its reward and its end
     is_branch: bool = False  # whether it is another sample of the trajectory
+    images: tuple[Path, ...] = ()  # the files of the prompt's images, in order
     token_rewards: Tensor | None = None  # [L] with weights, NaN: none; with `advantage_by` token or process
 
     @property
@@ -165,12 +166,12 @@ def load_step(run: Path, step: int, model: Path | None = None) -> Step:
         model=model,
         reference=reference,
         layout=contents["layout"],
-        samples=_samples(load_file(folder / "samples.safetensors"), contents["samples"]),
+        samples=_samples(folder, load_file(folder / "samples.safetensors"), contents["samples"]),
         updates=[_update(folder, model, number, update) for number, update in enumerate(contents["updates"], 1)],
     )
 
 
-def _samples(rows: dict[str, Tensor], texts: list[dict[str, Any]]) -> list[Sample]:
+def _samples(folder: Path, rows: dict[str, Tensor], texts: list[dict[str, Any]]) -> list[Sample]:
     borders, prompts = rows["borders"].tolist(), rows["prompt_lengths"].tolist()
     spans = [slice(start, stop) for start, stop in itertools.pairwise(borders)]
     return [
@@ -183,6 +184,7 @@ def _samples(rows: dict[str, Tensor], texts: list[dict[str, Any]]) -> list[Sampl
             rows["routes"][span] if "routes" in rows else None,
             text.get("trajectory", index),
             text.get("trajectory", index) != index,
+            tuple(folder / name for name in text.get("images", ())),
             rows["token_rewards"][span] if "token_rewards" in rows else None,
         )
         for index, (span, prompt, text) in enumerate(zip(spans, prompts, texts, strict=True))

@@ -7,6 +7,7 @@ from math import ceil
 from megagrpo.config import RunConfig
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.proof.plan.shapes import expert_parameters, num_parameters
+from megagrpo.proof.plan.tower_costs import tower_shape
 
 GIB = 2**30
 PREFILL_TOKENS = 8192  # tokens in one prefill batch of vLLM, its default on large GPUs
@@ -68,7 +69,7 @@ def device_bytes(config: RunConfig, model: HfConfig) -> float:
     """Return the bytes of the weights on the fullest device of a vLLM server.
 
     The first and the last pipeline stage hold the embedding and the output layer besides their blocks. Data-parallel
-    copies share the experts only.
+    copies share the experts only. The tower of a run with images is on the first stage.
     """
     r = config.rollout
     block, every = block_bytes(config), float(engine_bytes(config, model))
@@ -78,6 +79,8 @@ def device_bytes(config: RunConfig, model: HfConfig) -> float:
         share = ceil(model.num_layers / r.pp) / model.num_layers
         experts = experts * share
         every = outer + (every - outer * (1 if model.tied_embeddings else 2)) * share
+    tower = tower_shape(config, model)
+    every += engine_element(config) * tower.parameters if tower else 0
     return (every - experts + experts / r.dp) / r.tp
 
 

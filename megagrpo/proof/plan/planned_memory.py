@@ -15,6 +15,7 @@ from megagrpo.models.families.recurrence import Mamba2
 from megagrpo.proof.plan.engine_memory import GIB, engine_memory, reload_bytes, sequence_memory
 from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE
 from megagrpo.proof.plan.shapes import Stage, adapted_outputs, layer_route_bytes, num_parameters, stages_of
+from megagrpo.proof.plan.tower_costs import tower_bytes
 from megagrpo.proof.plan.workload import Bundle, responses_together
 
 # bytes of both moments of a parameter, with their share of two scales
@@ -74,6 +75,8 @@ def _stage_memory(
     }
     if config.lora.enabled and config.model.reference_path is not None:
         resident["reference"] = resident["weights"]
+    if tower := tower_bytes(config, model, stage):
+        resident["tower"] = tower
     if gpu and in_fp8 and not config.model.fp8_param:
         resident["fp8_weights"] = in_fp8 * FP8_BYTES
     tokens = train.max_tokens_per_micro_batch / p.cp
@@ -346,8 +349,9 @@ def on_shared_gpu(
     staging = {"staging": memory["sync"]["staging"] + reload}
     if not config.takes_turns:
         return memory | {"generate": memory["generate"] | engine, "sync": memory["sync"] | staging}
-    trainer = {"weights": memory["sync"]["weights"]} | staging
-    return memory | {"generate": engine, "sync": trainer | {"vllm_weights": engine["vllm_weights"]}}
+    tower = {part: memory["sync"][part] for part in ("tower",) if part in memory["sync"]}  # it is not offloaded
+    trainer = {"weights": memory["sync"]["weights"]} | tower | staging
+    return memory | {"generate": engine | tower, "sync": trainer | {"vllm_weights": engine["vllm_weights"]}}
 
 
 def smallest_gpu(

@@ -18,6 +18,7 @@ from megagrpo.proof.plan.passes import pass_seconds
 from megagrpo.proof.plan.planned_memory import copied_bytes
 from megagrpo.proof.plan.shapes import expert_parameters, num_parameters, stage_experts, stage_parameters
 from megagrpo.proof.plan.step_memory import route_bytes
+from megagrpo.proof.plan.tower_costs import tower_seconds
 from megagrpo.proof.plan.workload import Lengths, average_bundle
 
 PREFILL_EFFICIENCY = 0.5
@@ -95,6 +96,7 @@ def step_times(
     updates = a.updates_per_step * _update_seconds(config, model, world_size, gpu)
     updates -= overlap["param_gather"] if "param_gather" in config.train.overlap else 0.0
     train = a.num_iterations * (forward + backward + (forward if a.router_aux_loss_coef else 0)) + updates
+    train += tower_seconds(config, model, gpu, lengths, world_size // config.parallel.model_parallel_size)
     control = control_seconds(config, world_size, lengths, route_bytes(config, model))
     sync = sync_parts(config, model, world_size, gpu)
     generate = generate_seconds(config, model, gpu, lengths) if generate is None else generate
@@ -162,7 +164,7 @@ def generate_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Leng
     prompts = ceil(each / r.num_generations)  # the responses of a group share their prompt's cache
     flops, peak = token_flops(model), gpu.bf16_tflops * 1e12 * r.devices_per_server
     of_prompt = lengths.prompt * flops.blocks + attention_flops(model, lengths.prompt)
-    prefill = prompts * of_prompt / (peak * PREFILL_EFFICIENCY)
+    prefill = prompts * of_prompt / (peak * PREFILL_EFFICIENCY) + tower_seconds(config, model, gpu, lengths, servers)
     slots = _slots(config, model, gpu, lengths)
     if r.max_staleness and r.in_flight != "wait":
         return prefill + _steady_seconds(config, model, gpu, lengths, each, min(slots, each * (1 + r.max_staleness)))

@@ -14,6 +14,7 @@ from typing import Any
 from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.rewards.functions.http_service import JsonService, ServiceError
 from megagrpo.rewards.functions.text_rewards import text_of
+from megagrpo.row_image import content_text, json_image
 
 JUDGE_TEMPLATE = """Judge how well the answer below serves the question. Look for errors first, then decide.
 End with one line of the form "Score: N", where N is a number from {low} (useless) to {high} (perfect).
@@ -35,7 +36,8 @@ class LlmJudge:
     judge fails or gives no score.
 
     `url` is the server's base, such as http://host:8000/v1. `template` is the judge's task, text or a file, with
-    {prompt}, {completion}, {low}, {high} and any column in braces. `pattern` finds the score: the first group of its
+    {prompt}, {completion}, {low}, {high} and any column in braces; {image} and {images} send the images of the
+    prompt to the judge at this place. `pattern` finds the score: the first group of its
     last match. `cache` is an SQLite file with all answers, so that no question is asked twice, even by another run. A
     provider's key is read from the environment variable `api_key_env`. `options` are more fields of the request.
     """
@@ -88,9 +90,7 @@ class LlmJudge:
             "low": f"{self.low:g}",
             "high": f"{self.high:g}",
         }
-        # braces inside the filled-in values stay
-        task = _FIELD.sub(lambda field: str(values[field[1]]), self._template)
-        messages = [{"role": "user", "content": task}]
+        messages = [{"role": "user", "content": _filled(self._template, values)}]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
         request = {"model": self.model, "temperature": self.temperature, "max_tokens": self.max_tokens}
@@ -140,7 +140,20 @@ class _Cache:
         self._connection.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, answer))
 
 
+def _filled(template: str, values: dict[str, Any]) -> str | list[dict[str, Any]]:
+    """Return the task with its fields filled in: text, or parts of text and of images. Braces inside values stay."""
+    parts: list[dict[str, Any]] = [{"type": "text", "text": ""}]
+    for number, piece in enumerate(_FIELD.split(template)):  # every second piece is the name of a field
+        value = json_image(values[piece]) if number % 2 else piece
+        urls = [url for url in (value if isinstance(value, list) else [value]) if str(url).startswith("data:image/")]
+        if number % 2 and urls:
+            parts += [*({"type": "image_url", "image_url": {"url": url}} for url in urls), {"type": "text", "text": ""}]
+        elif not number % 2 or value:
+            parts[-1]["text"] += str(value)
+    return parts[0]["text"] if len(parts) == 1 else [part for part in parts if part.get("text") != ""]
+
+
 def _as_text(prompt: str | list[dict[str, Any]]) -> str:
     if isinstance(prompt, str):
         return prompt
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    return "\n\n".join(f"{message['role']}: {content_text(message['content'])}" for message in prompt)

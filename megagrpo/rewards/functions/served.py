@@ -13,6 +13,7 @@ from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.rewards.functions.http_service import JsonService, ServiceError
 from megagrpo.rewards.functions.text_rewards import text_of
 from megagrpo.rewards.workers.values import InvalidRewards
+from megagrpo.row_image import json_image
 
 SECRET = re.compile("authorization|cookie|key|token|secret|password", re.IGNORECASE)
 
@@ -26,6 +27,8 @@ class ServedReward:
     other address gets {"prompts": [...], "completions": ["...", ...], "columns": {name: [...]}} with the columns named
     in `columns`, for one group or at most `batch_size` of its completions. It must respond with {"rewards": [number or
     null, ...]}.
+
+    An image becomes a `data:` URL.
 
     A value of `headers` that begins with $ names an environment variable that holds the value to send.
     """
@@ -57,7 +60,8 @@ class ServedReward:
         self.needs_columns = tuple((name,) for name in self._columns)
 
     async def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
-        rows = list(zip(prompts, completions, *(columns[name] for name in self._columns), strict=True))
+        own = ([json_image(value) for value in columns[name]] for name in self._columns)
+        rows = list(zip(prompts, completions, *own, strict=True))
         ask = self._ask_vllm if self._is_vllm else self._ask
         parts = await asyncio.gather(*(ask(list(part)) for part in batched(rows, self.batch_size or len(rows))))
         return [reward for part in parts for reward in part]

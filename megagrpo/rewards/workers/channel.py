@@ -17,12 +17,14 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
 from megagrpo.rewards.target import Target
+from megagrpo.row_image import RowImage
 
 MAX_MESSAGE_BYTES = 1 << 26  # limit on a message from user code
 _MAX_FRAME_BYTES = (1 << 32) - 1
@@ -30,6 +32,14 @@ _READ_BYTES = 1 << 20  # per read from the socket
 _HEAD = struct.Struct(">I")
 _TAG = "\0type"  # the key of a dict that encodes a value of another type
 _PLAIN = frozenset({str, int, float, bool, type(None)})
+
+
+@dataclass(frozen=True)
+class Copies:
+    """A list with `count` separate copies of a value, which is sent once."""
+
+    value: Any
+    count: int
 
 
 class ProtocolError(RuntimeError):
@@ -154,6 +164,11 @@ _TYPES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda parts: datetime.timedelta(*parts),
     ),
     SimpleNamespace: (vars, lambda members: SimpleNamespace(**members)),
+    RowImage: (lambda image: image.encoded, lambda content: RowImage(content).opened()),
+    Copies: (
+        lambda copies: [json.dumps(as_json(copies.value)), copies.count],
+        lambda parts: [from_json(json.loads(parts[0])) for _ in range(parts[1])],
+    ),
     Target: (lambda value: list(vars(value).values()), lambda parts: Target(*parts)),
     dict: (lambda value: [[key, item] for key, item in value.items()], dict),  # dicts with keys that are not strings
 }
@@ -163,6 +178,7 @@ _BY_NAME = {kind.__name__: build for kind, (_, build) in _TYPES.items()}
 
 def as_json(value: Any) -> Any:
     """Encode `value` as plain JSON for `from_json`, including tuples, sets, dates, bytes and keys that are not strings.
+    Images of rows are decoded as PIL images.
 
     NumPy arrays and numbers become lists and numbers. Raises TypeError that names any other type.
     """
@@ -178,6 +194,8 @@ def as_json(value: Any) -> Any:
     for base in _BASES:  # subclasses, including NumPy's, become the plain value
         if isinstance(value, base):
             return as_json(base(value))
+    if kind.__module__.startswith("PIL."):
+        return as_json(RowImage(value))
     # of NumPy; of pandas, for parquet's times in nanoseconds
     for method in ("tolist", "to_pydatetime", "to_pytimedelta"):
         if hasattr(value, method):

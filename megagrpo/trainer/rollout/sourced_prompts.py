@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from megagrpo.config import ConfigError, RunConfig
+from megagrpo.data.images import storable
 from megagrpo.data.prompt_order import PromptOrder
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.sample_facts import TRUNCATED
@@ -164,7 +165,7 @@ class SourcedPrompts(PromptOrder):
         """Return the row as int or dict; None for a new row that `data.overlong_prompts` drops."""
         assert isinstance(self._order, PromptSource), "rank 0 reads the data set"
         if isinstance(row, Mapping):
-            new = copy.deepcopy(dict(row))
+            new = copy.deepcopy(storable(dict(row)))
             return new if self._order.accepts(new, self.first_new) else None
         number = int(row) if isinstance(row, int | np.integer) and not isinstance(row, bool) else None
         if number is None:

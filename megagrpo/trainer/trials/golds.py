@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megagrpo.data.prompt_values import content_text
 from megagrpo.data.text_rows import ANSWERS, names_in, nested
+from megagrpo.row_image import content_text
 from megagrpo.types import Prompt
 
 # usual names of a right program

@@ -6,14 +6,8 @@ from megagrpo.config import ConfigError, load_config
 
 ON = "data.images=true"
 REFUSED = [  # overrides, and the beginning of the problem
-    (["multi_turn.tools=[calculator]"], "multi_turn: with data.images, later turns would lack their images"),
-    (
-        ["rollout.max_staleness=1", "rollout.in_flight=resume", "rollout.placement=dedicated"],
-        "rollout.max_staleness: with data.images, checkpoints do not hold images",
-    ),
-    (["debug.dump_steps=[1]"], "debug.dump_steps: with data.images, megagrpo audit reads token ids only"),
+    (["multi_turn.agent=/file.py:Agent"], "multi_turn.agent: with data.images, agents send text only"),
     (["train.overlap=[experts]"], "train.overlap: with data.images, its schedule runs two micro-batches at once"),
-    (["data.source=/file.py:Source"], "data.source: with data.images, new rows travel as JSON"),
     (["data.chat_template=none"], "data.chat_template: with data.images, only a template places images"),
     (["data.overlong_prompts=truncate_left"], "data.overlong_prompts: with data.images, a truncated prompt would lose"),
 ]

@@ -199,8 +199,8 @@ def test_a_response_ends_where_what_is_added_leaves_no_room(tokenizer):
         (lambda m: m, "adds no message that the policy could answer"),
         (lambda m: [*m, {"role": "assistant", "content": "mine"}], "adds no message that the policy could answer"),
         (lambda m: [*m[:-1], m[-1] | {"content": "other"}, USER], "it may do one of the two"),
-        (lambda m: [*m, {"role": "user"}], "messages without a role or a content"),
-        (lambda m: [*m, "Sure?"], "messages without a role or a content"),
+        (lambda m: [*m, {"role": "user"}], "messages without a role, or with content other than text"),
+        (lambda m: [*m, "Sure?"], "messages without a role, or with content other than text"),
     ],
 )
 def test_a_scheduler_may_add_messages_or_change_the_last_one(tokenizer, change, problem):

@@ -1,5 +1,6 @@
 """Images of rows: columns and parts as in TRL, their tokens, and pixels that are computed at each access."""
 
+import base64
 import io
 import json
 import tempfile
@@ -11,7 +12,7 @@ import pytest
 from PIL import Image
 
 from megagrpo.config import DataSection, load_config
-from megagrpo.data.images import ImageReader
+from megagrpo.data.images import ImageReader, storable
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import load_tokenizer
 from megagrpo.models.bridge.image_facts import processor_of
@@ -73,7 +74,9 @@ def test_a_prompt_has_the_tokens_and_pixels_of_transformers_processor(folder, tm
     np.testing.assert_array_equal(prompt.inputs["pixel_values"], expected["pixel_values"])
     for start, count in zip(prompt.inputs["image_starts"], prompt.inputs["image_tokens"], strict=True):
         assert set(prompt.token_ids[start : start + count]) == {IMAGE}
-    assert prompt.messages[0]["content"] == content and "images" not in prompt.columns
+    assert prompt.messages[0]["content"] == content
+    seen = [image.opened() for image in prompt.columns["images"]]
+    assert all(np.array_equal(one, other) for one, other in zip(seen, pictures, strict=True))
 
 
 _NORMAL = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3, merge_size=2, temporal_patch_size=2)
@@ -115,6 +118,54 @@ def test_an_image_may_be_bytes_a_path_or_inside_a_message(folder, tmp_path, kind
     np.testing.assert_array_equal(prompt.inputs["pixel_values"], expected)
     assert prompt.token_ids.count(IMAGE) == 4
     assert prompt.messages[0]["content"] == [dict(type="image"), dict(type="text", text="which?")]
+
+
+def test_an_image_in_json_is_base64_or_a_data_url(folder, tmp_path):
+    picture, (path, *rows) = image(56, 56, 3), (tmp_path / "rows.jsonl",)
+    text = base64.b64encode(png(picture)).decode()
+    for value in (dict(bytes=text), "data:image/png;base64," + text):
+        rows.append(dict(prompt="which?", image=value))
+    rows.append(dict(prompt=[dict(role="user", content=[dict(type="image", image=rows[1]["image"])])]))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    expected = ImageReader(folder, IMAGE, 2).pixels([picture])[0]
+    for prompt in source(folder, path).all():
+        np.testing.assert_array_equal(prompt.inputs["pixel_values"], expected)
+    path.write_text(json.dumps(dict(prompt="which?", image=dict(bytes="no base64"))))
+    with pytest.raises(ValueError, match=r"row 0: .*'no base64' is not base64"):
+        source(folder, path)
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+def test_images_replace_the_tags_of_verl_and_ms_swift(folder, tmp_path, is_text):
+    pictures = [dict(bytes=png(image(28, 28, seed)), path=None) for seed in (1, 2)]
+    texts = ["<image>same as <image>?", "<image><image>", "one <image> only"]
+    prompts = texts if is_text else [[dict(role="user", content=text)] for text in texts]
+    rows = [dict(prompt=prompt, images=pictures) for prompt in prompts]
+    seen, text = dict(type="image"), lambda words: dict(type="text", text=words)
+    expected = [[seen, text("same as "), seen, text("?")], [seen, seen], [seen, seen, text("one <image> only")]]
+    found = source(folder, parquet(tmp_path, rows)).all()
+    assert [prompt.messages[0]["content"] for prompt in found] == expected
+    assert all(prompt.token_ids.count(IMAGE) == 2 for prompt in found)
+
+
+def test_a_row_with_pil_images_becomes_one_that_a_checkpoint_can_hold(folder, tmp_path):
+    picture = image(56, 56, 3)
+    row = storable(dict(prompt=[dict(role="user", content=[dict(type="image", image=picture)])], images=[picture], n=1))
+    assert row["n"] == 1 and row["images"] == [dict(bytes=png(picture))]
+    assert row["prompt"][0]["content"][0]["image"] == dict(bytes=png(picture))
+
+
+def test_a_prompt_that_is_rendered_again_keeps_its_images(folder, tmp_path):
+    rows = [dict(prompt="which?", images=[dict(bytes=png(image(84, 56, seed)), path=None) for seed in (1, 2)])]
+    prompts = source(folder, parquet(tmp_path, rows))
+    (prompt,), words = prompts.all(), load_tokenizer(folder)
+    longer = [prompt.messages[0] | dict(content=[*prompt.messages[0]["content"], dict(type="text", text=" now")])]
+    ids = prompt.inputs.placed(words.render(longer))
+    assert len(ids) == len(prompt.token_ids) + 4 and ids.count(IMAGE) == 12
+    moved = [dict(role="user", content=[dict(type="text", text="now "), *longer[0]["content"]])]
+    with pytest.raises(ValueError, match="renders its images at other places"):
+        prompt.inputs.placed(words.render(moved))
+    assert prompt.inputs.files() == [png(image(84, 56, seed)) for seed in (1, 2)]
 
 
 def test_rows_without_images_stay_text(folder, tmp_path):

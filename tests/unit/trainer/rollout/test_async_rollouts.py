@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from megagrpo.config import ConfigError, load_config
+from megagrpo.data.images import ImageReader
 from megagrpo.engine.protocol import EngineError, EngineInterrupted, EngineStarved
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool, packed, unpacked
 from megagrpo.types import Dialogue, Prompt, Rollout, SamplingParams, Turn
+from tests.distributed.tiny_vision import image, write_model
 from tests.unit.config.test_placement import QUICKSTART
 
 SAMPLING = SamplingParams(1.0, 8)
@@ -227,6 +229,24 @@ def test_a_checkpoint_keeps_conversations():
     (back,) = unpacked(json.loads(json.dumps(packed(0, [rollout]))), replace(prompts(0, 1)[0], columns=prompt.columns))
     assert back == replace(rollout, weight_version=6, later_versions=((2, 7),))
     assert [vars(turn) for turn in back.dialogue.turns] == [vars(turn) for turn in turns]  # with their seconds
+
+
+def test_a_checkpoint_leaves_images_to_the_data_set(tmp_path):
+    """A group has no pixels in the checkpoint, and the images of its prompt when it is restored."""
+    write_model(tmp_path)
+    reader, picture = ImageReader(tmp_path, 69, 2), image(84, 56, 1)
+    ids, inputs = reader.placed([5, 69, 7], [picture])
+    columns = reader.columns({"image": picture}, [picture])
+    prompt = replace(prompts(0, 1)[0], token_ids=ids, inputs=inputs, columns=columns)
+    dialogue = Dialogue([True], ({"role": "assistant", "content": "a"},), (Turn(0, 1),), "done")
+    longer = replace(prompt, token_ids=(*ids, 9), messages="with the text of reset")
+    group = Rollout(prompt, (7,), (-0.1,), "stop", 5, "a"), Rollout(longer, (7,), (-0.1,), "stop", 5, "a", dialogue)
+    text = json.dumps(packed(0, group))
+    assert len(text) < 1500
+    (_, again), images = reader.placed([5, 69, 7], [picture]), reader.columns({"image": picture}, [picture])
+    back = unpacked(json.loads(text), replace(prompt, inputs=again, columns=images))
+    assert all(rollout.prompt.inputs is again and rollout.prompt.columns is images for rollout in back)
+    assert [rollout.prompt.token_ids for rollout in back] == [ids, (*ids, 9)]
 
 
 def test_a_checkpoint_keeps_the_samples_of_a_branched_trajectory():

@@ -1,0 +1,40 @@
+"""Predicts the memory and the seconds of the vision tower of a run with images (`data.images`)."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from megagrpo.config import RunConfig
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families.tower_shape import TowerShape
+from megagrpo.proof.plan.gpu_specs import Gpu
+from megagrpo.proof.plan.shapes import Stage
+from megagrpo.proof.plan.workload import Lengths
+
+EFFICIENCY = 0.5  # share of the peak that a tower's products and attention reach
+
+
+def tower_shape(config: RunConfig, model: HfConfig) -> TowerShape | None:
+    """Return the shape of the tower that a run computes, if any."""
+    return model.vision.shape if config.data.images and model.vision else None
+
+
+def tower_bytes(config: RunConfig, model: HfConfig, stage: Stage) -> float:
+    """Return the bytes of the tower's weights on a rank of a stage: the whole tower on each rank that embeds tokens or
+    has a decoder block that adds features of the tower."""
+    shape = tower_shape(config, model)
+    if shape is None or model.vision is None:
+        return 0.0
+    has_tower = stage.index == 0 or any(layer < model.vision.levels for layer in stage.layers)
+    return shape.parameters * config.model.weight_bytes * has_tower
+
+
+def tower_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths, replicas: int) -> float:
+    """Return the seconds of the tower for a step's prompts on each of so many `replicas`, as if each prompt were one
+    image. A replica computes an image once per step: with tensor parallelism every rank computes it whole."""
+    shape = tower_shape(config, model)
+    if shape is None or model.vision is None:
+        return 0.0
+    prompts = ceil(config.rollout.prompts_per_step / replicas)
+    flops = shape.flops(model.vision.merge**2 * lengths.prompt, lengths.prompt)
+    return prompts * flops / (gpu.bf16_tflops * 1e12 * EFFICIENCY)

@@ -1,0 +1,53 @@
+"""The tower of a run with images in the plan: on the ranks that have it, in vLLM, and in the seconds of a step."""
+
+from megagrpo.config import load_config
+from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.proof.plan.engine_memory import GIB, device_bytes
+from megagrpo.proof.plan.gpu_specs import GPUS
+from megagrpo.proof.plan.planned_memory import run_memory, stage_memory
+from megagrpo.proof.plan.times import step_times
+from megagrpo.proof.plan.workload import Lengths
+from tests.unit.models.families.more_published_configs import MORE
+
+BF16 = "model.precision=bf16"
+PLAIN, DEEP = (parse_hf_config(MORE[name]) for name in ("Qwen2.5-VL 7B", "Qwen3-VL 8B"))
+
+
+def config(*overrides, images=True):
+    return load_config("megagrpo:quickstart", [f"data.images={images}".lower(), BF16, *overrides])
+
+
+def towers(model, *overrides) -> list[float]:
+    """GiB of the tower in each phase of each stage."""
+    stages = stage_memory(config(*overrides), model, dp=1)
+    assert all(len({parts.get("tower", 0.0) for parts in stage.values()}) == 1 for stage in stages), "in every phase"
+    return [stage["train"].get("tower", 0.0) for stage in stages]
+
+
+def test_each_rank_that_embeds_or_adds_features_has_the_whole_tower():
+    size = 2 * PLAIN.vision.shape.parameters / GIB
+    assert towers(PLAIN, "parallel.pp=4", "parallel.tp=2") == [size, 0, 0, 0]
+    deep = 2 * DEEP.vision.shape.parameters / GIB
+    assert towers(DEEP, "parallel.pp=4") == [deep, 0, 0, 0]
+    assert towers(DEEP, "parallel.pp=4", "parallel.pipeline_layers=[1,1,1,33]") == [deep, deep, deep, 0]
+
+
+def test_without_images_there_is_none():
+    stages = stage_memory(config(images=False), PLAIN, dp=1)
+    assert all("tower" not in parts for parts in stages[0].values())
+
+
+def test_a_server_divides_it_and_a_shared_gpu_keeps_it():
+    more = ("rollout.tp=2", "rollout.servers=1", "rollout.placement=colocated")
+    size = 2 * PLAIN.vision.shape.parameters
+    assert device_bytes(config(*more), PLAIN) - device_bytes(config(*more, images=False), PLAIN) == size / 2
+    for phase, parts in run_memory(config(*more), PLAIN, 2, 80.0).phases.items():
+        assert parts["tower"] == size / GIB, phase
+
+
+def test_its_seconds_are_part_of_training_and_generation():
+    lengths = Lengths(1000.0, 100.0, 200.0)
+    args = PLAIN, 8, GPUS["h100"], lengths
+    plain, seen = (step_times(config(images=images), *args).seconds for images in (False, True))
+    assert seen["train"] > plain["train"] and seen["generate"] > plain["generate"]
+    assert {name for name in plain if plain[name] != seen[name]} <= {"train", "generate"}
