@@ -10,7 +10,7 @@ from typing import Any
 Raw = dict[str, Any]  # config.json as read
 ROTARY = ("rope_scaling", "rope_parameters")  # sections of config.json with parameters of the rotation
 _LEVELS = (8, 16, 24)  # blocks of Qwen3-VL's tower, if config.json does not name them
-_AXES = ("mrope_section", "mrope_interleaved")
+_AXES = ("mrope_section", "mrope_interleaved", "interleaved")
 
 
 @dataclass(frozen=True)
