@@ -75,7 +75,6 @@ class Wrapper:
     """A multimodal model of transformers around the text model of a family, which lists it in `Family.wrappers`.
 
     - `model_type` and `architecture` are those of the whole model.
-    - `classes` are other names in `architectures` of releases, which vLLM maps to the same class.
     - `prefix` begins the decoder's tensors in the published files. Files with another of `NAMINGS` load too.
     - `texts` are the values of `model_type` in `text_config`; (): the family's own.
     - `defaults` are keys of the text model that published files leave out, with the values of transformers' class.
@@ -88,11 +87,11 @@ class Wrapper:
     - `modules` names transformers' modules of the decoder and the head, which adapters name.
     - `untrained` are regular expressions of tensors outside the text model, besides the usual names of towers.
     - `vision` reads the tower for images from config.json; None: the model is trained on text only.
+    - `classes` are other names in `architectures` of releases, which vLLM maps to the same class.
     """
 
     model_type: str
     architecture: str
-    classes: tuple[str, ...] = ()
     prefix: str = "language_model.model."
     texts: tuple[str, ...] = ()
     defaults: Raw = field(default_factory=dict)
@@ -103,6 +102,7 @@ class Wrapper:
     untrained: tuple[str, ...] = ()
     modules: Naming = MODULE_NAMES
     vision: Callable[[Raw], Vision | None] | None = None
+    classes: tuple[str, ...] = ()
 
     def text_of(self, raw: Raw) -> Raw:
         """Return the keys of the text model, without `model_type` and `architectures`. Those of the whole model in
