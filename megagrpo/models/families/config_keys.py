@@ -73,10 +73,12 @@ _TYPES: dict[type | tuple[type, ...], tuple[tuple[str, ...], str]] = {
         "a whole number",
     ),
 }
-# model_type -> the part of the model that no code here computes
+# model_type -> the part of the model that no code here computes, or why nothing can serve it
 _MAMBA1 = "its recurrent layers are Mamba-1, whose decays differ per channel and state; only Mamba-2 is implemented"
-_PARALLEL = "attention and Mamba-2 read the same input in one block; here a block has one of them"
-_BEYOND = {"jamba": _MAMBA1, "falcon_mamba": _MAMBA1, "falcon_h1": _PARALLEL}
+_PHI4 = (
+    "vLLM no longer has a class for it but the release's own code, which is never run; its text model is a Phi-4-mini"
+)
+_BEYOND = {"jamba": _MAMBA1, "falcon_mamba": _MAMBA1, "phi4_multimodal": _PHI4, "phi4mm": _PHI4}
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel")
 _OF_ANY = ("model_type", "architectures", "auto_map", "initializer_range")  # beside `OUTER`, of a multimodal model
 _WITHOUT_REFERENCE = ("bailing_moe", "bailing_moe_v2")  # Ling and Ring
@@ -260,7 +262,7 @@ def _has(family: Family | Wrapper, key: str, value: Any) -> str:
 def _class_problems(family: Family | Wrapper, raw: Raw) -> list[str]:
     """Return why the class is not the family's, by `architectures`, which vLLM reads, or `auto_map` (remote code)."""
     problems, name = [], family.architecture
-    names = {name, *(family.classes if isinstance(family, Wrapper) else ())}
+    names = {name, *family.classes}
     classes, remote = raw.get("architectures"), raw.get("auto_map")
     if classes and not names & {*(classes if isinstance(classes, list) else [classes])}:
         problems.append(

@@ -227,7 +227,7 @@ def _small_recurrence(real: Recurrence, hidden: int, parallel: ParallelSection, 
     if isinstance(real, ShortConv):
         return {}  # its channels are those of hidden states
     groups, width = 1 if real.groups == 1 else of_ranks, 4
-    small |= dict(mamba_expand=2, mamba_n_heads=2 * hidden // width, mamba_d_head=width)
+    small |= dict(mamba_expand=2, mamba_d_ssm=2 * hidden, mamba_n_heads=2 * hidden // width, mamba_d_head=width)
     return small | dict(mamba_n_groups=groups, mamba_d_state=6 * parallel.tp)
 
 

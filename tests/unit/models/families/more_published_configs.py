@@ -380,7 +380,6 @@ CLASSES: dict[str, tuple[str, str | None]] = {
     "arcee": ("ArceeForCausalLM", None),
     "bailing_moe_v2": ("BailingMoeV2ForCausalLM", None),
     "cohere2": ("Cohere2ForCausalLM", None),
-    "falcon_h1": ("FalconH1ForCausalLM", None),
     "gemma3n": ("Gemma3nForConditionalGeneration", "gemma3n_text"),
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", None),
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", None),
