@@ -14,13 +14,15 @@ from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS
 _TABLE = POST_NORMED | QK_NORM
 
 
-def _read(raw: Raw, common: HfConfig) -> HfConfig:
+def windowed(raw: Raw, common: HfConfig) -> HfConfig:
+    """Return the architecture with head norms and windows, of which only blocks with one rotate."""
     seen = windows(raw, raw["sliding_window"], lambda block: False)
     unrotated = frozenset(block for block, window in enumerate(seen) if window is None)
-    return replace(common, qk_norm=True, pre_norms=False, post_norms=True, windows=seen, unrotated=unrotated)
+    return replace(common, qk_norm=True, windows=seen, unrotated=unrotated)
 
 
-def _problems(raw: Raw) -> list[str]:
+def window_problems(raw: Raw) -> list[str]:
+    """Return the keys of windows and rotation that are missing or contradict each other."""
     lacking = [key for key in ("sliding_window", "layer_types") if key not in raw]
     lacking += [] if any(raw.get(key) for key in ("rope_theta", *ROTARY)) else ["rope_theta"]
     if lacking:
@@ -36,8 +38,8 @@ FAMILY = Family(
     "exaone4",
     "Exaone4ForCausalLM",
     table=lambda hf: _TABLE,
-    read=_read,
-    problems=_problems,
+    read=lambda raw, common: replace(windowed(raw, common), pre_norms=False, post_norms=True),
+    problems=window_problems,
     required=(*REQUIRED, "num_key_value_heads", "rms_norm_eps"),
     keys=("sliding_window", "layer_types"),
     ignored=("sliding_window_pattern",),  # `layer_types` decides
