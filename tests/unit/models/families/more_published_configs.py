@@ -374,6 +374,29 @@ MORE |= {
         transformers_version="4.57.0.dev0",
     ),
 }
+LFM2 = {key: value for key, value in published("release of lfm2").items() if key != "full_attn_idxs"}
+LFM2 |= dict(layer_types=[FULL if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)], tie_embedding=True)
+LFM2_IMAGES = dict(image_token_index=396, max_image_tokens=256, min_image_tokens=64, max_num_patches=1024)
+LFM2_IMAGES |= dict(max_pixels_tolerance=2.0, max_tiles=10, min_tiles=2, tile_size=512, use_thumbnail=True)
+LFM2_IMAGES |= dict(do_image_splitting=True, downsample_factor=2, encoder_patch_size=16, vision_feature_layer=-1)
+LFM2_IMAGES |= dict(projector_bias=True, projector_hidden_act="gelu", projector_hidden_size=2560)
+EXAONE4 = published("release of exaone4") | dict(model_type="exaone4_5_text", vocab_size=153600)
+MORE |= {
+    "LFM2 VL 1.6B": whole(
+        "lfm2_vl",
+        "Lfm2VlForConditionalGeneration",
+        LFM2,
+        **LFM2_IMAGES,
+        use_image_special_tokens=True,
+        dtype="bfloat16",
+    ),
+    "EXAONE 4.5 33B": whole(
+        "exaone4_5",
+        "Exaone4_5_ForConditionalGeneration",
+        EXAONE4,
+        **dict(image_token_id=67, video_token_id=68, tie_word_embeddings=False, dtype="bfloat16"),
+    ),
+}
 # Classes without a family here, so far: model_type -> class, and for multimodal models the model_type of `text_config`.
 CLASSES: dict[str, tuple[str, str | None]] = {
     "apertus": ("ApertusForCausalLM", None),
