@@ -86,6 +86,9 @@ def tiny_model(kind: str, extra: dict[str, Any]) -> torch.nn.Module:
     model = class_of(kind)(config).eval()
     if hasattr(model, "thinker"):
         model.forward = model.thinker.forward  # the whole model generates speech only
+        for name, parameter in model.named_parameters():
+            if name.startswith("talker"):  # transformers leaves its experts uninitialised
+                parameter.data.normal_(0, 0.1)
     with torch.no_grad():
         # Norms and biases start as ones and zeros, which hides swapped tensors. Buffers: the biases of expert
         # selection.

@@ -23,7 +23,7 @@ from megagrpo.models.bridge.untrained_tensors import UNTRAINED_FILE, UNTRAINED_O
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.models.families.precisions import QUANTIZATION
 from megagrpo.models.families.stored_names import HEADERS_FILE as HEADERS_FILE
-from megagrpo.models.families.weight_sources import INDEX, NAMED_TEMPLATES, SINGLE
+from megagrpo.models.families.weight_sources import INDEX, NAMED_TEMPLATES, SINGLE, SPEAKERS
 from megagrpo.models.families.wrapper import TEXT_CONFIG, THINKER
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.sync.wire.tensor_index import FLOAT32_TENSORS
@@ -303,7 +303,8 @@ def copy_side_files(source: Path, target: Path, dtype: torch.dtype | None = None
     for file in [*source.iterdir(), *source.glob(NAMED_TEMPLATES)]:
         is_index = file.name.endswith(".index.json")  # also pytorch_model.bin.index.json
         is_own = file.name in (HEADERS_FILE, UNTRAINED_ORIGIN)
-        if file.suffix in SIDE_FILE_SUFFIXES and not is_index and not is_own:
+        is_side = file.suffix in SIDE_FILE_SUFFIXES or file.name == SPEAKERS
+        if is_side and not is_index and not is_own:
             copy = target / file.relative_to(source)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, copy)
