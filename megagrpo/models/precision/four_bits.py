@@ -43,7 +43,7 @@ def _state(key: str, get: Get) -> dict[str, Any]:
     try:
         raw = json.loads(bytes(get(key).tolist()))
         rows, columns = raw["shape"]
-        assert raw["dtype"] in _DTYPES, "dtype"
+        assert raw["dtype"] in _DTYPES and raw["blocksize"] % 2 == 0, "dtype or blocksize"
         state = dict(shape=(int(rows), int(columns)), block=int(raw["blocksize"]), math=getattr(torch, raw["dtype"]))
         if "nested_offset" in raw:
             state |= dict(nested_block=int(raw["nested_blocksize"]), nested_offset=float(raw["nested_offset"]))
@@ -75,12 +75,15 @@ class _Matrix:
         if (found := (codes.numel(), magnitudes.numel(), values.numel())) != wanted:
             said = f"{self.name} has {found[0]} bytes, {found[1]} magnitudes and {found[2]} values; {self.shape} needs"
             raise ValueError(f"model: {said} {wanted[0]}, {wanted[1]} and {wanted[2]}; download the folder again")
-        outer, inner = (torch.arange(part.start, part.stop) for part in (rows, columns))
-        out = torch.empty(len(outer), len(inner), dtype=self.dtype)
-        for part in row_chunks(*out.shape):
-            index = outer[part, None] * width + inner
-            code = codes[index // 2] >> torch.where(index % 2 == 0, 4, 0) & 0xF  # the first code is in the upper bits
-            out[part] = (values[code.int()] * magnitudes[index // self.block]).to(self.math)
+        pairs = torch.stack((values.repeat_interleave(16), values.repeat(16)), 1)  # by byte; the upper bits come first
+        out = torch.empty(rows.stop - rows.start, columns.stop - columns.start, dtype=self.dtype)
+        for part in row_chunks(len(out), width):
+            first, last = ((rows.start + row) * width for row in (part.start, part.stop))  # elements
+            start = first // self.block * self.block
+            value = pairs[codes[start // 2 : -(-last // 2)].int()].flatten()
+            spread = magnitudes[start // self.block : -(-last // self.block)].repeat_interleave(self.block)
+            value = (value * spread[: len(value)])[first - start : last - start]
+            out[part] = value.view(-1, width)[:, columns].to(self.math)
         return out
 
     def _magnitudes(self, get: Get) -> Tensor:
