@@ -77,6 +77,7 @@ FAMILY = Family(
             | dict(n_group=1, topk_group=1, layer_types=[FULL, SLIDING] * 2)
             | dict(tie_word_embeddings=True),
         },
+        drift=1e-5,  # as of glm4_moe
         release=_RELEASE,
     ),
 )

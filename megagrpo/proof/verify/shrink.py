@@ -171,6 +171,7 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
             moe_intermediate_size=padded(32, unit * lcm(parallel.expert_tp, parallel.tp)),
             shared_expert_intermediate_size=padded(32, unit * parallel.tp),
             moe_layers=None,
+            mlp_layer_types=None,
             mlp_only_layers=[1] if len(real.experts.blocks) < real.num_layers else [],
             decoder_sparse_step=1,
         )
