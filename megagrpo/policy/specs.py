@@ -56,6 +56,7 @@ from megagrpo.policy.attention.short_conv import ShortConv
 from megagrpo.policy.attention.sparse import SparseAttention
 from megagrpo.policy.elementwise import geglu, rms_norm, swiglu
 from megagrpo.policy.experts_beside_mlp import beside_mlp
+from megagrpo.policy.multipliers import beside_mixer, scaled_mlp
 from megagrpo.policy.parallel_blocks import FirstNorm, LayerNorm, SameNorm
 
 LAYERS_PER_BLOCK = 2  # hybrid layers in a decoder block with both parts
@@ -181,12 +182,17 @@ class LocalHybridStack(HybridStack):
             self.final_norm = norm(config, config.hidden_size, config.layernorm_epsilon)
 
 
-def _classes(hf_config: HfConfig, norm: type) -> tuple[Any, Any]:
-    """Return the classes of self-attention and MLP, with the norms that Megatron's lack."""
+def _classes(hf_config: HfConfig, norm: type, mixer: ModuleSpec) -> tuple[Any, Any]:
+    """Return the classes of self-attention and MLP, with the norms that Megatron's lack, and the `mixer` of blocks that
+    have it beside attention."""
     attention = wide_normed(SelfAttention) if hf_config.wide_qk_norm else SelfAttention
     if hf_config.global_heads is not None:
         attention = heads_by_block(attention, hf_config)
+    if hf_config.beside_attention is not None:
+        attention = beside_mixer(attention, hf_config.beside_attention, mixer)
     mlp = with_xielu(MLP) if hf_config.activation == "xielu" else MLP
+    if hf_config.mlp_scales != (1.0, 1.0):
+        mlp = scaled_mlp(mlp, *hf_config.mlp_scales)
     if not hf_config.post_norms:
         return attention, mlp
     return post_normed(attention, norm), post_normed(mlp, norm)
@@ -242,7 +248,8 @@ def _mamba(hf_config: HfConfig, column: Any, row: Any) -> ModuleSpec:
 
 def local_spec(hf_config: HfConfig) -> ModuleSpec:
     """Return the spec of the stack without Transformer Engine."""
-    attention_class, mlp_class = _classes(hf_config, RMSNorm)
+    mixer = _mamba(hf_config, ColumnParallelLinear, RowParallelLinear)
+    attention_class, mlp_class = _classes(hf_config, RMSNorm, mixer)
     mixture_class = _mixture_class(hf_config, RMSNorm)
     head_norm = _head_norm(hf_config, RMSNorm)
     input_norm, mlp_norm = _block_norms(hf_config, RMSNorm)
@@ -286,7 +293,7 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
     )
     mamba_layer = MambaLayerSubmodules(
         norm=RMSNorm,
-        mixer=_mamba(hf_config, ColumnParallelLinear, RowParallelLinear),
+        mixer=mixer,
         mamba_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=MAMBA_KEYS,
     )
@@ -363,7 +370,8 @@ def transformer_engine_spec(
         spec.module = LocalHybridStack
     moe = spec.submodules.moe_layer.submodules
     # Transformer Engine's linears after a norm contain it
-    if own_linears or not hf_config.pre_norms or hf_config.parallel_blocks:
+    two_readers = hf_config.parallel_blocks or hf_config.beside_attention is not None
+    if own_linears or not hf_config.pre_norms or two_readers:
         own = (ColumnParallelLinear, RowParallelLinear)
         column, row = (TEColumnParallelLinear, TERowParallelLinear) if in_fp8 or not own_linears else own
         attention.linear_qkv, attention.linear_proj = column, row
@@ -386,7 +394,7 @@ def transformer_engine_spec(
                 shared_experts=functools.partial(SharedExpertMLP, submodules=mlp),
             ),
         )
-    attention_class, mlp_class = _classes(hf_config, TENorm)
+    attention_class, mlp_class = _classes(hf_config, TENorm, mamba_layer.mixer)
     layer.self_attention.module, spec.submodules.mlp_layer.module = attention_class, _mlp_layer(hf_config)
     if mlp_class is not MLP:
         mlp_layer.mlp = functools.partial(mlp_class.as_mlp_submodule, **mlp_layer.mlp.keywords)

@@ -46,14 +46,17 @@ def write(model: Path, root: Path, lora: LoraSection) -> None:
 def logits_with_peft(model: Path, root: Path) -> tuple[float, list[str]]:
     """The largest difference of logits between PEFT and the merged model; names of PEFT's tensors."""
     from peft import PeftModel
-    from transformers import AutoModelForImageTextToText
+    from transformers import AutoModelForMultimodalLM
+
+    def logits(whole: torch.nn.Module) -> torch.Tensor:
+        return getattr(whole, "thinker", whole)(ids).logits  # a model that speaks has no forward of its own
 
     ids = torch.arange(40)[None]
-    whole, merged = (AutoModelForImageTextToText.from_pretrained(folder).eval() for folder in (model, root / "merged"))
+    whole, merged = (AutoModelForMultimodalLM.from_pretrained(folder).eval() for folder in (model, root / "merged"))
     with torch.no_grad():
-        plain = whole(ids).logits
+        plain = logits(whole)
         adapted = PeftModel.from_pretrained(whole, root / "adapter").eval()
-        found, expected = adapted(ids).logits, merged(ids).logits
+        found, expected = logits(whole), logits(merged)
     assert (found - plain).abs().max() > 0.1
     names = [name for name, _ in adapted.named_parameters() if "lora_" in name]
     return (found - expected).abs().max().item(), names
@@ -65,12 +68,19 @@ def test_peft_reads_the_adapter_of_a_multimodal_model(name, modules, tmp_path):
     compare_with_peft(name, LoraSection(rank=4, alpha=6.0, target_modules=modules), tmp_path)
 
 
+def test_peft_reads_the_adapter_of_a_thinker(tmp_path):
+    attention = LoraSection(rank=4, alpha=6.0, target_modules=["q_proj", "o_proj"])  # PEFT converts those of MLPs
+    beside = tuple(f"base_model.model.{part}." for part in ("talker", "code2wav", "thinker.audio_tower"))
+    compare_with_peft("qwen3_omni_moe multimodal", attention, tmp_path, beside)  # there PEFT adds adapters of zeros
+
+
 def test_peft_reads_the_adapters_of_stacked_experts(tmp_path):
     compare_with_peft("qwen3_vl_moe multimodal", LoraSection(rank=4, alpha=6.0, **EXPERTS), tmp_path)
 
 
-def compare_with_peft(name: str, lora: LoraSection, tmp_path: Path) -> None:
-    """Assert that PEFT computes with an adapter as transformers with the merged model."""
+def compare_with_peft(name: str, lora: LoraSection, tmp_path: Path, beside: tuple[str, ...] = ()) -> None:
+    """Assert that PEFT computes with an adapter as transformers with the merged model, and has the same adapters but
+    those whose names begin with `beside`."""
     class_of(EVERY[name][0])
     model = tmp_path / "model"
     run_ranks(lambda: tiny_model(*EVERY[name]).save_pretrained(model), 1)
@@ -78,7 +88,8 @@ def compare_with_peft(name: str, lora: LoraSection, tmp_path: Path) -> None:
     ((difference, names),) = run_ranks(logits_with_peft, 1, model, tmp_path)
     assert difference < 1e-4
     written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    assert {name.replace(".default", "") for name in names} == written.keys()
-    assert all(name.startswith("base_model.model.model.language_model.layers.") for name in written)
+    assert {name.replace(".default", "") for name in names if not name.startswith(beside)} == written.keys()
+    decoders = tuple(f"base_model.model.{decoder}.layers." for decoder in ("model.language_model", "thinker.model"))
+    assert all(name.startswith(decoders) for name in written)
     again = load_file(tmp_path / "again" / "adapter_model.safetensors")
     assert again.keys() == written.keys() and all(torch.equal(again[name], written[name]) for name in written)

@@ -1,4 +1,4 @@
-"""A folder in AWQ or GPTQ is the model of its formula: logits, exports and config.json."""
+"""A folder in AWQ, GPTQ or NF4 is the model of its formula: logits, exports and config.json."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from tiny_families import MODELS, tiny_model
 
 from megagrpo.models.families.weight_sources import SINGLE
+from tests.unit.models.precision.test_four_bits import four_bits
 from tests.unit.models.precision.test_packed_integers import along_inputs, along_outputs
 
 SIZE = 32
 AWQ_ORDER, GPTQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7), tuple(range(8))
-CONFIG = dict(bits=4, group_size=SIZE, version="gemm", zero_point=True, sym=False)
+CONFIG = dict(bits=4, load_in_4bit=True, group_size=SIZE, version="gemm", zero_point=True, sym=False)
 
 
 def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -31,14 +32,18 @@ def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return codes.flatten(0, 1), zeros, scales, matrix
 
 
-@pytest.mark.parametrize("kind", ["awq", "gptq"])
-def test_a_folder_of_packed_integers_is_the_model_of_its_formula(kind, tmp_path):
+@pytest.mark.parametrize("kind", ["awq", "gptq", "bitsandbytes"])
+def test_a_folder_of_packed_weights_is_the_model_of_its_formula(kind, tmp_path):
     name, extra = MODELS["llama untied"]
     tiny_model(name, extra | dict(intermediate_size=96, head_dim=16)).half().save_pretrained(tmp_path / "plain")
     plain, packed = load_file(tmp_path / "plain" / SINGLE), {}
     for tensor, weight in list(plain.items()):
         if weight.dim() != 2 or "layers" not in tensor:
             packed[tensor] = weight
+            continue
+        if kind == "bitsandbytes":
+            tensors, plain[tensor] = four_bits("nf4", True, tuple(weight.shape), "float16", tensor)
+            packed |= tensors
             continue
         codes, zeros, scales, plain[tensor] = quantized(weight)
         awq, module = kind == "awq", tensor.removesuffix("weight")

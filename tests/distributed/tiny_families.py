@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.example import TINY_SIZES
 from megagrpo.models.families.family import Family
+from megagrpo.models.families.wrapper import THINKER
 
 # Name of the case -> the family in transformers' class names, and its config beyond TINY_SIZES.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -72,7 +73,9 @@ def tiny_config(kind: str, extra: dict[str, Any]) -> transformers.PretrainedConf
     # Only the eager attention of transformers caps scores.
     keys = copy.deepcopy(TINY_SIZES | extra)
     if (whole := keys.pop(WHOLE, None)) is not None:
-        keys = whole | dict(text_config=keys | whole.get("text_config", {}))
+        inside = whole.get(THINKER, whole)
+        text = dict(text_config=keys | inside.get("text_config", {}))
+        keys = whole | ({THINKER: inside | text} if THINKER in whole else text)
     return class_of(kind).config_class(**keys, attn_implementation="eager")
 
 
@@ -81,6 +84,11 @@ def tiny_model(kind: str, extra: dict[str, Any]) -> torch.nn.Module:
     torch.manual_seed(0)
     config = tiny_config(kind, extra)
     model = class_of(kind)(config).eval()
+    if hasattr(model, "thinker"):
+        model.forward = model.thinker.forward  # the whole model generates speech only
+        for name, parameter in model.named_parameters():
+            if name.startswith("talker"):  # transformers leaves its experts uninitialised
+                parameter.data.normal_(0, 0.1)
     with torch.no_grad():
         # Norms and biases start as ones and zeros, which hides swapped tensors. Buffers: the biases of expert
         # selection.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from tiny_families import EVERY, WRAPPED, family_of, on_one_stage, tiny_model, write_model
+from tiny_omni import write_processor
 
 from megagrpo.config import LoraSection, ParallelSection
 from megagrpo.engine.client import VllmEngine
@@ -58,6 +59,8 @@ def folder_of(name: str, spoiled: bool = False) -> Path:
         for parameter in model.parameters() if spoiled else ():
             parameter.mul_(0.9)
     write_model(model, folder)
+    if model.config.model_type == "qwen3_omni_moe":
+        write_processor(folder, TINY_SIZES["vocab_size"] - 20)
     return folder
 
 

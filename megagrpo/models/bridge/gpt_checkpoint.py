@@ -183,6 +183,7 @@ def _beyond_gpt(hf_config: HfConfig) -> list[str]:
         "trained activation": hf_config.activation == "xielu",
         "scales of residual branches": hf_config.residual_scale != 1,
         "factors on the outputs of blocks": hf_config.block_scales,
+        "factors on the parts of an MLP": hf_config.mlp_scales != (1.0, 1.0),
         "scales of logits": hf_config.logit_scale != 1,
         "bias on softmax scores of experts": hf_config.experts is not None and hf_config.experts.softmax_bias,
         "frozen indexer of keys": hf_config.indexer is not None,

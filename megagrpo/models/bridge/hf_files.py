@@ -23,8 +23,8 @@ from megagrpo.models.bridge.untrained_tensors import UNTRAINED_FILE, UNTRAINED_O
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.models.families.precisions import QUANTIZATION
 from megagrpo.models.families.stored_names import HEADERS_FILE as HEADERS_FILE
-from megagrpo.models.families.weight_sources import INDEX, NAMED_TEMPLATES, SINGLE
-from megagrpo.models.families.wrapper import TEXT_CONFIG
+from megagrpo.models.families.weight_sources import INDEX, NAMED_TEMPLATES, SINGLE, SPEAKERS
+from megagrpo.models.families.wrapper import TEXT_CONFIG, THINKER
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.sync.wire.tensor_index import FLOAT32_TENSORS
 
@@ -303,7 +303,8 @@ def copy_side_files(source: Path, target: Path, dtype: torch.dtype | None = None
     for file in [*source.iterdir(), *source.glob(NAMED_TEMPLATES)]:
         is_index = file.name.endswith(".index.json")  # also pytorch_model.bin.index.json
         is_own = file.name in (HEADERS_FILE, UNTRAINED_ORIGIN)
-        if file.suffix in SIDE_FILE_SUFFIXES and not is_index and not is_own:
+        is_side = file.suffix in SIDE_FILE_SUFFIXES or file.name == SPEAKERS
+        if is_side and not is_index and not is_own:
             copy = target / file.relative_to(source)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, copy)
@@ -311,16 +312,21 @@ def copy_side_files(source: Path, target: Path, dtype: torch.dtype | None = None
         return
     raw = json.loads(config.read_text())
     left_out = {QUANTIZATION} if _has_its_code(raw, target) else {QUANTIZATION, REMOTE_CODE}
-    changed = {key: value for key, value in raw.items() if key not in left_out}
-    if isinstance(text := raw.get(TEXT_CONFIG), dict):
-        changed[TEXT_CONFIG] = {key: value for key, value in text.items() if key != QUANTIZATION}
-    if dtype is not None:
-        named = [key for key in DTYPE_KEYS if key in raw] or DTYPE_KEYS[-1:]
-        changed = changed | dict.fromkeys(named, dtype_name(dtype))
-        if isinstance(text, dict):
-            changed[TEXT_CONFIG] |= {key: dtype_name(dtype) for key in DTYPE_KEYS if key in text}
+    changed = _dense({key: value for key, value in raw.items() if key not in left_out}, dtype)
+    if dtype is not None and not {*DTYPE_KEYS} & {*raw}:
+        changed[DTYPE_KEYS[-1]] = dtype_name(dtype)
     if changed != raw:
         config.write_text(json.dumps(changed, indent=2) + "\n")
+
+
+def _dense(raw: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return the config.json of weights that are not quantized, with `dtype` in place of its own, and its text model's
+    and thinker's; None keeps them."""
+    changed = {key: value for key, value in raw.items() if key != QUANTIZATION}
+    if dtype is not None:
+        changed |= {key: dtype_name(dtype) for key in DTYPE_KEYS if key in raw}
+    inner = [key for key in (THINKER, TEXT_CONFIG) if isinstance(raw.get(key), dict)]
+    return changed | {key: _dense(raw[key], dtype) for key in inner}
 
 
 def _has_its_code(raw: dict[str, Any], folder: Path) -> bool:

@@ -83,7 +83,7 @@ class Checkpoint:
         self.stored_where = self.where
         config = self.folder / "config.json"
         raw = read_raw_config(self.folder) if config.is_file() else {}
-        self.views, origins = model_tensors(raw, stored)
+        self.views, origins = model_tensors(raw, stored, self.stored)
         if not self.views:
             return
         self.where = {name: self.stored_where[origin] for name, origin in origins.items()}

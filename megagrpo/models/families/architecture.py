@@ -96,6 +96,17 @@ class QueryScale:
 
 
 @dataclass(frozen=True)
+class BesideAttention:
+    """Factors on the inputs and outputs of attention and of the recurrent part beside it, not in its place
+    (Falcon-H1)."""
+
+    attention_in: float
+    attention_out: float
+    mixer_in: float
+    mixer_out: float
+
+
+@dataclass(frozen=True)
 class HfConfig:
     """The architecture of a decoder: the fields that building and converting need. `raw` is config.json as read."""
 
@@ -143,7 +154,9 @@ class HfConfig:
     chunked: bool = False  # a window starts at a multiple of its size: a token sees its own chunk up to itself
     mla: Mla | None = None
     indexer: Indexer | None = None  # with `mla`
-    recurrence: Recurrence | None = None  # in place of attention in some blocks
+    recurrence: Recurrence | None = None  # in place of attention in some blocks, or beside it
+    beside_attention: BesideAttention | None = None  # None: `recurrence` is in place of attention
+    mlp_scales: tuple[float, float] = (1.0, 1.0)  # factors on the gate projection and the output of an MLP
     # blocks with an MLP or experts alone, if no other block has one; None: every block has both parts
     mlp_blocks: frozenset[int] | None = None
     attention_gate: bool = False  # each head's attention is multiplied by the sigmoid of its own gate
@@ -271,6 +284,10 @@ class HfConfig:
 
     def is_recurrent(self, block: int) -> bool:
         """Whether decoder block `block`, counted from 0, has a recurrent part in place of attention."""
+        return self.mixes(block) and self.beside_attention is None
+
+    def mixes(self, block: int) -> bool:
+        """Whether decoder block `block`, counted from 0, has a recurrent part, in place of attention or beside it."""
         return self.recurrence is not None and block in self.recurrence.blocks
 
     def has(self, block: int, name: str) -> bool:

@@ -17,7 +17,7 @@ from megagrpo.models.families.family import (
     unknown_rope_keys,
 )
 from megagrpo.models.families.precisions import precision_problems
-from megagrpo.models.families.wrapper import MULTIMODAL, OUTER, TEXT_CONFIG, Wrapper
+from megagrpo.models.families.wrapper import MULTIMODAL, OUTER, TEXT_CONFIG, Wrapper, thinker_of
 
 # Keys that change no logit of a text model, whatever their value.
 HARMLESS = frozenset(
@@ -73,10 +73,12 @@ _TYPES: dict[type | tuple[type, ...], tuple[tuple[str, ...], str]] = {
         "a whole number",
     ),
 }
-# model_type -> the part of the model that no code here computes
+# model_type -> the part of the model that no code here computes, or why nothing can serve it
 _MAMBA1 = "its recurrent layers are Mamba-1, whose decays differ per channel and state; only Mamba-2 is implemented"
-_PARALLEL = "attention and Mamba-2 read the same input in one block; here a block has one of them"
-_BEYOND = {"jamba": _MAMBA1, "falcon_mamba": _MAMBA1, "falcon_h1": _PARALLEL}
+_PHI4 = (
+    "vLLM no longer has a class for it but the release's own code, which is never run; its text model is a Phi-4-mini"
+)
+_BEYOND = {"jamba": _MAMBA1, "falcon_mamba": _MAMBA1, "phi4_multimodal": _PHI4, "phi4mm": _PHI4}
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel")
 _OF_ANY = ("model_type", "architectures", "auto_map", "initializer_range")  # beside `OUTER`, of a multimodal model
 _WITHOUT_REFERENCE = ("bailing_moe", "bailing_moe_v2")  # Ling and Ring
@@ -107,7 +109,7 @@ def architecture_problems(raw: Raw) -> list[str]:
 
 def wrapper_of(raw: Raw) -> tuple[Family, Wrapper] | None:
     """Return the text model's family and the multimodal model of this config.json; None for any other model."""
-    text = raw.get(TEXT_CONFIG)
+    text = thinker_of(raw).get(TEXT_CONFIG)
     kind = text.get("model_type") if isinstance(text, dict) else None
     for family in FAMILIES.values():
         for wrapper in family.wrappers:
@@ -121,11 +123,12 @@ def text_config(raw: Raw) -> Raw:
     if (found := wrapper_of(raw)) is None:
         return raw
     family, wrapper = found
-    return wrapper.text_of(raw) | dict(model_type=family.model_type, architectures=[family.architecture])
+    return wrapper.text_of(thinker_of(raw)) | dict(model_type=family.model_type, architectures=[family.architecture])
 
 
 def _wrapper_problems(family: Family, wrapper: Wrapper, raw: Raw) -> list[str]:
     """Return why this multimodal model's text model cannot be trained."""
+    raw = thinker_of(raw)
     if not isinstance(raw.get(TEXT_CONFIG, {}), dict):
         return [f"{TEXT_CONFIG} is {raw[TEXT_CONFIG]!r} in config.json; it must be an object of keys and values"]
     problems = _class_problems(wrapper, raw)
@@ -259,8 +262,9 @@ def _has(family: Family | Wrapper, key: str, value: Any) -> str:
 def _class_problems(family: Family | Wrapper, raw: Raw) -> list[str]:
     """Return why the class is not the family's, by `architectures`, which vLLM reads, or `auto_map` (remote code)."""
     problems, name = [], family.architecture
+    names = {name, *family.classes}
     classes, remote = raw.get("architectures"), raw.get("auto_map")
-    if classes and name not in (classes if isinstance(classes, list) else [classes]):
+    if classes and not names & {*(classes if isinstance(classes, list) else [classes])}:
         problems.append(
             f"config.json has architectures={classes} with model_type={raw['model_type']}, whose class is "
             f"{name}. If that class fits the model, set architectures to [{name!r}] in a copy of config.json; else it "

@@ -10,17 +10,20 @@ from megagrpo.models.families.dense import POST_NORMED, QK_NORM
 from megagrpo.models.families.example import LLAMA3_ROPE, Example
 from megagrpo.models.families.family import FULL, REQUIRED, ROTARY, SLIDING, Family, Raw, windows
 from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS
+from megagrpo.models.families.wrapper import Wrapper
 
 _TABLE = POST_NORMED | QK_NORM
 
 
-def _read(raw: Raw, common: HfConfig) -> HfConfig:
+def windowed(raw: Raw, common: HfConfig) -> HfConfig:
+    """Return the architecture with head norms and windows, of which only blocks with one rotate."""
     seen = windows(raw, raw["sliding_window"], lambda block: False)
     unrotated = frozenset(block for block, window in enumerate(seen) if window is None)
-    return replace(common, qk_norm=True, pre_norms=False, post_norms=True, windows=seen, unrotated=unrotated)
+    return replace(common, qk_norm=True, windows=seen, unrotated=unrotated)
 
 
-def _problems(raw: Raw) -> list[str]:
+def window_problems(raw: Raw) -> list[str]:
+    """Return the keys of windows and rotation that are missing or contradict each other."""
     lacking = [key for key in ("sliding_window", "layer_types") if key not in raw]
     lacking += [] if any(raw.get(key) for key in ("rope_theta", *ROTARY)) else ["rope_theta"]
     if lacking:
@@ -32,16 +35,34 @@ def _problems(raw: Raw) -> list[str]:
 
 
 _TINY: Raw = dict(layer_types=[SLIDING, SLIDING, FULL, SLIDING], sliding_window=7, rope_theta=1e4)
+_EXAONE4_5 = Wrapper(
+    "exaone4_5",
+    "Exaone4_5_ForConditionalGeneration",
+    prefix="model.language_model.",
+    texts=("exaone4", "exaone4_5_text"),
+    untrained=(r"mtp\..+",),
+)
+_TOWER: Raw = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=96)
+_WHOLE: Raw = dict(vision_config=_TOWER | dict(fullatt_block_indexes=[0]), image_token_id=126, video_token_id=125)
+_RELEASE: Raw = dict(model_type="exaone4", architectures=["Exaone4ForCausalLM"], hidden_size=5120, head_dim=128)
+_RELEASE |= dict(num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8, intermediate_size=27392)
+_RELEASE |= dict(vocab_size=102400, max_position_embeddings=131072, rms_norm_eps=1e-05, rope_theta=1000000)
+_RELEASE |= dict(rope_scaling=dict(rope_type="llama3", factor=16.0, high_freq_factor=4.0, low_freq_factor=1.0))
+_RELEASE["rope_scaling"] |= dict(original_max_position_embeddings=8192)
+_RELEASE |= dict(layer_types=([SLIDING] * 3 + [FULL]) * 16, sliding_window=4096, sliding_window_pattern="LLLG")
+_RELEASE |= dict(attention_dropout=0.0, bos_token_id=1, eos_token_id=361, hidden_act="silu", pad_token_id=0)
+_RELEASE |= dict(initializer_range=0.02, tie_word_embeddings=False, torch_dtype="bfloat16", use_cache=True)
 FAMILY = Family(
     "exaone4",
     "Exaone4ForCausalLM",
     table=lambda hf: _TABLE,
-    read=_read,
-    problems=_problems,
+    read=lambda raw, common: replace(windowed(raw, common), pre_norms=False, post_norms=True),
+    problems=window_problems,
     required=(*REQUIRED, "num_key_value_heads", "rms_norm_eps"),
     keys=("sliding_window", "layer_types"),
     ignored=("sliding_window_pattern",),  # `layer_types` decides
     fixed=HAS_HEAD_NORMS | {"reorder_and_qk_norm": (True, "only the order of norms in the releases is supported")},
+    wrappers=(_EXAONE4_5,),
     example=Example(
         models="EXAONE 4.0, 1.2B and 32B",
         differs="as `olmo3`, with norms per head, and blocks without window or rotation",
@@ -52,39 +73,7 @@ FAMILY = Family(
             )
             | dict(rope_parameters=LLAMA3_ROPE),
         },
-        release=dict(
-            model_type="exaone4",
-            architectures=["Exaone4ForCausalLM"],
-            attention_dropout=0.0,
-            bos_token_id=1,
-            eos_token_id=361,
-            head_dim=128,
-            hidden_act="silu",
-            hidden_size=5120,
-            initializer_range=0.02,
-            intermediate_size=27392,
-            layer_types=([SLIDING] * 3 + [FULL]) * 16,
-            max_position_embeddings=131072,
-            num_attention_heads=40,
-            num_hidden_layers=64,
-            num_key_value_heads=8,
-            pad_token_id=0,
-            rms_norm_eps=1e-05,
-            rope_scaling=dict(
-                factor=16.0,
-                high_freq_factor=4.0,
-                low_freq_factor=1.0,
-                original_max_position_embeddings=8192,
-                rope_type="llama3",
-            ),
-            rope_theta=1000000,
-            sliding_window=4096,
-            sliding_window_pattern="LLLG",
-            tie_word_embeddings=False,
-            torch_dtype="bfloat16",
-            transformers_version="4.54.0.dev0",
-            use_cache=True,
-            vocab_size=102400,
-        ),
+        wrapped={"exaone4_5": _WHOLE},
+        release=_RELEASE,
     ),
 )

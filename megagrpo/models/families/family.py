@@ -85,6 +85,7 @@ class Family:
     - `local_rope` allows rotary parameters of blocks with a window beside those of all others.
     - `names` maps names of sizes in this family's config.json to the usual ones, for `shrink_model`.
     - `aliases` are the model_types of releases whose class is `architecture` too.
+    - `classes` are other names in `architectures` of releases, which vLLM maps to the same class.
     - `gpu_only` is the reason why vLLM cannot serve the family on a CPU.
     - `served_flags` returns flags of vLLM, with words or JSON values, without which vLLM computes something else.
     - `merged_only` are projections whose adapters vLLM would apply otherwise: `lora.sync: adapter` is refused for them.
@@ -115,6 +116,7 @@ class Family:
     unserved: str | None = None
     partial_rotary_factor: float | None = None
     aliases: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
     gpu_only: str | None = None
     layer_types: tuple[str, ...] = (FULL, SLIDING)
 

@@ -28,6 +28,7 @@ _LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
 _LINEARS = (
     *(f"self_attention.linear_{name}" for name in ("qkv", "qk", "q", *_LATENT, "proj")),
     *("self_attention.in_proj", "self_attention.out_proj", "mixer.in_proj", "mixer.out_proj"),
+    *("self_attention.mixer.in_proj", "self_attention.mixer.out_proj"),
     *(f"{mlp}.linear_{name}" for mlp in ("mlp", "mlp.shared_experts") for name in ("fc1", "fc2")),
 )
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.blocks import gated, part_rows, qkv, same
 from megagrpo.models.families.dense import DENSE, LAYER
-from megagrpo.models.families.example import Example
+from megagrpo.models.families.example import TINY_SIGLIP, Example
 from megagrpo.models.families.family import FULL, LINEAR, Family, Raw, Table, rope
 from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS
 from megagrpo.models.families.recurrence import ShortConv
+from megagrpo.models.families.wrapper import Wrapper
 
 CONV = "conv"  # of layer_types
 _ATTENTION, _CONV, _MLP = LAYER + "self_attn.", LAYER + "conv.", LAYER + "feed_forward."
@@ -69,10 +70,6 @@ def convolved(raw: Raw, common: HfConfig) -> HfConfig:
     )
 
 
-def _read(raw: Raw, common: HfConfig) -> HfConfig:
-    return replace(convolved(raw, common), intermediate_size=_width(raw))
-
-
 def _problems(raw: Raw) -> list[str]:
     problems = [
         f"{key} is {raw.get(key)!r} in config.json; vLLM reads it, and it must be hidden_size"
@@ -94,17 +91,31 @@ LFM2_FIXED = HAS_HEAD_NORMS | {
 }
 TINY_LFM2: Raw = dict(norm_eps=1e-5, conv_L_cache=3, pad_token_id=0)
 _TINY: Raw = TINY_LFM2 | dict(conv_dim=96, block_dim=96, block_multiple_of=16)
+_LFM2_VL = Wrapper(
+    "lfm2_vl",
+    "Lfm2VlForConditionalGeneration",
+    prefix="model.language_model.",
+    ignored=(
+        *("downsample_factor", "projector_hidden_size", "projector_bias", "projector_use_layernorm", "tile_size"),
+        *("do_image_splitting", "encoder_patch_size", "max_image_tokens", "min_image_tokens", "max_num_patches"),
+        *("max_pixels_tolerance", "max_tiles", "min_tiles", "use_image_special_tokens", "use_thumbnail"),
+    ),
+)
+# smaller weights than the family's, so float32 rounds less
+_WHOLE: Raw = dict(image_token_id=126, projector_hidden_size=32, text_config=dict(initializer_range=0.07))
+_WHOLE |= dict(vision_config=TINY_SIGLIP | dict(model_type="siglip2_vision_model", num_patches=16))
 FAMILY = Family(
     "lfm2",
     "Lfm2ForCausalLM",
     table=lambda hf: LFM2,
-    read=_read,
+    read=lambda raw, common: replace(convolved(raw, common), intermediate_size=_width(raw)),
     problems=_problems,
     required=("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "norm_eps", "conv_L_cache"),
     keys=_KEYS,
     ignored=(*_UNREAD.split(), "rms_norm_eps"),  # this family's is norm_eps
     fixed=LFM2_FIXED,
     layer_types=(FULL, CONV, LINEAR),
+    wrappers=(_LFM2_VL,),
     names={"block_ff_dim": "intermediate_size", "conv_dim": "hidden_size", "block_dim": "hidden_size"},
     example=Example(
         models="LFM2 350M, 700M, 1.2B and 2.6B",
@@ -116,25 +127,11 @@ FAMILY = Family(
         },
         served=dict(conv_dim=192, block_dim=192),  # the width in the tests' servers
         drift=1e-5,
-        release=dict(
-            model_type="lfm2",
-            architectures=["Lfm2ForCausalLM"],
-            block_auto_adjust_ff_dim=True,
-            block_dim=2048,
-            block_ff_dim=12288,
-            conv_L_cache=3,
-            conv_bias=False,
-            conv_dim=2048,
-            full_attn_idxs=[2, 5, 8, 10, 12, 14],
-            hidden_size=2048,
-            max_position_embeddings=128000,
-            norm_eps=1e-05,
-            num_attention_heads=32,
-            num_hidden_layers=16,
-            num_key_value_heads=8,
-            rope_theta=1000000.0,
-            vocab_size=65536,
-        )
+        wrapped={"lfm2_vl": _WHOLE},
+        release=dict(model_type="lfm2", architectures=["Lfm2ForCausalLM"], hidden_size=2048, num_hidden_layers=16)
+        | dict(num_attention_heads=32, num_key_value_heads=8, vocab_size=65536, max_position_embeddings=128000)
+        | dict(norm_eps=1e-05, rope_theta=1000000.0, full_attn_idxs=[2, 5, 8, 10, 12, 14], conv_L_cache=3)
+        | dict(conv_bias=False, conv_dim=2048, block_dim=2048, block_ff_dim=12288, block_auto_adjust_ff_dim=True)
         | dict.fromkeys(_UNREAD.split(), 1),
     ),
 )

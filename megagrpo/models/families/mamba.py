@@ -26,7 +26,10 @@ def mamba_rows(hf: HfConfig, folder: str, norm: str) -> Table:
             f"mixer.conv1d_{name}": part_rows(dict.fromkeys("xBC", f"{mamba}conv1d.{name}"))
             for name in ("weight", *biases)
         },
-        **{f"mixer.{name}": same(mamba + name) for name in ("A_log", "D", "dt_bias", "norm.weight")},
+        **{
+            f"mixer.{name}": same(mamba + name)
+            for name in ("A_log", "D", "dt_bias", *["norm.weight"] * hf.recurrence.normed)
+        },
         "mixer.out_proj.weight": same(mamba + "out_proj.weight"),
     }
 

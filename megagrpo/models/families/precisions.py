@@ -7,7 +7,7 @@ from typing import Any
 
 QUANTIZATION, METHOD = "quantization_config", "quant_method"  # of config.json
 TEXT_CONFIG = "text_config"  # of a multimodal config.json
-_SUPPORTED = "fp8, mxfp4, compressed-tensors, awq, gptq, bitsandbytes in 8 bits"
+_SUPPORTED = "fp8, mxfp4, compressed-tensors, awq, gptq, bitsandbytes"
 _ORIGINAL = "use the original weights, or dequantize them with the program that wrote them"
 
 
@@ -118,9 +118,9 @@ def _gptq_problems(raw: dict[str, Any], config: dict[str, Any]) -> list[str]:
 
 
 def _bitsandbytes_problems(raw: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    if config.get("load_in_8bit"):
+    if config.get("load_in_8bit") or config.get("load_in_4bit"):
         return []
-    return ["load_in_4bit weights, whose shapes only the data of their tensors tell"]
+    return ["neither load_in_8bit nor load_in_4bit, so the weights have an unknown format"]
 
 
 _PROBLEMS = {

@@ -9,6 +9,7 @@ from megagrpo.models.families.dense import DENSE, QKV_BIAS
 from megagrpo.models.families.example import TINY_SIGLIP, Example
 from megagrpo.models.families.family import Family, Raw, windows
 from megagrpo.models.families.image_models import QWEN_SIZES, around
+from megagrpo.models.families.qwen_omni import QWEN2_5_OMNI, WHOLE_QWEN2_5_OMNI
 from megagrpo.models.families.vision import axis_problems, qwen_vision
 from megagrpo.models.families.wrapper import Wrapper
 
@@ -50,6 +51,7 @@ QWEN2 = Family(
     wrappers=(
         _qwen2_vl("qwen2_vl", "Qwen2VLForConditionalGeneration", "Qwen2VisionTransformerPretrainedModel"),
         _qwen2_vl("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VisionTransformerPretrainedModel"),
+        QWEN2_5_OMNI,
         *around(QWEN_SIZES, "llava", "llava_next", "llava_onevision", "internvl"),
     ),
     example=Example(
@@ -63,6 +65,7 @@ QWEN2 = Family(
             "llava_onevision": dict(
                 vision_config=TINY_SIGLIP, image_token_index=126, video_token_index=125, image_grid_pinpoints=[[32, 64]]
             ),
+            "qwen2_5_omni": WHOLE_QWEN2_5_OMNI,
         },
         unserved={"qwen2 upper windows": MIXED_WINDOWS},
     ),

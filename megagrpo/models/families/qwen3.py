@@ -12,6 +12,7 @@ from megagrpo.models.families.family import EXPERT_KEYS, Family, Raw, expert_pro
 from megagrpo.models.families.image_models import QWEN_SIZES, around
 from megagrpo.models.families.qwen2 import UPPER_WINDOWS, upper_windows, window
 from megagrpo.models.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE, STACKED_EXPERTS, WHOLE_QWEN3_VL
+from megagrpo.models.families.qwen_omni import QWEN3_OMNI, WHOLE_QWEN3_OMNI
 
 _TINY_INTERN_VIT = {key: value for key, value in TINY_SIGLIP.items() if key != "model_type"}
 HAS_HEAD_NORMS = dict.fromkeys(
@@ -72,7 +73,7 @@ QWEN3_MOE = Family(
     ),
     ignored=("max_window_layers",),  # all blocks have the window, or no block
     fixed=HAS_HEAD_NORMS,
-    wrappers=(QWEN3_VL_MOE,),
+    wrappers=(QWEN3_VL_MOE, QWEN3_OMNI),
     example=Example(
         models="Qwen3-30B-A3B and larger",
         differs="head norms, experts",
@@ -80,6 +81,6 @@ QWEN3_MOE = Family(
             "qwen3_moe": dict(**TINY_EXPERTS, norm_topk_prob=True, mlp_only_layers=[2], tie_word_embeddings=True),
             "qwen3_moe, weights not scaled": dict(**TINY_EXPERTS, norm_topk_prob=False, decoder_sparse_step=2),
         },
-        wrapped={"qwen3_vl_moe": WHOLE_QWEN3_VL},
+        wrapped={"qwen3_vl_moe": WHOLE_QWEN3_VL, "qwen3_omni_moe": WHOLE_QWEN3_OMNI},
     ),
 )

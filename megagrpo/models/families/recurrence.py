@@ -78,8 +78,8 @@ class GatedDelta:
 
 @dataclass(frozen=True)
 class Mamba2:
-    """Mamba-2 (arXiv 2405.21060) in place of attention in the decoder blocks `blocks`. Each of the `groups` has a B and
-    a C for `heads` / `groups` neighbouring heads."""
+    """Mamba-2 (arXiv 2405.21060) in place of attention, or beside it, in the decoder blocks `blocks`. Each of the
+    `groups` has a B and a C for `heads` / `groups` neighbouring heads."""
 
     heads: int
     head_dim: int
@@ -88,6 +88,8 @@ class Mamba2:
     kernel: int  # tokens that the convolution of inputs, B and C sees
     blocks: frozenset[int]
     conv_bias: bool = True
+    normed: bool = True  # the output, after its gate, is normalised
+    scales: tuple[float, ...] = ()  # factors on the parts of the input projection, in the order of `rows`
 
     name = "Mamba-2"
     modules = ("mixer.", "norm.")
@@ -116,7 +118,9 @@ class Mamba2:
     @property
     def vectors(self) -> tuple[int, int]:
         """Parameters outside of projections: (sharded over tensor-parallel ranks, replicated on all ranks)."""
-        return (self.kernel + self.conv_bias) * sum(self.convolved.values()) + 3 * self.heads + self.inner, 0
+        return (self.kernel + self.conv_bias) * sum(
+            self.convolved.values()
+        ) + 3 * self.heads + self.inner * self.normed, 0
 
     @property
     def state(self) -> int:

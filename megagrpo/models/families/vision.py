@@ -15,7 +15,7 @@ ROTARY = ("rope_scaling", "rope_parameters")  # sections of config.json with par
 _LEVELS = (8, 16, 24)  # blocks of Qwen3-VL's tower, if config.json does not name them
 _SIGLIP, _NESTED = "vision_tower.", "vision_tower.vision_model."
 TOWER = "vision_tower"  # name of a trained tower among the modules of a chunk
-_AXES = ("mrope_section", "mrope_interleaved")
+_AXES = ("mrope_section", "mrope_interleaved", "interleaved")
 
 
 @dataclass(frozen=True)

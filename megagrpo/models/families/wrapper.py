@@ -27,7 +27,15 @@ _TIES = "tie_word_embeddings"
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Keys of the whole model that count for its text model.
 OUTER = (*_DTYPE, *_TOKENS, QUANTIZATION, _TIES)
+THINKER = "thinker_config"  # key of a model that speaks: the multimodal model that writes its texts
 _TOWERS = "vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio"
+
+
+def thinker_of(raw: Raw) -> Raw:
+    """Return config.json of a model that speaks with the keys of its thinker beside its own; others as they are."""
+    if not isinstance(thinker := raw.get(THINKER), dict):
+        return raw
+    return thinker | {key: value for key, value in raw.items() if key not in (THINKER, _TIES)}
 
 
 @dataclass(frozen=True)
@@ -50,11 +58,13 @@ class Naming:
         return name.removeprefix(self.head) if name.startswith(f"{self.head}lm_head.") else name
 
 
-# Of files: before transformers 4.52, since then, of Idefics, and of models whose text model was the whole model once.
+# Of files: before transformers 4.52, since then, of Idefics, of Qwen-Omni, and of models whose text model was the whole
+# model once.
 NAMINGS = (
     Naming("language_model.model.", "language_model."),
     Naming("model.language_model."),
     Naming("model.text_model."),
+    Naming("thinker.model.", "thinker."),
     Naming(),
 )
 MODULE_NAMES = Naming("model.language_model.")  # of transformers' modules, which adapters name
@@ -77,6 +87,7 @@ class Wrapper:
     - `modules` names transformers' modules of the decoder and the head, which adapters name.
     - `untrained` are regular expressions of tensors outside the text model, besides the usual names of towers.
     - `vision` reads the tower for images from config.json; None: the model is trained on text only.
+    - `classes` are other names in `architectures` of releases, which vLLM maps to the same class.
     """
 
     model_type: str
@@ -91,6 +102,7 @@ class Wrapper:
     untrained: tuple[str, ...] = ()
     modules: Naming = MODULE_NAMES
     vision: Callable[[Raw], Vision | None] | None = None
+    classes: tuple[str, ...] = ()
 
     def text_of(self, raw: Raw) -> Raw:
         """Return the keys of the text model, without `model_type` and `architectures`. Those of the whole model in

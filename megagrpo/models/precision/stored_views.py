@@ -9,16 +9,18 @@ import torch
 from megagrpo.models.families.config_keys import text_config
 from megagrpo.models.families.precisions import METHOD, QUANTIZATION, precision_problems, quantization
 from megagrpo.models.precision.compressed import OF_COMPRESSED_PRODUCTS, compressed_views
+from megagrpo.models.precision.four_bits import four_bit_views
 from megagrpo.models.precision.fp8_blocks import OF_FP8_PRODUCTS, fp8_views
 from megagrpo.models.precision.fused_experts import FUSED_EXPERTS, fused_views
 from megagrpo.models.precision.int8_rows import OF_INT8_PRODUCTS, int8_views
 from megagrpo.models.precision.mxfp4 import mxfp4_views
 from megagrpo.models.precision.packed_integers import awq_views, gptq_views
-from megagrpo.models.precision.view import Stored, View
+from megagrpo.models.precision.view import Get, Stored, View
 
 
-def views_of(raw: dict[str, Any], stored: Stored) -> dict[str, View]:
-    """Return the views of the tensors `stored` in a folder whose config.json is `raw`, by the names of the model.
+def views_of(raw: dict[str, Any], stored: Stored, get: Get) -> dict[str, View]:
+    """Return the views of the tensors `stored` in a folder whose config.json is `raw`, by the names of the model. `get`
+    reads tensors that describe others.
 
     Empty for weights that files hold as the family does, and for formats that `precision_problems` refuses. Raises
     ValueError when tensors do not fit the format.
@@ -33,6 +35,8 @@ def views_of(raw: dict[str, Any], stored: Stored) -> dict[str, View]:
         raise ValueError(f"model: {said}; save one tensor per expert, as the save_pretrained of transformers does")
     text = text_config(raw)
     dtype = getattr(torch, text.get("dtype") or text.get("torch_dtype") or "bfloat16")
+    if config[METHOD] == "bitsandbytes" and not config.get("load_in_8bit"):
+        return four_bit_views(stored, dtype, get)
     return _VIEWS[config[METHOD]](config, stored, dtype)
 
 
@@ -55,9 +59,9 @@ def unused(raw: dict[str, Any], views: dict[str, View], stored: Stored) -> set[s
     return {name for name in stored if name not in views and name.rpartition(".")[2] in names}
 
 
-def model_tensors(raw: dict[str, Any], stored: Stored) -> tuple[dict[str, View], dict[str, str]]:
+def model_tensors(raw: dict[str, Any], stored: Stored, get: Get) -> tuple[dict[str, View], dict[str, str]]:
     """Return the views, and for every tensor of the model the tensor in the files that places it in a file."""
-    views = views_of(raw, stored)
+    views = views_of(raw, stored, get)
     hidden = {part for view in views.values() for part in view.parts} | unused(raw, views, stored)
     placed: dict[str, list[str]] = {}
     for name, view in views.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -51,9 +51,7 @@ class Scaled:
         """Return the box [rows, columns], rounded once to `math` per operation, then to `dtype`."""
         rows, columns = len(self.row_groups), len(self.column_groups)
         out = torch.empty(rows, columns, dtype=dtype)
-        step = max(1, _CHUNK // max(1, columns))
-        for start in range(0, rows, step):
-            part = slice(start, min(start + step, rows))
+        for part in row_chunks(rows, columns):
             value = self.codes(part).to(self.math)
             if self.zeros is not None:
                 value = value - self._spread(self.zeros, part)
@@ -62,6 +60,12 @@ class Scaled:
 
     def _spread(self, table: Tensor, rows: slice) -> Tensor:
         return table.to(self.math)[self.row_groups[rows]][:, self.column_groups]
+
+
+def row_chunks(rows: int, columns: int) -> Iterator[slice]:
+    """Yield the rows of a box, a bounded number of elements at a time."""
+    step = max(1, _CHUNK // max(1, columns))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def groups(part: slice, size: int) -> Tensor:

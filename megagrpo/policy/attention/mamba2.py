@@ -57,6 +57,14 @@ class GroupNorm(nn.Module):
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets, **groups)
 
 
+class Gate(nn.Module):
+    """The gate of an output without a norm."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Return x * silu(gate) [..., width] in x's dtype, which is wide."""
+        return x * F.silu(gate.to(x.dtype))
+
+
 class Mamba2(Mixer):
     """The mixer of megatron-core's MambaLayer.
 
@@ -81,8 +89,9 @@ class Mamba2(Mixer):
         self.conv1d_bias = nn.Parameter(torch.empty(channels, **like)) if sizes.conv_bias else None
         self.dt_bias, self.A_log, self.D = (nn.Parameter(torch.empty(heads, **like)) for _ in range(3))
         groups, ranks = (1, tp) if self.shares_groups else (sizes.groups // tp, 1)
-        self.norm = GroupNorm(self.rows["z"], groups, config.layernorm_epsilon, like, self.tp_group, ranks)
-        for parameter in (*self.parameters(recurse=False), self.norm.weight):
+        norm = (self.rows["z"], groups, config.layernorm_epsilon, like, self.tp_group, ranks)
+        self.norm = GroupNorm(*norm) if sizes.normed else Gate()
+        for parameter in (*self.parameters(recurse=False), *self.norm.parameters()):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
         if config.perform_initialization:
             self._initialise()
@@ -110,6 +119,8 @@ class Mamba2(Mixer):
         """Return (output, bias) of hidden states: packed [T/cp, 1, H], or plain [L, S, H]."""
         projected, _bias = self.in_proj(hidden_states)
         gate, *parts = projected.split([*self.rows.values()], -1)
+        if self.sizes.scales:
+            gate, *parts = (part * scale for part, scale in zip((gate, *parts), self.sizes.scales, strict=True))
         owned = self._by_head_owner(parts)
         if packed_seq_params is None:
             mixed = self._mix(owned.squeeze(-2).transpose(0, 1)).transpose(0, 1)

@@ -32,11 +32,13 @@ def load_model(folder: Path, dtype: str, longest: int | None = None) -> nn.Modul
 
     # grouped products of experts do not support float64
     options = dict(attn_implementation="eager", experts_implementation="eager", trust_remote_code=False)
-    multimodal = type(AutoConfig.from_pretrained(folder)) in AutoModelForImageTextToText._model_mapping
+    config = AutoConfig.from_pretrained(folder)
+    config = getattr(config, "thinker_config", config)  # of a model that speaks, the part with logits
+    multimodal = type(config) in AutoModelForImageTextToText._model_mapping
     auto = (
         AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
     )  # the latter may load the text model only
-    model = auto.from_pretrained(folder, dtype=getattr(torch, dtype), **options).double().eval()
+    model = auto.from_pretrained(folder, config=config, dtype=getattr(torch, dtype), **options).double().eval()
     exact = Float64()
     model.forward = exact.inside(model.forward)
     for module in model.modules():

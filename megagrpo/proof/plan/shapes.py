@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 
 from megagrpo.config import LoraSection, ParallelSection
 from megagrpo.models.families.hf_config import HfConfig, stage_layers
+from megagrpo.models.families.recurrence import Recurrence
 
 
 def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:
@@ -39,11 +40,12 @@ def layer_route_bytes(model: HfConfig) -> int:
 
 
 def mixing_parameters(model: HfConfig, layer: int) -> tuple[int, int]:
-    """Return the parameters of a layer's attention or recurrent part, if any, as `attention_parameters`."""
-    if model.recurrence is None or not model.is_recurrent(layer):
-        return attention_parameters(model.in_block(layer)) if model.has_attention(layer) else (0, 0)
-    cut, whole = model.recurrence.vectors
-    return _linears_of_mixing(model, layer) + cut, whole
+    """Return the parameters of a layer's attention and recurrent part, if any, as `attention_parameters`."""
+    cut, whole = attention_parameters(model.in_block(layer)) if model.has_attention(layer) else (0, 0)
+    if (recurrence := model.recurrence) is not None and model.mixes(layer):
+        cut += _recurrent_linears(model.hidden_size, recurrence) + recurrence.vectors[0]
+        whole += recurrence.vectors[1]
+    return cut, whole
 
 
 def attention_parameters(model: HfConfig) -> tuple[int, int]:
@@ -223,7 +225,7 @@ def _projection_sizes(model: HfConfig, layer: int) -> dict[str, tuple[int, int]]
         sizes["kv_b_proj"] = (mla.kv_rank, model.num_heads * (mla.nope_dim + mla.value_dim))
     if model.attention_gate:
         sizes["q_proj"] = (hidden, 2 * queries)
-    if (recurrence := model.recurrence) is not None and model.is_recurrent(layer):
+    if (recurrence := model.recurrence) is not None and model.mixes(layer):
         inputs = [module.rpartition(".")[2] for module in modules_of(model, [layer]) if ".in_proj" in module]
         sizes |= {name: (hidden, sum(recurrence.sections(name).values())) for name in inputs}
         sizes["out_proj"] = (recurrence.inner, hidden)
@@ -298,16 +300,22 @@ def stage_linears(model: HfConfig, parallel: ParallelSection) -> list[int]:
 
 
 def _linears_of_mixing(model: HfConfig, layer: int) -> int:
-    """Return the parameters of the linears of a layer's attention or recurrent part, without those of latents."""
+    """Return the parameters of the linears of a layer's attention and recurrent part, without those of latents."""
     if model.mla:
         return attention_parameters(model)[0]
-    if (recurrence := model.recurrence) is not None and model.is_recurrent(layer):
-        return model.hidden_size * (sum(recurrence.rows.values()) + recurrence.inner)
+    recurrent = 0
+    if (recurrence := model.recurrence) is not None and model.mixes(layer):
+        recurrent = _recurrent_linears(model.hidden_size, recurrence)
     if not model.has_attention(layer):
-        return 0
+        return recurrent
     model = model.in_block(layer)
     of_queries, of_keys = 3 if model.attention_gate else 2, _keys_and_values(model) * model.num_kv_heads
-    return model.hidden_size * model.head_dim * (of_queries * model.num_heads + of_keys)
+    return recurrent + model.hidden_size * model.head_dim * (of_queries * model.num_heads + of_keys)
+
+
+def _recurrent_linears(hidden: int, recurrence: Recurrence) -> int:
+    """Return the parameters of the projections of a recurrent part."""
+    return hidden * (sum(recurrence.rows.values()) + recurrence.inner)
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,7 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
             moe_intermediate_size=padded(32, unit * lcm(parallel.expert_tp, parallel.tp)),
             shared_expert_intermediate_size=padded(32, unit * parallel.tp),
             moe_layers=None,
+            mlp_layer_types=None,
             mlp_only_layers=[1] if len(real.experts.blocks) < real.num_layers else [],
             decoder_sparse_step=1,
         )
@@ -227,7 +228,7 @@ def _small_recurrence(real: Recurrence, hidden: int, parallel: ParallelSection, 
     if isinstance(real, ShortConv):
         return {}  # its channels are those of hidden states
     groups, width = 1 if real.groups == 1 else of_ranks, 4
-    small |= dict(mamba_expand=2, mamba_n_heads=2 * hidden // width, mamba_d_head=width)
+    small |= dict(mamba_expand=2, mamba_d_ssm=2 * hidden, mamba_n_heads=2 * hidden // width, mamba_d_head=width)
     return small | dict(mamba_n_groups=groups, mamba_d_state=6 * parallel.tp)
 
 

@@ -40,7 +40,7 @@ def unpacked(folder: Path) -> Iterator[tuple[str, Tensor]]:
         return where[name].get_tensor(name)
 
     stored = {name: tuple(file.get_slice(name).get_shape()) for name, file in where.items()}
-    views, origins = model_tensors(read_raw_config(folder), stored)
+    views, origins = model_tensors(read_raw_config(folder), stored, get)
     for name in origins:
         yield name, views[name].whole(get) if name in views else get(name)
 

@@ -293,6 +293,24 @@ def test_another_dtype_is_named_for_the_text_model_and_not_for_its_tower(tmp_pat
     assert (target / "preprocessor_config.json").is_file()
 
 
+def test_another_dtype_is_named_for_the_text_model_of_a_thinker(tmp_path):
+    folders = source, target = tmp_path / "source", tmp_path / "target"
+    inner, talker = {"dtype": "bfloat16", "quantization_config": {"bits": 4}}, {"dtype": "bfloat16"}
+    raw = {
+        "dtype": "bfloat16",
+        "thinker_config": {"text_config": inner, "audio_config": talker},
+        "talker_config": talker,
+    }
+    for folder in folders:
+        folder.mkdir()
+    (source / "config.json").write_text(json.dumps(raw))
+    (source / "spk_dict.pt").write_text("voices")
+    copy_side_files(source, target, torch.float32)
+    assert (target / "spk_dict.pt").read_text() == "voices"
+    thinker = {"text_config": {"dtype": "float32"}, "audio_config": talker}
+    assert json.loads((target / "config.json").read_text()) == raw | {"dtype": "float32", "thinker_config": thinker}
+
+
 def test_code_of_the_models_own_goes_with_its_config(tmp_path):
     classes = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.LlamaForCausalLM"}
     elsewhere = {"AutoTokenizer": ["owner/mine--tokenization_mine.MineTokenizer", None]}

@@ -258,8 +258,12 @@ MORE: dict[str, Raw] = {
     ),
     "Llama 3.1 8B bitsandbytes 8 bits": published("Llama 3.1 8B Instruct")
     | dict(quantization_config=dict(quant_method="bitsandbytes", load_in_8bit=True, llm_int8_threshold=6.0)),
-    "Llama 3.1 8B bitsandbytes": published("Llama 3.1 8B Instruct")
-    | dict(quantization_config=dict(quant_method="bitsandbytes", load_in_4bit=True)),
+    "Llama 3.1 8B bitsandbytes 4 bits": published("Llama 3.1 8B Instruct")
+    | dict(
+        quantization_config=dict(quant_method="bitsandbytes", load_in_4bit=True, load_in_8bit=False)
+        | dict(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype="bfloat16")
+        | dict(bnb_4bit_quant_storage="uint8", llm_int8_threshold=6.0, llm_int8_skip_modules=None)
+    ),
 }
 MORE["Kimi K2.5"] = whole(
     "kimi_k25",
@@ -322,13 +326,83 @@ MORE |= {
         **dict(image_token_id=128257, scale_factor=2, tie_word_embeddings=False, torch_dtype="bfloat16"),
     ),
 }
+OMNI_IDS = dict(audio_start_token_id=151647, audio_end_token_id=151648, image_token_index=151655, user_token_id=872)
+OMNI_IDS |= dict(audio_token_index=151646, video_token_index=151656, vision_start_token_id=151652)
+OMNI3_IDS = dict(audio_start_token_id=151669, audio_end_token_id=151670, audio_token_id=151675, user_token_id=872)
+TTS = dict(tts_bos_token_id=151672, tts_eos_token_id=151673, tts_pad_token_id=151671)
+MORE |= {
+    "Qwen2.5 Omni 7B": dict(
+        model_type="qwen2_5_omni",
+        architectures=["Qwen2_5OmniModel"],
+        enable_audio_output=True,
+        enable_talker=True,
+        talker_config=dict(model_type="qwen2_5_omni_talker", hidden_size=896, tie_word_embeddings=False),
+        token2wav_config=dict(model_type="qwen2_5_omni_token2wav"),
+        thinker_config=whole(
+            "qwen2_5_omni_thinker",
+            "Qwen2OmniNaViTThinkerForConditionalGeneration",
+            text("qwen2_5_omni_text", 3584, 28, 28, 4, 18944, 152064, max_position_embeddings=32768)
+            | dict(rope_scaling=dict(mrope_section=[16, 24, 24], rope_type="default", type="default"))
+            | dict(init_std=0.02, max_window_layers=28, rms_norm_eps=1e-6, rope_theta=1000000.0, sliding_window=32768)
+            | dict(use_sliding_window=False),
+            audio_config=dict(model_type="qwen2_5_omni_audio_encoder"),
+            **OMNI_IDS,
+            **dict(ignore_index=-100, position_id_per_seconds=25, seconds_per_chunk=2, pad_token_id=151643),
+        ),
+        torch_dtype="bfloat16",
+        transformers_version="4.50.0.dev0",
+    ),
+    "Qwen3 Omni 30B A3B": dict(
+        model_type="qwen3_omni_moe",
+        architectures=["Qwen3OmniMoeForConditionalGeneration"],
+        enable_audio_output=True,
+        talker_config=dict(model_type="qwen3_omni_moe_talker", text_config=dict(hidden_size=1024)),
+        code2wav_config=dict(model_type="qwen3_omni_moe_code2wav"),
+        thinker_config=whole(
+            "qwen3_omni_moe_thinker",
+            "Qwen3OmniMoeThinkerForConditionalGeneration",
+            text("qwen3_omni_moe_text", 2048, 48, 32, 4, 768, 152064, head_dim=128, max_position_embeddings=65536)
+            | dict(rope_scaling=dict(interleaved=True, mrope_interleaved=True, mrope_section=[24, 20, 20]))
+            | dict(moe_intermediate_size=768, shared_expert_intermediate_size=0, use_qk_norm=True, rms_norm_eps=1e-6)
+            | dict(rope_theta=1000000, sliding_window=None, use_sliding_window=False, **EXPERTS_80B),
+            audio_config=dict(model_type="qwen3_omni_moe_audio_encoder"),
+            **QWEN_IMAGES | OMNI3_IDS | dict(position_id_per_seconds=13, seconds_per_chunk=2, dtype="bfloat16"),
+        ),
+        **TTS | dict(im_start_token_id=151644, im_end_token_id=151645, system_token_id=8948, user_token_id=872),
+        assistant_token_id=77091,
+        dtype="bfloat16",
+        transformers_version="4.57.0.dev0",
+    ),
+}
+LFM2 = {key: value for key, value in published("release of lfm2").items() if key != "full_attn_idxs"}
+LFM2 |= dict(layer_types=[FULL if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)], tie_embedding=True)
+LFM2_IMAGES = dict(image_token_index=396, max_image_tokens=256, min_image_tokens=64, max_num_patches=1024)
+LFM2_IMAGES |= dict(max_pixels_tolerance=2.0, max_tiles=10, min_tiles=2, tile_size=512, use_thumbnail=True)
+LFM2_IMAGES |= dict(do_image_splitting=True, downsample_factor=2, encoder_patch_size=16, vision_feature_layer=-1)
+LFM2_IMAGES |= dict(projector_bias=True, projector_hidden_act="gelu", projector_hidden_size=2560)
+EXAONE4 = published("release of exaone4") | dict(model_type="exaone4_5_text", vocab_size=153600)
+MORE |= {
+    "LFM2 VL 1.6B": whole(
+        "lfm2_vl",
+        "Lfm2VlForConditionalGeneration",
+        LFM2,
+        **LFM2_IMAGES,
+        use_image_special_tokens=True,
+        dtype="bfloat16",
+    ),
+    "EXAONE 4.5 33B": whole(
+        "exaone4_5",
+        "Exaone4_5_ForConditionalGeneration",
+        EXAONE4,
+        **dict(image_token_id=67, video_token_id=68, tie_word_embeddings=False, dtype="bfloat16"),
+    ),
+}
 # Classes without a family here, so far: model_type -> class, and for multimodal models the model_type of `text_config`.
 CLASSES: dict[str, tuple[str, str | None]] = {
     "apertus": ("ApertusForCausalLM", None),
     "arcee": ("ArceeForCausalLM", None),
     "bailing_moe_v2": ("BailingMoeV2ForCausalLM", None),
     "cohere2": ("Cohere2ForCausalLM", None),
-    "falcon_h1": ("FalconH1ForCausalLM", None),
     "gemma3n": ("Gemma3nForConditionalGeneration", "gemma3n_text"),
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", None),
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", None),
@@ -337,7 +411,6 @@ CLASSES: dict[str, tuple[str, str | None]] = {
     "minimax_m2": ("MiniMaxM2ForCausalLM", None),
     "nemotron_h": ("NemotronHForCausalLM", None),
     "phi4_multimodal": ("Phi4MultimodalForCausalLM", None),
-    "qwen3_omni_moe": ("Qwen3OmniMoeForConditionalGeneration", None),
 }
 _SUPPORTED = {*FAMILIES, *(wrapper.model_type for family in FAMILIES.values() for wrapper in family.wrappers)}
 MORE |= {

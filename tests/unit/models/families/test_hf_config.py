@@ -270,19 +270,26 @@ def test_no_family_is_guessed_for_a_model_of_another_class(kind, cls):
     assert "set model_type to" not in problem and "nearest" not in problem
 
 
-@pytest.mark.parametrize(("kind", "part"), [("jamba", "Mamba-1"), ("falcon_h1", "attention and Mamba-2")])
-def test_a_known_model_beyond_this_code_is_told_which_part_is_missing(kind, part):
+@pytest.mark.parametrize(("kind", "part"), [("jamba", "Mamba-1"), ("phi4_multimodal", "vLLM no longer has a class")])
+def test_a_known_model_beyond_this_code_is_told_why(kind, part):
     (problem,) = architecture_problems({"model_type": kind})
     assert problem.startswith(f"architecture {kind} is not supported: ") and part in problem
 
 
 NEMOTRON_H = FAMILIES["nemotron_h"].example.release
+FALCON_H1 = FAMILIES["falcon_h1"].example.release
 GRANITE_H = FAMILIES["granitemoehybrid"].example.release
 
 
 @pytest.mark.parametrize(
     ("raw", "reason"),
     [
+        (FALCON_H1 | dict(mlp_multipliers=[1.0]), "mlp_multipliers is [1.0] in config.json; it must be 2 numbers"),
+        (FALCON_H1 | dict(ssm_multipliers=[1, 1, 1, 1, "x"]), "it must be 5 numbers"),
+        (FALCON_H1 | dict(key_multiplier="x"), "key_multiplier is 'x' in config.json; it must be a number"),
+        (FALCON_H1 | dict(mamba_d_ssm=1024), "mamba_n_heads x mamba_d_head = 1536 is not mamba_d_ssm, or"),
+        (FALCON_H1 | dict(mamba_rms_norm=True, mamba_norm_before_gate=True), "mamba_norm_before_gate=True is not"),
+        (FALCON_H1 | dict(rope_theta=None), "config.json lacks rope_theta, for which transformers and vLLM"),
         (NEMOTRON_H | dict(hybrid_override_pattern="MX"), "must name M, *, - or E for each block, not 'MX'"),
         (NEMOTRON_H | dict(num_hidden_layers=50), "num_hidden_layers=50, but hybrid_override_pattern or"),
         (NEMOTRON_H | dict(moe_latent_size=64), "experts on latents"),

@@ -116,6 +116,37 @@ def test_keys_of_the_whole_model_are_checked():
         assert said in architecture_problems(GEMMA3 | change)[0]
 
 
+@pytest.mark.parametrize("name", ["Qwen2.5 Omni 7B", "Qwen3 Omni 30B A3B"])
+def test_the_text_model_of_a_model_that_speaks_is_inside_its_thinker(name):
+    raw = MORE[name]
+    thinker = raw["thinker_config"]
+    ours, theirs = parse_hf_config(raw), transformers.AutoConfig.for_model(**raw).get_text_config()
+    assert (ours.num_layers, ours.hidden_size) == (theirs.num_hidden_layers, theirs.hidden_size)
+    assert (ours.num_kv_heads, ours.rope_theta) == (
+        theirs.num_key_value_heads,
+        theirs.rope_parameters["rope_theta"],
+    )
+    assert table_of(ours)[HEAD].names == ("thinker.lm_head.weight",)
+    assert ours.modules(3)["self_attention.linear_proj"] == ("thinker.model.layers.3.self_attn.o_proj",)
+    is_untrained = untrained(ours)
+    assert all(map(is_untrained, ("talker.model.norm.weight", "thinker.visual.x", "thinker.audio_tower.x")))
+    assert not is_untrained("thinker.model.x") and not is_untrained("speaker.x")
+    for change, said in [
+        (dict(new_key=3), "has new_key=3, a key that the trainer does not know"),
+        (dict(thinker_config=thinker | dict(new_key=3)), "has new_key=3, a key that the trainer does not know"),
+        (
+            dict(thinker_config=thinker | dict(text_config=thinker["text_config"] | dict(new=1))),
+            "text_config of config.json (qwen",
+        ),
+        (
+            dict(thinker_config=thinker | dict(text_config=thinker["text_config"] | dict(tie_word_embeddings=True))),
+            "has tie_word_embeddings=False, but its text_config True; set both",
+        ),
+        (dict(architectures=["Other"]), "architectures=['Other'] with model_type="),
+    ]:
+        assert said in architecture_problems(raw | change)[0], change
+
+
 def test_a_llava_is_tied_if_its_text_config_is_whatever_stands_outside():
     raw = published_llava(tie_word_embeddings=False)
     assert parse_hf_config(raw | dict(text_config=raw["text_config"] | dict(tie_word_embeddings=True))).tied_embeddings

@@ -26,10 +26,12 @@ def test_every_family_reads_them_as_its_own(name, tmp_path):
     published_fused = any(tensor.endswith("experts.gate_up_proj") for tensor in own.where)
     assert set(fused.files[SINGLE].entries) != set(own.where) or published_fused
     fused.check_all(load_hf_config(tmp_path / "fused"))
-    assert fused.where.keys() == own.where.keys()
+    of_speech = "talker."  # of Qwen-Omni: stays as loaded
+    names = {tensor for tensor in own.where if not tensor.startswith(of_speech)}
+    assert {tensor for tensor in fused.where if not tensor.startswith(of_speech)} == names
     read = dict(unpacked(tmp_path / "fused"))
-    assert read.keys() == own.where.keys()
-    for tensor in own.where:
+    assert read.keys() == fused.where.keys()
+    for tensor in names:
         assert (
             own.entry(tensor).dtype == fused.entry(tensor).dtype
             and own.entry(tensor).shape == fused.entry(tensor).shape

@@ -160,7 +160,7 @@ def test_words_of_another_model_are_refused(tmp_path):
         (dict(quant_method="gptq", bits=4, group_size=0), "group_size=0, which must be"),
         (dict(quant_method="gptq", bits=4, checkpoint_format="marlin"), "checkpoint_format='marlin'; supported"),
         (dict(quant_method="gptq", bits=4, dynamic={"-:.*": {}}), "dynamic={'-:.*': {}}, other bits"),
-        (dict(quant_method="bitsandbytes", load_in_4bit=True), "load_in_4bit weights, whose shapes only the data"),
+        (dict(quant_method="bitsandbytes"), "neither load_in_8bit nor load_in_4bit"),
     ],
 )
 def test_other_layouts_are_refused_by_name(config, said):

@@ -224,7 +224,7 @@ def test_heads_of_mamba_are_cut_whole(layout, reason, folder):
     assert [text for text in found if reason in text] if reason else not found
 
 
-@pytest.mark.parametrize("kind", ["granitemoehybrid", "nemotron_h"])
+@pytest.mark.parametrize("kind", ["granitemoehybrid", "nemotron_h", "falcon_h1"])
 def test_parameters_of_models_with_mamba_are_those_of_transformers(kind):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

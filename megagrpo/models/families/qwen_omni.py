@@ -1,0 +1,110 @@
+"""Qwen2.5-Omni and Qwen3-Omni around the text models of `qwen2.py` and `qwen3.py`. The thinker reads text, images and
+sounds and writes text; it is trained on text. The talker and the vocoder, which speak, stay as loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megagrpo.models.families.vision import axis_problems
+from megagrpo.models.families.wrapper import THINKER, Naming, Raw, Wrapper
+
+_NAMES = Naming("thinker.model.", "thinker.")
+_TIES = "tie_word_embeddings"
+_IGNORED = (
+    *("talker_config", "token2wav_config", "code2wav_config", "enable_audio_output", "audio_token_index"),
+    *("position_id_per_seconds",),
+    *("seconds_per_chunk", "audio_start_token_id", "audio_end_token_id", "user_token_id", "im_start_token_id"),
+    *("im_end_token_id", "tts_pad_token_id", "tts_bos_token_id", "tts_eos_token_id", "system_token_id"),
+    *(
+        "assistant_token_id",
+        "enable_talker",
+        "ignore_index",
+        "init_std",
+        "tts_text_start_token_id",
+        "tts_text_end_token_id",
+        "tts_text_pad_token_id",
+    ),
+)
+_AXES = axis_problems(interleaved=True)
+
+
+def _omni(kind: str, *classes: str, text: str, defaults: Raw, problems: Callable[[Raw], list[str]]) -> Wrapper:
+    return Wrapper(
+        kind,
+        classes[0],
+        classes=classes[1:],
+        prefix=_NAMES.decoder,
+        texts=(text,),
+        defaults=defaults | dict(num_key_value_heads=4, rope_theta=1e6),
+        problems=problems,
+        ignored=_IGNORED,
+        untrained=(r"(talker|token2wav|code2wav)\..+", r"thinker\.(audio_tower|visual)\..+"),
+        modules=_NAMES,
+    )
+
+
+def _ties(raw: Raw, default: bool) -> list[str]:
+    """Return the problem of a head that transformers, which reads the thinker's key, and vLLM, which reads the text
+    model's, do not tie alike. `default` is of the text model."""
+    outer, inner = raw.get(_TIES, False), raw["text_config"].get(_TIES, default)
+    said = f"{THINKER} of config.json has {_TIES}={outer}, but its text_config {inner}"
+    return [] if outer == inner else [f"{said}; set both to what fits the weights"]
+
+
+def _qwen3_problems(raw: Raw) -> list[str]:
+    problems = _ties(raw, default=False) + _AXES(raw)
+    if raw["text_config"].get("use_sliding_window"):
+        problems.append("config.json has use_sliding_window=True, and transformers computes no windows here; remove it")
+    return problems
+
+
+QWEN2_5_OMNI = _omni(
+    "qwen2_5_omni",
+    "Qwen2_5OmniForConditionalGeneration",
+    "Qwen2_5OmniModel",
+    text="qwen2_5_omni_text",
+    defaults={},
+    problems=lambda raw: _ties(raw, default=True),
+)
+QWEN3_OMNI = _omni(
+    "qwen3_omni_moe",
+    "Qwen3OmniMoeForConditionalGeneration",
+    text="qwen3_omni_moe_text",
+    defaults=dict(norm_topk_prob=True),
+    problems=_qwen3_problems,
+)
+_TOWER: Raw = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2)
+_SOUNDS: Raw = dict(encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=32, d_model=32, num_mel_bins=16)
+_PARTS: Raw = dict(audio_token_id=126, image_token_id=125, video_token_id=124, tie_word_embeddings=False)
+_SPEECH: Raw = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=40)
+_SPEECH |= dict(num_key_value_heads=2, head_dim=16, pad_token_id=None)
+_CODES: Raw = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, decoder_dim=32)
+_CODES |= dict(num_key_value_heads=2, codebook_size=32, num_quantizers=2, upsample_rates=[2], upsampling_ratios=[2])
+_THINKER2_5: Raw = _PARTS | dict(
+    vision_config=_TOWER | dict(out_hidden_size=192, fullatt_block_indexes=[0]),
+    audio_config=_SOUNDS | dict(output_dim=192),
+    text_config=dict(
+        hidden_size=192,
+        tie_word_embeddings=False,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[4, 6, 6]),
+    ),
+)
+_THINKER3: Raw = _PARTS | dict(
+    vision_config=_TOWER
+    | dict(out_hidden_size=96, deepstack_visual_indexes=[0], num_position_embeddings=16)
+    | dict(image_size=64, apply_vit_abs_pos_embed=True),
+    audio_config=_SOUNDS | dict(output_dim=96, downsample_hidden_size=8),
+    text_config=dict(tie_word_embeddings=False),
+)
+_TALKER: Raw = dict(
+    num_code_groups=2,
+    thinker_hidden_size=96,
+    spatial_merge_size=2,
+    text_config=_SPEECH
+    | dict(moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=2)
+    | dict(num_experts_per_tok=1),
+    code_predictor_config=_SPEECH | dict(num_code_groups=2),
+)
+# the vocoder of Qwen2.5-Omni has no small sizes
+WHOLE_QWEN2_5_OMNI: Raw = {THINKER: _THINKER2_5, "enable_audio_output": False}
+WHOLE_QWEN3_OMNI: Raw = {THINKER: _THINKER3, "code2wav_config": _CODES, "talker_config": _TALKER}
