@@ -43,7 +43,8 @@ _EXAONE4_5 = Wrapper(
     untrained=(r"mtp\..+",),
 )
 _TOWER: Raw = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=96)
-_WHOLE: Raw = dict(vision_config=_TOWER | dict(fullatt_block_indexes=[0]), image_token_id=126, video_token_id=125)
+_TOWER |= dict(num_key_value_heads=2, fullatt_block_indexes=[0])
+_WHOLE: Raw = dict(vision_config=_TOWER, image_token_id=126, video_token_id=125)
 _RELEASE: Raw = dict(model_type="exaone4", architectures=["Exaone4ForCausalLM"], hidden_size=5120, head_dim=128)
 _RELEASE |= dict(num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8, intermediate_size=27392)
 _RELEASE |= dict(vocab_size=102400, max_position_embeddings=131072, rms_norm_eps=1e-05, rope_theta=1000000)
