@@ -141,7 +141,7 @@ def push_adapter(engine, folder, out, lora: LoraSection) -> None:
     layout.close()
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
 def test_adapters_of_the_language_model_reach_vllm(kind, tmp_path):
     folder, lora = tmp_path / "model", LoraSection(rank=4, alpha=6.0)
     write_model(folder, kind=kind)
