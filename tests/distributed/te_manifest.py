@@ -35,20 +35,7 @@ from megagrpo.policy.model_state import sharded_state
 from megagrpo.policy.transformer_config import ModelOptions
 
 FILE = Path(__file__).parents[1] / "vectors" / "te_manifest.json"
-CASES = (
-    "llama tied",
-    "llama untied",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "mixtral",
-    "glm",
-    "glm4",
-    "phi3",
-    "deepseek_v2",
-)
-CASES += ("deepseek_v2 lite", "deepseek_v3", "gemma2", "gemma3", "gpt_oss")
+CASES = [*MODELS]
 CUT = dict(tp=2, sequence_parallel=True, ep=2, etp=1)  # the layout beside one process
 DTYPE = torch.bfloat16
 HISTORIES = [

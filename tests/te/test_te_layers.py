@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from te_kernels import replace_kernels
-from te_manifest import architecture
+from te_manifest import CASES, architecture
 from tiny_policy import MORE_SHAPES, RELEASED, SHAPES, tiny_run
 
 from megagrpo.config import ParallelSection
@@ -29,17 +29,8 @@ pytestmark = [
     ),
 ]
 LIKE_OURS = 1e-5  # relative: the effect of another order of float32 sums
-FAMILIES = [
-    *SHAPES,
-    *MORE_SHAPES,
-    *RELEASED,
-    "mistral",
-    "glm",
-    "gpt_oss",
-    "deepseek_v2",
-    "deepseek_v2 lite",
-    "deepseek_v3",
-]
+KNOWN = SHAPES | MORE_SHAPES | RELEASED
+FAMILIES = [*KNOWN, *CASES]
 LAYOUTS = {
     "tp2_sp": (2, "qwen2_untied", dict(tp=2, sequence_parallel=True)),
     "pp2": (2, "llama_tied", dict(pp=2)),
@@ -62,12 +53,8 @@ OPTIONS = {
 
 def small(shape: str) -> HfConfig:
     """Heads and widths in units of 64, cut by tp=2; families without a shape use their tiny model."""
-    known = SHAPES | MORE_SHAPES | RELEASED
-    return (
-        shrink_model(known[shape], ParallelSection(tp=2, pp=2, ep=2), unit=64)
-        if shape in known
-        else architecture(shape)
-    )
+    sizes = ParallelSection(tp=2, pp=2, ep=2)
+    return shrink_model(KNOWN[shape], sizes, unit=64) if shape in KNOWN else architecture(shape)
 
 
 def stepped(on_theirs: bool, *args: Any) -> Outcome:

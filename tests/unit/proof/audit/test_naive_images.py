@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megagrpo.config import ConfigError
-from megagrpo.data.images import ImageReader
 from megagrpo.data.tokenizer import load_tokenizer
+from megagrpo.models.bridge.image_facts import image_reader
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.proof.audit import naive
 from megagrpo.proof.audit.naive_images import freeze_tower, image_inputs
@@ -18,10 +18,10 @@ from tests.distributed.tiny_vision import KINDS, full_logits, image, is_text, wr
 
 def sample_of(folder: Path, response: list[int], out: Path) -> tuple[Sample, dict]:
     """A response to a question about two images, with the images' files, and the trainer's inputs."""
-    vision, tokenizer = load_hf_config(folder).vision, load_tokenizer(folder)
-    reader, pictures = ImageReader(folder, vision.image_token, vision.merge), [image(84, 56, 1), image(30, 100, 2)]
+    tokenizer, pictures = load_tokenizer(folder), [image(84, 56, 1), image(30, 100, 2)]
+    reader = image_reader(folder, load_hf_config(folder), tokenizer)
     messages, found = reader.question([dict(role="user", content="same?")], {"images": pictures})
-    prompt, inputs = reader.placed(tokenizer.render(messages), found)
+    prompt, inputs = reader.placed(tokenizer.render(messages, expand=reader.expanded), found)
     files = []
     for number, content in enumerate(inputs.files()):
         files.append(out / f"{number}")
@@ -31,7 +31,7 @@ def sample_of(folder: Path, response: list[int], out: Path) -> tuple[Sample, dic
     return Sample(ids, len(prompt), torch.zeros(len(ids)), places, {}, images=tuple(files)), inputs
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
 def test_log_probs_of_a_dumped_sample_are_those_of_the_trainers_inputs(kind, tmp_path):
     write_model(tmp_path / "model", kind=kind, **KINDS[kind].served)
     sample, inputs = sample_of(tmp_path / "model", [3, 1, 4, 1, 5], tmp_path)
@@ -46,8 +46,13 @@ def test_log_probs_of_a_dumped_sample_are_those_of_the_trainers_inputs(kind, tmp
     trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert trained == {name for name, _ in model.named_parameters() if is_text(name)}
     sample.images[0].write_bytes(sample.images[1].read_bytes())
+    changed = image_inputs(tmp_path / "model", model, sample)
+    if kind == "gemma3":  # each image has as many tokens
+        other = naive.log_softmax(model, sample.token_ids, sample.places, SamplingParams(1.0, 8), images=changed)
+        assert (other - mine).abs().max() > 1e-3
+        return
     with pytest.raises(ValueError, match="tokens"):
-        model(sample.token_ids[None], **image_inputs(tmp_path / "model", model, sample))
+        model(sample.token_ids[None], **changed)
 
 
 def test_a_response_with_the_image_token_is_refused(tmp_path):
