@@ -24,6 +24,7 @@ from torch import nn
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.megatron_io import METADATA
+from megagrpo.models.bridge.parameter_blocks import BUFFERS
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.platform.parallel.layout import Layout, init_layout
@@ -72,9 +73,9 @@ def weights_of(chunk: nn.Module) -> Weights:
     """Name -> shape and special properties: the dim that tensor-parallel ranks cut, another dtype, whether it is a
     buffer."""
     found: Weights = {}
-    biases = [(name, b) for name, b in chunk.named_buffers() if name.endswith(".router.expert_bias")]
-    for name, weight in (*chunk.named_parameters(), *biases):
-        said = ["x".join(map(str, weight.shape))]
+    buffers = [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(BUFFERS)]
+    for name, weight in (*chunk.named_parameters(), *buffers):
+        said = ["x".join(map(str, weight.shape)) or "scalar"]
         said += [f"cut={weight.partition_dim}"] if getattr(weight, "tensor_model_parallel", False) else []
         said += [f"dtype={str(weight.dtype).removeprefix('torch.')}"] * (weight.dtype != DTYPE)
         found[name] = " ".join(said + ["buffer=1"] * (not isinstance(weight, nn.Parameter)))
@@ -105,9 +106,8 @@ def recorded_chunk(weights: Weights, num_layers: int) -> nn.Module:
             module = getattr(module, step)
         shape, *more = said.split()
         options = dict(option.split("=") for option in more)
-        weight = torch.empty(
-            list(map(int, shape.split("x"))), dtype=getattr(torch, options.get("dtype", "bfloat16")), device="meta"
-        )
+        sizes = [] if shape == "scalar" else list(map(int, shape.split("x")))
+        weight = torch.empty(sizes, dtype=getattr(torch, options.get("dtype", "bfloat16")), device="meta")
         if "buffer" in options:
             module.register_buffer(last, weight)
             continue

@@ -37,7 +37,7 @@ Parameter = Tensor | StoredWeight | DenseWeight
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # Either one module per expert, or Transformer Engine's grouped linear with one weight and bias per expert.
 _EXPERT = re.compile(r"(mlp\.experts\.)(?:local_experts\.(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(\d*)")
-_BUFFERS = (".router.expert_bias", BLOCK_SCALE, *XIELU_CONSTANTS)  # ends of the names of buffers that files hold
+BUFFERS = (".router.expert_bias", BLOCK_SCALE, *XIELU_CONSTANTS)  # ends of the names of buffers that files hold
 _ADAPTER = re.compile(r"(.+)\.adapter\.(\w+)\.(lora_\w+)")
 _EXPERT_ADAPTER = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc[12]")
 
@@ -56,7 +56,7 @@ def blocks(
     for i, chunk in enumerate(chunks):
         model = unwrap_model(chunk)
         # Megatron keeps the routers' expert biases as buffers, in float32 even in a bfloat16 model
-        biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(_BUFFERS)]
+        biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(BUFFERS)]
         for name, weight in (*model.named_parameters(), *biases):
             if is_adapter(name):
                 continue

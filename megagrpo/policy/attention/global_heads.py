@@ -7,6 +7,7 @@ import copy
 import functools
 from typing import Any
 
+from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -71,6 +72,13 @@ def heads_by_block(base: Any, hf_config: HfConfig) -> Any:
             if not self.lends:
                 return query, key, value
             return query, *lend(self.packed, self.block, (key, value), self.config.recompute_granularity == "full")
+
+        def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
+            """Name the norm inside Transformer Engine's linear as the norm of layers without it is named."""
+            state, own = super().sharded_state_dict(prefix, *args, **kwargs), hf_config.in_block(self.block)
+            names = {f"{prefix}{own.query_linear}.layer_norm_": f"{prefix}linear_qkv.layer_norm_"}
+            apply_prefix_mapping(state, names)
+            return state
 
         def _own(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
             if hasattr(self, "linear_qkv"):
