@@ -1,5 +1,6 @@
 """A trained vision tower: its gradients against transformers' autograd, and its steps over layouts."""
 
+import re
 import shutil
 from operator import attrgetter
 from pathlib import Path
@@ -73,7 +74,7 @@ def their_gradients(folder: Path) -> dict:
 
 def alone(name: str) -> str:
     """A tensor's name without those of the modules around the tower and the text model."""
-    return name.removeprefix("model.").removeprefix("language_model.").replace("vision_model.", "")
+    return re.sub(r"^((language_)?model\.)+", "", name).replace("vision_model.", "")
 
 
 def changes_nothing(name: str) -> bool:
