@@ -39,7 +39,7 @@ def push(engine: VllmEngine, folder: Path, version: int, sizes: dict, out: Path 
     return read
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
 def test_syncs_fill_the_tower_and_vllm_drops_its_outputs(kind, tmp_path):
     folder, stepped, other = tmp_path / "model", tmp_path / "stepped", tmp_path / "other"
     write_model(folder, kind=kind, num_hidden_layers=4)
