@@ -6,7 +6,7 @@ keeps). Kernels' workspaces are not counted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megagrpo.config import RunConfig
 from megagrpo.config.training import FUSED_SCRATCH_BYTES
@@ -15,7 +15,7 @@ from megagrpo.models.families.recurrence import Mamba2
 from megagrpo.proof.plan.engine_memory import GIB, engine_memory, reload_bytes, sequence_memory
 from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE
 from megagrpo.proof.plan.shapes import Stage, adapted_outputs, layer_route_bytes, num_parameters, stages_of
-from megagrpo.proof.plan.tower_costs import tower_bytes
+from megagrpo.proof.plan.tower_costs import tower_bytes, tower_shape
 from megagrpo.proof.plan.workload import Bundle, responses_together
 
 # bytes of both moments of a parameter, with their share of two scales
@@ -47,7 +47,10 @@ def stage_memory(config: RunConfig, model: HfConfig, dp: int, gpu: bool = True) 
 
 def _stages(config: RunConfig, model: HfConfig) -> list[Stage]:
     bf16_layers = None if config.model.fp8_recipe == "none" else config.model.bf16_layers
-    return stages_of(model, config.parallel, config.lora, bf16_layers)
+    stages = stages_of(model, config.parallel, config.lora, bf16_layers)
+    if config.towers == "trained" and (tower := tower_shape(config, model)):
+        stages[0] = replace(stages[0], outside=stages[0].outside + tower.parameters)
+    return stages
 
 
 def _stage_memory(

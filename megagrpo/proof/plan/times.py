@@ -96,7 +96,10 @@ def step_times(
     updates = a.updates_per_step * _update_seconds(config, model, world_size, gpu)
     updates -= overlap["param_gather"] if "param_gather" in config.train.overlap else 0.0
     train = a.num_iterations * (forward + backward + (forward if a.router_aux_loss_coef else 0)) + updates
-    train += tower_seconds(config, model, gpu, lengths, world_size // config.parallel.model_parallel_size)
+    # rows of a frozen tower are kept for the step; a backward pass takes as long as two forward passes
+    tower_passes = 3 * a.num_iterations + logprob_passes if config.towers == "trained" else 1
+    replicas = world_size // config.parallel.model_parallel_size
+    train += tower_passes * tower_seconds(config, model, gpu, lengths, replicas)
     control = control_seconds(config, world_size, lengths, route_bytes(config, model))
     sync = sync_parts(config, model, world_size, gpu)
     generate = generate_seconds(config, model, gpu, lengths) if generate is None else generate

@@ -20,18 +20,18 @@ def tower_shape(config: RunConfig, model: HfConfig) -> TowerShape | None:
 
 
 def tower_bytes(config: RunConfig, model: HfConfig, stage: Stage) -> float:
-    """Return the bytes of the tower's weights on a rank of a stage: the whole tower on each rank that embeds tokens or
-    has a decoder block that adds features of the tower."""
+    """Return the bytes of a frozen tower on a rank of a stage: the whole tower on each rank that embeds tokens or has a
+    decoder block that adds features of the tower. A trained one counts as parameters of the first stage."""
     shape = tower_shape(config, model)
-    if shape is None or model.vision is None:
+    if shape is None or model.vision is None or config.towers == "trained":
         return 0.0
     has_tower = stage.index == 0 or any(layer < model.vision.levels for layer in stage.layers)
     return shape.parameters * config.model.weight_bytes * has_tower
 
 
 def tower_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths, replicas: int) -> float:
-    """Return the seconds of the tower for a step's prompts on each of so many `replicas`, as if each prompt were one
-    image. A replica computes an image once per step: with tensor parallelism every rank computes it whole."""
+    """Return the seconds of one forward pass of the tower for a step's prompts on each of so many `replicas`, as if
+    each prompt were one image. With tensor parallelism every rank computes it whole."""
     shape = tower_shape(config, model)
     if shape is None or model.vision is None:
         return 0.0

@@ -1,5 +1,7 @@
 """The tower of a run with images in the plan: on the ranks that have it, in vLLM, and in the seconds of a step."""
 
+import pytest
+
 from megagrpo.config import load_config
 from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.proof.plan.engine_memory import GIB, device_bytes
@@ -32,6 +34,18 @@ def test_each_rank_that_embeds_or_adds_features_has_the_whole_tower():
     assert towers(DEEP, "parallel.pp=4", "parallel.pipeline_layers=[1,1,1,33]") == [deep, deep, deep, 0]
 
 
+def test_a_trained_tower_counts_as_parameters_of_the_first_stage():
+    fixed = ("parallel.pp=2", "parallel.tp=2", "algorithm.beta=0.1", "train.distributed_optimizer=false")
+    frozen = stage_memory(config(*fixed), PLAIN, dp=1)
+    trained = stage_memory(config(*fixed, "model.freeze_vision_tower=false"), PLAIN, dp=1)
+    assert trained[1] == frozen[1]
+    found, before, size = trained[0]["train"], frozen[0]["train"], PLAIN.vision.shape.parameters / GIB
+    # bytes of a bf16 weight, float32 gradient, float32 master with two moments, bf16 reference
+    for part, of_each in dict(weights=2, gradients=4, optimizer=12, reference=2).items():
+        assert found[part] - before[part] == pytest.approx(of_each * size), part
+    assert "tower" not in found
+
+
 def test_without_images_there_is_none():
     stages = stage_memory(config(images=False), PLAIN, dp=1)
     assert all("tower" not in parts for parts in stages[0].values())
@@ -49,5 +63,7 @@ def test_its_seconds_are_part_of_training_and_generation():
     lengths = Lengths(1000.0, 100.0, 200.0)
     args = PLAIN, 8, GPUS["h100"], lengths
     plain, seen = (step_times(config(images=images), *args).seconds for images in (False, True))
+    trained = step_times(config("model.freeze_vision_tower=false"), *args).seconds
+    assert trained["train"] - plain["train"] > 2.9 * (seen["train"] - plain["train"])
     assert seen["train"] > plain["train"] and seen["generate"] > plain["generate"]
     assert {name for name in plain if plain[name] != seen[name]} <= {"train", "generate"}
