@@ -75,7 +75,7 @@ def in_transformers(folder: Path) -> tuple[float, dict[str, torch.Tensor], dict[
     loss.backward()
     theirs = gradients_of_routers(policy)
     rows = torch.cat(
-        [naive.router_logits(policy, s.token_ids, s.response_mask.nonzero()[:, 0]) for s in samples]
+        [naive.router_logits(policy, s.token_ids, s.response_mask.nonzero()[:, 0], None, {}) for s in samples]
     ).softmax(dim=-1)
     (rows @ naive.balancing_slope(rows.detach(), raw["num_experts_per_tok"])).sum().backward()
     return loss.item(), theirs, gradients_of_routers(policy)

@@ -27,6 +27,7 @@ _BESIDE = {
     "mlp.gate.weight": "mlp.router.weight",
     "block_sparse_moe.router.weight": "mlp.router.weight",
     "mlp.e_score_correction_bias": "mlp.router.expert_bias",
+    "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
     "mlp.gate.moe_statics.e_score_correction_bias": "mlp.router.expert_bias",
 }
 

@@ -139,7 +139,8 @@ def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLay
         return [whole(shape)]  # each worker runs the shared experts on its own tokens
     if kind == "norm" and words[-3] in ("mamba", "mixer"):  # of the recurrent output, by heads
         return [_part(name, shape, 0, 0, shape[0], layout.tp, worker.tp_rank)]
-    if "norm" in kind or "router" in words or kind in KEPT_WHOLE or (kind in BY_COLUMNS and words[-1] == "bias"):
+    kept = kind in KEPT_WHOLE or words[-1] == "e_score_correction_bias"
+    if "norm" in kind or "router" in words or kept or (kind in BY_COLUMNS and words[-1] == "bias"):
         return [whole(shape)]
     if words[-2] == "experts":  # one tensor holds all experts of a block; dim 0 is the expert
         stacked = _stacked_rows if model.mixture.beside_mlp else _stacked_experts

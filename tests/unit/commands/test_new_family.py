@@ -26,7 +26,7 @@ def family_in(text: str) -> Family:
 def test_a_draft_and_its_tasks_have_the_tensors_of_the_finished_family(kind):
     draft, finished = draft_family(RELEASES[kind]), FAMILIES[kind]
     drafted, hf = family_in(draft.text), parse_hf_config(RELEASES[kind])
-    assert (drafted.model_type, drafted.architecture) == (kind, finished.architecture)
+    assert drafted.model_type == kind and drafted.architecture in (finished.architecture, *finished.classes)
     assert drafted.example.release == RELEASES[kind]
     ours, theirs = (
         {name for rule in table.values() for name in rule.names} for table in (drafted.table(hf), table_of(hf))

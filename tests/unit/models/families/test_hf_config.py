@@ -344,7 +344,7 @@ def test_a_multimodal_model_without_a_supported_text_model_is_told_the_supported
     (problem,) = architecture_problems({"model_type": "new_vl", "text_config": {"model_type": text}})
     said = f"new_vl is multimodal, and no file in megagrpo/models/families describes its text model {text or 'without'}"
     fix = f"docs/add_a_model.md shows how to write that file. Supported (docs/models.md): {nearest}"
-    assert problem.startswith(said) and fix in problem and " more; multimodal: gemma3" in problem
+    assert problem.startswith(said) and fix in problem and " more; multimodal: exaone4_5, gemma3" in problem
 
 
 def test_a_model_type_that_is_no_name_is_refused():

@@ -19,7 +19,7 @@ def raw_config(name: str) -> dict:
     return MORE[name] if name in MORE else kind[name] | {"vision_config": KINDS[name].tower}
 
 
-@pytest.mark.parametrize("name", [*PUBLISHED, *KINDS])
+@pytest.mark.parametrize("name", [*PUBLISHED, *(kind for kind in KINDS if kind != "gemma3")])  # not in the plan
 def test_a_tower_has_the_parameters_of_transformers_class(name):
     raw = raw_config(name)
     vision = parse_hf_config(raw).vision

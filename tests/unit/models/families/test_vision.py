@@ -65,7 +65,7 @@ def test_axes_are_those_of_transformers():
         frequencies = torch.arange(3.0)[:, None, None, None].expand(3, 1, 1, 64).clone()
         expected = theirs.recomposition_frequencies(frequencies)[0, 0, :64].int().tolist()
         text = dict(rope_parameters=dict(mrope_section=[24, 20, 20]))
-        assert list(qwen_vision("Tower", interleaved)(dict(text_config=text)).axes) == expected
+        assert list(qwen_vision("Qwen3VLVisionModel", interleaved)(dict(text_config=text)).axes) == expected
 
 
 @pytest.mark.parametrize("scaling", [None, dict(type="default")])
@@ -95,10 +95,10 @@ def test_experts_that_transformers_and_vllm_compute_differently_are_refused(chan
 
 def test_levels_are_those_of_the_tower():
     text = dict(rope_parameters=dict(mrope_section=[24, 20, 20]))
-    read = qwen_vision("Tower", interleaved=True, deepstack=True)
+    read = qwen_vision("Qwen3VLVisionModel", interleaved=True, deepstack=True)
     assert read(dict(text_config=text, vision_config=dict(deepstack_visual_indexes=[5, 11]))).levels == 2
     assert read(dict(text_config=text)).levels == 3  # as transformers' class
-    assert qwen_vision("Tower", interleaved=True)(dict(text_config=text)).levels == 0
+    assert qwen_vision("Qwen3VLVisionModel", interleaved=True)(dict(text_config=text)).levels == 0
 
 
 def test_a_text_model_with_axes_is_refused():
