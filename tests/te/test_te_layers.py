@@ -32,7 +32,23 @@ LIKE_OURS = 1e-5  # relative: the effect of another order of float32 sums
 # Scores without a scale make rounding larger, and so do sums of xIELU's parts that cancel.
 LARGER = {"apertus": 5e-5, "gemma4_text": 5e-5}  # of families
 KNOWN = SHAPES | MORE_SHAPES | RELEASED
-FAMILIES = [*KNOWN, *(name for name in CASES if architecture(name).family not in {s.family for s in KNOWN.values()})]
+
+
+def small(shape: str) -> HfConfig:
+    """Heads and widths in units of 64, cut by tp=2; families without a shape use their tiny model."""
+    sizes = ParallelSection(tp=2, pp=2, ep=2)
+    return shrink_model(KNOWN[shape], sizes, unit=64) if shape in KNOWN else architecture(shape)
+
+
+def stepped(on_theirs: bool, *args: Any) -> Outcome:
+    """`take_step` on Transformer Engine's layers or on ours. Megatron uses some of its kernels in either case."""
+    replace_kernels()
+    device.has_transformer_engine = lambda: on_theirs
+    return take_step(*args)
+
+
+ALREADY = {small(shape).family for shape in KNOWN}
+FAMILIES = [*KNOWN, *(name for name in CASES if architecture(name).family not in ALREADY)]
 LAYOUTS = {
     "tp2_sp": (2, "qwen2_untied", dict(tp=2, sequence_parallel=True)),
     "pp2": (2, "llama_tied", dict(pp=2)),
@@ -51,19 +67,6 @@ OPTIONS = {
     "activations on the host": dict(model=dict(offload_activations=1.0)),
     "fused activation": dict(model=dict(fusions=["bias_activation"])),
 }
-
-
-def small(shape: str) -> HfConfig:
-    """Heads and widths in units of 64, cut by tp=2; families without a shape use their tiny model."""
-    sizes = ParallelSection(tp=2, pp=2, ep=2)
-    return shrink_model(KNOWN[shape], sizes, unit=64) if shape in KNOWN else architecture(shape)
-
-
-def stepped(on_theirs: bool, *args: Any) -> Outcome:
-    """`take_step` on Transformer Engine's layers or on ours. Megatron uses some of its kernels in either case."""
-    replace_kernels()
-    device.has_transformer_engine = lambda: on_theirs
-    return take_step(*args)
 
 
 @functools.cache

@@ -145,7 +145,7 @@ def late(hanging: int) -> list[int]:
     layout = init_layout(ParallelSection())
     layout.all_reduce(torch.tensor(0))
     if layout.world_rank == hanging:  # it joins after the others have given up
-        _get_default_store().wait(["joined/0"])
+        _get_default_store().wait([f"joined/{rank}" for rank in range(layout.world_size) if rank != hanging])
     with pytest.raises(LateRanks) as raised:
         layout.all_reduce(torch.tensor(0), within=1.0)
     if layout.world_rank == 0:
