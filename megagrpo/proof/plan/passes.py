@@ -112,11 +112,12 @@ class _Layers:
         self.products = each * flops.dense / DENSE_EFFICIENCY + self.experts
         scores = attention / bundle.tokens_per_response
         self.attention = tokens / p.tp / self.peak * scores / ATTENTION_EFFICIENCY
-        touched = activation_elements(config, model, gpu=True)[0] + expert_output_elements(model, p.tp)
-        touched *= TOUCHES * element * model.num_layers
+        everything, stored, _ = activation_elements(config, model, gpu=True)
+        touched = (everything + expert_output_elements(model, p.tp)) * TOUCHES * element * model.num_layers
         self.traffic = tokens * touched / (gpu.memory_gb_per_s * 1e9 * BANDWIDTH)
-        recomputed = activation_elements(config, model, gpu=True)[1] * config.model.offload_activations
-        self.copies = tokens * recomputed * element * model.num_layers / (HOST_GB_PER_S * 1e9)
+        self.copies = (
+            tokens * stored * config.model.offload_activations * element * model.num_layers / (HOST_GB_PER_S * 1e9)
+        )
         self.starts = (model.num_layers - mixed) * LAYER_STARTS + mixed * EXPERT_LAYER_STARTS
         kv = 2 * model.kv_heads_of_rank(p.tp) * (model.head_dim + model.value_dim) / 2 * element
         links = Links(gpu)

@@ -42,7 +42,8 @@ def stage_memory(config: RunConfig, model: HfConfig, dp: int, gpu: bool = True) 
     """
     stages = _stages(config, model)
     sent = num_parameters(model) * config.model.weight_bytes / (dp * config.parallel.model_parallel_size)
-    return [_stage_memory(config, model, dp, stage, gpu, sent) for stage in stages]
+    kept = activation_elements(config, model, gpu)
+    return [_stage_memory(config, model, dp, stage, gpu, sent, kept) for stage in stages]
 
 
 def _stages(config: RunConfig, model: HfConfig) -> list[Stage]:
@@ -54,9 +55,10 @@ def _stages(config: RunConfig, model: HfConfig) -> list[Stage]:
 
 
 def _stage_memory(
-    config: RunConfig, model: HfConfig, dp: int, stage: Stage, gpu: bool, sent: float
+    config: RunConfig, model: HfConfig, dp: int, stage: Stage, gpu: bool, sent: float, kept: tuple[float, float, float]
 ) -> dict[str, dict[str, float]]:
-    """Return phase -> part -> GiB of one rank of a stage, which sends `sent` bytes in a weight sync."""
+    """Return phase -> part -> GiB of one rank of a stage, which sends `sent` bytes in a weight sync and keeps these
+    `activation_elements`."""
     p, train, in_fp8 = config.parallel, config.train, stage.in_fp8
     parameters = stage.outside + stage.experts + stage.adapters + stage.expert_adapters
     trained, trained_experts = _trained(config, stage)
@@ -83,7 +85,6 @@ def _stage_memory(
     if gpu and in_fp8 and not config.model.fp8_param:
         resident["fp8_weights"] = in_fp8 * FP8_BYTES
     tokens = train.max_tokens_per_micro_batch / p.cp
-    kept = activation_elements(config, model, gpu)
     one_layer, stored_layer, passing = (elements * tokens * element for elements in kept)
     stored_layers = len(stage.layers) * in_flight(config, stage.index)
     if gpu:
