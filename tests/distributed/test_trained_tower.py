@@ -98,6 +98,20 @@ def test_gradients_of_all_tensors_equal_transformers(folder_of, kind):  # noqa: 
             assert (found[name] - gradient).norm() < 1e-5 * scale, name
 
 
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3"])
+def test_a_text_model_in_fp8_trains_the_tower_too(folder_of, kind):  # noqa: F811
+    (exact,), (rounded,) = (
+        run_ranks(our_gradients, 1, folder_of(kind), {}, dict(fp8_recipe=recipe), {})
+        for recipe in ("none", "tensorwise")
+    )
+    for tower in (True, False):
+        names = [name for name in exact if ("vis" in name) == tower]
+        expected, found = (
+            torch.cat([torch.from_numpy(run[name]).flatten() for name in names]) for run in (exact, rounded)
+        )
+        assert 1e-3 < relative_error(found, expected) < 0.3, tower  # products of e4m3 and e5m2
+
+
 def stepped(folder: Path, parallel: dict, sections: dict) -> tuple:
     """The whole model on rank 0 after two optimizer steps, the gradient norms, and the largest difference between
     ranks with the same part of a tensor."""
