@@ -1,5 +1,5 @@
-"""Sizes of the vision towers of Qwen's models, by transformers' class: parameters, and operations for an image. Imports
-no torch."""
+"""Sizes of the vision towers of Qwen's models and of Gemma 3, by transformers' class: parameters, and operations for an
+image. Imports no torch."""
 
 from __future__ import annotations
 
@@ -55,3 +55,21 @@ def qwen_tower(tower: str, given: dict[str, Any], levels: int) -> TowerShape:
     whole = len(c.get("fullatt_block_indexes", _WHOLE)) if windows else c["depth"]
     window = (c["window_size"] // c["patch_size"]) ** 2 if windows else 0
     return TowerShape(blocks + merger + positions, blocks, merger, width, whole, c["depth"] - whole, window)
+
+
+_SIGLIP = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_channels=3, image_size=224)
+
+
+def siglip_tower(given: dict[str, Any], hidden: int) -> TowerShape:
+    """Return the shape of a SigLIP with `given`, the `vision_config` of config.json, and of Gemma 3's projector to
+    tokens of width `hidden`. Patches see those of their own image, and all images have one size."""
+    c: dict[str, Any] = _SIGLIP | dict(patch_size=16, vision_use_head=True) | given
+    width, inner, patches = c["hidden_size"], c["intermediate_size"], (c["image_size"] // c["patch_size"]) ** 2
+    norm, attention = 2 * width, 4 * (width * width + width)
+    mlp = 2 * width * inner + inner + width
+    patch = (c["num_channels"] * c["patch_size"] ** 2 + 1) * width
+    blocks = patch + c["num_hidden_layers"] * (2 * norm + attention + mlp)
+    head = (width + attention + norm + mlp) if c["vision_use_head"] else 0
+    projector = width + width * hidden
+    whole = blocks + patches * width + norm + head + projector
+    return TowerShape(whole, blocks, projector, width, 0, c["num_hidden_layers"], patches)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megagrpo.models.families.tower_shape import TowerShape, qwen_tower
+from megagrpo.models.families.tower_shape import TowerShape, qwen_tower, siglip_tower
 
 Raw = dict[str, Any]  # config.json as read
 ROTARY = ("rope_scaling", "rope_parameters")  # sections of config.json with parameters of the rotation
@@ -42,7 +42,7 @@ class Vision:
     axes: tuple[int, ...] = ()
     levels: int = 0
     square: Square | None = None
-    shape: TowerShape | None = None  # None: not known, so `megagrpo plan` leaves the tower out
+    shape: TowerShape | None = None
     nested: bool = field(default=False, compare=False)  # files name a module more between SigLIP and its parts
     config: Raw = field(default_factory=dict, repr=False, compare=False)  # config.json of the whole model, as read
     trained: tuple[str, ...] = field(default=(), repr=False, compare=False)
@@ -105,9 +105,9 @@ def square_vision(projector: str) -> Callable[[Raw], Vision | None]:
         pixels, side = tower.get("image_size", 224), math.isqrt(raw.get("mm_tokens_per_image", 256))
         patches = pixels // tower.get("patch_size", 16)
         token, begin, end = (_id(raw, *one) for one in (("image", 262144), ("boi", 255999), ("eoi", 256000)))
-        return Vision(
-            projector, "", token, patches // side or 1, square=Square(patches, pixels, begin, end), config=raw
-        )
+        shape = siglip_tower(tower, (raw.get("text_config") or {}).get("hidden_size", 2304))
+        square = Square(patches, pixels, begin, end)
+        return Vision(projector, "", token, patches // side or 1, square=square, shape=shape, config=raw)
 
     return read
 

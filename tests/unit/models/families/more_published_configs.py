@@ -43,7 +43,9 @@ def gemma3(*shape: int, **rest: Any) -> Raw:
     )
     ids = dict(boi_token_index=255999, eoi_token_index=256000, eos_token_id=[1, 106], image_token_index=262144)
     head = dict(initializer_range=0.02, mm_tokens_per_image=256, torch_dtype="bfloat16", transformers_version="4.50.0")
-    return whole("gemma3", "Gemma3ForConditionalGeneration", inner | rest, **ids, **head)
+    tower = dict(hidden_size=1152, image_size=896, intermediate_size=4304, num_attention_heads=16, patch_size=14)
+    tower |= dict(model_type="siglip_vision_model", num_hidden_layers=27, vision_use_head=False)
+    return whole("gemma3", "Gemma3ForConditionalGeneration", inner | rest, **ids, **head, vision_config=tower)
 
 
 def qwen3_vl(kind: str, cls: str, inner: Raw) -> Raw:

@@ -6,11 +6,14 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from megagrpo.models.families.example import TINY_SIGLIP
 from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.policy.square_tower import SquareTower
 from tests.distributed.tiny_vision import KINDS
 from tests.unit.models.families.more_published_configs import MORE
 
 PUBLISHED = ["Qwen2-VL 7B", "Qwen2.5-VL 7B", "Qwen3-VL 8B", "Qwen3-VL 30B A3B", "Qwen3.5 27B", "Qwen3.5 35B A3B"]
+PUBLISHED += ["Gemma 3 4B it"]
 
 
 def raw_config(name: str) -> dict:
@@ -19,27 +22,44 @@ def raw_config(name: str) -> dict:
     return MORE[name] if name in MORE else kind[name] | {"vision_config": KINDS[name].tower}
 
 
-@pytest.mark.parametrize("name", [*PUBLISHED, *(kind for kind in KINDS if kind != "gemma3")])  # not in the plan
+def tower_of(raw: dict) -> torch.nn.Module:
+    """transformers' tower of a config.json."""
+    module = importlib.import_module(f"transformers.models.{raw['model_type']}.modeling_{raw['model_type']}")
+    vision = parse_hf_config(raw).vision
+    config = AutoConfig.for_model(**raw)
+    config.vision_config._attn_implementation = "eager"
+    made = getattr(module, vision.tower)
+    return SquareTower(config, made) if vision.square else made(config.vision_config)
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, *KINDS])
 def test_a_tower_has_the_parameters_of_transformers_class(name):
     raw = raw_config(name)
-    vision = parse_hf_config(raw).vision
-    module = importlib.import_module(f"transformers.models.{raw['model_type']}.modeling_{raw['model_type']}")
-    config = AutoConfig.for_model(raw["model_type"], vision_config=dict(raw["vision_config"])).vision_config
     with torch.device("meta"):
-        tower = getattr(module, vision.tower)(config)
-    assert vision.shape.parameters == sum(parameter.numel() for parameter in tower.parameters())
+        tower = tower_of(raw)
+    assert parse_hf_config(raw).vision.shape.parameters == sum(parameter.numel() for parameter in tower.parameters())
+
+
+def operations(raw: dict, pixels: torch.Tensor, grid: list[list[int]]) -> int:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    tower = tower_of(raw).eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        tower(pixels, grid_thw=torch.tensor(grid))
+    return counter.get_total_flops()
 
 
 def test_operations_of_an_image_are_those_that_torch_counts():
-    from torch.utils.flop_counter import FlopCounterMode
+    raw, patches = raw_config("qwen3_vl"), 24 * 16
+    shape, c = parse_hf_config(raw).vision.shape, raw["vision_config"]
+    inside = 3 * c.get("temporal_patch_size", 2) * c.get("patch_size", 16) ** 2
+    expected = operations(raw, torch.randn(patches, inside), [[1, 24, 16]])
+    assert shape.flops(patches, patches / 4) == pytest.approx(expected, rel=0.02)
 
-    raw = raw_config("qwen3_vl")
-    shape = parse_hf_config(raw).vision.shape
-    module = importlib.import_module("transformers.models.qwen3_vl.modeling_qwen3_vl")
-    config = AutoConfig.for_model("qwen3_vl", vision_config=dict(raw["vision_config"])).vision_config
-    config._attn_implementation = "eager"
-    tower, patches = module.Qwen3VLVisionModel(config).eval(), 24 * 16
-    inside = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        tower(torch.randn(patches, inside), grid_thw=torch.tensor([[1, 24, 16]]))
-    assert shape.flops(patches, patches / 4) == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+def test_operations_of_several_images_of_one_size_are_those_that_torch_counts():
+    tower = TINY_SIGLIP | dict(image_size=128, vision_use_head=False)
+    raw = raw_config("gemma3") | dict(vision_config=tower, mm_tokens_per_image=64)
+    patches, images = (128 // tower["patch_size"]) ** 2, 3
+    expected = operations(raw, torch.randn(images, 3, 128, 128), [[1, 1, 1]] * images)
+    assert parse_hf_config(raw).vision.shape.flops(images * patches, images * 64) == pytest.approx(expected, rel=0.02)
