@@ -18,6 +18,11 @@ class TowerShape:
     whole: int  # blocks whose attention sees the whole image
     windowed: int  # blocks whose attention sees a window
     window: int  # patches in a window
+    kept: int  # elements per patch that a block keeps for its backward pass
+
+    @property
+    def blocks(self) -> int:
+        return self.whole + self.windowed
 
     def flops(self, patches: float, tokens: float) -> float:
         """Return the operations of a forward pass over an image of so many patches, which become `tokens`."""
@@ -54,7 +59,9 @@ def qwen_tower(tower: str, given: dict[str, Any], levels: int) -> TowerShape:
     blocks = patch + c["depth"] * (norms + attention + mlp)
     whole = len(c.get("fullatt_block_indexes", _WHOLE)) if windows else c["depth"]
     window = (c["window_size"] // c["patch_size"]) ** 2 if windows else 0
-    return TowerShape(blocks + merger + positions, blocks, merger, width, whole, c["depth"] - whole, window)
+    # rotated queries and keys in float32; the quick GELU keeps two tensors more, RMS norms copies in float32
+    kept = 15 * width + 4 * inner if windows else 11 * width + (3 if kind == "Qwen2" else 2) * inner
+    return TowerShape(blocks + merger + positions, blocks, merger, width, whole, c["depth"] - whole, window, kept)
 
 
 _SIGLIP = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_channels=3, image_size=224)
@@ -72,4 +79,5 @@ def siglip_tower(given: dict[str, Any], hidden: int) -> TowerShape:
     head = (width + attention + norm + mlp) if c["vision_use_head"] else 0
     projector = width + width * hidden
     whole = blocks + patches * width + norm + head + projector
-    return TowerShape(whole, blocks, projector, width, 0, c["num_hidden_layers"], patches)
+    kept = 8 * width + 2 * inner
+    return TowerShape(whole, blocks, projector, width, 0, c["num_hidden_layers"], patches, kept)

@@ -15,7 +15,7 @@ from megagrpo.models.families.recurrence import Mamba2
 from megagrpo.proof.plan.engine_memory import GIB, engine_memory, reload_bytes, sequence_memory
 from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE
 from megagrpo.proof.plan.shapes import Stage, adapted_outputs, layer_route_bytes, num_parameters, stages_of
-from megagrpo.proof.plan.tower_costs import tower_bytes, tower_shape
+from megagrpo.proof.plan.tower_costs import tower_activations, tower_bytes, tower_shape
 from megagrpo.proof.plan.workload import Bundle, responses_together
 
 # bytes of both moments of a parameter, with their share of two scales
@@ -90,6 +90,7 @@ def _stage_memory(
     if gpu:
         stored_layers -= max(0.0, stored_layers - NOT_OFFLOADED) * config.model.offload_activations
     activations = stored_layers * stored_layer + passing + (one_layer if config.model.recompute == "full" else 0)
+    activations += tower_activations(config, model) if stage.index == 0 else 0
     logprobs, train_step, ref_hidden = _head_bytes(config, model, dp, element) if stage.index == p.pp - 1 else (0, 0, 0)
     # load: moments do not exist before the first step, and the sharded optimizer copies weights to its buffers before
     # masters exist.

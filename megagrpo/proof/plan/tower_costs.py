@@ -9,7 +9,7 @@ from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.models.families.tower_shape import TowerShape
 from megagrpo.proof.plan.gpu_specs import Gpu
 from megagrpo.proof.plan.shapes import Stage
-from megagrpo.proof.plan.workload import Lengths
+from megagrpo.proof.plan.workload import Lengths, responses_together
 
 EFFICIENCY = 0.5  # share of the peak that a tower's products and attention reach
 
@@ -27,6 +27,21 @@ def tower_bytes(config: RunConfig, model: HfConfig, stage: Stage) -> float:
         return 0.0
     has_tower = stage.index == 0 or any(layer < model.vision.levels for layer in stage.layers)
     return shape.parameters * config.model.weight_bytes * has_tower
+
+
+def tower_activations(config: RunConfig, model: HfConfig) -> float:
+    """Return the bytes that a trained tower keeps on a rank of the first stage until the backward passes of its
+    micro-batches, if every prompt is one image; 0 for a frozen one. Every rank computes whole images."""
+    shape, parallel = tower_shape(config, model), config.parallel
+    if shape is None or model.vision is None or config.towers != "trained":
+        return 0.0
+    prompt, response = config.rollout.max_prompt_length, config.max_response_length
+    bundle = prompt + responses_together(config, prompt, response) * response
+    patches = model.vision.merge**2 * config.train.max_tokens_per_micro_batch * min(1.0, prompt / bundle)
+    in_flight = parallel.pp if parallel.vpp == 1 else 2 * parallel.pp  # micro-batches in the stage's first chunk
+    kept = in_flight * shape.blocks * (shape.width if config.model.recompute == "full" else shape.kept)
+    again = shape.kept if config.model.recompute == "full" else 0  # of the block that is recomputed
+    return patches * (kept + again) * config.model.weight_bytes
 
 
 def tower_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths, replicas: int) -> float:

@@ -46,6 +46,24 @@ def test_a_trained_tower_counts_as_parameters_of_the_first_stage():
     assert "tower" not in found
 
 
+def test_a_trained_tower_keeps_activations_of_the_images_of_its_micro_batches():
+    sizes = ("train.max_tokens_per_micro_batch=4000", "rollout.max_prompt_length=600", "train.share_prompts=false")
+    sizes += ("rollout.max_completion_length=200", "parallel.pp=2")
+    patches, shape = 4 * 4000 * 600 / 800, PLAIN.vision.shape
+
+    def kept(*overrides):
+        """Elements per patch that the first and the last stage have more than with a frozen tower."""
+        trained, frozen = (
+            [stage["train"]["activations"] for stage in stage_memory(config(*sizes, *overrides, *more), PLAIN, dp=1)]
+            for more in (["model.freeze_vision_tower=false"], [])
+        )
+        return [(a - b) * GIB / 2 / patches for a, b in zip(trained, frozen, strict=True)]
+
+    assert kept() == pytest.approx([2 * 32 * shape.kept, 0])
+    assert kept("model.recompute=full") == pytest.approx([2 * 32 * shape.width + shape.kept, 0])
+    assert kept("parallel.vpp=2") == pytest.approx([4 * 32 * shape.kept, 0])
+
+
 def test_without_images_there_is_none():
     stages = stage_memory(config(images=False), PLAIN, dp=1)
     assert all("tower" not in parts for parts in stages[0].values())
