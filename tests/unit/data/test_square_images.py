@@ -108,9 +108,9 @@ def test_images_of_the_releases_have_256_tokens():
     tower = dict(hidden_size=1152, image_size=896, intermediate_size=4304, model_type="siglip_vision_model")
     tower |= dict(num_attention_heads=16, num_hidden_layers=27, patch_size=14, vision_use_head=False)
     vision = parse_hf_config(MORE["Gemma 3 4B it"] | dict(vision_config=tower)).vision
-    assert vision == Vision(
-        "Gemma3MultiModalProjector", "", 262144, 4, square=Square(patches=64, pixels=896, begin=255999, end=256000)
-    )
+    square = Square(patches=64, pixels=896, begin=255999, end=256000)
+    expected = Vision("Gemma3MultiModalProjector", "", 262144, 4, square=square)
+    assert replace(vision, shape=None) == expected
     name = (
         "vision_tower.vision_model.encoder.layers.0.mlp.fc1.bias"  # of the releases; transformers 5 leaves a part out
     )
