@@ -234,7 +234,7 @@ def conversed(responders, *seats):
 
         rollouts = await asyncio.gather(*(one(seat()) for seat in seats))
         assert not address.seats
-        with pytest.raises(httpx.ConnectError):  # it is closed
+        with pytest.raises(httpx.NetworkError):  # it is closed, or a connection that it still accepted is reset
             httpx.get(f"{address.url}/models")
         return rollouts
 

@@ -265,7 +265,10 @@ def test_a_clone_without_an_environment_uses_the_activated_one_or_names_the_fix(
 
 def test_ranks_of_another_command_are_started_without_torchruns_own_rendezvous(tmp_path):
     script = tmp_path / "stand_in.py"
-    script.write_text("import os, sys\nprint(os.environ['RANK'], os.environ['MEGAGRPO_RENDEZVOUS'], *sys.argv[1:])\n")
+    script.write_text(  # one write, which the other rank's cannot divide
+        "import os, sys\nwords = [os.environ['RANK'], os.environ['MEGAGRPO_RENDEZVOUS'], *sys.argv[1:]]\n"
+        "os.write(1, (' '.join(words) + '\\n').encode())\n"
+    )
     launcher = [sys.executable, "-m", "megagrpo", "launch"]
     ended = subprocess.run([*launcher, "2", str(script), "--tp", "2"], capture_output=True, text=True, timeout=60)
     words = sorted(line.split() for line in ended.stdout.splitlines())
