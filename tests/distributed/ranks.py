@@ -15,6 +15,10 @@ from megagrpo.platform.parallel.spawn import RankFailed as RankFailed
 SLOW_START = 5  # where a GPU is seen ranks are fresh interpreters, which start slowly
 
 torch.set_num_threads(1)  # a fork cannot use its parent's OpenMP pool, so the parent must have none
+if not device.has_gpu():
+    # The first backward pass starts a thread per device, with which no fork could run one. Only the CPU is a device
+    # until a FakeTensorMode adds another.
+    torch.ones(1, requires_grad=True).sum().backward()
 
 
 def run_ranks(function: Callable[..., Any], n: int, *args: Any, timeout: float = 120.0, **options: Any) -> list[Any]:

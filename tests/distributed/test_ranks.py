@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import RankFailed, run_ranks
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def sum_of_ranks(offset: int) -> float:
-    import torch
-
     total = torch.tensor(float(dist.get_rank() + offset))
     dist.all_reduce(total)
     return total.item() + dist.get_rank()
@@ -100,3 +100,16 @@ def groups_after_a_layout() -> list[str]:
 
 def test_a_layout_that_ends_leaves_no_process_group_to_forks():
     assert run_ranks(groups_after_a_layout, 1) == [[]]
+
+
+def backward() -> float:
+    weight = torch.ones(1, requires_grad=True)
+    (2 * weight).sum().backward()
+    return weight.grad.item()
+
+
+def test_ranks_run_backward_passes_after_this_process_has_run_one_beside_fake_tensors():
+    """Fake tensors register a device, for which autograd would start a thread that no fork has."""
+    with FakeTensorMode():
+        torch.empty(2)
+    assert backward() == 2.0 and run_ranks(backward, 2) == [2.0, 2.0]
