@@ -11,7 +11,7 @@ from pydantic import model_validator
 from megagrpo.config.algorithm import AlgorithmSection
 from megagrpo.config.config_rules import cross_field_problems, step_problems
 from megagrpo.config.data import DataSection
-from megagrpo.config.evaluation import EvaluationSection
+from megagrpo.config.evaluation import EvaluationSection, evaluation_sets
 from megagrpo.config.lora import LoraSection
 from megagrpo.config.model import ModelSection, ParallelSection
 from megagrpo.config.multi_turn import MultiTurnSection
@@ -87,10 +87,8 @@ class RunConfig(Section):
     @property
     def longest_sequence(self) -> int:
         """An engine's longest sequence in tokens: the longest sample, or longest prompt plus evaluation response."""
-        usual = self.rollout.max_completion_length
-        held_out = [0 if self.data.eval is None else usual]
-        held_out += [section.max_completion_length or usual for section in self.evaluation.sets.values()]
-        return max(self.max_model_len, self.rollout.max_prompt_length + max(held_out))
+        held_out = [s.max_completion_length for s in evaluation_sets(self).values()]
+        return max(self.max_model_len, self.rollout.max_prompt_length + max(held_out, default=0))
 
     @property
     def micro_batch_align(self) -> int:
