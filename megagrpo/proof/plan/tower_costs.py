@@ -37,7 +37,7 @@ def tower_activations(config: RunConfig, model: HfConfig) -> float:
         return 0.0
     prompt, response = config.rollout.max_prompt_length, config.max_response_length
     bundle = prompt + responses_together(config, prompt, response) * response
-    patches = model.vision.merge**2 * config.train.max_tokens_per_micro_batch * min(1.0, prompt / bundle)
+    patches = model.vision.merge**2 * config.train.max_tokens_per_micro_batch * prompt / bundle
     in_flight = parallel.pp if parallel.vpp == 1 else 2 * parallel.pp  # micro-batches in the stage's first chunk
     kept = in_flight * shape.blocks * (shape.width if config.model.recompute == "full" else shape.kept)
     again = shape.kept if config.model.recompute == "full" else 0  # of the block that is recomputed
