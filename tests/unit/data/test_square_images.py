@@ -14,6 +14,7 @@ from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import load_tokenizer
 from megagrpo.models.bridge.image_facts import image_reader
 from megagrpo.models.families.hf_config import load_hf_config, parse_hf_config
+from megagrpo.models.families.tower_shape import siglip_tower
 from megagrpo.models.families.vision import Square, Vision
 from tests.distributed.tiny_square import SIDE, TOKENS, WINDOW, write_model
 from tests.distributed.tiny_vision import image
@@ -109,8 +110,8 @@ def test_images_of_the_releases_have_256_tokens():
     tower |= dict(num_attention_heads=16, num_hidden_layers=27, patch_size=14, vision_use_head=False)
     vision = parse_hf_config(MORE["Gemma 3 4B it"] | dict(vision_config=tower)).vision
     square = Square(patches=64, pixels=896, begin=255999, end=256000)
-    expected = Vision("Gemma3MultiModalProjector", "", 262144, 4, square=square)
-    assert replace(vision, shape=None) == expected
+    shape = siglip_tower(tower, 2560)
+    assert vision == Vision("Gemma3MultiModalProjector", "", 262144, 4, square=square, shape=shape)
     name = (
         "vision_tower.vision_model.encoder.layers.0.mlp.fc1.bias"  # of the releases; transformers 5 leaves a part out
     )
