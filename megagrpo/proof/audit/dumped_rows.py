@@ -47,6 +47,14 @@ class Rows:
             whole.append(filled)
         return torch.cat(whole)[self._place]
 
+    def by_sample(self, name: str) -> list[Tensor]:
+        """Return the dumped column `name` at the policy's tokens [Lr] of each sample; NaN where it has no row."""
+        lengths = [sample.length for sample in self.step.samples]
+        whole = torch.full((sum(lengths),), math.nan, dtype=torch.float64)
+        if name in self.update.rows:
+            whole[self._place] = self.column(name)
+        return [part[sample.places] for part, sample in zip(whole.split(lengths), self.step.samples, strict=True)]
+
     def ratio(self, log_ratio: Tensor) -> Tensor:
         """Return the probability ratio [n] of these tokens as the loss computes it."""
         ratio, level = torch.empty_like(log_ratio), self.step.config.algorithm.importance_sampling_level

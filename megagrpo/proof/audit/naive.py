@@ -7,6 +7,7 @@ The loss is in `naive_loss`, the advantages in `naive_advantages`. Rotary angles
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from megagrpo.config import AlgorithmSection
 from megagrpo.types import SamplingParams, Truncation
+
+EDGE = 2e-5  # float32's rounding of a logit, in nats, and of a sum of probabilities
 
 
 def load_model(folder: Path, dtype: str, longest: int | None = None) -> nn.Module:
@@ -129,12 +132,14 @@ def log_softmax(
     routes: Tensor | None = None,
     allowed: Tensor | None = None,
     images: Mapping[str, Tensor] = MappingProxyType({}),
+    reported: Tensor | None = None,
 ) -> Tensor:
     """Return log-probs [Lr, V] at the `places` [Lr] of one sample that the policy wrote, in the distribution
     that it was sampled from.
 
     Tokens that it never samples have -1e30, except the sample's own tokens. With `routes` routers take these experts.
-    `allowed` [Lr, V] are the tokens of structured outputs, `images` further arguments of the model.
+    `allowed` [Lr, V] are the tokens of structured outputs, `images` further arguments of the model. `reported` [Lr] are
+    the run's log-probs: they select the kept tokens where rounding decides (`_kept`).
     """
     # with adapters weights are computed once
     with Routing(model, routes) if routes is not None else nullcontext(), cached():
@@ -143,7 +148,8 @@ def log_softmax(
     logits = _processed(logits, token_ids, places.tolist(), sampling) / sampling.temperature
     if sampling.truncation:
         own = token_ids[places, None]
-        logits = logits.masked_fill(~_kept(logits.detach(), sampling.truncation).scatter(1, own, True), -1e30)
+        kept = _kept(logits.detach(), sampling.truncation, own, reported)
+        logits = logits.masked_fill(~kept.scatter(1, own, True), -1e30)
     return logits.log_softmax(dim=-1)
 
 
@@ -175,14 +181,39 @@ def _processed(logits: Tensor, token_ids: Tensor, places: list[int], sampling: S
     return torch.stack(rows)
 
 
-def _kept(logits: Tensor, rules: Truncation) -> Tensor:
-    """Return [n, V] bool: tokens kept by min-p, then top-k, then top-p, which takes the largest until they sum to p."""
-    ordered, order = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
-    left = ordered * (ordered >= rules.min_p * ordered[:, :1])
+def _kept(logits: Tensor, rules: Truncation, own: Tensor, reported: Tensor | None) -> Tensor:
+    """Return [n, V] bool: tokens kept by min-p, then top-k, then top-p, which takes the largest until they sum to p.
+
+    In float32 a token within `EDGE` of a rule's limit may be on either side of it. Among the sets that differ by such
+    tokens, the one whose log-prob of the sampled token `own` [n, 1] is nearest to `reported` [n] is returned. Where
+    that is NaN or None, float64 decides.
+    """
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    position = order.argsort(dim=-1)  # every set holds the tokens of the first positions
+    size = _set_size(ordered, rules, 0.0)
+    if reported is not None:
+        least, most = (_set_size(ordered, rules, edge) for edge in (-EDGE, EDGE))
+        own_logit, sums, sizes = logits.gather(1, own), ordered.logcumsumexp(dim=-1), 1 + torch.arange(logits.shape[1])
+        total = torch.where(sizes > position.gather(1, own), sums, torch.logaddexp(sums, own_logit))
+        distance = (own_logit - total - reported[:, None]).abs()
+        distance = distance.masked_fill((sizes < least[:, None]) | (sizes > most[:, None]), math.inf)
+        size = torch.where((least < most) & ~reported.isnan(), 1 + distance.argmin(dim=-1), size)
+    return position < size[:, None]
+
+
+def _set_size(ordered: Tensor, rules: Truncation, edge: float) -> Tensor:
+    """Return [n]: how many of the largest logits [n, V], in descending order, the rules keep. Their limits are moved by
+    `edge`, nats or probability, to keep more tokens."""
+    kept = ordered > -1e29  # excluded tokens have -1e30, divided by the temperature
+    if rules.min_p:
+        kept = kept & (ordered >= ordered[:, :1] + math.log(rules.min_p) - edge)
     if rules.top_k:
-        left = left * (ordered >= ordered[:, min(rules.top_k, ordered.shape[1]) - 1, None])
-    left = left / left.sum(dim=-1, keepdim=True)
-    return ((left > 0) & (left.cumsum(dim=-1) - left < rules.top_p)).gather(1, order.argsort(dim=-1))
+        last = min(rules.top_k, ordered.shape[1]) - 1  # tokens that are equal to it are kept too
+        first = torch.arange(ordered.shape[1]) <= last
+        kept = kept & (first | ((edge >= 0) & (ordered >= ordered[:, last, None] - edge)))
+    left = ordered.masked_fill(~kept, -math.inf).softmax(dim=-1)
+    before = left.cumsum(dim=-1) - left
+    return (kept & ((before < rules.top_p + edge) | (rules.top_p == 1))).sum(dim=-1).clamp(min=1)
 
 
 def router_logits(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from megagrpo.config import AlgorithmSection
 from megagrpo.data.grammar import Grammars, allowed
 from megagrpo.proof.audit import naive, naive_lora, naive_loss
+from megagrpo.proof.audit.dumped_rows import Rows
 from megagrpo.proof.audit.naive_images import freeze_tower, image_inputs
 from megagrpo.proof.audit.naive_loss import Response, WholeStep
 from megagrpo.proof.audit.saved import DumpedUpdate, Sample, Step
@@ -74,7 +76,19 @@ def _model(step: Step, folder: Path) -> nn.Module:
 def _old_logprobs(step: Step) -> list[Tensor]:
     """Return [Lr] of each sample, from the weights that generated it: the weights before the first optimizer step."""
     model = _model(step, step.updates[0].weights)
-    return [_picked(_log_softmax(step, model, sample), sample) for sample in step.samples]
+    reported = _reported(step, step.updates, "old_logprobs")
+    return [
+        _picked(_log_softmax(step, model, sample, row), sample)
+        for sample, row in zip(step.samples, reported, strict=True)
+    ]
+
+
+def _reported(step: Step, updates: Sequence[DumpedUpdate], name: str) -> list[Tensor]:
+    """Return [Lr] of each sample: the column `name` in the first of the updates that has it; NaN where none has it."""
+    columns = [Rows(step, update).by_sample(name) for update in updates]
+    return [
+        functools.reduce(lambda row, later: row.where(~row.isnan(), later), rows) for rows in zip(*columns, strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -88,12 +102,13 @@ def _with_routes(step: Step) -> list[Sample]:
     return samples
 
 
-def _log_softmax(step: Step, model: nn.Module, sample: Sample) -> Tensor:
-    """Return [Lr, V]: the log-probs of every next token at the policy's tokens."""
+def _log_softmax(step: Step, model: nn.Module, sample: Sample, reported: Tensor) -> Tensor:
+    """Return [Lr, V]: the log-probs of every next token at the policy's tokens. `reported` [Lr] are the run's."""
     sampling = step.sampling_of(sample)
     may_follow = None if sampling.constraint is None else _allowed(step.grammars, sampling.constraint, sample)
     images = image_inputs(step.model, model, sample)
-    return naive.log_softmax(model, sample.token_ids, sample.places, sampling, sample.routes, may_follow, images)
+    tokens, places = sample.token_ids, sample.places
+    return naive.log_softmax(model, tokens, places, sampling, sample.routes, may_follow, images, reported)
 
 
 def _router_logits(step: Step, model: nn.Module, sample: Sample) -> Tensor:
@@ -129,19 +144,20 @@ def _recompute_update(
     slope = _balancing_slope(step, update, model) if algorithm.router_aux_loss_coef else None
     whole = _whole_step(step, update, advantages, model, old)
     result = Recomputed(loss=whole.real_loss)
+    reported, ref_reported = (_reported(step, [update], name) for name in ("policy_logprobs", "ref_logprobs"))
     for index, (sample, advantage) in enumerate(zip(step.samples, advantages, strict=True)):
         elsewhere = index not in update.samples
         if elsewhere or step.is_masked(sample) or (algorithm.leaves_out_zero_advantage and not advantage.any()):
             _append(result, None, None, None, None, None)
             continue
-        policy = _log_softmax(step, model, sample)
+        policy = _log_softmax(step, model, sample, reported[index])
         response = _response(step, index, policy, advantage, old)
         share = divisor * naive_loss.share(average, lengths[sample.trajectory])
         terms = _policy_terms(response, whole, sample.trajectory, lengths[sample.trajectory], algorithm, share)
         ref_picked = kl = None
         if reference is not None:
             with torch.no_grad():
-                ref = _log_softmax(step, reference, sample)
+                ref = _log_softmax(step, reference, sample, ref_reported[index])
             ref_picked = _picked(ref, sample)
         if reference is not None and not algorithm.kl_in_reward:
             ratio = naive_loss.probability_ratio(response.logprobs - response.old, algorithm.importance_sampling_level)
@@ -211,10 +227,10 @@ def _whole_step(
     coefficient = update.metric("entropy_coef") if algorithm.entropy_bonus else 0.0
     if algorithm.top_entropy_quantile == 1 and not coefficient and not algorithm.loss.whole_step:
         return whole
-    responses = {}
+    responses, reported = {}, _reported(step, [update], "policy_logprobs")
     for index, (sample, advantage) in enumerate(zip(step.samples, advantages, strict=True)):
         if index in update.samples and not step.is_masked(sample):
-            policy = _log_softmax(step, model, sample)
+            policy = _log_softmax(step, model, sample, reported[index])
             responses[index] = _response(step, index, policy, advantage, old)
     entropies = [value for response in responses.values() for value in response.entropy.tolist()]
     if algorithm.top_entropy_quantile < 1 and entropies:
