@@ -8,7 +8,7 @@ multiplies float32 matrices.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megagrpo.config import ConfigError
 from megagrpo.platform.process.variables import ENVIRONMENT
@@ -26,7 +26,8 @@ class Cpu:
     the trainer does. Without them vLLM uses float32, and so do the trainer's bf16 products, rounded once."""
 
     float32_by_onednn: bool
-    """oneDNN multiplies float32 matrices. On AMD CPUs MKL uses AVX2, not AVX-512 (measured 2.3 times slower, Zen 4)."""
+    """oneDNN multiplies float32 matrices. On AMD CPUs MKL uses AVX2, not AVX-512 (measured 2.3 times slower, Zen 4).
+    torch's setting for it permits bf16 products, which oneDNN computes on CPUs with AMX: there it is never set."""
 
 
 CPU_KINDS = {
@@ -40,7 +41,13 @@ CPU_KINDS = {
 
 def this_cpu() -> Cpu:
     """Return the choices for this CPU or the kind in MEGAGRPO_CPU. Raises ConfigError when that names no kind."""
-    return CPU_KINDS[kind()]
+    choices = CPU_KINDS[kind()]
+    return replace(choices, float32_by_onednn=choices.float32_by_onednn and not has_amx())
+
+
+def has_amx() -> bool:
+    """Return whether this CPU, whatever MEGAGRPO_CPU names, has matrix tiles: oneDNN may then round float32 to bf16."""
+    return any(flag.startswith(("amx", "avx10")) for flag in _flags())
 
 
 def kind() -> str:
@@ -52,8 +59,7 @@ def kind() -> str:
     if named:
         return named
     bf16 = bool(flags & {"avx512_bf16", "amx_bf16"})
-    # The float32 setting permits bf16 products, which oneDNN computes where the CPU has AMX: such a CPU keeps MKL.
-    if "AuthenticAMD" in flags and "avx512f" in flags and "amx_bf16" not in flags:
+    if "AuthenticAMD" in flags and "avx512f" in flags and not has_amx():
         return "amd_bf16" if bf16 else "amd"
     return "intel_amx" if bf16 else "intel"
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -31,6 +32,15 @@ def test_the_kind_follows_vendor_and_instructions(flags, kind, monkeypatch):
     assert cpu.kind() == kind
 
 
+@pytest.mark.parametrize("flag", ["amx_tile", "amx_bf16", "avx10_2"])
+def test_a_pretended_kind_permits_no_bf16_products_on_a_cpu_that_has_tiles(flag, monkeypatch):
+    """oneDNN computes the bf16 products that the setting for AMD permits where the real CPU has AMX."""
+    monkeypatch.setattr(cpu, "_flags", lambda: frozenset(["GenuineIntel", "avx512f", flag]))
+    for kind, choices in cpu.CPU_KINDS.items():
+        monkeypatch.setenv(cpu.VARIABLE, kind)
+        assert cpu.this_cpu() == replace(choices, float32_by_onednn=False)
+
+
 def test_the_kinds_cover_every_combination_of_choices_once():
     assert len(set(cpu.CPU_KINDS.values())) == len(cpu.CPU_KINDS) == 4
 
@@ -51,5 +61,6 @@ def test_an_unknown_kind_is_refused_with_the_known_ones(monkeypatch):
 @pytest.mark.skipif(device.has_gpu(), reason="nothing is set on a GPU")
 def test_a_fresh_process_sets_the_float32_products_of_its_kind(monkeypatch):
     monkeypatch.setenv(cpu.VARIABLE, "amd_bf16")
+    expected = "highest" if cpu.has_amx() else "medium"
     done = subprocess.run([sys.executable, "-c", MATMUL], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["medium"], done.stderr
+    assert done.stdout.split() == [expected], done.stderr
