@@ -4,6 +4,7 @@ tokens of cached prefixes, preempted requests, aborted responses and later turns
 from __future__ import annotations
 
 import functools
+import os
 import re
 import threading
 import time
@@ -148,7 +149,10 @@ def test_the_routes_of_gpt_oss_are_those_of_transformers():
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", pytest.param("deepseek_v2", marks=pytest.mark.full)])
-def test_latent_attention_has_routes_without_a_prefix_cache(kind):
+def test_latent_attention_has_routes_without_a_prefix_cache(kind, monkeypatch, tmp_path):
+    """The server takes its CPU for one with AMX, whose kernels of latent attention take no float32."""
+    (tmp_path / "sitecustomize.py").write_text("import torch\n\ntorch.cpu._is_amx_tile_supported = lambda: True\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
     running = server(kind, f"routes_{kind}")
     try:
         prompts = [Prompt(0, LONG, ""), Prompt(1, LONG[:5], ""), Prompt(2, LONG[9:50], "")]

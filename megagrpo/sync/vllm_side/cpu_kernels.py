@@ -1,4 +1,4 @@
-"""Kernels in vLLM for CPU: patches for rotary embeddings, routers and the mask of images."""
+"""Kernels in vLLM for CPU: patches for rotary embeddings, routers, latent attention and the mask of images."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 
 def rotate_all_heads() -> None:
@@ -53,6 +55,27 @@ def route_as_one_group() -> None:
         return original(self, *arguments, **named)
 
     CPURouter._compute_routing = compute_routing
+
+
+def attend_in_float32() -> None:
+    """Select the kernels of latent attention that take float32 for a float32 model, on CPUs with AMX too.
+
+    vLLM for CPU (seen in 0.32) selects its AMX kernels by the CPU alone. They take bf16 only, and the server ends with
+    "expect weight to be bfloat16, float16, int8, fp8_e4m3 or uint8". Remove this patch when DeepSeek-V3 in float32
+    starts on such a CPU without it; the tests check that.
+    """
+    original = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]  # of a classmethod
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        model = vllm_config.model_config
+        if model is not None and model.use_mla and model.dtype == torch.float32:
+            vllm_config.attention_config.backend = AttentionBackendEnum.CPU_MLA
+        original(cls, vllm_config)
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
 def see_whole_images() -> None:

@@ -24,7 +24,12 @@ from vllm.platforms import current_platform
 from megagrpo.platform.process.parent_death import tie_process_tree
 from megagrpo.platform.process.shm_names import CPU_WORKERS, name_segments_by_owner, owned
 from megagrpo.sync.vllm_side.adapter_wrappers import AdapterWrappers
-from megagrpo.sync.vllm_side.cpu_kernels import rotate_all_heads, route_as_one_group, see_whole_images
+from megagrpo.sync.vllm_side.cpu_kernels import (
+    attend_in_float32,
+    rotate_all_heads,
+    route_as_one_group,
+    see_whole_images,
+)
 from megagrpo.sync.vllm_side.cpu_parallelism import (
     compute_frozen_experts,
     count_workers_of_a_node,
@@ -61,6 +66,7 @@ def register() -> None:
         rotate_all_heads()
         route_as_one_group()
         see_whole_images()
+        attend_in_float32()
         name_file_stores_by_owner()
     register_loader()
     if WEIGHT_BACKEND not in WeightTransferEngineFactory._registry:
