@@ -73,7 +73,7 @@ class Costs:
 def _sum[T](one: Mapping[T, float], other: Mapping[T, float], times: float) -> Counter[T]:
     made: Counter[T] = Counter(one)
     for key, count in other.items():
-        made[key] += count * times  # type: ignore[assignment]
+        made[key] += count * times
     return Counter({key: count for key, count in made.items() if count})
 
 

@@ -138,12 +138,10 @@ def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLay
         return [_vocabulary(name, shape, layout.tp, worker.tp_rank)]
     if _is_whole(words, kind, layout):
         return [whole(shape)]
-    if words[-2] == "experts":  # one tensor holds all experts of a block; dim 0 is the expert
-        stacked = _stacked_rows if model.mixture.beside_mlp else _stacked_experts
-        return stacked(name, shape, model, layout, worker)
     kind = MLP_KINDS.get(kind, kind) if len(shape) == 2 else kind
-    if kind in (STACKED_GATE_UP, STACKED_DOWN):
-        return _stacked_rows(name, shape, model, layout, worker)
+    if words[-2] == "experts" or kind in (STACKED_GATE_UP, STACKED_DOWN):
+        by_rows = words[-2] != "experts" or model.mixture.beside_mlp
+        return _stacked(name, shape, model, layout, worker, by_rows)
     if "experts" in words and layout.ep > 1:
         return [whole(shape)] if int(words[words.index("experts") + 1]) in _experts(model, layout, worker) else []
     if kind in BY_COLUMNS:
@@ -199,32 +197,23 @@ def _part(name: str, shape: tuple[int, ...], dim: int, start: int, length: int, 
     return cut(shape, dim, start + part * step, start + part * step + step)
 
 
-def _stacked_experts(
-    name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLayout, worker: _Worker
+def _stacked(
+    name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLayout, worker: _Worker, by_rows: bool
 ) -> list[Box]:
+    """Return the boxes of a tensor of all experts of a block, dim 0. With `by_rows` the output dimension is before the
+    input one, and gate above up: [E, 2 I, H] and [E, H, I]. Else the input is first, gate and up interleaved or not."""
     if layout.ep > 1:
         mine = _experts(model, layout, worker)
         return [cut(shape, 0, mine.start, mine.stop)]
-    if name.endswith("down_proj_bias"):
+    if by_rows:
+        dim, sides = (2, 1) if STACKED_DOWN in name or name.endswith("down_proj") else (1, 2)
+    elif name.endswith("down_proj_bias"):
         return [whole(shape)]
-    # [expert, in, out] of down_proj, or [expert, in, gate and up], interleaved or one after the other
-    dim = 1 if name.endswith("down_proj") else len(shape) - 1
-    sides = 2 if dim > 1 and not model.mixture.interleaved else 1
+    else:
+        dim = 1 if name.endswith("down_proj") else len(shape) - 1
+        sides = 2 if dim > 1 and not model.mixture.interleaved else 1
     length = shape[dim] // sides
     return [_part(name, shape, dim, side * length, length, layout.tp, worker.tp_rank) for side in range(sides)]
-
-
-def _stacked_rows(
-    name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLayout, worker: _Worker
-) -> list[Box]:
-    """Like `_stacked_experts`, for tensors with the output dimension before the input one, gate above up."""
-    if layout.ep > 1:
-        mine = _experts(model, layout, worker)
-        return [cut(shape, 0, mine.start, mine.stop)]
-    if STACKED_DOWN in name or name.endswith("down_proj"):
-        return [_part(name, shape, 2, 0, shape[2], layout.tp, worker.tp_rank)]
-    half = shape[1] // 2
-    return [_part(name, shape, 1, at, half, layout.tp, worker.tp_rank) for at in (0, half)]
 
 
 def _vocabulary(name: str, shape: tuple[int, ...], tp: int, tp_rank: int) -> Box:
