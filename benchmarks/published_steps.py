@@ -4,7 +4,7 @@
     python benchmarks/published_steps.py --trace Llama-3.1-8B Llama-3.1-70B
 
 With `--trace` the log-probs and the train step of the named models come from a trace of the last pipeline stage
-(`megagrpo plan --trace`).
+(`benchmarks/plan_trace.py`).
 
 Whole steps: docs/about/performance-summary.md of NeMo-RL 0.4, 0.5 and 0.6, GRPO on OpenMathInstruct-2, DGX H100, bf16,
 Megatron and vLLM. Their settings: the recipes of the same versions (examples/configs/recipes/llm/performance) and
@@ -20,9 +20,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by its path, this file sees only its own folder
 
 from megagrpo.config import RunConfig, load_config
 from megagrpo.models.families.hf_config import HfConfig, nearly_even, parse_hf_config
@@ -177,8 +180,8 @@ def predicted(row: Row) -> StepTimes:
 
 def traced(row: Row) -> StepTimes:
     """Like `predicted`, with the seconds of log-probs and train step of a trace. Imports torch."""
-    from megagrpo.proof.plan.roofline import roofline
-    from megagrpo.proof.plan.tracing.traced_step import trace_step
+    from benchmarks.tracing.roofline import roofline
+    from benchmarks.tracing.traced_step import trace_step
 
     config, model, lengths = setting(row)
     rank = row.gpus - row.gpus // config.parallel.pp  # the first rank of the last stage, which has the LM head

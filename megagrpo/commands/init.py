@@ -19,82 +19,7 @@ from megagrpo.config import ConfigError, RunSection
 from megagrpo.config.json_schema import schema_text
 from megagrpo.platform.process.terminal import show
 
-RUN = """\
-# yaml-language-server: $schema=schema.json
-# Inherits the quickstart: SmolLM2-135M-Instruct on a CPU. A key here replaces the inherited one; `megagrpo keys` lists
-# all keys.
-defaults: megagrpo:quickstart
-
-run:
-  name: {name}
-  max_steps: 10
-
-# model: {{path: Qwen/Qwen3-0.6B}} # a folder, or a model of the hub
-
-data:
-  train: {{source: train.jsonl}} # paths count from the folder of this file
-  eval: {{source: heldout.jsonl}}
-
-rewards:
-  functions:
-    - function: reward.py:correct
-"""
-REWARD = '''\
-"""The reward of this task. megagrpo calls it in a worker process with lists: one entry per completion."""
-
-import re
-from decimal import Decimal
-
-NUMBER = r"(?:(?<![\\w.)])[-\u2212])?\\d+(?:,\\d{3})*(?:\\.\\d+)?(?:[eE][-+]?\\d+)?"
-
-
-def correct(completions, answer, **columns):
-    """Return 1 where the completion has the right answer, else 0; None where the row has no answer.
-
-    `answer` is the column of train.jsonl; **columns takes the others. If `answer` is a number (5, 5.0,
-    "$1,000"), the last number of the completion must equal it. If it is another text, the completion must
-    contain it, as words and in any case. A completion is a string, or a list of messages if the prompt is a
-    list of messages.
-    """
-    scores = []
-    for completion, right in zip(completions, answer, strict=True):
-        text = completion if isinstance(completion, str) else completion[-1]["content"]
-        right = "" if right is None else str(right).strip()
-        if not right:
-            scores.append(None)
-        elif re.fullmatch(NUMBER, right.strip("$€£%. ")):
-            numbers = re.findall(NUMBER, text)
-            scores.append(float(bool(numbers) and value(numbers[-1]) == value(right.strip("$€£%. "))))
-        else:
-            words = rf"(?<!\\w){re.escape(right)}(?!\\w)"
-            scores.append(float(re.search(words, text, re.IGNORECASE) is not None))
-    return scores
-
-
-def value(number):
-    return Decimal(number.replace(",", "").replace("\u2212", "-"))
-'''
-README = """\
-# {name}
-
-| file | content |
-|---|---|
-| `run.yaml` | the config; it inherits the quickstart |
-| `train.jsonl`, `heldout.jsonl` | one row per line: `prompt`, and `answer` for the reward |
-| `reward.py` | the reward function |
-| `schema.json` | with it, editors complete and check the keys of `run.yaml` |
-
-```bash
-megagrpo check {folder}/run.yaml     # data, one prompt, a call of the reward: seconds
-megagrpo plan {folder}/run.yaml      # memory
-megagrpo train {folder}/run.yaml     # train; writes runs/{name}
-megagrpo eval {folder}/run.yaml --checkpoint latest
-```
-
-1. Put your rows into `train.jsonl`. Every column but `prompt` is an argument of the reward function.
-2. Change `reward.py`, and run `megagrpo check` until the reward of a right answer is what you want.
-3. Name your model in `run.yaml` (`model.path`), and raise `rollout.max_completion_length` and `run.max_steps`.
-"""
+TEMPLATES = Path(__file__).with_name("new_task")  # `reward.txt` is the text of reward.py
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,12 +41,17 @@ def run(options: argparse.Namespace) -> int:
         ) from None
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(f"megagrpo init: {folder} exists and is not empty; choose another name, or remove the folder")
+
+    def filled(file: str) -> str:
+        text = (TEMPLATES / file).read_text(encoding="utf-8")
+        return text.replace("@name@", name).replace("@folder@", str(folder))
+
     files = {
-        "run.yaml": RUN.format(name=name),
-        "reward.py": REWARD,
+        "run.yaml": filled("run.yaml"),
+        "reward.py": filled("reward.txt"),
         "train.jsonl": addition_rows(range(57)),
         "heldout.jsonl": addition_rows(range(57, 69)),
-        "README.md": README.format(name=name, folder=folder),
+        "README.md": filled("README.md"),
         "schema.json": schema_text(),
     }
     try:

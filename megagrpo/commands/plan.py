@@ -3,7 +3,6 @@
     megagrpo plan megagrpo:qwen2.5_7b_1node world_size=8 gpu_memory_gb=80
     megagrpo plan my_run.yaml --gpu h100 --search
     megagrpo plan my_run.yaml --weight-sync link_gb_per_s=50
-    megagrpo plan my_run.yaml --gpu h100 --trace
 
 Besides keys of the config, key=value may be world_size (ranks; default: as few as the layout needs, with --gpu those of
 run.nodes nodes with 8 GPUs each) and gpu_memory_gb; with --gpu also prompt_tokens and response_tokens, the average
@@ -42,18 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also plan what a weight sync moves between which ranks; imports torch",
     )
-    parser.add_argument(
-        "--trace",
-        action="store_true",
-        help="also count FLOPs, bytes, launches and memory of the real step; imports torch",
-    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the plan, and return the exit code. Raises ConfigError for a wrong config or option."""
     words, sizes = split_sizes(overrides(options))
-    chosen = {name: getattr(options, name) for name in ("gpu", "search", "weight_sync", "trace")}
+    chosen = {name: getattr(options, name) for name in ("gpu", "search", "weight_sync")}
     made = make_plan(read(options.config, words), PlanRequest(**chosen, **sizes))
     show(made.as_json() if options.json else made, sys.stderr if made.problems and not options.json else sys.stdout)
     return 2 if made.problems else 0

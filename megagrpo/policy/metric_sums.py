@@ -1,4 +1,4 @@
-"""Sums the metrics of micro-batches and ranks; each metric says itself how (`types.Metric`)."""
+"""Sums the metrics of micro-batches and ranks; each metric says itself how (`train_types.Metric`)."""
 
 from __future__ import annotations
 

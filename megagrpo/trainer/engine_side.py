@@ -153,25 +153,8 @@ def connect(
     if tokenizer is not None:
         with as_config_errors():
             raise_open_files(requests_at_once(config.rollout, len(urls), layout.dp_size))
-        engine = VllmEngine(
-            urls,
-            tokenizer.decode,
-            copies=config.rollout.dp if launched is not None else 1,
-            clients=layout.dp_size,
-            client=layout.dp_rank,
-            longest_first=config.rollout.scheduling == "longest_first",
-            logs=launched.logs if launched else [],
-            token=token,
-            moved=servers.moved,
-            adapters=config.synced_adapters,
-            sleeps=servers.sleep,
-            towers=config.towers,
-            refills=refills,
-            in_flight=config.rollout.in_flight if config.rollout.max_staleness else None,
-            routes=routes,
-            keeps_images=launched is not None and config.data.images and config.rollout.dp == 1,
-            **engine_limits(config.rollout),
-        )
+        options = engine_options(config, layout, launched) | dict(token=token, refills=refills, routes=routes)
+        engine = VllmEngine(urls, tokenizer.decode, moved=servers.moved, sleeps=servers.sleep, **options)
         if engine.sleeps:
             engine.fleet.begin_sleep()
     with as_config_errors():
@@ -183,6 +166,24 @@ def connect(
     elif first and config.rollout.urls and engine is not None:
         resources.enter_context(Reconnector(engine, weight_sync.load_last, say))
     return engine, weight_sync
+
+
+def engine_options(config: RunConfig, layout: Layout, launched: Launcher | NodeLaunchers | None) -> dict[str, Any]:
+    """Return the options of a rank's client that config and layout decide. `launched` are servers that the run has
+    started."""
+    rollout = config.rollout
+    return dict(
+        copies=rollout.dp if launched is not None else 1,
+        clients=layout.dp_size,
+        client=layout.dp_rank,
+        longest_first=rollout.scheduling == "longest_first",
+        logs=launched.logs if launched else [],
+        adapters=config.synced_adapters,
+        towers=config.towers,
+        in_flight=rollout.in_flight if rollout.max_staleness else None,
+        keeps_images=launched is not None and config.data.images and rollout.dp == 1,
+        **engine_limits(rollout),
+    )
 
 
 def engine_limits(rollout: RolloutSection) -> dict[str, Any]:

@@ -1,7 +1,10 @@
 """Child processes of the API: each runs a function of megagrpo in a process of its own and shows its output live here.
 
 A notebook's kernel has threads, an event loop and no terminal, so nothing is forked: each call is a new Python process
-in its own session, without standard input. Ctrl-C reaches it once, from here.
+in its own session, without standard input. Ctrl-C reaches it once, from here. It gets SIGTERM when this process ends,
+also by a kill: a training run then saves and stops.
+
+    python -m megagrpo.commands.api.child_process PARENT FOLDER
 """
 
 from __future__ import annotations
@@ -19,16 +22,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from megagrpo.commands.api import entry
 from megagrpo.commands.api.errors import CommandFailed
+from megagrpo.commands.api.exit_codes import one_command, settle_environment
 from megagrpo.config import ConfigError
+from megagrpo.platform.process.parent_death import end_with_parent
 from megagrpo.platform.process.removal import temporary_folder
+from megagrpo.platform.process.scratch import temporary_files
+from megagrpo.platform.process.terminal import hide_bars_of_libraries, log_to_stderr
 from megagrpo.platform.process.variables import ENVIRONMENT
 
 SHOWN_CHARACTERS = 100_000  # of a stream that is shown: only its end is kept
 COLOURS = ("FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE")  # Jupyter's kernel sets them; a log file should have no escapes
 OUTPUT_COLUMNS = "100"  # unless COLUMNS is set
 POLL_SECONDS = 0.1  # between two looks at a log
+REQUEST, RESULT = "request", "result"  # files: a pickled (function, arguments), and what the function returned
 PACKAGE_ROOT = str(Path(__file__).parents[3])
 
 
@@ -79,13 +86,13 @@ def call(function: Callable[..., Any], *arguments: Any, log: Path | None = None,
     its end KeyboardInterrupt is raised. Raises ConfigError, with the process's errors, when its exit code is 2.
     """
     with temporary_folder("megagrpo_call_") as folder:
-        (folder / entry.REQUEST).write_bytes(pickle.dumps((function, arguments)))
-        errors, output, result = log or folder / "errors", folder / "output", folder / entry.RESULT
+        (folder / REQUEST).write_bytes(pickle.dumps((function, arguments)))
+        errors, output, result = log or folder / "errors", folder / "output", folder / RESULT
         with errors.open("ab") as err, output.open("wb") as out, errors.open("rb") as read:
             read.seek(0, os.SEEK_END)
             stream = Stream(None if quiet else sys.stdout if log else sys.stderr)
             process = subprocess.Popen(
-                [sys.executable, "-m", entry.__name__, str(os.getpid()), str(folder)],
+                [sys.executable, "-m", __name__, str(os.getpid()), str(folder)],
                 env=_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=err if log else out,
@@ -146,3 +153,24 @@ def _follow(process: subprocess.Popen[bytes], log: IO[bytes], stream: Stream) ->
             stream.add(chunk)
         if not over:
             time.sleep(POLL_SECONDS)
+
+
+def main(parent: str, folder: str) -> int:
+    """Tie this process to its parent, call the function and return the exit code. A function that returns a number
+    returns its exit code; other results are written to FOLDER."""
+    end_with_parent(int(parent), signal.SIGTERM)
+    with temporary_files(), one_command() as ended:
+        log_to_stderr()
+        settle_environment()
+        hide_bars_of_libraries()
+        function, arguments = pickle.loads(Path(folder, REQUEST).read_bytes())
+        result = function(*arguments)
+        if isinstance(result, int):
+            ended.exit_code = result
+        else:
+            Path(folder, RESULT).write_bytes(pickle.dumps(result))
+    return ended.exit_code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(*sys.argv[1:]))

@@ -19,7 +19,6 @@ class PlanRequest:
     Attributes:
         weight_sync: Also count what one weight sync moves between which ranks. It imports the model's code.
         link_gb_per_s: Speed of the links of a weight sync; that of the kind of GPU when None.
-        trace: Also count FLOPs, bytes and launches of the train step, on tensors without data.
     """
 
     world_size: int | None = None
@@ -30,7 +29,6 @@ class PlanRequest:
     response_tokens: float | None = None
     weight_sync: bool = False
     link_gb_per_s: float | None = None
-    trace: bool = False
 
     def check(self) -> None:
         """Raise ConfigError for a value that is out of its range or that nothing reads."""
@@ -85,7 +83,7 @@ def plan(
     return make_plan(read(config, overrides), request)
 
 
-def _ranks(config: RunConfig, request: PlanRequest) -> tuple[int, str]:
+def planned_ranks(config: RunConfig, request: PlanRequest) -> tuple[int, str]:
     """Return the trainer's ranks, and what was assumed if the request does not name them. With a kind of GPU these are
     the ranks that `megagrpo submit` would start on `run.nodes` nodes, if the layout divides them."""
     from megagrpo.platform.launch.job import Cluster, place
@@ -120,7 +118,7 @@ def make_plan(settings: Settings, request: PlanRequest) -> Plan:
         if average is not None and average > limit:
             reason = f"{average:g} is above the longest that the config allows, {limit}"
             raise ConfigError(f"{name}: {reason}; lower it, or raise the limit")
-    ranks, assumed = _ranks(config, request)
+    ranks, assumed = planned_ranks(config, request)
     made = planner.plan(config, ranks, request.gpu_memory_gb or (None if kind is None else kind.memory_gib))
     made.rows.extend([("assumed", assumed)] if assumed else [])
     lengths = expected_lengths(config, request.prompt_tokens, request.response_tokens)
@@ -138,8 +136,4 @@ def make_plan(settings: Settings, request: PlanRequest) -> Plan:
             made.problems.extend(error.problems)
         except ValueError as error:
             made.problems.append(Problem(("--weight-sync",), str(error)))
-    if request.trace and not made.problems and made.model is not None:
-        from megagrpo.proof.plan.tracing.traced_step import rows_of as rows_of_step
-
-        made.rows.extend([("", ""), *rows_of_step(config, made.model, ranks, kind, lengths)])
     return made

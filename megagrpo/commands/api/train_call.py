@@ -70,12 +70,7 @@ def train(
             known.
         TrainingFailed: The run ended with an error. It names the run's folder and the log.
     """
-    if launched(ENVIRONMENT):
-        raise ConfigError(
-            "megagrpo.train: starts the ranks itself; call it in one process, not under torchrun, and set ranks=N"
-        )
-    if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
-        raise ConfigError(f"ranks: must be a positive number (got {ranks!r})")
+    _check_caller(ranks)
     settings = read(config, overrides)
     inputs = collect(reward_functions, dataset, eval_dataset, callbacks)
     resumed = ["run.resume=true"] if resume else []
@@ -85,18 +80,33 @@ def train(
     written = inputs.write(folder) if inputs.to_write else folder
     more = [*resumed, *inputs.overrides(written, validated.run.callbacks)]
     planned_ranks(settings.validated(more), ranks)
+    _start(settings.words(lambda: from_python_folder(folder), more), ranks, folder, quiet)
+    return Run(folder)
+
+
+def _check_caller(ranks: Any) -> None:
+    """Raise ConfigError in a process that is itself a rank, and for a number of ranks that is none."""
+    if launched(ENVIRONMENT):
+        raise ConfigError(
+            "megagrpo.train: starts the ranks itself; call it in one process, not under torchrun, and set ranks=N"
+        )
+    if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
+        raise ConfigError(f"ranks: must be a positive number (got {ranks!r})")
+
+
+def _start(words: list[str], ranks: int | None, folder: Path, quiet: bool) -> None:
+    """Train in a new process, with a config and overrides, and wait for its end. Raises TrainingFailed."""
     log = from_python_folder(folder) / TRAIN_LOG
-    name, *words = settings.words(lambda: log.parent, more)
+    name, *overrides = words
     try:
         with log.open("a", encoding="utf-8") as file:
-            show(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} megagrpo train {' '.join([name, *words])}", file)
-        ended = child_process.call(run_training, name, words, ranks, log=log, quiet=quiet)
+            show(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} megagrpo train {' '.join(words)}", file)
+        ended = child_process.call(run_training, name, overrides, ranks, log=log, quiet=quiet)
     except KeyboardInterrupt:
         warn(f"stopped; megagrpo.load_run({str(folder)!r}) opens the run, and resume=True continues it")
         raise
     if ended.exit_code not in (0, TO_BE_CONTINUED):
         raise TrainingFailed("megagrpo train", ended.exit_code, ended.output, folder, log)
-    return Run(folder)
 
 
 def run_training(name: str, overrides: Sequence[str], ranks: int | None = None) -> int:

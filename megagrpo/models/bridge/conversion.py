@@ -155,17 +155,8 @@ def export_hf(
     not empty. Raises OSError when the disk is too small or cannot be written. Ranks without an error of their own raise
     RankError. `progress` shows the bytes on rank 0.
     """
-    if (checkpoint / ADAPTER_FILES).is_dir():
-        fix = f"merge it: megagrpo merge {checkpoint / ADAPTER_FILES} {out}"
-        raise ValueError(f"{checkpoint} has an adapter but no weights; {fix}")
     hf_files = checkpoint / HF_FILES
-    checkpoint = newest_iteration(checkpoint)
-    if model is None and not hf_files.is_dir():
-        why = f"has no {HF_FILES} folder with config.json; name the original model with --model"
-        raise ValueError(f"{checkpoint} {why}")
-    check_is_checkpoint(checkpoint)
-    if (checkpoint / CHECKSUMS).is_file():
-        on_first_rank(layout, lambda: verify_others(checkpoint))
+    checkpoint = _checked(checkpoint, out, model is not None, layout)
     source = run_own_and_agree(layout, lambda: resolve_model(model, "--model")) if model else hf_files
     hf_config = load_hf_config(source)
     if model is not None and layout.world_rank == 0:
@@ -203,6 +194,21 @@ def export_hf(
 
         exhaust(write, tensors, layout)
     return rounded
+
+
+def _checked(checkpoint: Path, out: Path, has_model: bool, layout: Layout) -> Path:
+    """Return the checkpoint, or its newest iteration. Raises ValueError if it cannot be exported. Collective."""
+    if (checkpoint / ADAPTER_FILES).is_dir():
+        fix = f"merge it: megagrpo merge {checkpoint / ADAPTER_FILES} {out}"
+        raise ValueError(f"{checkpoint} has an adapter but no weights; {fix}")
+    newest = newest_iteration(checkpoint)
+    if not has_model and not (checkpoint / HF_FILES).is_dir():
+        why = f"has no {HF_FILES} folder with config.json; name the original model with --model"
+        raise ValueError(f"{newest} {why}")
+    check_is_checkpoint(newest)
+    if (newest / CHECKSUMS).is_file():
+        on_first_rank(layout, lambda: verify_others(newest))
+    return newest
 
 
 def _warn_of_other_numbers(hf_config: HfConfig, hf_files: Path, model: str) -> None:

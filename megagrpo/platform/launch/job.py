@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -157,16 +158,11 @@ def check_paths(config: RunConfig, config_name: str, cluster: Cluster) -> None:
     """Raise ConfigError for an archive of `staging` that does not exist, and for each path of the job that no mount of
     the cluster's container holds under the same path. Files of a shipped config are not checked: every image has
     them."""
-    root, container, shipped = job_folder(), cluster.container, shipped_configs().resolve()
+    root, container = job_folder(), cluster.container
     if cluster.staging and not (archive := root / cluster.staging.archive).is_file():
         raise ConfigError(f"staging.archive: no file {archive}; make it as docs/slurm.md says, or leave staging out")
     if container is None:
         return
-    paths = [(key, path) for key, path in paths_in(config) if shipped not in Path(path).resolve().parents]
-    paths = [(key, path) for key, path in paths if key != "run.output_dir"]
-    paths += [("run.output_dir", str(root / config.run.output_dir)), ("the job's folder", str(root))]
-    paths += [] if config_name.startswith(SHIPPED) else [("CONFIG", config_name)]
-    paths += [("python", cluster.python)] if cluster.python == sys.executable else []
     mounts = (cluster.storage_path,) if cluster.storage_claim else container.mounts
     flags: dict[Path, list[str]] = {}  # of a folder that the container holds under the same path
     for source, inside, *rest in (mount.split(":") if ":" in mount else (mount, mount) for mount in mounts):
@@ -179,7 +175,7 @@ def check_paths(config: RunConfig, config_name: str, cluster: Cluster) -> None:
         holders = [flags[folder] for folder in (path, *path.parents) if folder in flags]
         return any(key != "run.output_dir" or "ro" not in options for options in holders)
 
-    absolute = [(key, os.path.abspath(path)) for key, path in paths]
+    absolute = [(key, os.path.abspath(path)) for key, path in _job_paths(config, config_name, cluster)]
     if outside := [f"  {key}: {path}" for key, path in absolute if not is_held(key, Path(path))]:
         key, fix = ("storage_path", "") if cluster.storage_claim else ("container.mounts", ", or add FOLDER:FOLDER")
         what = (
@@ -187,6 +183,20 @@ def check_paths(config: RunConfig, config_name: str, cluster: Cluster) -> None:
             f"{', '.join(mounts) or 'none'})"
         )
         raise ConfigError("\n".join([f"{what}; move them below a mount and submit from there{fix}", *outside]))
+
+
+def _job_paths(config: RunConfig, config_name: str, cluster: Cluster) -> Iterator[tuple[str, str]]:
+    """Yield (key, path) of what a job reads and writes, without shipped configs."""
+    root, shipped = job_folder(), shipped_configs().resolve()
+    for key, path in paths_in(config):
+        if key != "run.output_dir" and shipped not in Path(path).resolve().parents:
+            yield key, path
+    yield "run.output_dir", str(root / config.run.output_dir)
+    yield "the job's folder", str(root)
+    if not config_name.startswith(SHIPPED):
+        yield "CONFIG", config_name
+    if cluster.python == sys.executable:
+        yield "python", cluster.python
 
 
 @dataclass(frozen=True)

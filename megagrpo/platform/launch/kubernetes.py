@@ -39,7 +39,20 @@ def manifest(
         raise ConfigError(
             f"run.name: {config.run.name} must start with a letter, as Kubernetes requires; use another name"
         )
-    assert cluster.container is not None, "a cluster with storage_claim has a container"
+    trainer, servers = _arguments(name, config, config_name, overrides, placement)
+    groups = placement.nodes_per_server > 1
+    jobset = _jobset(name, cluster, placement, trainer, servers)
+    if placement.server_nodes and not groups:
+        return yaml.safe_dump(jobset, sort_keys=False)
+    pod = jobset["spec"]["replicatedJobs"].pop()["template"]["spec"]["template"]
+    documents = [jobset, *([_server_groups(f"{name}-servers", placement, pod)] if groups else [])]
+    return yaml.safe_dump_all(documents, sort_keys=False)
+
+
+def _arguments(
+    name: str, config: RunConfig, config_name: str, overrides: Sequence[str], placement: Placement
+) -> tuple[list[str], list[str]]:
+    """Return the arguments of the trainer's nodes and of the servers' nodes."""
     words = [_literal(word) for word in (config_name, *overrides)]
     trainer = ["--nodes", str(placement.trainer_nodes), "--ranks", str(placement.ranks_per_node)]
     trainer += ["--master", f"{name}-trainer-0-0.{name}:{PORT}"]
@@ -59,7 +72,15 @@ def manifest(
         trainer += ["--wait-seconds", seconds, "--wait-for", urls]
     if groups:
         servers += ["--head", f"{GROUP_LEADER}:{BOARD_PORT}", "--node", GROUP_INDEX]
-    jobset = _filled(
+    return trainer, servers
+
+
+def _jobset(
+    name: str, cluster: Cluster, placement: Placement, trainer: Sequence[str], servers: Sequence[str]
+) -> dict[str, Any]:
+    """Return the JobSet of the template, filled with these arguments."""
+    assert cluster.container is not None, "a cluster with storage_claim has a container"
+    filled: dict[str, Any] = _filled(
         yaml.safe_load((shipped_folder("launch") / "jobset.yaml").read_text()),
         {
             "name": name,
@@ -80,11 +101,7 @@ def manifest(
             "gpus": {"nvidia.com/gpu": cluster.gpus_per_node} if cluster.gpus_per_node else {},
         },
     )
-    if placement.server_nodes and not groups:
-        return yaml.safe_dump(jobset, sort_keys=False)
-    pod = jobset["spec"]["replicatedJobs"].pop()["template"]["spec"]["template"]
-    documents = [jobset, *([_server_groups(f"{name}-servers", placement, pod)] if groups else [])]
-    return yaml.safe_dump_all(documents, sort_keys=False)
+    return filled
 
 
 def _server_groups(name: str, placement: Placement, pod: dict[str, Any]) -> dict[str, Any]:

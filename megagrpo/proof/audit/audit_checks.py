@@ -131,12 +131,16 @@ def _sample_problems(sample: Sample, step: Step, tokenizer: Tokenizer | None) ->
     turns = [token for row in naive_turns.spans(sample) for token in range(row["start"], row["stop"])]
     if turns and turns != [token - sample.prompt_length for token in sample.places.tolist()]:
         yield "the policy's turns are other tokens than those that it wrote"
-    if tokenizer is None or not response:
-        return
+    if tokenizer is not None and response:
+        yield from _text_problems(sample, response, step, tokenizer)
+
+
+def _text_problems(sample: Sample, response: list[int], step: Step, tokenizer: Tokenizer) -> Iterator[str]:
+    rollout = step.config.rollout
     text, turn = tokenizer.decode(response), _last_turn(sample, response)
     strings = [*rollout.stop, *sample.sampling.get("stop", [])]
     stop, end = _first_stop(last := tokenizer.decode(turn), strings)
-    if reason == "stop" and response[-1] not in tokenizer.eos_token_ids and not stop:
+    if sample.text["finish_reason"] == "stop" and response[-1] not in tokenizer.eos_token_ids and not stop:
         no_stop = " and completes no stop string" if strings else ""
         yield f"ended with token {response[-1]}, which is not an end token{no_stop}"
     if stop and _first_stop(tokenizer.decode(turn[:-1]), strings)[0]:

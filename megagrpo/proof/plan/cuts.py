@@ -5,7 +5,7 @@ For planning only. A real sync learns boxes from the loaders (`lazy_tensors.py`)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megagrpo.config import Problem, ProblemError
@@ -17,7 +17,7 @@ VOCAB_PADDING = 64  # rows; vLLM rounds the vocabulary up to a multiple of it be
 BY_ROWS = {"q_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj", "sinks"}
 BY_ROWS |= {"per_layer_model_projection"}
 BY_ROWS |= {"in_proj_qkvz", "in_proj_ba", "in_proj_z", "in_proj_b", "in_proj_a", "A_log", "dt_bias", "D"}  # whole heads
-BY_ROWS |= {"conv"}  # channels of short convolutions
+BY_ROWS |= {"conv", "norm"}  # channels of short convolutions, heads of a recurrent output
 RECURRENT_PARTS = {"conv1d", "in_proj_qkv", "in_proj"}  # parts of all heads, one above the other
 BY_COLUMNS = {"o_proj", "out_proj", "down_proj", "w2"}
 # Besides these: every tensor with norm in its name, and all tensors of a router.
@@ -29,7 +29,8 @@ STACKED_GATE_UP, STACKED_DOWN = "input_linear", "output_linear"  # of all expert
 MLP_KINDS = {STACKED_GATE_UP: "gate_up_proj", STACKED_DOWN: "down_proj"}  # the same names in an MLP
 _MIXERS = ("linear_attn", "mamba", "mixer")
 _HOLDERS = ("self_attn", "experts", *_MIXERS)  # modules that hold tensors themselves, besides blocks
-EMBEDDING_WORDS, HEAD_WORD, PER_LAYER = {"embed_tokens", "embeddings"}, "lm_head", "per_layer"
+EMBEDDING_WORDS, PER_LAYER = {"embed_tokens", "embeddings"}, "per_layer"
+_VOCABULARY = {*EMBEDDING_WORDS, f"embed_tokens_{PER_LAYER}", "lm_head"}
 
 
 @dataclass(frozen=True)
@@ -133,51 +134,57 @@ def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLay
     words = name.split(".")
     own = len(words) == 1 or words[-2] in _HOLDERS or words[-2].isdecimal()
     kind = words[-1] if own else words[-2]
-    if kind in {*EMBEDDING_WORDS, f"embed_tokens_{PER_LAYER}", HEAD_WORD}:
+    if kind in _VOCABULARY:
         return [_vocabulary(name, shape, layout.tp, worker.tp_rank)]
-    if any(word.startswith("shared_") for word in words) and layout.copies > 1 and layout.tp > 1:
-        return [whole(shape)]  # each worker runs the shared experts on its own tokens
-    if kind == "norm" and words[-3] in ("mamba", "mixer"):  # of the recurrent output, by heads
-        return [_part(name, shape, 0, 0, shape[0], layout.tp, worker.tp_rank)]
-    kept = kind in KEPT_WHOLE or words[-1] == "e_score_correction_bias"
-    if "norm" in kind or "router" in words or kept or (kind in BY_COLUMNS and words[-1] == "bias"):
+    if _is_whole(words, kind, layout):
         return [whole(shape)]
-    if words[-2] == "experts":  # one tensor holds all experts of a block; dim 0 is the expert
-        stacked = _stacked_rows if model.mixture.beside_mlp else _stacked_experts
-        return stacked(name, shape, model, layout, worker)
     kind = MLP_KINDS.get(kind, kind) if len(shape) == 2 else kind
-    if kind in (STACKED_GATE_UP, STACKED_DOWN):
-        return _stacked_rows(name, shape, model, layout, worker)
+    if words[-2] == "experts" or kind in (STACKED_GATE_UP, STACKED_DOWN):
+        by_rows = words[-2] != "experts" or model.mixture.beside_mlp
+        return _stacked(name, shape, model, layout, worker, by_rows)
     if "experts" in words and layout.ep > 1:
         return [whole(shape)] if int(words[words.index("experts") + 1]) in _experts(model, layout, worker) else []
     if kind in BY_COLUMNS:
         return [_part(name, shape, 1, 0, shape[1], layout.tp, worker.tp_rank)]
-    mine = (layout.tp, worker.tp_rank)
-    parts = min(layout.tp, model.num_kv_heads)
+    return [_part(name, shape, 0, *rows) for rows in _rows(name, kind, shape[0], model, layout.tp, worker.tp_rank)]
+
+
+def _is_whole(words: list[str], kind: str, layout: EngineLayout) -> bool:
+    """Whether every worker loads the whole tensor."""
+    if any(word.startswith("shared_") for word in words) and layout.copies > 1 and layout.tp > 1:
+        return True  # each worker runs the shared experts on its own tokens
+    if kind == "norm" and words[-3] in ("mamba", "mixer"):  # of the recurrent output, by heads
+        return False
+    kept = kind in KEPT_WHOLE or words[-1] == "e_score_correction_bias"
+    return "norm" in kind or "router" in words or kept or (kind in BY_COLUMNS and words[-1] == "bias")
+
+
+def _rows(
+    name: str, kind: str, length: int, model: HfConfig, tp: int, tp_rank: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (start, length, parts, part) of each run of a tensor's rows that a worker has its part of."""
     # several workers share a KV head if there are more workers than heads
-    keys = (parts, worker.tp_rank * parts // layout.tp)
+    parts = min(tp, model.num_kv_heads)
+    keys = parts, tp_rank * parts // tp
     if kind in ("k_proj", "v_proj"):
-        return [_part(name, shape, 0, 0, shape[0], *keys)]
-    if kind == "qkv_proj":
+        yield 0, length, *keys
+    elif kind == "qkv_proj":
         rows = model.num_kv_heads * model.head_dim
-        queries = shape[0] - 2 * rows
-        return [
-            _part(name, shape, 0, 0, queries, *mine),
-            *(_part(name, shape, 0, at, rows, *keys) for at in (queries, queries + rows)),
-        ]
-    if kind in RECURRENT_PARTS and (recurrence := model.recurrence):
-        boxes, start = [], 0
+        yield 0, length - 2 * rows, tp, tp_rank
+        yield length - 2 * rows, rows, *keys
+        yield length - rows, rows, *keys
+    elif kind in RECURRENT_PARTS and (recurrence := model.recurrence):
+        start = 0
         for part, rows in (recurrence.convolved if kind == "conv1d" else recurrence.sections(kind)).items():
-            share = (1, 0) if part in recurrence.shared_parts(layout.tp) else mine
-            boxes.append(_part(name, shape, 0, start, rows, *share))
+            yield start, rows, *((1, 0) if part in recurrence.shared_parts(tp) else (tp, tp_rank))
             start += rows
-        return boxes
-    if kind == "gate_up_proj":
-        half = shape[0] // 2
-        return [_part(name, shape, 0, at, half, *mine) for at in (0, half)]
-    if kind in BY_ROWS:
-        return [_part(name, shape, 0, 0, shape[0], *mine)]
-    raise ProblemError(Problem(("model",), f"{name}: unknown how vLLM shards tensors of this kind"))
+    elif kind == "gate_up_proj":
+        yield 0, length // 2, tp, tp_rank
+        yield length // 2, length // 2, tp, tp_rank
+    elif kind in BY_ROWS:
+        yield 0, length, tp, tp_rank
+    else:
+        raise ProblemError(Problem(("model",), f"{name}: unknown how vLLM shards tensors of this kind"))
 
 
 def _part(name: str, shape: tuple[int, ...], dim: int, start: int, length: int, parts: int, part: int) -> Box:
@@ -190,32 +197,23 @@ def _part(name: str, shape: tuple[int, ...], dim: int, start: int, length: int, 
     return cut(shape, dim, start + part * step, start + part * step + step)
 
 
-def _stacked_experts(
-    name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLayout, worker: _Worker
+def _stacked(
+    name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLayout, worker: _Worker, by_rows: bool
 ) -> list[Box]:
+    """Return the boxes of a tensor of all experts of a block, dim 0. With `by_rows` the output dimension is before the
+    input one, and gate above up: [E, 2 I, H] and [E, H, I]. Else the input is first, gate and up interleaved or not."""
     if layout.ep > 1:
         mine = _experts(model, layout, worker)
         return [cut(shape, 0, mine.start, mine.stop)]
-    if name.endswith("down_proj_bias"):
+    if by_rows:
+        dim, sides = (2, 1) if STACKED_DOWN in name or name.endswith("down_proj") else (1, 2)
+    elif name.endswith("down_proj_bias"):
         return [whole(shape)]
-    # [expert, in, out] of down_proj, or [expert, in, gate and up], interleaved or one after the other
-    dim = 1 if name.endswith("down_proj") else len(shape) - 1
-    sides = 2 if dim > 1 and not model.mixture.interleaved else 1
+    else:
+        dim = 1 if name.endswith("down_proj") else len(shape) - 1
+        sides = 2 if dim > 1 and not model.mixture.interleaved else 1
     length = shape[dim] // sides
     return [_part(name, shape, dim, side * length, length, layout.tp, worker.tp_rank) for side in range(sides)]
-
-
-def _stacked_rows(
-    name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLayout, worker: _Worker
-) -> list[Box]:
-    """Like `_stacked_experts`, for tensors with the output dimension before the input one, gate above up."""
-    if layout.ep > 1:
-        mine = _experts(model, layout, worker)
-        return [cut(shape, 0, mine.start, mine.stop)]
-    if STACKED_DOWN in name or name.endswith("down_proj"):
-        return [_part(name, shape, 2, 0, shape[2], layout.tp, worker.tp_rank)]
-    half = shape[1] // 2
-    return [_part(name, shape, 1, at, half, layout.tp, worker.tp_rank) for at in (0, half)]
 
 
 def _vocabulary(name: str, shape: tuple[int, ...], tp: int, tp_rank: int) -> Box:

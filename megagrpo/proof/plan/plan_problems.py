@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -19,6 +19,8 @@ from megagrpo.proof.plan.gpu_specs import Gpu
 from megagrpo.proof.plan.planned_memory import Memory, run_memory
 from megagrpo.proof.plan.shapes import modules_of
 from megagrpo.proof.plan.vllm_problems import rollout_problems
+
+IN_EXPERTS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")  # projections that experts may have
 
 
 @dataclass(frozen=True)
@@ -147,43 +149,56 @@ def recurrent_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
 def adapter_problems(lora: LoraSection, model: HfConfig) -> Iterator[Problem]:
     """Yield problems of LoRA's target modules and layers: names that the model lacks, projections inside experts, and
     modules that vLLM takes no adapter for."""
-    targets = ("lora.target_modules",)
-    own = [name.rpartition(".")[2] for names in model.linears.values() for name in names]
-    modules, last = modules_of(model, range(model.num_layers)), model.num_layers - 1
+    modules = modules_of(model, range(model.num_layers))
+    yield from _absent_targets(lora, model, modules)
+    if lora.syncs_adapters:
+        yield from _unserved_targets(lora, model, [name for name in modules if lora.adapts(name)])
+
+
+def _named(names: Sequence[str] | None, modules: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the names at which a module ends, and the others."""
+    known = {name for name in names or () if any(f".{module}".endswith(f".{name}") for module in modules)}
+    return [name for name in names or () if name in known], [name for name in names or () if name not in known]
+
+
+def _absent_targets(lora: LoraSection, model: HfConfig, modules: Sequence[str]) -> Iterator[Problem]:
+    targets, last = ("lora.target_modules",), model.num_layers - 1
     if beyond := [layer for layer in lora.layers_to_transform or [] if layer > last]:
         said = f"{beyond[0]} is out of range: the model has {model.num_layers} layers; use 0 to {last}"
         yield Problem(("lora.layers_to_transform",), said)
-    absent = [name for name in lora.names or [] if not any(f".{module}".endswith(f".{name}") for module in modules)]
-    inside = [
-        name for name in absent if model.experts and name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
-    ]
+    absent = _named(lora.names, modules)[1]
+    inside = [name for name in absent if model.experts and name in IN_EXPERTS]
     if odd := [name for name in absent if name not in inside]:
-        said = f"{model.family} has no {', '.join(odd)}; name some of {', '.join(own)}, or choose all-linear"
+        own = ", ".join(name.rpartition(".")[2] for names in model.linears.values() for name in names)
+        said = f"{model.family} has no {', '.join(odd)}; name some of {own}, or choose all-linear"
         yield Problem(targets, said)
     if lora.expression is not None and not any(map(lora.adapts, modules)):
         said = f"{lora.expression} matches no projection of {model.family}; one is {modules[0]}"
         yield Problem(targets, said)
     experts = [name for layer in range(model.num_layers) for name in model.expert_parameters(layer).values()]
-    if odd := [name for name in lora.target_parameters if not any(f".{one}".endswith(f".{name}") for one in experts)]:
+    if odd := _named(lora.target_parameters, experts)[1]:
         said = f"{model.family} has no {', '.join(odd)}"
         fix = f"the first of its experts is {experts[0]}" if experts else "it has no experts; leave the list empty"
         yield Problem(("lora.target_parameters",), f"{said}; {fix}")
-    if lora.syncs_adapters and any(name.endswith(".kv_b_proj") and lora.adapts(name) for name in modules):
-        said = f"adapter, but vLLM folds kv_b_proj of {model.family} into products that apply no adapter"
-        yield Problem(("lora.sync", *targets), f"{said}; choose merged, or leave it out of lora.target_modules")
-    only = FAMILIES[model.family].merged_only
-    wrong = [name for name in only if any(one.endswith(f".{name}") and lora.adapts(one) for one in modules)]
-    if lora.syncs_adapters and wrong:
-        said = f"adapter, but vLLM would apply adapters of {', '.join(wrong)} of {model.family} otherwise"
-        yield Problem(("lora.sync", *targets), f"{said}; choose merged, or leave them out of lora.target_modules")
-    # of GLM vLLM expects gate_proj and up_proj apart
-    fused = any(map(lora.adapts, (name for name in modules if name.endswith(".gate_up_proj"))))
-    if lora.syncs_adapters and fused and "qkv_proj" not in own:
-        said = f"vLLM takes no adapter of the gate_up_proj of {model.family}; choose merged, or name other projections"
-        yield Problem(("lora.sync", *targets), f"{said} in lora.target_modules")
     if lora.enabled and inside:
         said = f"{', '.join(inside)} of {model.family} are inside its experts; name those in lora.target_parameters"
         yield Problem(targets, f"{said}, and leave them out here")
+
+
+def _unserved_targets(lora: LoraSection, model: HfConfig, adapted: Sequence[str]) -> Iterator[Problem]:
+    """Yield the `adapted` modules whose adapters vLLM cannot apply."""
+    keys = ("lora.sync", "lora.target_modules")
+    if any(name.endswith(".kv_b_proj") for name in adapted):
+        said = f"adapter, but vLLM folds kv_b_proj of {model.family} into products that apply no adapter"
+        yield Problem(keys, f"{said}; choose merged, or leave it out of lora.target_modules")
+    if wrong := _named(FAMILIES[model.family].merged_only, adapted)[0]:
+        said = f"adapter, but vLLM would apply adapters of {', '.join(wrong)} of {model.family} otherwise"
+        yield Problem(keys, f"{said}; choose merged, or leave them out of lora.target_modules")
+    # of GLM vLLM expects gate_proj and up_proj apart
+    apart = not any(f".{name}".endswith(".qkv_proj") for names in model.linears.values() for name in names)
+    if apart and any(name.endswith(".gate_up_proj") for name in adapted):
+        said = f"vLLM takes no adapter of the gate_up_proj of {model.family}; choose merged, or name other projections"
+        yield Problem(keys, f"{said} in lora.target_modules")
 
 
 def fp8_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:

@@ -149,32 +149,7 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
         intermediate_size=padded(96, lcm(unit * parallel.tp, parallel.expert_tp)),
         vocab_size=VOCABULARY,
     )
-    if real.mla is not None:
-        latent, half = padded(12, unit), padded(4, unit)
-        small |= dict(q_lora_rank=padded(20, unit) if real.mla.query_rank else None, kv_lora_rank=latent)
-        small |= dict(qk_nope_head_dim=padded(8, unit), qk_rope_head_dim=half)
-        small |= dict(v_head_dim=padded(6, unit), head_dim=half)
-    if real.indexer:  # fewer keys than the longest sequences have; with many heads no two keys have the score 0
-        small |= dict(index_n_heads=16, index_head_dim=2 * half, index_topk=6)
-    if real.experts is not None:
-        count = max(4, 2 * parallel.ep)
-        small |= dict(
-            num_experts=count,
-            num_local_experts=count,
-            n_routed_experts=count,
-            n_shared_experts=1,
-            n_group=2 if real.experts.groups > 1 else 1,
-            topk_group=1,
-            first_k_dense_replace=1 if 0 not in real.experts.blocks else 0,
-            num_experts_per_tok=min(2, real.experts.per_token),
-            top_k_experts=min(3, real.experts.per_token),  # of two, the norm of their sum cancels gradients
-            moe_intermediate_size=padded(32, unit * lcm(parallel.expert_tp, parallel.tp)),
-            shared_expert_intermediate_size=padded(32, unit * parallel.tp),
-            moe_layers=None,
-            mlp_layer_types=None,
-            mlp_only_layers=[1] if len(real.experts.blocks) < real.num_layers else [],
-            decoder_sparse_step=1,
-        )
+    small |= _small_attention(real, unit) | _small_experts(real, parallel, unit)
     if (recurrence := real.recurrence) is not None:
         small |= _small_recurrence(recurrence, small["hidden_size"], parallel, unit)
     if real.mlp_blocks is not None:  # blocks of one part: each kind in turn
@@ -187,30 +162,65 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
         small |= dict(hidden_size_per_layer_input=padded(24, unit), vocab_size_per_layer_input=VOCABULARY)
     if real.unrotated:
         small |= dict(no_rope_layers=[(layer + 1) % 2 for layer in range(small["num_hidden_layers"])])
-    small |= dict(floor_scale=WINDOW) if real.query_scale else {}
-    if real.score_cap:
-        small |= dict(attn_logit_softcapping=CAP)
-    if real.logit_cap:
-        small |= dict(final_logit_softcapping=CAP)
-    if real.windows:
-        inside = CHUNKED if real.chunked else SLIDING
-        kinds = (inside, FULL) if None in real.windows else (inside,)
-        small |= dict(
-            sliding_window=WINDOW,
-            attention_chunk_size=WINDOW,
-            layer_types=[kinds[layer % len(kinds)] for layer in range(small["num_hidden_layers"])],
-        )
-        if real.global_heads:
-            small["layer_types"][-1] = FULL
-            small |= dict(per_layer_config=None, global_head_dim=2 * head_dim, num_global_key_value_heads=kv_heads)
-    elif real.recurrence:
-        small |= dict(layer_types=[(LINEAR, FULL)[layer % 2] for layer in range(small["num_hidden_layers"])])
-    elif "layer_types" in raw:
-        small |= dict(layer_types=[FULL] * small["num_hidden_layers"])
+    if kinds := _layer_kinds(real, "layer_types" in raw):
+        small |= dict(layer_types=[kinds[layer % len(kinds)] for layer in range(small["num_hidden_layers"])])
+    if real.windows and real.global_heads:
+        small["layer_types"][-1] = FULL
+        small |= dict(per_layer_config=None, global_head_dim=2 * head_dim, num_global_key_value_heads=kv_heads)
     small |= {own: small[usual] for own, usual in FAMILIES[real.family].names.items() if usual in small}
     read = (*COMMON, *FAMILIES[real.family].keys, *raw)
     sizes = {key: value for key, value in small.items() if key in read}
     return parse_hf_config(raw | sizes | _short_rotary(raw, real, head_dim))
+
+
+def _small_attention(real: HfConfig, unit: int) -> dict[str, Any]:
+    """Return the sizes of latent attention and its indexer, the window, and the caps, as far as the model has them."""
+    small: dict[str, Any] = {}
+    if real.mla is not None:
+        latent, half = padded(12, unit), padded(4, unit)
+        small |= dict(q_lora_rank=padded(20, unit) if real.mla.query_rank else None, kv_lora_rank=latent)
+        small |= dict(qk_nope_head_dim=padded(8, unit), qk_rope_head_dim=half)
+        small |= dict(v_head_dim=padded(6, unit), head_dim=half)
+        if real.indexer:  # fewer keys than the longest sequences have; with many heads no two keys have the score 0
+            small |= dict(index_n_heads=16, index_head_dim=2 * half, index_topk=6)
+    small |= dict(floor_scale=WINDOW) if real.query_scale else {}
+    small |= dict(attn_logit_softcapping=CAP) if real.score_cap else {}
+    small |= dict(final_logit_softcapping=CAP) if real.logit_cap else {}
+    return small | (dict(sliding_window=WINDOW, attention_chunk_size=WINDOW) if real.windows else {})
+
+
+def _small_experts(real: HfConfig, parallel: ParallelSection, unit: int) -> dict[str, Any]:
+    """Return the sizes of a mixture of experts; empty without one."""
+    if real.experts is None:
+        return {}
+    count = max(4, 2 * parallel.ep)
+    return dict(
+        num_experts=count,
+        num_local_experts=count,
+        n_routed_experts=count,
+        n_shared_experts=1,
+        n_group=2 if real.experts.groups > 1 else 1,
+        topk_group=1,
+        first_k_dense_replace=1 if 0 not in real.experts.blocks else 0,
+        num_experts_per_tok=min(2, real.experts.per_token),
+        top_k_experts=min(3, real.experts.per_token),  # of two, the norm of their sum cancels gradients
+        moe_intermediate_size=padded(32, unit * lcm(parallel.expert_tp, parallel.tp)),
+        shared_expert_intermediate_size=padded(32, unit * parallel.tp),
+        moe_layers=None,
+        mlp_layer_types=None,
+        mlp_only_layers=[1] if len(real.experts.blocks) < real.num_layers else [],
+        decoder_sparse_step=1,
+    )
+
+
+def _layer_kinds(real: HfConfig, named: bool) -> tuple[str, ...]:
+    """Return the kinds of attention that layers have in turn; empty for a model that does not name them."""
+    if real.windows:
+        inside = CHUNKED if real.chunked else SLIDING
+        return (inside, FULL) if None in real.windows else (inside,)
+    if real.recurrence:
+        return LINEAR, FULL
+    return (FULL,) if named else ()
 
 
 def _small_recurrence(real: Recurrence, hidden: int, parallel: ParallelSection, unit: int) -> dict[str, Any]:

@@ -96,6 +96,11 @@ def constant_steps(run: RunFiles) -> list[int] | None:
     return [row["step"] for row in run.steps] if constant(run) else []
 
 
+def constant_texts(run: RunFiles) -> list[str]:
+    """Say which value each function gave to all responses."""
+    return [f"{name} gave every response {value:g}" for name, value in constant(run).items()]
+
+
 def _tail(run: RunFiles, name: str) -> list[tuple[int, float]]:
     values = [(row["step"], value) for row in run.steps if (value := number(row.get(name))) is not None]
     return values[-max(3, round(len(values) * TAIL)) :]

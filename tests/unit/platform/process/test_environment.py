@@ -24,6 +24,7 @@ from megagrpo.platform.process.environment import (
     row_of,
     settle,
 )
+from megagrpo.platform.process.proxies import PROXIES, UNPROXIED
 
 REPOSITORY = Path(__file__).parents[4]
 RANK = {
@@ -170,7 +171,7 @@ def test_proxies_that_httpx_cannot_use_are_ignored_without_their_passwords(value
 def test_clients_can_be_made_with_the_proxies_that_are_left(monkeypatch):
     import httpx
 
-    for name in (*module.PROXIES.split(), *module.UNPROXIED.split()):
+    for name in (*PROXIES.split(), *UNPROXIED.split()):
         monkeypatch.delenv(name, raising=False)
     proxies = {
         "HTTP_PROXY": "proxy:3128",

@@ -10,21 +10,9 @@ from megagrpo.config import ParallelSection, load_config
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.hf_config import load_hf_config, parse_hf_config
 from megagrpo.models.families.weight_sources import shape_folder
-from megagrpo.proof.plan.gpu_specs import GPUS
 from megagrpo.proof.plan.hidden_messages import Direction, Overlap, overlap_row, refused_by_model, sent_rows
 from megagrpo.proof.plan.plan_problems import expert_problems
 from megagrpo.proof.plan.planned_memory import in_flight
-from megagrpo.proof.plan.roofline import (
-    Costs,
-    Kernel,
-    Message,
-    Trace,
-    kernel_seconds,
-    message_seconds,
-    micro_batches,
-    roofline,
-)
-from megagrpo.proof.plan.workload import expected_lengths
 from tests.unit.models.families.published_configs import published
 
 FOUR_NODES = "megagrpo:qwen3_30b_a3b_4nodes"
@@ -88,29 +76,6 @@ def test_rows_of_a_token_are_those_of_all_its_possible_experts(dispatcher):
     assert sent_rows(ParallelSection(ep=4, expert_dispatcher=dispatcher), small) == pytest.approx(
         sum(rows) / len(choices)
     )
-
-
-def test_the_trace_subtracts_hidden_messages_and_shrinks_those_of_deepep():
-    gpu, product = GPUS["h100"], Kernel("backward", "experts", 1e12, 1e6)
-    sent = Message("backward", "alltoall_base", 1e9, 8)
-    costs = Costs()
-    costs.kernels[product], costs.messages[sent] = 10, 4
-    trace = Trace(Costs(), costs, {}, 10240, 8192)
-
-    def backward(*overrides: str) -> float:
-        config, model = made(*overrides)
-        lengths = expected_lengths(config)
-        count = micro_batches(config, trace, 16, lengths)
-        return roofline(config, model, trace, 16, gpu, lengths).seconds["backward"] / count
-
-    computing, sending = 10 * kernel_seconds(product, gpu), 4 * message_seconds(sent, gpu)
-    assert backward() == pytest.approx(computing + sending)
-    assert backward("train.overlap=[weight_gradients]") == pytest.approx(
-        computing + sending - min(sending, computing) / 2
-    )
-    config, model = made("parallel.expert_dispatcher=deepep")
-    fewer = Message("backward", "alltoall_base", 1e9 * sent_rows(config.parallel, model) / 8, 8)
-    assert backward("parallel.expert_dispatcher=deepep") == pytest.approx(computing + 4 * message_seconds(fewer, gpu))
 
 
 def test_overlaps_of_a_model_without_experts_or_with_latent_attention_are_problems():

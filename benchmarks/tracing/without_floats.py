@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from megagrpo.proof.plan.roofline import TRACE_PHASES, Costs, Kernel, Message
+from benchmarks.tracing.roofline import TRACE_PHASES, Costs, Kernel, Message
 
 META, HOST = torch.device("meta"), torch.device("cpu")
 aten = torch.ops.aten

@@ -73,7 +73,7 @@ class Costs:
 def _sum[T](one: Mapping[T, float], other: Mapping[T, float], times: float) -> Counter[T]:
     made: Counter[T] = Counter(one)
     for key, count in other.items():
-        made[key] += count * times  # type: ignore[assignment]
+        made[key] += count * times
     return Counter({key: count for key, count in made.items() if count})
 
 
@@ -220,7 +220,7 @@ def _device_losses(costs: Costs, gpu: Gpu) -> dict[str, float]:
 def trace_rows(
     config: RunConfig, model: HfConfig, trace: Trace, world_size: int, stage: int, gpu: Gpu | None, lengths: Lengths
 ) -> list[tuple[str, str]]:
-    """Return the rows that `megagrpo plan --trace` shows."""
+    """Return the rows that `benchmarks/plan_trace.py` prints."""
     count = micro_batches(config, trace, world_size, lengths)
     costs = trace.step(count)
     made = None if gpu is None else roofline(config, model, trace, world_size, gpu, lengths)

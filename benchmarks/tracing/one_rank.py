@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.tracing.without_floats import StepCounter, size_of, without_data
 from megagrpo.config import ParallelSection
 from megagrpo.platform import device
 from megagrpo.platform.device import norms
@@ -24,7 +25,6 @@ from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.policy.balance import BalancedRouter
 from megagrpo.policy.fp8.megatron_patches import token_dispatcher
 from megagrpo.policy.specs import SequentialMLP
-from megagrpo.proof.plan.tracing.without_floats import StepCounter, size_of, without_data
 
 GPU_BLOCK_ELEMENTS = 2**24  # `device.block_elements` on a GPU
 GRADIENT_BYTES = 4  # bytes per element of `main_grad`

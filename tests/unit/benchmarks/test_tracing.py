@@ -1,4 +1,4 @@
-"""megagrpo/proof/plan/tracing: a step on tensors without data has the formula's FLOPs and the plan's memory."""
+"""benchmarks/tracing: a step on tensors without data has the formula's FLOPs and the plan's memory."""
 
 import json
 import subprocess
@@ -7,17 +7,29 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.tracing.roofline import (
+    HOST_COPY,
+    Costs,
+    Kernel,
+    Message,
+    Trace,
+    kernel_seconds,
+    message_seconds,
+    micro_batches,
+    roofline,
+)
 from megagrpo.config import load_config
-from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.models.families.hf_config import load_hf_config, parse_hf_config
+from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.proof.plan.engine_memory import GIB
 from megagrpo.proof.plan.flops import attention_flops, token_flops
 from megagrpo.proof.plan.gpu_specs import GPUS, HOST_GB_PER_S
+from megagrpo.proof.plan.hidden_messages import sent_rows
 from megagrpo.proof.plan.planned_memory import stage_memory
-from megagrpo.proof.plan.roofline import HOST_COPY, Costs, Kernel, Message, Trace, kernel_seconds, roofline
 from megagrpo.proof.plan.shapes import num_parameters
-from megagrpo.proof.plan.workload import Lengths
+from megagrpo.proof.plan.workload import Lengths, expected_lengths
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 TINY = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=256, intermediate_size=768, num_hidden_layers=3
 )
@@ -45,8 +57,8 @@ import json, sys
 from megagrpo.config import load_config
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.models.families.weight_sources import shape_folder
-from megagrpo.proof.plan.roofline import HOST_COPY
-from megagrpo.proof.plan.tracing.traced_step import trace_step
+from benchmarks.tracing.roofline import HOST_COPY
+from benchmarks.tracing.traced_step import trace_step
 
 config = load_config(sys.argv[1], sys.argv[3:])
 model = load_hf_config(shape_folder(config.model.path))
@@ -124,8 +136,8 @@ def test_traced_flops_are_those_of_the_formula(traced):
 
 
 def test_a_padded_micro_batch_has_its_mask_and_the_shape_that_stages_exchange(tmp_path):
-    from megagrpo.proof.plan.tracing.traced_step import _message_shape, batch_of
-    from megagrpo.proof.plan.tracing.without_floats import WithoutFloats
+    from benchmarks.tracing.traced_step import _message_shape, batch_of
+    from benchmarks.tracing.without_floats import WithoutFloats
 
     words = [*settings(tmp_path), "parallel.tp=4", "parallel.sequence_parallel=true"]
     config = load_config(ROOT / "configs" / "qwen2.5_7b_1node.yaml", words)
@@ -232,3 +244,28 @@ def test_a_roofline_names_what_keeps_the_mfu_down(tmp_path):
     trace = Trace(Costs(), Costs().plus(Costs(kernels={useful: 1, traffic: 3})), {}, 2048, 1536)
     made = roofline(config, model, trace, 4, GPUS["h100"], Lengths(256, 768, 768))
     assert next(iter(made.losses)) == "elementwise work of the LM head" and sum(made.losses.values()) + made.mfu <= 1.01
+
+
+def test_the_trace_subtracts_hidden_messages_and_shrinks_those_of_deepep():
+    alone = ["train.overlap=[]", "parallel.pp=2", "parallel.vpp=2"]
+    model = load_hf_config(shape_folder("Qwen/Qwen3-30B-A3B"))
+    gpu, product = GPUS["h100"], Kernel("backward", "experts", 1e12, 1e6)
+    sent = Message("backward", "alltoall_base", 1e9, 8)
+    costs = Costs()
+    costs.kernels[product], costs.messages[sent] = 10, 4
+    trace = Trace(Costs(), costs, {}, 10240, 8192)
+
+    def backward(*overrides: str) -> float:
+        config = load_config("megagrpo:qwen3_30b_a3b_4nodes", [*alone, *overrides])
+        lengths = expected_lengths(config)
+        count = micro_batches(config, trace, 16, lengths)
+        return roofline(config, model, trace, 16, gpu, lengths).seconds["backward"] / count
+
+    computing, sending = 10 * kernel_seconds(product, gpu), 4 * message_seconds(sent, gpu)
+    assert backward() == pytest.approx(computing + sending)
+    assert backward("train.overlap=[weight_gradients]") == pytest.approx(
+        computing + sending - min(sending, computing) / 2
+    )
+    config = load_config("megagrpo:qwen3_30b_a3b_4nodes", [*alone, "parallel.expert_dispatcher=deepep"])
+    fewer = Message("backward", "alltoall_base", 1e9 * sent_rows(config.parallel, model) / 8, 8)
+    assert backward("parallel.expert_dispatcher=deepep") == pytest.approx(computing + 4 * message_seconds(fewer, gpu))

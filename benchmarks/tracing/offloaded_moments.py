@@ -11,11 +11,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.tracing.roofline import HOST_COPY, Message
+from benchmarks.tracing.without_floats import StepCounter, size_of
 from megagrpo.platform import device
 from megagrpo.platform.device.compact_adam import CompactAdam
 from megagrpo.policy import optimizer
-from megagrpo.proof.plan.roofline import HOST_COPY, Message
-from megagrpo.proof.plan.tracing.without_floats import StepCounter, size_of
 
 
 @contextlib.contextmanager

@@ -9,6 +9,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.tracing.fused_kernels import fused_kernels, take_activations_of_a_gpu
+from benchmarks.tracing.offloaded_moments import offloaded_moments
+from benchmarks.tracing.one_rank import one_rank
+from benchmarks.tracing.roofline import Costs, Trace, trace_rows
+from benchmarks.tracing.without_floats import StepCounter, WithoutFloats
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.data.packing import pack, packing_rules
@@ -17,11 +22,6 @@ from megagrpo.platform import device
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.proof.plan.gpu_specs import Gpu
 from megagrpo.proof.plan.planned_memory import stage_memory
-from megagrpo.proof.plan.roofline import Costs, Trace, trace_rows
-from megagrpo.proof.plan.tracing.fused_kernels import fused_kernels, take_activations_of_a_gpu
-from megagrpo.proof.plan.tracing.offloaded_moments import offloaded_moments
-from megagrpo.proof.plan.tracing.one_rank import one_rank
-from megagrpo.proof.plan.tracing.without_floats import StepCounter, WithoutFloats
 from megagrpo.proof.plan.workload import Lengths
 from megagrpo.train_types import Metric, TrainBatch, TrainSample
 
@@ -37,7 +37,7 @@ def trace_step(
     """
     if device.has_gpu():
         raise ConfigError(
-            "--trace: counts operations without a GPU, but this machine has one; set CUDA_VISIBLE_DEVICES= to hide it"
+            "the trace counts operations without a GPU, but this machine has one; set CUDA_VISIBLE_DEVICES= to hide it"
         )
     config = config.without_overlap  # `roofline` subtracts what overlaps
     config = config.model_copy(update={"train": config.train.model_copy(update={"overlap_grad_reduce": False})})
@@ -73,7 +73,7 @@ def trace_step(
 def rows_of(
     config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu | None, lengths: Lengths
 ) -> list[tuple[str, str]]:
-    """Trace the fullest stage's first rank for average-length samples; return the rows of `megagrpo plan --trace`."""
+    """Trace the fullest stage's first rank for average-length samples; return the rows of `trace_rows`."""
     stages = stage_memory(config, model, max(1, world_size // config.parallel.model_parallel_size))
     stage = max(range(len(stages)), key=lambda stage: sum(stages[stage]["train"].values()))
     prompt, response = max(1, round(lengths.prompt)), max(1, round(lengths.response))

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from benchmarks.tracing.without_floats import StepCounter, size_of
 from megagrpo.config import RunConfig
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.policy import specs
@@ -24,7 +25,6 @@ from megagrpo.policy.fp8.megatron_patches import token_dispatcher
 from megagrpo.policy.specs import MLP, SharedExpertMLP
 from megagrpo.policy.transformer_config import fuses_activation
 from megagrpo.proof.plan.planned_memory import own_attention
-from megagrpo.proof.plan.tracing.without_floats import StepCounter, size_of
 
 GATED = ("bias_swiglu_impl", "bias_geglu_impl", "weighted_bias_swiglu_impl", "weighted_bias_quick_geglu_impl")
 
