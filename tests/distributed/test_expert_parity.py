@@ -1,5 +1,5 @@
-"""Experts without tokens, also where a rank has no other experts. `test_options_by_layouts.py` tests experts with tokens
-in every layout."""
+"""Experts without tokens, also where a rank has no other experts. `test_options_by_layouts.py` tests experts with
+tokens."""
 
 import functools
 
