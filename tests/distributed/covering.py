@@ -18,23 +18,36 @@ def covering_rows(axes: Axes, rules: Sequence[Rule], strength: int = 2) -> list[
     """Rows, in a fixed order, that obey every rule and contain every allowed combination of values of `strength`
     axes."""
     can_complete = _completer(axes, rules)
-    left = dict.fromkeys(  # used as a set with a fixed order
-        frozenset(zip(chosen, values, strict=True))
-        for chosen in combinations(axes, strength)
-        for values in product(*(axes[axis] for axis in chosen))
-        if can_complete(dict(zip(chosen, values, strict=True)))
-    )
+    left = dict.fromkeys(allowed_combinations(axes, rules, strength))  # used as a set with a fixed order
     rows = []
     while left:
         row = dict(next(iter(left)))
-        while missing := [axis for axis in axes if axis not in row]:
-            choices = [(axis, value) for axis in missing for value in axes[axis]]
-            by_gain = sorted(choices, key=lambda choice: -_gain(left, row, choice, strength))
-            row |= [next(choice for choice in by_gain if can_complete(row | dict([choice])))]
+        gains = {(axis, value): 0 for axis in axes for value in axes[axis] if axis not in row}
+        added = list(combinations(row.items(), strength - 1))  # combinations that `gains` does not count yet
+        while gains:
+            for others in added:
+                for choice in gains:
+                    gains[choice] += frozenset((*others, choice)) in left
+            by_gain = sorted(gains, key=lambda choice: -gains[choice])
+            axis, value = next(choice for choice in by_gain if can_complete(row | dict([choice])))
+            gains = {choice: gain for choice, gain in gains.items() if choice[0] != axis}
+            added = [(*others, (axis, value)) for others in combinations(row.items(), strength - 2)]
+            row[axis] = value
         rows.append({axis: row[axis] for axis in axes})
         for combination in combinations(rows[-1].items(), strength):
             left.pop(frozenset(combination), None)
     return rows
+
+
+def allowed_combinations(axes: Axes, rules: Sequence[Rule], strength: int = 2) -> list[frozenset]:
+    """All combinations of values of `strength` axes that some row can have, in a fixed order."""
+    can_complete = _completer(axes, rules)
+    return [
+        frozenset(zip(chosen, values, strict=True))
+        for chosen in combinations(axes, strength)
+        for values in product(*(axes[axis] for axis in chosen))
+        if can_complete(dict(zip(chosen, values, strict=True)))
+    ]
 
 
 def cheaper(
@@ -65,21 +78,26 @@ def cheaper(
     return rows
 
 
-def _gain(left: dict[frozenset, None], row: Row, choice: tuple[str, Any], strength: int) -> int:
-    """The number of missing combinations that the row gains with one more value."""
-    return sum(frozenset((*others, choice)) in left for others in combinations(row.items(), strength - 1))
-
-
 def _completer(axes: Axes, rules: Sequence[Rule]) -> Callable[[Row], bool]:
     """Whether the other axes have values with which a row obeys the rules."""
-    ruled = [axis for axis in axes if any(axis in used for used, _ in rules)]
+    rules_of = {axis: [rule for rule in rules if axis in rule[0]] for axis in axes}
+    ruled = sorted((axis for axis in axes if rules_of[axis]), key=lambda axis: -len(rules_of[axis]))
+
+    def obeys(row: Row, axis: str) -> bool:
+        return all(
+            allowed(*(row[other] for other in used)) for used, allowed in rules_of[axis] if row.keys() >= set(used)
+        )
+
+    def completes(row: Row, missing: Sequence[str]) -> bool:
+        if not missing:
+            return True
+        axis, *others = missing
+        tries = (row | {axis: value} for value in axes[axis])
+        return any(obeys(each, axis) and completes(each, others) for each in tries)
 
     @functools.cache
     def search(items: frozenset) -> bool:
         row = dict(items)
-        if not all(allowed(*(row[axis] for axis in used)) for used, allowed in rules if row.keys() >= set(used)):
-            return False
-        axis = next((axis for axis in ruled if axis not in row), None)
-        return axis is None or any(search(items | {(axis, value)}) for value in axes[axis])
+        return all(obeys(row, axis) for axis in row) and completes(row, [axis for axis in ruled if axis not in row])
 
     return lambda row: search(frozenset((axis, row[axis]) for axis in ruled if axis in row))

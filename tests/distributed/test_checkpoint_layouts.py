@@ -137,12 +137,12 @@ def _full(*case):
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        (PP2, PP2),
+        _full(PP2, PP2),
         _full(PP2, ONE),
         (VPP, TP2),
         _full(DP2, ONE),
         _full(TP2, PP2),
-        (ONE, DP2),
+        _full(ONE, DP2),
         _full((dict(pp=2), 4), PP2),
         (CP2_DP2, TP2),
         _full(DP2, CP2),

@@ -12,6 +12,7 @@ import torch
 from checkpoint_now import save_now
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from suites import usual
 from test_build_and_bridge import run_tool
 from test_few_kv_heads import tiny_model as few_kv_heads
 from test_lora_experts import LATENT_NAMES, V3
@@ -54,7 +55,7 @@ def made(tmp_path_factory):
     return root, *run_ranks(partial(make_with_peft, **DORA), 1, root)[0]
 
 
-@pytest.mark.parametrize("parallel", [{}, dict(tp=2), TP2_SP, dict(pp=2, vpp=2)], ids=str)
+@pytest.mark.parametrize("parallel", usual([{}, dict(tp=2), TP2_SP, dict(pp=2, vpp=2)], 2), ids=str)
 def test_gradients_merged_weights_and_files_are_those_of_peft(parallel, made, tmp_path):
     assert sum("magnitude" in name for name in made[1]) == 7 * 4
     assert_as_peft(parallel, made, tmp_path, DORA)
@@ -130,8 +131,11 @@ def _fresh(root, parallel, precision):
     return tensors, all((factor == 1).all() for factor in factors), said, dtypes
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("parallel", [{}, TP2_SP, dict(pp=2)], ids=str)
+@pytest.mark.parametrize(
+    ("parallel", "precision"),
+    usual([(parallel, precision) for parallel in ({}, TP2_SP, dict(pp=2)) for precision in ("fp32", "bf16")], 2, 5),
+    ids=str,
+)
 def test_a_fresh_adapter_adds_nothing_and_has_the_norms_of_the_model(parallel, precision, made):
     base = load_file(made[0] / "model/model.safetensors")
     tensors, ones, said, dtypes = run_ranks(_fresh, 2 if parallel else 1, made[0], parallel, precision)[0]
@@ -204,10 +208,7 @@ def one_process(model: str, lora: str) -> Outcome:
 
 @pytest.mark.parametrize(
     ("case", "model", "lora"),
-    [
-        pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=[pytest.mark.full] if i in (0, 2, 5) else [])
-        for i, case in enumerate(CASES)
-    ],
+    [pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=pytest.mark.full) for case in CASES],
 )
 def test_a_step_equals_that_of_one_process(case, model, lora):
     recompute = "full" if case.name in ("tp2_sp", "tp2_sp_pp2") else "none"

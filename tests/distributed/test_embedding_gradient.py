@@ -4,6 +4,7 @@ gradient."""
 import pytest
 import torch
 from ranks import run_ranks
+from suites import usual
 from tiny_policy import tiny_model, tiny_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -47,7 +48,9 @@ def gradients_of_the_embedding(model, shape, parallel):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "parallel"), [(1, {}), (2, dict(tp=2)), (2, dict(tp=2, sequence_parallel=True)), (2, dict(cp=2))], ids=str
+    ("ranks", "parallel"),
+    usual([(1, {}), (2, dict(tp=2)), (2, dict(tp=2, sequence_parallel=True)), (2, dict(cp=2))], 2),
+    ids=str,
 )
 @pytest.mark.parametrize("shape", ["llama_tied", "qwen2_untied"])
 def test_rows_add_up_to_the_dense_gradient(shape, ranks, parallel):

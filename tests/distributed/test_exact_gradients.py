@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
-from layouts import AXES, config_of, ranks
+from layouts import AXES, EXPERTS, config_of, ranks
 from ranks import run_ranks
+from suites import usual
 from tiny_policy import Case, tiny_model
 
 from megagrpo.config import RunConfig
@@ -30,7 +31,8 @@ CHANGES = [
     dict(cp=2),
     dict(budget="tight", dp=2, cp=2, share_prompts=True),
 ]
-ALL_AXES = dict(tp=2, pp=2, cp=2, sequence_parallel=True, share_prompts=True)
+ALL_AXES = dict(tp=2, pp=2, sequence_parallel=True, share_prompts=True)
+DENSE = ("llama_tied", "qwen3_tied")
 
 
 def row_of(model: str, **options) -> dict:
@@ -76,15 +78,14 @@ def test_in_float64_the_gradient_does_not_change(loss):
 
 # Megatron's router of experts always computes in float32.
 @pytest.mark.parametrize(
-    ("model", "limit"),
-    [
-        ("llama_tied", 1e-13),
-        ("qwen3_moe", 1e-6),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in (("qwen3_tied", 1e-13), ("mixtral", 1e-6))),
-    ],
+    ("model", "limit", "cp"),
+    usual(
+        [("llama_tied", 1e-13, 1), *((model, 1e-13, 2) for model in DENSE), *((model, 1e-6, 2) for model in EXPERTS)], 0
+    ),
 )
-def test_in_float64_the_gradient_is_the_same_when_all_axes_meet(model, limit):
-    row = row_of(model, **ALL_AXES)
+def test_in_float64_the_gradient_is_the_same_when_all_axes_meet(model, limit, cp):
+    """Context parallelism is beside tensor and pipeline parallelism on eight ranks."""
+    row = row_of(model, **ALL_AXES | dict(cp=cp))
     found = run_ranks(in_float64, ranks(row), config(row, "grpo"), tiny_model(model), random_samples())[0]
     assert worst_gradient(found, one_process(model, "grpo", in_float64)) < (limit, "")
 
@@ -93,9 +94,7 @@ def test_in_float64_the_gradient_is_the_same_when_all_axes_meet(model, limit):
 @pytest.mark.parametrize(
     ("change", "limit"), [(dict(budget="tight", dp=2), 1e-6), (dict(cp=2, share_prompts=True), 2e-6)], ids=str
 )
-@pytest.mark.parametrize(
-    "loss", ["dapo", "grpo", *(pytest.param(loss, marks=pytest.mark.full) for loss in ("dr_grpo", "bnpo"))]
-)
+@pytest.mark.parametrize("loss", usual(["dapo", "grpo", "dr_grpo", "bnpo"], 0))
 def test_in_float32_it_is_the_same_to_rounding(loss, change, limit):
     row, expected = row_of("qwen2_untied", **change), one_process("qwen2_untied", loss)
     found = run_ranks(take_step, ranks(row), config(row, loss), tiny_model("qwen2_untied"), random_samples())[0]

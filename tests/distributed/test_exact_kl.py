@@ -1,4 +1,4 @@
-"""The exact KL over a sharded vocabulary against plain float64. `test_gradient_parity.py` tests it in every layout."""
+"""The exact KL over a sharded vocabulary against plain float64. `test_options_by_layouts.py` tests it in layouts."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
 """A step of families that layout options do not distinguish equals one process's step, in layouts that cut every
-dimension. `test_gradient_parity.py` tests the other families with every pair of options."""
+dimension. `test_options_by_layouts.py` tests other families with every pair of options."""
 
 import pytest
 from family_steps import DENSE, FIRST, adapter_error, fp8_rounding, layouts_of, step_error

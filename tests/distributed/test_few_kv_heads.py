@@ -12,6 +12,7 @@ import torch
 from covering import cheaper, covering_rows
 from layouts import AXES, RULES, config_of, name, ranks
 from ranks import run_ranks
+from suites import usual
 from test_convert import assert_same_files
 from tiny_families import EVERY
 from tiny_families import tiny_model as tiny_transformers_model
@@ -47,8 +48,17 @@ def tiny_model(model: str) -> HfConfig:
     return found
 
 
-ROWS = cheaper(covering_rows(FEW, RULES), FEW, RULES, ranks, 2)
-EIGHT = [row for row in ROWS if ranks(row) == 8][2:]  # run with the full tests
+# Two ranks per KV head, and two KV heads. `test_options_by_layouts.py` has a model with one KV head on two ranks.
+USUAL = {axis: values[0] for axis, values in FEW.items()} | dict(sequence_parallel=True, distributed_optimizer=True)
+
+
+def pytest_generate_tests(metafunc):
+    if "row" in metafunc.fixturenames:
+        left_out = "not full" in metafunc.config.option.markexpr
+        rows = [] if left_out else cheaper(covering_rows(FEW, RULES), FEW, RULES, ranks)
+        metafunc.parametrize(
+            "row", [USUAL, *(pytest.param(row, marks=pytest.mark.full) for row in rows if row != USUAL)], ids=name
+        )
 
 
 @functools.cache
@@ -59,22 +69,22 @@ def one_process(model: str, loss: str) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, id=name(row), marks=[pytest.mark.full] if row in EIGHT else []) for row in ROWS]
-)
 def test_a_step_equals_that_of_one_process(row):
     found = run_ranks(take_step, ranks(row), config_of(row), tiny_model(row["model"]), SAMPLES)[0]
     assert [d for d in compare(found, one_process(row["model"], row["loss"])) if not d.passed] == []
     assert found.disagreement == 0
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", usual([False, True], 1))
 @pytest.mark.parametrize(
     ("model", "lora"),
-    [
-        ("qwen2_untied", dict(rank=3)),
-        ("qwen3_tied", dict(rank=2, target_modules=["k_proj", "up_proj"])),
-    ],
+    usual(
+        [
+            ("qwen2_untied", dict(rank=3)),
+            ("qwen3_tied", dict(rank=2, target_modules=["k_proj", "up_proj"])),
+        ],
+        0,
+    ),
 )
 def test_a_step_of_adapters_equals_that_of_one_process(model, lora, sequence_parallel):
     def config(parallel):
@@ -113,7 +123,7 @@ def through(root: Path, kind: str) -> None:
         layout.release()
 
 
-@pytest.mark.parametrize("kind", TRANSFORMERS)
+@pytest.mark.parametrize("kind", usual(TRANSFORMERS, 0, 2))
 def test_a_model_comes_back_byte_for_byte(kind, tmp_path):
     run_ranks(make_models, 1, tmp_path)
     run_ranks(through, 4, tmp_path, kind)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import AXES, config_of, covering_layouts, name, ranks
+from layouts import AXES, EXPERTS, config_of, parametrize_rows, ranks
 from ranks import run_ranks
+from suites import usual
 from tiny_policy import tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,19 +75,20 @@ def check(row: dict) -> None:
     torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("options", FEW, ids=str)
+@pytest.mark.parametrize("options", usual(FEW, 1, 3), ids=str)
 def test_gradients_at_given_routes_are_those_of_one_process_to_float64(options):
     check(row_of("qwen3_moe", **options))
 
 
-@pytest.mark.parametrize("options", [FEW[3], *(pytest.param(few, marks=pytest.mark.full) for few in FEW[:3])], ids=str)
+@pytest.mark.parametrize("options", usual([dict(tp=2, sequence_parallel=True, ep=2, etp=1), *FEW[:4]], 0), ids=str)
 def test_gradients_of_gated_delta_nets_are_those_of_one_process_to_float64(options):
     check(row_of("qwen3_next", **options))
 
 
+def pytest_generate_tests(metafunc):
+    parametrize_rows(metafunc, models=EXPERTS)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "row", [row for row in covering_layouts() if row["model"] in ("qwen3_moe", "mixtral")], ids=name
-)
 def test_gradients_are_those_of_one_process_to_float64_in_all_layouts(row):
     check(row)

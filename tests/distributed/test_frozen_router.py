@@ -9,6 +9,7 @@ import torch
 from dumped_steps import make_model
 from layouts import AXES, config_of, ranks
 from ranks import run_ranks
+from suites import usual
 from test_checkpoint_layouts import EP2, VPP_EP2, _make_model_with_experts, assert_continues, train_steps
 from test_dump_layouts import audit
 from test_gpt_oss import RAW as GPT_OSS
@@ -78,6 +79,7 @@ def one_process() -> Outcome:
     return run_ranks(take_step, 1, plainly(config(row_of())), tiny_model("qwen3_moe"), random_samples())[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", FEW, ids=str)
 def test_the_step_is_the_same_in_this_layout(options):
     row = row_of(**options)
@@ -103,8 +105,9 @@ def state_of_routers(settings: RunConfig, model: HfConfig) -> tuple[int, bool, i
     return len(weights), same, extra
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "distributed"), usual([("fp32", False), ("bf16", True), ("fp32", True), ("bf16", False)], 0, 1)
+)
 def test_routers_have_no_state_and_keep_their_bits(precision, distributed):
     train = dict(freeze_moe_router=True, distributed_optimizer=distributed, learning_rate=0.1)
     settings = tiny_run(dict(ep=2), model=dict(path="tiny", precision=precision), train=train)

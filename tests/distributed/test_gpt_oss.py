@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from ranks import run_ranks
+from suites import usual
 from tiny_policy import Case
 
 from megagrpo.config import ParallelSection
@@ -104,6 +105,6 @@ def test_sinks_built_in_float32_get_the_dtype_of_all_weights():
     assert set(found) == {(torch.bfloat16, True, 0)} and len(found) == model().num_layers
 
 
-@pytest.mark.parametrize("case", [*LAYOUTS, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)], ids=str)
+@pytest.mark.parametrize("case", usual([*LAYOUTS, *MORE], 0), ids=str)
 def test_every_layout_takes_the_step_of_one_process(case):
     assert [d for d in compare(step(case), one_process()) if not d.passed] == []

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from ranks import run_ranks
+from suites import usual
 from tiny_policy import Case, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
@@ -74,12 +75,13 @@ def one_process(family: str) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+@pytest.mark.parametrize("case", usual(LAYOUTS, 2), ids=str)
 def test_every_layout_takes_the_step_of_one_process(case):
     found = step(V3, case.config(), case.ranks)
     assert [d for d in compare(found, one_process("v3")) if not d.passed] == []
 
 
+@pytest.mark.full
 def test_so_does_a_model_whose_queries_have_no_latent_with_its_attention_recomputed():
     config = tiny_run(
         TP2 | dict(ep=2), algorithm=dict(), model=dict(recompute="selective"), train=dict(share_prompts=True)

@@ -208,6 +208,7 @@ def one():
     return run_ranks(step_of, 1, {})[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_every_layout_takes_the_same_step(case, one):
     metrics, logprobs, gradients = run_ranks(step_of, case.ranks, case.parallel)[0]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
+from suites import usual
 from test_build_and_bridge import run_tool
 from test_lora_peft import _read_with_peft, _step, assert_resumes, make_with_peft
 from test_lora_sync import _push
@@ -65,7 +66,7 @@ def case(request, tmp_path_factory):
     return root, selection, *made
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+@pytest.mark.parametrize("parallel", usual(LAYOUTS, 3), ids=str)
 def test_gradients_merged_weights_and_files_are_those_of_peft(parallel, case, tmp_path):
     root, selection, gradients, expected, _ = case
     ranks = max(parallel.get("tp", 1) * parallel.get("pp", 1), parallel.get("ep", 1))
@@ -79,6 +80,7 @@ def test_gradients_merged_weights_and_files_are_those_of_peft(parallel, case, tm
     assert written.keys() == read.keys() and all(torch.equal(written[name], read[name]) for name in read)
 
 
+@pytest.mark.parametrize("case", usual(CASES, 0, 6), indirect=True)
 @pytest.mark.parametrize("parallel", [dict(tp=2, ep=2, etp=1, sequence_parallel=True)], ids=str)
 def test_peft_reads_what_we_write_and_computes_the_same(parallel, case, tmp_path):
     root, selection, *_, logits = case
@@ -91,13 +93,17 @@ def test_peft_reads_what_we_write_and_computes_the_same(parallel, case, tmp_path
         assert {*saved.get(key, [])} == {*(theirs[key] or [])}
 
 
+@pytest.mark.parametrize("case", usual(CASES, 0), indirect=True)
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [(dict(ep=2), dict(tp=2, etp=2, sequence_parallel=True)), (dict(pp=2), dict(ep=2))], ids=str
+    ("saved", "loaded"),
+    usual([(dict(ep=2), dict(tp=2, etp=2, sequence_parallel=True)), (dict(pp=2), dict(ep=2))], 0),
+    ids=str,
 )
 def test_a_run_continues_in_another_layout(saved, loaded, case, tmp_path):
     assert_resumes(case[0], saved, loaded, tmp_path, case[1])
 
 
+@pytest.mark.parametrize("case", usual(CASES, 0, 4), indirect=True)
 def test_the_engine_gets_the_weights_of_a_merge_which_are_those_of_peft(case, tmp_path):
     root, selection, _, expected, _ = case
     parallel = dict(tp=2, ep=2, etp=1, sequence_parallel=True)

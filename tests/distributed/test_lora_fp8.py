@@ -6,6 +6,7 @@ import functools
 
 import pytest
 from ranks import run_ranks
+from suites import usual
 from test_fp8 import model
 from tiny_policy import Case, tiny_run
 
@@ -98,8 +99,8 @@ def one_process(shape: str, recipe: str, use_dora: bool) -> Outcome:
     return found
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "delayed"])
-@pytest.mark.parametrize(("case", "shape", "lora"), CASES, ids=str)
+@pytest.mark.parametrize("recipe", usual(["blockwise", "mxfp8", "delayed"], 0))
+@pytest.mark.parametrize(("case", "shape", "lora"), usual(CASES, 0), ids=str)
 def test_a_step_is_that_of_one_process_within_its_own_rounding(case, shape, lora, recipe):
     recompute = "full" if case.name == "pp2" else "none"
     settings = of_run(case.parallel, recipe, case.train, recompute, **lora)

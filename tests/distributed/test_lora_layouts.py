@@ -55,7 +55,7 @@ def one_process(model: str, lora: str) -> Outcome:
 @pytest.mark.parametrize(
     ("case", "model", "lora"),
     [
-        pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=[pytest.mark.full] if i in (0, 4, 5, 6) else [])
+        pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=[] if i == 8 else pytest.mark.full)
         for i, case in enumerate(CASES)
     ],
 )

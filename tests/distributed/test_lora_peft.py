@@ -12,6 +12,7 @@ import torch
 from checkpoint_now import save_now
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from suites import usual
 from tiny_policy import tiny_run, whole_model
 
 from megagrpo.algorithms.losses import make_loss
@@ -155,7 +156,7 @@ def made_fused(tmp_path_factory):
     return root, *run_ranks(make_with_peft, 1, root, "Phi3")[0]
 
 
-@pytest.mark.parametrize("parallel", [{}, dict(tp=2, sequence_parallel=True), dict(pp=2, vpp=2)], ids=str)
+@pytest.mark.parametrize("parallel", usual([dict(tp=2, sequence_parallel=True), {}, dict(pp=2, vpp=2)], 0), ids=str)
 def test_gradients_merged_weights_and_files_are_those_of_peft(parallel, made, tmp_path):
     assert_as_peft(parallel, made, tmp_path)
 
@@ -173,7 +174,9 @@ EXPRESSION = dict(target_modules=r".*\.[02]\.(self_attn\.[kv]_proj|mlp\.(up|down
 
 
 @pytest.mark.parametrize("selection", [LAYERS, EXPRESSION], ids=["layers", "expression"])
-@pytest.mark.parametrize("parallel", [{}, dict(tp=2, sequence_parallel=True), dict(pp=2), dict(pp=2, vpp=2)], ids=str)
+@pytest.mark.parametrize(
+    "parallel", usual([dict(pp=2, vpp=2), {}, dict(tp=2, sequence_parallel=True), dict(pp=2)], 0), ids=str
+)
 def test_so_are_those_of_some_modules_in_some_layers(parallel, selection, tmp_path):
     """A pipeline stage may then have no adapter at all."""
     made = tmp_path / "peft", *run_ranks(partial(make_with_peft, **selection), 1, tmp_path / "peft")[0]

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from ranks import run_ranks
+from suites import usual
 from test_lora_peft import _read_with_peft, _step, assert_as_peft, assert_resumes, make_with_peft
 
 from megagrpo.models.families.example import TINY_EXPERTS
@@ -35,18 +36,20 @@ def case(request, tmp_path_factory):
     return (root, *found), selection
 
 
-@pytest.mark.parametrize("parallel", [{}, dict(tp=2, sequence_parallel=True), dict(pp=2)], ids=str)
+@pytest.mark.parametrize("parallel", usual([{}, dict(tp=2, sequence_parallel=True), dict(pp=2)], 1), ids=str)
 def test_gradients_merged_weights_and_files_are_those_of_peft(parallel, case, tmp_path):
     made, selection = case
     assert_as_peft(parallel, made, tmp_path, selection)
 
 
+@pytest.mark.parametrize("case", usual(CASES, 0), indirect=True)
 def test_peft_reads_what_we_write_and_computes_the_same(case, tmp_path):
     (root, *_, logits), selection = case
     run_ranks(_step, 2, root, dict(tp=2, sequence_parallel=True), tmp_path / "out", selection)
     assert torch.equal(run_ranks(_read_with_peft, 1, root, tmp_path / "out", True)[0], logits)
 
 
+@pytest.mark.parametrize("case", usual(CASES, 0), indirect=True)
 def test_a_run_continues_in_another_layout(case, tmp_path):
     made, selection = case
     assert_resumes(made[0], dict(tp=2, sequence_parallel=True), dict(pp=2), tmp_path, selection)

@@ -1,6 +1,6 @@
 """Every loss and its options: a layout's step equals one process's step, including quantities of the whole step.
 
-`test_gradient_parity.py` tests the layouts; here a few of them run with every way to compute a loss.
+`test_options_by_layouts.py` tests the layouts; here a few of them run with every way to compute a loss.
 """
 
 import functools

@@ -6,6 +6,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
+from suites import usual
 from tiny_families import EVERY, class_of, tiny_model
 
 from megagrpo.config import LoraSection, ParallelSection
@@ -63,7 +64,9 @@ def logits_with_peft(model: Path, root: Path) -> tuple[float, list[str]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("modules", ["all-linear", ["q_proj", "down_proj"], r"model\.language_model\..*\.o_proj"])
+@pytest.mark.parametrize(
+    "modules", usual(["all-linear", ["q_proj", "down_proj"], r"model\.language_model\..*\.o_proj"], 0)
+)
 def test_peft_reads_the_adapter_of_a_multimodal_model(name, modules, tmp_path):
     compare_with_peft(name, LoraSection(rank=4, alpha=6.0, target_modules=modules), tmp_path)
 

@@ -70,6 +70,7 @@ def test_the_matrices_of_blocks_follow_the_formula_and_the_rest_adam(one):
     assert seen == len(one.gradients) - tiny_model("qwen3_untied").num_layers
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case", [Case("tp2_sp", 2, dict(tp=2, sequence_parallel=True)), Case("pp2_dp2", 4, dict(pp=2))], ids=str
 )
@@ -83,6 +84,7 @@ def one_with_experts() -> Outcome:
     return step(Case("one process", 1, {}), "qwen3_moe")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case",
     [

@@ -96,3 +96,48 @@ def test_gradients_are_those_without_overlap(overlap, name, ranks, parallel, mod
     assert loss == plain_loss and found.keys() == plain.keys()
     apart = {key: float((found[key] - plain[key]).norm() / plain[key].norm()) for key in plain}
     assert max(apart.values()) < ANOTHER_ORDER, max(apart, key=apart.__getitem__)
+
+
+def delayed_gradients(settings: Any, model: HfConfig) -> tuple[dict[str, torch.Tensor], int, int]:
+    """The summed gradients of a step whose linears in layers add a weight gradient when Megatron's schedule calls
+    `backward_dw`, as those of Transformer Engine do; how many linears it called, and how many there are."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    training, called = Training(settings, model), set()
+    modules = [pair for chunk in training.policy.chunks for pair in chunk.decoder.named_modules()]
+    linears = [(name, each) for name, each in modules if isinstance(each, (ColumnParallelLinear, RowParallelLinear))]
+
+    def delay(name: str, linear: Any) -> None:
+        waiting: list[torch.Tensor] = []
+
+        def keep(gradient: torch.Tensor) -> torch.Tensor:
+            waiting.append(gradient)
+            return torch.zeros_like(gradient)
+
+        def backward_dw() -> None:
+            called.add(name)
+            while waiting:
+                linear.weight.main_grad.add_(waiting.pop(0))
+
+        linear.weight.register_hook(keep)
+        linear.backward_dw = backward_dw
+
+    for name, linear in linears:
+        delay(name, linear)
+    for _, module in modules:
+        if hasattr(getattr(module, "config", None), "delay_wgrad_compute"):
+            module.config.delay_wgrad_compute = True  # which Megatron allows with `overlap_moe_expert_parallel_comm`
+    batch = training.batches[0]
+    training.policy.backward(batch, training.loss, batch.num_tokens)
+    gather_gradients(training.policy.model)
+    found = whole_tensors(training.policy, model, training.layout, lambda p: p.main_grad)[0]
+    return found, len(called), len(linears)
+
+
+def test_every_delayed_weight_gradient_is_added():
+    """Without Transformer Engine: attention, a dense MLP and experts."""
+    settings, model = settings_of(dict(ep=2), ["experts"], **BF16), model_of("qwen3_moe")
+    ranks = run_ranks(delayed_gradients, 2, settings, model)
+    _, plain = run_ranks(gradients, 2, settings, model)[0]
+    assert all(called == there > 0 for _, called, there in ranks)
+    assert {key for key, tensor in plain.items() if not torch.equal(ranks[0][0][key], tensor)} == set()

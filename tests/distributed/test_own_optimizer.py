@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
+from suites import usual
 from test_compact_moments import _train
 from tiny_policy import Case, tiny_model, tiny_run
 
@@ -55,11 +56,14 @@ def test_the_first_step_follows_the_formula(file):
 
 @pytest.mark.parametrize(
     ("case", "model"),
-    [
-        (Case("tp2_sp", 2, dict(tp=2, sequence_parallel=True)), "qwen3_untied"),
-        (Case("pp2_dp2", 4, dict(pp=2)), "qwen3_untied"),
-        (Case("ep2", 2, dict(ep=2)), "qwen3_moe"),
-    ],
+    usual(
+        [
+            (Case("tp2_sp", 2, dict(tp=2, sequence_parallel=True)), "qwen3_untied"),
+            (Case("pp2_dp2", 4, dict(pp=2)), "qwen3_untied"),
+            (Case("ep2", 2, dict(ep=2)), "qwen3_moe"),
+        ],
+        0,
+    ),
     ids=str,
 )
 def test_the_step_is_the_same_in_every_layout(file, case, model):
@@ -73,7 +77,7 @@ def test_the_step_is_the_same_in_every_layout(file, case, model):
         torch.testing.assert_close(found.weights[name][clear], one.weights[name][clear], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", usual(["fp32", "bf16"], 1))
 def test_a_run_that_stops_and_goes_on_has_the_same_weights(file, precision, tmp_path):
     def settings(**options):
         made = config(file, dict(tp=2), **options)

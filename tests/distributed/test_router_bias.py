@@ -8,6 +8,7 @@ import pytest
 import torch
 from dumped_steps import make_model
 from ranks import run_ranks
+from suites import usual
 from test_checkpoint_layouts import EP2, PP2_EP2, SIZES, TP2_EP2, assert_continues
 from test_dump_layouts import audit
 from test_latent_parity import V3, model
@@ -54,8 +55,8 @@ def one_process(replay: str) -> Outcome:
     return run_ranks(take_step, 1, config({}, {}, replay), model(V3), random_samples())[0]
 
 
-@pytest.mark.parametrize("replay", ["off", "engine"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("replay", usual(["off", "engine"], 1))
+@pytest.mark.parametrize("name", usual(LAYOUTS, 0))
 def test_biases_move_alike_in_every_layout(name, replay):
     ranks, parallel, train = LAYOUTS[name]
     settings = config(parallel, train, replay, recompute="full")

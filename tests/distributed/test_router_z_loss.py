@@ -8,9 +8,10 @@ import pytest
 import torch
 import transformers
 from dumped_steps import make_model
-from layouts import AXES, config_of, covering_layouts, name, ranks
+from layouts import AXES, EXPERTS, config_of, parametrize_rows, ranks
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from suites import usual
 from test_dump_layouts import audit
 from test_latent_parity import V3
 from test_routing_replay import dump
@@ -59,11 +60,13 @@ def check(row: dict, replay: str = "off") -> None:
     assert worst < (1e-5, "")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", FEW, ids=str)
 def test_the_z_loss_is_the_same_in_this_layout(options):
     check(row_of(**options))
 
 
+@pytest.mark.full
 def test_the_z_loss_of_replayed_routes_is_the_same_in_this_layout():
     check(row_of(pp=2, recompute="full", share_prompts=True), "engine")
 
@@ -85,7 +88,7 @@ WITH_ADAPTERS = (
 )
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", usual([1, 2], 0))
 def test_the_losses_of_frozen_routers_reach_adapters_alike_in_this_layout(number):
     found, expected = adapted(number), adapted(0)
     for loss in ("z_loss", "aux_loss"):
@@ -97,10 +100,11 @@ def test_the_losses_of_frozen_routers_reach_adapters_alike_in_this_layout(number
         assert max(apart) > 1e-3
 
 
+def pytest_generate_tests(metafunc):
+    parametrize_rows(metafunc, models=EXPERTS)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "row", [row for row in covering_layouts() if row["model"] in ("qwen3_moe", "mixtral")], ids=name
-)
 def test_the_z_loss_is_the_same_in_all_layouts(row):
     check(row)
 

@@ -6,8 +6,9 @@ import functools
 import pytest
 import torch
 from dumped_steps import FUNCTIONS, dump_step, make_model
-from layouts import AXES, config_of, covering_layouts, name, ranks
+from layouts import AXES, EXPERTS, config_of, parametrize_rows, ranks
 from ranks import run_ranks
+from suites import usual
 from test_dump_layouts import audit
 from test_gpt_oss import RAW as GPT_OSS
 from test_latent_parity import V2_LITE, V3
@@ -63,6 +64,7 @@ def check(row: dict, replay: str) -> None:
     assert {name: found.metrics.get(name) for name in agreement} == pytest.approx(agreement, abs=1e-9)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("replay", ["engine", "trainer"])
 @pytest.mark.parametrize("options", FEW, ids=str)
 def test_a_step_with_replay_is_the_same_in_this_layout(options, replay):
@@ -77,10 +79,11 @@ def test_layers_with_experts_may_run_again_on_their_own():
     assert worst_gradient(found, one_process("qwen3_moe", row["loss"], "engine")) < (1e-5, "")
 
 
+def pytest_generate_tests(metafunc):
+    parametrize_rows(metafunc, models=EXPERTS)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "row", [row for row in covering_layouts() if row["model"] in ("qwen3_moe", "mixtral")], ids=name
-)
 def test_a_step_with_the_engines_routes_is_the_same_in_all_layouts(row):
     check(row, "engine")
 
@@ -122,7 +125,7 @@ def taken_experts(settings: RunConfig, model: HfConfig) -> tuple[int, int, int]:
     return total, wrong, len(seen)
 
 
-@pytest.mark.parametrize("options", FEW, ids=str)
+@pytest.mark.parametrize("options", usual(FEW, 0, 4), ids=str)
 def test_every_expert_that_a_router_takes_was_given(options):
     row = row_of(**options)
     found = run_ranks(taken_experts, ranks(row), config(row), tiny_model("qwen3_moe"))
@@ -151,13 +154,14 @@ def counted_agreement(settings: RunConfig, model: HfConfig) -> tuple[dict[str, t
     return counted, naive
 
 
-def test_the_agreement_of_a_layer_counts_each_loss_token_once():
+@pytest.mark.parametrize("layouts", usual([[FEW[4]], [*FEW[1:4]]], 0), ids=["all axes", "others"])
+def test_the_agreement_of_a_layer_counts_each_loss_token_once(layouts):
     ((alone, naive),) = run_ranks(counted_agreement, 1, config(row_of()), tiny_model("qwen3_moe"))
     assert {f"routing/agreement/{layer}": tuple(counts) for layer, counts in naive.items()}.items() <= alone.items()
     total = tuple(map(sum, zip(*naive.values(), strict=True)))
     assert alone["routing/agreement"] == total
     assert alone["routing/agreement_min"] == (min(same / every for same, every in naive.values()), total[1])
-    for options in FEW[1:]:
+    for options in layouts:
         row = row_of(**options)
         assert run_ranks(counted_agreement, ranks(row), config(row), tiny_model("qwen3_moe"))[-1][0] == alone
 
@@ -233,7 +237,7 @@ def dump(raw, parallel, sections, replay, root):
     return dump_step(settings, init_layout(settings.parallel), root / "model", root)
 
 
-@pytest.mark.parametrize("replay", ["engine", "trainer"])
+@pytest.mark.parametrize("replay", usual(["engine", "trainer"], 0))
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.full) for name in list(FAMILIES)[1:])]
 )

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 from ranks import run_ranks
+from suites import usual
 from tiny_families import MODELS, tiny_config
 
 from megagrpo.config import ParallelSection
@@ -34,7 +35,7 @@ def pieces_to_store(folder, names, sizes):
     return places
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", usual(LAYOUTS, 1))
 def test_every_piece_of_every_family_is_stored_by_one_rank(layout, tmp_path):
     names = [name for name in MODELS if name.partition(" ")[0] == name or name == "llama tied"]
     for name in names:

@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from ranks import run_ranks
+from suites import usual
 from tiny_policy import SHAPES, Case, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
@@ -100,11 +101,7 @@ def model(shape: str = "qwen2_untied"):
 
 @pytest.mark.parametrize(
     ("case", "storage"),
-    [
-        (case, storage) if storage == "nf4" else pytest.param(case, storage, marks=pytest.mark.full)
-        for case in CASES
-        for storage in STORAGES
-    ],
+    usual([(case, storage) for storage in STORAGES for case in CASES], 0),
     ids=str,
 )
 def test_a_step_on_stored_weights_equals_that_of_one_process(case, storage):
@@ -116,10 +113,16 @@ def test_a_step_on_stored_weights_equals_that_of_one_process(case, storage):
 
 @pytest.mark.parametrize(
     ("case", "storage"),
-    [
-        (Case("tp2_ep2", 2, dict(tp=2, ep=2, etp=1, sequence_parallel=True), dict(distributed_optimizer=True)), "nf4"),
-        (Case("tp2_etp2", 2, dict(tp=2, etp=2, sequence_parallel=True)), "fp8"),
-    ],
+    usual(
+        [
+            (
+                Case("tp2_ep2", 2, dict(tp=2, ep=2, etp=1, sequence_parallel=True), dict(distributed_optimizer=True)),
+                "nf4",
+            ),
+            (Case("tp2_etp2", 2, dict(tp=2, etp=2, sequence_parallel=True)), "fp8"),
+        ],
+        1,
+    ),
     ids=str,
 )
 def test_so_does_one_of_experts_with_adapters(case, storage):

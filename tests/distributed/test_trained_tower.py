@@ -9,6 +9,7 @@ import pytest
 import torch
 from ranks import RankFailed, run_ranks
 from safetensors.torch import load_file, save_file
+from suites import usual
 from test_images import LAYOUTS_OF, difference, folder_of, marked, rules_of, samples_of  # noqa: F401  (a fixture)
 from tiny_policy import tiny_run
 from tiny_vision import KINDS, logits_of
@@ -98,7 +99,7 @@ def test_gradients_of_all_tensors_equal_transformers(folder_of, kind):  # noqa: 
             assert (found[name] - gradient).norm() < 1e-5 * scale, name
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("kind", usual(["qwen2_5_vl", "gemma3"], 0))
 def test_a_text_model_in_fp8_trains_the_tower_too(folder_of, kind):  # noqa: F811
     (exact,), (rounded,) = (
         run_ranks(our_gradients, 1, folder_of(kind), {}, dict(fp8_recipe=recipe), {})
@@ -144,15 +145,23 @@ def layouts_of(kind: str) -> list[tuple]:
     return [(p | (dict(pipeline_layers=[3, 1]) if "pp" in p else {}), ranks, more) for p, ranks, more in staged]
 
 
-@pytest.mark.parametrize("kind", [*map(marked, KINDS)])
-def test_steps_are_the_same_in_every_layout(folder_of, kind):  # noqa: F811
+# A tower cut by tensor parallelism beside replicas, virtual stages, and recomputation on two stages
+SOME = {"qwen2_5_vl": [(dict(pp=2, vpp=2), 2, {})], "qwen3_vl": [REPLICAS[1]], "gemma3": [REPLICAS[2]]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layouts"),
+    usual([*SOME.items(), *((kind, layouts_of(kind)) for kind in KINDS)], 0, 1, 2),
+    ids=lambda value: value if isinstance(value, str) else str(len(value)),
+)
+def test_steps_are_the_same_in_every_layout(folder_of, kind, layouts):  # noqa: F811
     folder = folder_of(kind)
     ((expected, norms, _),) = run_ranks(stepped, 1, folder, {}, dict(train=STEP))
     source = load_file(folder / "model.safetensors")
     assert expected.keys() == source.keys()
     expected = {name: torch.from_numpy(tensor) for name, tensor in expected.items() if not changes_nothing(name)}
     assert not [name for name in expected if torch.equal(expected[name], source[name])]
-    for parallel, ranks, sections in layouts_of(kind):
+    for parallel, ranks, sections in layouts:
         found, their_norms, apart = run_ranks(stepped, ranks, folder, parallel, dict(train=STEP) | sections)[0]
         assert apart == 0, parallel
         assert their_norms == pytest.approx(norms, rel=1e-4), parallel
