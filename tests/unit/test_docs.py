@@ -204,7 +204,7 @@ def test_every_key_has_a_heading_on_the_page_of_its_section():
     pages = script("config_table").pages()
     assert {path: path.read_text() for path in pages} == pages
     assert {path for path in pages if path.parent.name == "config"} == {*(REPOSITORY / "docs" / "config").iterdir()}
-    headings = re.findall(r"^## `(.*)`$", "\n".join(pages.values()), re.MULTILINE)
+    headings = re.findall(r"^### `(.*)`$", "\n".join(pages.values()), re.MULTILINE)
     assert [
         key for key, field in fields(RunConfig) if section_of(field.annotation) is None and headings.count(key) != 1
     ] == []
