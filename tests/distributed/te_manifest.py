@@ -17,6 +17,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # for `tests.family_examples`
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
 from te_kernels import replace_kernels
 from tiny_families import MODELS, tiny_config

@@ -18,7 +18,6 @@ from megagrpo.models.bridge.planned_blocks import held_boxes
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.boxes import intersect, missing, size, whole
 from megagrpo.models.families.config_keys import architecture_problems
-from megagrpo.models.families.example import TINY_SIZES
 from megagrpo.models.families.hf_config import model_problems, parse_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
@@ -26,6 +25,7 @@ from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.proof.plan.cuts import EngineLayout, wanted_boxes
 from megagrpo.proof.verify.shrink import shrink_model
 from megagrpo.sync.wire.sync_plan import plan_transfers
+from tests.family_examples import TINY_SIZES
 
 
 def boxes_here(shape, parallel):

@@ -1,4 +1,5 @@
-"""Drafts the file of a new family from a config.json and transformers' own model of that type, built without weights.
+"""Drafts the file of a new family, and the JSON file of its example for the tests, from a config.json and transformers'
+own model of that type, built without weights.
 
 The draft's table is the sum of the known parts whose tensors the model has. Leftover and missing tensors, unknown keys
 and changed classes of transformers' code are listed, for a person to finish the file.
@@ -10,11 +11,13 @@ import ast
 import dataclasses
 import importlib.util
 import inspect
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import megagrpo
 from megagrpo.config import Problem, ProblemError
 from megagrpo.models.families import dense
 from megagrpo.models.families.config_keys import HARMLESS
@@ -50,7 +53,7 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class Draft:
-    """The text of a family's file, and what a person has to decide before it is complete."""
+    """A family's file, the JSON of its example, and what a person has to decide before they are complete."""
 
     model_type: str
     parts: list[str]  # expressions whose sum is the table
@@ -59,6 +62,7 @@ class Draft:
     unknown_keys: dict[str, Any]  # of config.json
     changed_code: list[str]
     text: str = ""
+    example: str = ""
 
     @property
     def tasks(self) -> list[str]:
@@ -90,7 +94,7 @@ def draft_family(raw: dict[str, Any]) -> Draft:
     architecture = str(classes[0]) if classes else type(model).__name__
     parts = ["DENSE" if base is DENSE else "POST_NORMED", *(expression for expression, _ in chosen)]
     made = Draft(kind, parts, unknown, missing, keys, changed_code(kind))
-    return dataclasses.replace(made, text=_text(made, architecture, raw))
+    return dataclasses.replace(made, text=_text(made, architecture), example=_example(made, architecture, raw))
 
 
 def _model_without_weights(raw: dict[str, Any]) -> Any:
@@ -162,13 +166,12 @@ def changed_code(kind: str) -> list[str]:
     return lines
 
 
-def _text(draft: Draft, architecture: str, raw: dict[str, Any]) -> str:
+def _text(draft: Draft, architecture: str) -> str:
     table = " | ".join(draft.parts)
-    mixture = any(part.startswith("experts(") for part in draft.parts)
+    mixture = _is_mixture(draft)
     imports = ", ".join(sorted({word for word in re.findall(r"[A-Za-z_]+", table) if hasattr(dense, word)}))
-    example, family = ("TINY_EXPERTS, Example", "EXPERT_KEYS, Family") if mixture else ("Example", "Family")
+    family = "EXPERT_KEYS, Family, expert_problems" if mixture else "Family"
     fields = [field for part in draft.parts if (field := _FIELDS.get(part))]
-    release = dict(model_type=draft.model_type, architectures=[architecture]) | raw
     lines = [
         f'"""TODO: the models of {draft.model_type}, and what differs from a Llama."""',
         "",
@@ -176,8 +179,7 @@ def _text(draft: Draft, architecture: str, raw: dict[str, Any]) -> str:
         "",
         *(["from dataclasses import replace", ""] if fields else []),
         f"from megagrpo.models.families.dense import {imports}",
-        f"from megagrpo.models.families.example import {example}",
-        f"from megagrpo.models.families.family import {family}{', expert_problems' if mixture else ''}",
+        f"from megagrpo.models.families.family import {family}",
         "",
         *(f"# TODO: {task}" for task in draft.tasks),
         "FAMILY = Family(",
@@ -186,26 +188,29 @@ def _text(draft: Draft, architecture: str, raw: dict[str, Any]) -> str:
         f"    table=lambda hf: {table},",
         *([f"    read=lambda raw, common: replace(common, {', '.join(fields)}),"] if fields else []),
         *(["    problems=expert_problems,", "    keys=EXPERT_KEYS,"] if mixture else []),
-        "    example=Example(",
-        '        models="TODO",',
-        '        differs="TODO",',
-        f'        cases={{"{draft.model_type}": dict({"**TINY_EXPERTS" if mixture else ""})}},',
-        *_as_code(release),
-        "    ),",
         ")",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _as_code(raw: dict[str, Any]) -> list[str]:
-    """Return the lines of the keyword `release` with config.json as a dict."""
-    names = {key: value for key, value in raw.items() if key.isidentifier()}
-    others = {key: value for key, value in raw.items() if not key.isidentifier()}
-    rest = f" | {others!r}" if others else ""
-    lines = [f"            {key}={value!r}," for key, value in names.items()]
-    return ["        release=dict(", *lines, f"        ){rest},"]
+def _example(draft: Draft, architecture: str, raw: dict[str, Any]) -> str:
+    """Return the JSON of the example: config.json as published, and a tiny model with the plainest options."""
+    case = dict(head_dim=24, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
+    release = dict(model_type=draft.model_type, architectures=[architecture]) | raw
+    example = dict(models="TODO", differs="TODO", cases={draft.model_type: case if _is_mixture(draft) else {}})
+    return json.dumps(example | dict(release=release), indent=1) + "\n"
+
+
+def _is_mixture(draft: Draft) -> bool:
+    return any(part.startswith("experts(") for part in draft.parts)
 
 
 def families_folder() -> Path:
     """Return the folder whose files are the families."""
     return Path(inspect.getfile(dense)).parent
+
+
+def examples_folder() -> Path | None:
+    """Return the folder of the tests' examples; None for a megagrpo that was not installed from a clone."""
+    folder = Path(inspect.getfile(megagrpo)).parents[1] / "tests" / "data" / "families"
+    return folder if folder.is_dir() else None

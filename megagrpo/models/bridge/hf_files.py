@@ -298,7 +298,7 @@ def copy_side_files(source: Path, target: Path, dtype: torch.dtype | None = None
 
     The copy of config.json has no `quantization_config`, because no export is quantized. It names `dtype`, unless None.
     When a .py file in config.json's `auto_map` is missing, the copy has no `auto_map`: the class is then one of
-    transformers (`families.keys`), so no code is needed.
+    transformers (`config_keys`), so no code is needed.
     """
     for file in [*source.iterdir(), *source.glob(NAMED_TEMPLATES)]:
         is_index = file.name.endswith(".index.json")  # also pytorch_model.bin.index.json

@@ -7,7 +7,6 @@ from dataclasses import replace
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.blocks import same, scalar
 from megagrpo.models.families.dense import DENSE, LAYER, MLP, QK_NORM, UNGATED
-from megagrpo.models.families.example import LLAMA3_ROPE, Example
 from megagrpo.models.families.family import FULL, REQUIRED, ROTARY, Family, Raw
 from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS
 
@@ -30,7 +29,6 @@ def _problems(raw: Raw) -> list[str]:
     return [f"{said}; write those of the release to config.json"]
 
 
-_TINY: Raw = dict(hidden_act="xielu", pad_token_id=0)
 FAMILY = Family(
     "apertus",
     "ApertusForCausalLM",
@@ -44,43 +42,4 @@ FAMILY = Family(
         "post_norm": (False, "norms on the outputs of attention and MLP are not supported for this family"),
     },
     layer_types=(FULL,),
-    example=Example(
-        models="Apertus 8B and 70B",
-        differs="norms per head, an MLP without a gate, xIELU with trained parameters",
-        cases={
-            "apertus": _TINY | dict(rope_parameters=LLAMA3_ROPE),
-            "apertus tied, unscaled rotation": _TINY
-            | dict(tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=100.0)),
-        },
-        served_dtype="bfloat16",  # of the parameters of xIELU in vLLM, whatever the model's
-        release=dict(
-            model_type="apertus",
-            architectures=["ApertusForCausalLM"],
-            attention_bias=False,
-            attention_dropout=0.0,
-            bos_token_id=1,
-            eos_token_id=[68, 72],
-            hidden_act="xielu",
-            hidden_dropout=0.0,
-            hidden_size=4096,
-            initializer_range=0.02,
-            intermediate_size=21504,
-            max_position_embeddings=65536,
-            mlp_bias=False,
-            num_attention_heads=32,
-            num_hidden_layers=32,
-            num_key_value_heads=8,
-            pad_token_id=3,
-            post_norm=False,
-            qk_norm=True,
-            rms_norm_eps=1e-05,
-            rope_scaling=LLAMA3_ROPE | dict(original_max_position_embeddings=8192),
-            rope_theta=12000000,
-            tie_word_embeddings=False,
-            torch_dtype="bfloat16",
-            transformers_version="4.56.0.dev0",
-            use_cache=True,
-            vocab_size=131072,
-        ),
-    ),
 )

@@ -8,7 +8,6 @@ from typing import Any
 
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.dense import DENSE
-from megagrpo.models.families.example import YARN, Example
 from megagrpo.models.families.family import FULL, REQUIRED, Family, Raw, Table, rope
 
 PARALLEL: Table = {
@@ -53,7 +52,6 @@ def head_problems(raw: Raw) -> list[str]:
     return []
 
 
-TINY_COHERE: Raw = dict(rms_norm_eps=None, layer_norm_eps=1e-5, logit_scale=0.25, pad_token_id=0)
 FAMILY = Family(
     "cohere",
     "CohereForCausalLM",
@@ -65,35 +63,4 @@ FAMILY = Family(
     ignored=COHERE_IGNORED,
     fixed=COHERE_FIXED,
     layer_types=(FULL,),
-    example=Example(
-        models="Command R, Aya 23",
-        differs="attention and MLP beside each other, LayerNorm, scaled logits, rotation of neighbouring dimensions",
-        cases={"cohere": TINY_COHERE, "cohere yarn": TINY_COHERE | dict(logit_scale=1.5, rope_parameters=YARN)},
-        release=dict(
-            model_type="cohere",
-            architectures=["CohereForCausalLM"],
-            attention_bias=False,
-            attention_dropout=0.0,
-            bos_token_id=5,
-            eos_token_id=255001,
-            hidden_act="silu",
-            hidden_size=8192,
-            initializer_range=0.02,
-            intermediate_size=22528,
-            layer_norm_eps=1e-05,
-            logit_scale=0.0625,
-            max_position_embeddings=8192,
-            model_max_length=131072,
-            num_attention_heads=64,
-            num_hidden_layers=40,
-            num_key_value_heads=64,
-            pad_token_id=0,
-            rope_theta=8000000.0,
-            torch_dtype="float16",
-            transformers_version="4.38.2",
-            use_cache=True,
-            use_qk_norm=False,
-            vocab_size=256000,
-        ),
-    ),
 )

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from megagrpo.models.families import latent
 from megagrpo.models.families.architecture import HfConfig
-from megagrpo.models.families.example import Example
 from megagrpo.models.families.family import Family, Raw
 from megagrpo.models.families.routed import NORMALIZED, groups
 from megagrpo.models.families.wrapper import Wrapper
@@ -37,19 +36,6 @@ DEEPSEEK_V2 = Family(
         "scoring_func": ("softmax", "only softmax is supported"),
         "norm_topk_prob": (False, "transformers does not scale the weights of a token's experts; set it to false"),
     },
-    example=Example(
-        models="DeepSeek-V2, V2-Lite, V2.5",
-        differs="latent attention, experts, some of them shared",
-        cases={
-            "deepseek_v2": latent.TINY_LATENT
-            | latent.TINY_GROUPS
-            | dict(q_lora_rank=28, n_shared_experts=2, topk_method="group_limited_greedy"),
-            "deepseek_v2 lite": latent.TINY_LATENT
-            | dict(q_lora_rank=None, topk_method="greedy", n_group=1, topk_group=1, rms_norm_eps=1e-2),
-        },
-        served=latent.SERVED_LATENT | dict(rms_norm_eps=1e-6),  # vLLM takes it for the norms of latents too
-        drift=1e-5,
-    ),
 )
 
 
@@ -89,8 +75,6 @@ V3_FIXED = (
     | {key: (value, f"set it to {value}, the only one that is supported") for key, value in V3_ROUTING.items()}
     | NORMALIZED
 )
-_TINY_MOONVIT: Raw = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-_TINY_MOONVIT |= dict(patch_size=8, pos_emb_height=4, pos_emb_width=4)
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
@@ -103,17 +87,4 @@ DEEPSEEK_V3 = Family(
     untrained=beyond,
     aliases=("kimi_k2",),
     wrappers=(_KIMI_K25,),
-    example=Example(
-        models="DeepSeek-V3, R1, Kimi K2, Moonlight",
-        differs="as `deepseek_v2`, experts also chosen by a bias",
-        cases={
-            "deepseek_v3": latent.TINY_LATENT
-            | latent.TINY_GROUPS
-            | V3_ROUTING
-            | dict(q_lora_rank=28, num_experts_per_tok=3),
-        },
-        wrapped={"kimi_k25": dict(vision_config=_TINY_MOONVIT, projection_hidden_size=32, tie_word_embeddings=False)},
-        served=latent.SERVED_LATENT,
-        drift=1e-5,
-    ),
 )

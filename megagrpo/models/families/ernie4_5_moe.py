@@ -10,7 +10,6 @@ from megagrpo.models.families.blocks import Block, BlockRule, Local
 from megagrpo.models.families.boxes import whole
 from megagrpo.models.families.dense import DENSE, GATE_UP_DOWN, MLP, experts, shared_experts
 from megagrpo.models.families.ernie4_5 import ERNIE_FIXED, ernie_config
-from megagrpo.models.families.example import Example
 from megagrpo.models.families.family import REQUIRED, Family, Raw, Table, expert_problems, mixture
 
 
@@ -83,46 +82,5 @@ FAMILY = Family(
         moe_k="num_experts_per_tok",
         moe_num_shared_experts="n_shared_experts",
         moe_layer_start_index="first_k_dense_replace",
-    ),
-    example=Example(
-        models="ERNIE-4.5-21B-A3B, 300B-A47B",
-        differs="as `ernie4_5`, experts, some of them shared, also chosen by a bias",
-        cases={
-            "ernie4_5_moe": dict(moe_num_experts=8, moe_k=3, moe_intermediate_size=32, moe_num_shared_experts=2)
-            | dict(tie_word_embeddings=False),
-            "ernie4_5_moe without shared experts, some blocks dense, tied": dict(moe_num_experts=4, moe_k=2)
-            | dict(moe_intermediate_size=32, moe_num_shared_experts=0, moe_layer_start_index=0, moe_layer_interval=2),
-        },
-        release=dict(
-            model_type="ernie4_5_moe",
-            architectures=["Ernie4_5_MoeForCausalLM"],
-            bos_token_id=1,
-            eos_token_id=2,
-            hidden_act="silu",
-            hidden_size=2560,
-            intermediate_size=12288,
-            max_position_embeddings=131072,
-            moe_capacity=[64, 64, 64],
-            moe_gate="topk",
-            moe_intermediate_size=1536,
-            moe_k=6,
-            moe_layer_interval=1,
-            moe_layer_start_index=1,
-            moe_num_experts=64,
-            moe_num_shared_experts=2,
-            moe_use_aux_free=True,
-            num_attention_heads=20,
-            num_hidden_layers=28,
-            num_key_value_heads=4,
-            num_nextn_predict_layers=1,
-            pad_token_id=0,
-            rms_norm_eps=1e-05,
-            rope_theta=500000.0,
-            tie_word_embeddings=True,
-            torch_dtype="bfloat16",
-            use_bias=False,
-            use_cache=False,
-            vocab_size=103424,
-        ),
     ),
 )

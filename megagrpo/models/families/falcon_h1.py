@@ -9,7 +9,6 @@ from typing import Any
 from megagrpo.models.families.architecture import BesideAttention, HfConfig
 from megagrpo.models.families.blocks import gated, same
 from megagrpo.models.families.dense import DENSE, LAYER
-from megagrpo.models.families.example import Example
 from megagrpo.models.families.family import REQUIRED, Family, Raw, Table
 from megagrpo.models.families.mamba import FLOAT32_STATES, mamba2, mamba_problems, mamba_rows
 from megagrpo.models.families.vision import ROTARY
@@ -89,24 +88,6 @@ def _problems(raw: Raw) -> list[str]:
     return problems + sizes
 
 
-_TINY: Raw = dict(mamba_n_heads=8, mamba_d_head=24, mamba_d_ssm=192, mamba_d_state=10, mamba_rms_norm=False)
-_TINY |= dict(attention_in_multiplier=1.25, attention_out_multiplier=0.9, key_multiplier=0.6, ssm_in_multiplier=1.5)
-_TINY |= dict(ssm_out_multiplier=0.7, ssm_multipliers=[0.8, 1.3, 0.9, 1.2, 0.7], mlp_multipliers=[0.9, 0.6])
-_TINY |= dict(embedding_multiplier=3.0, lm_head_multiplier=0.4, head_dim=16, pad_token_id=0)
-_TINY |= dict(rope_parameters=dict(rope_type="default", rope_theta=1e4))
-_RELEASE: Raw = dict(model_type="falcon_h1", architectures=["FalconH1ForCausalLM"], attention_bias=False)
-_RELEASE |= dict(attention_dropout=0.0, attention_in_multiplier=1.0, attention_out_multiplier=0.9375)
-_RELEASE |= dict(attn_layer_indices=None, bos_token_id=17, embedding_multiplier=5.656854249492381, eos_token_id=11)
-_RELEASE |= dict(head_dim=64, hidden_act="silu", hidden_size=1024, initializer_range=0.02, intermediate_size=2048)
-_RELEASE |= dict(key_multiplier=0.390625, lm_head_multiplier=0.0390625, mamba_chunk_size=128, mamba_conv_bias=True)
-_RELEASE |= dict(mamba_d_conv=4, mamba_d_head=64, mamba_d_ssm=1536, mamba_d_state=128, mamba_expand=2, mamba_n_groups=1)
-_RELEASE |= dict(mamba_n_heads=24, mamba_norm_before_gate=False, mamba_proj_bias=False, mamba_rms_norm=False)
-_RELEASE |= dict(mamba_use_mlp=True, max_position_embeddings=16384, mlp_bias=False, mlp_expansion_factor=8)
-_RELEASE |= dict(mlp_multipliers=[0.8838834764831844, 0.5859375], num_attention_heads=8, num_hidden_layers=36)
-_RELEASE |= dict(num_key_value_heads=2, num_logits_to_keep=1, pad_token_id=0, projectors_bias=False, rms_norm_eps=1e-5)
-_RELEASE |= dict(rope_scaling=None, rope_theta=100000000000.0, ssm_in_multiplier=1.25, torch_dtype="bfloat16")
-_RELEASE |= dict(ssm_multipliers=[0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738])
-_RELEASE |= dict(ssm_out_multiplier=0.23570226039551587, tie_word_embeddings=False, vocab_size=32784)
 FAMILY = Family(
     "falcon_h1",
     "FalconH1ForCausalLM",
@@ -118,16 +99,4 @@ FAMILY = Family(
     ignored=("mamba_chunk_size", "num_logits_to_keep", "mamba_use_mlp", "mlp_expansion_factor", "time_step_limit"),
     fixed=dict.fromkeys(("mamba_proj_bias", "projectors_bias"), (False, "biases on projections are not supported")),
     served_flags=lambda hf: FLOAT32_STATES,
-    example=Example(
-        models="Falcon-H1 0.5B, 1.5B, 3B, 7B and 34B",
-        differs="attention and Mamba-2 side by side in each block, factors on parts",
-        cases={
-            "falcon_h1": _TINY,
-            "falcon_h1, norm of Mamba-2, tied": _TINY
-            | dict(mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_n_groups=2, tie_word_embeddings=True)
-            | dict(mamba_conv_bias=False, rms_norm_eps=1e-2),
-        },
-        drift=1e-5,  # as of granitemoehybrid
-        release=_RELEASE,
-    ),
 )

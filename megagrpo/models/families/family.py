@@ -8,7 +8,6 @@ from typing import Any
 
 from megagrpo.models.families.architecture import Experts, HfConfig
 from megagrpo.models.families.blocks import BlockRule
-from megagrpo.models.families.example import Example
 from megagrpo.models.families.vision import ROTARY
 from megagrpo.models.families.wrapper import Wrapper
 
@@ -20,7 +19,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 FULL, SLIDING, LINEAR, CHUNKED = "full_attention", "sliding_attention", "linear_attention", "chunked_attention"
 REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 # Keys of config.json that are read for every family: by `common_config`, `rope`, Megatron's configuration,
-# `families.keys` and `precisions`.
+# `config_keys` and `precisions`.
 COMMON = (
     *("model_type", "architectures", "auto_map", *REQUIRED, "num_key_value_heads", "head_dim", "tie_word_embeddings"),
     *("rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
@@ -76,7 +75,7 @@ class Family:
     - `problems` returns why the model cannot be trained.
     - `keys` are the keys that `read` and `problems` use besides `COMMON`.
     - `ignored` keys change nothing in this family.
-    - `fixed` keys have one supported value, besides `FIXED`. Every other key is rejected (`families.keys`).
+    - `fixed` keys have one supported value, besides `FIXED`. Every other key is rejected (`config_keys`).
     - `untrained` returns regular expressions of tensors that files may hold and that stay as loaded.
     - `wrappers` are the multimodal models that have this family's text model inside.
     - `rope_types` are the supported kinds of rotary scaling.
@@ -92,13 +91,11 @@ class Family:
     - `unserved` is the reason why no vLLM serves the family: its models can be converted, not trained.
     - `partial_rotary_factor` is the default share of each head that is rotated, if config.json may set one; None: the
       whole head.
-    - `example` has facts for proofs and docs.
     """
 
     model_type: str
     architecture: str
     table: Callable[[HfConfig], Table]
-    example: Example
     read: Callable[[Raw, HfConfig], HfConfig] = lambda raw, common: common
     problems: Callable[[Raw], list[str]] = lambda raw: []
     required: tuple[str, ...] = REQUIRED

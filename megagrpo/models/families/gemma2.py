@@ -7,7 +7,6 @@ from dataclasses import replace
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.blocks import same
 from megagrpo.models.families.dense import DENSE, LAYER
-from megagrpo.models.families.example import Example
 from megagrpo.models.families.family import Family, Raw, Table, windows
 
 SANDWICH: Table = DENSE | {
@@ -21,9 +20,6 @@ CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 GEMMA_KEYS = ("query_pre_attn_scalar", "sliding_window", "layer_types", *CAPS)
 # Older files name the exact gelu in `hidden_act`, but the models use the tanh approximation.
 GEMMA_IGNORED = ("hidden_act", "sliding_window_size")
-
-
-TINY_GEMMA: Raw = dict(head_dim=24, query_pre_attn_scalar=10, pad_token_id=None)
 
 
 def gemma_config(raw: Raw, common: HfConfig) -> HfConfig:
@@ -64,11 +60,4 @@ FAMILY = Family(
     keys=GEMMA_KEYS,
     ignored=GEMMA_IGNORED,
     fixed=GEMMA_FIXED,
-    example=Example(
-        models="Gemma 2",
-        differs="norms around attention and MLP, capped scores and logits, GELU, windows",
-        cases={
-            "gemma2": TINY_GEMMA | dict(sliding_window=7, attn_logit_softcapping=1.5, final_logit_softcapping=2.0),
-        },
-    ),
 )

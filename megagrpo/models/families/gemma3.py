@@ -8,14 +8,12 @@ from typing import Any
 
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.dense import QK_NORM
-from megagrpo.models.families.example import TINY_SIGLIP, Example
-from megagrpo.models.families.family import FULL, SLIDING, Family, Raw, rope, windows
+from megagrpo.models.families.family import SLIDING, Family, Raw, rope, windows
 from megagrpo.models.families.gemma2 import (
     GEMMA_FIXED,
     GEMMA_IGNORED,
     GEMMA_KEYS,
     SANDWICH,
-    TINY_GEMMA,
     cap_problems,
     gemma_config,
 )
@@ -71,23 +69,5 @@ FAMILY = Family(
             defaults=_DEFAULTS,
             vision=square_vision("Gemma3MultiModalProjector"),
         ),
-    ),
-    example=Example(
-        models="Gemma 3: the text models, and the multimodal ones",
-        differs="as `gemma2`, with head norms in place of caps, windows with their own rotary angles",
-        cases={
-            "gemma3": TINY_GEMMA
-            | dict(sliding_window=7, layer_types=[SLIDING, SLIDING, FULL, SLIDING])
-            | dict(
-                rope_parameters={
-                    SLIDING: dict(rope_type="default", rope_theta=100.0),
-                    FULL: dict(rope_type="linear", rope_theta=1e4, factor=2.0),
-                }
-            ),
-        },
-        wrapped={
-            "gemma3": dict(vision_config=TINY_SIGLIP, mm_tokens_per_image=4)
-            | dict(image_token_index=126, boi_token_index=125, eoi_token_index=124),
-        },
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megagrpo.models.families.architecture import Experts
 from megagrpo.models.families.blocks import gated, same, stacked
 from megagrpo.models.families.dense import GATE_UP_DOWN, LAYER, MLP
-from megagrpo.models.families.family import FULL, SLIDING, Raw, Table, expert_problems, mixture
+from megagrpo.models.families.family import Raw, Table, expert_problems, mixture
 
 _ENABLED, _COUNT, _TAKEN, _WIDTH = "enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"
 MIXTURE_KEYS = (_ENABLED, _COUNT, _TAKEN, _WIDTH)
@@ -25,12 +25,6 @@ MIXTURE: Table = {
     "mlp.norms.shared_output.weight": same(LAYER + "post_feedforward_layernorm_1.weight"),
     "mlp.norms.sum.weight": same(LAYER + "post_feedforward_layernorm.weight"),
 }
-# Differences of 26B-A4B from 31B
-RELEASE_MIXTURE: Raw = {_ENABLED: True, _COUNT: 128, _TAKEN: 8, _WIDTH: 704}
-RELEASE_MIXTURE |= dict(hidden_size=2816, intermediate_size=2112, layer_types=([SLIDING] * 5 + [FULL]) * 5)
-RELEASE_MIXTURE |= dict(num_attention_heads=16, num_global_key_value_heads=2, num_hidden_layers=30)
-RELEASE_MIXTURE |= dict(num_key_value_heads=8)
-TINY_MIXTURE: Raw = {_ENABLED: True, _COUNT: 8, _TAKEN: 3, _WIDTH: 32}
 
 
 def _usual(raw: Raw) -> Raw:

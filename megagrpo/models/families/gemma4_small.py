@@ -24,7 +24,6 @@ BORROWED: Table = {
     "self_attention.linear_q.weight": same(ATTENTION + "q_proj.weight"),
     "self_attention.linear_q.layer_norm_weight": same(LAYER + "input_layernorm.weight"),
 }
-TINY_SMALL: Raw = {_WIDTH: 12, _ROWS: 127, _BORROWERS: 2, _WIDE: True}
 # Differences of E2B and E4B from 31B
 _SIZES: Raw = dict(attention_k_eq_v=False, num_attention_heads=8, num_global_key_value_heads=None, sliding_window=512)
 _SIZES |= {_WIDTH: 256, _ROWS: 262144, "max_position_embeddings": 131072, "use_bidirectional_attention": None}

@@ -6,7 +6,6 @@ import dataclasses
 
 from megagrpo.models.families import glm4
 from megagrpo.models.families.dense import DENSE, GATE_UP, QKV_BIAS
-from megagrpo.models.families.example import Example
 
 FAMILY = dataclasses.replace(
     glm4.FAMILY,
@@ -15,9 +14,4 @@ FAMILY = dataclasses.replace(
     table=lambda hf: DENSE | GATE_UP | (QKV_BIAS if hf.qkv_bias else {}),
     read=lambda raw, common: dataclasses.replace(glm4.FAMILY.read(raw, common), post_norms=False),
     wrappers=(),
-    example=Example(
-        models="GLM-4-9B of 2024 (the folders with `-hf`), GLM-Edge",
-        differs="fused MLP, half of each head rotated, in neighbouring pairs",
-        cases={"glm": dict(head_dim=16, pad_token_id=0, attention_bias=True)},
-    ),
 )

@@ -9,7 +9,6 @@ from dataclasses import replace
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.blocks import same
 from megagrpo.models.families.dense import DENSE, GATE_UP, LAYER, QKV_BIAS
-from megagrpo.models.families.example import TINY_GLM_VISION, YARN, Example
 from megagrpo.models.families.family import REQUIRED, Family, Raw, Table
 from megagrpo.models.families.wrapper import Wrapper
 
@@ -25,7 +24,6 @@ def _read(raw: Raw, common: HfConfig) -> HfConfig:
     return replace(common, qkv_bias=qkv_bias, rotary_interleaved=True, post_norms=True)
 
 
-_TINY: Raw = dict(head_dim=16, pad_token_id=0)
 FAMILY = Family(
     "glm4",
     "Glm4ForCausalLM",
@@ -45,15 +43,5 @@ FAMILY = Family(
             defaults=dict(head_dim=128),
             required=("partial_rotary_factor", "attention_bias"),
         ),
-    ),
-    example=Example(
-        models="GLM-4-0414, 9B and 32B",
-        differs="as `glm`, with norms after attention and MLP",
-        cases={
-            "glm4": _TINY,
-            "glm4 tied, without biases, yarn": _TINY
-            | dict(tie_word_embeddings=True, attention_bias=False, rope_parameters=YARN),
-        },
-        wrapped={"glm4v": TINY_GLM_VISION},
     ),
 )

@@ -9,7 +9,6 @@ from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.blocks import Block, BlockRule, Local, same
 from megagrpo.models.families.boxes import Box
 from megagrpo.models.families.dense import ATTENTION, DENSE, MLP, QKV_BIAS
-from megagrpo.models.families.example import YARN, Example
 from megagrpo.models.families.family import EXPERT_KEYS, FULL, SLIDING, Family, Raw, expert_problems, mixture, windows
 
 
@@ -92,16 +91,4 @@ FAMILY = Family(
     ignored=("experts_per_token", "initial_context_length"),  # the first release's names of other keys
     fixed=_FIXED,
     rope_types=("yarn",),  # vLLM's model supports no other
-    example=Example(
-        models="GPT-OSS",
-        differs="biases everywhere, attention sinks, windows, clamped experts",
-        cases={
-            "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=6)
-            # Clamps some activations. vLLM requires the names of yarn's bounds.
-            | dict(rope_parameters=YARN | dict(beta_fast=32.0, beta_slow=1.0, truncate=False), initializer_range=0.2)
-            | dict(rms_norm_eps=1e-5),
-        },
-        served=dict(intermediate_size=96),
-        tolerance=1e-4,  # of weights wide enough to clamp activations
-    ),
 )

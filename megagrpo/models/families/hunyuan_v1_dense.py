@@ -7,7 +7,6 @@ from dataclasses import replace
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.blocks import same
 from megagrpo.models.families.dense import ATTENTION, DENSE
-from megagrpo.models.families.example import Example
 from megagrpo.models.families.family import REQUIRED, Family, Raw, Table, rope
 from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS
 
@@ -45,7 +44,6 @@ def rope_alpha_problems(raw: Raw) -> list[str]:
     return [f"rotary parameter alpha needs rope_type dynamic, not {kind}"] if alpha and kind == "default" else []
 
 
-TINY_ALPHA: Raw = dict(rope_type="dynamic", rope_theta=1e4, alpha=50.0, factor=1.0)
 FAMILY = Family(
     "hunyuan_v1_dense",
     "HunYuanDenseV1ForCausalLM",
@@ -56,45 +54,4 @@ FAMILY = Family(
     ignored=HUNYUAN_IGNORED,
     fixed=HUNYUAN_FIXED,
     rope_types=("default", "dynamic"),
-    example=Example(
-        models="Hunyuan 0.5B to 7B",
-        differs="head norms after the rotation, a scaled rotary base",
-        cases={
-            "hunyuan_v1_dense": dict(head_dim=24),
-            "hunyuan_v1_dense tied, alpha": dict(head_dim=24, tie_word_embeddings=True, rope_parameters=TINY_ALPHA),
-        },
-        release=dict(
-            model_type="hunyuan_v1_dense",
-            architectures=["HunYuanDenseV1ForCausalLM"],
-            add_classification_head=False,
-            attention_bias=False,
-            attention_dropout=0.0,
-            attention_head_dim=128,
-            cla_share_factor=2,
-            head_dim=128,
-            hidden_act="silu",
-            hidden_size=4096,
-            initializer_range=0.02,
-            intermediate_size=14336,
-            max_position_embeddings=32768,
-            mlp_bias=False,
-            norm_type="rms",
-            num_attention_heads=32,
-            num_hidden_layers=32,
-            num_key_value_heads=8,
-            pretraining_tp=1,
-            rms_norm_eps=1e-05,
-            rope_scaling=dict(
-                alpha=1000.0, beta_fast=32, beta_slow=1, factor=1.0, mscale=1.0, mscale_all_dim=1.0, type="dynamic"
-            ),
-            rope_theta=10000.0,
-            tie_word_embeddings=True,
-            torch_dtype="bfloat16",
-            use_cache=True,
-            use_cla=False,
-            use_qk_norm=True,
-            use_rotary_pos_emb=True,
-            vocab_size=128167,
-        ),
-    ),
 )

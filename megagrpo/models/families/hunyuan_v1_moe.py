@@ -8,14 +8,12 @@ from typing import Any
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.blocks import same
 from megagrpo.models.families.dense import DENSE, GATE_UP_DOWN, MLP, experts, shared_experts
-from megagrpo.models.families.example import Example
 from megagrpo.models.families.family import Family, Raw, expert_problems, mixture
 from megagrpo.models.families.hunyuan_v1_dense import (
     HUNYUAN_FIXED,
     HUNYUAN_IGNORED,
     HUNYUAN_REQUIRED,
     LATE_NORMS,
-    TINY_ALPHA,
     hunyuan_config,
     rope_alpha_problems,
 )
@@ -76,47 +74,4 @@ FAMILY = Family(
     },
     rope_types=("default", "dynamic"),
     names=dict(moe_topk="num_experts_per_tok", moe_intermediate_size="intermediate_size"),
-    example=Example(
-        models="Hunyuan-A13B",
-        differs="as `hunyuan_v1_dense`, experts and a shared MLP",
-        cases={
-            "hunyuan_v1_moe": dict(head_dim=24, num_experts=8, moe_topk=3),
-            "hunyuan_v1_moe tied, alpha": dict(head_dim=24, num_experts=4, moe_topk=[2] * 4)
-            | dict(tie_word_embeddings=True, rope_parameters=TINY_ALPHA),
-        },
-        served=dict(intermediate_size=96),
-        release=dict(
-            model_type="hunyuan_v1_moe",
-            architectures=["HunYuanMoEV1ForCausalLM"],
-            attention_bias=False,
-            attention_dropout=0.0,
-            attention_head_dim=128,
-            head_dim=128,
-            hidden_act="silu",
-            hidden_size=4096,
-            initializer_range=0.02,
-            intermediate_size=3072,
-            max_position_embeddings=32768,
-            moe_intermediate_size=[3072] * 32,
-            moe_topk=[8] * 32,
-            norm_topk_prob=True,
-            num_attention_heads=32,
-            num_experts=64,
-            num_hidden_layers=32,
-            num_key_value_heads=8,
-            num_shared_expert=[1] * 32,
-            rms_norm_eps=1e-05,
-            rope_scaling=dict(
-                alpha=1000.0, beta_fast=32, beta_slow=1, factor=1.0, mscale=1.0, mscale_all_dim=1.0, type="dynamic"
-            ),
-            rope_theta=10000.0,
-            tie_word_embeddings=True,
-            torch_dtype="bfloat16",
-            use_cache=True,
-            use_cla=False,
-            use_mixed_mlp_moe=True,
-            use_qk_norm=True,
-            vocab_size=128167,
-        ),
-    ),
 )

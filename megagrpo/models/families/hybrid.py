@@ -16,8 +16,6 @@ DELTA_KEYS = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     "linear_conv_kernel_dim",
 )
-# vLLM's kernels on a CPU have heads of this size, and a convolution over 4 tokens where they use AVX-512 in bfloat16
-SERVED_DELTA: Raw = dict(linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4)
 # Gated attention and Gated DeltaNet, without the projections of the latter, which the families store differently
 HYBRID: Table = DENSE | QK_NORM
 HYBRID |= {

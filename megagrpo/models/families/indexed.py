@@ -8,7 +8,7 @@ from dataclasses import replace
 from megagrpo.models.families import latent
 from megagrpo.models.families.architecture import HfConfig, Indexer
 from megagrpo.models.families.blocks import same
-from megagrpo.models.families.deepseek import V3_DEFAULTS, V3_FIXED, V3_KEYS, V3_ROUTING, v3_problems
+from megagrpo.models.families.deepseek import V3_DEFAULTS, V3_FIXED, V3_KEYS, v3_problems
 from megagrpo.models.families.dense import ATTENTION
 from megagrpo.models.families.family import Raw, Table
 from megagrpo.models.families.routed import mlp_kind_problems
@@ -23,15 +23,7 @@ INDEXED_REQUIRED = (*latent.LATENT_REQUIRED, *V3_DEFAULTS, *_SIZES, "rms_norm_ep
 INDEXED_KEYS = (*V3_KEYS, *_SIZES, "mlp_layer_types")
 INDEXED_LAYERS = ("indexed_attention",)  # in config.json's layer_types
 INDEXED_FIXED = V3_FIXED | {"tie_word_embeddings": (False, "vLLM's model has an untied LM head")}
-# Sequences of the tiny models are longer than index_topk. Many heads: a score of 0, where keys tie, is then rare.
-TINY_INDEXED: Raw = (
-    latent.TINY_LATENT
-    | V3_ROUTING
-    | dict(q_lora_rank=28, num_experts_per_tok=3, norm_topk_prob=True, pad_token_id=0)
-    | dict(index_n_heads=16, index_head_dim=12, index_topk=5)
-)
 GPU_ONLY = "vLLM has no sparse attention on a CPU"
-NO_CPU = "Sparse Attention is not supported on CPU"  # vLLM's words
 
 
 def table(hf: HfConfig) -> Table:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from megagrpo.models.families.architecture import HfConfig, Mla
 from megagrpo.models.families.blocks import same
 from megagrpo.models.families.dense import ATTENTION, DENSE, EXPERT_BIAS
-from megagrpo.models.families.example import YARN
 from megagrpo.models.families.family import REQUIRED, Raw, Table, kv_heads
 from megagrpo.models.families.routed import ROUTED, ROUTED_KEYS, missing_keys, routed_experts, routed_problems
 
@@ -34,26 +33,6 @@ LATENT_FIXED = {
     "rope_interleave": (True, "only the rotation of neighbouring dimensions is supported, as in vLLM"),
     "rope_interleaved": (True, "only the rotation of neighbouring dimensions is supported, as in vLLM"),
 }
-
-
-# Heads of 16 + 8 elements, values of 12; three of four blocks have experts.
-TINY_LATENT: Raw = dict(
-    num_key_value_heads=6,
-    kv_lora_rank=20,
-    qk_nope_head_dim=16,
-    qk_rope_head_dim=8,
-    v_head_dim=12,
-    n_routed_experts=8,
-    num_experts_per_tok=4,
-    moe_intermediate_size=32,
-    n_shared_experts=1,
-    first_k_dense_replace=1,
-)
-TINY_GROUPS: Raw = dict(
-    n_group=4, topk_group=2, routed_scaling_factor=2.0, rope_parameters=YARN | dict(mscale=0.9, mscale_all_dim=0.7)
-)
-# vLLM's latent attention on CPUs supports one size of latents.
-SERVED_LATENT: Raw = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
 
 
 def table(hf: HfConfig) -> Table:

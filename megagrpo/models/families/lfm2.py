@@ -8,7 +8,6 @@ from dataclasses import replace
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.blocks import gated, part_rows, qkv, same
 from megagrpo.models.families.dense import DENSE, LAYER
-from megagrpo.models.families.example import TINY_SIGLIP, Example
 from megagrpo.models.families.family import FULL, LINEAR, Family, Raw, Table, rope
 from megagrpo.models.families.qwen3 import HAS_HEAD_NORMS
 from megagrpo.models.families.recurrence import ShortConv
@@ -89,8 +88,6 @@ LFM2_FIXED = HAS_HEAD_NORMS | {
     "tie_embedding": _TIED,
     "tie_word_embeddings": _TIED,
 }
-TINY_LFM2: Raw = dict(norm_eps=1e-5, conv_L_cache=3, pad_token_id=0)
-_TINY: Raw = TINY_LFM2 | dict(conv_dim=96, block_dim=96, block_multiple_of=16)
 _LFM2_VL = Wrapper(
     "lfm2_vl",
     "Lfm2VlForConditionalGeneration",
@@ -101,9 +98,6 @@ _LFM2_VL = Wrapper(
         *("max_pixels_tolerance", "max_tiles", "min_tiles", "use_image_special_tokens", "use_thumbnail"),
     ),
 )
-# smaller weights than the family's, so float32 rounds less
-_WHOLE: Raw = dict(image_token_id=126, projector_hidden_size=32, text_config=dict(initializer_range=0.07))
-_WHOLE |= dict(vision_config=TINY_SIGLIP | dict(model_type="siglip2_vision_model", num_patches=16))
 FAMILY = Family(
     "lfm2",
     "Lfm2ForCausalLM",
@@ -117,21 +111,4 @@ FAMILY = Family(
     layer_types=(FULL, CONV, LINEAR),
     wrappers=(_LFM2_VL,),
     names={"block_ff_dim": "intermediate_size", "conv_dim": "hidden_size", "block_dim": "hidden_size"},
-    example=Example(
-        models="LFM2 350M, 700M, 1.2B and 2.6B",
-        differs="short convolutions in most blocks, norms per head",
-        cases={
-            "lfm2": _TINY | dict(layer_types=[CONV, CONV, FULL, CONV]),
-            "lfm2 other widths": _TINY
-            | dict(layer_types=[FULL, CONV] * 2, conv_L_cache=4, block_auto_adjust_ff_dim=False),
-        },
-        served=dict(conv_dim=192, block_dim=192),  # the width in the tests' servers
-        drift=1e-5,
-        wrapped={"lfm2_vl": _WHOLE},
-        release=dict(model_type="lfm2", architectures=["Lfm2ForCausalLM"], hidden_size=2048, num_hidden_layers=16)
-        | dict(num_attention_heads=32, num_key_value_heads=8, vocab_size=65536, max_position_embeddings=128000)
-        | dict(norm_eps=1e-05, rope_theta=1000000.0, full_attn_idxs=[2, 5, 8, 10, 12, 14], conv_L_cache=3)
-        | dict(conv_bias=False, conv_dim=2048, block_dim=2048, block_ff_dim=12288, block_auto_adjust_ff_dim=True)
-        | dict.fromkeys(_UNREAD.split(), 1),
-    ),
 )

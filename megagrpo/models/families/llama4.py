@@ -8,7 +8,6 @@ from dataclasses import replace
 from megagrpo.models.families.architecture import Experts, HfConfig, QueryScale
 from megagrpo.models.families.blocks import gated, same, stacked, transposed
 from megagrpo.models.families.dense import DENSE, GATE_UP_DOWN, LAYER
-from megagrpo.models.families.example import LLAMA3_ROPE, Example
 from megagrpo.models.families.family import CHUNKED, FULL, REQUIRED, ROTARY, Family, Raw, windows
 from megagrpo.models.families.smollm3 import rotates
 from megagrpo.models.families.wrapper import NAMINGS, Wrapper
@@ -82,21 +81,6 @@ def _served_flags(hf: HfConfig) -> dict[str, Raw | str]:
     return {"--override-generation-config": {_TUNING: hf.query_scale is not None}}
 
 
-_TINY: Raw = dict(head_dim=24, num_local_experts=4, num_experts_per_tok=1, intermediate_size=64)
-_TINY |= dict(intermediate_size_mlp=80, attention_chunk_size=7, floor_scale=5, interleave_moe_layer_step=2)
-_TINY_TOWER: Raw = dict(hidden_size=32, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4)
-_TINY_TOWER |= dict(image_size=32, patch_size=8, vision_output_dim=32, projector_input_dim=32, projector_output_dim=32)
-_RELEASE: Raw = dict(model_type="llama4_text", architectures=["Llama4ForCausalLM"], attention_bias=False)
-_RELEASE |= dict(attention_chunk_size=8192, attention_dropout=0.0, attn_scale=0.1, attn_temperature_tuning=True)
-_RELEASE |= dict(cache_implementation="hybrid", eos_token_id=[200001, 200007, 200008])
-_RELEASE |= dict(floor_scale=8192, for_llm_compressor=False, head_dim=128, hidden_act="silu", hidden_size=5120)
-_RELEASE |= dict(interleave_moe_layer_step=2, intermediate_size=8192)
-_RELEASE |= dict(intermediate_size_mlp=16384, max_position_embeddings=1048576, no_rope_layers=[1, 1, 1, 0] * 12)
-_RELEASE |= dict(num_attention_heads=40, num_experts_per_tok=1, num_hidden_layers=48, num_key_value_heads=8)
-_RELEASE |= dict(num_local_experts=128, pad_token_id=200018, rms_norm_eps=1e-05)
-_RELEASE |= dict(rope_scaling=None, rope_theta=500000.0, router_jitter_noise=0.0)
-_RELEASE |= dict(tie_word_embeddings=False, torch_dtype="bfloat16", use_qk_norm=False)
-_RELEASE |= dict(vocab_size=202048)
 FAMILY = Family(
     "llama4_text",
     "Llama4ForCausalLM",
@@ -122,17 +106,4 @@ FAMILY = Family(
     names={"intermediate_size_mlp": "intermediate_size"},
     served_flags=_served_flags,
     wrappers=(Wrapper("llama4", "Llama4ForConditionalGeneration", modules=NAMINGS[0]),),
-    example=Example(
-        models="Llama 4 Scout and Maverick, their text models",
-        differs="chunked attention, norms without factors, sigmoid router",
-        cases={
-            "llama4": _TINY | dict(rope_parameters=dict(rope_type="default", rope_theta=1e4)),
-            "llama4 without norms, llama3 rope": _TINY
-            | dict(use_qk_norm=False, no_rope_layers=[0, 1, 1, 0], interleave_moe_layer_step=1)
-            | dict(rope_parameters=LLAMA3_ROPE, attn_temperature_tuning=False),
-        },
-        wrapped={"llama4": dict(vision_config=_TINY_TOWER, image_token_index=126)},
-        served=dict(attention_chunk_size=32),  # vLLM needs a multiple of its block size
-        release=_RELEASE,
-    ),
 )

@@ -9,7 +9,6 @@ from dataclasses import replace
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.blocks import same
 from megagrpo.models.families.dense import DENSE, LAYER, QK_NORM, experts
-from megagrpo.models.families.example import YARN, Example
 from megagrpo.models.families.family import (
     EXPERT_KEYS,
     REQUIRED,
@@ -73,7 +72,6 @@ def _untrained(hf: HfConfig) -> tuple[str, ...]:
     return tuple(rf"model\.layers\.{hf.num_layers + i}\..+" for i in range(hf.raw.get("num_mtp_modules") or 0))
 
 
-_TINY: Raw = _ROUTING | dict(num_local_experts=8, num_experts_per_tok=3, head_dim=16, rotary_dim=8, pad_token_id=0)
 FAMILY = Family(
     "minimax_m2",
     "MiniMaxM2ForCausalLM",
@@ -93,38 +91,4 @@ FAMILY = Family(
     untrained=_untrained,
     rope_types=("default", "yarn"),
     partial_rotary_factor=0.5,
-    example=Example(
-        models="MiniMax-M2, M2.1, M2.5",
-        differs="norms of queries and keys over all heads, half of each head rotated, experts also chosen by a bias",
-        cases={
-            "minimax_m2": _TINY,
-            "minimax_m2 few experts, another share, yarn": _TINY
-            | dict(num_local_experts=4, num_experts_per_tok=2, rotary_dim=12, rope_parameters=YARN),
-        },
-        served=dict(intermediate_size=64),
-        drift=1e-5,
-        release=dict(model_type="minimax_m2", architectures=["MiniMaxM2ForCausalLM"], attn_type_list=[1] * 62)
-        | dict(hidden_size=3072, num_hidden_layers=62, num_attention_heads=48, num_key_value_heads=8, head_dim=128)
-        | dict(intermediate_size=1536, mlp_intermediate_size=8192, shared_intermediate_size=0, vocab_size=200064)
-        | dict(num_local_experts=256, num_experts_per_tok=8, scoring_func="sigmoid", use_routing_bias=True)
-        | dict(use_qk_norm=True, qk_norm_type="per_layer", rotary_dim=64, rope_theta=5000000, rms_norm_eps=1e-06)
-        | dict(max_position_embeddings=196608, sliding_window=None, shared_moe_mode="sigmoid", hidden_act="silu")
-        | dict(use_mtp=True, num_mtp_modules=3, mtp_transformer_layers=1, tie_word_embeddings=False)
-        | dict.fromkeys(_OTHER_ATTENTION[:3], 1.0)
-        | dict(attention_dropout=0.0, router_jitter_noise=0.0, router_aux_loss_coef=0.001, output_router_logits=False)
-        | dict(initializer_range=0.02, use_cache=True, transformers_version="4.46.1")
-        | dict(
-            auto_map={
-                "AutoConfig": "configuration_minimax_m2.MiniMaxM2Config",
-                "AutoModelForCausalLM": "modeling_minimax_m2.MiniMaxM2ForCausalLM",
-            },
-            quantization_config=dict(
-                activation_scheme="dynamic",
-                fmt="float8_e4m3fn",
-                quant_method="fp8",
-                weight_block_size=[128, 128],
-                modules_to_not_convert=["gate", "e_score_correction_bias", "lm_head"],
-            ),
-        ),
-    ),
 )

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from megagrpo.models.families.architecture import HfConfig, QueryScale
 from megagrpo.models.families.dense import DENSE
-from megagrpo.models.families.example import YARN, Example
 from megagrpo.models.families.family import REQUIRED, Family, Raw, rope, windows
-from megagrpo.models.families.mistral import MISTRAL3, WRAPPED
+from megagrpo.models.families.mistral import MISTRAL3
 from megagrpo.models.families.wrapper import TEXT_CONFIG
 
 _STRENGTH, _LENGTH = "llama_4_scaling_beta", "original_max_position_embeddings"
@@ -37,7 +36,6 @@ def _served_flags(hf: HfConfig) -> dict[str, Raw | str]:
     return {"--hf-overrides": key if hf.wrapper is None else {TEXT_CONFIG: key}}
 
 
-_ROPE: Raw = YARN | dict(llama_4_scaling_beta=0.1, mscale=1.0, mscale_all_dim=1.0)
 FAMILY = Family(
     "ministral3",
     "Ministral3ForCausalLM",
@@ -50,46 +48,4 @@ FAMILY = Family(
     rope_keys=(_STRENGTH, "max_position_embeddings"),  # transformers ignores the second
     served_flags=_served_flags,
     wrappers=(MISTRAL3,),
-    example=Example(
-        models="Ministral 3, 3B, 8B and 14B, their text models",
-        differs="yarn, queries that grow with the position, window",
-        wrapped=WRAPPED,
-        cases={
-            "ministral3": dict(head_dim=16, pad_token_id=0, rope_parameters=_ROPE),
-            "ministral3 tied, window": dict(head_dim=16, pad_token_id=0, tie_word_embeddings=True, sliding_window=7)
-            | dict(rope_parameters=_ROPE | dict(llama_4_scaling_beta=0.3, mscale_all_dim=0.5)),
-        },
-        release=dict(
-            model_type="ministral3",
-            architectures=["Ministral3ForCausalLM"],
-            attention_dropout=0.0,
-            dtype="bfloat16",
-            head_dim=128,
-            hidden_act="silu",
-            hidden_size=3072,
-            initializer_range=0.02,
-            intermediate_size=9216,
-            max_position_embeddings=262144,
-            num_attention_heads=32,
-            num_hidden_layers=26,
-            num_key_value_heads=8,
-            rms_norm_eps=1e-05,
-            rope_parameters=dict(
-                beta_fast=32.0,
-                beta_slow=1.0,
-                factor=16.0,
-                llama_4_scaling_beta=0.1,
-                mscale=1.0,
-                mscale_all_dim=1.0,
-                original_max_position_embeddings=16384,
-                rope_theta=1000000.0,
-                rope_type="yarn",
-                type="yarn",
-            ),
-            sliding_window=None,
-            tie_word_embeddings=True,
-            use_cache=True,
-            vocab_size=131072,
-        ),
-    ),
 )

@@ -7,15 +7,11 @@ from dataclasses import replace
 
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.dense import DENSE, experts
-from megagrpo.models.families.example import TINY_SIGLIP, Example
 from megagrpo.models.families.family import EXPERT_KEYS, Family, Raw, expert_problems, mixture, rope, windows
 from megagrpo.models.families.image_models import MISTRAL_SIZES, around
 from megagrpo.models.families.wrapper import Wrapper
 
 MISTRAL3 = Wrapper("mistral3", "Mistral3ForConditionalGeneration")  # around Mistral Small 3.1 and 3.2, and Ministral 3
-_TINY_PIXTRAL: Raw = dict(model_type="pixtral", hidden_size=32, head_dim=8, intermediate_size=48, num_hidden_layers=2)
-_TINY_PIXTRAL |= dict(num_attention_heads=4, image_size=32, patch_size=8)
-WRAPPED = {"mistral3": dict(vision_config=_TINY_PIXTRAL, image_token_index=126, tie_word_embeddings=False)}
 MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
@@ -23,15 +19,6 @@ MISTRAL = Family(
     read=lambda raw, common: replace(common, windows=windows(raw, raw.get("sliding_window", 4096))),
     keys=("sliding_window",),
     wrappers=(MISTRAL3, *around(MISTRAL_SIZES, "llava", "llava_next")),
-    example=Example(
-        models="Mistral 7B, Nemo, Small",
-        differs="window",
-        cases={
-            "mistral": dict(sliding_window=None, head_dim=16),
-            "mistral window": dict(sliding_window=7, head_dim=16),
-        },
-        wrapped={"llava_next": dict(vision_config=TINY_SIGLIP, image_token_index=126, image_grid_pinpoints=[[32, 64]])},
-    ),
 )
 
 
@@ -57,10 +44,4 @@ MIXTRAL = Family(
     read=_mixtral,
     problems=expert_problems,
     keys=("sliding_window", *EXPERT_KEYS),
-    example=Example(
-        models="Mixtral",
-        differs="experts, window",
-        cases={"mixtral": dict(num_local_experts=4, num_experts_per_tok=2)},
-        served=dict(intermediate_size=96),
-    ),
 )

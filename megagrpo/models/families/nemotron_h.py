@@ -8,7 +8,6 @@ from dataclasses import replace
 from megagrpo.models.families.architecture import Experts, HfConfig
 from megagrpo.models.families.blocks import qkv, same, vocab
 from megagrpo.models.families.dense import EMBEDDING, HEAD, LAYER
-from megagrpo.models.families.example import Example
 from megagrpo.models.families.family import REQUIRED, Family, Raw, Table, expert_problems
 from megagrpo.models.families.mamba import mamba2, mamba_problems, mamba_rows
 from megagrpo.models.families.wrapper import Naming
@@ -85,24 +84,9 @@ def _problems(raw: Raw) -> list[str]:
     return problems
 
 
-_TINY: Raw = dict(mamba_num_heads=8, mamba_head_dim=12, n_groups=2, ssm_state_size=10, head_dim=24)
-_TINY |= dict(time_step_floor=0.05, time_step_max=1.0)  # initial steps far above time_step_min
-_TINY |= dict(layers_block_type=["mamba", "mlp", "attention", "mlp"], layer_norm_epsilon=1e-2)
-_TINY_MOE: Raw = _TINY | dict(layers_block_type=["mamba", "moe", "attention", "moe"], n_routed_experts=8)
-_TINY_MOE |= dict(num_experts_per_tok=3, moe_intermediate_size=32, moe_shared_expert_intermediate_size=48)
 _NAMES = dict(layer_norm_epsilon="rms_norm_eps", mamba_num_heads="mamba_n_heads", mamba_head_dim="mamba_d_head")
 _NAMES |= dict(n_groups="mamba_n_groups", ssm_state_size="mamba_d_state")
 _NAMES |= dict(moe_shared_expert_intermediate_size="shared_expert_intermediate_size")
-_RELEASE: Raw = dict(model_type="nemotron_h", architectures=["NemotronHForCausalLM"], torch_dtype="bfloat16")
-_RELEASE |= dict(hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", num_hidden_layers=52)
-_RELEASE |= dict(hidden_size=2688, vocab_size=131072, intermediate_size=1856, mlp_hidden_act="relu2", mlp_bias=False)
-_RELEASE |= dict(num_attention_heads=32, num_key_value_heads=2, head_dim=128, attention_bias=False, sliding_window=None)
-_RELEASE |= dict(mamba_num_heads=64, mamba_head_dim=64, n_groups=8, ssm_state_size=128, conv_kernel=4, chunk_size=128)
-_RELEASE |= dict(mamba_hidden_act="silu", mamba_proj_bias=False, use_conv_bias=True, use_bias=False, expand=2)
-_RELEASE |= dict(time_step_min=0.001, time_step_max=0.1, time_step_floor=0.0001, mamba_ssm_cache_dtype="float32")
-_RELEASE |= dict(n_routed_experts=128, num_experts_per_tok=6, moe_intermediate_size=1856, n_shared_experts=1)
-_RELEASE |= dict(moe_shared_expert_intermediate_size=3712, norm_topk_prob=True, routed_scaling_factor=2.5, n_group=1)
-_RELEASE |= dict(topk_group=1, layer_norm_epsilon=1e-5, rope_theta=10000, max_position_embeddings=262144)
 FAMILY = Family(
     "nemotron_h",
     "NemotronHForCausalLM",
@@ -128,12 +112,4 @@ FAMILY = Family(
     untrained=lambda hf: (r"mtp\..+",),
     rope_types=("default",),
     names=_NAMES,
-    example=Example(
-        models="Nemotron-H 8B, Nemotron Nano 9B v2 and 12B v2, Nemotron 3 Nano 30B-A3B",
-        differs="blocks of one part: Mamba-2, attention without rotation, an MLP or experts without gates",
-        cases={"nemotron_h": _TINY, "nemotron_h with experts": _TINY_MOE},
-        unserved={"nemotron_h with experts": "No Unquantized MoE backend supports the deployment configuration"},
-        drift=1e-5,  # as of granitemoehybrid
-        release=_RELEASE,
-    ),
 )

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from megagrpo.models.families.blocks import qkv
 from megagrpo.models.families.dense import ATTENTION, DENSE, GATE_UP
-from megagrpo.models.families.example import Example
 from megagrpo.models.families.family import REQUIRED, Family, Raw, rope, rotated_share, windows
 
 _TABLE = DENSE | GATE_UP | {"self_attention.linear_qkv.weight": qkv(ATTENTION + "qkv_proj.weight")}
@@ -30,7 +29,6 @@ def _problems(raw: Raw) -> list[str]:
     return problems
 
 
-_LONG_ROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0, 1.1, 1.3], long_factor=[1.0, 3.0, 9.0])
 FAMILY = Family(
     "phi3",
     "Phi3ForCausalLM",
@@ -42,18 +40,4 @@ FAMILY = Family(
     fixed=dict.fromkeys(("full_attn_mod", "interpolate_factor"), (1, "only 1, as in Phi-4-mini, is supported")),
     rope_types=("default", "longrope"),
     partial_rotary_factor=1.0,
-    example=Example(
-        models="Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini",
-        differs="fused weights, partially rotated heads, longrope, window",
-        cases={
-            "phi3": dict(tie_word_embeddings=False, pad_token_id=0, sliding_window=9),
-            "phi3 tied, part of the head, longrope": dict(
-                tie_word_embeddings=True,
-                pad_token_id=0,
-                partial_rotary_factor=0.375,
-                rope_parameters=_LONG_ROPE,
-                original_max_position_embeddings=64,
-            ),
-        },
-    ),
 )

@@ -6,15 +6,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megagrpo.models.families.dense import DENSE, QKV_BIAS
-from megagrpo.models.families.example import TINY_SIGLIP, Example
 from megagrpo.models.families.family import Family, Raw, windows
 from megagrpo.models.families.image_models import QWEN_SIZES, around
-from megagrpo.models.families.qwen_omni import QWEN2_5_OMNI, WHOLE_QWEN2_5_OMNI
+from megagrpo.models.families.qwen_omni import QWEN2_5_OMNI
 from megagrpo.models.families.vision import axis_problems, qwen_vision
 from megagrpo.models.families.wrapper import Wrapper
 
-# vLLM's error for windows in some blocks of these families.
-MIXED_WINDOWS = r"exit code 1 .*: AssertionError: Sliding window for some but all layers is not supported.* Its log: "
 UPPER_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")  # read by `upper_windows`
 
 
@@ -53,20 +50,5 @@ QWEN2 = Family(
         _qwen2_vl("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VisionTransformerPretrainedModel"),
         QWEN2_5_OMNI,
         *around(QWEN_SIZES, "llava", "llava_next", "llava_onevision", "internvl"),
-    ),
-    example=Example(
-        models="Qwen2, Qwen2.5",
-        differs="biases on queries, keys and values, windows",
-        cases={
-            "qwen2": {},
-            "qwen2 upper windows": dict(use_sliding_window=True, sliding_window=5, max_window_layers=1),
-        },
-        wrapped={
-            "llava_onevision": dict(
-                vision_config=TINY_SIGLIP, image_token_index=126, video_token_index=125, image_grid_pinpoints=[[32, 64]]
-            ),
-            "qwen2_5_omni": WHOLE_QWEN2_5_OMNI,
-        },
-        unserved={"qwen2 upper windows": MIXED_WINDOWS},
     ),
 )

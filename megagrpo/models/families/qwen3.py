@@ -7,14 +7,12 @@ from dataclasses import replace
 
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.dense import DENSE, GATE_UP_DOWN, QK_NORM, experts
-from megagrpo.models.families.example import TINY_EXPERTS, TINY_SIGLIP, YARN, Example
 from megagrpo.models.families.family import EXPERT_KEYS, Family, Raw, expert_problems, mixture, windows
 from megagrpo.models.families.image_models import QWEN_SIZES, around
 from megagrpo.models.families.qwen2 import UPPER_WINDOWS, upper_windows, window
-from megagrpo.models.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE, STACKED_EXPERTS, WHOLE_QWEN3_VL
-from megagrpo.models.families.qwen_omni import QWEN3_OMNI, WHOLE_QWEN3_OMNI
+from megagrpo.models.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE, STACKED_EXPERTS
+from megagrpo.models.families.qwen_omni import QWEN3_OMNI
 
-_TINY_INTERN_VIT = {key: value for key, value in TINY_SIGLIP.items() if key != "model_type"}
 HAS_HEAD_NORMS = dict.fromkeys(
     ("use_qk_norm", "qk_norm", "qk_layernorm"), (True, "this family normalises queries and keys")
 )
@@ -26,16 +24,6 @@ QWEN3 = Family(
     keys=UPPER_WINDOWS,
     fixed=HAS_HEAD_NORMS,
     wrappers=(QWEN3_VL, *around(QWEN_SIZES | dict(head_dim=128), "internvl")),
-    example=Example(
-        models="Qwen3, dense",
-        differs="head norms, windows",
-        cases={
-            "qwen3": dict(head_dim=24, tie_word_embeddings=True),
-            "qwen3 yarn": dict(head_dim=24, rope_parameters=YARN),
-        },
-        wrapped={"internvl": dict(vision_config=_TINY_INTERN_VIT, image_token_id=126, tie_word_embeddings=True)}
-        | {"qwen3_vl": WHOLE_QWEN3_VL},
-    ),
 )
 
 
@@ -74,13 +62,4 @@ QWEN3_MOE = Family(
     ignored=("max_window_layers",),  # all blocks have the window, or no block
     fixed=HAS_HEAD_NORMS,
     wrappers=(QWEN3_VL_MOE, QWEN3_OMNI),
-    example=Example(
-        models="Qwen3-30B-A3B and larger",
-        differs="head norms, experts",
-        cases={
-            "qwen3_moe": dict(**TINY_EXPERTS, norm_topk_prob=True, mlp_only_layers=[2], tie_word_embeddings=True),
-            "qwen3_moe, weights not scaled": dict(**TINY_EXPERTS, norm_topk_prob=False, decoder_sparse_step=2),
-        },
-        wrapped={"qwen3_vl_moe": WHOLE_QWEN3_VL, "qwen3_omni_moe": WHOLE_QWEN3_OMNI},
-    ),
 )

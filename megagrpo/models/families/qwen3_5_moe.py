@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.dense import GATE_UP_DOWN, SHARED_GATE, experts, shared_experts
-from megagrpo.models.families.example import TINY_EXPERTS
 from megagrpo.models.families.family import EXPERT_KEYS, Raw, expert_problems, mixture
 from megagrpo.models.families.hybrid import hybrid
-from megagrpo.models.families.qwen3_5 import ALIKE_QWEN3_5, TABLE_QWEN3_5, TINY_QWEN3_5, WHOLE_QWEN3_5
 from megagrpo.models.families.qwen3_5 import FAMILY as DENSE
+from megagrpo.models.families.qwen3_5 import TABLE_QWEN3_5
 from megagrpo.models.families.vision import axis_problems, qwen_vision
 from megagrpo.models.families.wrapper import Wrapper
 
@@ -26,12 +25,6 @@ def _read(raw: Raw, common: HfConfig) -> HfConfig:
 
 
 _EVERY = "every block of this family has experts"
-_TINY: Raw = TINY_EXPERTS | dict(shared_expert_intermediate_size=24)
-_RELEASE = {key: value for key, value in DENSE.example.release.items() if key != "intermediate_size"}
-_RELEASE |= dict(architectures=["Qwen3_5MoeForCausalLM"], model_type="qwen3_5_moe_text", hidden_size=2048)
-_RELEASE |= dict(num_hidden_layers=40, num_key_value_heads=2, tie_word_embeddings=False, num_experts=256)
-_RELEASE |= dict(num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512)
-_RELEASE |= dict(router_aux_loss_coef=0.001, output_router_logits=False)
 
 FAMILY = replace(
     DENSE,
@@ -56,16 +49,5 @@ FAMILY = replace(
             problems=axis_problems(interleaved=True),
             vision=qwen_vision("Qwen3_5MoeVisionModel", interleaved=True),
         ),
-    ),
-    example=replace(
-        DENSE.example,
-        models="Qwen3.5 and Qwen3.6 with experts",
-        differs="as `qwen3_5_text`, with experts and a shared one with a gate",
-        cases={
-            "qwen3_5_moe": TINY_QWEN3_5 | _TINY,
-            "qwen3_5_moe tied, as many key as value heads": ALIKE_QWEN3_5 | _TINY,
-        },
-        wrapped={"qwen3_5_moe": WHOLE_QWEN3_5},
-        release=_RELEASE,
     ),
 )

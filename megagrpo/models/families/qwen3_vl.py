@@ -47,7 +47,3 @@ QWEN3_VL_MOE = Wrapper(
     problems=_problems,
     vision=qwen_vision("Qwen3VLMoeVisionModel", interleaved=True, deepstack=True),
 )
-_TOWER: Raw = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, num_position_embeddings=16)
-_TOWER |= dict(out_hidden_size=96, deepstack_visual_indexes=[0])
-WHOLE_QWEN3_VL: Raw = dict(vision_config=_TOWER, image_token_id=126, video_token_id=125, tie_word_embeddings=True)
-WHOLE_QWEN3_VL |= dict(vision_start_token_id=124, vision_end_token_id=123)

@@ -73,38 +73,3 @@ QWEN3_OMNI = _omni(
     defaults=dict(norm_topk_prob=True),
     problems=_qwen3_problems,
 )
-_TOWER: Raw = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2)
-_SOUNDS: Raw = dict(encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=32, d_model=32, num_mel_bins=16)
-_PARTS: Raw = dict(audio_token_id=126, image_token_id=125, video_token_id=124, tie_word_embeddings=False)
-_SPEECH: Raw = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=40)
-_SPEECH |= dict(num_key_value_heads=2, head_dim=16, pad_token_id=None)
-_CODES: Raw = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, decoder_dim=32)
-_CODES |= dict(num_key_value_heads=2, codebook_size=32, num_quantizers=2, upsample_rates=[2], upsampling_ratios=[2])
-_THINKER2_5: Raw = _PARTS | dict(
-    vision_config=_TOWER | dict(out_hidden_size=192, fullatt_block_indexes=[0]),
-    audio_config=_SOUNDS | dict(output_dim=192),
-    text_config=dict(
-        hidden_size=192,
-        tie_word_embeddings=False,
-        rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[4, 6, 6]),
-    ),
-)
-_THINKER3: Raw = _PARTS | dict(
-    vision_config=_TOWER
-    | dict(out_hidden_size=96, deepstack_visual_indexes=[0], num_position_embeddings=16)
-    | dict(image_size=64, apply_vit_abs_pos_embed=True),
-    audio_config=_SOUNDS | dict(output_dim=96, downsample_hidden_size=8),
-    text_config=dict(tie_word_embeddings=False),
-)
-_TALKER: Raw = dict(
-    num_code_groups=2,
-    thinker_hidden_size=96,
-    spatial_merge_size=2,
-    text_config=_SPEECH
-    | dict(moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=2)
-    | dict(num_experts_per_tok=1),
-    code_predictor_config=_SPEECH | dict(num_code_groups=2),
-)
-# the vocoder of Qwen2.5-Omni has no small sizes
-WHOLE_QWEN2_5_OMNI: Raw = {THINKER: _THINKER2_5, "enable_audio_output": False}
-WHOLE_QWEN3_OMNI: Raw = {THINKER: _THINKER3, "code2wav_config": _CODES, "talker_config": _TALKER}

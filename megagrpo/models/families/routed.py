@@ -11,17 +11,6 @@ _NEEDED = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "
 ROUTED_KEYS = (*_NEEDED, "first_k_dense_replace", "routed_scaling_factor", "n_group", "topk_group")
 ROUTED: Table = experts("mlp", *GATE_UP_DOWN) | shared_experts("shared_experts")
 ROUTED_BY_BIAS: Table = ROUTED | EXPERT_BIAS
-# Three of four blocks of the tiny models have experts.
-TINY_ROUTED: Raw = dict(
-    n_routed_experts=8,
-    num_experts_per_tok=3,
-    moe_intermediate_size=32,
-    n_shared_experts=2,
-    first_k_dense_replace=1,
-    n_group=4,
-    topk_group=2,
-    routed_scaling_factor=2.0,
-)
 DENSE_MLP, SPARSE_MLP = "dense", "sparse"  # in config.json's mlp_layer_types
 NORMALIZED = {"norm_topk_prob": (True, "only weights of a token's experts that add up to 1 are supported")}
 

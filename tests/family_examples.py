@@ -1,10 +1,13 @@
-"""Describes a family to its proofs and to docs/models.md; no run reads it. Imports no torch."""
+"""Examples of the families in tests/data/families/MODEL_TYPE.json, for proofs and for docs/models.md. Imports no torch."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+FOLDER = Path(__file__).parent / "data" / "families"
 Raw = dict[str, Any]  # keys of config.json
 
 # Sizes of the tiny models: no size is a multiple of all others, and no number of ranks divides the vocabulary.
@@ -19,15 +22,6 @@ TINY_SIZES: Raw = dict(
     rms_norm_eps=1e-6,
     max_position_embeddings=256,
 )
-YARN: Raw = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
-LLAMA3_ROPE: Raw = dict(
-    rope_type="llama3",
-    rope_theta=5e5,
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=16,
-)
 # A vision tower of SigLIP, which several models have.
 TINY_SIGLIP: Raw = dict(
     model_type="siglip_vision_model",
@@ -37,21 +31,6 @@ TINY_SIGLIP: Raw = dict(
     num_attention_heads=4,
     image_size=32,
     patch_size=8,
-)
-# The tower of GLM-4.1V and GLM-4.5V, ids of tokens that texts have not, and a rotation with an axis for each pair.
-TINY_GLM_VISION: Raw = dict(
-    text_config=dict(
-        attention_bias=True,
-        hidden_size=128,
-        num_attention_heads=4,
-        head_dim=32,
-        rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[2, 3, 3]),
-    ),
-    vision_config=dict(
-        hidden_size=32, depth=1, num_heads=4, intermediate_size=48, out_hidden_size=128, image_size=28, patch_size=14
-    ),
-    **{f"{kind}_token_id": 128 for kind in ("image", "video")},
-    **{f"{kind}_{end}_token_id": 128 for kind in ("image", "video") for end in ("start", "end")},
 )
 TINY_EXPERTS: Raw = dict(head_dim=24, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
 
@@ -72,6 +51,7 @@ class Example:
     - `unserved` maps a case to the regular expression of vLLM's error.
     - `tolerance` is the largest difference of logits from transformers', in float32, in any layout.
     - `drift` is the largest difference of log-probs of vLLM for equal weights: 0 where vLLM repeats the last bits.
+    - `why` has the reason of a field's value: the name of the field -> the reason.
     """
 
     models: str
@@ -85,3 +65,10 @@ class Example:
     unserved: dict[str, str] = field(default_factory=dict)
     drift: float = 0.0
     tolerance: float = 1e-5
+    why: dict[str, str] = field(default_factory=dict)
+
+
+EXAMPLES = {file.stem: Example(**json.loads(file.read_text())) for file in sorted(FOLDER.glob("*.json"))}
+RELEASES = {kind: example.release for kind, example in EXAMPLES.items() if example.release}
+# Further releases of families: name -> config.json.
+OTHERS = {name: example.release | keys for example in EXAMPLES.values() for name, keys in example.others.items()}
