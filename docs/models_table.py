@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.family_index import FAMILIES
 
 PAGE = Path(__file__).with_name("models.md")
 RESULTS = Path(__file__).with_name("families.json")

@@ -51,7 +51,7 @@ def logits(kind: str) -> Found:
     from ranks import run_ranks
     from tiny_families import cases_of
 
-    from megagrpo.models.families import FAMILIES
+    from megagrpo.models.families.family_index import FAMILIES
 
     example, worst, layouts = EXAMPLES[kind], 0.0, set()
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +75,7 @@ def checkpoint(kind: str) -> Found:
     from test_convert import assert_round_trips, make_models, pairs_of
     from tiny_families import cases_of
 
-    from megagrpo.models.families import FAMILIES
+    from megagrpo.models.families.family_index import FAMILIES
 
     with tempfile.TemporaryDirectory() as models, tempfile.TemporaryDirectory() as scratch:
         family = FAMILIES[kind]
@@ -122,7 +122,7 @@ def vllm(kind: str) -> Found:
     """A server gets the weights from Megatron's shards, and both compute the same log-probs."""
     from tiny_families import cases_of
 
-    from megagrpo.models.families import FAMILIES
+    from megagrpo.models.families.family_index import FAMILIES
     from tests.e2e.test_families_vllm import SERVED, reach_vllm
 
     example, differences = EXAMPLES[kind], {}
@@ -176,7 +176,7 @@ def main() -> int:
     options = parser.parse_args()
     import transformers
 
-    from megagrpo.models.families import FAMILIES
+    from megagrpo.models.families.family_index import FAMILIES
 
     if unknown := [name for name in options.families if name not in FAMILIES]:
         parser.error(f"no family {unknown[0]}; families: {', '.join(FAMILIES)}")

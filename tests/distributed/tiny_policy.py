@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megagrpo.config import ParallelSection, RunConfig
-from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.family_index import FAMILIES
 from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
 from megagrpo.proof.verify.shrink import shrink_config, shrink_model
 from tests.family_examples import EXAMPLES, OTHERS, RELEASES

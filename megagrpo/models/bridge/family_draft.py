@@ -19,10 +19,11 @@ from typing import Any
 
 import megagrpo
 from megagrpo.config import Problem, ProblemError
-from megagrpo.models.families import dense
+from megagrpo.models.families import own
 from megagrpo.models.families.config_keys import HARMLESS
-from megagrpo.models.families.dense import DENSE, GATE_UP_DOWN, POST_NORMED, experts, shared_experts
-from megagrpo.models.families.family import COMMON, FIXED, Table
+from megagrpo.models.families.parts import llama_table
+from megagrpo.models.families.parts.llama_table import DENSE, GATE_UP_DOWN, POST_NORMED, experts, shared_experts
+from megagrpo.models.families.shared.family import COMMON, FIXED, Table
 
 _BLOCKS = 4  # decoder blocks of the model that is built: enough for the first dense blocks of mixtures
 _COLUMNS = 90
@@ -31,16 +32,16 @@ _OTHER_MLP = re.compile(r"model\.layers\.\{L\}\.\w+\.(gate_proj|w1)\.weight")
 _HEAD = "lm_head.weight"  # absent in tied models
 # Expression of the draft -> the part of a table. The first part of a group whose tensors all exist is taken.
 _PARTS: list[list[tuple[str, Table]]] = [
-    [("GATE_UP", dense.GATE_UP)],
-    [("QKV_BIAS", dense.QKV_BIAS)],
-    [("QK_NORM", dense.QK_NORM)],
+    [("GATE_UP", llama_table.GATE_UP)],
+    [("QKV_BIAS", llama_table.QKV_BIAS)],
+    [("QK_NORM", llama_table.QK_NORM)],
     [
         ('experts("mlp", *GATE_UP_DOWN)', experts("mlp", *GATE_UP_DOWN)),
         ('experts("block_sparse_moe", "w1", "w3", "w2")', experts("block_sparse_moe", "w1", "w3", "w2")),
     ],
     [(f'shared_experts("{name}")', shared_experts(name)) for name in ("shared_experts", "shared_expert", "shared_mlp")],
-    [("SHARED_GATE", dense.SHARED_GATE)],
-    [("EXPERT_BIAS", dense.EXPERT_BIAS)],
+    [("SHARED_GATE", llama_table.SHARED_GATE)],
+    [("EXPERT_BIAS", llama_table.EXPERT_BIAS)],
 ]
 
 # Part of a table -> the fields of HfConfig that build it.
@@ -169,7 +170,7 @@ def changed_code(kind: str) -> list[str]:
 def _text(draft: Draft, architecture: str) -> str:
     table = " | ".join(draft.parts)
     mixture = _is_mixture(draft)
-    imports = ", ".join(sorted({word for word in re.findall(r"[A-Za-z_]+", table) if hasattr(dense, word)}))
+    imports = ", ".join(sorted({word for word in re.findall(r"[A-Za-z_]+", table) if hasattr(llama_table, word)}))
     family = "EXPERT_KEYS, Family, expert_problems" if mixture else "Family"
     fields = [field for part in draft.parts if (field := _FIELDS.get(part))]
     lines = [
@@ -178,8 +179,8 @@ def _text(draft: Draft, architecture: str) -> str:
         "from __future__ import annotations",
         "",
         *(["from dataclasses import replace", ""] if fields else []),
-        f"from megagrpo.models.families.dense import {imports}",
-        f"from megagrpo.models.families.family import {family}",
+        f"from megagrpo.models.families.parts.llama_table import {imports}",
+        f"from megagrpo.models.families.shared.family import {family}",
         "",
         *(f"# TODO: {task}" for task in draft.tasks),
         "FAMILY = Family(",
@@ -206,8 +207,8 @@ def _is_mixture(draft: Draft) -> bool:
 
 
 def families_folder() -> Path:
-    """Return the folder whose files are the families."""
-    return Path(inspect.getfile(dense)).parent
+    """Return the folder whose files are families."""
+    return Path(inspect.getfile(own)).parent
 
 
 def examples_folder() -> Path | None:

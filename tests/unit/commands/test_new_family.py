@@ -8,9 +8,9 @@ import pytest
 
 from megagrpo.__main__ import main
 from megagrpo.models.bridge.family_draft import draft_family
-from megagrpo.models.families import FAMILIES
-from megagrpo.models.families.family import FIXED, Family
+from megagrpo.models.families.family_index import FAMILIES
 from megagrpo.models.families.hf_config import parse_hf_config, table_of
+from megagrpo.models.families.shared.family import FIXED, Family
 from tests.family_examples import RELEASES, Example
 
 

@@ -17,7 +17,7 @@ from megagrpo.engine.requests import sampling_params as request_params
 from megagrpo.engine.servers import serving
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
-from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.family_index import FAMILIES
 from megagrpo.platform.process.variables import TOKEN_FILE_VARIABLE
 from megagrpo.trainer import engine_side, gpu_turns
 from megagrpo.types import Prompt, SamplingParams, Truncation

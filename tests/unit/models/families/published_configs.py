@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.family_index import FAMILIES
 from tests.family_examples import EXAMPLES, OTHERS, RELEASES
 
 Raw = dict[str, Any]

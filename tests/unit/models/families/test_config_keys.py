@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.config_keys import HARMLESS, architecture_problems
-from megagrpo.models.families.family import COMMON
+from megagrpo.models.families.family_index import FAMILIES
 from megagrpo.models.families.hf_config import model_problems, parse_hf_config
+from megagrpo.models.families.shared.family import COMMON
 from tests.family_examples import EXAMPLES
 from tests.unit.models.families.published_configs import PUBLISHED, published
 

@@ -11,10 +11,10 @@ import pytest
 import transformers
 
 from megagrpo.config import ParallelSection, ProblemError
-from megagrpo.models.families import ALIASES, FAMILIES
-from megagrpo.models.families.architecture import Indexer
 from megagrpo.models.families.config_keys import architecture_problems
+from megagrpo.models.families.family_index import ALIASES, FAMILIES
 from megagrpo.models.families.hf_config import architecture_differences, load_hf_config, model_problems, parse_hf_config
+from megagrpo.models.families.shared.architecture import Indexer
 from megagrpo.policy.build import rotary_frequencies
 from tests.family_examples import RELEASES
 from tests.unit.models.families.more_published_configs import MORE

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from megagrpo.config import LoraSection, ParallelSection, load_config
-from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.family_index import FAMILIES
 from megagrpo.models.families.hf_config import load_hf_config, parse_hf_config
 from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.proof.plan import Plan, plan
