@@ -7,13 +7,12 @@ from dataclasses import replace
 from megagrpo.models.families.parts import latent
 from megagrpo.models.families.parts.llama_table import (
     DENSE,
-    GATE_UP_DOWN,
+    GATED_SHARED_EXPERT,
     HAS_HEAD_NORMS,
     QK_NORM,
     QKV_BIAS,
-    SHARED_GATE,
+    USUAL_EXPERTS,
     experts,
-    shared_experts,
 )
 from megagrpo.models.families.parts.qwen import moe_blocks, window
 from megagrpo.models.families.parts.qwen_omni import QWEN3_OMNI
@@ -67,7 +66,7 @@ MIXTRAL = Family(
 )
 
 # Qwen3-MoE: a Qwen3 with a mixture of experts in some blocks; in all blocks if config.json does not name any.
-_HEAD_NORMED = DENSE | QK_NORM | experts("mlp", *GATE_UP_DOWN)
+_HEAD_NORMED = DENSE | QK_NORM | USUAL_EXPERTS
 
 
 def _qwen3_moe_read(raw: Raw, common: HfConfig) -> HfConfig:
@@ -100,7 +99,7 @@ QWEN3_MOE = Family(
 
 # Qwen1.5-MoE and Qwen2-57B-A14B: a Qwen2 with experts and, beside them, an MLP for every token whose output is
 # multiplied by a number from the token's own gate.
-_QWEN2_MOE_TABLE = DENSE | QKV_BIAS | experts("mlp", *GATE_UP_DOWN) | shared_experts("shared_expert") | SHARED_GATE
+_QWEN2_MOE_TABLE = DENSE | QKV_BIAS | USUAL_EXPERTS | GATED_SHARED_EXPERT
 
 
 def _qwen2_moe_read(raw: Raw, common: HfConfig) -> HfConfig:

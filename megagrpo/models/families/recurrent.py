@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megagrpo.models.families.parts.hybrid import DELTA, DELTA_KEYS, HYBRID, hybrid
-from megagrpo.models.families.parts.llama_table import (
-    GATE_UP_DOWN,
-    HAS_HEAD_NORMS,
-    SHARED_GATE,
-    experts,
-    shared_experts,
-)
+from megagrpo.models.families.parts.llama_table import GATED_SHARED_EXPERT, HAS_HEAD_NORMS, USUAL_EXPERTS
 from megagrpo.models.families.parts.qwen import moe_blocks
 from megagrpo.models.families.parts.qwen_vl import qwen_vl
 from megagrpo.models.families.shared.architecture import HfConfig
@@ -30,7 +24,7 @@ from megagrpo.models.families.shared.family import (
 # Qwen3-Next: Gated DeltaNet in three of four blocks, attention with an output gate in the others, and a mixture of
 # experts with a gated shared expert. Its layers for predicting several tokens are not trained.
 _PROJECTIONS = dict.fromkeys("qkvz", DELTA + "in_proj_qkvz.weight") | dict.fromkeys("ba", DELTA + "in_proj_ba.weight")
-_QWEN3_NEXT_TABLE = HYBRID | experts("mlp", *GATE_UP_DOWN) | shared_experts("shared_expert") | SHARED_GATE
+_QWEN3_NEXT_TABLE = HYBRID | USUAL_EXPERTS | GATED_SHARED_EXPERT
 _QWEN3_NEXT_TABLE |= {"self_attention.in_proj.weight": part_rows(_PROJECTIONS, by_key_head=True)}
 
 
@@ -96,7 +90,7 @@ QWEN3_5 = Family(
 
 # Qwen3.5 with experts, alone and inside its multimodal model: a dense Qwen3.5 whose blocks have a mixture of experts
 # and a shared expert with a gate.
-_QWEN3_5_MOE_TABLE = _QWEN3_5_TABLE | experts("mlp", *GATE_UP_DOWN) | shared_experts("shared_expert") | SHARED_GATE
+_QWEN3_5_MOE_TABLE = _QWEN3_5_TABLE | USUAL_EXPERTS | GATED_SHARED_EXPERT
 _QWEN3_5_MOE_SIZES = ("moe_intermediate_size", "shared_expert_intermediate_size")
 
 

@@ -44,16 +44,13 @@ DEEPSEEK_V2 = Family(
     },
 )
 
-V3_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # vLLM reads these keys, transformers does not
-# required: transformers' defaults differ from ours
-V3_DEFAULTS = ("first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor")
+_V3_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # vLLM reads these keys, transformers does not
 
 
-def v3_problems(raw: Raw) -> list[str]:
-    """Return why a model with the experts of DeepSeek-V3 cannot be trained."""
-    lacks = [key for key in V3_ROUTING if key not in raw]
+def _v3_problems(raw: Raw) -> list[str]:
+    lacks = [key for key in _V3_ROUTING if key not in raw]
     lines = [
-        f"config.json lacks {key}; set it to {V3_ROUTING[key]}, or vLLM routes tokens another way" for key in lacks
+        f"config.json lacks {key}; set it to {_V3_ROUTING[key]}, or vLLM routes tokens another way" for key in lacks
     ]
     return lines + latent.problems(raw)
 
@@ -68,21 +65,18 @@ _KIMI_K25 = Wrapper(
     ),
     untrained=(r"(model\.)?mm_projector\..+",),
 )
-V3_KEYS = (*latent.LATENT_KEYS, "num_nextn_predict_layers", "num_mtp_layers")
-V3_FIXED = (
-    latent.LATENT_FIXED
-    | {key: (value, f"set it to {value}, the only one that is supported") for key, value in V3_ROUTING.items()}
-    | NORMALIZED
-)
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     table=latent.table,
     read=lambda raw, common: latent.read(raw, common, normalized=True, sigmoid=True, bias=True),
-    problems=v3_problems,
-    required=(*latent.LATENT_REQUIRED, *V3_DEFAULTS),
-    keys=V3_KEYS,
-    fixed=V3_FIXED,
+    problems=_v3_problems,
+    # transformers' defaults differ from ours
+    required=(*latent.LATENT_REQUIRED, "first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor"),
+    keys=(*latent.LATENT_KEYS, "num_nextn_predict_layers", "num_mtp_layers"),
+    fixed=latent.LATENT_FIXED
+    | {key: (value, f"set it to {value}, the only one that is supported") for key, value in _V3_ROUTING.items()}
+    | NORMALIZED,
     untrained=beyond,
     aliases=("kimi_k2",),
     wrappers=(_KIMI_K25,),
@@ -92,19 +86,15 @@ DEEPSEEK_V3 = Family(
 # keys of each token.
 _INDEXED_SIZES = ("index_n_heads", "index_head_dim", "index_topk")
 _PARTS = ("linear_wq_b.weight", "linear_wk.weight", "k_norm.weight", "k_norm.bias", "linear_weights_proj.weight")
-INDEXED: Table = {
+_INDEXED: Table = {
     f"self_attention.core_attention.indexer.{part}": same(f"{ATTENTION}indexer.{part.removeprefix('linear_')}")
     for part in _PARTS
 }
-INDEXED_REQUIRED = (*latent.LATENT_REQUIRED, *V3_DEFAULTS, *_INDEXED_SIZES, "rms_norm_eps")
-INDEXED_KEYS = (*V3_KEYS, *_INDEXED_SIZES, "mlp_layer_types")
-INDEXED_LAYERS = ("indexed_attention",)  # in config.json's layer_types
-INDEXED_FIXED = V3_FIXED | {"tie_word_embeddings": (False, "vLLM's model has an untied LM head")}
-GPU_ONLY = "vLLM has no sparse attention on a CPU"
+_INDEXED_FIXED = DEEPSEEK_V3.fixed | {"tie_word_embeddings": (False, "vLLM's model has an untied LM head")}
 
 
 def _indexed_table(hf: HfConfig) -> Table:
-    return latent.table(hf) | INDEXED
+    return latent.table(hf) | _INDEXED
 
 
 def _read_indexed(raw: Raw, common: HfConfig, *, interleaved: bool) -> HfConfig:
@@ -115,8 +105,7 @@ def _read_indexed(raw: Raw, common: HfConfig, *, interleaved: bool) -> HfConfig:
 
 
 def _indexed_problems(raw: Raw) -> list[str]:
-    """Return why the model cannot be trained."""
-    lines = v3_problems(raw)
+    lines = _v3_problems(raw)
     if raw.get("first_k_dense_replace") is not None:
         lines += mlp_kind_problems(raw, default=raw["first_k_dense_replace"])
     if "q_lora_rank" in raw and raw["q_lora_rank"] is None:
@@ -128,20 +117,22 @@ def _indexed_problems(raw: Raw) -> list[str]:
 
 
 # DeepSeek-V3.2: DeepSeek-V3 with sparse attention, whose keys a frozen indexer chooses.
-DEEPSEEK_V32 = Family(
-    "deepseek_v32",
-    "DeepseekV32ForCausalLM",
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    architecture="DeepseekV32ForCausalLM",
     table=_indexed_table,
     read=lambda raw, common: _read_indexed(raw, common, interleaved=False),
     problems=_indexed_problems,
-    required=INDEXED_REQUIRED,
-    keys=INDEXED_KEYS,
-    fixed=INDEXED_FIXED
+    required=(*DEEPSEEK_V3.required, *_INDEXED_SIZES, "rms_norm_eps"),
+    keys=(*DEEPSEEK_V3.keys, *_INDEXED_SIZES, "mlp_layer_types"),
+    fixed=_INDEXED_FIXED
     | {"indexer_rope_interleave": (False, "only the rotation of the two halves of the indexer's heads is supported")},
-    untrained=beyond,
-    gpu_only=GPU_ONLY,
+    gpu_only="vLLM has no sparse attention on a CPU",
     rope_types=("default", "yarn"),
-    layer_types=INDEXED_LAYERS,
+    layer_types=("indexed_attention",),
+    aliases=(),
+    wrappers=(),
 )
 
 # GLM-5: latent attention and experts of DeepSeek-V3 with sparse attention, whose keys a frozen indexer chooses.
@@ -156,22 +147,17 @@ def _glm_moe_dsa_problems(raw: Raw) -> list[str]:
     return lines
 
 
-GLM_MOE_DSA = Family(
-    "glm_moe_dsa",
-    "GlmMoeDsaForCausalLM",
-    table=_indexed_table,
+GLM_MOE_DSA = replace(
+    DEEPSEEK_V32,
+    model_type="glm_moe_dsa",
+    architecture="GlmMoeDsaForCausalLM",
     read=lambda raw, common: _read_indexed(raw, common, interleaved=True),
     problems=_glm_moe_dsa_problems,
-    required=INDEXED_REQUIRED,
-    keys=(*INDEXED_KEYS, _KINDS),
-    fixed=INDEXED_FIXED
+    keys=(*DEEPSEEK_V32.keys, _KINDS),
+    fixed=_INDEXED_FIXED
     | {
         "indexer_rope_interleave": (True, "only the rotation of neighbouring dimensions of the indexer is supported"),
         "index_topk_freq": (1, "blocks that share the indexer of another block are not supported"),
         "index_topk_pattern": (None, "blocks that share the indexer of another block are not supported"),
     },
-    untrained=beyond,
-    gpu_only=GPU_ONLY,
-    rope_types=("default", "yarn"),
-    layer_types=INDEXED_LAYERS,
 )

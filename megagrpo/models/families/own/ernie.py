@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megagrpo.models.families.parts.llama_table import DENSE, GATE_UP_DOWN, MLP, experts, shared_experts
+from megagrpo.models.families.parts.llama_table import DENSE, MLP, USUAL_EXPERTS, shared_experts
 from megagrpo.models.families.shared.architecture import HfConfig
 from megagrpo.models.families.shared.blocks import Block, BlockRule, Local
 from megagrpo.models.families.shared.boxes import whole
 from megagrpo.models.families.shared.family import REQUIRED, Family, Raw, Table, expert_problems, mixture, rope
 
+
 # ERNIE 4.5, dense: a Llama that rotates neighbouring dimensions of each head.
-ERNIE_FIXED = {
-    "use_bias": (False, "biases in the linears are not supported"),
-    "rope_interleaved": (True, "this family rotates neighbouring dimensions"),
-}
-
-
-def ernie_config(raw: Raw, common: HfConfig) -> HfConfig:
+def _read(raw: Raw, common: HfConfig) -> HfConfig:
     """Return what the ERNIE families share. config.json may leave out default values."""
     return replace(
         common,
@@ -32,9 +27,12 @@ ERNIE4_5 = Family(
     "ernie4_5",
     "Ernie4_5ForCausalLM",
     table=lambda hf: DENSE,
-    read=ernie_config,
+    read=_read,
     required=(*REQUIRED, "head_dim"),  # transformers has a default for it in this family
-    fixed=ERNIE_FIXED,
+    fixed={
+        "use_bias": (False, "biases in the linears are not supported"),
+        "rope_interleaved": (True, "this family rotates neighbouring dimensions"),
+    },
     ignored=("attention_dropout",),  # transformers ignores it too
 )
 
@@ -51,7 +49,7 @@ def _bias(name: str) -> BlockRule:
     return BlockRule((name,), blocks)
 
 
-_MOE_TABLE = DENSE | experts("mlp", *GATE_UP_DOWN)
+_MOE_TABLE = DENSE | USUAL_EXPERTS
 _MOE_TABLE |= {"mlp.router.expert_bias": _bias(MLP + "moe_statics.e_score_correction_bias")}
 _MOE_SIZES = ("moe_num_experts", "moe_k", "moe_intermediate_size")
 
@@ -75,7 +73,7 @@ def _moe_read(raw: Raw, common: HfConfig) -> HfConfig:
     width = raw["moe_intermediate_size"]
     shared = width * raw.get("moe_num_shared_experts", 2)
     routed = mixture(_moe_usual(raw), intermediate_size=width, blocks=_moe_blocks(raw), bias=True, shared_size=shared)
-    return replace(ernie_config(raw, common), experts=routed)
+    return replace(_read(raw, common), experts=routed)
 
 
 def _moe_problems(raw: Raw) -> list[str]:
@@ -103,7 +101,7 @@ ERNIE4_5_MOE = Family(
     ),
     # transformers does not read them; the number of layers that predict further tokens
     ignored=("attention_dropout", "moe_capacity", "moe_gate", "moe_use_aux_free", "num_nextn_predict_layers"),
-    fixed=ERNIE_FIXED | {"moe_norm_min": (1e-12, "only 1e-12 is supported")},
+    fixed=ERNIE4_5.fixed | {"moe_norm_min": (1e-12, "only 1e-12 is supported")},
     untrained=lambda hf: (r"model\.mtp_.+", rf"model\.layers\.{hf.num_layers}\..+"),
     names=dict(
         moe_num_experts="num_experts",

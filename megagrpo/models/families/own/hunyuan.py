@@ -8,10 +8,9 @@ from typing import Any
 from megagrpo.models.families.parts.llama_table import (
     ATTENTION,
     DENSE,
-    GATE_UP_DOWN,
     HAS_HEAD_NORMS,
     MLP,
-    experts,
+    USUAL_EXPERTS,
     shared_experts,
 )
 from megagrpo.models.families.shared.architecture import HfConfig
@@ -19,33 +18,19 @@ from megagrpo.models.families.shared.blocks import same
 from megagrpo.models.families.shared.family import REQUIRED, Family, Raw, Table, expert_problems, mixture, rope
 
 # HunYuan, dense: head norms after the rotation, whose base is scaled by `alpha`.
-LATE_NORMS: Table = {
+_LATE_NORMS: Table = {
     "self_attention.q_layernorm.weight": same(ATTENTION + "query_layernorm.weight"),
     "self_attention.k_layernorm.weight": same(ATTENTION + "key_layernorm.weight"),
 }
-HUNYUAN_REQUIRED = (*REQUIRED, "head_dim", "rms_norm_eps")
-HUNYUAN_FIXED = HAS_HEAD_NORMS | {
-    "use_cla": (False, "keys and values that blocks share are not supported"),
-    "use_rotary_pos_emb": (True, "only rotary positions are supported"),
-    "norm_type": ("rms", "only RMSNorm is supported"),
-}
-# Of classifiers and of models with images; `attention_head_dim` repeats `head_dim`.
-HUNYUAN_IGNORED = (
-    *("add_classification_head", "attention_head_dim", "cla_share_factor", "class_num", "dense_list", "pool_type"),
-    *("eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "image_token_id", "mask_init_id"),
-    *("org_vocab_size", "pad_id", "text_end_id", "text_start_id"),
-)
 
 
-def hunyuan_config(raw: Raw, common: HfConfig) -> HfConfig:
-    """Return what the HunYuan families share."""
+def _read(raw: Raw, common: HfConfig) -> HfConfig:
     rotary, dim = rope(raw), common.head_dim
     base = rotary["rope_theta"] * (rotary.get("alpha") or 1.0) ** (dim / (dim - 2))
     return replace(common, qk_norm=True, late_qk_norm=True, rope_theta=base, rope_type="default")
 
 
-def rope_alpha_problems(raw: Raw) -> list[str]:
-    """Return what is wrong with the scale of the rotary base."""
+def _problems(raw: Raw) -> list[str]:
     rotary = rope(raw)
     alpha, kind = rotary.get("alpha"), rotary["rope_type"]
     if kind == "dynamic" and not (isinstance(alpha, (int, float)) and alpha > 0):
@@ -56,17 +41,26 @@ def rope_alpha_problems(raw: Raw) -> list[str]:
 HUNYUAN_V1_DENSE = Family(
     "hunyuan_v1_dense",
     "HunYuanDenseV1ForCausalLM",
-    table=lambda hf: DENSE | LATE_NORMS,
-    read=hunyuan_config,
-    problems=rope_alpha_problems,
-    required=HUNYUAN_REQUIRED,
-    ignored=HUNYUAN_IGNORED,
-    fixed=HUNYUAN_FIXED,
+    table=lambda hf: DENSE | _LATE_NORMS,
+    read=_read,
+    problems=_problems,
+    required=(*REQUIRED, "head_dim", "rms_norm_eps"),
+    ignored=(  # of classifiers and of models with images; `attention_head_dim` repeats `head_dim`
+        *("add_classification_head", "attention_head_dim", "cla_share_factor", "class_num", "dense_list", "pool_type"),
+        *("eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "image_token_id", "mask_init_id"),
+        *("org_vocab_size", "pad_id", "text_end_id", "text_start_id"),
+    ),
+    fixed=HAS_HEAD_NORMS
+    | {
+        "use_cla": (False, "keys and values that blocks share are not supported"),
+        "use_rotary_pos_emb": (True, "only rotary positions are supported"),
+        "norm_type": ("rms", "only RMSNorm is supported"),
+    },
     rope_types=("default", "dynamic"),
 )
 
 # HunYuan with experts: a HunYuan with a mixture of experts and a shared MLP of the same width in every block.
-_MOE_TABLE = DENSE | LATE_NORMS | experts("mlp", *GATE_UP_DOWN) | shared_experts("shared_mlp")
+_MOE_TABLE = DENSE | _LATE_NORMS | USUAL_EXPERTS | shared_experts("shared_mlp")
 _MOE_TABLE |= {"mlp.router.weight": same(MLP + "gate.wg.weight")}
 
 
@@ -81,11 +75,11 @@ def _moe_usual(raw: Raw) -> Raw:
 
 
 def _moe_read(raw: Raw, common: HfConfig) -> HfConfig:
-    return replace(hunyuan_config(raw, common), experts=mixture(_moe_usual(raw), shared_size=raw["intermediate_size"]))
+    return replace(_read(raw, common), experts=mixture(_moe_usual(raw), shared_size=raw["intermediate_size"]))
 
 
 def _moe_problems(raw: Raw) -> list[str]:
-    lines = rope_alpha_problems(raw)
+    lines = _problems(raw)
     width = _one(raw.get("moe_intermediate_size", raw.get("intermediate_size")))
     if type(_one(raw.get("moe_topk"))) is not int:
         return [*lines, f"moe_topk is {raw.get('moe_topk')!r}; it must be one whole number for all blocks"]
@@ -96,23 +90,20 @@ def _moe_problems(raw: Raw) -> list[str]:
     return lines + expert_problems(_moe_usual(raw))
 
 
-HUNYUAN_V1_MOE = Family(
-    "hunyuan_v1_moe",
-    "HunYuanMoEV1ForCausalLM",
+HUNYUAN_V1_MOE = replace(
+    HUNYUAN_V1_DENSE,
+    model_type="hunyuan_v1_moe",
+    architecture="HunYuanMoEV1ForCausalLM",
     table=lambda hf: _MOE_TABLE,
     read=_moe_read,
     problems=_moe_problems,
-    required=HUNYUAN_REQUIRED,
     keys=("num_experts", "num_local_experts", "moe_topk", "num_shared_expert"),
     # How the first training dropped tokens; transformers and vLLM drop none. `_moe_problems` compares the width.
     ignored=(
-        *HUNYUAN_IGNORED,
-        "moe_intermediate_size",
-        "capacity_factor",
-        "moe_drop_tokens",
-        "moe_random_routing_dropped_token",
+        *HUNYUAN_V1_DENSE.ignored,
+        *("moe_intermediate_size", "capacity_factor", "moe_drop_tokens", "moe_random_routing_dropped_token"),
     ),
-    fixed=HUNYUAN_FIXED
+    fixed=HUNYUAN_V1_DENSE.fixed
     | {
         "use_mixed_mlp_moe": (True, "experts without a shared MLP are not supported"),
         "moe_layer_num_skipped": (0, "blocks without experts are not supported"),
@@ -120,6 +111,5 @@ HUNYUAN_V1_MOE = Family(
         "routed_scaling_factor": (1.0, "transformers does not read it; only 1 is supported"),
         "group_limited_greedy": (False, "groups of experts are not supported"),
     },
-    rope_types=("default", "dynamic"),
     names=dict(moe_topk="num_experts_per_tok", moe_intermediate_size="intermediate_size"),
 )

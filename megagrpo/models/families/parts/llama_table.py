@@ -71,3 +71,7 @@ def experts(folder: str, gate: str, up: str, down: str) -> Table:
         "mlp.experts.linear_fc1.weight": gated(f"{each}{gate}.weight", f"{each}{up}.weight"),
         "mlp.experts.linear_fc2.weight": same(f"{each}{down}.weight"),
     }
+
+
+USUAL_EXPERTS: Table = experts("mlp", *GATE_UP_DOWN)
+GATED_SHARED_EXPERT: Table = shared_experts("shared_expert") | SHARED_GATE

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from megagrpo.models.families.parts.llama_table import EXPERT_BIAS, GATE_UP_DOWN, experts, shared_experts
+from megagrpo.models.families.parts.llama_table import EXPERT_BIAS, USUAL_EXPERTS, shared_experts
 from megagrpo.models.families.shared.architecture import Experts, HfConfig
 from megagrpo.models.families.shared.family import Raw, Table, expert_problems
 
 _NEEDED = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
 ROUTED_KEYS = (*_NEEDED, "first_k_dense_replace", "routed_scaling_factor", "n_group", "topk_group")
-ROUTED: Table = experts("mlp", *GATE_UP_DOWN) | shared_experts("shared_experts")
+ROUTED: Table = USUAL_EXPERTS | shared_experts("shared_experts")
 ROUTED_BY_BIAS: Table = ROUTED | EXPERT_BIAS
 DENSE_MLP, SPARSE_MLP = "dense", "sparse"  # in config.json's mlp_layer_types
 NORMALIZED = {"norm_topk_prob": (True, "only weights of a token's experts that add up to 1 are supported")}
