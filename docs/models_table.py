@@ -1,7 +1,7 @@
 """Writes the tables of docs/models.md: python docs/models_table.py
 
-Families and wrappers come from the families' files, proofs from docs/families.json, which `python -m
-tests.prove_family NAME --write` fills.
+Families and wrappers come from megagrpo/models/families, models and cases from tests/data/families, and proofs from
+docs/families.json, which `python -m tests.prove_family NAME --write` fills.
 """
 
 from __future__ import annotations
@@ -10,18 +10,25 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.family_index import FAMILIES
 
 PAGE = Path(__file__).with_name("models.md")
 RESULTS = Path(__file__).with_name("families.json")
+EXAMPLES = Path(__file__).parents[1] / "tests" / "data" / "families"  # fields: `Example` in tests/family_examples.py
 BEGIN, END = "<!-- the table of {} begins -->", "<!-- the table of {} ends -->"
+
+
+def example_of(name: str) -> dict[str, Any]:
+    """The example of a family, without the fields that have their defaults."""
+    return json.loads((EXAMPLES / f"{name}.json").read_text())
 
 
 def families() -> list[str]:
     """The rows of the supported families."""
     lines = ["| model_type | class | models | differences from a Llama |", "|---|---|---|---|"]
     for name, family in FAMILIES.items():
-        lines.append(f"| `{name}` | `{family.architecture}` | {family.example.models} | {family.example.differs} |")
+        example = example_of(name)
+        lines.append(f"| `{name}` | `{family.architecture}` | {example['models']} | {example['differs']} |")
     return lines
 
 
@@ -44,7 +51,7 @@ def proofs() -> list[str]:
     lines = [head, "|---|---|---|---|---|---|---|---|"]
     for name in FAMILIES:
         found = results.get(name, {})
-        cells = [str(len(FAMILIES[name].example.cases)), _number(found.get("logits")), _count(found, "layouts")]
+        cells = [str(len(example_of(name)["cases"])), _number(found.get("logits")), _count(found, "layouts")]
         steps = f"{_count(found, 'step')}{', LoRA' if found.get('lora') else ''}" if "step" in found else "-"
         cells += [str(found.get("conversions", "-")), steps, _fp8(found), _vllm(name, found)]
         lines.append(f"| {name} | {' | '.join(cells)} |")
@@ -52,13 +59,15 @@ def proofs() -> list[str]:
 
 
 def _vllm(name: str, found: dict[str, Any]) -> str:
-    example = FAMILIES[name].example
+    example = example_of(name)
     if reason := FAMILIES[name].unserved:
         return reason
     measured = max(found.get("vllm", {}).values(), default=None)
-    rounded = example.served_dtype == "bfloat16" and measured == 0  # `reach_vllm` compares with the trainer's rounding
+    # `reach_vllm` compares with the trainer's rounding
+    rounded = example.get("served_dtype") == "bfloat16" and measured == 0
     cell = "as bf16 rounds" if rounded else _number(measured)
-    return cell + (f", without: {'; '.join(example.unserved)}" if example.unserved else "")
+    unserved = example.get("unserved", {})
+    return cell + (f", without: {'; '.join(unserved)}" if unserved else "")
 
 
 def _fp8(found: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Run every proof of a family and print a table: python -m tests.prove_family NAME [NAME ...] [--skip PROOF] [--write]
 
 NAME is a model_type of megagrpo/models/families. Proofs: keys, logits, checkpoint, step, adapters, fp8, vllm. The
-family's file has the models that they use (`Family.example`). With --write the results go to docs/families.json, from
+models that they use are in tests/data/families/NAME.json. With --write the results go to docs/families.json, from
 which `python docs/models_table.py` writes the table of docs/models.md. Exit code 1: a proof failed.
 """
 
@@ -19,6 +19,8 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from tests.family_examples import EXAMPLES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "families.json"
@@ -49,9 +51,9 @@ def logits(kind: str) -> Found:
     from ranks import run_ranks
     from tiny_families import cases_of
 
-    from megagrpo.models.families import FAMILIES
+    from megagrpo.models.families.family_index import FAMILIES
 
-    example, worst, layouts = FAMILIES[kind].example, 0.0, set()
+    example, worst, layouts = EXAMPLES[kind], 0.0, set()
     with tempfile.TemporaryDirectory() as folder:
         root, names = Path(folder), cases_of(FAMILIES[kind])
         (theirs,) = run_ranks(make_models, 1, root, names)
@@ -73,11 +75,12 @@ def checkpoint(kind: str) -> Found:
     from test_convert import assert_round_trips, make_models, pairs_of
     from tiny_families import cases_of
 
-    from megagrpo.models.families import FAMILIES
+    from megagrpo.models.families.family_index import FAMILIES
 
     with tempfile.TemporaryDirectory() as models, tempfile.TemporaryDirectory() as scratch:
         family = FAMILIES[kind]
-        names = [next(iter(family.example.cases)), *cases_of(family)[len(family.example.cases) :]]
+        cases = EXAMPLES[kind].cases
+        names = [next(iter(cases)), *cases_of(family)[len(cases) :]]
         run_ranks(make_models, 1, Path(models), names)
         pairs = [pair for name in names for pair in pairs_of(name, 4)]
         assert_round_trips(Path(models), Path(scratch), pairs, 4)
@@ -119,10 +122,10 @@ def vllm(kind: str) -> Found:
     """A server gets the weights from Megatron's shards, and both compute the same log-probs."""
     from tiny_families import cases_of
 
-    from megagrpo.models.families import FAMILIES
+    from megagrpo.models.families.family_index import FAMILIES
     from tests.e2e.test_families_vllm import SERVED, reach_vllm
 
-    example, differences = FAMILIES[kind].example, {}
+    example, differences = EXAMPLES[kind], {}
     for name in filter(SERVED.__contains__, cases_of(FAMILIES[kind])):
         differences[name] = float(f"{reach_vllm(name):.1e}")
     assert max(differences.values(), default=0) <= 1e-4, differences
@@ -173,7 +176,7 @@ def main() -> int:
     options = parser.parse_args()
     import transformers
 
-    from megagrpo.models.families import FAMILIES
+    from megagrpo.models.families.family_index import FAMILIES
 
     if unknown := [name for name in options.families if name not in FAMILIES]:
         parser.error(f"no family {unknown[0]}; families: {', '.join(FAMILIES)}")

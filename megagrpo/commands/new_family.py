@@ -4,10 +4,11 @@
     megagrpo new-family config.json --out my_family.py
 
 Builds transformers' own model of that type without weights, and takes the parts of a family whose tensors the model
-has. Writes the draft to megagrpo/models/families/ of this installation, or to --out, and lists what is left to do:
-unknown keys and tensors, and the classes of transformers' code to compare. Of a multimodal model it drafts the text
-model, and lists the line of code for the model around it. docs/add_a_model.md describes the rest. Exit
-code 0: the draft is written, 2: the config cannot be read, or the file exists.
+has. Writes the draft to megagrpo/models/families/own/ of this installation, and the example for the tests, a JSON file,
+to tests/data/families/ of the clone. With --out, or without a clone, the JSON file is beside the draft. Lists what is
+left to do: unknown keys and tensors, and the classes of transformers' code to compare. Of a multimodal model it drafts
+the text model, and lists the line of code for the model around it. docs/add_a_model.md describes the rest. Exit
+code 0: the draft is written, 2: the config cannot be read, or a file exists.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megagrpo.platform.process.terminal import show
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo new-family`."""
     parser.add_argument("model", type=Path, metavar="FOLDER_OR_CONFIG", help="config.json, or the folder that holds it")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: the folder of families)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: families/own)")
 
 
 def _text_model(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -38,11 +39,11 @@ def _text_model(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the draft, and return the exit code. Raises ConfigError if the file exists."""
+    """Write the draft, and return the exit code. Raises ConfigError if one of its files exists."""
     hide_gpus()
     with without_garbage_collection():
-        from megagrpo.models.bridge.family_draft import draft_family, families_folder
-        from megagrpo.models.families import family_of
+        from megagrpo.models.bridge.family_draft import draft_family, examples_folder, families_folder
+        from megagrpo.models.families.family_index import family_of
         from megagrpo.models.families.hf_config import read_raw_config
     if options.model.name != "config.json" and not options.model.is_dir():
         raise ConfigError(f"{options.model} is neither a folder nor a config.json; name one")
@@ -54,14 +55,16 @@ def run(options: argparse.Namespace) -> int:
     if family_of(kind) and options.out is None:
         raise ConfigError(f"{options.model}: model_type {kind} is supported; name a file with --out to draft it anyway")
     out = options.out or families_folder() / f"{kind}.py"
-    if out.exists():
-        raise ConfigError(f"--out: {out} exists; name a new file")
+    example = (out.parent if options.out else examples_folder() or out.parent) / f"{out.stem}.json"
+    if existing := next((file for file in (out, example) if file.exists()), None):
+        raise ConfigError(f"--out: {existing} exists; name a new file")
     try:
         draft = draft_family(raw)
     except ProblemError as error:
         raise ConfigError(str(error)) from None
     out.write_text(draft.text)
+    example.write_text(draft.example)
     tasks = [*draft.tasks, *([f"add {line}"] if line else [])]
-    lines = [f"{out}: {' | '.join(draft.parts)}", *(f"  {task}" for task in tasks)]
-    show("\n".join([*lines, f"next: finish the file, then python -m tests.prove_family {kind}"]))
+    lines = [f"{out}: {' | '.join(draft.parts)}", *(f"  {task}" for task in tasks), f"{example}: the example"]
+    show("\n".join([*lines, f"next: finish both files, then python -m tests.prove_family {kind}"]))
     return 0

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megagrpo.config import ProblemError
-from megagrpo.models.families import FAMILIES
-from megagrpo.models.families.family import FULL
+from megagrpo.models.families.family_index import FAMILIES
 from megagrpo.models.families.hf_config import HfConfig, model_problems, stage_layers
+from megagrpo.models.families.shared.family import FULL
 from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.attention.causal import Window

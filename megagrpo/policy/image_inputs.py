@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megagrpo.config import RunConfig
 from megagrpo.models.families.hf_config import HfConfig
-from megagrpo.models.families.vision import TOWER
+from megagrpo.models.families.shared.vision import TOWER
 from megagrpo.platform import device
 from megagrpo.platform.parallel.context import rank_indices
 from megagrpo.platform.parallel.layout import Layout

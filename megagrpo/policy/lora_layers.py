@@ -38,8 +38,8 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from megagrpo.config import LoraSection
-from megagrpo.models.families.blocks import qkv_segments
 from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families.shared.blocks import qkv_segments
 from megagrpo.policy.attention.latent_attention import WholeLinear
 from megagrpo.policy.chunks import layers_of, mix_in
 

@@ -10,7 +10,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megagrpo.models.families.architecture import BesideAttention
+from megagrpo.models.families.shared.architecture import BesideAttention
 from megagrpo.policy.elementwise import swiglu
 
 

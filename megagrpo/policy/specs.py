@@ -40,8 +40,8 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch import Tensor
 
 from megagrpo.models.families.hf_config import HfConfig
-from megagrpo.models.families.recurrence import GatedDelta
-from megagrpo.models.families.recurrence import ShortConv as ShortConvSizes
+from megagrpo.models.families.shared.recurrence import GatedDelta
+from megagrpo.models.families.shared.recurrence import ShortConv as ShortConvSizes
 from megagrpo.platform import device
 from megagrpo.platform.device import apex
 from megagrpo.policy.activations import with_xielu

@@ -12,7 +12,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch.utils.checkpoint import checkpoint
 
 from megagrpo.models.families.hf_config import HfConfig
-from megagrpo.models.families.vision import TOWER
+from megagrpo.models.families.shared.vision import TOWER
 from megagrpo.policy.image_inputs import build_tower
 from megagrpo.policy.transformer_config import ModelOptions
 

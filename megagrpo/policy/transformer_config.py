@@ -15,9 +15,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.families.family import rope
 from megagrpo.models.families.hf_config import HfConfig
-from megagrpo.models.families.recurrence import GatedDelta
+from megagrpo.models.families.shared.family import rope
+from megagrpo.models.families.shared.recurrence import GatedDelta
 from megagrpo.platform import device
 from megagrpo.policy.elementwise import xielu
 from megagrpo.policy.fp8.fp8_settings import Fp8

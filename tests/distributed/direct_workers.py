@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagrpo.models.families.blocks import Block
-from megagrpo.models.families.boxes import cut, whole
+from megagrpo.models.families.shared.blocks import Block
+from megagrpo.models.families.shared.boxes import cut, whole
 from megagrpo.sync.vllm_side.p2p_receiver import P2pReceiver
 from megagrpo.sync.vllm_side.reader import ShardReader
 from megagrpo.sync.vllm_side.receiver import BlankBlocks, BoxCounts, Worker

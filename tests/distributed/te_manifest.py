@@ -17,6 +17,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # for `tests.family_examples`
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
 from te_kernels import replace_kernels
 from tiny_families import MODELS, tiny_config
@@ -25,8 +28,8 @@ from torch import nn
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.megatron_io import METADATA
 from megagrpo.models.bridge.parameter_blocks import BUFFERS
-from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.models.families.shared.architecture import HfConfig
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.platform.parallel.planned_layouts import imagined_layouts
 from megagrpo.policy.build import build_model

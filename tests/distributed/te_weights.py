@@ -18,6 +18,9 @@ import zlib
 from importlib.metadata import version
 from pathlib import Path
 
+if __name__ == "__main__":  # for `tests.family_examples`
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
 from checkpoint_now import save_now
 from ranks import run_ranks

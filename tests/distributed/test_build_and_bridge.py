@@ -38,6 +38,7 @@ from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model
 from megagrpo.policy.transformer_config import ModelOptions
+from tests.family_examples import EXAMPLES
 
 # Layouts in which every part of a model occurs: the default suite has those at the indices `IN_DEFAULT`, the full suite
 # all layouts of all families.
@@ -88,7 +89,10 @@ def in_one_process(models, tmp_path_factory):
 @pytest.mark.parametrize("name", EVERY)
 def test_logits_equal_transformers_and_the_export_equals_the_source(name, models, in_one_process):
     (folder, expected), (results, out) = models[name], in_one_process
-    assert largest_difference([rank[name] for rank in results], expected, {}) <= family_of(name).example.tolerance
+    assert (
+        largest_difference([rank[name] for rank in results], expected, {})
+        <= EXAMPLES[family_of(name).model_type].tolerance
+    )
     assert differing_tensors(folder, out / name) == []
 
 
@@ -100,7 +104,7 @@ def test_logits_equal_transformers_and_the_export_equals_the_source(name, models
 def test_so_they_do_in_layouts(name, sizes, models, tmp_path):
     folder, expected = models[name]
     results = run_ranks(check_model, num_ranks(sizes), folder, tmp_path / "out", sizes, SMALL_FILES)
-    assert largest_difference(results, expected, sizes) <= family_of(name).example.tolerance
+    assert largest_difference(results, expected, sizes) <= EXAMPLES[family_of(name).model_type].tolerance
     assert differing_tensors(folder, tmp_path / "out") == []
 
 

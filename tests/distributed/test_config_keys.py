@@ -21,8 +21,8 @@ from transformers.initialization import no_init_weights
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.config_keys import HARMLESS, architecture_problems
+from megagrpo.models.families.family_index import FAMILIES
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params

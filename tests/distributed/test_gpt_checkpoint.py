@@ -22,10 +22,10 @@ from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.conversion import import_hf
 from megagrpo.models.bridge.gpt_checkpoint import GptKeys
 from megagrpo.models.bridge.torch_dist import read_metadata
-from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.models.families.weight_sources import MEGATRON_LM, resolve_model
 from megagrpo.platform.parallel.layout import Layout, init_layout
+from tests.family_examples import RELEASES
 
 ALL_EXPERTS = dict(mlp_only_layers=[])
 CASES = {  # name: the model, what differs, the layouts that save, export, convert and load
@@ -382,4 +382,4 @@ def test_the_extra_states_that_transformer_engine_asks_for_are_written(name, mod
 )
 def test_a_model_with_a_part_that_gpt_model_lacks_is_refused(kind, parts):
     with pytest.raises(ValueError, match=f"GPTModel has no {parts}, as in {kind}; convert without"):
-        GptKeys.to_write(parse_hf_config(FAMILIES[kind].example.release))
+        GptKeys.to_write(parse_hf_config(RELEASES[kind]))

@@ -16,8 +16,8 @@ from test_lora_peft import _read_with_peft, _step, assert_resumes, make_with_pef
 from test_lora_sync import _push
 from tiny_families import MODELS
 
-from megagrpo.models.families.example import TINY_EXPERTS
 from megagrpo.proof.verify.verified_step import relative_error
+from tests.family_examples import TINY_EXPERTS
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 QWEN = dict(TINY_EXPERTS, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, head_dim=8)

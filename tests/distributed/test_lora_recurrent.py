@@ -9,8 +9,8 @@ from ranks import run_ranks
 from suites import usual
 from test_lora_peft import _read_with_peft, _step, assert_as_peft, assert_resumes, make_with_peft
 
-from megagrpo.models.families.example import TINY_EXPERTS
-from megagrpo.models.families.family import FULL, LINEAR
+from megagrpo.models.families.shared.family import FULL, LINEAR
+from tests.family_examples import TINY_EXPERTS
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "up_proj"]
 SHAPE = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12, linear_value_head_dim=20)

@@ -13,7 +13,7 @@ from tiny_policy import tiny_model
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.parameter_blocks import blocks
-from megagrpo.models.families.boxes import size
+from megagrpo.models.families.shared.boxes import size
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
 from megagrpo.policy.transformer_config import ModelOptions

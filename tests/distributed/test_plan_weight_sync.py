@@ -10,8 +10,8 @@ from ranks import run_ranks
 
 from megagrpo.__main__ import main
 from megagrpo.config import ParallelSection, load_config
-from megagrpo.models.families.boxes import size
 from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.models.families.shared.boxes import size
 from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.proof.plan import cuts
 from megagrpo.proof.plan.cuts import EngineLayout

@@ -11,8 +11,8 @@ import torch
 from ranks import RankFailed, run_ranks
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.families.blocks import Block
-from megagrpo.models.families.boxes import whole
+from megagrpo.models.families.shared.blocks import Block
+from megagrpo.models.families.shared.boxes import whole
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.sync.trainer_side.shared_memory import SharedMemory
 from megagrpo.sync.trainer_side.sync import WeightSync

@@ -20,7 +20,7 @@ from te_manifest import (
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.parameter_blocks import blocks, tensor_names
-from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.family_index import FAMILIES
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.fp8 import delayed_scaling
 from megagrpo.policy.fp8.delayed_scaling import GRADIENT, INPUT, WEIGHT, DelayedScaling

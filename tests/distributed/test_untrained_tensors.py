@@ -20,13 +20,13 @@ from megagrpo.models.bridge.hf_files import copy_side_files, files_for
 from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.bridge.parameter_blocks import tensor_names
 from megagrpo.models.bridge.untrained_tensors import UNTRAINED_FILE, UNTRAINED_ORIGIN, open_untrained
-from megagrpo.models.families.example import TINY_SIZES
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.models.families.weight_sources import SINGLE
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.train_types import TrainState
+from tests.family_examples import TINY_SIZES
 
 PREDICTOR = {"model.layers.4.eh_proj.weight": torch.rand(96, 192), "model.layers.4.enorm.weight": torch.rand(96)}
 NAMES = ["gemma3 multimodal", "deepseek_v3"]

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, as transformers builds them. Their keys are in the families' files."""
+"""Tiny random models of every family, as transformers builds them. Their keys are in `family_examples`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megagrpo.models.families import FAMILIES
-from megagrpo.models.families.example import TINY_SIZES
-from megagrpo.models.families.family import Family
-from megagrpo.models.families.wrapper import THINKER
+from megagrpo.models.families.family_index import FAMILIES
+from megagrpo.models.families.shared.family import Family
+from megagrpo.models.families.shared.wrapper import THINKER
+from tests.family_examples import EXAMPLES, TINY_SIZES
 
 # Name of the case -> the family in transformers' class names, and its config beyond TINY_SIZES.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     name: (family.architecture.removesuffix("ForCausalLM"), extra)
     for family in FAMILIES.values()
-    for name, extra in family.example.cases.items()
+    for name, extra in EXAMPLES[family.model_type].cases.items()
 }
 # The same of multimodal models around them; the keys of the whole model are in `WHOLE`.
 WHOLE = "whole"
@@ -27,19 +27,20 @@ WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
     f"{wrapper.model_type} multimodal": (
         wrapper.architecture,
         dict(model_type=(*wrapper.texts, family.model_type)[0])
-        | next(iter(family.example.cases.values()))
-        | {WHOLE: family.example.wrapped[wrapper.model_type]},
+        | next(iter(EXAMPLES[family.model_type].cases.values()))
+        | {WHOLE: EXAMPLES[family.model_type].wrapped[wrapper.model_type]},
     )
     for family in FAMILIES.values()
     for wrapper in family.wrappers
-    if wrapper.model_type in family.example.wrapped
+    if wrapper.model_type in EXAMPLES[family.model_type].wrapped
 }
 EVERY = MODELS | WRAPPED
 
 
 def cases_of(family: Family) -> list[str]:
     """The names of the family's cases, multimodal ones last."""
-    return [*family.example.cases, *(f"{kind} multimodal" for kind in family.example.wrapped)]
+    example = EXAMPLES[family.model_type]
+    return [*example.cases, *(f"{kind} multimodal" for kind in example.wrapped)]
 
 
 def family_of(name: str) -> Family:

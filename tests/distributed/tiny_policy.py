@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megagrpo.config import ParallelSection, RunConfig
-from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.family_index import FAMILIES
 from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
 from megagrpo.proof.verify.shrink import shrink_config, shrink_model
+from tests.family_examples import EXAMPLES, OTHERS, RELEASES
 
 # The relevant part of config.json of SmolLM2, Qwen2.5-7B, Qwen3-0.6B, Qwen3-30B-A3B and Mixtral, with heads that 2 and
 # 3 divide. Qwen3 has tied and untied models here, and Qwen2 has its window switched on.
@@ -68,23 +69,17 @@ MORE_SHAPES: dict[str, dict[str, Any]] = {
 
 
 def release_of(kind: str) -> dict[str, Any]:
-    """config.json of a published model, from the family's file or else from `published_configs.py`."""
-    if release := FAMILIES[kind].example.release:
-        return release
+    """config.json of a published model, of the family's example or else from `published_configs.py`."""
+    if kind in RELEASES:
+        return RELEASES[kind]
     from tests.unit.models.families.published_configs import PUBLISHED, published
 
     return published(next(name for name, (family, _, _) in PUBLISHED.items() if family == kind))
 
 
-# Further releases of families: name -> config.json.
-OTHERS = {
-    name: family.example.release | keys for family in FAMILIES.values() for name, keys in family.example.others.items()
-}
-
-
 def shapes_of(kind: str) -> list[str]:
     """The shapes of a family whose steps are compared."""
-    return [kind, *FAMILIES[kind].example.others]
+    return [kind, *EXAMPLES[kind].others]
 
 
 def released(shape: str) -> dict[str, Any]:
@@ -100,10 +95,8 @@ def released(shape: str) -> dict[str, Any]:
     return raw | heads | {own: heads[usual] for own, usual in FAMILIES[real.family].names.items() if usual in heads}
 
 
-# Families that only the full suite and `prove_family.py` test in layouts: their shapes are in the families' files.
-RELEASED = {
-    shape: released(shape) for kind, family in FAMILIES.items() if family.example.release for shape in shapes_of(kind)
-}
+# Families that only the full suite and `prove_family.py` test in layouts: their shapes are in the families' examples.
+RELEASED = {shape: released(shape) for kind in FAMILIES if kind in RELEASES for shape in shapes_of(kind)}
 # every small model can be cut this far: tp 1, 2, 3 and 6, four stages
 LARGEST = ParallelSection(tp=6, pp=2, vpp=2, ep=2, etp=6)
 

@@ -19,7 +19,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from megagrpo.data.tokenizer import load_tokenizer
 from megagrpo.models.bridge.image_facts import image_reader
 from megagrpo.models.families.hf_config import load_hf_config
-from megagrpo.models.families.hybrid import SERVED_DELTA
+from tests.family_examples import EXAMPLES
 
 # vLLM asks for the tokens of capital letters where it serves Qwen3.5.
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz .,?0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -88,7 +88,7 @@ KINDS = {
         text=_DELTA,
         patch=16,
         rope=_INTERLEAVED | dict(partial_rotary_factor=0.5),
-        served=SERVED_DELTA,
+        served=EXAMPLES["qwen3_5_text"].served,
         served_dtype="bfloat16",
     ),
     "qwen3_5_moe": Kind(
@@ -97,7 +97,7 @@ KINDS = {
         text=_DELTA | _EXPERTS | dict(shared_expert_intermediate_size=24),
         patch=16,
         rope=_INTERLEAVED | dict(partial_rotary_factor=0.5),
-        served=SERVED_DELTA,
+        served=EXAMPLES["qwen3_5_text"].served,
         served_dtype="bfloat16",
     ),
     "gemma3": Kind({}, sections=(0, 0, 0), text={}, patch=8),

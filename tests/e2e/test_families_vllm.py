@@ -20,7 +20,6 @@ from megagrpo.models.bridge.adapter_files import save_adapter
 from megagrpo.models.bridge.hf_export import find_sources, save_hf
 from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.bridge.parameter_blocks import adapter_blocks, blocks, fill, tensor_names
-from megagrpo.models.families.example import TINY_SIZES
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params
@@ -31,7 +30,9 @@ from megagrpo.proof.verify.shrink import random_tensor
 from megagrpo.sync.trainer_side.adapter_sync import AdapterSync
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.types import Prompt, SamplingParams
+from tests import family_examples
 from tests.e2e.tiny_servers import connect, launch, naive_logprobs, scratch, weights
+from tests.family_examples import TINY_SIZES
 
 PROMPTS = [Prompt(i, tuple((7 * i + 3 * k) % TINY_SIZES["vocab_size"] for k in range(4 + i)), "") for i in range(5)]
 GREEDY = SamplingParams(0.0, 24)
@@ -41,7 +42,7 @@ LONGEST = 128  # tokens, of tiny_servers
 # vLLM's attention on CPUs requires heads of 32 dimensions or more.
 WIDE = dict(hidden_size=192)
 CHANGES: dict[str, dict[str, Any]] = {"phi3 tied, part of the head, longrope": dict(partial_rotary_factor=0.1875)}
-EXAMPLES = {name: family_of(name).example for name in EVERY}
+EXAMPLES = {name: family_examples.EXAMPLES[family_of(name).model_type] for name in EVERY}
 # Case -> the error of vLLM, which cannot run it.
 REFUSED = {name: error for name, example in EXAMPLES.items() if (error := example.unserved.get(name))}
 SERVED = [

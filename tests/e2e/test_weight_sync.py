@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megagrpo.models.families.blocks import Block
-from megagrpo.models.families.boxes import cut
+from megagrpo.models.families.shared.blocks import Block
+from megagrpo.models.families.shared.boxes import cut
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.sync.wire.progress_file import VERSION_SHIFT, ProgressReader
 from megagrpo.sync.wire.tensor_index import WeightSyncError

@@ -3,6 +3,7 @@
 import ast
 import collections
 import graphlib
+import re
 import sys
 from pathlib import Path
 
@@ -170,6 +171,18 @@ def test_no_cycle_of_modules_hides_behind_a_lazy_import():
     graph = {name: run_time_imports(path, modules) - {name, "megagrpo"} for name, path in modules.items()}
     assert sum(map(len, graph.values())) > 1000
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the cycle
+
+
+def test_no_module_imports_a_family():
+    """What families share is in `parts/` and `shared/`; `family_index.py` finds the families."""
+    folder = ROOT / "megagrpo" / "models" / "families"
+    text = re.compile(r"^\w+ = (?:Family|replace)\(", re.MULTILINE)
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
+    families = {name for name, path in modules.items() if folder in path.parents and text.search(path.read_text())}
+    found = {
+        name: imported for name, path in modules.items() if (imported := families & run_time_imports(path, modules))
+    }
+    assert len(families) > 15 and found.keys() == {"megagrpo.models.families.family_index"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -21,9 +21,9 @@ from megagrpo.config import ParallelSection, ProblemError
 from megagrpo.models.bridge.load import INV_FREQ, Checkpoint, embedding_and_head
 from megagrpo.models.bridge.planned_blocks import tensor_shapes
 from megagrpo.models.bridge.tensor_files import dtype_name
-from megagrpo.models.families import FAMILIES
-from megagrpo.models.families.dense import EMBEDDING, HEAD
+from megagrpo.models.families.family_index import FAMILIES
 from megagrpo.models.families.hf_config import HfConfig, load_hf_config, model_problems, table_of
+from megagrpo.models.families.parts.llama_table import EMBEDDING, HEAD
 from megagrpo.models.families.weight_sources import INDEX, SINGLE, indexed_files, shape_folder
 from megagrpo.platform.install.requirements import installed_version
 from megagrpo.platform.parallel.layout import init_layout

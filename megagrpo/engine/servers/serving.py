@@ -30,11 +30,11 @@ from megagrpo.models.bridge.hf_files import narrows
 from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.bridge.tensor_files import TensorFile, dtype_name
 from megagrpo.models.bridge.torch_dist import StoredTensors
-from megagrpo.models.families import FAMILIES
-from megagrpo.models.families.dense import EMBEDDING
+from megagrpo.models.families.family_index import FAMILIES
 from megagrpo.models.families.hf_config import HfConfig, load_hf_config, read_raw_config
-from megagrpo.models.families.precisions import QUANTIZATION
-from megagrpo.models.families.recurrence import GatedDelta
+from megagrpo.models.families.parts.llama_table import EMBEDDING
+from megagrpo.models.families.shared.precisions import QUANTIZATION
+from megagrpo.models.families.shared.recurrence import GatedDelta
 from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform import device
 from megagrpo.platform.device import quiet

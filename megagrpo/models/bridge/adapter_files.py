@@ -24,10 +24,10 @@ from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.bridge.parameter_blocks import PEFT, adapter_blocks, fill
 from megagrpo.models.bridge.tensor_files import TensorFile, first_bad, make_header
 from megagrpo.models.bridge.unfinished import refuse_taken
-from megagrpo.models.families.blocks import Block
 from megagrpo.models.families.hf_config import HfConfig, load_hf_config
+from megagrpo.models.families.shared.blocks import Block
+from megagrpo.models.families.shared.wrapper import Naming
 from megagrpo.models.families.weight_sources import new_folder, resolve_model, shared_name
-from megagrpo.models.families.wrapper import Naming
 from megagrpo.platform.parallel.agree import run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.progress_hook import SILENT, Progress

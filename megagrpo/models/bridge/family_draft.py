@@ -1,4 +1,5 @@
-"""Drafts the file of a new family from a config.json and transformers' own model of that type, built without weights.
+"""Drafts the file of a new family, and the JSON file of its example for the tests, from a config.json and transformers'
+own model of that type, built without weights.
 
 The draft's table is the sum of the known parts whose tensors the model has. Leftover and missing tensors, unknown keys
 and changed classes of transformers' code are listed, for a person to finish the file.
@@ -10,16 +11,19 @@ import ast
 import dataclasses
 import importlib.util
 import inspect
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import megagrpo
 from megagrpo.config import Problem, ProblemError
-from megagrpo.models.families import dense
+from megagrpo.models.families import own
 from megagrpo.models.families.config_keys import HARMLESS
-from megagrpo.models.families.dense import DENSE, GATE_UP_DOWN, POST_NORMED, experts, shared_experts
-from megagrpo.models.families.family import COMMON, FIXED, Table
+from megagrpo.models.families.parts import llama_table
+from megagrpo.models.families.parts.llama_table import DENSE, GATE_UP_DOWN, POST_NORMED, experts, shared_experts
+from megagrpo.models.families.shared.family import COMMON, FIXED, Table
 
 _BLOCKS = 4  # decoder blocks of the model that is built: enough for the first dense blocks of mixtures
 _COLUMNS = 90
@@ -28,16 +32,16 @@ _OTHER_MLP = re.compile(r"model\.layers\.\{L\}\.\w+\.(gate_proj|w1)\.weight")
 _HEAD = "lm_head.weight"  # absent in tied models
 # Expression of the draft -> the part of a table. The first part of a group whose tensors all exist is taken.
 _PARTS: list[list[tuple[str, Table]]] = [
-    [("GATE_UP", dense.GATE_UP)],
-    [("QKV_BIAS", dense.QKV_BIAS)],
-    [("QK_NORM", dense.QK_NORM)],
+    [("GATE_UP", llama_table.GATE_UP)],
+    [("QKV_BIAS", llama_table.QKV_BIAS)],
+    [("QK_NORM", llama_table.QK_NORM)],
     [
         ('experts("mlp", *GATE_UP_DOWN)', experts("mlp", *GATE_UP_DOWN)),
         ('experts("block_sparse_moe", "w1", "w3", "w2")', experts("block_sparse_moe", "w1", "w3", "w2")),
     ],
     [(f'shared_experts("{name}")', shared_experts(name)) for name in ("shared_experts", "shared_expert", "shared_mlp")],
-    [("SHARED_GATE", dense.SHARED_GATE)],
-    [("EXPERT_BIAS", dense.EXPERT_BIAS)],
+    [("SHARED_GATE", llama_table.SHARED_GATE)],
+    [("EXPERT_BIAS", llama_table.EXPERT_BIAS)],
 ]
 
 # Part of a table -> the fields of HfConfig that build it.
@@ -50,7 +54,7 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class Draft:
-    """The text of a family's file, and what a person has to decide before it is complete."""
+    """A family's file, the JSON of its example, and what a person has to decide before they are complete."""
 
     model_type: str
     parts: list[str]  # expressions whose sum is the table
@@ -59,6 +63,7 @@ class Draft:
     unknown_keys: dict[str, Any]  # of config.json
     changed_code: list[str]
     text: str = ""
+    example: str = ""
 
     @property
     def tasks(self) -> list[str]:
@@ -90,7 +95,7 @@ def draft_family(raw: dict[str, Any]) -> Draft:
     architecture = str(classes[0]) if classes else type(model).__name__
     parts = ["DENSE" if base is DENSE else "POST_NORMED", *(expression for expression, _ in chosen)]
     made = Draft(kind, parts, unknown, missing, keys, changed_code(kind))
-    return dataclasses.replace(made, text=_text(made, architecture, raw))
+    return dataclasses.replace(made, text=_text(made, architecture), example=_example(made, architecture, raw))
 
 
 def _model_without_weights(raw: dict[str, Any]) -> Any:
@@ -162,22 +167,20 @@ def changed_code(kind: str) -> list[str]:
     return lines
 
 
-def _text(draft: Draft, architecture: str, raw: dict[str, Any]) -> str:
+def _text(draft: Draft, architecture: str) -> str:
     table = " | ".join(draft.parts)
-    mixture = any(part.startswith("experts(") for part in draft.parts)
-    imports = ", ".join(sorted({word for word in re.findall(r"[A-Za-z_]+", table) if hasattr(dense, word)}))
-    example, family = ("TINY_EXPERTS, Example", "EXPERT_KEYS, Family") if mixture else ("Example", "Family")
+    mixture = _is_mixture(draft)
+    imports = ", ".join(sorted({word for word in re.findall(r"[A-Za-z_]+", table) if hasattr(llama_table, word)}))
+    family = "EXPERT_KEYS, Family, expert_problems" if mixture else "Family"
     fields = [field for part in draft.parts if (field := _FIELDS.get(part))]
-    release = dict(model_type=draft.model_type, architectures=[architecture]) | raw
     lines = [
         f'"""TODO: the models of {draft.model_type}, and what differs from a Llama."""',
         "",
         "from __future__ import annotations",
         "",
         *(["from dataclasses import replace", ""] if fields else []),
-        f"from megagrpo.models.families.dense import {imports}",
-        f"from megagrpo.models.families.example import {example}",
-        f"from megagrpo.models.families.family import {family}{', expert_problems' if mixture else ''}",
+        f"from megagrpo.models.families.parts.llama_table import {imports}",
+        f"from megagrpo.models.families.shared.family import {family}",
         "",
         *(f"# TODO: {task}" for task in draft.tasks),
         "FAMILY = Family(",
@@ -186,26 +189,29 @@ def _text(draft: Draft, architecture: str, raw: dict[str, Any]) -> str:
         f"    table=lambda hf: {table},",
         *([f"    read=lambda raw, common: replace(common, {', '.join(fields)}),"] if fields else []),
         *(["    problems=expert_problems,", "    keys=EXPERT_KEYS,"] if mixture else []),
-        "    example=Example(",
-        '        models="TODO",',
-        '        differs="TODO",',
-        f'        cases={{"{draft.model_type}": dict({"**TINY_EXPERTS" if mixture else ""})}},',
-        *_as_code(release),
-        "    ),",
         ")",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _as_code(raw: dict[str, Any]) -> list[str]:
-    """Return the lines of the keyword `release` with config.json as a dict."""
-    names = {key: value for key, value in raw.items() if key.isidentifier()}
-    others = {key: value for key, value in raw.items() if not key.isidentifier()}
-    rest = f" | {others!r}" if others else ""
-    lines = [f"            {key}={value!r}," for key, value in names.items()]
-    return ["        release=dict(", *lines, f"        ){rest},"]
+def _example(draft: Draft, architecture: str, raw: dict[str, Any]) -> str:
+    """Return the JSON of the example: config.json as published, and a tiny model with the plainest options."""
+    case = dict(head_dim=24, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
+    release = dict(model_type=draft.model_type, architectures=[architecture]) | raw
+    example = dict(models="TODO", differs="TODO", cases={draft.model_type: case if _is_mixture(draft) else {}})
+    return json.dumps(example | dict(release=release), indent=1) + "\n"
+
+
+def _is_mixture(draft: Draft) -> bool:
+    return any(part.startswith("experts(") for part in draft.parts)
 
 
 def families_folder() -> Path:
-    """Return the folder whose files are the families."""
-    return Path(inspect.getfile(dense)).parent
+    """Return the folder whose files are families."""
+    return Path(inspect.getfile(own)).parent
+
+
+def examples_folder() -> Path | None:
+    """Return the folder of the tests' examples; None for a megagrpo that was not installed from a clone."""
+    folder = Path(inspect.getfile(megagrpo)).parents[1] / "tests" / "data" / "families"
+    return folder if folder.is_dir() else None

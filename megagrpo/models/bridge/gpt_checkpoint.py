@@ -25,8 +25,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.safe_globals import SAFE_GLOBALS
 
 from megagrpo.models.bridge.torch_dist import StoredTensors
-from megagrpo.models.families.architecture import HfConfig
-from megagrpo.models.families.recurrence import Mamba2, ShortConv
+from megagrpo.models.families.shared.architecture import HfConfig
+from megagrpo.models.families.shared.recurrence import Mamba2, ShortConv
 from megagrpo.models.families.weight_sources import MEGATRON_LM, NEMO_WEIGHTS
 from megagrpo.platform.process.terminal import warn
 from megagrpo.policy.specs import LAYERS_PER_BLOCK

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from megagrpo.models.bridge.hf_files import Rounded, Writer, copy_side_files, files_for
 from megagrpo.models.bridge.parameter_blocks import merged_blocks
 from megagrpo.models.bridge.unfinished import refuse_taken
-from megagrpo.models.families.blocks import Block
-from megagrpo.models.families.boxes import Box, extent, size, whole
 from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families.shared.blocks import Block
+from megagrpo.models.families.shared.boxes import Box, extent, size, whole
 from megagrpo.models.families.weight_sources import new_folder
 from megagrpo.platform.parallel.agree import on_first_rank, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout

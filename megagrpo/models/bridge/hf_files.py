@@ -21,10 +21,10 @@ from megagrpo.models.bridge.tensor_files import METADATA_KEY, Entry, dtype_name,
 from megagrpo.models.bridge.unfinished import check_space
 from megagrpo.models.bridge.untrained_tensors import UNTRAINED_FILE, UNTRAINED_ORIGIN, open_untrained, record_origin
 from megagrpo.models.families.hf_config import HfConfig
-from megagrpo.models.families.precisions import QUANTIZATION
-from megagrpo.models.families.stored_names import HEADERS_FILE as HEADERS_FILE
+from megagrpo.models.families.shared.precisions import QUANTIZATION
+from megagrpo.models.families.shared.stored_names import HEADERS_FILE as HEADERS_FILE
+from megagrpo.models.families.shared.wrapper import TEXT_CONFIG, THINKER
 from megagrpo.models.families.weight_sources import INDEX, NAMED_TEMPLATES, SINGLE, SPEAKERS
-from megagrpo.models.families.wrapper import TEXT_CONFIG, THINKER
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.sync.wire.tensor_index import FLOAT32_TENSORS
 
@@ -298,7 +298,7 @@ def copy_side_files(source: Path, target: Path, dtype: torch.dtype | None = None
 
     The copy of config.json has no `quantization_config`, because no export is quantized. It names `dtype`, unless None.
     When a .py file in config.json's `auto_map` is missing, the copy has no `auto_map`: the class is then one of
-    transformers (`families.keys`), so no code is needed.
+    transformers (`config_keys`), so no code is needed.
     """
     for file in [*source.iterdir(), *source.glob(NAMED_TEMPLATES)]:
         is_index = file.name.endswith(".index.json")  # also pytorch_model.bin.index.json

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from megagrpo.models.bridge.file_checksums import check_inside
 from megagrpo.models.bridge.parameter_blocks import blocks, fill, tensor_names
 from megagrpo.models.bridge.tensor_files import METADATA_KEY, Entry, TensorFile, dtype_name, first_bad, make_header
-from megagrpo.models.families.blocks import Block
-from megagrpo.models.families.boxes import brackets
-from megagrpo.models.families.dense import EMBEDDING, HEAD
 from megagrpo.models.families.hf_config import HfConfig, read_raw_config, table_of, untrained
+from megagrpo.models.families.parts.llama_table import EMBEDDING, HEAD
+from megagrpo.models.families.shared.blocks import Block
+from megagrpo.models.families.shared.boxes import brackets
 from megagrpo.models.families.weight_sources import INDEX, SINGLE, weight_files_problem
 from megagrpo.models.precision.stored_views import model_tensors
 from megagrpo.platform.parallel.layout import Layout

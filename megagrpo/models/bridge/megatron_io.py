@@ -25,8 +25,8 @@ from megagrpo.models.bridge.gpt_checkpoint import GptKeys, common_state, extra_s
 from megagrpo.models.bridge.parameter_blocks import Parameter, blocks
 from megagrpo.models.bridge.planned_blocks import without_data
 from megagrpo.models.bridge.torch_dist import StoredTensors
-from megagrpo.models.families.blocks import Block
 from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families.shared.blocks import Block
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.build import build_model, weights_dtype
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megagrpo.models.bridge.parameter_blocks import trained_blocks
-from megagrpo.models.families.blocks import Block
 from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families.shared.blocks import Block
 from megagrpo.platform.parallel.agree import run_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.optimizer import MegatronOptimizer, held_by

@@ -14,12 +14,21 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from megagrpo.models.families import FAMILIES
-from megagrpo.models.families.blocks import Block, Local, gated, in_layer, interleaved, named, of_all_experts, same
-from megagrpo.models.families.boxes import whole
-from megagrpo.models.families.dense import EMBEDDING, HEAD
+from megagrpo.models.families.family_index import FAMILIES
 from megagrpo.models.families.hf_config import HfConfig, table_of
-from megagrpo.models.families.vision import TOWER
+from megagrpo.models.families.parts.llama_table import EMBEDDING, HEAD
+from megagrpo.models.families.shared.blocks import (
+    Block,
+    Local,
+    gated,
+    in_layer,
+    interleaved,
+    named,
+    of_all_experts,
+    same,
+)
+from megagrpo.models.families.shared.boxes import whole
+from megagrpo.models.families.shared.vision import TOWER
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.activations import XIELU_CONSTANTS
 from megagrpo.policy.dora import update_norms

@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.parameter_blocks import blocks, tensor_names
-from megagrpo.models.families.architecture import HfConfig
-from megagrpo.models.families.boxes import Box
-from megagrpo.models.families.dense import EMBEDDING, HEAD
 from megagrpo.models.families.hf_config import table_of
+from megagrpo.models.families.parts.llama_table import EMBEDDING, HEAD
+from megagrpo.models.families.shared.architecture import HfConfig
+from megagrpo.models.families.shared.boxes import Box
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.parallel.planned_layouts import imagined_layouts
 from megagrpo.policy.build import build_model

@@ -38,8 +38,8 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from megagrpo.models.bridge.file_checksums import check_inside
 from megagrpo.models.bridge.tensor_files import dtype_name, mapped_tensor
 from megagrpo.models.bridge.unfinished import Journal
-from megagrpo.models.families.boxes import Box, intersect, size
-from megagrpo.models.families.vision import TOWER
+from megagrpo.models.families.shared.boxes import Box, intersect, size
+from megagrpo.models.families.shared.vision import TOWER
 
 METADATA_FILE = ".metadata"
 CHECKPOINT = "torch.distributed.checkpoint"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megagrpo.models.bridge.load import Checkpoint, counted
 from megagrpo.models.bridge.tensor_files import Entry, TensorFile
-from megagrpo.models.families.stored_names import HEADERS_FILE
+from megagrpo.models.families.shared.stored_names import HEADERS_FILE
 
 UNTRAINED_FILE = "untrained_tensors.safetensors"  # beside the side files of a converted checkpoint: the tensors
 UNTRAINED_ORIGIN = "untrained_tensors.json"  # beside the side files of a run's checkpoint: the folder of the tensors

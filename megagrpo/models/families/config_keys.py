@@ -6,8 +6,8 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
-from megagrpo.models.families import FAMILIES, family_of
-from megagrpo.models.families.family import (
+from megagrpo.models.families.family_index import FAMILIES, family_of
+from megagrpo.models.families.shared.family import (
     COMMON,
     ROTARY,
     SLIDING,
@@ -16,8 +16,8 @@ from megagrpo.models.families.family import (
     rope_problems,
     unknown_rope_keys,
 )
-from megagrpo.models.families.precisions import precision_problems
-from megagrpo.models.families.wrapper import MULTIMODAL, OUTER, TEXT_CONFIG, Wrapper, thinker_of
+from megagrpo.models.families.shared.precisions import precision_problems
+from megagrpo.models.families.shared.wrapper import MULTIMODAL, OUTER, TEXT_CONFIG, Wrapper, thinker_of
 
 # Keys that change no logit of a text model, whatever their value.
 HARMLESS = frozenset(

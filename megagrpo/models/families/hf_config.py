@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import ParallelSection, Problem, ProblemError
-from megagrpo.models.families import FAMILIES, family_of
-from megagrpo.models.families.architecture import Experts, HfConfig
-from megagrpo.models.families.blocks import same
 from megagrpo.models.families.config_keys import architecture_problems, text_config, wrapper_of
-from megagrpo.models.families.family import Table, common_config, rope
-from megagrpo.models.families.stored_names import stored_names
-from megagrpo.models.families.vision import TOWER
-from megagrpo.models.families.wrapper import Naming
+from megagrpo.models.families.family_index import FAMILIES, family_of
+from megagrpo.models.families.shared.architecture import Experts, HfConfig
+from megagrpo.models.families.shared.blocks import same
+from megagrpo.models.families.shared.family import Table, common_config, rope
+from megagrpo.models.families.shared.stored_names import stored_names
+from megagrpo.models.families.shared.vision import TOWER
+from megagrpo.models.families.shared.wrapper import Naming
 
 MODEL = ("model",)  # keys of a problem with the model's folder
 _LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")

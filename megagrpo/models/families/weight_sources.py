@@ -17,8 +17,8 @@ from pathlib import Path
 from megagrpo.config import Problem, ProblemError
 from megagrpo.config.io import shipped_configs
 from megagrpo.models.families.hf_config import load_hf_config
-from megagrpo.models.families.stored_names import INDEX as INDEX
-from megagrpo.models.families.stored_names import SINGLE as SINGLE
+from megagrpo.models.families.shared.stored_names import INDEX as INDEX
+from megagrpo.models.families.shared.stored_names import SINGLE as SINGLE
 from megagrpo.platform.process.ownership import open_lock
 from megagrpo.platform.process.removal import remove
 from megagrpo.platform.process.scratch import user_cache

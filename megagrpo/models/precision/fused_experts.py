@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from megagrpo.models.families.blocks import BlockRule, Local, named
 from megagrpo.models.families.config_keys import architecture_problems
-from megagrpo.models.families.family import Table
 from megagrpo.models.families.hf_config import HfConfig, parse_hf_config, table_of
-from megagrpo.models.families.wrapper import NAMINGS
+from megagrpo.models.families.shared.blocks import BlockRule, Local, named
+from megagrpo.models.families.shared.family import Table
+from megagrpo.models.families.shared.wrapper import NAMINGS
 from megagrpo.models.precision.view import Get, Slices, Stored, View
 
 _DECODERS = "|".join(re.escape(naming.decoder) for naming in NAMINGS)

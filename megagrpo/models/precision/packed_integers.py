@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagrpo.models.families.precisions import QUANTIZATION
+from megagrpo.models.families.shared.precisions import QUANTIZATION
 from megagrpo.models.precision.view import Get, Scaled, Slices, Stored, View, groups
 
 _WORD = 32  # bits

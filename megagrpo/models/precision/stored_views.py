@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megagrpo.models.families.config_keys import text_config
-from megagrpo.models.families.precisions import METHOD, QUANTIZATION, precision_problems, quantization
+from megagrpo.models.families.shared.precisions import METHOD, QUANTIZATION, precision_problems, quantization
 from megagrpo.models.precision.compressed import OF_COMPRESSED_PRODUCTS, compressed_views
 from megagrpo.models.precision.four_bits import four_bit_views
 from megagrpo.models.precision.fp8_blocks import OF_FP8_PRODUCTS, fp8_views

@@ -12,9 +12,33 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megagrpo.models.families.architecture import HfConfig
+from megagrpo.models.families.shared.architecture import HfConfig
 from megagrpo.policy.attention.head_norms import UnitNorm
 from megagrpo.policy.attention.shared_keys import borrowed, lend
+
+
+def _linear(attention: Any, build: Any, config: TransformerConfig, with_keys: bool) -> Any:
+    """Return the linear of queries, or of queries and keys, which `build` makes as Megatron's `linear_qkv`."""
+    return build(
+        config.hidden_size,
+        attention.query_projection_size + (attention.kv_projection_size if with_keys else 0),
+        config=config,
+        init_method=config.init_method,
+        gather_output=False,
+        bias=False,
+        skip_bias_add=False,
+        is_expert=False,
+        tp_group=attention.pg_collection.tp,
+    )
+
+
+def _queries_and_keys(attention: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """Return query [T, 1, h, d] and key [T, 1, g, d] of `linear_qk`, which has them by group."""
+    mixed, _ = attention.linear_qk(hidden_states)
+    d = attention.hidden_size_per_attention_head
+    mixed = mixed.unflatten(-1, (attention.num_query_groups_per_partition, -1))
+    query, key = mixed.split([mixed.shape[-1] - d, d], dim=-1)
+    return query.reshape(*query.shape[:2], -1, d), key
 
 
 @functools.cache
@@ -39,19 +63,7 @@ def heads_by_block(base: Any, hf_config: HfConfig) -> Any:
             name = own.query_linear
             if name != "linear_qkv":
                 del self.linear_qkv
-                keys = self.kv_projection_size if own.keys_as_values else 0
-                linear = submodules.linear_qkv(
-                    config.hidden_size,
-                    self.query_projection_size + keys,
-                    config=config,
-                    init_method=config.init_method,
-                    gather_output=False,
-                    bias=False,
-                    skip_bias_add=False,
-                    is_expert=False,
-                    tp_group=self.pg_collection.tp,
-                )
-                setattr(self, name, linear)
+                setattr(self, name, _linear(self, submodules.linear_qkv, config, own.keys_as_values))
             if self.lender is not None:
                 self.k_layernorm = None
 
@@ -84,11 +96,7 @@ def heads_by_block(base: Any, hf_config: HfConfig) -> Any:
             if hasattr(self, "linear_qkv"):
                 query, key, value = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
                 return query, key, self.value_norm.normalise(value)
-            mixed, _ = self.linear_qk(hidden_states)
-            d = self.hidden_size_per_attention_head
-            mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
-            query, key = mixed.split([mixed.shape[-1] - d, d], dim=-1)
-            query = query.reshape(*query.shape[:2], -1, d)
+            query, key = _queries_and_keys(self, hidden_states)
             return self.q_layernorm(query), self.k_layernorm(key), self.value_norm.normalise(key)
 
     return HeadsByBlock

@@ -25,7 +25,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megagrpo.models.families.recurrence import Mamba2 as Sizes
+from megagrpo.models.families.shared.recurrence import Mamba2 as Sizes
 from megagrpo.policy.attention.mixer import Mixer
 from megagrpo.policy.attention.whole_sequences import CHUNK, over_sequences
 

@@ -15,7 +15,7 @@ from megatron.core.transformer.utils import (
     sharded_state_dict_default,
 )
 
-from megagrpo.models.families.recurrence import Mamba2, ShortConv
+from megagrpo.models.families.shared.recurrence import Mamba2, ShortConv
 
 
 class Mixer(MegatronModule):

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megagrpo.models.families.architecture import QueryScale
+from megagrpo.models.families.shared.architecture import QueryScale
 from megagrpo.policy.attention.causal import Ahead, Scores, Window, causal_attention
 from megagrpo.policy.attention.context_parallel import MIN_FILL, context_attention
 from megagrpo.policy.elementwise import rotate

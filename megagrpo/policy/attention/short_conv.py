@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megagrpo.models.families.recurrence import ShortConv as Sizes
+from megagrpo.models.families.shared.recurrence import ShortConv as Sizes
 from megagrpo.policy.attention.mixer import Mixer
 from megagrpo.policy.attention.whole_sequences import over_sequences
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megagrpo.config import Problem, ProblemError
-from megagrpo.models.families.architecture import HfConfig
-from megagrpo.models.families.boxes import Box, cut, size, whole
+from megagrpo.models.families.shared.architecture import HfConfig
+from megagrpo.models.families.shared.boxes import Box, cut, size, whole
 from megagrpo.sync.wire.sync_plan import layer_of
 
 VOCAB_PADDING = 64  # rows; vLLM rounds the vocabulary up to a multiple of it before sharding

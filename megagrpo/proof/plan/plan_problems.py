@@ -8,7 +8,7 @@ from math import ceil
 
 from megagrpo.config import ConfigError, LoraSection, Problem, ProblemError, RolloutSection, RunConfig
 from megagrpo.config.config_rules import LONGEST_SAMPLE
-from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.family_index import FAMILIES
 from megagrpo.models.families.hf_config import MODEL, HfConfig, load_hf_config, model_problems, trained_tower_problems
 from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.proof.plan.code_problems import code_problems

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from math import ceil
 
 from megagrpo.config import LoraSection, ParallelSection, RolloutSection, RunConfig, weight_path
-from megagrpo.models.families.architecture import Experts
 from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families.shared.architecture import Experts
 from megagrpo.platform.process.terminal import WIDTH, side_by_side
 from megagrpo.proof.plan.engine_memory import GIB, engine_memory, sequence_memory
 from megagrpo.proof.plan.planned_memory import Memory

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from megagrpo.config import RunConfig
 from megagrpo.config.training import FUSED_SCRATCH_BYTES
 from megagrpo.models.families.hf_config import HfConfig
-from megagrpo.models.families.recurrence import Mamba2
+from megagrpo.models.families.shared.recurrence import Mamba2
 from megagrpo.proof.plan.engine_memory import GIB, engine_memory, reload_bytes, sequence_memory
 from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE
 from megagrpo.proof.plan.shapes import Stage, adapted_outputs, layer_route_bytes, num_parameters, stages_of

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 from megagrpo.config import LoraSection, ParallelSection
 from megagrpo.models.families.hf_config import HfConfig, stage_layers
-from megagrpo.models.families.recurrence import Recurrence
+from megagrpo.models.families.shared.recurrence import Recurrence
 
 
 def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:

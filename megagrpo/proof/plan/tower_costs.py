@@ -6,7 +6,7 @@ from math import ceil
 
 from megagrpo.config import RunConfig
 from megagrpo.models.families.hf_config import HfConfig
-from megagrpo.models.families.tower_shape import TowerShape
+from megagrpo.models.families.shared.tower_shape import TowerShape
 from megagrpo.proof.plan.gpu_specs import Gpu
 from megagrpo.proof.plan.shapes import Stage
 from megagrpo.proof.plan.workload import Lengths, responses_together

@@ -7,7 +7,7 @@ from math import ceil
 
 from megagrpo.config import Problem, RolloutSection, RunConfig, evaluation_sets
 from megagrpo.config.config_rules import LONGEST_SAMPLE
-from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.family_index import FAMILIES
 from megagrpo.models.families.hf_config import HfConfig
 
 

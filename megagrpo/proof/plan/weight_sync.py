@@ -11,9 +11,9 @@ import numpy as np
 
 from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.models.bridge.planned_blocks import held_boxes
-from megagrpo.models.families.architecture import HfConfig
-from megagrpo.models.families.boxes import size
 from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.models.families.shared.architecture import HfConfig
+from megagrpo.models.families.shared.boxes import size
 from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.proof.plan.cuts import EngineLayout, wanted_boxes

@@ -17,8 +17,8 @@ from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.models.bridge.parameter_blocks import Parameter, adapter_blocks, blocks, fill, trained_blocks
-from megagrpo.models.families.boxes import Box
 from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families.shared.boxes import Box
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.policy.fp8.dense_access import write_dense
 from megagrpo.policy.fp8.masters import unrounded_values

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.models.families.boxes import Box
+from megagrpo.models.families.shared.boxes import Box
 from megagrpo.sync.wire.box_slices import owners
 from megagrpo.sync.wire.sync_plan import layer_of
 from megagrpo.sync.wire.tensor_index import TensorIndex

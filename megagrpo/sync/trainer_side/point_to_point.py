@@ -21,7 +21,7 @@ import torch
 
 from megagrpo.config.transport_table import TRANSPORTS
 from megagrpo.engine.client import VllmEngine
-from megagrpo.models.families.boxes import size
+from megagrpo.models.families.shared.boxes import size
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.sync.trainer_side.local_blocks import LocalBlocks

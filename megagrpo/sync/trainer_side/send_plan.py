@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
-from megagrpo.models.families.boxes import Box, brackets, missing, size, whole
+from megagrpo.models.families.shared.boxes import Box, brackets, missing, size, whole
 from megagrpo.sync.trainer_side.node_shares import BlockKey
 from megagrpo.sync.trainer_side.transport import Ranks
 from megagrpo.sync.wire.exchange import Store

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megagrpo.config.transport_table import TRANSPORTS
 from megagrpo.engine.client import VllmEngine
-from megagrpo.models.families.boxes import brackets
+from megagrpo.models.families.shared.boxes import brackets
 from megagrpo.platform.parallel.host_messages import Reduction
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.platform.process.removal import remove

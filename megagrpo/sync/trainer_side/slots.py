@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megagrpo.models.families.blocks import Block
-from megagrpo.models.families.boxes import Box, extent
+from megagrpo.models.families.shared.blocks import Block
+from megagrpo.models.families.shared.boxes import Box, extent
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.platform.process.removal import remove
 from megagrpo.sync.trainer_side.node_shares import BlockKey, Nodes, exchange, share_out

@@ -22,7 +22,7 @@ import torch
 
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.protocol import ServerDied
-from megagrpo.models.families.blocks import Block, with_last_dim
+from megagrpo.models.families.shared.blocks import Block, with_last_dim
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.sync.trainer_side.shared_memory import SharedMemory
 from megagrpo.sync.trainer_side.transport import (

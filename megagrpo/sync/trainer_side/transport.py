@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megagrpo.config.transport_table import TRANSPORTS
 from megagrpo.engine.client import VllmEngine
-from megagrpo.models.families.blocks import Block
+from megagrpo.models.families.shared.blocks import Block
 from megagrpo.platform.parallel.host_messages import Reduction
 from megagrpo.platform.process import user_code
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagrpo.models.families.boxes import Box, extent, size
+from megagrpo.models.families.shared.boxes import Box, extent, size
 from megagrpo.platform.process.atomic_file import write_atomically
 from megagrpo.sync.vllm_side.reader import window
 from megagrpo.sync.vllm_side.receiver import BlockSource, Receiver, Worker

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megagrpo.models.families.boxes import Box, brackets, extent, size
+from megagrpo.models.families.shared.boxes import Box, brackets, extent, size
 from megagrpo.sync.vllm_side.receiver import BlockSource, BoxCounts, Receiver, Worker
 from megagrpo.sync.wire.box_slices import cover
 from megagrpo.sync.wire.exchange import Deadline, Exchange, PeerBuffer, Pending, Store, wait

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagrpo.models.families.boxes import Box, brackets, extent
+from megagrpo.models.families.shared.boxes import Box, brackets, extent
 from megagrpo.sync.vllm_side.lazy_tensors import LazyTensor, box_of, restride
 from megagrpo.sync.vllm_side.receiver import BlankBlocks, BlockSource
 from megagrpo.sync.wire.copy_checksums import device_checksum, is_host, on_host

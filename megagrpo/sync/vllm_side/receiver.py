@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagrpo.models.families.boxes import Box, extent
+from megagrpo.models.families.shared.boxes import Box, extent
 from megagrpo.platform.process import user_code
 from megagrpo.sync.wire.box_slices import cover
 from megagrpo.sync.wire.tensor_index import ENGINE_DTYPES, TensorIndex, WeightSyncError

@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from vllm.platforms import current_platform
 
-from megagrpo.models.families.boxes import Box
+from megagrpo.models.families.shared.boxes import Box
 from megagrpo.sync.vllm_side.lazy_tensors import LazyTensor
 from megagrpo.sync.vllm_side.reader import ShardReader
 from megagrpo.sync.wire.tensor_index import TensorIndex

@@ -1,14 +1,14 @@
 """Which rank sends which part of a tensor to which reader: arithmetic on boxes, no tensors, no communication.
 
-The trainer's ranks hold boxes of Hugging Face tensors, called blocks in `models/families/blocks.py`. A worker of the
-engine wants boxes that may be cut elsewhere.
+The trainer's ranks hold boxes of Hugging Face tensors, called blocks in `models/families/shared/blocks.py`. A worker of
+the engine wants boxes that may be cut elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-from megagrpo.models.families.boxes import Box, brackets, intersect, size, subtract
+from megagrpo.models.families.shared.boxes import Box, brackets, intersect, size, subtract
 
 
 def cover(box: Box, holders: Sequence[Box], reader: int = 0) -> list[tuple[int, Box]]:

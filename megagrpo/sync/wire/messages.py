@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megagrpo.models.families.boxes import Box, extent, size
+from megagrpo.models.families.shared.boxes import Box, extent, size
 from megagrpo.sync.wire.sync_plan import Transfers, layer_of
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megagrpo.models.families.boxes import Box
+from megagrpo.models.families.shared.boxes import Box
 from megagrpo.sync.wire.sync_plan import Sources, Transfers, choose_sources, plan_transfers
 from megagrpo.sync.wire.tensor_index import SharedBlock, SharedTensor, TensorIndex
 

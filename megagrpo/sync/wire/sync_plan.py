@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megagrpo.models.families.boxes import Box, size
+from megagrpo.models.families.shared.boxes import Box, size
 from megagrpo.sync.wire.box_slices import cover
 
 # tensor -> box -> the ranks that hold the box, or the workers that want it

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagrpo.models.families.boxes import Box, brackets
+from megagrpo.models.families.shared.boxes import Box, brackets
 
 ENGINE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # vLLM keeps these tensors in float32 for every compute dtype. A bfloat16 engine receives each element as ADDENDS

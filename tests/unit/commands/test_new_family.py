@@ -8,11 +8,10 @@ import pytest
 
 from megagrpo.__main__ import main
 from megagrpo.models.bridge.family_draft import draft_family
-from megagrpo.models.families import FAMILIES
-from megagrpo.models.families.family import FIXED, Family
+from megagrpo.models.families.family_index import FAMILIES
 from megagrpo.models.families.hf_config import parse_hf_config, table_of
-
-RELEASES = {kind: family.example.release for kind, family in FAMILIES.items() if family.example.release}
+from megagrpo.models.families.shared.family import FIXED, Family
+from tests.family_examples import RELEASES, Example
 
 
 def family_in(text: str) -> Family:
@@ -27,7 +26,8 @@ def test_a_draft_and_its_tasks_have_the_tensors_of_the_finished_family(kind):
     draft, finished = draft_family(RELEASES[kind]), FAMILIES[kind]
     drafted, hf = family_in(draft.text), parse_hf_config(RELEASES[kind])
     assert drafted.model_type == kind and drafted.architecture in (finished.architecture, *finished.classes)
-    assert drafted.example.release == RELEASES[kind]
+    example = Example(**json.loads(draft.example))
+    assert example.release == RELEASES[kind] and [*example.cases] == [kind]
     ours, theirs = (
         {name for rule in table.values() for name in rule.names} for table in (drafted.table(hf), table_of(hf))
     )
@@ -45,8 +45,13 @@ def test_the_command_writes_the_file_once_and_lists_what_is_left(tmp_path, capsy
     assert "POST_NORMED | QK_NORM" in told and "read, ignore or fix the key some_scale=2.0" in told
     assert "Olmo3Attention(Olmo2Attention): __init__, forward" in told and "tests.prove_family olmo3" in told
     assert "# TODO: read, ignore or fix the key some_scale=2.0" in out.read_text()
+    assert json.loads(out.with_suffix(".json").read_text())["release"] == raw
     assert main(["new-family", str(tmp_path), "--out", str(out)]) == 2
     assert f"{out} exists; name a new file" in capsys.readouterr().err
+    out.unlink()
+    assert main(["new-family", str(tmp_path), "--out", str(out)]) == 2
+    assert f"{out.with_suffix('.json')} exists; name a new file" in capsys.readouterr().err
+    out.touch()
     assert main(["new-family", str(tmp_path)]) == 2
     assert "model_type olmo3 is supported" in capsys.readouterr().err
     assert main(["new-family", str(out)]) == 2

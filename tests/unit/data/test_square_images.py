@@ -14,8 +14,8 @@ from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import load_tokenizer
 from megagrpo.models.bridge.image_facts import image_reader
 from megagrpo.models.families.hf_config import load_hf_config, parse_hf_config
-from megagrpo.models.families.tower_shape import siglip_tower
-from megagrpo.models.families.vision import Square, Vision
+from megagrpo.models.families.shared.tower_shape import siglip_tower
+from megagrpo.models.families.shared.vision import Square, Vision
 from tests.distributed.tiny_square import SIDE, TOKENS, WINDOW, write_model
 from tests.distributed.tiny_vision import image
 from tests.unit.models.families.more_published_configs import MORE

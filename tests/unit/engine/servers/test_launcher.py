@@ -28,12 +28,12 @@ from megagrpo.engine.servers import command_line
 from megagrpo.engine.servers.launcher import Launcher, Server, healthy
 from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.engine.servers.serving import _check_place, make_launcher
-from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.platform.launch.node import wait_until_healthy
 from megagrpo.platform.process import variables
 from megagrpo.platform.process.ownership import TEMPORARY, make_folder, owner_in
 from megagrpo.platform.process.shm_names import CPU_WORKERS, FOLDER, SEGMENTS, remove_stale
+from tests.family_examples import RELEASES
 
 SUPERVISOR = Path(supervisor_module.__file__)
 # A server with a child that ignores SIGTERM and leaves its process group, and with an orphaned grandchild.
@@ -624,7 +624,7 @@ def test_a_familys_flags_join_those_of_packed_files(tmp_path):
 
 
 def test_the_parameters_of_xielu_need_servers_in_bfloat16(tmp_path):
-    model = parse_hf_config(FAMILIES["apertus"].example.release)
+    model = parse_hf_config(RELEASES["apertus"])
     place = RolloutSection(), tmp_path, model
     _check_place(*place, "bfloat16", False, None)
     with pytest.raises(

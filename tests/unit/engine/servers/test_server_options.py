@@ -17,10 +17,11 @@ from megagrpo.engine.requests import sampling_params as request_params
 from megagrpo.engine.servers import serving
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
-from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.family_index import FAMILIES
 from megagrpo.platform.process.variables import TOKEN_FILE_VARIABLE
 from megagrpo.trainer import engine_side, gpu_turns
 from megagrpo.types import Prompt, SamplingParams, Truncation
+from tests.family_examples import RELEASES
 from tests.unit.engine.stand_ins import StandIn, noting
 
 TOKEN = "a-token-of-the-tests-1234"
@@ -158,7 +159,7 @@ def test_servers_on_several_nodes_are_not_started_on_one(tmp_path):
 
 @pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.gpu_only])
 def test_a_family_that_vllm_serves_on_gpus_only_is_refused_before_a_server_starts(kind, tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text(json.dumps(FAMILIES[kind].example.release))
+    (tmp_path / "config.json").write_text(json.dumps(RELEASES[kind]))
     save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=re.escape(f"model.path: {FAMILIES[kind].gpu_only} ({kind}); use a GPU")):
         launcher(tmp_path)

@@ -11,7 +11,7 @@ from torch import nn
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.parameter_blocks import blocks, tensor_names
-from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.family_index import FAMILIES
 from megagrpo.models.families.hf_config import parse_hf_config
 
 SIZES = dict(

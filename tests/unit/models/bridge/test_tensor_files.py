@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from megagrpo.models.bridge import load
 from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.bridge.tensor_files import SAFETENSORS_DTYPES, TensorFile, make_header, parse_header
-from megagrpo.models.families.blocks import Block
-from megagrpo.models.families.boxes import whole
 from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.models.families.shared.blocks import Block
+from megagrpo.models.families.shared.boxes import whole
 from megagrpo.models.families.weight_sources import INDEX, SINGLE
 
 SIZES = dict(

@@ -12,8 +12,8 @@ from collections import Counter
 from itertools import product
 from typing import Any
 
-from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.config_keys import architecture_problems
+from megagrpo.models.families.family_index import FAMILIES
 from tests.unit.models.families.published_configs import LLAMA3, PUBLISHED, Raw, published, sizes
 
 FULL, LINEAR = "full_attention", "linear_attention"

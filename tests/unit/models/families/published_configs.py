@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.family_index import FAMILIES
+from tests.family_examples import EXAMPLES, OTHERS, RELEASES
 
 Raw = dict[str, Any]
 ENDS = dict(
@@ -441,16 +442,16 @@ PUBLISHED: dict[str, tuple[str, str, Raw]] = {
         sizes(4096, 40, 32, 2, 13696, 151552, rms_norm_eps=1e-5, rope_theta=10000.0) | GLM,
     ),
 }
-# Releases in the families' files.
+# Releases in the families' examples.
 PUBLISHED |= {
-    f"release of {kind}": (kind, family.architecture, family.example.release)
+    f"release of {kind}": (kind, family.architecture, RELEASES[kind])
     for kind, family in FAMILIES.items()
-    if family.example.release
+    if kind in RELEASES
 }
 PUBLISHED |= {
-    name: (kind, family.architecture, family.example.release | keys)
+    name: (kind, family.architecture, OTHERS[name])
     for kind, family in FAMILIES.items()
-    for name, keys in family.example.others.items()
+    for name in EXAMPLES[kind].others
 }
 
 

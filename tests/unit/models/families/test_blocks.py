@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megagrpo.models.families.blocks import Local, gated, in_layer, qkv, same, vocab
 from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.models.families.shared.blocks import Local, gated, in_layer, qkv, same, vocab
 
 HF = parse_hf_config(
     dict(

@@ -7,10 +7,11 @@ import sys
 import pytest
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.config_keys import HARMLESS, architecture_problems
-from megagrpo.models.families.family import COMMON
+from megagrpo.models.families.family_index import FAMILIES
 from megagrpo.models.families.hf_config import model_problems, parse_hf_config
+from megagrpo.models.families.shared.family import COMMON
+from tests.family_examples import EXAMPLES
 from tests.unit.models.families.published_configs import PUBLISHED, published
 
 FIRST = {kind: name for name, (kind, _, _) in reversed(PUBLISHED.items())}  # one release of each family
@@ -59,8 +60,8 @@ def test_a_published_config_loads(name):
     assert parse_hf_config(published(name)).family == PUBLISHED[name][0]
 
 
-def test_every_family_has_a_published_config_here():
-    assert FIRST.keys() == FAMILIES.keys()
+def test_every_family_has_a_published_config_here_and_an_example():
+    assert FIRST.keys() == EXAMPLES.keys() == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

@@ -11,11 +11,12 @@ import pytest
 import transformers
 
 from megagrpo.config import ParallelSection, ProblemError
-from megagrpo.models.families import ALIASES, FAMILIES
-from megagrpo.models.families.architecture import Indexer
 from megagrpo.models.families.config_keys import architecture_problems
+from megagrpo.models.families.family_index import ALIASES, FAMILIES
 from megagrpo.models.families.hf_config import architecture_differences, load_hf_config, model_problems, parse_hf_config
+from megagrpo.models.families.shared.architecture import Indexer
 from megagrpo.policy.build import rotary_frequencies
+from tests.family_examples import RELEASES
 from tests.unit.models.families.more_published_configs import MORE
 
 SMOLLM2 = {
@@ -276,9 +277,9 @@ def test_a_known_model_beyond_this_code_is_told_why(kind, part):
     assert problem.startswith(f"architecture {kind} is not supported: ") and part in problem
 
 
-NEMOTRON_H = FAMILIES["nemotron_h"].example.release
-FALCON_H1 = FAMILIES["falcon_h1"].example.release
-GRANITE_H = FAMILIES["granitemoehybrid"].example.release
+NEMOTRON_H = RELEASES["nemotron_h"]
+FALCON_H1 = RELEASES["falcon_h1"]
+GRANITE_H = RELEASES["granitemoehybrid"]
 
 
 @pytest.mark.parametrize(
@@ -519,7 +520,7 @@ def test_the_vocabulary_is_padded_to_a_multiple_of_tp():
 
 def release(kind: str, **changes) -> dict:
     """config.json of the family's release with other values; None removes a key."""
-    raw = FAMILIES[kind].example.release | changes
+    raw = RELEASES[kind] | changes
     return {key: value for key, value in raw.items() if value is not None or key not in changes}
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from megagrpo.models.families.example import TINY_SIGLIP
 from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.policy.square_tower import SquareTower
 from tests.distributed.tiny_vision import KINDS
+from tests.family_examples import TINY_SIGLIP
 from tests.unit.models.families.more_published_configs import MORE
 
 PUBLISHED = ["Qwen2-VL 7B", "Qwen2.5-VL 7B", "Qwen3-VL 8B", "Qwen3-VL 30B A3B", "Qwen3.5 27B", "Qwen3.5 35B A3B"]

@@ -3,7 +3,7 @@
 import pytest
 
 from megagrpo.models.families.hf_config import parse_hf_config
-from megagrpo.models.families.vision import qwen_vision
+from megagrpo.models.families.shared.vision import qwen_vision
 from tests.unit.models.families.more_published_configs import MORE
 
 # the published config.json of Qwen2.5-VL-3B-Instruct, shortened in its vision_config

@@ -8,10 +8,10 @@ import transformers
 
 from megagrpo.models.bridge.parameter_blocks import tensor_names
 from megagrpo.models.families.config_keys import architecture_problems, text_config
-from megagrpo.models.families.dense import EMBEDDING, HEAD
 from megagrpo.models.families.hf_config import load_hf_config, parse_hf_config, table_of, untrained
-from megagrpo.models.families.stored_names import HEADERS_FILE, INDEX, stored_names
-from megagrpo.models.families.wrapper import NAMINGS, Naming, Wrapper
+from megagrpo.models.families.parts.llama_table import EMBEDDING, HEAD
+from megagrpo.models.families.shared.stored_names import HEADERS_FILE, INDEX, stored_names
+from megagrpo.models.families.shared.wrapper import NAMINGS, Naming, Wrapper
 from tests.unit.models.families.more_published_configs import MORE
 
 # config.json of Gemma 3 4B as published: what transformers takes by default is left out.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megagrpo.models.bridge.load import Checkpoint
-from megagrpo.models.families.precisions import precision_problems
+from megagrpo.models.families.shared.precisions import precision_problems
 from tests.unit.models.precision.test_stored_views import BOXES, NAME, block_of, folder_with, same_bits
 
 MODULE = NAME.removesuffix(".weight")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megagrpo.models.bridge.hf_files import carry, files_of
 from megagrpo.models.bridge.load import Checkpoint
-from megagrpo.models.families.blocks import Block
-from megagrpo.models.families.precisions import precision_problems
+from megagrpo.models.families.shared.blocks import Block
+from megagrpo.models.families.shared.precisions import precision_problems
 from megagrpo.models.families.weight_sources import INDEX
 
 FP8 = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])

@@ -3,8 +3,8 @@ name the tensor."""
 
 import pytest
 
-from megagrpo.models.families.boxes import cut, missing, size, whole
 from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.models.families.shared.boxes import cut, missing, size, whole
 from megagrpo.proof.plan.cuts import EngineLayout, pipeline_stages, wanted_boxes
 
 RAW = dict(

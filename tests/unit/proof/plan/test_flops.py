@@ -8,10 +8,10 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.proof.plan.flops import attention_flops, model_flops, step_flops, token_flops
 from megagrpo.proof.plan.gpu_specs import GPUS, bf16_tflops_of
+from tests.family_examples import RELEASES
 
 PROMPT, RESPONSE = 40, 24
 SHAPE = dict(
@@ -79,7 +79,7 @@ def test_a_gpu_is_known_by_its_whole_name_only():
 
 
 def test_sparse_attention_counts_the_keys_that_a_token_sees():
-    sparse = parse_hf_config(FAMILIES["deepseek_v32"].example.release)
+    sparse = parse_hf_config(RELEASES["deepseek_v32"])
     dense = replace(sparse, indexer=None)
     assert attention_flops(sparse, 2048) == attention_flops(dense, 2048)
     seen = sum(min(i + 1, 2048) for i in range(6000))

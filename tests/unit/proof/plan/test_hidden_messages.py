@@ -7,12 +7,12 @@ import pytest
 
 from megagrpo.commands.api.plan_request import plan
 from megagrpo.config import ParallelSection, load_config
-from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.hf_config import load_hf_config, parse_hf_config
 from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.proof.plan.hidden_messages import Direction, Overlap, overlap_row, refused_by_model, sent_rows
 from megagrpo.proof.plan.plan_problems import expert_problems
 from megagrpo.proof.plan.planned_memory import in_flight
+from tests.family_examples import RELEASES
 from tests.unit.models.families.published_configs import published
 
 FOUR_NODES = "megagrpo:qwen3_30b_a3b_4nodes"
@@ -89,7 +89,7 @@ def test_overlaps_of_a_model_without_experts_or_with_latent_attention_are_proble
         "train.overlap: shared_experts, but qwen3_moe has no shared experts; leave it out"
     ]
     config, _ = made("train.overlap=[experts]")
-    nemotron = parse_hf_config(FAMILIES["nemotron_h"].example.release)
+    nemotron = parse_hf_config(RELEASES["nemotron_h"])
     assert [str(p) for p in expert_problems(config, nemotron) if "of a block in turn" in str(p)] == [
         "train.overlap: experts, but it runs attention and experts of a block in turn, and a block of nemotron_h has one "
         "of them; leave it out"

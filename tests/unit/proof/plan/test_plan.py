@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from megagrpo.config import LoraSection, ParallelSection, load_config
-from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.family_index import FAMILIES
 from megagrpo.models.families.hf_config import load_hf_config, parse_hf_config
 from megagrpo.models.families.weight_sources import shape_folder
 from megagrpo.proof.plan import Plan, plan
@@ -33,6 +33,7 @@ from megagrpo.proof.plan.shapes import (
     stage_parameters,
 )
 from megagrpo.proof.plan.vllm_problems import vllm_can_split
+from tests.family_examples import OTHERS, RELEASES
 
 REPOSITORY = Path(__file__).parents[4]
 CONFIGS = {  # ranks, and GiB of a GPU; test_submit.py tests the configs for clusters
@@ -155,14 +156,6 @@ def test_parameters_are_counted_as_transformers_does(raw):
     assert num_parameters(parse_hf_config(raw)) == sum(p.numel() for p in model.parameters())
 
 
-RELEASES = {kind: family.example.release for kind, family in FAMILIES.items() if family.example.release}
-
-
-OTHERS = {
-    name: family.example.release | keys for family in FAMILIES.values() for name, keys in family.example.others.items()
-}
-
-
 @pytest.mark.parametrize("raw", [pytest.param(raw, id=name) for name, raw in (RELEASES | OTHERS).items()])
 def test_so_are_those_of_a_release(raw):
     with torch.device("meta"):
@@ -263,7 +256,7 @@ def test_the_ranks_share_out_heads_and_shared_experts_and_each_holds_the_latents
 
 @pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.merged_only])
 def test_adapters_that_vllm_would_apply_otherwise_are_merged(kind, folder):
-    raw = FAMILIES[kind].example.release
+    raw = RELEASES[kind]
     attention = (
         dict(layer_types=["full_attention"] * raw["num_hidden_layers"]) if "mamba" in raw.get("layer_types", ()) else {}
     )

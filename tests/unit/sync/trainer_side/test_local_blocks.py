@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megagrpo.models.families.blocks import Block
-from megagrpo.models.families.boxes import cut
+from megagrpo.models.families.shared.blocks import Block
+from megagrpo.models.families.shared.boxes import cut
 from megagrpo.sync.trainer_side.local_blocks import LocalBlocks
 from megagrpo.sync.wire.rank_boxes import RankBoxes
 from megagrpo.sync.wire.tensor_index import WeightSyncError

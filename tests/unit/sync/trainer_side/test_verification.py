@@ -8,8 +8,8 @@ import torch
 
 from megagrpo.config import LoraSection
 from megagrpo.engine.protocol import ServerDied
-from megagrpo.models.families.blocks import Block
-from megagrpo.models.families.boxes import cut, whole
+from megagrpo.models.families.shared.blocks import Block
+from megagrpo.models.families.shared.boxes import cut, whole
 from megagrpo.sync.trainer_side import adapter_sync
 from megagrpo.sync.trainer_side.shared_memory import SharedMemory
 from megagrpo.sync.trainer_side.slots import allocate

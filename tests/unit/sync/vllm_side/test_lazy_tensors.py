@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.models.families.boxes import cut, extent, whole
+from megagrpo.models.families.shared.boxes import cut, extent, whole
 from megagrpo.sync.vllm_side.lazy_tensors import LazyTensor, box_of, restride
 from megagrpo.sync.vllm_side.memory_receiver import MappedBlocks, SharedFiles
 from megagrpo.sync.vllm_side.reader import ShardReader

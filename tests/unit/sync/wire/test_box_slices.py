@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from megagrpo.models.families.boxes import brackets, cut, extent, intersect, missing, size, subtract, whole
+from megagrpo.models.families.shared.boxes import brackets, cut, extent, intersect, missing, size, subtract, whole
 from megagrpo.sync.wire.box_slices import cover, owners
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megagrpo.models.families.boxes import cut
+from megagrpo.models.families.shared.boxes import cut
 from megagrpo.sync.wire.messages import Message, Slice, describe, empty_message, message_views
 
 

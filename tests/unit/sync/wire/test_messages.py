@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from megagrpo.models.families.boxes import cut, intersect, missing, size, whole
+from megagrpo.models.families.shared.boxes import cut, intersect, missing, size, whole
 from megagrpo.sync.trainer_side.send_plan import PlanNews, messages_of
 from megagrpo.sync.wire.messages import pieces, rounds
 from megagrpo.sync.wire.rank_boxes import RankBoxes, by_tensor

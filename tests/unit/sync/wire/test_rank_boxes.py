@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megagrpo.models.families.boxes import cut
+from megagrpo.models.families.shared.boxes import cut
 from megagrpo.sync.wire.rank_boxes import RankBoxes, boxes_of_json, by_tensor, wanted_by
 from megagrpo.sync.wire.store_messages import DirectRequest, content_key
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megagrpo.models.families.boxes import cut, intersect, size, whole
+from megagrpo.models.families.shared.boxes import cut, intersect, size, whole
 from megagrpo.sync.wire.sync_plan import SMALL, layer_of, plan_transfers
 
 

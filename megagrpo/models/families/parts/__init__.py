@@ -1,0 +1,1 @@
+"""Parts of tables and readers of config.json that several families use."""
