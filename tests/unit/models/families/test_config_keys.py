@@ -11,6 +11,7 @@ from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.config_keys import HARMLESS, architecture_problems
 from megagrpo.models.families.family import COMMON
 from megagrpo.models.families.hf_config import model_problems, parse_hf_config
+from tests.unit.for_each import for_each
 from tests.unit.models.families.published_configs import PUBLISHED, published
 
 FIRST = {kind: name for name, (kind, _, _) in reversed(PUBLISHED.items())}  # one release of each family
@@ -53,7 +54,7 @@ FOREIGN = dict(
 )
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@for_each("name", PUBLISHED)
 def test_a_published_config_loads(name):
     assert architecture_problems(published(name)) == []
     assert parse_hf_config(published(name)).family == PUBLISHED[name][0]
@@ -63,7 +64,7 @@ def test_every_family_has_a_published_config_here():
     assert FIRST.keys() == FAMILIES.keys()
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@for_each("kind", FAMILIES)
 def test_a_key_of_another_family_is_refused_with_key_value_and_family(kind):
     raw, family = published(FIRST[kind]), FAMILIES[kind]
     for key, value in FOREIGN.items():
@@ -81,7 +82,7 @@ def test_a_key_of_another_family_is_refused_with_key_value_and_family(kind):
         assert f"({kind}) has {key}={value}" in problem
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@for_each("kind", FAMILIES)
 def test_a_key_that_only_other_families_read_is_refused(kind):
     own, raw = FAMILIES[kind], published(FIRST[kind])
     known = HARMLESS.union(COMMON, own.keys, own.ignored, own.fixed_values, ["layer_types"])
