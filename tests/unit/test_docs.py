@@ -8,6 +8,7 @@ import inspect
 import io
 import re
 import shlex
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -35,6 +36,7 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 BESIDE = [REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "SECURITY.md", *sorted((REPOSITORY / "benchmarks").glob("*.md"))]
 EXAMPLE = REPOSITORY / "configs" / "examples" / "capitals" / "run.yaml"
 KEYS = {key for key, _ in fields(RunConfig)}
+SECTIONS = "|".join(RunConfig.model_fields)
 OF_RUN = {f"run.{name}" for name in (*vars(Run), "folder")}  # attributes of the Python API's run
 OPEN = (
     "rollout.logit_bias",
@@ -132,52 +134,75 @@ def source_texts() -> str:
 # ----------------------------------------------------------------------------------------------------------- every page
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_links_and_paths_lead_somewhere(page):
-    text = page.read_text()
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
-    named = re.findall(r"(?<![\w/.])((?:megagrpo|configs|launch|tests|docs|benchmarks)/[\w./-]*\w)", text)
-    missing = [path for path in named if not (REPOSITORY / path).exists()]
-    assert not missing
+def by_page(check: Callable[[Path], list], pages: list[Path] = PAGES) -> dict[str, list]:
+    """What `check` finds wrong on each page; pages without mistakes are left out."""
+    assert len(pages) > 50
+    return {page.name: wrong for page in pages if (wrong := check(page))}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_keys_in_yaml_and_on_command_lines_exist(page):
-    shown = [key for block in blocks(page, "yaml") for key in flat(yaml.safe_load(block)) if key != "defaults"]
-    sections = "|".join(RunConfig.model_fields)
-    shown += re.findall(rf"(?<![\w.])((?:{sections})\.[\w.]+)=", "\n".join(blocks(page, "bash")))
-    assert [key for key in shown if not is_known(key)] == []
+def shell(page: Path) -> str:
+    """The commands and the output on a page."""
+    return "\n".join(block for language in ("bash", "console", "") for block in blocks(page, language))
 
 
-@pytest.mark.parametrize("page", [*PAGES, *BESIDE], ids=lambda p: p.stem)
-def test_code_is_at_most_100_columns_wide(page):
-    fenced = re.findall(r"^ *```[^\n]*\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE)
-    assert [line for block in fenced for line in block.splitlines() if len(line) > 100] == []
+def test_links_and_paths_lead_somewhere():
+    def missing(page):
+        text = page.read_text()
+        targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text)
+        named = re.findall(r"(?<![\w/.])((?:megagrpo|configs|launch|tests|docs|benchmarks)/[\w./-]*\w)", text)
+        return [
+            *[
+                target
+                for target in targets
+                if not target.startswith("https://") and not (page.parent / target).exists()
+            ],
+            *[path for path in named if not (REPOSITORY / path).exists()],
+        ]
+
+    assert by_page(missing) == {}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_keys_named_in_the_text_exist(page):
-    sections = "|".join(RunConfig.model_fields)
-    first_cells = r"^\| `.*? \| " if page.stem.startswith("coming_from_") else "$^"  # names of another trainer
-    text = re.sub(first_cells, "", page.read_text(), flags=re.MULTILINE)
-    named = re.findall(rf"`((?:{sections})\.[a-z_.N\d]+)`", text)
+def test_keys_in_yaml_and_on_command_lines_exist():
+    def unknown(page):
+        shown = [key for block in blocks(page, "yaml") for key in flat(yaml.safe_load(block)) if key != "defaults"]
+        shown += re.findall(rf"(?<![\w.])((?:{SECTIONS})\.[\w.]+)=", "\n".join(blocks(page, "bash")))
+        return [key for key in shown if not is_known(key)]
+
+    assert by_page(unknown) == {}
+
+
+def test_code_is_at_most_100_columns_wide():
+    def wide(page):
+        fenced = re.findall(r"^ *```[^\n]*\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE)
+        return [line for block in fenced for line in block.splitlines() if len(line) > 100]
+
+    assert by_page(wide, [*PAGES, *BESIDE]) == {}
+
+
+def test_keys_named_in_the_text_exist():
     files = (".jsonl", ".py", ".yaml", ".json", ".safetensors", ".sh")
-    named = [key for key in named if not (page.stem == "python" and key in OF_RUN)]
-    assert [key for key in named if not key.endswith(files) and not is_known(key)] == []
+
+    def unknown(page):
+        first_cells = r"^\| `.*? \| " if page.stem.startswith("coming_from_") else "$^"  # names of another trainer
+        text = re.sub(first_cells, "", page.read_text(), flags=re.MULTILINE)
+        named = re.findall(rf"`((?:{SECTIONS})\.[a-z_.N\d]+)`", text)
+        named = [key for key in named if not (page.stem == "python" and key in OF_RUN)]
+        return [key for key in named if not key.endswith(files) and not is_known(key)]
+
+    assert by_page(unknown) == {}
 
 
-@pytest.mark.parametrize("page", [*PAGES, *BESIDE], ids=lambda p: p.stem)
-def test_commands_exist(page):
-    shown = "\n".join(block for language in ("bash", "console", "") for block in blocks(page, language))
-    named = re.findall(r"^ *(?:\$ )?(?:[A-Z_]+=\S+ )*megagrpo ([a-z][\w-]*)", shown, re.MULTILINE)
-    assert [name for name in named if name not in COMMANDS] == []
+def test_commands_exist():
+    def unknown(page):
+        named = re.findall(r"^ *(?:\$ )?(?:[A-Z_]+=\S+ )*megagrpo ([a-z][\w-]*)", shell(page), re.MULTILINE)
+        return [name for name in named if name not in COMMANDS]
+
+    assert by_page(unknown, [*PAGES, *BESIDE]) == {}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_commands_name_shipped_configs_as_a_user_of_the_wheel_has_them(page):
-    shown = "\n".join(block for language in ("bash", "console", "") for block in blocks(page, language))
-    assert re.findall(r"megagrpo .*?[ (]configs/(?!clusters/)\S+\.yaml", shown) == []
+def test_commands_name_shipped_configs_as_a_user_of_the_wheel_has_them():
+    wrong = r"megagrpo .*?[ (]configs/(?!clusters/)\S+\.yaml"
+    assert by_page(lambda page: re.findall(wrong, shell(page))) == {}
 
 
 PLANS = [
@@ -226,12 +251,7 @@ def documented_metrics() -> set[str]:
     return set(re.findall(r"^\| `([^`]+)`", (REPOSITORY / "docs" / "metrics.md").read_text(), re.MULTILINE))
 
 
-@pytest.mark.parametrize("name", STEP_METRICS + EVALUATION_METRICS)
-def test_every_metric_is_documented(name):
-    assert name.removeprefix("eval/").replace("exact_number", "NAME") in documented_metrics()
-
-
-def test_no_metric_is_documented_that_does_not_exist():
+def test_the_documented_metrics_are_those_that_exist():
     recorded = {
         name.removeprefix("eval/").replace("exact_number", "NAME") for name in STEP_METRICS + EVALUATION_METRICS
     }
@@ -268,23 +288,15 @@ def test_the_page_on_adding_a_model_shows_a_real_file_and_every_field_and_rule()
     assert sorted(first_column(page.name)) == sorted([field.name for field in dataclasses.fields(Family)] + made)
 
 
-@pytest.fixture(scope="module")
-def texts():
-    return source_texts()
-
-
-@pytest.mark.parametrize("message", MESSAGES)
-def test_messages_are_quoted_as_the_source_has_them(message, texts):
-    key = re.match(r"([a-z_.]+): ", message)  # a problem of the config keeps key and text apart
-    if key and message.split("…")[0].strip() not in texts:
-        assert f"\n{key[1]}\n" in texts
-        message = message.removeprefix(key[0])
-    for fragment in message.split("…"):
-        assert fragment.strip() in texts
-
-
-def test_there_are_messages_to_check():
-    assert len(MESSAGES) > 20
+def test_messages_are_quoted_as_the_source_has_them():
+    texts, missing = source_texts(), []
+    for message in MESSAGES:
+        key = re.match(r"([a-z_.]+): ", message)  # a problem of the config keeps key and text apart
+        if key and message.split("…")[0].strip() not in texts:
+            missing += [] if f"\n{key[1]}\n" in texts else [key[1]]
+            message = message.removeprefix(key[0])
+        missing += [fragment for fragment in message.split("…") if fragment.strip() not in texts]
+    assert len(MESSAGES) > 20 and missing == []
 
 
 def test_readme_starts_a_run_from_python_as_the_page_on_python_does():

@@ -9,6 +9,7 @@ import torch
 from megagrpo.algorithms.advantages import group_advantages, reward_statistics, to_samples
 from megagrpo.data.step_samples import StepSamples
 from megagrpo.types import Prompt, Rollout, ScoredRollout
+from tests.unit.for_each import for_each
 
 CASES = json.loads((Path(__file__).parents[2] / "vectors" / "advantages.json").read_text())["cases"]
 
@@ -53,8 +54,8 @@ DUST = {
 }
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline"])
-@pytest.mark.parametrize("rewards", DUST.values(), ids=DUST)
+@for_each("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline"])
+@for_each("rewards", DUST.values())
 def test_rewards_that_differ_by_rounding_only_teach_nothing(rewards, estimator):
     rows = torch.tensor([rewards, [0.0, 1.0, 0.0], [1e8, 1e8 + 1e-3, 1e8]], dtype=torch.float64)
     advantages = group_advantages(rows, "none", estimator)

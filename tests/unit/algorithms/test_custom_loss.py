@@ -16,6 +16,7 @@ from megagrpo.proof.audit.naive_loss import Response, policy_term
 from megagrpo.proof.plan import plan
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.train_types import LossInputs
+from tests.unit.for_each import for_each
 
 PAGE = Path(__file__).parents[3] / "docs" / "losses.md"
 AVERAGES = {"grpo": "sequence_means", "dapo": "tokens", "dr_grpo": "fixed_length", "luspo": "sequence_sums"}
@@ -56,10 +57,8 @@ def step(config):
     return loss.item(), torch.autograd.grad(loss, policy)[0], output.metrics
 
 
-@pytest.mark.parametrize("built_in", AVERAGES)
-@pytest.mark.parametrize(
-    "options", [{}, dict(importance_correction="token_truncate"), dict(importance_sampling_level="sequence")], ids=str
-)
+@for_each("built_in", AVERAGES)
+@for_each("options", [{}, dict(importance_correction="token_truncate"), dict(importance_sampling_level="sequence")])
 def test_the_example_of_the_page_has_the_bits_of_the_loss_that_it_repeats(file, built_in, options):
     loss, gradient, _ = step(settings(loss_type=f"{file}:clipped", loss_average=AVERAGES[built_in], **options))
     expected, right, _ = step(settings(loss_type=built_in, **options))
@@ -115,7 +114,7 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("said", BODIES)
+@for_each("said", BODIES)
 def test_a_loss_that_cannot_be_used_is_refused_in_one_line_with_the_rule(tmp_path, said):
     name = f"{tmp_path}/bad.py:bad"
     (tmp_path / "bad.py").write_text(f"def bad(tokens, algorithm):\n    {BODIES[said]}\n")

@@ -13,6 +13,7 @@ from megagrpo.config.loss_table import LOSSES as LOSS_TABLE
 from megagrpo.data.packing import PackingRules, pack
 from megagrpo.proof.verify.shrink import GROUP_SIZE, random_samples
 from megagrpo.train_types import LossInputs
+from tests.unit.for_each import for_each
 
 COUNTED = ["grpo", "dapo", "dr_grpo", "bnpo"]
 LOSSES = {loss_type: dict(loss_type=loss_type) for loss_type in LOSS_TABLE} | {
@@ -67,8 +68,8 @@ def contributions(name: str, rules: PackingRules, dp_size: int, dtype: torch.dty
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("name", COUNTED)
+@for_each("dtype", [torch.float64, torch.float32])
+@for_each("name", COUNTED)
 def test_a_tokens_part_of_the_gradient_is_bitwise_independent_of_packing_and_data_parallelism(name, dtype):
     expected = contributions(name, RULES[0], 1, dtype)
     assert len(expected) == sum(int(s.response_mask.sum()) for s in random_samples()) and any(expected.values())
@@ -76,7 +77,7 @@ def test_a_tokens_part_of_the_gradient_is_bitwise_independent_of_packing_and_dat
         assert contributions(name, rules, dp_size, dtype) == expected
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSES if name not in COUNTED])
+@for_each("name", [name for name in LOSSES if name not in COUNTED])
 def test_so_it_is_with_every_loss_but_for_the_last_bit_of_an_exponential(name):
     """torch computes this function differently at the end of a row than in its middle."""
     expected = contributions(name, RULES[0], 1, torch.float64)

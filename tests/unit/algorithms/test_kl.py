@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megagrpo.algorithms.kl import ESTIMATORS, importance_weighted, low_var, token_kl
+from tests.unit.for_each import for_each
 
 VOCAB = 7
 
@@ -50,17 +51,15 @@ def nothing(policy, ref):
     return 0 * policy.sum()
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(
-    ("name", "corrected"), [("k1", False), ("k3", False), ("low_var", False), ("k1", True), ("k3", True)]
-)
+@for_each("seed", range(4))
+@for_each(("name", "corrected"), [("k1", False), ("k3", False), ("low_var", False), ("k1", True), ("k3", True)])
 def test_unbiased_estimators_average_to_the_kl(name, corrected, seed):
     mean, _, (_, policy, ref) = averages(name, corrected, seed=seed)
     torch.testing.assert_close(mean, reverse_kl(policy, ref).detach(), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(
+@for_each("seed", range(4))
+@for_each(
     ("name", "objective"),
     [("k1", nothing), ("k2", reverse_kl), ("k3", forward_kl), ("low_var", forward_kl), ("abs", total_variation)],
 )

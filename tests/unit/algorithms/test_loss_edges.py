@@ -16,6 +16,7 @@ from megagrpo.config.loss_table import LOSSES
 from megagrpo.data.packing import build_micro_batch
 from megagrpo.proof.audit import naive_loss
 from megagrpo.train_types import LossInputs, TrainBatch, TrainSample
+from tests.unit.for_each import for_each
 
 OPTIONS = {name: dict(loss_type=name) for name in LOSSES} | {
     "cispo": dict(loss_type="cispo", epsilon_high=5.0),
@@ -55,19 +56,19 @@ def step(name, advantages, lengths, policy=-1.1, old=-1.2):
     return numerator / divisor, gradient / divisor, batch.loss_mask
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@for_each("name", OPTIONS)
 def test_responses_that_are_masked_whole_give_loss_and_gradient_0(name):
     loss, gradient, mask = step(name, [1.0, -1.0], [0, 0])
     assert not mask.any() and loss == 0 and not gradient.any()
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@for_each("name", OPTIONS)
 def test_a_masked_response_adds_nothing_beside_one_that_counts(name):
     _, gradient, mask = step(name, [1.0, -1.0], [3, 0])
     assert gradient[mask].abs().min() > 0 and not gradient[~mask].any()
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "real"])
+@for_each("name", [name for name in OPTIONS if name != "real"])
 def test_a_response_of_one_token_has_the_loss_of_the_formula(name):
     algorithm = settings(**OPTIONS[name]).algorithm
     rows = [torch.tensor([value], dtype=torch.float64) for value in (-1.1, -1.2, -1.1, 0.0)]
@@ -77,7 +78,7 @@ def test_a_response_of_one_token_has_the_loss_of_the_formula(name):
     assert loss.item() == pytest.approx(expected / naive_loss.denominator([1], algorithm.loss.average, 3), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "real"])
+@for_each("name", [name for name in OPTIONS if name != "real"])
 def test_without_advantage_there_is_no_gradient(name):
     loss, gradient, _ = step(name, [0.0, 0.0], [3, 2])
     assert loss == 0 and not gradient.any()
@@ -95,7 +96,7 @@ def test_a_group_of_one_sign_counts_in_the_divisor_of_real():
     assert loss.item() == pytest.approx((math.log1p(math.exp(score)) + math.log1p(math.exp(-score))) / 2, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@for_each("name", OPTIONS)
 def test_two_responses_are_pushed_apart(name):
     _, gradient, mask = step(name, [0.7, -0.7], [3, 3])
     better, worse = gradient[mask].chunk(2)
@@ -106,8 +107,8 @@ def test_two_responses_are_pushed_apart(name):
 FINITE = ["grpo", "bnpo", "dapo", "dr_grpo", "luspo", "sapo", "gmpo", "fipo", "gspo"]
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("sign", [1.0, -1.0])
+@for_each("name", OPTIONS)
+@for_each("sign", [1.0, -1.0])
 def test_a_token_of_probability_0_leaves_the_loss_finite_or_makes_the_step_one_that_is_skipped(name, sign):
     loss, gradient, _ = step(name, [sign, -sign], [3, 3], policy=-math.inf)
     assert bool(loss.isfinite() and gradient.isfinite().all()) == (name in FINITE)
@@ -128,15 +129,15 @@ def test_what_the_engine_did_not_give_or_thought_impossible_has_a_weight(mode, a
 ESTIMATORS = ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@for_each("estimator", ESTIMATORS)
+@for_each("scale", ["group", "batch", "none"])
 def test_advantages_of_equal_rewards_and_of_none_are_0(estimator, scale):
     for rewards in ([[0.1, 0.1], [0.1, 0.1]], [[math.nan, math.nan]], [[0.3, math.nan]], [[0.3]]):
         assert not group_advantages(torch.tensor(rewards), scale, estimator).any(), rewards
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@for_each("estimator", ESTIMATORS)
+@for_each("scale", ["group", "batch", "none"])
 def test_of_two_responses_one_is_better_and_one_as_much_worse(estimator, scale):
     (better, worse), (nothing, _) = group_advantages(
         torch.tensor([[1.0, 0.0], [math.nan, 0.5]]), scale, estimator

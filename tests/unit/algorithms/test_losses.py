@@ -11,6 +11,7 @@ from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import PackingRules, build_micro_batch, pack
 from megagrpo.train_types import LossInputs, TrainSample
+from tests.unit.for_each import for_each
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "losses.json").read_text())
 PROMPT = 2  # tokens before each response
@@ -58,7 +59,7 @@ def run(inputs, settings, with_ref=True):
     return batch, policy, output, divisor
 
 
-@pytest.mark.parametrize("case", VECTORS["cases"], ids=lambda c: f"{c['source']} {c['name']}")
+@for_each("case", VECTORS["cases"])
 def test_loss_and_gradient_equal_the_reference_systems(case):
     inputs = VECTORS["inputs"]
     names = ("loss_type", "beta", "epsilon", "epsilon_high", "use_bias_correction_kl")

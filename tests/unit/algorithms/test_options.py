@@ -18,6 +18,7 @@ from megagrpo.config.algorithm_rules import advantage_problems, loss_problems
 from megagrpo.data.packing import PackingRules, pack
 from megagrpo.proof.verify.shrink import GROUP_SIZE, random_samples
 from megagrpo.train_types import LossInputs, TrainState
+from tests.unit.for_each import for_each
 
 REFUSED = {
     "algorithm.delta: 2 has no effect with loss_type sapo": dict(loss_type="sapo", delta=2.0),
@@ -62,7 +63,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("beginning", REFUSED)
+@for_each("beginning", REFUSED)
 def test_options_that_contradict_each_other_are_refused(beginning):
     section = AlgorithmSection(**REFUSED[beginning])
     (problem,) = [*loss_problems(section), *advantage_problems(section)]
@@ -122,7 +123,7 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize("option", CHANGED)
+@for_each("option", CHANGED)
 def test_an_option_of_the_loss_changes_it(option):
     needed, other = CHANGED[option]
     (loss, gradient), (changed, another) = of_the_loss(**needed), of_the_loss(**needed | {option: other})

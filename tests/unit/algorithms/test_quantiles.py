@@ -2,10 +2,10 @@
 
 import math
 
-import pytest
 import torch
 
 from megagrpo.algorithms.quantiles import quantile
+from tests.unit.for_each import for_each
 
 SIZES = [(1,), (2,), (0, 3), (1, 1), (5, 0, 7), (100, 1), (40, 41, 42, 0)]
 
@@ -46,8 +46,8 @@ def over_ranks(parts: list[torch.Tensor], fraction: float) -> float:
             sent[rank].append(values)
 
 
-@pytest.mark.parametrize("kind", ["uniform", "equal", "steps", "signs", "wide"])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@for_each("kind", ["uniform", "equal", "steps", "signs", "wide"])
+@for_each("sizes", SIZES)
 def test_the_quantile_over_ranks_has_the_bits_of_a_sort(kind, sizes):
     draw = torch.Generator().manual_seed(sum(sizes))
     values = torch.rand(sum(sizes), generator=draw)

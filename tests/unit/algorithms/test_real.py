@@ -6,6 +6,7 @@ import torch
 from megagrpo.algorithms.real import RealTerms, group_terms, sample_sums, sums_by_sample
 from megagrpo.data.packing import PackingRules, pack
 from megagrpo.proof.verify.shrink import GROUP_SIZE, random_samples
+from tests.unit.for_each import for_each
 
 
 def naive_group_terms(scores, advantages, groups):
@@ -22,8 +23,8 @@ def naive_group_terms(scores, advantages, groups):
     return losses, slopes
 
 
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("scale", [0.1, 30.0, 1000.0])  # exp(1000) is no float64
+@for_each("seed", range(20))
+@for_each("scale", [0.1, 30.0, 1000.0])  # exp(1000) is no float64
 def test_the_terms_of_all_groups_are_those_of_one_group_after_the_other(seed, scale):
     torch.manual_seed(seed)
     groups = torch.randint(0, 12, (80,)).unique(return_inverse=True)[1]

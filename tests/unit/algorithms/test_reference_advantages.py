@@ -12,6 +12,7 @@ from megagrpo.algorithms.advantages import group_advantages, normalized_sum_adva
 from megagrpo.algorithms.correction import correction_metrics, correction_weights
 from megagrpo.algorithms.mismatch import mismatch_metrics
 from megagrpo.algorithms.sequences import Sequences
+from tests.unit.for_each import for_each
 
 VECTORS = Path(__file__).parents[2] / "vectors"
 TRL = json.loads((VECTORS / "trl_advantage.json").read_text())["cases"]
@@ -35,7 +36,7 @@ def summed(rewards, weights):
 FRACTION_DIFFERS = ["one_scorable_in_group/group"]
 
 
-@pytest.mark.parametrize("case", TRL, ids=lambda c: c["name"])
+@for_each("case", TRL)
 def test_trl(case):
     inputs = case["inputs"]
     rewards = table(inputs["rewards_per_func"], inputs["num_generations"])
@@ -63,7 +64,7 @@ SWIFT_DIFFERS = {
 }
 
 
-@pytest.mark.parametrize("case", SWIFT, ids=lambda c: c["name"])
+@for_each("case", SWIFT)
 def test_ms_swift(case):
     rewards = summed(table(case["rewards_per_func"], case["num_generations"]), case["reward_weights"])
     expected = torch.tensor(case["advantages"], dtype=torch.float64)

@@ -15,6 +15,7 @@ from megagrpo.config import RunConfig
 from megagrpo.config.loss_table import LOSSES
 from megagrpo.data.packing import UNLIMITED, pack
 from megagrpo.train_types import LossInputs, TrainSample
+from tests.unit.for_each import for_each
 
 VECTORS = Path(__file__).parents[2] / "vectors"
 TRL = json.loads((VECTORS / "trl_loss.json").read_text())
@@ -140,7 +141,7 @@ TRL_WORDS = {
 WINDOW = [c for c in TRL["cases"] if c["name"].endswith("ga2_spg4_items37")]
 
 
-@pytest.mark.parametrize("case", TRL["cases"], ids=lambda c: c["name"])
+@for_each("case", TRL["cases"])
 def test_trl(case):
     reference, inputs = case["config"], TRL["inputs"] | case.get("inputs_override", {})
     words = {name: reference[name] for name in TRL_WORDS if reference[name] is not None}
@@ -231,7 +232,7 @@ SWIFT_COUNTS_FILTERED = ("cispo/overlong_filter_rows1,4",)
 SWIFT_CASES = [(engine, case) for engine, file in SWIFT.items() for case in file["cases"]]
 
 
-@pytest.mark.parametrize(("engine", "case"), SWIFT_CASES, ids=lambda v: v if isinstance(v, str) else v["name"])
+@for_each(("engine", "case"), SWIFT_CASES)
 def test_ms_swift(engine, case):
     if case["name"] not in (*SWIFT_DIFFERS, *SWIFT_COUNTS_FILTERED):
         _check_swift(engine, case)

@@ -16,6 +16,7 @@ from megagrpo.config import AlgorithmSection, ConfigError, load_config
 from megagrpo.data.packing import UNLIMITED, PackingRules, pack
 from megagrpo.data.step_samples import StepSamples
 from megagrpo.types import Dialogue, PartRewards, Prompt, Rollout, ScoredRollout
+from tests.unit.for_each import for_each
 
 EPSILON, GROUP = 1e-4, 3
 TOKEN = AlgorithmSection(advantage_by="token")
@@ -99,9 +100,9 @@ def two_groups():
     return [*first, *(scored(rollout(n, 1), float(n), row(n)) for n in (6, 1, 9))]
 
 
-@pytest.mark.parametrize("by", ["token", "process"])
-@pytest.mark.parametrize("scale", ["group", "none"])
-@pytest.mark.parametrize("weight", [1.0, 0.25])
+@for_each("by", ["token", "process"])
+@for_each("scale", ["group", "none"])
+@for_each("weight", [1.0, 0.25])
 def test_tokens_have_the_advantages_of_the_formula(by, scale, weight):
     algorithm = AlgorithmSection(advantage_by=by, scale_rewards=scale, token_advantage_weight=weight)
     step = two_groups()
@@ -221,7 +222,7 @@ OWN = "rewards.functions=[{function: 'mine.py:f', per: token}]"
 TURN = "rewards.functions=[{function: 'mine.py:f', per: turn}]"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("overrides", "wanted"),
     [
         (["algorithm.advantage_by=token"], "token needs rewards of tokens; set `per: token` for a function"),

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
 import torch
 
 from megagrpo.algorithms.advantages import group_advantages, to_samples
@@ -12,6 +11,7 @@ from megagrpo.config.loss_table import LOSSES
 from megagrpo.data.packing import PackingRules, pack
 from megagrpo.data.step_samples import StepSamples
 from megagrpo.types import Prompt, Rollout, ScoredRollout
+from tests.unit.for_each import for_each
 
 CASES = json.loads((Path(__file__).parents[2] / "vectors" / "trl_advantage.json").read_text())["cases"]
 PROMPT = (3, 1, 4)
@@ -31,9 +31,9 @@ def scored_rollouts(inputs):
     return made
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("share_prompts", [False, True])
-@pytest.mark.parametrize("case", [c for c in CASES if "completion_mask" in c], ids=lambda c: c["name"])
+@for_each("num_ranks", [1, 2])
+@for_each("share_prompts", [False, True])
+@for_each("case", [c for c in CASES if "completion_mask" in c])
 def test_masks_and_counts_equal_trls(case, share_prompts, num_ranks):
     inputs = case["inputs"]
     scored = scored_rollouts(inputs)

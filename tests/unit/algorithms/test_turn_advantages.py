@@ -9,6 +9,7 @@ import pytest
 
 from megagrpo.algorithms.turn_advantages import Turns, discounted_returns, turn_advantages
 from megagrpo.config import AlgorithmSection, ConfigError, load_config
+from tests.unit.for_each import for_each
 
 EPSILON = 1e-4
 GROUP = 3
@@ -64,9 +65,9 @@ def naive(rows, rewards, advantages, algorithm: AlgorithmSection) -> list[float]
     ]
 
 
-@pytest.mark.parametrize("by", ["turn", "state"])
-@pytest.mark.parametrize("scale", ["group", "none"])
-@pytest.mark.parametrize("options", [{}, dict(turn_advantage_weight=0.5, turn_discount=0.5), dict(turn_discount=0.0)])
+@for_each("by", ["turn", "state"])
+@for_each("scale", ["group", "none"])
+@for_each("options", [{}, dict(turn_advantage_weight=0.5, turn_discount=0.5), dict(turn_discount=0.0)])
 def test_turns_have_the_advantages_of_the_formula(by, scale, options):
     algorithm = AlgorithmSection(advantage_by=by, scale_rewards=scale, **options)
     found = turn_advantages(table(), REWARDS, ADVANTAGES, GROUP, algorithm)
@@ -142,7 +143,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("beginning", REFUSED)
+@for_each("beginning", REFUSED)
 def test_what_contradicts_advantages_of_turns_is_refused(beginning, tmp_path):
     options, turns = REFUSED[beginning]
     file = tmp_path / "run.yaml"

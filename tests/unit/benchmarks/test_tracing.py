@@ -165,7 +165,7 @@ def test_traced_memory_is_the_plans(traced):
     assert sum(found["peak"].values()) / GIB == pytest.approx(sum(planned.values()), rel=0.1)
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("fp32", 8), ("bf16", 4)])
+@pytest.mark.parametrize(("dtype", "size"), [pytest.param("fp32", 8, marks=pytest.mark.full), ("bf16", 4)])
 def test_moments_on_the_host_take_no_memory_of_the_device_and_are_copied_there_and_back(traced, tmp_path, dtype, size):
     _, model, (here, _) = traced
     words = "train.optimizer_offload=true", f"train.optimizer_state_dtype={dtype}"

@@ -8,6 +8,7 @@ import pytest
 from megagrpo.__main__ import main
 from megagrpo.commands.check import histogram
 from tests.unit.commands.byte_model import TEMPLATE, save_byte_model
+from tests.unit.for_each import for_each
 
 REWARDS = """
 import time
@@ -123,7 +124,7 @@ def test_as_json_it_holds_every_length_and_row(folder, capsys):
     assert found["problems"] == [] and all(trial["milliseconds"] >= 0 for trial in found["rewards"])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "messages"),
     [
         (

@@ -6,6 +6,7 @@ import pytest
 from megagrpo.__main__ import main
 from megagrpo.models.families.weight_sources import MEGATRON_LM, TORCH_DIST
 from megagrpo.records.run_files import CHECKPOINTS, RESOLVED, STATE_FILE, why_no_checkpoint
+from tests.unit.for_each import for_each
 
 
 @pytest.mark.parametrize("command", ["export", "merge"])
@@ -36,7 +37,7 @@ def run(tmp_path):
 NEWEST = "name a checkpoint, the newest is {run}/checkpoints/step_000002"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("path", "why"),
     [
         ("nowhere/step_000002", "does not exist"),

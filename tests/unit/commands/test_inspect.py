@@ -13,6 +13,7 @@ from megagrpo.models.bridge.planned_blocks import held_boxes, tensor_shapes
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from tests.distributed.tiny_families import EVERY, tiny_model
+from tests.unit.for_each import for_each
 
 CASES = ("llama tied", "llama untied", "qwen2_moe", "deepseek_v2 lite", "gpt_oss", "gemma3", "granitemoe", "dots1")
 CASES += ("gemma4 small",)
@@ -52,7 +53,7 @@ def inspected(capsys, *arguments):
     return code, json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", CASES)
+@for_each("name", CASES)
 def test_a_model_is_counted_as_transformers_counts_it(name, models, capsys):
     code, found = inspected(capsys, models / name)
     counted, stored = sum(p.numel() for p in tiny_model(*EVERY[name]).parameters()), found["totals"]["all"]
@@ -66,7 +67,7 @@ def test_a_model_is_counted_as_transformers_counts_it(name, models, capsys):
     assert facts["tied_to"] == (EMBEDDING if name in ("llama tied", "gemma3", "gemma4 small") else None)
 
 
-@pytest.mark.parametrize("name", CASES)
+@for_each("name", CASES)
 def test_the_shapes_of_one_expert_are_those_of_all(name, models):
     config, alone = load_hf_config(models / name), init_layout(ParallelSection())
     built, _ = held_boxes(config, ParallelSection(), 1, alone)

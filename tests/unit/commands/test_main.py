@@ -16,6 +16,7 @@ from megagrpo.commands.parser import build, parse
 from megagrpo.commands.plan import split_sizes
 from megagrpo.config import ConfigError
 from megagrpo.platform.process.imports import without_garbage_collection
+from tests.unit.for_each import for_each
 
 COMMAND = [sys.executable, "-m", "megagrpo"]
 QUICKSTART = str(Path(__file__).parents[3] / "configs" / "quickstart.yaml")
@@ -59,7 +60,7 @@ def test_a_rank_of_nobody_prints_its_problems(monkeypatch, capsys):
     assert "RANK" not in os.environ
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "message"),
     [
         ("", "megagrpo: needs a command\n\nusage: megagrpo"),

@@ -4,14 +4,13 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 from megagrpo.__main__ import main
 from megagrpo.models.bridge.family_draft import draft_family
 from megagrpo.models.families.family_index import FAMILIES
 from megagrpo.models.families.hf_config import parse_hf_config, table_of
 from megagrpo.models.families.shared.family import FIXED, Family
 from tests.family_examples import RELEASES, Example
+from tests.unit.for_each import for_each
 
 
 def family_in(text: str) -> Family:
@@ -21,7 +20,7 @@ def family_in(text: str) -> Family:
     return names["FAMILY"]
 
 
-@pytest.mark.parametrize("kind", RELEASES)
+@for_each("kind", RELEASES)
 def test_a_draft_and_its_tasks_have_the_tensors_of_the_finished_family(kind):
     draft, finished = draft_family(RELEASES[kind]), FAMILIES[kind]
     drafted, hf = family_in(draft.text), parse_hf_config(RELEASES[kind])

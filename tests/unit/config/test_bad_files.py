@@ -23,6 +23,7 @@ from megagrpo.records.checkpoint import readable
 from megagrpo.records.jsonl_file import JsonlFile
 from megagrpo.records.run_lock import RunLock
 from megagrpo.trainer.time_limit import check_time_limit
+from tests.unit.for_each import for_each
 
 LLAMA = dict(model_type="llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 LLAMA |= dict(
@@ -98,9 +99,7 @@ def server(answer: bytes, content_type: str):
         httpd.server_close()
 
 
-@pytest.mark.parametrize(
-    "answer", ["null", "[]", "{}", '{"results": []}', '{"results": null}', "7", "<html>hello</html>", ""]
-)
+@for_each("answer", ["null", "[]", "{}", '{"results": []}', '{"results": null}', "7", "<html>hello</html>", ""])
 def test_a_server_that_is_no_vllm_is_named(answer):
     with server(answer.encode(), "text/html" if answer.startswith("<") else "application/json") as url:
         with pytest.raises(ValueError) as caught:

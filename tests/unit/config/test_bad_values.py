@@ -8,6 +8,7 @@ import pytest
 
 from megagrpo.config import ConfigError, load_config
 from megagrpo.proof.plan import plan
+from tests.unit.for_each import for_each
 
 SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: [{function: exact_number}]}\n"
 LLAMA = dict(model_type="llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -95,7 +96,7 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("override", VALUES, ids=lambda text: text[:40])
+@for_each("override", VALUES)
 def test_a_value_that_nothing_could_run_with_is_refused(path, override):
     assert refusal(path, override).startswith(VALUES[override])
 
@@ -115,7 +116,7 @@ def test_ports_of_all_servers_exist(path):
     assert load_config(path, ["rollout.port=65534", "rollout.servers=2"])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("yaml", "said"),
     [
         ("run: {? [a] : 1}", "line 4, column 9: not valid YAML: run: a key must be a scalar, not a list or a mapping"),
@@ -136,7 +137,6 @@ def test_ports_of_all_servers_exist(path):
         ),
         ("run: !!set {a}", "run: the tag tag:yaml.org,2002:set is not supported; leave it out"),
     ],
-    ids=lambda text: text[:20],
 )
 def test_yaml_that_a_config_cannot_hold_is_named_with_line_and_key(path, yaml, said):
     path.write_text(f"{SMALLEST}{yaml}\n")
@@ -209,10 +209,8 @@ def test_end_tokens_that_cannot_be_read_or_that_the_model_lacks_are_refused(path
     assert found.startswith("model.path: ") and said in found and "generation_config.json" in found
 
 
-@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize(
-    "rope", [{"rope_type": "helix", "factor": 2.0}, {"type": "helix"}, "helix", [1], {"rope_type": ["yarn"]}]
-)
+@for_each("key", ["rope_scaling", "rope_parameters"])
+@for_each("rope", [{"rope_type": "helix", "factor": 2.0}, {"type": "helix"}, "helix", [1], {"rope_type": ["yarn"]}])
 def test_a_rotary_scaling_that_is_not_known_is_refused(path, model, key, rope):
     (model / "config.json").write_text(json.dumps(LLAMA | {key: rope}))
     (said,) = problems(path, model)

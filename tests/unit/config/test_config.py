@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import ConfigError, cross_field_problems, load_config, render_help, save_resolved
+from tests.unit.for_each import for_each
 
 COMMITTED = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: [{function: exact_number}]}\n"
@@ -23,7 +24,7 @@ def problems(path: Path, *overrides: str) -> list[str]:
     return str(caught.value).split("\n  ")
 
 
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda p: p.stem)
+@for_each("path", COMMITTED)
 def test_every_committed_config_loads(path):
     assert cross_field_problems(load_config(path)) == []
 
@@ -260,7 +261,7 @@ def test_overrides_that_fit_nowhere_are_explained(tmp_path, override, message):
         load_config(write(tmp_path, SMALLEST), [override])
 
 
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda p: p.stem)
+@for_each("path", COMMITTED)
 def test_the_resolved_config_loads_back_equal(path, tmp_path):
     options = "data.train.options={text: '1e-5', flag: 'off', number: 1e-7}"
     config = load_config(path, [options, "data.system_prompt='π: yes\n'", f"run.output_dir={tmp_path}"])
@@ -347,7 +348,7 @@ MULTI_TURN = {
 }
 
 
-@pytest.mark.parametrize(("override", "problem"), MULTI_TURN.items(), ids=MULTI_TURN)
+@for_each(("override", "problem"), MULTI_TURN.items())
 def test_options_of_several_turns_that_say_nothing_or_contradict_are_refused(tmp_path, override, problem):
     _, found = problems(write(tmp_path, SMALLEST), override)
     assert found.startswith(problem)

@@ -14,6 +14,7 @@ from megagrpo.config.io import shipped_configs
 from megagrpo.proof.plan import plan
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
+from tests.unit.for_each import for_each
 
 FOLDERS = sorted(
     path for path in (shipped_configs() / "examples").iterdir() if path.is_dir() and path.name != "__pycache__"
@@ -27,7 +28,7 @@ def example(name: str, *overrides: str):
     return load_config(f"megagrpo:examples/{name}", overrides)
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
+@for_each("folder", FOLDERS)
 def test_an_example_has_a_config_a_readme_and_its_files(folder):
     config = example(folder.name)
     assert config.run.name == folder.name

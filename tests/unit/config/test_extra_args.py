@@ -11,6 +11,7 @@ from megagrpo.config import ConfigError, load_config
 from megagrpo.config import extra_args as module
 from megagrpo.config.extra_args import REFUSED_ARGUMENTS, known_arguments, options_of
 from megagrpo.engine.servers.serving import make_launcher
+from tests.unit.for_each import for_each
 from tests.unit.models.families.more_published_configs import MORE
 from tests.unit.models.families.published_configs import published
 
@@ -28,14 +29,14 @@ def load(*words: str, overrides: tuple = ()):
     return load_config(QUICKSTART, [f"rollout.extra_args={list(words)}", *overrides])
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED_ARGUMENTS))
+@for_each("name", sorted(REFUSED_ARGUMENTS))
 def test_arguments_that_the_run_decides_are_refused_by_name(name):
     for words in ([name, "x"], [f"{name}=x"], [name.replace("-", "_").replace("__", "--", 1), "x"]):
         with pytest.raises(ConfigError, match=f"rollout.extra_args: {name} "):
             load(*words)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "said"),
     [
         (["-tp", "2"], "--tensor-parallel-size is set by rollout.tp"),

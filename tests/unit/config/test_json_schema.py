@@ -12,6 +12,7 @@ from megagrpo.config import RunConfig
 from megagrpo.config.json_schema import config_schema, schema_text
 from megagrpo.config.key_table import fields, section_of
 from megagrpo.config.yaml_text import parse_yaml
+from tests.unit.for_each import for_each
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SHIPPED = sorted(CONFIGS.rglob("*.yaml"))
@@ -30,7 +31,7 @@ def test_the_shipped_schema_is_current():
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(CONFIGS)))
+@for_each("path", SHIPPED)
 def test_a_shipped_config_names_the_schema_and_fits_it(path):
     text = path.read_text()
     named = re.match(r"# yaml-language-server: \$schema=(\S+)\n", text)

@@ -6,9 +6,10 @@ from peft.tuners.tuners_utils import check_target_module_exists
 
 from megagrpo.config import LoraSection, load_config
 from tests.unit.config.test_config import SMALLEST, problems, write
+from tests.unit.for_each import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("override", "message"),
     [
         (

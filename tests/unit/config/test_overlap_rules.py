@@ -3,6 +3,7 @@
 import pytest
 
 from megagrpo.config import ConfigError, load_config
+from tests.unit.for_each import for_each
 
 ALLOWED = [
     ["train.overlap=[param_gather]", "algorithm.steps_per_generation=2", "train.distributed_optimizer=true"],
@@ -91,7 +92,7 @@ def test_what_megatron_allows_loads(overrides):
     load_config("megagrpo:quickstart", ["model.precision=auto", *overrides])
 
 
-@pytest.mark.parametrize(("overrides", "problem"), REFUSED, ids=[text for _, text in REFUSED])
+@for_each(("overrides", "problem"), REFUSED)
 def test_what_cannot_overlap_is_refused_with_its_reason(overrides, problem):
     with pytest.raises(ConfigError) as raised:
         load_config("megagrpo:quickstart", ["model.precision=auto", *overrides])

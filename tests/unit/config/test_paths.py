@@ -14,6 +14,7 @@ from megagrpo.config.key_table import fields
 from megagrpo.config.paths import PATHS
 from megagrpo.data.data_sources import load_rows
 from megagrpo.rewards.reward_registry import resolve
+from tests.unit.for_each import for_each
 
 REPOSITORY = Path(__file__).parents[3]
 EVERYWHERE = """
@@ -161,7 +162,7 @@ def test_a_shipped_config_that_does_not_exist_is_named_with_the_nearest(tmp_path
         load_config("megagrpo:examples/cod")
 
 
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").rglob("*.yaml")), ids=lambda p: p.stem)
+@for_each("path", sorted((REPOSITORY / "configs").rglob("*.yaml")))
 def test_no_shipped_config_moves_an_earlier_run_aside(path):
     """Configs inherit, but a user's config must not inherit this key. `make quickstart` passes it for its own run."""
     assert "overwrite" not in yaml.safe_load(path.read_text()).get("run", {})

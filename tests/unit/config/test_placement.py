@@ -16,6 +16,7 @@ from megagrpo.sync.trainer_side.transport import Update, transport_class
 from megagrpo.sync.vllm_side.receiver import BlockSource, Receiver, receiver_class
 from megagrpo.sync.wire.tensor_index import WeightSyncError
 from megagrpo.trainer import engine_side, node_servers
+from tests.unit.for_each import for_each
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
 NODES = "run.nodes=2"
@@ -27,7 +28,7 @@ def config(*overrides):
     return load_config(QUICKSTART, overrides)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("overrides", "gpu", "one_host", "transport", "why"),
     [
         ([], False, True, "shared_memory", "single host"),
@@ -100,7 +101,7 @@ def test_a_transport_that_does_not_reach_the_servers_is_refused(overrides, gpu, 
         weight_path(config(*overrides), gpu, one_host)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("overrides", "message"),
     [
         (
@@ -164,9 +165,9 @@ def test_contradictions_are_refused_with_a_fix(overrides, message):
 OWN = "rollout.weight_sync_transport=package.module:Class"
 
 
-@pytest.mark.parametrize("overrides", [[], [URLS], [NODES, "rollout.servers=2"]], ids=str)
-@pytest.mark.parametrize("gpu", [False, True])
-@pytest.mark.parametrize("one_host", [False, True])
+@for_each("overrides", [[], [URLS], [NODES, "rollout.servers=2"]])
+@for_each("gpu", [False, True])
+@for_each("one_host", [False, True])
 def test_a_transport_of_ones_own_is_taken_wherever_the_servers_are(overrides, gpu, one_host):
     expected = ("package.module:Class", "set by rollout.weight_sync_transport")
     assert weight_path(config(OWN, *overrides), gpu, one_host) == expected

@@ -13,6 +13,7 @@ from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Rollout
 from tests.unit.data.test_chat_templates import QWEN3, QWEN3_THINKING, R1
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
+from tests.unit.for_each import for_each
 
 PRESETS = sorted((Path(__file__).parents[3] / "configs" / "presets").glob("*.yaml"))
 OWN = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: [{function: exact_number}]}\n"
@@ -25,7 +26,7 @@ def load(name: str, folder: Path):
     return load_config(mine)
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
+@for_each("path", PRESETS)
 def test_every_preset_loads_and_says_its_source_and_where_it_differs(path, tmp_path):
     load(path.stem, tmp_path)
     header = "".join(line for line in path.read_text().splitlines(keepends=True) if line.startswith("#"))
@@ -99,7 +100,7 @@ def test_the_notebook_brings_model_data_and_rewards_along(tmp_path):
     assert (config.lora.rank, config.lora.alpha) == (32, 32)
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
+@for_each("path", PRESETS)
 def test_a_preset_names_only_what_it_is_about(path):
     sections = yaml.safe_load(path.read_text()).keys()
     assert "parallel" not in sections and "run" not in sections

@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from megagrpo.config import RunConfig
+from tests.unit.for_each import for_each
 
 NEEDED = dict(
     model=dict(path="x"), data=dict(train=dict(source="x")), rewards=dict(functions=[dict(function="exact_number")])
@@ -15,7 +16,7 @@ def config(algorithm=None, **sections) -> RunConfig:
     return RunConfig.model_validate(NEEDED | sections | dict(algorithm=algorithm or {}))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("sections", "problem"),
     [
         (
@@ -69,7 +70,6 @@ def config(algorithm=None, **sections) -> RunConfig:
             "train.warmup_steps: 13 exceeds the run's 12 optimizer steps",
         ),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_makes_no_sense_is_refused(sections, problem):
     with pytest.raises(ValidationError) as caught:

@@ -3,6 +3,7 @@
 import pytest
 
 from megagrpo.config import ConfigError, load_config
+from tests.unit.for_each import for_each
 
 SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: [{function: exact_number}]}\n"
 REFUSED = {
@@ -92,7 +93,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("override", REFUSED)
+@for_each("override", REFUSED)
 def test_what_contradicts_itself_is_refused(override, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(SMALLEST)

@@ -7,6 +7,7 @@ import pytest
 from megagrpo.config import ConfigError, ProblemError, load_config
 from megagrpo.proof.plan.code_problems import code_problems
 from megagrpo.proof.plan.notes import layout_notes
+from tests.unit.for_each import for_each
 
 SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: [{function: exact_number}]}\n"
 EPOCHS = ["run.max_steps=null", "rollout.prompts_per_step=4"]
@@ -18,7 +19,7 @@ def load(tmp_path):
     return lambda *overrides: load_config(tmp_path / "mine.yaml", overrides)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("epochs", "prompts", "steps"),
     [
         ("1", 24, 6),

@@ -21,6 +21,7 @@ from megagrpo.config.key_table import fields, section_of
 from megagrpo.config.overrides import holds_texts, is_text, read_override, types_of
 from megagrpo.config.paths import PATHS, anchored
 from megagrpo.config.yaml_text import block_text, parse_yaml
+from tests.unit.for_each import for_each
 
 
 def concrete(key: str) -> str:
@@ -198,9 +199,7 @@ def test_a_job_script_hands_the_text_on(here):
     assert out == [*words[:2], f"data.train.source={Path.home()}/x.jsonl"]
 
 
-@pytest.mark.parametrize(
-    "word", ["off", "no", "yes", "on", "n", "1_000", "1e3", "12:30:45", "2024-01-01", "0o7", "~", "null", "="]
-)
+@for_each("word", ["off", "no", "yes", "on", "n", "1_000", "1e3", "12:30:45", "2024-01-01", "0o7", "~", "null", "="])
 def test_what_yaml_1_1_reads_otherwise_is_written_in_quotes(here, word):
     config = load_config("run.yaml", [f"data.columns={{{word!r}: {word!r}}}", f"run.output_dir={here}"])
     assert yaml.safe_load(save_resolved(config, here).read_text())["data"]["columns"] == {word: word}
@@ -222,10 +221,13 @@ ODD_PATHS = {
 }
 
 
-@pytest.mark.parametrize("typed", ODD_PATHS)
-@pytest.mark.parametrize("key", PATHS)
-def test_every_key_of_type_path_follows_one_rule_from_a_file_the_command_line_and_python(here, monkeypatch, key, typed):
-    folder = here / "cfg"
+@for_each("typed", ODD_PATHS)
+@for_each("key", PATHS)
+def test_every_key_of_type_path_follows_one_rule_from_a_file_the_command_line_and_python(
+    tmp_path, monkeypatch, key, typed
+):
+    here, folder = tmp_path, tmp_path / "cfg"
+    monkeypatch.chdir(here)
     folder.mkdir()
     ending = {"data.train.source": ".jsonl", "data.eval.source": ".jsonl", "evaluation.sets.*.source": ".jsonl"}.get(
         key, ""
@@ -291,7 +293,7 @@ def test_defaults_and_the_config_itself_may_be_in_the_home_folder(here, monkeypa
     assert load_config(here / "own.yaml").data.train.source == f"{here}/home/a.jsonl"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("content", "message"),
     [
         (b"\xef\xbb\xbf" + SMALLEST.encode(), None),

@@ -20,6 +20,7 @@ from megagrpo.data.step_samples import StepSamples
 from megagrpo.train_types import LossInputs
 from megagrpo.trainer.rollout.sample_metrics import rollout_metrics, staleness
 from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, Turn
+from tests.unit.for_each import for_each
 
 ADVANTAGES = torch.tensor([[1.5, -0.5, 0.25, -1.25]])
 RULES = PackingRules(max_tokens=24, share_prompts=True, mask_truncated=True)
@@ -65,9 +66,9 @@ def tokens_of(scored: ScoredRollout) -> list[tuple[Rollout, int]]:
     return [(of, i) for of in of_all for i in np.flatnonzero(of.written).tolist()]
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("share_prompts", [False, True])
+@for_each("loss_type", ["grpo", "dapo", "dr_grpo"])
+@for_each("ranks", [1, 2, 3])
+@for_each("share_prompts", [False, True])
 def test_a_trajectory_is_one_sequence_of_the_loss_in_every_layout(loss_type, ranks, share_prompts):
     algorithm, scored = AlgorithmSection(loss_type=loss_type, mask_truncated_completions=True), group()
     loss, average = make_loss(algorithm), algorithm.loss.average

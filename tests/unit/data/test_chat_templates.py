@@ -9,6 +9,7 @@ from megagrpo.data.chat_templates import check_kwargs, opened_thought, variables
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import load_tokenizer, tokenizer_of
 from tests.unit.data.test_tokenizer import CHATML, LLAMA_2, chat_folder, sentencepiece_model  # noqa: F401
+from tests.unit.for_each import for_each
 
 # The ends of the generation prompts of public templates, after a ChatML beginning.
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -66,7 +67,7 @@ def prompt_of(folder, rows=({"prompt": QUESTION},), **data):
     return prompts._tokenizer.decode(prompt.token_ids, special=True), prompt.opened
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("template", "kwargs", "end", "opened"),
     [
         (QWEN3, {}, "<|im_start|>assistant\n", ""),
@@ -95,7 +96,7 @@ def test_a_template_gets_its_variables_and_says_what_it_opens(chat_folder, tmp_p
     assert template == "none" or prompt_of(tmp_path, chat_template_kwargs=kwargs) == (text, opened)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("prompt", "template", "opened"),
     [
         ("Show your work. Assistant: Let me think.\n<think>", "none", "<think>"),

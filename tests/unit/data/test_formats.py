@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from megagrpo.config import DatasetSection
 from megagrpo.data.data_sources import load_rows
 from megagrpo.rewards.workers.channel import as_json, from_json
+from tests.unit.for_each import for_each
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(
     [
@@ -227,7 +228,7 @@ def test_a_cell_of_csv_may_be_long_and_hold_lines(tmp_path):
     assert read(tmp_path / "a.csv") == [{"prompt": "x\r\n" * 100_000, "answer": "1"}, {"prompt": "", "answer": "2"}]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "content", "message"),
     [
         ("a.jsonl", b"", "is empty (0 bytes); name a file with rows"),

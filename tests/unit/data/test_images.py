@@ -18,6 +18,7 @@ from megagrpo.data.tokenizer import load_tokenizer
 from megagrpo.models.bridge.image_facts import processor_of
 from megagrpo.models.families.hf_config import parse_hf_config
 from tests.distributed.tiny_vision import image, tokenizer, write_model
+from tests.unit.for_each import for_each
 from tests.unit.models.families.more_published_configs import MORE
 from tests.unit.models.families.published_configs import published
 
@@ -194,7 +195,7 @@ def test_an_image_is_turned_as_its_exif_says(folder, tmp_path):
     assert len(prompt.inputs["pixel_values"]) == 12
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("row", "said"),
     [
         (dict(prompt="a", image=dict(bytes=b"none", path=None)), "has an image that cannot be read: UnidentifiedImage"),

@@ -7,6 +7,7 @@ import torch
 from megagrpo.data.packing import PackingRules, assign, build_micro_batch, imbalances, pack, padded
 from megagrpo.records.metrics import values_of
 from megagrpo.train_types import StepTerms, TrainSample
+from tests.unit.for_each import for_each
 
 SHARE = PackingRules(max_tokens=64, share_prompts=True)
 
@@ -36,8 +37,8 @@ def test_labels_are_the_next_token_and_the_mask_says_which_are_responses():
     assert batch.rollout_logprobs.tolist() == [0, -1, -1, -1, 0, -1, 0]
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@for_each("seed", range(6))
+@for_each("num_ranks", [1, 3])
 def test_every_token_lands_in_exactly_one_micro_batch_within_the_budget(seed, num_ranks):
     samples, rules = random_samples(seed), PackingRules(max_tokens=64)
     batches = [pack(samples, rules, rank, num_ranks) for rank in range(num_ranks)]
@@ -49,8 +50,8 @@ def test_every_token_lands_in_exactly_one_micro_batch_within_the_budget(seed, nu
     assert {(b.num_tokens, b.num_sequences) for b in batches} == {(batches[0].num_tokens, len(samples))}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 5])
-@pytest.mark.parametrize(("at_least", "multiple_of"), [(1, 1), (2, 1), (3, 4)])
+@for_each("num_ranks", [1, 2, 5])
+@for_each(("at_least", "multiple_of"), [(1, 1), (2, 1), (3, 4)])
 def test_every_rank_gets_the_same_admissible_number_of_micro_batches(num_ranks, at_least, multiple_of):
     rules = PackingRules(max_tokens=50, at_least=at_least, multiple_of=multiple_of)
     counts = {len(pack(random_samples(1), rules, rank, num_ranks).micro_batches) for rank in range(num_ranks)}
@@ -133,7 +134,7 @@ def loss_tokens(rows):
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@for_each("seed", range(60))
 def test_any_mix_is_packed_whole_within_the_budget_evenly_and_alike_on_every_rank(seed):
     mix = random_mix(seed)
     rules = mix.rules
@@ -160,7 +161,7 @@ def test_any_mix_is_packed_whole_within_the_budget_evenly_and_alike_on_every_ran
     assert all(b.packing == batches[0].packing for b in batches)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@for_each("seed", range(60))
 def test_no_micro_batch_and_no_rank_is_fuller_than_another_by_more_than_the_longest_sample(seed):
     draw = random.Random(seed)
     spread = draw.choice([1, 10, 400])
@@ -194,7 +195,7 @@ def naive_bins(lengths, budget, per_rank, ranks):
         per_rank += 1
 
 
-@pytest.mark.parametrize("seed", range(200))
+@for_each("seed", range(200))
 def test_the_bins_are_those_of_the_naive_search(seed):
     draw = random.Random(seed)
     budget, ranks, least = draw.choice([64, 100, 401, 4096]), draw.choice([1, 2, 3, 7]), draw.choice([1, 2, 4])

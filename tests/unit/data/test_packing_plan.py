@@ -4,12 +4,12 @@ import random
 from dataclasses import fields, replace
 
 import numpy as np
-import pytest
 import torch
 
 from megagrpo.data.packing import PackingRules, SampleShapes, build_batch, build_micro_batch, pack, plan_packing, slices
 from megagrpo.train_types import TrainSample
 from tests.unit.data.naive_packing import naive_micro_batch, naive_pack
+from tests.unit.for_each import for_each
 
 
 def random_group(draw, index, longest):
@@ -62,7 +62,7 @@ def assert_same_bits(found, expected):
             assert one == other, field.name
 
 
-@pytest.mark.parametrize("seed", range(100))
+@for_each("seed", range(100))
 def test_plan_counts_and_every_bit_of_the_micro_batches_are_those_of_packing_sample_by_sample(seed):
     samples, rules, ranks = problem(seed)
     plan = plan_packing(SampleShapes.of(samples, rules), rules, ranks)
@@ -78,13 +78,13 @@ def test_plan_counts_and_every_bit_of_the_micro_batches_are_those_of_packing_sam
             assert_same_bits(found, naive_micro_batch(chosen, rules))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@for_each("seed", range(40))
 def test_a_micro_batch_without_limits_is_that_of_packing_sample_by_sample(seed):
     samples = problem(seed)[0]
     assert_same_bits(build_micro_batch(samples), naive_micro_batch(samples))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@for_each("seed", range(40))
 def test_the_plan_of_a_slice_is_that_of_its_samples_alone(seed):
     samples, rules, ranks = problem(seed)
     shapes = SampleShapes.of(samples, rules)

@@ -15,6 +15,7 @@ from megagrpo.data.prompts import PromptSource, prompt_reader
 from megagrpo.data.sampling import sampling_of
 from megagrpo.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
 from megagrpo.trainer.evaluation.sets import load_sets
+from tests.unit.for_each import for_each
 
 USER = {"role": "user", "content": "2 + 2?"}
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": None}}}
@@ -89,8 +90,8 @@ def test_plain_text_begins_with_one_bos_whoever_wrote_it(tokenizers, tmp_path, k
     assert prompts.warnings == []
 
 
-@pytest.mark.parametrize("kind", ["hf", "hf with bos", "sentencepiece"])
-@pytest.mark.parametrize(("template", "mark"), list(zip(TEMPLATES, MARKS, strict=True)))
+@for_each("kind", ["hf", "hf with bos", "sentencepiece"])
+@for_each(("template", "mark"), list(zip(TEMPLATES, MARKS, strict=True)))
 def test_a_prompt_that_holds_the_template_s_text_is_a_warning(tokenizers, tmp_path, kind, template, mark):
     tokenizer = tokenizers[kind]
     if kind == "hf" and template == "plain words":  # the mark is also a mark inside messages
@@ -133,7 +134,7 @@ def test_rendered_prompts_of_a_held_out_set_are_a_warning(tokenizers, tmp_path):
 # ------------------------------------------------------------------------------------------------------------- messages
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("stored", "prompt"),
     [
         ("text", "text"),
@@ -194,7 +195,7 @@ def test_fields_that_arrow_added_are_left_out(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("stored", "message"),
     [
         (None, "must be a string or chat messages (got None)"),

@@ -19,6 +19,7 @@ from megagrpo.config import DataSection
 from megagrpo.data.prompt_order import PromptOrder
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import HuggingFaceTokenizer
+from tests.unit.for_each import for_each
 
 ADDITION = Path(__file__).parents[3] / "configs" / "data"
 ROWS = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n), "level": n} for n in range(10)]
@@ -275,7 +276,7 @@ def test_rows_of_sharegpt_get_a_hint(tokenizer, tmp_path):
         source(tokenizer, tmp_path / "s.jsonl", prompt_column="conversations")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "path, arguments, expected",
     [
         ("missing.jsonl", {}, ["data.train.source: no file or folder", "missing.jsonl"]),

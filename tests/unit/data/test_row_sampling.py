@@ -25,6 +25,7 @@ from megagrpo.train_types import TrainSample
 from megagrpo.trainer.rollout.async_rollouts import packed, unpacked
 from megagrpo.types import Penalties, Prompt, Rollout, SamplingParams, ScoredRollout
 from tests.unit.data.test_prompts import tokenizer  # noqa: F401 (a fixture)
+from tests.unit.for_each import for_each
 
 
 def run(*overrides):
@@ -49,7 +50,7 @@ def test_a_cell_is_a_mapping_or_its_json_text_or_empty(tokenizer, tmp_path):  # 
     assert [prompt.sampling for prompt in held_out] == [{}, {}, {}]  # evaluation has its own parameters
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("cell", "problem"),
     [
         ({"temprature": 1.0}, "has `temprature`; did you mean `temperature`"),

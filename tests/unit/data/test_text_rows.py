@@ -7,6 +7,7 @@ import pytest
 from megagrpo.config import DatasetSection
 from megagrpo.data.data_sources import load_rows
 from megagrpo.data.text_rows import JsonRows
+from tests.unit.for_each import for_each
 
 ROWS = [
     {
@@ -58,7 +59,7 @@ def test_a_row_without_a_column_has_none_there(tmp_path):
     assert list(rows[:1]) == [rows[0]] and list(rows.select([1, 0])) == [rows[1], rows[0]] and len(JsonRows([])) == 0
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "content", "message"),
     [
         ("a.jsonl", '{"a": 1}\n\n{"a": 1,}\n', "line 3, column 9 is not valid JSON: "),

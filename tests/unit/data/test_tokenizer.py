@@ -15,6 +15,7 @@ from megagrpo.data.token_texts import TokenTexts
 from megagrpo.data.tokenizer import load_tokenizer, read_chat_template
 from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.proof.plan.files import tokenizer_problems
+from tests.unit.for_each import for_each
 
 SENTENCES = [f"What is {a} + {b}? The sum of {a} and {b} is {a + b}." for a in range(20) for b in range(20)]
 CHATML = (
@@ -193,7 +194,7 @@ def test_a_missing_tokenizer_is_named(tmp_path):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["What is 3 + 7?", " two  spaces ", "né ☃ \n\ttabs", "", "<start_of_turn>user"])
+@for_each("text", ["What is 3 + 7?", " two  spaces ", "né ☃ \n\ttabs", "", "<start_of_turn>user"])
 def test_a_sentencepiece_model_gives_the_ids_and_text_of_sentencepiece(sentencepiece_model, text):
     ours, theirs = (
         load_tokenizer(sentencepiece_model),

@@ -11,6 +11,7 @@ import pytest
 
 import megagrpo.engine.fleet as fleet_module
 from megagrpo.engine.fleet import TRANSITIONS, Event, Fleet, State
+from tests.unit.for_each import for_each
 
 PATHS = {  # state -> the reports that bring server "a" of the servers "a" and "b" into it
     State.JOINING: lambda fleet: (fleet.follow(["b"]), fleet.follow(["a", "b"])),
@@ -74,8 +75,8 @@ def fleet_in(state, **options):
     return fleet
 
 
-@pytest.mark.parametrize("event", Event, ids=lambda event: event.value)
-@pytest.mark.parametrize("state", State, ids=lambda state: state.value)
+@for_each("event", Event)
+@for_each("state", State)
 def test_a_server_moves_as_the_table_shows(state, event):
     fleet, (expected, allowed) = fleet_in(state), after(state, event)
     if allowed:
@@ -172,7 +173,7 @@ def test_no_server_starts_while_servers_sleep():
     assert fleet.may_start("a") and fleet.state("a") is State.STARTING
 
 
-@pytest.mark.parametrize("state", State, ids=lambda state: state.value)
+@for_each("state", State)
 def test_sleep_waits_for_servers_that_may_hold_gpu_memory_if_servers_may_return(state):
     waits = state in (State.STARTING, State.SILENT, State.EXCLUDED)
     assert fleet_in(state, patience=1.0).unsettled() == ["a"] * waits and fleet_in(state).unsettled() == []

@@ -9,6 +9,7 @@ import pytest
 
 from megagrpo.engine.responses import InvalidResponse, Response, Span, joined, read_response
 from tests.unit.engine.test_async_client import choice
+from tests.unit.for_each import for_each
 
 
 def naive(content, max_tokens):
@@ -78,7 +79,7 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("kind", BODIES)
+@for_each("kind", BODIES)
 def test_a_body_is_read_or_refused_as_by_the_naive_reader(kind):
     content = json.dumps(BODIES[kind]).encode()
     try:

@@ -8,6 +8,7 @@ from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.protocol import EngineError
 from megagrpo.engine.responses import Ending, find_ending
 from tests.unit.engine.test_async_client import PROMPT, SAMPLING, choice, scripted
+from tests.unit.for_each import for_each
 
 WORDS = ["It", " is", " <ans", "wer>9", "</an", "swer>\n", "So", "", "é"]  # token 7 is a special token without text
 STOP = "</answer>"
@@ -17,7 +18,7 @@ def decode(ids):
     return "".join(WORDS[i] for i in ids)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("ids", "stop", "kept", "cut"),
     [
         ([0, 1], (STOP,), Ending(2, "It is", ""), None),

@@ -21,6 +21,7 @@ from megagrpo.types import Prompt, SamplingParams, ScoredRollout
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
 from tests.unit.engine.stand_ins import StandIn
 from tests.unit.environments.test_trajectories import HERMES
+from tests.unit.for_each import for_each
 
 AGENT = '''
 """Asks once, then for two answers at once."""
@@ -205,7 +206,7 @@ def all_of(stream, ids, rng=None):
     return sent
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_whatever_the_tokens_a_stream_sends_the_beginning_of_their_text(tokenizer, seed):
     rng = random.Random(seed)
     parts = ["a", " ", "é", "語", "🙂", "\n", "<tool_call>", "<tool", "STOP", "ST", "<think>", "\ufffd", "</s>"]

@@ -25,6 +25,7 @@ from megagrpo.environments.responders import Responders
 from megagrpo.trainer.rollout.collector import numbered
 from megagrpo.types import Prompt, Rollout, SamplingParams, Turn
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
+from tests.unit.for_each import for_each
 
 HERMES = (Path(__file__).parents[3] / "configs" / "templates" / "hermes_tools.jinja").read_text()
 PLUGINS = '''
@@ -424,7 +425,7 @@ def test_episodes_die_with_their_worker_and_a_killed_worker_is_noticed_at_once(r
     assert not episode.is_running()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("section", "problem"),
     [
         (dict(environment="NoReset"), "`NoReset` must be a class with a method `reset`"),
@@ -449,7 +450,6 @@ def test_episodes_die_with_their_worker_and_a_killed_worker_is_noticed_at_once(r
         ),
         (dict(tools=["nowhere.py:f"]), "multi_turn.tools.0: no file .*nowhere.py"),
     ],
-    ids=lambda value: str(value)[:40],
 )
 def test_what_cannot_be_used_is_refused_before_training(responders, section, problem):
     with pytest.raises(ValueError, match=problem):

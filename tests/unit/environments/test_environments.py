@@ -536,8 +536,18 @@ else:
 """
 
 
-@pytest.mark.parametrize("end", ["close", "SIGKILL"])
-@pytest.mark.parametrize("kind", ["environment", "agent", "tools"])
+REST_OF_ENDS = [("environment", "close"), ("agent", "SIGKILL"), ("tools", "close")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "end"),
+    [
+        ("environment", "SIGKILL"),
+        ("agent", "close"),
+        ("tools", "SIGKILL"),
+        *[pytest.param(*both, marks=pytest.mark.full) for both in REST_OF_ENDS],
+    ],
+)
 def test_what_user_code_has_started_ends_with_the_run(tmp_path, kind, end):
     (tmp_path / "mine.py").write_text(SHELL)
     words = [sys.executable, "-c", RUN, kind, str(tmp_path / "mine.py"), str(tmp_path / "note"), end]

@@ -11,6 +11,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 from megagrpo.environments.calculator import calculator
 from megagrpo.environments.tool_calls import as_message, hermes
 from megagrpo.environments.tool_schema import tool_schema
+from tests.unit.for_each import for_each
 
 
 def plain(query: str, limit: int = 3) -> str:
@@ -118,7 +119,7 @@ def wrapped(*bodies: Any) -> str:
 ADD = {"name": "add", "arguments": {"a": 1}}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "content", "calls"),
     [
         ("It is 4.", "It is 4.", []),
@@ -150,7 +151,7 @@ def test_hermes_calls_are_read(text, content, calls):
     assert hermes(text) == (content, calls)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "argument",
     [
         *(
@@ -173,7 +174,6 @@ def test_hermes_calls_are_read(text, content, calls):
             "\U0001f600" * 2000,
         ),
     ],
-    ids=lambda argument: argument[:12],
 )
 def test_an_argument_holds_any_text(argument):
     call = {"name": "write", "arguments": {"path": "a", "content": argument, "more": {"list": [argument, {"x": None}]}}}
@@ -199,7 +199,7 @@ def test_calls_in_a_thought_do_not_count(text, content, calls):
     assert hermes(text) == (text if content is None else content, calls)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "part",
     [
         *(
@@ -226,7 +226,7 @@ def test_a_hostile_text_takes_linear_time(part):
     assert all("error" in call or call["name"] == "a" for call in calls) and len(content) <= len(part) * 50_000
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("body", "problem"),
     [
         ("{'name': 'add'}", "not valid JSON"),
@@ -246,21 +246,6 @@ def test_a_hostile_text_takes_linear_time(part):
         (json.dumps(ADD) + json.dumps(ADD), "not valid JSON: </tool_call> must follow the object"),
         ("9" * 5000, "not valid JSON: Exceeds the limit"),
     ],
-    ids=[
-        "quotes",
-        "list",
-        "name",
-        "arguments",
-        "text",
-        "nesting",
-        "empty",
-        "string",
-        "brace",
-        "in quotes",
-        "two braces",
-        "two",
-        "digits",
-    ],
 )
 def test_broken_calls_say_what_is_wrong(body, problem):
     (call, after) = hermes(wrapped(body, ADD))[1]
@@ -268,7 +253,7 @@ def test_broken_calls_say_what_is_wrong(body, problem):
     assert as_message("x", [call]) == {"role": "assistant", "content": "x"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("expression", "result"),
     [
         ("2 + 3 * 4", "14"),
@@ -293,7 +278,7 @@ def test_the_calculator_computes(expression, result):
     assert calculator(expression) == result
 
 
-@pytest.mark.parametrize(
+@for_each(
     "expression",
     [
         *(

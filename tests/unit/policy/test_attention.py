@@ -8,6 +8,7 @@ import torch
 
 from megagrpo.policy.attention.causal import BLOCK_QUERIES, MAX_GROUPED_LENGTH, Scores, Window, causal_attention
 from megagrpo.policy.attention.packed import MIN_FILL, TorchAttention, batch_sequences, pack_params
+from tests.unit.for_each import for_each
 
 
 def attention(
@@ -46,10 +47,8 @@ def naive(query, key, value, borders, scale, window=None, softcap=None, sinks=No
     return out.flatten(1)
 
 
-@pytest.mark.parametrize(
-    "lengths", [[5, 40, 1, 39, 0, 12, 44, 3], [MAX_GROUPED_LENGTH + 20, 7, MAX_GROUPED_LENGTH], [1], [30]], ids=str
-)
-@pytest.mark.parametrize(("groups", "width"), [(1, 16), (2, 16), (6, 16), (6, 10)])
+@for_each("lengths", [[5, 40, 1, 39, 0, 12, 44, 3], [MAX_GROUPED_LENGTH + 20, 7, MAX_GROUPED_LENGTH], [1], [30]])
+@for_each(("groups", "width"), [(1, 16), (2, 16), (6, 16), (6, 10)])
 def test_a_pack_gives_values_and_gradients_of_its_sequences_alone(lengths, groups, width):
     torch.manual_seed(0)
     borders = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -66,8 +65,8 @@ def test_a_pack_gives_values_and_gradients_of_its_sequences_alone(lengths, group
         torch.testing.assert_close(grad, reference, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("lengths", [[5, 40, 1, 39, 8], [2 * BLOCK_QUERIES + 44, 9]], ids=str)
-@pytest.mark.parametrize(("window", "softcap"), [(8, None), (300, None), (None, 2.0), (8, 2.0)])
+@for_each("lengths", [[5, 40, 1, 39, 8], [2 * BLOCK_QUERIES + 44, 9]])
+@for_each(("window", "softcap"), [(8, None), (300, None), (None, 2.0), (8, 2.0)])
 def test_windows_and_caps_give_values_and_gradients_of_the_formula(lengths, window, softcap):
     torch.manual_seed(0)
     borders = torch.tensor([0, *lengths]).cumsum(0).int()

@@ -1,13 +1,13 @@
 """Which gradients are finite, found without a copy of them."""
 
-import pytest
 import torch
 
 from megagrpo.policy.finite import _finite
+from tests.unit.for_each import for_each
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("place", [0, 4095, 99999])
+@for_each("bad", [float("nan"), float("inf"), float("-inf")])
+@for_each("place", [0, 4095, 99999])
 def test_one_bad_element_is_seen_wherever_it_is(bad, place):
     tensors = [torch.randn(100_000), torch.randn(100_000), torch.randn(3, 5)]
     tensors[1][place] = bad

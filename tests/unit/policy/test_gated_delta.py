@@ -1,10 +1,10 @@
 """The gated delta rule in chunks against its recurrence, token by token in float64."""
 
-import pytest
 import torch
 from torch import Tensor
 
 from megagrpo.policy.attention.gated_delta import gated_delta_rule
+from tests.unit.for_each import for_each
 
 
 def naive(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
@@ -31,8 +31,8 @@ def inputs(length: int, dtype: torch.dtype, strongest: float = 1.0) -> list[Tens
     return [query, key, value, -strongest * decay.abs(), beta.sigmoid()]
 
 
-@pytest.mark.parametrize("length", [1, 5, 63, 64, 65, 130])
-@pytest.mark.parametrize("strongest", [0.01, 1.0, 30.0])
+@for_each("length", [1, 5, 63, 64, 65, 130])
+@for_each("strongest", [0.01, 1.0, 30.0])
 def test_outputs_and_gradients_are_those_of_the_recurrence(length, strongest):
     given = [x.requires_grad_() for x in inputs(length, torch.float64, strongest)]
     found, expected = gated_delta_rule(*given), naive(*given)

@@ -13,6 +13,7 @@ from megagrpo.policy.metric_sums import MetricsOfRanks, merged, on_host
 from megagrpo.records.metrics import reduce_updates, values_of
 from megagrpo.train_types import Metric
 from tests.message_log import objects, record
+from tests.unit.for_each import for_each
 
 
 def parts(seed):
@@ -32,7 +33,7 @@ def of(tokens):
     }
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_every_metric_is_reduced_as_it_says_and_its_name_says_nothing(seed):
     batches = parts(seed)
     everyone = [token for tokens in batches for token in tokens]

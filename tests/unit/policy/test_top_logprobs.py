@@ -6,6 +6,7 @@ import torch
 from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.top_logprobs import top_logprobs
 from megagrpo.types import Truncation
+from tests.unit.for_each import for_each
 
 
 def problem(dtype: torch.dtype = torch.float64):
@@ -21,8 +22,8 @@ def naive(hidden, weight, k, temperature, vocab_size, cap):
     return (logits / temperature).log_softmax(-1).topk(k, dim=-1)
 
 
-@pytest.mark.parametrize("cap", [None, 3.0])
-@pytest.mark.parametrize(("k", "vocab_size", "chunk"), [(1, 37, 4), (5, 37, 256), (37, 37, 3), (40, None, 4)])
+@for_each("cap", [None, 3.0])
+@for_each(("k", "vocab_size", "chunk"), [(1, 37, 4), (5, 37, 256), (37, 37, 3), (40, None, 4)])
 def test_values_and_ids_are_those_of_a_full_softmax(k, vocab_size, chunk, cap):
     hidden, weight, labels = problem()
     task = HeadTask(labels, temperature=0.7, vocab_size=vocab_size, chunk=chunk, logit_cap=cap)

@@ -5,6 +5,7 @@ from megagrpo.platform import device
 from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 from megagrpo.train_types import RefHead
+from tests.unit.for_each import for_each
 
 VOCAB, PADDED, WIDTH = 37, 40, 16
 
@@ -27,10 +28,10 @@ def problem(num_tokens=11, distance=0.3, dtype=torch.float32):
     return hidden.requires_grad_(), weight.requires_grad_(), labels, *moved, upstream
 
 
-@pytest.mark.parametrize("chunk", [5, 16, 64])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("direction", ["forward", "reverse"])
-@pytest.mark.parametrize("cap", [None, 3.0])
+@for_each("chunk", [5, 16, 64])
+@for_each("temperature", [1.0, 0.7])
+@for_each("direction", ["forward", "reverse"])
+@for_each("cap", [None, 3.0])
 def test_value_and_gradient_equal_the_divergence_summed_over_the_vocabulary(cap, direction, temperature, chunk):
     hidden, weight, labels, ref_hidden, ref_weight, upstream = problem()
     options = dict(temperature=temperature, logit_cap=cap, vocab_size=VOCAB, chunk=chunk)

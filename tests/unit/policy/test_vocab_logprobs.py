@@ -6,6 +6,7 @@ from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 from megagrpo.types import Truncation
 from tests.naive_truncation import truncated_log_softmax
+from tests.unit.for_each import for_each
 
 
 def naive(hidden, weight, labels, temperature, vocab_size, cap=None):
@@ -23,9 +24,9 @@ def problem(num_tokens=11, seed=0):
     return hidden, weight, labels, torch.randn(num_tokens, generator=generator)
 
 
-@pytest.mark.parametrize("chunk", [3, 11, 64])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("vocab_size", [37, 40])
+@for_each("chunk", [3, 11, 64])
+@for_each("temperature", [1.0, 0.7])
+@for_each("vocab_size", [37, 40])
 def test_logprobs_entropy_and_gradients_equal_plain_log_softmax(chunk, temperature, vocab_size):
     hidden, weight, labels, upstream = problem()
     logprobs, entropy = vocab_logprobs(

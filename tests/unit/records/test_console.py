@@ -13,6 +13,7 @@ from megagrpo.platform.process.terminal import write_output
 from megagrpo.records.console import EVALUATION_COLUMNS, STEP_COLUMNS, ConsoleSink
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.types import Prompt, Rollout, ScoredRollout
+from tests.unit.for_each import for_each
 from tests.unit.records.completion_rows import completion_rows
 from tests.unit.records.test_metrics import CONFIG
 
@@ -32,8 +33,8 @@ def lines(*calls: tuple, terminal: bool = False, columns: int = 100, overrides: 
     return COLOURS.sub("", file.getvalue()).splitlines()
 
 
-@pytest.mark.parametrize("value", EXTREMES)
-@pytest.mark.parametrize(("terminal", "columns"), [(False, 80), (True, 100), (True, 300), (True, 72)])
+@for_each("value", EXTREMES)
+@for_each(("terminal", "columns"), [(False, 80), (True, 100), (True, 300), (True, 72)])
 def test_steps_evaluations_and_samples_with_extreme_values_fit_100_columns(value, terminal, columns):
     metrics = {name: value for _, name, _ in STEP_COLUMNS} | {
         f"time/{name}": 1e6 for name in ("generate", "train", "sync", "reward")

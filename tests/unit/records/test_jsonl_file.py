@@ -7,6 +7,7 @@ import pytest
 
 from megagrpo.records.jsonl_file import _MARK as MARK
 from megagrpo.records.jsonl_file import LONG, encoded
+from tests.unit.for_each import for_each
 
 
 def naive(rows: list[dict]) -> bytes:
@@ -22,7 +23,7 @@ def long(text: str) -> str:
 ALL = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "rows",
     [
         [{"step": 1, "a": long('"\\/\b\f\n\r\t\x00\x7f\u2028 <é 漢 🙂>'), "b": [1.5, -0.0, 1e-7, 10**30, True, None]}],
@@ -34,7 +35,6 @@ ALL = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
         [{"a": "x" * length} for length in (0, LONG - 1, LONG, LONG + 1)],
         [],
     ],
-    ids=["escapes", "all characters", "messages", "surrogates", "marks", "numbers", "lengths", "none"],
 )  # fmt: skip
 def test_lines_are_the_bytes_of_json_dumps(rows):
     assert encoded(rows) == naive(rows)

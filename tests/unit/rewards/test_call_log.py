@@ -15,6 +15,7 @@ from megagrpo.rewards.workers.pool import Call, _is_result_of
 from megagrpo.rewards.workers.values import MOST_NAMES, CallLog, is_logged
 from megagrpo.trainer.rollout.sample_metrics import rollout_metrics
 from megagrpo.types import Prompt, Rollout
+from tests.unit.for_each import for_each
 from tests.unit.records.completion_rows import completion_rows
 
 FUNCTIONS = """
@@ -138,7 +139,7 @@ def test_values_become_json():
     assert is_logged(json.loads(json.dumps(contents)), 6)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("function", "name", "value", "said"),
     [
         ("log_extra", "x", "ab", "the values are a str; give a list"),

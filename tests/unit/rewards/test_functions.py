@@ -15,6 +15,7 @@ from megagrpo.rewards.functions.text_rewards import (
     think_format,
     token_repetition,
 )
+from tests.unit.for_each import for_each
 
 
 def test_accuracy_takes_an_interval_for_an_inequality_and_as_trl_for_a_gold_inequality_alone():
@@ -124,7 +125,7 @@ def test_lone_surrogates_become_question_marks():
 R1 = "<think>\n"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("function", "prefix", "completion", "value"),
     [
         (think_format, R1, "It is 3.</think>3", 1.0),

@@ -11,6 +11,7 @@ import pytest
 from megagrpo.rewards.answers import boxed, final_answer
 from megagrpo.rewards.functions.math_accuracy import Cosine, accuracy, reasoning_accuracy
 from megagrpo.rewards.leaves import UnreadableError, same_value
+from tests.unit.for_each import for_each
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "answers.md").read_text()
@@ -43,7 +44,7 @@ def test_the_examples_of_the_page_have_their_values():
     assert found == EXAMPLES
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "prefix", "answer"),
     [
         (r"\boxed{1} and \boxed{\frac{1}{\sqrt{2}}}", "", r"\frac{1}{\sqrt{2}}"),
@@ -136,7 +137,7 @@ def test_a_text_that_sympy_computes_for_hours_is_not_tried(text):
         same_value("x", text)
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
+@for_each("kind", HOSTILE)
 def test_a_hostile_answer_is_wrong_soon_and_raises_nothing(kind):
     begun = time.process_time()
     assert accuracy([HOSTILE[kind]] * 3, answer=["5 km", "x+1", "(1, 2)"]) == [0.0] * 3

@@ -2,11 +2,10 @@
 
 from decimal import Decimal
 
-import pytest
-
 from megagrpo.rewards.answers import extractor
 from megagrpo.rewards.functions.numbers import last_number
 from megagrpo.rewards.functions.text_rewards import exact_number
+from tests.unit.for_each import for_each
 
 # Kind of writing: texts with the value of their last number.
 VALUES = {
@@ -64,13 +63,13 @@ NOTHING = (
 )
 
 
-@pytest.mark.parametrize("kind", VALUES)
+@for_each("kind", VALUES)
 def test_the_last_number_of_a_text(kind):
     found = {text: last_number(text) for text in VALUES[kind]}
     assert found == {text: Decimal(value) for text, value in VALUES[kind].items()}
 
 
-@pytest.mark.parametrize("text", NOTHING, ids=lambda text: text[:8])
+@for_each("text", NOTHING)
 def test_a_text_without_a_number_has_no_value(text):
     assert last_number(text) is None
 
@@ -112,7 +111,7 @@ ANSWERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("text, prefix, number", ANSWERS)
+@for_each("text, prefix, number", ANSWERS)
 def test_the_number_of_a_response_is_the_last_one_of_its_answer(text, prefix, number):
     assert exact_number([text], answer=[number or 5], prefixes=[prefix]) == [float(number is not None)]
     if not prefix:
@@ -143,7 +142,7 @@ def test_a_gold_without_a_number_or_with_several_scores_nothing():
     assert exact_number(texts, answer=golds) == [1.0, 0.0, 1.0, None, None, None, None, 1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "gold",
     [
         72,
@@ -182,7 +181,7 @@ NOT_PLAIN = [
 NOT_PLAIN += ["1/2/2024", "1.000.000,50", "±5", "1e99999", [72, 73]]
 
 
-@pytest.mark.parametrize("gold", NOT_PLAIN, ids=repr)
+@for_each("gold", NOT_PLAIN)
 def test_a_gold_that_is_no_plain_number_is_named(gold):
     assert vars(exact_number)["row_fault"](answer=gold) == f"`answer` is no plain number: {gold!r}"
     assert len(vars(exact_number)["row_fault"](answer="no number " * 99)) < 120
@@ -211,6 +210,6 @@ HOSTILE = [
 HOSTILE += ["1^{1", "1,00,", "\n", "1.2.3\n", "0x", "+/-", "1 000 ", r"\boxed{", "<answer>", "####"]
 
 
-@pytest.mark.parametrize("part", HOSTILE)
+@for_each("part", HOSTILE)
 def test_a_hostile_text_takes_linear_time(part):
     assert exact_number([part * (60_000 // len(part)) + "x"], answer=["72"]) == [0.0]

@@ -17,6 +17,7 @@ from megagrpo.rewards.functions.program_tests import TEST_COLUMNS
 from megagrpo.rewards.functions.program_text import program_of
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
+from tests.unit.for_each import for_each
 
 TABLE = [json.loads(line) for line in (Path(__file__).parents[2] / "data" / "programs.jsonl").read_text().splitlines()]
 OF_EACH_SHAPE = 2  # rows of the table that run in each test run
@@ -67,7 +68,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end, value", ENDS.items())
+@for_each("end, value", ENDS.items())
 def test_a_program_passes_if_it_ends_with_status_0_after_its_output(end, value):
     assert score(f"print(3)\n{end}", expected_output="3") == value
 
@@ -137,7 +138,7 @@ BLOCKS = [  # response, names that the tests call, program
 ]
 
 
-@pytest.mark.parametrize("response, names, program", BLOCKS)
+@for_each("response, names, program", BLOCKS)
 def test_one_rule_says_which_block_is_the_program(response, names, program):
     assert program_of(response, frozenset(names.split()), "", STUB if names else "") == program
 
@@ -242,7 +243,7 @@ FAULTS = [  # tests, columns, fault
 ]
 
 
-@pytest.mark.parametrize("tests, columns, fault", FAULTS, ids=lambda value: repr(value)[:30])
+@for_each("tests, columns, fault", FAULTS)
 def test_a_row_that_cannot_be_scored_is_named_and_its_responses_get_none(tests, columns, fault):
     said = made().row_fault(tests=tests, answer="other columns are ignored", **columns)
     assert said is not None and re.search(fault, said), said
@@ -291,7 +292,7 @@ PASSES = {  # tests that `add` passes and WRONG does not
 }
 
 
-@pytest.mark.parametrize("tests", PASSES.values(), ids=PASSES)
+@for_each("tests", PASSES.values())
 def test_tests_of_any_form_tell_a_right_program_from_a_wrong_one(tests):
     columns = {"fn_name": "add"} if "3" in str(tests) and "output" in str(tests) else {}
     assert (score(ADD, tests, **columns), score(WRONG, tests, **columns)) == (1.0, 0.0)
@@ -331,7 +332,7 @@ SHARES = [  # program, tests, columns, share
 ]
 
 
-@pytest.mark.parametrize("program, tests, columns, share", SHARES)
+@for_each("program, tests, columns, share", SHARES)
 def test_with_partial_each_shape_gives_the_share_of_its_tests(program, tests, columns, share):
     assert score(program, tests, partial=True, **columns) == share and score(program, tests, **columns) == 0.0
 
@@ -354,7 +355,7 @@ VALUES = [  # body of f, expected value, reward
 ]
 
 
-@pytest.mark.parametrize("body, expected, value", VALUES)
+@for_each("body, expected, value", VALUES)
 def test_returned_values_are_compared_as_json_reads_them(body, expected, value):
     assert score(f"def f(x):\n    {body}", {"fn_name": "f", "inputs": [[1]], "outputs": [expected]}) == value
 

@@ -27,6 +27,7 @@ from megagrpo.rewards.functions.text_rewards import (
 )
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
+from tests.unit.for_each import for_each
 
 VECTORS = Path(__file__).parents[2] / "vectors"
 TRL, SWIFT, NOTEBOOK = (
@@ -38,7 +39,7 @@ TRL, SWIFT, NOTEBOOK = (
 UNREADABLE_GOLD = {"words"}
 
 
-@pytest.mark.parametrize("case", TRL["accuracy_reward"])
+@for_each("case", TRL["accuracy_reward"])
 def test_accuracy_as_trl(case):
     assert accuracy([case["completion"]], solution=[case["solution"]], as_trl=True) == [case["reward"]]
 
@@ -66,13 +67,13 @@ def test_cosine_as_trl():
         assert Cosine().value(right, length, defaults["max_len"]) == pytest.approx(case["reward"], rel=1e-12)
 
 
-@pytest.mark.parametrize("case", TRL["repetition_penalty_reward"])
+@for_each("case", TRL["repetition_penalty_reward"])
 def test_token_repetition_as_trl(case):
     value = token_repetition([case["completion_ids"]], ngram_size=case["ngram_size"], max_penalty=case["max_penalty"])
     assert value == pytest.approx([case["reward"]], rel=1e-12)
 
 
-@pytest.mark.parametrize("case", TRL["soft_overlong_punishment"])
+@for_each("case", TRL["soft_overlong_punishment"])
 def test_soft_overlong_as_trl(case):
     ids = [[1] * case["length"]]
     value = soft_overlong(ids, case["max_completion_len"], cache_length=case["soft_punish_cache"])
@@ -90,7 +91,7 @@ def test_react_format_as_ms_swift(case):
     assert react_format([case["completion"]]) == [case["reward"]]
 
 
-@pytest.mark.parametrize("case", SWIFT["accuracy"])
+@for_each("case", SWIFT["accuracy"])
 def test_accuracy_as_ms_swift_but_for_an_unreadable_gold(case):
     value = accuracy([case["completion"]], solution=[case["solution"]], as_trl=True)
     assert value == ([None] if case["solution"] in UNREADABLE_GOLD else [case["reward"]])
@@ -109,7 +110,7 @@ def test_cosine_as_ms_swift_with_its_values_and_without_the_clamp():
         assert clamped == pytest.approx(beyond if length > limit else case["reward"], rel=1e-12)
 
 
-@pytest.mark.parametrize("case", SWIFT["repetition"])
+@for_each("case", SWIFT["repetition"])
 def test_repetition_as_ms_swift(case):
     value = repetition([case["completion"]], n_grams=case["n"], max_penalty=case["max_penalty"])
     assert value == pytest.approx([case["reward"]], rel=1e-12)
@@ -173,7 +174,7 @@ def test_the_arguments_of_ms_swifts_length_rewards_are_args_in_the_config():
         assert scored.rewards["soft_overlong"] == pytest.approx(case["reward"], rel=1e-9)
 
 
-@pytest.mark.parametrize("case", NOTEBOOK["cases"])
+@for_each("case", NOTEBOOK["cases"])
 def test_the_five_tag_rewards_as_the_notebook(case):
     texts = [case["completion"]]
     assert xml_answer(texts[0]) == case["extracted"]

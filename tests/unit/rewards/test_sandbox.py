@@ -18,6 +18,7 @@ from megagrpo.rewards.sandbox import sandbox
 from megagrpo.rewards.sandbox.sandbox import WALLS, Limits, missing_guarantees, run
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
+from tests.unit.for_each import for_each
 
 SHORT, SHORTER = Limits(seconds=4.0, memory_mb=256), Limits(seconds=0.4, memory_mb=256)
 LAYERS = {
@@ -204,7 +205,7 @@ def test_options_without_a_meaning_are_refused(options):
         CodeExecution(**options)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "program, ended",
     [
         ("import time\ntime.sleep(3600)", "time"),

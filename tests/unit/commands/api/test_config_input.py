@@ -7,6 +7,7 @@ import pytest
 
 from megagrpo.commands.api.config_input import override_texts, read
 from megagrpo.config import ConfigError, RunConfig, load_config
+from tests.unit.for_each import for_each
 
 OWN = {
     "model": {"path": "m"},
@@ -90,7 +91,7 @@ def test_all_problems_of_a_mapping_are_reported_at_once():
     assert {"model.pth", "model.path", "train.learning_rate", "run.seed", "data", "rewards"} <= keys
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("config", "overrides", "message"),
     [
         (

@@ -16,6 +16,7 @@ import megagrpo
 from megagrpo.commands.api import api_checks, child_process, train_call
 from megagrpo.config import ConfigError, load_config
 from megagrpo.config.io import shipped_config
+from tests.unit.for_each import for_each
 
 QUICKSTART = "megagrpo:quickstart"
 PAGE = Path(__file__).parents[4] / "docs" / "python.md"
@@ -81,7 +82,7 @@ def reward(completions):
 # ---------------------------------------------------------------------------------------------------------------- train
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "message"),
     [
         ({"ranks": 0}, "ranks: must be a positive number .got 0"),

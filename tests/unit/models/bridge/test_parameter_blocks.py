@@ -13,6 +13,7 @@ from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.parameter_blocks import blocks, tensor_names
 from megagrpo.models.families.family_index import FAMILIES
 from megagrpo.models.families.hf_config import parse_hf_config
+from tests.unit.for_each import for_each
 
 SIZES = dict(
     num_hidden_layers=3, hidden_size=8, num_attention_heads=4, num_key_value_heads=2, intermediate_size=6, vocab_size=11
@@ -86,7 +87,7 @@ def test_a_parameter_without_a_rule_is_named():
         list(blocks([stage(["mlp.odd.weight"])], hf_config, SecondOfTwo()))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "raw",
     [
         {"model_type": "llama"},
@@ -104,7 +105,6 @@ def test_a_parameter_without_a_rule_is_named():
             "rope_parameters": YARN,
         },
     ],
-    ids=lambda raw: raw["model_type"],
 )
 def test_the_names_of_a_model_are_those_that_transformers_writes(raw, tmp_path):
     raw = SIZES | raw

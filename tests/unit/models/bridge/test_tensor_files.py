@@ -15,6 +15,7 @@ from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.models.families.shared.blocks import Block
 from megagrpo.models.families.shared.boxes import whole
 from megagrpo.models.families.weight_sources import INDEX, SINGLE
+from tests.unit.for_each import for_each
 
 SIZES = dict(
     num_hidden_layers=1, hidden_size=8, num_attention_heads=2, num_key_value_heads=1, intermediate_size=6, vocab_size=11
@@ -170,8 +171,8 @@ def test_an_index_of_another_form_is_corrupt(folder, text):
     refused(folder, str(folder / INDEX), "is corrupt", "download it again")
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@for_each("bad", [float("nan"), float("inf"), -float("inf")])
+@for_each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_weight_that_is_not_finite_is_named_with_its_index(folder, bad, dtype):
     q = torch.rand(8, 8).to(dtype)
     q[3, 5] = bad

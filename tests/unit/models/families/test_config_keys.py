@@ -12,6 +12,7 @@ from megagrpo.models.families.family_index import FAMILIES
 from megagrpo.models.families.hf_config import model_problems, parse_hf_config
 from megagrpo.models.families.shared.family import COMMON
 from tests.family_examples import EXAMPLES
+from tests.unit.for_each import for_each
 from tests.unit.models.families.published_configs import PUBLISHED, published
 
 FIRST = {kind: name for name, (kind, _, _) in reversed(PUBLISHED.items())}  # one release of each family
@@ -54,7 +55,7 @@ FOREIGN = dict(
 )
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@for_each("name", PUBLISHED)
 def test_a_published_config_loads(name):
     assert architecture_problems(published(name)) == []
     assert parse_hf_config(published(name)).family == PUBLISHED[name][0]
@@ -64,7 +65,7 @@ def test_every_family_has_a_published_config_here_and_an_example():
     assert FIRST.keys() == EXAMPLES.keys() == FAMILIES.keys()
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@for_each("kind", FAMILIES)
 def test_a_key_of_another_family_is_refused_with_key_value_and_family(kind):
     raw, family = published(FIRST[kind]), FAMILIES[kind]
     for key, value in FOREIGN.items():
@@ -82,7 +83,7 @@ def test_a_key_of_another_family_is_refused_with_key_value_and_family(kind):
         assert f"({kind}) has {key}={value}" in problem
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@for_each("kind", FAMILIES)
 def test_a_key_that_only_other_families_read_is_refused(kind):
     own, raw = FAMILIES[kind], published(FIRST[kind])
     known = HARMLESS.union(COMMON, own.keys, own.ignored, own.fixed_values, ["layer_types"])

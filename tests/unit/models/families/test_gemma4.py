@@ -2,12 +2,11 @@
 
 import re
 
-import pytest
-
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.parameter_blocks import tensor_names
 from megagrpo.models.families.config_keys import architecture_problems
 from megagrpo.models.families.hf_config import model_problems, parse_hf_config, untrained
+from tests.unit.for_each import for_each
 from tests.unit.models.families.more_published_configs import MORE
 from tests.unit.models.families.published_configs import published
 
@@ -31,7 +30,7 @@ def test_a_released_folder_has_keys_of_borrowers_which_stay_as_loaded():
     assert {f"{decoder}34.self_attn.q_proj.weight", "model.language_model.embed_tokens_per_layer.weight"} < names
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("release", "change", "said"),
     [
         ("Gemma 4 26B-A4B", dict(enable_moe_block=False), "enable_moe_block=False, which transformers reads"),

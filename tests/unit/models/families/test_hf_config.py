@@ -17,6 +17,7 @@ from megagrpo.models.families.hf_config import architecture_differences, load_hf
 from megagrpo.models.families.shared.architecture import Indexer
 from megagrpo.policy.build import rotary_frequencies
 from tests.family_examples import RELEASES
+from tests.unit.for_each import for_each
 from tests.unit.models.families.more_published_configs import MORE
 
 SMOLLM2 = {
@@ -143,7 +144,7 @@ def test_an_unknown_architecture_names_the_supported_ones():
         parse_hf_config({"model_type": "gpt2"})
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "word"),
     [
         ({"hidden_act": "gelu"}, "hidden_act"),
@@ -223,7 +224,7 @@ def test_what_the_model_code_cannot_do_is_refused(change, word):
 MIXED_TYPES = ["sliding_attention", "full_attention"] * 15
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "windows"),
     [
         ({"model_type": "mistral"}, [4096] * 30),
@@ -282,7 +283,7 @@ FALCON_H1 = RELEASES["falcon_h1"]
 GRANITE_H = RELEASES["granitemoehybrid"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("raw", "reason"),
     [
         (FALCON_H1 | dict(mlp_multipliers=[1.0]), "mlp_multipliers is [1.0] in config.json; it must be 2 numbers"),
@@ -299,7 +300,6 @@ GRANITE_H = RELEASES["granitemoehybrid"]
         (GRANITE_H | dict(mamba_n_heads=32), "mamba_n_heads x mamba_d_head = 2048 is not mamba_expand x hidden_size"),
         (GRANITE_H | dict(mamba_d_head="auto"), "mamba_d_head is 'auto' in config.json; it must be a positive"),
     ],
-    ids=str,
 )
 def test_sizes_and_options_of_mamba_that_no_code_computes_are_refused(raw, reason):
     assert [problem for problem in architecture_problems(raw) if reason in problem]
@@ -524,7 +524,7 @@ def release(kind: str, **changes) -> dict:
     return {key: value for key, value in raw.items() if value is not None or key not in changes}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("raw", "said"),
     [
         (

@@ -10,6 +10,7 @@ from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.policy.square_tower import SquareTower
 from tests.distributed.tiny_vision import KINDS
 from tests.family_examples import TINY_SIGLIP
+from tests.unit.for_each import for_each
 from tests.unit.models.families.more_published_configs import MORE
 
 PUBLISHED = ["Qwen2-VL 7B", "Qwen2.5-VL 7B", "Qwen3-VL 8B", "Qwen3-VL 30B A3B", "Qwen3.5 27B", "Qwen3.5 35B A3B"]
@@ -32,7 +33,7 @@ def tower_of(raw: dict, attention: str = "eager") -> torch.nn.Module:
     return SquareTower(config, made) if vision.square else made(config.vision_config)
 
 
-@pytest.mark.parametrize("name", [*PUBLISHED, *KINDS])
+@for_each("name", [*PUBLISHED, *KINDS])
 def test_a_tower_has_the_parameters_of_transformers_class(name):
     raw = raw_config(name)
     with torch.device("meta"):

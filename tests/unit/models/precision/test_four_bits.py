@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.models.bridge.load import Checkpoint
+from tests.unit.for_each import for_each
 from tests.unit.models.precision.test_packed_integers import check
 from tests.unit.models.precision.test_stored_views import NAME, folder_with
 
@@ -50,9 +51,9 @@ def four_bits(
     return {name: bytes_of} | {f"{name}.{key}": tensor for key, tensor in tensors.items()}, weight
 
 
-@pytest.mark.parametrize("chunk", [2**22, 700])
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize(("kind", "dtype"), [("nf4", "bfloat16"), ("fp4", "bfloat16"), ("nf4", "float16")])
+@for_each("chunk", [2**22, 700])
+@for_each("nested", [False, True])
+@for_each(("kind", "dtype"), [("nf4", "bfloat16"), ("fp4", "bfloat16"), ("nf4", "float16")])
 def test_four_bits_are_bitsandbytes(kind, dtype, nested, chunk, tmp_path, monkeypatch):
     monkeypatch.setattr("megagrpo.models.precision.view._CHUNK", chunk)
     tensors, expected = four_bits(kind, nested, SHAPE, dtype)

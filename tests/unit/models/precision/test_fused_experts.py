@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from tiny_families import EVERY, has_experts, tiny_model
 
 from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.models.families.weight_sources import SINGLE
+from tests.unit.for_each import for_each
 
 ONE_OF_EACH = {kind: name for name, (kind, _) in EVERY.items() if has_experts(name)}
 for kind in ("KimiK25ForConditionalGeneration", "NemotronH"):
     del ONE_OF_EACH[kind]  # transformers then saves other tensors under other names too, and loading refuses them
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH.values())
+@for_each("name", ONE_OF_EACH.values())
 def test_every_family_reads_them_as_its_own(name, tmp_path):
     from megagrpo.sync.vllm_side.unpacking import unpacked
 

@@ -9,6 +9,7 @@ import torch
 
 from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.families.shared.precisions import precision_problems
+from tests.unit.for_each import for_each
 from tests.unit.models.precision.test_stored_views import BOXES, NAME, block_of, folder_with, same_bits
 
 MODULE = NAME.removesuffix(".weight")
@@ -73,9 +74,9 @@ def test_awq_is_its_formula(chunk, size, tmp_path, monkeypatch):
     check(folder, by_hand(codes, zeros, scales, torch.arange(INPUTS) // groups))
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("second", [False, True])
-@pytest.mark.parametrize("ordered", [False, True])
+@for_each("bits", [2, 4, 8])
+@for_each("second", [False, True])
+@for_each("ordered", [False, True])
 def test_gptq_is_its_formula(bits, second, ordered, tmp_path):
     codes, zeros, scales = quantized(bits, SIZE)
     order = torch.arange(INPUTS) // SIZE
@@ -150,7 +151,7 @@ def test_words_of_another_model_are_refused(tmp_path):
         Checkpoint(folder).tensor(NAME)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("config", "said"),
     [
         (dict(quant_method="awq", bits=8), "bits=8; supported: 4"),

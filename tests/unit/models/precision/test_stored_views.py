@@ -15,6 +15,7 @@ from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.families.shared.blocks import Block
 from megagrpo.models.families.shared.precisions import precision_problems
 from megagrpo.models.families.weight_sources import INDEX
+from tests.unit.for_each import for_each
 
 FP8 = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -64,8 +65,8 @@ def block_of(name: str, tensor: Tensor, slices: tuple[slice, ...]) -> Block:
     return Block(name, tuple(tensor.shape), box, tuple(tensor.shape), 0, 0, 1)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("chunk", [2**22, 700])
+@for_each("shape", SHAPES)
+@for_each("chunk", [2**22, 700])
 def test_fp8_blocks_are_deepseeks(shape, chunk, tmp_path, monkeypatch):
     monkeypatch.setattr("megagrpo.models.precision.view._CHUNK", chunk)
     tensors = fp8_tensors(shape)
@@ -192,8 +193,8 @@ COMPRESSED = {
 }
 
 
-@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", COMPRESSED)
+@for_each("scales", [torch.bfloat16, torch.float32])
+@for_each("name", COMPRESSED)
 def test_compressed_tensors_are_those_of_the_package(name, scales, tmp_path):
     shape = (192, 320)
     config = compressed_config(**COMPRESSED[name])
@@ -268,7 +269,7 @@ def test_an_export_has_the_files_of_the_model_unpacked(tmp_path):
     assert files_of(tmp_path / "hf").entries == files.entries
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("config", "said"),
     [
         (dict(quant_method="hqq", bits=4), "quant_method='hqq', quantized weights that cannot be dequantized exactly"),

@@ -9,11 +9,12 @@ import pytest
 from megagrpo.config import ConfigError
 from megagrpo.platform import device
 from megagrpo.platform.device import cpu
+from tests.unit.for_each import for_each
 
 MATMUL = "import megagrpo.platform.parallel, torch; print(torch.get_float32_matmul_precision())"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("flags", "kind"),
     [
         ("GenuineIntel avx512f", "intel"),

@@ -32,6 +32,7 @@ from megagrpo.platform.doctor.packages import (
 )
 from megagrpo.platform.doctor.variable_checks import variable_checks
 from megagrpo.platform.process.environment import TABLE
+from tests.unit.for_each import for_each
 
 FIXTURES = Path(__file__).with_name("fixtures")
 XML, TOPOLOGY = ((FIXTURES / name).read_text() for name in ("two_h200.xml", "topology.txt"))
@@ -108,7 +109,7 @@ def test_a_machine_with_healthy_gpus_has_no_finding_but_ok(tmp_path):
     assert set(states(findings).values()) == {"ok"} and len(findings) == 11
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("old", "new", "subject", "state"),
     [
         ("<persistence_mode>Enabled", "<persistence_mode>Disabled", "persistence", "warn"),
@@ -233,7 +234,7 @@ def port(
 VERBS = {"dev/infiniband/uverbs0": "", "proc/modules": "nvidia_peermem 16384 0 - Live 0x0\n"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("files", "nodes", "expected"),
     [
         ({}, 1, {"RDMA": "skipped"}),
@@ -366,7 +367,7 @@ def harms(environment, needs=Needs(), gpus=()):  # noqa: B008
     return {subject: state for subject, state in found.items() if subject != "variables"}
 
 
-@pytest.mark.parametrize("name", HARMFUL)
+@for_each("name", HARMFUL)
 def test_each_variable_that_hurts_is_found_on_gpus_only_if_it_hurts_them_only(name):
     hurting, good = {name: HARMFUL[name].harmful or "Ring"}, {"environment": "ok"}
     assert harms(hurting, gpus=parse_state(XML).gpus) == {name: "warn"}

@@ -19,6 +19,7 @@ from megagrpo.platform.launch.job import Cluster, Container, Placement, load_clu
 from megagrpo.platform.launch.kubernetes import manifest
 from megagrpo.platform.launch.slurm import BEGIN, END, TRAIN_SCRIPT, sbatch_script
 from megagrpo.proof.plan import plan
+from tests.unit.for_each import for_each
 
 ROOT = Path(__file__).parents[4]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -103,7 +104,7 @@ def test_every_config_for_clusters_is_here():
     assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == small | set(LARGE)
 
 
-@pytest.mark.parametrize("name", LARGE)
+@for_each("name", LARGE)
 def test_configs_for_clusters_fit_their_gpus_and_render(name):
     gpus, memory, trainer, servers = LARGE[name]
     made, cluster = config(name=name), Cluster(gpus_per_node=gpus, gpu_memory_gb=memory)
@@ -183,7 +184,7 @@ def test_a_job_that_would_be_told_to_stop_before_it_begins_is_refused(limit):
 # ------------------------------------------------------------------------------------------------------------ placement
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("overrides", "gpus", "expected"),
     [
         ([], 8, (1, 1, 8, 0, 0, 0)),
@@ -293,7 +294,7 @@ def test_what_is_written_is_clean_shell():
         assert told.returncode == 0, told.stdout
 
 
-@pytest.mark.parametrize("hostile", HOSTILE)
+@for_each("hostile", HOSTILE)
 def test_no_value_becomes_a_command(hostile, tmp_path):
     file = tmp_path / f"c {hostile.replace('/', '')}.yaml"
     file.write_text(QUICKSTART.read_text())
@@ -325,9 +326,7 @@ def expanded(word: str) -> str:
     return re.sub(r"\$(\$|\(POD_IP\))", lambda found: "$" if found[1] == "$" else "10.0.0.1", word)
 
 
-@pytest.mark.parametrize(
-    "hostile", [*HOSTILE, "x: {y: [z", "$(POD_IP)", "- a\n  hostNetwork: true", "!!python/object:os.system"]
-)
+@for_each("hostile", [*HOSTILE, "x: {y: [z", "$(POD_IP)", "- a\n  hostNetwork: true", "!!python/object:os.system"])
 def test_no_value_becomes_a_part_of_a_manifest(hostile, tmp_path):
     def told(value: str) -> dict:
         overrides = ["run.nodes=2", "rollout.placement=dedicated", "rollout.servers=8", f"data.system_prompt={value}"]
@@ -366,7 +365,7 @@ def test_no_value_becomes_a_part_of_a_manifest(hostile, tmp_path):
         assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": hostile}
 
 
-@pytest.mark.parametrize("hostile", [*HOSTILE, "run\n", "run\n#SBATCH --x"])
+@for_each("hostile", [*HOSTILE, "run\n", "run\n#SBATCH --x"])
 def test_a_name_or_a_time_that_would_leave_its_line_is_refused(hostile):
     for key in ("run.name", "run.time_limit"):
         with pytest.raises(ConfigError, match=f"{key}: must match the pattern"):
@@ -384,7 +383,7 @@ def test_a_config_and_a_cluster_are_plain_data(tmp_path, monkeypatch):
     assert not Path("pwned").exists()
 
 
-@pytest.mark.parametrize("value", [v for v in HOSTILE if v not in ("-n", "*")] + [""])
+@for_each("value", [v for v in HOSTILE if v not in ("-n", "*")] + [""])
 def test_options_of_sbatch_cannot_leave_their_line(value):
     with pytest.raises(ConfigError, match="must not contain spaces, quotes or line breaks"):
         script_of(Cluster(sbatch={"comment": value}))
@@ -399,7 +398,7 @@ def test_options_that_are_set_elsewhere_are_refused(name):
 # ------------------------------------------------------------------------------------------------------------- clusters
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "message"),
     [
         ("gpu_per_node: 8", "gpu_per_node: unknown key; did you mean gpus_per_node"),

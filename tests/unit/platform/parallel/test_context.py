@@ -10,6 +10,7 @@ import torch
 from megagrpo.data.packing import PackingRules, build_micro_batch
 from megagrpo.platform.parallel.context import gathered_indices, rank_indices
 from megagrpo.train_types import TrainSample
+from tests.unit.for_each import for_each
 
 
 def borders(lengths: list[int]) -> torch.Tensor:
@@ -28,8 +29,8 @@ def test_a_rank_holds_its_two_chunks_of_every_sequence():
     assert rank_indices(cu_seqlens, 1, 0).tolist() == list(range(12))
 
 
-@pytest.mark.parametrize("cp_size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("seed", range(5))
+@for_each("cp_size", [1, 2, 3, 4, 8])
+@for_each("seed", range(5))
 def test_every_token_is_on_one_rank_and_every_rank_has_as_many(seed, cp_size):
     cu_seqlens = random_borders(seed, cp_size)
     slices = [rank_indices(cu_seqlens, cp_size, rank) for rank in range(cp_size)]
@@ -73,9 +74,9 @@ def samples(seed: int) -> list[TrainSample]:
     return made
 
 
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("align", [4, 24])
-@pytest.mark.parametrize("seed", range(4))
+@for_each("share", [False, True])
+@for_each("align", [4, 24])
+@for_each("seed", range(4))
 def test_sequences_are_padded_at_their_ends_and_no_loss_token_is_lost(seed, align, share):
     plain = build_micro_batch(samples(seed))
     rules = PackingRules(max_tokens=10_000, align=align, sequence_align=4, share_prompts=share)

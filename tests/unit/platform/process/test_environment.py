@@ -25,6 +25,7 @@ from megagrpo.platform.process.environment import (
     settle,
 )
 from megagrpo.platform.process.proxies import PROXIES, UNPROXIED
+from tests.unit.for_each import for_each
 
 REPOSITORY = Path(__file__).parents[4]
 RANK = {
@@ -50,7 +51,7 @@ def warned(**environment):
     return {name for name in environment if name not in kept}, "\n".join(warnings)
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.names.split()[0])
+@for_each("row", TABLE)
 def test_each_row_counts_and_has_a_fate(row):
     assert row.fate in FATES and row.effect and row.reader
     assert all(row_of(name) is row for name in names(row)), "an earlier row matches first"
@@ -97,7 +98,7 @@ def test_a_complete_set_of_variables_makes_a_rank(changes):
     assert launched(RANK | changes) and warned(**RANK | changes) == (set(), "")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "environment",
     [
         {"RANK": "3"},
@@ -120,7 +121,7 @@ def test_a_part_of_the_set_is_ignored_with_a_warning(environment):
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "problem"),
     [
         # a PyTorchJob of several pods

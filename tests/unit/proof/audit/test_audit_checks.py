@@ -4,7 +4,6 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from megagrpo.config import RunConfig
@@ -12,6 +11,7 @@ from megagrpo.data.tokenizer import load_tokenizer
 from megagrpo.proof.audit.audit_checks import _rollout, _sample_problems
 from megagrpo.proof.audit.saved import Sample
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
+from tests.unit.for_each import for_each
 
 STOP, EOS = "</a>", 2
 
@@ -32,7 +32,7 @@ def sample(tokenizer, text, shown, reason="stop", eos=False, foreign=0, **more):
     return Sample(torch.tensor([1, 1, *ids]), 2, torch.zeros(2 + len(ids)), written, content | {"weight_version": 0})
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "shown", "options", "problem"),
     [
         ("9</a>", "9</a>", {}, ""),

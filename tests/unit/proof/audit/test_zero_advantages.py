@@ -8,6 +8,7 @@ import torch
 from megagrpo.algorithms.advantages import advantages_of
 from megagrpo.config import AlgorithmSection
 from megagrpo.proof.audit import naive_advantages
+from tests.unit.for_each import for_each
 
 TENTHS = [number / 10 for number in range(4)]
 OPTIONS = (
@@ -20,8 +21,8 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("weights", [[1.0], [0.1, 0.2]], ids=str)
+@for_each("options", OPTIONS)
+@for_each("weights", [[1.0], [0.1, 0.2]])
 def test_a_reward_at_the_mean_has_advantage_zero_on_both_sides(options, weights):
     """Two groups of four rewards in tenths, whose mean is rounded in its last bit."""
     algorithm, checked, chance = AlgorithmSection(**options), 0, random.Random(0)

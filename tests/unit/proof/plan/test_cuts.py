@@ -6,6 +6,7 @@ import pytest
 from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.models.families.shared.boxes import cut, missing, size, whole
 from megagrpo.proof.plan.cuts import EngineLayout, pipeline_stages, wanted_boxes
+from tests.unit.for_each import for_each
 
 RAW = dict(
     num_hidden_layers=5,
@@ -102,8 +103,8 @@ def test_what_cannot_be_cut_is_refused_by_name():
         EngineLayout(tp=2, ep=3)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("name", SHAPES)
+@for_each("tp", [1, 2, 4])
+@for_each("name", SHAPES)
 def test_the_workers_of_a_server_want_all_of_a_tensor_between_them(name, tp):
     found = boxes(name, DENSE, tp=tp)
     assert missing(whole(SHAPES[name]), found) == [] and all(size(box) for box in found)

@@ -9,6 +9,7 @@ import pytest
 from megagrpo.config import ConfigError, load_config
 from megagrpo.proof.plan import plan
 from megagrpo.proof.plan.plan_rules import PLAN_RULES, verdicts
+from tests.unit.for_each import for_each
 
 REPOSITORY = Path(__file__).parents[4]
 LLAMA = dict(model_type="llama", hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3)
@@ -78,7 +79,7 @@ def state(folder: Path, number: int, ranks: int, overrides: list[str], changes: 
     return next(verdict.state for verdict in found if verdict.rule.number == number)
 
 
-@pytest.mark.parametrize("number", BROKEN)
+@for_each("number", BROKEN)
 def test_a_broken_rule_is_named(tmp_path, number):
     assert state(tmp_path, number, *BROKEN[number]) == ("note" if number in (4, 9, 11, 13, 16, 17) else "broken")
     assert state(tmp_path, number if number not in (16, 17) else 1, 1, [], {}) in ("holds", "unknown")

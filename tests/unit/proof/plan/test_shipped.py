@@ -3,8 +3,6 @@ the RAM of their nodes."""
 
 from pathlib import Path
 
-import pytest
-
 from megagrpo.config import load_config
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.models.families.weight_sources import shape_folder
@@ -15,6 +13,7 @@ from megagrpo.proof.plan.planned_memory import run_memory
 from megagrpo.proof.plan.search import search
 from megagrpo.proof.plan.times import step_times
 from megagrpo.proof.plan.workload import expected_lengths
+from tests.unit.for_each import for_each
 
 CONFIGS = Path(__file__).parents[4] / "configs"
 SHIPPED = {  # GPUs of a node, and their kind
@@ -36,7 +35,7 @@ def test_every_shipped_config_for_gpus_is_here():
     assert {path.stem for path in CONFIGS.glob("*.yaml") if not path.stem.startswith("quickstart")} == set(SHIPPED)
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@for_each("name", SHIPPED)
 def test_the_layout_is_the_first_that_the_search_finds(name):
     gpus, kind = SHIPPED[name]
     config, gpu = load_config(CONFIGS / f"{name}.yaml"), GPUS[kind]
@@ -50,7 +49,7 @@ def test_the_layout_is_the_first_that_the_search_finds(name):
     assert sum(run_memory(config, model, world, gpu.memory_gib).host.values()) < RAM_GIB
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@for_each("name", SHIPPED)
 def test_vllm_gets_the_memory_that_offloading_frees_and_leaves_room(name):
     config, gpu = load_config(CONFIGS / f"{name}.yaml"), GPUS[SHIPPED[name][1]]
     engine = engine_memory(config, load_hf_config(shape_folder(config.model.path)), gpu.memory_gib)

@@ -3,13 +3,12 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from megagrpo.config import Problem, load_config
 from megagrpo.proof.plan import Plan, plan, with_times
 from megagrpo.proof.plan.gpu_specs import GPUS
 from megagrpo.proof.plan.plan_text import memory_table
 from megagrpo.proof.plan.workload import expected_lengths
+from tests.unit.for_each import for_each
 
 CONFIGS = Path(__file__).parents[4] / "configs"
 SHIPPED = ["deepseek_v3_32nodes", "qwen3_235b_a22b_16nodes", "llama3.1_8b_gsm8k_lora_1gpu", "quickstart_2nodes"]
@@ -19,8 +18,8 @@ def widest(text: str) -> str:
     return max(text.splitlines(), key=len)
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-@pytest.mark.parametrize(
+@for_each("name", SHIPPED)
+@for_each(
     "overrides", [[], ["rollout.num_generations=7", "parallel.tp=3", "train.max_tokens_per_micro_batch=100000000"]]
 )
 def test_plans_of_shipped_configs_with_seconds_notes_and_problems(name, overrides):

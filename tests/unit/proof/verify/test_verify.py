@@ -24,6 +24,7 @@ from megagrpo.proof.verify.verify_compare import (
     summary,
     worst,
 )
+from tests.unit.for_each import for_each
 
 # ------------------------------------------------------------------------------------------------------- the small copy
 
@@ -36,8 +37,8 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *MORE_SHAPES])
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@for_each("shape", [*SHAPES, *MORE_SHAPES])
+@for_each("sizes", LAYOUTS)
 def test_a_small_model_is_of_the_same_kind_and_fits_the_layout(shape, sizes):
     raw = (SHAPES | MORE_SHAPES)[shape]
     real, parallel = parse_hf_config(raw), shrink_config(tiny_run(sizes)).parallel

@@ -8,6 +8,7 @@ from megagrpo.records.report.collect import RunFiles
 from megagrpo.records.report.findings import findings
 from megagrpo.records.report.plan_check import plan_against_measured
 from megagrpo.records.report.privacy import privacy_of
+from tests.unit.for_each import for_each
 from tests.unit.records.report.synthetic import CONFIG
 
 NOTHING = privacy_of(Path("run"), {})
@@ -64,7 +65,7 @@ def test_a_passed_check_says_what_was_measured():
     assert found["groups have something to learn from"] == "25% of the groups have equal rewards in the last 4 step(s)"
 
 
-@pytest.mark.parametrize(
+@for_each(
     "title, changes, steps",
     [
         ("Trainer and engine disagree", {"mismatch/alarms": [0, 0, 1, 1, 2]}, [[3, 3], [5, 5]]),

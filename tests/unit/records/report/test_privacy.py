@@ -14,6 +14,7 @@ from megagrpo.records.report import page
 from megagrpo.records.report.collect import read_run
 from megagrpo.records.report.payload import labels, payload
 from megagrpo.records.report.privacy import Privacy, privacy_of
+from tests.unit.for_each import for_each
 from tests.unit.records.report.synthetic import append, make_run
 
 CONFIG = {
@@ -34,7 +35,7 @@ def opened(text: str) -> str:
     return "\n".join([html.unescape(text), *(gzip.decompress(base64.b64decode(part)).decode() for part in parts)])
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text, shown",
     [
         ("run folder: /scratch/team7/runs/first", "run folder: …/first"),

@@ -13,6 +13,7 @@ from megagrpo.sync.vllm_side.reader import ShardReader
 from megagrpo.sync.wire.copy_checksums import checksum
 from megagrpo.sync.wire.progress_file import VERSION_SHIFT, ProgressReader, progress_path
 from megagrpo.sync.wire.tensor_index import SharedBlock, SharedTensor, TensorIndex, WeightSyncError
+from tests.unit.for_each import for_each
 
 LOADERS = {
     "whole": lambda t: t,
@@ -64,7 +65,7 @@ class Recorder:
         destination.copy_(self.fetch(name, view))
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@for_each("name", LOADERS)
 def test_a_loader_copies_the_same_elements_from_a_lazy_tensor(name):
     real = torch.arange(96, dtype=torch.float32).view(12, 8)
     source = Recorder(real)
@@ -195,8 +196,8 @@ def test_an_index_reads_back_as_it_was_written(published, tmp_path):
     assert published[0].num_bytes == 96 and extent(whole((6, 4))) == (6, 4)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("name", LOADERS)
+@for_each("dim", [0, 1])
+@for_each("name", LOADERS)
 def test_what_a_loader_copies_from_several_blocks_arrives_with_checksums_of_the_parts(name, dim, tmp_path):
     real, blocks = torch.randn(12, 8), []
     for rank, (start, stop) in enumerate([(0, 3), (3, 8 if dim else 12)]):

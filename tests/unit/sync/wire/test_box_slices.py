@@ -8,6 +8,7 @@ import pytest
 
 from megagrpo.models.families.shared.boxes import brackets, cut, extent, intersect, missing, size, subtract, whole
 from megagrpo.sync.wire.box_slices import cover, owners
+from tests.unit.for_each import for_each
 
 
 def window(box):
@@ -30,7 +31,7 @@ def random_tiling(rng, box, depth):
     return random_tiling(rng, low, depth - 1) + random_tiling(rng, high, depth - 1)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@for_each("seed", range(60))
 def test_every_element_of_a_box_comes_from_exactly_one_holder(seed):
     rng = random.Random(seed)
     shape = tuple(rng.randrange(1, 12) for _ in range(rng.choice([1, 2, 2, 3])))
@@ -49,7 +50,7 @@ def test_every_element_of_a_box_comes_from_exactly_one_holder(seed):
         np.testing.assert_array_equal(painted, expected)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@for_each("seed", range(30))
 def test_what_is_missing_is_exactly_what_no_part_covers(seed):
     rng = random.Random(seed)
     shape = tuple(rng.randrange(1, 9) for _ in range(rng.choice([1, 2, 3])))
@@ -62,7 +63,7 @@ def test_what_is_missing_is_exactly_what_no_part_covers(seed):
     np.testing.assert_array_equal(painted, np.ones(shape, int))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@for_each("seed", range(30))
 def test_subtracting_leaves_disjoint_boxes(seed):
     rng = random.Random(seed)
     a, b = random_box(rng, (7, 5, 6)), random_box(rng, (7, 5, 6))

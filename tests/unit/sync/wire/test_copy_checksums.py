@@ -19,6 +19,7 @@ from megagrpo.sync.wire.copy_checksums import (
     on_host,
     position_weights,
 )
+from tests.unit.for_each import for_each
 
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -53,8 +54,8 @@ def part_of(values, box):
     return values[tuple(slice(a, b) for a, b in zip(*box, strict=True))]
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn])
-@pytest.mark.parametrize("shape", [(), (1,), (5,), (8,), (3, 4), (7, 5), (2, 3, 8), (0, 4), (3, 0)], ids=str)
+@for_each("dtype", [*DTYPES, torch.float8_e4m3fn])
+@for_each("shape", [(), (1,), (5,), (8,), (3, 4), (7, 5), (2, 3, 8), (0, 4), (3, 0)])
 def test_the_checksum_is_the_naive_sum(shape, dtype):
     torch.manual_seed(0)
     values = torch.randn(shape).to(dtype)
@@ -64,9 +65,9 @@ def test_the_checksum_is_the_naive_sum(shape, dtype):
         assert checksum(values[:, 1:], cut(shape, 1, 1, shape[1])) == naive(values[:, 1:], [0, 1, 0][: len(shape)])
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e5m2])
-@pytest.mark.parametrize("edges", [(4, 8), (1, 7), (3, 4)])
-@pytest.mark.parametrize("experts", [None, 3])
+@for_each("dtype", [*DTYPES, torch.float8_e5m2])
+@for_each("edges", [(4, 8), (1, 7), (3, 4)])
+@for_each("experts", [None, 3])
 def test_the_checksums_of_parts_add_up(edges, dtype, experts):
     torch.manual_seed(1)
     shape = (6, 16) if experts is None else (experts, 6, 16)
@@ -99,9 +100,9 @@ PERMUTED = {
 }
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn])
-@pytest.mark.parametrize("experts", [None, 4])
-@pytest.mark.parametrize("kind", PERMUTED)
+@for_each("dtype", [*DTYPES, torch.float8_e4m3fn])
+@for_each("experts", [None, 4])
+@for_each("kind", PERMUTED)
 def test_a_permutation_changes_the_checksum(kind, experts, dtype):
     torch.manual_seed(3)
     shape = (8, 32) if experts is None else (experts, 8, 32)
@@ -120,8 +121,8 @@ def test_exchanged_parts_with_equal_sums_change_the_checksum(kind):
     assert checksum(PERMUTED[kind](values)) != checksum(values)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("place", [(0, 0), (0, 3), (5, 11), (3, 8)])
+@for_each("dtype", DTYPES)
+@for_each("place", [(0, 0), (0, 3), (5, 11), (3, 8)])
 def test_any_flipped_bit_of_an_element_changes_the_checksum(place, dtype):
     values = torch.randn(6, 12, generator=torch.Generator().manual_seed(4)).to(dtype)
     integers = torch.int16 if dtype is torch.bfloat16 else torch.int32
@@ -155,8 +156,8 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("to", DTYPES)
-@pytest.mark.parametrize("kind", SOURCES)
+@for_each("to", DTYPES)
+@for_each("kind", SOURCES)
 def test_a_checked_copy_holds_the_source_and_tells_its_checksum(kind, to):
     torch.manual_seed(2)
     for dtype in DTYPES:
@@ -180,8 +181,8 @@ def test_a_part_of_a_tensor_adds_up_with_the_others():
     assert total % 2**64 == checksum(values)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), -float("nan")])
+@for_each("dtype", DTYPES)
+@for_each("value", [float("nan"), float("inf"), float("-inf"), -float("nan")])
 def test_what_is_not_finite_is_refused_wherever_it_lies(value, dtype):
     source = torch.zeros(300, 1000, dtype=dtype)
     source[0, 0] = torch.finfo(dtype).max
@@ -203,9 +204,9 @@ def test_what_the_cast_makes_infinite_is_refused(sign):
     assert not finite_as(rounded, torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("column", [0, 1, 5])
-@pytest.mark.parametrize("width", [0, 3, 8, 1001])
+@for_each("dtype", DTYPES)
+@for_each("column", [0, 1, 5])
+@for_each("width", [0, 3, 8, 1001])
 def test_a_gpus_checksum_is_the_hosts(dtype, column, width, monkeypatch):
     # sign bits make large sums
     values = -torch.rand(7, width, generator=torch.Generator().manual_seed(width)).to(dtype)

@@ -1,10 +1,10 @@
 """The bytes of messages: elements and checksums, for any dtype and number of elements."""
 
-import pytest
 import torch
 
 from megagrpo.models.families.shared.boxes import cut
 from megagrpo.sync.wire.messages import Message, Slice, describe, empty_message, message_views
+from tests.unit.for_each import for_each
 
 
 def message_of(*counts, tensor="model.layers.3.w"):
@@ -16,8 +16,8 @@ def message_of(*counts, tensor="model.layers.3.w"):
     return Message(0, 1, 0, tuple(slices))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("counts", [(1,), (4,), (3, 2), (8, 1, 6)])
+@for_each("dtype", [torch.float32, torch.bfloat16])
+@for_each("counts", [(1,), (4,), (3, 2), (8, 1, 6)])
 def test_elements_and_checksums_share_a_buffer_without_overlap(dtype, counts):
     message = message_of(*counts)
     sent = empty_message(message, dtype, torch.device("cpu")).zero_()

@@ -4,13 +4,12 @@ import itertools
 import random
 from collections import Counter
 
-import pytest
-
 from megagrpo.models.families.shared.boxes import cut, intersect, missing, size, whole
 from megagrpo.sync.trainer_side.send_plan import PlanNews, messages_of
 from megagrpo.sync.wire.messages import pieces, rounds
 from megagrpo.sync.wire.rank_boxes import RankBoxes, by_tensor
 from megagrpo.sync.wire.sync_plan import plan_transfers
+from tests.unit.for_each import for_each
 
 
 def cuts_of(shape, dice):
@@ -35,7 +34,7 @@ def random_sync(dice):
     return held, wanted, num_ranks, num_workers
 
 
-@pytest.mark.parametrize("seed", range(60))
+@for_each("seed", range(60))
 def test_every_wanted_element_is_in_one_message_from_a_rank_that_has_it(seed):
     dice = random.Random(seed)
     held, wanted, *_ = random_sync(dice)
@@ -58,7 +57,7 @@ def test_every_wanted_element_is_in_one_message_from_a_rank_that_has_it(seed):
     assert not arrived
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_both_ends_of_every_pair_see_the_same_messages_in_the_same_order(seed):
     dice = random.Random(seed)
     held, wanted, num_ranks, num_workers = random_sync(dice)
@@ -74,7 +73,7 @@ def test_both_ends_of_every_pair_see_the_same_messages_in_the_same_order(seed):
             assert [message.tag for message in out] == list(range(len(out)))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_a_rank_and_a_worker_find_their_messages_from_their_own_boxes(seed):
     dice = random.Random(seed)
     held, wanted, num_ranks, num_workers = random_sync(dice)
@@ -95,8 +94,8 @@ def test_a_rank_and_a_worker_find_their_messages_from_their_own_boxes(seed):
         assert found == rounds(whole_plan, limit, destination=worker)
 
 
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("in_flight", [1, 2])
+@for_each("seed", range(20))
+@for_each("in_flight", [1, 2])
 def test_transfers_never_deadlock(seed, in_flight):
     """Simulate both ends. Each has a limited number of rounds in flight and continues when its oldest is done. A
     message is done when both ends have it in flight."""

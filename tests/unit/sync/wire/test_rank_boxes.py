@@ -3,11 +3,10 @@
 import json
 import random
 
-import pytest
-
 from megagrpo.models.families.shared.boxes import cut
 from megagrpo.sync.wire.rank_boxes import RankBoxes, boxes_of_json, by_tensor, wanted_by
 from megagrpo.sync.wire.store_messages import DirectRequest, content_key
+from tests.unit.for_each import for_each
 
 ROWS = {name: [cut((8, 6), 0, 2 * part, 2 * part + 2) for part in range(4)] for name in ("a", "b", "c")}
 
@@ -29,7 +28,7 @@ def test_a_workers_boxes_come_back_from_json_by_tensor_and_sorted():
     assert list(received.items()) == [("a", [ROWS["a"][3]]), ("b", ROWS["b"][:2])]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@for_each("seed", range(10))
 def test_every_box_lists_the_workers_that_want_it_in_order(seed):
     dice = random.Random(seed)
     boxes_of = [

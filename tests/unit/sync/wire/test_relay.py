@@ -2,9 +2,8 @@
 
 import random
 
-import pytest
-
 from megagrpo.sync.wire.relay import NO_FEEDER, feeders, heads
+from tests.unit.for_each import for_each
 
 
 def test_four_alike_servers_of_two_workers_behind_one_or_more_ranks():
@@ -15,7 +14,7 @@ def test_four_alike_servers_of_two_workers_behind_one_or_more_ranks():
     assert heads([-1, -1, -1, -1, 0, 1, 2, 3]) == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_every_chain_joins_alike_servers_and_every_worker_feeds_at_most_one(seed):
     dice = random.Random(seed)
     layouts = [[f"{kind}{worker}" for worker in range(dice.randint(1, 4))] for kind in "abc"]

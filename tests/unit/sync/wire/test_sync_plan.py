@@ -10,6 +10,7 @@ import pytest
 
 from megagrpo.models.families.shared.boxes import cut, intersect, size, whole
 from megagrpo.sync.wire.sync_plan import SMALL, layer_of, plan_transfers
+from tests.unit.for_each import for_each
 
 
 def cuts_of(rng, shape, ranks):
@@ -32,7 +33,7 @@ def random_boxes(rng):
     return shapes, held, wanted
 
 
-@pytest.mark.parametrize("seed", range(40))
+@for_each("seed", range(40))
 def test_every_element_that_a_worker_wants_comes_once_from_a_rank_that_holds_it(seed):
     shapes, held, wanted = random_boxes(random.Random(seed))
     made = plan_transfers(held, wanted)

@@ -19,6 +19,7 @@ from megagrpo.trainer.evaluation.estimators import majority_passes, pass_at_k, s
 from megagrpo.trainer.evaluation.sets import HeldOut, evaluate, load_sets, metrics_of
 from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout, Truncation
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
+from tests.unit.for_each import for_each
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -54,7 +55,7 @@ def test_the_majority_decides(answers, passed, wins):
     assert majority_passes(answers, passed) is wins
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "text", "answer"),
     [
         ("number", "12 apples, so 1,000.50", "1000.5"),

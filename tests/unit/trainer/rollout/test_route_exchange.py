@@ -71,20 +71,24 @@ def check(parallel: ParallelSection, shape: RouteShape, dialogues: bool, share_p
     return rows
 
 
-@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["uint8", "int16"])
+LAYOUTS = [
+    (1, {}, {}, LARGE),
+    (3, {}, dict(share_prompts=True), SMALL),
+    (4, dict(tp=2, sequence_parallel=True), dict(dialogues=True), LARGE),
+    (4, dict(tp=2), {}, SMALL),
+    (4, dict(cp=2), dict(share_prompts=True), LARGE),
+    (4, dict(pp=2), {}, SMALL),
+    (6, dict(pp=3), dict(dialogues=True, share_prompts=True), SMALL),
+    (8, dict(tp=2, cp=2, pp=2, sequence_parallel=True), dict(share_prompts=True), SMALL),
+]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "sizes", "options"),
+    ("ranks", "sizes", "options", "shape"),
     [
-        (1, {}, {}),
-        (3, {}, dict(share_prompts=True)),
-        (4, dict(tp=2, sequence_parallel=True), dict(dialogues=True)),
-        (4, dict(tp=2), {}),
-        (4, dict(cp=2), dict(share_prompts=True)),
-        (4, dict(pp=2), {}),
-        (6, dict(pp=3), dict(dialogues=True, share_prompts=True)),
-        (8, dict(tp=2, cp=2, pp=2, sequence_parallel=True), dict(share_prompts=True)),
+        *LAYOUTS,
+        *(pytest.param(*row, SMALL if shape is LARGE else LARGE, marks=pytest.mark.full) for *row, shape in LAYOUTS),
     ],
-    ids=str,
 )
 def test_every_rank_gets_the_routes_of_its_tokens_and_layers(ranks, sizes, options, shape):
     options = dict(dialogues=False, share_prompts=False) | options

@@ -33,6 +33,7 @@ from megagrpo.trainer.rollout.sample_metrics import pass_rates, rollout_metrics,
 from megagrpo.trainer.rollout.token_exchange import trained_samples
 from megagrpo.types import Dialogue, PartRewards, Prompt, Rollout, SamplingParams, ScoredRollout, Turn
 from tests.message_log import objects, record
+from tests.unit.for_each import for_each
 from tests.unit.trainer.rollout import naive_samples
 
 GROUP, VERSION = 4, 7
@@ -236,7 +237,7 @@ def check_step(parallel: ParallelSection, dialogues: bool, share_prompts: bool, 
     return "middle" if layout.ends is None else "end"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("ranks", "sizes", "options"),
     [
         (1, {}, {}),
@@ -251,7 +252,6 @@ def check_step(parallel: ParallelSection, dialogues: bool, share_prompts: bool, 
         (3, {}, dict(branches=True, by_place=True, share_prompts=True)),
         (6, dict(pp=3), dict(dialogues=True, branches=True, share_prompts=True)),
     ],
-    ids=str,
 )
 def test_every_rank_trains_on_the_micro_batches_of_a_rank_that_has_all_samples(ranks, sizes, options):
     options = dict(dialogues=False, share_prompts=False, by_place=False, branches=False) | options
