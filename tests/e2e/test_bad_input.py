@@ -61,12 +61,16 @@ def test_a_mistake_in_the_config_is_named(case, tmp_path):
 @pytest.mark.parametrize(
     ("override", "text"),
     [
-        ("data.prompt_column=questoin", "`questoin`"),  # read by leaders of replicas
-        ("model.tokenizer=/no/such/tokenizer", "/no/such/tokenizer"),
+        pytest.param(
+            "data.prompt_column=questoin", "`questoin`", marks=pytest.mark.full
+        ),  # read by leaders of replicas
+        pytest.param("model.tokenizer=/no/such/tokenizer", "/no/such/tokenizer", marks=pytest.mark.full),
         ("rewards.functions.0.function=no_such_module:f", "'no_such_module'"),
-        ("rollout.urls=[http://127.0.0.1:9]", "does not respond"),  # asked by rank 0
-        ("run.callbacks=[no_such_module:C]", "'no_such_module'"),
-        ("model.path=/no/such/model", "/no/such/model"),  # read by every rank
+        pytest.param(
+            "rollout.urls=[http://127.0.0.1:9]", "does not respond", marks=pytest.mark.full
+        ),  # asked by rank 0
+        pytest.param("run.callbacks=[no_such_module:C]", "'no_such_module'", marks=pytest.mark.full),
+        pytest.param("model.path=/no/such/model", "/no/such/model", marks=pytest.mark.full),  # read by every rank
     ],
 )
 def test_a_mistake_is_printed_once_by_all_ranks_together(override, text, tmp_path):

@@ -54,9 +54,13 @@ def texts(run):
     return [(row["step"], row["prompt_id"], row["completion"], row["reward"]) for row in run.completions]
 
 
-def test_a_policy_that_stands_still_gets_the_responses_of_a_synchronous_run(tmp_path, server, moved, synchronous):
-    words = (*STILL, *KEYS, moved, *AHEAD, "rollout.in_flight=wait", "run.max_steps=4", "rollout.placement=dedicated")
-    run = world.train(tmp_path, *words, launched=True)
+@pytest.mark.parametrize("placement", ["external", pytest.param("dedicated", marks=pytest.mark.full)])
+def test_a_policy_that_stands_still_gets_the_responses_of_a_synchronous_run(
+    placement, tmp_path, server, moved, synchronous
+):
+    where = on(server) if placement == "external" else "rollout.urls=[]"
+    words = (*STILL, *KEYS, moved, *AHEAD, "rollout.in_flight=wait", "run.max_steps=4")
+    run = world.train(tmp_path, *words, where, f"rollout.placement={placement}", launched=True)
     assert run.code == 0, run.err
     assert texts(run) == synchronous[: 4 * GROUPS * GROUP]
     assert [line["staleness/max"] for line in run.metrics] == [0.0, 1.0, 1.0, 1.0]

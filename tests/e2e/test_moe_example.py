@@ -17,6 +17,7 @@ def mismatches(metrics) -> list[float]:
     return [line["token_mult_prob_error"] - 1 for line in metrics]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_two_steps_with_replay_have_a_smaller_mismatch_than_without(tmp_path):
     assert "written to" in python(EXAMPLES / "moe" / "make_model.py", tmp_path / "model").stdout

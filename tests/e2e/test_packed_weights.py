@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -40,7 +41,10 @@ PACKED = {"deepseek_v3": in_fp8}
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_vllm_serves_the_weights_that_the_trainer_loads(name, tmp_path):
+def test_vllm_serves_the_weights_that_the_trainer_loads(name, tmp_path, monkeypatch):
+    """The server takes its CPU for one with AMX, whose kernels of latent attention take no float32."""
+    (tmp_path / "sitecustomize.py").write_text("import torch\n\ntorch.cpu._is_amx_tile_supported = lambda: True\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
     torch.manual_seed(1)
     folder = PACKED[name](folder_of(name), tmp_path / name)
     running = connect(launch(folder, f"packed_{name}", packed=True), folder)

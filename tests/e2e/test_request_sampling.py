@@ -180,7 +180,12 @@ EVERYTHING = [
 ]
 
 
-@pytest.mark.parametrize("name", CHANGES)
+USUAL = ("json", "counts")  # other tests of this file have the other kinds beside each other
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.full) for name in CHANGES]
+)
 def test_changed_logits_are_the_same_in_trainer_engine_and_audit(name, tmp_path):
     agrees(trained(tmp_path, *CHANGES[name]))
 
@@ -208,7 +213,7 @@ AHEAD = ["rollout.max_staleness=1", "algorithm.importance_correction=token_trunc
 ALSO_RESUMED = [*HEAT, *KINDS[-2:], KINDS[6], {"logit_bias": {"a": 3}, "repetition_penalty": 1.2, "seed": 3}]
 
 
-@pytest.mark.parametrize("in_flight", ["keep", "resume"])
+@pytest.mark.parametrize("in_flight", ["keep", pytest.param("resume", marks=pytest.mark.full)])
 def test_parameters_of_rows_hold_ahead_of_training_and_through_syncs(in_flight, tmp_path):
     kinds = KINDS if in_flight == "keep" else ALSO_RESUMED
     rows = rows_with_sampling(tmp_path / "train.jsonl", kinds)

@@ -4,7 +4,6 @@ tokens of cached prefixes, preempted requests, aborted responses and later turns
 from __future__ import annotations
 
 import functools
-import os
 import re
 import threading
 import time
@@ -17,35 +16,27 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from megagrpo.data.routes import RouteShape, joined_routes
+from megagrpo.data.routes import joined_routes
+from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.protocol import EngineError
 from megagrpo.engine.responses import read_response
-from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.proof.audit.naive import Routing, load_model
 from megagrpo.types import Prompt, Rollout, SamplingParams
-from tests.e2e.tiny_servers import Running, connect, launch, model_folder
+from tests.e2e.tiny_servers import Running, connect, launch, mixture, model_folder, routes_of, tied_llamas
 
 SAMPLING = SamplingParams(1.0, 24)
 LONG = tuple((11 * k) % 997 + 3 for k in range(70))  # two whole blocks of the prefix cache, and a part
 BLOCKS = 14  # of 32 tokens, for a server that must preempt requests
 
 
-def shape_of(kind: str) -> RouteShape:
-    hf_config = load_hf_config(model_folder(kind))
-    experts = hf_config.mixture
-    return RouteShape(tuple(sorted(experts.blocks)), hf_config.num_layers, experts.count, experts.per_token)
-
-
 def server(kind: str, name: str, **options) -> Running:
     folder = model_folder(kind)
-    return connect(launch(folder, name, returns_routes=True, **options), folder, routes=shape_of(kind))
+    return connect(launch(folder, name, returns_routes=True, **options), folder, routes=routes_of(kind))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def running():
-    running = server("qwen3_moe", "routes")
-    yield running
-    running.launcher.stop()
+    return mixture()
 
 
 @functools.cache
@@ -114,13 +105,10 @@ def test_an_aborted_response_has_the_routes_of_the_tokens_that_were_read(running
 
 
 def test_a_server_that_sends_no_routes_is_an_error_with_the_flag():
-    folder = model_folder("qwen3_moe")
-    running = connect(launch(folder, "no_routes"), folder, routes=shape_of("qwen3_moe"))
-    try:
-        with pytest.raises(EngineError, match=r"sent no routed_experts; start it with --enable-return-routed-experts"):
-            running.engine.generate([Prompt(0, LONG, "")], 2, SAMPLING, seed=1)
-    finally:
-        running.launcher.stop()
+    dense = tied_llamas()[1].launcher
+    engine = VllmEngine(dense.urls, str, max_num_seqs=64, logs=dense.logs, routes=routes_of("qwen3_moe"))
+    with pytest.raises(EngineError, match=r"sent no routed_experts; start it with --enable-return-routed-experts"):
+        engine.generate([Prompt(0, LONG, "")], 2, SAMPLING, seed=1)
 
 
 @pytest.mark.full
@@ -148,11 +136,9 @@ def test_the_routes_of_gpt_oss_are_those_of_transformers():
         running.launcher.stop()
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", pytest.param("deepseek_v2", marks=pytest.mark.full)])
-def test_latent_attention_has_routes_without_a_prefix_cache(kind, monkeypatch, tmp_path):
-    """The server takes its CPU for one with AMX, whose kernels of latent attention take no float32."""
-    (tmp_path / "sitecustomize.py").write_text("import torch\n\ntorch.cpu._is_amx_tile_supported = lambda: True\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v2"])
+def test_latent_attention_has_routes_without_a_prefix_cache(kind):
     running = server(kind, f"routes_{kind}")
     try:
         prompts = [Prompt(0, LONG, ""), Prompt(1, LONG[:5], ""), Prompt(2, LONG[9:50], "")]

@@ -1,4 +1,4 @@
-"""Three steps of a tiny model on two ranks through launch/local.sh, with a vLLM server of two workers: the files and
+"""Three steps of a tiny model on two ranks through launch/local.sh, with a vLLM server of two pipeline stages: the files and
 processes left."""
 
 import gzip
@@ -21,7 +21,7 @@ OPTIONS = [
     "run.trackers=[tensorboard]",
     "run.log_completions_steps=2",
     "parallel.tp=2",
-    "rollout.tp=2",
+    "rollout.pp=2",
 ]
 OPTIONS += ["run.peak_tflops=0.1", "run.profile.steps=[2]"]
 METRICS = {

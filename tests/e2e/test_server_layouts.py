@@ -20,6 +20,7 @@ def running_on(kind: str, **sizes) -> Running:
     return connect(launch(folder, f"{kind}_{'_'.join(sizes)}", **sizes), folder)
 
 
+@pytest.mark.full
 def test_stages_get_their_layers(tmp_path):
     running = running_on("llama", pp=2)
     try:

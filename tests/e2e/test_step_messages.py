@@ -37,6 +37,7 @@ def test_each_rank_moves_at_most_12_bytes_a_token_it_samples_or_trains_and_64_a_
             assert 0 < moved <= bound, f"rank {rank}, {length} tokens: {moved} bytes, {bound:.0f} allowed"
 
 
+@pytest.mark.full
 def test_an_object_gather_that_is_put_back_is_found_and_grows_with_the_tokens(tmp_path):
     received = []
     for length in LENGTHS:

@@ -79,11 +79,3 @@ def test_a_file_that_was_damaged_is_named_and_the_next_push_arrives(transport):
         sync.engine = synced.engine
         sync.push(shards(fresh.folder), version)
     assert not is_paused(synced.engine) and sampled(synced.engine) == sampled_fresh()
-
-
-def test_a_run_names_its_transport_in_the_config(transport, tmp_path):
-    run = world.train(tmp_path, f"rollout.weight_sync_transport={transport}", "run.max_steps=2")
-    assert run.code == 0 and f"weight sync: {transport} (set by rollout.weight_sync_transport)" in run.out, run.err
-    for key in ("weight_version", "loss"):
-        expected = [line[key] for line in world.plain().metrics[:2]]
-        assert [line[key] for line in run.metrics] == pytest.approx(expected, abs=1e-5)

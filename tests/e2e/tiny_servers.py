@@ -34,6 +34,7 @@ from transformers import (
 )
 
 from megagrpo.config import ParallelSection
+from megagrpo.data.routes import RouteShape
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
@@ -228,6 +229,21 @@ def tied_llamas() -> tuple[Running, Running]:
     tokenizer_of_threes().save_pretrained(folders[1])
     launchers = [launch(folder, folder.name, finds_text=folder == folders[1]) for folder in folders]
     return tuple(connect(launcher, folder) for launcher, folder in zip(launchers, folders, strict=True))
+
+
+def routes_of(kind: str) -> RouteShape:
+    """The shape of the routes of a model of this kind."""
+    hf_config = load_hf_config(model_folder(kind))
+    experts = hf_config.mixture
+    return RouteShape(tuple(sorted(experts.blocks)), hf_config.num_layers, experts.count, experts.per_token)
+
+
+@functools.cache
+def mixture() -> Running:
+    """A server on a mixture of experts that returns routes. Each test that pushes other weights to it pushes those of
+    its folder again before it ends."""
+    folder = model_folder("qwen3_moe", 0)
+    return connect(launch(folder, "mixture", returns_routes=True), folder, routes=routes_of("qwen3_moe"))
 
 
 def push_from_megatron(parallel: dict, engine, folder: Path, out: Path, version: int) -> int:

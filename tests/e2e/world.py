@@ -38,15 +38,13 @@ from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.records.run_files import checkpoints
 
-# Modules that a run imports, imported here once for all forks.
-for module in (
+# Modules that a run imports, imported once for all forks.
+OF_RUNS = (
     "megagrpo.trainer.wiring",
     "torch.utils.tensorboard",
     "transformers.models.auto.tokenization_auto",
     "transformers.generation",
-):
-    importlib.import_module(module)
-
+)
 REPOSITORY = Path(__file__).parents[2]
 SECONDS = 200.0  # limit for one part of a run on a busy machine
 HEADS = 4
@@ -131,6 +129,8 @@ train: {{learning_rate: 1e-3, adam_epsilon: 1e-6, max_tokens_per_micro_batch: 25
 def folder() -> Path:
     """The folder with model/, train.jsonl, eval.jsonl, rewards.py and config.yaml; server/ and plain/ are added
     later."""
+    for module in OF_RUNS:
+        importlib.import_module(module)
     made = Path(tempfile.mkdtemp(prefix="megagrpo_world_"))
     owner = os.getpid()
     atexit.register(lambda: shutil.rmtree(made, ignore_errors=True) if os.getpid() == owner else None)
