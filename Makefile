@@ -3,7 +3,7 @@
 # make test-full: all tests and the large matrix of layouts, in which any three options meet.
 # make test-gpu: the tests that need a GPU, on a machine that has one. There CUDA_VISIBLE_DEVICES= make test runs the others.
 # make test-te: Transformer Engine's layers on a machine without a GPU, its kernels in torch; sets everything up as for GPUs, which compiles.
-# make test-fake-gpu: the code for GPUs on a CUDA runtime without a GPU, whose folder MEGAGRPO_FAKE_GPU names (docs/gpu.md); PYTHON names
+# make test-fake-gpu: the code for GPUs on a CUDA runtime without a GPU, whose folder MEGAGRPO_FAKE_GPU names (docs/gpu_tests.md); PYTHON names
 # an interpreter with torch's build for CUDA, ARGS="-m fake_gpu" adds the long tests.
 # make test-adapters: the adapters of environments, each with its real package; `make adapters` builds a Python below .adapters for each
 # package whose versions do not fit vLLM's (ADAPTERS names another folder).

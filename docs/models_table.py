@@ -1,4 +1,4 @@
-"""Writes the tables of docs/models.md: python docs/models_table.py
+"""Writes the tables of docs/models.md and docs/model_tests.md: python docs/models_table.py
 
 Families and wrappers come from megagrpo/models/families, models and cases from tests/data/families, and proofs from
 docs/families.json, which `python -m tests.prove_family NAME --write` fills.
@@ -12,7 +12,7 @@ from typing import Any
 
 from megagrpo.models.families.family_index import FAMILIES
 
-PAGE = Path(__file__).with_name("models.md")
+PAGES = tuple(Path(__file__).with_name(name) for name in ("models.md", "model_tests.md"))
 RESULTS = Path(__file__).with_name("families.json")
 EXAMPLES = Path(__file__).parents[1] / "tests" / "data" / "families"  # fields: `Example` in tests/family_examples.py
 BEGIN, END = "<!-- the table of {} begins -->", "<!-- the table of {} ends -->"
@@ -45,15 +45,10 @@ def wrappers() -> list[str]:
 def proofs() -> list[str]:
     """The rows of what `prove_family` measured."""
     results = json.loads(RESULTS.read_text())
-    head = (
-        "| family | tiny models | logits differ by | layouts | checkpoints | steps | FP8 | vLLM: log-probs differ by |"
-    )
-    lines = [head, "|---|---|---|---|---|---|---|---|"]
+    lines = ["| family | logits differ by | FP8 | vLLM: log-probs differ by |", "|---|---|---|---|"]
     for name in FAMILIES:
         found = results.get(name, {})
-        cells = [str(len(example_of(name)["cases"])), _number(found.get("logits")), _count(found, "layouts")]
-        steps = f"{_count(found, 'step')}{', LoRA' if found.get('lora') else ''}" if "step" in found else "-"
-        cells += [str(found.get("conversions", "-")), steps, _fp8(found), _vllm(name, found)]
+        cells = [_number(found.get("logits")), _fp8(found), _vllm(name, found)]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
@@ -79,18 +74,17 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}".replace("e-0", "e-")
 
 
-def _count(found: dict[str, Any], key: str) -> str:
-    return str(len(found[key])) if key in found else "-"
-
-
 def with_tables(page: str) -> str:
     """The page with the texts between its marks replaced by the tables."""
     for name, lines in (("families", families()), ("wrappers", wrappers()), ("proofs", proofs())):
-        before, _, rest = page.partition(BEGIN.format(name))
+        before, mark, rest = page.partition(BEGIN.format(name))
+        if not mark:
+            continue
         _, _, after = rest.partition(END.format(name))
         page = "\n".join([f"{before}{BEGIN.format(name)}\n", *lines, f"\n{END.format(name)}{after}"])
     return page
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text()))

@@ -2,7 +2,7 @@
 
 NAME is a model_type of megagrpo/models/families. Proofs: keys, logits, checkpoint, step, adapters, fp8, vllm. The
 models that they use are in tests/data/families/NAME.json. With --write the results go to docs/families.json, from
-which `python docs/models_table.py` writes the table of docs/models.md. Exit code 1: a proof failed.
+which `python docs/models_table.py` writes the table of docs/model_tests.md. Exit code 1: a proof failed.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class ModelSection(Section):
     fp8_recipe: Literal["none", "tensorwise", "delayed", "blockwise", "mxfp8"] = "none"
     """Multiply in FP8 in the blocks' linears, forward and backward. One scale per tensor, from its current values
     (`tensorwise`) or its history (`delayed`), per 128 numbers (`blockwise`; weights 128 x 128), or per 32 numbers
-    (`mxfp8`, on Blackwell). Everything else stays in `precision`. docs/gpu.md."""
+    (`mxfp8`, on Blackwell). Everything else stays in `precision`. docs/fp8.md."""
     fp8_amax_history_len: PositiveInt = 1024
     """With `delayed`: number of micro-batches in the amax history that determines a scale."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"

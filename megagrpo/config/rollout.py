@@ -155,10 +155,10 @@ class RolloutSection(Section):
     enable_expert_parallel; models without experts use more `servers`."""
     nodes_per_server: PositiveInt = 1
     """Nodes that share each vLLM server, for servers with more GPUs than a node has. They run no ranks: placement is
-    dedicated or external. Each node has an equal part of the `tp` x `pp` x `dp` devices. docs/parallelism.md."""
+    dedicated or external. Each node has an equal part of the `tp` x `pp` x `dp` devices. docs/servers.md."""
     quantization: Literal["none", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel"] = "none"
     """Format in which vLLM computes linear layers. none: the weights' dtype. fp8_...: FP8, one scale per tensor, per
-    block of 128 x 128 or per output channel; weight syncs quantize the new weights. docs/weight_sync.md."""
+    block of 128 x 128 or per output channel; weight syncs quantize the new weights. docs/fp8.md."""
     enable_expert_parallel: bool = False
     """Distribute whole experts over the `tp` x `dp` workers of a vLLM server's stage, instead of sharding them."""
     placement: Placement = "auto"
@@ -182,7 +182,7 @@ class RolloutSection(Section):
     """Transport of weights. shared_memory: files in this host's memory. p2p: from rank to worker over NCCL, or gloo
     without GPUs. cuda_ipc: servers map the GPU memory of their host's ranks. auto: cuda_ipc for colocated servers on
     GPUs, shared_memory for those and on one host without GPUs, else p2p. Your own: `path/file.py:Class` or
-    `package.module:Class` (docs/weight_sync.md)."""
+    `package.module:Class` (docs/transports.md)."""
     weight_sync_bucket_megabytes: PositiveFloat = 64.0
     """Largest message of the transport p2p, in MiB; a rank has two in flight per worker."""
     weight_sync_relay: bool = False

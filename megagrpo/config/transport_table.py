@@ -1,7 +1,7 @@
 """One row per weight transport: its class on the trainer's side, and the class at the other end, in vLLM's workers.
 
 The choices of `rollout.weight_sync_transport`, the trainer and vLLM's workers read the table. A transport of the user's
-own has no row: the key names its class, and the class names its receiver (docs/weight_sync.md).
+own has no row: the key names its class, and the class names its receiver (docs/transports.md).
 """
 
 from __future__ import annotations

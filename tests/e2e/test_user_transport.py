@@ -1,4 +1,4 @@
-"""A transport of the user's own, the example of docs/weight_sync.md: real weights reach a real vLLM server through plain
+"""A transport of the user's own, the example of docs/transports.md: real weights reach a real vLLM server through plain
 files, and what is damaged on the way is named."""
 
 import re
@@ -16,7 +16,7 @@ from tests.e2e.test_weight_sync import is_paused, sampled, sampled_fresh, shards
 from tests.e2e.tiny_servers import tied_llamas, weights
 from tests.rank_fakes import GroupRanks, OneRank
 
-PAGE = Path(__file__).parents[2] / "docs" / "weight_sync.md"
+PAGE = Path(__file__).parents[2] / "docs" / "transports.md"
 FILES = {"folder_transport.py": "class Folder(Transport)", "folder_receiver.py": "class FolderReceiver(Receiver)"}
 
 

@@ -43,14 +43,13 @@ PRINTED = {
     ("checkpoints", "capitals_hf: rounded"): ("messages",),
     ("report", "runs/quickstart/report.html"): ("messages",),
     ("weight_sync", "weight sync: shared_memory (single host)"): ("messages",),
-    ("weight_sync", "weight sync: shared_memory (single host); vLLM"): ("messages",),
-    ("weight_sync", "warning: vLLM server http://127.0.0.1:41235"): ("messages",),
-    ("weight_sync", "warning: a vLLM server died"): ("messages",),
-    ("weight_sync", "warning: vLLM server http://127.0.0.1:35917"): ("messages",),
-    ("weight_sync", "warning: vLLM server http://10.0.0.7"): ("messages",),
-    ("weight_sync", "vLLM server http://10.0.0.8"): ("messages",),
+    ("fp8", "weight sync: shared_memory (single host); vLLM"): ("messages",),
+    ("servers", "warning: vLLM server http://127.0.0.1:41235"): ("messages",),
+    ("servers", "warning: a vLLM server died"): ("messages",),
+    ("servers", "warning: vLLM server http://127.0.0.1:35917"): ("messages",),
+    ("servers", "warning: vLLM server http://10.0.0.7"): ("messages",),
+    ("servers", "vLLM server http://10.0.0.8"): ("messages",),
     ("weight_sync", "sync      8 rank(s)"): ("labels",),
-    ("weight_sync", "$ megagrpo plan "): ("labels",),  # its config.json is on the hub
     ("commands", "$ megagrpo doctor "): ("labels",),  # of one machine
     ("environment", "$ RANK=0 VLLM_API_KEY=secret megagrpo doctor"): ("labels",),
     ("verify", "$ megagrpo verify megagrpo:quickstart_tp3"): ("labels",),  # minutes

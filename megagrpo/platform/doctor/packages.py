@@ -52,7 +52,7 @@ def package_checks(kind: str) -> Iterator[Finding]:
     if importlib.util.find_spec("amp_C"):
         yield Finding("apex", f"NVIDIA's {version_of_apex}: its FusedAdam and FusedRMSNorm are used if they run here")
     elif version_of_apex:
-        fix = "uninstall it if it is another project's package (docs/gpu.md)"
+        fix = "uninstall it if it is another project's package (docs/gpu_install.md)"
         yield Finding("apex", f"{version_of_apex} without amp_C, which NVIDIA's apex has: not used", "warn", fix)
 
 

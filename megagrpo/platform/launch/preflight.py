@@ -80,7 +80,7 @@ def node_problems(
     if installed_version("apex").startswith("0.9.10"):
         lines.append(
             "apex: the installed package is another project with this name, not NVIDIA's apex; uninstall it "
-            "(docs/gpu.md)"
+            "(docs/gpu_install.md)"
         )
     try:
         make_run_folder(folder)

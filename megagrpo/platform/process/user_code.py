@@ -45,7 +45,7 @@ def load_subclass[T](name: str, base: type[T], method: str) -> type[T]:
     if not (isinstance(loaded, type) and issubclass(loaded, base)):
         raise ValueError(f"is not a subclass of {base.__module__}.{base.__name__}")
     if getattr(loaded, method) is getattr(base, method):
-        raise ValueError(f"does not define {method}; add it: docs/weight_sync.md")
+        raise ValueError(f"does not define {method}; add it: docs/transports.md")
     return loaded
 
 

@@ -1,5 +1,5 @@
-"""Predicts the seconds of a step in which the hosts read, exchange, pack and write its samples. docs/plan.md has the
-formulas.
+"""Predicts the seconds of a step in which the hosts read, exchange, pack and write its samples. docs/plan_model.md
+explains the parts.
 
 The seconds are of one core, and of gloo between two hosts. `python benchmarks/scale.py --parts planned` prints them
 beside measured ones.

@@ -1,5 +1,5 @@
 """Predicts the seconds of the trainer's forward and backward pass. It counts, per layer and micro-batch, matrix
-products, memory traffic between them, kernel launches by the host, and messages. The formulas are in docs/plan.md."""
+products, memory traffic between them, kernel launches by the host, and messages. Formulas: docs/plan_model.md."""
 
 from __future__ import annotations
 

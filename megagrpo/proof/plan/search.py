@@ -37,7 +37,7 @@ TRAIN_COST = 0.2  # cost of a second that the trainer computes while servers gen
 GPU_COST = 0.1  # twice the GPUs must shorten a step by 7 %
 SPLITS = 5  # divisions of the GPUs whose layouts are searched
 SPLIT_GAIN = 0.05  # share by which another division must be cheaper than the run's own
-GENERATE_ERROR = 0.3  # relative error of the predicted seconds of generation (docs/plan.md, published steps)
+GENERATE_ERROR = 0.3  # relative error of the predicted seconds of generation (benchmarks/RESULTS.md)
 
 _Server = tuple[dict[str, float], float]  # `engine_memory`, and GiB of the largest reloaded module
 

@@ -1,6 +1,7 @@
-"""Predicts the seconds of each phase of a step on a kind of GPU. The formulas are in docs/plan.md.
+"""Predicts the seconds of each phase of a step on a kind of GPU. The formulas are in docs/plan_model.md.
 
-Efficiencies are named constants, not measured by us. docs/plan.md compares predictions with steps others published.
+Efficiencies are named constants, not measured by us. benchmarks/RESULTS.md compares predictions with published
+steps.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class BlockSource:
     def values(self, name: str, index: int, part: Box) -> Tensor:
         """Return the elements of one of these parts, in its shape and the index's dtype, with any strides. Counts them
         in `bytes`. Raises WeightSyncError when the sender is gone or late."""
-        raise NotImplementedError(f"{type(self).__name__} does not define values; add it: docs/weight_sync.md")
+        raise NotImplementedError(f"{type(self).__name__} does not define values; add it: docs/transports.md")
 
     def check(self, name: str, index: int, part: Box, total: int) -> None:
         """Raises WeightSyncError when the source knows the checksum of this part and `total` differs. By default the
