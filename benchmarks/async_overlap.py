@@ -25,10 +25,10 @@ from pathlib import Path
 
 from megagrpo.config import load_config
 from megagrpo.engine.servers.serving import make_launcher
-from megagrpo.models.bridge.tensor_files import dtype_name
-from megagrpo.models.families.weight_sources import resolve_model
+from megagrpo.families.weight_sources import resolve_model
 from megagrpo.platform import device
 from megagrpo.platform.process.variables import OPENMP, TOKEN_VARIABLE
+from megagrpo.weights.files.tensor_files import dtype_name
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"

@@ -22,13 +22,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megagrpo.config import RunConfig
-from megagrpo.models.bridge.file_checksums import verify_others, verify_tensors
-from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.records.checkpoint import Checkpointer
-from megagrpo.records.run_files import newest_checkpoint
+from megagrpo.records.checkpoints.checkpoint import Checkpointer
+from megagrpo.records.checkpoints.run_files import newest_checkpoint
 from megagrpo.train_types import TrainState
+from megagrpo.weights.files.file_checksums import verify_others, verify_tensors
 
 LLAMA = dict(
     architectures=["LlamaForCausalLM"],

@@ -27,11 +27,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from megagrpo.config import DataSection, MultiTurnSection
-from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
+from megagrpo.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.distribution import Generation, Home
+from megagrpo.engine.load_balancing import Generation, Home
 from megagrpo.environments.dialogues import make_dialogues
-from megagrpo.models.families.weight_sources import resolve_model
+from megagrpo.families.weight_sources import resolve_model
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 TOOL = '''

@@ -27,10 +27,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.bridge.hf_files import Writer, new_files
-from megagrpo.models.bridge.megatron_io import structure
-from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.weights.bridge.hf_files import Writer, new_files
+from megagrpo.weights.bridge.megatron_io import structure
 
 QWEN3_30B_A3B = dict(
     architectures=["Qwen3MoeForCausalLM"],

@@ -28,18 +28,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megagrpo.config import RunConfig
-from megagrpo.data.packing import pack, packing_rules
-from megagrpo.models.bridge import megatron_io
-from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
+from megagrpo.data.packing.sample_packing import pack, packing_rules
+from megagrpo.families.hf_config import HfConfig, parse_hf_config
+from megagrpo.planner.costs.engine_memory import GIB
+from megagrpo.planner.costs.planned_memory import host_memory, trainer_memory
 from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.platform.parallel.spawn import run_ranks
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.proof.plan.engine_memory import GIB
-from megagrpo.proof.plan.planned_memory import host_memory, trainer_memory
-from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.records.checkpoints.checkpoint import Checkpointer
 from megagrpo.train_types import LossInputs, LossOutput, TrainSample, TrainState
-from megagrpo.trainer.state_offload import Offload
+from megagrpo.trainer.gpu.state_offload import Offload
+from megagrpo.weights.bridge import megatron_io
 
 MIB = 2**20
 LENGTH = 256

@@ -16,13 +16,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by its path, this file sees only its own folder
 
 from benchmarks.tracing.traced_step import rows_of
-from megagrpo.commands.api.config_input import read
+from megagrpo.commands.api.inputs.config_input import read
 from megagrpo.commands.api.plan_request import PlanRequest, make_plan, planned_ranks
 from megagrpo.commands.plan import split_sizes
 from megagrpo.config import ConfigError
-from megagrpo.proof.plan.gpu_specs import GPUS
-from megagrpo.proof.plan.plan_text import wrapped
-from megagrpo.proof.plan.workload import expected_lengths
+from megagrpo.planner.costs.gpu_specs import GPUS
+from megagrpo.planner.costs.workload import expected_lengths
+from megagrpo.planner.plan_text import wrapped
 
 
 def main() -> None:

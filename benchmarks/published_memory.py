@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megagrpo.config import RunConfig, load_config
-from megagrpo.models.families.hf_config import parse_hf_config
-from megagrpo.proof.plan.engine_memory import GIB
-from megagrpo.proof.plan.gpu_specs import GPUS
-from megagrpo.proof.plan.planned_memory import stage_memory
-from megagrpo.proof.plan.times import step_times
-from megagrpo.proof.plan.workload import Lengths
+from megagrpo.families.hf_config import parse_hf_config
+from megagrpo.planner.costs.engine_memory import GIB
+from megagrpo.planner.costs.gpu_specs import GPUS
+from megagrpo.planner.costs.planned_memory import stage_memory
+from megagrpo.planner.costs.workload import Lengths
+from megagrpo.planner.times.step_times import step_times
 
 REPOSITORY = Path(__file__).parents[1]
 TOKENS, SEQUENCES = 8192, 16

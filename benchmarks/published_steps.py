@@ -28,11 +28,11 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by its path, this file sees only its own folder
 
 from megagrpo.config import RunConfig, load_config
-from megagrpo.models.families.hf_config import HfConfig, nearly_even, parse_hf_config
-from megagrpo.proof.plan.gpu_specs import GPUS, Links
-from megagrpo.proof.plan.shapes import num_parameters
-from megagrpo.proof.plan.times import StepTimes, step_times
-from megagrpo.proof.plan.workload import Lengths
+from megagrpo.families.hf_config import HfConfig, nearly_even, parse_hf_config
+from megagrpo.planner.costs.gpu_specs import GPUS, Links
+from megagrpo.planner.costs.shapes import num_parameters
+from megagrpo.planner.costs.workload import Lengths
+from megagrpo.planner.times.step_times import StepTimes, step_times
 
 REPOSITORY = Path(__file__).parents[1]
 PROMPT = 150

@@ -2,7 +2,7 @@
 
     python benchmarks/rendezvous.py --ranks 64 256 1024
 
-Each simulated node is a fork of this process that runs torchrun's agent as `megagrpo.platform.launch.node` does. The
+Each simulated node is a fork of this process that runs torchrun's agent as `megagrpo.cluster.launch.node` does. The
 agent of the first node serves the store. In place of a training program each rank is a fork of its agent, which joins
 the world over gloo (`join_world`), reduces a small tensor as often as a step does, and ends. Forks share the pages of
 torch, so a rank takes 10 MB. The processes share this machine's cores: on a cluster each node has its own.
@@ -33,12 +33,12 @@ import torch
 import torch.distributed.run
 from torch import distributed as dist
 
-from megagrpo.platform.launch import launcher_rendezvous
-from megagrpo.platform.launch.launcher_rendezvous import Nodes
-from megagrpo.platform.launch.local import run_ranks, set_thread_environment
+from megagrpo.cluster.launch import launcher_rendezvous
+from megagrpo.cluster.launch.launcher_rendezvous import Nodes
+from megagrpo.cluster.launch.local import run_ranks, set_thread_environment
+from megagrpo.loopback import LOOPBACK, LOOPBACK_ADDRESS
 from megagrpo.platform.parallel.host_messages import all_reduce
 from megagrpo.platform.parallel.rank_rendezvous import join_world
-from megagrpo.platform.process.loopback import LOOPBACK, LOOPBACK_ADDRESS
 from megagrpo.platform.process.variables import ENVIRONMENT, TOKEN_FILE_VARIABLE
 
 MESSAGES = 5  # small all-reduces per rank

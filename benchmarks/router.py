@@ -20,7 +20,7 @@ import time
 from multiprocessing.connection import Connection
 
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.protocol import derive_seed
+from megagrpo.engine.http.protocol import derive_seed
 from megagrpo.types import Prompt, SamplingParams
 
 TOKENS = 32

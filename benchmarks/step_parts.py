@@ -21,13 +21,13 @@ import torch
 
 from megagrpo.algorithms.advantages import group_advantages, normalized_sum_advantages, reward_statistics
 from megagrpo.algorithms.quantiles import quantile
-from megagrpo.algorithms.real import group_terms
+from megagrpo.algorithms.real_loss import group_terms
 from megagrpo.config import DataSection
-from megagrpo.data.curriculum import Curriculum
-from megagrpo.data.packing import PackingRules, SampleShapes, plan_packing, slices
-from megagrpo.records.jsonl_file import encoded
-from megagrpo.records.report.collect import read_run
-from megagrpo.records.report.shown_responses import choose
+from megagrpo.data.packing.sample_packing import PackingRules, SampleShapes, plan_packing, slices
+from megagrpo.data.sources.curriculum import Curriculum
+from megagrpo.proof.report.collect import read_run
+from megagrpo.proof.report.shown_responses import choose
+from megagrpo.records.rows.jsonl_file import encoded
 
 SIZES, GROUP, RANKS, BUDGET = (1_000, 4_000, 16_000, 100_000), 8, 32, 32768
 Work = Callable[[], object]

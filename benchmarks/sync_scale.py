@@ -19,16 +19,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.bridge.planned_blocks import held_boxes
-from megagrpo.models.families.hf_config import load_hf_config
-from megagrpo.models.families.weight_sources import shape_folder
+from megagrpo.families.hf_config import load_hf_config
+from megagrpo.families.weight_sources import shape_folder
+from megagrpo.planner.loader_slices import EngineLayout, wanted_boxes
+from megagrpo.planner.sync_size import LINK_GB_PER_S
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.proof.plan.cuts import EngineLayout, wanted_boxes
-from megagrpo.proof.plan.weight_sync import LINK_GB_PER_S
 from megagrpo.sync.trainer_side.send_plan import PlanNews, messages_of
+from megagrpo.sync.wire.forwarding import feeders, heads
 from megagrpo.sync.wire.messages import rounds
 from megagrpo.sync.wire.rank_boxes import RankBoxes, WorkerBoxes, by_tensor
-from megagrpo.sync.wire.relay import feeders, heads
+from megagrpo.weights.blocks.planned_blocks import held_boxes
 
 ELEMENT_BYTES = 2  # bf16
 LIMIT = 2**25  # elements in a message of 64 MiB

@@ -48,8 +48,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.repeats import RULE, is_warm, spread, warm_up_text, with_range
 from megagrpo.config import RunConfig
-from megagrpo.data.packing import PackingRules, assign, pack
-from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.data.packing.sample_packing import PackingRules, assign, pack
+from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy

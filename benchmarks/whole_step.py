@@ -122,7 +122,7 @@ def run_trl(args: argparse.Namespace, weights: str = "float32") -> Steps:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from megagrpo.models.families.weight_sources import resolve_model
+    from megagrpo.families.weight_sources import resolve_model
 
     steps = Steps(args.steps)
     seconds: dict[str, float] = defaultdict(float)

@@ -15,4 +15,4 @@ apt-get update
 apt-get install -y --no-install-recommends "$SYSTEM"
 rm -rf /var/lib/apt/lists/*
 "$PYTHON" -m pip install --no-cache-dir -c "$SOURCE/megagrpo/platform/install/constraints-$KIND.txt" "$SOURCE"
-"$PYTHON" -m megagrpo.commands.install "$KIND" wandb --installer pip --compile-bytecode # an image is often read-only
+"$PYTHON" -m megagrpo.commands.setup.install "$KIND" wandb --installer pip --compile-bytecode # an image is often read-only

@@ -1,6 +1,6 @@
 """Writes the tables of docs/models.md and docs/model_tests.md: python docs/models_table.py
 
-Families and wrappers come from megagrpo/models/families, models and cases from tests/data/families, and proofs from
+Families and wrappers come from megagrpo/families, models and cases from tests/data/families, and proofs from
 docs/families.json, which `python -m tests.prove_family NAME --write` fills.
 """
 
@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megagrpo.models.families.family_index import FAMILIES
+from megagrpo.families.family_index import FAMILIES
 
 PAGES = tuple(Path(__file__).with_name(name) for name in ("models.md", "model_tests.md"))
 RESULTS = Path(__file__).with_name("families.json")

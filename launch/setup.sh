@@ -58,5 +58,5 @@ PYTHON=$(uv python find --no-project 3.12 2>/dev/null) || fail "no Python 3.12 i
 echo "setup: installing into .venv ($KIND; some minutes the first time, about 7 GB on disk)"
 [ -x .venv/bin/python ] || uv venv -q --clear --python "$PYTHON" .venv
 # Needs only Python: this command names what is missing, and exits with code 2 before it installs anything.
-PYTHONPATH=$PWD .venv/bin/python -m megagrpo.commands.install "$KIND" wandb ${DEV:+data dev --compile-bytecode} --editable --quiet --installer uv
+PYTHONPATH=$PWD .venv/bin/python -m megagrpo.commands.setup.install "$KIND" wandb ${DEV:+data dev --compile-bytecode} --editable --quiet --installer uv
 echo "$WANTED $DEV" >"$STAMP"

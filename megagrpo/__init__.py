@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from megagrpo.commands.api.api_checks import Verification as Verification
     from megagrpo.commands.api.api_checks import evaluate as evaluate
     from megagrpo.commands.api.api_checks import verify as verify
-    from megagrpo.commands.api.errors import CommandFailed as CommandFailed
-    from megagrpo.commands.api.errors import TrainingFailed as TrainingFailed
+    from megagrpo.commands.api.inputs.errors import CommandFailed as CommandFailed
+    from megagrpo.commands.api.inputs.errors import TrainingFailed as TrainingFailed
     from megagrpo.commands.api.plan_request import plan as plan
     from megagrpo.commands.api.run_handle import Run as Run
     from megagrpo.commands.api.run_handle import load_run as load_run
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megagrpo.config import Problem as Problem
     from megagrpo.config import RunConfig as RunConfig
     from megagrpo.config import load_config as load_config
-    from megagrpo.models.hub.upload import PushError as PushError
+    from megagrpo.weights.hub.upload import PushError as PushError
 
     __version__: str
 
@@ -36,13 +36,13 @@ _HOMES = {
     "Verification": "megagrpo.commands.api.api_checks",
     "evaluate": "megagrpo.commands.api.api_checks",
     "Evaluation": "megagrpo.commands.api.api_checks",
-    "TrainingFailed": "megagrpo.commands.api.errors",
-    "CommandFailed": "megagrpo.commands.api.errors",
+    "TrainingFailed": "megagrpo.commands.api.inputs.errors",
+    "CommandFailed": "megagrpo.commands.api.inputs.errors",
     "RunConfig": "megagrpo.config",
     "load_config": "megagrpo.config",
     "ConfigError": "megagrpo.config",
     "Problem": "megagrpo.config",
-    "PushError": "megagrpo.models.hub.upload",
+    "PushError": "megagrpo.weights.hub.upload",
 }  # public name -> module that defines it
 
 __all__ = ["__version__", *_HOMES]

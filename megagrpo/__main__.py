@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":  # before slow imports: a torchrun that is killed while ranks import leaves no rank
-    from megagrpo.platform.process.parent_death import end_with_torchrun
+    from megagrpo.platform.process.cleanup.parent_death import end_with_torchrun
 
     end_with_torchrun()
 
@@ -11,9 +11,9 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
-from megagrpo.commands.api.exit_codes import one_command, settle_environment
+from megagrpo.commands.api.inputs.exit_codes import one_command, settle_environment
 from megagrpo.commands.parser import parse
-from megagrpo.platform.process.scratch import temporary_files
+from megagrpo.platform.process.cleanup.scratch import temporary_files
 from megagrpo.platform.process.terminal import hide_bars_of_libraries, log_to_stderr
 
 DOCTOR = "doctor"  # shows the environment of the shell, and writes no file

@@ -57,7 +57,7 @@ class Trajectories:
     """The trajectories of the S sequences of a micro-batch, in a step with trajectories of several samples.
 
     >>> from dataclasses import replace
-    >>> from megagrpo.data.packing import build_micro_batch
+    >>> from megagrpo.data.packing.sample_packing import build_micro_batch
     >>> both = build_micro_batch([first, replace(second, trajectory=0)])  # 3 and 2 loss tokens
     >>> both.several.index.tolist(), both.several.num_loss.tolist()
     ([0, 0], [5.0, 5.0])
@@ -116,7 +116,7 @@ class MicroBatch:
 
     Tensors of sequences ([S], [S + 1]) stay on the host: layouts of memory and kernels depend on their numbers.
 
-    >>> from megagrpo.data.packing import PackingRules, build_micro_batch, pack
+    >>> from megagrpo.data.packing.sample_packing import PackingRules, build_micro_batch, pack
     >>> m = build_micro_batch([first, second])
     >>> m.token_ids.tolist(), m.cu_seqlens.tolist()  # T = 11, S = 2
     ([5, 6, 7, 8, 9, 2, 5, 6, 7, 8, 3], [0, 6, 11])

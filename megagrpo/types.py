@@ -20,7 +20,7 @@ OF_DISTRIBUTION = (
     *("temperature", "structured_outputs", "allowed_token_ids", "bad_word_ids", "logit_bias"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty", "top_p", "top_k", "min_p"),
 )
-# [tokens, M, k] uint8 or int16: the k experts of each token in each of M layers with experts (`data/routes.py`)
+# [tokens, M, k] uint8 or int16: k experts of a token in each of M layers with experts (data/packing/routed_experts.py)
 Routes = NDArray[np.uint8] | NDArray[np.int16]
 
 
@@ -30,7 +30,7 @@ class Prompt:
 
     `inputs` are what the model reads besides tokens, by name, such as the pixels of an image: arrays or tensors of this
     prompt alone, without a batch dimension. Rollouts, samples and micro-batches pass the same object on, without
-    copies (`data/images.py`). It is empty for models of text, whose policy rejects a non-empty one.
+    copies (`data/images/prompt_images.py`). It is empty for models of text, whose policy rejects a non-empty one.
 
     >>> prompt = Prompt(prompt_id=0, token_ids=(5, 6, 7), messages="2 + 2?", columns={"answer": "4"})
     >>> Prompt(1, (5,), "", sampling={"temperature": 0.5, "max_tokens": 9}).distribution
@@ -46,7 +46,9 @@ class Prompt:
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # this prompt's variables of the chat template
     opened: str = ""  # the end of token_ids as text if it opens a thought for the response, such as "<think>\n"
     inputs: Mapping[str, Any] = field(default_factory=dict)
-    sampling: dict[str, Any] = field(default_factory=dict)  # its own parameters (`data/row_settings.py`), JSON values
+    sampling: dict[str, Any] = field(
+        default_factory=dict
+    )  # its own parameters (`data/tokens/row_settings.py`), JSON values
     expected_length: float = 0.0  # mean tokens of the responses at the prompt's last visit; 0 if it had none
 
     @property
@@ -360,3 +362,8 @@ class ScoredRollout:
             advantages = self.token_advantages[own]
             branches.append(replace(self, rollout=rollout, parts=parts, token_advantages=advantages))
         return branches
+
+
+class WeightSyncError(RuntimeError):
+    """New weights did not reach the engine completely. The message names the rank and the tensor. The engine stays
+    paused; a retry may succeed."""

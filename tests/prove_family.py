@@ -1,6 +1,6 @@
 """Run every proof of a family and print a table: python -m tests.prove_family NAME [NAME ...] [--skip PROOF] [--write]
 
-NAME is a model_type of megagrpo/models/families. Proofs: keys, logits, checkpoint, step, adapters, fp8, vllm. The
+NAME is a model_type of megagrpo/families. Proofs: keys, logits, checkpoint, step, adapters, fp8, vllm. The
 models that they use are in tests/data/families/NAME.json. With --write the results go to docs/families.json, from
 which `python docs/models_table.py` writes the table of docs/model_tests.md. Exit code 1: a proof failed.
 """
@@ -35,7 +35,7 @@ def keys(kind: str) -> Found:
     from test_config_keys import FIRST, wrongly_loaded
     from tiny_policy import release_of
 
-    from megagrpo.models.families.config_keys import architecture_problems
+    from megagrpo.families.config_keys import architecture_problems
 
     assert not (problems := architecture_problems(release_of(kind))), problems
     with tempfile.TemporaryDirectory() as folder:
@@ -51,7 +51,7 @@ def logits(kind: str) -> Found:
     from ranks import run_ranks
     from tiny_families import cases_of
 
-    from megagrpo.models.families.family_index import FAMILIES
+    from megagrpo.families.family_index import FAMILIES
 
     example, worst, layouts = EXAMPLES[kind], 0.0, set()
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +75,7 @@ def checkpoint(kind: str) -> Found:
     from test_convert import assert_round_trips, make_models, pairs_of
     from tiny_families import cases_of
 
-    from megagrpo.models.families.family_index import FAMILIES
+    from megagrpo.families.family_index import FAMILIES
 
     with tempfile.TemporaryDirectory() as models, tempfile.TemporaryDirectory() as scratch:
         family = FAMILIES[kind]
@@ -122,7 +122,7 @@ def vllm(kind: str) -> Found:
     """A server gets the weights from Megatron's shards, and both compute the same log-probs."""
     from tiny_families import cases_of
 
-    from megagrpo.models.families.family_index import FAMILIES
+    from megagrpo.families.family_index import FAMILIES
     from tests.e2e.test_families_vllm import SERVED, reach_vllm
 
     example, differences = EXAMPLES[kind], {}
@@ -176,7 +176,7 @@ def main() -> int:
     options = parser.parse_args()
     import transformers
 
-    from megagrpo.models.families.family_index import FAMILIES
+    from megagrpo.families.family_index import FAMILIES
 
     if unknown := [name for name in options.families if name not in FAMILIES]:
         parser.error(f"no family {unknown[0]}; families: {', '.join(FAMILIES)}")

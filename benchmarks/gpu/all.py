@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.setting import ROOT
-from megagrpo.commands.doctor import lines
-from megagrpo.platform.doctor.checkup import check_up
-from megagrpo.platform.doctor.doctor_report import report, write_report
-from megagrpo.platform.doctor.machine import Finding, Machine
-from megagrpo.platform.doctor.needs import Needs
+from megagrpo.cluster.doctor.checkup import check_up
+from megagrpo.cluster.doctor.doctor_report import report, write_report
+from megagrpo.cluster.doctor.machine import Finding, Machine
+from megagrpo.cluster.doctor.needs import Needs
+from megagrpo.commands.setup.doctor import lines
 
 MINUTES = 25.0
 GRACE_SECONDS = 15.0  # between SIGTERM and SIGKILL, for servers to end

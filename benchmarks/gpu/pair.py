@@ -13,18 +13,18 @@ from torch import nn
 from megagrpo.config import RunConfig, weight_path
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.servers.serving import make_launcher, servers_sleep
-from megagrpo.models.bridge.parameter_blocks import blocks
-from megagrpo.models.bridge.tensor_files import dtype_name
-from megagrpo.models.families.hf_config import HfConfig, load_hf_config
+from megagrpo.families.hf_config import HfConfig, load_hf_config
 from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.policy.build import build_model
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.policy.transformer_config import ModelOptions
+from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.sync.trainer_side.sync import SyncReport, WeightSync
 from megagrpo.sync.trainer_side.transport import TransportSettings, transport_class
-from megagrpo.trainer.gpu_turns import sync_handover
-from megagrpo.trainer.state_offload import NoOffload, Offload
+from megagrpo.trainer.gpu.gpu_sharing import sync_handover
+from megagrpo.trainer.gpu.state_offload import NoOffload, Offload
+from megagrpo.weights.blocks.parameter_blocks import blocks
+from megagrpo.weights.files.tensor_files import dtype_name
 
 
 @dataclass

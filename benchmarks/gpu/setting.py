@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megagrpo.config import RunConfig, load_config
-from megagrpo.proof.plan.gpu_specs import GPUS, Gpu
+from megagrpo.planner.costs.gpu_specs import GPUS, Gpu
 
 if TYPE_CHECKING:  # imports torch, which a dry run does not need
     from benchmarks.gpu.common import Ceilings

@@ -23,9 +23,9 @@ from pathlib import Path
 
 from benchmarks.gpu.setting import LARGE, SMALL, TINY, Table, begin, parse, parser, run_config, shape, wait, write_shape
 from benchmarks.gpu.train_step import USABLE, Case, memory_here, planned_gib, samples_of, sizes_of
-from megagrpo.models.families.hf_config import parse_hf_config
-from megagrpo.proof.plan.engine_memory import engine_memory, reload_bytes
-from megagrpo.proof.plan.planned_memory import moved_bytes, on_shared_gpu, trainer_memory
+from megagrpo.families.hf_config import parse_hf_config
+from megagrpo.planner.costs.engine_memory import engine_memory, reload_bytes
+from megagrpo.planner.costs.planned_memory import moved_bytes, on_shared_gpu, trainer_memory
 
 TARGET = "target on one H200: trainer while vLLM generates <= 5 GiB"
 MOMENTS = ("generating", "vLLM asleep", "trainer back", "after the train step", "after the sync")
@@ -71,7 +71,7 @@ def measure(case: Case, scratch: Path, rounds: int) -> tuple[list[Round], list[C
     from benchmarks.weight_sync import PROMPTS, SAMPLING, requests_timed
     from megagrpo.algorithms.losses import make_loss
     from megagrpo.algorithms.reductions import denominator
-    from megagrpo.data.packing import pack, packing_rules
+    from megagrpo.data.packing.sample_packing import pack, packing_rules
 
     found, requests = [], []
     with pair(case.config, scratch, trains=True, offloads=case.config.train.offload is not False) as both:

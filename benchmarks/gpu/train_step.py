@@ -11,7 +11,7 @@ because its widths matter. `--layers 28 train.optimizer_state_dtype=fp8 train.ma
 7B on 141 GB.
 
 - tokens/s: of all samples, prompts included, padding not.
-- TFLOP/s: model FLOPs (`megagrpo/proof/plan/flops.py`: forward and two forwards' worth backward, LM head for response
+- TFLOP/s: model FLOPs (`megagrpo/planner/costs/flops.py`: forward and two forwards' worth backward, LM head for response
   tokens alone, nothing recomputed, a shared prompt once per response) per second. MFU: their share of the data sheet's
   bf16 peak, also with FP8; of GEMM: of a large bf16 product as measured here.
 - predicted: `megagrpo plan --gpu` for the same step, in seconds and GiB. The peak is torch's, without the CUDA context.
@@ -34,13 +34,13 @@ from typing import TYPE_CHECKING
 
 from benchmarks.gpu.setting import LARGE, SMALL, TINY, Table, begin, parse, parser, run_config, shape, wait, write_shape
 from megagrpo.config import ConfigError, RunConfig
-from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
-from megagrpo.proof.plan.flops import attention_flops, model_flops, token_flops
-from megagrpo.proof.plan.gpu_specs import Gpu
-from megagrpo.proof.plan.planned_memory import trainer_memory
-from megagrpo.proof.plan.shapes import num_parameters
-from megagrpo.proof.plan.times import step_times
-from megagrpo.proof.plan.workload import Lengths
+from megagrpo.families.hf_config import HfConfig, parse_hf_config
+from megagrpo.planner.costs.flops import attention_flops, model_flops, token_flops
+from megagrpo.planner.costs.gpu_specs import Gpu
+from megagrpo.planner.costs.planned_memory import trainer_memory
+from megagrpo.planner.costs.shapes import num_parameters
+from megagrpo.planner.costs.workload import Lengths
+from megagrpo.planner.times.step_times import step_times
 
 if TYPE_CHECKING:
     from benchmarks.gpu.common import Ceilings
@@ -158,7 +158,7 @@ def measure(case: Case, steps: int, warm_up: int = 2) -> Measured:
     """A context manager: a policy of that model, deleted at the end."""
     from megagrpo.algorithms.losses import make_loss
     from megagrpo.algorithms.reductions import denominator
-    from megagrpo.data.packing import pack, packing_rules
+    from megagrpo.data.packing.sample_packing import pack, packing_rules
     from megagrpo.platform import device
     from megagrpo.platform.parallel.layout import init_layout
     from megagrpo.policy.megatron_policy import MegatronPolicy

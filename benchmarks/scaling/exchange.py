@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.scaling.fake_samples import GROUP, Engine, prompts
 from benchmarks.scaling.table import Point, Series, bytes_text, peak_bytes, reset_peak
 from megagrpo.config import ParallelSection
-from megagrpo.data.packing import PackingRules, plan_packing
+from megagrpo.data.packing.sample_packing import PackingRules, plan_packing
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.platform.parallel.spawn import run_ranks
 from megagrpo.platform.process.phases import Phases

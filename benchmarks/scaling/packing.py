@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from benchmarks.scaling.table import Point, Series, best_seconds
-from megagrpo.data.packing import PackingRules, SampleShapes, plan_packing
+from megagrpo.data.packing.sample_packing import PackingRules, SampleShapes, plan_packing
 
 BUDGET, RANKS, GROUP, PROMPT = 32768, 32, 8, 128
 COUNTS = (1_000, 16_000, 100_000)

@@ -22,16 +22,16 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "distributed"))  # 
 from benchmarks.scaling.fake_samples import GROUP, Engine, prompts
 from benchmarks.scaling.table import Point, Series, bytes_text, seconds_text
 from megagrpo.config import ParallelSection, RunConfig, load_config
-from megagrpo.data.packing import PackingRules, build_batch, plan_packing
-from megagrpo.data.routes import RouteShape
+from megagrpo.data.packing.routed_experts import RouteShape
+from megagrpo.data.packing.sample_packing import PackingRules, build_batch, plan_packing
+from megagrpo.planner.costs.workload import Lengths
+from megagrpo.planner.times.control_plane import control_seconds
+from megagrpo.planner.times.step_memory import planned_step_memory
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.platform.parallel.spawn import run_ranks
 from megagrpo.platform.process.phases import Phases
-from megagrpo.proof.plan.control_plane import control_seconds
-from megagrpo.proof.plan.step_memory import planned_step_memory
-from megagrpo.proof.plan.workload import Lengths
 from megagrpo.trainer.rollout.collector import Collector
-from megagrpo.trainer.rollout.route_exchange import replayed_batches
+from megagrpo.trainer.rollout.routed_experts_exchange import replayed_batches
 from megagrpo.trainer.rollout.token_exchange import trained_samples
 from megagrpo.types import SamplingParams
 from tests.e2e import stub_runs, world

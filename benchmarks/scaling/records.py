@@ -17,13 +17,13 @@ from benchmarks.scaling.fake_samples import GROUP, prompts, scored_group
 from benchmarks.scaling.table import Point, Series, best_seconds, peak_bytes, reset_peak
 from megagrpo.__main__ import main
 from megagrpo.algorithms.advantages import advantages_of, reward_statistics
-from megagrpo.algorithms.real import RealTerms
+from megagrpo.algorithms.real_loss import RealTerms
 from megagrpo.config import AlgorithmSection
-from megagrpo.data.packing import PackingRules, slices
-from megagrpo.data.step_samples import StepSamples
-from megagrpo.records.completions import completion_row
-from megagrpo.records.jsonl_file import JsonlFile, encoded
-from megagrpo.records.token_log import chosen_samples
+from megagrpo.data.packing.sample_packing import PackingRules, slices
+from megagrpo.data.packing.step_samples import StepSamples
+from megagrpo.records.rows.completions import completion_row
+from megagrpo.records.rows.jsonl_file import JsonlFile, encoded
+from megagrpo.records.rows.token_log import chosen_samples
 from megagrpo.trainer.rollout.groups import useful_groups
 from megagrpo.trainer.rollout.sample_metrics import pass_rates, rollout_metrics, staleness
 

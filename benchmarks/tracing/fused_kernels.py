@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from benchmarks.tracing.without_floats import StepCounter, size_of
 from megagrpo.config import RunConfig
-from megagrpo.models.families.hf_config import HfConfig
-from megagrpo.policy import specs
+from megagrpo.families.hf_config import HfConfig
+from megagrpo.planner.costs.planned_memory import own_attention
 from megagrpo.policy.attention.packed import PackedSeqParams, TorchAttention
 from megagrpo.policy.fp8.megatron_patches import token_dispatcher
-from megagrpo.policy.specs import MLP, SharedExpertMLP
-from megagrpo.policy.transformer_config import fuses_activation
-from megagrpo.proof.plan.planned_memory import own_attention
+from megagrpo.policy.transformer import specs
+from megagrpo.policy.transformer.specs import MLP, SharedExpertMLP
+from megagrpo.policy.transformer.transformer_config import fuses_activation
 
 GATED = ("bias_swiglu_impl", "bias_geglu_impl", "weighted_bias_swiglu_impl", "weighted_bias_quick_geglu_impl")
 

@@ -15,7 +15,7 @@ from benchmarks.tracing.roofline import HOST_COPY, Message
 from benchmarks.tracing.without_floats import StepCounter, size_of
 from megagrpo.platform import device
 from megagrpo.platform.device.compact_adam import CompactAdam
-from megagrpo.policy import optimizer
+from megagrpo.policy.optimizer import policy_optimizer as optimizer
 
 
 @contextlib.contextmanager

@@ -22,9 +22,9 @@ from megagrpo.platform.device.cpu import VARIABLE
 from megagrpo.platform.parallel.host_messages import Reduction
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.platform.process.variables import ENVIRONMENT
-from megagrpo.policy.balance import BalancedRouter
 from megagrpo.policy.fp8.megatron_patches import token_dispatcher
-from megagrpo.policy.specs import SequentialMLP
+from megagrpo.policy.moe.router_losses import BalancedRouter
+from megagrpo.policy.transformer.specs import SequentialMLP
 
 GPU_BLOCK_ELEMENTS = 2**24  # `device.block_elements` on a GPU
 GRADIENT_BYTES = 4  # bytes per element of `main_grad`

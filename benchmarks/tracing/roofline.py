@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 
 from megagrpo.config import RunConfig
-from megagrpo.models.families.hf_config import HfConfig
-from megagrpo.proof.plan.engine_memory import GIB
-from megagrpo.proof.plan.flops import model_flops
-from megagrpo.proof.plan.gpu_specs import HOST_GB_PER_S, Gpu, Links
-from megagrpo.proof.plan.hidden_messages import Direction, Overlap, overlap_row, sent_rows
-from megagrpo.proof.plan.passes import ATTENTION_EFFICIENCY, BANDWIDTH, DENSE_EFFICIENCY, EXPERT_EFFICIENCY
-from megagrpo.proof.plan.planned_memory import stage_memory
-from megagrpo.proof.plan.workload import Lengths
+from megagrpo.families.hf_config import HfConfig
+from megagrpo.planner.costs.engine_memory import GIB
+from megagrpo.planner.costs.flops import model_flops
+from megagrpo.planner.costs.gpu_specs import HOST_GB_PER_S, Gpu, Links
+from megagrpo.planner.costs.hidden_messages import Direction, Overlap, overlap_row, sent_rows
+from megagrpo.planner.costs.planned_memory import stage_memory
+from megagrpo.planner.costs.workload import Lengths
+from megagrpo.planner.times.pass_times import ATTENTION_EFFICIENCY, BANDWIDTH, DENSE_EFFICIENCY, EXPERT_EFFICIENCY
 
 TRACE_PHASES = ("forward", "head", "backward", "reduce", "optimizer")
 HOST_COPY = "host_copy"  # operation of a message between the GPU and the host

@@ -16,13 +16,13 @@ from benchmarks.tracing.roofline import Costs, Trace, trace_rows
 from benchmarks.tracing.without_floats import StepCounter, WithoutFloats
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import ConfigError, RunConfig
-from megagrpo.data.packing import pack, packing_rules
-from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.data.packing.sample_packing import pack, packing_rules
+from megagrpo.families.hf_config import HfConfig
+from megagrpo.planner.costs.gpu_specs import Gpu
+from megagrpo.planner.costs.planned_memory import stage_memory
+from megagrpo.planner.costs.workload import Lengths
 from megagrpo.platform import device
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.proof.plan.gpu_specs import Gpu
-from megagrpo.proof.plan.planned_memory import stage_memory
-from megagrpo.proof.plan.workload import Lengths
 from megagrpo.train_types import Metric, TrainBatch, TrainSample
 
 

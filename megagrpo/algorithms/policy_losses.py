@@ -1,8 +1,8 @@
 """The policy terms of the losses, per token: minimised, advantages and ratios in, no averaging.
 
 Every term takes `Tokens` and the `algorithm` section and returns [T] with gradient in the policy's log-probs.
-`config/loss_table.py` names the term of each loss; how tokens are averaged is in `reductions`. Formulas are those of
-the papers named, as TRL 1.16 and ms-swift 4.6 compute them.
+`config/sections/loss_table.py` names the term of each loss; how tokens are averaged is in `reductions`. Formulas
+are those of the papers named, as TRL 1.16 and ms-swift 4.6 compute them.
 """
 
 from __future__ import annotations

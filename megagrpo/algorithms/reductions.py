@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.algorithms.sequences import Sequences
-from megagrpo.config.loss_table import Average
+from megagrpo.config.sections.loss_table import Average
 from megagrpo.train_types import TrainBatch
 
 

@@ -4,6 +4,12 @@ A module of a command imports nothing slow at its top, so `megagrpo --help` is f
 module's docstring is the description that `megagrpo NAME --help` prints.
 """
 
+FOLDERS = {
+    "setup": ("install", "init", "doctor", "keys", "schema", "completion"),
+    "checkpoints": ("convert", "export", "merge", "inspect", "roundtrip", "new-family"),
+}
+"""Folders below this one, and the commands whose modules they hold."""
+
 COMMANDS: dict[str, str] = {  # name -> summary in `megagrpo --help`
     "install": "install vLLM and more extras for this machine",
     "train": "train on this machine, or run one rank under a launcher",
@@ -29,3 +35,9 @@ COMMANDS: dict[str, str] = {  # name -> summary in `megagrpo --help`
     "schema": "print the JSON schema of a config, for editors",
     "completion": "print a completion script for bash, zsh, fish or tcsh",
 }
+
+
+def module_of(name: str) -> str:
+    """Return the dotted name of a command's module."""
+    folder = next((f"{folder}." for folder, names in FOLDERS.items() if name in names), "")
+    return f"megagrpo.commands.{folder}{name.replace('-', '_')}"

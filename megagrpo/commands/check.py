@@ -19,16 +19,16 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from megagrpo.commands.config_arguments import add_config, load
+from megagrpo.commands.arguments.config_arguments import add_config, load
 from megagrpo.config import ConfigError
 from megagrpo.config.io import config_file, listed
 from megagrpo.platform.process.imports import without_garbage_collection
 from megagrpo.platform.process.terminal import one_line, show
 
 if TYPE_CHECKING:
+    from megagrpo.trainer.data_checks.data_trial import SourceTrial
+    from megagrpo.trainer.data_checks.gold_trial import RewardTrial
     from megagrpo.trainer.dry_run import DryRun
-    from megagrpo.trainer.trials.data_trial import SourceTrial
-    from megagrpo.trainer.trials.gold_trial import RewardTrial
 
 BINS, BAR_LENGTH = 6, 40  # rows of a histogram, and characters of its longest bar
 SHOWN_LINES, SHOWN_WIDTH = 24, 96  # of a rendered prompt

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megagrpo.commands.config_arguments import add_config, load
+from megagrpo.commands.arguments.config_arguments import add_config, load
 from megagrpo.config.io import config_file
 from megagrpo.platform.process.terminal import show
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 
-from megagrpo.commands.config_arguments import overrides
+from megagrpo.commands.arguments.config_arguments import overrides
 from megagrpo.commands.parser import parse
 from megagrpo.config import ConfigError
 
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
             return run_training(chosen.config, overrides(chosen), options.ranks)
         command = ["megagrpo", *command]
-    from megagrpo.platform.launch.local import run_ranks, set_thread_environment
+    from megagrpo.cluster.launch.local import run_ranks, set_thread_environment
 
     set_thread_environment(options.ranks)
     return run_ranks(options.ranks, command)

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import Any, NoReturn
 
-from megagrpo.commands import COMMANDS
+from megagrpo.commands import COMMANDS, module_of
 from megagrpo.config import ConfigError
 from megagrpo.platform.install.requirements import installed_version
-from megagrpo.platform.process.hints import did_you_mean
 from megagrpo.platform.process.terminal import WIDTH, show, write_output
+from megagrpo.suggestions import did_you_mean
 
 VERSIONED_PACKAGES = (
     "torch",
@@ -113,7 +113,7 @@ def build(chosen: Iterable[str]) -> tuple[Parser, dict[str, Parser]]:
     subparsers = top.add_subparsers(metavar="COMMAND", parser_class=Parser)
     parsers = {name: subparsers.add_parser(name, help=summary) for name, summary in COMMANDS.items()}
     for name in chosen:
-        module = importlib.import_module(f"megagrpo.commands.{name.replace('-', '_')}")
+        module = importlib.import_module(module_of(name))
         parsers[name].description = inspect.getdoc(module)
         module.add_arguments(parsers[name])
         parsers[name].set_defaults(run=module.run)

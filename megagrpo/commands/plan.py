@@ -15,9 +15,9 @@ import argparse
 import sys
 from typing import Any
 
-from megagrpo.commands.api.config_input import read
+from megagrpo.commands.api.inputs.config_input import read
 from megagrpo.commands.api.plan_request import PlanRequest, make_plan
-from megagrpo.commands.config_arguments import add_config, overrides
+from megagrpo.commands.arguments.config_arguments import add_config, overrides
 from megagrpo.config import ConfigError
 from megagrpo.platform.process.terminal import show
 

@@ -27,9 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the page; print its path and size. Raises ConfigError for a folder without a run or an unwritable file."""
-    from megagrpo.records.report import page
-    from megagrpo.records.report.collect import read_run
-    from megagrpo.records.report.payload import payload
+    from megagrpo.proof.report import page
+    from megagrpo.proof.report.collect import read_run
+    from megagrpo.proof.report.payload import payload
 
     # each run once, also through a link
     folders = list({Path(name).resolve(): Path(name) for name in options.runs}.values())

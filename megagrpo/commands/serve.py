@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megagrpo.commands.config_arguments import add_config, load
+from megagrpo.commands.arguments.config_arguments import add_config, load
 from megagrpo.platform.process.imports import without_garbage_collection
 
 

@@ -17,13 +17,13 @@ import subprocess
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from megagrpo.commands.config_arguments import add_config, add_resume, load, overrides
+from megagrpo.commands.arguments.config_arguments import add_config, add_resume, load, overrides
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.config.io import SHIPPED, config_file
 from megagrpo.platform.process.terminal import warn, write_output
 
 if TYPE_CHECKING:
-    from megagrpo.platform.launch.job import Cluster
+    from megagrpo.cluster.launch.job import Cluster
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print or submit the job, and return the exit code. Raises ConfigError for a wrong config, cluster or option."""
-    from megagrpo.platform.launch.job import check_paths, cluster_file, load_cluster, place, shipped_clusters
-    from megagrpo.platform.launch.kubernetes import manifest
-    from megagrpo.platform.launch.slurm import sbatch_script
+    from megagrpo.cluster.launch.job import check_paths, cluster_file, load_cluster, place, shipped_clusters
+    from megagrpo.cluster.launch.kubernetes import manifest
+    from megagrpo.cluster.launch.slurm import sbatch_script
 
     if options.cluster is None:
         raise ConfigError(
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
 
 def check_kind(options: argparse.Namespace, cluster: Cluster) -> None:
     """Raise ConfigError for an option or cluster key without effect on its kind, and for a placeholder as image."""
-    from megagrpo.platform.launch.job import cluster_file
+    from megagrpo.cluster.launch.job import cluster_file
 
     image = cluster.container.image if cluster.container else ""
     if image.partition("/")[0].endswith(".example"):  # no registry has this suffix (RFC 2606)
@@ -108,8 +108,8 @@ def check_kind(options: argparse.Namespace, cluster: Cluster) -> None:
 def check_plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None) -> None:
     """Raise ConfigError when the run cannot start. A model that this host cannot see only gives a warning; the job's
     plan checks it."""
-    from megagrpo.models.families.weight_sources import UnseenModel
-    from megagrpo.proof.plan.plan_problems import check
+    from megagrpo.families.weight_sources import UnseenModel
+    from megagrpo.planner.rules.plan_problems import check
 
     package = config.model.path.removeprefix("package:")
     try:

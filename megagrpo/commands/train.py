@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 
-from megagrpo.commands.config_arguments import add_config, add_resume, overrides
+from megagrpo.commands.arguments.config_arguments import add_config, add_resume, overrides
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megagrpo.commands.config_arguments import add_config, load, overrides
+from megagrpo.commands.arguments.config_arguments import add_config, load, overrides
 from megagrpo.config import ConfigError
 from megagrpo.config.io import config_file
 from megagrpo.platform.process.imports import without_garbage_collection

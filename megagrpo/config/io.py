@@ -13,13 +13,13 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from megagrpo.config.basics.paths import anchored
+from megagrpo.config.basics.problems import ConfigError, Problem
+from megagrpo.config.basics.yaml_text import block_text, parse_yaml, shortened
 from megagrpo.config.key_table import PLACEHOLDERS, fields
 from megagrpo.config.overrides import apply_override
-from megagrpo.config.paths import anchored
-from megagrpo.config.problems import ConfigError, Problem
 from megagrpo.config.run_config import RunConfig
-from megagrpo.config.yaml_text import block_text, parse_yaml, shortened
-from megagrpo.platform.process.hints import did_you_mean
+from megagrpo.suggestions import did_you_mean
 
 LARGEST_FILE = 10_000_000  # bytes of a YAML file
 SHIPPED = "megagrpo:"  # before the name of a shipped config in `defaults:` and on the command line

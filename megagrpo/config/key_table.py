@@ -9,9 +9,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from megagrpo.config.basics.yaml_text import flow_text
 from megagrpo.config.run_config import RunConfig
-from megagrpo.config.section import ShownAs
-from megagrpo.config.yaml_text import flow_text
+from megagrpo.config.sections.section import ShownAs
 
 PLACEHOLDERS = ("N", "NAME")  # in a dotted key: a list index, and a user-chosen name
 

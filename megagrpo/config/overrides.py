@@ -16,10 +16,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from megagrpo.config.paths import anchored
-from megagrpo.config.problems import ConfigError
+from megagrpo.config.basics.paths import anchored
+from megagrpo.config.basics.problems import ConfigError
+from megagrpo.config.basics.yaml_text import ODD_TEXT, flow_text, odd_text, parse_yaml, shortened
 from megagrpo.config.run_config import RunConfig
-from megagrpo.config.yaml_text import ODD_TEXT, flow_text, odd_text, parse_yaml, shortened
 
 _NULL = "null"
 _ESCAPED_NULL = re.compile(r"\\*null")

@@ -8,19 +8,19 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from megagrpo.config.algorithm import AlgorithmSection
-from megagrpo.config.config_rules import cross_field_problems, step_problems
-from megagrpo.config.data import DataSection
-from megagrpo.config.evaluation import EvaluationSection, evaluation_sets
-from megagrpo.config.lora import LoraSection
-from megagrpo.config.model import ModelSection, ParallelSection
-from megagrpo.config.multi_turn import MultiTurnSection
-from megagrpo.config.problems import ProblemError
-from megagrpo.config.rewards import RewardsSection
-from megagrpo.config.rollout import RolloutSection
-from megagrpo.config.run import DebugSection, RunSection
-from megagrpo.config.section import Section
-from megagrpo.config.training import TrainSection
+from megagrpo.config.basics.problems import ProblemError
+from megagrpo.config.rules.config_rules import cross_field_problems, step_problems
+from megagrpo.config.sections.algorithm import AlgorithmSection
+from megagrpo.config.sections.data import DataSection
+from megagrpo.config.sections.evaluation import EvaluationSection, evaluation_sets
+from megagrpo.config.sections.lora import LoraSection
+from megagrpo.config.sections.model import ModelSection, ParallelSection
+from megagrpo.config.sections.multi_turn import MultiTurnSection
+from megagrpo.config.sections.rewards import RewardsSection
+from megagrpo.config.sections.rollout import RolloutSection
+from megagrpo.config.sections.run import DebugSection, RunSection
+from megagrpo.config.sections.section import Section
+from megagrpo.config.sections.training import TrainSection
 
 
 class RunConfig(Section):

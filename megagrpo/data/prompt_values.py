@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any
 
-from megagrpo.data.tokenizer import Messages, Tokenizer
+from megagrpo.data.tokens.tokenizer import Messages, Tokenizer
 from megagrpo.platform.process.terminal import one_line
 from megagrpo.row_image import content_text
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megagrpo.config import DataSection, DatasetSection, RunConfig
-from megagrpo.data.chat_templates import PROMPT_TAIL, check_kwargs, opened_thought
-from megagrpo.data.images import PromptImages, undecoded
-from megagrpo.data.prompt_order import PromptOrder
+from megagrpo.data.images.prompt_images import PromptImages, undecoded
 from megagrpo.data.prompt_values import RenderedPrompts, as_prompt
-from megagrpo.data.row_settings import RowReader, row_mapping
-from megagrpo.data.text_rows import ROWS_FOR_NAMES, JsonRows, column_hint, names_in, nested
-from megagrpo.data.tokenizer import Messages, Tokenizer, as_messages, read_chat_template
+from megagrpo.data.sources.prompt_order import PromptOrder
+from megagrpo.data.sources.text_rows import ROWS_FOR_NAMES, JsonRows, column_hint, names_in, nested
+from megagrpo.data.tokens.chat_templates import PROMPT_TAIL, check_kwargs, opened_thought
+from megagrpo.data.tokens.row_settings import RowReader, row_mapping
+from megagrpo.data.tokens.tokenizer import Messages, Tokenizer, as_messages, read_chat_template
 from megagrpo.types import Prompt
 
 _EVAL_SEED_OFFSET = 10**9  # reasoning-gym seeds row i with seed + i, so nearby seeds share almost all rows
@@ -46,7 +46,7 @@ class PromptSource(PromptOrder):
         tools: Sequence[dict[str, Any]] = (),
         row_reader: RowReader | None = None,
     ):
-        from megagrpo.data.data_sources import load_rows  # imported late: `datasets` and pandas are slow
+        from megagrpo.data.sources.data_sources import load_rows  # imported late: `datasets` and pandas are slow
 
         super().__init__((), data, seed)
         self._key, self._tokenizer = key, tokenizer

@@ -14,19 +14,18 @@ from operator import itemgetter
 
 import httpx
 
-from megagrpo.data.routes import RouteShape
-from megagrpo.engine.connections import Answer, ConnectionFailed, Connections
-from megagrpo.engine.distribution import READING_THREADS, Generation, Home, Tools, first_error, gather, stream
-from megagrpo.engine.http import HEALTH_SECONDS, answers, text_of_error
+from megagrpo.data.packing.routed_experts import RouteShape
+from megagrpo.engine.http.connections import Answer, ConnectionFailed, Connections
+from megagrpo.engine.http.protocol import EngineError, EngineInterrupted, Generator, Group, derive_seed
+from megagrpo.engine.http.server_calls import HEALTH_SECONDS, answers, text_of_error
 from megagrpo.engine.image_uploads import ImageUploads
-from megagrpo.engine.protocol import EngineError, EngineInterrupted, Generator, Group, derive_seed
-from megagrpo.engine.reading import Reader
+from megagrpo.engine.load_balancing import READING_THREADS, Generation, Home, Tools, first_error, gather, stream
 from megagrpo.engine.requests import GroupRequest, Request, longest_first
+from megagrpo.engine.response_reader import Reader
 from megagrpo.engine.responses import InvalidResponse, Response, Span, joined
 from megagrpo.engine.server_slots import Slots
-from megagrpo.engine.updates import LOOK_SECONDS, Updates, adapter_name
-from megagrpo.sync.wire.tensor_index import WeightSyncError
-from megagrpo.types import Prompt, Rollout, SamplingParams
+from megagrpo.engine.server_updates import LOOK_SECONDS, Updates, adapter_name
+from megagrpo.types import Prompt, Rollout, SamplingParams, WeightSyncError
 
 GENERATE = "/inference/v1/generate"
 BYTES_PER_TOKEN = 100  # of a body, about

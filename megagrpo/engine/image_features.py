@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from megagrpo.data.images import PromptImages
+from megagrpo.data.images.prompt_images import PromptImages
 
 _RAW = 3  # vLLM's code of an extension with the bytes of a tensor (vllm/v1/serial_utils.py)
 _encode = msgspec.msgpack.Encoder().encode

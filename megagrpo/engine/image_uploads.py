@@ -6,7 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
-from megagrpo.engine.connections import ConnectionFailed
+from megagrpo.engine.http.connections import ConnectionFailed
 from megagrpo.engine.image_features import image_hashes
 from megagrpo.engine.requests import GroupRequest
 

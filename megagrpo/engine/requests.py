@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from megagrpo.data.sampling import own_sampling
+from megagrpo.data.tokens.sampling import own_sampling
+from megagrpo.engine.http.protocol import derive_seed
 from megagrpo.engine.image_features import image_features, image_names
-from megagrpo.engine.protocol import derive_seed
 from megagrpo.engine.responses import Response, heard_tokens
 from megagrpo.types import Prompt, SamplingParams
 

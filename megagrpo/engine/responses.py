@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from megagrpo.data.routes import joined_routes, read_routes
+from megagrpo.data.packing.routed_experts import joined_routes, read_routes
 
 
 class _Entry(msgspec.Struct, gc=False):

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from megagrpo.engine.connections import ConnectionFailed, Connections
-from megagrpo.engine.protocol import EngineError
+from megagrpo.engine.http.connections import ConnectionFailed, Connections
+from megagrpo.engine.http.protocol import EngineError
 
 DERENDER_ROUTE = "/v1/chat/completions/derender"
 

@@ -15,22 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import DataSection, MultiTurnSection
-from megagrpo.data.follow_ups import FollowUps
-from megagrpo.data.images import PromptImages
-from megagrpo.data.sampling import own_sampling
-from megagrpo.data.tokenizer import Tokenizer, as_messages, read_chat_template
+from megagrpo.data.images.prompt_images import PromptImages
+from megagrpo.data.tokens.sampling import own_sampling
+from megagrpo.data.tokens.tokenizer import Tokenizer, as_messages, read_chat_template
+from megagrpo.data.tokens.turn_tokens import FollowUps
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.distribution import Generation, Home
-from megagrpo.engine.protocol import Generator, Group, derive_seed
+from megagrpo.engine.http.protocol import Generator, Group, derive_seed
+from megagrpo.engine.load_balancing import Generation, Home
 from megagrpo.environments.agents.address import Address, Seat
 from megagrpo.environments.agents.agent import Agent, first_ask
 from megagrpo.environments.agents.trajectory import Renderer, Trajectory
 from megagrpo.environments.agents.turn_sampler import TurnSampler
-from megagrpo.environments.conversation import Conversation
+from megagrpo.environments.episodes.conversation import Conversation
+from megagrpo.environments.episodes.tool_calls import CALL_OPENING, as_message, hermes, named_call
 from megagrpo.environments.responders import Responders
-from megagrpo.environments.tool_calls import CALL_OPENING, as_message, hermes, named_call
-from megagrpo.rewards.answers import after_thought
 from megagrpo.rewards.functions.text_rewards import encodable
+from megagrpo.rewards.math.answers import after_thought
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 Read = tuple[str, list[dict[str, Any]]]  # the text of a turn, and its tool calls

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megagrpo.config import MultiTurnSection
-from megagrpo.rewards.reward_registry import locate
-from megagrpo.rewards.target import Target
+from megagrpo.rewards.registry.reward_registry import locate
+from megagrpo.rewards.registry.target import Target
 
 SCHEDULERS = {
     "math_tip_trick": "megagrpo.environments.math_tips:math_tip_trick",

@@ -14,17 +14,17 @@ from typing import Any
 from megagrpo.config import MultiTurnSection
 from megagrpo.environments.agents.agent import Agent
 from megagrpo.environments.agents.trajectory import Trajectory
-from megagrpo.environments.conversation import Conversation
 from megagrpo.environments.environment_registry import targets
-from megagrpo.environments.episode import is_valid
-from megagrpo.environments.hosted import MALFORMED
+from megagrpo.environments.episodes.conversation import Conversation
+from megagrpo.environments.episodes.episode import is_valid
+from megagrpo.environments.episodes.hosted import MALFORMED
 from megagrpo.platform.process.terminal import get_logger
-from megagrpo.rewards.target import Target
+from megagrpo.rewards.registry.reward_values import reward_of
+from megagrpo.rewards.registry.target import Target
 from megagrpo.rewards.workers.pool import SHARED, Call, Outcome, WorkerPool
-from megagrpo.rewards.workers.values import reward_of
 from megagrpo.row_image import without_images
 
-_HOSTED = Target("megagrpo.environments.hosted", "Hosted")
+_HOSTED = Target("megagrpo.environments.episodes.hosted", "Hosted")
 # A method of `Hosted` -> the verb whose values it returns; the argument `verb` of `act` is its own.
 _VERBS = {"begin": "reset", "schedule": "step", "use_tool": "tool"}
 EPISODES = 1 << 16  # calls of episodes that one worker runs at once

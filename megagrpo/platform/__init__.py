@@ -1,1 +1,1 @@
-"""Machines, ranks, processes and jobs."""
+"""Processes, devices, parallel ranks and the installer."""

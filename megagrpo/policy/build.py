@@ -24,24 +24,24 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megagrpo.config import ProblemError
-from megagrpo.models.families.family_index import FAMILIES
-from megagrpo.models.families.hf_config import HfConfig, model_problems, stage_layers
-from megagrpo.models.families.shared.family import FULL
+from megagrpo.families.family_index import FAMILIES
+from megagrpo.families.hf_config import HfConfig, model_problems, stage_layers
+from megagrpo.families.shared.family import FULL
 from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.attention.causal import Window
 from megagrpo.policy.attention.head_norms import UnitNorm
 from megagrpo.policy.attention.packed import AxisRotary, NoRotary, Rotary, ScaledRotary, TorchAttention
 from megagrpo.policy.attention.sparse import SparseAttention
-from megagrpo.policy.embedding import ScaledEmbedding, TokenEmbedding
-from megagrpo.policy.experts import prepare_experts
+from megagrpo.policy.blocks.parallel_blocks import join_norms
 from megagrpo.policy.fp8.megatron_patches import leave_fp8
 from megagrpo.policy.fp8.products import quantise_linears
-from megagrpo.policy.layer_inputs import add_layer_inputs
-from megagrpo.policy.parallel_blocks import join_norms
-from megagrpo.policy.specs import BLOCK_SCALE, layer_pattern, local_spec, transformer_engine_spec
-from megagrpo.policy.trained_tower import attach_tower
-from megagrpo.policy.transformer_config import ModelOptions, fuses_rope, transformer_config
+from megagrpo.policy.images.trained_tower import attach_tower
+from megagrpo.policy.layers.embedding import ScaledEmbedding, TokenEmbedding
+from megagrpo.policy.moe.experts import prepare_experts
+from megagrpo.policy.transformer.layer_inputs import add_layer_inputs
+from megagrpo.policy.transformer.specs import BLOCK_SCALE, layer_pattern, local_spec, transformer_engine_spec
+from megagrpo.policy.transformer.transformer_config import ModelOptions, fuses_rope, transformer_config
 
 
 def build_model(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> list[nn.Module]:

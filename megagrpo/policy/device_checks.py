@@ -6,10 +6,10 @@ import torch
 
 import megagrpo.platform.device as device
 from megagrpo.config import AlgorithmSection, RunConfig, TrainSection
-from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.families.hf_config import HfConfig
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.lm_head import fused_logprobs
-from megagrpo.policy.overlap import check_overlap
+from megagrpo.policy.transformer.message_overlap import check_overlap
 
 
 def check_device(config: RunConfig, hf_config: HfConfig) -> torch.dtype:

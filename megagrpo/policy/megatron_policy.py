@@ -16,31 +16,32 @@ from torch import Tensor
 
 import megagrpo.platform.device as device
 from megagrpo.config import RunConfig
-from megagrpo.data.grammar import Grammars
-from megagrpo.data.sampling import sampling_of
-from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.data.tokens.grammar import Grammars
+from megagrpo.data.tokens.sampling import sampling_of
+from megagrpo.families.hf_config import HfConfig
 from megagrpo.platform.parallel.context import RankBatch, gather_rows
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
-from megagrpo.policy.activation_offload import offload_activations
 from megagrpo.policy.attention.packed import pack_params
-from megagrpo.policy.balance import RouterTerms, freeze_routers
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
-from megagrpo.policy.chunks import config_of
 from megagrpo.policy.device_checks import check_fused
-from megagrpo.policy.dora import update_norms
-from megagrpo.policy.embedding import add_gradients_directly
-from megagrpo.policy.finite import BadTensor, GradientCheck, NonFiniteError, bad_weight, first_cause
+from megagrpo.policy.find_nan import BadTensor, GradientCheck, NonFiniteError, bad_weight, first_cause
 from megagrpo.policy.fp8.delayed_scaling import scaling_of
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.masters import drop_unrounded
-from megagrpo.policy.image_inputs import inputs_of, shares_prompts
+from megagrpo.policy.images.image_inputs import inputs_of, shares_prompts
+from megagrpo.policy.layers.embedding import add_gradients_directly
+from megagrpo.policy.layers.megatron_modules import config_of
 from megagrpo.policy.lm_head.task import HeadTask, Upstream, loss_gradients
 from megagrpo.policy.lm_head.top_logprobs import TopLogprobs, top_logprobs
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
-from megagrpo.policy.lora_layers import attach_adapters, without_dropout
+from megagrpo.policy.lora.dora import update_norms
+from megagrpo.policy.lora.lora_layers import attach_adapters, without_dropout
+from megagrpo.policy.lora.quantized_base import store_weights
 from megagrpo.policy.metric_sums import MetricsOfRanks, merged, on_host
-from megagrpo.policy.optimizer import (
+from megagrpo.policy.moe.router_losses import RouterTerms, freeze_routers
+from megagrpo.policy.moe.routing_replay import NO_REPLAY, RoutingReplay
+from megagrpo.policy.optimizer.policy_optimizer import (
     build_optimizer,
     build_scheduler,
     gather_weights,
@@ -49,10 +50,9 @@ from megagrpo.policy.optimizer import (
     weights_from_masters,
     wrap_data_parallel,
 )
-from megagrpo.policy.overlap import prepare_overlap
-from megagrpo.policy.routing_replay import NO_REPLAY, RoutingReplay
-from megagrpo.policy.stored import store_weights
-from megagrpo.policy.transformer_config import ModelOptions
+from megagrpo.policy.transformer.activation_offload import offload_activations
+from megagrpo.policy.transformer.message_overlap import prepare_overlap
+from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.train_types import LossFn, LossInputs, Metric, MicroBatch, RefHead, TrainBatch
 from megagrpo.types import NO_TRUNCATION
 

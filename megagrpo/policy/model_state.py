@@ -11,7 +11,7 @@ from torch import nn
 
 from megagrpo.policy.fp8.masters import store_unrounded
 from megagrpo.policy.fp8.tensor import dense, is_fp8
-from megagrpo.policy.lora_layers import is_adapter
+from megagrpo.policy.lora.lora_layers import is_adapter
 
 # key of a layer's state besides weights; with several experts in one layer the expert's number follows
 EXTRA_STATE = "_extra_state"

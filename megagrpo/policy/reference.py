@@ -13,12 +13,12 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor
 
 from megagrpo.platform.parallel.layout import Layout
-from megagrpo.policy.balance import selection_biases
 from megagrpo.policy.fp8.tensor import copied
 from megagrpo.policy.lm_head.top_logprobs import TopLogprobs
+from megagrpo.policy.lora.quantized_base import StoredWeight
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state
-from megagrpo.policy.stored import StoredWeight
+from megagrpo.policy.moe.router_losses import selection_biases
 from megagrpo.train_types import MicroBatch, RefHead, TrainBatch
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.algorithms.entropy import threshold_of_top
-from megagrpo.algorithms.real import RealTerms, sample_sums, sums_by_sample
+from megagrpo.algorithms.real_loss import RealTerms, sample_sums, sums_by_sample
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.train_types import TrainBatch

@@ -1,1 +1,1 @@
-"""What can be known before a run (`plan/`), compared without it (`verify/`), and recomputed after it (`audit/`)."""
+"""A run compared without it (`verify/`), recomputed after it (`audit/`), and shown on one page (`report/`)."""

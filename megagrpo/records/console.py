@@ -14,8 +14,8 @@ from rich.text import Text
 
 from megagrpo.config import RunConfig, evaluation_sets
 from megagrpo.platform.process.terminal import WIDTH, one_line, printable, quiets, wrapped, write_output
-from megagrpo.records.completions import Rows, best_and_worst
-from megagrpo.records.screen import lines_console
+from megagrpo.records.rows.completions import Rows, best_and_worst
+from megagrpo.records.terminal_screen import lines_console
 from megagrpo.row_image import content_text
 
 # (label, metric, format). A metric that a step does not report is omitted.

@@ -16,7 +16,7 @@ from rich.text import Text
 from megagrpo.config import RunSection
 from megagrpo.platform.process.progress_hook import SILENT, Progress, Task
 from megagrpo.platform.process.terminal import LineTimes, one_line, quiets, warn
-from megagrpo.records.screen import bars_console, is_terminal
+from megagrpo.records.terminal_screen import bars_console, is_terminal
 
 FIRST_LINE_SECONDS = 10.0  # of a conversion in a pipe, until the first line
 REFRESHES = 5.0  # of the bars per second

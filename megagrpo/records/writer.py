@@ -16,10 +16,10 @@ from megagrpo.config import RunConfig
 from megagrpo.platform.parallel.bulk_messages import PartError
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.terminal import warn
-from megagrpo.records.completions import Rows, completion_lines
 from megagrpo.records.console import ConsoleSink
-from megagrpo.records.metrics import split_layers
-from megagrpo.records.recorder import Recorder, TrainedRollouts
+from megagrpo.records.rows.completions import Rows, completion_lines
+from megagrpo.records.rows.recorder import Recorder, TrainedRollouts
+from megagrpo.records.rows.step_metrics import split_layers
 from megagrpo.records.sinks.find_trackers import make_sink
 from megagrpo.records.sinks.jsonl import JsonlSink
 from megagrpo.records.sinks.sink import ServerMetrics, Sink, TrackedRun

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from megagrpo.platform.process.hints import did_you_mean
 from megagrpo.rewards.workers.channel import Copies
 from megagrpo.row_image import has_images
+from megagrpo.suggestions import did_you_mean
 from megagrpo.types import Rollout
 
 

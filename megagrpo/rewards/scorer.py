@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from megagrpo.config import RewardsSection
-from megagrpo.platform.process.hints import did_you_mean
 from megagrpo.rewards.arguments import check_needs
-from megagrpo.rewards.reward_registry import resolve
+from megagrpo.rewards.registry.reward_registry import resolve
 from megagrpo.rewards.scoring import Function, Scoring
 from megagrpo.rewards.workers.pool import SHARED, Call, WorkerPool
 from megagrpo.row_image import without_images
+from megagrpo.suggestions import did_you_mean
 from megagrpo.types import Rollout, ScoredRollout
 
 BUILT_IN_PACKAGE = "megagrpo.rewards.functions."

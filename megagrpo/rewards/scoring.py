@@ -15,9 +15,9 @@ from typing import Any
 from megagrpo.platform.process.terminal import get_logger
 from megagrpo.rewards.arguments import PER_ROLLOUT, column_of
 from megagrpo.rewards.part_rewards import Returned, part_rewards, total, weighted_sum
-from megagrpo.rewards.target import Signature, Target
+from megagrpo.rewards.registry.reward_values import MAX_REWARD, Logged, Parts
+from megagrpo.rewards.registry.target import Signature, Target
 from megagrpo.rewards.workers.pool import Call, Outcome, WorkerPool
-from megagrpo.rewards.workers.values import MAX_REWARD, Logged, Parts
 from megagrpo.types import Rollout, ScoredRollout
 
 log = get_logger(__name__)

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megagrpo.config import RolloutSection, RunConfig
-from megagrpo.models.bridge.tensor_files import dtype_name
 from megagrpo.platform.parallel.layout import Layout
-from megagrpo.policy.finite import NonFiniteError
+from megagrpo.policy.find_nan import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.sync.trainer_side.transport import Weights
 from megagrpo.train_types import TrainState
-from megagrpo.trainer.saves import Saves
+from megagrpo.trainer.saving.saves import Saves
+from megagrpo.weights.files.tensor_files import dtype_name
 
 FIRST_STEPS = 5  # the mismatch of the first steps is the run's baseline
 JUMP = 3.0  # alarm when the mismatch is this many times as far from 1 as the baseline

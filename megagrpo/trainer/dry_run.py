@@ -12,20 +12,26 @@ from typing import Any
 
 from megagrpo.config import ProblemError, RunConfig, evaluation_sets
 from megagrpo.data.prompts import PromptSource
-from megagrpo.data.row_settings import RowReader
-from megagrpo.data.tokenizer import Tokenizer
-from megagrpo.data.user_source import load_source
+from megagrpo.data.sources.user_source import load_source
+from megagrpo.data.tokens.row_settings import RowReader
+from megagrpo.data.tokens.tokenizer import Tokenizer
 from megagrpo.environments.dialogues import make_dialogues
-from megagrpo.models.bridge.image_facts import processor_of
-from megagrpo.models.families.hf_config import load_hf_config
-from megagrpo.models.families.weight_sources import PACKAGE, resolve_model, shape_folder
-from megagrpo.proof.plan.plan_problems import check
+from megagrpo.families.hf_config import load_hf_config
+from megagrpo.families.weight_sources import PACKAGE, resolve_model, shape_folder
+from megagrpo.planner.rules.plan_problems import check
 from megagrpo.records.sinks.find_trackers import check_trackers
+from megagrpo.trainer.data_checks.data_trial import (
+    TRAIN,
+    SourceTrial,
+    configured_sets,
+    repeated_warning,
+    shared_warning,
+)
+from megagrpo.trainer.data_checks.gold_trial import ROWS, RewardTrial
+from megagrpo.trainer.data_checks.reward_trial import reward_warnings, try_rewards
 from megagrpo.trainer.rollout.sourced_prompts import UsableRows
-from megagrpo.trainer.trials.data_trial import TRAIN, SourceTrial, configured_sets, repeated_warning, shared_warning
-from megagrpo.trainer.trials.gold_trial import ROWS, RewardTrial
-from megagrpo.trainer.trials.reward_trial import reward_warnings, try_rewards
 from megagrpo.types import Prompt
+from megagrpo.weights.bridge.image_facts import processor_of
 
 
 @dataclass

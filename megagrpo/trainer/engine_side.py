@@ -12,33 +12,33 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megagrpo.config import ConfigError, RolloutSection, RunConfig, weight_path
-from megagrpo.data.routes import RouteShape
-from megagrpo.data.tokenizer import Tokenizer
+from megagrpo.data.packing.routed_experts import RouteShape
+from megagrpo.data.tokens.tokenizer import Tokenizer
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.http import MovedServers, check_urls, named_urls
-from megagrpo.engine.probe import check_plugin
-from megagrpo.engine.protocol import EngineStartError
+from megagrpo.engine.http.probe import check_plugin
+from megagrpo.engine.http.protocol import EngineStartError
+from megagrpo.engine.http.server_calls import MovedServers, check_urls, named_urls
 from megagrpo.engine.server_slots import Slots
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.node_agent import NodeLaunchers
 from megagrpo.engine.servers.restarts import Reconnector, Restarter
 from megagrpo.engine.servers.serving import engine_dtype, make_launcher, servers_sleep
+from megagrpo.loopback import LOOPBACK
 from megagrpo.platform import device
 from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.access_token import read_token
-from megagrpo.platform.process.loopback import LOOPBACK
 from megagrpo.platform.process.open_files import raise_open_files
 from megagrpo.platform.process.progress_hook import Progress
 from megagrpo.platform.process.variables import number
+from megagrpo.platform.rendezvous.store_exchange import is_here
 from megagrpo.sync.trainer_side.adapter_sync import AdapterSync, BaseSync
 from megagrpo.sync.trainer_side.node_shares import Nodes
 from megagrpo.sync.trainer_side.sync import Weights, WeightSync
 from megagrpo.sync.trainer_side.transport import TransportSettings, transport_class
-from megagrpo.sync.wire.exchange import is_here
-from megagrpo.sync.wire.tensor_index import WeightSyncError
-from megagrpo.trainer.gpu_turns import start_asleep
+from megagrpo.trainer.gpu.gpu_sharing import start_asleep
 from megagrpo.trainer.node_servers import NodeServers, await_all, launch_on_each_node, node_of_each_rank
+from megagrpo.types import WeightSyncError
 
 
 @contextmanager

@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from functools import partial
 
 from megagrpo.config import EvaluationSection, RunSection
-from megagrpo.engine.protocol import EngineError
+from megagrpo.engine.http.protocol import EngineError
 from megagrpo.platform.parallel.agree import RankError, on_first_rank
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.train_types import TrainState
 from megagrpo.trainer.alarms import Alarms, BrokenTraining
 from megagrpo.trainer.callbacks import CallbackError, Callbacks
 from megagrpo.trainer.evaluation.sets import HeldOut, evaluate
-from megagrpo.trainer.gpu_turns import GpuTurns
+from megagrpo.trainer.gpu.gpu_sharing import GpuTurns
 from megagrpo.trainer.recording import Records
 from megagrpo.trainer.rollout.collector import Collector, NoRollouts, StopRequested
 from megagrpo.trainer.rollout.groups import Rollouts
 from megagrpo.trainer.run_inputs import Inputs
-from megagrpo.trainer.saves import Saves
-from megagrpo.trainer.time_limit import OUT_OF_TIME
+from megagrpo.trainer.saving.saves import Saves
+from megagrpo.trainer.saving.time_limit import OUT_OF_TIME
 
 
 @dataclass

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import RolloutSection, RunConfig
-from megagrpo.engine.access import address_of
+from megagrpo.engine.http.access import address_of
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.node_agent import NodeAgent, NodeLaunchers
 from megagrpo.engine.servers.serving import make_launcher
+from megagrpo.loopback import LOOPBACK
 from megagrpo.platform.parallel.agree import on_first_rank, run_and_agree, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
-from megagrpo.platform.process.loopback import LOOPBACK
 from megagrpo.platform.process.variables import ENVIRONMENT, number
+from megagrpo.platform.rendezvous.store_exchange import Deadline, Store, own_address
 from megagrpo.sync.trainer_side.node_shares import Nodes
-from megagrpo.sync.wire.exchange import Deadline, Store, own_address
 
 
 @dataclass(frozen=True)

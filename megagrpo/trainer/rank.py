@@ -10,25 +10,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megagrpo.config import ConfigError, RunConfig
-from megagrpo.engine.protocol import EngineError
+from megagrpo.engine.http.protocol import EngineError
+from megagrpo.loopback import LOOPBACK
+from megagrpo.planner.rules.plan_problems import require
 from megagrpo.platform import device
 from megagrpo.platform.device import quiet
 from megagrpo.platform.parallel.agree import RankError
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.platform.process.loopback import LOOPBACK
 from megagrpo.platform.process.terminal import OutputError, set_log_level, warn
 from megagrpo.platform.process.variables import ENVIRONMENT, number
-from megagrpo.proof.plan.plan_problems import require
-from megagrpo.records.checkpoint import CheckpointError
-from megagrpo.records.run_lock import RunFolderLost
-from megagrpo.sync.wire.tensor_index import WeightSyncError
+from megagrpo.records.checkpoints.checkpoint import CheckpointError
+from megagrpo.records.checkpoints.run_lock import RunFolderLost
 from megagrpo.trainer.alarms import BrokenTraining
 from megagrpo.trainer.callbacks import CallbackError
 from megagrpo.trainer.engine_side import as_config_errors
-from megagrpo.trainer.stop_signals import stop_on_signals
-from megagrpo.trainer.time_limit import OUT_OF_TIME, TO_BE_CONTINUED, end_of_run
+from megagrpo.trainer.saving.stop_signals import stop_on_signals
+from megagrpo.trainer.saving.time_limit import OUT_OF_TIME, TO_BE_CONTINUED, end_of_run
 from megagrpo.trainer.trainer import Trainer
 from megagrpo.trainer.wiring import build
+from megagrpo.types import WeightSyncError
 
 
 @dataclass

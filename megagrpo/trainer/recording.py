@@ -6,25 +6,25 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from megagrpo.config import RunConfig
-from megagrpo.data.token_texts import TokenTexts
-from megagrpo.models.bridge.tensor_files import dtype_name
+from megagrpo.data.tokens.token_texts import TokenTexts
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
 from megagrpo.platform.process.progress_hook import SILENT, Progress
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
-from megagrpo.records.dump import StepDumps
-from megagrpo.records.metrics import idle_shares
 from megagrpo.records.profile import Profiler
 from megagrpo.records.progress_bars import run_progress
-from megagrpo.records.recorder import Recorders
-from megagrpo.records.starts import record_start
-from megagrpo.records.token_log import TokenLog
+from megagrpo.records.rows.dump import StepDumps
+from megagrpo.records.rows.recorder import Recorders
+from megagrpo.records.rows.run_starts import record_start
+from megagrpo.records.rows.step_metrics import idle_shares
+from megagrpo.records.rows.token_log import TokenLog
 from megagrpo.records.writer import CompletionsLog, MetricsWriter
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool
-from megagrpo.trainer.run_folder import RunFolder
 from megagrpo.trainer.run_inputs import Inputs, ModelFiles
-from megagrpo.trainer.speed import Speed, make_speed
+from megagrpo.trainer.saving.run_folder import RunFolder
+from megagrpo.trainer.saving.speed import Speed, make_speed
+from megagrpo.weights.files.tensor_files import dtype_name
 
 
 @dataclass(frozen=True)

@@ -11,33 +11,33 @@ import torch
 from megagrpo.algorithms.custom_advantage import load_estimator
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import DataSection, DatasetSection, RunConfig, RunSection
-from megagrpo.data.images import IMAGE_COLUMNS
-from megagrpo.data.prompt_order import PromptOrder
+from megagrpo.data.images.prompt_images import IMAGE_COLUMNS
 from megagrpo.data.prompts import PromptSource, prompt_reader
-from megagrpo.data.sampling import sampling_of
-from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
+from megagrpo.data.sources.prompt_order import PromptOrder
+from megagrpo.data.tokens.sampling import sampling_of
+from megagrpo.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from megagrpo.environments.dialogues import Dialogues, make_dialogues
-from megagrpo.models.bridge.image_facts import processor_of
-from megagrpo.models.bridge.load import Checkpoint
-from megagrpo.models.families.hf_config import HfConfig, architecture_differences, load_hf_config
-from megagrpo.models.families.weight_sources import resolve_model
+from megagrpo.families.hf_config import HfConfig, architecture_differences, load_hf_config
+from megagrpo.families.weight_sources import resolve_model
 from megagrpo.platform import device
 from megagrpo.platform.parallel.agree import on_first_rank, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.variables import ENVIRONMENT, TOKEN_VARIABLE
 from megagrpo.policy.device_checks import check_device
-from megagrpo.policy.trained_tower import train_tower
+from megagrpo.policy.images.trained_tower import train_tower
 from megagrpo.records.profile import check_profile
 from megagrpo.records.sinks.find_trackers import check_trackers, unused_options
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.train_types import LossFn
 from megagrpo.trainer.callbacks import Callbacks, load_callbacks
+from megagrpo.trainer.data_checks.reward_trial import start_warnings
 from megagrpo.trainer.engine_side import NamedServers, check_servers
 from megagrpo.trainer.evaluation.sets import HeldOut, check_columns, load_sets
 from megagrpo.trainer.rollout.sourced_prompts import SourcedPrompts
-from megagrpo.trainer.run_folder import RunFolder, open_run_folder
-from megagrpo.trainer.trials.reward_trial import start_warnings
+from megagrpo.trainer.saving.run_folder import RunFolder, open_run_folder
 from megagrpo.types import SamplingParams
+from megagrpo.weights.bridge.image_facts import processor_of
+from megagrpo.weights.bridge.load import Checkpoint
 
 
 @dataclass(frozen=True)

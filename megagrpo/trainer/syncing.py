@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from megagrpo.platform.process.phases import Phases
 from megagrpo.sync.trainer_side.sync import Weights, WeightSync
-from megagrpo.sync.wire.tensor_index import WeightSyncError
 from megagrpo.train_types import TrainState
-from megagrpo.trainer.gpu_turns import GpuTurns
+from megagrpo.trainer.gpu.gpu_sharing import GpuTurns
 from megagrpo.trainer.rollout.collector import Collector
+from megagrpo.types import WeightSyncError
 
 
 @dataclass

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from megagrpo.algorithms.advantages import reward_statistics
 from megagrpo.config import RunConfig
-from megagrpo.records.metrics import reduce_updates
-from megagrpo.records.recorder import TrainedRollouts
+from megagrpo.records.rows.recorder import TrainedRollouts
+from megagrpo.records.rows.step_metrics import reduce_updates
 from megagrpo.train_types import TrainState
-from megagrpo.trainer.gpu_turns import GpuTurns
-from megagrpo.trainer.learning import Learning
+from megagrpo.trainer.gpu.gpu_sharing import GpuTurns
 from megagrpo.trainer.lifecycle import Lifecycle
+from megagrpo.trainer.policy_update import Learning
 from megagrpo.trainer.recording import Records
 from megagrpo.trainer.rollout.groups import Rollouts
 from megagrpo.trainer.rollout.sample_metrics import rollout_metrics

@@ -9,29 +9,29 @@ from pathlib import Path
 from megagrpo.config import RunConfig
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.servers.serving import offloads
-from megagrpo.models.bridge.parameter_blocks import blocks
 from megagrpo.platform.parallel.layout import Layout
-from megagrpo.policy.optimizer import apex_note
-from megagrpo.policy.routing_replay import route_shape
-from megagrpo.records.checkpoint import Checkpointer
-from megagrpo.records.run_files import CHECKPOINTS
+from megagrpo.policy.moe.routing_replay import route_shape
+from megagrpo.policy.optimizer.policy_optimizer import apex_note
+from megagrpo.records.checkpoints.checkpoint import Checkpointer
+from megagrpo.records.checkpoints.run_files import CHECKPOINTS
 from megagrpo.train_types import TrainState
 from megagrpo.trainer.alarms import make_alarms
 from megagrpo.trainer.engine_side import as_config_errors, connect, start_servers
-from megagrpo.trainer.gpu_turns import GpuTurns
-from megagrpo.trainer.learning import Learning, load_policy
+from megagrpo.trainer.gpu.gpu_sharing import GpuTurns
+from megagrpo.trainer.gpu.state_offload import NoOffload, Offload
 from megagrpo.trainer.lifecycle import make_lifecycle
+from megagrpo.trainer.policy_update import Learning, load_policy
 from megagrpo.trainer.recording import Journal, make_records, open_journal
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool
 from megagrpo.trainer.rollout.collector import Collector
 from megagrpo.trainer.rollout.groups import Rollouts
 from megagrpo.trainer.rollout.sourced_prompts import SourcedPrompts
 from megagrpo.trainer.run_inputs import Inputs, read_inputs
-from megagrpo.trainer.saves import Saves
-from megagrpo.trainer.state_offload import NoOffload, Offload
+from megagrpo.trainer.saving.saves import Saves
+from megagrpo.trainer.saving.time_limit import TimeLimit
 from megagrpo.trainer.syncing import Syncing
-from megagrpo.trainer.time_limit import TimeLimit
 from megagrpo.trainer.trainer import Trainer
+from megagrpo.weights.blocks.parameter_blocks import blocks
 
 
 def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitStack) -> Trainer:

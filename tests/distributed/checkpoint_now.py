@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.records.checkpoints.checkpoint import Checkpointer
 from megagrpo.train_types import TrainState
 
 

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagrpo.models.families.shared.blocks import Block
-from megagrpo.models.families.shared.boxes import cut, whole
+from megagrpo.families.shared.blocks import Block
+from megagrpo.families.shared.boxes import cut, whole
+from megagrpo.platform.rendezvous.store_exchange import Deadline, clear_frames
 from megagrpo.sync.vllm_side.p2p_receiver import P2pReceiver
 from megagrpo.sync.vllm_side.reader import ShardReader
 from megagrpo.sync.vllm_side.receiver import BlankBlocks, BoxCounts, Worker
-from megagrpo.sync.wire.exchange import Deadline, clear_frames
-from megagrpo.sync.wire.tensor_index import TensorIndex, WeightSyncError
+from megagrpo.types import WeightSyncError
+from megagrpo.weights.slices.tensor_index import TensorIndex
 
 SHAPES = {"embed": (12, 6), "norm": (6,)}
 for layer in range(3):
@@ -37,7 +38,7 @@ def values_of(name: str, version: int) -> Tensor:
 
 
 def held_by(rank: int, num_ranks: int, version: int, device: torch.device):
-    """Two tensor-parallel halves in the form of `megagrpo.models.bridge.parameter_blocks.blocks`; ranks beyond the
+    """Two tensor-parallel halves in the form of `megagrpo.weights.blocks.parameter_blocks.blocks`; ranks beyond the
     second hold copies."""
     half = rank % 2 if num_ranks > 1 else None
     for name, shape in SHAPES.items():

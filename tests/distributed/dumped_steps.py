@@ -18,27 +18,27 @@ from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.algorithms.token_advantages import with_token_advantages
 from megagrpo.config import RunConfig
-from megagrpo.data.packing import pack, packing_rules
-from megagrpo.data.routes import RouteShape
-from megagrpo.data.step_samples import StepSamples
-from megagrpo.models.bridge.adapter_files import fill_adapters
-from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.parameter_blocks import adapter_blocks, fill
-from megagrpo.models.families.hf_config import HfConfig, load_hf_config
+from megagrpo.data.packing.routed_experts import RouteShape
+from megagrpo.data.packing.sample_packing import pack, packing_rules
+from megagrpo.data.packing.step_samples import StepSamples
+from megagrpo.families.hf_config import HfConfig, load_hf_config
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.policy.rank_routes import with_sample_routes
+from megagrpo.policy.moe.rank_routed_experts import with_sample_routes
+from megagrpo.policy.moe.routing_replay import route_shape
 from megagrpo.policy.reference import Reference
-from megagrpo.policy.routing_replay import route_shape
 from megagrpo.policy.step_terms import add_step_terms
 from megagrpo.proof.verify.shrink import random_routes, random_samples, random_tensor
-from megagrpo.records.dump import StepDumps
-from megagrpo.records.metrics import values_of
-from megagrpo.records.recorder import TrainedRollouts, Update
+from megagrpo.records.rows.dump import StepDumps
+from megagrpo.records.rows.recorder import TrainedRollouts, Update
+from megagrpo.records.rows.step_metrics import values_of
 from megagrpo.rewards.part_rewards import Returned, part_rewards, weighted_sum
 from megagrpo.train_types import Metric, TrainSample, TrainState
-from megagrpo.trainer.learning import Learning
+from megagrpo.trainer.policy_update import Learning
 from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, Turn
+from megagrpo.weights.blocks.parameter_blocks import adapter_blocks, fill
+from megagrpo.weights.bridge.adapter_files import fill_adapters
+from megagrpo.weights.bridge.load import load_hf
 
 FUNCTIONS = [dict(function="nowhere:chance"), dict(function="nowhere:coin", weight=0.5)]
 

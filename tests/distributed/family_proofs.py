@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from tiny_families import EVERY, has_experts, on_one_stage, tiny_model, write_model
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.bridge.hf_export import save_hf
-from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
-from megagrpo.policy.transformer_config import ModelOptions
+from megagrpo.policy.transformer.transformer_config import ModelOptions
+from megagrpo.weights.bridge.hf_export import save_hf
+from megagrpo.weights.bridge.load import load_hf
 from tests.family_examples import TINY_SIZES
 
 # lengths of the sequences in each micro-batch; both have an even sum, as sequence parallelism requires

@@ -11,8 +11,8 @@ from ranks import run_ranks
 from tiny_policy import release_of, tiny_model, tiny_run
 
 from megagrpo.config import ParallelSection, RunConfig
-from megagrpo.models.families.hf_config import HfConfig
-from megagrpo.proof.plan.plan_problems import recurrent_problems
+from megagrpo.families.hf_config import HfConfig
+from megagrpo.planner.rules.plan_problems import recurrent_problems
 from megagrpo.proof.verify.shrink import plainly, random_samples, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, take_step
 from megagrpo.proof.verify.verify_compare import compare, distances, silent_tensors

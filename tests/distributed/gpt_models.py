@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.families.hf_config import HfConfig, load_hf_config
+from megagrpo.families.hf_config import HfConfig, load_hf_config
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.policy.attention.packed import TorchAttention
-from megagrpo.policy.transformer_config import ModelOptions, transformer_config
+from megagrpo.policy.transformer.transformer_config import ModelOptions, transformer_config
 
 
 def linear_with_norm() -> type:

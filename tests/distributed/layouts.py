@@ -11,7 +11,7 @@ from covering import Row, Rule, cheaper, covering_rows
 from tiny_policy import SHAPES, tiny_run
 
 from megagrpo.config import RunConfig
-from megagrpo.data.packing import padded
+from megagrpo.data.packing.sample_packing import padded
 
 MAX_RANKS = 8
 LOSSES = {

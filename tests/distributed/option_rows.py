@@ -14,9 +14,9 @@ from ranks import run_ranks
 from tiny_policy import SHAPES, tiny_run
 
 from megagrpo.config import ParallelSection, RunConfig
-from megagrpo.data.packing import padded
-from megagrpo.models.families.hf_config import HfConfig
-from megagrpo.policy.stored import STORED_BLOCK
+from megagrpo.data.packing.sample_packing import padded
+from megagrpo.families.hf_config import HfConfig
+from megagrpo.policy.lora.quantized_base import STORED_BLOCK
 from megagrpo.proof.verify.shrink import plainly, random_samples, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, take_step
 from megagrpo.proof.verify.verify_compare import compare, distances, silent_tensors
@@ -227,9 +227,9 @@ def _take_step(
     config: RunConfig, model: HfConfig, samples: Sequence[TrainSample], folder: Path | None
 ) -> Outcome | None:
     """`take_step`, with the tower of `folder`, and with activations offloaded however small they are."""
-    from megagrpo.models.bridge.tower import load_tower
-    from megagrpo.policy import activation_offload
+    from megagrpo.policy.transformer import activation_offload
     from megagrpo.proof.verify import verified_step
+    from megagrpo.weights.bridge.tower import load_tower
 
     activation_offload.MIN_BYTES = 1
     fill = verified_step.fill_weights

@@ -26,17 +26,17 @@ from tiny_families import MODELS, tiny_config
 from torch import nn
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.bridge.megatron_io import METADATA
-from megagrpo.models.bridge.parameter_blocks import BUFFERS
-from megagrpo.models.families.hf_config import parse_hf_config
-from megagrpo.models.families.shared.architecture import HfConfig
+from megagrpo.families.hf_config import parse_hf_config
+from megagrpo.families.shared.architecture import HfConfig
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.platform.parallel.planned_layouts import imagined_layouts
 from megagrpo.policy.build import build_model
 from megagrpo.policy.fp8.fp8_settings import Fp8, History
 from megagrpo.policy.fp8.megatron_patches import keep_in_bf16
 from megagrpo.policy.model_state import sharded_state
-from megagrpo.policy.transformer_config import ModelOptions
+from megagrpo.policy.transformer.transformer_config import ModelOptions
+from megagrpo.weights.blocks.parameter_blocks import BUFFERS
+from megagrpo.weights.bridge.megatron_io import METADATA
 
 FILE = Path(__file__).parents[1] / "vectors" / "te_manifest.json"
 CASES = [*MODELS]

@@ -31,12 +31,12 @@ from megagrpo.config import ParallelSection
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.fp8.tensor import dense, is_fp8, parts
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.policy.optimizer import parts_of
+from megagrpo.policy.optimizer.policy_optimizer import parts_of
 from megagrpo.policy.reference import Reference
-from megagrpo.records.checkpoint import Checkpointer
-from megagrpo.records.run_files import newest_checkpoint
+from megagrpo.records.checkpoints.checkpoint import Checkpointer
+from megagrpo.records.checkpoints.run_files import newest_checkpoint
 from megagrpo.train_types import TrainState
-from megagrpo.trainer.state_offload import Offload
+from megagrpo.trainer.gpu.state_offload import Offload
 
 FILE = Path(__file__).parents[1] / "vectors" / "te_weights.json"
 CASES = [

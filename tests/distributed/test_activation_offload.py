@@ -7,12 +7,12 @@ import torch
 from ranks import run_ranks
 from tiny_policy import Case, tiny_model, tiny_run
 
-from megagrpo.data.packing import pack, packing_rules
+from megagrpo.data.packing.sample_packing import pack, packing_rules
 from megagrpo.platform.device.host_copies import HostCopies
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.policy import activation_offload
-from megagrpo.policy.activation_offload import OffloadedLayer, SavedTensor
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.transformer import activation_offload
+from megagrpo.policy.transformer.activation_offload import OffloadedLayer, SavedTensor
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import fill_weights, policy_gradient
 

@@ -28,16 +28,16 @@ from tiny_families import EVERY, class_of, family_of
 
 from megagrpo.__main__ import main
 from megagrpo.config import ParallelSection
-from megagrpo.models.bridge.conversion import import_hf
-from megagrpo.models.bridge.hf_export import save_hf
-from megagrpo.models.bridge.megatron_io import load_model
-from megagrpo.models.bridge.parameter_blocks import blocks
-from megagrpo.models.families.hf_config import load_hf_config, parse_hf_config
-from megagrpo.models.families.weight_sources import resolve_model
+from megagrpo.families.hf_config import load_hf_config, parse_hf_config
+from megagrpo.families.weight_sources import resolve_model
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model
-from megagrpo.policy.transformer_config import ModelOptions
+from megagrpo.policy.transformer.transformer_config import ModelOptions
+from megagrpo.weights.blocks.parameter_blocks import blocks
+from megagrpo.weights.bridge.conversion import import_hf
+from megagrpo.weights.bridge.hf_export import save_hf
+from megagrpo.weights.bridge.megatron_io import load_model
 from tests.family_examples import EXAMPLES
 
 # Layouts in which every part of a model occurs: the default suite has those at the indices `IN_DEFAULT`, the full suite

@@ -12,11 +12,11 @@ from trainer_alone import trainer_alone
 
 from megagrpo.__main__ import main
 from megagrpo.algorithms.policy_losses import clipped
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.proof.verify.verified_step import fill_weights
-from megagrpo.records.checkpoint import Checkpointer
-from megagrpo.records.dump import StepDumps
+from megagrpo.records.checkpoints.checkpoint import Checkpointer
+from megagrpo.records.rows.dump import StepDumps
 from megagrpo.trainer import rank as command
 from megagrpo.trainer.trainer import Trainer
 

@@ -15,17 +15,17 @@ from test_build_and_bridge import run_tool
 from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.data.packing import pack, packing_rules
-from megagrpo.models.bridge.file_checksums import checksums
-from megagrpo.models.bridge.megatron_io import METADATA, ShardedWrite
-from megagrpo.models.bridge.torch_dist import StoredTensors
+from megagrpo.data.packing.sample_packing import pack, packing_rules
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import fill_weights
-from megagrpo.records.checkpoint import Checkpointer, CheckpointError
-from megagrpo.records.run_files import checkpoints, newest_checkpoint
+from megagrpo.records.checkpoints.checkpoint import Checkpointer, CheckpointError
+from megagrpo.records.checkpoints.run_files import checkpoints, newest_checkpoint
 from megagrpo.train_types import TrainState
+from megagrpo.weights.bridge.megatron_io import METADATA, ShardedWrite
+from megagrpo.weights.files.file_checksums import checksums
+from megagrpo.weights.files.torch_dist import StoredTensors
 
 
 @pytest.fixture

@@ -11,15 +11,15 @@ from ranks import run_ranks
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
-from megagrpo.data.packing import PackingRules, pack
-from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.parameter_blocks import blocks
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.data.packing.sample_packing import PackingRules, pack
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.records.checkpoint import Checkpointer
-from megagrpo.records.run_files import newest_checkpoint
+from megagrpo.records.checkpoints.checkpoint import Checkpointer
+from megagrpo.records.checkpoints.run_files import newest_checkpoint
 from megagrpo.train_types import TrainSample, TrainState
+from megagrpo.weights.blocks.parameter_blocks import blocks
+from megagrpo.weights.bridge.load import load_hf
 
 STATE = TrainState(step=1, weight_version=2, cursor=8)
 # 96 is no multiple of 128, so megatron-core pads between the buckets of its gradient buffer.

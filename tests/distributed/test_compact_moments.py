@@ -9,16 +9,16 @@ from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.data.packing import pack, packing_rules
+from megagrpo.data.packing.sample_packing import pack, packing_rules
 from megagrpo.platform.device.compact_adam import CompactAdam
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.policy import optimizer as optimizer_module
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.optimizer import policy_optimizer as optimizer_module
 from megagrpo.proof.verify.shrink import plainly, random_samples
 from megagrpo.proof.verify.verified_step import fill_weights, take_step, whole_tensors
 from megagrpo.proof.verify.verify_compare import compare
-from megagrpo.records.checkpoint import Checkpointer
-from megagrpo.records.run_files import newest_checkpoint
+from megagrpo.records.checkpoints.checkpoint import Checkpointer
+from megagrpo.records.checkpoints.run_files import newest_checkpoint
 from megagrpo.train_types import TrainState
 
 

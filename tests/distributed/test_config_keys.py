@@ -20,14 +20,14 @@ from tiny_families import MODELS, family_of, tiny_config
 from transformers.initialization import no_init_weights
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.families.config_keys import HARMLESS, architecture_problems
-from megagrpo.models.families.family_index import FAMILIES
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.families.config_keys import HARMLESS, architecture_problems
+from megagrpo.families.family_index import FAMILIES
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model
-from megagrpo.policy.transformer_config import ModelOptions
+from megagrpo.policy.transformer.transformer_config import ModelOptions
+from megagrpo.weights.bridge.load import load_hf
 
 TOKENS = 40  # more than the attention windows and the start lengths of rotary scaling
 ABSENT = object()

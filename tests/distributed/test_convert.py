@@ -23,19 +23,21 @@ from test_build_and_bridge import run_tool
 from tiny_families import EVERY, MODELS, has_experts, on_one_stage, tiny_model, write_model
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.bridge import conversion, torch_dist, unfinished
-from megagrpo.models.bridge.conversion import export_hf, import_hf
-from megagrpo.models.bridge.file_checksums import CHECKSUMS, checksums
-from megagrpo.models.bridge.hf_files import HEADERS_FILE, Writer
-from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.megatron_io import METADATA, model_state
-from megagrpo.models.bridge.torch_dist import PieceWriter
-from megagrpo.models.bridge.unfinished import Unfinished
-from megagrpo.models.families.hf_config import load_hf_config
-from megagrpo.models.families.weight_sources import INDEX
+from megagrpo.families.hf_config import load_hf_config
+from megagrpo.families.weight_sources import INDEX
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
-from megagrpo.policy.transformer_config import ModelOptions
+from megagrpo.policy.transformer.transformer_config import ModelOptions
+from megagrpo.weights.bridge import conversion
+from megagrpo.weights.bridge.conversion import export_hf, import_hf
+from megagrpo.weights.bridge.hf_files import HEADERS_FILE, Writer
+from megagrpo.weights.bridge.load import load_hf
+from megagrpo.weights.bridge.megatron_io import METADATA, model_state
+from megagrpo.weights.files import partial_files as unfinished
+from megagrpo.weights.files import torch_dist
+from megagrpo.weights.files.file_checksums import CHECKSUMS, checksums
+from megagrpo.weights.files.partial_files import Unfinished
+from megagrpo.weights.files.torch_dist import PieceWriter
 
 EVEN, UNEVEN = {1: None, 2: None, 4: None}, {2: [1, 3], 4: [1, 1, 1, 1]}
 AXES = {"tp": [1, 2], "pp": [1, 2, 4], "vpp": [1, 2], "uneven": [False, True], "ep": [1, 2, 4], "etp": [None, 1, 2]}

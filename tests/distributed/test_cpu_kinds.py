@@ -69,9 +69,9 @@ def test_float32_is_float32_on_every_kind_of_cpu(kind, plain):
 def operations() -> dict[str, Callable[..., Tensor]]:
     """Each product, attention, norm, gate, recurrence and log-prob that a step takes, as a function of x and y
     [128, 128]."""
-    from megagrpo.policy import elementwise
     from megagrpo.policy.attention.causal import Scores, causal_attention
-    from megagrpo.policy.attention.gated_delta import gated_delta_rule
+    from megagrpo.policy.blocks.gated_delta import gated_delta_rule
+    from megagrpo.policy.layers import elementwise
     from megagrpo.policy.lm_head.task import HeadTask
     from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 

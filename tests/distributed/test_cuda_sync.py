@@ -10,7 +10,7 @@ import torch.distributed as dist
 from direct_workers import PER_SERVER, SHAPES, copies_of, held_by, values_of
 from ranks import run_ranks
 
-from megagrpo.engine.protocol import ServerDied
+from megagrpo.engine.http.protocol import ServerDied
 from megagrpo.platform import device
 from megagrpo.sync.trainer_side import cuda_ipc as trainer
 from megagrpo.sync.trainer_side.sync import WeightSync
@@ -19,7 +19,7 @@ from megagrpo.sync.vllm_side.memory_receiver import MappedBlocks
 from megagrpo.sync.vllm_side.reader import ShardReader
 from megagrpo.sync.wire import cuda_handles as worker
 from megagrpo.sync.wire.progress_file import ProgressReader
-from megagrpo.sync.wire.tensor_index import TensorIndex
+from megagrpo.weights.slices.tensor_index import TensorIndex
 from tests.rank_fakes import OneRank
 
 SERVER = "http://127.0.0.1:8000"

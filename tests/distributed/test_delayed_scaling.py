@@ -13,7 +13,7 @@ from tiny_policy import Case
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import RunConfig
-from megagrpo.data.packing import pack, packing_rules
+from megagrpo.data.packing.sample_packing import pack, packing_rules
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.fp8.delayed_scaling import GRADIENT, INPUT, WEIGHT, DelayedScaling
 from megagrpo.policy.fp8.fp8_settings import History
@@ -22,8 +22,8 @@ from megagrpo.policy.fp8.rounding import E4M3, E5M2, scaled
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import fill_weights
-from megagrpo.records.checkpoint import Checkpointer
-from megagrpo.records.run_files import newest_checkpoint
+from megagrpo.records.checkpoints.checkpoint import Checkpointer
+from megagrpo.records.checkpoints.run_files import newest_checkpoint
 from megagrpo.train_types import TrainState
 
 MOST = {INPUT: 448.0, WEIGHT: 448.0, GRADIENT: 57344.0}

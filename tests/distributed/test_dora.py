@@ -24,22 +24,22 @@ from tiny_policy import Case, tiny_model, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import LoraSection
-from megagrpo.data.packing import pack, packing_rules
-from megagrpo.models.bridge.adapter_files import fill_adapters
-from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.parameter_blocks import Merged, adapter_blocks, merged_blocks
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.data.packing.sample_packing import pack, packing_rules
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.device_checks import check_device
-from megagrpo.policy.dora import start_magnitudes
+from megagrpo.policy.lora.dora import start_magnitudes
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.proof.verify.shrink import plainly, random_samples, random_tensor
 from megagrpo.proof.verify.verified_step import Outcome, relative_error, take_step, whole_tensors
 from megagrpo.proof.verify.verify_compare import compare, silent_tensors
-from megagrpo.records.checkpoint import Checkpointer
-from megagrpo.records.run_files import newest_checkpoint
+from megagrpo.records.checkpoints.checkpoint import Checkpointer
+from megagrpo.records.checkpoints.run_files import newest_checkpoint
 from megagrpo.train_types import TrainState
+from megagrpo.weights.blocks.parameter_blocks import Merged, adapter_blocks, merged_blocks
+from megagrpo.weights.bridge.adapter_files import fill_adapters
+from megagrpo.weights.bridge.load import load_hf
 
 DORA = dict(use_dora=True)
 TP2_SP = dict(tp=2, sequence_parallel=True)

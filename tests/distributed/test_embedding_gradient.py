@@ -8,9 +8,9 @@ from suites import usual
 from tiny_policy import tiny_model, tiny_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megagrpo.data.packing import pack, packing_rules
+from megagrpo.data.packing.sample_packing import pack, packing_rules
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.policy.embedding import TokenEmbedding
+from megagrpo.policy.layers.embedding import TokenEmbedding
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import fill_weights, policy_gradient

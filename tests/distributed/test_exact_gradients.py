@@ -13,7 +13,7 @@ from tiny_policy import Case, tiny_model
 
 from megagrpo.config import RunConfig
 from megagrpo.platform import device
-from megagrpo.policy import optimizer
+from megagrpo.policy.optimizer import policy_optimizer as optimizer
 from megagrpo.proof.verify.shrink import plainly, random_samples
 from megagrpo.proof.verify.verified_step import Outcome, relative_error, take_step
 from megagrpo.proof.verify.verify_compare import compare

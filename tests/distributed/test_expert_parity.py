@@ -10,7 +10,7 @@ from suites import usual
 from tiny_policy import SHAPES, Case
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.families.hf_config import HfConfig
 from megagrpo.proof.verify.shrink import random_samples, random_tensor, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, take_step
 from megagrpo.proof.verify.verify_compare import compare, silent_tensors

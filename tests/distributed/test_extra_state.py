@@ -11,16 +11,16 @@ from test_checkpoint import checkpointer, step_once
 from tiny_policy import tiny_model
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.bridge.megatron_io import METADATA, load_model, model_state
-from megagrpo.models.bridge.torch_dist import read_metadata
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import TorchAttention
 from megagrpo.policy.build import build_model
 from megagrpo.policy.reference import Reference
-from megagrpo.policy.specs import RMSNorm
-from megagrpo.policy.transformer_config import ModelOptions
-from megagrpo.records.run_files import newest_checkpoint
+from megagrpo.policy.transformer.specs import RMSNorm
+from megagrpo.policy.transformer.transformer_config import ModelOptions
+from megagrpo.records.checkpoints.run_files import newest_checkpoint
 from megagrpo.train_types import TrainState
+from megagrpo.weights.bridge.megatron_io import METADATA, load_model, model_state
+from megagrpo.weights.files.torch_dist import read_metadata
 
 
 def give_extra_state(held: dict[int, torch.Tensor] | None = None) -> None:

@@ -19,12 +19,12 @@ from tiny_families import tiny_model as tiny_transformers_model
 from tiny_policy import MORE_SHAPES, SHAPES, release_of, tiny_run
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.bridge.conversion import export_hf, import_hf
-from megagrpo.models.families.hf_config import HfConfig, model_problems
+from megagrpo.families.hf_config import HfConfig, model_problems
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.proof.verify.shrink import plainly, random_samples, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, take_step
 from megagrpo.proof.verify.verify_compare import compare, silent_tensors
+from megagrpo.weights.bridge.conversion import export_hf, import_hf
 
 LARGEST = ParallelSection(tp=4, cp=2, pp=2, vpp=2, ep=2, etp=4)
 MODELS: dict[str, dict[str, Any]] = {  # biases, head norms, experts, fused projections, norms of outputs

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from tiny_policy import SHAPES, Case, release_of, tiny_run
 
 from megagrpo.config import ParallelSection
-from megagrpo.data.packing import pack, packing_rules
+from megagrpo.data.packing.sample_packing import pack, packing_rules
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.products import CurrentScaling, Product, Quantised

@@ -12,11 +12,10 @@ from tiny_policy import whole_model
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import ModelSection, ParallelSection, RunConfig
-from megagrpo.data.packing import pack, packing_rules
-from megagrpo.models.bridge.megatron_io import load_model, model_state
+from megagrpo.data.packing.sample_packing import pack, packing_rules
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.policy.device_checks import check_device
-from megagrpo.policy.finite import bad_weight
+from megagrpo.policy.find_nan import bad_weight
 from megagrpo.policy.fp8.dense_access import write_dense
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.masters import unrounded_values
@@ -28,9 +27,10 @@ from megagrpo.policy.reference import Reference
 from megagrpo.proof.verify.shrink import plainly, random_samples
 from megagrpo.proof.verify.verified_step import fill_weights, take_step
 from megagrpo.proof.verify.verify_compare import compare, distances, silent_tensors
-from megagrpo.records.checkpoint import Checkpointer
-from megagrpo.records.run_files import newest_checkpoint
+from megagrpo.records.checkpoints.checkpoint import Checkpointer
+from megagrpo.records.checkpoints.run_files import newest_checkpoint
 from megagrpo.train_types import TrainState
+from megagrpo.weights.bridge.megatron_io import load_model, model_state
 
 CASES = {
     "one": (1, "qwen2_untied", {}, {}),

@@ -17,12 +17,12 @@ from test_routing_replay import dump
 from tiny_policy import SHAPES, tiny_model, tiny_run
 
 from megagrpo.config import ParallelSection, RunConfig
-from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.families.hf_config import HfConfig
+from megagrpo.planner.costs.planned_memory import stage_memory
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.platform.parallel.spawn import RankFailed
-from megagrpo.policy.balance import routers
-from megagrpo.policy.optimizer import held_by
-from megagrpo.proof.plan.planned_memory import stage_memory
+from megagrpo.policy.moe.router_losses import routers
+from megagrpo.policy.optimizer.policy_optimizer import held_by
 from megagrpo.proof.verify.shrink import plainly, random_samples, shrink_model
 from megagrpo.proof.verify.verified_step import (
     Outcome,

@@ -19,12 +19,12 @@ from test_convert import assert_same_files, back, world
 from tiny_families import MODELS, tiny_model
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.bridge.conversion import import_hf
-from megagrpo.models.bridge.gpt_checkpoint import GptKeys
-from megagrpo.models.bridge.torch_dist import read_metadata
-from megagrpo.models.families.hf_config import parse_hf_config
-from megagrpo.models.families.weight_sources import MEGATRON_LM, resolve_model
+from megagrpo.families.hf_config import parse_hf_config
+from megagrpo.families.weight_sources import MEGATRON_LM, resolve_model
 from megagrpo.platform.parallel.layout import Layout, init_layout
+from megagrpo.weights.bridge.conversion import import_hf
+from megagrpo.weights.files.gpt_checkpoint import GptKeys
+from megagrpo.weights.files.torch_dist import read_metadata
 from tests.family_examples import RELEASES
 
 ALL_EXPERTS = dict(mlp_only_layers=[])

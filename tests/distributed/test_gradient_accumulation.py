@@ -9,11 +9,11 @@ import torch
 from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
 
-from megagrpo.data.packing import pack, packing_rules
+from megagrpo.data.packing.sample_packing import pack, packing_rules
 from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.policy import optimizer
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.optimizer import policy_optimizer as optimizer
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import fill_weights, policy_gradient
 
@@ -26,7 +26,7 @@ def switches_of_a_model(with_switch: tuple[str, ...]) -> dict[str, bool | None]:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     from megagrpo.policy.build import build_model
-    from megagrpo.policy.transformer_config import ModelOptions
+    from megagrpo.policy.transformer.transformer_config import ModelOptions
 
     for linear in (ColumnParallelLinear, RowParallelLinear):
         if linear.__name__ in with_switch:

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 
 from megagrpo.__main__ import main
 from megagrpo.config import LoraSection
-from megagrpo.models.bridge.adapter_files import adapter_config
-from tests.unit.models.hub.hub_server import TOKEN, hub
-from tests.unit.models.hub.test_card import CONFIG, make_run
+from megagrpo.weights.bridge.adapter_files import adapter_config
+from tests.unit.weights.hub.hub_server import TOKEN, hub
+from tests.unit.weights.hub.test_card import CONFIG, make_run
 
 WEIGHTS = "adapter_model.safetensors"
 

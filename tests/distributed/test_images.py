@@ -13,18 +13,18 @@ from tiny_policy import tiny_run, whole_model
 from tiny_vision import KINDS, asked, full_logits, is_text, write_model
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.data.packing import PackingRules, pack
-from megagrpo.models.bridge.adapter_files import fill_adapters, save_adapter
-from megagrpo.models.bridge.hf_export import find_sources
-from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.parameter_blocks import adapter_blocks, fill
-from megagrpo.models.bridge.tower import check_tower, load_tower
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.data.packing.sample_packing import PackingRules, pack
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.proof.verify.shrink import random_tensor
 from megagrpo.train_types import TrainSample
+from megagrpo.weights.blocks.parameter_blocks import adapter_blocks, fill
+from megagrpo.weights.bridge.adapter_files import fill_adapters, save_adapter
+from megagrpo.weights.bridge.hf_export import find_sources
+from megagrpo.weights.bridge.load import load_hf
+from megagrpo.weights.bridge.tower import check_tower, load_tower
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 from ranks import run_ranks
 from tiny_policy import Case, tiny_model, tiny_run
 
-from megagrpo.data.packing import pack, packing_rules, slices
+from megagrpo.data.packing.sample_packing import pack, packing_rules, slices
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.reference import kl_by_sample
 from megagrpo.proof.verify.shrink import random_samples

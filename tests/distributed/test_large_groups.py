@@ -11,8 +11,8 @@ from tiny_policy import tiny_model
 
 from megagrpo.algorithms.advantages import advantages_of, to_samples
 from megagrpo.config import RunConfig
-from megagrpo.data.packing import pack, packing_rules
-from megagrpo.data.step_samples import StepSamples
+from megagrpo.data.packing.sample_packing import pack, packing_rules
+from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.proof.verify.shrink import VOCABULARY, plainly
 from megagrpo.train_types import TrainSample
 from megagrpo.types import Prompt, Rollout, ScoredRollout

@@ -11,12 +11,12 @@ from tiny_policy import Case, tiny_run
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import ParallelSection, RunConfig
-from megagrpo.models.bridge.parameter_blocks import blocks
-from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.families.hf_config import HfConfig
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.proof.verify.shrink import random_samples, random_tensor, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, prepare, take_step
 from megagrpo.proof.verify.verify_compare import compare, silent_tensors
+from megagrpo.weights.blocks.parameter_blocks import blocks
 
 V3 = dict(
     model_type="deepseek_v3",

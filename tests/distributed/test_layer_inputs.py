@@ -5,10 +5,10 @@ from ranks import run_ranks
 from tiny_families import MODELS, class_of, tiny_config
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
-from megagrpo.policy.transformer_config import ModelOptions
+from megagrpo.policy.transformer.transformer_config import ModelOptions
 
 
 def embeddings(raw: dict) -> list[str]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from tiny_policy import Case, tiny_model, tiny_run
 
-from megagrpo.data.packing import PackingRules, build_micro_batch
+from megagrpo.data.packing.sample_packing import PackingRules, build_micro_batch
 from megagrpo.policy.lm_head.logit_processors import LogitProcessors, runs_of
 from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs

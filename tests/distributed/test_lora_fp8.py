@@ -10,7 +10,7 @@ from suites import usual
 from test_fp8 import model
 from tiny_policy import Case, tiny_run
 
-from megagrpo.data.packing import pack, packing_rules
+from megagrpo.data.packing.sample_packing import pack, packing_rules
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.products import CurrentScaling, Product

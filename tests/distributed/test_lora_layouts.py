@@ -6,7 +6,7 @@ import pytest
 from ranks import run_ranks
 from tiny_policy import Case, tiny_model, tiny_run
 
-from megagrpo.proof.plan.shapes import modules_of
+from megagrpo.planner.costs.shapes import modules_of
 from megagrpo.proof.verify.shrink import plainly, random_samples
 from megagrpo.proof.verify.verified_step import Outcome, take_step
 from megagrpo.proof.verify.verify_compare import compare, silent_tensors

@@ -17,8 +17,18 @@ from tiny_policy import tiny_run, whole_model
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import LoraSection, ParallelSection
-from megagrpo.data.packing import pack, packing_rules
-from megagrpo.models.bridge.adapter_files import (
+from megagrpo.data.packing.sample_packing import pack, packing_rules
+from megagrpo.families.hf_config import load_hf_config
+from megagrpo.platform.parallel.agree import RankError
+from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.reference import Reference
+from megagrpo.proof.verify.verified_step import relative_error, whole_tensors
+from megagrpo.records.checkpoints.checkpoint import Checkpointer
+from megagrpo.records.checkpoints.run_files import newest_checkpoint
+from megagrpo.train_types import TrainSample, TrainState
+from megagrpo.weights.blocks.parameter_blocks import adapter_blocks
+from megagrpo.weights.bridge.adapter_files import (
     fill_adapters,
     fresh_matrix,
     load_adapter,
@@ -26,18 +36,8 @@ from megagrpo.models.bridge.adapter_files import (
     read_lora,
     save_adapter,
 )
-from megagrpo.models.bridge.hf_export import find_sources
-from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.parameter_blocks import adapter_blocks
-from megagrpo.models.families.hf_config import load_hf_config
-from megagrpo.platform.parallel.agree import RankError
-from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.policy.reference import Reference
-from megagrpo.proof.verify.verified_step import relative_error, whole_tensors
-from megagrpo.records.checkpoint import Checkpointer
-from megagrpo.records.run_files import newest_checkpoint
-from megagrpo.train_types import TrainSample, TrainState
+from megagrpo.weights.bridge.hf_export import find_sources
+from megagrpo.weights.bridge.load import load_hf
 
 TINY = dict(
     hidden_size=48,

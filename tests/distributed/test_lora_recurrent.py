@@ -9,7 +9,7 @@ from ranks import run_ranks
 from suites import usual
 from test_lora_peft import _read_with_peft, _step, assert_as_peft, assert_resumes, make_with_peft
 
-from megagrpo.models.families.shared.family import FULL, LINEAR
+from megagrpo.families.shared.family import FULL, LINEAR
 from tests.family_examples import TINY_EXPERTS
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "up_proj"]

@@ -9,14 +9,14 @@ from ranks import run_ranks
 from tiny_policy import tiny_run
 
 from megagrpo.config import RunConfig
-from megagrpo.data.packing import pack, packing_rules
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.data.packing.sample_packing import pack, packing_rules
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.platform.process.progress_hook import SILENT
 from megagrpo.proof.verify.shrink import VOCABULARY, random_samples
-from megagrpo.trainer.learning import load_policy
+from megagrpo.trainer.gpu.state_offload import Offload
+from megagrpo.trainer.policy_update import load_policy
 from megagrpo.trainer.run_inputs import ModelFiles
-from megagrpo.trainer.state_offload import Offload
 from megagrpo.types import SamplingParams
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]

@@ -15,15 +15,15 @@ from test_lora_peft import LORA, make_with_peft, prepare
 from test_weight_sync_copies import OneReader
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.models.bridge.hf_export import save_hf
-from megagrpo.models.bridge.parameter_blocks import adapter_blocks, merged_blocks
 from megagrpo.proof.verify.verified_step import whole_tensors
-from megagrpo.records.checkpoint import Checkpointer
-from megagrpo.records.run_files import newest_checkpoint
+from megagrpo.records.checkpoints.checkpoint import Checkpointer
+from megagrpo.records.checkpoints.run_files import newest_checkpoint
 from megagrpo.sync.trainer_side.adapter_sync import AdapterSync
 from megagrpo.sync.trainer_side.shared_memory import SharedMemory
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.train_types import TrainState
+from megagrpo.weights.blocks.parameter_blocks import adapter_blocks, merged_blocks
+from megagrpo.weights.bridge.hf_export import save_hf
 from tests.message_log import objects, record
 
 

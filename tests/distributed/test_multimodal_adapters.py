@@ -10,16 +10,16 @@ from suites import usual
 from tiny_families import EVERY, class_of, tiny_model
 
 from megagrpo.config import LoraSection, ParallelSection
-from megagrpo.models.bridge.adapter_files import load_adapter, read_lora, save_adapter
-from megagrpo.models.bridge.hf_export import find_sources, save_hf
-from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.parameter_blocks import adapter_blocks, fill
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
-from megagrpo.policy.lora_layers import attach_adapters
-from megagrpo.policy.transformer_config import ModelOptions
+from megagrpo.policy.lora.lora_layers import attach_adapters
+from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.proof.verify.shrink import random_tensor
+from megagrpo.weights.blocks.parameter_blocks import adapter_blocks, fill
+from megagrpo.weights.bridge.adapter_files import load_adapter, read_lora, save_adapter
+from megagrpo.weights.bridge.hf_export import find_sources, save_hf
+from megagrpo.weights.bridge.load import load_hf
 
 NAMES = ("gemma3 multimodal", "qwen3_5 multimodal", "qwen3_vl multimodal")
 EXPERTS = dict(target_modules=["o_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])

@@ -14,10 +14,11 @@ from ranks import run_ranks
 from tiny_policy import SHAPES, tiny_model
 
 from megagrpo.config import RunConfig, save_config
-from megagrpo.data import packing
-from megagrpo.policy import build, megatron_policy, specs
+from megagrpo.data.packing import sample_packing as packing
+from megagrpo.policy import build, megatron_policy
 from megagrpo.policy.attention import context_parallel
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.transformer import specs
 from megagrpo.proof.verify import layouts as verify_module
 from megagrpo.proof.verify import verified_step
 from megagrpo.proof.verify.shrink import VOCABULARY, plainly, random_samples

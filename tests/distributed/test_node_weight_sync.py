@@ -12,11 +12,10 @@ from ranks import run_ranks
 from tiny_policy import tiny_model
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.bridge.parameter_blocks import blocks
-from megagrpo.models.families.shared.boxes import size
+from megagrpo.families.shared.boxes import size
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
-from megagrpo.policy.transformer_config import ModelOptions
+from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.proof.verify.shrink import random_tensor
 from megagrpo.proof.verify.verified_step import fill_weights
 from megagrpo.sync.trainer_side.node_shares import Nodes, share_out
@@ -26,7 +25,9 @@ from megagrpo.sync.trainer_side.transport import SendReport, TransportSettings
 from megagrpo.sync.vllm_side.memory_receiver import MappedBlocks, SharedFiles
 from megagrpo.sync.vllm_side.reader import ShardReader
 from megagrpo.sync.wire.progress_file import ProgressReader
-from megagrpo.sync.wire.tensor_index import TensorIndex, WeightSyncError
+from megagrpo.types import WeightSyncError
+from megagrpo.weights.blocks.parameter_blocks import blocks
+from megagrpo.weights.slices.tensor_index import TensorIndex
 
 RANKS = 4
 NODES = Nodes((0, 0, 1, 1), {"near": 0, "far": 1})

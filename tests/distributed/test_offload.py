@@ -13,7 +13,7 @@ from tiny_policy import SHAPES, tiny_model, tiny_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.data.packing import pack, packing_rules
+from megagrpo.data.packing.sample_packing import pack, packing_rules
 from megagrpo.platform.device.tensor_offload import storages
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.fp8.tensor import parts
@@ -21,10 +21,10 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.proof.verify.shrink import random_samples, shrink_model
 from megagrpo.proof.verify.verified_step import fill_weights
-from megagrpo.records.checkpoint import Checkpointer
-from megagrpo.records.run_files import newest_checkpoint
+from megagrpo.records.checkpoints.checkpoint import Checkpointer
+from megagrpo.records.checkpoints.run_files import newest_checkpoint
 from megagrpo.train_types import TrainState
-from megagrpo.trainer.state_offload import NoOffload, Offload
+from megagrpo.trainer.gpu.state_offload import NoOffload, Offload
 
 SHARDED, WHOLE = dict(distributed_optimizer=True), dict(distributed_optimizer=False)
 # Name -> ranks, model, layout, further sections of the config.

@@ -17,7 +17,7 @@ from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import TrainSection
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.policy.optimizer import gather_gradients
+from megagrpo.policy.optimizer.policy_optimizer import gather_gradients
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import prepare, whole_tensors
 

@@ -11,7 +11,7 @@ from covering import allowed_combinations
 from option_rows import AXES, FP8_AXES, IMAGES, RULES, Inputs, Steps, fp8_rows, name, rows
 from ranks import run_ranks
 
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.train_types import TrainSample
 
 PARTS = 8  # tests of the rows; one test of all would be long

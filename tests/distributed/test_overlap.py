@@ -9,9 +9,9 @@ from te_manifest import architecture
 from test_overlap_grad_reduce import BUCKETS, Training, config
 from tiny_policy import tiny_model
 
-from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.families.hf_config import HfConfig
 from megagrpo.platform.parallel.layout import Layout
-from megagrpo.policy.optimizer import gather_gradients
+from megagrpo.policy.optimizer.policy_optimizer import gather_gradients
 from megagrpo.proof.verify.verified_step import whole_tensors
 
 # overlap, model, ranks, parallel, config.model

@@ -10,16 +10,16 @@ from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.data.packing import pack, packing_rules, padded
-from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.data.packing.sample_packing import pack, packing_rules, padded
+from megagrpo.families.hf_config import HfConfig
 from megagrpo.platform.parallel.layout import Layout, init_layout
-from megagrpo.policy.finite import NonFiniteError
+from megagrpo.policy.find_nan import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import fill_weights, whole_tensors
-from megagrpo.records.checkpoint import Checkpointer
-from megagrpo.records.metrics import values_of
-from megagrpo.records.run_files import newest_checkpoint
+from megagrpo.records.checkpoints.checkpoint import Checkpointer
+from megagrpo.records.checkpoints.run_files import newest_checkpoint
+from megagrpo.records.rows.step_metrics import values_of
 from megagrpo.train_types import TrainState
 
 BUCKETS = dict(overlap_grad_reduce=True, ddp_bucket_size=3000)  # several in the small models

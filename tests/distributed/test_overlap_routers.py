@@ -9,11 +9,11 @@ from ranks import run_ranks
 from test_overlap import BF16, model_of, settings_of
 from test_overlap_grad_reduce import Training
 
-from megagrpo.models.families.hf_config import HfConfig
-from megagrpo.policy.balance import selection_biases
-from megagrpo.policy.optimizer import gather_gradients
-from megagrpo.policy.rank_routes import with_sample_routes
-from megagrpo.policy.routing_replay import route_shape
+from megagrpo.families.hf_config import HfConfig
+from megagrpo.policy.moe.rank_routed_experts import with_sample_routes
+from megagrpo.policy.moe.router_losses import selection_biases
+from megagrpo.policy.moe.routing_replay import route_shape
+from megagrpo.policy.optimizer.policy_optimizer import gather_gradients
 from megagrpo.proof.verify.shrink import random_routes, random_samples
 from megagrpo.proof.verify.verified_step import whole_tensors
 

@@ -11,9 +11,9 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_families import MODELS, tiny_model
 
-from megagrpo.models.families.weight_sources import SINGLE
-from tests.unit.models.precision.test_four_bits import four_bits
-from tests.unit.models.precision.test_packed_integers import along_inputs, along_outputs
+from megagrpo.families.weight_sources import SINGLE
+from tests.unit.weights.precision.test_four_bits import four_bits
+from tests.unit.weights.precision.test_packed_integers import along_inputs, along_outputs
 
 SIZE = 32
 AWQ_ORDER, GPTQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7), tuple(range(8))

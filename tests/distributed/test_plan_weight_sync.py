@@ -10,13 +10,13 @@ from ranks import run_ranks
 
 from megagrpo.__main__ import main
 from megagrpo.config import ParallelSection, load_config
-from megagrpo.models.families.hf_config import load_hf_config
-from megagrpo.models.families.shared.boxes import size
-from megagrpo.models.families.weight_sources import shape_folder
-from megagrpo.proof.plan import cuts
-from megagrpo.proof.plan.cuts import EngineLayout
-from megagrpo.proof.plan.shapes import num_parameters
-from megagrpo.proof.plan.weight_sync import plan_sync, rows_of
+from megagrpo.families.hf_config import load_hf_config
+from megagrpo.families.shared.boxes import size
+from megagrpo.families.weight_sources import shape_folder
+from megagrpo.planner import loader_slices as cuts
+from megagrpo.planner.costs.shapes import num_parameters
+from megagrpo.planner.loader_slices import EngineLayout
+from megagrpo.planner.sync_size import plan_sync, rows_of
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 LLAMA = dict(

@@ -13,11 +13,11 @@ from direct_workers import PER_SERVER, SHAPES, FileEngine, copies_of, held_by, s
 from ranks import run_ranks
 
 from megagrpo.platform import device
+from megagrpo.platform.rendezvous.store_exchange import Exchange
 from megagrpo.sync.trainer_side.point_to_point import PointToPoint
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.sync.trainer_side.transport import TransportSettings
-from megagrpo.sync.wire.exchange import Exchange
-from megagrpo.sync.wire.tensor_index import WeightSyncError
+from megagrpo.types import WeightSyncError
 from tests.rank_fakes import GroupRanks
 
 

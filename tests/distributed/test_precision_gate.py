@@ -10,7 +10,7 @@ from ranks import run_ranks
 
 from megagrpo.__main__ import main
 from megagrpo.config import load_config
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.proof.verify.precision import batch_of, measure
 from tests.e2e import world
 

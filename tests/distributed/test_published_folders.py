@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from suites import usual
 from tiny_families import EVERY, tiny_model
 
-from megagrpo.models.families.weight_sources import SINGLE
+from megagrpo.families.weight_sources import SINGLE
 
 BLOCK = 32
 FP8 = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[BLOCK, BLOCK])

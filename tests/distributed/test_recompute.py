@@ -6,7 +6,7 @@ from ranks import run_ranks
 from te_manifest import architecture
 from tiny_policy import tiny_model, tiny_run
 
-from megagrpo.data.packing import pack, packing_rules
+from megagrpo.data.packing.sample_packing import pack, packing_rules
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import TorchAttention
 from megagrpo.policy.megatron_policy import MegatronPolicy

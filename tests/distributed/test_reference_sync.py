@@ -15,19 +15,19 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
-from megagrpo.data.packing import pack, packing_rules
-from megagrpo.models.bridge.adapter_files import fill_adapters
-from megagrpo.models.bridge.conversion import export_hf
-from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.parameter_blocks import adapter_blocks, blocks
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.data.packing.sample_packing import pack, packing_rules
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.proof.verify.shrink import VOCABULARY, random_samples
-from megagrpo.records.checkpoint import Checkpointer
-from megagrpo.records.run_files import newest_checkpoint
+from megagrpo.records.checkpoints.checkpoint import Checkpointer
+from megagrpo.records.checkpoints.run_files import newest_checkpoint
 from megagrpo.train_types import TrainState
+from megagrpo.weights.blocks.parameter_blocks import adapter_blocks, blocks
+from megagrpo.weights.bridge.adapter_files import fill_adapters
+from megagrpo.weights.bridge.conversion import export_hf
+from megagrpo.weights.bridge.load import load_hf
 
 TRL = json.loads((Path(__file__).parents[1] / "vectors" / "trl_misc.json").read_text())["sync_ref_model"]
 SIZES = dict(hidden_size=96, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, intermediate_size=64)

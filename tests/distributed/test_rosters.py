@@ -13,18 +13,18 @@ from tiny_families import MODELS, tiny_config
 from tiny_policy import SHAPES
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.bridge.parameter_blocks import blocks, tensor_names
-from megagrpo.models.bridge.planned_blocks import held_boxes
-from megagrpo.models.families.config_keys import architecture_problems
-from megagrpo.models.families.family_index import FAMILIES
-from megagrpo.models.families.hf_config import model_problems, parse_hf_config
-from megagrpo.models.families.shared.boxes import intersect, missing, size, whole
+from megagrpo.families.config_keys import architecture_problems
+from megagrpo.families.family_index import FAMILIES
+from megagrpo.families.hf_config import model_problems, parse_hf_config
+from megagrpo.families.shared.boxes import intersect, missing, size, whole
+from megagrpo.planner.loader_slices import EngineLayout, wanted_boxes
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
-from megagrpo.policy.transformer_config import ModelOptions
-from megagrpo.proof.plan.cuts import EngineLayout, wanted_boxes
+from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.proof.verify.shrink import shrink_model
-from megagrpo.sync.wire.sync_plan import plan_transfers
+from megagrpo.weights.blocks.parameter_blocks import blocks, tensor_names
+from megagrpo.weights.blocks.planned_blocks import held_boxes
+from megagrpo.weights.slices.sync_plan import plan_transfers
 from tests.family_examples import TINY_SIZES
 
 

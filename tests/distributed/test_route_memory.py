@@ -5,8 +5,8 @@ from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.config import RunConfig
+from megagrpo.planner.costs.planned_memory import stage_memory
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.proof.plan.planned_memory import stage_memory
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import prepare
 

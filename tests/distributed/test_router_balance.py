@@ -14,7 +14,7 @@ from tiny_policy import SHAPES, tiny_run
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from megagrpo.config import ParallelSection, RunConfig
-from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
+from megagrpo.families.hf_config import HfConfig, parse_hf_config
 from megagrpo.proof.audit import naive
 from megagrpo.proof.verify.shrink import random_samples, random_tensor, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, take_step

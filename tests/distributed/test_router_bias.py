@@ -17,11 +17,11 @@ from tiny_policy import tiny_run, whole_model
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import RunConfig
-from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.policy.balance import selection_biases
+from megagrpo.policy.moe.router_losses import selection_biases
+from megagrpo.policy.moe.routing_replay import route_shape
 from megagrpo.policy.reference import Reference
-from megagrpo.policy.routing_replay import route_shape
 from megagrpo.proof.verify.shrink import random_routes, random_samples, random_tensor
 from megagrpo.proof.verify.verified_step import Outcome, prepare, take_step
 

@@ -18,7 +18,7 @@ from test_routing_replay import dump
 from tiny_policy import SHAPES, tiny_model
 
 from megagrpo.config import ParallelSection, RunConfig
-from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.families.hf_config import HfConfig
 from megagrpo.proof.audit import naive
 from megagrpo.proof.verify.shrink import plainly, random_samples, random_tensor, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, relative_error, take_step

@@ -15,11 +15,11 @@ from test_latent_parity import V2_LITE, V3
 from tiny_policy import SHAPES, tiny_model, tiny_run
 
 from megagrpo.config import ParallelSection, RunConfig
-from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.families.hf_config import HfConfig
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.policy.balance import routers
-from megagrpo.policy.rank_routes import RankTokens, rank_columns
-from megagrpo.policy.routing_replay import RouteSlot, route_shape
+from megagrpo.policy.moe.rank_routed_experts import RankTokens, rank_columns
+from megagrpo.policy.moe.router_losses import routers
+from megagrpo.policy.moe.routing_replay import RouteSlot, route_shape
 from megagrpo.proof.verify.shrink import plainly, random_routes, random_samples, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, policy_gradient, prepare, relative_error, take_step
 

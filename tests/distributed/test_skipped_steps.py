@@ -16,17 +16,17 @@ from suites import usual
 from tiny_policy import Case, tiny_model
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.data.packing import pack, packing_rules
+from megagrpo.data.packing.sample_packing import pack, packing_rules
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.platform.process.phases import Phases
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import fill_weights
-from megagrpo.records.dump import StepDumps
+from megagrpo.records.rows.dump import StepDumps
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.train_types import TrainState
 from megagrpo.trainer.alarms import Alarms, BrokenTraining
-from megagrpo.trainer.learning import Learning
+from megagrpo.trainer.policy_update import Learning
 
 PLAIN, SHARDED = dict(distributed_optimizer=False), dict(distributed_optimizer=True)
 CASES = [

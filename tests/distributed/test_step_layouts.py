@@ -13,13 +13,13 @@ from tiny_policy import Case, tiny_model, tiny_run
 from trainer_alone import trainer_alone
 
 from megagrpo.__main__ import main
-from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
-from megagrpo.records.dump import StepDumps
-from megagrpo.records.token_log import TOKENS_FILE, TokenLog
+from megagrpo.records.rows.dump import StepDumps
+from megagrpo.records.rows.token_log import TOKENS_FILE, TokenLog
+from megagrpo.weights.bridge.load import load_hf
 
 SECTIONS = dict(
     algorithm=dict(

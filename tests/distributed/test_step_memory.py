@@ -11,13 +11,13 @@ import pytest
 from ranks import run_ranks
 
 from megagrpo.config import ParallelSection, load_config
-from megagrpo.data.packing import PackingRules, build_batch, plan_packing
+from megagrpo.data.packing.sample_packing import PackingRules, build_batch, plan_packing
+from megagrpo.planner.costs.workload import Lengths
+from megagrpo.planner.times.step_memory import planned_step_memory
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.platform.process.phases import Phases
-from megagrpo.proof.plan.step_memory import planned_step_memory
-from megagrpo.proof.plan.workload import Lengths
-from megagrpo.records.completions import completion_lines
-from megagrpo.records.recorder import TrainedRollouts
+from megagrpo.records.rows.completions import completion_lines
+from megagrpo.records.rows.recorder import TrainedRollouts
 from megagrpo.trainer.rollout.collector import Collector, numbered
 from megagrpo.trainer.rollout.token_exchange import trained_samples
 from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout

@@ -10,9 +10,9 @@ from suites import usual
 from tiny_families import MODELS, tiny_config
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.bridge.megatron_io import structure
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.weights.bridge.megatron_io import structure
 
 LAYOUTS = {"tp2": dict(tp=2), "tp2 with sequence parallelism": dict(tp=2, sequence_parallel=True), "dp2": {}}
 

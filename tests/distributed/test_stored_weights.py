@@ -11,14 +11,14 @@ from tiny_policy import SHAPES, Case, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import ParallelSection
-from megagrpo.data.packing import pack, packing_rules
-from megagrpo.models.bridge.parameter_blocks import blocks, merged_blocks
+from megagrpo.data.packing.sample_packing import pack, packing_rules
 from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.policy.lora.quantized_base import NF4_VALUES, STORED_BLOCK, StoredWeight
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.policy.stored import NF4_VALUES, STORED_BLOCK, StoredWeight
 from megagrpo.proof.verify.shrink import plainly, random_samples, random_tensor, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, fill_weights, take_step
 from megagrpo.proof.verify.verify_compare import compare, silent_tensors
+from megagrpo.weights.blocks.parameter_blocks import blocks, merged_blocks
 
 STORAGES = ("fp8", "nf4")
 

@@ -11,13 +11,13 @@ import torch
 from ranks import RankFailed, run_ranks
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.families.shared.blocks import Block
-from megagrpo.models.families.shared.boxes import whole
+from megagrpo.families.shared.blocks import Block
+from megagrpo.families.shared.boxes import whole
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.sync.trainer_side.shared_memory import SharedMemory
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.sync.trainer_side.transport import TransportSettings
-from megagrpo.sync.wire.tensor_index import WeightSyncError
+from megagrpo.types import WeightSyncError
 
 
 class Hangs:

@@ -19,13 +19,13 @@ from te_manifest import (
 )
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.bridge.parameter_blocks import blocks, tensor_names
-from megagrpo.models.families.family_index import FAMILIES
+from megagrpo.families.family_index import FAMILIES
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.fp8 import delayed_scaling
 from megagrpo.policy.fp8.delayed_scaling import GRADIENT, INPUT, WEIGHT, DelayedScaling
 from megagrpo.policy.fp8.rounding import E4M3, E5M2
-from megagrpo.policy.specs import LAYERS_PER_BLOCK
+from megagrpo.policy.transformer.specs import LAYERS_PER_BLOCK
+from megagrpo.weights.blocks.parameter_blocks import blocks, tensor_names
 
 MANIFEST = json.loads(FILE.read_text())
 

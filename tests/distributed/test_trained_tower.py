@@ -14,18 +14,18 @@ from test_images import LAYOUTS_OF, difference, folder_of, marked, rules_of, sam
 from tiny_policy import tiny_run
 from tiny_vision import KINDS, logits_of
 
-from megagrpo.data.packing import pack
-from megagrpo.models.bridge.conversion import export_alone
-from megagrpo.models.bridge.hf_export import save_hf
-from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.data.packing.sample_packing import pack
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.policy.images.trained_tower import train_tower
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
-from megagrpo.policy.trained_tower import train_tower
 from megagrpo.proof.verify.verified_step import relative_error, whole_tensors
-from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.records.checkpoints.checkpoint import Checkpointer
 from megagrpo.train_types import LossInputs, LossOutput, TrainState
+from megagrpo.weights.bridge.conversion import export_alone
+from megagrpo.weights.bridge.hf_export import save_hf
+from megagrpo.weights.bridge.load import load_hf
 
 
 def policy_of(folder: Path, parallel: dict, trained: bool = True, **sections: dict) -> MegatronPolicy:
@@ -216,7 +216,7 @@ def test_checkpoints_hold_the_tower_for_other_layouts_and_exports(folder_of, tmp
 
 def overlapped(folder: Path, ranks: int) -> dict:
     """The gradients of a third backward pass, reduced in small buckets while it runs. The first rank has all images."""
-    from megagrpo.policy.optimizer import gather_gradients
+    from megagrpo.policy.optimizer.policy_optimizer import gather_gradients
 
     train = dict(overlap_grad_reduce=True, ddp_bucket_size=4000, distributed_optimizer=True) if ranks > 1 else {}
     policy = policy_of(folder, {}, train=train)

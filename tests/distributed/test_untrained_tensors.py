@@ -15,17 +15,17 @@ from tiny_families import EVERY, class_of, tiny_model
 from tiny_policy import tiny_run
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.bridge.conversion import export_hf
-from megagrpo.models.bridge.hf_files import copy_side_files, files_for
-from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.parameter_blocks import tensor_names
-from megagrpo.models.bridge.untrained_tensors import UNTRAINED_FILE, UNTRAINED_ORIGIN, open_untrained
-from megagrpo.models.families.hf_config import load_hf_config
-from megagrpo.models.families.weight_sources import SINGLE
+from megagrpo.families.hf_config import load_hf_config
+from megagrpo.families.weight_sources import SINGLE
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.records.checkpoints.checkpoint import Checkpointer
 from megagrpo.train_types import TrainState
+from megagrpo.weights.blocks.parameter_blocks import tensor_names
+from megagrpo.weights.bridge.conversion import export_hf
+from megagrpo.weights.bridge.hf_files import copy_side_files, files_for
+from megagrpo.weights.bridge.load import load_hf
+from megagrpo.weights.bridge.untrained_tensors import UNTRAINED_FILE, UNTRAINED_ORIGIN, open_untrained
 from tests.family_examples import TINY_SIZES
 
 PREDICTOR = {"model.layers.4.eh_proj.weight": torch.rand(96, 192), "model.layers.4.enorm.weight": torch.rand(96)}
@@ -125,7 +125,7 @@ def test_files_with_the_names_of_transformers_modules_load_and_come_back(models,
 
 
 def test_a_folder_that_holds_another_model_by_now_is_refused(models, tmp_path):
-    from megagrpo.models.bridge.hf_files import carry, files_of
+    from megagrpo.weights.bridge.hf_files import carry, files_of
 
     model, target = tmp_path / "model", tmp_path / "hf"
     shutil.copytree(models / NAMES[1], model)
@@ -158,7 +158,7 @@ def test_an_export_drops_no_tensor_that_nothing_names(models, tmp_path):
 
 
 def test_a_converted_checkpoint_holds_them_and_an_export_has_no_own_files(models, tmp_path):
-    from megagrpo.models.bridge.hf_files import carry, files_of
+    from megagrpo.weights.bridge.hf_files import carry, files_of
 
     model, target = models / NAMES[1], tmp_path / "hf"
     target.mkdir()

@@ -12,15 +12,14 @@ from ranks import run_ranks
 from tiny_policy import tiny_model
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.bridge.parameter_blocks import blocks
-from megagrpo.models.families.shared.blocks import Local, same
-from megagrpo.models.families.shared.boxes import size
+from megagrpo.families.shared.blocks import Local, same
+from megagrpo.families.shared.boxes import size
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
-from megagrpo.policy.transformer_config import ModelOptions
+from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.proof.verify.shrink import random_tensor
 from megagrpo.proof.verify.verified_step import fill_weights
-from megagrpo.sync.trainer_side import slots
+from megagrpo.sync.trainer_side import shared_buffers as slots
 from megagrpo.sync.trainer_side.shared_memory import FileUpdate, SharedMemory
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.sync.vllm_side import reader
@@ -28,7 +27,9 @@ from megagrpo.sync.vllm_side.memory_receiver import MappedBlocks, SharedFiles
 from megagrpo.sync.vllm_side.reader import ShardReader
 from megagrpo.sync.wire import copy_checksums
 from megagrpo.sync.wire.progress_file import ProgressReader
-from megagrpo.sync.wire.tensor_index import TensorIndex, WeightSyncError
+from megagrpo.types import WeightSyncError
+from megagrpo.weights.blocks.parameter_blocks import blocks
+from megagrpo.weights.slices.tensor_index import TensorIndex
 from tests.rank_fakes import OneRank
 
 

@@ -10,9 +10,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megagrpo.models.families.family_index import FAMILIES
-from megagrpo.models.families.shared.family import Family
-from megagrpo.models.families.shared.wrapper import THINKER
+from megagrpo.families.family_index import FAMILIES
+from megagrpo.families.shared.family import Family
+from megagrpo.families.shared.wrapper import THINKER
 from tests.family_examples import EXAMPLES, TINY_SIZES
 
 # Name of the case -> the family in transformers' class names, and its config beyond TINY_SIZES.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megagrpo.config import ParallelSection, RunConfig
-from megagrpo.models.families.family_index import FAMILIES
-from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
+from megagrpo.families.family_index import FAMILIES
+from megagrpo.families.hf_config import HfConfig, parse_hf_config
 from megagrpo.proof.verify.shrink import shrink_config, shrink_model
 from tests.family_examples import EXAMPLES, OTHERS, RELEASES
 
@@ -72,7 +72,7 @@ def release_of(kind: str) -> dict[str, Any]:
     """config.json of a published model, of the family's example or else from `published_configs.py`."""
     if kind in RELEASES:
         return RELEASES[kind]
-    from tests.unit.models.families.published_configs import PUBLISHED, published
+    from tests.unit.families.published_configs import PUBLISHED, published
 
     return published(next(name for name, (family, _, _) in PUBLISHED.items() if family == kind))
 
@@ -140,8 +140,8 @@ class Case:
 
 def whole_model(policy) -> list[tuple[str, Any]]:
     """Return (name, whole tensor) of the model with merged adapters on rank 0, empty elsewhere. Collective."""
-    from megagrpo.models.bridge.hf_export import find_sources, stream
-    from megagrpo.models.bridge.parameter_blocks import merged_blocks
+    from megagrpo.weights.blocks.parameter_blocks import merged_blocks
+    from megagrpo.weights.bridge.hf_export import find_sources, stream
 
     parameters = list(merged_blocks(policy.chunks, policy.hf_config, policy.layout))
     sources = find_sources(parameters, policy.layout)

@@ -16,9 +16,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from megagrpo.data.tokenizer import load_tokenizer
-from megagrpo.models.bridge.image_facts import image_reader
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.data.tokens.tokenizer import load_tokenizer
+from megagrpo.families.hf_config import load_hf_config
+from megagrpo.weights.bridge.image_facts import image_reader
 from tests.family_examples import EXAMPLES
 
 # vLLM asks for the tokens of capital letters where it serves Qwen3.5.

@@ -8,27 +8,27 @@ from dumped_steps import rollouts, samples_of_replicas
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import RunConfig
-from megagrpo.data.sampling import sampling_of
-from megagrpo.data.step_samples import StepSamples
+from megagrpo.data.packing.step_samples import StepSamples
+from megagrpo.data.tokens.sampling import sampling_of
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
-from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.records.checkpoints.checkpoint import Checkpointer
 from megagrpo.records.profile import Profiler
-from megagrpo.records.recorder import Recorder, Recorders
+from megagrpo.records.rows.recorder import Recorder, Recorders
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.train_types import TrainState
 from megagrpo.trainer.alarms import Alarms
 from megagrpo.trainer.callbacks import Callbacks
-from megagrpo.trainer.gpu_turns import GpuTurns
-from megagrpo.trainer.learning import Learning
+from megagrpo.trainer.gpu.gpu_sharing import GpuTurns
 from megagrpo.trainer.lifecycle import Evaluations, Lifecycle
+from megagrpo.trainer.policy_update import Learning
 from megagrpo.trainer.recording import Records
 from megagrpo.trainer.rollout.groups import Rollouts
-from megagrpo.trainer.saves import Saves
-from megagrpo.trainer.speed import make_speed
-from megagrpo.trainer.time_limit import TimeLimit
+from megagrpo.trainer.saving.saves import Saves
+from megagrpo.trainer.saving.speed import make_speed
+from megagrpo.trainer.saving.time_limit import TimeLimit
 from megagrpo.trainer.trainer import Trainer
 
 

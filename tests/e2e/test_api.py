@@ -10,9 +10,9 @@ import threading
 import pytest
 
 import megagrpo
-from megagrpo.config.yaml_text import flow_text
-from megagrpo.records.run_lock import RunLock
-from megagrpo.trainer.run_folder import prepare_run_folder
+from megagrpo.config.basics.yaml_text import flow_text
+from megagrpo.records.checkpoints.run_lock import RunLock
+from megagrpo.trainer.saving.run_folder import prepare_run_folder
 from tests.e2e import world
 
 

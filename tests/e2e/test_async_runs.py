@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from megagrpo.records.run_files import checkpoints
+from megagrpo.records.checkpoints.run_files import checkpoints
 from tests.e2e import world
 
 AHEAD = ("rollout.max_staleness=1", "algorithm.importance_correction=token_truncate")

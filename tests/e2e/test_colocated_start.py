@@ -3,11 +3,12 @@ counts the difference as its own. Afterwards either the server or the trainer us
 
 import pytest
 
-from megagrpo.engine.http import Servers
-from megagrpo.engine.protocol import EngineStartError
+from megagrpo.engine.http.protocol import EngineStartError
+from megagrpo.engine.http.server_calls import Servers
 from megagrpo.engine.servers.launcher import Launcher
-from megagrpo.trainer import engine_side, learning
-from megagrpo.trainer.state_offload import Offload
+from megagrpo.trainer import engine_side
+from megagrpo.trainer import policy_update as learning
+from megagrpo.trainer.gpu.state_offload import Offload
 from tests.e2e import world
 from tests.e2e.test_options import largest_difference, succeeded, texts
 

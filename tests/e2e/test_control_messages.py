@@ -14,10 +14,14 @@ from tests.e2e import world
 from tests.message_log import record
 
 # Megatron's save: its plan and the written pieces to rank 0, checks of the state dict, errors of the writer.
-OF_SAVE = ("megatron/core/dist_checkpointing/", "megagrpo/models/bridge/megatron_io.py")
+OF_SAVE = ("megatron/core/dist_checkpointing/", "megagrpo/weights/bridge/megatron_io.py")
 NEW_COLUMNS = "collector.py", " _attempt"  # in the step in which a response is the first of several weight versions
 PARTS_OF_FILES = (" completions", " _write")  # texts and numbers for the files that rank 0 writes
-OF_THE_END = ("megagrpo/records/checkpoint.py", "megagrpo/records/ahead_files.py", "megagrpo/models/bridge/")
+OF_THE_END = (
+    "megagrpo/records/checkpoints/checkpoint.py",
+    "megagrpo/records/checkpoints/ahead_files.py",
+    "megagrpo/weights/bridge/",
+)
 
 
 def counted(words: list[str]) -> tuple[int, list]:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.data.tokenizer import load_tokenizer
+from megagrpo.data.tokens.tokenizer import load_tokenizer
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.protocol import EngineError
+from megagrpo.engine.http.protocol import EngineError
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
-from megagrpo.environments.tool_calls import hermes, named_call
-from megagrpo.models.families.weight_sources import resolve_model
+from megagrpo.environments.episodes.tool_calls import hermes, named_call
+from megagrpo.families.weight_sources import resolve_model
 from tests.e2e import world
 
 SCHEDULERS = '''

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from megagrpo.records.run_files import checkpoints
+from megagrpo.records.checkpoints.run_files import checkpoints
 from tests.e2e import world
 from tests.e2e.test_async_runs import AHEAD, GROUP, GROUPS, STILL
 from tests.e2e.test_dialogue_runs import options, talkative, untimed  # noqa: F401

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from megagrpo.config import load_config
 from megagrpo.engine.servers.serving import find_weights
-from megagrpo.models.bridge.file_checksums import CHECKSUMS
-from megagrpo.models.bridge.hf_files import carry, files_of
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.families.hf_config import load_hf_config
+from megagrpo.weights.bridge.hf_files import carry, files_of
+from megagrpo.weights.files.file_checksums import CHECKSUMS
 from tests.e2e import world
 from tests.e2e.test_evaluation import evaluations, sets
 

@@ -14,22 +14,22 @@ from tiny_omni import write_processor
 
 from megagrpo.config import LoraSection, ParallelSection
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.protocol import EngineStartError
+from megagrpo.engine.http.protocol import EngineStartError
 from megagrpo.engine.servers.serving import ADAPTER_MODEL, _adapted, adapter_arguments
-from megagrpo.models.bridge.adapter_files import save_adapter
-from megagrpo.models.bridge.hf_export import find_sources, save_hf
-from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.parameter_blocks import adapter_blocks, blocks, fill, tensor_names
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model
-from megagrpo.policy.lora_layers import attach_adapters
-from megagrpo.policy.transformer_config import ModelOptions
+from megagrpo.policy.lora.lora_layers import attach_adapters
+from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.proof.verify.shrink import random_tensor
 from megagrpo.sync.trainer_side.adapter_sync import AdapterSync
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.types import Prompt, SamplingParams
+from megagrpo.weights.blocks.parameter_blocks import adapter_blocks, blocks, fill, tensor_names
+from megagrpo.weights.bridge.adapter_files import save_adapter
+from megagrpo.weights.bridge.hf_export import find_sources, save_hf
+from megagrpo.weights.bridge.load import load_hf
 from tests import family_examples
 from tests.e2e.tiny_servers import connect, launch, naive_logprobs, scratch, weights
 from tests.family_examples import TINY_SIZES

@@ -8,12 +8,12 @@ import pytest
 from ranks import run_ranks
 
 from megagrpo.config import ParallelSection
-from megagrpo.engine.probe import check_plugin
+from megagrpo.engine.http.probe import check_plugin
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.sync.trainer_side.point_to_point import PointToPoint
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.sync.trainer_side.transport import TransportSettings
-from megagrpo.sync.wire.tensor_index import WeightSyncError
+from megagrpo.types import WeightSyncError
 from tests.e2e import world
 from tests.e2e.test_weight_sync import OneRank, Tampered, is_paused, sampled, shards, without
 from tests.e2e.tiny_servers import Running, connect, launch, model_folder

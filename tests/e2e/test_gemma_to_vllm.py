@@ -8,13 +8,13 @@ import torch
 from ranks import run_ranks
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model
-from megagrpo.policy.transformer_config import ModelOptions
+from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.types import SamplingParams
+from megagrpo.weights.bridge.load import load_hf
 from tests.e2e.test_megatron_to_vllm import push_from_megatron
 from tests.e2e.tiny_servers import PROMPTS, connect, launch, model_folder
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 from PIL import Image
 
-from megagrpo.records.run_files import checkpoints
+from megagrpo.records.checkpoints.run_files import checkpoints
 from tests.distributed.tiny_vision import image
 from tests.e2e import image_world, world
 from tests.e2e.test_async_runs import AHEAD, GROUP, GROUPS, STILL, texts

@@ -8,22 +8,22 @@ from tiny_vision import KINDS, asked, full_logits, is_text, write_model
 
 from megagrpo.config import LoraSection, ParallelSection
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.connections import Connections
+from megagrpo.engine.http.connections import Connections
 from megagrpo.engine.image_features import image_hashes
 from megagrpo.engine.servers.serving import _adapted, _is_packed
-from megagrpo.models.bridge.adapter_files import save_adapter
-from megagrpo.models.bridge.hf_export import find_sources, save_hf
-from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.parameter_blocks import adapter_blocks, blocks, fill
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
-from megagrpo.policy.lora_layers import attach_adapters
-from megagrpo.policy.transformer_config import ModelOptions
+from megagrpo.policy.lora.lora_layers import attach_adapters
+from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.proof.verify.shrink import random_tensor
 from megagrpo.sync.trainer_side.adapter_sync import AdapterSync
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.types import Prompt, SamplingParams
+from megagrpo.weights.blocks.parameter_blocks import adapter_blocks, blocks, fill
+from megagrpo.weights.bridge.adapter_files import save_adapter
+from megagrpo.weights.bridge.hf_export import find_sources, save_hf
+from megagrpo.weights.bridge.load import load_hf
 from tests.e2e.tiny_servers import connect, launch
 
 pytestmark = [

@@ -14,8 +14,8 @@ import pytest
 import torch
 from ranks import run_ranks
 
-import megagrpo.records.checkpoint
-from megagrpo.engine.distribution import Generation
+import megagrpo.records.checkpoints.checkpoint
+from megagrpo.engine.load_balancing import Generation
 from megagrpo.platform.device.adam import FusedAdam
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.rewards.scoring import Scoring
@@ -115,11 +115,17 @@ def in_save(killer):
 
 
 def in_save_before_its_name(killer):
-    killer.wrap(megagrpo.records.checkpoint, "_to_disk", lambda path: path.name.endswith(".partial") and killer.kill())
+    killer.wrap(
+        megagrpo.records.checkpoints.checkpoint,
+        "_to_disk",
+        lambda path: path.name.endswith(".partial") and killer.kill(),
+    )
 
 
 def in_save_after_its_name(killer):
-    killer.wrap(megagrpo.records.checkpoint, "_to_disk", lambda path: path.name == "checkpoints" and killer.kill())
+    killer.wrap(
+        megagrpo.records.checkpoints.checkpoint, "_to_disk", lambda path: path.name == "checkpoints" and killer.kill()
+    )
 
 
 def fingerprint(checkpoint: Path) -> str:

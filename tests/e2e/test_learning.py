@@ -4,7 +4,8 @@ for a table."""
 import pytest
 
 from benchmarks.learning import LOSSES, learn
-from megagrpo.config import load_config, loss_table
+from megagrpo.config import load_config
+from megagrpo.config.sections import loss_table
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megagrpo.engine.client import VllmEngine
-from megagrpo.records.run_files import checkpoints
+from megagrpo.records.checkpoints.run_files import checkpoints
 from megagrpo.types import Prompt, SamplingParams
 from tests.e2e import world
 from tests.e2e.test_lora_vllm import LORA, sync

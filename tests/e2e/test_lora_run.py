@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megagrpo.records.run_files import checkpoints
+from megagrpo.records.checkpoints.run_files import checkpoints
 from tests.e2e import world
 
 LORA = (

@@ -13,20 +13,20 @@ from safetensors.torch import load_file
 
 from megagrpo.config import LoraSection, ParallelSection
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.probe import check_plugin
-from megagrpo.models.bridge.hf_export import save_hf
-from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.parameter_blocks import adapter_blocks, fill
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.engine.http.probe import check_plugin
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.platform.process.shm_names import SHARED_MEMORY, remove_stale
+from megagrpo.platform.process.cleanup.shm_names import SHARED_MEMORY, remove_stale
 from megagrpo.policy.build import build_model
-from megagrpo.policy.lora_layers import attach_adapters
-from megagrpo.policy.transformer_config import ModelOptions
+from megagrpo.policy.lora.lora_layers import attach_adapters
+from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.proof.verify.shrink import random_tensor
 from megagrpo.sync.trainer_side.adapter_sync import AdapterSync
 from megagrpo.sync.vllm_side.worker_verbs import difference
 from megagrpo.types import Prompt, SamplingParams
+from megagrpo.weights.blocks.parameter_blocks import adapter_blocks, fill
+from megagrpo.weights.bridge.hf_export import save_hf
+from megagrpo.weights.bridge.load import load_hf
 from tests.e2e import world
 from tests.e2e.tiny_servers import launch, naive_logprobs
 
@@ -204,7 +204,7 @@ def test_a_worker_tells_what_differs_and_stores_nothing_outside_of_a_trainers_fo
 
 @pytest.mark.full
 def test_a_server_on_another_host_gets_the_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("megagrpo.engine.updates.ADAPTER_PART", 1000)  # many parts
+    monkeypatch.setattr("megagrpo.engine.server_updates.ADAPTER_PART", 1000)  # many parts
     launcher = launch(world.folder() / "model", "lora_elsewhere", lora_rank=LORA.rank)
     launcher.wait()
     engine = VllmEngine(launcher.urls, lambda ids: "", max_num_seqs=64, logs=launcher.logs, adapters=1)

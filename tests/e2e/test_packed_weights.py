@@ -13,7 +13,7 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
-from megagrpo.models.bridge.load import Checkpoint
+from megagrpo.weights.bridge.load import Checkpoint
 from tests.e2e.test_families_vllm import GREEDY, LAYOUT, PROMPTS, folder_of, megatron_logprobs, push
 from tests.e2e.tiny_servers import connect, launch
 

@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from megagrpo.engine.fleet import State
+from megagrpo.engine.http.fleet import State
+from megagrpo.platform.rendezvous.store_exchange import Exchange
 from megagrpo.sync.trainer_side.point_to_point import PointToPoint
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.sync.trainer_side.transport import TransportSettings
-from megagrpo.sync.wire.exchange import Exchange
-from megagrpo.sync.wire.tensor_index import WeightSyncError
+from megagrpo.types import WeightSyncError
 from tests.e2e.test_restarts import Kept, wait_for
 from tests.e2e.test_weight_sync import OneRank, is_paused, sampled, sampled_fresh, shards
 from tests.e2e.tiny_servers import below, connect, greedy, halt, is_halted, launch, model_folder, tied_llamas

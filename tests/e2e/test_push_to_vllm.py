@@ -13,18 +13,17 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.parameter_blocks import blocks
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.platform.rendezvous.store_exchange import Exchange
 from megagrpo.policy.build import build_model
-from megagrpo.policy.transformer_config import ModelOptions
+from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.sync.trainer_side.point_to_point import PointToPoint
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.sync.trainer_side.transport import TransportSettings
-from megagrpo.sync.wire.exchange import Exchange
-from megagrpo.sync.wire.tensor_index import WeightSyncError
-from megagrpo.types import SamplingParams
+from megagrpo.types import SamplingParams, WeightSyncError
+from megagrpo.weights.blocks.parameter_blocks import blocks
+from megagrpo.weights.bridge.load import load_hf
 from tests.e2e.tiny_servers import PROMPTS, below, connect, launch, model_folder, tied_llamas, weights
 
 CPU = torch.device("cpu")

@@ -11,12 +11,12 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.weight_utils import composed_weight_loader, default_weight_loader
 
-from megagrpo.models.families.shared.boxes import extent, whole
+from megagrpo.families.shared.boxes import extent, whole
 from megagrpo.sync.vllm_side import loading as loading_module
 from megagrpo.sync.vllm_side.loading import Loading
 from megagrpo.sync.vllm_side.reader import ShardReader
 from megagrpo.sync.vllm_side.receiver import BlockSource
-from megagrpo.sync.wire.tensor_index import SharedBlock, SharedTensor, TensorIndex
+from megagrpo.weights.slices.tensor_index import SharedBlock, SharedTensor, TensorIndex
 
 
 class Memory(BlockSource):

@@ -13,7 +13,7 @@ import torch
 
 from megagrpo.proof.audit.naive import Routing, load_model
 from megagrpo.proof.audit.saved import load_step
-from megagrpo.records.run_files import checkpoints
+from megagrpo.records.checkpoints.run_files import checkpoints
 from tests.e2e import world
 from tests.e2e.test_routing_replay_run import REPLAY, moe_folder, server
 

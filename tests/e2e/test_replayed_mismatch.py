@@ -11,14 +11,14 @@ from ranks import run_ranks
 from tiny_policy import tiny_run
 
 from megagrpo.algorithms.advantages import to_samples
-from megagrpo.data.packing import PackingRules, pack
-from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.data.packing.sample_packing import PackingRules, pack
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.policy.rank_routes import with_sample_routes
-from megagrpo.policy.routing_replay import route_shape
+from megagrpo.policy.moe.rank_routed_experts import with_sample_routes
+from megagrpo.policy.moe.routing_replay import route_shape
 from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout
+from megagrpo.weights.bridge.load import load_hf
 from tests.e2e.tiny_servers import MANY_EXPERTS, connect, launch, scratch
 
 PROMPTS = [Prompt(i, tuple((7 * i + 3 * k) % 250 for k in range(20 + i)), "") for i in range(16)]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megagrpo.__main__ import main
 from megagrpo.policy.lm_head.logit_processors import LogitProcessors
 from megagrpo.proof.audit.saved import load_step
-from megagrpo.records.run_files import checkpoints
+from megagrpo.records.checkpoints.run_files import checkpoints
 from megagrpo.types import Truncation
 from tests.e2e import world
 from tests.naive_truncation import truncated_log_softmax

@@ -12,11 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from megagrpo.engine.access import headers
+from megagrpo.engine.http.access import headers
 from megagrpo.engine.servers.restarts import Restarter
 from megagrpo.sync.trainer_side.sync import WeightSync
-from megagrpo.sync.wire.tensor_index import WeightSyncError
-from megagrpo.types import SamplingParams
+from megagrpo.types import SamplingParams, WeightSyncError
 from tests.e2e.test_weight_sync import OneRank, is_paused, sampled, sampled_fresh, shards
 from tests.e2e.tiny_servers import PROMPTS, below, connect, greedy, halt, is_halted, launch, model_folder, tied_llamas
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from megagrpo.data.routes import joined_routes
+from megagrpo.data.packing.routed_experts import joined_routes
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.protocol import EngineError
+from megagrpo.engine.http.protocol import EngineError
 from megagrpo.engine.responses import read_response
 from megagrpo.proof.audit.naive import Routing, load_model
 from megagrpo.types import Prompt, Rollout, SamplingParams
@@ -153,7 +153,7 @@ def free_blocks_after_a_long_text() -> tuple[int, int]:
     from vllm.distributed.aux_output_connector.routed_experts import RoutedExpertsBuffer
     from vllm.distributed.aux_output_connector.worker import _WorkerRequestState
 
-    from megagrpo.sync.vllm_side.cpu_routes import _drop_blocks
+    from megagrpo.sync.vllm_side.cpu.cpu_routed_experts import _drop_blocks
 
     limits = dict(max_num_seqs=1, max_num_batched_tokens=128, max_concurrent_batches=1)
     buffer = RoutedExpertsBuffer(np.dtype(np.uint8), (2, 3), 32, **limits)

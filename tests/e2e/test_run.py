@@ -11,7 +11,7 @@ import pytest
 
 from megagrpo.__main__ import main
 from megagrpo.config import load_config
-from megagrpo.engine.access import address_of
+from megagrpo.engine.http.access import address_of
 from tests.e2e import world
 from tests.listening import LOOPBACK, listening
 

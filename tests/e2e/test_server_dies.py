@@ -7,8 +7,8 @@ import pytest
 
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.servers import restarts
+from megagrpo.platform.rendezvous.store_exchange import Exchange
 from megagrpo.sync.trainer_side.point_to_point import PointToPoint
-from megagrpo.sync.wire.exchange import Exchange
 from tests.e2e import world
 from tests.e2e.tiny_servers import below
 

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.protocol import EngineInterrupted
-from megagrpo.trainer import time_limit
-from megagrpo.trainer.learning import Learning
+from megagrpo.engine.http.protocol import EngineInterrupted
+from megagrpo.trainer.policy_update import Learning
+from megagrpo.trainer.saving import time_limit
 from megagrpo.types import Prompt, SamplingParams
 from tests.e2e import world
 from tests.e2e.test_server_dies import kill_server

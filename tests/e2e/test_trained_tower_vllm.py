@@ -12,11 +12,11 @@ from tiny_vision import is_text, write_model
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.engine.client import VllmEngine
-from megagrpo.models.bridge.hf_export import save_hf
-from megagrpo.models.bridge.parameter_blocks import blocks
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.sync.trainer_side.transport import TransportSettings, transport_class
 from megagrpo.types import SamplingParams
+from megagrpo.weights.blocks.parameter_blocks import blocks
+from megagrpo.weights.bridge.hf_export import save_hf
 from tests.e2e.test_images_vllm import prompts_of, theirs
 from tests.e2e.tiny_servers import connect, launch
 

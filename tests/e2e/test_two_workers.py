@@ -14,21 +14,20 @@ from ranks import run_ranks
 
 from megagrpo.config import LoraSection, ParallelSection
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.protocol import EngineDeadError
-from megagrpo.models.bridge.hf_export import save_hf
-from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.parameter_blocks import adapter_blocks, fill, merged_blocks
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.engine.http.protocol import EngineDeadError
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.platform.rendezvous.store_exchange import is_here
 from megagrpo.policy.build import build_model
-from megagrpo.policy.lora_layers import attach_adapters
-from megagrpo.policy.transformer_config import ModelOptions
+from megagrpo.policy.lora.lora_layers import attach_adapters
+from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.proof.verify.shrink import random_tensor
 from megagrpo.sync.trainer_side.adapter_sync import AdapterSync
 from megagrpo.sync.trainer_side.sync import WeightSync
-from megagrpo.sync.wire.exchange import is_here
-from megagrpo.sync.wire.tensor_index import WeightSyncError
-from megagrpo.types import SamplingParams
+from megagrpo.types import SamplingParams, WeightSyncError
+from megagrpo.weights.blocks.parameter_blocks import adapter_blocks, fill, merged_blocks
+from megagrpo.weights.bridge.hf_export import save_hf
+from megagrpo.weights.bridge.load import load_hf
 from tests.e2e.test_weight_sync import LAYER, OneRank, Tampered, halves, with_a_flipped_bit, without
 from tests.e2e.tiny_servers import (
     PROMPTS,

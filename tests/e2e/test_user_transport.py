@@ -10,7 +10,7 @@ from ranks import run_ranks
 
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.sync.trainer_side.transport import transport_class
-from megagrpo.sync.wire.tensor_index import WeightSyncError
+from megagrpo.types import WeightSyncError
 from tests.e2e import world
 from tests.e2e.test_weight_sync import is_paused, sampled, sampled_fresh, shards
 from tests.e2e.tiny_servers import tied_llamas, weights

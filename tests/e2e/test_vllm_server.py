@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.protocol import EngineDeadError, EngineError, EngineStartError, derive_seed
+from megagrpo.engine.http.protocol import EngineDeadError, EngineError, EngineStartError, derive_seed
 from megagrpo.engine.server_slots import QUEUE_ROUTE, Queue, read_queue
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megagrpo.models.families.shared.blocks import Block
-from megagrpo.models.families.shared.boxes import cut
+from megagrpo.families.shared.blocks import Block
+from megagrpo.families.shared.boxes import cut
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.sync.wire.progress_file import VERSION_SHIFT, ProgressReader
-from megagrpo.sync.wire.tensor_index import WeightSyncError
-from megagrpo.types import Prompt, SamplingParams
+from megagrpo.types import Prompt, SamplingParams, WeightSyncError
 from tests.distributed.ranks import run_ranks
 from tests.e2e.tiny_servers import PROMPTS, tied_llamas, weights
 from tests.rank_fakes import GroupRanks, OneRank

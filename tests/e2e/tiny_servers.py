@@ -34,20 +34,20 @@ from transformers import (
 )
 
 from megagrpo.config import ParallelSection
-from megagrpo.data.routes import RouteShape
+from megagrpo.data.packing.routed_experts import RouteShape
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.engine.servers.serving import known_model, served_flags
-from megagrpo.models.bridge.hf_export import save_hf
-from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.parameter_blocks import blocks
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
-from megagrpo.policy.transformer_config import ModelOptions
+from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.types import Prompt, SamplingParams
+from megagrpo.weights.blocks.parameter_blocks import blocks
+from megagrpo.weights.bridge.hf_export import save_hf
+from megagrpo.weights.bridge.load import load_hf
 
 # The path on which servers, including restarted ones, find halting.py.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))

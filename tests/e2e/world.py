@@ -36,7 +36,7 @@ from ranks import run_ranks
 from megagrpo.__main__ import main
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
-from megagrpo.records.run_files import checkpoints
+from megagrpo.records.checkpoints.run_files import checkpoints
 
 # Modules that a run imports, imported once for all forks.
 OF_RUNS = (

@@ -10,9 +10,11 @@ import torch
 from megagrpo import train_types
 from megagrpo.platform.device.host_copies import HostCopies
 from megagrpo.platform.device.tensor_offload import OffloadedStorages
-from megagrpo.policy import activation_offload, megatron_policy
+from megagrpo.policy import megatron_policy
 from megagrpo.policy.attention import causal
-from megagrpo.sync.trainer_side import cuda_ipc, slots
+from megagrpo.policy.transformer import activation_offload
+from megagrpo.sync.trainer_side import cuda_ipc
+from megagrpo.sync.trainer_side import shared_buffers as slots
 from tests.fake_gpu.kernels import host_view
 
 Patch = pytest.MonkeyPatch

@@ -16,7 +16,7 @@ def replace_kernels() -> None:
     """Replace Transformer Engine's kernels in this process by torch functions on its fake GPU."""
     from transformer_engine.pytorch.cpp_extensions import gemm
 
-    from megagrpo.policy import transformer_config
+    from megagrpo.policy.transformer import transformer_config
 
     transformer_config._routing_kernels = lambda own_choice: dict(moe_permute_fusion=False, moe_router_fusion=False)
     gemm.get_cublas_workspace_size_bytes = lambda: 1

@@ -25,7 +25,7 @@ CASES = {
 
 def measured_and_planned(sections: dict) -> dict[str, tuple[float, float]]:
     """Phase -> MiB at its peak, and in the plan."""
-    from megagrpo.models.families.hf_config import parse_hf_config
+    from megagrpo.families.hf_config import parse_hf_config
     from tests.fake_gpu.kernels import Kernels
 
     Kernels.active.skips_products = True

@@ -20,7 +20,7 @@ def test_a_trainer_leaves_its_gpu_and_comes_back_the_same(tmp_path):
 def a_step(share: float):
     """The outcome of a step that offloads the activations of this share of the layers, and the bytes that copies
     carried in each direction. Copies run as late as CUDA permits."""
-    from megagrpo.policy import activation_offload
+    from megagrpo.policy.transformer import activation_offload
     from megagrpo.proof.verify.shrink import random_samples
     from megagrpo.proof.verify.verified_step import take_step
     from tests.fake_gpu.kernels import Kernels

@@ -97,7 +97,7 @@ def test_a_step_on_transformer_engines_layers_is_that_without_overlap(overlap, s
 
 def refused(dispatcher: str) -> str:
     """The error of a rank that checks its GPU for this dispatcher."""
-    from megagrpo.policy.overlap import check_overlap
+    from megagrpo.policy.transformer.message_overlap import check_overlap
 
     run = changed(tiny_run(dict(ep=2)), "parallel", expert_dispatcher=dispatcher)
     with pytest.raises(ValueError) as raised:

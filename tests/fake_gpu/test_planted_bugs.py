@@ -49,12 +49,12 @@ def problems_of_leaving() -> list[str]:
     """What a trainer shows that leaves the GPU after a step, returns and takes another step: an exception, or numbers
     that differ."""
     from megagrpo.algorithms.losses import make_loss
-    from megagrpo.data.packing import pack, packing_rules
+    from megagrpo.data.packing.sample_packing import pack, packing_rules
     from megagrpo.platform.parallel.layout import init_layout
     from megagrpo.policy.megatron_policy import MegatronPolicy
     from megagrpo.policy.reference import Reference
     from megagrpo.proof.verify.verified_step import fill_weights
-    from megagrpo.trainer.state_offload import NoOffload, Offload
+    from megagrpo.trainer.gpu.state_offload import NoOffload, Offload
 
     config, found = run_of(), []
     for kind in (NoOffload, Offload):
@@ -100,7 +100,7 @@ BUGS: dict[Callable, tuple[Callable, str | tuple[str, ...]]] = {
 def with_each_bug(expected: Outcome) -> tuple[dict[str, list[str]], dict[str, list[str]], int]:
     """Problems without a bug, by check; problems with each bug, by its name; and the number of copies that were
     delayed."""
-    from megagrpo.policy import activation_offload
+    from megagrpo.policy.transformer import activation_offload
     from tests.fake_gpu.streams import delay_copies
 
     activation_offload.MIN_BYTES = 1

@@ -10,7 +10,7 @@ from test_cuda_sync import push
 
 from megagrpo.sync.wire import copy_checksums
 from megagrpo.sync.wire.cuda_handles import mappable_bytes
-from megagrpo.sync.wire.tensor_index import WeightSyncError
+from megagrpo.types import WeightSyncError
 from tests.fake_gpu import planted_bugs as bugs
 from tests.fake_gpu.runtime import needs_fake_gpu, on_gpus
 

@@ -26,7 +26,7 @@ def waits_of_passes(parallel: dict, model: dict) -> tuple[int, list[collections.
     """Layers with experts times micro-batches; and the waits of the log-probs and of a pass with backward, by place."""
     from megagrpo.algorithms.losses import make_loss
     from megagrpo.platform.parallel.layout import init_layout
-    from megagrpo.policy.balance import routers
+    from megagrpo.policy.moe.router_losses import routers
     from megagrpo.proof.verify.verified_step import prepare
     from tests.fake_gpu import kernels
 

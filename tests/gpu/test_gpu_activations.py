@@ -5,7 +5,7 @@ import pytest
 from tiny_policy import tiny_run
 
 from megagrpo.platform.parallel.spawn import run_ranks
-from megagrpo.policy import activation_offload
+from megagrpo.policy.transformer import activation_offload
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import Outcome, relative_error, take_step
 from tests.gpu.places import PLACES

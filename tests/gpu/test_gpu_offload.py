@@ -22,13 +22,13 @@ def leave_and_come_back(folder: Path, model: str, precision: str, in_fp8: bool) 
     from benchmarks.gpu.train_step import Case, samples_of, sizes_of
     from megagrpo.algorithms.losses import make_loss
     from megagrpo.algorithms.reductions import denominator
-    from megagrpo.data.packing import pack, packing_rules
-    from megagrpo.models.families.hf_config import load_hf_config
+    from megagrpo.data.packing.sample_packing import pack, packing_rules
+    from megagrpo.families.hf_config import load_hf_config
     from megagrpo.platform.parallel.layout import init_layout
     from megagrpo.policy.fp8.tensor import parts
     from megagrpo.policy.megatron_policy import MegatronPolicy
     from megagrpo.policy.reference import Reference
-    from megagrpo.trainer.state_offload import Offload
+    from megagrpo.trainer.gpu.state_offload import Offload
 
     overrides = [
         f"model.precision={precision}",

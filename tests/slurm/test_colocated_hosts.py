@@ -42,7 +42,7 @@ def start(hosts: Networks, output: Path, *overrides: str) -> list[subprocess.Pop
             *hosts.inside(name),
             sys.executable,
             "-m",
-            "megagrpo.platform.launch.node",
+            "megagrpo.cluster.launch.node",
             "--nodes",
             "2",
             "--ranks",

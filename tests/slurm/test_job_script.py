@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from megagrpo.__main__ import main
-from megagrpo.platform.launch.job import job_folder
+from megagrpo.cluster.launch.job import job_folder
 from tests.e2e.world import wait_for
 from tests.slurm.pretend_cluster import cluster as cluster
 from tests.slurm.pretend_cluster import command_output, processes_of, start_now, told
@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 PYTHON = """#!/usr/bin/env bash
 cd FOLDER || exit 9
 case "$*" in
-  "-m megagrpo.platform.launch.staging"*) exec REAL "$@" ;;
-  "-m megagrpo.platform.launch.preflight"* | "-m megagrpo plan"*) ;;
+  "-m megagrpo.cluster.launch.staging"*) exec REAL "$@" ;;
+  "-m megagrpo.cluster.launch.preflight"* | "-m megagrpo plan"*) ;;
   "-m megagrpo serve"*)
     while [ $# -gt 0 ]; do [ "$1" = --urls ] && urls=$2; shift; done
     [ ! -e "unfit.$SLURMD_NODENAME" ] || { echo "no GPU" >"$urls/$SLURMD_NODENAME.failed"; exit 2; }
@@ -35,7 +35,7 @@ case "$*" in
     trap 'exit 0' TERM
     until [ -e "gone.$SLURMD_NODENAME" ]; do sleep 0.3; done
     exit 1 ;;
-  "-m megagrpo.platform.launch.node"*)
+  "-m megagrpo.cluster.launch.node"*)
     ended=ended.$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
     if [ "$SLURM_NODEID" != 0 ]; then
       trap : TERM

@@ -13,7 +13,7 @@ from te_manifest import CASES, architecture
 from tiny_policy import MORE_SHAPES, RELEASED, SHAPES, tiny_run
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.families.shared.architecture import HfConfig
+from megagrpo.families.shared.architecture import HfConfig
 from megagrpo.platform import device
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.products import CurrentScaling, Product

@@ -246,7 +246,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
 SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
     "coming_from_trl.md": {
         "callbacks": "unit/trainer/test_callbacks.py::test_a_callback_of_transformers_runs_as_it_is",
-        "trust_remote_code": "unit/models/families/test_config_keys.py::test_another_class_and_code_of_the_models_own_are_refused",
+        "trust_remote_code": "unit/families/test_config_keys.py::test_another_class_and_code_of_the_models_own_are_refused",
         "per_device_train_batch_size": (
             "unit/trainer/rollout/test_groups.py::test_a_step_asks_for_its_prompts_with_its_number_of_responses_each_by_the_seed_of_the_run",
             "distributed/test_large_groups.py::test_a_group_may_exceed_a_micro_batch_and_the_share_of_a_rank",
@@ -261,7 +261,7 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
         ),
         "warmup_steps": "unit/config/test_steps.py::test_a_warmup_ratio_is_a_share_of_the_optimizer_steps_rounded_up_as_in_transformers",
         "bf16": "e2e/test_options.py::test_a_run_in_bf16_keeps_float32_masters_and_stays_near_its_engine",
-        "disable_dropout": "unit/models/families/test_hf_config.py::test_what_the_model_code_cannot_do_is_refused",
+        "disable_dropout": "unit/families/test_hf_config.py::test_what_the_model_code_cannot_do_is_refused",
         "cast_lm_head_to_fp32": "unit/policy/test_vocab_logprobs.py::test_bfloat16_heads_give_float32_logprobs_close_to_the_float32_ones",
         "max_prompt_length": "unit/data/test_prompts.py::test_overlong_prompts_are_counted_and_dropped_or_cut_on_the_left",
         "ds3_gather_for_generation": "e2e/test_weight_sync.py::test_ranks_publish_their_own_shards_and_each_block_once",
@@ -343,7 +343,7 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "unit/engine/servers/test_server_options.py::test_a_request_that_takes_longer_than_its_timeout_goes_to_another_server",
             "e2e/test_bad_input.py::test_a_mistake_in_the_config_is_named",
         ),
-        "vllm_limit_mm_per_prompt": "unit/models/families/test_hf_config.py::test_a_multimodal_model_is_refused_with_a_way_out",
+        "vllm_limit_mm_per_prompt": "unit/families/test_hf_config.py::test_a_multimodal_model_is_refused_with_a_way_out",
         "vllm_enable_prefix_caching": (
             "unit/engine/servers/test_server_options.py::test_nothing_turns_the_prefix_cache_of_vllm_off",
             "unit/engine/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",

@@ -9,7 +9,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "data.columns": "unit/data/test_prompts.py::test_columns_are_renamed_beside_the_originals",
     "data.images": "distributed/test_images.py::test_logprobs_of_packed_samples_with_images_equal_transformers",
     "model.freeze_vision_tower": "distributed/test_trained_tower.py::test_gradients_of_all_tensors_equal_transformers",
-    "data.prompt_column": "unit/proof/plan/test_files.py::test_data_that_does_not_exist_or_lacks_a_column_is_a_problem",
+    "data.prompt_column": "unit/planner/test_files.py::test_data_that_does_not_exist_or_lacks_a_column_is_a_problem",
     "data.source": (
         "e2e/test_data_source.py::test_a_run_draws_what_its_source_chooses_and_resumes_as_if_never_interrupted"
     ),
@@ -33,7 +33,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "parallel.cp": "e2e/test_layouts.py::test_two_pipeline_stages_and_two_context_parallel_ranks",
     "parallel.ep": "distributed/test_expert_parity.py::test_every_layout_takes_the_step_of_one_process",
     "parallel.etp": "distributed/test_expert_parity.py::test_every_layout_takes_the_step_of_one_process",
-    "parallel.pipeline_layers": "unit/proof/plan/test_plan.py::test_uneven_stages_are_planned_with_their_own_layers",
+    "parallel.pipeline_layers": "unit/planner/test_plan.py::test_uneven_stages_are_planned_with_their_own_layers",
     "parallel.pp": "e2e/test_layouts.py::test_two_pipeline_stages_and_two_context_parallel_ranks",
     "parallel.expert_dispatcher": "unit/policy/test_overlap_checks.py::test_each_overlap_is_one_setting_of_megatron",
     "parallel.sequence_parallel": "distributed/test_expert_parity.py::test_every_layout_takes_the_step_of_one_process",
@@ -48,7 +48,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "run.async_save": "e2e/test_full_disk.py::test_a_full_disk_is_reported_and_counted_and_training_goes_on",
     "run.deterministic": "unit/engine/servers/test_launcher.py::test_a_deterministic_server_on_a_gpu_computes_requests_apart_from_each_other",
     "run.name": "e2e/test_run.py::test_the_config_that_ran_is_kept_and_loads_back",
-    "run.nodes": "unit/platform/launch/test_submit.py::test_ranks_and_servers_get_their_nodes",
+    "run.nodes": "unit/cluster/launch/test_submit.py::test_ranks_and_servers_get_their_nodes",
     "run.resume": "e2e/test_resume.py::test_without_a_checkpoint_there_is_nothing_to_resume",
     "run.time_limit": "e2e/test_signals.py::test_a_run_saves_before_its_time_is_over",
     "run.wandb.project": "unit/records/sinks/test_wandb.py::test_metrics_have_the_runs_step_and_tables_hold_every_response",
@@ -57,7 +57,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "run.mlflow.experiment": "unit/records/sinks/test_mlflow.py::test_a_run_and_its_continuation_are_one_run_in_a_database_beside_the_runs",
     "train.distributed_optimizer": "e2e/test_options.py::test_what_saves_memory_changes_no_weight",
     "train.fused_logprobs": "e2e/test_bad_input.py::test_what_this_machine_cannot_compute_is_refused_before_a_server_starts",
-    "train.logprob_chunk": "unit/proof/plan/test_plan.py::test_logits_cost_a_chunk_and_exact_kl_the_hidden_states_of_the_reference",
+    "train.logprob_chunk": "unit/planner/test_plan.py::test_logits_cost_a_chunk_and_exact_kl_the_hidden_states_of_the_reference",
     "train.min_learning_rate": "e2e/test_options.py::test_the_learning_rate_follows_its_schedule",
     "train.muon_momentum": "distributed/test_muon.py::test_a_run_that_stops_and_goes_on_has_the_same_weights",
     "train.overlap": "distributed/test_overlap.py::test_updates_and_log_probs_between_them_are_those_without_overlap",
@@ -70,13 +70,13 @@ KEYS: dict[str, str | tuple[str, ...]] = {
 # Each row of "Arguments" with more than the name of a key, by its first argument.
 SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
     "coming_from_verl.md": {
-        "model.trust_remote_code": "unit/models/families/test_config_keys.py::test_another_class_and_code_of_the_models_own_are_refused",
+        "model.trust_remote_code": "unit/families/test_config_keys.py::test_another_class_and_code_of_the_models_own_are_refused",
         "data.image_key": "unit/data/test_images.py::test_an_image_may_be_bytes_a_path_or_inside_a_message",
         "model.use_remove_padding": (
             "unit/data/test_packing.py::test_every_token_lands_in_exactly_one_micro_batch_within_the_budget",
             "unit/data/test_packing.py::test_micro_batches_are_padded_to_the_alignment_with_a_sequence_that_counts_for_nothing",
         ),
-        "model.lora.freeze_vision_model": "unit/models/families/test_hf_config.py::test_a_multimodal_model_is_refused_with_a_way_out",
+        "model.lora.freeze_vision_model": "unit/families/test_hf_config.py::test_a_multimodal_model_is_refused_with_a_way_out",
         "data.train_files": "unit/data/test_prompts.py::test_size_keeps_the_first_rows_of_the_split",
         "data.reward_fn_key": "unit/rewards/test_workers.py::test_a_function_gets_the_arguments_it_names_with_its_columns_and_args",
         "data.filter_overlong_prompts": "unit/data/test_prompts.py::test_overlong_prompts_are_counted_and_dropped_or_cut_on_the_left",
@@ -198,7 +198,7 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "unit/rewards/test_functions.py::test_soft_overlong_takes_a_fifth_of_the_maximum_as_slope",
         ),
         "data.prompt_dataset": "unit/data/test_prompts.py::test_size_keeps_the_first_rows_of_the_split",
-        "data.image_key": "unit/models/families/test_hf_config.py::test_a_multimodal_model_is_refused_with_a_way_out",
+        "data.image_key": "unit/families/test_hf_config.py::test_a_multimodal_model_is_refused_with_a_way_out",
         "train.batch_size": (
             "e2e/test_reference_options.py::test_learning_rate_and_warmup_count_optimizer_steps",
             "unit/data/test_sample_slices.py::test_one_part_is_everything",
@@ -254,7 +254,7 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "distributed/test_large_groups.py::test_a_group_may_exceed_a_micro_batch_and_the_share_of_a_rank",
             "unit/algorithms/test_exact_denominators.py::test_a_tokens_part_of_the_gradient_is_bitwise_independent_of_packing_and_data_parallelism",
         ),
-        "trust_remote_code": "unit/models/families/test_config_keys.py::test_another_class_and_code_of_the_models_own_are_refused",
+        "trust_remote_code": "unit/families/test_config_keys.py::test_another_class_and_code_of_the_models_own_are_refused",
     },
 }
 

@@ -7,7 +7,7 @@ from covering import covering_rows
 from layouts import AXES, RULES, config_of, covering_layouts, name, ranks
 from tiny_policy import tiny_model
 
-from megagrpo.models.families.hf_config import model_problems
+from megagrpo.families.hf_config import model_problems
 
 
 def obeying(axes, rules):

@@ -21,12 +21,12 @@ from megagrpo.commands import COMMANDS
 from megagrpo.commands.api.run_handle import Run
 from megagrpo.config import RunConfig, load_config
 from megagrpo.config.key_table import fields, section_of
-from megagrpo.data.data_sources import load_rows
-from megagrpo.models.families.family_index import FAMILIES
-from megagrpo.models.families.shared import blocks as rules
-from megagrpo.models.families.shared.family import Family
-from megagrpo.models.families.weight_sources import shape_folder
-from megagrpo.proof.plan import plan
+from megagrpo.data.sources.data_sources import load_rows
+from megagrpo.families.family_index import FAMILIES
+from megagrpo.families.shared import blocks as rules
+from megagrpo.families.shared.family import Family
+from megagrpo.families.weight_sources import shape_folder
+from megagrpo.planner import plan
 from megagrpo.records import console
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
@@ -274,7 +274,7 @@ def test_every_family_has_its_row_and_is_in_one_short_file():
     assert {*first_column("models.md")} == {*FAMILIES} | wrappers
     rows = (REPOSITORY / "docs" / "models.md").read_text()
     assert all(f"| `{name}` | `{family.architecture}` |" in rows for name, family in FAMILIES.items())
-    texts = [path.read_text() for path in (REPOSITORY / "megagrpo" / "models" / "families").rglob("*.py")]
+    texts = [path.read_text() for path in (REPOSITORY / "megagrpo" / "families").rglob("*.py")]
     made = {text: re.findall(r"^\w+ = (?:Family|replace)\(", text, re.MULTILINE) for text in texts}
     assert sum(map(len, made.values())) == len(FAMILIES)
     assert all(len(text.splitlines()) <= min(140 * len(families), 240) for text, families in made.items() if families)
@@ -282,9 +282,7 @@ def test_every_family_has_its_row_and_is_in_one_short_file():
 
 def test_the_page_on_adding_a_model_shows_a_real_file_and_every_field_and_rule():
     page = REPOSITORY / "docs" / "add_a_model.md"
-    assert blocks(page, "python") == [
-        (REPOSITORY / "megagrpo" / "models" / "families" / "own" / "apertus.py").read_text()
-    ]
+    assert blocks(page, "python") == [(REPOSITORY / "megagrpo" / "families" / "own" / "apertus.py").read_text()]
     functions = [value for name, value in vars(rules).items() if inspect.isfunction(value) and name[0] != "_"]
     made = [function.__name__ for function in functions if function.__annotations__.get("return") == "BlockRule"]
     assert sorted(first_column(page.name)) == sorted([field.name for field in dataclasses.fields(Family)] + made)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.unit.fresh_imports import ROOT, fresh_imports
-from tests.unit.test_layering import FILES, INSIDE_VLLM, PREPARED, imports, own, room
+from tests.unit.test_layering import FILES, INSIDE_VLLM, PREPARED, imports, named, targets
 
 LOADED = ["megagrpo.platform.device"]  # a prepared megatron
 ALL_LOADED = [
@@ -18,8 +18,8 @@ def module(path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-WITH_VLLM = [path for path in FILES if room(path) == INSIDE_VLLM or INSIDE_VLLM in own(imports(path))]
-WITH_MEGATRON = [path for path in FILES if room(path) in PREPARED]
+WITH_VLLM = [path for path in FILES if any(named(p, {INSIDE_VLLM}) for p in (path, *targets(path)))]
+WITH_MEGATRON = [path for path in FILES if named(path, PREPARED)]
 OTHERS = [path for path in FILES if path not in WITH_VLLM + WITH_MEGATRON]
 
 

@@ -1,9 +1,10 @@
-"""Allowed imports. A module may import its own room and the rooms of the levels above its own in this list."""
+"""The package is a stair: a room imports only the rooms below it, and a part of a room only the parts below it, in lazy
+imports and annotations too."""
 
 import ast
 import collections
+import functools
 import graphlib
-import re
 import sys
 from pathlib import Path
 
@@ -11,43 +12,53 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "megagrpo").rglob("*.py"))
-LEVELS = [
-    {"platform/process"},
-    {"types", "train_types", "row_image", "config", "platform/install"},
-    {"models/families", "algorithms", "data", "rewards", "platform/device"},
-    {"models/precision"},
-    {"platform/parallel", "sync/wire", "models/hub"},
-    {"policy"},
-    {"models/bridge"},
-    {"records", "engine", "sync/vllm_side"},
-    {"engine/servers", "sync/trainer_side", "environments"},
-    {"trainer/rollout"},
-    {"trainer/evaluation", "proof/plan", "proof/audit"},
-    {"proof/verify"},
-    {"trainer/trials", "records/report"},
-    {"trainer"},
-    {"platform/launch"},
-    {"platform/doctor"},
-    {"commands/api"},
-    {"commands"},
-    {"__main__"},
-]
-ROOMS = {name for level in LEVELS for name in level}
-SHELF = {
-    *("algorithms", "commands", "config", "data", "engine", "environments", "models", "platform", "policy", "proof"),
-    *("records", "rewards", "sync", "trainer"),
+FLOORS = (  # from the ground up: a room imports rooms below it only
+    *("suggestions", "loopback", "types", "train_types", "row_image", "config", "platform", "families", "algorithms"),
+    *("data", "rewards", "policy", "weights", "records", "engine", "sync", "environments", "planner", "trainer"),
+    *("proof", "cluster", "commands", "__main__"),
+)
+ROOMS = {name for name in FLOORS if (ROOT / "megagrpo" / name).is_dir()}
+# Below the first level the same holds. The files beside the folders of a room are a part of their own, "".
+PARTS = {
+    "config": ("basics", "sections", "rules", ""),
+    "platform": ("process", "install", "device", "rendezvous", "parallel"),
+    "families": ("shared", "parts", "own", ""),
+    "data": ("images", "sources", "tokens", "", "packing"),
+    "rewards": ("registry", "math", "sandbox", "functions", "workers", ""),
+    "policy": (
+        *("layers", "fp8", "lm_head", "attention", "blocks", "moe", "lora", "optimizer", "transformer", "images", ""),
+    ),
+    "weights": ("slices", "precision", "files", "blocks", "bridge", "hub"),
+    "records": ("checkpoints", "rows", "sinks", ""),
+    "engine": ("http", "", "servers"),
+    "sync": ("wire", "trainer_side", "vllm_side"),
+    "environments": ("episodes", "adapters", "agents", ""),
+    "planner": ("costs", "rules", "times", ""),
+    "trainer": ("gpu", "rollout", "evaluation", "saving", "data_checks", ""),
+    "proof": ("audit", "verify", "report"),
+    "cluster": ("launch", "doctor"),
+    "commands": ("api", "arguments", "", "checkpoints", "setup"),
 }
+# Rules and sections name the class of the whole config in annotations, which hold their rules.
+ANNOTATED = {("config", "RunConfig")}
+MAX_FILES, MAX_FOLDER_LINES = 15, 3000  # of a folder, without its `__init__` and its folders
 MAX_LINES = 420
 # Constants that several modules define: one per family of models, an oracle that imports nothing it checks, and scripts
 # that import nothing of the package.
 SEVERAL_HOMES = {"FAMILY", "STD_EPSILON", "PR_SET_PDEATHSIG", "TYPE_CHECKING"}
 INSIDE_VLLM = "sync/vllm_side"  # nothing imports it
 PREPARES = "megagrpo.platform.device"  # importing it prepares the device; megatron must be imported after it
-# rooms whose `__init__` imports PREPARES first
-PREPARED = {"platform/device", "platform/parallel", "policy", "models/bridge"}
+# parts whose `__init__` imports PREPARES first, or whose room's does
+PREPARED = {"platform/device", "platform/parallel", "policy", "weights/bridge", "weights/files", "weights/blocks"}
 IMPORTERS = {"megatron": PREPARED, "vllm": {INSIDE_VLLM}}
 PARALLEL_STATE = {"platform/parallel", "platform/device"}
-ONLY = {"config": {"pydantic", "pydantic_core", "yaml"}, "platform/process": set(), "platform/install": {"packaging"}}
+ONLY = {
+    "config": {"pydantic", "pydantic_core", "yaml"},
+    "platform/process": set(),
+    "platform/install": {"packaging"},
+    "suggestions": set(),
+    "loopback": set(),
+}
 BESIDE_THE_PACKAGE = {"benchmarks"}
 
 
@@ -56,26 +67,30 @@ def inside(path: Path) -> Path:
     return path.relative_to(ROOT / "megagrpo")
 
 
-def room_of(parts: tuple[str, ...]) -> str:
-    """The room of a module's path below megagrpo/: two folders where these two are a room of their own, else the first
-    one."""
-    second = "/".join(parts[:2])
-    return second if second in ROOMS else parts[0]
+def place(path: Path) -> tuple[str, str]:
+    """The room of a file of the package, and its part of the room."""
+    room, *below = inside(path).parts
+    return (room, below[0] if len(below) > 1 else "") if below else (path.stem, "")
 
 
-def room(path: Path) -> str:
-    """The room or the top-level module of a file of the package."""
-    return room_of((*inside(path).parts[:-1], inside(path).stem))
+def named(path: Path, names: set[str]) -> bool:
+    """Whether the file is in one of these rooms or in one of these parts, "room/part"."""
+    room, part = place(path)
+    return room in names or f"{room}/{part}" in names
 
 
-def level(name: str) -> int:
-    return next(i for i, rooms in enumerate(LEVELS) if name in rooms)
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def imports(path: Path) -> set[str]:
-    """Every absolute dotted name that a file imports, at its top or inside a function."""
+    """Every absolute dotted name that a file imports: at its top, inside a function or for annotations."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -84,33 +99,67 @@ def imports(path: Path) -> set[str]:
     return names
 
 
-def own(names: set[str]) -> set[str]:
-    """The rooms of this package among imported names."""
-    below = {tuple(name.split(".")[1:]) for name in names if name.startswith("megagrpo.")}
-    return {room_of(parts) for parts in below if parts[0] != "__version__"}
+def targets(path: Path) -> set[Path]:
+    """The files of the package that a file imports."""
+    found = set()
+    for name in imports(path):
+        module = next((m for m in (name, name.rpartition(".")[0]) if m in MODULES and m != "megagrpo"), None)
+        if module and (place(path)[0], name.rpartition(".")[2]) not in ANNOTATED:
+            found.add(MODULES[module])
+    return found
 
 
-def against(path: Path) -> set[str]:
-    """Rooms that a file imports against the order of levels."""
-    here = room(path)
-    return {there for there in own(imports(path)) - {here} if there == INSIDE_VLLM or level(there) >= level(here)}
+def test_every_room_imports_rooms_below_it_only():
+    assert {place(path)[0] for path in FILES} - {"__init__"} == set(FLOORS) and len(ROOMS) <= 17
+    up = [
+        f"{inside(path)} imports {inside(target)}"
+        for path in FILES
+        if place(path)[0] != "__init__"
+        for target in targets(path)
+        if FLOORS.index(place(target)[0]) > FLOORS.index(place(path)[0])
+    ]
+    assert up == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_every_arrow_points_down(path):
-    if room(path) == "__init__":  # its names are imported when they are used: tests/unit/commands/api/test_package.py
-        assert own(imports(path)) == {"commands/api", "config", "models/hub"}
-    elif inside(path).parts[-1] != "__init__.py" or room(path) in ROOMS:
-        assert against(path) == set()
+def test_the_package_itself_names_its_api_only():
+    """Its names are imported when they are used: tests/unit/commands/api/test_package.py."""
+    assert {place(target)[0] for target in targets(ROOT / "megagrpo" / "__init__.py")} == {
+        "commands",
+        "config",
+        "weights",
+    }
 
 
-def test_every_room_has_a_level_and_the_shelf_holds_thirteen_and_the_commands():
-    # the shelf's own docstrings
-    shelves = {path for path in FILES if path.name == "__init__.py" and room(path) not in ROOMS}
-    assert {room(path) for path in FILES if path not in shelves} == ROOMS
-    assert all(not imports(path) for path in shelves - {ROOT / "megagrpo" / "__init__.py"})
-    folders = {path.name for path in (ROOT / "megagrpo").iterdir() if path.is_dir()}
-    assert folders - {"__pycache__"} == SHELF and len(SHELF) == 14
+def test_every_part_of_a_room_imports_parts_below_it_only():
+    folders = {room: {place(path)[1] for path in FILES if place(path)[0] == room} for room in ROOMS}
+    assert {room: parts - {""} for room, parts in folders.items() if parts - {""} - set(PARTS.get(room, ()))} == {}
+    up = [
+        f"{inside(path)} imports {inside(target)}"
+        for path in FILES
+        for target in targets(path)
+        if place(target)[0] == place(path)[0] in PARTS
+        for order in [PARTS[place(path)[0]]]
+        if place(target)[1] != place(path)[1] and order.index(place(target)[1]) > order.index(place(path)[1])
+    ]
+    assert up == []
+
+
+def test_nothing_imports_what_runs_inside_vllm():
+    assert [
+        str(inside(p))
+        for p in FILES
+        if not named(p, {INSIDE_VLLM}) and any(named(t, {INSIDE_VLLM}) for t in targets(p))
+    ] == []
+
+
+def test_a_folder_can_be_read_at_once():
+    large = {}
+    for folder in {path.parent for path in FILES}:
+        own = [path for path in FILES if path.parent == folder and path.name != "__init__.py"]
+        lines = sum(len(path.read_text().splitlines()) for path in own)
+        if len(own) > MAX_FILES or lines > MAX_FOLDER_LINES:
+            large[str(inside(folder))] = (len(own), lines)
+    assert large == {}
 
 
 def test_no_file_name_has_two_meanings():
@@ -121,7 +170,7 @@ def test_no_file_name_has_two_meanings():
 def constants(path: Path) -> set[str]:
     """The names of a module's public constants."""
     names = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in tree_of(path).body:
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names |= {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
@@ -140,7 +189,7 @@ def test_every_assertion_has_a_message():
     found = [
         f"{inside(path)}:{node.lineno}"
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Assert) and node.msg is None
     ]
     assert found == []
@@ -173,31 +222,21 @@ def test_no_cycle_of_modules_hides_behind_a_lazy_import():
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the cycle
 
 
-def test_no_module_imports_a_family():
-    """What families share is in `parts/` and `shared/`; `family_index.py` finds the families."""
-    folder = ROOT / "megagrpo" / "models" / "families"
-    text = re.compile(r"^\w+ = (?:Family|replace)\(", re.MULTILINE)
-    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
-    families = {name for name, path in modules.items() if folder in path.parents and text.search(path.read_text())}
-    found = {
-        name: imported for name, path in modules.items() if (imported := families & run_time_imports(path, modules))
-    }
-    assert len(families) > 15 and found.keys() == {"megagrpo.models.families.family_index"}
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_megatron_and_vllm_stay_in_their_rooms(path):
-    names, here = imports(path), room(path)
-    for package, rooms in IMPORTERS.items():
-        if any(name.split(".")[0] == package for name in names):
-            assert here in rooms, f"{path.name} imports {package}"
-    if any("parallel_state" in name for name in names):
-        assert here in PARALLEL_STATE, f"{path.name} touches the parallel state"
+def test_megatron_and_vllm_stay_in_their_rooms():
+    wrong = []
+    for path in FILES:
+        names = imports(path)
+        for package, rooms in IMPORTERS.items():
+            if any(name.split(".")[0] == package for name in names) and not named(path, rooms):
+                wrong.append(f"{inside(path)} imports {package}")
+        if any("parallel_state" in name for name in names) and not named(path, PARALLEL_STATE):
+            wrong.append(f"{inside(path)} touches the parallel state")
+    assert wrong == []
 
 
 def module_level(path: Path) -> list[str]:
     """The names that a file imports outside of functions, in order; `from a import b` counts as a.b."""
-    bodies, names = [ast.parse(path.read_text()).body], []
+    bodies, names = [tree_of(path).body], []
     for node in (node for body in bodies for node in body):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
@@ -230,7 +269,7 @@ def test_tests_and_tools_import_megatron_inside_functions():
 
 @pytest.mark.parametrize("name", ONLY)
 def test_the_config_needs_pydantic_and_yaml_only_and_processes_need_nothing(name):
-    files = [path for path in FILES if room(path) == name]
+    files = [path for path in FILES if named(path, {name})]
     outside = {n.split(".")[0] for path in files for n in imports(path)} - set(sys.stdlib_module_names) - {"megagrpo"}
     assert files and outside <= ONLY[name]
 
@@ -242,21 +281,21 @@ def test_nothing_in_the_package_imports_its_tools_or_tests():
 
 def test_the_algorithm_loop_speaks_of_neither_megatron_nor_vllm():
     for path in FILES:
-        if room(path).partition("/")[0] == "trainer":
+        if place(path)[0] == "trainer":
             assert not {n.split(".")[0] for n in imports(path)} & {"megatron", "vllm"}
 
 
 def test_one_module_removes_files_and_folders():
-    """platform/process/removal.py follows no link, does not recurse and raises nothing. Whatever else removes something
+    """platform/process/cleanup/removal.py follows no link, does not recurse and raises nothing. Whatever else removes something
     is a text that runs in a sandbox."""
     removing = {"rmtree", "unlink", "rmdir", "removedirs", "TemporaryDirectory"}
     found = set()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if called in ("os.remove", "shutil.move") or called.rpartition(".")[2] in removing:
                 found.add((str(inside(path)), called))
-    assert {path for path, _ in found} == {"platform/process/removal.py"}, found
+    assert {path for path, _ in found} == {"platform/process/cleanup/removal.py"}, found
 
 
 def test_unit_tests_are_in_the_folder_of_their_room():
@@ -265,6 +304,6 @@ def test_unit_tests_are_in_the_folder_of_their_room():
     assert {str(folder) for folder in folders if not (ROOT / "megagrpo" / folder).is_dir()} <= BESIDE_THE_PACKAGE
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_stay_short_enough_to_read(path):
-    assert len(path.read_text().splitlines()) <= MAX_LINES
+def test_files_stay_short_enough_to_read():
+    lengths = {str(inside(path)): len(path.read_text().splitlines()) for path in FILES}
+    assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}

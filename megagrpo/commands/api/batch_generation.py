@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import ConfigError, load_config
-from megagrpo.data.sampling import sampling_of
-from megagrpo.data.tokenizer import read_chat_template, tokenizer_of
-from megagrpo.engine.protocol import derive_seed
+from megagrpo.data.tokens.sampling import sampling_of
+from megagrpo.data.tokens.tokenizer import read_chat_template, tokenizer_of
+from megagrpo.engine.http.protocol import derive_seed
 from megagrpo.engine.servers.serving import Serving
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.process.terminal import warn
 from megagrpo.trainer.evaluation.chat import with_options
 from megagrpo.types import Prompt

@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from megagrpo.commands.api.errors import CommandFailed
-from megagrpo.commands.api.exit_codes import one_command, settle_environment
+from megagrpo.commands.api.inputs.errors import CommandFailed
+from megagrpo.commands.api.inputs.exit_codes import one_command, settle_environment
 from megagrpo.config import ConfigError
-from megagrpo.platform.process.parent_death import end_with_parent
-from megagrpo.platform.process.removal import temporary_folder
-from megagrpo.platform.process.scratch import temporary_files
+from megagrpo.platform.process.cleanup.parent_death import end_with_parent
+from megagrpo.platform.process.cleanup.removal import temporary_folder
+from megagrpo.platform.process.cleanup.scratch import temporary_files
 from megagrpo.platform.process.terminal import hide_bars_of_libraries, log_to_stderr
 from megagrpo.platform.process.variables import ENVIRONMENT
 

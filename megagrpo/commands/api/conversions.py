@@ -16,8 +16,8 @@ from megagrpo.platform.process.variables import ENVIRONMENT
 if TYPE_CHECKING:
     import torch
 
-    from megagrpo.models.bridge.hf_files import Rounded
     from megagrpo.platform.parallel.layout import Layout
+    from megagrpo.weights.bridge.hf_files import Rounded
 
 AUTO = "auto"
 EXPORT_DTYPES = (AUTO, "float32", "bfloat16", "float16")
@@ -62,12 +62,12 @@ def export(source: Path, out: Path, model: str | None, dtype: str, merged: bool,
     `model` names the start model or the base model; None means the one that `source` names. `dtype` is one of
     `EXPORT_DTYPES`. With `merged` an adapter is added to the weights of its base model. Raises ValueError and OSError.
     """
-    from megagrpo.models.bridge.adapter_files import CONFIG, base_of, export_adapter, merge
-    from megagrpo.models.bridge.conversion import export_hf
-    from megagrpo.models.hub.card import write_card
     from megagrpo.platform.parallel.agree import on_first_rank
+    from megagrpo.records.checkpoints.run_files import why_no_checkpoint
     from megagrpo.records.progress_bars import conversion_progress
-    from megagrpo.records.run_files import why_no_checkpoint
+    from megagrpo.weights.bridge.adapter_files import CONFIG, base_of, export_adapter, merge
+    from megagrpo.weights.bridge.conversion import export_hf
+    from megagrpo.weights.hub.card import write_card
 
     is_first, progress = layout.world_rank == 0, conversion_progress(layout.world_rank)
     is_adapter = not merged and (source / CONFIG).is_file()
@@ -101,7 +101,7 @@ def _torch_dtype(name: str) -> torch.dtype | None:
 
 def _warn_rounded(out: Path, dtype: str, rounded: Rounded) -> None:
     """Print a line when values have been rounded."""
-    from megagrpo.models.bridge.hf_files import rounding
+    from megagrpo.weights.bridge.hf_files import rounding
 
     if line := rounding(rounded, "the start model's dtype" if dtype == AUTO else "--dtype"):
         warn(f"{out.name}: {line}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from megagrpo.commands.api import child_process
 from megagrpo.config import ConfigError
-from megagrpo.platform.process.hints import did_you_mean
+from megagrpo.suggestions import did_you_mean
 
 type Prompt = str | Sequence[Mapping[str, Any]]
 """A text, or a conversation: messages with `role` and `content`."""

@@ -18,17 +18,17 @@ from typing import Any
 import torch
 
 from megagrpo.config import ParallelSection, ProblemError
-from megagrpo.models.bridge.load import INV_FREQ, Checkpoint, embedding_and_head
-from megagrpo.models.bridge.planned_blocks import tensor_shapes
-from megagrpo.models.bridge.tensor_files import dtype_name
-from megagrpo.models.families.family_index import FAMILIES
-from megagrpo.models.families.hf_config import HfConfig, load_hf_config, model_problems, table_of
-from megagrpo.models.families.parts.llama_table import EMBEDDING, HEAD
-from megagrpo.models.families.weight_sources import INDEX, SINGLE, indexed_files, shape_folder
+from megagrpo.families.family_index import FAMILIES
+from megagrpo.families.hf_config import HfConfig, load_hf_config, model_problems, table_of
+from megagrpo.families.parts.llama_table import EMBEDDING, HEAD
+from megagrpo.families.weight_sources import INDEX, SINGLE, indexed_files, shape_folder
+from megagrpo.planner.costs.shapes import modules_of, num_active_parameters, num_parameters
+from megagrpo.planner.rules.vllm_problems import unserved_problems
 from megagrpo.platform.install.requirements import installed_version
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.proof.plan.shapes import modules_of, num_active_parameters, num_parameters
-from megagrpo.proof.plan.vllm_problems import unserved_problems
+from megagrpo.weights.blocks.planned_blocks import tensor_shapes
+from megagrpo.weights.bridge.load import INV_FREQ, Checkpoint, embedding_and_head
+from megagrpo.weights.files.tensor_files import dtype_name
 
 Shapes = dict[str, tuple[int, ...]]
 # part of a name of Megatron's parameters -> the kind of its tensors; the first one that fits

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megagrpo.commands.api.config_input import ConfigLike, Overrides, Settings, read
+from megagrpo.commands.api.inputs.config_input import ConfigLike, Overrides, Settings, read
 from megagrpo.config import ConfigError, Problem, ProblemError, RunConfig
 
 if TYPE_CHECKING:
-    from megagrpo.proof.plan import Plan
+    from megagrpo.planner import Plan
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class PlanRequest:
 
     def check(self) -> None:
         """Raise ConfigError for a value that is out of its range or that nothing reads."""
-        from megagrpo.proof.plan.gpu_specs import GPUS
+        from megagrpo.planner.costs.gpu_specs import GPUS
 
         for name in ("world_size", "gpu_memory_gb", "link_gb_per_s", "prompt_tokens", "response_tokens"):
             value = getattr(self, name)
@@ -86,7 +86,7 @@ def plan(
 def planned_ranks(config: RunConfig, request: PlanRequest) -> tuple[int, str]:
     """Return the trainer's ranks, and what was assumed if the request does not name them. With a kind of GPU these are
     the ranks that `megagrpo submit` would start on `run.nodes` nodes, if the layout divides them."""
-    from megagrpo.platform.launch.job import Cluster, place
+    from megagrpo.cluster.launch.job import Cluster, place
 
     smallest = config.parallel.smallest_world
     if request.world_size or request.gpu is None:
@@ -104,9 +104,9 @@ def planned_ranks(config: RunConfig, request: PlanRequest) -> tuple[int, str]:
 
 def make_plan(settings: Settings, request: PlanRequest) -> Plan:
     """Return the plan of a config. Raises ConfigError for a wrong config or request."""
-    from megagrpo.proof import plan as planner
-    from megagrpo.proof.plan.gpu_specs import GPUS
-    from megagrpo.proof.plan.workload import expected_lengths
+    from megagrpo import planner
+    from megagrpo.planner.costs.gpu_specs import GPUS
+    from megagrpo.planner.costs.workload import expected_lengths
 
     request.check()
     config, kind = settings.validated(), None if request.gpu is None else GPUS[request.gpu]
@@ -125,7 +125,7 @@ def make_plan(settings: Settings, request: PlanRequest) -> Plan:
     if kind is not None:
         made = planner.with_times(made, config, ranks, kind, lengths, request.search)
     if request.weight_sync and not made.problems:
-        from megagrpo.proof.plan.weight_sync import rows_of
+        from megagrpo.planner.sync_size import rows_of
 
         links = request.link_gb_per_s
         if links is None and kind is not None:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, overload
 
 from megagrpo.commands.api import child_process, generation
 from megagrpo.commands.api.conversions import EXPORT_DTYPES, export_here
-from megagrpo.commands.api.tables import flat_rewards, is_evaluation, table
+from megagrpo.commands.api.inputs.tables import flat_rewards, is_evaluation, table
 from megagrpo.config import ConfigError, RunConfig, load_config
-from megagrpo.records.report.collect import read_lines
-from megagrpo.records.run_files import (
+from megagrpo.proof.report.collect import read_lines
+from megagrpo.records.checkpoints.run_files import (
     BEST,
     CHECKPOINTS,
     COMPLETIONS,
@@ -181,7 +181,7 @@ class Run:
             CommandFailed: The export failed.
             PushError: The name, the token or the upload is wrong.
         """
-        from megagrpo.models.hub.upload import check_repo, push
+        from megagrpo.weights.hub.upload import check_repo, push
 
         check_repo(repo)
         source = self._checkpoint(checkpoint)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from megagrpo.cluster.doctor.needs import SMALLEST_DISK, SMALLEST_RAM, SMALLEST_SHM, Needs
 from megagrpo.config import RunConfig, weight_path
-from megagrpo.models.families.weight_sources import UnseenModel
-from megagrpo.platform.doctor.needs import SMALLEST_DISK, SMALLEST_RAM, SMALLEST_SHM, Needs
-from megagrpo.proof.plan import plan
-from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE
-from megagrpo.proof.plan.shapes import num_parameters
+from megagrpo.families.weight_sources import UnseenModel
+from megagrpo.planner import plan
+from megagrpo.planner.costs.gpu_specs import GPUS_PER_NODE
+from megagrpo.planner.costs.shapes import num_parameters
 
 
 def needs_of(config: RunConfig, name: str, gpu: bool, world_size: int | None = None) -> Needs:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.commands.api import child_process
-from megagrpo.commands.api.config_input import ConfigLike, Overrides, read
-from megagrpo.commands.api.dataset_rows import Rows
-from megagrpo.commands.api.errors import TrainingFailed
-from megagrpo.commands.api.inputs import Reward, collect, from_python_folder
+from megagrpo.commands.api.inputs.call_inputs import Reward, collect, from_python_folder
+from megagrpo.commands.api.inputs.config_input import ConfigLike, Overrides, read
+from megagrpo.commands.api.inputs.dataset_rows import Rows
+from megagrpo.commands.api.inputs.errors import TrainingFailed
 from megagrpo.commands.api.run_handle import Run
 from megagrpo.config import ConfigError, RunConfig, load_config
 from megagrpo.config.io import config_file
@@ -19,8 +19,8 @@ from megagrpo.platform.process.environment import launched
 from megagrpo.platform.process.imports import one_metadata_scan, without_garbage_collection
 from megagrpo.platform.process.terminal import show, warn
 from megagrpo.platform.process.variables import ENVIRONMENT
-from megagrpo.records.run_files import FROM_PYTHON
-from megagrpo.trainer.time_limit import TO_BE_CONTINUED, end_of_run
+from megagrpo.records.checkpoints.run_files import FROM_PYTHON
+from megagrpo.trainer.saving.time_limit import TO_BE_CONTINUED, end_of_run
 
 TRAIN_LOG = "train.log"
 
@@ -119,8 +119,8 @@ def run_training(name: str, overrides: Sequence[str], ranks: int | None = None) 
     end_of_run(config.run.time_limit)
     is_rank = launched(ENVIRONMENT)
     if not is_rank:
+        from megagrpo.cluster.launch.local import num_gpus, run_ranks, set_cuda_max_connections, set_thread_environment
         from megagrpo.engine.servers import early_start
-        from megagrpo.platform.launch.local import num_gpus, run_ranks, set_cuda_max_connections, set_thread_environment
 
         ranks = planned_ranks(config, ranks)
         set_thread_environment(ranks)
@@ -139,8 +139,8 @@ def run_training(name: str, overrides: Sequence[str], ranks: int | None = None) 
 def planned_ranks(config: RunConfig, ranks: int | None = None) -> int:
     """Return the number of ranks to start on this machine: `ranks`, else what NPROC, the GPUs or the layout say. Raises
     ConfigError with the problems of the plan, before any process starts."""
-    from megagrpo.platform.launch.local import num_ranks
-    from megagrpo.proof.plan.plan_problems import require
+    from megagrpo.cluster.launch.local import num_ranks
+    from megagrpo.planner.rules.plan_problems import require
 
     if config.run.nodes > 1:
         reason = f"run.nodes: {config.run.nodes} nodes, but megagrpo train starts the ranks of one"

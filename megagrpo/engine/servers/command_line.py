@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megagrpo.engine.access import GUARD, interface_addresses
+from megagrpo.engine.http.access import GUARD, interface_addresses
 from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
-from megagrpo.models.families.shared.precisions import QUANTIZATION, TEXT_CONFIG
+from megagrpo.families.shared.precisions import QUANTIZATION, TEXT_CONFIG
+from megagrpo.loopback import LOOPBACK, LOOPBACK_ADDRESS
 from megagrpo.platform.process.environment import inherited
-from megagrpo.platform.process.loopback import LOOPBACK, LOOPBACK_ADDRESS
 from megagrpo.platform.process.variables import ENVIRONMENT, MALLOC, OPENMP, TOKEN_FILE_VARIABLE
 
 PLUGIN = Path(__file__).parents[2] / "sync" / "vllm_side"

@@ -23,7 +23,7 @@ from megagrpo.config import RolloutSection
 from megagrpo.engine.servers.command_line import PLUGIN, server_environment
 from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.engine.servers.supervisor import SERVER_GRACE_SECONDS, give, supervise
-from megagrpo.platform.process.loopback import LOOPBACK
+from megagrpo.loopback import LOOPBACK
 
 PROGRAM = [sys.executable, str(PLUGIN / "vllm_main.py")]
 WAIT = "--wait"  # the argument of a process that waits; sync/vllm_side/vllm_main.py has a copy

@@ -13,10 +13,10 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from megagrpo.engine.http import Silence
+from megagrpo.engine.http.server_calls import Silence
 from megagrpo.engine.servers.options import NodePorts
-from megagrpo.sync.wire.exchange import Deadline, Store
-from megagrpo.sync.wire.tensor_index import WeightSyncError
+from megagrpo.platform.rendezvous.store_exchange import Deadline, Store
+from megagrpo.types import WeightSyncError
 
 FOLLOW_SECONDS = 0.5  # between two reports of a follower
 LOST_SECONDS = 60.0  # without a report, after which a node counts as lost

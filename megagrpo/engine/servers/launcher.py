@@ -25,19 +25,19 @@ from pathlib import Path
 
 import httpx
 
-from megagrpo.engine.http import CERTIFICATES, MovedServers
-from megagrpo.engine.protocol import EngineStartError
+from megagrpo.engine.http.protocol import EngineStartError
+from megagrpo.engine.http.server_calls import CERTIFICATES, MovedServers
 from megagrpo.engine.servers import early_start
 from megagrpo.engine.servers.command_line import server_command, server_environment
 from megagrpo.engine.servers.followers import Followers, PartFault
 from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
 from megagrpo.engine.servers.supervisor import ENGINE_ENDED, SERVER_GRACE_SECONDS, give, supervise
-from megagrpo.platform.process.loopback import LOOPBACK_ADDRESS
+from megagrpo.loopback import LOOPBACK_ADDRESS
+from megagrpo.platform.process.cleanup.shm_names import remove_stale
 from megagrpo.platform.process.open_files import raise_open_files
 from megagrpo.platform.process.progress_hook import SILENT, Progress
-from megagrpo.platform.process.shm_names import remove_stale
 from megagrpo.platform.process.terminal import LineTimes
-from megagrpo.records.run_files import make_run_folder
+from megagrpo.records.checkpoints.run_files import make_run_folder
 
 FIRST_WAIT_SECONDS = 10.0  # of waiting for servers, until the first line
 LOG_LINES = 30  # log lines shown when a server does not start and no process logged an exception

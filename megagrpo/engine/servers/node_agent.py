@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Self
 
 from megagrpo.engine.servers.launcher import Launcher, Server
-from megagrpo.sync.wire.exchange import Deadline, Store
-from megagrpo.sync.wire.tensor_index import WeightSyncError
+from megagrpo.platform.rendezvous.store_exchange import Deadline, Store
+from megagrpo.types import WeightSyncError
 
 AGENT_SECONDS = 0.1  # between two polls of servers and orders
 ORDER_SECONDS = 60.0  # timeout of an order: ending a server takes up to 15 s

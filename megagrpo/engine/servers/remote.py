@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import RunConfig
-from megagrpo.engine.protocol import EngineStartError
+from megagrpo.engine.http.protocol import EngineStartError
 from megagrpo.engine.servers.followers import FOLLOW_SECONDS, Followers, Reports
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerNode
 from megagrpo.engine.servers.restarts import HangDetector
 from megagrpo.engine.servers.serve_inputs import Place, node_name, report_start
 from megagrpo.engine.servers.serving import engine_dtype, make_launcher
-from megagrpo.models.families.weight_sources import resolve_model
+from megagrpo.families.weight_sources import resolve_model
 from megagrpo.platform.device import quiet
 from megagrpo.platform.process.terminal import show, warn
-from megagrpo.sync.wire.exchange import Deadline, own_address
-from megagrpo.sync.wire.tensor_index import WeightSyncError
+from megagrpo.platform.rendezvous.store_exchange import Deadline, own_address
+from megagrpo.types import WeightSyncError
 
 SERVE_LOOP_SECONDS = 0.5  # between two looks at the servers
 

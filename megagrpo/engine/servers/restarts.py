@@ -12,13 +12,13 @@ from typing import Self
 
 import httpx
 
-from megagrpo.engine.access import headers
-from megagrpo.engine.fleet import State
-from megagrpo.engine.http import CERTIFICATES, HEALTH_SECONDS, Silence, answers
+from megagrpo.engine.http.access import headers
+from megagrpo.engine.http.fleet import State
+from megagrpo.engine.http.server_calls import CERTIFICATES, HEALTH_SECONDS, Silence, answers
+from megagrpo.engine.server_updates import Updates
 from megagrpo.engine.servers.launcher import healthy
 from megagrpo.engine.servers.node_agent import AnyLauncher, AnyServer
-from megagrpo.engine.updates import Updates
-from megagrpo.sync.wire.tensor_index import WeightSyncError
+from megagrpo.types import WeightSyncError
 
 CHECK_SECONDS = 2.0  # between two checks
 # without a passed health check, after which a server counts as hung; at least as long is allowed for its engine

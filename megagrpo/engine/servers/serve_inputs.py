@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megagrpo.config import ConfigError, RolloutSection
-from megagrpo.models.families.weight_sources import resolve_model
+from megagrpo.families.weight_sources import resolve_model
 from megagrpo.platform.process.access_token import read_token
 from megagrpo.platform.process.atomic_file import write_atomically
 from megagrpo.platform.process.variables import ENVIRONMENT, NODE_INDICES

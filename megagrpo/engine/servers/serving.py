@@ -15,35 +15,35 @@ from typing import Any
 import torch
 
 from megagrpo.config import ConfigError, LoraSection, ProblemError, RolloutSection, RunConfig
-from megagrpo.data.tokenizer import Tokenizer
-from megagrpo.engine.access import address_of
+from megagrpo.data.tokens.tokenizer import Tokenizer
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.http import check_urls, named_urls
-from megagrpo.engine.protocol import EngineError, EngineStartError
+from megagrpo.engine.http.access import address_of
+from megagrpo.engine.http.protocol import EngineError, EngineStartError
+from megagrpo.engine.http.server_calls import check_urls, named_urls
 from megagrpo.engine.servers.command_line import LORA_RANKS
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerNode, ServerOptions
-from megagrpo.models.bridge.adapter_files import ADAPTER_FILES, CONFIG, WEIGHTS
-from megagrpo.models.bridge.conversion import export_alone
-from megagrpo.models.bridge.file_checksums import verify_inside
-from megagrpo.models.bridge.hf_files import narrows
-from megagrpo.models.bridge.load import Checkpoint
-from megagrpo.models.bridge.tensor_files import TensorFile, dtype_name
-from megagrpo.models.bridge.torch_dist import StoredTensors
-from megagrpo.models.families.family_index import FAMILIES
-from megagrpo.models.families.hf_config import HfConfig, load_hf_config, read_raw_config
-from megagrpo.models.families.parts.llama_table import EMBEDDING
-from megagrpo.models.families.shared.precisions import QUANTIZATION
-from megagrpo.models.families.shared.recurrence import GatedDelta
-from megagrpo.models.families.weight_sources import resolve_model
+from megagrpo.families.family_index import FAMILIES
+from megagrpo.families.hf_config import HfConfig, load_hf_config, read_raw_config
+from megagrpo.families.parts.llama_table import EMBEDDING
+from megagrpo.families.shared.precisions import QUANTIZATION
+from megagrpo.families.shared.recurrence import GatedDelta
+from megagrpo.families.weight_sources import resolve_model
 from megagrpo.platform import device
 from megagrpo.platform.device import quiet
 from megagrpo.platform.process.access_token import read_token
+from megagrpo.platform.process.cleanup.removal import temporary_folder
 from megagrpo.platform.process.open_files import raise_open_files
-from megagrpo.platform.process.removal import temporary_folder
 from megagrpo.platform.process.terminal import warn
+from megagrpo.records.checkpoints.run_files import STATE_FILE, named_checkpoint, why_no_checkpoint
 from megagrpo.records.progress_bars import conversion_progress, run_progress
-from megagrpo.records.run_files import STATE_FILE, named_checkpoint, why_no_checkpoint
+from megagrpo.weights.bridge.adapter_files import ADAPTER_FILES, CONFIG, WEIGHTS
+from megagrpo.weights.bridge.conversion import export_alone
+from megagrpo.weights.bridge.hf_files import narrows
+from megagrpo.weights.bridge.load import Checkpoint
+from megagrpo.weights.files.file_checksums import verify_inside
+from megagrpo.weights.files.tensor_files import TensorFile, dtype_name
+from megagrpo.weights.files.torch_dist import StoredTensors
 
 ADAPTER_MODEL = "adapter"  # name of the LoRA adapter that a server was started with
 ON_CPU = ("none", "fp8_per_channel")  # quantizations that vLLM for CPU supports

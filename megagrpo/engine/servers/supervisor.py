@@ -41,9 +41,9 @@ def main() -> int:
     killed it without an engine, 0 when this process ended it on a signal or because the trainer is gone."""
     # this file is run by its path, so the package is not importable
     sys.path.append(str(Path(__file__).resolve().parents[3]))
-    from megagrpo.platform.process.ownership import TEMPORARY, remove_if_left
-    from megagrpo.platform.process.removal import remove_own_file, remove_tree
-    from megagrpo.platform.process.shm_names import remove_stale
+    from megagrpo.platform.process.cleanup.ownership import TEMPORARY, remove_if_left
+    from megagrpo.platform.process.cleanup.removal import remove_own_file, remove_tree
+    from megagrpo.platform.process.cleanup.shm_names import remove_stale
     from megagrpo.platform.process.variables import ENVIRONMENT
 
     parent, grace, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from megagrpo.environments.episode import INVALID_ACTION
+from megagrpo.environments.episodes.episode import INVALID_ACTION
 from megagrpo.platform.process.user_code import load_named
 
 try:

@@ -18,8 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megagrpo.environments.episode import EnvironmentLost
-from megagrpo.platform.process.removal import remove_tree
+from megagrpo.environments.episodes.episode import EnvironmentLost
+from megagrpo.platform.process.cleanup.removal import remove_tree
 
 try:
     from harbor.environments.factory import EnvironmentFactory

@@ -11,7 +11,7 @@ import shlex
 import sys
 from typing import Any
 
-from megagrpo.environments.episode import EnvironmentLost
+from megagrpo.environments.episodes.episode import EnvironmentLost
 from megagrpo.platform.process.variables import ENVIRONMENT
 
 try:

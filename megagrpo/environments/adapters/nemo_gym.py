@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from megagrpo.environments.episode import EnvironmentLost
+from megagrpo.environments.episodes.episode import EnvironmentLost
 
 _NOT_TOOLS = ("/seed_session", "/verify", "/aggregate_metrics", "/close_session")
 

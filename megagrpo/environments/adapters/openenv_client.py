@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from megagrpo.environments.episode import INVALID_ACTION, EnvironmentLost
+from megagrpo.environments.episodes.episode import INVALID_ACTION, EnvironmentLost
 
 try:
     from openenv.core import GenericEnvClient

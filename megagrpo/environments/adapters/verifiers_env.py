@@ -14,7 +14,7 @@ import json
 import sys
 from typing import Any
 
-from megagrpo.environments.episode import EnvironmentLost
+from megagrpo.environments.episodes.episode import EnvironmentLost
 
 try:
     try:

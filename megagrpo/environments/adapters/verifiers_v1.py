@@ -18,7 +18,7 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-from megagrpo.environments.episode import EnvironmentLost
+from megagrpo.environments.episodes.episode import EnvironmentLost
 
 try:
     import verifiers.v1 as vf

@@ -19,8 +19,8 @@ from megagrpo.environments.agents import chat_completions, responses_api
 from megagrpo.environments.agents.agent_requests import POLICY_NAME, Ask, Reply
 from megagrpo.environments.agents.text_stream import TextStream
 from megagrpo.environments.agents.trajectory import Refused, Trajectory, read_json
-from megagrpo.environments.tool_calls import CALL_OPENING
-from megagrpo.platform.process.loopback import LOOPBACK_ADDRESS
+from megagrpo.environments.episodes.tool_calls import CALL_OPENING
+from megagrpo.loopback import LOOPBACK_ADDRESS
 from megagrpo.rewards.functions.text_rewards import encodable
 from megagrpo.types import Prompt, Rollout, SamplingParams
 

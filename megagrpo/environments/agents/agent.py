@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from megagrpo.config import MultiTurnSection
-from megagrpo.data.tokenizer import as_messages
+from megagrpo.data.tokens.tokenizer import as_messages
 from megagrpo.environments.agents.address import Address, Seat
 from megagrpo.environments.agents.agent_requests import POLICY_NAME, Ask
 from megagrpo.environments.agents.trajectory import Trajectory, plain
 from megagrpo.rewards.arguments import check_needs
-from megagrpo.rewards.reward_registry import locate
-from megagrpo.rewards.target import Target
+from megagrpo.rewards.registry.reward_registry import locate
+from megagrpo.rewards.registry.target import Target
 from megagrpo.rewards.workers.pool import Call, WorkerPool
 from megagrpo.types import Prompt
 

@@ -13,13 +13,13 @@ import socket
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from megagrpo.environments.episode import accepted
-from megagrpo.environments.hosted import MALFORMED
-from megagrpo.platform.process.loopback import LOOPBACK_ADDRESS
+from megagrpo.environments.episodes.episode import accepted
+from megagrpo.environments.episodes.hosted import MALFORMED
+from megagrpo.loopback import LOOPBACK_ADDRESS
 from megagrpo.platform.process.variables import ENVIRONMENT, put
-from megagrpo.rewards.target import Target
+from megagrpo.rewards.registry.reward_values import InvalidRewards, reward_of
+from megagrpo.rewards.registry.target import Target
 from megagrpo.rewards.workers.channel import Channel, Frames, ProtocolError, as_json
-from megagrpo.rewards.workers.values import InvalidRewards, reward_of
 from megagrpo.rewards.workers.worker import (
     awaited,
     explain,

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megagrpo.data.chat_templates import PROMPT_TAIL, opened_thought
-from megagrpo.data.follow_ups import FollowUps
-from megagrpo.data.tokenizer import Tokenizer
-from megagrpo.environments.conversation import Conversation
+from megagrpo.data.tokens.chat_templates import PROMPT_TAIL, opened_thought
+from megagrpo.data.tokens.tokenizer import Tokenizer
+from megagrpo.data.tokens.turn_tokens import FollowUps
+from megagrpo.environments.episodes.conversation import Conversation
 from megagrpo.platform.process.terminal import get_logger
 from megagrpo.rewards.functions.text_rewards import encodable
 from megagrpo.types import Prompt, Rollout

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megagrpo.engine.distribution import Generation, Home
-from megagrpo.engine.protocol import derive_seed
+from megagrpo.engine.http.protocol import derive_seed
+from megagrpo.engine.load_balancing import Generation, Home
 from megagrpo.engine.requests import OnTokens
 from megagrpo.types import Prompt, Rollout, SamplingParams
 

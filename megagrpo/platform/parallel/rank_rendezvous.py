@@ -16,8 +16,8 @@ from typing import IO, Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megagrpo.loopback import LOOPBACK
 from megagrpo.platform.process.access_token import read_token
-from megagrpo.platform.process.loopback import LOOPBACK
 from megagrpo.platform.process.variables import (
     ENVIRONMENT,
     RENDEZVOUS_VARIABLE,

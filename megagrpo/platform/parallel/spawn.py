@@ -33,8 +33,8 @@ import megagrpo.platform.parallel.layout  # noqa: F401
 from megagrpo.platform import device
 from megagrpo.platform.parallel.rank_rendezvous import join_world
 from megagrpo.platform.process.atomic_file import write_atomically
-from megagrpo.platform.process.parent_death import end_with_parent
-from megagrpo.platform.process.removal import temporary_folder
+from megagrpo.platform.process.cleanup.parent_death import end_with_parent
+from megagrpo.platform.process.cleanup.removal import temporary_folder
 from megagrpo.platform.process.variables import RENDEZVOUS_VARIABLE, changed, put
 
 

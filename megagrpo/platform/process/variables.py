@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 
 TOKEN_VARIABLE = "MEGAGRPO_TOKEN"  # the token of the servers and, on several nodes, of the ranks
 TOKEN_FILE_VARIABLE = "MEGAGRPO_TOKEN_FILE"  # the file that holds the token
-# the folder in which the ranks of one node meet; megagrpo/platform/launch/launcher_rendezvous.py makes it
+# the folder in which the ranks of one node meet; megagrpo/cluster/launch/launcher_rendezvous.py makes it
 RENDEZVOUS_VARIABLE = "MEGAGRPO_RENDEZVOUS"
 LAUNCHER_VARIABLE = "MEGAGRPO_LAUNCHER_PID"  # the launcher of ranks sets it to its process id before it starts them
 # hold the index of this node in a Slurm step, or in a job of Kubernetes

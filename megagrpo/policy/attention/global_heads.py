@@ -12,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megagrpo.models.families.shared.architecture import HfConfig
+from megagrpo.families.shared.architecture import HfConfig
 from megagrpo.policy.attention.head_norms import UnitNorm
 from megagrpo.policy.attention.shared_keys import borrowed, lend
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megagrpo.policy.attention.packed import Rotary, TorchAttention
-from megagrpo.policy.elementwise import rotate
+from megagrpo.policy.layers.elementwise import rotate
 
 LATENT_EPS = 1e-6  # epsilon of the latents' norms; like transformers it ignores rms_norm_eps
 

@@ -21,10 +21,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megagrpo.models.families.shared.architecture import QueryScale
+from megagrpo.families.shared.architecture import QueryScale
 from megagrpo.policy.attention.causal import Ahead, Scores, Window, causal_attention
 from megagrpo.policy.attention.context_parallel import MIN_FILL, context_attention
-from megagrpo.policy.elementwise import rotate
+from megagrpo.policy.layers.elementwise import rotate
 from megagrpo.train_types import moved
 
 

@@ -6,7 +6,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megagrpo.policy.detour import detour, leaf_of
+from megagrpo.policy.layers.bypass_gradient import detour, leaf_of
 
 Pair = tuple[Tensor, Tensor]  # keys [T, 1, g, d], normed and not rotated, and values
 

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megagrpo.models.families.shared.architecture import Indexer as Shape
+from megagrpo.families.shared.architecture import Indexer as Shape
 from megagrpo.policy.attention.causal import BLOCK_QUERIES, Scores, causal_bias, masked_attention
 from megagrpo.policy.attention.context_parallel import context_batches
 from megagrpo.policy.attention.latent_attention import WholeLinear

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megagrpo.policy.chunks import decoder_of, mix_in
 from megagrpo.policy.fp8.fp8_settings import History
 from megagrpo.policy.fp8.rounding import E4M3, scaled
+from megagrpo.policy.layers.megatron_modules import decoder_of, mix_in
 
 INPUT, WEIGHT, GRADIENT = range(3)
 

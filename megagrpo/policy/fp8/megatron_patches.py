@@ -10,7 +10,7 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from megagrpo.policy.chunks import layers_of, mix_in
+from megagrpo.policy.layers.megatron_modules import layers_of, mix_in
 
 _megatrons_recipe = fp8_utils.get_fp8_recipe
 

@@ -15,12 +15,12 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
-from megagrpo.policy.chunks import layers_of, mix_in
 from megagrpo.policy.fp8.delayed_scaling import DelayedOperands, Slot, delay
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.masters import patch_optimizer
 from megagrpo.policy.fp8.rounding import E4M3, round_to
 from megagrpo.policy.fp8.tensor import Fp8Tensor, store_in_fp8
+from megagrpo.policy.layers.megatron_modules import layers_of, mix_in
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import Layout
-from megagrpo.policy.chunks import layers_of
 from megagrpo.policy.fp8.delayed_scaling import Slot
 from megagrpo.policy.fp8.megatron_patches import OutsideFp8
+from megagrpo.policy.layers.megatron_modules import layers_of
 
 
 @dataclass(frozen=True)

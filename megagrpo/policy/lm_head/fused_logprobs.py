@@ -30,7 +30,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megagrpo.config.training import FUSED_SCRATCH_BYTES
+from megagrpo.config.sections.training import FUSED_SCRATCH_BYTES
 from megagrpo.platform import device
 from megagrpo.policy.lm_head.fp8 import FP8_BLOCK, Factor, in_fp8
 from megagrpo.policy.lm_head.task import HeadTask

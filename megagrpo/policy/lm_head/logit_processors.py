@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megagrpo.data.grammar import Grammars, allowed
+from megagrpo.data.tokens.grammar import Grammars, allowed
 from megagrpo.policy.lm_head.vocab_shard import LOWEST, VocabShard, column_blocks
 from megagrpo.train_types import MicroBatch, moved
 from megagrpo.types import SamplingParams

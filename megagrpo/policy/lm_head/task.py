@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo.config import RunConfig
-from megagrpo.data.grammar import Grammars
-from megagrpo.data.sampling import own_sampling
-from megagrpo.models.families.shared.architecture import HfConfig
+from megagrpo.data.tokens.grammar import Grammars
+from megagrpo.data.tokens.sampling import own_sampling
+from megagrpo.families.shared.architecture import HfConfig
 from megagrpo.platform.parallel.context import RankBatch
 from megagrpo.policy.lm_head.logit_processors import LogitProcessors, runs_of
 from megagrpo.policy.lm_head.vocab_shard import VocabShard

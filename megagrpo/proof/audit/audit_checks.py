@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.config import RewardsSection
-from megagrpo.data.tokenizer import Tokenizer, tokenizer_of
+from megagrpo.data.tokens.tokenizer import Tokenizer, tokenizer_of
 from megagrpo.proof.audit import naive_advantages, naive_loss, naive_tokens, naive_turns
 from megagrpo.proof.audit.audit_compare import (
     NO_TOLERANCE,
@@ -30,8 +30,8 @@ from megagrpo.proof.audit.recompute import Recomputed, recompute
 from megagrpo.proof.audit.saved import DumpedUpdate, Sample, Step
 from megagrpo.proof.audit.tolerances import TOLERANCES
 from megagrpo.proof.audit.update_checks import check_update
+from megagrpo.rewards.registry.target import REPEATABLE
 from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.rewards.target import REPEATABLE
 from megagrpo.types import Dialogue, Prompt, Rollout
 
 

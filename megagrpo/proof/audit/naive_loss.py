@@ -14,7 +14,7 @@ from megagrpo.algorithms.custom_loss import load_policy_term
 from megagrpo.algorithms.policy_losses import Tokens
 from megagrpo.algorithms.sequences import Sequences
 from megagrpo.config import AlgorithmSection, ConfigError, ProblemError
-from megagrpo.config.loss_table import Average
+from megagrpo.config.sections.loss_table import Average
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from megagrpo.config import AlgorithmSection
-from megagrpo.data.grammar import Grammars, allowed
+from megagrpo.data.tokens.grammar import Grammars, allowed
 from megagrpo.proof.audit import naive, naive_lora, naive_loss
 from megagrpo.proof.audit.dumped_rows import Rows
 from megagrpo.proof.audit.naive_images import freeze_tower, image_inputs

@@ -1,4 +1,4 @@
-"""Reads the files that `records/dump.py` writes; their layout is described there."""
+"""Reads the files that `records/rows/dump.py` writes; their layout is described there."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megagrpo.config import ConfigError, RunConfig
-from megagrpo.data.grammar import Grammars, grammars_of
-from megagrpo.data.sampling import own_sampling, sampling_of
-from megagrpo.data.tokenizer import tokenizer_of
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.data.tokens.grammar import Grammars, grammars_of
+from megagrpo.data.tokens.sampling import own_sampling, sampling_of
+from megagrpo.data.tokens.tokenizer import tokenizer_of
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.types import SamplingParams
 
 

@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.config import ConfigError, ParallelSection, RunConfig, io, load_config
-from megagrpo.models.families.hf_config import HfConfig, read_raw_config
-from megagrpo.models.families.weight_sources import shape_folder
+from megagrpo.families.hf_config import HfConfig, read_raw_config
+from megagrpo.families.weight_sources import shape_folder
+from megagrpo.planner.rules.plan_problems import check
 from megagrpo.platform import device
 from megagrpo.platform.device import quiet
 from megagrpo.platform.parallel.spawn import RankFailed, run_ranks
 from megagrpo.platform.process.terminal import show, warn
 from megagrpo.platform.process.variables import ENVIRONMENT
-from megagrpo.policy.stored import STORED_BLOCK
-from megagrpo.proof.plan.plan_problems import check
+from megagrpo.policy.lora.quantized_base import STORED_BLOCK
 from megagrpo.proof.verify.shrink import plainly, random_samples, shrink_config, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, take_step
 from megagrpo.proof.verify.verify_compare import Verdict, as_json, as_text, compare, header, summary

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from megagrpo.config import RunConfig
-from megagrpo.data.packing import pack, packing_rules
-from megagrpo.models.bridge.adapter_files import fill_adapters
-from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.data.packing.sample_packing import pack, packing_rules
+from megagrpo.families.hf_config import HfConfig
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.policy.optimizer import gather_gradients
-from megagrpo.policy.specs import LAYERS_PER_BLOCK
+from megagrpo.policy.optimizer.policy_optimizer import gather_gradients
+from megagrpo.policy.transformer.specs import LAYERS_PER_BLOCK
 from megagrpo.proof.verify.verified_step import policy_gradient
 from megagrpo.train_types import TrainBatch, TrainSample
+from megagrpo.weights.bridge.adapter_files import fill_adapters
+from megagrpo.weights.bridge.load import load_hf
 
 Key = tuple[int, str]  # decoder layer of the whole model, and its half (see PARTS)
 PARTS = ("attention", "mlp")

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from megagrpo.config import ConfigError, RunConfig, io, load_config
 from megagrpo.data.prompts import PromptSource
-from megagrpo.data.tokenizer import tokenizer_of
-from megagrpo.models.families.hf_config import HfConfig, load_hf_config
-from megagrpo.models.families.weight_sources import resolve_model
+from megagrpo.data.tokens.tokenizer import tokenizer_of
+from megagrpo.families.hf_config import HfConfig, load_hf_config
+from megagrpo.families.weight_sources import resolve_model
+from megagrpo.planner.rules.plan_problems import check
 from megagrpo.platform import device
 from megagrpo.platform.device import quiet
 from megagrpo.platform.parallel.spawn import RankFailed, run_ranks
 from megagrpo.platform.process.terminal import show, wrapped
 from megagrpo.platform.process.variables import ENVIRONMENT
-from megagrpo.proof.plan.plan_problems import check
 from megagrpo.proof.verify.precision import PARTS, PrecisionErrors, batch_of, measure
 from megagrpo.train_types import TrainSample
 

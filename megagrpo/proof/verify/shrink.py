@@ -11,15 +11,15 @@ import numpy as np
 import torch
 
 from megagrpo.config import LoraSection, ParallelSection, RunConfig
-from megagrpo.config.lora import ALL_LINEAR
-from megagrpo.data.packing import padded
-from megagrpo.data.routes import RouteShape
-from megagrpo.models.families.config_keys import text_config
-from megagrpo.models.families.family_index import FAMILIES
-from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
-from megagrpo.models.families.shared.family import CHUNKED, COMMON, FULL, LINEAR, SLIDING, rope, rotated_share
-from megagrpo.models.families.shared.recurrence import GatedDelta, Recurrence, ShortConv
-from megagrpo.policy.specs import layer_pattern
+from megagrpo.config.sections.lora import ALL_LINEAR
+from megagrpo.data.packing.routed_experts import RouteShape
+from megagrpo.data.packing.sample_packing import padded
+from megagrpo.families.config_keys import text_config
+from megagrpo.families.family_index import FAMILIES
+from megagrpo.families.hf_config import HfConfig, parse_hf_config
+from megagrpo.families.shared.family import CHUNKED, COMMON, FULL, LINEAR, SLIDING, rope, rotated_share
+from megagrpo.families.shared.recurrence import GatedDelta, Recurrence, ShortConv
+from megagrpo.policy.transformer.specs import layer_pattern
 from megagrpo.train_types import TrainSample
 from megagrpo.types import Routes
 

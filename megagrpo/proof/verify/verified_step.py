@@ -15,23 +15,23 @@ from torch import Tensor
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
-from megagrpo.data.packing import pack, packing_rules
-from megagrpo.models.bridge.parameter_blocks import Parameter, adapter_blocks, blocks, fill, trained_blocks
-from megagrpo.models.families.hf_config import HfConfig
-from megagrpo.models.families.shared.boxes import Box
+from megagrpo.data.packing.sample_packing import pack, packing_rules
+from megagrpo.families.hf_config import HfConfig
+from megagrpo.families.shared.boxes import Box
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.policy.fp8.dense_access import write_dense
 from megagrpo.policy.fp8.masters import unrounded_values
 from megagrpo.policy.fp8.tensor import dense
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.policy.optimizer import gather_gradients
-from megagrpo.policy.rank_routes import with_sample_routes
+from megagrpo.policy.moe.rank_routed_experts import with_sample_routes
+from megagrpo.policy.moe.routing_replay import route_shape
+from megagrpo.policy.optimizer.policy_optimizer import gather_gradients
 from megagrpo.policy.reference import Reference
-from megagrpo.policy.routing_replay import route_shape
 from megagrpo.policy.step_terms import add_step_terms
 from megagrpo.proof.verify.shrink import random_routes, random_tensor
-from megagrpo.records.metrics import values_of
+from megagrpo.records.rows.step_metrics import values_of
 from megagrpo.train_types import LossInputs, LossOutput, MicroBatch, TrainBatch, TrainSample
+from megagrpo.weights.blocks.parameter_blocks import Parameter, adapter_blocks, blocks, fill, trained_blocks
 
 Tensors = dict[str, Tensor]
 

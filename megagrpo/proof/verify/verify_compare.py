@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import RunConfig
-from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.families.hf_config import HfConfig
 from megagrpo.platform import device
 from megagrpo.platform.process.terminal import WIDTH, wrapped
 from megagrpo.proof.verify.verified_step import Outcome, relative_error

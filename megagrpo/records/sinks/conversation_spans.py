@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from megagrpo.records.completions import Row
+from megagrpo.records.rows.completions import Row
 
 LEAST_WAIT = 0.001  # seconds of a wait that is shown
 Attributes = dict[str, str | int | float | list[str]]

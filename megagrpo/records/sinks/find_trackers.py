@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from megagrpo.config import Problem, ProblemError, RunSection
-from megagrpo.config.tracker_options import missing_package, tracker_notes
+from megagrpo.config.sections.tracker_options import missing_package, tracker_notes
 from megagrpo.platform.process import user_code
-from megagrpo.records.completions import Rows
+from megagrpo.records.rows.completions import Rows
 from megagrpo.records.sinks.sink import Sink, TrackedRun
 
 CLASSES = {"tensorboard": "TensorBoardSink", "wandb": "WandbSink", "mlflow": "MlflowSink", "trackio": "TrackioSink"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from megagrpo.records.completions import Rows
-from megagrpo.records.jsonl_file import JsonlFile, StoredRows
+from megagrpo.records.rows.completions import Rows
+from megagrpo.records.rows.jsonl_file import JsonlFile, StoredRows
 from megagrpo.records.sinks.sink import TrackedRun
 
 

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 from megagrpo.config.io import as_yaml, flat
-from megagrpo.config.tracker_options import PROJECT
+from megagrpo.config.sections.tracker_options import PROJECT
 from megagrpo.platform.process.variables import ENVIRONMENT
-from megagrpo.records.completions import Rows, table
+from megagrpo.records.rows.completions import Rows, table
 from megagrpo.records.sinks.sink import TrackedRun, TrackerSink
 
 PER_BATCH = 100  # MLflow's limit on the parameters of a call; that on metrics is 1,000

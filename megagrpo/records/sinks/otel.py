@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megagrpo.platform.process.terminal import warn
 from megagrpo.platform.process.variables import ENVIRONMENT
-from megagrpo.records.completions import Rows
+from megagrpo.records.rows.completions import Rows
 from megagrpo.records.sinks.conversation_spans import Attributes, Interval, conversation_interval
 from megagrpo.records.sinks.sink import TrackedRun, TrackerSink
 

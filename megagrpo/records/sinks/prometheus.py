@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
-from megagrpo.platform.process.loopback import LOOPBACK_ADDRESS
+from megagrpo.loopback import LOOPBACK_ADDRESS
 from megagrpo.records.sinks.sink import ServerMetrics, TrackedRun, TrackerSink
 
 if TYPE_CHECKING:

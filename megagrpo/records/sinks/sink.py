@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megagrpo.config import RunConfig
-from megagrpo.records.completions import Rows
+from megagrpo.records.rows.completions import Rows
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megagrpo.config.io import as_yaml
-from megagrpo.records.completions import Rows, best_and_worst, encodable, prompt_text
+from megagrpo.records.rows.completions import Rows, best_and_worst, encodable, prompt_text
 from megagrpo.records.sinks.sink import TrackedRun, TrackerSink
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megagrpo.config.tracker_options import PROJECT
+from megagrpo.config.sections.tracker_options import PROJECT
 from megagrpo.platform.process.variables import ENVIRONMENT
-from megagrpo.records.completions import Rows, table
+from megagrpo.records.rows.completions import Rows, table
 from megagrpo.records.sinks.sink import TrackedRun, TrackerSink
 
 

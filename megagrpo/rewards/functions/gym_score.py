@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from megagrpo.rewards.functions.numbers import last_number, number_text
 from megagrpo.rewards.functions.text_rewards import text_of
+from megagrpo.rewards.math.numbers import last_number, number_text
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", SyntaxWarning)  # raised in cellpylib, which reasoning-gym imports

@@ -12,9 +12,9 @@ from typing import Any
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
-from megagrpo.rewards.answers import final_answer
-from megagrpo.rewards.equality import MAX_ANSWER_LENGTH, equal
 from megagrpo.rewards.functions.text_rewards import first_answer, text_of
+from megagrpo.rewards.math.answers import final_answer
+from megagrpo.rewards.math.equality import MAX_ANSWER_LENGTH, equal
 
 _GOLD = (("solution", "answer"),)
 # TRL: boxed answers first, then anchored LaTeX ("the answer is $3$"); a number in plain text is no answer.

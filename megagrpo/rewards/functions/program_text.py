@@ -13,8 +13,8 @@ import warnings
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
-from megagrpo.rewards.answers import after_thought
 from megagrpo.rewards.functions.text_rewards import encodable
+from megagrpo.rewards.math.answers import after_thought
 
 PYTHON = ("", "python", "py", "python3", "py3")
 _OPENS = re.compile(r"([ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?)(`{3,}|~{3,})[ \t{.]*([^`\s}]*)[^`]*")

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.rewards.functions.http_service import JsonService, ServiceError
 from megagrpo.rewards.functions.text_rewards import text_of
-from megagrpo.rewards.workers.values import InvalidRewards
+from megagrpo.rewards.registry.reward_values import InvalidRewards
 from megagrpo.row_image import json_image
 
 SECRET = re.compile("authorization|cookie|key|token|secret|password", re.IGNORECASE)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable, Sequence
 from decimal import Decimal
 from typing import Any
 
-from megagrpo.rewards.answers import number_part
-from megagrpo.rewards.functions.numbers import is_plain, last_number, only_number
+from megagrpo.rewards.math.answers import number_part
+from megagrpo.rewards.math.numbers import is_plain, last_number, only_number
 
 _END_OF_THOUGHT = re.compile(r"</think>\s*<answer>")
 _THINK = re.compile(r"<think>(?!.*<think>).*?</think>", re.DOTALL)

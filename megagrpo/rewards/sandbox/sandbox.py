@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
-from megagrpo.platform.process.removal import temporary_folder
+from megagrpo.platform.process.cleanup.removal import temporary_folder
 from megagrpo.rewards.sandbox.counts import Counts
 
 WALLS = ("namespaces", "mounts", "landlock", "seccomp", "counts")

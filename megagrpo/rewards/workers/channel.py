@@ -23,7 +23,7 @@ from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
-from megagrpo.rewards.target import Target
+from megagrpo.rewards.registry.target import Target
 from megagrpo.row_image import RowImage
 
 MAX_MESSAGE_BYTES = 1 << 26  # limit on a message from user code

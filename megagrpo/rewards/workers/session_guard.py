@@ -12,7 +12,7 @@ import signal
 import time
 from pathlib import Path
 
-from megagrpo.platform.process.parent_death import end_with_parent
+from megagrpo.platform.process.cleanup.parent_death import end_with_parent
 
 _PASSES = 100  # over the processes of a session
 _DEATH = signal.SIGUSR1  # what the kernel sends when the worker has ended

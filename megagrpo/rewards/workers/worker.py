@@ -28,14 +28,14 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.platform.process import user_code
-from megagrpo.platform.process.hints import did_you_mean
-from megagrpo.platform.process.parent_death import PR_SET_PDEATHSIG
+from megagrpo.platform.process.cleanup.parent_death import PR_SET_PDEATHSIG
 from megagrpo.rewards.functions.text_rewards import text_of
-from megagrpo.rewards.plugins import orms
-from megagrpo.rewards.target import BUILT_IN_REWARDS, Signature, Target
+from megagrpo.rewards.registry.plugins import orms
+from megagrpo.rewards.registry.reward_values import LOG_ARGUMENTS, CallLog, InvalidRewards, Parts, reward_of, rewards_of
+from megagrpo.rewards.registry.target import BUILT_IN_REWARDS, Signature, Target
 from megagrpo.rewards.workers.channel import Channel, from_json
 from megagrpo.rewards.workers.session_guard import guard_session
-from megagrpo.rewards.workers.values import LOG_ARGUMENTS, CallLog, InvalidRewards, Parts, reward_of, rewards_of
+from megagrpo.suggestions import did_you_mean
 
 PASSED_TO_ALL = (
     *("prompts", "completions", "completion_ids", "finish_reason", "is_truncated"),

@@ -20,19 +20,20 @@ from torch import Tensor
 
 from megagrpo.config import LoraSection
 from megagrpo.engine.client import VllmEngine
-from megagrpo.models.bridge.adapter_files import save_adapter
-from megagrpo.models.bridge.hf_export import Parameters, Source, find_sources
 from megagrpo.platform.parallel.agree import run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process.cleanup.removal import remove
+from megagrpo.platform.process.cleanup.shm_names import SHARED_MEMORY
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
-from megagrpo.platform.process.removal import remove
-from megagrpo.platform.process.shm_names import SHARED_MEMORY
+from megagrpo.platform.rendezvous.store_exchange import is_here
 from megagrpo.sync.trainer_side.own_folder import OwnFolder
 from megagrpo.sync.trainer_side.sync import SyncReport, Weights, WeightSync, error_text
 from megagrpo.sync.trainer_side.transport import NO_HANDOVER, Handover, outcome_of_first_rank
 from megagrpo.sync.wire.copy_checksums import checksum
-from megagrpo.sync.wire.exchange import is_here
-from megagrpo.sync.wire.tensor_index import ENGINE_DTYPES, WeightSyncError
+from megagrpo.types import WeightSyncError
+from megagrpo.weights.bridge.adapter_files import save_adapter
+from megagrpo.weights.bridge.hf_export import Parameters, Source, find_sources
+from megagrpo.weights.slices.tensor_index import ENGINE_DTYPES
 
 Sums = dict[str, list[str]]  # projection (layers.0.self_attn.q_proj) -> [checksum of A, checksum of B * scale]
 
@@ -61,8 +62,8 @@ class BaseSync:
 
 
 class AdapterSync(WeightSync):
-    """A `WeightSync` whose `push` takes blocks from `megagrpo.models.bridge.parameter_blocks.adapter_blocks`. `base` is
-    the model as the config names it. Servers that are not `here` cannot read this host's `parent`. Construction is
+    """A `WeightSync` whose `push` takes blocks from `parameter_blocks.adapter_blocks`. `base` is the model
+    as the config names it. Servers that are not `here` cannot read this host's `parent`. Construction is
     collective. Raises OSError when no folder can be created there, RankError on the other ranks.
     """
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagrpo.config.transport_table import TRANSPORTS
+from megagrpo.config.sections.transport_table import TRANSPORTS
 from megagrpo.engine.client import VllmEngine
 from megagrpo.sync.trainer_side.node_shares import Nodes
+from megagrpo.sync.trainer_side.shared_buffers import Slots
 from megagrpo.sync.trainer_side.shared_memory import FileUpdate, SharedMemory
-from megagrpo.sync.trainer_side.slots import Slots
 from megagrpo.sync.trainer_side.transport import Ranks, Weight, of_first_rank, own_or_raise
 from megagrpo.sync.wire.cuda_handles import export, mappable_bytes, release
 

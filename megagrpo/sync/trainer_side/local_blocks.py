@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megagrpo.models.families.shared.blocks import Block
-from megagrpo.models.families.shared.boxes import Box, intersect
+from megagrpo.families.shared.blocks import Block
+from megagrpo.families.shared.boxes import Box, intersect
 from megagrpo.sync.trainer_side.node_shares import BlockKey
 from megagrpo.sync.trainer_side.transport import Parameter, Weight, key_of
 from megagrpo.sync.wire.copy_checksums import finite_as, first_false
 from megagrpo.sync.wire.rank_boxes import RankBoxes
-from megagrpo.sync.wire.tensor_index import WeightSyncError
+from megagrpo.types import WeightSyncError
 
 
 class LocalBlocks:

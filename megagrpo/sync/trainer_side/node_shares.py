@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.models.families.shared.boxes import Box
-from megagrpo.sync.wire.box_slices import owners
-from megagrpo.sync.wire.sync_plan import layer_of
-from megagrpo.sync.wire.tensor_index import TensorIndex
+from megagrpo.families.shared.boxes import Box
+from megagrpo.weights.slices.box_slices import owners
+from megagrpo.weights.slices.sync_plan import layer_of
+from megagrpo.weights.slices.tensor_index import TensorIndex
 
 BlockKey = tuple[str, tuple[int, ...], Box]  # tensor, its full shape, and the part of it: equal for replicas of a block
 

@@ -33,7 +33,7 @@ def main(parent: int, folder: Path) -> None:
         time.sleep(PERIOD)
     # this file is run by its path, so the package is not importable
     sys.path.append(str(Path(__file__).resolve().parents[3]))
-    from megagrpo.platform.process.shm_names import remove_stale
+    from megagrpo.platform.process.cleanup.shm_names import remove_stale
 
     for attempt in range(NUM_REMOVALS.stop):
         remove_stale(folder.parent)

@@ -6,9 +6,9 @@ import atexit
 import os
 from pathlib import Path
 
-from megagrpo.platform.process.ownership import make_folder
-from megagrpo.platform.process.removal import remove_tree
-from megagrpo.platform.process.shm_names import FOLDER, SHARED_MEMORY, remove_stale
+from megagrpo.platform.process.cleanup.ownership import make_folder
+from megagrpo.platform.process.cleanup.removal import remove_tree
+from megagrpo.platform.process.cleanup.shm_names import FOLDER, SHARED_MEMORY, remove_stale
 from megagrpo.sync.trainer_side.orphaned_files import remove_when_orphaned
 
 

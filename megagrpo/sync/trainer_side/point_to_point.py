@@ -19,11 +19,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megagrpo.config.transport_table import TRANSPORTS
+from megagrpo.config.sections.transport_table import TRANSPORTS
 from megagrpo.engine.client import VllmEngine
-from megagrpo.models.families.shared.boxes import size
+from megagrpo.families.shared.boxes import size
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.platform.process.variables import ENVIRONMENT
+from megagrpo.platform.rendezvous.store_exchange import (
+    Deadline,
+    Exchange,
+    PeerBuffer,
+    Pending,
+    Store,
+    clear_frames,
+    own_address,
+    wait,
+)
 from megagrpo.sync.trainer_side.local_blocks import LocalBlocks
 from megagrpo.sync.trainer_side.send_plan import (
     PlanNews,
@@ -47,7 +57,6 @@ from megagrpo.sync.trainer_side.transport import (
 )
 from megagrpo.sync.trainer_side.verification import verify_versions
 from megagrpo.sync.wire.copy_checksums import Checked, copy_checked
-from megagrpo.sync.wire.exchange import Deadline, Exchange, PeerBuffer, Pending, Store, clear_frames, own_address, wait
 from megagrpo.sync.wire.messages import (
     IN_FLIGHT,
     Message,
@@ -58,7 +67,8 @@ from megagrpo.sync.wire.messages import (
 )
 from megagrpo.sync.wire.rank_boxes import RankBoxes
 from megagrpo.sync.wire.store_messages import Decision, DirectRequest, part_key
-from megagrpo.sync.wire.tensor_index import ENGINE_DTYPES, WeightSyncError
+from megagrpo.types import WeightSyncError
+from megagrpo.weights.slices.tensor_index import ENGINE_DTYPES
 
 
 class _News(NamedTuple):

@@ -17,16 +17,16 @@ import msgspec
 import numpy as np
 import torch
 
-from megagrpo.models.families.shared.boxes import Box, brackets, missing, size, whole
+from megagrpo.families.shared.boxes import Box, brackets, missing, size, whole
+from megagrpo.platform.rendezvous.store_exchange import Store
 from megagrpo.sync.trainer_side.node_shares import BlockKey
 from megagrpo.sync.trainer_side.transport import Ranks
-from megagrpo.sync.wire.exchange import Store
+from megagrpo.sync.wire.forwarding import NO_FEEDER, feeders, heads
 from megagrpo.sync.wire.messages import Message, Round, layer_text, rounds
 from megagrpo.sync.wire.rank_boxes import RankBoxes, WorkerBoxes
-from megagrpo.sync.wire.relay import NO_FEEDER, feeders, heads
 from megagrpo.sync.wire.store_messages import PlanPart, part_key, take_boxes
-from megagrpo.sync.wire.sync_plan import layer_of
-from megagrpo.sync.wire.tensor_index import WeightSyncError
+from megagrpo.types import WeightSyncError
+from megagrpo.weights.slices.sync_plan import layer_of
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagrpo.config.transport_table import TRANSPORTS
+from megagrpo.config.sections.transport_table import TRANSPORTS
 from megagrpo.engine.client import VllmEngine
-from megagrpo.models.families.shared.boxes import brackets
+from megagrpo.families.shared.boxes import brackets
 from megagrpo.platform.parallel.host_messages import Reduction
+from megagrpo.platform.process.cleanup.removal import remove
+from megagrpo.platform.process.cleanup.shm_names import SHARED_MEMORY
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
-from megagrpo.platform.process.removal import remove
-from megagrpo.platform.process.shm_names import SHARED_MEMORY
 from megagrpo.sync.trainer_side.node_shares import NodeFiles, Nodes, Transfer
 from megagrpo.sync.trainer_side.own_folder import OwnFolder
-from megagrpo.sync.trainer_side.slots import BlockInFile, Slots, activity_path, by_layer
+from megagrpo.sync.trainer_side.shared_buffers import BlockInFile, Slots, activity_path, by_layer
 from megagrpo.sync.trainer_side.transport import (
     DEFAULT_SETTINGS,
     Ranks,
@@ -44,7 +44,8 @@ from megagrpo.sync.trainer_side.transport import (
 )
 from megagrpo.sync.trainer_side.verification import verify
 from megagrpo.sync.wire.progress_file import NUM_SLOTS, ActivityFile
-from megagrpo.sync.wire.tensor_index import SharedBlock, SharedTensor, TensorIndex, WeightSyncError
+from megagrpo.types import WeightSyncError
+from megagrpo.weights.slices.tensor_index import SharedBlock, SharedTensor, TensorIndex
 
 
 class SharedMemory(Transport):

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.protocol import ServerDied
-from megagrpo.models.families.shared.blocks import Block, with_last_dim
+from megagrpo.engine.http.protocol import ServerDied
+from megagrpo.families.shared.blocks import Block, with_last_dim
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.sync.trainer_side.shared_memory import SharedMemory
 from megagrpo.sync.trainer_side.transport import (
@@ -38,7 +38,8 @@ from megagrpo.sync.trainer_side.transport import (
     reports_of_ranks,
 )
 from megagrpo.sync.trainer_side.transport import Weights as Weights
-from megagrpo.sync.wire.tensor_index import ENGINE_DTYPES, WeightSyncError, addends, in_addends
+from megagrpo.types import WeightSyncError
+from megagrpo.weights.slices.tensor_index import ENGINE_DTYPES, addends, in_addends
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class WeightSync:
     ) -> SyncReport:
         """Send the parameters to the engine as `weight_version`. Collective. `task` counts the bytes this rank sends.
 
-        `parameters` comes from `megagrpo.models.bridge.parameter_blocks.blocks`: (parameter name, parameter [...], its
+        `parameters` comes from `megagrpo.weights.blocks.parameter_blocks.blocks`: (parameter name, parameter [...], its
         blocks), with the same parameters on every call. Raises WeightSyncError on every rank when any part fails. Then
         the engine is paused, and `push` may be called again. When a required server dies, the push restarts with the
         remaining servers, or with the same server once it is back.

@@ -1,7 +1,7 @@
 """The interface of a weight transport on the trainer's side: `Transport` and `Update`, with six methods together.
 
 A transport moves the slices of one weight version from the trainer's ranks to vLLM's workers, where a `Receiver`
-(`sync/vllm_side/receiver.py`) takes them. `config/transport_table.py` registers both ends.
+(`sync/vllm_side/receiver.py`) takes them. `config/sections/transport_table.py` registers both ends.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megagrpo.config.transport_table import TRANSPORTS
+from megagrpo.config.sections.transport_table import TRANSPORTS
 from megagrpo.engine.client import VllmEngine
-from megagrpo.models.families.shared.blocks import Block
+from megagrpo.families.shared.blocks import Block
 from megagrpo.platform.parallel.host_messages import Reduction
 from megagrpo.platform.process import user_code
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.sync.trainer_side.node_shares import BlockKey, Nodes
-from megagrpo.sync.wire.tensor_index import TensorIndex, WeightSyncError
+from megagrpo.types import WeightSyncError
+from megagrpo.weights.slices.tensor_index import TensorIndex
 
 
 class Parameter(Protocol):

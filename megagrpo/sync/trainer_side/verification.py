@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megagrpo.models.families.shared.boxes import Box, brackets, missing, size, whole
-from megagrpo.sync.wire.tensor_index import SharedBlock, TensorIndex, WeightSyncError, wrong_checksum
+from megagrpo.families.shared.boxes import Box, brackets, missing, size, whole
+from megagrpo.types import WeightSyncError
+from megagrpo.weights.slices.tensor_index import SharedBlock, TensorIndex, wrong_checksum
 
 Reads = dict[tuple[str, int], dict[Box, int]]  # (tensor, index of its block) -> part of the block -> checksum
 

@@ -21,30 +21,30 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from megagrpo.platform.process.parent_death import tie_process_tree
-from megagrpo.platform.process.shm_names import CPU_WORKERS, name_segments_by_owner, owned
+from megagrpo.platform.process.cleanup.parent_death import tie_process_tree
+from megagrpo.platform.process.cleanup.shm_names import CPU_WORKERS, name_segments_by_owner, owned
+from megagrpo.platform.rendezvous.store_exchange import clear_frames
 from megagrpo.sync.vllm_side.adapter_wrappers import AdapterWrappers
-from megagrpo.sync.vllm_side.cpu_kernels import (
+from megagrpo.sync.vllm_side.cpu.cpu_kernels import (
     attend_in_float32,
     rotate_all_heads,
     route_as_one_group,
     see_whole_images,
 )
-from megagrpo.sync.vllm_side.cpu_parallelism import (
+from megagrpo.sync.vllm_side.cpu.cpu_parallelism import (
     compute_frozen_experts,
     count_workers_of_a_node,
     exchange_tokens,
     make_stage_buffers,
     use_expert_map,
 )
-from megagrpo.sync.vllm_side.cpu_routes import return_routed_experts
+from megagrpo.sync.vllm_side.cpu.cpu_routed_experts import return_routed_experts
 from megagrpo.sync.vllm_side.loading import Loading, first_names
 from megagrpo.sync.vllm_side.reader import ShardReader
 from megagrpo.sync.vllm_side.receiver import Receiver, Worker, receiver_class
 from megagrpo.sync.vllm_side.stores import listen_on_own_address
 from megagrpo.sync.vllm_side.unpacking import register_loader
-from megagrpo.sync.wire.exchange import clear_frames
-from megagrpo.sync.wire.tensor_index import WeightSyncError
+from megagrpo.types import WeightSyncError
 
 WEIGHT_BACKEND = "megagrpo"
 logger = logging.getLogger(__name__)

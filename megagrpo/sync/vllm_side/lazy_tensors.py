@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megagrpo.models.families.shared.boxes import Box, whole
+from megagrpo.families.shared.boxes import Box, whole
 
 aten = torch.ops.aten
 

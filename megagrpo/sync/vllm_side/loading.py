@@ -17,10 +17,11 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.models.interfaces import supports_multimodal
 
+from megagrpo.sync.vllm_side.cached_copies import Recipe, Recorder
 from megagrpo.sync.vllm_side.reader import ShardReader
 from megagrpo.sync.vllm_side.receiver import BlankBlocks, BoxCounts
-from megagrpo.sync.vllm_side.replay import Recipe, Recorder
-from megagrpo.sync.wire.tensor_index import TensorIndex, WeightSyncError
+from megagrpo.types import WeightSyncError
+from megagrpo.weights.slices.tensor_index import TensorIndex
 
 EXPERTS = ".mlp.experts."
 logger = logging.getLogger(__name__)

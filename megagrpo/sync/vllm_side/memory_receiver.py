@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagrpo.models.families.shared.boxes import Box, extent, size
+from megagrpo.families.shared.boxes import Box, extent, size
 from megagrpo.platform.process.atomic_file import write_atomically
 from megagrpo.sync.vllm_side.reader import window
 from megagrpo.sync.vllm_side.receiver import BlockSource, Receiver, Worker
 from megagrpo.sync.wire.cuda_handles import DeviceMaps
 from megagrpo.sync.wire.progress_file import ActivityFile, ProgressReader
-from megagrpo.sync.wire.tensor_index import ENGINE_DTYPES, TensorIndex, WeightSyncError
+from megagrpo.types import WeightSyncError
+from megagrpo.weights.slices.tensor_index import ENGINE_DTYPES, TensorIndex
 
 
 class MemoryReceiver(Receiver):

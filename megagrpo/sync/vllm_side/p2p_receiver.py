@@ -18,10 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megagrpo.models.families.shared.boxes import Box, brackets, extent, size
+from megagrpo.families.shared.boxes import Box, brackets, extent, size
+from megagrpo.platform.rendezvous.store_exchange import Deadline, Exchange, PeerBuffer, Pending, Store, wait
 from megagrpo.sync.vllm_side.receiver import BlockSource, BoxCounts, Receiver, Worker
-from megagrpo.sync.wire.box_slices import cover
-from megagrpo.sync.wire.exchange import Deadline, Exchange, PeerBuffer, Pending, Store, wait
 from megagrpo.sync.wire.messages import (
     IN_FLIGHT,
     Message,
@@ -34,8 +33,10 @@ from megagrpo.sync.wire.messages import (
 )
 from megagrpo.sync.wire.rank_boxes import RankBoxes, by_tensor
 from megagrpo.sync.wire.store_messages import Decision, DirectRequest, PlanPart, content_key, part_key
-from megagrpo.sync.wire.sync_plan import layer_of
-from megagrpo.sync.wire.tensor_index import ENGINE_DTYPES, TensorIndex, WeightSyncError, wrong_checksum
+from megagrpo.types import WeightSyncError
+from megagrpo.weights.slices.box_slices import cover
+from megagrpo.weights.slices.sync_plan import layer_of
+from megagrpo.weights.slices.tensor_index import ENGINE_DTYPES, TensorIndex, wrong_checksum
 
 
 class P2pReceiver(Receiver):

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagrpo.models.families.shared.boxes import Box, brackets, extent
+from megagrpo.families.shared.boxes import Box, brackets, extent
 from megagrpo.sync.vllm_side.lazy_tensors import LazyTensor, box_of, restride
 from megagrpo.sync.vllm_side.receiver import BlankBlocks, BlockSource
 from megagrpo.sync.wire.copy_checksums import device_checksum, is_host, on_host
-from megagrpo.sync.wire.sync_plan import layer_of
-from megagrpo.sync.wire.tensor_index import ENGINE_DTYPES, WeightSyncError, in_addends
+from megagrpo.types import WeightSyncError
+from megagrpo.weights.slices.sync_plan import layer_of
+from megagrpo.weights.slices.tensor_index import ENGINE_DTYPES, in_addends
 
 
 class ShardReader:

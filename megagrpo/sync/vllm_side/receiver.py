@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagrpo.models.families.shared.boxes import Box, extent
+from megagrpo.families.shared.boxes import Box, extent
 from megagrpo.platform.process import user_code
-from megagrpo.sync.wire.box_slices import cover
-from megagrpo.sync.wire.tensor_index import ENGINE_DTYPES, TensorIndex, WeightSyncError
+from megagrpo.types import WeightSyncError
+from megagrpo.weights.slices.box_slices import cover
+from megagrpo.weights.slices.tensor_index import ENGINE_DTYPES, TensorIndex
 
 BoxCounts = Counter[tuple[str, Box]]  # (tensor, box) -> how often the loaders fetch it
 

@@ -16,9 +16,9 @@ from safetensors import safe_open
 from torch import Tensor
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from megagrpo.models.families.hf_config import read_raw_config
-from megagrpo.models.families.weight_sources import INDEX, SINGLE
-from megagrpo.models.precision.stored_views import model_tensors
+from megagrpo.families.hf_config import read_raw_config
+from megagrpo.families.weight_sources import INDEX, SINGLE
+from megagrpo.weights.precision.stored_views import model_tensors
 
 
 class UnpackingLoader(DefaultModelLoader):

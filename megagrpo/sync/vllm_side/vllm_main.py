@@ -16,7 +16,7 @@ import sys
 import time
 from typing import Any
 
-from megagrpo.platform.process.parent_death import tie_process_tree
+from megagrpo.platform.process.cleanup.parent_death import tie_process_tree
 
 
 def _fork_instead_of_spawn() -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megagrpo.models.families.shared.boxes import Box, extent, whole
+from megagrpo.families.shared.boxes import Box, extent, whole
 
 PIECE = 2**18  # elements, at most 1 MiB: a core's L2 cache
 _PRODUCTS = 2**20  # words of a temporary tensor on a GPU, 8 MiB

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from megagrpo.sync.wire.tensor_index import WeightSyncError
+from megagrpo.types import WeightSyncError
 
 # Arguments of `rebuild_cuda_tensor` from the eighth on, with their types; the first seven are fixed because the tensor
 # is flat bytes.

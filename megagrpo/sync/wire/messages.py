@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megagrpo.models.families.shared.boxes import Box, extent, size
-from megagrpo.sync.wire.sync_plan import Transfers, layer_of
+from megagrpo.families.shared.boxes import Box, extent, size
+from megagrpo.weights.slices.sync_plan import Transfers, layer_of
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megagrpo.sync.wire.tensor_index import ALIGNMENT, WeightSyncError
+from megagrpo.types import WeightSyncError
+from megagrpo.weights.slices.tensor_index import ALIGNMENT
 
 NUM_SLOTS = 2
 WORD_BYTES = 8  # size of a progress file

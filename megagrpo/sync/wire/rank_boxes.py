@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from megagrpo.models.families.shared.boxes import Box
-from megagrpo.sync.wire.sync_plan import Sources, Transfers, choose_sources, plan_transfers
-from megagrpo.sync.wire.tensor_index import SharedBlock, SharedTensor, TensorIndex
+from megagrpo.families.shared.boxes import Box
+from megagrpo.weights.slices.sync_plan import Sources, Transfers, choose_sources, plan_transfers
+from megagrpo.weights.slices.tensor_index import SharedBlock, SharedTensor, TensorIndex
 
 WorkerBoxes = Mapping[str, Sequence[Box]]  # tensor -> the boxes of it that one worker wants
 

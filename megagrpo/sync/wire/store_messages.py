@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megagrpo.sync.wire.exchange import Store
+from megagrpo.platform.rendezvous.store_exchange import Store
 from megagrpo.sync.wire.rank_boxes import WorkerBoxes, boxes_of_json
 
 

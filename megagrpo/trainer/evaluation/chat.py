@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megagrpo.config import ConfigError, RunConfig
-from megagrpo.data.sampling import sampling_of
-from megagrpo.data.tokenizer import Tokenizer, read_chat_template, tokenizer_of
+from megagrpo.data.tokens.sampling import sampling_of
+from megagrpo.data.tokens.tokenizer import Tokenizer, read_chat_template, tokenizer_of
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.protocol import derive_seed
+from megagrpo.engine.http.protocol import derive_seed
 from megagrpo.engine.servers.serving import Serving
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.process.terminal import show, warn, write_output
 from megagrpo.types import Prompt, SamplingParams
 

@@ -10,23 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import ConfigError, RunConfig
+from megagrpo.data.packing.sample_table import Vote, votes_of
+from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.data.prompts import prompt_reader
-from megagrpo.data.sample_facts import Vote, votes_of
-from megagrpo.data.sampling import sampling_of
-from megagrpo.data.step_samples import StepSamples
-from megagrpo.engine.protocol import Generator
+from megagrpo.data.tokens.sampling import sampling_of
+from megagrpo.engine.http.protocol import Generator
 from megagrpo.engine.servers.serving import Serving
 from megagrpo.environments.dialogues import make_dialogues
-from megagrpo.models.bridge.image_facts import processor_of
 from megagrpo.platform.process.atomic_file import write_atomically
 from megagrpo.platform.process.phases import Phases
 from megagrpo.platform.process.terminal import side_by_side, warn
-from megagrpo.records.completions import response_row
 from megagrpo.records.progress_bars import run_progress
+from megagrpo.records.rows.completions import response_row
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.evaluation.sets import HeldOut, check_columns, evaluate, load_sets
 from megagrpo.trainer.rollout.scored_groups import OnDemand, scored_rollouts
 from megagrpo.types import Prompt, SamplingParams
+from megagrpo.weights.bridge.image_facts import processor_of
 
 TABLE_METRICS = ("reward", "completions/mean_length", "completions/clipped_ratio")
 

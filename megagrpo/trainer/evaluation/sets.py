@@ -10,14 +10,14 @@ from statistics import fmean
 import numpy as np
 
 from megagrpo.config import DataSection, DatasetSection, RunConfig, evaluation_sets
-from megagrpo.data.prompt_order import PromptOrder
-from megagrpo.data.sample_facts import Vote
-from megagrpo.data.step_samples import StepSamples
-from megagrpo.engine.protocol import derive_seed
+from megagrpo.data.packing.sample_table import Vote
+from megagrpo.data.packing.step_samples import StepSamples
+from megagrpo.data.sources.prompt_order import PromptOrder
+from megagrpo.engine.http.protocol import derive_seed
 from megagrpo.environments.dialogues import Dialogues
-from megagrpo.platform.process.hints import did_you_mean
-from megagrpo.rewards.answers import extractor
+from megagrpo.rewards.math.answers import extractor
 from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.suggestions import did_you_mean
 from megagrpo.trainer.evaluation.estimators import majority_passes, pass_at_k, steps_to
 from megagrpo.trainer.rollout.sample_metrics import rollout_metrics
 from megagrpo.types import Prompt, SamplingParams, ScoredRollout, Truncation

@@ -1,0 +1,1 @@
+"""Prompts, rollouts and groups of a step, and their exchange among ranks."""

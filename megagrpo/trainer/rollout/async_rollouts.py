@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from megagrpo.engine.protocol import AheadGenerator
+from megagrpo.engine.http.protocol import AheadGenerator
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.rollout.scored_groups import ScoredGroup, begin_scoring
 from megagrpo.types import Dialogue, Prompt, Rollout, Routes, SamplingParams

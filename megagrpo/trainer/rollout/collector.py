@@ -16,15 +16,15 @@ import torch
 
 from megagrpo.algorithms.token_advantages import with_token_advantages
 from megagrpo.config import AlgorithmSection
-from megagrpo.data.sample_facts import Columns, Vote, branch_facts_of, facts_of, votes_of
-from megagrpo.data.step_samples import StepSamples
-from megagrpo.data.turn_facts import turn_facts_of
-from megagrpo.engine.protocol import EngineError, EngineStarved, Generator
+from megagrpo.data.packing.sample_table import Columns, Vote, branch_facts_of, facts_of, votes_of
+from megagrpo.data.packing.step_samples import StepSamples
+from megagrpo.data.packing.turn_table import turn_facts_of
+from megagrpo.engine.http.protocol import EngineError, EngineStarved, Generator
 from megagrpo.platform.parallel.agree import run_own_and_agree
 from megagrpo.platform.parallel.bulk_messages import gather_rows
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
-from megagrpo.records.ahead_files import read_ahead
+from megagrpo.records.checkpoints.ahead_files import read_ahead
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool, place_of
 from megagrpo.trainer.rollout.scored_groups import OnDemand, scored_rollouts

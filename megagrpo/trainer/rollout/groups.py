@@ -13,9 +13,9 @@ import numpy as np
 
 from megagrpo.algorithms.advantages import flat_groups
 from megagrpo.config import RunConfig
-from megagrpo.data.prompt_order import PromptOrder
-from megagrpo.data.step_samples import StepSamples
-from megagrpo.engine.protocol import derive_seed
+from megagrpo.data.packing.step_samples import StepSamples
+from megagrpo.data.sources.prompt_order import PromptOrder
+from megagrpo.engine.http.protocol import derive_seed
 from megagrpo.train_types import TrainState
 from megagrpo.trainer.rollout.collector import Collector
 from megagrpo.trainer.rollout.sample_metrics import pass_rates, staleness

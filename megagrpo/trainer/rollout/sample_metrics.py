@@ -7,8 +7,8 @@ from collections import defaultdict
 
 import numpy as np
 
-from megagrpo.data.sample_facts import DIALOGUE, FAILED_DIALOGUE, KNOWS_STOP, STOPPED, TRUNCATED
-from megagrpo.data.step_samples import StepSamples
+from megagrpo.data.packing.sample_table import DIALOGUE, FAILED_DIALOGUE, KNOWS_STOP, STOPPED, TRUNCATED
+from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.types import CAUSES, ENDINGS
 
 

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
-from megagrpo.engine.protocol import Generator
+from megagrpo.engine.http.protocol import Generator
 from megagrpo.platform.process.phases import Phases
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rewards.scoring import Scoring

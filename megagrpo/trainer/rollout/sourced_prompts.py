@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from megagrpo.config import ConfigError, RunConfig
-from megagrpo.data.images import storable
-from megagrpo.data.prompt_order import PromptOrder
+from megagrpo.data.images.prompt_images import storable
+from megagrpo.data.packing.sample_table import TRUNCATED
+from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.data.prompts import PromptSource
-from megagrpo.data.sample_facts import TRUNCATED
-from megagrpo.data.step_samples import StepSamples
-from megagrpo.data.user_source import DataSource, Group, Progress, Row, load_source
-from megagrpo.engine.protocol import EngineError
+from megagrpo.data.sources.prompt_order import PromptOrder
+from megagrpo.data.sources.user_source import DataSource, Group, Progress, Row, load_source
+from megagrpo.engine.http.protocol import EngineError
 from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process import user_code

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megagrpo.data.packing import PackPlan
-from megagrpo.data.sample_facts import TRUNCATED
-from megagrpo.data.sampling import of_row, sampling_row
-from megagrpo.data.step_samples import StepSamples
+from megagrpo.data.packing.sample_packing import PackPlan
+from megagrpo.data.packing.sample_table import TRUNCATED
+from megagrpo.data.packing.step_samples import StepSamples
+from megagrpo.data.tokens.sampling import of_row, sampling_row
 from megagrpo.platform.parallel.bulk_messages import exchange_rows, share_rows
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.train_types import TrainSample

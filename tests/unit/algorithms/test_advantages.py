@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megagrpo.algorithms.advantages import group_advantages, reward_statistics, to_samples
-from megagrpo.data.step_samples import StepSamples
+from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.types import Prompt, Rollout, ScoredRollout
 from tests.unit.for_each import for_each
 

@@ -11,9 +11,9 @@ from ranks import run_ranks
 
 from megagrpo.algorithms.custom_advantage import load_estimator
 from megagrpo.config import AlgorithmSection, ParallelSection, ProblemError, RunConfig
-from megagrpo.data.step_samples import StepSamples
+from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.trainer.learning import Learning
+from megagrpo.trainer.policy_update import Learning
 from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, Turn
 
 PAGE = Path(__file__).parents[3] / "docs" / "credit.md"

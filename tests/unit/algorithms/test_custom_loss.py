@@ -9,11 +9,11 @@ import torch
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import ConfigError, ProblemError, RunConfig, load_config
-from megagrpo.config.loss_table import LOSSES
-from megagrpo.data.packing import PackingRules, pack
+from megagrpo.config.sections.loss_table import LOSSES
+from megagrpo.data.packing.sample_packing import PackingRules, pack
+from megagrpo.planner import plan
 from megagrpo.proof.audit.audit_checks import check_step
 from megagrpo.proof.audit.naive_loss import Response, policy_term
-from megagrpo.proof.plan import plan
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.train_types import LossInputs
 from tests.unit.for_each import for_each

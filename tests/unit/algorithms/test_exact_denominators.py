@@ -7,10 +7,10 @@ import torch
 from tiny_policy import tiny_run
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.algorithms.real import RealTerms, sample_sums, sums_by_sample
+from megagrpo.algorithms.real_loss import RealTerms, sample_sums, sums_by_sample
 from megagrpo.algorithms.reductions import denominator
-from megagrpo.config.loss_table import LOSSES as LOSS_TABLE
-from megagrpo.data.packing import PackingRules, pack
+from megagrpo.config.sections.loss_table import LOSSES as LOSS_TABLE
+from megagrpo.data.packing.sample_packing import PackingRules, pack
 from megagrpo.proof.verify.shrink import GROUP_SIZE, random_samples
 from megagrpo.train_types import LossInputs
 from tests.unit.for_each import for_each

@@ -8,12 +8,12 @@ import torch
 from megagrpo.algorithms.advantages import group_advantages, normalized_sum_advantages
 from megagrpo.algorithms.correction import correction_weights
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.algorithms.real import RealTerms, sample_sums, sums_by_sample
+from megagrpo.algorithms.real_loss import RealTerms, sample_sums, sums_by_sample
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.algorithms.sequences import Sequences
 from megagrpo.config import RunConfig
-from megagrpo.config.loss_table import LOSSES
-from megagrpo.data.packing import build_micro_batch
+from megagrpo.config.sections.loss_table import LOSSES
+from megagrpo.data.packing.sample_packing import build_micro_batch
 from megagrpo.proof.audit import naive_loss
 from megagrpo.train_types import LossInputs, TrainBatch, TrainSample
 from tests.unit.for_each import for_each

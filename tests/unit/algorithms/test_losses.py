@@ -9,7 +9,7 @@ from megagrpo.algorithms.kl import ESTIMATORS
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
-from megagrpo.data.packing import PackingRules, build_micro_batch, pack
+from megagrpo.data.packing.sample_packing import PackingRules, build_micro_batch, pack
 from megagrpo.train_types import LossInputs, TrainSample
 from tests.unit.for_each import for_each
 

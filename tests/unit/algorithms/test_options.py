@@ -10,12 +10,12 @@ from megagrpo.algorithms.advantages import group_advantages
 from megagrpo.algorithms.correction import correction_weights
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.algorithms.real import RealTerms, sample_sums, sums_by_sample
+from megagrpo.algorithms.real_loss import RealTerms, sample_sums, sums_by_sample
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.algorithms.sequences import Sequences
 from megagrpo.config import AlgorithmSection, RunConfig
-from megagrpo.config.algorithm_rules import advantage_problems, loss_problems
-from megagrpo.data.packing import PackingRules, pack
+from megagrpo.config.rules.algorithm_rules import advantage_problems, loss_problems
+from megagrpo.data.packing.sample_packing import PackingRules, pack
 from megagrpo.proof.verify.shrink import GROUP_SIZE, random_samples
 from megagrpo.train_types import LossInputs, TrainState
 from tests.unit.for_each import for_each

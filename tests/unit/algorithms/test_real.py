@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megagrpo.algorithms.real import RealTerms, group_terms, sample_sums, sums_by_sample
-from megagrpo.data.packing import PackingRules, pack
+from megagrpo.algorithms.real_loss import RealTerms, group_terms, sample_sums, sums_by_sample
+from megagrpo.data.packing.sample_packing import PackingRules, pack
 from megagrpo.proof.verify.shrink import GROUP_SIZE, random_samples
 from tests.unit.for_each import for_each
 

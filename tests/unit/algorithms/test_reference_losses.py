@@ -9,11 +9,11 @@ import torch
 
 from megagrpo.algorithms.entropy import threshold_of_top
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.algorithms.real import RealTerms, sample_sums, sums_by_sample
+from megagrpo.algorithms.real_loss import RealTerms, sample_sums, sums_by_sample
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
-from megagrpo.config.loss_table import LOSSES
-from megagrpo.data.packing import UNLIMITED, pack
+from megagrpo.config.sections.loss_table import LOSSES
+from megagrpo.data.packing.sample_packing import UNLIMITED, pack
 from megagrpo.train_types import LossInputs, TrainSample
 from tests.unit.for_each import for_each
 

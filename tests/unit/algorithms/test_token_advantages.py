@@ -13,8 +13,8 @@ import torch
 from megagrpo.algorithms.advantages import advantages_of, group_advantages, to_samples
 from megagrpo.algorithms.token_advantages import with_token_advantages
 from megagrpo.config import AlgorithmSection, ConfigError, load_config
-from megagrpo.data.packing import UNLIMITED, PackingRules, pack
-from megagrpo.data.step_samples import StepSamples
+from megagrpo.data.packing.sample_packing import UNLIMITED, PackingRules, pack
+from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.types import Dialogue, PartRewards, Prompt, Rollout, ScoredRollout
 from tests.unit.for_each import for_each
 

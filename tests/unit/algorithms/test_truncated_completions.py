@@ -7,9 +7,9 @@ import torch
 
 from megagrpo.algorithms.advantages import group_advantages, to_samples
 from megagrpo.algorithms.reductions import denominator
-from megagrpo.config.loss_table import LOSSES
-from megagrpo.data.packing import PackingRules, pack
-from megagrpo.data.step_samples import StepSamples
+from megagrpo.config.sections.loss_table import LOSSES
+from megagrpo.data.packing.sample_packing import PackingRules, pack
+from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.types import Prompt, Rollout, ScoredRollout
 from tests.unit.for_each import for_each
 

@@ -14,12 +14,12 @@ from benchmarks.gpu.all import PARTS, Part
 from benchmarks.gpu.all import main as run_all
 from benchmarks.gpu.setting import Table, shape
 from megagrpo.config import load_config
-from megagrpo.models.families.hf_config import load_hf_config
-from megagrpo.models.families.weight_sources import shape_folder
+from megagrpo.families.hf_config import load_hf_config
+from megagrpo.families.weight_sources import shape_folder
+from megagrpo.planner.costs.gpu_specs import GPUS
+from megagrpo.planner.costs.workload import Lengths
+from megagrpo.planner.times.step_times import step_times
 from megagrpo.platform import device
-from megagrpo.proof.plan.gpu_specs import GPUS
-from megagrpo.proof.plan.times import step_times
-from megagrpo.proof.plan.workload import Lengths
 
 ROOT = Path(__file__).parents[3]
 KNOWN = {"0.5b": 494.0e6, "1.5b": 1543.7e6, "7b": 7615.6e6, "30b-a3b": 30532.1e6}  # published parameter counts

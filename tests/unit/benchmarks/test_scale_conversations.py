@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.scaling import conversations
 from benchmarks.scaling.table import Point
-from megagrpo.data.tokenizer import load_tokenizer
-from megagrpo.models.families.weight_sources import resolve_model
+from megagrpo.data.tokens.tokenizer import load_tokenizer
+from megagrpo.families.weight_sources import resolve_model
 
 
 def calls(work) -> int:

@@ -19,15 +19,15 @@ from benchmarks.tracing.roofline import (
     roofline,
 )
 from megagrpo.config import load_config
-from megagrpo.models.families.hf_config import load_hf_config, parse_hf_config
-from megagrpo.models.families.weight_sources import shape_folder
-from megagrpo.proof.plan.engine_memory import GIB
-from megagrpo.proof.plan.flops import attention_flops, token_flops
-from megagrpo.proof.plan.gpu_specs import GPUS, HOST_GB_PER_S
-from megagrpo.proof.plan.hidden_messages import sent_rows
-from megagrpo.proof.plan.planned_memory import stage_memory
-from megagrpo.proof.plan.shapes import num_parameters
-from megagrpo.proof.plan.workload import Lengths, expected_lengths
+from megagrpo.families.hf_config import load_hf_config, parse_hf_config
+from megagrpo.families.weight_sources import shape_folder
+from megagrpo.planner.costs.engine_memory import GIB
+from megagrpo.planner.costs.flops import attention_flops, token_flops
+from megagrpo.planner.costs.gpu_specs import GPUS, HOST_GB_PER_S
+from megagrpo.planner.costs.hidden_messages import sent_rows
+from megagrpo.planner.costs.planned_memory import stage_memory
+from megagrpo.planner.costs.shapes import num_parameters
+from megagrpo.planner.costs.workload import Lengths, expected_lengths
 
 ROOT = Path(__file__).parents[3]
 TINY = dict(
@@ -55,8 +55,8 @@ PROMPT, RESPONSE = 256, 768
 SCRIPT = """
 import json, sys
 from megagrpo.config import load_config
-from megagrpo.models.families.hf_config import load_hf_config
-from megagrpo.models.families.weight_sources import shape_folder
+from megagrpo.families.hf_config import load_hf_config
+from megagrpo.families.weight_sources import shape_folder
 from benchmarks.tracing.roofline import HOST_COPY
 from benchmarks.tracing.traced_step import trace_step
 

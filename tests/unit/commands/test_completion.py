@@ -14,7 +14,7 @@ import pytest
 
 from megagrpo.__main__ import main
 from megagrpo.commands import COMMANDS
-from megagrpo.commands.completion import SHELLS
+from megagrpo.commands.setup.completion import SHELLS
 
 START = {
     "bash": (["bash", "--norc", "--noprofile", "-i"], "source {}\n"),

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from megagrpo.__main__ import main
-from megagrpo.commands.doctor import exit_code, lines
-from megagrpo.platform.doctor.machine import Finding
+from megagrpo.cluster.doctor.machine import Finding
+from megagrpo.commands.setup.doctor import exit_code, lines
 
 OK, WARN, FAIL, SKIPPED = (
     Finding("disk", "1 GiB", state, "" if state == "ok" else "free some") for state in ("ok", "warn", "fail", "skipped")

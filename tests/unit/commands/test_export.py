@@ -4,8 +4,8 @@ checkpoints."""
 import pytest
 
 from megagrpo.__main__ import main
-from megagrpo.models.families.weight_sources import MEGATRON_LM, TORCH_DIST
-from megagrpo.records.run_files import CHECKPOINTS, RESOLVED, STATE_FILE, why_no_checkpoint
+from megagrpo.families.weight_sources import MEGATRON_LM, TORCH_DIST
+from megagrpo.records.checkpoints.run_files import CHECKPOINTS, RESOLVED, STATE_FILE, why_no_checkpoint
 from tests.unit.for_each import for_each
 
 

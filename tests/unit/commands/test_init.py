@@ -10,9 +10,9 @@ import jsonschema
 import pytest
 
 from megagrpo.__main__ import main
-from megagrpo.commands.config_arguments import load
+from megagrpo.commands.arguments.config_arguments import load
 from megagrpo.commands.parser import parse
-from megagrpo.config.yaml_text import parse_yaml
+from megagrpo.config.basics.yaml_text import parse_yaml
 
 COMMAND = re.compile(r"^megagrpo (.*?)(?: +#.*)?$", re.MULTILINE)
 

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from megagrpo.__main__ import main
 from megagrpo.config import ParallelSection
-from megagrpo.models.bridge.planned_blocks import held_boxes, tensor_shapes
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.weights.blocks.planned_blocks import held_boxes, tensor_shapes
 from tests.distributed.tiny_families import EVERY, tiny_model
 from tests.unit.for_each import for_each
 

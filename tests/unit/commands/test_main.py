@@ -11,7 +11,7 @@ import pytest
 
 from megagrpo.__main__ import main
 from megagrpo.commands import COMMANDS
-from megagrpo.commands.config_arguments import load
+from megagrpo.commands.arguments.config_arguments import load
 from megagrpo.commands.parser import build, parse
 from megagrpo.commands.plan import split_sizes
 from megagrpo.config import ConfigError

@@ -5,10 +5,10 @@ import subprocess
 import sys
 
 from megagrpo.__main__ import main
-from megagrpo.models.bridge.family_draft import draft_family
-from megagrpo.models.families.family_index import FAMILIES
-from megagrpo.models.families.hf_config import parse_hf_config, table_of
-from megagrpo.models.families.shared.family import FIXED, Family
+from megagrpo.families.family_index import FAMILIES
+from megagrpo.families.hf_config import parse_hf_config, table_of
+from megagrpo.families.shared.family import FIXED, Family
+from megagrpo.weights.bridge.family_draft import draft_family
 from tests.family_examples import RELEASES, Example
 from tests.unit.for_each import for_each
 

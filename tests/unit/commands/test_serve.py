@@ -13,8 +13,8 @@ import pytest
 from megagrpo.__main__ import main
 from megagrpo.commands.parser import parse
 from megagrpo.config import load_config
-from megagrpo.engine import http
-from megagrpo.engine.protocol import EngineStartError
+from megagrpo.engine.http import server_calls as http
+from megagrpo.engine.http.protocol import EngineStartError
 from megagrpo.engine.servers import remote as serve
 from megagrpo.engine.servers import restarts
 from megagrpo.engine.servers.launcher import healthy

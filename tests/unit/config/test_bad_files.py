@@ -12,17 +12,17 @@ from safetensors.torch import save_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megagrpo.config import ConfigError, DatasetSection
-from megagrpo.config.problems import Problem, ProblemError
-from megagrpo.data.data_sources import load_rows
-from megagrpo.data.tokenizer import Tokenizer, read_chat_template
-from megagrpo.engine.probe import check_plugin
-from megagrpo.models.bridge.load import Checkpoint
-from megagrpo.models.bridge.parameter_blocks import tensor_names
-from megagrpo.models.families.hf_config import parse_hf_config
-from megagrpo.records.checkpoint import readable
-from megagrpo.records.jsonl_file import JsonlFile
-from megagrpo.records.run_lock import RunLock
-from megagrpo.trainer.time_limit import check_time_limit
+from megagrpo.config.basics.problems import Problem, ProblemError
+from megagrpo.data.sources.data_sources import load_rows
+from megagrpo.data.tokens.tokenizer import Tokenizer, read_chat_template
+from megagrpo.engine.http.probe import check_plugin
+from megagrpo.families.hf_config import parse_hf_config
+from megagrpo.records.checkpoints.checkpoint import readable
+from megagrpo.records.checkpoints.run_lock import RunLock
+from megagrpo.records.rows.jsonl_file import JsonlFile
+from megagrpo.trainer.saving.time_limit import check_time_limit
+from megagrpo.weights.blocks.parameter_blocks import tensor_names
+from megagrpo.weights.bridge.load import Checkpoint
 from tests.unit.for_each import for_each
 
 LLAMA = dict(model_type="llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import ConfigError, load_config
-from megagrpo.proof.plan import plan
+from megagrpo.planner import plan
 from tests.unit.for_each import for_each
 
 SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: [{function: exact_number}]}\n"

@@ -11,7 +11,7 @@ import pytest
 
 from megagrpo.config import load_config
 from megagrpo.config.io import shipped_configs
-from megagrpo.proof.plan import plan
+from megagrpo.planner import plan
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
 from tests.unit.for_each import for_each

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import ConfigError, load_config
-from megagrpo.config import extra_args as module
-from megagrpo.config.extra_args import REFUSED_ARGUMENTS, known_arguments, options_of
+from megagrpo.config.rules import extra_args as module
+from megagrpo.config.rules.extra_args import REFUSED_ARGUMENTS, known_arguments, options_of
 from megagrpo.engine.servers.serving import make_launcher
+from tests.unit.families.more_published_configs import MORE
+from tests.unit.families.published_configs import published
 from tests.unit.for_each import for_each
-from tests.unit.models.families.more_published_configs import MORE
-from tests.unit.models.families.published_configs import published
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 CORRECTED = "algorithm.importance_correction=token_truncate"
@@ -100,7 +100,7 @@ def test_a_cache_in_fp8_needs_the_correction_that_quantized_servers_need(words):
     ("name", "value"), [("VLLM_VERSION", "0.33.1"), ("importlib.util.find_spec", lambda name: None)]
 )
 def test_another_vllm_than_the_one_with_these_arguments_or_none_judges_no_unknown_ones(name, value, monkeypatch):
-    monkeypatch.setattr(f"megagrpo.config.extra_args.{name}", value)
+    monkeypatch.setattr(f"megagrpo.config.rules.extra_args.{name}", value)
     monkeypatch.setattr(module, "known_arguments", known_arguments.__wrapped__)
     assert load("--brand-new", "1").rollout.extra_args == ["--brand-new", "1"]
     with pytest.raises(ConfigError, match=r"--port is set by rollout\.port"):

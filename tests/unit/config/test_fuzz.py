@@ -13,12 +13,12 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megagrpo.commands.config_arguments import load
+from megagrpo.commands.arguments.config_arguments import load
 from megagrpo.commands.parser import parse
 from megagrpo.config import ConfigError, RunConfig, save_resolved
 from megagrpo.config.key_table import fields, section_of
-from megagrpo.proof.plan import plan
-from megagrpo.trainer.time_limit import check_time_limit, seconds_of
+from megagrpo.planner import plan
+from megagrpo.trainer.saving.time_limit import check_time_limit, seconds_of
 
 LLAMA = dict(model_type="llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 LLAMA |= dict(intermediate_size=128, vocab_size=256, max_position_embeddings=2048, rms_norm_eps=1e-6)

@@ -9,9 +9,9 @@ import pytest
 
 from megagrpo.__main__ import main
 from megagrpo.config import RunConfig
+from megagrpo.config.basics.yaml_text import parse_yaml
 from megagrpo.config.json_schema import config_schema, schema_text
 from megagrpo.config.key_table import fields, section_of
-from megagrpo.config.yaml_text import parse_yaml
 from tests.unit.for_each import for_each
 
 CONFIGS = Path(__file__).parents[3] / "configs"

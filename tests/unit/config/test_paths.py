@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from megagrpo.config import ConfigError, RunConfig, load_config, save_resolved
+from megagrpo.config.basics.paths import PATHS
 from megagrpo.config.io import shipped_configs
 from megagrpo.config.key_table import fields
-from megagrpo.config.paths import PATHS
-from megagrpo.data.data_sources import load_rows
-from megagrpo.rewards.reward_registry import resolve
+from megagrpo.data.sources.data_sources import load_rows
+from megagrpo.rewards.registry.reward_registry import resolve
 from tests.unit.for_each import for_each
 
 REPOSITORY = Path(__file__).parents[3]

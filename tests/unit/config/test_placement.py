@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import ConfigError, load_config, weight_path
-from megagrpo.config.transport_table import TRANSPORTS
+from megagrpo.config.sections.transport_table import TRANSPORTS
 from megagrpo.engine.servers import serving
-from megagrpo.proof.plan import plan
+from megagrpo.planner import plan
 from megagrpo.sync.trainer_side.point_to_point import PointToPoint
 from megagrpo.sync.trainer_side.transport import Update, transport_class
 from megagrpo.sync.vllm_side.receiver import BlockSource, Receiver, receiver_class
-from megagrpo.sync.wire.tensor_index import WeightSyncError
 from megagrpo.trainer import engine_side, node_servers
+from megagrpo.types import WeightSyncError
 from tests.unit.for_each import for_each
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"

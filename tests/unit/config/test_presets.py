@@ -7,8 +7,8 @@ import yaml
 
 from megagrpo.config import load_config
 from megagrpo.data.prompts import PromptSource
-from megagrpo.data.tokenizer import load_tokenizer, tokenizer_of
-from megagrpo.proof.plan import plan
+from megagrpo.data.tokens.tokenizer import load_tokenizer, tokenizer_of
+from megagrpo.planner import plan
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Rollout
 from tests.unit.data.test_chat_templates import QWEN3, QWEN3_THINKING, R1

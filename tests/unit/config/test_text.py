@@ -12,15 +12,15 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from megagrpo.commands.api.config_input import read
-from megagrpo.commands.config_arguments import load, overrides
+from megagrpo.commands.api.inputs.config_input import read
+from megagrpo.commands.arguments.config_arguments import load, overrides
 from megagrpo.commands.parser import parse
 from megagrpo.config import ConfigError, RunConfig, absolute_override, load_config, override_text, save_resolved
+from megagrpo.config.basics.paths import PATHS, anchored
+from megagrpo.config.basics.yaml_text import block_text, parse_yaml
 from megagrpo.config.json_schema import config_schema
 from megagrpo.config.key_table import fields, section_of
 from megagrpo.config.overrides import holds_texts, is_text, read_override, types_of
-from megagrpo.config.paths import PATHS, anchored
-from megagrpo.config.yaml_text import block_text, parse_yaml
 from tests.unit.for_each import for_each
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from megagrpo.config import ConfigError, ParallelSection, load_config
-from megagrpo.models.families.hf_config import model_problems, parse_hf_config, trained_tower_problems
-from megagrpo.policy.trained_tower import train_tower
+from megagrpo.families.hf_config import model_problems, parse_hf_config, trained_tower_problems
+from megagrpo.policy.images.trained_tower import train_tower
 
 TRAINED = ["model.freeze_vision_tower=false", "data.images=true"]
 REFUSED = [  # overrides, and the beginning of the reason

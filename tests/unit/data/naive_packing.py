@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megagrpo.data.packing import PackingRules, assign, imbalances
+from megagrpo.data.packing.sample_packing import PackingRules, assign, imbalances
 from megagrpo.train_types import MicroBatch, TrainSample
 
 UNLIMITED = PackingRules(max_tokens=sys.maxsize)

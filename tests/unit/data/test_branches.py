@@ -11,12 +11,12 @@ import torch
 
 from megagrpo.algorithms.advantages import to_samples
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.algorithms.real import RealTerms, sample_sums, sums_by_sample
+from megagrpo.algorithms.real_loss import RealTerms, sample_sums, sums_by_sample
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import AlgorithmSection
-from megagrpo.data.packing import PackingRules, pack, plan_packing
-from megagrpo.data.sample_facts import TRUNCATED
-from megagrpo.data.step_samples import StepSamples
+from megagrpo.data.packing.sample_packing import PackingRules, pack, plan_packing
+from megagrpo.data.packing.sample_table import TRUNCATED
+from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.train_types import LossInputs
 from megagrpo.trainer.rollout.sample_metrics import rollout_metrics, staleness
 from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, Turn

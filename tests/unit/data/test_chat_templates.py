@@ -5,9 +5,9 @@ import json
 import pytest
 
 from megagrpo.config import load_config
-from megagrpo.data.chat_templates import check_kwargs, opened_thought, variables
 from megagrpo.data.prompts import PromptSource
-from megagrpo.data.tokenizer import load_tokenizer, tokenizer_of
+from megagrpo.data.tokens.chat_templates import check_kwargs, opened_thought, variables
+from megagrpo.data.tokens.tokenizer import load_tokenizer, tokenizer_of
 from tests.unit.data.test_tokenizer import CHATML, LLAMA_2, chat_folder, sentencepiece_model  # noqa: F401
 from tests.unit.for_each import for_each
 

@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerFast
 
 from megagrpo.config import DataSection
 from megagrpo.data.prompts import PromptSource
-from megagrpo.data.tokenizer import HuggingFaceTokenizer
+from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.train_types import TrainState
-from megagrpo.trainer.gpu_turns import GpuTurns
-from megagrpo.trainer.saves import Saves
-from megagrpo.trainer.time_limit import TimeLimit
+from megagrpo.trainer.gpu.gpu_sharing import GpuTurns
+from megagrpo.trainer.saving.saves import Saves
+from megagrpo.trainer.saving.time_limit import TimeLimit
 
 RATES = {0: 0.0, 1: 0.5, 2: 1.0, 3: 0.25}  # of four prompts; 0 and 2 are outside the default band
 ON = {"curriculum": "pass_rate", "curriculum_rest": 2, "shuffle": False}

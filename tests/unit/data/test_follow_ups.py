@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.data.follow_ups import FollowUps
-from megagrpo.data.tokenizer import load_tokenizer
-from megagrpo.environments.conversation import Conversation
+from megagrpo.data.tokens.tokenizer import load_tokenizer
+from megagrpo.data.tokens.turn_tokens import FollowUps
+from megagrpo.environments.episodes.conversation import Conversation
 from megagrpo.types import Prompt, Rollout
 from tests.unit.data.test_tokenizer import CHATML, base_folder, chat_folder  # noqa: F401
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megagrpo.config import DatasetSection
-from megagrpo.data.data_sources import load_rows
+from megagrpo.data.sources.data_sources import load_rows
 from megagrpo.rewards.workers.channel import as_json, from_json
 from tests.unit.for_each import for_each
 

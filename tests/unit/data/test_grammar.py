@@ -10,9 +10,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megagrpo.config.rollout import RolloutSection, constraint_of
-from megagrpo.data.grammar import Grammars, allowed
-from megagrpo.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
+from megagrpo.config.sections.rollout import RolloutSection, constraint_of
+from megagrpo.data.tokens.grammar import Grammars, allowed
+from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
 
 LETTERS = 'abcdefghijklmnopqrstuvwxyz0123456 ~"{}:'
 IDS = {letter: i for i, letter in enumerate(LETTERS)}

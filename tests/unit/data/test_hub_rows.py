@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from tests.unit.models.hub.hub_server import hub
+from tests.unit.weights.hub.hub_server import hub
 
 READ = """
 import json, sys
 from megagrpo.config import DatasetSection
-from megagrpo.data.data_sources import load_rows
+from megagrpo.data.sources.data_sources import load_rows
 rows = load_rows(DatasetSection(source="org/rows", split=sys.argv[1]), "data.train", 0, "prompt")
 print(json.dumps(list(rows)))
 """

@@ -12,15 +12,15 @@ import pytest
 from PIL import Image
 
 from megagrpo.config import DataSection, load_config
-from megagrpo.data.images import ImageReader, storable
+from megagrpo.data.images.prompt_images import ImageReader, storable
 from megagrpo.data.prompts import PromptSource
-from megagrpo.data.tokenizer import load_tokenizer
-from megagrpo.models.bridge.image_facts import processor_of
-from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.data.tokens.tokenizer import load_tokenizer
+from megagrpo.families.hf_config import parse_hf_config
+from megagrpo.weights.bridge.image_facts import processor_of
 from tests.distributed.tiny_vision import image, tokenizer, write_model
+from tests.unit.families.more_published_configs import MORE
+from tests.unit.families.published_configs import published
 from tests.unit.for_each import for_each
-from tests.unit.models.families.more_published_configs import MORE
-from tests.unit.models.families.published_configs import published
 
 IMAGE = tokenizer().convert_tokens_to_ids("<|image_pad|>")
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from megagrpo.data.packing import PackingRules, assign, build_micro_batch, imbalances, pack, padded
-from megagrpo.records.metrics import values_of
+from megagrpo.data.packing.sample_packing import PackingRules, assign, build_micro_batch, imbalances, pack, padded
+from megagrpo.records.rows.step_metrics import values_of
 from megagrpo.train_types import StepTerms, TrainSample
 from tests.unit.for_each import for_each
 

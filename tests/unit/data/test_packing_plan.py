@@ -6,7 +6,15 @@ from dataclasses import fields, replace
 import numpy as np
 import torch
 
-from megagrpo.data.packing import PackingRules, SampleShapes, build_batch, build_micro_batch, pack, plan_packing, slices
+from megagrpo.data.packing.sample_packing import (
+    PackingRules,
+    SampleShapes,
+    build_batch,
+    build_micro_batch,
+    pack,
+    plan_packing,
+    slices,
+)
 from megagrpo.train_types import TrainSample
 from tests.unit.data.naive_packing import naive_micro_batch, naive_pack
 from tests.unit.for_each import for_each

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from megagrpo.config import DataSection, RunConfig
 from megagrpo.data.prompt_values import as_prompt
 from megagrpo.data.prompts import PromptSource, prompt_reader
-from megagrpo.data.sampling import sampling_of
-from megagrpo.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
+from megagrpo.data.tokens.sampling import sampling_of
+from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
 from megagrpo.trainer.evaluation.sets import load_sets
 from tests.unit.for_each import for_each
 

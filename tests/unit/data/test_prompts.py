@@ -16,9 +16,9 @@ from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megagrpo.config import DataSection
-from megagrpo.data.prompt_order import PromptOrder
 from megagrpo.data.prompts import PromptSource
-from megagrpo.data.tokenizer import HuggingFaceTokenizer
+from megagrpo.data.sources.prompt_order import PromptOrder
+from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer
 from tests.unit.for_each import for_each
 
 ADDITION = Path(__file__).parents[3] / "configs" / "data"

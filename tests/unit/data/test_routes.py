@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megagrpo.data.routes import InvalidRoutes, RouteShape, joined_routes
+from megagrpo.data.packing.routed_experts import InvalidRoutes, RouteShape, joined_routes
 
 SHAPE = RouteShape(layers=(1, 2, 4), num_layers=5, experts=8, per_token=3)
 

@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerFast
 from megagrpo.algorithms.advantages import to_samples
 from megagrpo.config import DataSection
 from megagrpo.config.io import validated
-from megagrpo.data.packing import PackingRules, build_micro_batch
+from megagrpo.data.packing.sample_packing import PackingRules, build_micro_batch
+from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.data.prompts import PromptSource
-from megagrpo.data.row_settings import RowReader
-from megagrpo.data.sampling import bad_word_ids, of_row, own_sampling, sampling_row
-from megagrpo.data.step_samples import StepSamples
-from megagrpo.data.tokenizer import HuggingFaceTokenizer
+from megagrpo.data.tokens.row_settings import RowReader
+from megagrpo.data.tokens.sampling import bad_word_ids, of_row, own_sampling, sampling_row
+from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer
 from megagrpo.engine.client import _seed_of_group
 from megagrpo.engine.requests import GroupRequest, sampling_params
 from megagrpo.train_types import TrainSample

@@ -1,6 +1,6 @@
 import pytest
 
-from megagrpo.data.packing import slices
+from megagrpo.data.packing.sample_packing import slices
 
 
 def indices(count, parts, seed):

@@ -11,14 +11,14 @@ import pytest
 
 from megagrpo.config import DataSection
 from megagrpo.data.prompts import PromptSource
-from megagrpo.data.tokenizer import load_tokenizer
-from megagrpo.models.bridge.image_facts import image_reader
-from megagrpo.models.families.hf_config import load_hf_config, parse_hf_config
-from megagrpo.models.families.shared.tower_shape import siglip_tower
-from megagrpo.models.families.shared.vision import Square, Vision
+from megagrpo.data.tokens.tokenizer import load_tokenizer
+from megagrpo.families.hf_config import load_hf_config, parse_hf_config
+from megagrpo.families.shared.tower_shape import siglip_tower
+from megagrpo.families.shared.vision import Square, Vision
+from megagrpo.weights.bridge.image_facts import image_reader
 from tests.distributed.tiny_square import SIDE, TOKENS, WINDOW, write_model
 from tests.distributed.tiny_vision import image
-from tests.unit.models.families.more_published_configs import MORE
+from tests.unit.families.more_published_configs import MORE
 
 
 @pytest.fixture(scope="module")

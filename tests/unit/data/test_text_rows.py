@@ -5,8 +5,8 @@ import json
 import pytest
 
 from megagrpo.config import DatasetSection
-from megagrpo.data.data_sources import load_rows
-from megagrpo.data.text_rows import JsonRows
+from megagrpo.data.sources.data_sources import load_rows
+from megagrpo.data.sources.text_rows import JsonRows
 from tests.unit.for_each import for_each
 
 ROWS = [

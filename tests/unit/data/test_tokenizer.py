@@ -11,10 +11,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from megagrpo.config import DataSection
-from megagrpo.data.token_texts import TokenTexts
-from megagrpo.data.tokenizer import load_tokenizer, read_chat_template
-from megagrpo.models.families.weight_sources import resolve_model
-from megagrpo.proof.plan.files import tokenizer_problems
+from megagrpo.data.tokens.token_texts import TokenTexts
+from megagrpo.data.tokens.tokenizer import load_tokenizer, read_chat_template
+from megagrpo.families.weight_sources import resolve_model
+from megagrpo.planner.rules.checked_files import tokenizer_problems
 from tests.unit.for_each import for_each
 
 SENTENCES = [f"What is {a} + {b}? The sum of {a} and {b} is {a + b}." for a in range(20) for b in range(20)]

@@ -12,15 +12,15 @@ import pytest
 import torch.distributed as dist
 
 from megagrpo.config import ConfigError, load_config
-from megagrpo.engine.access import TokenGuard, address_of, headers
+from megagrpo.engine.http.access import TokenGuard, address_of, headers
 from megagrpo.engine.servers import serving
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.platform.process.access_token import read_token
 from megagrpo.platform.process.variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
-from megagrpo.sync.wire.exchange import Deadline, Store
-from megagrpo.sync.wire.tensor_index import WeightSyncError
+from megagrpo.platform.rendezvous.store_exchange import Deadline, Store
 from megagrpo.trainer import engine_side
+from megagrpo.types import WeightSyncError
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
 TOKEN = "a-token-of-the-tests-1234"
@@ -113,7 +113,7 @@ def test_a_launched_server_gets_its_token_by_a_pipe_and_neither_by_its_environme
     assert environment[TOKEN_FILE_VARIABLE] == "/dev/stdin"
     assert command[command.index("--host") + 1] == "127.0.0.2"
     assert not {TOKEN_VARIABLE, TOKEN_FILE_VARIABLE} & Launcher(options, tmp_path)._environment(0).keys()
-    read = "from megagrpo.engine.access import TokenGuard; print(TokenGuard(None)._expected)"
+    read = "from megagrpo.engine.http.access import TokenGuard; print(TokenGuard(None)._expected)"
     monkeypatch.setattr(guarded, "_command", lambda port: [sys.executable, "-c", read])
     server = guarded._launch(0, 8000)
     server.supervisor.wait(30)

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from megagrpo.engine import client, distribution
+from megagrpo.engine import client
+from megagrpo.engine import load_balancing as distribution
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.fleet import State
-from megagrpo.engine.protocol import EngineError, derive_seed
+from megagrpo.engine.http.fleet import State
+from megagrpo.engine.http.protocol import EngineError, derive_seed
 from megagrpo.types import Prompt, SamplingParams
 from tests.unit.engine.stand_ins import noting
 

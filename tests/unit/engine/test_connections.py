@@ -13,9 +13,9 @@ import pytest
 
 from benchmarks.stub_engine import Behavior, StubEngine
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.connections import Answer, ConnectionFailed, Connections
-from megagrpo.engine.http import MovedServers
-from megagrpo.engine.protocol import derive_seed
+from megagrpo.engine.http.connections import Answer, ConnectionFailed, Connections
+from megagrpo.engine.http.protocol import derive_seed
+from megagrpo.engine.http.server_calls import MovedServers
 from megagrpo.platform.process import open_files
 from megagrpo.platform.process.open_files import raise_open_files
 from megagrpo.types import Prompt, SamplingParams

@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 
-import megagrpo.engine.fleet as fleet_module
-from megagrpo.engine.fleet import TRANSITIONS, Event, Fleet, State
+import megagrpo.engine.http.fleet as fleet_module
+from megagrpo.engine.http.fleet import TRANSITIONS, Event, Fleet, State
 from tests.unit.for_each import for_each
 
 PATHS = {  # state -> the reports that bring server "a" of the servers "a" and "b" into it

@@ -6,8 +6,8 @@ import time
 import httpx
 import pytest
 
-import megagrpo.engine.http as http_module
-from megagrpo.engine.http import answers
+import megagrpo.engine.http.server_calls as http_module
+from megagrpo.engine.http.server_calls import answers
 
 RESPONSE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing, suppress
 import pytest
 
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.protocol import EngineError
+from megagrpo.engine.http.protocol import EngineError
 from megagrpo.types import Prompt, SamplingParams
 from tests.unit.engine.stand_ins import StandIn
 

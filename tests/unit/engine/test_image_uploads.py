@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 
-from megagrpo.data.images import ImageReader
+from megagrpo.data.images.prompt_images import ImageReader
 from megagrpo.engine import image_features
-from megagrpo.engine.connections import ConnectionFailed
+from megagrpo.engine.http.connections import ConnectionFailed
 from megagrpo.engine.image_features import image_hashes
 from megagrpo.engine.image_uploads import ImageUploads
 from megagrpo.engine.requests import GroupRequest, Request

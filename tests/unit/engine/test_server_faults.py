@@ -8,16 +8,15 @@ from contextlib import ExitStack, closing
 import pytest
 
 import megagrpo.engine.client as client_module
-import megagrpo.engine.distribution as generation_module
-import megagrpo.engine.fleet as fleet_module
-import megagrpo.engine.http as http_module
+import megagrpo.engine.http.fleet as fleet_module
+import megagrpo.engine.http.server_calls as http_module
+import megagrpo.engine.load_balancing as generation_module
 import megagrpo.engine.servers.restarts as restarts_module
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.http import named_urls, read_urls
-from megagrpo.engine.protocol import EngineDeadError, EngineError, derive_seed
+from megagrpo.engine.http.protocol import EngineDeadError, EngineError, derive_seed
+from megagrpo.engine.http.server_calls import named_urls, read_urls
 from megagrpo.engine.servers.restarts import Reconnector
-from megagrpo.sync.wire.tensor_index import WeightSyncError
-from megagrpo.types import Prompt, SamplingParams
+from megagrpo.types import Prompt, SamplingParams, WeightSyncError
 from tests.unit.engine.stand_ins import Process, StandIn, ids_for
 
 N = 2

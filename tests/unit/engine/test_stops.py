@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.protocol import EngineError
+from megagrpo.engine.http.protocol import EngineError
 from megagrpo.engine.responses import Ending, find_ending
 from tests.unit.engine.test_async_client import PROMPT, SAMPLING, choice, scripted
 from tests.unit.for_each import for_each

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from megagrpo.engine.distribution import stream
+from megagrpo.engine.load_balancing import stream
 
 
 def test_each_value_comes_before_the_next_one_is_made():

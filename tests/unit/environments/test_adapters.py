@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from megagrpo.environments.episode import Loop
+from megagrpo.environments.episodes.episode import Loop
 from tests.unit.environments.test_environments import (  # noqa: F401 - a fixture
     call,
     conversation,

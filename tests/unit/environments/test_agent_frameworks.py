@@ -2,7 +2,7 @@
 
 import pytest
 
-from megagrpo.data.tokenizer import load_tokenizer
+from megagrpo.data.tokens.tokenizer import load_tokenizer
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
 from tests.unit.environments.test_agents import Policy, conversed
 

@@ -8,14 +8,14 @@ from contextlib import closing
 import pytest
 
 from megagrpo.config import MultiTurnSection
-from megagrpo.data.step_samples import StepSamples
-from megagrpo.data.tokenizer import load_tokenizer
+from megagrpo.data.packing.step_samples import StepSamples
+from megagrpo.data.tokens.tokenizer import load_tokenizer
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.responses import InvalidResponse, find_ending, heard_tokens, read_response
 from megagrpo.environments.agents.text_stream import TextStream
 from megagrpo.environments.dialogues import DialogueEngine, Dialogues
+from megagrpo.environments.episodes.tool_calls import CALL_OPENING, hermes
 from megagrpo.environments.responders import Responders
-from megagrpo.environments.tool_calls import CALL_OPENING, hermes
 from megagrpo.trainer.rollout.sample_metrics import rollout_metrics
 from megagrpo.types import Prompt, SamplingParams, ScoredRollout
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401

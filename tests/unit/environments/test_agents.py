@@ -17,14 +17,14 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from megagrpo.config import MultiTurnSection
-from megagrpo.data.tokenizer import load_tokenizer
+from megagrpo.data.tokens.tokenizer import load_tokenizer
 from megagrpo.engine.responses import find_ending
 from megagrpo.environments.agents.address import Address, Seat
 from megagrpo.environments.agents.agent import first_ask
 from megagrpo.environments.agents.trajectory import Renderer, Trajectory
 from megagrpo.environments.dialogues import DialogueEngine, Dialogues
+from megagrpo.environments.episodes.tool_calls import hermes
 from megagrpo.environments.responders import Responders
-from megagrpo.environments.tool_calls import hermes
 from megagrpo.types import Prompt, Rollout, SamplingParams
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
 from tests.unit.environments.test_dialogues import Scripted

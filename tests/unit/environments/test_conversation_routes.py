@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megagrpo.environments.conversation import Conversation
+from megagrpo.environments.episodes.conversation import Conversation
 from megagrpo.types import Prompt, Rollout
 
 PROMPT = Prompt(0, (1, 2, 3), "question")

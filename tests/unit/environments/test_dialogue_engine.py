@@ -11,13 +11,13 @@ import psutil
 import pytest
 
 from megagrpo.config import MultiTurnSection
-from megagrpo.data.follow_ups import FollowUps
-from megagrpo.data.step_samples import StepSamples
-from megagrpo.data.tokenizer import load_tokenizer
+from megagrpo.data.packing.step_samples import StepSamples
+from megagrpo.data.tokens.tokenizer import load_tokenizer
+from megagrpo.data.tokens.turn_tokens import FollowUps
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.protocol import EngineInterrupted, derive_seed
-from megagrpo.environments.conversation import Conversation
+from megagrpo.engine.http.protocol import EngineInterrupted, derive_seed
 from megagrpo.environments.dialogues import Dialogues
+from megagrpo.environments.episodes.conversation import Conversation
 from megagrpo.environments.responders import Responders
 from megagrpo.trainer.rollout.sample_metrics import rollout_metrics
 from megagrpo.types import Prompt, SamplingParams, ScoredRollout

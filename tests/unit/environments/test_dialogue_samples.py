@@ -12,9 +12,9 @@ from megagrpo.algorithms.advantages import advantages_of, to_samples
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import AlgorithmSection, RewardFunction, RewardsSection
-from megagrpo.data.packing import UNLIMITED, PackingRules, pack
-from megagrpo.data.step_samples import StepSamples
-from megagrpo.records.completions import completion_row
+from megagrpo.data.packing.sample_packing import UNLIMITED, PackingRules, pack
+from megagrpo.data.packing.step_samples import StepSamples
+from megagrpo.records.rows.completions import completion_row
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.train_types import LossInputs
 from megagrpo.trainer.rollout.collector import numbered

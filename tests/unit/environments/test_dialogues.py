@@ -15,12 +15,12 @@ import pytest
 from tiny_policy import tiny_run
 
 from megagrpo.config import MultiTurnSection
-from megagrpo.data.follow_ups import FollowUps
-from megagrpo.data.tokenizer import load_tokenizer
+from megagrpo.data.tokens.tokenizer import load_tokenizer
+from megagrpo.data.tokens.turn_tokens import FollowUps
 from megagrpo.engine.responses import find_ending
 from megagrpo.environments import dialogues
-from megagrpo.environments.conversation import Conversation
 from megagrpo.environments.dialogues import Dialogues, make_dialogues
+from megagrpo.environments.episodes.conversation import Conversation
 from megagrpo.environments.responders import Responders
 from megagrpo.trainer.rollout.collector import numbered
 from megagrpo.types import Prompt, Rollout, SamplingParams, Turn

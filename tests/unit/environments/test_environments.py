@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from megagrpo.config import MultiTurnSection
-from megagrpo.environments.conversation import Conversation
+from megagrpo.environments.episodes.conversation import Conversation
 from megagrpo.environments.responders import Responders
 from megagrpo.types import Prompt, Turn
 
@@ -28,7 +28,7 @@ import subprocess
 import sys
 import time
 
-from megagrpo.environments.episode import EnvironmentLost
+from megagrpo.environments.episodes.episode import EnvironmentLost
 
 
 class Game:
@@ -397,7 +397,7 @@ def test_a_container_serves_an_episode_over_its_stdio(responders, runtime, mine,
     table.close()
     assert os.listdir(runtime.parent / "state") == []
     calls = calls_of(runtime)
-    assert [words for *_, words in calls] == [["python3", "-m", "megagrpo.environments.episode"]] * 3
+    assert [words for *_, words in calls] == [["python3", "-m", "megagrpo.environments.episodes.episode"]] * 3
     names = {found.get("--name") for _, found, *_ in calls}
     assert len(names) == (1 if kind == "apptainer" else 3)
     if kind in ("docker", "podman"):
@@ -506,7 +506,7 @@ RUN = """
 import asyncio, sys, threading, time
 from pathlib import Path
 from megagrpo.config import MultiTurnSection
-from megagrpo.environments.conversation import Conversation
+from megagrpo.environments.episodes.conversation import Conversation
 from megagrpo.environments.responders import Responders
 from megagrpo.types import Prompt
 

@@ -9,8 +9,8 @@ import pytest
 from transformers.utils.chat_template_utils import get_json_schema
 
 from megagrpo.environments.calculator import calculator
-from megagrpo.environments.tool_calls import as_message, hermes
-from megagrpo.environments.tool_schema import tool_schema
+from megagrpo.environments.episodes.tool_calls import as_message, hermes
+from megagrpo.environments.episodes.tool_schema import tool_schema
 from tests.unit.for_each import for_each
 
 

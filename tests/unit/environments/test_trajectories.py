@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.data.tokenizer import load_tokenizer
+from megagrpo.data.tokens.tokenizer import load_tokenizer
 from megagrpo.environments.agents.trajectory import Refused, Renderer, Trajectory, histories, plain
 from megagrpo.types import Prompt, Rollout
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.data.grammar import Grammars
-from megagrpo.data.packing import PackingRules, build_micro_batch
-from megagrpo.data.sampling import bad_word_ids, forbidden_token, own_sampling
+from megagrpo.data.packing.sample_packing import PackingRules, build_micro_batch
+from megagrpo.data.tokens.grammar import Grammars
+from megagrpo.data.tokens.sampling import bad_word_ids, forbidden_token, own_sampling
 from megagrpo.policy.lm_head.logit_processors import LogitProcessors, runs_of
 from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs

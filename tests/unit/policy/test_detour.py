@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megagrpo.policy.detour import detour, leaf_of
+from megagrpo.policy.layers.bypass_gradient import detour, leaf_of
 
 
 def block(hidden: Tensor, beside: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megagrpo.policy.elementwise import geglu, rms_norm, rotate, swiglu, xielu
+from megagrpo.policy.layers.elementwise import geglu, rms_norm, rotate, swiglu, xielu
 
 
 def inputs(*shapes, dtype=torch.float64):

@@ -2,7 +2,7 @@
 
 import torch
 
-from megagrpo.policy.finite import _finite
+from megagrpo.policy.find_nan import _finite
 from tests.unit.for_each import for_each
 
 

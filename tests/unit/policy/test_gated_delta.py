@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megagrpo.policy.attention.gated_delta import gated_delta_rule
+from megagrpo.policy.blocks.gated_delta import gated_delta_rule
 from tests.unit.for_each import for_each
 
 

@@ -5,12 +5,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megagrpo.data.packing import PackingRules, build_micro_batch
+from megagrpo.data.packing.sample_packing import PackingRules, build_micro_batch
 from megagrpo.platform.parallel.context import rank_indices
 from megagrpo.policy.attention.causal import BLOCK_QUERIES, Window
 from megagrpo.policy.attention.context_parallel import batch_chunks
 from megagrpo.policy.attention.packed import pack_params
-from megagrpo.policy.image_inputs import last_seen
+from megagrpo.policy.images.image_inputs import last_seen
 from megagrpo.train_types import TrainSample
 from tests.unit.policy.test_attention import attention
 

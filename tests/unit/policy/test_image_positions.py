@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.data.packing import build_micro_batch
-from megagrpo.policy.image_inputs import axis_positions
+from megagrpo.data.packing.sample_packing import build_micro_batch
+from megagrpo.policy.images.image_inputs import axis_positions
 from megagrpo.train_types import TrainSample
 
 IMAGE = 43

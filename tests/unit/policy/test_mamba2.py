@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megagrpo.policy.attention import mamba2
-from megagrpo.policy.attention.mamba2 import state_space
+from megagrpo.policy.blocks import mamba2
+from megagrpo.policy.blocks.mamba2 import state_space
 
 
 def naive(x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from megagrpo.config import ParallelSection
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.metric_sums import MetricsOfRanks, merged, on_host
-from megagrpo.records.metrics import reduce_updates, values_of
+from megagrpo.records.rows.step_metrics import reduce_updates, values_of
 from megagrpo.train_types import Metric
 from tests.message_log import objects, record
 from tests.unit.for_each import for_each

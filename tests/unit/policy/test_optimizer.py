@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from megagrpo.config import TrainSection
-from megagrpo.policy.optimizer import build_optimizer
+from megagrpo.policy.optimizer.policy_optimizer import build_optimizer
 from tests.unit.config.test_config import SMALLEST, problems, write
 
 MUON = ["train.optimizer=muon", "train.distributed_optimizer=false"]

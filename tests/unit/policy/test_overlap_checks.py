@@ -9,8 +9,8 @@ from tiny_policy import tiny_model
 
 from megagrpo.config import ParallelSection, TrainSection
 from megagrpo.platform import device
-from megagrpo.policy.overlap import check_overlap
-from megagrpo.policy.transformer_config import ModelOptions, transformer_config
+from megagrpo.policy.transformer.message_overlap import check_overlap
+from megagrpo.policy.transformer.transformer_config import ModelOptions, transformer_config
 
 TWO = ParallelSection(ep=2)
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megagrpo.config import ProblemError, TrainSection
-from megagrpo.policy.own_optimizer import own_optimizer, own_schedule
+from megagrpo.policy.optimizer.own_optimizer import own_optimizer, own_schedule
 from megagrpo.proof.audit.update_checks import check_update
 from tests.unit.config.test_config import SMALLEST, problems, write
 

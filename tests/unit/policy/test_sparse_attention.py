@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megagrpo.models.families.shared.architecture import Indexer as Shape
+from megagrpo.families.shared.architecture import Indexer as Shape
 from megagrpo.policy.attention.causal import BLOCK_QUERIES
 from megagrpo.policy.attention.packed import Rotary, TorchAttention, pack_params
 from megagrpo.policy.attention.sparse import NORM_EPS, SparseAttention

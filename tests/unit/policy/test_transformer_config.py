@@ -10,7 +10,7 @@ from tiny_policy import tiny_model
 from megagrpo.config import ParallelSection
 from megagrpo.platform import device
 from megagrpo.policy.build import _own_attention
-from megagrpo.policy.transformer_config import ModelOptions, transformer_config
+from megagrpo.policy.transformer.transformer_config import ModelOptions, transformer_config
 
 
 @pytest.fixture

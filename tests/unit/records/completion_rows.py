@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from megagrpo.records.completions import completion_row
-from megagrpo.records.jsonl_file import encoded
+from megagrpo.records.rows.completions import completion_row
+from megagrpo.records.rows.jsonl_file import encoded
 from megagrpo.types import ScoredRollout
 
 

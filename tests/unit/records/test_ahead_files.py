@@ -7,9 +7,9 @@ import pytest
 from ranks import run_ranks
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.bridge.file_checksums import CHECKSUMS, checksums, verify_others, verify_tensors
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.records.ahead_files import read_ahead, sums_of_ahead, write_ahead
+from megagrpo.records.checkpoints.ahead_files import read_ahead, sums_of_ahead, write_ahead
+from megagrpo.weights.files.file_checksums import CHECKSUMS, checksums, verify_others, verify_tensors
 
 
 def groups(places) -> list[dict]:

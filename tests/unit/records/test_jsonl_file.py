@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from megagrpo.records.jsonl_file import _MARK as MARK
-from megagrpo.records.jsonl_file import LONG, encoded
+from megagrpo.records.rows.jsonl_file import _MARK as MARK
+from megagrpo.records.rows.jsonl_file import LONG, encoded
 from tests.unit.for_each import for_each
 
 

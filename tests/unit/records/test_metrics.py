@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from megagrpo.config import load_config
-from megagrpo.records import jsonl_file
 from megagrpo.records.console import ConsoleSink
-from megagrpo.records.jsonl_file import JsonlFile, encoded
-from megagrpo.records.jsonl_file import _step_of as step_of
+from megagrpo.records.rows import jsonl_file
+from megagrpo.records.rows.jsonl_file import JsonlFile, encoded
+from megagrpo.records.rows.jsonl_file import _step_of as step_of
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.types import Prompt, Rollout, ScoredRollout
 from tests.unit.records.completion_rows import completion_parts, completion_rows

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.commands.api.inputs import collect
+from megagrpo.cluster.launch import preflight
+from megagrpo.cluster.launch.node import RankLogs
+from megagrpo.commands.api.inputs.call_inputs import collect
 from megagrpo.config import load_config
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
-from megagrpo.platform.launch import preflight
-from megagrpo.platform.launch.node import RankLogs
-from megagrpo.records.jsonl_file import JsonlFile
-from megagrpo.records.run_lock import RunLock
+from megagrpo.records.checkpoints.run_lock import RunLock
+from megagrpo.records.rows.jsonl_file import JsonlFile
 from megagrpo.sync.trainer_side.shared_memory import SharedMemory
-from megagrpo.trainer.run_folder import prepare_run_folder
+from megagrpo.trainer.saving.run_folder import prepare_run_folder
 from tests.unit.sync.trainer_side.test_verification import OneRank
 
 NOBODY = 65534

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megagrpo.config import ConfigError, Problem, ProblemError, load_config
-from megagrpo.config.run import ProfileSection
+from megagrpo.config.sections.run import ProfileSection
+from megagrpo.planner import plan
+from megagrpo.planner.rules.plan_problems import layout_problems
 from megagrpo.platform.process.phases import Phases
-from megagrpo.proof.plan import plan
-from megagrpo.proof.plan.plan_problems import layout_problems
 from megagrpo.records.profile import Profiler, check_profile
 from tests.unit.records.test_metrics import CONFIG
 

@@ -1,7 +1,7 @@
 """The recorders of a run: each gets every call of a step, and the loss goes through all of them."""
 
-from megagrpo.data.step_samples import StepSamples
-from megagrpo.records.recorder import Recorder, Recorders, TrainedRollouts, Update
+from megagrpo.data.packing.step_samples import StepSamples
+from megagrpo.records.rows.recorder import Recorder, Recorders, TrainedRollouts, Update
 
 
 class Noting(Recorder):

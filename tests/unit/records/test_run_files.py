@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.records.run_files import (
+from megagrpo.records.checkpoints.run_files import (
     STATE_FILE,
     checkpoints,
     make_room,

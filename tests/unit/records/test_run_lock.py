@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from megagrpo.records.run_lock import LOCK, RunFolderLost, RunLock
+from megagrpo.records.checkpoints.run_lock import LOCK, RunFolderLost, RunLock
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from megagrpo.records.run_lock import RunLock
+from megagrpo.records.checkpoints.run_lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 lock.take()
 print("holds", flush=True)

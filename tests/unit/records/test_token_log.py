@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.data.step_samples import StepSamples
-from megagrpo.records.recorder import TrainedRollouts
-from megagrpo.records.token_log import TOKENS_FILE, TokenLog, chosen_samples, values_of_samples
+from megagrpo.data.packing.step_samples import StepSamples
+from megagrpo.records.rows.recorder import TrainedRollouts
+from megagrpo.records.rows.token_log import TOKENS_FILE, TokenLog, chosen_samples, values_of_samples
 from megagrpo.train_types import LossInputs, LossOutput, MicroBatch
 from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout
-from tests.unit.records.report.synthetic import OneRank, Texts
+from tests.unit.proof.report.synthetic import OneRank, Texts
 
 GROUP = 2
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from megagrpo.config import RewardsSection
-from megagrpo.data.step_samples import StepSamples
-from megagrpo.records.completions import table
+from megagrpo.data.packing.step_samples import StepSamples
+from megagrpo.records.rows.completions import table
+from megagrpo.rewards.registry.reward_values import MOST_NAMES, CallLog, is_logged
+from megagrpo.rewards.registry.target import Target
 from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.pool import Call, _is_result_of
-from megagrpo.rewards.workers.values import MOST_NAMES, CallLog, is_logged
 from megagrpo.trainer.rollout.sample_metrics import rollout_metrics
 from megagrpo.types import Prompt, Rollout
 from tests.unit.for_each import for_each

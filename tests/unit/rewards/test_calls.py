@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.commands.api.inputs import collect
+from megagrpo.commands.api.inputs.call_inputs import collect
 from megagrpo.config import RewardsSection
-from megagrpo.config.yaml_text import parse_yaml
+from megagrpo.config.basics.yaml_text import parse_yaml
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
 from tests.unit.rewards.reward_services import serving

@@ -16,12 +16,12 @@ from types import SimpleNamespace
 import pytest
 
 from megagrpo.config import MultiTurnSection
-from megagrpo.environments.conversation import Conversation
+from megagrpo.environments.episodes.conversation import Conversation
 from megagrpo.environments.responders import Responders
-from megagrpo.rewards.target import Target
+from megagrpo.rewards.registry.reward_values import MAX_REWARD, reward_of, rewards_of
+from megagrpo.rewards.registry.target import Target
 from megagrpo.rewards.workers.channel import MAX_MESSAGE_BYTES, Channel, Frames, ProtocolError, as_json, from_json
 from megagrpo.rewards.workers.output import BURST
-from megagrpo.rewards.workers.values import MAX_REWARD, reward_of, rewards_of
 from megagrpo.types import Prompt, Turn
 from tests.unit.rewards.test_workers import rewards_of as rewards_named
 from tests.unit.rewards.test_workers import rollouts, scorer

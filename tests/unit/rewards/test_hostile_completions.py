@@ -7,8 +7,8 @@ import pytest
 from ranks import run_ranks
 
 from megagrpo.config import RewardsSection
+from megagrpo.rewards.registry.target import BUILT_IN_REWARDS
 from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.rewards.target import BUILT_IN_REWARDS
 from megagrpo.types import Prompt, Rollout
 from tests.unit.rewards.reward_services import make_model, says, serving
 

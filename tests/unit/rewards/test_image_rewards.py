@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from megagrpo.config import RewardsSection
-from megagrpo.data.images import ImageReader
+from megagrpo.data.images.prompt_images import ImageReader
 from megagrpo.rewards.arguments import column_of
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rewards.workers.channel import Copies, as_json

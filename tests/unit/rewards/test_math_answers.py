@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.rewards.answers import boxed, final_answer
 from megagrpo.rewards.functions.math_accuracy import Cosine, accuracy, reasoning_accuracy
-from megagrpo.rewards.leaves import UnreadableError, same_value
+from megagrpo.rewards.math.answers import boxed, final_answer
+from megagrpo.rewards.math.compare_expressions import UnreadableError, same_value
 from tests.unit.for_each import for_each
 
 ROOT = Path(__file__).parents[3]

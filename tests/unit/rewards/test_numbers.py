@@ -2,9 +2,9 @@
 
 from decimal import Decimal
 
-from megagrpo.rewards.answers import extractor
-from megagrpo.rewards.functions.numbers import last_number
 from megagrpo.rewards.functions.text_rewards import exact_number
+from megagrpo.rewards.math.answers import extractor
+from megagrpo.rewards.math.numbers import last_number
 from tests.unit.for_each import for_each
 
 # Kind of writing: texts with the value of their last number.

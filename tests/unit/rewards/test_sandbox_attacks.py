@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.platform.process.scratch import temporary_files
+from megagrpo.platform.process.cleanup.scratch import temporary_files
 from megagrpo.rewards.functions.code_execution import CodeExecution
 from megagrpo.rewards.sandbox import execution, sandbox, system_calls
 from megagrpo.rewards.sandbox.sandbox import WALLS, Limits, missing_guarantees, run

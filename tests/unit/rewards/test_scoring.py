@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import RewardsSection
-from megagrpo.config.paths import anchored
+from megagrpo.config.basics.paths import anchored
+from megagrpo.rewards.registry.target import Target
 from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers import pool as pool_module
 from megagrpo.rewards.workers.pool import Call, WorkerPool
 from megagrpo.types import Prompt, Rollout
@@ -88,7 +88,7 @@ one_at_a_time.completions_per_call = 1
 """
 
 PLUGIN = """
-from megagrpo.rewards.plugins import orms, register
+from megagrpo.rewards.registry.plugins import orms, register
 
 @register("is_text")
 def is_text(completions, **kwargs):
@@ -107,7 +107,7 @@ def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("user")
     (path / "mine.py").write_text(MINE)
     (path / "plugin.py").write_text(PLUGIN)
-    (path / "clash.py").write_text("from megagrpo.rewards.plugins import orms\norms['accuracy'] = len\n")
+    (path / "clash.py").write_text("from megagrpo.rewards.registry.plugins import orms\norms['accuracy'] = len\n")
     return path
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import RewardsSection
-from megagrpo.config.paths import anchored
+from megagrpo.config.basics.paths import anchored
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
 
@@ -441,7 +441,7 @@ def test_close_leaves_no_process_behind(folder):
 
 TRAINER = """
 from megagrpo.rewards.workers.pool import Call, WorkerPool
-from megagrpo.rewards.reward_registry import resolve
+from megagrpo.rewards.registry.reward_registry import resolve
 pool = WorkerPool(2)
 print(*[worker.process.pid for worker in pool._workers], flush=True)
 call = Call(resolve("{folder}/mine.py:{function}"), arguments={{"completions": ["hang"]}}, timeout=600)

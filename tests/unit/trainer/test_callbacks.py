@@ -9,9 +9,9 @@ from ranks import run_ranks
 from tiny_policy import tiny_run
 
 from megagrpo.config import ProblemError, RunConfig
+from megagrpo.planner import plan
 from megagrpo.platform.parallel.agree import RankError
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.proof.plan import plan
 from megagrpo.trainer.callbacks import EVENTS, CallbackError, Callbacks, load_callbacks
 from tests.rank_fakes import OneRank
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.engine.protocol import EngineError
-from megagrpo.trainer import gpu_turns
-from megagrpo.trainer.gpu_turns import GPU_TABLE, GpuTurn, GpuTurns
-from megagrpo.trainer.state_offload import NoOffload
+from megagrpo.engine.http.protocol import EngineError
+from megagrpo.trainer.gpu import gpu_sharing as gpu_turns
+from megagrpo.trainer.gpu.gpu_sharing import GPU_TABLE, GpuTurn, GpuTurns
+from megagrpo.trainer.gpu.state_offload import NoOffload
 from tests.rank_fakes import OneRank
 
 
@@ -223,4 +223,4 @@ def test_only_the_turns_move_trainer_and_engine():
     verbs = re.compile(r"\.(load_all|load_weights_only|offload_all|wake)\(")
     package = Path(gpu_turns.__file__).parents[1]
     callers = {str(path.relative_to(package)) for path in package.rglob("*.py") if verbs.search(path.read_text())}
-    assert callers == {"trainer/gpu_turns.py"}
+    assert callers == {"trainer/gpu/gpu_sharing.py"}

@@ -6,12 +6,12 @@ import pytest
 import torch
 from tiny_policy import tiny_run
 
-from megagrpo.data.packing import PackingRules, pack
+from megagrpo.data.packing.sample_packing import PackingRules, pack
 from megagrpo.platform.process.phases import Phases
 from megagrpo.proof.verify.shrink import random_samples
-from megagrpo.records.recorder import Recorder
+from megagrpo.records.rows.recorder import Recorder
 from megagrpo.train_types import TrainState
-from megagrpo.trainer.learning import Learning
+from megagrpo.trainer.policy_update import Learning
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from megagrpo.config import AlgorithmSection
-from megagrpo.trainer.learning import Learning
+from megagrpo.trainer.policy_update import Learning
 
 
 def moves(**algorithm):

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import load_config
-from megagrpo.records.run_files import FROM_PYTHON, METRICS
-from megagrpo.records.run_lock import RunLock
-from megagrpo.trainer.run_folder import prepare_run_folder
+from megagrpo.records.checkpoints.run_files import FROM_PYTHON, METRICS
+from megagrpo.records.checkpoints.run_lock import RunLock
+from megagrpo.trainer.saving.run_folder import prepare_run_folder
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megagrpo.config import load_config
-from megagrpo.models.families.hf_config import parse_hf_config
-from megagrpo.proof.plan.flops import step_flops
-from megagrpo.records.recorder import Update
+from megagrpo.families.hf_config import parse_hf_config
+from megagrpo.planner.costs.flops import step_flops
+from megagrpo.records.rows.recorder import Update
 from megagrpo.train_types import ComputedTokens, TrainBatch
-from megagrpo.trainer.speed import Speed, make_speed
+from megagrpo.trainer.saving.speed import Speed, make_speed
 from tests.unit.records.test_metrics import CONFIG
 
 LLAMA = dict(

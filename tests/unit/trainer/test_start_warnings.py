@@ -6,15 +6,15 @@ import pytest
 
 from megagrpo.config import load_config
 from megagrpo.data.prompts import PromptSource, prompt_reader
-from megagrpo.data.sampling import sampling_of
-from megagrpo.data.tokenizer import tokenizer_of
-from megagrpo.records.report.collect import RunFiles
-from megagrpo.records.report.findings import findings
+from megagrpo.data.tokens.sampling import sampling_of
+from megagrpo.data.tokens.tokenizer import tokenizer_of
+from megagrpo.proof.report.collect import RunFiles
+from megagrpo.proof.report.findings import findings
 from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.trainer.data_checks.gold_trial import FunctionTrial, Means
+from megagrpo.trainer.data_checks.golds import GoldColumn
+from megagrpo.trainer.data_checks.reward_trial import start_warnings
 from megagrpo.trainer.evaluation.sets import load_sets
-from megagrpo.trainer.trials.gold_trial import FunctionTrial, Means
-from megagrpo.trainer.trials.golds import GoldColumn
-from megagrpo.trainer.trials.reward_trial import start_warnings
 from megagrpo.types import Prompt
 from tests.unit.commands.byte_model import save_byte_model
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megagrpo.trainer import stop_signals
+from megagrpo.trainer.saving import stop_signals
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 DELAYS = [0.0, 0.0002, 0.0005, 0.001, 0.001, 0.001, 0.002, 0.005] * 6  # seconds between the two signals

@@ -12,8 +12,8 @@ import pytest
 from megagrpo.__main__ import main
 from megagrpo.config import ConfigError, load_config
 from megagrpo.engine.servers.launcher import Launcher
-from megagrpo.trainer import time_limit
-from megagrpo.trainer.time_limit import (
+from megagrpo.trainer.saving import time_limit
+from megagrpo.trainer.saving.time_limit import (
     OUT_OF_TIME,
     TIME_LIMIT_KEY,
     End,
@@ -125,7 +125,7 @@ def test_a_run_without_time_for_a_step_ends_before_a_server_starts(monkeypatch, 
 
 def test_a_run_begins_when_its_first_process_starts(tmp_path):
     """The script stands for a rank: its parent is the launcher, which sleeps before it starts the rank."""
-    code = "import time; from megagrpo.trainer.time_limit import process_start; print(time.time() - process_start())"
+    code = "import time; from megagrpo.trainer.saving.time_limit import process_start; print(time.time() - process_start())"
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "ranks"}
     launcher = (
         f"import subprocess, sys, time; time.sleep(5); subprocess.run([sys.executable, '-c', {code!r}], check=True)"

@@ -13,7 +13,7 @@ import pytest
 
 from megagrpo.commands.api import child_process
 from megagrpo.commands.api.child_process import PACKAGE_ROOT
-from megagrpo.commands.api.errors import CommandFailed
+from megagrpo.commands.api.inputs.errors import CommandFailed
 from megagrpo.config import ConfigError
 
 PROGRAM = '''

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megagrpo.commands.api.config_input import override_texts, read
+from megagrpo.commands.api.inputs.config_input import override_texts, read
 from megagrpo.config import ConfigError, RunConfig, load_config
 from tests.unit.for_each import for_each
 

@@ -13,10 +13,10 @@ import pyarrow
 import pytest
 
 import megagrpo
-from megagrpo.commands.api.inputs import CALLBACKS, REWARDS, collect
+from megagrpo.commands.api.inputs.call_inputs import CALLBACKS, REWARDS, collect
 from megagrpo.config import ConfigError, RewardsSection, RunConfig
-from megagrpo.config.yaml_text import parse_yaml
-from megagrpo.data.data_sources import load_rows
+from megagrpo.config.basics.yaml_text import parse_yaml
+from megagrpo.data.sources.data_sources import load_rows
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.callbacks import load_callbacks
 from megagrpo.types import Prompt, Rollout

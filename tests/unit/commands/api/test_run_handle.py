@@ -8,10 +8,10 @@ import pytest
 from huggingface_hub import constants
 
 import megagrpo
-from megagrpo.commands.api.errors import CommandFailed, TrainingFailed
+from megagrpo.commands.api.inputs.errors import CommandFailed, TrainingFailed
 from megagrpo.commands.api.run_handle import load_run
 from megagrpo.config import ConfigError, RunConfig, save_resolved
-from tests.unit.models.hub.hub_server import TOKEN, hub
+from tests.unit.weights.hub.hub_server import TOKEN, hub
 
 MINIMAL = {
     "model": {"path": "m"},

@@ -149,7 +149,7 @@ def test_it_starts_only_for_a_server_of_this_host(override, program):
 @pytest.mark.parametrize(("gpus", "starts"), [(0, True), (1, False)])
 def test_a_run_of_one_rank_starts_it_on_a_machine_without_a_gpu(gpus, starts, tmp_path, monkeypatch):
     begun = []
-    monkeypatch.setattr("megagrpo.platform.launch.local.num_gpus", lambda: gpus)
+    monkeypatch.setattr("megagrpo.cluster.launch.local.num_gpus", lambda: gpus)
     monkeypatch.setattr(early_start, "begin", lambda rollout, lora_rank: begun.append(lora_rank))
     monkeypatch.setattr("megagrpo.trainer.rank.make_trainer", stop)
     with pytest.raises(Stopped):

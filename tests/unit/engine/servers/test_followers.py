@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from megagrpo.config import load_config
-from megagrpo.engine.protocol import EngineStartError
+from megagrpo.engine.http.protocol import EngineStartError
 from megagrpo.engine.servers import followers as followers_module
 from megagrpo.engine.servers import launcher as launcher_module
 from megagrpo.engine.servers import remote
@@ -16,7 +16,7 @@ from megagrpo.engine.servers.followers import Followers, Reports
 from megagrpo.engine.servers.launcher import healthy
 from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
 from megagrpo.engine.servers.serve_inputs import place_of
-from megagrpo.sync.wire.tensor_index import WeightSyncError
+from megagrpo.types import WeightSyncError
 from tests.unit.config.test_placement import QUICKSTART
 from tests.unit.engine.servers.test_restarts import Stand, kill, wait_until
 

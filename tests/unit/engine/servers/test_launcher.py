@@ -21,18 +21,18 @@ import pytest
 
 import megagrpo.engine.servers.launcher as launcher_module
 import megagrpo.engine.servers.supervisor as supervisor_module
+from megagrpo.cluster.launch.node import wait_until_healthy
 from megagrpo.config import RolloutSection, load_config
-from megagrpo.engine.http import MovedServers, NoAnswer, Servers, answers
-from megagrpo.engine.protocol import EngineStartError, derive_seed
+from megagrpo.engine.http.protocol import EngineStartError, derive_seed
+from megagrpo.engine.http.server_calls import MovedServers, NoAnswer, Servers, answers
 from megagrpo.engine.servers import command_line
 from megagrpo.engine.servers.launcher import Launcher, Server, healthy
 from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.engine.servers.serving import _check_place, make_launcher
-from megagrpo.models.families.hf_config import parse_hf_config
-from megagrpo.platform.launch.node import wait_until_healthy
+from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.platform.process import variables
-from megagrpo.platform.process.ownership import TEMPORARY, make_folder, owner_in
-from megagrpo.platform.process.shm_names import CPU_WORKERS, FOLDER, SEGMENTS, remove_stale
+from megagrpo.platform.process.cleanup.ownership import TEMPORARY, make_folder, owner_in
+from megagrpo.platform.process.cleanup.shm_names import CPU_WORKERS, FOLDER, SEGMENTS, remove_stale
 from tests.family_examples import RELEASES
 
 SUPERVISOR = Path(supervisor_module.__file__)
@@ -192,7 +192,7 @@ def test_a_server_whose_sockets_would_have_too_long_names_has_its_temporary_file
 
 
 TRAINER = (
-    "import os, subprocess, sys, tempfile, time\nfrom megagrpo.platform.process.scratch import "
+    "import os, subprocess, sys, tempfile, time\nfrom megagrpo.platform.process.cleanup.scratch import "
     "temporary_files\nwith temporary_files() as folder:\n"
 )
 TRAINER += (
@@ -253,7 +253,7 @@ time.sleep(600)
 """
 NAMED_AFTER_SIGTERM = """
 import os, signal, time
-from megagrpo.platform.process.shm_names import SEGMENTS, owned
+from megagrpo.platform.process.cleanup.shm_names import SEGMENTS, owned
 def later(*_):
     open("/dev/shm/" + owned(SEGMENTS), "w").close()
     print(owned(SEGMENTS), flush=True)
@@ -385,7 +385,7 @@ def test_files_that_a_server_had_mapped_which_is_killed_soon_are_removed():
 
 def test_segments_of_a_process_that_was_killed_are_removed_at_the_next_start_and_no_others():
     code = "import sys, time; from multiprocessing import resource_tracker, shared_memory; "
-    code += "from megagrpo.platform.process.shm_names import name_segments_by_owner; name_segments_by_owner(); "
+    code += "from megagrpo.platform.process.cleanup.shm_names import name_segments_by_owner; name_segments_by_owner(); "
     code += "resource_tracker.register = lambda *_: None; "  # as if the tracker was killed
     code += "print(shared_memory.SharedMemory(create=True, size=64).name, flush=True); time.sleep(60)"
     made = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -405,7 +405,7 @@ def test_segments_of_a_process_that_was_killed_are_removed_at_the_next_start_and
 
 
 def test_files_of_cpu_workers_are_removed_when_their_engine_has_ended_and_no_others(tmp_path):
-    code = "import sys, time; from pathlib import Path; from megagrpo.platform.process.ownership import make_folder; "
+    code = "import sys, time; from pathlib import Path; from megagrpo.platform.process.cleanup.ownership import make_folder; "
     code += f"print(make_folder({FOLDER!r}, Path(sys.argv[1]))[0].name, flush=True); time.sleep(60)"
     engine, other = (
         subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True) for _ in range(2)

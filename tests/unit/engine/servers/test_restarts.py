@@ -10,19 +10,18 @@ import psutil
 import pytest
 
 import megagrpo.engine.servers.restarts as restarts_module
-from megagrpo.engine import http
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.fleet import State
-from megagrpo.engine.protocol import EngineDeadError
+from megagrpo.engine.http import server_calls as http
+from megagrpo.engine.http.fleet import State
+from megagrpo.engine.http.protocol import EngineDeadError
 from megagrpo.engine.servers import launcher as launcher_module
 from megagrpo.engine.servers import restarts
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.node_agent import NodeAgent, NodeLaunchers
 from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.engine.servers.restarts import Restarter
-from megagrpo.sync.wire.exchange import Deadline, Store
-from megagrpo.sync.wire.tensor_index import WeightSyncError
-from megagrpo.types import Prompt, SamplingParams
+from megagrpo.platform.rendezvous.store_exchange import Deadline, Store
+from megagrpo.types import Prompt, SamplingParams, WeightSyncError
 
 WELL = """
 import http.server, sys

@@ -11,15 +11,16 @@ import torch
 from safetensors.torch import save_file
 
 from megagrpo.config import load_config
-from megagrpo.data.sampling import sampling_of
+from megagrpo.data.tokens.sampling import sampling_of
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.requests import sampling_params as request_params
 from megagrpo.engine.servers import serving
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
-from megagrpo.models.families.family_index import FAMILIES
+from megagrpo.families.family_index import FAMILIES
 from megagrpo.platform.process.variables import TOKEN_FILE_VARIABLE
-from megagrpo.trainer import engine_side, gpu_turns
+from megagrpo.trainer import engine_side
+from megagrpo.trainer.gpu import gpu_sharing as gpu_turns
 from megagrpo.types import Prompt, SamplingParams, Truncation
 from tests.family_examples import RELEASES
 from tests.unit.engine.stand_ins import StandIn, noting

@@ -11,8 +11,8 @@ import torch
 from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
 
+from megagrpo.cluster.doctor.packages import package_checks
 from megagrpo.platform import device
-from megagrpo.platform.doctor.packages import package_checks
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import take_step
 from megagrpo.proof.verify.verify_compare import compare, silent_tensors
@@ -70,10 +70,10 @@ STEP = """
 import json, sys, torch
 from tiny_policy import tiny_model, tiny_run
 from megagrpo.platform import device
-from megagrpo.platform.doctor.packages import package_checks
+from megagrpo.cluster.doctor.packages import package_checks
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.policy.optimizer import apex_note
+from megagrpo.policy.optimizer.policy_optimizer import apex_note
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import take_step
 
@@ -136,6 +136,6 @@ def test_an_apex_that_cannot_compute_here_is_left_alone(broken, text, installed,
 
 def test_without_apex_there_is_no_line(monkeypatch):
     monkeypatch.setattr(
-        "megagrpo.platform.doctor.packages.installed_version", lambda name: "" if name == "apex" else "1.0"
+        "megagrpo.cluster.doctor.packages.installed_version", lambda name: "" if name == "apex" else "1.0"
     )
     assert not [line for line in package_checks("cpu") if line.subject == "apex"]

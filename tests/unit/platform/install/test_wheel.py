@@ -111,8 +111,8 @@ from pathlib import Path
 from megagrpo.config import load_config
 from megagrpo.config.io import shipped_configs
 from megagrpo.platform.install.requirements import all_requirements, constraints
-from megagrpo.platform.launch.job import cluster_file
-from megagrpo.platform.launch.slurm import TRAIN_SCRIPT
+from megagrpo.cluster.launch.job import cluster_file
+from megagrpo.cluster.launch.slurm import TRAIN_SCRIPT
 Path("mine.yaml").write_text("defaults: megagrpo:quickstart\\n")
 folder = shipped_configs()
 loaded = [load_config(path, []).run.name for path in sorted(folder.glob("*.yaml"))]

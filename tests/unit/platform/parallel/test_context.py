@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megagrpo.data.packing import PackingRules, build_micro_batch
+from megagrpo.data.packing.sample_packing import PackingRules, build_micro_batch
 from megagrpo.platform.parallel.context import gathered_indices, rank_indices
 from megagrpo.train_types import TrainSample
 from tests.unit.for_each import for_each

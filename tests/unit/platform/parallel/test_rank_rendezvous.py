@@ -17,8 +17,8 @@ from ranks import run_ranks
 from torch.distributed import distributed_c10d
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 
-from megagrpo.platform.launch import launcher_rendezvous
-from megagrpo.platform.launch.launcher_rendezvous import Nodes
+from megagrpo.cluster.launch import launcher_rendezvous
+from megagrpo.cluster.launch.launcher_rendezvous import Nodes
 from megagrpo.platform.parallel.rank_rendezvous import join_world, sign_objects
 from megagrpo.platform.process.variables import RENDEZVOUS_VARIABLE
 from tests.listening import LOOPBACK, listening
@@ -194,8 +194,8 @@ def test_ranks_of_two_nodes_meet_at_the_master_address_and_sign_with_the_token(t
     (tmp_path / "token").touch(0o600)
     (tmp_path / "token").write_text("a-token-of-both-nodes")
     root = Path(launcher_rendezvous.__file__).parents[3]
-    imports = "import sys; from megagrpo.platform.launch.launcher_rendezvous import Nodes; "
-    imports += "from megagrpo.platform.launch.local import run_ranks; "
+    imports = "import sys; from megagrpo.cluster.launch.launcher_rendezvous import Nodes; "
+    imports += "from megagrpo.cluster.launch.local import run_ranks; "
     code = imports + "sys.exit(run_ranks(2, {!r}, {!r}))"
     words = [str(tmp_path / "rank.py"), str(root / "megagrpo/platform/parallel/rank_rendezvous.py")]
     port, environment = (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.platform.process.scratch import (
+from megagrpo.platform.process.cleanup.scratch import (
     CACHE_VARIABLES,
     INDUCTOR_CACHE,
     code_caches,

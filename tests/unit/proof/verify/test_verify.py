@@ -10,7 +10,7 @@ import torch
 from tiny_policy import MORE_SHAPES, SHAPES, tiny_run
 
 from megagrpo.config import ConfigError, ParallelSection
-from megagrpo.models.families.hf_config import model_problems, parse_hf_config
+from megagrpo.families.hf_config import model_problems, parse_hf_config
 from megagrpo.proof.verify.layouts import layout_text, parse_layout
 from megagrpo.proof.verify.shrink import VOCABULARY, plainly, random_samples, random_tensor, shrink_config, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, relative_error

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import ConfigError, ProblemError, load_config
-from megagrpo.config.tracker_options import TRACKER_PACKAGES
+from megagrpo.config.sections.tracker_options import TRACKER_PACKAGES
 from megagrpo.records.sinks.find_trackers import CLASSES, SINK_METHODS, check_trackers, unused_options
 from tests.unit.records.sinks.tracked import CONFIG, write
 

@@ -13,8 +13,8 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
 from megagrpo.config import load_config
 from megagrpo.platform.process.phases import Phases
-from megagrpo.records.completions import completion_row
-from megagrpo.records.jsonl_file import encoded
+from megagrpo.records.rows.completions import completion_row
+from megagrpo.records.rows.jsonl_file import encoded
 from megagrpo.records.sinks.otel import MOST_SPANS
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, Turn

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from megagrpo.config import load_config
-from megagrpo.records.completions import completion_row
-from megagrpo.records.jsonl_file import encoded
+from megagrpo.records.rows.completions import completion_row
+from megagrpo.records.rows.jsonl_file import encoded
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.types import Prompt, Rollout, ScoredRollout
 

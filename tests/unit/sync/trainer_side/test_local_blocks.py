@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from megagrpo.models.families.shared.blocks import Block
-from megagrpo.models.families.shared.boxes import cut
+from megagrpo.families.shared.blocks import Block
+from megagrpo.families.shared.boxes import cut
 from megagrpo.sync.trainer_side.local_blocks import LocalBlocks
 from megagrpo.sync.wire.rank_boxes import RankBoxes
-from megagrpo.sync.wire.tensor_index import WeightSyncError
+from megagrpo.types import WeightSyncError
 
 UP, GATE = "model.layers.0.up.weight", "model.layers.0.gate.weight"
 SHAPE = (8, 6)

@@ -5,7 +5,6 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from megagrpo.config import ParallelSection
-from megagrpo.models.bridge.megatron_io import sums_of_ranks
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.sync.trainer_side.transport import (
     SendReport,
@@ -14,7 +13,8 @@ from megagrpo.sync.trainer_side.transport import (
     own_or_raise,
     reports_of_ranks,
 )
-from megagrpo.sync.wire.tensor_index import WeightSyncError
+from megagrpo.types import WeightSyncError
+from megagrpo.weights.bridge.megatron_io import sums_of_ranks
 from tests.message_log import objects, record
 from tests.rank_fakes import GroupRanks
 

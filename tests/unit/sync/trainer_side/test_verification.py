@@ -7,18 +7,19 @@ import pytest
 import torch
 
 from megagrpo.config import LoraSection
-from megagrpo.engine.protocol import ServerDied
-from megagrpo.models.families.shared.blocks import Block
-from megagrpo.models.families.shared.boxes import cut, whole
+from megagrpo.engine.http.protocol import ServerDied
+from megagrpo.families.shared.blocks import Block
+from megagrpo.families.shared.boxes import cut, whole
 from megagrpo.sync.trainer_side import adapter_sync
+from megagrpo.sync.trainer_side.shared_buffers import allocate
 from megagrpo.sync.trainer_side.shared_memory import SharedMemory
-from megagrpo.sync.trainer_side.slots import allocate
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.sync.trainer_side.transport import Handover
 from megagrpo.sync.trainer_side.verification import verify
 from megagrpo.sync.wire.copy_checksums import checksum
 from megagrpo.sync.wire.progress_file import ProgressReader
-from megagrpo.sync.wire.tensor_index import SharedBlock, SharedTensor, TensorIndex, WeightSyncError
+from megagrpo.types import WeightSyncError
+from megagrpo.weights.slices.tensor_index import SharedBlock, SharedTensor, TensorIndex
 from tests.rank_fakes import OneRank
 
 BLOCKS = tuple(SharedBlock(rank, f"f{rank}", 0, cut((8, 6), 0, 4 * rank, 4 * rank + 4), number=0) for rank in range(2))

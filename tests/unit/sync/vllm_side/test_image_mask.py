@@ -6,7 +6,7 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from megagrpo.sync.vllm_side.cpu_kernels import split_at_images
+from megagrpo.sync.vllm_side.cpu.cpu_kernels import split_at_images
 
 HEADS, GROUPS, WIDTH, BLOCK = 4, 2, 32, 32
 # (tokens, tokens whose keys are cached, images as vLLM has them: first and last token)

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.models.families.shared.boxes import cut, extent, whole
+from megagrpo.families.shared.boxes import cut, extent, whole
 from megagrpo.sync.vllm_side.lazy_tensors import LazyTensor, box_of, restride
 from megagrpo.sync.vllm_side.memory_receiver import MappedBlocks, SharedFiles
 from megagrpo.sync.vllm_side.reader import ShardReader
 from megagrpo.sync.wire.copy_checksums import checksum
 from megagrpo.sync.wire.progress_file import VERSION_SHIFT, ProgressReader, progress_path
-from megagrpo.sync.wire.tensor_index import SharedBlock, SharedTensor, TensorIndex, WeightSyncError
+from megagrpo.types import WeightSyncError
+from megagrpo.weights.slices.tensor_index import SharedBlock, SharedTensor, TensorIndex
 from tests.unit.for_each import for_each
 
 LOADERS = {

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from megagrpo.models.families.shared.boxes import Box, cut, intersect, size, whole
+from megagrpo.families.shared.boxes import Box, cut, intersect, size, whole
 from megagrpo.sync.vllm_side.p2p_receiver import copies_of_parts
 
 SHAPE = (8, 6)

@@ -6,8 +6,8 @@ import random
 import numpy as np
 import pytest
 
-from megagrpo.models.families.shared.boxes import brackets, cut, extent, intersect, missing, size, subtract, whole
-from megagrpo.sync.wire.box_slices import cover, owners
+from megagrpo.families.shared.boxes import brackets, cut, extent, intersect, missing, size, subtract, whole
+from megagrpo.weights.slices.box_slices import cover, owners
 from tests.unit.for_each import for_each
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.models.families.shared.boxes import cut, extent, whole
+from megagrpo.families.shared.boxes import cut, extent, whole
 from megagrpo.sync.wire import copy_checksums
 from megagrpo.sync.wire.copy_checksums import (
     PIECE,

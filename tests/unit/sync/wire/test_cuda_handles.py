@@ -14,7 +14,8 @@ from megagrpo.sync.vllm_side.memory_receiver import MappedBlocks
 from megagrpo.sync.wire import cuda_handles
 from megagrpo.sync.wire.cuda_handles import FIELDS, DeviceMaps, mappable_bytes, pack, unpack
 from megagrpo.sync.wire.progress_file import ProgressReader
-from megagrpo.sync.wire.tensor_index import SharedBlock, SharedTensor, TensorIndex, WeightSyncError
+from megagrpo.types import WeightSyncError
+from megagrpo.weights.slices.tensor_index import SharedBlock, SharedTensor, TensorIndex
 
 VALUES = (bytes(range(64)), 4096, 512, False, b"/torch_7_1", 3, bytes(64), True)
 INDEX = TensorIndex(4, "float32", {"w": SharedTensor((4,), (SharedBlock(0, "gpu of rank 0", 0, ((0,), (4,)), 0),))})

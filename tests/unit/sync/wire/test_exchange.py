@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from megagrpo.engine.access import address_of
+from megagrpo.engine.http.access import address_of
+from megagrpo.platform.rendezvous.store_exchange import Deadline, Exchange, Store, is_here, own_address
 from megagrpo.sync.trainer_side.send_plan import _check_coverage
 from megagrpo.sync.vllm_side.p2p_receiver import P2pReceiver
 from megagrpo.sync.vllm_side.receiver import Worker
-from megagrpo.sync.wire.exchange import Deadline, Exchange, Store, is_here, own_address
 from megagrpo.sync.wire.rank_boxes import RankBoxes
 from megagrpo.sync.wire.store_messages import DirectRequest
-from megagrpo.sync.wire.tensor_index import WeightSyncError
+from megagrpo.types import WeightSyncError
 from tests.listening import listening
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from megagrpo.models.families.shared.boxes import cut
+from megagrpo.families.shared.boxes import cut
 from megagrpo.sync.wire.messages import Message, Slice, describe, empty_message, message_views
 from tests.unit.for_each import for_each
 

@@ -4,11 +4,11 @@ import itertools
 import random
 from collections import Counter
 
-from megagrpo.models.families.shared.boxes import cut, intersect, missing, size, whole
+from megagrpo.families.shared.boxes import cut, intersect, missing, size, whole
 from megagrpo.sync.trainer_side.send_plan import PlanNews, messages_of
 from megagrpo.sync.wire.messages import pieces, rounds
 from megagrpo.sync.wire.rank_boxes import RankBoxes, by_tensor
-from megagrpo.sync.wire.sync_plan import plan_transfers
+from megagrpo.weights.slices.sync_plan import plan_transfers
 from tests.unit.for_each import for_each
 
 

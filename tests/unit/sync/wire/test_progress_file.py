@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megagrpo.sync.wire.progress_file import WORD_BYTES, ProgressFile, ProgressReader, progress_path
-from megagrpo.sync.wire.tensor_index import WeightSyncError
+from megagrpo.types import WeightSyncError
 
 VERSION = 5
 

@@ -3,7 +3,7 @@
 import json
 import random
 
-from megagrpo.models.families.shared.boxes import cut
+from megagrpo.families.shared.boxes import cut
 from megagrpo.sync.wire.rank_boxes import RankBoxes, boxes_of_json, by_tensor, wanted_by
 from megagrpo.sync.wire.store_messages import DirectRequest, content_key
 from tests.unit.for_each import for_each

@@ -2,7 +2,7 @@
 
 import random
 
-from megagrpo.sync.wire.relay import NO_FEEDER, feeders, heads
+from megagrpo.sync.wire.forwarding import NO_FEEDER, feeders, heads
 from tests.unit.for_each import for_each
 
 

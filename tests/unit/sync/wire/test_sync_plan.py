@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megagrpo.models.families.shared.boxes import cut, intersect, size, whole
-from megagrpo.sync.wire.sync_plan import SMALL, layer_of, plan_transfers
+from megagrpo.families.shared.boxes import cut, intersect, size, whole
+from megagrpo.weights.slices.sync_plan import SMALL, layer_of, plan_transfers
 from tests.unit.for_each import for_each
 
 

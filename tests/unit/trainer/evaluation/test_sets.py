@@ -8,13 +8,13 @@ from statistics import fmean
 import pytest
 
 from megagrpo.config import RunConfig, evaluation_sets
+from megagrpo.data.packing.sample_table import votes_of
+from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.data.prompts import prompt_reader
-from megagrpo.data.sample_facts import votes_of
-from megagrpo.data.sampling import sampling_of
-from megagrpo.data.step_samples import StepSamples
-from megagrpo.data.tokenizer import tokenizer_of
-from megagrpo.rewards.answers import READ_BY, extractor
-from megagrpo.rewards.target import BUILT_IN_REWARDS
+from megagrpo.data.tokens.sampling import sampling_of
+from megagrpo.data.tokens.tokenizer import tokenizer_of
+from megagrpo.rewards.math.answers import READ_BY, extractor
+from megagrpo.rewards.registry.target import BUILT_IN_REWARDS
 from megagrpo.trainer.evaluation.estimators import majority_passes, pass_at_k, steps_to
 from megagrpo.trainer.evaluation.sets import HeldOut, evaluate, load_sets, metrics_of
 from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout, Truncation

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megagrpo.config import ConfigError, load_config
-from megagrpo.data.images import ImageReader
-from megagrpo.engine.protocol import EngineError, EngineInterrupted, EngineStarved
+from megagrpo.data.images.prompt_images import ImageReader
+from megagrpo.engine.http.protocol import EngineError, EngineInterrupted, EngineStarved
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool, packed, unpacked
 from megagrpo.types import Dialogue, Prompt, Rollout, SamplingParams, Turn
 from tests.distributed.tiny_vision import image, write_model

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from megagrpo.config import RunConfig
-from megagrpo.data.step_samples import StepSamples
-from megagrpo.engine.protocol import derive_seed
+from megagrpo.data.packing.step_samples import StepSamples
+from megagrpo.engine.http.protocol import derive_seed
 from megagrpo.train_types import TrainState
 from megagrpo.trainer.rollout.groups import Rollouts, redraw_size
 from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout

@@ -9,13 +9,13 @@ import torch
 from ranks import run_ranks
 
 from megagrpo.config import ParallelSection
-from megagrpo.data.packing import PackingRules, build_batch, plan_packing, slices
-from megagrpo.data.routes import RouteShape
-from megagrpo.data.step_samples import StepSamples
+from megagrpo.data.packing.routed_experts import RouteShape
+from megagrpo.data.packing.sample_packing import PackingRules, build_batch, plan_packing, slices
+from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.platform.parallel.agree import RankError
 from megagrpo.platform.parallel.layout import Layout, init_layout
-from megagrpo.policy.rank_routes import with_sample_routes
-from megagrpo.trainer.rollout.route_exchange import replayed_batches
+from megagrpo.policy.moe.rank_routed_experts import with_sample_routes
+from megagrpo.trainer.rollout.routed_experts_exchange import replayed_batches
 from megagrpo.trainer.rollout.token_exchange import trained_samples
 from megagrpo.types import Rollout, Routes
 from tests.message_log import objects, record

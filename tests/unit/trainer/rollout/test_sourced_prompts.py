@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerFast
 
 from megagrpo.config import ConfigError
 from megagrpo.config.io import shipped_configs
-from megagrpo.data.prompt_order import PromptOrder
+from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.data.prompts import PromptSource
-from megagrpo.data.step_samples import StepSamples
-from megagrpo.data.tokenizer import HuggingFaceTokenizer
-from megagrpo.engine.protocol import EngineError
+from megagrpo.data.sources.prompt_order import PromptOrder
+from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer
+from megagrpo.engine.http.protocol import EngineError
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.train_types import TrainState
 from megagrpo.trainer.rollout.collector import NoRollouts

@@ -7,7 +7,7 @@ import pytest
 from ranks import run_ranks
 
 from megagrpo.config import ParallelSection
-from megagrpo.engine.protocol import EngineDeadError, EngineStarved
+from megagrpo.engine.http.protocol import EngineDeadError, EngineStarved
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.platform.process.phases import Phases
 from megagrpo.trainer.rollout.collector import Collector, StopRequested

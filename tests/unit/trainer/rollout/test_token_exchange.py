@@ -17,14 +17,14 @@ from ranks import run_ranks
 from megagrpo.algorithms.advantages import advantages_of, to_samples
 from megagrpo.algorithms.token_advantages import with_token_advantages
 from megagrpo.config import AlgorithmSection, ParallelSection, load_config
-from megagrpo.data.packing import PackingRules, build_batch, pack, plan_packing, slices
-from megagrpo.data.step_samples import StepSamples
+from megagrpo.data.packing.sample_packing import PackingRules, build_batch, pack, plan_packing, slices
+from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.platform.parallel.bulk_messages import PartError
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.platform.process.phases import Phases
-from megagrpo.records.completions import completion_lines, completion_row
-from megagrpo.records.jsonl_file import encoded
-from megagrpo.records.recorder import TrainedRollouts
+from megagrpo.records.rows.completions import completion_lines, completion_row
+from megagrpo.records.rows.jsonl_file import encoded
+from megagrpo.records.rows.recorder import TrainedRollouts
 from megagrpo.records.writer import JSONL, CompletionsLog, MetricsWriter
 from megagrpo.train_types import Trajectories
 from megagrpo.trainer.rollout.collector import Collector, numbered

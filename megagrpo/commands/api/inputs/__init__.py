@@ -1,0 +1,1 @@
+"""The arguments of API calls, and how they reach another process."""

@@ -1,0 +1,1 @@
+"""Commands on weights and checkpoints."""

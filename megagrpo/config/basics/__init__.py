@@ -1,0 +1,1 @@
+"""YAML text, paths and problems: the base of the sections and rules."""

@@ -1,0 +1,1 @@
+"""Rules across sections. Each returns the problems of a whole config."""

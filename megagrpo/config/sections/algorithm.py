@@ -1,0 +1,222 @@
+"""Defines the section `algorithm`: the loss and the advantages."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megagrpo.config.sections.loss_table import LOSSES, Average, Loss, custom_loss
+from megagrpo.config.sections.section import (
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    choice_or_user_code,
+)
+
+ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+
+class AlgorithmSection(Section):
+    loss_type: Annotated[str, *choice_or_user_code(LOSSES)] = "dapo"
+    """The loss and how its tokens are averaged. The clipped ratio: grpo by sequence then batch, dapo and bnpo by token,
+    dr_grpo by sequences x max_completion_length, luspo summed by sequence. cispo, sapo, vespo, gmpo and fipo bound or
+    weigh the ratio otherwise, real classifies the responses of a group. Your own: `path/file.py:function` or
+    `package.module:function`. docs/losses.md."""
+    loss_average: Average | None = None
+    """How a loss of your own averages its tokens: over tokens, as means of samples, as sums of samples, or over samples
+    x max_completion_length. Empty: over tokens. The other losses have an average of their own."""
+    beta: NonNegativeFloat = 0.0
+    """Weight of the KL penalty to the reference model; 0 builds no reference."""
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "low_var", "full_forward", "full_reverse"] = "k3"
+    """The KL term of a token: estimated from its log-probs, or exact over the whole vocabulary, forward KL(ref ||
+    policy) or reverse KL(policy || ref). Estimators differ in their gradient more than in their value: docs/kl.md."""
+    use_bias_correction_kl: bool = False
+    """Multiply the estimate by the probability ratio, gradient included. The mean gradient is then the gradient of
+    KL(policy || ref)."""
+    kl_in_reward: bool = False
+    """Take `beta` times a response's KL (summed k1) from its reward before advantages, and add nothing to the loss."""
+    sync_ref_model: bool = False
+    """Let the reference follow the policy: every `ref_model_sync_steps` steps it becomes their mixture."""
+    ref_model_mixup_alpha: Fraction = 0.6
+    """Share of the policy in that mixture; 1 makes the reference the policy."""
+    ref_model_sync_steps: PositiveInt = 512
+    """Steps between two updates of the reference."""
+    epsilon: NonNegativeFloat = 0.2
+    """Lower clip range of the probability ratio."""
+    epsilon_high: NonNegativeFloat | None = None
+    """Upper clip range; `epsilon` when empty. For cispo the largest weight itself."""
+    delta: PositiveFloat | None = None
+    """Upper bound of the ratio where the advantage is negative (two-sided clip); none when empty."""
+    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"
+    """A token's ratio: its own, its sequence's geometric mean (GSPO), or that with its own gradient (GSPO-token)."""
+    sapo_temperature_pos: PositiveFloat = 1.0
+    """Sharpness of sapo's gate at positive advantages."""
+    sapo_temperature_neg: PositiveFloat = 1.05
+    """Sharpness of sapo's gate at negative advantages."""
+    vespo_k_pos: NonNegativeFloat = 2.0
+    """vespo: power of the sequence weight at positive advantages."""
+    vespo_lambda_pos: NonNegativeFloat = 3.0
+    """vespo: damping of the sequence weight at positive advantages."""
+    vespo_k_neg: NonNegativeFloat = 3.0
+    """vespo: power of the sequence weight at negative advantages."""
+    vespo_lambda_neg: NonNegativeFloat = 2.0
+    """vespo: damping of the sequence weight at negative advantages."""
+    real_tau: PositiveFloat = 0.5
+    """real: what a response's mean log-ratio is divided by."""
+    fipo_decay_rate: PositiveFloat = 32.0
+    """fipo: tokens after which the weight of what follows is halved."""
+    fipo_clip_range: Fraction = 0.2
+    """fipo: how far the weight of a token may be from 1."""
+    fipo_clip_high_only: bool = True
+    """fipo: no weight below 1."""
+    fipo_safety_threshold: PositiveFloat | None = 4.0
+    """fipo: above this ratio a token with negative advantage gets a weight of at most 1; no bound when empty."""
+    top_entropy_quantile: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """The policy term counts this share of the loss tokens of all ranks, the tokens of highest entropy. The KL term
+    counts all. Below 1 costs one more forward pass per optimizer step."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of an entropy bonus: the loss decreases by this times the mean entropy over the policy term's tokens."""
+    use_adaptive_entropy: bool = False
+    """Adapt `entropy_coef` after every optimizer step by entropy_coef_delta: up if the mean entropy was at or below
+    entropy_target, else down. The bonus applies only after a step whose mean entropy was at or below entropy_target."""
+    entropy_target: NonNegativeFloat = 0.2
+    """Mean entropy, in nats per token, at or below which the adaptive bonus applies."""
+    entropy_coef_delta: NonNegativeFloat = 0.005
+    """Step of the adaptive weight."""
+    entropy_coef_min: NonNegativeFloat = 0.0
+    """Smallest adaptive weight."""
+    entropy_coef_max: NonNegativeFloat = 1.0
+    """Largest adaptive weight."""
+    off_policy_mask_threshold: NonNegativeFloat | None = None
+    """Exclude a sequence with negative advantage from the policy term when the policy has moved away from it: mean
+    log(sampled / policy) above this."""
+    importance_correction: Literal[
+        "off",
+        "token_truncate",
+        "token_mask",
+        "token_reject",
+        "sequence_truncate",
+        "sequence_mask",
+        "geometric_truncate",
+        "geometric_mask",
+    ] = "off"
+    """Weight the policy term by trainer / engine probability of the sampled tokens: per token, the product over the
+    sequence, or its geometric mean. The weight is clipped to the band (truncate), 0 outside of it (mask), or 0 for a
+    sequence with a token outside (reject). docs/losses.md."""
+    importance_correction_min: PositiveFloat | None = None
+    """Lower end of the band; none when empty."""
+    importance_correction_max: PositiveFloat | None = 3.0
+    """Upper end of the band; none when empty."""
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Weight of the load-balancing loss of a mixture of experts, as transformers defines it, over all response tokens
+    of the step, so it is the same in every layout. Above 0 costs one more forward pass per optimizer step."""
+    router_z_loss_coef: NonNegativeFloat = 0.0
+    """Weight of the routers' z-loss (ST-MoE; `moe_z_loss_coeff` in Megatron): the squared log-sum-exp of a router's
+    logits, summed over layers, as the mean over all response tokens of the step, so it is the same in every layout."""
+    moe_router_bias_update_rate: NonNegativeFloat = 0.0
+    """Aux-loss-free balancing of DeepSeek-V3: after each optimizer step the selection bias of an expert moves by this,
+    up if it got fewer of the step's response tokens than the mean of its layer's experts, down if it got more. For
+    families with such a bias; DeepSeek-V3 was pretrained with 0.001. With 0 the biases do not change."""
+    num_iterations: PositiveInt = 1
+    """How often each step's rollouts are trained on."""
+    steps_per_generation: PositiveInt = 1
+    """Optimizer steps in one pass over a step's rollouts. The seed assigns each sample to one of them. Advantages come
+    from whole groups; each optimizer step divides by its own tokens or samples."""
+    advantage_estimator: Annotated[str, *choice_or_user_code(ADVANTAGE_ESTIMATORS)] = "grpo"
+    """What a reward is compared with: its group's mean, the mean of the group's others (rloo), or the batch's mean.
+    reinforce_plus_plus and its baseline form, which keeps the group's mean, always divide by the batch's std. A
+    function of your own (docs/credit.md) returns the advantages themselves."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """What the centred rewards are divided by: the group's std, the batch's std, or nothing."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Add the functions' rewards, or first normalise each within its group (GDPO), so that none drowns the others."""
+    advantage_by: Literal["trajectory", "turn", "state", "token", "process"] = "trajectory"
+    """What has an advantage. trajectory: the whole response or conversation. turn: each turn, compared with the turns
+    with the same number (MT-GRPO). state: each turn, compared with the turns that answered the same messages (GiGPO).
+    token: each token, by the sum of rewards of functions with `per: token` from it on. process: the same by the sum
+    of normalized rewards (DeepSeekMath's process supervision). The trajectory's advantage is added to a turn's or
+    token's. docs/credit.md."""
+    turn_advantage_weight: PositiveFloat = 1.0
+    """Weight of a turn's own advantage with `advantage_by` turn or state."""
+    token_advantage_weight: PositiveFloat = 1.0
+    """Weight of a token's own advantage with `advantage_by` token or process."""
+    turn_discount: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Factor of the reward of the next turn in a turn's return, with `advantage_by: state`."""
+    dynamic_sample: bool = False
+    """Replace groups whose rewards are all equal, which have no gradient, by groups of newly drawn prompts (DAPO)."""
+    max_resample_times: PositiveInt = 3
+    """Rounds of drawing that `dynamic_sample` may add to a step."""
+    dynamic_sample_fallback: Literal["original", "partial"] = "original"
+    """Groups of a step that is not full after all rounds. original: the groups drawn first. partial: only groups with
+    unequal rewards; if there are none, the groups drawn first."""
+    mask_truncated_completions: bool = False
+    """Exclude the tokens of responses that were truncated at `max_completion_length` from the loss, its metrics and the
+    token count. Their rewards stay in the statistics of their group, and they still count as sequences."""
+    skip_zero_advantage: bool = True
+    """Skip the forward and backward pass of samples whose advantage is exactly 0 where they add no gradient: not with
+    beta, a router option, an entropy option, real or a loss of your own. They still count in every denominator, so
+    the update is the same."""
+
+    @property
+    def upper_epsilon(self) -> float:
+        """`epsilon_high`, or `epsilon` when it is empty."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def loss(self) -> Loss:
+        """The row of `loss_type`."""
+        return LOSSES.get(self.loss_type) or custom_loss(self.loss_type, self.loss_average)
+
+    @property
+    def own_estimator(self) -> bool:
+        """Whether `advantage_estimator` names the user's function."""
+        return self.advantage_estimator not in ADVANTAGE_ESTIMATORS
+
+    @property
+    def advantage_by_turns(self) -> bool:
+        """Whether `advantage_by` gives each turn an advantage."""
+        return self.advantage_by in ("turn", "state")
+
+    @property
+    def advantage_by_tokens(self) -> bool:
+        """Whether `advantage_by` gives each token an advantage, from rewards of tokens."""
+        return self.advantage_by in ("token", "process")
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps in each step."""
+        return self.num_iterations * self.steps_per_generation
+
+    @property
+    def gradient_is_local(self) -> bool:
+        """Whether the loss's gradient with respect to a token's log-prob depends on no other token's log-prob."""
+        return (
+            self.loss.local
+            and self.importance_sampling_level == "token"
+            and self.importance_correction in ("off", "token_truncate", "token_mask")
+            and self.off_policy_mask_threshold is None
+        )
+
+    @property
+    def entropy_bonus(self) -> bool:
+        """Whether the loss may have an entropy bonus."""
+        return self.entropy_coef > 0 or self.use_adaptive_entropy
+
+    @property
+    def full_kl(self) -> bool:
+        """Whether the KL term is exact over the whole vocabulary."""
+        return self.kl_estimator.startswith("full_")
+
+    @property
+    def leaves_out_zero_advantage(self) -> bool:
+        """Whether samples whose advantage is 0 are skipped."""
+        has_gradient = self.beta or self.counts_in_routers or self.entropy_bonus or self.top_entropy_quantile < 1
+        return self.skip_zero_advantage and not (has_gradient or self.loss.whole_step or self.loss.custom)
+
+    @property
+    def counts_in_routers(self) -> bool:
+        """Whether routers compute sums over the response tokens."""
+        return bool(self.router_aux_loss_coef or self.router_z_loss_coef or self.moe_router_bias_update_rate)

@@ -1,0 +1,75 @@
+"""Defines the section `data`: the sources of prompts, and how prompts are rendered."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from megagrpo.config.sections.section import PositiveInt, Section, Share
+
+# Arguments of the renderer itself, which `data.chat_template_kwargs` cannot set.
+RENDERER_ARGUMENTS = """
+    conversation conversations messages tools chat_template add_generation_prompt continue_final_message tokenize
+    padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs
+""".split()
+
+
+class DatasetSection(Section):
+    source: str
+    """A jsonl, json, csv, tsv, parquet or arrow file, a folder, a hub name, or `reasoning_gym:FAMILY`."""
+    split: str = "train"
+    """Split of a hub data set or a folder; slices such as `train[:100]` work."""
+    subset: str | None = None
+    """Configuration name of a hub data set (gsm8k: `main`)."""
+    size: PositiveInt | None = None
+    """Rows to generate (reasoning-gym) or to keep."""
+    options: dict[str, Any] = {}
+    """Options of a reasoning-gym family, `seed` included."""
+
+
+class DataSection(Section):
+    train: DatasetSection
+    """Prompts to learn from."""
+    eval: DatasetSection | None = None
+    """Held-out prompts; no evaluation when empty."""
+    prompt_column: str = "prompt"
+    """Column with the question: a string or a list of chat messages."""
+    columns: dict[str, str] = {}
+    """Renames columns for the reward functions: `{solution: answer}` passes column `answer` as `solution`."""
+    extract_hash_answer: list[str] = []
+    """Columns, renamed ones included, that the reward functions get from after `####` on, which is GSM8K's final
+    answer; None without `####`."""
+    images: bool = False
+    """Prompts have images: in the column `image` or `images`, or in parts of chat messages. docs/vision.md."""
+    system_prompt: str | None = None
+    """System message put before string prompts."""
+    chat_template: str | None = None
+    """Jinja text, or a file holding it, used in place of the tokenizer's; `none` feeds the prompt as plain text after
+    one BOS, as rendered prompts need."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, such as `enable_thinking: false` (Qwen3) or `reasoning_effort: low` (gpt-oss),
+    for every prompt. A row's column `chat_template_kwargs` (a mapping) adds to them and overrides them."""
+    sampling_column: str | None = None
+    """Column of `data.train` with a row's own sampling parameters: a mapping, or a mapping as JSON text, with
+    `temperature`, `top_p`, `top_k`, `min_p`, `max_tokens`, `stop`, `seed`, `structured_outputs`, penalties,
+    `logit_bias`, `bad_words` and `allowed_token_ids`. The trainer's log-probs use them. Evaluation has its own
+    parameters. docs/sampling.md."""
+    source: str | None = None
+    """A class that chooses the next prompts, as `path/file.py:Class` or `package.module:Class`: docs/data_source.md."""
+    source_args: dict[str, Any] = {}
+    """Keyword arguments of the constructor of `data.source`."""
+    shuffle: bool = True
+    """Shuffle each epoch in an order that depends only on the seed and the epoch."""
+    overlong_prompts: Literal["error", "drop", "truncate_left"] = "drop"
+    """What happens to prompts above `rollout.max_prompt_length`. drop: they are never drawn, the next prompt takes
+    their place (ms-swift's `delete`); truncate_left: they keep their last tokens."""
+    curriculum: Literal["off", "pass_rate"] = "off"
+    """pass_rate: a prompt that passed too often or too rarely when it was last drawn rests for some epochs. Other
+    prompts are then drawn more often."""
+    curriculum_low: Share = 0.1
+    """Lowest pass rate of a prompt that does not rest, over its responses when it was last drawn."""
+    curriculum_high: Share = 0.9
+    """Highest pass rate of a prompt that does not rest."""
+    curriculum_rest: PositiveInt = 4
+    """Epochs that a prompt rests for."""
+    curriculum_pass_reward: float = 1.0
+    """A response passes when its reward is at least this."""

@@ -1,0 +1,53 @@
+"""One row per loss: the allowed values of `algorithm.loss_type`, and what the rest of a run needs to know of each.
+
+Config rules, denominators, metrics, the terms of the whole step and `megagrpo audit` read the row. No other module
+lists names of losses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Average = Literal["tokens", "sequence_means", "sequence_sums", "fixed_length"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One loss: its policy term, how its tokens are averaged, and how it behaves towards other options."""
+
+    # function in algorithms/policy_losses.py and, in float64, in proof/audit/naive_loss.py; or the user's FILE.py:NAME
+    policy_term: str
+    # tokens; means of samples; sums of samples; tokens over samples x max_completion_length. With `whole_step` the
+    # policy term is a mean over groups (algorithms/real_loss.py), and `average` is that of the KL penalty alone
+    average: Average
+    # "ratio": epsilon, epsilon_high, delta. "weight": epsilon_high is its maximum
+    clips: Literal["ratio", "weight", "nothing"] = "nothing"
+    local: bool = True  # with a ratio per token, the gradient at a token depends on that token alone
+    own_ratio: bool = False  # the loss builds the ratio of a sequence itself: importance_sampling_level must be token
+    own_correction: bool = False  # the policy term contains the weights of importance_correction
+    whole_step: bool = False  # the terms of a token depend on other samples of the step
+    custom: bool = False  # a loss of the user's own
+
+
+LOSSES = {
+    "grpo": Loss("clipped", "sequence_means", clips="ratio"),
+    "bnpo": Loss("clipped", "tokens", clips="ratio"),
+    "dapo": Loss("clipped", "tokens", clips="ratio"),
+    "dr_grpo": Loss("clipped", "fixed_length", clips="ratio"),
+    "luspo": Loss("clipped", "sequence_sums", clips="ratio"),
+    "cispo": Loss("cispo", "tokens", clips="weight"),
+    "sapo": Loss("sapo", "sequence_means"),
+    "vespo": Loss("vespo", "tokens", local=False, own_ratio=True, own_correction=True),
+    "gmpo": Loss("gmpo", "sequence_means", local=False, own_ratio=True),
+    "real": Loss("real", "tokens", own_ratio=True, whole_step=True),
+    "fipo": Loss("fipo", "tokens", clips="ratio", local=False),
+}
+
+
+def custom_loss(name: str, average: Average | None) -> Loss:
+    """Return the row of a user's loss `FILE.py:NAME` or `package.module:NAME`.
+
+    `local` only says that the loss gradient may be predicted ahead of the backward pass, which checks the prediction.
+    """
+    return Loss(name, average or "tokens", custom=True)

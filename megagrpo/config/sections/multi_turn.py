@@ -1,0 +1,145 @@
+"""Defines the section `multi_turn`: schedulers, tools and environments that answer the policy, and their limits."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from megagrpo.config.basics.problems import Problem
+from megagrpo.config.sections.section import Count, NonNegativeInt, PositiveInt, Seconds, Section
+
+# the keys that make a response have several turns
+ANSWERING = ("multi_turn.scheduler", "multi_turn.tools", "multi_turn.environment", "multi_turn.agent")
+LIMITS = ("multi_turn.max_response_length", "multi_turn.completion_length_limit_scope")
+
+
+class MultiTurnSection(Section):
+    scheduler: str | None = None
+    """Decides after each turn how the conversation continues: `math_tip_trick`, `math_tip_trick_multi_turn`,
+    `reasoning_gym`, or your function or class as `package.module:name` or `path/file.py:name` (docs/multi_turn.md)."""
+    scheduler_args: dict[str, Any] = {}
+    """Keyword arguments of the scheduler, passed on every call."""
+    tools: list[str] = []
+    """Functions that the policy calls: `calculator`, `mcp:COMMAND`, all tools of an MCP server, or yours:
+    `package.module:function` or `path/file.py:function`."""
+    environment: str | None = None
+    """Class `package.module:Class` or `path/file.py:Class`: each response has an instance; public methods are tools.
+    Environments of other projects: `gymnasium:ENV_ID` and others (docs/environments.md)."""
+    environment_args: dict[str, Any] = {}
+    """Arguments of the environment's constructor."""
+    reuse_environments: bool = False
+    """Whether a process of an environment serves another response after `reset`, instead of being killed. A process
+    whose response failed is killed."""
+    container: str | None = None
+    """Command that starts the process of an environment, such as `docker run --rm -i IMAGE {command}`. `{command}`
+    is `python3 -m {module}`, `{package}` the folder of the package megagrpo, `{folder}` that of the environment's
+    file (docs/environments.md)."""
+    python: str | None = None
+    """Python of the worker processes, such as `/opt/verifiers/bin/python`: a virtual environment for packages that do
+    not fit vLLM's. It needs no package of megagrpo's."""
+    agent: str | None = None
+    """Function `package.module:function` or `path/file.py:function`, `async` or not, that talks to the policy at an
+    OpenAI-compatible address and returns the reward (docs/agents.md)."""
+    tool_parser: Annotated[str, Field(pattern=r"^(hermes|vllm:[a-z0-9_]+)$")] = "hermes"
+    """Parser of tool calls: `hermes`, JSON between <tool_call> and </tool_call>, or `vllm:NAME`, a parser of vLLM
+    (`--tool-call-parser`)."""
+    max_turns: PositiveInt | None = None
+    """Turns that the policy may take in one response; as many as fit when empty."""
+    max_tool_calling_iterations: PositiveInt | None = None
+    """Turns of one response whose tool calls are executed; as many as fit when empty."""
+    max_tool_calls: PositiveInt | None = None
+    """Tool calls of one response that are executed; as many as fit when empty. The turn that exceeds it is the last."""
+    max_seconds: Seconds | None = None
+    """Seconds that one response may take, tools included. Then it ends with the turns that are complete. An agent's
+    process is then killed; without this key after 600 s."""
+    max_result_chars: PositiveInt | None = 200_000
+    """Longest result of a tool in characters. The middle of a longer one is left out. Unlimited when empty."""
+    retries: NonNegativeInt = 0
+    """Attempts at a response after the first one fails, each with a new environment and the same seeds."""
+    completion_length_limit_scope: Literal["total", "per_round"] = "total"
+    """What `rollout.max_completion_length` limits, in tokens. total: the whole response, messages of tools and
+    schedulers included.
+    per_round: each turn of the policy."""
+    max_response_length: PositiveInt | None = None
+    """Longest whole response in tokens, with `completion_length_limit_scope: per_round`."""
+    timeout: Seconds = 10.0
+    """Timeout in seconds of a tool, scheduler or environment call. Then its process is killed and a failure counted.
+    An environment's `close` gets as long."""
+    workers: Count = 4
+    """Worker processes for tools, schedulers, environments and agents, per rank that generates. For an agent each has
+    up to 64 conversations at once, in processes forked from it."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether responses can have more than one turn."""
+        return bool(self.scheduler or self.tools or self.environment or self.agent)
+
+    @property
+    def vllm_parser(self) -> str | None:
+        """vLLM's parser, with which servers are started; None when the trainer parses calls itself."""
+        return self.tool_parser.removeprefix("vllm:") if self.tool_parser.startswith("vllm:") else None
+
+
+def multi_turn_problems(m: MultiTurnSection) -> Iterator[Problem]:
+    """Yield options that have no effect, or contradict each other."""
+    set_keys = m.model_fields_set - {"scheduler", "tools", "environment", "agent"}
+    fields = MultiTurnSection.model_fields
+    idle = [name for name in fields if name in set_keys and getattr(m, name) != fields[name].default]
+    if not m.enabled:
+        reason = "has no effect without a scheduler, tools, an environment or an agent; name one, or leave this out"
+        yield from (Problem((f"multi_turn.{name}", *ANSWERING), reason) for name in idle)
+        return
+    yield from _agent_problems(m, idle)
+    if m.scheduler_args and m.scheduler is None:
+        reason = "needs a scheduler; set multi_turn.scheduler, or leave scheduler_args out"
+        yield Problem(("multi_turn.scheduler_args", "multi_turn.scheduler"), reason)
+    for name in ("environment_args", "reuse_environments", "container"):
+        if name in idle and m.environment is None:
+            reason = f"needs an environment; set multi_turn.environment, or leave {name} out"
+            yield Problem((f"multi_turn.{name}", "multi_turn.environment"), reason)
+    if m.container is not None:
+        yield from _container_problems(m, m.container)
+    for name in ("max_tool_calling_iterations", "max_tool_calls", "max_result_chars", "tool_parser"):
+        if name in idle and not (m.tools or m.environment or m.agent):
+            keys = (f"multi_turn.{name}", "multi_turn.tools", "multi_turn.environment")
+            yield Problem(keys, f"{getattr(m, name)} needs tools; name tools or an environment, or leave it out")
+    if m.retries and not (m.scheduler or m.environment or m.agent):
+        reason = f"{m.retries} needs a scheduler, an environment or an agent: the failure of a tool ends no response"
+        yield Problem(("multi_turn.retries", *ANSWERING), f"{reason}; leave it out")
+    if m.completion_length_limit_scope == "per_round" and m.max_response_length is None:
+        reason = "completion_length_limit_scope per_round needs a limit for the whole response; set one, in tokens"
+        yield Problem(LIMITS, reason)
+    if m.completion_length_limit_scope == "total" and m.max_response_length is not None:
+        reason = "with completion_length_limit_scope total, rollout.max_completion_length limits the whole response"
+        yield Problem(LIMITS, f"{reason}; leave it out, or set the scope to per_round")
+
+
+def _agent_problems(m: MultiTurnSection, idle: list[str]) -> Iterator[Problem]:
+    """Yield what an agent excludes: it decides itself who answers the policy, and how often."""
+    if m.agent is None:
+        return
+    for name in ("scheduler", "tools", "environment"):
+        if getattr(m, name):
+            keys = ("multi_turn.agent", f"multi_turn.{name}")
+            yield Problem(keys, f"an agent answers the policy itself; leave out multi_turn.agent or multi_turn.{name}")
+    for name in ("max_tool_calling_iterations", "max_tool_calls", "max_result_chars", "timeout"):
+        if name in idle:
+            reason = "has no effect on an agent, which calls its tools itself; set multi_turn.max_turns or max_seconds"
+            yield Problem((f"multi_turn.{name}", "multi_turn.agent"), reason)
+
+
+def _container_problems(m: MultiTurnSection, template: str) -> Iterator[Problem]:
+    try:
+        words = shlex.split(template)
+    except ValueError as error:
+        yield Problem(("multi_turn.container",), f"cannot be split into words: {error}; close the quote")
+        return
+    if "{command}" not in words and not any("{module}" in word for word in words):
+        reason = "starts no environment; put {command} where the image's command goes, as in docker run --rm -i IMAGE"
+        yield Problem(("multi_turn.container",), f"{reason} {{command}}, or write python -m {{module}}")
+    if m.scheduler is not None:
+        keys = ("multi_turn.container", "multi_turn.scheduler")
+        yield Problem(keys, "holds the environment only; leave the scheduler out, and give the environment `step`")

@@ -1,0 +1,126 @@
+"""Defines the options of experiment trackers, and checks `run.trackers`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from megagrpo.config.basics.paths import is_user_code
+from megagrpo.config.basics.problems import Problem
+from megagrpo.config.sections.section import Section
+from megagrpo.suggestions import did_you_mean
+
+if TYPE_CHECKING:
+    from megagrpo.config import RunConfig
+
+# built-in trackers, and the packages that they import; some come with the extra of the same name
+TRACKER_PACKAGES = {
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
+    "trackio": ("trackio",),
+    "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
+    "prometheus": ("prometheus_client",),
+}
+BUILT_IN_TRACKERS = tuple(TRACKER_PACKAGES)
+INSTALLED_BY = {  # trackers without an extra: what pip installs
+    "tensorboard": "tensorboard",
+    "otel": "opentelemetry-exporter-otlp-proto-http",
+    "prometheus": "prometheus_client",
+}
+PROJECT = "megagrpo"  # project or experiment when neither the config nor the environment names one
+
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class WandbSection(Section):
+    mode: Literal["online", "offline"] | None = None
+    """offline: write to the run's folder without an account; `wandb sync` uploads it. Empty: `WANDB_MODE` or online."""
+    project: str | None = None
+    """Project. Empty: `WANDB_PROJECT`, or megagrpo."""
+    entity: str | None = None
+    """User or team. Empty: `WANDB_ENTITY`, or your account's default."""
+    group: str | None = None
+    """Group of the run. Empty: `WANDB_RUN_GROUP`, or none."""
+    tags: list[str] = []
+    """Tags of the run."""
+    name: str | None = None
+    """Name of the run in wandb. Empty: `run.name`."""
+
+
+class MlflowSection(Section):
+    tracking_uri: str | None = None
+    """A server's address, or a local store such as `sqlite:////data/mlflow.db`. Empty: `MLFLOW_TRACKING_URI`, or
+    `mlflow.db` in `run.output_dir`."""
+    experiment: str | None = None
+    """Experiment; created if it does not exist. Empty: `MLFLOW_EXPERIMENT_NAME`, or megagrpo."""
+    tags: dict[str, str] = {}
+    """Tags of the run."""
+    name: str | None = None
+    """Name of the run in MLflow. Empty: `run.name`."""
+
+
+class TrackioSection(Section):
+    project: str | None = None
+    """Project. Empty: `TRACKIO_PROJECT`, or megagrpo."""
+    group: str | None = None
+    """Group of the run."""
+    space_id: str | None = None
+    """Hugging Face Space that receives the run. Empty: `TRACKIO_SPACE_ID`, or trackio's local database."""
+    name: str | None = None
+    """Name of the run in trackio. Empty: `run.name`."""
+
+
+class OtelSection(Section):
+    endpoint: str | None = None
+    """Address of an OpenTelemetry collector for OTLP over HTTP, such as `http://127.0.0.1:4318`. Empty:
+    `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` or `OTEL_EXPORTER_OTLP_ENDPOINT`, or `http://localhost:4318`."""
+    conversations: Annotated[int, Field(ge=0, le=1000)] = 16
+    """How many responses of a step with several turns (`multi_turn`) are sent as a trace of their own: the first ones,
+    with at most 4,096 spans together. 0: none."""
+
+
+class PrometheusSection(Section):
+    port: Port = 9400
+    """Port on the loopback interface of rank 0's host. 0: any free port, whose address is in the run's file
+    `prometheus_url`."""
+
+
+def tracker_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield names in `run.trackers` that are neither a tracker nor a class of the user, and repeated names."""
+    for index, name in enumerate(config.run.trackers):
+        key = (f"run.trackers.{index}",)
+        if name in config.run.trackers[:index]:
+            yield Problem(key, f"`{name}` is listed twice; remove one")
+        elif name not in BUILT_IN_TRACKERS and not is_user_code(name):
+            known = f"known: {', '.join(BUILT_IN_TRACKERS)}; your own: path/file.py:Class or package.module:Class"
+            yield Problem(key, f"`{name}` is not a known tracker{did_you_mean(name, BUILT_IN_TRACKERS)}; {known}")
+
+
+def missing_package(name: str) -> str:
+    """Return which missing package makes the built-in tracker `name` unusable on this machine; "" if all are there."""
+    absent = [package for package in TRACKER_PACKAGES[name] if not _installed(package)]
+    if not absent:
+        return ""
+    install = INSTALLED_BY.get(name, f"'megagrpo[{name}]'")
+    return (
+        f"`{name}` needs {', '.join(absent)}, which is not installed: pip install {install}; or remove it from "
+        "run.trackers"
+    )
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
+
+
+def tracker_notes(trackers: Sequence[str]) -> list[Problem]:
+    """Return the `run.trackers` whose packages are not installed on this machine; the run's machine may differ."""
+    found = [(index, name) for index, name in enumerate(trackers) if name in TRACKER_PACKAGES]
+    return [Problem((f"run.trackers.{index}",), why) for index, name in found if (why := missing_package(name))]

@@ -1,0 +1,1 @@
+"""Images of prompts and their processors."""

@@ -1,0 +1,1 @@
+"""Samples as arrays, and micro-batches that pack them."""

@@ -1,0 +1,127 @@
+"""Draws rows of a data set in an order that one integer, the cursor, resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from itertools import count, islice
+from typing import Any
+
+from megagrpo.config import ConfigError, DataSection
+from megagrpo.data.sources.curriculum import Curriculum
+from megagrpo.data.sources.response_lengths import ResponseLengths
+from megagrpo.train_types import TrainState
+from megagrpo.types import Prompt
+
+
+class PromptOrder:
+    """An endless stream of prompts from one data set, the same on every rank.
+
+    `next(n)` draws prompts. The whole state is `cursor`, the number of positions drawn or skipped since the start, and
+    the history of `curriculum`: set both to resume. Every epoch contains each prompt once, in the order of
+    blake2b("seed/epoch/prompt_id") with `data.shuffle`, else in the order of the data set. So the order depends only on
+    the seed and the epoch, and dropping a prompt does not move the others. Prompts that rest are skipped.
+
+    `rows` are the rows of the data set that are used. The prompts here have a `prompt_id` and a `place`, but no
+    content: a rank that neither generates nor scores reads no data set. `PromptSource` reads it.
+    """
+
+    def __init__(self, rows: Sequence[int], data: DataSection, seed: int):
+        self.rows, self._data, self._seed = rows, data, seed
+        self.warnings: list[str] = []
+        self._orders: dict[int, Sequence[int]] = {}  # epoch -> rows in order, for the last epochs in use
+        self._peeked: dict[int, Prompt] = {}  # by position, from the cursor on
+        self.curriculum = Curriculum(data)
+        self.response_lengths = ResponseLengths()
+        self._drawn_in: dict[int, int] = {}  # prompt_id -> epoch, for prompts drawn since the last `learn`
+        self.cursor = 0
+
+    def __len__(self) -> int:
+        """Number of prompts in one epoch."""
+        return len(self.rows)
+
+    @property
+    def cursor(self) -> int:
+        """Number of positions drawn or skipped since the start, over all epochs."""
+        return self._cursor
+
+    @cursor.setter
+    def cursor(self, value: int) -> None:
+        if value < 0:
+            raise ValueError(f"prompt cursor {value} is negative; it counts drawn prompts")
+        self._cursor = value
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns that reward functions get; empty without content."""
+        return []
+
+    def next(self, n: int) -> list[Prompt]:
+        """Draw the next `n` prompts; they may span two epochs. `prompt_id` is the row in the data set."""
+        drawn: list[Prompt] = []
+        for position, row, epoch in islice(self._upcoming(), n):
+            self._cursor = position + 1
+            self._drawn_in[row] = epoch
+            drawn.append(self._peeked.pop(position) if position in self._peeked else self.prompt(row, position))
+        self._peeked = {position: prompt for position, prompt in self._peeked.items() if position >= self._cursor}
+        return drawn
+
+    def peek(self, n: int) -> list[Prompt]:
+        """Return the prompts that `next(n)` would draw now, without drawing. A later `learn` may let some rest."""
+        upcoming = list(islice(self._upcoming(), n))
+        self._peeked |= {
+            position: self.prompt(row, position) for position, row, _ in upcoming if position not in self._peeked
+        }
+        return [self._peeked[position] for position, _, _ in upcoming]
+
+    def learn(self, pass_rates: Mapping[int, float]) -> dict[str, float]:
+        """Give the curriculum the pass rates of the prompts drawn since the last call. Returns its metrics."""
+        self.curriculum.learn(pass_rates, self._drawn_in)
+        self._drawn_in = {}
+        return self.curriculum.metrics(self._cursor // len(self))
+
+    def store(self, state: TrainState) -> None:
+        """Write the cursor and the curriculum's history into the run's state."""
+        state.cursor, state.pass_rates = self.cursor, self.curriculum.history
+
+    def restore(self, state: TrainState) -> None:
+        """Continue from the state of a checkpoint. Raises ConfigError for a state that needs a data source."""
+        if state.source:
+            raise ConfigError("data.source: the checkpoint has the state of a data source; name its class again")
+        self.cursor, self.curriculum.history = state.cursor, state.pass_rates
+
+    def new_prompt(self, values: dict[str, Any], prompt_id: int, position: int | None = None) -> Prompt:
+        """Return the prompt of a row that is not in the data set, with these columns; here without content."""
+        return self.prompt(prompt_id, position)
+
+    def all(self) -> list[Prompt]:
+        """Return every prompt once, in the order of the data set. The cursor does not move."""
+        return [self.prompt(row) for row in self.rows]
+
+    def prompt(self, row: int, position: int | None = None) -> Prompt:
+        """Return the prompt of a row; `position` is its place in the stream of prompts."""
+        return Prompt(row, (), "", place=position)
+
+    def _upcoming(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (position in the stream, row, epoch) of the prompts from the cursor on that do not rest. Endless,
+        because every rest ends."""
+        for position in count(self._cursor):
+            row, epoch = self._row_at(position)
+            if not self.curriculum.rests(row, epoch):
+                yield position, row, epoch
+
+    def _row_at(self, position: int) -> tuple[int, int]:
+        """Return the row at a position of the stream, and its epoch."""
+        epoch, number = divmod(position, len(self))
+        if epoch not in self._orders:
+            self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1} | {
+                epoch: self._epoch_order(epoch)
+            }
+        return self._orders[epoch][number], epoch
+
+    def _epoch_order(self, epoch: int) -> Sequence[int]:
+        if not self._data.shuffle:
+            return self.rows
+        return sorted(
+            self.rows, key=lambda row: blake2b(f"{self._seed}/{epoch}/{row}".encode(), digest_size=16).digest()
+        )

@@ -1,0 +1,1 @@
+"""Text to tokens: templates, tokenizer, grammars and sampling parameters of rows."""

@@ -1,0 +1,134 @@
+"""Reads a row's own settings: variables of the chat template, and sampling parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from megagrpo.config import RunConfig
+from megagrpo.config.rules.extra_args import options_of
+from megagrpo.config.sections.rollout import RowSampling, constraint_of
+from megagrpo.data.tokens.grammar import check_constraint
+from megagrpo.data.tokens.sampling import bad_word_ids, bias_ids
+from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megagrpo.suggestions import did_you_mean
+
+# Parameters of vLLM's requests that a row cannot have, with the reason.
+NOT_OF_ROWS = {
+    "n": "set rollout.num_generations",
+    "include_stop_str_in_output": "set rollout.include_stop_str_in_output",
+    "min_tokens": "the trainer does not repeat it; use structured_outputs",
+    "stop_token_ids": "name the special token in rollout.stop",
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice"), "vLLM calls it structured_outputs now"),
+}
+# vLLM begins them again with each request
+OF_ONE_REQUEST = ("frequency_penalty", "presence_penalty", "bad_words", "structured_outputs")
+FOUND_BY_SERVERS = ("stop", "bad_words", "structured_outputs")  # in text, with the server's tokenizer
+
+
+def row_mapping(value: Any, content: str, said: str) -> dict[str, Any]:
+    """Return a cell's mapping, {} for an empty cell. JSON text is read: it keeps the types of files with one schema for
+    all rows. Raises ValueError, which begins with `said`, for a value that is no mapping of `content`."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    else:
+        value = _without_fillers(value)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{said} must be a mapping of {content} (got {value!r:.100}); correct or remove it")
+    return {name: v for name, v in (value or {}).items() if v is not None}
+
+
+def _without_fillers(value: Any) -> Any:
+    """Return a value of a table without the None that Arrow adds for keys that only other rows have, at any depth, and
+    without the mappings that have nothing else. Arrays become lists."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list):
+        return [_without_fillers(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {name: _without_fillers(part) for name, part in value.items()}
+    fillers = [name for name, part in kept.items() if part is None or (part == {} and value[name] != {})]
+    return {name: part for name, part in kept.items() if name not in fillers}
+
+
+@dataclass
+class RowReader:
+    """Reads and checks the sampling parameters of rows. `config` and `tokenizer` are the run's."""
+
+    config: RunConfig
+    tokenizer: Tokenizer
+    _checked: set[tuple[str, str]] = field(default_factory=set)  # constraints
+
+    def read(self, own: Mapping[str, Any], said: str) -> dict[str, Any]:
+        """Return the parameters of a row as `Prompt.sampling` has them: with `bad_word_ids`, and token ids in
+        `logit_bias`. Raises ValueError, which begins with `said`, for parameters that a row cannot have."""
+        if not own:
+            return {}
+        values = self._typed(own, said)
+        limit = self.config.rollout.max_completion_length
+        if values.get("max_tokens", 0) > limit:
+            fix = "lower it, or raise the limit, for which memory is planned"
+            raise ValueError(
+                f"{said}: max_tokens {values['max_tokens']} is above rollout.max_completion_length {limit}; {fix}"
+            )
+        self._check(values, said)
+        if "logit_bias" in values:
+            bias = bias_ids(values["logit_bias"], self.tokenizer, f"{said}: logit_bias")
+            values["logit_bias"] = {str(token): added for token, added in bias.items()}
+        if "bad_words" in values:
+            values["bad_word_ids"] = bad_word_ids(values["bad_words"], self.tokenizer, f"{said}: bad_words")
+        return values
+
+    def _typed(self, own: Mapping[str, Any], said: str) -> dict[str, Any]:
+        known = list(RowSampling.model_fields)
+        for name in own:
+            if name in NOT_OF_ROWS:
+                raise ValueError(f"{said}: a row cannot have its own `{name}`: {NOT_OF_ROWS[name]}")
+            if name not in known:
+                raise ValueError(f"{said} has `{name}`{did_you_mean(name, known)}; a row may have {', '.join(known)}")
+        try:
+            return RowSampling(**own).model_dump(exclude_unset=True)
+        except ValidationError as error:
+            (first, *_) = error.errors()
+            raise ValueError(f"{said}: {first['loc'][0]}: {first['msg']} (got {first['input']!r:.100})") from None
+
+    def _check(self, values: Mapping[str, Any], said: str) -> None:
+        """Raise ValueError for parameters that servers or trainer of this run cannot apply."""
+        rollout = self.config.rollout
+        for name in FOUND_BY_SERVERS:
+            if values.get(name) and not isinstance(self.tokenizer, HuggingFaceTokenizer):
+                fix = "name a Hugging Face folder in model.tokenizer"
+                raise ValueError(f"{said}: {name} needs a tokenizer that vLLM loads; {fix}")
+        if rollout.max_staleness and (rollout.in_flight == "resume" or self.config.lora.syncs_adapters):
+            for name in filter(values.get, OF_ONE_REQUEST):
+                raise ValueError(
+                    f"{said}: {name} starts again with each request, but an interrupted response is requested again "
+                    f"with its tokens as the prompt (rollout.in_flight {rollout.in_flight}); choose keep, or remove it"
+                )
+        algorithm = self.config.algorithm
+        for name in filter(values.get, ("top_p", "top_k", "min_p") if algorithm.full_kl and algorithm.beta else ()):
+            reason = f"algorithm.kl_estimator {algorithm.kl_estimator} needs all tokens; choose k3"
+            raise ValueError(f"{said}: {name}: {reason}, or remove it")
+        special = [self.tokenizer.token_text(i) for i in self.tokenizer.special_ids()] if values.get("stop") else []
+        for token in special:
+            if token and any(token in text for text in values["stop"]):
+                raise ValueError(f"{said}: stop has the special token {token}; name it in rollout.stop, for all rows")
+        constraint = constraint_of(values.get("structured_outputs", {}))
+        if constraint is None or constraint in self._checked:
+            return
+        if "--reasoning-parser" in options_of(rollout.extra_args):
+            reason = "vLLM would begin after a thought; leave --reasoning-parser out of rollout.extra_args"
+            raise ValueError(f"{said}: structured_outputs: {reason}")
+        try:
+            check_constraint(constraint)
+        except ValueError as error:
+            raise ValueError(f"{said}: structured_outputs: {error}") from None
+        self._checked.add(constraint)

@@ -1,0 +1,328 @@
+"""Converts text and chat messages to token ids and back, with Hugging Face tokenizers or bare SentencePiece models.
+
+Packages are imported when a tokenizer is loaded: transformers opens 6,000 files, and most ranks load no tokenizer.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megagrpo.config import RunConfig
+from megagrpo.data.tokens.chat_templates import PLAIN_TEXT as PLAIN_TEXT
+from megagrpo.data.tokens.chat_templates import check_kwargs
+from megagrpo.data.tokens.chat_templates import read_chat_template as read_chat_template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megagrpo.data.images.prompt_images import ImageReader
+
+Messages = str | list[dict[str, Any]]
+# End of a rendered conversation: an opened assistant turn, the last message without its end, or the last message with
+# its end.
+Ending = Literal["generate", "continue", "closed"]
+CUSTOM_CODE = (
+    "has a tokenizer of custom code (auto_map in tokenizer_config.json), which is never run; write it as "
+    "tokenizer.json (docs/troubleshooting.md) and name that folder"
+)
+
+
+def tokenizer_of(config: RunConfig, model_folder: str | Path) -> Tokenizer:
+    """Load the tokenizer of a run, with `data.chat_template_kwargs`. Special tokens in `rollout.stop` are end tokens.
+
+    Raises ValueError when there is no tokenizer, for variables that the chat template does not use, and for stop
+    strings that no text can contain."""
+    tokenizer = load_tokenizer(config.model.tokenizer or model_folder, model_folder)
+    tokenizer.eos_token_ids = _with_stop_tokens(tokenizer, config.rollout.stop)
+    tokenizer.template_kwargs = config.data.chat_template_kwargs
+    check_kwargs(tokenizer.template_kwargs, tokenizer.template(read_chat_template(config.data.chat_template)))
+    return tokenizer
+
+
+def _with_stop_tokens(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]:
+    """Return the end tokens, with the special tokens in `rollout.stop`."""
+    special = {tokenizer.token_text(token_id): token_id for token_id in tokenizer.special_ids()} if stop else {}
+    for index, text in enumerate(stop):
+        if text not in special and (inside := [token for token in special if token in text]):
+            raise ValueError(
+                f"rollout.stop.{index}: {text!r} contains the special token {inside[0]}, which the text of a response "
+                "leaves out; name the token alone"
+            )
+    return tuple(sorted({*tokenizer.eos_token_ids, *(special[text] for text in stop if text in special)}))
+
+
+def load_tokenizer(path: str | Path, model_path: str | Path | None = None) -> Tokenizer:
+    """Load the tokenizer from a Hugging Face folder, hub name or SentencePiece `.model` file (Llama 2, Mistral, Gemma).
+
+    `model_path` holds generation_config.json, if `path` does not. Raises ValueError when `path` has no tokenizer."""
+    if str(path).endswith(".model"):
+        if not Path(path).is_file():
+            raise ValueError(f"model.tokenizer: no SentencePiece file {Path(path).absolute()}; correct the path")
+        return SentencePieceTokenizer(path, _generation_eos(model_path or Path(path).parent))
+    from transformers import AutoTokenizer
+
+    try:
+        # None, the default, asks on a terminal whether to run the folder's code
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+    except Exception as error:  # for a damaged file the tokenizers library raises a bare Exception
+        if "trust_remote_code" in str(error):
+            raise ValueError(f"model.tokenizer: {path} {CUSTOM_CODE}") from None
+        raise ValueError(
+            f"model.tokenizer: {path} is neither a tokenizer's folder nor a hub name that can be loaded: {error}"
+        ) from error
+    return HuggingFaceTokenizer(tokenizer, _generation_eos(model_path or path))
+
+
+def _beginning(text: str) -> str:
+    """Return the first characters of a text, on one line, for a message."""
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else f"{line[:60]}..."
+
+
+class Tokenizer(ABC):
+    """The interface of tokenizers.
+
+    `eos_token_ids` are all ids that end a response, from the tokenizer and generation_config.json, sorted.
+    `template_kwargs` are variables of all prompts, and `images` reads their images; None: they have none."""
+
+    def __init__(self, eos_token_ids: Iterable[int], chat_template: str | Mapping[str, str] | None):
+        """`chat_template` is the tokenizer's Jinja template, or its templates by name, or None."""
+        self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
+        self._chat_template = chat_template
+        self.template_kwargs: Mapping[str, Any] = {}
+        self.images: ImageReader | None = None  # set by a caller that knows the model
+
+    def template(self, configured: str | None, tools: Sequence[dict[str, Any]] = ()) -> str | None:
+        """Return the template of prompts with these `tools`: `configured`, as `data.chat_template` names it, or else
+        the tokenizer's. Of named templates this is `tool_use` with tools, if there is one, else `default`, as in
+        transformers. None without any. Raises ValueError for named templates without a default."""
+        if configured is not None:
+            return configured
+        named = self._chat_template
+        if not isinstance(named, Mapping):
+            return named
+        for name in ("tool_use", "default") if tools else ("default",):
+            if name in named:
+                return named[name]
+        raise ValueError(
+            f"data.chat_template: the tokenizer has the chat templates {', '.join(sorted(named))}, but no default; set "
+            "Jinja text or a file"
+        )
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of token ids, added tokens included."""
+
+    @abstractmethod
+    def pieces(self) -> list[str]:
+        """Return the token of each id, in the tokenizer's notation."""
+
+    @abstractmethod
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of `text`, in which control tokens such as <s> are recognized. `add_special_tokens` adds
+        BOS if the model expects it."""
+
+    @abstractmethod
+    def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
+        """Return the text of the ids, without special tokens; with `special` also theirs, if the tokenizer has any."""
+
+    @abstractmethod
+    def token_text(self, token_id: int) -> str:
+        """Return the text of a special token, such as "</s>"."""
+
+    @abstractmethod
+    def special_ids(self) -> list[int]:
+        """Return the ids of special tokens, which `decode` leaves out."""
+
+    @abstractmethod
+    def _apply_template(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        """Render chat messages as text. `options` are arguments of transformers' renderer and template variables."""
+
+    def apply_template(
+        self,
+        messages: list[dict[str, Any]],
+        template: str,
+        ending: Ending,
+        tools: Sequence[dict[str, Any]] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Render chat messages as text; `tools` are JSON schemas that the template may show to the policy. `kwargs` are
+        variables of the template besides `template_kwargs`."""
+        options = dict(
+            chat_template=template,
+            add_generation_prompt=ending == "generate",
+            continue_final_message=ending == "continue",
+            tools=list(tools) or None,  # some templates test only for a list
+        )
+        return self._apply_template(messages, {**options, **self.template_kwargs, **(kwargs or {})})
+
+    def render(
+        self,
+        prompt: Messages,
+        system_prompt: str | None = None,
+        chat_template: str | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        expand: Callable[[str], str] = str,
+    ) -> tuple[int, ...]:
+        """Return the token ids of a prompt, which the engine continues.
+
+        A string prompt becomes a user message, after the `system_prompt` if any. A list of messages is rendered
+        unchanged; if its last message is the assistant's, the engine continues that message. `chat_template` (Jinja
+        text) replaces the tokenizer's template. With `chat_template` `none`, or without any template, a string prompt
+        is plain text with BOS. Templates may add a system message, and show `tools` (JSON schemas). `kwargs` are
+        variables of the template besides `template_kwargs`, and `expand` changes the text that the template renders.
+        Raises ValueError when a template is needed but missing."""
+        text = self.rendered(prompt, system_prompt, chat_template, tools, kwargs)
+        if text is None:
+            return tuple(self._plain(prompt, system_prompt))
+        # the template writes BOS if the model expects it
+        return tuple(self.encode(expand(text), add_special_tokens=False))
+
+    def encode_once(self, text: str) -> list[int]:
+        """Return a text's token ids after BOS, if the model expects it. Text that begins with BOS gets no second."""
+        beginning, ids = self.encode("", add_special_tokens=True), self.encode(text.lstrip(), add_special_tokens=False)
+        if beginning and ids[: len(beginning)] == beginning:
+            return ids
+        return self.encode(text, add_special_tokens=True)
+
+    def rendered(
+        self,
+        prompt: Messages,
+        system_prompt: str | None = None,
+        chat_template: str | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str | None:
+        """Return the text that `render` encodes, special tokens of the template included; None without a template.
+
+        Raises ValueError with the template's error, which can be of any type."""
+        template = self.template(chat_template, tools)
+        if template is None or template == PLAIN_TEXT:
+            return None
+        messages = as_messages(prompt, system_prompt)
+        try:
+            ending: Ending = "continue" if messages[-1]["role"] == "assistant" else "generate"
+            return self.apply_template(messages, template, ending, tools, kwargs)
+        except Exception as error:
+            from jinja2 import TemplateSyntaxError
+
+            where = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+            raise ValueError(
+                f"data.chat_template: {_beginning(template)}{where} cannot render {_beginning(repr(messages))}: "
+                f"{type(error).__name__}: {' '.join(str(error).split())}; correct the template, or the prompt"
+            ) from error
+
+    def _plain(self, prompt: Messages, system_prompt: str | None) -> list[int]:
+        if isinstance(prompt, str) and system_prompt is None:
+            return self.encode_once(prompt)
+        what = "data.system_prompt needs" if isinstance(prompt, str) else "prompts with chat messages need"
+        raise ValueError(
+            f"data.chat_template: {what} a chat template, but the tokenizer has none; set Jinja text or a file"
+        )
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """Wraps a tokenizer of transformers."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, more_eos: Iterable[int] = ()):
+        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        super().__init__([*own, *more_eos], tokenizer.chat_template)
+        self.tokenizer: Any = tokenizer  # its methods return one of several types, by their arguments
+
+    def __len__(self) -> int:
+        return len(self.tokenizer)
+
+    def pieces(self) -> list[str]:
+        return self.tokenizer.convert_ids_to_tokens(range(len(self)))
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
+        options = dict(skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(list(token_ids), **options)
+
+    def token_text(self, token_id: int) -> str:
+        return self.tokenizer.convert_ids_to_tokens(token_id) or ""
+
+    def special_ids(self) -> list[int]:
+        added = self.tokenizer.added_tokens_decoder.items()
+        return [token_id for token_id, token in added if token.special]
+
+    def _apply_template(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """Wraps a `.model` file with SentencePiece: transformers' conversion differs in leading spaces and normalization.
+
+    SentencePiece does not recognize control tokens (<s>, </s>) in a text, so rendered templates are split at them. Each
+    piece is encoded separately, dummy prefix included, as in Meta's and Mistral's code."""
+
+    def __init__(self, path: str | Path, more_eos: Iterable[int] = ()):
+        from sentencepiece import SentencePieceProcessor
+
+        self.processor = SentencePieceProcessor(model_file=str(path))
+        own = [] if self.processor.eos_id() < 0 else [self.processor.eos_id()]
+        super().__init__([*own, *more_eos], None)
+        ids = range(self.processor.vocab_size())
+        self._control = {self.processor.id_to_piece(i): i for i in ids if self.processor.is_control(i)}
+        self._cut = re.compile("(" + "|".join(map(re.escape, sorted(self._control, key=len, reverse=True))) + ")")
+
+    def __len__(self) -> int:
+        return self.processor.vocab_size()
+
+    def pieces(self) -> list[str]:
+        return [self.processor.id_to_piece(i) for i in range(len(self))]
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids = [self.processor.bos_id()] if add_special_tokens and self.processor.bos_id() >= 0 else []
+        for part in self._cut.split(text) if self._control else [text]:
+            ids += [self._control[part]] if part in self._control else self.processor.encode(part)
+        return ids
+
+    def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
+        return self.processor.decode([int(i) for i in token_ids])  # control tokens have no text
+
+    def token_text(self, token_id: int) -> str:
+        return self.processor.id_to_piece(token_id)
+
+    def special_ids(self) -> list[int]:
+        return list(self._control.values())
+
+    def _apply_template(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        p = self.processor
+        names = {"bos_token": p.bos_id(), "eos_token": p.eos_id(), "unk_token": p.unk_id()}
+        tokens = {name: p.id_to_piece(i) for name, i in names.items() if i >= 0}
+        rendered: Any = render_jinja_template([messages], **(tokens | options))
+        return rendered[0][0]
+
+
+def as_messages(prompt: Messages, system_prompt: str | None) -> list[dict[str, Any]]:
+    """Return a string prompt as a user message, after the system prompt if any; messages are returned unchanged."""
+    if not isinstance(prompt, str):
+        return prompt
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    return [*system, {"role": "user", "content": prompt}]
+
+
+def _generation_eos(path: str | Path) -> list[int]:
+    """Return the end tokens in generation_config.json; empty without that file."""
+    from transformers import GenerationConfig
+
+    try:
+        eos = GenerationConfig.from_pretrained(str(path)).eos_token_id
+    except OSError as error:
+        if (Path(path) / "generation_config.json").exists():
+            raise ValueError(
+                f"model.path: generation_config.json in {path} cannot be read; download it again, or delete it"
+            ) from error
+        return []
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

@@ -1,0 +1,1 @@
+"""Requests to servers, their state and their health."""

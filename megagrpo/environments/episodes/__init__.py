@@ -1,0 +1,1 @@
+"""Episodes of environments, and the processes that hold them."""

@@ -1,0 +1,190 @@
+"""One multi-turn response in progress: its tokens, which of them the policy wrote, and its messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from megagrpo.data.packing.routed_experts import joined_routes
+from megagrpo.data.tokens.turn_tokens import FollowUps
+from megagrpo.rewards.functions.text_rewards import encodable
+from megagrpo.types import Dialogue, Prompt, Rollout, Routes, Turn
+
+Message = dict[str, Any]
+
+
+@dataclass(eq=False)
+class Conversation:
+    """A multi-turn response in progress.
+
+    `index` is its index among the responses to its prompt, `number` a unique id. `opening` are the prompt's messages.
+    Tokens are only appended, with one exception: a scheduler may cut the end of the policy's last message. `ended` is
+    the reason why the response is complete, "" while it continues.
+    """
+
+    prompt: Prompt
+    index: int
+    number: int
+    opening: list[Message]
+    max_length: int  # in tokens of the whole response, tool results and follow-up messages included
+    ids: list[int] = field(default_factory=list)
+    written: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    routes: Routes | None = None  # as in `Rollout`, of the tokens that the engine has read so far
+    messages: list[Message] = field(default_factory=list)
+    message_start: int = 0  # index of the first token of the policy's last message
+    is_open: bool = False  # whether the policy continues that message
+    finish_reason: str = ""
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version that sampled it)
+    stop_string: str | None = None  # as in `Rollout`
+    turns: list[Turn] = field(default_factory=list)
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    ended: str = ""
+    cause: str = ""  # of a failure, as in `Dialogue`
+    retries: int = 0  # earlier attempts
+
+    @property
+    def prefix(self) -> Prompt:
+        """The prompt for the engine to continue: the original prompt and the response so far."""
+        prompt = self.prompt
+        ids = (*prompt.token_ids, *self.ids)
+        return Prompt(
+            prompt.prompt_id, ids, prompt.messages, prompt.columns, inputs=prompt.inputs, sampling=prompt.sampling
+        )
+
+    @property
+    def room(self) -> int:
+        """Number of tokens by which the response may still grow."""
+        return self.max_length - len(self.ids)
+
+    @property
+    def all_messages(self) -> list[Message]:
+        """The prompt's and the response's messages."""
+        return [*self.opening, *self.messages]
+
+    def add_turn(self, rollout: Rollout, decode: Callable[[Sequence[int]], str], **times: Any) -> None:
+        """Append a turn that the policy generated. `times` are fields of `Turn`."""
+        if self.is_open:
+            self.messages.pop()
+        else:
+            self.message_start = len(self.ids)
+        ids = rollout.response_ids.tolist()
+        for first, version in ((0, rollout.weight_version), *rollout.later_versions):
+            if not self.versions or version != self.versions[-1][1]:
+                self.versions.append((len(self.ids) + first, version))
+        self._append(ids, True, rollout.rollout_logprobs.tolist())
+        self.routes = joined_routes(self.routes, rollout.routes)
+        # characters after or of the stop string
+        cut = len(decode(ids)) - len(rollout.text) if rollout.stop_string else 0
+        content = decode(self.ids[self.message_start :])
+        self.messages.append({"role": "assistant", "content": content[: len(content) - cut]})
+        self.finish_reason, self.stop_string = rollout.finish_reason, rollout.stop_string
+        self.is_open = False
+        start, stop = len(self.ids) - len(ids), len(self.ids)
+        self.turns.append(Turn(start, stop, finish_reason=rollout.finish_reason, **times))
+
+    def note(self, **facts: Any) -> None:
+        """Set fields of the last turn."""
+        self.turns[-1] = replace(self.turns[-1], **facts)
+
+    def add_messages(self, messages: list[Message], follow_ups: FollowUps) -> None:
+        """Append messages of others, such as tool results, after the policy's turn. When they leave no room for another
+        turn, the response ends ("budget") without them."""
+        messages = [message | {"content": encodable(message["content"])} for message in messages]
+        ids = follow_ups.suffix(messages, self.prompt.template_kwargs, closed=not self.stop_string)
+        if len(ids) >= self.room:
+            self.ended = "budget"
+            return
+        self.extend(messages, ids)
+
+    def extend(self, messages: Sequence[Message], ids: Sequence[int]) -> None:
+        """Append messages of others with their tokens."""
+        self._append(ids, False)
+        self.messages += messages
+
+    def follow(self, messages: list[Message], follow_ups: FollowUps) -> None:
+        """Continue with the scheduler's `messages`: the conversation's own with new ones appended, or with another end
+        of the policy's last message. Raises ValueError when the conversation cannot continue from these messages."""
+        before = self.all_messages
+        last = len(before) - 1
+        if len(messages) < len(before) or messages[:last] != before[:last]:
+            raise ValueError(
+                "the scheduler changed earlier messages; it may add messages, or change the end of the policy's last "
+                "one"
+            )
+        added, content = messages[last + 1 :], messages[last].get("content", "")
+        if not all(
+            isinstance(m, dict) and m.get("role") and isinstance(m.get("content"), str) for m in messages[last:]
+        ):
+            raise ValueError(
+                f"the scheduler returned messages without a role, or with content other than text: "
+                f"{messages[last:]!r:.200}"
+            )
+        if content == before[last]["content"]:
+            if not added or added[-1]["role"] == "assistant":
+                raise ValueError("the scheduler continues but adds no message that the policy could answer")
+            self.add_messages(added, follow_ups)
+        elif added:
+            raise ValueError(
+                "the scheduler changed the policy's last message and added others; it may do one of the two"
+            )
+        else:
+            self._reopen(content, follow_ups)
+
+    def _reopen(self, content: str, follow_ups: FollowUps) -> None:
+        """Let the policy continue its last message from `content`. Tokens of the unchanged beginning are kept; the rest
+        is tokenized."""
+        content = encodable(content)
+        unchanged = common_beginning(content, self.messages[-1]["content"])
+        count, text = follow_ups.tokens_within(self.ids[self.message_start :], unchanged)
+        ids, stop = follow_ups.text(content[len(text) :]), self.message_start + count
+        if stop + len(ids) >= self.max_length:
+            self.ended = "budget"
+            return
+        for row in (self.ids, self.written, self.logprobs):
+            del row[stop:]
+        if self.routes is not None:
+            self.routes = self.routes[: len(self.prompt.token_ids) + stop]
+        self.versions = self.versions[:1] + [part for part in self.versions[1:] if part[0] < stop]
+        self.turns = [replace(turn, start=min(turn.start, stop), stop=min(turn.stop, stop)) for turn in self.turns]
+        self._append(ids, False)
+        self.messages[-1] = {"role": "assistant", "content": content}
+        self.is_open = True
+
+    def _append(self, ids: Sequence[int], by_policy: bool, logprobs: Sequence[float] | None = None) -> None:
+        self.ids += ids
+        self.written += [by_policy] * len(ids)
+        self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
+
+    def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout:
+        """Return the finished response as a Rollout."""
+        dialogue = Dialogue(
+            written=np.array(self.written, bool),
+            messages=tuple(self.messages),
+            turns=tuple(self.turns),
+            ended=self.ended,
+            rewards=self.rewards,
+            cause=self.cause,
+            retries=self.retries,
+        )
+        return Rollout(
+            prompt=self.prompt,
+            response_ids=np.array(self.ids, np.int32),
+            rollout_logprobs=np.array(self.logprobs, np.float32),
+            finish_reason=self.finish_reason,
+            weight_version=self.versions[0][1],
+            text=decode(self.ids),
+            dialogue=dialogue,
+            later_versions=tuple(self.versions[1:]),
+            stop_string=self.stop_string,
+            routes=self.routes,
+        )
+
+
+def common_beginning(one: str, other: str) -> str:
+    """Return the longest common prefix of two texts."""
+    length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return one[:length]

@@ -1,0 +1,136 @@
+"""Preflight: checks a config against model and rank count and predicts memory per rank. Needs no GPU, weights or torch.
+
+All problems are reported at once, as `key: what is wrong; what to do`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megagrpo.config import Problem, RunConfig
+from megagrpo.families.hf_config import HfConfig
+from megagrpo.planner import plan_text
+from megagrpo.planner.costs.engine_memory import GIB
+from megagrpo.planner.costs.gpu_specs import Gpu
+from megagrpo.planner.costs.hidden_messages import overlap_row
+from megagrpo.planner.costs.workload import Lengths
+from megagrpo.planner.rules.plan_notes import run_notes
+from megagrpo.planner.rules.plan_problems import check, gpu_problems
+from megagrpo.planner.rules.plan_rules import RuleVerdict, rules_text, verdicts
+from megagrpo.planner.times.layout_search import Candidate, search
+from megagrpo.planner.times.step_memory import planned_step_memory, route_bytes
+from megagrpo.planner.times.step_times import StepTimes, step_times
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The result of a preflight. `problems` is empty when the run can start; `notes` do not prevent a start.
+
+    `memory` is phase -> part -> GiB on the fullest rank; empty without a model. `model` is the model's shape. `has_gpu`
+    says whether the memory of a GPU is known. `times`, `step_memory` and `found` are set only on request.
+    """
+
+    problems: list[Problem]
+    rows: list[tuple[str, str]]
+    has_gpu: bool = False
+    memory: dict[str, dict[str, float]] = field(default_factory=dict)
+    host: dict[str, float] = field(default_factory=dict)  # purpose -> GiB of RAM on the fullest node
+    smallest_gpu: float = 0.0  # GiB that a GPU needs for its trainer rank, its vLLM server or both; 0 without a model
+    notes: list[Problem] = field(default_factory=list)
+    model: HfConfig | None = None
+    times: StepTimes | None = None
+    step_memory: dict[str, dict[str, float]] = field(default_factory=dict)  # bytes, by `planned_step_memory`
+    found: list[Candidate] = field(default_factory=list)
+
+    @property
+    def rules(self) -> list[RuleVerdict]:
+        """The verdict on each rule."""
+        return verdicts(self.problems, self.notes, self.has_gpu)
+
+    def __str__(self) -> str:
+        rows = [*self.rows, ("rules", rules_text(self.rules))]
+        lines = [line for name, text in rows for line in plan_text.wrapped(f"{name:<10}{text}", indent=10)]
+        if self.memory:
+            lines += ["", *plan_text.memory_table(self.memory)]
+        if self.times:
+            lines += ["", *plan_text.times_table(self.times), "", *plan_text.step_memory_table(self.step_memory)]
+        if self.found:
+            lines += ["", *plan_text.search_table(self.found)]
+        for name, texts in (("note(s)", self.notes), ("problem(s)", self.problems)):
+            lines += ["", f"{len(texts)} {name}"] if texts else []
+            texts_lines = [line for text in texts for line in str(text).split("\n")]
+            lines += [part for line in texts_lines for part in plan_text.wrapped(f"  {line}", indent=4)]
+        return "\n".join(lines)
+
+    def as_json(self) -> str:
+        """Return the whole plan as JSON, sizes in GiB and times in seconds."""
+        made: dict[str, Any] = {"problems": list(map(str, self.problems)), "notes": list(map(str, self.notes))}
+        made |= {"rows": dict(row for row in self.rows if row[0])}
+        made |= {"memory_gib": self.memory, "smallest_gpu_gib": self.smallest_gpu, "host_gib": self.host}
+        made["rules"] = [
+            {"number": v.rule.number, "rule": v.rule.what, "state": v.state, "told_by": v.rule.elsewhere}
+            for v in self.rules
+        ]
+        if self.times:
+            sizes = {who: {part: size / GIB for part, size in parts.items()} for who, parts in self.step_memory.items()}
+            made |= {"times": _times_json(self.times), "step_memory_gib": sizes}
+        made["found"] = [
+            {name: getattr(one, name) for name in ("overrides", "world_size", "gib", "bound")}
+            | {"times": _times_json(one.times)}
+            for one in self.found
+        ]
+        return json.dumps(made, indent=1)
+
+
+def _times_json(times: StepTimes) -> dict[str, Any]:
+    names = ("seconds", "gpus", "bubble", "step", "bound", "control", "sync", "overlap")
+    made: dict[str, Any] = {name: getattr(times, name) for name in names}
+    return made | {"tokens_per_second_per_gpu": times.tokens_per_gpu, "mfu": times.mfu, "idle": times.idle}
+
+
+def with_times(
+    made: Plan, config: RunConfig, world_size: int, gpu: Gpu, lengths: Lengths, searching: bool = False
+) -> Plan:
+    """Return the plan with its layout's predicted seconds, if it can run, and the fastest layouts when `searching`."""
+    if made.model is None:
+        return made
+    memory = f"{gpu.memory_gib:g} GiB at {gpu.memory_gb_per_s:g} GB/s"
+    where = f"{gpu.name}, {gpu.bf16_tflops:g} TFLOP/s in bf16, {memory} ({gpu.source})"
+    average = f"{lengths.prompt:g} tokens a prompt and {lengths.response:g} a response on average"
+    rows = [*made.rows, ("kind", where), ("lengths", f"{average}, {lengths.longest:g} at most")]
+    unfit = list(gpu_problems(config, gpu))
+    times = step_times(config, made.model, world_size, gpu, lengths) if made.memory and not unfit else None
+    routes = route_bytes(config, made.model)
+    samples = planned_step_memory(config, world_size, lengths, routes) if times else {}
+    layouts = search(config, made.model, world_size, gpu, lengths) if searching and not unfit else []
+    notes = list(made.notes)
+    if searching and not layouts and not unfit:
+        text = (
+            f"no layout of {world_size} ranks fits {gpu.name} beside vLLM as `rollout` has it; use more ranks, another "
+            "rollout.tp or rollout.gpu_memory_utilization"
+        )
+        notes.append(Problem(("--search", "rollout.tp", "rollout.gpu_memory_utilization"), text))
+    if times:
+        rows = [row for row in rows if row[0] != "overlap"] + overlap_row(config, made.model, times.overlap)
+    made = replace(made, problems=made.problems + unfit, rows=rows, times=times, found=layouts, notes=notes)
+    return replace(made, step_memory=samples)
+
+
+def plan(
+    config: RunConfig,
+    world_size: int,
+    gpu_memory_gb: float | None = None,
+    host_memory_gb: float | None = None,
+    has_data: bool = True,
+    fetch: bool = True,
+) -> Plan:
+    """Return the plan of `config`: what `check` finds, which takes the same arguments, with notes and text."""
+    found = check(config, world_size, gpu_memory_gb, host_memory_gb, has_data, fetch)
+    rows = plan_text.rows_of(config, world_size, gpu_memory_gb, found.model, found.memory)
+    notes = run_notes(config, world_size, found.model, has_data)
+    made = Plan(found.problems, rows, bool(gpu_memory_gb), notes=notes, model=found.model)
+    if (memory := found.memory) is None:
+        return made
+    return replace(made, memory=memory.phases, host=memory.host, smallest_gpu=memory.smallest_gpu)

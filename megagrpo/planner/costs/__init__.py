@@ -1,0 +1,1 @@
+"""Sizes, operations and memory of a model, without times."""

@@ -1,0 +1,1 @@
+"""Rules that need the model's config.json, a file or the number of ranks."""

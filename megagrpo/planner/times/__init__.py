@@ -1,0 +1,1 @@
+"""Predicted times of a step, and the search over layouts."""

@@ -1,0 +1,1 @@
+"""Files, shared memory and child processes that must not outlive a process."""

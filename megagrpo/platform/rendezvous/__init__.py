@@ -1,0 +1,1 @@
+"""The rendezvous of processes that are not ranks of one job."""

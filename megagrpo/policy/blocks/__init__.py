@@ -1,0 +1,1 @@
+"""Special layers of single families."""

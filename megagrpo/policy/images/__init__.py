@@ -1,0 +1,1 @@
+"""Vision towers and the rows of their images."""

@@ -1,0 +1,1 @@
+"""Small layers and functions that several blocks use."""

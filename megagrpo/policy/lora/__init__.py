@@ -1,0 +1,1 @@
+"""Adapters, and the quantized base below them."""

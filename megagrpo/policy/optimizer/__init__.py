@@ -1,0 +1,1 @@
+"""The optimizer, a user's own one, and its saved state."""

@@ -1,0 +1,1 @@
+"""The layer specs and the transformer's config."""

@@ -1,0 +1,183 @@
+"""Builds the page's data: one JSON value of all but responses, and one compressed chunk of responses per step."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megagrpo.platform.install.requirements import installed_version
+from megagrpo.platform.process.terminal import printable
+from megagrpo.proof.report import changed_settings
+from megagrpo.proof.report.collect import Row, RunFiles
+from megagrpo.proof.report.findings import findings
+from megagrpo.proof.report.plan_check import plan_against_measured
+from megagrpo.proof.report.reduce import curves, number, result, rows_per_point, shares_of_layers, state, when_of
+from megagrpo.proof.report.shown_responses import Chosen, choose
+from megagrpo.records.checkpoints.run_files import AXES
+
+MAX_BYTES = 2_900_000  # of a page
+MOST_MESSAGES = 300  # per run; of more, the first and the last
+
+
+@dataclass(frozen=True)
+class Payload:
+    """The data of a page: `head` is JSON; `chunks` maps `RUN-STEP` to the compressed groups of a step, in base64."""
+
+    head: str
+    chunks: dict[str, str]
+    chosen: list[Chosen]
+
+
+def payload(runs: Sequence[RunFiles], static_bytes: int) -> Payload:
+    """Return the data of the runs. `static_bytes` of the page's limit are used by its code."""
+    averaged = rows_per_point([run.steps for run in runs]), rows_per_point([run.evaluations for run in runs])
+    described = [
+        describe(run, *averaged) | {"label": label, "layers": shares_of_layers(run.steps, len(runs))}
+        for run, label in zip(runs, labels(runs), strict=True)
+    ]
+    changed_settings.tell_apart([run.config for run in runs], [one["config"] for one in described])
+    used = static_bytes + len(json.dumps(described))  # compression of the head makes room for what is added below
+    chosen: list[Chosen] = []
+    for index, run in enumerate(runs):
+        share = (MAX_BYTES - used) // (len(runs) - index)
+        chosen.append(choose(run, max(0, share), set().union(*(one.prompts for one in chosen))))
+        used += sum(map(len, chosen[-1].chunks.values()))
+        described[index]["responses"] = {
+            "steps": [[s, *counts] for s, counts in chosen[-1].shown.items()],
+            "count": chosen[-1].responses,
+        }
+        described[index]["damaged"] = {printable(name): count for name, count in run.damaged.items()}
+    head = {"version": installed_version("megagrpo") or "?", "made": round(time.time()), "runs": described}
+    chunks = {f"{index}-{step}": text for index, one in enumerate(chosen) for step, text in one.chunks.items()}
+    return Payload(json.dumps(head, ensure_ascii=False, allow_nan=False, separators=(",", ":")), chunks, chosen)
+
+
+def labels(runs: Sequence[RunFiles]) -> list[str]:
+    """Return a unique name per run of the page: its own, else with the last parts of its folder, else with a number."""
+    names = [run.name for run in runs]
+    found = list(names)
+    for depth in (1, 2, 3):
+        alike = {label for label in found if found.count(label) > 1}
+        for i, run in enumerate(runs):
+            tail = "/".join(run.folder.resolve().parts[1:][-depth:])
+            if found[i] in alike:
+                found[i] = (
+                    tail if tail.endswith(f"/{names[i]}") else names[i] if tail == names[i] else f"{names[i]} ({tail})"
+                )
+    found = [printable(run.privacy.text(label)) for run, label in zip(runs, found, strict=True)]
+    return [
+        f"{label} #{found[:i].count(label) + 1}" if found.count(label) > 1 else label for i, label in enumerate(found)
+    ]
+
+
+def describe(run: RunFiles, steps_per_point: int, evaluations_per_point: int) -> dict[str, Any]:
+    """Return everything that the page shows of a run but its responses. Only metrics and keys may name a machine."""
+    start = run.last_start
+    notes = {
+        "name": printable(run.name),
+        "folder": printable(str(run.folder.resolve())),
+        "state": state(run),
+        "model": printable(str(run.setting("model.path") or "")),
+        "facts": facts(run),
+        "versions": {printable(str(k)): printable(str(v)) for k, v in start.get("versions", {}).items()}
+        if start
+        else {},
+        "device": printable(str(start.get("device") or "")),
+        "findings": findings(run),
+        "messages": messages(run),
+        "layout": layout(run),
+        "plan": plan_against_measured(run),
+    }
+    return run.privacy.notes(notes) | {
+        "result": result(run),
+        "training": _printable_names(curves(with_reward_range(run), steps_per_point)),
+        "evaluations": _printable_names(curves(run.evaluations, evaluations_per_point)),
+        "config": changed_settings.rows(run.config, run.privacy),
+    }
+
+
+def with_reward_range(run: RunFiles) -> list[Row]:
+    """Return steps with `reward_low`, `reward_high`: one standard deviation around the mean, within the step's rewards.
+
+    A step whose responses are not in `completions.jsonl` has none.
+    """
+    rows = []
+    for row in run.steps:
+        mean, spread, rewards = (
+            number(row.get("reward")),
+            number(row.get("reward_std_batch")),
+            run.rewards.get(row["step"]),
+        )
+        if mean is not None and spread is not None and rewards is not None and rewards.low <= rewards.high:
+            row = row | {
+                "reward_low": max(mean - spread, min(mean, rewards.low)),
+                "reward_high": min(mean + spread, max(mean, rewards.high)),
+            }
+        rows.append(row)
+    return rows
+
+
+def facts(run: RunFiles) -> list[list[str]]:
+    """Return pairs of name and text that describe the run in one line."""
+    of = run.setting
+    algorithm = [
+        str(of("algorithm.loss_type") or ""),
+        f"KL {of('algorithm.beta'):g}" if number(of("algorithm.beta")) else "no KL",
+    ]
+    if number(of("lora.rank")):
+        algorithm.append(f"LoRA rank {of('lora.rank')}")
+    if number(of("rollout.max_staleness")):
+        algorithm.append(f"asynchronous, staleness up to {of('rollout.max_staleness')}")
+    group = of("rollout.num_generations")
+    step = f"{of('rollout.prompts_per_step')} prompts × {group} responses" if group else ""
+    rewards = [str(one.get("function", "")) for one in of("rewards.functions") or [] if isinstance(one, dict)]
+    sizes = layout(run)
+    axes = [f"{axis} {sizes[axis]}" for axis in ("tp", "cp", "pp", "dp", "ep") if (sizes[axis] or 1) > 1] or [
+        "one rank"
+    ]
+    found = [
+        ("algorithm", " · ".join(filter(None, algorithm)) if run.config else ""),
+        ("step", step),
+        ("rewards", ", ".join(rewards)),
+        ("layout", " × ".join(axes)),
+        ("precision", str(run.last_start.get("dtype") or of("model.precision") or "")),
+    ]
+    return [[name, printable(text)] for name, text in found if text]
+
+
+def layout(run: RunFiles) -> dict[str, Any]:
+    """Return the sizes of the axes, the number of ranks, and vLLM's servers. Unknown sizes are None."""
+    recorded = run.last_start.get("layout")
+    recorded = recorded if isinstance(recorded, dict) else {}
+    sizes = {axis: number(recorded.get(axis)) or number(run.setting(f"parallel.{axis}")) for axis in AXES}
+    urls = run.setting("rollout.urls")
+    return sizes | {
+        "ranks": number(run.last_start.get("ranks")),
+        "vpp": number(run.setting("parallel.vpp")),
+        "servers": len(urls) if isinstance(urls, list) and urls else number(run.setting("rollout.servers")),
+        **{f"server_{axis}": number(run.setting(f"rollout.{axis}")) for axis in ("tp", "pp", "dp")},
+        "placed": printable(str(run.setting("rollout.placement") or "").replace("auto", "")),
+    }
+
+
+def messages(run: RunFiles) -> list[list[Any]]:
+    """Return step, time and text of the run's messages; the first and last ones of many."""
+    rows = [
+        [
+            row["step"],
+            None if (when := when_of(row)) is None else round(when, 3),
+            printable(str(row.get("text", "")))[:2000],
+        ]
+        for row in run.messages
+    ]
+    if len(rows) <= MOST_MESSAGES:
+        return rows
+    half = MOST_MESSAGES // 2
+    return [*rows[:half], [rows[half][0], None, f"… {len(rows) - MOST_MESSAGES:,} messages left out …"], *rows[-half:]]
+
+
+def _printable_names(curve: dict[str, Any]) -> dict[str, Any]:
+    return curve | {"metrics": {printable(name): values for name, values in curve["metrics"].items()}}

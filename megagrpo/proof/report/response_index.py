@@ -1,0 +1,137 @@
+"""Finds the groups of a step in `completions.jsonl`: their rewards and the places of their lines, not their texts."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megagrpo.proof.report.collect import STEP, Row, RunFiles, lines_of, parsed, reward_in
+from megagrpo.proof.report.reduce import number
+from megagrpo.records.checkpoints.run_files import COMPLETIONS
+
+TOKENS = "tokens.jsonl"
+_HEAD = re.compile(rb'\{"step": (\d+), "prompt_id": (-?\d+), "prompt": ')
+_AFTER_PROMPT = b', "completion": '
+
+
+@dataclass
+class StepIndex:
+    """The groups of one step, in order. 24 bytes a response and about 50 bytes a group."""
+
+    places: array[int] = field(default_factory=lambda: array("Q"))  # [responses] byte at which the line begins
+    rewards: array[float] = field(default_factory=lambda: array("d"))  # [responses]; NaN if there is none
+    starts: array[int] = field(default_factory=lambda: array("Q"))  # [groups] first response
+    prompt_ids: list[Any] = field(default_factory=list)  # [groups]
+    known: set[int] = field(default_factory=set)  # groups whose prompt another run shows
+    tokens: dict[int, int] = field(default_factory=dict)  # response -> byte at which its line of tokens begins
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def add(self, prompt_id: Any, reward: float | None, place: int, size: int | None) -> bool:
+        """Add the next response, and return whether it begins a group. `size` is that of full groups, if known."""
+        begins = not self.starts or prompt_id != self.prompt_ids[-1] or len(self.places) - self.starts[-1] == size
+        if begins:
+            self.starts.append(len(self.places))
+            self.prompt_ids.append(prompt_id)
+        self.places.append(place)
+        self.rewards.append(math.nan if reward is None else reward)
+        return begins
+
+    def responses(self, group: int) -> range:
+        """Return the responses of a group."""
+        return range(self.starts[group], self.starts[group + 1] if group + 1 < len(self) else len(self.places))
+
+    def num_bytes(self, group: int) -> int:
+        """Return about how many bytes the lines of a group have."""
+        responses, last = self.responses(group), len(self.places) - 1
+        return self.places[min(responses.stop, last)] - self.places[responses.start]
+
+    def rewards_of(self, group: int) -> tuple[float, ...]:
+        """Return the rewards of a group, without missing ones."""
+        responses = self.responses(group)
+        return tuple(r for r in self.rewards[responses.start : responses.stop] if not math.isnan(r))
+
+    def with_tokens(self) -> set[int]:
+        """Return the groups of which a response has tokens."""
+        return {self.group_of(response) for response in self.tokens}
+
+    def group_of(self, response: int) -> int:
+        """Return the group of a response."""
+        return bisect_right(self.starts, response) - 1
+
+
+def index_steps(
+    run: RunFiles, steps: Sequence[int], size: int | None, is_known: Callable[[Any], bool] | None = None
+) -> dict[int, StepIndex]:
+    """Return the groups of the steps that have responses. `size` is the number of responses per prompt, if known;
+    `is_known` says of a prompt whether another run shows it."""
+    found = {step: StepIndex() for step in steps}
+    spans = [(run.rewards[step].start, run.rewards[step].stop) for step in steps]
+    for place, line in lines_of(run.folder / COMPLETIONS, spans):
+        if (match := STEP.match(line)) and int(match[1]) not in found:
+            continue
+        if (facts := _facts(line) or _parsed_facts(line, run.damaged)) and (index := found.get(facts[0])) is not None:
+            begins = index.add(*facts[1:], place, size)
+            if begins and is_known is not None and is_known(_prompt_in(line)):
+                index.known.add(len(index) - 1)
+    for place, line in lines_of(run.folder / TOKENS):
+        if (match := STEP.match(line)) and int(match[1]) not in found:
+            continue
+        if (row := parsed(line, TOKENS, run.damaged)) and row["step"] in found:
+            _add_tokens(found[row["step"]], run, row, place)
+    return {step: index for step, index in found.items() if len(index)}
+
+
+def rows_at(run: RunFiles, name: str, places: Iterable[int]) -> Iterator[Row | None]:
+    """Yield the rows that begin at bytes of a file, without what the page hides; None for one that cannot be read."""
+    with open(run.folder / name, "rb") as file:
+        for place in places:
+            file.seek(place)
+            row = parsed(file.readline(), name, run.damaged)
+            yield None if row is None else run.privacy.row(row)
+
+
+def _facts(line: bytes) -> tuple[int, Any, float | None] | None:
+    """Return step, prompt_id and reward of a whole line in a run's format without parsing it; None for other lines."""
+    head, reward = _HEAD.match(line), reward_in(line)
+    if head is None or reward is None or not line.endswith(b"}\n"):
+        return None
+    try:
+        return int(head[1]), int(head[2]), number(json.loads(reward))
+    except ValueError:
+        return None
+
+
+def _parsed_facts(line: bytes, damaged: dict[str, int]) -> tuple[int, Any, float | None] | None:
+    row = parsed(line, COMPLETIONS, damaged)
+    return None if row is None else (row["step"], row.get("prompt_id"), number(row.get("reward")))
+
+
+def _prompt_in(line: bytes) -> Any:
+    """Return the prompt of a line. Its response is not parsed if the line has a run's format."""
+    if head := _HEAD.match(line):
+        try:
+            return json.loads(line[head.end() : line.find(_AFTER_PROMPT, head.end())])
+        except (ValueError, RecursionError):
+            pass
+    row = parsed(line, COMPLETIONS, {})
+    return None if row is None else row.get("prompt")
+
+
+def _add_tokens(index: StepIndex, run: RunFiles, row: Row, place: int) -> None:
+    """Add a line of tokens to its response, unless it belongs to another one. The last line of a response counts."""
+    sample = row.get("sample")
+    if not isinstance(sample, int) or not 0 <= sample < len(index.places):
+        return
+    if index.prompt_ids[index.group_of(sample)] != row.get("prompt_id"):
+        return
+    index.tokens.pop(sample, None)
+    if isinstance(run.privacy.row(row).get("tokens"), list):
+        index.tokens[sample] = place

@@ -1,0 +1,1 @@
+"""Checkpoints of a run, its files and the lock on its folder."""

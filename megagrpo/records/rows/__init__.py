@@ -1,0 +1,1 @@
+"""What each step leaves: metrics, responses, tokens and dumps."""

@@ -1,0 +1,1 @@
+"""Which answers are equal: notation, units, intervals, expressions."""

@@ -1,0 +1,1 @@
+"""The names of reward functions and the values that they return."""

@@ -1,0 +1,1 @@
+"""Sharing of GPUs between the trainer and colocated servers."""

@@ -1,0 +1,208 @@
+"""The learning part of a step: rollouts become packed batches with log-probs, and these become optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megagrpo.algorithms.advantages import advantages_of, charged_kl, less_kl
+from megagrpo.algorithms.custom_advantage import Groups, checked, imported
+from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
+from megagrpo.algorithms.reductions import denominator
+from megagrpo.algorithms.turn_advantages import Turns, turn_advantages
+from megagrpo.config import RunConfig
+from megagrpo.data.packing.sample_packing import build_batch, packing_rules, plan_packing, slices
+from megagrpo.data.packing.sample_table import TRUNCATED
+from megagrpo.data.packing.step_samples import StepSamples
+from megagrpo.data.tokens.grammar import grammars_of
+from megagrpo.engine.http.protocol import derive_seed
+from megagrpo.platform.parallel.agree import run_own_and_agree
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process.phases import Phases
+from megagrpo.platform.process.progress_hook import Progress
+from megagrpo.policy.find_nan import NonFiniteError
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.moe.routing_replay import route_shape
+from megagrpo.policy.reference import FrozenModel, Reference, kl_by_sample
+from megagrpo.policy.step_terms import add_step_terms
+from megagrpo.records.rows.recorder import Recorder, Update
+from megagrpo.records.rows.step_metrics import values_of
+from megagrpo.sync.trainer_side.transport import Weights
+from megagrpo.train_types import LossFn, Metric, TrainBatch, TrainState
+from megagrpo.trainer.engine_side import as_config_errors
+from megagrpo.trainer.rollout.routed_experts_exchange import replayed_batches
+from megagrpo.trainer.rollout.token_exchange import trained_samples
+from megagrpo.trainer.run_inputs import ModelFiles
+from megagrpo.types import SamplingParams
+from megagrpo.weights.blocks.parameter_blocks import adapter_blocks, merged_blocks
+from megagrpo.weights.bridge.adapter_files import fill_adapters
+from megagrpo.weights.bridge.load import load_hf
+from megagrpo.weights.bridge.tower import check_tower, load_tower
+
+
+@dataclass
+class Learning:
+    """The policy with its reference and its loss. All methods are collective. `count_skip` gets the error of each
+    skipped optimizer step, and the weights."""
+
+    config: RunConfig
+    policy: MegatronPolicy
+    reference: FrozenModel | None
+    loss_fn: LossFn
+    state: TrainState
+    recorder: Recorder
+    phases: Phases
+    count_skip: Callable[[NonFiniteError, Weights], None]
+
+    def weights(self) -> Weights:
+        """Yield this rank's parameters, each with the part of the Hugging Face tensor it holds: the adapters if only
+        these are synced, else whole weights."""
+        blocks = adapter_blocks if self.config.lora.syncs_adapters else merged_blocks
+        return blocks(self.policy.chunks, self.policy.hf_config, self.policy.layout)
+
+    def advantages(self, samples: StepSamples, kl: Tensor | None = None) -> Tensor:
+        """Return the advantages [P, G] float64 of samples in prompt order, whose rewards pay `algorithm.beta` times the
+        `kl` [N], if any."""
+        algorithm, group = self.config.algorithm, self.config.rollout.num_generations
+        rewards, weights = samples.outcomes(group), [function.weight for function in self.config.rewards.functions]
+        rewards = rewards if kl is None else less_kl(rewards, kl, algorithm.beta)
+        if algorithm.own_estimator and samples.turns is None:
+            return self._estimated(samples, rewards, None)
+        return advantages_of(rewards, samples.rewards_by_function(group), algorithm, weights)
+
+    def turn_advantages(self, samples: StepSamples, advantages: Tensor) -> np.ndarray | None:
+        """Return the advantages [K] float64 of the turns of samples with advantages [P, G]; None if all tokens of a
+        sample have its advantage."""
+        if samples.turns is None:
+            return None
+        algorithm, group = self.config.algorithm, self.config.rollout.num_generations
+        rewards, states = (np.ascontiguousarray(samples.turns[name]) for name in ("reward", "state"))
+        turns = Turns(rewards, samples.turn_owners()[0], states)
+        if algorithm.own_estimator:
+            return self._estimated(samples, samples.rewards(group), turns).numpy()
+        return turn_advantages(turns, samples.facts["reward"], advantages.flatten().numpy(), group, algorithm)
+
+    def _estimated(self, samples: StepSamples, rewards: Tensor, turns: Turns | None) -> Tensor:
+        """Return the advantages of the user's own function, [P, G] or of turns [K]. Rank 0 calls it, so that all ranks
+        have the same numbers whatever it computes. Collective."""
+        algorithm, layout = self.config.algorithm, self.policy.layout
+        of_groups = samples.rewards_by_function(rewards.shape[1]).unbind(-1)
+        by_function = dict(zip(samples.columns.rewards, of_groups, strict=True))
+        columns = samples.written, samples.has(TRUNCATED)
+        lengths, truncated = (torch.from_numpy(column).view(rewards.shape) for column in columns)
+        groups = Groups(rewards, by_function, lengths, truncated, turns)
+
+        def estimated() -> Tensor:
+            if layout.world_rank == 0:
+                return checked(imported(algorithm.advantage_estimator), groups, algorithm)
+            return torch.zeros(rewards.shape if turns is None else turns.rewards.shape, dtype=torch.float64)
+
+        return layout.all_reduce(run_own_and_agree(layout, estimated))
+
+    def batches(self, samples: StepSamples, advantages: Tensor, of_turns: np.ndarray | None = None) -> list[TrainBatch]:
+        """Pack the samples with advantages [P, G], turns with advantages [K] if any, and log-probs: this replica's part
+        of each optimizer step."""
+        layout, seed = self.policy.layout, derive_seed(self.config.run.seed, self.state.step, "slices")
+        rules = packing_rules(self.config, self.policy.shares_prompts)
+        shapes = samples.shapes(advantages.flatten().numpy(), rules, of_turns)
+        parts = slices(len(samples), self.config.algorithm.steps_per_generation, seed)
+        plans = [plan_packing(shapes, rules, layout.dp_size, samples.members(part)) for part in parts]
+        mine = trained_samples(samples.every, plans, layout)
+        if of_turns is not None:
+            mine = samples.with_turn_advantages(mine, of_turns)
+        elif samples.columns.token_advantages:
+            mine = samples.with_token_advantages(mine, advantages.flatten().numpy())
+        batches = [build_batch(plan, layout.dp_rank, mine, rules) for plan in plans]
+        if self.config.rollout.routing_replay == "engine":
+            batches = replayed_batches(batches, samples.every, plans, layout, route_shape(self.policy.hf_config))
+        return [self.with_logprobs(batch) for batch in batches]
+
+    def with_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        """Add log-probs (float32 [T] per micro-batch): old ones when the policy changes before their use, reference
+        ones for the KL term. A KL in the reward needs both. With `routing_replay: trainer` the pass for the old ones
+        records the routes of all later passes."""
+        algorithm = self.config.algorithm
+        with self.phases("logprobs"):
+            if self.config.rollout.routing_replay == "trainer":
+                batch = self.policy.replay.recorded(batch, self.policy.logprobs)
+            elif algorithm.updates_per_step > 1 or algorithm.kl_in_reward:
+                batch = batch.with_terms(old_logprobs=self.policy.logprobs(batch))
+            return batch if self.reference is None else self.reference.annotate(batch)
+
+    def with_kl_in_reward(
+        self, samples: StepSamples, batches: list[TrainBatch]
+    ) -> tuple[Tensor, list[TrainBatch], float]:
+        """Subtract beta times each response's KL from its reward. Returns the new advantages [P, G] float64, the
+        batches with these advantages, and the mean KL."""
+        group, mask_truncated = self.config.rollout.num_generations, self.config.algorithm.mask_truncated_completions
+        kl, truncated = kl_by_sample(batches, self.policy.layout), torch.from_numpy(samples.has(TRUNCATED))
+        kl = charged_kl(truncated, kl, group, mask_truncated)
+        advantages = self.advantages(samples, kl)
+        return advantages, [batch.with_advantages(advantages.flatten()) for batch in batches], kl.mean().item()
+
+    @contextmanager
+    def update(self, batch: TrainBatch) -> Iterator[Update]:
+        """Prepare one optimizer step on the batch, and record its metrics. A step is skipped when its loss or gradient
+        is not finite; metrics of the optimizer are missing then."""
+        algorithm = self.config.algorithm
+        divisor = denominator(batch, algorithm.loss.average, self.config.rollout.max_completion_length)
+        entropy_coef = bonus_coefficient(self.state, algorithm)
+        with self.phases("logprobs"):
+            batch = add_step_terms(batch, self.policy, divisor, entropy_coef)
+        update = Update(batch, self.recorder.wrap_loss(self.loss_fn), divisor)
+        with self.phases("train"):
+            try:
+                yield update
+                self.state.skipped_in_a_row = 0
+            except NonFiniteError as error:
+                update.metrics = error.metrics
+                self.count_skip(error, self.weights())
+        if algorithm.entropy_bonus:
+            update.metrics["entropy_coef"] = Metric(entropy_coef)
+            adapt_bonus(self.state, values_of(update.metrics), algorithm)
+        self.recorder.after_update(update)
+
+    def move_reference(self) -> None:
+        """Update the reference towards the policy at the end of every `ref_model_sync_steps` steps."""
+        algorithm = self.config.algorithm
+        if algorithm.sync_ref_model and (self.state.step + 1) % algorithm.ref_model_sync_steps == 0:
+            # of all frozen models only the policy's own copy can move towards it
+            cast(Reference, self.reference).mix_in(algorithm.ref_model_mixup_alpha)
+
+
+def load_policy(
+    config: RunConfig, layout: Layout, model: ModelFiles, sampling: SamplingParams, progress: Progress
+) -> tuple[MegatronPolicy, Reference | None]:
+    """Build the policy and load its weights, and the reference's, if any. Its log-probs are over the distribution of
+    `sampling`. Collective. Raises ConfigError."""
+    torch.manual_seed(config.run.seed)
+    hf_config, reference_folder, reference = model.hf_config, model.reference_folder, None
+    with as_config_errors():
+        policy = MegatronPolicy(config, layout, hf_config)
+        policy.sampling, policy.grammars = sampling, grammars_of(config, model.folder, hf_config.vocab_size)
+        if sampling.constraint is not None:  # only the last stage computes log-probs
+            compile_own = partial(policy.grammars.compile, sampling.constraint)
+            run_own_and_agree(layout, lambda: compile_own() if layout.is_last_stage else None)
+        if reference_folder is not None:
+            run_own_and_agree(layout, lambda: load_hf(policy.chunks, hf_config, reference_folder, layout, progress))
+            reference = Reference(policy, whole=config.lora.enabled)
+
+        def load() -> None:
+            load_hf(policy.chunks, hf_config, model.folder, layout, progress)
+            load_tower(policy, model.folder)
+            if reference_folder is not None:
+                check_tower(policy, reference_folder)
+
+        run_own_and_agree(layout, load)
+        fill_adapters(policy.chunks, hf_config, layout, config.lora, config.run.seed)
+    policy.weights_changed()
+    if reference is None and config.algorithm.beta:
+        reference = Reference(policy)
+    return policy, reference

