@@ -11,7 +11,7 @@ because its widths matter. `--layers 28 train.optimizer_state_dtype=fp8 train.ma
 7B on 141 GB.
 
 - tokens/s: of all samples, prompts included, padding not.
-- TFLOP/s: model FLOPs (`megagrpo/planner/costs/flops.py`: forward and two forwards' worth backward, LM head for response
+- TFLOP/s: model FLOPs (`planner/costs/flops.py`: forward and two forwards' worth backward, LM head for response
   tokens alone, nothing recomputed, a shared prompt once per response) per second. MFU: their share of the data sheet's
   bf16 peak, also with FP8; of GEMM: of a large bf16 product as measured here.
 - predicted: `megagrpo plan --gpu` for the same step, in seconds and GiB. The peak is torch's, without the CUDA context.
