@@ -1,6 +1,7 @@
 # make quickstart: set everything up and watch a small model learn.   make test: set everything up and run the tests.
 # make docs: build the documentation site into site/.
-# make test-full: all tests and the large matrix of layouts, in which any three options meet.
+# make test-full: all tests and the large matrix of layouts, in which any three options meet. SHARD=K/N runs the K-th of N parts.
+# make test-changed: the tests that changed files reach through imports; BASE names the commit to compare with, default HEAD.
 # make test-gpu: the tests that need a GPU, on a machine that has one. There CUDA_VISIBLE_DEVICES= make test runs the others.
 # make test-te: Transformer Engine's layers on a machine without a GPU, its kernels in torch; sets everything up as for GPUs, which compiles.
 # make test-fake-gpu: the code for GPUs on a CUDA runtime without a GPU, whose folder MEGAGRPO_FAKE_GPU names (docs/gpu_tests.md); PYTHON names
@@ -16,7 +17,7 @@ WORKERS ?= 3
 
 ADAPTERS ?= $(PWD)/.adapters
 
-.PHONY: quickstart docs browser test adapters test-adapters test-full test-gpu test-te test-fake-gpu test-slurm setup setup-dev lock
+.PHONY: quickstart docs browser test adapters test-adapters test-full test-changed test-gpu test-te test-fake-gpu test-slurm setup setup-dev lock
 .DEFAULT_GOAL := quickstart
 
 setup:
@@ -52,7 +53,12 @@ test-adapters: adapters
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MEGAGRPO_ADAPTERS="$(ADAPTERS)" .venv/bin/python -m pytest -q -rs $(ARGS) tests/unit/environments/test_adapters.py
 
 test-full: setup-dev
-	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -m "not slurm and not gpu and not te and not fake_gpu" $(ARGS)
+	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -m "not slurm and not gpu and not te and not fake_gpu" \
+	$(if $(SHARD),--shard $(SHARD)) $(ARGS)
+
+test-changed: setup-dev
+	@FILES=$$(.venv/bin/python tests/changed.py $(BASE)); [ -n "$$FILES" ] || { echo "make: no test is reached"; exit 0; }; \
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -n $(WORKERS) $(ARGS) $$FILES
 
 test-gpu: setup-dev
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest -q -m gpu -rs $(ARGS)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,3 +43,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return scope_of(nodeid)
 
     return Scheduling(config, log)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help="write tests/durations.json")
+    parser.addoption("--shard", metavar="K/N", help="run the K-th of N parts of the test files")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    spec = importlib.util.spec_from_file_location("timing", Path(__file__).with_name("timing.py"))
+    timing = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(timing)
+    config.pluginmanager.register(timing.Timing(config), "timing")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the test files of --shard: every N-th one, in the order of their names."""
+    if config.option.shard is None:
+        return
+    part, count = map(int, config.option.shard.split("/"))
+    if not 1 <= part <= count:
+        raise pytest.UsageError(f"--shard: {config.option.shard} is not K/N with K from 1 to N")
+    files = sorted({item.nodeid.partition("::")[0] for item in items})
+    kept = set(files[part - 1 :: count])
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid.partition("::")[0] not in kept])
+    items[:] = [item for item in items if item.nodeid.partition("::")[0] in kept]
