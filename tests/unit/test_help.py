@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.commands import COMMANDS
+from megagrpo.commands import COMMANDS, FOLDERS, module_of
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [
@@ -28,7 +28,7 @@ FAST = [
     "benchmarks/whole_step.py",
 ]
 # modules of megagrpo/commands
-NOT_COMMANDS = {"--init--", "parser", "config-arguments", "layout-arguments", "export-arguments"}
+NOT_COMMANDS = {"--init--", "parser"}
 
 
 def command(name: str) -> list[str]:
@@ -55,8 +55,10 @@ def test_help_says_what_a_command_is_for_and_ends_well(name, tmp_path):
 
 
 def test_each_command_is_a_file():
-    files = {path.stem.replace("_", "-") for path in (ROOT / "megagrpo" / "commands").glob("*.py")}
+    folders = [ROOT / "megagrpo" / "commands" / folder for folder in ("", *FOLDERS)]
+    files = {path.stem.replace("_", "-") for folder in folders for path in folder.glob("*.py")}
     assert files - NOT_COMMANDS == set(COMMANDS)
+    assert all((ROOT / (module_of(name).replace(".", "/") + ".py")).is_file() for name in COMMANDS)
 
 
 def test_every_command_has_a_row_in_the_list_of_commands():

@@ -40,7 +40,7 @@ from megagrpo.rewards.workers.worker import find, leave_trainer, tie_to_parent
 Arguments = dict[str, Any]
 MALFORMED = "its process broke the protocol: it sent a malformed answer"
 _MODULE = "megagrpo.environments.episodes.episode"
-_PACKAGE = str(Path(__file__).resolve().parents[2])  # the folder that holds the package megagrpo
+_PACKAGE = str(Path(__file__).resolve().parents[3])  # the folder that holds the package megagrpo
 _DESCRIBED = -1  # number of the episode that describes the environment
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.engine.http.protocol import EngineError
-from megagrpo.trainer.gpu import gpu_sharing as gpu_turns
+from megagrpo.trainer.gpu import gpu_sharing
 from megagrpo.trainer.gpu.gpu_sharing import GPU_TABLE, GpuTurn, GpuTurns
 from megagrpo.trainer.gpu.state_offload import NoOffload
 from tests.rank_fakes import OneRank
@@ -212,7 +212,7 @@ def test_a_server_that_does_not_respond_does_not_block_a_checkpoint():
 
 
 def test_the_docstring_shows_the_table():
-    rows = re.findall(r"^\| (\w+) +\| (\w+) +\| (\w+) +\| (\w+) +\|$", gpu_turns.__doc__, re.MULTILINE)
+    rows = re.findall(r"^\| (\w+) +\| (\w+) +\| (\w+) +\| (\w+) +\|$", gpu_sharing.__doc__, re.MULTILINE)
     words = {True: "yes", False: "no", "gpu": "yes"}
     table = [[t.value, r.policy_weights, r.trainer_state, r.engine_weights] for t, r in GPU_TABLE.items()]
     assert [list(row) for row in rows] == [[words.get(cell, cell) for cell in row] for row in table]
@@ -221,6 +221,6 @@ def test_the_docstring_shows_the_table():
 def test_only_the_turns_move_trainer_and_engine():
     """Other rooms and the trainer's other files define these methods and do not call them."""
     verbs = re.compile(r"\.(load_all|load_weights_only|offload_all|wake)\(")
-    package = Path(gpu_turns.__file__).parents[1]
+    package = Path(gpu_sharing.__file__).parents[2]
     callers = {str(path.relative_to(package)) for path in package.rglob("*.py") if verbs.search(path.read_text())}
     assert callers == {"trainer/gpu/gpu_sharing.py"}
