@@ -5,6 +5,7 @@ import ast
 import collections
 import functools
 import graphlib
+import re
 import sys
 from pathlib import Path
 
@@ -220,6 +221,17 @@ def test_no_cycle_of_modules_hides_behind_a_lazy_import():
     graph = {name: run_time_imports(path, modules) - {name, "megagrpo"} for name, path in modules.items()}
     assert sum(map(len, graph.values())) > 1000
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the cycle
+
+
+def test_no_module_imports_a_family():
+    """What families share is in `parts/` and `shared/`; `family_index.py` finds the families."""
+    folder = ROOT / "megagrpo" / "families"
+    text = re.compile(r"^\w+ = (?:Family|replace)\(", re.MULTILINE)
+    families = {name for name, path in MODULES.items() if folder in path.parents and text.search(path.read_text())}
+    found = {
+        name for name, path in MODULES.items() if families & (run_time_imports(path, MODULES) - {name, "megagrpo"})
+    }
+    assert len(families) > 15 and found == {"megagrpo.families.family_index"}
 
 
 def test_megatron_and_vllm_stay_in_their_rooms():
