@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import run_ranks
+from suites import usual
 from tiny_policy import Case, tiny_model, tiny_run
 
 from megagrpo.data.packing.sample_packing import pack, packing_rules, slices
@@ -71,7 +72,7 @@ def test_the_kl_of_a_response_is_the_sum_over_its_tokens(one):
     assert one == pytest.approx(run_ranks(naive, 1)[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", usual(CASES, 3, 4), ids=str)
 def test_every_rank_knows_the_kl_of_every_sample_and_its_own_samples_carry_their_advantages(case, one):
     results = run_ranks(found, case.ranks, case.parallel)
     for kl, held in results:

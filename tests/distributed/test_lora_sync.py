@@ -10,6 +10,7 @@ import torch
 from checkpoint_now import save_now
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from suites import usual
 from test_build_and_bridge import run_tool
 from test_lora_peft import LORA, make_with_peft, prepare
 from test_weight_sync_copies import OneReader
@@ -72,7 +73,9 @@ def _train(root: Path, parallel: dict, folder: Path, steps: int, resume: bool):
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [(dict(tp=2), dict(pp=2, vpp=2)), (dict(pp=2), dict(tp=2, sequence_parallel=True))], ids=str
+    ("saved", "loaded"),
+    usual([(dict(tp=2), dict(pp=2, vpp=2)), (dict(pp=2), dict(tp=2, sequence_parallel=True))], 0),
+    ids=str,
 )
 def test_a_checkpoint_holds_adapters_alone_and_continues_in_another_layout(saved, loaded, root, tmp_path):
     unbroken, needed = run_ranks(_train, 2, root, saved, tmp_path, 1, False)[0]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from direct_workers import PER_SERVER, SHAPES, FileEngine, copies_of, held_by, serve, values_of
 from ranks import run_ranks
+from suites import usual
 
 from megagrpo.platform import device
 from megagrpo.platform.rendezvous.store_exchange import Exchange
@@ -41,7 +42,9 @@ def push(num_ranks: int, num_workers: int, folder, versions: list[int], megabyte
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_workers", "megabytes"), [(1, 2, 64.0), (4, 2, 64.0), (2, 4, 2**-16), (3, 2, 2**-18)], ids=str
+    ("num_ranks", "num_workers", "megabytes"),
+    usual([(1, 2, 64.0), (4, 2, 64.0), (2, 4, 2**-16), (3, 2, 2**-18)], 2, 3),
+    ids=str,
 )
 @pytest.mark.skipif(0 < torch.cuda.device_count() < 6, reason="NCCL takes a GPU for each rank and worker")
 def test_every_worker_gets_what_its_loaders_copy_and_no_byte_more(num_ranks, num_workers, megabytes, tmp_path):
@@ -62,7 +65,9 @@ def test_every_worker_gets_what_its_loaders_copy_and_no_byte_more(num_ranks, num
         assert all(0.3 < part / (sum(sent) / 2) < 0.7 for part in sent)
 
 
-@pytest.mark.parametrize(("num_ranks", "megabytes", "copies"), [(1, 64.0, 1), (1, 2**-16, 1), (4, 2**-18, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("num_ranks", "megabytes", "copies"), usual([(1, 64.0, 1), (1, 2**-16, 1), (4, 2**-18, 2)], 1, 2), ids=str
+)
 @pytest.mark.skipif(0 < torch.cuda.device_count() < 12, reason="NCCL takes a GPU for each rank and worker")
 def test_servers_pass_weights_on_and_ranks_send_only_the_copies_that_they_can(num_ranks, megabytes, copies, tmp_path):
     results = run_ranks(push, num_ranks + 8, num_ranks, 8, tmp_path, [1, 2, 3], megabytes, True)

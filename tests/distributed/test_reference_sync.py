@@ -10,6 +10,7 @@ import torch
 import transformers
 from checkpoint_now import save_now
 from ranks import run_ranks
+from suites import usual
 from tiny_policy import tiny_run
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -168,7 +169,9 @@ def test_a_moved_reference_is_its_mixture_and_comes_back_in_another_layout(kind,
         assert torch.equal(after[0][name], policy) and torch.equal(after[1][name], reference), name
 
 
-@pytest.mark.parametrize(("kind", "saved", "restored"), [("tied", TP2, PP2), ("experts", EP2, TP2_ETP1)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "saved", "restored"), usual([("tied", TP2, PP2), ("experts", EP2, TP2_ETP1)], 1), ids=str
+)
 def test_so_does_one_that_has_become_the_policys_adapters(kind, saved, restored, models, tmp_path):
     lora = dict(rank=3) | (dict(target_parameters=["experts.down_proj"]) if kind == "experts" else {})
     of_policy, of_reference = (

@@ -79,6 +79,7 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
         "model.lora.freeze_vision_model": "unit/families/test_hf_config.py::test_a_multimodal_model_is_refused_with_a_way_out",
         "data.train_files": "unit/data/test_prompts.py::test_size_keeps_the_first_rows_of_the_split",
         "data.reward_fn_key": "unit/rewards/test_workers.py::test_a_function_gets_the_arguments_it_names_with_its_columns_and_args",
+        "reward.reward_manager.*": "unit/rewards/test_functions.py::test_soft_overlong_takes_a_fifth_of_the_maximum_as_slope",
         "data.filter_overlong_prompts": "unit/data/test_prompts.py::test_overlong_prompts_are_counted_and_dropped_or_cut_on_the_left",
         "actor.ppo_mini_batch_size": (
             "e2e/test_reference_options.py::test_learning_rate_and_warmup_count_optimizer_steps",

@@ -184,6 +184,8 @@ def test_tokens_of_a_turn_have_its_advantage_in_every_layout():
         assert trained == expected
     flat = advantages.flatten().double().numpy()
     assert samples.largest_advantages(flat, of_turns).tolist() == [2.0, -0.75, 0.5]
+    first_is_largest = samples.largest_advantages(flat, np.array([0.5, -2.0, 0.25]))
+    assert first_is_largest.tolist() == [2.0, -0.75, 0.5], "the largest turn need not be the last one"
     zeros = samples.largest_advantages(flat, np.array([0.5, 0.0, 0.0]))
     assert zeros.tolist() == [0.0, -0.75, 0.5], "only a sample whose turns all have 0 may be skipped"
 

@@ -189,6 +189,24 @@ def test_a_history_with_no_room_left_is_refused_as_openai_does(tokenizer):
         agent.ask([*agent.ask([user("a")], "one"), user("b")], "two")
 
 
+def test_a_turn_has_the_room_that_the_sample_before_it_leaves(tokenizer):
+    agent = Agent(tokenizer, max_response=200)
+    told = agent.ask([user("a")], "one")
+    asked = [*told, user("b")]
+    second = agent.trajectory.start(asked, ())
+    response = len(second.context) - len(agent.contexts[0])
+    assert agent.trajectory.room(second) == 200 - response < 200 - len(second.suffix) < 200
+    agent.ask(asked, "two")
+    fork = agent.trajectory.start([*told, user("c")], ())
+    assert agent.trajectory.room(fork) == 200, "another sample begins, and its whole context is its prompt"
+    repeated = agent.trajectory.start(asked, ())
+    assert repeated.context == second.context and agent.trajectory.room(repeated) == 200
+    narrow = Agent(tokenizer, max_length=len(second.context) + 5)
+    narrow.ask([user("a")], "one")
+    assert narrow.trajectory.room(narrow.trajectory.start(asked, ())) == 5
+    assert [sample.max_length for sample in narrow.trajectory.samples] == [response + 5]
+
+
 def test_parts_of_text_and_developers_are_what_they_stand_for():
     parts = {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]}
     assert plain(parts | {"refusal": None}) == {"role": "system", "content": "ab"}

@@ -82,6 +82,35 @@ def test_a_thought_that_the_chat_template_opened_does_not_count():
     assert reasoning_accuracy([r"so \boxed{3}", r"</think> The answer is 3"], answer=golds[:2]) == [0.0, 1.0]
 
 
+def test_powers_of_units_indices_and_brackets_count():
+    equal = [
+        (r"3\text{ m}^3", "3 cubic meters"),
+        (r"3\text{ m}^3", "3 cu m"),
+        (r"3\text{ m}^3", r"3 \text{ meters cubed}"),
+        (r"3\text{ m}^2", r"3 \text{ meters squared}"),
+        (r"2\text{ km}^2", r"2000000\text{ m}^2"),
+        (r"5\text{ s}^{-1}", r"5 \text{ s}^{-1}"),
+        ("x₁ + 2", "x_1 + 2"),
+        ("x₁₂", "x_{12}"),
+        ("x²³", "x^{23}"),
+        ("(1, 2)", "1, 2"),
+    ]
+    different = [
+        (r"3\text{ m}^3", "3 square meters"),
+        (r"2\text{ km}^2", r"2000\text{ m}^2"),
+        (r"2\text{ km}^2", r"2000000\text{ m}"),
+        (r"5\text{ s}^{-1}", r"5 \text{ s}^1"),
+        ("x₁ + 2", "x_2 + 2"),
+        ("x₁ + 2", "x + 2"),
+        ("x²³", "3x^2"),
+        ("[1, 2]", "1, 2"),
+        ("[1, 2]", "(1, 2)"),
+        (r"x \in (1, 2)", "1, 2"),
+    ]
+    found = {pair: accuracy([rf"\boxed{{{pair[1]}}}"], answer=[pair[0]])[0] for pair in (*equal, *different)}
+    assert [pair for pair in equal if found[pair] != 1.0] == [] == [pair for pair in different if found[pair] != 0.0]
+
+
 def test_golds_that_are_numbers_or_empty():
     golds = [72, 72.0, 0.1, None, "", "  ", float("nan"), r"\boxed{", "so 8 * 9 = 72\n#### 72"]
     texts = [r"\boxed{72}", r"\boxed{72}", r"\boxed{\frac{1}{10}}", "1", "1", "1", "1", "1", "#### 72"]

@@ -1,6 +1,7 @@
 """Every rank gets the routes of the tokens and layers that it computes, and no others. Real ranks with gloo, without a
 model; the oracle takes them from all samples, which every rank has."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -110,14 +111,18 @@ def test_a_rank_receives_no_more_than_it_replays():
         assert is_leader or 0 < got <= kept + 64
 
 
-def without_routes() -> str:
+def without_routes(count: int | None) -> str:
+    """The error of a sample with routes of its first `count` tokens; without `count` of all but the last that needs
+    one."""
     layout = init_layout(ParallelSection())
-    samples, _ = drawn(layout, dialogues=False, by_place=True, branches=False)
+    samples, _ = drawn(layout, dialogues=True, by_place=True, branches=False)
     samples = with_routes(samples, SMALL)
     if layout.dp_rank == 1:
-        index = max(samples.own)
-        short = replace(samples.own[index].rollout, routes=samples.own[index].rollout.routes[:2])
-        samples.own[index] = replace(samples.own[index], rollout=short)
+        # tokens of others stand before the policy's last one
+        index = next(i for i, s in samples.own.items() if not s.rollout.written.all() and s.rollout.written[-1])
+        rollout = samples.own[index].rollout
+        count = len(rollout.prompt.token_ids) + len(rollout.response_ids) - 2 if count is None else count
+        samples.own[index] = replace(samples.own[index], rollout=replace(rollout, routes=rollout.routes[:count]))
     try:
         replayed_batches([], samples, [], layout, SMALL)
     except (RankError, ValueError) as error:
@@ -126,5 +131,8 @@ def without_routes() -> str:
 
 
 def test_a_sample_without_routes_is_an_error_that_names_token_and_layer_on_every_rank():
-    for said in run_ranks(without_routes, 2):
+    for said in run_ranks(without_routes, 2, 2):
         assert "has no route for token 2 in layer 1" in said and "sample" in said, said
+    for said in run_ranks(without_routes, 2, None):
+        missing = re.search(r"no route for token (\d+) in layer 1, and (\d+) of its tokens need one", said)
+        assert missing and int(missing[2]) == int(missing[1]) + 1, said
