@@ -1,5 +1,6 @@
 """What `make test` costs: each folder of tests has a budget, so that a new test takes the place of another one."""
 
+import ast
 import json
 from collections import Counter
 from pathlib import Path
@@ -10,7 +11,7 @@ from tests import changed, timing
 
 ROOT = Path(__file__).parents[2]
 # CPU seconds on two cores of an AMD EPYC (Zen 5), recorded by `make test ARGS=--record-durations`.
-BUDGET = {"tests/distributed": 400, "tests/e2e": 450, "tests/unit": 550}
+BUDGET = {"tests/distributed": 950, "tests/e2e": 340, "tests/unit": 640}
 
 
 def test_no_folder_costs_more_than_its_budget():
@@ -28,7 +29,13 @@ def test_every_default_test_file_has_a_recorded_cost():
 
 
 def has_default_cases(path: Path) -> bool:
-    return "pytestmark = pytest.mark.full" not in path.read_text()
+    """Whether a test of the file has no marker that leaves it out of `make test`."""
+    tree = ast.parse(path.read_text())
+    of_file = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)]
+    tests = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    marks = [[ast.unparse(mark) for mark in test.decorator_list] for test in tests]
+    left_out = any(text.startswith("pytestmark = ") and "mark.full" in text for text in of_file)
+    return not left_out and any("pytest.mark.full" not in of_test for of_test in marks)
 
 
 def test_the_seconds_of_a_file_are_those_of_its_cases():

@@ -49,7 +49,6 @@ OWN_FILES = {
     ("spawn.py", "pickle.loads"),  # files that the ranks of one command write into a folder that the command has made
     # a call and its result, which the API and its child write into a folder that the API has made
     ("child_process.py", "pickle.loads"),
-    ("entry.py", "pickle.loads"),
     ("sandbox_child.py", "marshal.load"),  # a job that the reward worker writes before the program of a response exists
     ("rank_rendezvous.py", "pickle.loads"),  # objects between ranks, after their signature was checked
 }
