@@ -25,7 +25,7 @@ class RewardScorer:
 
     Arguments are keywords as in TRL: `prompts`, `completions`, `completion_ids`, every data set column, the function's
     own `args`, and `finish_reason`, `is_truncated`, `prefixes`, `trajectories`, `max_completion_length`,
-    `trainer_state` (`.global_step`), and the callables `log_extra` and `log_metric` (`workers/values.py`). A function
+    `trainer_state` (`.global_step`), and the callables `log_extra` and `log_metric` (in `reward_values.py`). A function
     gets the ones that it accepts. `prefixes` has the end of each rendered prompt that opens a thought, such as
     "<think>\\n", else "".
 

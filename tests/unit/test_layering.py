@@ -178,6 +178,21 @@ def constants(path: Path) -> set[str]:
     return {name for name in names if name.isupper() and not name.startswith("_")}
 
 
+def test_prose_names_files_that_exist():
+    """In docstrings, comments and messages of the package: `records/rows/dump.py`, or `dump.py` beside it."""
+    everywhere = {
+        path.name for folder in ("megagrpo", "tests", "docs", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+    }
+    invented = {"COMMAND.py", "NAME.py", "core_algos.py"}  # of a reader, and of another project
+    found = {
+        (str(inside(path)), name)
+        for path in FILES
+        for name in re.findall(r"`(?:[\w/]+/)?(\w+\.py)`", path.read_text())
+        if name not in everywhere | invented
+    }
+    assert found == set()
+
+
 def test_no_constant_has_two_homes():
     homes = collections.defaultdict(list)
     for path in FILES:

@@ -227,7 +227,7 @@ def _windows_config(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def _experts_config(hf_config: HfConfig, parallel: ParallelSection, replays_routes: bool) -> dict[str, Any]:
-    """Megatron's settings for a mixture of experts. No token is dropped. `balance` implements the balancing loss."""
+    """Megatron's settings for a mixture of experts. No token is dropped. The balancing loss is in `router_losses`."""
     experts = hf_config.experts
     if experts is None:
         return {}

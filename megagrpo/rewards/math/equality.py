@@ -1,6 +1,6 @@
 """Decides if mathematical answers are equal: words, lists, sets, tuples, intervals, matrices, equations, quantities.
 
-Structure is compared here, each expression and equation in `leaves`. docs/answers.md states the rules.
+Structure is compared here, each expression and equation in `compare_expressions`. docs/answers.md states the rules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The inputs of a `p2p` plan: the boxes that each trainer rank holds and each worker wants, and their JSON forms.
 
-Workers get the ranks' boxes in their request, and leave their own boxes in the store (`exchange.Store`).
+Workers get the ranks' boxes in their request, and leave their own boxes in the store (`store_exchange.Store`).
 """
 
 from __future__ import annotations

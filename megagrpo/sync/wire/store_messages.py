@@ -1,4 +1,4 @@
-"""What trainer ranks and workers store (`exchange.Store`) in one `p2p` update, and the request that starts it.
+"""What trainer ranks and workers store (`store_exchange.Store`) in one `p2p` update, and the request that starts it.
 
 Rank 0 serves the store and is the only rank that reads it. Each worker reads one short decision per update, and its
 part of a plan when the plan is new.

@@ -1,4 +1,4 @@
-"""Moves the trainer's state between the GPU and host memory. `gpu_turns` decides when."""
+"""Moves the trainer's state between the GPU and host memory. `gpu_sharing` decides when."""
 
 from __future__ import annotations
 
