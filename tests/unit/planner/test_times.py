@@ -5,7 +5,6 @@ import json
 import math
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from megagrpo.planner.costs.shapes import num_parameters
 from megagrpo.planner.costs.workload import Lengths, average_bundle, expected_lengths
 from megagrpo.planner.loader_slices import EngineLayout
 from megagrpo.planner.plan_text import times_table
+from megagrpo.planner.times import layout_search
 from megagrpo.planner.times.control_plane import READ_TOKEN_SECONDS, REQUEST_SECONDS, control_seconds
 from megagrpo.planner.times.gpu_splits import splits_of
 from megagrpo.planner.times.layout_search import USABLE, USABLE_WITH_EXPERTS, _cost, search
@@ -454,7 +454,17 @@ def test_what_the_search_proposes_also_undoes_what_the_config_had():
         assert step_times(changed, model, 8, GPUS["h200"], LENGTHS) == one.times
 
 
-def test_671_billion_parameters_on_2048_gpus_are_searched_in_seconds():
+MANY = 30_000  # predictions of a step that a search may make; these make 9,534 to 21,958
+
+
+def layouts_timed(monkeypatch) -> list[tuple]:
+    """The arguments of each prediction of a step that a search makes from now on."""
+    timed, predict = [], layout_search.step_times
+    monkeypatch.setattr(layout_search, "step_times", lambda *words: timed.append(words) or predict(*words))
+    return timed
+
+
+def test_a_search_for_671_billion_parameters_on_2048_gpus_times_few_layouts(monkeypatch):
     settings = config(
         f"model.path={DEEPSEEK}",
         "rollout.placement=dedicated",
@@ -462,7 +472,7 @@ def test_671_billion_parameters_on_2048_gpus_are_searched_in_seconds():
         "rollout.tp=32",
         "rollout.gpu_memory_utilization=0.9",
     )
-    began = time.process_time()
+    timed = layouts_timed(monkeypatch)
     found = search(
         settings,
         parse_hf_config(json.loads((DEEPSEEK / "config.json").read_text())),
@@ -470,23 +480,24 @@ def test_671_billion_parameters_on_2048_gpus_are_searched_in_seconds():
         H100,
         expected_lengths(settings),
     )
-    assert len(found) == 5 and time.process_time() - began < 20
+    assert len(found) == 5 and len(timed) < MANY
     assert len({one.overrides for one in found}) == 5
 
 
 @pytest.mark.parametrize(("gpus", "prompts"), [(512, 1024), (16384, 8192)])
-def test_dedicated_servers_get_as_many_gpus_as_keep_the_trainer_busy(gpus, prompts):
+def test_dedicated_servers_get_as_many_gpus_as_keep_the_trainer_busy(gpus, prompts, monkeypatch):
     """The shipped config of a 235B model has ten servers, which a larger trainer would wait for."""
     settings = load_config(
         REPOSITORY / "configs" / "qwen3_235b_a22b_16nodes.yaml", [f"rollout.prompts_per_step={prompts}"]
     )
     shape = REPOSITORY / "configs" / "models" / settings.model.path / "config.json"
     model = parse_hf_config(json.loads(shape.read_text()))
-    ranks, lengths, began = gpus - server_gpus(settings.rollout), expected_lengths(settings), time.process_time()
+    ranks, lengths = gpus - server_gpus(settings.rollout), expected_lengths(settings)
     own = step_times(settings, model, ranks // 48 * 48, H100, lengths)
     assert idle_ranks(own) > 0.8 and own.bound == "generation"
+    timed = layouts_timed(monkeypatch)
     found = search(settings, model, ranks, H100, lengths)
-    assert len(found) == 5 and time.process_time() - began < 30
+    assert len(found) == 5 and len(timed) < MANY
     for one in found:
         assert one.times.gpus <= gpus and one.times.step < own.step / 3
         assert idle_ranks(one.times) < 0.6 and one.bound.split()[0] in ("generation", "training")
