@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import timing
 
 os.environ["VIRTUAL_ENV"] = sys.prefix  # for launch/local.sh in a clone without a .venv: the tests' own environment
 
@@ -51,9 +51,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    spec = importlib.util.spec_from_file_location("timing", Path(__file__).with_name("timing.py"))
-    timing = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(timing)
     config.pluginmanager.register(timing.Timing(config), "timing")
 
 

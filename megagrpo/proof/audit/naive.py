@@ -193,11 +193,13 @@ def _kept(logits: Tensor, rules: Truncation, own: Tensor, reported: Tensor | Non
     size = _set_size(ordered, rules, 0.0)
     if reported is not None:
         least, most = (_set_size(ordered, rules, edge) for edge in (-EDGE, EDGE))
-        own_logit, sums, sizes = logits.gather(1, own), ordered.logcumsumexp(dim=-1), 1 + torch.arange(logits.shape[1])
-        total = torch.where(sizes > position.gather(1, own), sums, torch.logaddexp(sums, own_logit))
-        distance = (own_logit - total - reported[:, None]).abs()
-        distance = distance.masked_fill((sizes < least[:, None]) | (sizes > most[:, None]), math.inf)
-        size = torch.where((least < most) & ~reported.isnan(), 1 + distance.argmin(dim=-1), size)
+        rows = ((least < most) & ~reported.isnan()).nonzero()[:, 0]  # few: the others need no distances
+        own_logit, sums = logits.gather(1, own)[rows], ordered[rows].logcumsumexp(dim=-1)
+        sizes = 1 + torch.arange(logits.shape[1])
+        total = torch.where(sizes > position.gather(1, own)[rows], sums, torch.logaddexp(sums, own_logit))
+        distance = (own_logit - total - reported[rows, None]).abs()
+        distance = distance.masked_fill((sizes < least[rows, None]) | (sizes > most[rows, None]), math.inf)
+        size[rows] = 1 + distance.argmin(dim=-1)
     return position < size[:, None]
 
 

@@ -142,9 +142,9 @@ def _recompute_update(
     average, longest = algorithm.loss.average, rollout.max_completion_length
     divisor = naive_loss.denominator(list(lengths.values()), average, longest)
     slope = _balancing_slope(step, update, model) if algorithm.router_aux_loss_coef else None
-    whole = _whole_step(step, update, advantages, model, old)
-    result = Recomputed(loss=whole.real_loss)
     reported, ref_reported = (_reported(step, [update], name) for name in ("policy_logprobs", "ref_logprobs"))
+    whole = _whole_step(step, update, advantages, model, old, reported)
+    result = Recomputed(loss=whole.real_loss)
     for index, (sample, advantage) in enumerate(zip(step.samples, advantages, strict=True)):
         elsewhere = index not in update.samples
         if elsewhere or step.is_masked(sample) or (algorithm.leaves_out_zero_advantage and not advantage.any()):
@@ -220,14 +220,19 @@ def _policy_terms(
 
 @torch.no_grad()
 def _whole_step(
-    step: Step, update: DumpedUpdate, advantages: list[Tensor], model: nn.Module, old: list[Tensor] | None
+    step: Step,
+    update: DumpedUpdate,
+    advantages: list[Tensor],
+    model: nn.Module,
+    old: list[Tensor] | None,
+    reported: list[Tensor],
 ) -> WholeStep:
     """Compute the values that responses' losses take from each other, by running the model on all of them first."""
     algorithm, whole = step.config.algorithm, WholeStep()
     coefficient = update.metric("entropy_coef") if algorithm.entropy_bonus else 0.0
     if algorithm.top_entropy_quantile == 1 and not coefficient and not algorithm.loss.whole_step:
         return whole
-    responses, reported = {}, _reported(step, [update], "policy_logprobs")
+    responses = {}
     for index, (sample, advantage) in enumerate(zip(step.samples, advantages, strict=True)):
         if index in update.samples and not step.is_masked(sample):
             policy = _log_softmax(step, model, sample, reported[index])
