@@ -1,6 +1,7 @@
 # make quickstart: set everything up and watch a small model learn.   make test: set everything up and run the tests.
 # make docs: build the documentation site into site/.
 # make test-full: all tests and the large matrix of layouts, in which any three options meet. SHARD=K/N runs the K-th of N parts.
+# make test-share: the part of test-full whose turn it is after this number of commits, without what make test runs.
 # make test-changed: the tests that changed files reach through imports; BASE names the commit to compare with, default HEAD.
 # make test-gpu: the tests that need a GPU, on a machine that has one. There CUDA_VISIBLE_DEVICES= make test runs the others.
 # make test-te: Transformer Engine's layers on a machine without a GPU, its kernels in torch; sets everything up as for GPUs, which compiles.
@@ -17,7 +18,7 @@ WORKERS ?= 3
 
 ADAPTERS ?= $(PWD)/.adapters
 
-.PHONY: quickstart docs browser test adapters test-adapters test-full test-changed test-gpu test-te test-fake-gpu test-slurm setup setup-dev lock
+.PHONY: quickstart docs browser test adapters test-adapters test-full test-share test-changed test-gpu test-te test-fake-gpu test-slurm setup setup-dev lock
 .DEFAULT_GOAL := quickstart
 
 setup:
@@ -55,6 +56,13 @@ test-adapters: adapters
 test-full: setup-dev
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -m "not slurm and not gpu and not te and not fake_gpu" \
 	$(if $(SHARD),--shard $(SHARD)) $(ARGS)
+
+# Over SHARES commits in a row each share has run once.
+SHARES ?= 8
+test-share: setup-dev
+	@SHARE=$$(( $$(git rev-list --count HEAD) % $(SHARES) + 1 ))/$(SHARES); echo "make: share $$SHARE of the full tests"; \
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -n $(WORKERS) --shard $$SHARE \
+	-m "full and not slurm and not gpu and not te and not fake_gpu" $(ARGS)
 
 test-changed: setup-dev
 	@FILES=$$(.venv/bin/python tests/changed.py $(BASE)); [ -n "$$FILES" ] || { echo "make: no test is reached"; exit 0; }; \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-durations", action="store_true", help="write tests/durations.json")
-    parser.addoption("--shard", metavar="K/N", help="run the K-th of N parts of the test files")
+    parser.addoption("--shard", metavar="K/N", help="run the K-th of N parts of the tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,13 +56,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the test files of --shard: every N-th one, in the order of their names."""
     if config.option.shard is None:
         return
     part, count = map(int, config.option.shard.split("/"))
     if not 1 <= part <= count:
         raise pytest.UsageError(f"--shard: {config.option.shard} is not K/N with K from 1 to N")
-    files = sorted({item.nodeid.partition("::")[0] for item in items})
-    kept = set(files[part - 1 :: count])
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid.partition("::")[0] not in kept])
-    items[:] = [item for item in items if item.nodeid.partition("::")[0] in kept]
+    kept = shard([item.nodeid for item in items], part, count)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+    items[:] = [item for item in items if item.nodeid in kept]
+
+
+def shard(ids: list[str], part: int, count: int) -> set[str]:
+    """The ids of part `part`, from 1, of `count`: every `count`-th test, or case of a test with `count` cases or more."""
+    cases = Counter(of_test(each) for each in ids)
+    units = [each if cases[of_test(each)] >= count else of_test(each) for each in ids]
+    kept = set(sorted(set(units))[part - 1 :: count])
+    return {each for each, unit in zip(ids, units, strict=True) if unit in kept}
+
+
+def of_test(nodeid: str) -> str:
+    """A case's id without its parameters."""
+    return nodeid.partition("[")[0]

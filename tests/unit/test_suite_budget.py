@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import changed, timing
+from tests import changed, conftest, timing
 
 ROOT = Path(__file__).parents[2]
 # CPU seconds on two cores of an AMD EPYC (Zen 5), recorded by `make test ARGS=--record-durations`.
@@ -58,3 +58,11 @@ def test_the_seconds_of_a_file_are_those_of_its_cases():
 def test_a_change_reaches_the_tests_that_import_it_and_no_others(file, reached, not_reached):
     found = {str(path.relative_to(ROOT)) for path in changed.tests_of({ROOT / file})}
     assert reached in found and not_reached not in found
+
+
+def test_each_case_is_in_one_share_and_cases_of_a_small_test_stay_together():
+    ids = [*(f"tests/a.py::test_x[{i}]" for i in range(20)), *(f"tests/b.py::test_y[{i}]" for i in range(3))]
+    shares = [conftest.shard(ids, part, 4) for part in (1, 2, 3, 4)]
+    assert Counter(each for share in shares for each in share) == Counter(ids)
+    assert sorted(sum("test_x" in each for each in share) for share in shares) == [5, 5, 5, 5]
+    assert sum(any("test_y" in each for each in share) for share in shares) == 1
