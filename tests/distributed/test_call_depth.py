@@ -62,9 +62,10 @@ def test_the_clip_is_few_calls_below_the_command_line(tmp_path):
         algorithm=dict(loss_type="grpo", beta=0.0),
         model=dict(path=str(tmp_path), precision="fp32"),
         data=dict(train=dict(source=str(tmp_path / "train.jsonl"))),
-        run=dict(max_steps=1),
     )
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+    values = config.model_dump(mode="json", exclude_unset=True)
+    values["run"]["max_steps"] = 1  # tiny_run sets its own
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
     (found,) = run_ranks(train, 1, tmp_path)
     shortest = min(found, key=len)
     assert len(shortest) <= BUDGET, "\n".join(shortest)

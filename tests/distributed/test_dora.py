@@ -62,7 +62,9 @@ def test_gradients_merged_weights_and_files_are_those_of_peft(parallel, made, tm
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape", "selection"), [("Phi3", None, DORA), ("Qwen2", None, SOME), ("DeepseekV3", V3, LATENT)], ids=str
+    ("kind", "shape", "selection"),
+    usual([("Phi3", None, DORA), ("Qwen2", None, SOME), ("DeepseekV3", V3, LATENT)], 0, 2),
+    ids=str,
 )
 def test_so_are_those_of_fused_of_some_and_of_latent_projections(kind, shape, selection, tmp_path):
     root = tmp_path / "peft"

@@ -75,7 +75,7 @@ def test_a_step_equals_that_of_one_process(row):
     assert found.disagreement == 0
 
 
-@pytest.mark.parametrize("sequence_parallel", usual([False, True], 1))
+@pytest.mark.parametrize("sequence_parallel", usual([False, True]))
 @pytest.mark.parametrize(
     ("model", "lora"),
     usual(
@@ -123,7 +123,7 @@ def through(root: Path, kind: str) -> None:
         layout.release()
 
 
-@pytest.mark.parametrize("kind", usual(TRANSFORMERS, 0, 2))
+@pytest.mark.parametrize("kind", usual(TRANSFORMERS, 0))
 def test_a_model_comes_back_byte_for_byte(kind, tmp_path):
     run_ranks(make_models, 1, tmp_path)
     run_ranks(through, 4, tmp_path, kind)

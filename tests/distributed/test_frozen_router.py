@@ -116,6 +116,7 @@ def test_routers_have_no_state_and_keep_their_bits(precision, distributed):
         assert count == 2 * len(model.experts.blocks) and same and extra == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("saved", "loaded"), [(EP2, VPP_EP2)], ids=str)
 def test_a_run_continues_from_a_checkpoint_of_another_layout(saved, loaded, tmp_path):
     run_ranks(_make_model_with_experts, 1, tmp_path / "model")

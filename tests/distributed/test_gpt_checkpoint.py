@@ -120,7 +120,7 @@ def assert_loads_equal(source: Path, one: Path, other: Path, sizes: dict) -> lis
     return iterations
 
 
-IN_LAYOUTS = ("llama untied", "qwen3_moe, tensor-parallel experts", "qwen3_moe, a dense layer", "deepseek_v3")
+IN_LAYOUTS = ("llama untied", "qwen3_moe, tensor-parallel experts")
 
 
 def there_and_back_alone(models: Path, root: Path, names: list[str]) -> list[list[int]]:

@@ -54,10 +54,7 @@ def one_process(model: str, lora: str) -> Outcome:
 
 @pytest.mark.parametrize(
     ("case", "model", "lora"),
-    [
-        pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=[] if i == 8 else pytest.mark.full)
-        for i, case in enumerate(CASES)
-    ],
+    [pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=pytest.mark.full) for case in CASES],
 )
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.full)])
 def test_a_step_of_adapters_equals_that_of_one_process(case, model, lora, recompute):
@@ -74,6 +71,7 @@ def test_a_step_of_adapters_equals_that_of_one_process(case, model, lora, recomp
     assert others == set(lora.get("target_modules", names))
 
 
+@pytest.mark.full
 def test_a_recomputed_step_of_adapters_on_the_first_stage_equals_it_too():
     """Nothing before the first block has a gradient: recomputation needs an input that requires one."""
     case, model, lora = CASES[3]

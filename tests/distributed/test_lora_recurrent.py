@@ -28,7 +28,7 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=usual(CASES, 0))
 def case(request, tmp_path_factory):
     """(PEFT's folder, gradients, merged weights, logits), and the selected adapters."""
     root, (shape, selection) = tmp_path_factory.mktemp(request.param), CASES[request.param]

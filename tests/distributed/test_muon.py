@@ -114,6 +114,7 @@ def test_every_expert_follows_the_formula(one_with_experts):
     assert seen == model.mixture.count * len(model.mixture.blocks)
 
 
+@pytest.mark.full
 def test_a_run_that_stops_and_goes_on_has_the_same_weights(tmp_path):
     whole = run_ranks(_train, 2, tmp_path, config(dict(tp=2)), 3, None)[0][0]
     resumed = run_ranks(_train, 2, tmp_path, config(dict(tp=2)), 3, 1)[0][0]

@@ -35,7 +35,7 @@ EXPERTS: dict[str, tuple[list[str], str, int, dict, dict]] = {
     "beside tp2 ep2": (["experts"], "qwen3_moe", 4, dict(tp=2, ep=2, etp=1, sequence_parallel=True), BF16),
     "beside gather": (["experts", "param_gather"], "qwen3_moe", 4, dict(ep=2), BF16),
 }
-USUAL = ("dp2", "experts", "ep2", "beside ep2")
+USUAL = ("dp2", "ep2", "beside ep2")
 ANOTHER_ORDER = 1e-6  # relative: a sum of three float32 gradients in another order
 
 

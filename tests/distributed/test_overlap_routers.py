@@ -51,7 +51,10 @@ def settings(parallel: dict, overlap: list[str], replay: str, algorithm: dict) -
         pytest.param("qwen3_moe", 2, dict(ep=2), "trainer", {}, marks=pytest.mark.full),
         pytest.param("qwen3_moe", 4, dict(pp=2, vpp=2, ep=2), "engine", LOSSES, marks=pytest.mark.full),
         pytest.param("qwen3_moe", 4, SEQUENCES, "engine", LOSSES, marks=pytest.mark.full),
-        ("deepseek_v3", 2, dict(ep=2), "engine", dict(moe_router_bias_update_rate=0.01, router_z_loss_coef=0.1)),
+        pytest.param(
+            *("deepseek_v3", 2, dict(ep=2), "engine", dict(moe_router_bias_update_rate=0.01, router_z_loss_coef=0.1)),
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_step_of_routers_is_that_without_overlap(name, ranks, parallel, replay, algorithm):

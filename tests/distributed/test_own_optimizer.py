@@ -77,7 +77,7 @@ def test_the_step_is_the_same_in_every_layout(file, case, model):
         torch.testing.assert_close(found.weights[name][clear], one.weights[name][clear], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("precision", usual(["fp32", "bf16"], 1))
+@pytest.mark.parametrize("precision", usual(["fp32", "bf16"]))
 def test_a_run_that_stops_and_goes_on_has_the_same_weights(file, precision, tmp_path):
     def settings(**options):
         made = config(file, dict(tp=2), **options)

@@ -129,6 +129,7 @@ def test_the_kl_is_in_the_rewards_from_the_second_step_on(one):
     assert one[0]["kl"] == 0 and abs(one[1]["kl"]) > 1e-3
 
 
+@pytest.mark.full
 def test_a_profile_changes_no_bit_of_the_metrics_and_names_the_phases(one, model, tmp_path):
     (profiled,) = run_ranks(two_steps, 1, {}, model, tmp_path, [2])
     assert profiled == one

@@ -101,7 +101,7 @@ def model(shape: str = "qwen2_untied"):
 
 @pytest.mark.parametrize(
     ("case", "storage"),
-    usual([(case, storage) for storage in STORAGES for case in CASES], 0),
+    usual([(case, storage) for storage in STORAGES for case in CASES]),
     ids=str,
 )
 def test_a_step_on_stored_weights_equals_that_of_one_process(case, storage):
