@@ -65,6 +65,7 @@ def test_steps_and_checkpoints_of_a_run_send_no_objects(options, tmp_path):
         assert not ours, "a step or a checkpoint sends Python objects"
 
 
+@pytest.mark.full
 def test_the_benchmark_counts_the_small_messages_of_a_step(tmp_path):
     words = ["train", *world.arguments(tmp_path, "run.max_steps=3", "rollout.weight_sync_transport=p2p")]
     for code, messages in run_ranks(counted, 2, words, timeout=world.SECONDS):

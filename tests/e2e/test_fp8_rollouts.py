@@ -130,6 +130,7 @@ def test_a_run_asks_whether_its_servers_were_started_so(pair):
         check_plugin(urls)
 
 
+@pytest.mark.full
 def test_training_on_rollouts_in_fp8_shows_in_its_metrics(tmp_path):
     run = world.train(tmp_path, f"rollout.quantization={FP8}", "run.max_steps=3", *CORRECTED, launched=True)
     assert run.code == 0 and len(run.metrics) == 3, run.err

@@ -79,6 +79,7 @@ def measured(folder: Path, rollouts: list[Rollout]) -> tuple[float, float, list[
     return *errors, differs, int(wrong)
 
 
+@pytest.mark.full
 def test_in_bfloat16_replay_removes_at_least_half_of_the_mismatch():
     folder = scratch() / "bf16_experts"
     run_ranks(make_model, 1, folder)

@@ -30,6 +30,7 @@ NOT_TO_TRAIN = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_a_rank_that_does_not_generate_opens_few_files(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(COUNTING)

@@ -214,6 +214,7 @@ def test_a_worker_that_hangs_is_named_with_its_phase_and_tensor(two_workers, mom
         sync.push(halves(two_workers.folder), version + 3)
 
 
+@pytest.mark.full
 def test_a_server_that_is_killed_while_it_works_is_a_dead_engine(two_workers):
     server = two_workers.launcher.servers[0]
     family = below(server.supervisor.pid)
