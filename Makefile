@@ -51,7 +51,7 @@ adapters: setup-dev
 	uv pip install -q --python "$(ADAPTERS)/$${NAMED%%=*}/bin/python" "$${NAMED#*=}" || exit; done
 
 test-adapters: adapters
-	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MEGAGRPO_ADAPTERS="$(ADAPTERS)" .venv/bin/python -m pytest -q -rs $(ARGS) tests/unit/environments/test_adapters.py
+	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MEGAGRPO_ADAPTERS="$(ADAPTERS)" .venv/bin/python -m pytest -q -rs $(ARGS) tests/unit/environments/test_adapters.py tests/unit/environments/test_example_adapters.py
 
 test-full: setup-dev
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -m "not slurm and not gpu and not te and not fake_gpu" \

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megagrpo.config import MultiTurnSection
+from megagrpo.config import MultiTurnSection, Problem, ProblemError
 from megagrpo.rewards.registry.reward_registry import locate
 from megagrpo.rewards.registry.target import Target
 
@@ -16,16 +16,17 @@ _ADAPTERS = "megagrpo.environments.adapters."
 # Prefix of a name -> the class whose constructor gets the rest of the name as `name`.
 ENVIRONMENT_ADAPTERS = {
     "gymnasium:": _ADAPTERS + "gymnasium_env:Gymnasium",
-    "harbor:": _ADAPTERS + "harbor_env:Harbor",
     "mcp:": _ADAPTERS + "mcp_server:McpServer",
-    "nemo_gym:": _ADAPTERS + "nemo_gym:NemoGym",
     "openenv:": _ADAPTERS + "openenv_client:OpenEnv",
-    "verifiers:": _ADAPTERS + "verifiers_env:Verifiers",
     "verifiers_v1:": _ADAPTERS + "verifiers_v1:VerifiersV1",
 }
-TOOL_ADAPTERS = {
-    "mcp:": _ADAPTERS + "mcp_server:McpServer",
-    "sandbox_fusion:": _ADAPTERS + "sandbox_fusion:SandboxFusion",
+TOOL_ADAPTERS = {"mcp:": _ADAPTERS + "mcp_server:McpServer"}
+# Prefix of a name -> the class of the repository that a config names by its file.
+EXAMPLES = {
+    "harbor": "harbor_env.py:Harbor",
+    "nemo_gym": "nemo_gym.py:NemoGym",
+    "sandbox_fusion": "sandbox_fusion.py:SandboxFusion",
+    "verifiers": "verifiers_env.py:Verifiers",
 }
 
 
@@ -39,16 +40,19 @@ def targets(section: MultiTurnSection) -> tuple[Target | None, list[Target], Tar
 
 def locate_tool(name: str, key: str) -> Target:
     """Return the location of the tool at `key`, or of the adapter whose prefix it has. Raises as `targets`."""
-    return _adapted(name, TOOL_ADAPTERS) or locate(name, key, "tool", TOOLS, _own(TOOL_ADAPTERS))
+    return _adapted(name, key, TOOL_ADAPTERS) or locate(name, key, "tool", TOOLS, _own(TOOL_ADAPTERS))
 
 
 def locate_environment(name: str, key: str) -> Target:
     """Return the location of an environment's class, or of the adapter whose prefix it has. Raises as `targets`."""
-    return _adapted(name, ENVIRONMENT_ADAPTERS) or locate(name, key, "environment", {}, _own(ENVIRONMENT_ADAPTERS))
+    return _adapted(name, key, ENVIRONMENT_ADAPTERS) or locate(name, key, "environment", {}, _own(ENVIRONMENT_ADAPTERS))
 
 
-def _adapted(name: str, adapters: dict[str, str]) -> Target | None:
+def _adapted(name: str, key: str, adapters: dict[str, str]) -> Target | None:
     prefix, _, rest = name.partition(":")
+    if prefix in EXAMPLES:
+        text = f"`{name}`: the adapter is a file of the repository; name it as examples/adapters/{EXAMPLES[prefix]}"
+        raise ProblemError(Problem((key,), f"{text} (docs/environments.md)"))
     location, _, attribute = adapters.get(f"{prefix}:", "").partition(":")
     return Target(location, attribute, preset=(("name", rest.strip()),)) if location and rest.strip() else None
 

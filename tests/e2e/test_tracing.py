@@ -8,14 +8,16 @@ from collections import Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e import world
+from tests.unit.records.sinks import test_otel, test_prometheus
 from tests.unit.records.sinks.test_otel import collector, spans, values
 from tests.unit.records.sinks.test_prometheus import get, samples
 
 
-def test_a_run_is_scraped_with_its_servers_and_sends_a_trace_per_step(tmp_path):
-    words = ["run.trackers=[otel,prometheus]", "run.prometheus.port=0", "run.max_steps=1000", "run.save_steps=1"]
-    with collector() as (url, got):
-        with world.running(tmp_path, *words, f"run.otel.endpoint={url}") as trainer:
+def test_a_run_is_scraped_with_its_servers_and_sends_a_trace_per_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("PROMETHEUS_PORT", "0")
+    trackers = f"{test_otel.FILE}:OtelSink,{test_prometheus.FILE}:PrometheusSink"
+    with collector() as (_, got):
+        with world.running(tmp_path, f"run.trackers=[{trackers}]", "run.max_steps=1000", "run.save_steps=1") as trainer:
             world.wait_for(lambda: world.steps_done(tmp_path) >= 2, "second step")
             address = (tmp_path / "run" / "prometheus_url").read_text().strip()
             pages = [one["labels"]["__metrics_path__"] for one in json.loads(get(f"{address}/targets")[1])]

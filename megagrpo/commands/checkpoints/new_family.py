@@ -6,7 +6,7 @@
 Builds transformers' own model of that type without weights, and takes the parts of a family whose tensors the model
 has. Writes the draft to megagrpo/families/own/ of this installation, and the example for the tests, a JSON file,
 to tests/data/families/ of the clone. With --out, or without a clone, the JSON file is beside the draft. Lists what is
-left to do: unknown keys and tensors, and the classes of transformers' code to compare. Of a multimodal model it drafts
+left to do: unknown keys and tensors, and transformers' code to compare. Of a multimodal model it drafts
 the text model, and lists the line of code for the model around it. docs/add_a_model.md describes the rest. Exit
 code 0: the draft is written, 2: the config cannot be read, or a file exists.
 """

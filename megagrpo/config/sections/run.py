@@ -9,8 +9,6 @@ from pydantic import Field, model_validator
 from megagrpo.config.sections.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from megagrpo.config.sections.tracker_options import (
     MlflowSection,
-    OtelSection,
-    PrometheusSection,
     TrackioSection,
     WandbSection,
 )
@@ -79,17 +77,13 @@ class RunSection(Section):
     profile: ProfileSection = ProfileSection()
     trackers: list[str] = ["tensorboard"]
     """Where metrics and completions go besides `metrics.jsonl` and `completions.jsonl`: tensorboard, wandb, mlflow,
-    trackio, otel, prometheus, or your own class as `path/file.py:Class` (docs/trackers.md)."""
+    trackio, or your own class as `path/file.py:Class` (docs/trackers.md)."""
     wandb: WandbSection = WandbSection()
     """Options of the tracker wandb."""
     mlflow: MlflowSection = MlflowSection()
     """Options of the tracker mlflow."""
     trackio: TrackioSection = TrackioSection()
     """Options of the tracker trackio."""
-    otel: OtelSection = OtelSection()
-    """Options of the tracker otel."""
-    prometheus: PrometheusSection = PrometheusSection()
-    """Options of the tracker prometheus."""
 
     @property
     def num_steps(self) -> int:

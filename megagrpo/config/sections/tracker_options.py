@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Literal
 
 from megagrpo.config.basics.paths import is_user_code
 from megagrpo.config.basics.problems import Problem
@@ -22,19 +20,10 @@ TRACKER_PACKAGES = {
     "wandb": ("wandb",),
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
     "trackio": ("trackio",),
-    "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
-    "prometheus": ("prometheus_client",),
 }
 BUILT_IN_TRACKERS = tuple(TRACKER_PACKAGES)
-INSTALLED_BY = {  # trackers without an extra: what pip installs
-    "tensorboard": "tensorboard",
-    "otel": "opentelemetry-exporter-otlp-proto-http",
-    "prometheus": "prometheus_client",
-}
+EXAMPLE_TRACKERS = {"otel": "otel.py:OtelSink", "prometheus": "prometheus.py:PrometheusSink"}  # below examples/trackers
 PROJECT = "megagrpo"  # project or experiment when neither the config nor the environment names one
-
-
-Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class WandbSection(Section):
@@ -75,27 +64,15 @@ class TrackioSection(Section):
     """Name of the run in trackio. Empty: `run.name`."""
 
 
-class OtelSection(Section):
-    endpoint: str | None = None
-    """Address of an OpenTelemetry collector for OTLP over HTTP, such as `http://127.0.0.1:4318`. Empty:
-    `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` or `OTEL_EXPORTER_OTLP_ENDPOINT`, or `http://localhost:4318`."""
-    conversations: Annotated[int, Field(ge=0, le=1000)] = 16
-    """How many responses of a step with several turns (`multi_turn`) are sent as a trace of their own: the first ones,
-    with at most 4,096 spans together. 0: none."""
-
-
-class PrometheusSection(Section):
-    port: Port = 9400
-    """Port on the loopback interface of rank 0's host. 0: any free port, whose address is in the run's file
-    `prometheus_url`."""
-
-
 def tracker_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield names in `run.trackers` that are neither a tracker nor a class of the user, and repeated names."""
     for index, name in enumerate(config.run.trackers):
         key = (f"run.trackers.{index}",)
         if name in config.run.trackers[:index]:
             yield Problem(key, f"`{name}` is listed twice; remove one")
+        elif name in EXAMPLE_TRACKERS:
+            file = f"examples/trackers/{EXAMPLE_TRACKERS[name]}"
+            yield Problem(key, f"`{name}` is a file of the repository; name it as {file} (docs/trackers.md)")
         elif name not in BUILT_IN_TRACKERS and not is_user_code(name):
             known = f"known: {', '.join(BUILT_IN_TRACKERS)}; your own: path/file.py:Class or package.module:Class"
             yield Problem(key, f"`{name}` is not a known tracker{did_you_mean(name, BUILT_IN_TRACKERS)}; {known}")
@@ -106,7 +83,7 @@ def missing_package(name: str) -> str:
     absent = [package for package in TRACKER_PACKAGES[name] if not _installed(package)]
     if not absent:
         return ""
-    install = INSTALLED_BY.get(name, f"'megagrpo[{name}]'")
+    install = name if name == "tensorboard" else f"'megagrpo[{name}]'"
     return (
         f"`{name}` needs {', '.join(absent)}, which is not installed: pip install {install}; or remove it from "
         "run.trackers"

@@ -11,10 +11,9 @@ from megagrpo.config import Problem, ProblemError, RunSection
 from megagrpo.config.sections.tracker_options import missing_package, tracker_notes
 from megagrpo.platform.process import user_code
 from megagrpo.records.rows.completions import Rows
-from megagrpo.records.sinks.sink import Sink, TrackedRun
+from megagrpo.records.sinks.sink import ServerMetrics, Sink, TrackedRun
 
 CLASSES = {"tensorboard": "TensorBoardSink", "wandb": "WandbSink", "mlflow": "MlflowSink", "trackio": "TrackioSink"}
-CLASSES |= {"otel": "OtelSink", "prometheus": "PrometheusSink"}
 
 
 def make_sink(name: str, run: TrackedRun) -> Sink:
@@ -57,7 +56,8 @@ SINK_METHODS = {  # name -> parameters, without optional ones
 
 
 class OwnSink:
-    """Calls the methods that the user's class defines; others do nothing."""
+    """Calls the methods that the user's class defines; others do nothing. `phase`, `follow` and the argument of `close`
+    are those of `MetricsWriter`."""
 
     def __init__(self, name: str, run: TrackedRun):
         self._sink: Any = load_class(name)(run)
@@ -75,8 +75,15 @@ class OwnSink:
     def message(self, text: str) -> None:
         self._call("message", text)
 
+    def phase(self, name: str, start: float, stop: float) -> None:
+        self._call("phase", name, start, stop)
+
+    def follow(self, servers: ServerMetrics) -> None:
+        self._call("follow", servers)
+
     def close(self, failed: bool = False) -> None:
-        self._call("close")
+        takes = inspect.signature(getattr(self._sink, "close", self.message)).parameters
+        self._call("close", *([failed] if "failed" in takes else []))
 
     def _call(self, name: str, *arguments: Any) -> None:
         if (method := getattr(self._sink, name, None)) is not None:

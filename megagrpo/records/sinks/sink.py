@@ -60,7 +60,7 @@ class Sink(Protocol):
         """Take a line for the user."""
 
     def close(self, failed: bool = False) -> None:
-        """Flush, at the end of the run, which an error ended if `failed`. A sink of the user gets no argument."""
+        """Flush, at the end of the run, which an error ended if `failed`. A sink of the user may lack the parameter."""
 
 
 class TrackerSink:

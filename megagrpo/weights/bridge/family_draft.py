@@ -1,19 +1,16 @@
 """Drafts the file of a new family, and the JSON file of its example for the tests, from a config.json and transformers'
 own model of that type, built without weights.
 
-The draft's table is the sum of the known parts whose tensors the model has. Leftover and missing tensors, unknown keys
-and changed classes of transformers' code are listed, for a person to finish the file.
+The draft's table is the sum of the known parts whose tensors the model has. Leftover and missing tensors and unknown
+keys are listed, for a person to finish the file.
 """
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import importlib.util
 import inspect
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +58,6 @@ class Draft:
     unknown_tensors: list[str]  # {L} and {E} stand for the numbers of the block and of the expert
     missing_tensors: list[str]  # of the table
     unknown_keys: dict[str, Any]  # of config.json
-    changed_code: list[str]
     text: str = ""
     example: str = ""
 
@@ -72,7 +68,7 @@ class Draft:
             *(f"read, ignore or fix the key {key}={value!r}"[:_COLUMNS] for key, value in self.unknown_keys.items()),
             *(f"add a rule for the tensor {name}" for name in self.unknown_tensors),
             *(f"remove the rule for the tensor {name}" for name in self.missing_tensors),
-            *(f"compare transformers' {line}"[:_COLUMNS] for line in self.changed_code),
+            f"compare the model in modular_{self.model_type}.py or modeling_{self.model_type}.py of transformers",
         ]
 
 
@@ -94,8 +90,8 @@ def draft_family(raw: dict[str, Any]) -> Draft:
     keys = {key: value for key, value in raw.items() if _is_unknown(key, value)}
     architecture = str(classes[0]) if classes else type(model).__name__
     parts = ["DENSE" if base is DENSE else "POST_NORMED", *(expression for expression, _ in chosen)]
-    made = Draft(kind, parts, unknown, missing, keys, changed_code(kind))
-    return dataclasses.replace(made, text=_text(made, architecture), example=_example(made, architecture, raw))
+    made = Draft(kind, parts, unknown, missing, keys)
+    return replace(made, text=_text(made, architecture), example=_example(made, architecture, raw))
 
 
 def _model_without_weights(raw: dict[str, Any]) -> Any:
@@ -145,26 +141,6 @@ def _is_unknown(key: str, value: Any) -> bool:
     if key in HARMLESS or key in COMMON or key == "layer_types" or value is None:
         return False
     return key not in FIXED or value != FIXED[key][0]
-
-
-def changed_code(kind: str) -> list[str]:
-    """Return the classes that transformers' modular source of `kind` changes, each with its parent and methods."""
-    found = importlib.util.find_spec(f"transformers.models.{kind}")
-    folder = Path(next(iter(found.submodule_search_locations or [])) if found else "")
-    source = folder / f"modular_{kind}.py"
-    if not source.is_file():
-        return []
-    lines = []
-    for node in ast.parse(source.read_text()).body:
-        if not isinstance(node, ast.ClassDef) or node.name.endswith(("Config", "Model", "Classification", "Answering")):
-            continue
-        methods = [inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)]
-        parents = ", ".join(ast.unparse(base) for base in node.bases)
-        if methods:
-            lines.append(f"{node.name}({parents}): {', '.join(methods)}")
-        elif parents and not node.name.startswith(parents.split("Attention")[0][:5]):
-            lines.append(f"{node.name} is {parents}")
-    return lines
 
 
 def _text(draft: Draft, architecture: str) -> str:

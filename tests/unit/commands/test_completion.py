@@ -13,40 +13,26 @@ from pathlib import Path
 import pytest
 
 from megagrpo.__main__ import main
-from megagrpo.commands import COMMANDS
-from megagrpo.commands.setup.completion import SHELLS
+from megagrpo.commands.setup.completion import REGISTRATIONS
+from megagrpo.config.io import shipped_names
 
 START = {
     "bash": (["bash", "--norc", "--noprofile", "-i"], "source {}\n"),
     "zsh": (["zsh", "-f", "-i"], "autoload -Uz compinit; compinit -u -D; source {}\n"),
-    "fish": (["fish", "--no-config", "-i"], "source {}\n"),
-    "tcsh": (["tcsh", "-f", "-i"], "source {}\n"),
 }
-SIMPLE = {  # what is typed before the tabulator -> the completed words
+TYPED = {  # what is typed before the tabulator -> the completed words
     "megagrpo tra": "train",
     "megagrpo train --res": "train --resume",
-    "megagrpo submit x.yaml --cluster gen": "submit x.yaml --cluster generic",
-    "megagrpo inspect no": "inspect notes.txt",
-}
-TYPED = SIMPLE | {
     "megagrpo train megagrpo:quickstart_tp": "train megagrpo:quickstart_tp3",
     "megagrpo train mine.": "train mine.yaml",
     "megagrpo train my\\ folder/": "train my folder/a.yaml",
     "megagrpo train x.yaml train.learning_r": "train x.yaml train.learning_rate=",
-    "megagrpo train x.yaml --resume train.learning_r": "train x.yaml --resume train.learning_rate=",
-    "megagrpo train x.yaml rewards.functions.0.wei": "train x.yaml rewards.functions.0.weight=",
-    "megagrpo train x.yaml model.precision=bf": "train x.yaml model.precision=bf16",
-    "megagrpo train x.yaml model.path=no": "train x.yaml model.path=notes.txt",
-    "megagrpo generate x.yaml --set run.resume=t": "generate x.yaml --set run.resume=true",
-    "megagrpo report runs/mi": "report runs/mine",
-    "megagrpo report runs/mine runs/th": "report runs/mine runs/theirs",
-    "megagrpo eval x.yaml --checkpoint la": "eval x.yaml --checkpoint latest",
-    "megagrpo export runs/mine/checkpoints/s": "export runs/mine/checkpoints/step_000008",
-    "megagrpo submit x.yaml --cluster min": "submit x.yaml --cluster mine.yaml",
+    "megagrpo train x.yaml --resume rewards.functions.0.wei": "train x.yaml --resume rewards.functions.0.weight=",
+    "megagrpo generate x.yaml --set run.nam": "generate x.yaml --set run.name=",
+    "megagrpo submit x.yaml --cluster gen": "submit x.yaml --cluster generic",
     "megagrpo plan x.yaml --gpu h1": "plan x.yaml --gpu h100",
-    "megagrpo launch 2 verify x.yaml --ran": "launch 2 verify x.yaml --ranks",
     "megagrpo install mlf": "install mlflow",
-    "megagrpo keys rollout.temp": "keys rollout.temperature",
+    "megagrpo inspect no": "inspect notes.txt",
 }
 
 
@@ -57,10 +43,10 @@ def script_of(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with configs, runs and the stand-in."""
-    for name in ("bin", "my folder", "runs/mine/checkpoints/step_000008", "runs/theirs"):
-        (tmp_path / name).mkdir(parents=True)
-    for name in ("runs/mine/resolved.yaml", "runs/theirs/resolved.yaml", "mine.yaml", "my folder/a.yaml", "notes.txt"):
+    """A folder with configs and the stand-in."""
+    for name in ("bin", "my folder"):
+        (tmp_path / name).mkdir()
+    for name in ("mine.yaml", "my folder/a.yaml", "notes.txt"):
         (tmp_path / name).touch()
     (tmp_path / "bin" / "megagrpo").write_text('#!/bin/sh\necho "completed: [$*]"\n')
     (tmp_path / "bin" / "megagrpo").chmod(0o755)
@@ -91,50 +77,21 @@ def answers(shell: str, folder: Path, typed: list[str]) -> list[str]:
     return found[1:]
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("shell", REGISTRATIONS)
 def test_a_shell_completes_what_is_typed(shell, folder, capsys):
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     (folder / "script").write_text(script_of(shell, capsys))
-    typed = SIMPLE if shell == "tcsh" else TYPED
-    assert dict(zip(typed, answers(shell, folder, list(typed)), strict=True)) == typed
+    assert dict(zip(TYPED, answers(shell, folder, list(TYPED)), strict=True)) == TYPED
 
 
-def listed(script: str, folder: Path, *words: str) -> list[str]:
-    """All completions that the script's program prints for the last word."""
-    shell = ["bash", "-c", 'source ./script; sh -c "$_megagrpo_program" megagrpo "$@"', "bash", *words]
-    (folder / "script").write_text(script)
-    return subprocess.run(shell, cwd=folder, capture_output=True, text=True).stdout.split("\n")[:-1]
-
-
-def test_the_lists_of_a_word_that_is_still_empty(folder, capsys):
-    script = script_of("bash", capsys)
-    assert listed(script, folder, "") == [*COMMANDS, "--help", "--version"]
-    assert listed(script, folder, "train", "") == ["megagrpo:", "mine.yaml", "bin/", "my folder/", "runs/"]
-    assert "rollout." in listed(script, folder, "train", "x.yaml", "") and listed(script, folder, "keys", "ru") == [
-        "run"
-    ]
-    assert listed(script, folder, "report", "")[:2] == ["runs/mine", "runs/theirs"]
-    assert listed(script, folder, "eval", "x.yaml", "--checkpoint", "")[:3] == [
-        "latest",
-        "best",
-        "runs/mine/checkpoints/step_000008",
-    ]
-    assert listed(script, folder, "completion", "") == list(SHELLS)
-    assert listed(script, folder, "train", "x.yaml", "run.resume=") == ["run.resume=true", "run.resume=false"]
-    assert listed(script, folder, "fly", "") == []
-
-
-def test_a_script_completes_without_starting_python(folder, capsys):
-    """Only the program that prints the completions runs, with nothing but the shell's own commands."""
+def test_a_script_completes_words_without_starting_python(folder, capsys):
     (folder / "script").write_text(script_of("bash", capsys))
-    shell = [
-        "bash",
-        "-c",
-        'source ./script; PATH=; /bin/sh -c "$_megagrpo_program" megagrpo train x.yaml train.learning_r',
-    ]
+    code = 'source ./script; PATH=; for COMP_CWORD in 1 2; do _megagrpo; echo "${COMPREPLY[*]}"; done'
+    shell = ["bash", "-c", f"COMP_WORDS=(megagrpo train ''); {code}"]
     ended = subprocess.run(shell, cwd=folder, capture_output=True, text=True)
-    assert (ended.stdout, ended.stderr) == ("train.learning_rate=\n", "")
+    assert ended.stderr == "" and ended.stdout.split("\n")[0] == "train"
+    assert set(ended.stdout.split("\n")[1].split()) == {f"megagrpo:{name}" for name in shipped_names()}
 
 
 def test_printing_a_script_imports_nothing_slow():

@@ -1,4 +1,4 @@
-"""The tracker otel, received by an HTTP server that parses OTLP with OpenTelemetry's own messages."""
+"""The example tracker of OpenTelemetry, received by an HTTP server that parses OTLP with OpenTelemetry's own messages."""
 
 import gzip
 import threading
@@ -6,26 +6,30 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
 from megagrpo.config import load_config
+from megagrpo.platform.process import user_code
 from megagrpo.platform.process.phases import Phases
+from megagrpo.platform.process.variables import changed
 from megagrpo.records.rows.completions import completion_row
 from megagrpo.records.rows.jsonl_file import encoded
-from megagrpo.records.sinks.otel import MOST_SPANS
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, Turn
 from tests.unit.records.sinks.tracked import CONFIG
 
+FILE = Path(__file__).parents[4] / "examples" / "trackers" / "otel.py"
+TRACKERS = f"run.trackers=[{FILE}:OtelSink]"
 REWARDED = {"reward": 0.5, "num_tokens": 9.0, "num_generated_tokens": 7.0, "completions/mean_length": 3.5}
 
 
 @contextmanager
 def collector(status=200):
-    """Its address, and the (path, headers, request) that it got."""
+    """Its address, which the environment has too, and the (path, headers, request) that it got."""
     got = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -43,7 +47,8 @@ def collector(status=200):
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}", got
+            with changed({"OTEL_EXPORTER_OTLP_ENDPOINT": (url := f"http://127.0.0.1:{server.server_port}")}):
+                yield url, got
         finally:
             server.shutdown()
             thread.join()
@@ -65,9 +70,9 @@ def values(attributes):
     return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in attributes}
 
 
-def write(folder, *overrides, fails=False):
+def write(folder, fails=False):
     """Two steps with phases, and an evaluation and a checkpoint between them, as a run has them."""
-    config = load_config(CONFIG, ["run.trackers=[otel]", "run.name=sums", *overrides])
+    config = load_config(CONFIG, [TRACKERS, "run.name=sums"])
     phases = Phases()
     with MetricsWriter(folder, config) as writer:
         phases.ended = writer.phase
@@ -91,8 +96,8 @@ def write(folder, *overrides, fails=False):
 
 
 def test_a_step_is_a_trace_with_its_phases_and_what_lies_between_is_another(tmp_path):
-    with collector() as (url, got):
-        write(tmp_path / "run", f"run.otel.endpoint={url}")
+    with collector() as (_, got):
+        write(tmp_path / "run")
     found = spans(got)
     steps, between = [found["step"], found["step#1"]], found["between_steps"]
     assert {path for path, _, _ in got} == {"/v1/traces"} and len(found) == 2 * 4 + 3
@@ -128,23 +133,21 @@ def test_a_step_is_a_trace_with_its_phases_and_what_lies_between_is_another(tmp_
     assert resource["service.instance.id"] == (tmp_path / "run" / "otel_id").read_text()
 
 
-@pytest.mark.parametrize("ending", ["", "/", "/v1/traces"])
-def test_the_route_is_added_once_and_the_standard_variables_count(ending, tmp_path, monkeypatch):
+def test_the_standard_variables_count(tmp_path, monkeypatch):
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Basic%20abc")
     with collector() as (url, got):
-        write(tmp_path / "key", f"run.otel.endpoint={url}{ending}")
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"{url}/tenant")
         write(tmp_path / "variable")
-    assert {path for path, _, _ in got} == {"/v1/traces", "/tenant/v1/traces"}
+    assert {path for path, _, _ in got} == {"/tenant/v1/traces"}
     for _, headers, request in got:
         assert headers["authorization"] == "Basic abc"
         assert values(request.resource_spans[0].resource.attributes)["service.name"] == "mine"
 
 
 def test_a_run_that_fails_sends_what_it_has_as_an_error(tmp_path):
-    with collector() as (url, got), pytest.raises(RuntimeError):
-        write(tmp_path / "run", f"run.otel.endpoint={url}", fails=True)
+    with collector() as (_, got), pytest.raises(RuntimeError):
+        write(tmp_path / "run", fails=True)
     failed = [span.name for span in spans(got).values() if span.status.code == 2]
     assert failed == ["generate", "train"]
 
@@ -153,15 +156,16 @@ def test_spans_that_do_not_arrive_are_one_warning_and_the_run_goes_on(tmp_path, 
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")  # milliseconds: spans are sent several times
     with collector(status=404) as (url, got):
-        write(tmp_path / "refused", f"run.otel.endpoint={url}")
+        write(tmp_path / "refused")
     assert len(got) > 1
     began = time.monotonic()
-    write(tmp_path / "silent", f"run.otel.endpoint={url}")  # no server listens there
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+    write(tmp_path / "silent")  # no server listens there
     warnings = capfd.readouterr().err.splitlines()
     assert len(warnings) == 2 and time.monotonic() - began < 30
     for line in warnings:
         assert line.startswith("warning: otel: ") and f"spans were not sent to {url}/v1/traces: " in line
-        assert "Check run.otel.endpoint, or the variables OTEL_EXPORTER_OTLP_ENDPOINT" in line
+        assert "Check the variables OTEL_EXPORTER_OTLP_ENDPOINT" in line
 
 
 BEGAN = 1.75e9  # seconds since 1970
@@ -177,8 +181,8 @@ def talked(turns, branches=(), ended="done", **more) -> Rollout:
 
 def sent(folder, rollouts, *overrides, steps=1):
     """The spans of a run of these conversations."""
-    with collector() as (url, got):
-        words = ["run.trackers=[otel]", f"run.otel.endpoint={url}", "multi_turn.agent=mine.py:helper", *overrides]
+    with collector() as (_, got):
+        words = [TRACKERS, "multi_turn.agent=mine.py:helper", *overrides]
         with MetricsWriter(folder, load_config(CONFIG, words)) as writer:
             for step in range(1, steps + 1):
                 phases = Phases()
@@ -238,7 +242,7 @@ def test_a_conversation_is_a_trace_of_waits_generations_and_answers(tmp_path):
     assert names <= {value for value in vars(gen_ai_attributes).values() if isinstance(value, str)}
 
 
-def test_conversations_do_not_flood_the_collector(tmp_path):
+def test_conversations_do_not_flood_the_collector(tmp_path, monkeypatch):
     turns = [Turn(i, i + 1, generated=0.5, queued=0.1, answered=0.1, began=BEGAN + i) for i in range(50)]
     many = [talked(turns)] * 100
     spans = sent(tmp_path / "usual", many, steps=3)
@@ -247,9 +251,9 @@ def test_conversations_do_not_flood_the_collector(tmp_path):
     for root in (span for span in spans if span.name.startswith("invoke_agent")):  # conversations ran at once
         inside = [span for span in spans if span.trace_id == root.trace_id and span is not root]
         assert len(inside) == 150 and all(span.parent_span_id == root.span_id for span in inside)
-    spans = sent(tmp_path / "most", many, "run.otel.conversations=1000")
-    assert len(spans) == 1 + MOST_SPANS
-    for words in (["run.otel.conversations=0"], ["run.log_completions_steps=0"]):
-        assert [span.name for span in sent(tmp_path / words[0], many, *words)] == ["step"]
+    module = user_code.load_file(FILE)
+    monkeypatch.setattr(module, "CONVERSATIONS", 1000)
+    assert len(sent(tmp_path / "most", many)) == 1 + module.MOST_SPANS
+    assert [span.name for span in sent(tmp_path / "none", many, "run.log_completions_steps=0")] == ["step"]
     old = talked([replace(turn, began=0.0) for turn in turns])  # of a checkpoint that does not record it
     assert len(sent(tmp_path / "old", [old])) == 1

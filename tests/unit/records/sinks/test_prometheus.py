@@ -1,17 +1,21 @@
-"""The tracker prometheus: its pages, read with the parser of prometheus_client."""
+"""The example tracker of Prometheus: its pages, read with the parser of prometheus_client."""
 
 import json
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as plain
 
 from megagrpo.config import load_config
-from megagrpo.records.sinks.prometheus import metric_name
+from megagrpo.platform.process import user_code
 from megagrpo.records.writer import MetricsWriter
 from tests.unit.records.sinks.tracked import CONFIG
+
+FILE = Path(__file__).parents[4] / "examples" / "trackers" / "prometheus.py"
+TRACKERS = f"run.trackers=[{FILE}:PrometheusSink]"
 
 
 class Servers:
@@ -24,9 +28,10 @@ class Servers:
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
     """A writer with the tracker on a free port, and its address."""
-    config = load_config(CONFIG, ["run.trackers=[prometheus]", "run.prometheus.port=0", "run.name=sums"])
+    monkeypatch.setenv("PROMETHEUS_PORT", "0")
+    config = load_config(CONFIG, [TRACKERS, "run.name=sums"])
     with MetricsWriter(tmp_path, config, restored_step=3) as writer:
         yield writer, (tmp_path / "prometheus_url").read_text().strip()
 
@@ -97,13 +102,13 @@ def test_only_the_loopback_interface_answers_and_only_until_the_end(run):
         get(f"{url}/metrics")
 
 
-def test_a_port_that_is_taken_costs_the_tracker_not_the_run(run, tmp_path, capsys):
-    port = run[1].rpartition(":")[2]
-    config = load_config(CONFIG, ["run.trackers=[prometheus]", f"run.prometheus.port={port}"])
+def test_a_port_that_is_taken_costs_the_tracker_not_the_run(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PROMETHEUS_PORT", run[1].rpartition(":")[2])
+    config = load_config(CONFIG, [TRACKERS])
     with MetricsWriter(tmp_path / "other", config) as writer:
         writer.step(1, {"reward": 0.5})
-    assert "warning: prometheus failed and may be incomplete; training continues. OSError:" in capsys.readouterr().err
+    assert "PrometheusSink failed and may be incomplete; training continues. OSError:" in capsys.readouterr().err
 
 
 def test_names_have_only_characters_of_prometheus():
-    assert metric_name("time/a.b:c é") == "megagrpo_time_a_b_c__"
+    assert user_code.load_file(FILE).metric_name("time/a.b:c é") == "megagrpo_time_a_b_c__"

@@ -1,11 +1,15 @@
 """Environments of Prime Intellect's `verifiers`: SingleTurnEnv, MultiTurnEnv, ToolEnv and StatefulToolEnv.
 
-`multi_turn.environment: verifiers:ENV_ID`, where `ENV_ID` is an installed package of the Environments Hub or a module
-beside the config; `multi_turn.environment_args` go to its `load_environment`. The policy's turns come from the trainer,
+    multi_turn:
+      environment: examples/adapters/verifiers_env.py:Verifiers
+      environment_args: {name: ENV_ID}
+
+`ENV_ID` is an installed package of the Environments Hub or a module beside the config. The other arguments go to its
+`load_environment`. The policy's turns come from the trainer,
 so the environment's own loop (`rollout`) is not used: this class asks `env_response`, stop conditions and the rubric
 turn by turn. Needs a version with these classes: verifiers 0.1.9 to 0.2; 0.3 has them in `verifiers.legacy`.
 
-`python -m megagrpo.environments.adapters.verifiers_env ENV_ID [ARGS_AS_JSON] > rows.jsonl` writes its data set.
+`python examples/adapters/verifiers_env.py ENV_ID [ARGS_AS_JSON] > rows.jsonl` writes its data set.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ try:
         import verifiers as vf
     vf.MultiTurnEnv  # noqa: B018 - a version without these classes raises here
 except (ImportError, AttributeError) as error:
-    raise ImportError(f"multi_turn.environment: verifiers: pip install 'verifiers<0.3' ({error})") from error
+    raise ImportError(f"multi_turn.environment: pip install 'verifiers<0.3' ({error})") from error
 
 from verifiers.types import AssistantMessage, ClientConfig, Response, ToolCall, ToolMessage, UserMessage
 

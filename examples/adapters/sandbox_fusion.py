@@ -1,11 +1,15 @@
 """A tool that runs code in a SandboxFusion server (ByteDance), by its HTTP protocol.
 
-`multi_turn.tools: ["sandbox_fusion:http://HOST:8080"]` gives the policy the tool `run_code`: POST /run_code with
-`code`, `language` and `run_timeout`. Protocol: https://bytedance.github.io/SandboxFusion/docs/docs/reference/run-code
+    multi_turn:
+      tools: ["examples/adapters/sandbox_fusion.py:SandboxFusion"]
+
+The policy gets the tool `run_code`: POST /run_code with `code`, `language` and `run_timeout`. The variable
+SANDBOX_FUSION_URL has the address of the server. Protocol: https://bytedance.github.io/SandboxFusion/docs/docs/reference/run-code
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import httpx
@@ -23,10 +27,11 @@ _PARAMETERS = {
 
 
 class SandboxFusion:
-    """The tool `run_code`. `name` is the address of the server."""
+    """The tool `run_code`."""
 
-    def __init__(self, name: str):
-        self._http = httpx.Client(base_url=name.rstrip("/"), timeout=60.0)
+    def __init__(self) -> None:
+        address = os.environ.get("SANDBOX_FUSION_URL", "http://127.0.0.1:8080")
+        self._http = httpx.Client(base_url=address.rstrip("/"), timeout=60.0)
 
     def list_tools(self) -> list[dict[str, Any]]:
         """Return the schema of `run_code`."""

@@ -1,8 +1,16 @@
-"""Serves the latest metrics to Prometheus on the loopback interface, with those of the run's vLLM servers."""
+"""Serves the latest metrics to Prometheus on the loopback interface, with those of the run's vLLM servers.
+
+    run:
+      trackers: [tensorboard, examples/trackers/prometheus.py:PrometheusSink]
+
+The variable PROMETHEUS_PORT has the port, 9400 by default; 0 is any free one. Needs prometheus_client, which comes with
+vLLM.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 import time
@@ -37,7 +45,7 @@ class PrometheusSink(TrackerSink):
         self._counts = dict.fromkeys(["megagrpo_steps", *COUNTED.values()], 0.0)
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self._server = _Server((LOOPBACK_ADDRESS, run.config.run.prometheus.port), _Handler)
+        self._server = _Server((LOOPBACK_ADDRESS, int(os.environ.get("PROMETHEUS_PORT", "9400"))), _Handler)
         self._server.sink = self
         threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
         run.folder.mkdir(parents=True, exist_ok=True)

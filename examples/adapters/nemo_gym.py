@@ -1,6 +1,10 @@
 """A client of NeMo-Gym's resources servers (NVIDIA), by their HTTP protocol; the package `nemo-gym` is not needed.
 
-`multi_turn.environment: nemo_gym:http://HOST:PORT`. A response has a session of the server, known by its cookie:
+    multi_turn:
+      environment: examples/adapters/nemo_gym.py:NemoGym
+      environment_args: {name: "http://HOST:PORT"}
+
+A response has a session of the server, known by its cookie:
 POST /seed_session with the row begins it, POST /TOOL with the arguments calls a tool, POST /verify with the row and
 the conversation, as a response of OpenAI's Responses API, returns the reward. The tools are the other POST routes of
 the server's /openapi.json. Protocol: nemo_gym/base_resources_server.py of nemo-gym 0.4.

@@ -1,10 +1,14 @@
 """Tasks of Harbor, the framework of Terminal-Bench: folders with instruction.md, task.toml, environment/ and tests/.
 
-`multi_turn.environment: harbor:PROVIDER`, where PROVIDER is one of Harbor's environments, such as `docker`, `podman`,
-`daytona` or `modal`, or a class of your own as `package.module:Class`. The policy is the agent: its tool `bash` runs
-commands in the task's environment, and Harbor's verifier gives the reward. The column `task` of a row is the folder.
+    multi_turn:
+      environment: examples/adapters/harbor_env.py:Harbor
+      environment_args: {name: docker}
 
-`python -m megagrpo.environments.adapters.harbor_env FOLDER > rows.jsonl` writes the rows of a folder of tasks.
+`name` is one of Harbor's environments, such as `docker`, `podman`, `daytona` or `modal`, or a class of your own as
+`package.module:Class`. The policy is the agent: its tool `bash` runs commands in the task's environment, and Harbor's
+verifier gives the reward. The column `task` of a row is the folder.
+
+`python examples/adapters/harbor_env.py FOLDER > rows.jsonl` writes the rows of a folder of tasks.
 API: https://www.harborframework.com/docs, package `harbor`. Tested with 0.26.
 """
 
@@ -30,7 +34,7 @@ try:
     from harbor.trial.network_policy import resolve_trial_network_plan
     from harbor.verifier.factory import VerifierFactory
 except ImportError as error:
-    raise ImportError(f"multi_turn.environment: harbor: pip install 'harbor>=0.26' ({error})") from error
+    raise ImportError(f"multi_turn.environment: pip install 'harbor>=0.26' ({error})") from error
 
 _SHARED = VerifierEnvironmentMode.SHARED
 _BASH = {

@@ -1,0 +1,468 @@
+"""The files of examples/adapters, loaded as a config loads them.
+
+verifiers and Harbor are their real packages. NeMo-Gym and SandboxFusion are servers that speak their documented HTTP
+protocols: nemo-gym pins other versions of openai, mcp and pyarrow than vLLM, and SandboxFusion's server is no package.
+"""
+
+import json
+import os
+import subprocess
+import time
+
+import pytest
+
+from tests.unit.environments.test_adapters import (  # noqa: F401 - a fixture
+    ROOT,
+    answered,
+    begun,
+    own_python,
+    say,
+    serve,
+)
+from tests.unit.environments.test_environments import (  # noqa: F401 - fixtures
+    call,
+    conversation,
+    each,
+    mine,
+    responders,
+    used,
+)
+
+FOLDER = ROOT / "examples" / "adapters"
+
+GAME = '''
+import os
+import verifiers as vf
+from datasets import Dataset
+
+
+def add(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: One.
+        b: The other.
+    """
+    return a + b
+
+
+class Game(vf.MultiTurnEnv):
+    async def setup_state(self, state):
+        state["left"] = 3
+        return state
+
+    async def env_response(self, messages, state, **kwargs):
+        state["left"] -= 1
+        if state["answer"] in messages[-1].content:
+            state["final_env_response"] = [vf.UserMessage(content="right")]
+            return state["final_env_response"]
+        return [vf.UserMessage(content=f"no; {state['left']} left")]
+
+
+    @vf.cleanup
+    async def clean(self, state):
+        self.note("cleaned")
+
+    @vf.teardown
+    async def tear_down(self):
+        self.note("torn down")
+
+    def note(self, word):
+        with open(os.environ["GAME_LOG"], "a") as log:
+            print(os.getpid(), word, file=log)
+
+
+class Shifted(vf.StatefulToolEnv):
+    def update_tool_args(self, tool_name, tool_args, messages, state, **kwargs):
+        return tool_args | {"b": 100}
+
+
+def right(completion, answer):
+    return float(any(answer in (m.content or "") for m in completion if m.role == "assistant"))
+
+
+def turns(state):
+    return len(state["trajectory"])
+
+
+def results(completion):
+    return sum(m.role == "tool" for m in completion)
+
+
+def load_environment(kind):
+    data = Dataset.from_list([{"question": "Guess.", "answer": "7"}])
+    shared = dict(dataset=data, rubric=vf.Rubric([right, turns, results], [1.0, 0.01, 0.001]))
+    if kind == "game":
+        return Game(max_turns=9, **shared)
+    if kind == "tool":
+        return vf.ToolEnv(tools=[add], **shared)
+    if kind == "stateful":
+        environment = Shifted(**shared)
+        environment.add_tool(add, args_to_skip=["b"])
+        return environment
+'''
+
+
+@pytest.fixture
+def verifiers(responders, mine, tmp_path, monkeypatch):  # noqa: F811
+    """A factory of responders of an environment of the kind."""
+    monkeypatch.setenv("GAME_LOG", str(tmp_path / "game_log"))
+    python = own_python("verifiers", "import verifiers.envs.multiturn_env")
+    (mine.parent / "guessing.py").write_text(GAME)
+
+    def make(kind):
+        options = {"environment_args": {"name": "guessing", "kind": kind}, "python": python, "timeout": 120.0}
+        return responders(f"{FOLDER}/verifiers_env.py:Verifiers", **options)
+
+    return make
+
+
+def test_a_multi_turn_environment_of_verifiers(verifiers, tmp_path):
+    table = verifiers("game")
+    assert table.tools == [] and table.reward_names == ["Verifiers", "turns"]
+    one, text = begun(table, answer="7")
+    assert text is None and answered(table, one, "5") == ("no; 2 left", False, None)
+    assert answered(table, one, "It is 7") == ("right", True, None)
+    each(table.finish, [one])
+    assert one.rewards == {"Verifiers": pytest.approx(1.02), "turns": None}
+    begun(table, number=1, answer="7")
+    table.close()
+    words: dict[str, list[str]] = {}
+    for line in (tmp_path / "game_log").read_text().splitlines():
+        words.setdefault(line.split()[0], []).append(line.split(maxsplit=1)[1])
+    assert list(words.values())[-2:] == [["cleaned", "torn down"]] * 2  # with a reward, and without one
+
+
+@pytest.mark.parametrize(("kind", "given", "result"), [("tool", {"a": 3, "b": 4}, "7"), ("stateful", {"a": 3}, "103")])
+def test_tool_environments_of_verifiers(verifiers, kind, given, result):
+    table = verifiers(kind)
+    (tool,) = table.tools
+    assert tool["function"]["name"] == "add" and list(tool["function"]["parameters"]["properties"]) == list(given)
+    one, _ = begun(table, answer="7")
+    say(one, "")
+    one.messages[-1]["tool_calls"] = [{"type": "function", "function": call("add", **given)}]
+    (messages,) = each(table.use_tools, [one], [[call("add", **given)]])
+    assert messages[0]["content"] == result
+    one.messages += messages
+    assert "unexpected keyword argument" in used(table, one, "add", x=1)
+    assert answered(table, one, "It is 7")[1] is True  # no call: the environment's stop condition
+    each(table.finish, [one])
+    assert one.rewards["Verifiers"] == pytest.approx(1.021)
+
+
+def test_the_rows_of_an_environment_of_verifiers(verifiers, mine):  # noqa: F811
+    python = own_python("verifiers", "import verifiers.envs.multiturn_env")
+    command = [python, str(FOLDER / "verifiers_env.py"), "guessing", '{"kind": "game"}']
+    paths = f"{mine.parent}:{os.getcwd()}"
+    rows = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ, PYTHONPATH=paths), check=True)
+    prompt = [{"role": "user", "content": "Guess."}]
+    assert [json.loads(row) for row in rows.stdout.splitlines()] == [{"prompt": prompt, "answer": "7", "example_id": 0}]
+
+
+# A provider of Harbor without containers: the paths /app, /logs and /tests are folders of a temporary one.
+LOCAL = """
+import asyncio, os, re, shutil, tempfile
+from pathlib import Path
+
+from harbor.environments.base import BaseEnvironment, ExecResult
+from harbor.environments.capabilities import EnvironmentCapabilities
+
+
+class Local(BaseEnvironment):
+    def __init__(self, *arguments, log, **options):
+        self.log, self.root = Path(log), None
+        super().__init__(*arguments, **options)
+
+    def note(self, *words):
+        with self.log.open("a") as log:
+            print(*words, file=log)
+
+    @staticmethod
+    def type():
+        return "local"
+
+    @property
+    def capabilities(self):
+        return EnvironmentCapabilities(disable_internet=True)
+
+    def _validate_definition(self):
+        assert (self.environment_dir / "Dockerfile").is_file()
+
+    async def start(self, force_build):
+        self.root = Path(tempfile.mkdtemp(prefix="container-"))
+        self.note("start", self.root, self.network_policy.network_mode.value, self.session_id)
+        for name in ("app", "tests", "logs/verifier", "logs/agent", "logs/artifacts"):
+            (self.root / name).mkdir(parents=True)
+        shutil.copytree(self.environment_dir, self.root / "app", dirs_exist_ok=True)
+        if (self.environment_dir / "slow").exists():
+            await asyncio.sleep(600)
+
+    async def stop(self, delete):
+        shutil.rmtree(self.root)
+        self.note("stop", self.root, delete)
+
+    def inside(self, path):
+        return self.root / str(path).lstrip("/")
+
+    async def upload_file(self, source_path, target_path):
+        shutil.copy(source_path, self.inside(target_path))
+
+    async def upload_dir(self, source_dir, target_dir):
+        shutil.copytree(source_dir, self.inside(target_dir), dirs_exist_ok=True)
+
+    async def download_file(self, source_path, target_path):
+        shutil.copy(self.inside(source_path), target_path)
+
+    async def download_dir(self, source_dir, target_dir):
+        shutil.copytree(self.inside(source_dir), target_dir, dirs_exist_ok=True)
+
+    async def exec(self, command, cwd=None, env=None, timeout_sec=None, user=None):
+        self.note("exec", user or self.default_user, command)
+        local = re.sub(r"/(app|tests|logs)\\b", lambda found: str(self.inside(found[0])), command)
+        process = await asyncio.create_subprocess_exec(
+            "bash", "-c", local, cwd=self.root / "app", env=os.environ | (env or {}) | {"ROOT": str(self.root)},
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            out, err = await asyncio.wait_for(process.communicate(), timeout_sec)
+        except TimeoutError:
+            process.kill()
+            raise RuntimeError(f"Command timed out after {timeout_sec} seconds")
+        return ExecResult(stdout=out.decode(), stderr=err.decode(), return_code=process.returncode)
+"""
+
+TASK = """version = "1.0"
+
+[metadata]
+author_name = "megagrpo"
+difficulty = "easy"
+category = "programming"
+tags = ["files"]
+
+[agent]
+timeout_sec = 120.0
+
+[verifier]
+timeout_sec = 120.0
+
+[environment]
+build_timeout_sec = 600.0
+cpus = 1
+memory_mb = 2048
+storage_mb = 10240
+network_mode = "no-network"
+"""
+TEST = """#!/bin/bash
+if [ "$(cat $ROOT/app/answer.txt)" = 42 ]; then echo 1 > $ROOT/logs/verifier/reward.txt
+else echo 0 > $ROOT/logs/verifier/reward.txt; fi
+"""
+
+
+def harbor_task(folder, config=TASK, test=TEST):
+    """A folder as `harbor init` makes it."""
+    (folder / "environment").mkdir(parents=True)
+    (folder / "tests").mkdir()
+    (folder / "instruction.md").write_text("# benchmark canary 1b2c\n\nWrite 42 to /app/answer.txt.\n")
+    (folder / "task.toml").write_text(config)
+    (folder / "environment" / "Dockerfile").write_text("FROM ubuntu:24.04\nWORKDIR /app\n")
+    (folder / "environment" / "hint.txt").write_text("6 * 7\n")
+    (folder / "tests" / "test.sh").write_text(test)
+    return folder
+
+
+@pytest.fixture
+def harbor(responders, mine, tmp_path):  # noqa: F811
+    """A factory of responders of Harbor, and the log of its provider."""
+    python = own_python("harbor", "import harbor.environments.factory")
+    (mine.parent / "local_provider.py").write_text(LOCAL)
+    log = tmp_path / "provider"
+    log.touch()
+
+    def make(**more):
+        arguments = {"name": "local_provider:Local", "log": str(log)} | more
+        return responders(
+            f"{FOLDER}/harbor_env.py:Harbor",
+            environment_args=arguments,
+            python=python,
+            timeout=120.0,
+        )
+
+    return make, log
+
+
+def stopped(log):
+    """Wait until each container that was started is stopped, once; returns the words of the starts."""
+    ends = time.monotonic() + 20
+    while True:
+        lines = [line.split() for line in log.read_text().splitlines()]
+        starts, stops = ([line for line in lines if line[0] == kind] for kind in ("start", "stop"))
+        if len(starts) == len(stops) or time.monotonic() > ends:
+            break
+        time.sleep(0.05)
+    assert sorted(line[1] for line in starts) == sorted(line[1] for line in stops)
+    assert not any(os.path.exists(line[1]) for line in starts)
+    return starts
+
+
+def test_tasks_of_harbor_are_solved_in_bash_and_judged_by_its_verifier(harbor, tmp_path):
+    table, log = harbor[0](seconds=5), harbor[1]
+    assert [tool["function"]["name"] for tool in table.tools] == ["bash"] and table.reward_names == ["Harbor"]
+    task = harbor_task(tmp_path / "tasks" / "answer")
+    both = [begun(table, number=number, task=str(task))[0] for number in range(2)]
+    assert used(table, both[0], "bash", command="cat hint.txt; echo oops >&2; exit 3") == "6 * 7\noops\nexit code 3"
+    assert used(table, both[0], "bash", command="echo 42 > /app/answer.txt") == ""
+    assert "timed out after 5 seconds" in used(table, both[0], "bash", command="sleep 60") and not both[0].ended
+    assert used(table, both[1], "bash", command="echo 41 > /app/answer.txt") == ""
+    each(table.finish, both)
+    assert [one.rewards for one in both] == [{"Harbor": 1.0}, {"Harbor": 0.0}]
+    starts = stopped(log)
+    assert [mode for _, _, mode, _ in starts] == ["no-network"] * 2 and len({name for *_, name in starts}) == 2
+
+
+def test_a_trial_of_harbor_that_fails_or_is_killed_while_it_starts_leaves_no_container(harbor, tmp_path):
+    table, log = harbor[0](), harbor[1]
+    slow = harbor_task(tmp_path / "slow", TASK.replace("build_timeout_sec = 600.0", "build_timeout_sec = 1.0"))
+    (slow / "environment" / "slow").touch()
+    one = conversation(number=0, task=str(slow))
+    one.messages = []
+    each(table.begin, [one])
+    assert one.ended == "failed"
+    each(table.finish, [one])
+    stopped(log)
+    two, _ = begun(table, number=1, task=str(harbor_task(tmp_path / "wrong", test="#!/bin/bash\ntrue\n")))
+    each(table.finish, [two])
+    assert two.ended == "failed" and two.rewards == {"Harbor": 0.0}  # its tests wrote no reward
+    three, _ = begun(table, number=2, task=str(harbor_task(tmp_path / "right")))
+    table.close()  # in the middle of an episode
+    assert not three.ended and len(stopped(log)) == 3
+
+
+def test_the_rows_of_a_folder_of_harbors_tasks(tmp_path):
+    python = own_python("harbor", "import harbor.environments.factory")
+    harbor_task(tmp_path / "tasks" / "b")
+    harbor_task(tmp_path / "tasks" / "a")
+    harbor_task(tmp_path / "tasks" / "c", TASK + '[verifier.environment]\ndocker_image = "x"\n')
+    command = [python, str(FOLDER / "harbor_env.py"), str(tmp_path / "tasks")]
+    ran = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": os.getcwd()}, check=True)
+    rows = [json.loads(row) for row in ran.stdout.splitlines()]
+    assert [row["task"] for row in rows] == [str(tmp_path / "tasks" / name) for name in "ab"]
+    assert rows[0]["prompt"] == [{"role": "user", "content": "Write 42 to /app/answer.txt.\n"}]  # without the canary
+    assert "tasks/c is left out: the tests of" in ran.stderr
+
+
+NEMO = '''
+"""A counter that speaks the protocol of nemo_gym/base_resources_server.py, as its example_session_state_mgmt."""
+
+import sys
+import uuid
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from openai.types.responses import Response as Conversation
+from pydantic import BaseModel
+
+app, counters = FastAPI(), {}
+
+
+class Increment(BaseModel):
+    count: int
+
+
+@app.middleware("http")
+async def session(request: Request, call_next):
+    request.state.key = request.cookies.get("session") or str(uuid.uuid4())
+    answer = await call_next(request)
+    answer.set_cookie("session", request.state.key)
+    return answer
+
+
+@app.post("/seed_session")
+async def seed_session(request: Request):
+    counters[request.state.key] = (await request.json())["start"]
+    return {}
+
+
+@app.post("/increment")
+async def increment(body: Increment, request: Request):
+    "Adds to the counter."
+    counters[request.state.key] += body.count
+    return {"count": counters[request.state.key]}
+
+
+@app.post("/verify")
+async def verify(request: Request):
+    body = await request.json()
+    said = Conversation.model_validate(body["response"]).output
+    kinds = [item.type for item in said]
+    right = counters[request.state.key] == body["goal"] and "done" in said[-1].content[0].text
+    assert body["responses_create_params"]["input"][0]["content"] == "hi"
+    return {"reward": float(right), "kinds": kinds}
+
+
+uvicorn.run(app, port=int(sys.argv[1]), log_level="warning")
+'''
+
+
+def test_a_resources_server_of_nemo_gym(responders, serve):  # noqa: F811
+    table = responders(f"{FOLDER}/nemo_gym.py:NemoGym", environment_args={"name": serve(NEMO)}, reuse_environments=True)
+    (tool,) = table.tools
+    assert tool["function"]["name"] == "increment" and tool["function"]["parameters"]["required"] == ["count"]
+    for number, (start, reward) in enumerate([(1, 1.0), (5, 0.0)]):
+        one, _ = begun(table, number=number, start=start, goal=3)
+        say(one, "")
+        one.messages[-1]["tool_calls"] = [{"type": "function", "function": call("increment", count=2)}]
+        one.messages += each(table.use_tools, [one], [[call("increment", count=2)]])[0]
+        assert one.messages[-1]["content"] == json.dumps({"count": start + 2}, separators=(",", ":"))
+        assert "HTTP 422" in used(table, one, "increment", count="many")
+        say(one, "done")
+        each(table.finish, [one])
+        assert one.rewards == {"NemoGym": reward}
+
+
+SANDBOX = '''
+"""Speaks the protocol of SandboxFusion's POST /run_code for Python."""
+
+import subprocess
+import sys
+import time
+import uvicorn
+from fastapi import FastAPI, Request
+
+app = FastAPI()
+
+
+@app.post("/run_code")
+def run_code(body: dict):
+    if body["language"] == "cobol":
+        return {"status": "SandboxError", "message": "no compiler"}
+    begun = time.monotonic()
+    try:
+        run = subprocess.run(
+            [sys.executable, "-c", body["code"]], capture_output=True, text=True, timeout=body["run_timeout"]
+        )
+        result = {"status": "Finished", "return_code": run.returncode, "stdout": run.stdout, "stderr": run.stderr}
+    except subprocess.TimeoutExpired:
+        result = {"status": "TimeLimitExceeded", "return_code": None, "stdout": "", "stderr": ""}
+    success = "Success" if result["return_code"] == 0 else "Failed"
+    result["execution_time"] = time.monotonic() - begun
+    return {"status": success, "message": "", "compile_result": None, "run_result": result}
+
+
+uvicorn.run(app, port=int(sys.argv[1]), log_level="warning")
+'''
+
+
+def test_the_sandbox_of_sandbox_fusion(responders, serve, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("SANDBOX_FUSION_URL", serve(SANDBOX))
+    table = responders(tools=[f"{FOLDER}/sandbox_fusion.py:SandboxFusion"])
+    one = conversation()
+    assert used(table, one, "run_code", code="print(6 * 7)") == "42"
+    failed = used(table, one, "run_code", code="print('a'); 1 / 0")
+    assert failed.startswith("a\nTraceback") and failed.endswith("exit status 1")
+    assert "TimeLimitExceeded" in used(table, one, "run_code", code="while True: pass", run_timeout=0.5)
+    assert used(table, one, "run_code", code="print('x' * 20000)").endswith("x\n[20000 characters in all]")
+    assert "no compiler" in json.loads(used(table, one, "run_code", code="", language="cobol"))["error"]
+
+
+def test_a_server_that_does_not_answer_is_refused_before_training(responders):  # noqa: F811
+    with pytest.raises(ValueError, match=r"the NeMo-Gym server http://127\.0\.0\.1:9/openapi\.json: ConnectError"):
+        responders(f"{FOLDER}/nemo_gym.py:NemoGym", environment_args={"name": "http://127.0.0.1:9"})
