@@ -22,7 +22,7 @@ from megagrpo.commands.plan import split_sizes
 from megagrpo.config import ConfigError
 from megagrpo.planner.costs.gpu_specs import GPUS
 from megagrpo.planner.costs.workload import expected_lengths
-from megagrpo.planner.plan_text import wrapped
+from megagrpo.platform.process.terminal import wrapped
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.gpu.setting import LARGE, SMALL, TINY, begin, parse, parser, run_config, shape, wait, write_shape
 from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.planner.costs.shapes import num_parameters
-from megagrpo.planner.times.step_times import sync_seconds
+from megagrpo.planner.times.step_times import sync_parts, sync_seconds
 
 TARGET = "target on one H200: end to end < 1 s at 7b"
 # it generates few tokens
@@ -43,7 +43,7 @@ def describe(name: str, config, gpu) -> str:
         f"{3 * size / 2**30:.1f} GiB\n"
         f"  a copy takes {copies:.4f} s at the data sheet's {gpu.memory_gb_per_s:g} GB/s, and a sync publishes and "
         f"reads\n"
-        f"  predicted by the plan {sync_seconds(config, model, 1, gpu):.3f} s; rollout.placement "
+        f"  predicted by the plan {sync_seconds(sync_parts(config, model, 1, gpu)):.3f} s; rollout.placement "
         f"{config.rollout.placed}"
     )
 

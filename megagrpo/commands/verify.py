@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     path, words = config_file(options.config), overrides(options)
     if options.precision:
         with without_garbage_collection():
-            from megagrpo.proof.verify.precision_gate import verify_precision
+            from megagrpo.proof.verify.precision import verify_precision
         return verify_precision(path, words, json=options.json, **chosen)
     from megagrpo.commands.api.api_checks import verify_layouts
 

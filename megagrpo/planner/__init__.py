@@ -22,6 +22,7 @@ from megagrpo.planner.rules.plan_rules import RuleVerdict, rules_text, verdicts
 from megagrpo.planner.times.layout_search import Candidate, search
 from megagrpo.planner.times.step_memory import planned_step_memory, route_bytes
 from megagrpo.planner.times.step_times import StepTimes, step_times
+from megagrpo.platform.process.terminal import wrapped
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Plan:
 
     def __str__(self) -> str:
         rows = [*self.rows, ("rules", rules_text(self.rules))]
-        lines = [line for name, text in rows for line in plan_text.wrapped(f"{name:<10}{text}", indent=10)]
+        lines = [line for name, text in rows for line in wrapped(f"{name:<10}{text}", indent=10)]
         if self.memory:
             lines += ["", *plan_text.memory_table(self.memory)]
         if self.times:
@@ -61,7 +62,7 @@ class Plan:
         for name, texts in (("note(s)", self.notes), ("problem(s)", self.problems)):
             lines += ["", f"{len(texts)} {name}"] if texts else []
             texts_lines = [line for text in texts for line in str(text).split("\n")]
-            lines += [part for line in texts_lines for part in plan_text.wrapped(f"  {line}", indent=4)]
+            lines += [part for line in texts_lines for part in wrapped(f"  {line}")]
         return "\n".join(lines)
 
     def as_json(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from math import ceil
 
@@ -20,14 +19,7 @@ from megagrpo.planner.costs.shapes import (
 )
 from megagrpo.planner.times.layout_search import Candidate
 from megagrpo.planner.times.step_times import StepTimes
-from megagrpo.platform.process.terminal import WIDTH, side_by_side
-
-
-def wrapped(line: str, indent: int) -> list[str]:
-    """Wrap `line` at spaces to `WIDTH` columns; later lines are indented by `indent` spaces. Long words stay whole."""
-    if len(line) <= WIDTH:
-        return [line.rstrip()]
-    return textwrap.wrap(line, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+from megagrpo.platform.process.terminal import side_by_side, wrapped
 
 
 def rows_of(
@@ -221,5 +213,5 @@ def search_table(candidates: Sequence[Candidate]) -> Sequence[str]:
     for one in candidates:
         t = one.times
         sizes = f"{t.step:9.1f}{t.seconds['train']:9.1f}{one.gib:7.1f}{one.world_size:8,}{t.gpus:8,}{t.idle:6.0%}"
-        lines += [f"{sizes}  {one.bound}", *wrapped(f"{'':<10}{' '.join(one.overrides)}", indent=10)]
+        lines += [f"{sizes}  {one.bound}", *wrapped(f"{'':<10}{' '.join(one.overrides)}", indent=0)]
     return lines

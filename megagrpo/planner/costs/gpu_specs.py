@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, log2
+from typing import NamedTuple
 
 from megagrpo.config import ParallelSection
 
@@ -104,31 +105,17 @@ class Links:
         return self.latency(group * stride) + max(inside, outside)
 
 
-@dataclass(frozen=True)
-class LayerMessages:
-    """Seconds of one decoder layer's messages in a forward pass, by axis."""
+class Messages(NamedTuple):
+    """Seconds of decoder layers' messages in a forward pass, by axis."""
 
     tp: float
     cp: float
     experts: float
 
-    def times(self, layers: int) -> LayerMessages:
-        """Return the messages of `layers` layers."""
-        return LayerMessages(self.tp * layers, self.cp * layers, self.experts * layers)
-
-    def plus(self, other: LayerMessages) -> LayerMessages:
-        """Return the messages of both."""
-        return LayerMessages(self.tp + other.tp, self.cp + other.cp, self.experts + other.experts)
-
-    @property
-    def total(self) -> float:
-        """The sum of all axes."""
-        return self.tp + self.cp + self.experts
-
 
 def layer_messages(
     links: Links, p: ParallelSection, size: float, tokens: float, kv_size: float, sent: float
-) -> LayerMessages:
+) -> Messages:
     """Return seconds of one decoder layer's messages in a forward pass, for `tokens` tokens of a context-parallel rank.
 
     A token's hidden state has `size` bytes; its keys and values, for a rank's own heads, have `kv_size`. `sent` is the
@@ -140,7 +127,7 @@ def layer_messages(
     around = 2 * links.reduce_scatter(tokens * size, p.tp)
     ring = links.reduce_scatter(tokens * p.cp * kv_size, p.cp, p.tp)
     if not sent:
-        return LayerMessages(2 * around, ring, 0.0)
+        return Messages(2 * around, ring, 0.0)
     own = tokens / p.tp * sent * size
     experts = 2 * links.all_to_all(own, p.ep, p.expert_tp) + 2 * links.reduce_scatter(own * p.expert_tp, p.expert_tp)
-    return LayerMessages(around, ring, experts)
+    return Messages(around, ring, experts)

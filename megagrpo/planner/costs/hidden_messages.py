@@ -35,35 +35,15 @@ class Direction:
 
 
 @dataclass(frozen=True)
-class Hidden:
-    """Seconds of messages that have computation beside them."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-    gather: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """The sum."""
-        return self.forward + self.backward + self.gather
-
-
-@dataclass(frozen=True)
 class Overlap:
-    """What can overlap in an optimizer step: both directions of its passes, the all-gather of weights, and the forward
-    pass of one micro-batch. `micro_batches` is their number."""
+    """What can overlap in an optimizer step of `micro_batches`: both directions of its passes. `step_times` adds the
+    all-gather of weights (`param_gather`)."""
 
     config: RunConfig
     model: HfConfig
     forward: Direction
     backward: Direction
     micro_batches: float
-    gather: float = 0.0
-
-    @property
-    def hidden(self) -> Hidden:
-        """What the config's overlaps hide."""
-        return self.hidden_by(self.config.train.overlap)
 
     def gains(self) -> dict[str, float]:
         """Return the seconds that each overlap hides, or would hide, in addition to the config's other ones; only
@@ -71,12 +51,12 @@ class Overlap:
         on = set(self.config.train.overlap)
         refused = {n for n in OVERLAPS if any(refusals(self.config, n)) or refused_by_model(n, self.model)}
         possible = [name for name in OVERLAPS if name in on or name not in refused]
-        return {name: self.hidden_by(on | {name}).total - self.hidden_by(on - {name}).total for name in possible}
+        return {name: sum(self.hidden_by(on | {name})) - sum(self.hidden_by(on - {name})) for name in possible}
 
-    def hidden_by(self, names: Collection[str]) -> Hidden:
-        """Return what these overlaps hide together."""
+    def hidden_by(self, names: Collection[str]) -> tuple[float, float]:
+        """Return the seconds of messages, (forward, backward), that these overlaps hide together."""
         f, b, shared = self.forward, self.backward, self._shared
-        ahead = back = gather = 0.0
+        ahead = back = 0.0
         if "tp" in names:
             ahead, back = min(f.tp, f.linears), min(b.tp, b.linears)
         recomputed = self.config.model.recompute == "full"
@@ -91,10 +71,7 @@ class Overlap:
                 beside += min(b.sent / (4 if recomputed else 2), weights)
             ahead += min(f.sent, shared * f.linears) if "shared_experts" in names else 0.0
             back += min(b.sent, beside)
-        if "param_gather" in names:
-            updates = self.config.algorithm.updates_per_step
-            gather = min(self.gather, f.computing / self.micro_batches) * (updates - 1) / updates
-        return Hidden(ahead, back, gather)
+        return ahead, back
 
     @property
     def _steady(self) -> float:

@@ -6,6 +6,7 @@ keeps). Kernels' workspaces are not counted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megagrpo.config import RunConfig
@@ -268,11 +269,11 @@ def host_memory(
     for rank in range(world_size):
         stage, index = divmod(rank, world_size // p.pp)
         trained, experts = _trained(config, stages[stage])
-        outside = _Shard(trained, index // p.tp, world_size // (p.pp * p.tp))
-        inside = _Shard(experts, index // (p.expert_tp * p.ep), world_size // p.expert_parallel_size)
-        purposes = _rank(config, [outside, inside], stages[stage].chunk)
-        purposes |= {"saving": purposes["saving"] + asleep}
-        ranks.append(purposes | {"offload": moved[stage], "activations": activations[stage]})
+        outside = trained, index // p.tp, world_size // (p.pp * p.tp)
+        inside = experts, index // (p.expert_tp * p.ep), world_size // p.expert_parallel_size
+        purposes = _rank(config, (outside, inside), stages[stage].chunk)
+        more = {"offload": moved[stage], "activations": activations[stage]}
+        ranks.append(purposes | {"saving": purposes["saving"] + asleep} | more)
     nodes = [ranks[first : first + GPUS_PER_NODE] for first in range(0, world_size, GPUS_PER_NODE)]
     return {name: max(sum(rank[name] for rank in node) for node in nodes) / GIB for name in ranks[0]}
 
@@ -317,30 +318,21 @@ def _trained(config: RunConfig, stage: Stage) -> tuple[int, int]:
     return stage.outside - (stage.routers if config.train.freeze_moe_router else 0), stage.experts
 
 
-@dataclass(frozen=True)
-class _Shard:
-    """Trained parameters that a rank holds, and the number of this copy among `copies`."""
-
-    size: int
-    copy: int
-    copies: int
-
-
-def _rank(config: RunConfig, shards: list[_Shard], chunk: int) -> dict[str, float]:
-    """Return the bytes of one rank by purpose. Its largest buffer has `chunk` parameters."""
+def _rank(config: RunConfig, shards: Sequence[tuple[int, int, int]], chunk: int) -> dict[str, float]:
+    """Return the bytes of one rank by purpose. Its shards are (trained parameters, number of this copy, copies); its
+    largest buffer has `chunk` parameters."""
     train, element = config.train, config.model.weight_bytes
     weights = element * (2 if config.algorithm.sync_ref_model else 1)
     state = (4 if train.optimizer == "muon" else 8) + (4 if train.distributed_optimizer or element < 4 else 0)
-    first = sum(shard.size for shard in shards if shard.copy == 0)
+    first = sum(size for size, copy, _ in shards if copy == 0)
     copied = first * (weights + state)
-    moments = sum(shard.size / (shard.copies if train.distributed_optimizer else 1) for shard in shards)
+    moments = sum(size / (copies if train.distributed_optimizer else 1) for size, _, copies in shards)
     moments *= MOMENT_BYTES[train.optimizer_state_dtype] if train.optimizer_offload else 0
-    if not train.distributed_optimizer:
-        return {"saving": copied, "writing": copied if config.run.async_save else 0, "moments": moments}
-    gathered = sum(12 * shard.size for shard in shards if shard.copy == 0)
-    gathering = max(12 * min(shard.size, chunk) * ((shard.copy == 0) + 1 / shard.copies) for shard in shards)
-    writing = copied if config.run.async_save else 0
-    return {"saving": gathered + max(gathering, writing, first * weights), "writing": writing, "moments": moments}
+    writing, saving = copied if config.run.async_save else 0, float(copied)
+    if train.distributed_optimizer:
+        gathering = max(12 * min(size, chunk) * ((copy == 0) + 1 / copies) for size, copy, copies in shards)
+        saving = 12 * first + max(gathering, writing, first * weights)
+    return {"saving": saving, "writing": writing, "moments": moments}
 
 
 def on_shared_gpu(

@@ -7,25 +7,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from math import prod
 
 from megagrpo.config import LoraSection, ParallelSection
 from megagrpo.families.hf_config import HfConfig, stage_layers
-from megagrpo.families.shared.recurrence import Recurrence
 
 
 def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:
     """Return the parameters of one layer on one of `tp` ranks, without experts. The router is on every rank."""
-    attention, whole = mixing_parameters(model, layer)
-    norms = (model.layers_per_block - model.parallel_blocks) * (model.pre_norms + model.post_norms) * model.hidden_size
+    cut, whole = _linears(model)[layer]
+    whole += (model.layers_per_block - model.parallel_blocks) * (model.pre_norms + model.post_norms) * model.hidden_size
+    if model.has_attention(layer):
+        vectors = _attention_vectors(model.in_block(layer))
+        cut, whole = cut + vectors[0], whole + vectors[1]
+    if (recurrence := model.recurrence) is not None and model.mixes(layer):
+        cut, whole = cut + recurrence.vectors[0], whole + recurrence.vectors[1]
     if model.has_experts(layer):
-        shared = model.mlp_matrices * model.hidden_size * model.mixture.shared_size
         gate = model.hidden_size * (model.mixture.shared_gate + 3 * model.mixture.beside_mlp)  # or three more norms
-        return (attention + shared) // tp + whole + norms + gate + router_parameters(model)
-    width = model.in_block(layer).intermediate_size
-    mlp = model.mlp_matrices * model.hidden_size * width * model.has_mlp(layer)
-    norms += 2 * (model.activation == "xielu")  # its parameters
+        return cut // tp + whole + gate + router_parameters(model)
     of_inputs = model.hidden_size * (2 * model.layer_inputs + 1) if model.layer_inputs else 0
-    return (attention + mlp) // tp + whole + norms + of_inputs
+    return cut // tp + whole + of_inputs + 2 * (model.activation == "xielu")  # whose parameters these two are
 
 
 def router_parameters(model: HfConfig) -> int:
@@ -39,37 +40,16 @@ def layer_route_bytes(model: HfConfig) -> int:
     return model.mixture.per_token * (1 if model.mixture.count <= 256 else 2)
 
 
-def mixing_parameters(model: HfConfig, layer: int) -> tuple[int, int]:
-    """Return the parameters of a layer's attention and recurrent part, if any, as `attention_parameters`."""
-    cut, whole = attention_parameters(model.in_block(layer)) if model.has_attention(layer) else (0, 0)
-    if (recurrence := model.recurrence) is not None and model.mixes(layer):
-        cut += _recurrent_linears(model.hidden_size, recurrence) + recurrence.vectors[0]
-        whole += recurrence.vectors[1]
-    return cut, whole
-
-
-def attention_parameters(model: HfConfig) -> tuple[int, int]:
-    """Return the parameters of a layer's attention: (sharded over tensor-parallel ranks, replicated on all ranks)."""
+def _attention_vectors(model: HfConfig) -> tuple[int, int]:
+    """Return the parameters of a layer's attention outside its projections: biases, norms, sinks and the indexer, as
+    (sharded over tensor-parallel ranks, replicated on all ranks)."""
     mla, heads = model.mla, model.num_heads
-    if mla is None:
-        of_queries = 3 if model.attention_gate else 2  # with those of the outputs
-        of_keys = _keys_and_values(model) * model.num_kv_heads
-        projections = model.hidden_size * model.head_dim * (of_queries * heads + of_keys)
-        biases = model.head_dim * (heads + 2 * model.num_kv_heads) if model.qkv_bias else 0
-        head_norms = (2 - model.borrows) * model.head_dim if model.qk_norm and not model.wide_qk_norm else 0
-        wide_norms = model.head_dim * (heads + model.num_kv_heads) if model.wide_qk_norm else 0
-        of_heads = biases + wide_norms + (heads if model.sinks else 0)
-        return projections + of_heads, head_norms + (model.hidden_size if model.linear_bias else 0)
-    of_keys_and_values = mla.kv_rank * (mla.nope_dim + mla.value_dim)
-    of_queries = model.head_dim * (mla.query_rank or model.hidden_size)
-    to_latents = model.hidden_size * ((mla.query_rank or 0) + mla.kv_rank + mla.rope_dim)
-    norms = (mla.query_rank or 0) + mla.kv_rank + indexer_parameters(model)
-    return heads * (of_queries + of_keys_and_values + mla.value_dim * model.hidden_size), to_latents + norms
-
-
-def _keys_and_values(model: HfConfig) -> int:
-    """Return the number of projections to keys and values in a block."""
-    return 0 if model.borrows else 1 if model.keys_as_values else 2
+    if mla is not None:
+        return 0, (mla.query_rank or 0) + mla.kv_rank + indexer_parameters(model)
+    biases = model.head_dim * (heads + 2 * model.num_kv_heads) if model.qkv_bias else 0
+    head_norms = (2 - model.borrows) * model.head_dim if model.qk_norm and not model.wide_qk_norm else 0
+    wide_norms = model.head_dim * (heads + model.num_kv_heads) if model.wide_qk_norm else 0
+    return biases + wide_norms + heads * model.sinks, head_norms + model.hidden_size * model.linear_bias
 
 
 def indexer_parameters(model: HfConfig) -> int:
@@ -198,7 +178,7 @@ def adapted_outputs(model: HfConfig, parallel: ParallelSection, lora: LoraSectio
 
 
 # their inputs are sharded over tensor-parallel ranks; others' outputs are
-_ROW_PARALLEL = ("o_proj", "out_proj", "down_proj", "output_linear")
+_ROW_PARALLEL = ("o_proj", "out_proj", "down_proj", "w2", "output_linear")
 _WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")  # projections to latents, which every rank holds
 
 
@@ -211,10 +191,10 @@ def _projection_sizes(model: HfConfig, layer: int) -> dict[str, tuple[int, int]]
         "q_proj": (hidden, queries),
         **dict.fromkeys(("k_proj", "v_proj"), (hidden, keys)),
         "qkv_proj": (hidden, queries + 2 * keys),
-        "o_proj": (model.num_heads * model.value_dim, hidden),
-        **dict.fromkeys(("gate_proj", "up_proj"), (hidden, width)),
+        **dict.fromkeys(("o_proj", "out_proj"), (model.num_heads * model.value_dim, hidden)),
+        **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), (hidden, width)),
         "gate_up_proj": (hidden, 2 * width),
-        "down_proj": (width, hidden),
+        **dict.fromkeys(("down_proj", "w2"), (width, hidden)),
         "input_linear": (hidden, 2 * width),
         "output_linear": (width, hidden),
     }
@@ -257,65 +237,31 @@ def modules_of(model: HfConfig, layers: Iterable[int]) -> list[str]:
     return [name for layer in layers for names in model.modules(layer).values() for name in names]
 
 
-def stage_fp8(model: HfConfig, parallel: ParallelSection, bf16_layers: Sequence[int]) -> list[int]:
-    """Return the parameters of linears that multiply in FP8 on one rank of each pipeline stage, experts included."""
-    in_bf16 = {layer % model.num_layers for layer in bf16_layers}
-    sizes = []
-    for layers in layers_of_ranks(model, parallel):
-        dense = sum(_cut_linears(model, layer) // parallel.tp for layer in layers if layer not in in_bf16)
-        mixed = sum(model.has_experts(layer) for layer in layers if layer not in in_bf16)
-        of_layer = model.mlp_matrices * model.hidden_size
-        experts = of_layer * model.experts.intermediate_size * model.experts.count if model.experts else 0
-        sizes.append(dense + mixed * experts // parallel.ep // parallel.expert_tp)
-    return sizes
+@lru_cache(maxsize=64)
+def _linears(model: HfConfig) -> list[tuple[int, int]]:
+    """Return, per layer, the parameters of its projections outside experts: (sharded over tensor-parallel ranks, those
+    to latents, which are whole on every rank)."""
+    made = []
+    for layer in range(model.num_layers):
+        sizes = _projection_sizes(model, layer)
+        names = [module.rpartition(".")[2] for module in modules_of(model, [layer])]
+        whole = sum(prod(sizes[name]) for name in names if name in _WHOLE)
+        made.append((sum(prod(sizes[name]) for name in names) - whole, whole))
+    return made
 
 
-def _cut_linears(model: HfConfig, layer: int) -> int:
-    """Return the parameters of one layer's linears that are sharded over tensor-parallel ranks."""
-    width = model.in_block(layer).intermediate_size
-    if model.has_experts(layer):
-        width = model.mixture.shared_size
-    mlp = model.mlp_matrices * model.hidden_size * width * model.has_mlp(layer)
-    return mixing_parameters(model, layer)[0] + mlp
-
-
-def stage_linears(model: HfConfig, parallel: ParallelSection) -> list[int]:
-    """Return the parameters of the blocks' parallel linears on one rank per pipeline stage, experts included; not those
-    of latents, whose weights are whole on every rank."""
-    of_width = model.mlp_matrices * model.hidden_size
-    mixed, experts = 0, 0
-    if model.experts:
-        mixed = of_width * model.experts.shared_size
-        width = model.experts.intermediate_size // parallel.expert_tp
-        experts = of_width * width * model.experts.count // parallel.ep
+def stage_linears(model: HfConfig, parallel: ParallelSection, apart: Sequence[int] = ()) -> list[int]:
+    """Return the parameters of the blocks' parallel linears on one rank per pipeline stage, experts included, without
+    those of the layers `apart`; not those of latents, whose weights are whole on every rank."""
+    left_out = {layer % model.num_layers for layer in apart}
+    experts = model.mlp_matrices * model.hidden_size * model.experts.intermediate_size if model.experts else 0
+    experts = experts * model.mixture.count // parallel.ep // parallel.expert_tp if experts else 0
     stages = []
-    for layers in layers_of_ranks(model, parallel):
-        mixtures = sum(map(model.has_experts, layers))
-        attention = sum(_linears_of_mixing(model, layer) for layer in layers)
-        dense = [layer for layer in layers if model.has_mlp(layer) and not model.has_experts(layer)]
-        wide = sum(model.in_block(layer).intermediate_size for layer in dense)
-        outside = attention + mixtures * mixed + of_width * wide
-        stages.append(outside // parallel.tp + mixtures * experts)
+    for of_stage in layers_of_ranks(model, parallel):
+        layers = [layer for layer in of_stage if layer not in left_out]
+        dense = sum(_linears(model)[layer][0] // parallel.tp for layer in layers)
+        stages.append(dense + experts * sum(map(model.has_experts, layers)))
     return stages
-
-
-def _linears_of_mixing(model: HfConfig, layer: int) -> int:
-    """Return the parameters of the linears of a layer's attention and recurrent part, without those of latents."""
-    if model.mla:
-        return attention_parameters(model)[0]
-    recurrent = 0
-    if (recurrence := model.recurrence) is not None and model.mixes(layer):
-        recurrent = _recurrent_linears(model.hidden_size, recurrence)
-    if not model.has_attention(layer):
-        return recurrent
-    model = model.in_block(layer)
-    of_queries, of_keys = 3 if model.attention_gate else 2, _keys_and_values(model) * model.num_kv_heads
-    return recurrent + model.hidden_size * model.head_dim * (of_queries * model.num_heads + of_keys)
-
-
-def _recurrent_linears(hidden: int, recurrence: Recurrence) -> int:
-    """Return the parameters of the projections of a recurrent part."""
-    return hidden * (sum(recurrence.rows.values()) + recurrence.inner)
 
 
 @dataclass(frozen=True)
@@ -338,7 +284,7 @@ def stages_of(
     model: HfConfig, parallel: ParallelSection, lora: LoraSection, bf16_layers: Sequence[int] | None
 ) -> list[Stage]:
     """Return the pipeline stages of a layout. `bf16_layers` do not multiply in FP8; None: no layer does."""
-    in_fp8 = [0] * parallel.pp if bf16_layers is None else stage_fp8(model, parallel, bf16_layers)
+    in_fp8 = [0] * parallel.pp if bf16_layers is None else stage_linears(model, parallel, bf16_layers)
     layers, outside = layers_of_ranks(model, parallel), stage_parameters(model, parallel)
     experts, adapters = stage_experts(model, parallel), stage_adapters(model, parallel, lora)
     of_experts = stage_expert_adapters(model, parallel, lora)

@@ -19,13 +19,7 @@ from megagrpo.planner.costs.planned_memory import smallest_gpu, trainer_memory
 from megagrpo.planner.costs.workload import Lengths
 from megagrpo.planner.rules.plan_problems import expert_problems, fp8_problems, layout_problems
 from megagrpo.planner.times.gpu_splits import Split, splits_of
-from megagrpo.planner.times.step_times import (
-    StepTimes,
-    cache_limits,
-    generate_seconds,
-    server_gpus,
-    step_times,
-)
+from megagrpo.planner.times.step_times import StepTimes, cache_limits, generate_seconds, server_gpus, step_times
 
 USABLE = 0.95  # share of a GPU's memory to fill; the rest covers memory that the plan does not count
 USABLE_WITH_EXPERTS = 0.9  # the same with experts: some ranks get more tokens than others
@@ -51,7 +45,6 @@ class Candidate:
     world_size: int  # ranks of the trainer
     gib: float  # memory that a GPU needs
     times: StepTimes
-    stages: int  # pipeline stages, virtual ones included
     cost: float  # `_cost` of them
     bound: str  # longest part of the step, and "(memory)" where more memory would shorten it
 
@@ -163,7 +156,7 @@ class _Search:
             elif not cross_field_problems(made[i]) and not any(layout_problems(made[i], world_size)):
                 bound = self._bound(split.config, timed[i], limited)
                 overrides = _overrides(made[i], self.own)
-                return Candidate(made[i], overrides, world_size, gib, timed[i], stages, costs[i], bound)
+                return Candidate(made[i], overrides, world_size, gib, timed[i], costs[i], bound)
         return None
 
     def _bound(self, config: RunConfig, times: StepTimes, limited: bool) -> str:

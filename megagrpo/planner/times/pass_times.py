@@ -10,7 +10,7 @@ from math import ceil
 from megagrpo.config import RunConfig
 from megagrpo.families.hf_config import HfConfig
 from megagrpo.planner.costs.flops import sample_attention, token_flops
-from megagrpo.planner.costs.gpu_specs import HOST_GB_PER_S, Gpu, LayerMessages, Links, layer_messages
+from megagrpo.planner.costs.gpu_specs import HOST_GB_PER_S, Gpu, Links, Messages, layer_messages
 from megagrpo.planner.costs.hidden_messages import Direction, Overlap, sent_rows
 from megagrpo.planner.costs.planned_memory import activation_elements, expert_output_elements
 from megagrpo.planner.costs.workload import Bundle, Lengths, average_bundle
@@ -64,21 +64,21 @@ def pass_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, 
     waits = (model.experts is not None and p.ep * p.expert_tp > p.tp * p.cp) or "tp" in config.train.overlap
     tokens = min(budget, per_update) if waits else per_update / count
     cost = _Layers(config, model, gpu, tokens / p.cp, bundle)
-    forward, talk = cost.forward, cost.messages.total
+    forward, talk = cost.forward, sum(cost.messages)
     recomputed = {"none": 0.0, "selective": cost.attention, "full": max(forward, cost.starts) + talk}[recompute]
     # backward products per forward one: with adapters weights have no gradients
     trained = 1 if config.lora.enabled else 2
     backward = max(trained * cost.products + 2 * (cost.attention + cost.traffic), cost.starts) + talk + recomputed
     overlap = _overlap(config, model, cost, trained, slices * count)
-    hidden = overlap.hidden
+    hidden_ahead, hidden_back = overlap.hidden_by(config.train.overlap)
     backward += sum(max(0.0, cost.copies - seconds) for seconds in (max(forward, cost.starts), backward))
     handed = (p.pp > 1) * p.vpp * Links(gpu).seconds(tokens / p.cp * cost.token_bytes / p.tp, p.tp * p.cp * dp + 1)
     responses = bundle.response / bundle.tokens_per_response * tokens / p.cp
     head = responses * token_flops(model).head / (cost.peak * DENSE_EFFICIENCY * p.tp)
     passes = slices * count
     bubble = (p.pp - 1) / (p.vpp * count)
-    ahead = passes * ((max(forward, cost.starts) + talk - hidden.forward) / p.pp + head + handed) * (1 + bubble)
-    back = passes * ((backward - hidden.backward) / p.pp + trained * head + handed) * (1 + bubble)
+    ahead = passes * ((max(forward, cost.starts) + talk - hidden_ahead) / p.pp + head + handed) * (1 + bubble)
+    back = passes * ((backward - hidden_back) / p.pp + trained * head + handed) * (1 + bubble)
     gains = {name: passes * gain / p.pp * (1 + bubble) for name, gain in overlap.gains().items()}
     return PassSeconds(ahead, back, bubble / (1 + bubble), gains, ahead / passes)
 
@@ -122,14 +122,15 @@ class _Layers:
         kv = 2 * model.kv_heads_of_rank(p.tp) * (model.head_dim + model.value_dim) / 2 * element
         links = Links(gpu)
         sizes = links, p, self.token_bytes, tokens, kv
-        self.messages: LayerMessages = layer_messages(*sizes, 0).times(model.num_layers - mixed)
+        plain, sent = layer_messages(*sizes, 0), uneven * sent_rows(p, model) if mixed else 0
+        with_experts = layer_messages(*sizes, sent)
+        sums = [
+            (model.num_layers - mixed) * one + mixed * other for one, other in zip(plain, with_experts, strict=True)
+        ]
         if p.tp > model.num_kv_heads:  # Megatron gathers q, k and v
             gathered = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * element
-            around = model.num_layers * links.reduce_scatter(tokens * gathered, p.tp)
-            self.messages = self.messages.plus(LayerMessages(around, 0.0, 0.0))
-        if mixed:
-            sent = uneven * sent_rows(p, model)
-            self.messages = self.messages.plus(layer_messages(*sizes, sent).times(mixed))
+            sums[0] += model.num_layers * links.reduce_scatter(tokens * gathered, p.tp)
+        self.messages = Messages(*sums)
 
     @property
     def forward(self) -> float:

@@ -110,7 +110,7 @@ def step_times(
         "generate": generate,
         "logprobs": logprob_passes * forward,
         "train": train,
-        "sync": _sync_seconds(sync),
+        "sync": sync_seconds(sync),
         "control": sum(control.values()) - beside,
     }
     together = average_bundle(config, lengths).responses
@@ -260,12 +260,8 @@ def _decode_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, batch: float, 
     return max(reading, computing) + talking + DECODE_STEP_SECONDS + model.num_layers * LAYER_SECONDS
 
 
-def sync_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu) -> float:
-    """Return the seconds of a weight sync: of its busiest end, plus the copies of `train.offload`."""
-    return _sync_seconds(sync_parts(config, model, world_size, gpu))
-
-
-def _sync_seconds(parts: dict[str, float]) -> float:
+def sync_seconds(parts: dict[str, float]) -> float:
+    """Return the seconds of a weight sync from its `sync_parts`: of its busiest end, plus the copies."""
     return max(parts["senders"], parts["receivers"]) + parts["copies"]
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,6 @@ def _ticks(text: str, shortest: int) -> str:
     return "`" * max([shortest, *(len(run) + 1 for run in re.findall("`+", text))])
 
 
-RESOLVED_CONFIG, METRICS_FILE = "resolved.yaml", "metrics.jsonl"
-_STEP = re.compile(r"step_(\d{6,})")
-_EVALUATION = "eval/"
 Line = dict[str, float]
 
 
@@ -68,16 +66,16 @@ def read_run(checkpoint: Path) -> RunFacts | None:
     """Return the facts about RUN/checkpoints/step_N, or about the adapter in it. None when the run's folder is not
     there or its config cannot be read."""
     checkpoint = checkpoint.resolve()
-    folder = next((each for each in (checkpoint, checkpoint.parent) if _STEP.fullmatch(each.name)), None)
-    if folder is None or not (folder.parents[1] / RESOLVED_CONFIG).is_file():
+    folder = next((each for each in (checkpoint, checkpoint.parent) if re.fullmatch(r"step_\d{6,}", each.name)), None)
+    if folder is None:
         return None
     run, step = folder.parents[1], int(folder.name.removeprefix("step_"))
     try:
-        config = load_config(run / RESOLVED_CONFIG)
+        config = load_config(run / "resolved.yaml")
     except ConfigError:
         return None
-    lines = [line for line in _read_metrics(run / METRICS_FILE) if line["step"] <= step]
-    evaluations = [line for line in lines if any(name.startswith(_EVALUATION) for name in line)]
+    lines = [line for line in _read_metrics(run / "metrics.jsonl") if line["step"] <= step]
+    evaluations = [line for line in lines if any(name.startswith("eval/") for name in line)]
     return RunFacts(config, step, [line for line in lines if "reward" in line], evaluations)
 
 
@@ -85,20 +83,10 @@ def _read_metrics(file: Path) -> list[Line]:
     """Return the finite numbers of each line that has a step. Damaged lines are skipped."""
     lines = []
     for text in file.read_text(errors="replace").splitlines() if file.is_file() else []:
-        try:
-            values = json.loads(text)
-        except ValueError:
-            continue
-        if not isinstance(values, dict):
-            continue
-        numbers = {name: value for name, value in values.items() if _is_number(value)}
-        if "step" in numbers:
-            lines.append(numbers)
-    return lines
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        with contextlib.suppress(ValueError, AttributeError):
+            values = json.loads(text).items()
+            lines.append({name: value for name, value in values if type(value) in (int, float) and isfinite(value)})
+    return [line for line in lines if "step" in line]
 
 
 CARD_FILE = "README.md"
@@ -141,7 +129,8 @@ def model_card(
     sections = [f"# {code(config.run.name if config else name)}", _summary(facts, base, adapter)]
     if facts is not None:
         sections += [*_training(facts.config), *_rewards(facts), *_curve(facts.steps), *_evaluation(facts.evaluations)]
-    sections += ["## Versions", table(("package", "version when exported"), _versions())]
+    versions = [(package, code(version)) for package in CARD_PACKAGES if (version := installed_version(package))]
+    sections += ["## Versions", table(("package", "version when exported"), versions)]
     if config is not None:
         sections += ["## Reproduce", "Save the config as `run.yaml` and correct its paths."]
         sections += [block("megagrpo train run.yaml", "bash"), block(_config_text(config), "yaml")]
@@ -189,15 +178,15 @@ def _rewards(facts: RunFacts) -> list[str]:
         (code(name), code(_without_folder(f.function)), f"{f.weight:g}", _number(last.get(f"rewards/{name}/mean")))
         for name, f in zip(facts.config.rewards.names, functions, strict=True)
     ]
-    named = {row[0] for row in rows}
-    for key, mean in last.items():
-        if (match := re.fullmatch(r"rewards/(.*)/mean", key, re.DOTALL)) and code(match[1]) not in named:
-            rows.append((code(match[1]), "an environment or a scheduler", "1", _number(mean)))
+    means = {match[1]: mean for key, mean in last.items() if (match := re.fullmatch("(?s)rewards/(.*)/mean", key))}
+    others = [name for name in means if name not in facts.config.rewards.names]
+    rows += [(code(name), "an environment or a scheduler", "1", _number(means[name])) for name in others]
     return ["## Rewards", table(("reward", "function", "weight", "mean of the last step"), rows)] if rows else []
 
 
 def _curve(steps: list[Line]) -> list[str]:
-    shown = _spread(steps, CURVE_ROWS)
+    apart = max(1.0, (len(steps) - 1) / (CURVE_ROWS - 1))  # the first and the last step are shown
+    shown = [steps[round(i * apart)] for i in range(min(CURVE_ROWS, len(steps)))]
     columns = [(key, label) for key, label in CURVE.items() if any(key in line for line in shown)]
     rows = [[f"{line['step']:.0f}", *(_number(line.get(key)) for key, _ in columns)] for line in shown]
     return ["## Reward", table(["step", *(label for _, label in columns)], rows)] if rows else []
@@ -210,17 +199,6 @@ def _evaluation(evaluations: list[Line]) -> list[str]:
     rows = [[code(name.removeprefix("eval/")), *(_number(line.get(name)) for line in shown)] for name in names]
     header = ["held-out prompts", *(f"step {line['step']:.0f}" for line in shown)]
     return ["## Evaluation", table(header, rows)] if rows else []
-
-
-def _versions() -> list[tuple[str, str]]:
-    return [(package, code(version)) for package in CARD_PACKAGES if (version := installed_version(package))]
-
-
-def _spread(lines: Sequence[Line], count: int) -> list[Line]:
-    """Return at most `count` lines at even distances, the first and the last among them."""
-    if len(lines) <= count:
-        return list(lines)
-    return [lines[round(i * (len(lines) - 1) / (count - 1))] for i in range(count)]
 
 
 def _number(value: float | None) -> str:
@@ -259,16 +237,16 @@ def license_of(base: str | None) -> str | None:
 
 def _config_text(config: RunConfig) -> str:
     """Return the YAML of every key that differs from its default, without folders of this machine."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(inside) for key, inside in value.items()}
+        if isinstance(value, list):
+            return list(map(plain, value))
+        return _without_folder(value) if isinstance(value, str) else value
+
     values = config.model_dump(mode="json", exclude_defaults=True, exclude=LOCAL)
-    return yaml.safe_dump(_each_text(values), sort_keys=False, allow_unicode=True, width=120)
-
-
-def _each_text(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _each_text(inside) for key, inside in value.items()}
-    if isinstance(value, list):
-        return [_each_text(inside) for inside in value]
-    return _without_folder(value) if isinstance(value, str) else value
+    return yaml.safe_dump(plain(values), sort_keys=False, allow_unicode=True, width=120)
 
 
 def _without_folder(text: str) -> str:

@@ -9,9 +9,13 @@ from megagrpo.commands.api.plan_request import plan
 from megagrpo.config import ParallelSection, load_config
 from megagrpo.families.hf_config import load_hf_config, parse_hf_config
 from megagrpo.families.weight_sources import shape_folder
+from megagrpo.planner.costs.gpu_specs import GPUS
 from megagrpo.planner.costs.hidden_messages import Direction, Overlap, overlap_row, refused_by_model, sent_rows
 from megagrpo.planner.costs.planned_memory import in_flight
+from megagrpo.planner.costs.workload import expected_lengths
 from megagrpo.planner.rules.plan_problems import expert_problems
+from megagrpo.planner.times.pass_times import pass_seconds
+from megagrpo.planner.times.step_times import step_times
 from tests.family_examples import RELEASES
 from tests.unit.families.published_configs import published
 
@@ -25,8 +29,8 @@ def made(*overrides: str):
     return config, load_hf_config(shape_folder(config.model.path))
 
 
-def overlap_of(*overrides: str, **fields) -> Overlap:
-    return Overlap(*made(*overrides), FORWARD, BACKWARD, **dict(micro_batches=100, gather=1.0) | fields)
+def overlap_of(*overrides: str) -> Overlap:
+    return Overlap(*made(*overrides), FORWARD, BACKWARD, micro_batches=100)
 
 
 @pytest.mark.parametrize(
@@ -41,20 +45,25 @@ def overlap_of(*overrides: str, **fields) -> Overlap:
     ],
 )
 def test_the_smaller_of_two_times_is_hidden(overrides, forward, backward):
-    hidden = overlap_of(*overrides).hidden
-    assert (hidden.forward, hidden.backward) == pytest.approx((forward, backward)) and hidden.gather == 0
+    overlap = overlap_of(*overrides)
+    assert overlap.hidden_by(overlap.config.train.overlap) == pytest.approx((forward, backward))
 
 
 def test_messages_that_are_longer_than_the_computation_beside_them_are_hidden_in_part():
     slow = Direction(5, 3, 10, 20, 40)
-    found = Overlap(*made("train.overlap=[tp]"), slow, slow, 100).hidden
-    assert (found.forward, found.backward) == (5, 5)
+    assert Overlap(*made(), slow, slow, 100).hidden_by(["tp"]) == (5, 5)
 
 
 def test_weights_of_all_updates_but_the_last_are_gathered_beside_a_forward_pass():
-    several = ["train.overlap=[param_gather]", "algorithm.steps_per_generation=4"]
-    assert overlap_of(*several).hidden.gather == pytest.approx(0.1 * 3 / 4)  # a micro-batch computes for 0.1
-    assert overlap_of(*several, gather=0.04).hidden.gather == pytest.approx(0.04 * 3 / 4)
+    def times_of(*overrides):
+        config, model = made("algorithm.steps_per_generation=4", *overrides)
+        times = step_times(config, model, 16, GPUS["h100"], expected_lengths(config))
+        return times, pass_seconds(config, model, 16, GPUS["h100"], expected_lengths(config)).first
+
+    (on, first), (off, _) = times_of("train.overlap=[param_gather]"), times_of()
+    hidden = on.overlap["param_gather"]
+    assert 0 < hidden == off.overlap["param_gather"] <= 3 * first
+    assert off.seconds["train"] - on.seconds["train"] == pytest.approx(hidden)
 
 
 def test_gains_are_of_what_config_and_model_allow():

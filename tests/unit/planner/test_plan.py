@@ -884,6 +884,15 @@ def test_adapters_go_on_the_projections_that_a_model_has(folder):
     )
 
 
+def test_adapters_of_lfm2_are_on_linears_with_names_of_its_own():
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(**RELEASES["lfm2"])
+        layers = transformers.AutoModelForCausalLM.from_config(config).model.layers
+    sizes = [linear.in_features + linear.out_features for linear in layers.modules() if type(linear) is torch.nn.Linear]
+    model = parse_hf_config(RELEASES["lfm2"])
+    assert stage_adapters(model, ParallelSection(), LoraSection(rank=4)) == [4 * sum(sizes)]
+
+
 def test_adapters_of_experts_are_counted_on_each_rank(folder):
     (folder / "config.json").write_text(json.dumps(MIXED))
     model = parse_hf_config(MIXED)
