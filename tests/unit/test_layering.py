@@ -47,6 +47,8 @@ MAX_LINES = 420
 # Constants that several modules define: one per family of models, an oracle that imports nothing it checks, and scripts
 # that import nothing of the package.
 SEVERAL_HOMES = {"FAMILY", "STD_EPSILON", "PR_SET_PDEATHSIG", "TYPE_CHECKING"}
+MAX_FUNCTION_LINES, MAX_BRANCHES = 60, 25
+A_KERNEL = "head_statistics"  # compiled by Triton as one function
 INSIDE_VLLM = "sync/vllm_side"  # nothing imports it
 PREPARES = "megagrpo.platform.device"  # importing it prepares the device; megatron must be imported after it
 # parts whose `__init__` imports PREPARES first, or whose room's does
@@ -334,3 +336,50 @@ def test_unit_tests_are_in_the_folder_of_their_room():
 def test_files_stay_short_enough_to_read():
     lengths = {str(inside(path)): len(path.read_text().splitlines()) for path in FILES}
     assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def branches(function: ast.AST) -> int:
+    """The paths through a function: 1, and 1 for each branch, loop, handler, further operand and part of a
+    comprehension, those of functions inside it too."""
+    forks = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
+    count = 1
+    for node in ast.walk(function):
+        if isinstance(node, ast.BoolOp):
+            count += len(node.values) - 1
+        elif isinstance(node, ast.comprehension):
+            count += 1 + len(node.ifs)
+        else:
+            count += isinstance(node, forks)
+    return count
+
+
+def test_branches_counts_every_fork():
+    text = """
+def f(x):
+    if x and x.y or z:
+        for a in [b for b in x if b if b.c]:
+            pass
+    match x:
+        case 1:
+            return 1 if x else 2
+    while x:
+        try:
+            pass
+        except ValueError:
+            def g():
+                if x:
+                    pass
+"""
+    assert branches(ast.parse(text)) == 1 + 3 + 1 + 3 + 1 + 1 + 1 + 1 + 1
+
+
+def test_functions_stay_short_enough_to_read():
+    functions = [
+        (f"{inside(path)}:{node.name}", node.end_lineno - node.lineno + 1, branches(node))
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name != A_KERNEL
+    ]
+    assert len(functions) > 3000
+    assert {name: lines for name, lines, _ in functions if lines > MAX_FUNCTION_LINES} == {}
+    assert {name: count for name, _, count in functions if count > MAX_BRANCHES} == {}
