@@ -20,7 +20,7 @@ import httpx
 
 from megagrpo.engine.http.protocol import ServerDied, WeightUpdate
 from megagrpo.engine.http.server_calls import HEALTH_SECONDS, NoAnswer, Servers, ServerTimeout, answers
-from megagrpo.platform.process.cleanup.shm_names import SHARED_MEMORY
+from megagrpo.platform.process.cleanup.ownership import SHARED_MEMORY
 from megagrpo.types import WeightSyncError
 
 ADAPTER_PART = 1 << 25  # bytes of an adapter's file in one message to a server on another host

@@ -33,7 +33,7 @@ from megagrpo.engine.servers.followers import Followers, PartFault
 from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
 from megagrpo.engine.servers.supervisor import ENGINE_ENDED, SERVER_GRACE_SECONDS, give, supervise
 from megagrpo.loopback import LOOPBACK_ADDRESS
-from megagrpo.platform.process.cleanup.shm_names import remove_stale
+from megagrpo.platform.process.cleanup.ownership import remove_stale
 from megagrpo.platform.process.open_files import raise_open_files
 from megagrpo.platform.process.progress_hook import SILENT, Progress
 from megagrpo.platform.process.terminal import LineTimes
