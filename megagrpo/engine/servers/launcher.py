@@ -23,10 +23,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from itertools import dropwhile, groupby, takewhile
 from pathlib import Path
 
-import httpx
-
+from megagrpo.engine.http.connections import MovedServers, healthy
 from megagrpo.engine.http.protocol import EngineStartError
-from megagrpo.engine.http.server_calls import CERTIFICATES, MovedServers
 from megagrpo.engine.servers import early_start
 from megagrpo.engine.servers.command_line import server_command, server_environment
 from megagrpo.engine.servers.followers import Followers, PartFault
@@ -337,14 +335,6 @@ class Launcher:
         self.stop()
         reason = f": {cause}. Its log: {server.log}" if cause else f". The end of its log {server.log}:\n{tail}"
         raise EngineStartError(f"vLLM server {server.url} {what}{reason}")
-
-
-def healthy(url: str) -> bool:
-    """Whether the server at `url` passes its health check."""
-    try:
-        return httpx.get(f"{url}/health", timeout=5, trust_env=False, verify=CERTIFICATES).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 PORTS = range(15_000, 30_000)  # ports of servers when rollout.port is 0

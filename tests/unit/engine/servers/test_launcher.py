@@ -23,10 +23,11 @@ import megagrpo.engine.servers.launcher as launcher_module
 import megagrpo.engine.servers.supervisor as supervisor_module
 from megagrpo.cluster.launch.node import wait_until_healthy
 from megagrpo.config import RolloutSection, load_config
+from megagrpo.engine.http.connections import MovedServers, answers, healthy
 from megagrpo.engine.http.protocol import EngineStartError, derive_seed
-from megagrpo.engine.http.server_calls import MovedServers, NoAnswer, Servers, answers
+from megagrpo.engine.http.server_calls import NoAnswer, Servers
 from megagrpo.engine.servers import command_line
-from megagrpo.engine.servers.launcher import Launcher, Server, healthy
+from megagrpo.engine.servers.launcher import Launcher, Server
 from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.engine.servers.serving import _check_place, make_launcher
 from megagrpo.families.hf_config import parse_hf_config
@@ -542,9 +543,7 @@ def test_a_server_whose_port_was_taken_restarts_at_a_fresh_port_and_clients_foll
             )
             with taken.accept()[0]:  # by a process that never responds
                 line = launcher.restart(0)
-                with pytest.raises(
-                    NoAnswer, match=r"did not respond to /pause: ReadError.*was restarted on another port"
-                ):
+                with pytest.raises(NoAnswer, match=r"did not respond to /pause: .*was restarted on another port"):
                     sent.result(20)
             address = launcher.servers[0].address
             assert launcher.urls == [url] != [address]
