@@ -38,12 +38,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import httpx
 import torch
 from torch import Tensor, nn
 
 from megagrpo.config import ParallelSection
 from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.http.connections import Answer, Connections
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.families.hf_config import load_hf_config
@@ -111,19 +111,19 @@ def plain_copy(chunks: list[nn.Module], buffer: Tensor) -> float:
 def requests_timed() -> Iterator[Counter[str]]:
     """Seconds of every request to a server inside the block, by the last part of its path."""
     seconds: Counter[str] = Counter()
-    request = httpx.AsyncClient.request
+    request = Connections.request
 
-    async def timed(client: httpx.AsyncClient, method: str, url: str, **arguments) -> httpx.Response:
+    async def timed(connections: Connections, url: str, path: str, *arguments, **options) -> Answer:
         started = time.perf_counter()
-        answer = await request(client, method, url, **arguments)
-        seconds[urlsplit(str(url)).path.rpartition("/")[2]] += time.perf_counter() - started
+        answer = await request(connections, url, path, *arguments, **options)
+        seconds[urlsplit(path).path.rpartition("/")[2]] += time.perf_counter() - started
         return answer
 
-    httpx.AsyncClient.request = timed
+    Connections.request = timed
     try:
         yield seconds
     finally:
-        httpx.AsyncClient.request = request
+        Connections.request = request
 
 
 @torch.no_grad()

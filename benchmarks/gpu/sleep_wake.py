@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks.gpu.setting import LARGE, SMALL, TINY, Table, begin, parse, parser, run_config, shape, wait, write_shape
 from benchmarks.gpu.train_step import USABLE, Case, memory_here, planned_gib, samples_of, sizes_of
 from megagrpo.families.hf_config import parse_hf_config
-from megagrpo.planner.costs.engine_memory import engine_memory, reload_bytes
+from megagrpo.planner.costs.engine_memory import ServerMemory
 from megagrpo.planner.costs.planned_memory import moved_bytes, on_shared_gpu, trainer_memory
 
 TARGET = "target on one H200: trainer while vLLM generates <= 5 GiB"
@@ -44,8 +44,9 @@ def make_case(name: str, gib: float, folder: Path, overrides: Sequence[str]) -> 
 
 def describe(case: Case, gib: float) -> str:
     """Print the plan: the GPU's memory by phase, vLLM's share, and the bytes that move to the host."""
-    engine, share = engine_memory(case.config, case.model, gib), case.config.rollout.gpu_memory_utilization
-    reload = reload_bytes(case.config, case.model) / 2**30
+    server = ServerMemory.of(case.config, case.model)
+    engine, share = server.parts(gib), case.config.rollout.gpu_memory_utilization
+    reload = server.reload_bytes() / 2**30
     memory = on_shared_gpu(case.config, trainer_memory(case.config, case.model, dp=1), engine, reload)
     lines = [f"{case.name}: {case.model.num_layers} layers; vLLM's share {share:g} x {gib:g} = {share * gib:.1f} GiB"]
     for phase in ("generate", "train", "sync"):

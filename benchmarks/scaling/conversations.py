@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 
 from benchmarks.scaling.fake_samples import GROUP
@@ -23,7 +22,7 @@ from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.data.packing.turn_table import turn_facts_of
 from megagrpo.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.http.connections import Connections
+from megagrpo.engine.http.connections import Answer, ConnectionFailed, Connections
 from megagrpo.engine.load_balancing import Generation, Home, Tools, gather
 from megagrpo.engine.requests import Request
 from megagrpo.engine.server_slots import Slots
@@ -48,12 +47,12 @@ def written(prompt: Prompt, ids: np.ndarray) -> Rollout:
     return Rollout(prompt, ids, np.full(len(ids), -0.5, np.float32), "stop", 1, "word " * len(ids))
 
 
-class NoMetrics:
-    """A client of servers that cannot be asked for their waiting queues."""
+class NoMetrics(Connections):
+    """Connections to servers that cannot be asked for their waiting queues."""
 
-    async def get(self, url: str, timeout: float) -> Any:
+    async def request(self, url: str, path: str, *_: Any, **__: Any) -> Answer:
         """Raise an error."""
-        raise httpx.ConnectError(url)
+        raise ConnectionFailed(url)
 
 
 def route(conversations: int, servers: int, turns: int = 2) -> list[str]:
@@ -73,7 +72,7 @@ def route(conversations: int, servers: int, turns: int = 2) -> list[str]:
     async def work() -> None:
         engine = VllmEngine(urls, str)
         slots = Slots(max(1, conversations // servers // 2), 1)
-        tools: Any = Tools(NoMetrics(), Connections({}, 1.0), None, slots)
+        tools: Any = Tools(NoMetrics({}, 1.0), None, slots)
         session = Generation(engine, tools, respond, lambda: None)
         async with session.running():
             prompts = [Prompt(i, (1, 2, i + 3), "") for i in range(conversations // GROUP)]

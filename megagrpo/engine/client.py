@@ -12,12 +12,9 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 
-import httpx
-
 from megagrpo.data.packing.routed_experts import RouteShape
-from megagrpo.engine.http.connections import Answer, ConnectionFailed, Connections
+from megagrpo.engine.http.connections import HEALTH_SECONDS, Answer, ConnectionFailed, Connections, answers
 from megagrpo.engine.http.protocol import EngineError, EngineInterrupted, Generator, Group, derive_seed
-from megagrpo.engine.http.server_calls import HEALTH_SECONDS, answers, text_of_error
 from megagrpo.engine.image_uploads import ImageUploads
 from megagrpo.engine.load_balancing import READING_THREADS, Generation, Home, Tools, first_error, gather, stream
 from megagrpo.engine.requests import GroupRequest, Request, longest_first
@@ -161,13 +158,10 @@ class VllmEngine(Updates, Generator):
     async def session(self, on_begun: Callable[[], None] = lambda: None) -> AsyncIterator[Generation]:
         """Open a Generation, which takes the turns of conversations one by one. Raises the errors of `groups`, also
         inside the block."""
-        async with (
-            self._client() as client,
-            Connections(self._headers, self.request_timeout, self.moved) as connections,
-        ):
+        async with self._client() as connections:
             with ThreadPoolExecutor(READING_THREADS, "responses") as threads:
                 slots = Slots(self.max_num_seqs, self.clients)
-                tools = Tools(client, connections, threads, slots, self.copies, self.client)
+                tools = Tools(connections, threads, slots, self.copies, self.client)
                 generation = Generation(self, tools, self._complete, on_begun)
                 try:
                     async with generation.running():
@@ -203,7 +197,7 @@ class VllmEngine(Updates, Generator):
         """Abort the requests with these ids, on every server."""
         internal_ids = [f"generate-tokens-{request_id}" for request_id in requests]  # ids inside vLLM
 
-        async def verbs(client: httpx.AsyncClient, url: str) -> None:
+        async def verbs(client: Connections, url: str) -> None:
             # a failing server's error surfaces where its responses are awaited
             with contextlib.suppress(WeightSyncError):
                 body = {"request_ids": internal_ids}
@@ -257,10 +251,10 @@ class VllmEngine(Updates, Generator):
             return await self._ask(generation, url, request, first, limit)
         # a server that was restarted has the newest adapter only
         if answer.status >= 500 or (answer.status == 404 and self.adapters):
-            await self._failed(generation, url, request, text_of_error(*answer))
+            await self._failed(generation, url, request, answer.error())
             return None
         if answer.status != 200:
-            reason = text_of_error(*answer)
+            reason = answer.error()
             raise EngineError(f"{self.name(url)} rejected prompt {request.group.prompt.prompt_id}: {reason}")
         try:
             read = partial(self._reader.read, answer.content, request.max_tokens(first, limit))
@@ -309,7 +303,7 @@ class VllmEngine(Updates, Generator):
     def _reader(self) -> Reader:
         return Reader(self, self.decode, self.any_version, self.routes)
 
-    async def _was_paused(self, client: httpx.AsyncClient, url: str) -> bool:
+    async def _was_paused(self, client: Connections, url: str) -> bool:
         """Whether the server rejected a request only because of a weight update. In that case wait until the server is
         no longer paused."""
         paused = False

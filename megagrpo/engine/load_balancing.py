@@ -11,11 +11,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
-from megagrpo.engine.http.connections import ConnectionFailed, Connections
+from megagrpo.engine.http.connections import HEALTH_SECONDS, ConnectionFailed, Connections, answers
 from megagrpo.engine.http.protocol import EngineError, EngineStarved
-from megagrpo.engine.http.server_calls import HEALTH_SECONDS, answers
 from megagrpo.engine.requests import GroupRequest, OnTokens, Request
 from megagrpo.engine.server_slots import QUEUE_ROUTE, Slots, read_queue
 from megagrpo.engine.server_updates import LOOK_SECONDS, Updates
@@ -33,11 +30,9 @@ OVER_SHARE = 1.5  # times the conversations of a server with a free slot, above 
 
 @dataclass(eq=False)
 class Tools:
-    """What a generation works with: clients for health checks and for requests, a thread pool that reads bodies, the
-    slots of each server, the number of data-parallel copies in a server, and this client's number, by which clients
-    begin with different servers."""
+    """What a generation works with: connections, a thread pool that reads bodies, the slots of each server, the number
+    of data-parallel copies in a server, and this client's number, by which clients begin with different servers."""
 
-    client: httpx.AsyncClient
     connections: Connections
     threads: ThreadPoolExecutor
     slots: Slots
@@ -107,7 +102,7 @@ class Generation:
     async def running(self) -> AsyncIterator[None]:
         """Serve turns until the block ends. Raises, in groups of errors, EngineDeadError when no server is left, and
         EngineStarved if all left need weights."""
-        beside = [self._dispatch(), self._follow_queues(), self.tools.connections.follow_moves()]
+        beside = [self._dispatch(), self._follow_queues()]
         beside += [self._await_servers(), self._watch()] if self._fleet.patience else []
         async with asyncio.TaskGroup() as group:
             background = [group.create_task(coroutine) for coroutine in beside]
@@ -183,11 +178,11 @@ class Generation:
                 self._free(home)
             self._leave(home)  # any server may retry it
 
-    async def shared(self, check: Callable[[httpx.AsyncClient, str], Coroutine[None, None, bool]], url: str) -> bool:
+    async def shared(self, check: Callable[[Connections, str], Coroutine[None, None, bool]], url: str) -> bool:
         """Return the result of `check` on the server. Requests that ask at once share one check: thousands may fail
         together."""
         if (key := (check, url)) not in self._shared:
-            running = self._shared[key] = asyncio.ensure_future(check(self.tools.client, url))
+            running = self._shared[key] = asyncio.ensure_future(check(self.tools.connections, url))
             running.add_done_callback(lambda _: self._shared.pop(key))
         return await asyncio.shield(self._shared[key])
 
@@ -306,8 +301,10 @@ class Generation:
         """Adapt the number of requests of each server to its waiting queue, while requests wait here."""
 
         async def look(url: str) -> None:
-            with suppress(httpx.HTTPError):  # a failing server's error surfaces where its responses are awaited
-                answer = await self.tools.client.get(f"{url}{QUEUE_ROUTE}", timeout=HEALTH_SECONDS)
+            with suppress(
+                ConnectionFailed, TimeoutError
+            ):  # a failing server's error surfaces where its responses are awaited
+                answer = await self.tools.connections.request(url, QUEUE_ROUTE, method="GET", seconds=HEALTH_SECONDS)
                 if queue := read_queue(answer.text):
                     self._slots.observe(url, queue, self._busy[url])
 
@@ -325,10 +322,10 @@ class Generation:
         silent_since = time.monotonic()
         while True:
             for url in self._fleet.returning(self._urls):
-                await self._engine.report_if_ready(self.tools.client, url)
+                await self._engine.report_if_ready(self.tools.connections, url)
             if self._usable():
                 silent_since = time.monotonic()
-            elif not self._engine.refills and any([await answers(self.tools.client, url) for url in self._urls]):
+            elif not self._engine.refills and any([await answers(self.tools.connections, url) for url in self._urls]):
                 names = ", ".join(map(self._engine.name, self._urls))
                 raise EngineStarved(f"{names}: none has weight version {self._engine.weight_version}")
             elif time.monotonic() - silent_since >= self._fleet.patience:
@@ -340,7 +337,7 @@ class Generation:
         heard: dict[str, float] = {}  # server -> when it passed a health check last, or was not expected to
         while True:
             urls, began = self._usable(), time.monotonic()
-            healthy = await gather([answers(self.tools.client, url) for url in urls])
+            healthy = await gather([answers(self.tools.connections, url) for url in urls])
             # this process was starved of CPU, so silence proves nothing
             starved = time.monotonic() - began > HEALTH_SECONDS + 1
             usable = self._fleet.usable(urls)

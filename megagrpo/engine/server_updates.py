@@ -16,11 +16,10 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
-
+from megagrpo.engine.http.connections import HEALTH_SECONDS, Connections, answers
 from megagrpo.engine.http.protocol import ServerDied, WeightUpdate
-from megagrpo.engine.http.server_calls import HEALTH_SECONDS, NoAnswer, Servers, ServerTimeout, answers
-from megagrpo.platform.process.cleanup.shm_names import SHARED_MEMORY
+from megagrpo.engine.http.server_calls import NoAnswer, Servers, ServerTimeout
+from megagrpo.platform.process.cleanup.ownership import SHARED_MEMORY
 from megagrpo.types import WeightSyncError
 
 ADAPTER_PART = 1 << 25  # bytes of an adapter's file in one message to a server on another host
@@ -73,7 +72,7 @@ class Updates(Servers):
         EngineDeadError when no server is left.
         """
 
-        async def verbs(client: httpx.AsyncClient, url: str) -> list[tuple[str, int]]:
+        async def verbs(client: Connections, url: str) -> list[tuple[str, int]]:
             with _phase("publish"):
                 return [(url, await self._world_size(client, url))]
 
@@ -89,7 +88,7 @@ class Updates(Servers):
                 self.serving()  # raises EngineDeadError
             time.sleep(LOOK_SECONDS)
 
-    async def _world_size(self, client: httpx.AsyncClient, url: str) -> int:
+    async def _world_size(self, client: Connections, url: str) -> int:
         return int((await self._call(client, url, "/get_world_size", method="GET"))["world_size"])
 
     def sleep(self, keeps_weights: bool = False, last: bool = False) -> None:
@@ -101,7 +100,7 @@ class Updates(Servers):
         them.
         """
 
-        async def verbs(client: httpx.AsyncClient, url: str) -> None:
+        async def verbs(client: Connections, url: str) -> None:
             keeps = self.adapters or keeps_weights or self.towers == "frozen"
             await self._call(client, url, f"/sleep?level={1 if keeps else 2}")
 
@@ -117,7 +116,7 @@ class Updates(Servers):
         self.fleet.end_sleep()
 
     def _wake(self, what: str, only: Sequence[str] | None) -> None:
-        async def verbs(client: httpx.AsyncClient, url: str) -> None:
+        async def verbs(client: Connections, url: str) -> None:
             await self._call(client, url, f"/wake_up?tags={what}")
 
         if self.fleet.asleep and only is None:  # servers in `only` were just started, so they are awake
@@ -138,7 +137,7 @@ class Updates(Servers):
         responses is recomputed. A server without the weights stays paused. Raises the errors of `load_weights`."""
         version, running = update.index.version, "?reset_running_requests=true" if self.in_flight == "keep" else ""
 
-        async def verbs(client: httpx.AsyncClient, url: str) -> None:
+        async def verbs(client: Connections, url: str) -> None:
             with _phase("resume"):
                 # The trainer has verified the weights. vLLM has this route since 0.27. Adapters have their own names.
                 if not self.adapters:
@@ -157,7 +156,7 @@ class Updates(Servers):
         self._update(verbs, urls=self.fleet.holding(version), together=update.servers)
         self.fleet.synced(version)
 
-    async def _load_weights(self, client: httpx.AsyncClient, url: str, update: WeightUpdate) -> list[dict[str, Any]]:
+    async def _load_weights(self, client: Connections, url: str, update: WeightUpdate) -> list[dict[str, Any]]:
         version = update.index.version
         info = {"version": version, "receiver": update.receiver, "request": update.request(url)}
         self.fleet.loading(url)
@@ -196,9 +195,7 @@ class Updates(Servers):
         self.fleet.loaded(url, version)
         return [report | {"server": url} for report in reports]
 
-    async def _reports(
-        self, client: httpx.AsyncClient, url: str, known: list[dict[str, Any]] | None
-    ) -> list[dict[str, Any]]:
+    async def _reports(self, client: Connections, url: str, known: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         """Return the workers' reports: `known`, or those that the server gives. Raises WeightSyncError if any worker
         reports an error; workers report errors instead of raising them, see `_end_update`."""
         if known is None:
@@ -208,7 +205,7 @@ class Updates(Servers):
             raise WeightSyncError("; ".join(errors))
         return reports
 
-    async def _end_update(self, client: httpx.AsyncClient, url: str) -> None:
+    async def _end_update(self, client: Connections, url: str) -> None:
         """End an update that is still open on any worker.
 
         vLLM's own routes raise when no update is open. With several workers, a call that raises leaves responses behind
@@ -216,13 +213,13 @@ class Updates(Servers):
         """
         await self._rpc(client, url, "end_weight_update")
 
-    async def _rpc(self, client: httpx.AsyncClient, url: str, method: str, *args: Any) -> list[Any]:
+    async def _rpc(self, client: Connections, url: str, method: str, *args: Any) -> list[Any]:
         """Call a method of `WorkerVerbs` on every worker, and return the results, of the first data-parallel copy."""
         body = {"method": method, "args": args}
         results: list[Any] = (await self._call(client, url, "/collective_rpc", body))["results"]
         return results
 
-    async def _call(self, client: httpx.AsyncClient, url: str, path: str, body: Any = None, **options: Any) -> Any:
+    async def _call(self, client: Connections, url: str, path: str, body: Any = None, **options: Any) -> Any:
         return await self._request(client, url, path, body, self.sync_timeout, **options)
 
     # -- adapters
@@ -239,7 +236,7 @@ class Updates(Servers):
         the number of workers. Raises WeightSyncError when a server rejects it, or a worker's differs from `sums`
         (`WorkerVerbs.adapter_problem`). Servers that are not `here` get the files first."""
 
-        async def verbs(client: httpx.AsyncClient, url: str) -> list[int]:
+        async def verbs(client: Connections, url: str) -> list[int]:
             self.fleet.loading(url)
             with _phase("update"):
                 path = folder if here(url) else await self._send_adapter(client, url, folder, version)
@@ -258,7 +255,7 @@ class Updates(Servers):
             self.fleet.end_sleep()
         return sum(self._update(verbs, only=only))
 
-    async def _send_adapter(self, client: httpx.AsyncClient, url: str, folder: Path, version: int) -> Path:
+    async def _send_adapter(self, client: Connections, url: str, folder: Path, version: int) -> Path:
         """Send the files of `folder` to a server on another host, whose workers store them. Returns their folder."""
         unused = [f"adapter{self.oldest_adapter(version) - 2}"]  # the previous version serves until this one is loaded
         for path in sorted(folder.iterdir()):
@@ -280,7 +277,7 @@ class Updates(Servers):
         """Request the adapter of `version` from here on, and unload the one before `oldest_adapter`."""
         unused = self.oldest_adapter(version) - 1
 
-        async def verbs(client: httpx.AsyncClient, url: str) -> None:
+        async def verbs(client: Connections, url: str) -> None:
             await self._forget_adapter(client, url, unused)
 
         if unused > 0:
@@ -292,7 +289,7 @@ class Updates(Servers):
         responses are in flight: clients abort the last responses of that one after the push."""
         return version + 1 - self.adapters - (self.in_flight is not None)
 
-    async def _forget_adapter(self, client: httpx.AsyncClient, url: str, version: int) -> None:
+    async def _forget_adapter(self, client: Connections, url: str, version: int) -> None:
         try:
             await self._call(client, url, "/v1/unload_lora_adapter", {"lora_name": adapter_name(version)})
         except ServerTimeout:
@@ -321,7 +318,7 @@ class Updates(Servers):
         """
         failures: list[WeightSyncError] = []
 
-        async def attempt(client: httpx.AsyncClient, url: str) -> list[Any]:
+        async def attempt(client: Connections, url: str) -> list[Any]:
             try:
                 return await verbs(client, url, *args) or []
             except WeightSyncError as error:
@@ -355,13 +352,13 @@ class Updates(Servers):
             raise ServerDied("; ".join(map(str, failures)))
         return results
 
-    async def report_if_ready(self, client: httpx.AsyncClient, url: str) -> None:
+    async def report_if_ready(self, client: Connections, url: str) -> None:
         """Report to the fleet when the server is healthy and serves the current weights."""
         version = self.weight_version
         if await self._serves(client, url, version):
             self.fleet.ready(url, version)
 
-    async def _serves(self, client: httpx.AsyncClient, url: str, version: int) -> bool:
+    async def _serves(self, client: Connections, url: str, version: int) -> bool:
         """Whether the server is healthy and serves the weights of `version`."""
         if not await answers(client, url):
             return False
@@ -371,10 +368,11 @@ class Updates(Servers):
                 return not version or adapter_name(version) in (model["id"] for model in models["data"])
             if (await self._request(client, url, "/is_paused", seconds=HEALTH_SECONDS, method="GET"))["is_paused"]:
                 return False
-            answer = await client.get(f"{url}/weight_info", timeout=HEALTH_SECONDS)  # vLLM has this route since 0.27
-            return answer.status_code == 404 or answer.json()["weight_version"] == self.reported_name(version)
+            # vLLM has this route since 0.27
+            info = await self._request(client, url, "/weight_info", seconds=HEALTH_SECONDS, method="GET", optional=True)
+            return info is None or info["weight_version"] == self.reported_name(version)
         # another program may respond at this address
-        except (WeightSyncError, httpx.HTTPError, ValueError, LookupError, TypeError):
+        except (WeightSyncError, LookupError, TypeError):
             return False
 
     def reported_name(self, version: int) -> str:

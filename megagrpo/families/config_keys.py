@@ -146,18 +146,7 @@ def _wrapper_problems(family: Family, wrapper: Wrapper, raw: Raw) -> list[str]:
 
 def _wrong_types(family: Family, raw: Raw) -> list[str]:
     """Return values of the wrong type: sizes, numbers, lists, objects, a dtype that torch lacks, names of rotations."""
-    typed = {key for keys, _ in _TYPES.values() for key in keys}
-    sizes = {
-        key: raw[key]
-        for key in family.required
-        if key in raw and key not in typed and (key, raw[key]) != ("q_lora_rank", None)
-    }
-    sizes |= {key: raw[key] for key in _OPTIONAL_SIZES if raw.get(key) is not None and key not in family.ignored}
-    odd = [
-        f"{key} is {size!r} in config.json; it must be a positive whole number"
-        for key, size in sizes.items()
-        if type(size) is not int or size < 1
-    ]
+    odd = _odd_sizes(family, raw)
     for kind, (keys, what) in _TYPES.items():
         values = {
             key: raw[key] for key in keys if raw.get(key) is not None and key in (*COMMON, *family.keys, "layer_types")
@@ -174,6 +163,18 @@ def _wrong_types(family: Family, raw: Raw) -> list[str]:
         names = [kind for kind in _rope_types(raw) if not isinstance(kind, str)]
         odd += [f"rope_type is {name!r} in config.json; it must be a name" for name in names[:1]]
     return odd
+
+
+def _odd_sizes(family: Family, raw: Raw) -> list[str]:
+    typed = {key for keys, _ in _TYPES.values() for key in keys}
+    required = [key for key in family.required if key in raw and key not in typed]
+    sizes = {key: raw[key] for key in required if (key, raw[key]) != ("q_lora_rank", None)}
+    sizes |= {key: raw[key] for key in _OPTIONAL_SIZES if raw.get(key) is not None and key not in family.ignored}
+    return [
+        f"{key} is {size!r} in config.json; it must be a positive whole number"
+        for key, size in sizes.items()
+        if type(size) is not int or size < 1
+    ]
 
 
 def _rope_types(raw: Raw) -> list[Any]:

@@ -8,7 +8,7 @@ from math import ceil
 from megagrpo.config import LoraSection, ParallelSection, RolloutSection, RunConfig, weight_path
 from megagrpo.families.hf_config import HfConfig
 from megagrpo.families.shared.architecture import Experts
-from megagrpo.planner.costs.engine_memory import GIB, engine_memory, sequence_memory
+from megagrpo.planner.costs.engine_memory import GIB, ServerMemory
 from megagrpo.planner.costs.planned_memory import Memory
 from megagrpo.planner.costs.shapes import (
     modules_of,
@@ -109,8 +109,9 @@ def _rollout_text(r: RolloutSection, max_model_len: int) -> str:
 
 def _cache_text(config: RunConfig, model: HfConfig, gpu: float) -> str:
     """Return weights and KV cache per GPU of a server that the run starts, and the number of sequences that fit."""
-    memory, r = engine_memory(config, model, gpu), config.rollout
-    fit = int(memory["kv_cache"] / sequence_memory(config, model))
+    server, r = ServerMemory.of(config, model), config.rollout
+    memory = server.parts(gpu)
+    fit = int(memory["kv_cache"] / server.sequence())
     wanted = min(r.max_num_seqs, ceil(r.prompts_per_step * r.num_generations / r.servers))
     return (
         f"on each GPU {memory['vllm_weights']:.1f} GiB of weights and {memory['kv_cache']:.1f} GiB of KV cache, "

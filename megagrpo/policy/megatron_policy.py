@@ -70,26 +70,7 @@ class MegatronPolicy:
         self.dtype = device.resolve_precision(config.model.precision)
         self.shares_prompts = shares_prompts(config, hf_config)
         device.reuse_freed_memory()
-        self.chunks = build_model(
-            hf_config,
-            layout,
-            ModelOptions(
-                dtype=self.dtype,
-                recompute=config.model.recompute,
-                recompute_modules=config.model.recompute_modules,
-                fusions=config.model.fusions,
-                sequence_parallel=config.parallel.sequence_parallel,
-                own_linears=config.lora.enabled,
-                own_experts=config.lora.in_experts or config.model.base_storage != "none",
-                init_weights=config.model.base_storage == "none",
-                longest_sequence=config.longest_sequence,
-                overlap=config.train.overlap,
-                fp8=Fp8.of(config.model, hf_config.num_layers),
-                shares_prompts=self.shares_prompts,
-                images=config.data.images,
-                replays_routes=config.rollout.routing_replay != "off",
-            ),
-        )
+        self.chunks = build_model(hf_config, layout, self._model_options())
         self.inputs = inputs_of(self.chunks, hf_config, layout, config.data.images)
         prepare_overlap(config, self.chunks)
         if config.model.offload_activations:
@@ -128,6 +109,25 @@ class MegatronPolicy:
         # Whether loss gradients may be computed before the backward pass; on the device, whether one was wrong there.
         self._early = config.algorithm.gradient_is_local
         self._early_differs = torch.zeros(1, dtype=torch.bool, device=device.device())
+
+    def _model_options(self) -> ModelOptions:
+        config = self.config
+        return ModelOptions(
+            dtype=self.dtype,
+            recompute=config.model.recompute,
+            recompute_modules=config.model.recompute_modules,
+            fusions=config.model.fusions,
+            sequence_parallel=config.parallel.sequence_parallel,
+            own_linears=config.lora.enabled,
+            own_experts=config.lora.in_experts or config.model.base_storage != "none",
+            init_weights=config.model.base_storage == "none",
+            longest_sequence=config.longest_sequence,
+            overlap=config.train.overlap,
+            fp8=Fp8.of(config.model, self.hf_config.num_layers),
+            shares_prompts=self.shares_prompts,
+            images=config.data.images,
+            replays_routes=config.rollout.routing_replay != "off",
+        )
 
     def weights_changed(self) -> None:
         """Tell the policy that its weights, frozen ones included, were written from outside. The optimizer copies its

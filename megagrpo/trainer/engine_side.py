@@ -15,9 +15,10 @@ from megagrpo.config import ConfigError, RolloutSection, RunConfig, weight_path
 from megagrpo.data.packing.routed_experts import RouteShape
 from megagrpo.data.tokens.tokenizer import Tokenizer
 from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.http.connections import MovedServers
 from megagrpo.engine.http.probe import check_plugin
 from megagrpo.engine.http.protocol import EngineStartError
-from megagrpo.engine.http.server_calls import MovedServers, check_urls, named_urls
+from megagrpo.engine.http.server_calls import check_urls, named_urls
 from megagrpo.engine.server_slots import Slots
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.node_agent import NodeLaunchers

@@ -14,8 +14,8 @@ from megagrpo.config import ParallelSection
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import TorchAttention
 from megagrpo.policy.build import build_model
+from megagrpo.policy.layers.norm_modules import RMSNorm
 from megagrpo.policy.reference import Reference
-from megagrpo.policy.transformer.specs import RMSNorm
 from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.records.checkpoints.run_files import newest_checkpoint
 from megagrpo.train_types import TrainState

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.http.connections import healthy
 from megagrpo.engine.servers import remote as serve
 from megagrpo.engine.servers import restarts
-from megagrpo.engine.servers.launcher import healthy
 from megagrpo.types import SamplingParams
 from tests.e2e import world
 from tests.e2e.test_server_dies import assert_same_steps, processes_of_server

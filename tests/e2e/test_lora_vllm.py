@@ -16,7 +16,7 @@ from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http.probe import check_plugin
 from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.platform.process.cleanup.shm_names import SHARED_MEMORY, remove_stale
+from megagrpo.platform.process.cleanup.ownership import SHARED_MEMORY, remove_stale
 from megagrpo.policy.build import build_model
 from megagrpo.policy.lora.lora_layers import attach_adapters
 from megagrpo.policy.transformer.transformer_config import ModelOptions

@@ -15,7 +15,8 @@ import torch
 from ranks import run_ranks
 
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.servers.launcher import free_ports, healthy
+from megagrpo.engine.http.connections import healthy
+from megagrpo.engine.servers.launcher import free_ports
 from tests.e2e.test_push_to_vllm import push_from_megatron
 from tests.e2e.test_two_workers import LORA, as_the_merged_model, with_adapters
 from tests.e2e.tiny_servers import PROMPTS, Running, below, greedy, model_folder, naive_logprobs, weights

@@ -47,6 +47,9 @@ MAX_LINES = 420
 # Constants that several modules define: one per family of models, an oracle that imports nothing it checks, and scripts
 # that import nothing of the package.
 SEVERAL_HOMES = {"FAMILY", "STD_EPSILON", "PR_SET_PDEATHSIG", "TYPE_CHECKING"}
+MAX_FUNCTION_LINES, MAX_BRANCHES = 60, 25
+MAX_CONFIG_TAKERS = 220  # a goal is 150
+A_KERNEL = "head_statistics"  # compiled by Triton as one function
 INSIDE_VLLM = "sync/vllm_side"  # nothing imports it
 PREPARES = "megagrpo.platform.device"  # importing it prepares the device; megatron must be imported after it
 # parts whose `__init__` imports PREPARES first, or whose room's does
@@ -334,3 +337,86 @@ def test_unit_tests_are_in_the_folder_of_their_room():
 def test_files_stay_short_enough_to_read():
     lengths = {str(inside(path)): len(path.read_text().splitlines()) for path in FILES}
     assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def branches(function: ast.AST) -> int:
+    """The paths through a function: 1, and 1 for each branch, loop, handler, further operand and part of a
+    comprehension, those of functions inside it too."""
+    forks = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
+    count = 1
+    for node in ast.walk(function):
+        if isinstance(node, ast.BoolOp):
+            count += len(node.values) - 1
+        elif isinstance(node, ast.comprehension):
+            count += 1 + len(node.ifs)
+        else:
+            count += isinstance(node, forks)
+    return count
+
+
+def test_branches_counts_every_fork():
+    text = """
+def f(x):
+    if x and x.y or z:
+        for a in [b for b in x if b if b.c]:
+            pass
+    match x:
+        case 1:
+            return 1 if x else 2
+    while x:
+        try:
+            pass
+        except ValueError:
+            def g():
+                if x:
+                    pass
+"""
+    assert branches(ast.parse(text)) == 1 + 3 + 1 + 3 + 1 + 1 + 1 + 1 + 1
+
+
+def test_functions_stay_short_enough_to_read():
+    functions = [
+        (f"{inside(path)}:{node.name}", node.end_lineno - node.lineno + 1, branches(node))
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name != A_KERNEL
+    ]
+    assert len(functions) > 3000
+    assert {name: lines for name, lines, _ in functions if lines > MAX_FUNCTION_LINES} == {}
+    assert {name: count for name, _, count in functions if count > MAX_BRANCHES} == {}
+
+
+def names_in(annotation: ast.expr | None) -> set[str]:
+    return {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} if annotation else set()
+
+
+def config_takers(path: Path, sections: set[str]) -> list[str]:
+    """The functions of a file that have a parameter that is the config or one of its sections, and such fields of its
+    classes."""
+    takers = []
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            takers += [node.name] if any(names_in(each.annotation) & sections for each in parameters) else []
+        elif isinstance(node, ast.ClassDef):
+            fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+            takers += [
+                f"{node.name}.{ast.unparse(each.target)}" for each in fields if names_in(each.annotation) & sections
+            ]
+    return takers
+
+
+def test_what_a_rank_runs_takes_values_rather_than_the_config():
+    """In all files that `trainer/rank.py` imports, directly or not. A function that takes a value can be read, called and
+    tested without a config."""
+    files, pending = set[Path](), [ROOT / "megagrpo" / "trainer" / "rank.py"]
+    while pending:
+        if (path := pending.pop()) not in files:
+            files.add(path)
+            pending += targets(path)
+    config = {path for path in FILES if place(path)[0] == "config"}
+    classes = {node.name for path in config for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)}
+    sections = {name for name in classes if name == "RunConfig" or name.endswith("Section")}
+    takers = {str(inside(path)): config_takers(path, sections) for path in files - config}
+    assert len(files) > 300 and len(sections) > 10
+    assert 0 < sum(map(len, takers.values())) <= MAX_CONFIG_TAKERS, takers

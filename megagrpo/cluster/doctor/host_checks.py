@@ -15,7 +15,7 @@ from megagrpo.cluster.doctor.machine import Finding, Machine, judged
 from megagrpo.cluster.doctor.needs import Needs
 from megagrpo.planner.costs.engine_memory import GIB
 from megagrpo.platform.install.steps import NUMA
-from megagrpo.platform.process.cleanup.shm_names import SHARED_MEMORY
+from megagrpo.platform.process.cleanup.ownership import SHARED_MEMORY
 
 OPEN_FILES, PROCESSES = 4096, 4096
 LIMIT_FIX = (

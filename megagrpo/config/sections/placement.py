@@ -81,16 +81,7 @@ def placement_problems(config: RunConfig) -> Iterator[Problem]:
     if r.placed == "colocated" and r.servers % config.run.nodes:
         reason = f"{r.servers} servers cannot be spread over run.nodes {config.run.nodes} nodes evenly; use a multiple"
         yield Problem(("rollout.servers", "run.nodes", placement), reason)
-    if r.weight_sync_transport == "cuda_ipc" and r.placed != "colocated":
-        reason = f"cuda_ipc only reaches servers on the trainer's GPUs, but rollout.placement is {r.placed}"
-        yield Problem(("rollout.weight_sync_transport", placement, urls), f"{reason}; choose p2p or auto")
-    if r.weight_sync_relay and r.weight_sync_transport in ("shared_memory", "cuda_ipc"):
-        reason = f"true only applies to p2p, but the transport is {r.weight_sync_transport}"
-        yield Problem(("rollout.weight_sync_relay", "rollout.weight_sync_transport"), f"{reason}; leave it out")
-    if r.weight_sync_transport not in ("auto", "shared_memory") and not config.syncs_weights:
-        reason = f"{r.weight_sync_transport} sends weights, but lora.sync adapter sends adapters as files"
-        fix = "set the transport to auto, or lora.sync to merged"
-        yield Problem(("rollout.weight_sync_transport", "lora.sync", "lora.rank"), f"{reason}; {fix}")
+    yield from _transport_problems(config)
     if r.urls_file is not None and not r.urls:
         reason = "needs initial servers, but rollout.urls is empty"
         said = f"{reason}; list the initial servers there, or leave urls_file empty"
@@ -110,6 +101,20 @@ def placement_problems(config: RunConfig) -> Iterator[Problem]:
     if any("@" in url for url in r.urls):
         reason = "an address must not contain a password, which logs and resolved.yaml would show"
         yield Problem((urls,), f"{reason}; set rollout.token_file instead")
+
+
+def _transport_problems(config: RunConfig) -> Iterator[Problem]:
+    r, placement, urls = config.rollout, "rollout.placement", "rollout.urls"
+    if r.weight_sync_transport == "cuda_ipc" and r.placed != "colocated":
+        reason = f"cuda_ipc only reaches servers on the trainer's GPUs, but rollout.placement is {r.placed}"
+        yield Problem(("rollout.weight_sync_transport", placement, urls), f"{reason}; choose p2p or auto")
+    if r.weight_sync_relay and r.weight_sync_transport in ("shared_memory", "cuda_ipc"):
+        reason = f"true only applies to p2p, but the transport is {r.weight_sync_transport}"
+        yield Problem(("rollout.weight_sync_relay", "rollout.weight_sync_transport"), f"{reason}; leave it out")
+    if r.weight_sync_transport not in ("auto", "shared_memory") and not config.syncs_weights:
+        reason = f"{r.weight_sync_transport} sends weights, but lora.sync adapter sends adapters as files"
+        fix = "set the transport to auto, or lora.sync to merged"
+        yield Problem(("rollout.weight_sync_transport", "lora.sync", "lora.rank"), f"{reason}; {fix}")
 
 
 def server_nodes_problems(config: RunConfig) -> Iterator[Problem]:

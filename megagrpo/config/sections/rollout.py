@@ -219,6 +219,11 @@ class RolloutSection(Section):
         return self.placement if self.placement != "auto" else ("external" if self.urls else "colocated")
 
     @property
+    def server_gpus(self) -> int:
+        """The number of GPUs that generate."""
+        return (len(self.urls) or self.servers) * self.devices_per_server
+
+    @property
     def devices_per_server(self) -> int:
         """Devices of one vLLM server."""
         return self.tp * self.pp * self.dp

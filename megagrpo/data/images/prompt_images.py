@@ -117,8 +117,7 @@ class ImageReader:
 
         Raises ValueError with a phrase when images and parts do not match."""
         column = _of_columns(values)
-        every = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
-        parts = [part for part in every if part["type"] == "image"]
+        parts = [part for message in messages for part in _image_parts(message)]
         inline = [part["image"] for part in parts if "image" in part]
         if not parts and not column:
             return messages, []
@@ -126,16 +125,7 @@ class ImageReader:
             raise ValueError("has images both in messages and in a column; keep one of them")
         if parts and not inline and len(parts) != len(column):
             raise ValueError(f"has {len(parts)} parts of type image, and the row has {len(column)} image(s)")
-        messages = [dict(message) for message in messages]
-        tags = 0 if parts else sum(message["content"].count(_TAG) for message in messages)
-        if column and tags == len(column):  # as verl and ms-swift
-            for message in messages:
-                message["content"] = _at_tags(message["content"])
-        elif not parts:  # as TRL: before the text of the first message of the user
-            first = next((message for message in messages if message["role"] == "user"), None)
-            if first is None:
-                raise ValueError("has images, but no message of the user")
-            first["content"] = [*({"type": "image"} for _ in column), *_as_parts(first["content"])]
+        messages = [dict(message) for message in messages] if parts else _with_parts(messages, len(column))
         for message in messages:
             message["content"] = [
                 {"type": "image"} if part["type"] == "image" else part for part in _as_parts(message["content"])
@@ -250,6 +240,24 @@ def _of_columns(values: Mapping[str, Any]) -> list[Any]:
     if several is not None and not isinstance(several, list | tuple):
         raise ValueError(f"column images must be a list (got {type(several).__name__}); use image for a single one")
     return list(several or []) if one is None else [one]
+
+
+def _image_parts(message: Message) -> list[dict[str, Any]]:
+    content = message["content"]
+    return [part for part in content if part["type"] == "image"] if isinstance(content, list) else []
+
+
+def _with_parts(messages: Sequence[Message], count: int) -> list[Message]:
+    """Return messages without parts of images with `count` of them: at the tags of the texts if there are as many, else
+    before the text of the user's first message. Raises ValueError with a phrase without a message of the user."""
+    messages = [dict(message) for message in messages]
+    if sum(message["content"].count(_TAG) for message in messages) == count:  # as verl and ms-swift
+        return [message | {"content": _at_tags(message["content"])} for message in messages]
+    first = next((message for message in messages if message["role"] == "user"), None)  # as TRL
+    if first is None:
+        raise ValueError("has images, but no message of the user")
+    first["content"] = [*({"type": "image"} for _ in range(count)), *_as_parts(first["content"])]
+    return messages
 
 
 def _as_parts(content: Any) -> list[dict[str, Any]]:

@@ -112,8 +112,8 @@ def facts_of(scored: Sequence[ScoredRollout], columns: Columns, votes: np.ndarra
     rows, rollouts = np.zeros(len(scored), columns.dtype), [s.rollout for s in scored]
     rows["reward"] = [s.reward for s in scored]
     if scored:
-        rows["rewards"] = [[_number(s.rewards.get(name)) for name in columns.rewards] for s in scored]
-        rows["logged"] = [[_number(s.logged.get(name)) for name in columns.logged] for s in scored]
+        rows["rewards"] = _numbers([s.rewards for s in scored], columns.rewards)
+        rows["logged"] = _numbers([s.logged for s in scored], columns.logged)
     rows["version"] = [r.weight_version for r in rollouts]
     rows["length"] = [len(r.prompt.token_ids) + len(r.response_ids) for r in rollouts]
     rows["flags"] = [_flags(r) for r in rollouts]
@@ -121,14 +121,7 @@ def facts_of(scored: Sequence[ScoredRollout], columns: Columns, votes: np.ndarra
     rows["prompt_length"] = [len(r.prompt.token_ids) + begin for r, begin in zip(rollouts, begins, strict=True)]
     rows["prompt_key"] = prompt_keys(rollouts, begins)
     if columns.dialogues:
-        rows["response"], rows["written"] = [len(r.response_ids) for r in rollouts], [r.length for r in rollouts]
-        rows["turns"] = [0 if r.dialogue is None else len(r.dialogue.turns) for r in rollouts]
-        for name in OF_DIALOGUE:
-            rows[name] = [0 if r.dialogue is None else getattr(r.dialogue, name) for r in rollouts]
-        rows["ended"] = [0 if r.dialogue is None else ENDINGS.index(r.dialogue.ended) for r in rollouts]
-        rows["cause"] = [0 if r.dialogue is None else CAUSES.index(r.dialogue.cause) for r in rollouts]
-        seconds = [(0.0,) * 5 if r.dialogue is None else r.dialogue.seconds for r in rollouts]
-        rows["seconds"] = np.array(seconds).reshape(-1, 5)
+        _fill_dialogues(rows, rollouts)
     if columns.later_versions:
         rows["later"] = [(r.token_versions - r.weight_version).sum() if r.later_versions else 0 for r in rollouts]
     if votes is not None:
@@ -141,6 +134,19 @@ def facts_of(scored: Sequence[ScoredRollout], columns: Columns, votes: np.ndarra
         rows["outcome"] = [s.outcome for s in scored]
         rows["lowest"], rows["highest"] = np.array([_bounds(s) for s in scored]).reshape(-1, 2).T
     return rows
+
+
+def _fill_dialogues(rows: np.ndarray, rollouts: Sequence[Rollout]) -> None:
+    """Fill the columns [n] of conversations. They stay 0 for responses without turns."""
+    rows["response"], rows["written"] = [len(r.response_ids) for r in rollouts], [r.length for r in rollouts]
+    dialogues = {index: r.dialogue for index, r in enumerate(rollouts) if r.dialogue is not None}
+    if indices := [*dialogues]:
+        rows["turns"][indices] = [len(dialogue.turns) for dialogue in dialogues.values()]
+        for name in OF_DIALOGUE:
+            rows[name][indices] = [getattr(dialogue, name) for dialogue in dialogues.values()]
+        rows["ended"][indices] = [ENDINGS.index(dialogue.ended) for dialogue in dialogues.values()]
+        rows["cause"][indices] = [CAUSES.index(dialogue.cause) for dialogue in dialogues.values()]
+        rows["seconds"][indices] = [dialogue.seconds for dialogue in dialogues.values()]
 
 
 def _bounds(scored: ScoredRollout) -> tuple[float, float]:
@@ -169,8 +175,9 @@ def _flags(rollout: Rollout) -> int:
     )
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
+def _numbers(values: Sequence[Mapping[str, float | None]], names: Sequence[str]) -> list[list[float]]:
+    """Return the values with these names, NaN where there is none."""
+    return [[math.nan if (value := by_name.get(name)) is None else value for name in names] for by_name in values]
 
 
 def _first_written(rollout: Rollout) -> int:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
-import httpx
-
 from megagrpo.engine.http.access import headers
-from megagrpo.engine.http.server_calls import CERTIFICATES, error_text
+from megagrpo.engine.http.connections import Answer, ConnectionFailed, ask
 
 BACKEND_FLAG = """--weight-transfer-config '{"backend": "megagrpo"}'"""
 VERBS_FLAG = "--worker-extension-cls megagrpo.sync.vllm_side.worker_verbs.WorkerVerbs"
@@ -24,13 +23,13 @@ def check_plugin(urls: Sequence[str], token: str | None = None, quantization: st
     """
     for url in urls:
         answer = _post(url, "init_weight_transfer_engine", {"init_info": {}}, token)
-        if answer.status_code != 200:
+        if answer.status != 200:
             routes = f"has no weight update routes (vLLM 0.25 or later has them); start it with {NEEDED_FLAGS}"
-            problems = {401: f"rejected this run's token: {error_text(answer)}", 404: routes}
+            problems = {401: f"rejected this run's token: {answer.error()}", 404: routes}
             plugin = f"cannot receive weights; start it with {NEEDED_FLAGS}. Response: {_start_of(answer)}"
-            raise ValueError(f"rollout.urls: {url} {problems.get(answer.status_code, plugin)}")
+            raise ValueError(f"rollout.urls: {url} {problems.get(answer.status, plugin)}")
         answer = _post(url, "collective_rpc", {"method": "quantization"}, token)
-        if answer.status_code != 200:
+        if answer.status != 200:
             raise ValueError(f"rollout.urls: {url} lacks {VERBS_FLAG} of this version. Response: {_start_of(answer)}")
         if (its := _first_result(url, answer)) != quantization:
             raise ValueError(
@@ -39,24 +38,23 @@ def check_plugin(urls: Sequence[str], token: str | None = None, quantization: st
             )
 
 
-def _start_of(answer: httpx.Response, length: int = 300) -> str:
+def _start_of(answer: Answer, length: int = 300) -> str:
     """Return the first characters of a response on one line."""
     return " ".join(answer.text.split())[:length]
 
 
-def _post(url: str, route: str, body: dict[str, object], token: str | None) -> httpx.Response:
+def _post(url: str, route: str, body: dict[str, object], token: str | None) -> Answer:
     """Send a POST request and return the response. Raises ValueError when the server does not respond."""
     try:
-        with httpx.Client(headers=headers(token), timeout=60, trust_env=False, verify=CERTIFICATES) as client:
-            return client.post(f"{url.rstrip('/')}/{route}", json=body)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return ask(url.rstrip("/"), f"/{route}", body, headers=headers(token), seconds=60)
+    except (ConnectionFailed, TimeoutError) as error:
         raise ValueError(f"rollout.urls: {url} does not respond: {error!r}; start it, or name another") from error
 
 
-def _first_result(url: str, answer: httpx.Response) -> object:
+def _first_result(url: str, answer: Answer) -> object:
     """Return the first worker's result in a response. Raises ValueError if it is not vLLM's, such as a web page."""
     try:
-        return answer.json()["results"][0]
+        return json.loads(answer.content)["results"][0]
     except (ValueError, LookupError, TypeError):
         raise ValueError(
             f"rollout.urls: {url} is not a vLLM server (response: {_start_of(answer, 100)!r}); name the address of a "

@@ -41,14 +41,35 @@ def server_command(
     `ports` belong to the first node.
     """
     headless = node is not None and node.index > 0
-    overrides = dict(o.family_flags.get("--hf-overrides", {}))
-    if o.packed:
-        dense = {QUANTIZATION: None}
-        overrides |= {TEXT_CONFIG: overrides.get(TEXT_CONFIG, {}) | dense} if o.packed_text else dense
     flags: dict[str, object] = {
         flag: value if isinstance(value, str) else json.dumps(value) for flag, value in o.family_flags.items()
     }
-    flags |= {  # True: a flag without a value; None and False: left out
+    flags |= _model_flags(o) | _image_flags(o) | _adapter_flags(o) | _device_flags(o, gpu)
+    flags["--headless"] = headless
+    if not headless:
+        flags |= {"--host": host, "--port": port, "--uvicorn-log-level": "warning"}
+        flags["--middleware"] = GUARD if guarded else None
+    if node is not None and ports is not None:
+        flags |= {"--nnodes": o.nodes, "--node-rank": node.index, "--master-addr": node.first}
+        flags |= {"--master-port": ports.rendezvous, "--data-parallel-rpc-port": ports.handshake if o.dp > 1 else None}
+    module = "megagrpo.sync.vllm_side.headless" if headless else "vllm.entrypoints.openai.api_server"
+    program = ["-m", module] if gpu else [str(PLUGIN / "vllm_main.py")]
+    return [sys.executable, *program, *_words(flags), *o.extra_args]
+
+
+def _words(flags: dict[str, object]) -> list[str]:
+    """Return flags as words. True: a flag without a value; None and False: left out."""
+    words: list[str] = []
+    for flag, value in flags.items():
+        if value is not None and value is not False:
+            values = value if isinstance(value, tuple) else (value,)
+            words += [flag] if value is True else [flag, *map(str, values)]
+    return words
+
+
+def _model_flags(o: ServerOptions) -> dict[str, object]:
+    """Return the flags of the model, its layout, its tokens and its responses."""
+    return {
         "--model": o.model,
         "--served-model-name": "policy",
         "--dtype": o.dtype,
@@ -61,7 +82,7 @@ def server_command(
         "--enable-return-routed-experts": o.returns_routes,
         "--quantization": o.quantization,
         "--load-format": "megagrpo" if o.packed else None,
-        "--hf-overrides": json.dumps(overrides) if overrides else None,
+        "--hf-overrides": _config_overrides(o),
         # log-probs of the distribution that is sampled from, temperature included
         "--logprobs-mode": "processed_logprobs",
         "--worker-extension-cls": "megagrpo.sync.vllm_side.worker_verbs.WorkerVerbs",
@@ -71,50 +92,66 @@ def server_command(
         "--skip-tokenizer-init": not o.loads_tokenizer,
         # the one that the trainer knows: vLLM's default chooses another one for some JSON schemas
         "--structured-outputs-config": json.dumps({"backend": "xgrammar"}) if o.constrains else None,
-        "--language-model-only": o.text_only,
-        # pixels arrive as the trainer's processor made them; otherwise vLLM would normalise them again
-        "--no-mm-device-do-normalize": o.images,
-        # pixels by hash, in host memory, which requests name; data-parallel copies would not find each other's
-        "--mm-processor-cache-gb": (IMAGE_CACHE_GB if o.dp == 1 else 0) if o.images else None,
-        "--limit-mm-per-prompt": json.dumps({"image": 999, "video": 0}) if o.images else None,
-        "--enable-sleep-mode": o.sleep_mode,
-        "--enforce-eager": o.enforce_eager or not gpu,  # compiling on a CPU takes longer than it saves
         "--enable-scale-out": True,
         "--no-enable-log-requests": True,
-        "--headless": headless,
     }
-    if not headless:
-        flags |= {"--host": host, "--port": port, "--uvicorn-log-level": "warning"}
-        flags["--middleware"] = GUARD if guarded else None
-    if node is not None and ports is not None:
-        flags |= {"--nnodes": o.nodes, "--node-rank": node.index, "--master-addr": node.first}
-        flags |= {"--master-port": ports.rendezvous, "--data-parallel-rpc-port": ports.handshake if o.dp > 1 else None}
+
+
+def _config_overrides(o: ServerOptions) -> str | None:
+    """Return the values that replace those of config.json, if any: a family's, and for packed weights that vLLM loads
+    them as dense ones."""
+    overrides = dict(o.family_flags.get("--hf-overrides", {}))
+    if o.packed:
+        dense = {QUANTIZATION: None}
+        overrides |= {TEXT_CONFIG: overrides.get(TEXT_CONFIG, {}) | dense} if o.packed_text else dense
+    return json.dumps(overrides) if overrides else None
+
+
+def _image_flags(o: ServerOptions) -> dict[str, object]:
+    """Return the flags of images in prompts, or of a multimodal model without them."""
+    if not o.images:
+        return {"--language-model-only": o.text_only}
+    return {
+        "--language-model-only": o.text_only,
+        # pixels arrive as the trainer's processor made them; otherwise vLLM would normalise them again
+        "--no-mm-device-do-normalize": True,
+        # pixels by hash, in host memory, which requests name; data-parallel copies would not find each other's
+        "--mm-processor-cache-gb": IMAGE_CACHE_GB if o.dp == 1 else 0,
+        "--limit-mm-per-prompt": json.dumps({"image": 999, "video": 0}),
+    }
+
+
+def _adapter_flags(o: ServerOptions) -> dict[str, object]:
+    """Return the flags of LoRA, and of updates of the model's own weights."""
+    flags: dict[str, object] = {}
     if o.lora_rank:
         slots = next(rank for rank in LORA_RANKS if rank >= o.lora_rank)
         # with several adapters, one more than responses use: the next one is loaded while they run
-        held = o.adapters + (o.adapters > 1)
-        flags |= {"--enable-lora": True, "--max-loras": o.adapters, "--max-cpu-loras": held, "--max-lora-rank": slots}
+        loaded = o.adapters + (o.adapters > 1)
+        flags |= {"--enable-lora": True, "--max-loras": o.adapters, "--max-cpu-loras": loaded, "--max-lora-rank": slots}
         # vLLM would also prepare experts for adapters, for which it has no kernel on a CPU
         flags["--lora-target-modules"] = o.lora_modules or None
     if not o.lora_rank or o.takes_base:
         flags["--weight-transfer-config"] = json.dumps({"backend": "megagrpo"})
+    return flags
+
+
+def _device_flags(o: ServerOptions, gpu: bool) -> dict[str, object]:
+    """Return the flags of sleep, of compilation and of batches on a GPU or a CPU."""
+    flags: dict[str, object] = {"--enable-sleep-mode": o.sleep_mode}
     if gpu:
-        flags |= {"--gpu-memory-utilization": o.gpu_memory_utilization, **dict.fromkeys(SLEEP_FLAGS, o.sleep_mode)}
-    else:
+        flags |= {"--enforce-eager": o.enforce_eager, "--gpu-memory-utilization": o.gpu_memory_utilization}
+        return flags | dict.fromkeys(SLEEP_FLAGS, o.sleep_mode)
+    return flags | {
+        "--enforce-eager": True,  # compiling on a CPU takes longer than it saves
         # responses to one prompt share only full blocks; vLLM's default of 128 exceeds most short prompts
-        flags |= {"--block-size": 32, "--max-num-batched-tokens": max(o.max_model_len, MAX_BATCHED_TOKENS)}
+        "--block-size": 32,
+        "--max-num-batched-tokens": max(o.max_model_len, MAX_BATCHED_TOKENS),
         # A prompt that is split over two batches rewinds its seeded generator. torch cannot do that on a CPU, so the
         # engine would die.
-        flags["--no-enable-chunked-prefill"] = True
-        flags["--no-enable-prefix-caching"] = o.recurrent  # vLLM caches states only of prompts that it may split
-    used = {flag: value for flag, value in flags.items() if value is not None and value is not False}
-    words: list[str] = []
-    for flag, value in used.items():
-        values = value if isinstance(value, tuple) else (value,)
-        words += [flag] if value is True else [flag, *map(str, values)]
-    module = "megagrpo.sync.vllm_side.headless" if headless else "vllm.entrypoints.openai.api_server"
-    program = ["-m", module] if gpu else [str(PLUGIN / "vllm_main.py")]
-    return [sys.executable, *program, *words, *o.extra_args]
+        "--no-enable-chunked-prefill": True,
+        "--no-enable-prefix-caching": o.recurrent,  # vLLM caches states only of prompts that it may split
+    }
 
 
 def server_environment(

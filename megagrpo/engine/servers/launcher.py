@@ -23,17 +23,15 @@ from dataclasses import KW_ONLY, dataclass, field
 from itertools import dropwhile, groupby, takewhile
 from pathlib import Path
 
-import httpx
-
+from megagrpo.engine.http.connections import MovedServers, healthy
 from megagrpo.engine.http.protocol import EngineStartError
-from megagrpo.engine.http.server_calls import CERTIFICATES, MovedServers
 from megagrpo.engine.servers import early_start
 from megagrpo.engine.servers.command_line import server_command, server_environment
 from megagrpo.engine.servers.followers import Followers, PartFault
 from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
 from megagrpo.engine.servers.supervisor import ENGINE_ENDED, SERVER_GRACE_SECONDS, give, supervise
 from megagrpo.loopback import LOOPBACK_ADDRESS
-from megagrpo.platform.process.cleanup.shm_names import remove_stale
+from megagrpo.platform.process.cleanup.ownership import remove_stale
 from megagrpo.platform.process.open_files import raise_open_files
 from megagrpo.platform.process.progress_hook import SILENT, Progress
 from megagrpo.platform.process.terminal import LineTimes
@@ -337,14 +335,6 @@ class Launcher:
         self.stop()
         reason = f": {cause}. Its log: {server.log}" if cause else f". The end of its log {server.log}:\n{tail}"
         raise EngineStartError(f"vLLM server {server.url} {what}{reason}")
-
-
-def healthy(url: str) -> bool:
-    """Whether the server at `url` passes its health check."""
-    try:
-        return httpx.get(f"{url}/health", timeout=5, trust_env=False, verify=CERTIFICATES).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 PORTS = range(15_000, 30_000)  # ports of servers when rollout.port is 0

@@ -10,13 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Self
 
-import httpx
-
 from megagrpo.engine.http.access import headers
+from megagrpo.engine.http.connections import HEALTH_SECONDS, Connections, answers, healthy
 from megagrpo.engine.http.fleet import State
-from megagrpo.engine.http.server_calls import CERTIFICATES, HEALTH_SECONDS, Silence, answers
+from megagrpo.engine.http.server_calls import Silence
 from megagrpo.engine.server_updates import Updates
-from megagrpo.engine.servers.launcher import healthy
 from megagrpo.engine.servers.node_agent import AnyLauncher, AnyServer
 from megagrpo.types import WeightSyncError
 
@@ -68,9 +66,7 @@ class HangDetector:
 
     async def _ask(self, urls: list[str]) -> list[tuple[bool, bool]]:
         """Check each server and its engine: a pair of booleans per URL."""
-        async with httpx.AsyncClient(
-            trust_env=False, verify=CERTIFICATES, headers=headers(self._launcher.token)
-        ) as client:
+        async with Connections(headers(self._launcher.token), HEALTH_SECONDS) as client:
             # vLLM asks its engine whether it is paused
             both = [asyncio.gather(answers(client, url), answers(client, url, "/is_paused")) for url in urls]
             return await asyncio.gather(*both)

@@ -21,16 +21,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_CHILD_SUBREAPER = 36
 VLLM_FILES = re.compile(r"/dev/shm/(?:psm_|vllm_|VLLM_|nccl-|sem\.mp-)[^/]+")  # files of vLLM, NCCL and multiprocessing
 # of the temporary folder: vLLM makes sockets in it, with names of 36 characters
 MAX_PATH_LENGTH = 107 - len("/vllm-12345678/") - 36
 SERVER_GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
-ENGINE = b"::EngineCore"  # part of the title of vLLM's engine process
+ENGINE = "::EngineCore"  # part of the title of vLLM's engine process
 ENGINE_ENDED = 70  # exit code for a server that was killed because its engine had ended
 # without an engine process, after which a server that had one is killed; a healthy API server exits sooner
 ENGINE_SECONDS = 15.0
@@ -41,9 +41,9 @@ def main() -> int:
     killed it without an engine, 0 when this process ended it on a signal or because the trainer is gone."""
     # this file is run by its path, so the package is not importable
     sys.path.append(str(Path(__file__).resolve().parents[3]))
-    from megagrpo.platform.process.cleanup.ownership import TEMPORARY, remove_if_left
+    from megagrpo.platform.process.cleanup.ownership import TEMPORARY, remove_if_left, remove_stale
+    from megagrpo.platform.process.cleanup.parent_death import end_with_parent
     from megagrpo.platform.process.cleanup.removal import remove_own_file, remove_tree
-    from megagrpo.platform.process.cleanup.shm_names import remove_stale
     from megagrpo.platform.process.variables import ENVIRONMENT
 
     parent, grace, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
@@ -54,16 +54,11 @@ def main() -> int:
         signal.signal(number, lambda received, _: signals.append(received))
     supervisor = os.getpid()
 
-    def tie() -> None:
-        """Run in the server: the kernel kills it when this process ends. parent_death.py ties its children to it."""
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != supervisor:
-            os._exit(1)
-
     trainer_tmp = Path(tempfile.gettempdir())  # the trainer's temporary folder
     folder = tempfile.mkdtemp(prefix="vllm-", dir=trainer_tmp if len(str(trainer_tmp)) <= MAX_PATH_LENGTH else "/tmp")
     environment = {**ENVIRONMENT, "TMPDIR": folder}
-    server = subprocess.Popen(command, env=environment, preexec_fn=tie)
+    # the kernel kills the server with this process; parent_death.py ties the server's children to the server
+    server = subprocess.Popen(command, env=environment, preexec_fn=lambda: end_with_parent(supervisor))
     files: dict[str, int] = {}  # path -> inode
     begun = scanned = time.monotonic()
     engine_seen, stuck = 0.0, False  # when an engine process was last seen; 0: never
@@ -156,49 +151,36 @@ def reap() -> None:
 
 def descendants(levels: int = -1) -> list[int]:
     """Return the process ids of all living descendants of this process; with `levels=1` of its children."""
-    parents = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                state, ppid = Path(f"/proc/{entry}/stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
-            except OSError:
-                continue
-            if state != "Z":
-                parents[int(entry)] = int(ppid)
+    from megagrpo.platform.process.cleanup.parent_death import living
+
+    parents = {process.pid: process.parent for process in living()}
     pids, above = list[int](), {os.getpid()}
     while above and levels:
-        above = {child for child, ppid in parents.items() if ppid in above}
+        above = {child for child, parent in parents.items() if parent in above}
         pids += above
         levels -= 1
     return pids
 
 
+def contents(pids: list[int], name: str) -> Iterator[str]:
+    """Yield the content of the file `name` in /proc of each of these processes that has not ended."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            yield Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+
+
 def has_engine(pids: list[int]) -> bool:
     """Whether one of the processes is vLLM's EngineCore."""
-    for pid in pids:
-        try:
-            if ENGINE in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return True
-        except OSError:
-            pass
-    return False
+    return any(ENGINE in title for title in contents(pids, "cmdline"))
 
 
 def shared_files(pids: list[int]) -> dict[str, int]:
     """Return path -> inode of vLLM's shared memory files that these processes map. A killed process leaves them."""
-    files: dict[str, int] = {}
-    for pid in pids:
-        try:
-            lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
-        except OSError:
-            continue
-        fields = (line.split(maxsplit=5) for line in lines)  # addresses, rights, offset, device, inode, path
-        files |= {
-            path: int(inode)
-            for *_, inode, path in fields
-            if VLLM_FILES.fullmatch(path) and not path.endswith("(deleted)")
-        }
-    return files
+    lines = (line for maps in contents(pids, "maps") for line in maps.splitlines())
+    fields = (line.split(maxsplit=5) for line in lines)  # addresses, rights, offset, device, inode, path
+    return {
+        path: int(inode) for *_, inode, path in fields if VLLM_FILES.fullmatch(path) and not path.endswith("(deleted)")
+    }
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from megagrpo.environments.episodes.endings import kill_group
 from megagrpo.environments.episodes.episode import accepted
 from megagrpo.environments.episodes.hosted import MALFORMED
 from megagrpo.loopback import LOOPBACK_ADDRESS
@@ -115,8 +115,5 @@ async def _first_message(connection: socket.socket) -> Any:
 
 def _end(pid: int) -> None:
     """Kill a conversation's process and all processes that it started."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:  # it has not created its process group yet
-        os.kill(pid, signal.SIGKILL)
+    kill_group(pid)
     os.waitpid(pid, 0)

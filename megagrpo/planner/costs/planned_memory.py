@@ -13,7 +13,7 @@ from megagrpo.config import RunConfig
 from megagrpo.config.sections.training import FUSED_SCRATCH_BYTES
 from megagrpo.families.hf_config import HfConfig
 from megagrpo.families.shared.recurrence import Mamba2
-from megagrpo.planner.costs.engine_memory import GIB, engine_memory, reload_bytes, sequence_memory
+from megagrpo.planner.costs.engine_memory import GIB, ServerMemory
 from megagrpo.planner.costs.gpu_specs import GPUS_PER_NODE
 from megagrpo.planner.costs.shapes import Stage, adapted_outputs, layer_route_bytes, num_parameters, stages_of
 from megagrpo.planner.costs.tower_costs import tower_activations, tower_bytes, tower_shape
@@ -390,11 +390,11 @@ class Memory:
 def run_memory(config: RunConfig, model: HfConfig, world_size: int, gpu_memory_gb: float | None) -> Memory:
     """Return the memory of a run on `world_size` ranks, on GPUs of `gpu_memory_gb` GiB or, with None, on CPUs."""
     p, has_gpu, colocated = config.parallel, gpu_memory_gb is not None, config.rollout.placed == "colocated"
-    reload, sequence = reload_bytes(config, model) / GIB, sequence_memory(config, model)
-    engine = engine_memory(config, model, gpu_memory_gb)
+    server = ServerMemory.of(config, model)
+    reload, engine = server.reload_bytes() / GIB, server.parts(gpu_memory_gb)
     phases = trainer_memory(config, model, max(1, world_size // p.model_parallel_size), gpu=has_gpu)
     trainer = max(sum(parts.values()) for parts in phases.values())
-    smallest = smallest_gpu(config, phases, engine | {"kv_cache": sequence}, reload)
+    smallest = smallest_gpu(config, phases, engine | {"kv_cache": server.sequence()}, reload)
     divides = world_size % p.model_parallel_size == world_size % p.expert_parallel_size == 0
     host = host_memory(config, model, world_size, has_gpu, engine["vllm_weights"]) if divides else {}
     if colocated and not has_gpu:  # on CPUs vLLM does not sleep, and offloading frees no RAM

@@ -11,7 +11,7 @@ from megagrpo.config.rules.config_rules import LONGEST_SAMPLE
 from megagrpo.families.family_index import FAMILIES
 from megagrpo.families.hf_config import MODEL, HfConfig, load_hf_config, model_problems, trained_tower_problems
 from megagrpo.families.weight_sources import shape_folder
-from megagrpo.planner.costs.engine_memory import GIB, kv_bytes
+from megagrpo.planner.costs.engine_memory import GIB, ServerMemory
 from megagrpo.planner.costs.gpu_specs import Gpu
 from megagrpo.planner.costs.planned_memory import Memory, run_memory
 from megagrpo.planner.costs.shapes import modules_of
@@ -63,7 +63,7 @@ def check(
     if any(problem.keys == MODEL for problem in unfit):
         return Findings(problems + unfit)
     problems += tokenizer_problems(config.model.tokenizer or config.model.path, data, model.vocab_size) + unfit
-    sequence = kv_bytes(config, model, config.max_model_len) / GIB
+    sequence = ServerMemory.of(config, model).kv_bytes(config.max_model_len) / GIB
     problems += [*expert_problems(config, model), *adapter_problems(config.lora, model)]
     problems += few_kv_head_problems(config, model)
     problems += recurrent_problems(config, model)

@@ -8,11 +8,10 @@ from math import gcd
 from megagrpo.config import RolloutSection, RunConfig
 from megagrpo.config.sections.placement import placement_problems
 from megagrpo.families.hf_config import HfConfig
-from megagrpo.planner.costs.engine_memory import GIB, engine_memory, reload_bytes
+from megagrpo.planner.costs.engine_memory import GIB, ServerMemory
 from megagrpo.planner.costs.gpu_specs import GPUS_PER_NODE
 from megagrpo.planner.costs.planned_memory import smallest_gpu
 from megagrpo.planner.rules.vllm_problems import vllm_can_split
-from megagrpo.planner.times.step_times import server_gpus
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ def splits_of(config: RunConfig, model: HfConfig, world_size: int, room: float) 
     splits = [Split(own, world_size)]
     if own.rollout.placed != "dedicated":
         return splits
-    size, total = own.rollout.devices_per_server, world_size + server_gpus(config.rollout)
+    size, total = own.rollout.devices_per_server, world_size + config.rollout.server_gpus
     node = gcd(total, GPUS_PER_NODE) if total > GPUS_PER_NODE else 1
     ranks = {count for count in _round_numbers(total - 1) if count % node == 0}
     servers = {*_round_numbers(total // size), *((total - count) // size for count in ranks)} - {0}
@@ -55,7 +54,8 @@ def _fitting(config: RunConfig, model: HfConfig, room: float) -> RunConfig:
         if r.devices_per_node * factor > GPUS_PER_NODE or r.servers % factor or not vllm_can_split(model, tp):
             continue
         made = _with_servers(config, tp=tp, servers=r.servers // factor)
-        if smallest_gpu(made, alone, engine_memory(made, model), reload_bytes(made, model) / GIB) <= room:
+        server = ServerMemory.of(made, model)
+        if smallest_gpu(made, alone, server.parts(), server.reload_bytes() / GIB) <= room:
             return made
     return config
 

@@ -13,13 +13,14 @@ from math import ceil, inf
 from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.config.rules.config_rules import cross_field_problems
 from megagrpo.families.hf_config import HfConfig, model_problems, nearly_even
-from megagrpo.planner.costs.engine_memory import GIB, engine_memory, reload_bytes
+from megagrpo.planner.costs.engine_memory import GIB, ServerMemory
 from megagrpo.planner.costs.gpu_specs import GPUS_PER_NODE, Gpu
 from megagrpo.planner.costs.planned_memory import smallest_gpu, trainer_memory
 from megagrpo.planner.costs.workload import Lengths
 from megagrpo.planner.rules.plan_problems import expert_problems, fp8_problems, layout_problems
+from megagrpo.planner.times.generation_times import Generation
 from megagrpo.planner.times.gpu_splits import Split, splits_of
-from megagrpo.planner.times.step_times import StepTimes, cache_limits, generate_seconds, server_gpus, step_times
+from megagrpo.planner.times.step_times import StepTimes, step_times
 
 USABLE = 0.95  # share of a GPU's memory to fill; the rest covers memory that the plan does not count
 USABLE_WITH_EXPERTS = 0.9  # the same with experts: some ranks get more tokens than others
@@ -33,7 +34,7 @@ SPLITS = 5  # divisions of the GPUs whose layouts are searched
 SPLIT_GAIN = 0.05  # share by which another division must be cheaper than the run's own
 GENERATE_ERROR = 0.3  # relative error of the predicted seconds of generation (benchmarks/RESULTS.md)
 
-_Server = tuple[dict[str, float], float]  # `engine_memory`, and GiB of the largest reloaded module
+_Server = tuple[dict[str, float], float]  # `ServerMemory.parts`, and GiB of the largest reloaded module
 
 
 @dataclass(frozen=True)
@@ -115,13 +116,13 @@ class _Search:
         ranks = best.world_size if any(made.parallel.world_problems(ranks)) else ranks
         times = step_times(made, self.model, ranks, self.gpu, self.lengths, self.generate(split.config))
         scaled = {phase: ranks / split.world_size * times.seconds[phase] for phase in ("logprobs", "train")}
-        gpus = split.world_size + server_gpus(split.config.rollout)
+        gpus = split.world_size + split.config.rollout.server_gpus
         return _split_cost(replace(times, seconds=times.seconds | scaled, gpus=gpus))
 
     def generate(self, config: RunConfig) -> float:
         """Return the seconds of generation with this number of servers."""
         if config.rollout.servers not in self._generate:
-            seconds = generate_seconds(config, self.model, self.gpu, self.lengths)
+            seconds = Generation(config, self.model, self.gpu, self.lengths).seconds()
             self._generate[config.rollout.servers] = seconds
         return self._generate[config.rollout.servers]
 
@@ -129,7 +130,8 @@ class _Search:
         """Return the `keep` cheapest layouts of a split that fit."""
         best: list[Candidate] = []
         config, model = split.config, self.model
-        server = engine_memory(config, model), reload_bytes(config, model) / GIB  # the same for every trainer's layout
+        memory = ServerMemory.of(config, model)  # the same for every trainer's layout
+        server = memory.parts(), memory.reload_bytes() / GIB
         for parallel in _layouts(config, model, split.world_size):
             leanest = _changed(config, parallel, 1, "full")
             if self._gib(leanest, split.world_size, server) > self.room:
@@ -163,7 +165,7 @@ class _Search:
         """Return the longest part of a step, and "(memory)" where it would be shorter with more memory. `limited`: a
         faster choice for the trainer does not fit."""
         if times.bound == "generation":
-            limited = cache_limits(config, self.model, self.gpu, self.lengths)
+            limited = Generation(config, self.model, self.gpu, self.lengths).is_cache_full()
         return times.bound + " (memory)" * (limited and times.bound in ("generation", "training"))
 
     def _gib(self, config: RunConfig, world_size: int, server: _Server) -> float:

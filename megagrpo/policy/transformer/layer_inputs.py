@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from megagrpo.policy.layers.bypass_gradient import detour, leaf_of
 from megagrpo.policy.layers.embedding import ScaledEmbedding, TokenEmbedding
-from megagrpo.policy.transformer.specs import LAYERS_PER_BLOCK, RMSNorm
+from megagrpo.policy.layers.norm_modules import RMSNorm
+from megagrpo.policy.transformer.specs import LAYERS_PER_BLOCK
 
 
 class WholeWeight(nn.Module):

@@ -36,14 +36,11 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megagrpo.families.hf_config import HfConfig
 from megagrpo.families.shared.recurrence import GatedDelta
 from megagrpo.families.shared.recurrence import ShortConv as ShortConvSizes
-from megagrpo.platform import device
-from megagrpo.platform.device import apex
 from megagrpo.policy.attention.global_heads import heads_by_block
 from megagrpo.policy.attention.head_norms import late, wide_normed
 from megagrpo.policy.attention.latent_attention import LatentAttention
@@ -56,7 +53,8 @@ from megagrpo.policy.blocks.mamba2 import Mamba2
 from megagrpo.policy.blocks.parallel_blocks import FirstNorm, LayerNorm, SameNorm
 from megagrpo.policy.blocks.short_conv import ShortConv
 from megagrpo.policy.layers.activations import with_xielu
-from megagrpo.policy.layers.elementwise import geglu, rms_norm, swiglu
+from megagrpo.policy.layers.elementwise import geglu, swiglu
+from megagrpo.policy.layers.norm_modules import RMSNorm, post_normed
 from megagrpo.policy.moe.experts_beside_mlp import beside_mlp
 
 LAYERS_PER_BLOCK = 2  # hybrid layers in a decoder block with both parts
@@ -80,32 +78,6 @@ def layer_pattern(hf_config: HfConfig, stages: Sequence[int]) -> str:
     return "|".join("".join(next(symbols) for _ in range(blocks)) for blocks in stages)
 
 
-class RMSNorm(torch.nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467). If
-    `centred`, the factor is 1 + weight; None: as Megatron's configuration says."""
-
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, centred: bool | None = None, **_: Any
-    ):
-        super().__init__()
-        self.eps, self.centred = eps, config.layernorm_zero_centered_gamma if centred is None else centred
-        start = torch.zeros if self.centred else torch.ones
-        self.weight = torch.nn.Parameter(
-            start(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
-        )
-        # finalize_model_grads sums this gradient over the tensor-parallel ranks, each of which sees a part of the
-        # sequence.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the normed x [..., H] in x's dtype."""
-        if not self.centred:
-            norm = apex.rms_norm if device.has_apex() and x.dtype == self.weight.dtype else rms_norm
-            return norm(x, self.weight, self.eps)
-        wide = torch.promote_types(self.weight.dtype, torch.float32)  # bfloat16 is too coarse near 1 for 1 + weight
-        return rms_norm(x, 1 + self.weight.to(wide), self.eps)
-
-
 PLAIN_NORM = ModuleSpec(module=RMSNorm, params={"centred": False})
 
 
@@ -119,35 +91,6 @@ class GatedActivation(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the activation [..., F] of x [..., 2 F]."""
         return self.function(x)
-
-
-@functools.cache
-def post_normed(base: Any, norm: type) -> Any:
-    """Return a subclass of `base`, Megatron's attention or MLP, that normalises its output."""
-
-    class PostNormed(base):
-        def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
-            super().__init__(config, *args, **kwargs)
-            self.post_norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
-
-        def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-            """Return (normed output [T, 1, H], bias)."""
-            output, bias = super().forward(*args, **kwargs)
-            return self.post_norm(output), bias
-
-        def sharded_state_dict(
-            self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
-        ) -> dict[str, Any]:
-            """Return the state for a checkpoint. Megatron's MLP takes every tensor-parallel rank's norm for the first
-            copy, so that all of them would be written."""
-            state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-            norm, groups = self.post_norm.state_dict(keep_vars=True), dict(tp_group=self.tp_group)
-            groups |= dict(dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"])
-            return state | make_sharded_tensors_for_checkpoint(
-                norm, f"{prefix}post_norm.", {}, sharded_offsets, **groups
-            )
-
-    return PostNormed
 
 
 @functools.cache
@@ -250,25 +193,7 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
     """Return the spec of the stack without Transformer Engine."""
     mixer = _mamba(hf_config, ColumnParallelLinear, RowParallelLinear)
     attention_class, mlp_class = _classes(hf_config, RMSNorm, mixer)
-    mixture_class = _mixture_class(hf_config, RMSNorm)
-    head_norm = _head_norm(hf_config, RMSNorm)
     input_norm, mlp_norm = _block_norms(hf_config, RMSNorm)
-    attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
-        core_attention=TorchAttention,
-        linear_proj=RowParallelLinear,
-        q_layernorm=head_norm,
-        k_layernorm=head_norm,
-    )
-    latent = MLASelfAttentionSubmodules(
-        linear_q_proj=ColumnParallelLinear,
-        linear_q_up_proj=ColumnParallelLinear,
-        linear_kv_up_proj=ColumnParallelLinear,
-        core_attention=_latent_core(hf_config),
-        linear_proj=RowParallelLinear,
-        q_layernorm=RMSNorm,
-        kv_layernorm=RMSNorm,
-    )
     attention_layer, latent_layer = (
         TransformerLayerSubmodules(
             input_layernorm=input_norm,
@@ -278,13 +203,12 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
             self_attn_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=keys,
         )
-        for module, submodules, keys in ((attention_class, attention, ATTENTION_KEYS), (LatentAttention, latent, {}))
+        for module, submodules, keys in (
+            (attention_class, _local_attention(hf_config), ATTENTION_KEYS),
+            (LatentAttention, _local_latent(hf_config), {}),
+        )
     )
-    recurrent = GatedDeltaNetSubmodules(
-        in_proj=ColumnParallelLinear,
-        out_norm=PLAIN_NORM,
-        out_proj=RowParallelLinear,
-    )
+    recurrent = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=PLAIN_NORM, out_proj=RowParallelLinear)
     recurrent_layer = TransformerLayerSubmodules(
         input_layernorm=RMSNorm,
         self_attention=ModuleSpec(module=GatedDeltaNet, submodules=recurrent),
@@ -292,29 +216,9 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
         sharded_state_dict_keys_map=RECURRENT_KEYS,
     )
     mamba_layer = MambaLayerSubmodules(
-        norm=RMSNorm,
-        mixer=mixer,
-        mamba_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map=MAMBA_KEYS,
+        norm=RMSNorm, mixer=mixer, mamba_bda=get_bias_dropout_add, sharded_state_dict_keys_map=MAMBA_KEYS
     )
-    activation = GatedActivation if hf_config.gated_mlp else None
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=activation)
-    mlp_layer = TransformerLayerSubmodules(
-        pre_mlp_layernorm=mlp_norm,
-        mlp=functools.partial(mlp_class.as_mlp_submodule, submodules=mlp),
-        mlp_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map=MLP_KEYS,
-    )
-    experts = MoESubmodules(
-        experts=functools.partial(SequentialMLP, submodules=mlp),
-        shared_experts=functools.partial(SharedExpertMLP, submodules=mlp),
-    )
-    # Transformer Engine's spec does not fuse this norm either, because the router reads its output too.
-    moe_layer = TransformerLayerSubmodules(
-        pre_mlp_layernorm=RMSNorm if mixture_class is MoELayer else IdentityOp,
-        mlp=functools.partial(mixture_class, submodules=experts),
-        mlp_bda=get_bias_dropout_add,
-    )
+    mlp_layer, moe_layer = _local_mlps(hf_config, mlp_class, mlp_norm)
     return ModuleSpec(
         module=LocalHybridStack,
         submodules=HybridStackSubmodules(
@@ -326,6 +230,55 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
             moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=moe_layer),
         ),
     )
+
+
+def _local_attention(hf_config: HfConfig) -> SelfAttentionSubmodules:
+    head_norm = _head_norm(hf_config, RMSNorm)
+    return SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=TorchAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+
+
+def _local_latent(hf_config: HfConfig) -> MLASelfAttentionSubmodules:
+    return MLASelfAttentionSubmodules(
+        linear_q_proj=ColumnParallelLinear,
+        linear_q_up_proj=ColumnParallelLinear,
+        linear_kv_up_proj=ColumnParallelLinear,
+        core_attention=_latent_core(hf_config),
+        linear_proj=RowParallelLinear,
+        q_layernorm=RMSNorm,
+        kv_layernorm=RMSNorm,
+    )
+
+
+def _local_mlps(
+    hf_config: HfConfig, mlp_class: Any, norm: Any
+) -> tuple[TransformerLayerSubmodules, TransformerLayerSubmodules]:
+    """Return what layers with an MLP, after this `norm`, and layers with experts consist of."""
+    activation = GatedActivation if hf_config.gated_mlp else None
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=activation)
+    mlp_layer = TransformerLayerSubmodules(
+        pre_mlp_layernorm=norm,
+        mlp=functools.partial(mlp_class.as_mlp_submodule, submodules=mlp),
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=MLP_KEYS,
+    )
+    experts = MoESubmodules(
+        experts=functools.partial(SequentialMLP, submodules=mlp),
+        shared_experts=functools.partial(SharedExpertMLP, submodules=mlp),
+    )
+    mixture_class = _mixture_class(hf_config, RMSNorm)
+    # Transformer Engine's spec does not fuse this norm either, because the router reads its output too.
+    moe_layer = TransformerLayerSubmodules(
+        pre_mlp_layernorm=RMSNorm if mixture_class is MoELayer else IdentityOp,
+        mlp=functools.partial(mixture_class, submodules=experts),
+        mlp_bda=get_bias_dropout_add,
+    )
+    return mlp_layer, moe_layer
 
 
 def transformer_engine_spec(
@@ -374,26 +327,10 @@ def transformer_engine_spec(
     if own_linears or not hf_config.pre_norms or two_readers:
         own = (ColumnParallelLinear, RowParallelLinear)
         column, row = (TEColumnParallelLinear, TERowParallelLinear) if in_fp8 or not own_linears else own
-        attention.linear_qkv, attention.linear_proj = column, row
         layer.input_layernorm, mlp_layer.pre_mlp_layernorm = _block_norms(hf_config, TENorm)
-        layer.sharded_state_dict_keys_map, mlp_layer.sharded_state_dict_keys_map = ATTENTION_KEYS, MLP_KEYS
-        recurrent.in_proj, recurrent.out_proj = column, row
-        recurrent_layer.input_layernorm, recurrent_layer.sharded_state_dict_keys_map = TENorm, RECURRENT_KEYS
+        recurrent_layer.input_layernorm = mamba_layer.norm = TENorm
         mamba_layer.mixer = _mamba(hf_config, column, row)
-        mamba_layer.norm, mamba_layer.sharded_state_dict_keys_map = TENorm, MAMBA_KEYS
-        mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
-        mlp_layer.mlp = functools.partial(MLP.as_mlp_submodule, submodules=mlp)
-        latent.linear_q_proj = latent.linear_q_up_proj = latent.linear_kv_up_proj = column
-        latent.linear_proj = row
-        grouped = moe.mlp.keywords["submodules"].experts
-        in_turn = functools.partial(SequentialMLP, submodules=mlp)
-        moe.mlp = functools.partial(
-            MoELayer,
-            submodules=MoESubmodules(
-                experts=in_turn if own_experts else grouped,
-                shared_experts=functools.partial(SharedExpertMLP, submodules=mlp),
-            ),
-        )
+        _separate_norms(spec.submodules, column, row, own_experts)
     attention_class, mlp_class = _classes(hf_config, TENorm, mamba_layer.mixer)
     layer.self_attention.module, spec.submodules.mlp_layer.module = attention_class, _mlp_layer(hf_config)
     if mlp_class is not MLP:
@@ -401,3 +338,27 @@ def transformer_engine_spec(
     if (mixture_class := _mixture_class(hf_config, TENorm)) is not MoELayer:
         moe.pre_mlp_layernorm, moe.mlp = IdentityOp, functools.partial(mixture_class, **moe.mlp.keywords)
     return spec
+
+
+def _separate_norms(stack: HybridStackSubmodules, column: Any, row: Any, own_experts: bool) -> None:
+    """Give the layers of a stack linears that contain no norm, and the keys of checkpoints for norms beside them. With
+    `own_experts` a layer's experts are such linears too."""
+    layer, mlp_layer = stack.attention_layer.submodules, stack.mlp_layer.submodules
+    attention, latent = layer.self_attention.submodules, stack.mla_layer.submodules.self_attention.submodules
+    attention.linear_qkv, attention.linear_proj = column, row
+    layer.sharded_state_dict_keys_map, mlp_layer.sharded_state_dict_keys_map = ATTENTION_KEYS, MLP_KEYS
+    recurrent_layer = stack.gdn_layer.submodules
+    recurrent = recurrent_layer.self_attention.submodules
+    recurrent.in_proj, recurrent.out_proj = column, row
+    recurrent_layer.sharded_state_dict_keys_map = RECURRENT_KEYS
+    stack.mamba_layer.submodules.sharded_state_dict_keys_map = MAMBA_KEYS
+    mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
+    mlp_layer.mlp = functools.partial(MLP.as_mlp_submodule, submodules=mlp)
+    latent.linear_q_proj = latent.linear_q_up_proj = latent.linear_kv_up_proj = column
+    latent.linear_proj = row
+    moe = stack.moe_layer.submodules
+    grouped = moe.mlp.keywords["submodules"].experts
+    in_turn = functools.partial(SequentialMLP, submodules=mlp)
+    shared = functools.partial(SharedExpertMLP, submodules=mlp)
+    experts = MoESubmodules(experts=in_turn if own_experts else grouped, shared_experts=shared)
+    moe.mlp = functools.partial(MoELayer, submodules=experts)

@@ -111,23 +111,28 @@ def main_names(tree: ast.Module) -> set[str]:
 def program_imports(tree: ast.Module, installed: Callable[[str], bool]) -> set[str]:
     """Return the names that tests import from the program. Raises ValueError for another module that is not installed,
     unless the import is tried."""
-    tried = {id(n) for t in ast.walk(tree) if isinstance(t, ast.Try) for s in t.body for n in ast.walk(s)}
+    nodes = [*ast.walk(tree)]
+    tried = {id(n) for t in nodes if isinstance(t, ast.Try) for s in t.body for n in ast.walk(s)}
     names, aliases = set[str](), set[str]()
-    for node in ast.walk(tree):
-        modules: list[str] = []
-        if isinstance(node, ast.ImportFrom):
-            if node.level == 0 and node.module in PROGRAM_MODULES:
-                names |= {alias.name for alias in node.names if alias.name != "*"}
-            else:
-                modules = ["." * node.level + (node.module or "")]
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module in PROGRAM_MODULES:
+            names |= {alias.name for alias in node.names if alias.name != "*"}
         elif isinstance(node, ast.Import):
             aliases |= {a.asname or a.name for a in node.names if a.name in PROGRAM_MODULES}
-            modules = [a.name for a in node.names if a.name not in PROGRAM_MODULES]
-        for module in modules if id(node) not in tried else []:
+        for module in _other_modules(node) if id(node) not in tried else []:
             if module.startswith(".") or not installed(module.partition(".")[0]):
                 raise ValueError(
                     f"`tests` imports `{module}`, which is not installed; the program is the module "
                     f"`{PROGRAM_MODULES[0]}`"
                 )
-    attributes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute)] if aliases else []
-    return names | {n.attr for n in attributes if isinstance(n.value, ast.Name) and n.value.id in aliases}
+    attributes = [n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+    return names | {n.attr for n in attributes if called_name(n.value) in aliases}
+
+
+def _other_modules(node: ast.AST) -> list[str]:
+    """Return the modules that an import names, without the program's."""
+    if isinstance(node, ast.ImportFrom):
+        modules = ["." * node.level + (node.module or "")]
+    else:
+        modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+    return [module for module in modules if module not in PROGRAM_MODULES]

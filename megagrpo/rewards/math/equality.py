@@ -129,6 +129,11 @@ def _read(text: str, thousands: bool = True) -> Node:
     if not (thousands and _THOUSANDS.fullmatch(text)) and len(parts := _split(text, _SEPARATOR)[0]) > 1:
         parts = tuple(part for part in parts if part and not _ANY_INTEGER.fullmatch(part))
         return _read(parts[0]) if len(parts) == 1 else Node("list", parts)
+    return _matrix_or_reals(text) or _bracketed(text) or _relation(text)
+
+
+def _matrix_or_reals(text: str) -> Node | None:
+    """Return a matrix with its number of columns, or the real numbers, without some if named, as intervals."""
     if match := _MATRIX.fullmatch(text):
         rows = [_split(row, _CELL)[0] for row in _split(match[3], _ROW)[0] if row]
         cells = tuple(f"({match[1]})({cell})" if match[1] else cell for row in rows for cell in row)
@@ -137,7 +142,7 @@ def _read(text: str, thousands: bool = True) -> Node:
         bounds = filter(None, _split(match[1] or match[2] or "", _COMMA)[0])
         ends = [r"-\infty", *sorted(bounds, key=lambda bound: exact(bound) or 0), r"\infty"]
         return Node("list", tuple(f"({low}, {high})" for low, high in pairwise(ends)))
-    return _bracketed(text) or _relation(text)
+    return None
 
 
 def _bracketed(text: str) -> Node | None:
@@ -180,16 +185,21 @@ def _relation(text: str) -> Node:
         return Node(inner.kind, inner.parts, inner.marks, parts[0])
     if {*marks} <= {*_FLIPPED}:
         parts, marks = parts[::-1], tuple(_FLIPPED[mark] for mark in marks[::-1])
-    if {*marks} <= {"<", r"\le"} and len(parts) <= 3:
-        brackets = "[" if marks[0] == r"\le" else "(", "]" if marks[-1] == r"\le" else ")"
-        named = [bool(_NAME.fullmatch(part)) for part in parts]
-        if len(parts) == 3 and named[1]:
-            return Node("tuple", (parts[0], parts[2]), brackets, parts[1])
-        if len(parts) == 2 and named == [True, False]:
-            return Node("tuple", (r"-\infty", parts[1]), ("(", brackets[1]), parts[0])
-        if len(parts) == 2 and named == [False, True]:
-            return Node("tuple", (parts[0], r"\infty"), (brackets[0], ")"), parts[1])
-    return Node("relation", parts, marks)
+    interval = _interval(parts, marks) if {*marks} <= {"<", r"\le"} else None
+    return interval or Node("relation", parts, marks)
+
+
+def _interval(parts: tuple[str, ...], marks: tuple[str, ...]) -> Node | None:
+    """Return the interval of the only name in ascending inequalities; None without such a name."""
+    brackets = "[" if marks[0] == r"\le" else "(", "]" if marks[-1] == r"\le" else ")"
+    named = [bool(_NAME.fullmatch(part)) for part in parts]
+    if len(parts) == 3 and named[1]:
+        return Node("tuple", (parts[0], parts[2]), brackets, parts[1])
+    if named == [True, False]:
+        return Node("tuple", (r"-\infty", parts[1]), ("(", brackets[1]), parts[0])
+    if named == [False, True]:
+        return Node("tuple", (parts[0], r"\infty"), (brackets[0], ")"), parts[1])
+    return None
 
 
 def _same_nodes(gold: Node, answer: Node, depth: int) -> bool:

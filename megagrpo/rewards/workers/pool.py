@@ -22,13 +22,13 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, cast
 
+from megagrpo.platform.process.cleanup.parent_death import kill_session
 from megagrpo.platform.process.cleanup.removal import remove_tree
 from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.rewards.registry.reward_values import Parts, are_rewards, is_logged
 from megagrpo.rewards.registry.target import Target
 from megagrpo.rewards.workers.channel import Frames, ProtocolError, as_json, frame
 from megagrpo.rewards.workers.output import Output
-from megagrpo.rewards.workers.session_guard import kill_session
 
 LOAD_SECONDS = 300.0  # timeout to start a worker and load the function; the call's own deadline starts after that
 REPORT_SECONDS = 2.0  # time for a coroutine worker to report a call that it cancelled

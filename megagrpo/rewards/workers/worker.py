@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import ctypes
 import inspect
 import os
 import signal
@@ -28,13 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.platform.process import user_code
-from megagrpo.platform.process.cleanup.parent_death import PR_SET_PDEATHSIG
+from megagrpo.platform.process.cleanup.parent_death import end_with_parent, guard_session
 from megagrpo.rewards.functions.text_rewards import text_of
 from megagrpo.rewards.registry.plugins import orms
 from megagrpo.rewards.registry.reward_values import LOG_ARGUMENTS, CallLog, InvalidRewards, Parts, reward_of, rewards_of
 from megagrpo.rewards.registry.target import BUILT_IN_REWARDS, Signature, Target
 from megagrpo.rewards.workers.channel import Channel, from_json
-from megagrpo.rewards.workers.session_guard import guard_session
 from megagrpo.suggestions import did_you_mean
 
 PASSED_TO_ALL = (
@@ -302,7 +300,7 @@ async def _answer(
 def tie_to_parent(number: int = signal.SIGKILL) -> None:
     """Have the kernel kill this process with the trainer, even if a reward holds the GIL, and first on low memory.
     `number` is the signal that it sends when the trainer ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(number))
+    end_with_parent(os.getppid(), number)
     try:
         Path("/proc/self/oom_score_adj").write_text("1000")
     except OSError:

@@ -22,11 +22,10 @@ from megagrpo.config import LoraSection
 from megagrpo.engine.client import VllmEngine
 from megagrpo.platform.parallel.agree import run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process.cleanup.ownership import SHARED_MEMORY, OwnFolder
 from megagrpo.platform.process.cleanup.removal import remove
-from megagrpo.platform.process.cleanup.shm_names import SHARED_MEMORY
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.platform.rendezvous.store_exchange import is_here
-from megagrpo.sync.trainer_side.own_folder import OwnFolder
 from megagrpo.sync.trainer_side.sync import SyncReport, Weights, WeightSync, error_text
 from megagrpo.sync.trainer_side.transport import NO_HANDOVER, Handover, outcome_of_first_rank
 from megagrpo.sync.wire.copy_checksums import checksum

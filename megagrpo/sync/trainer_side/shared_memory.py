@@ -26,11 +26,10 @@ from megagrpo.config.sections.transport_table import TRANSPORTS
 from megagrpo.engine.client import VllmEngine
 from megagrpo.families.shared.boxes import brackets
 from megagrpo.platform.parallel.host_messages import Reduction
+from megagrpo.platform.process.cleanup.ownership import SHARED_MEMORY, OwnFolder
 from megagrpo.platform.process.cleanup.removal import remove
-from megagrpo.platform.process.cleanup.shm_names import SHARED_MEMORY
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.sync.trainer_side.node_shares import NodeFiles, Nodes, Transfer
-from megagrpo.sync.trainer_side.own_folder import OwnFolder
 from megagrpo.sync.trainer_side.shared_buffers import BlockInFile, Slots, activity_path, by_layer
 from megagrpo.sync.trainer_side.transport import (
     DEFAULT_SETTINGS,

@@ -8,9 +8,8 @@ import fcntl
 import os
 from pathlib import Path
 
-from megagrpo.platform.process.cleanup.ownership import OWNER_LOCK, open_lock, owner_in
+from megagrpo.platform.process.cleanup.ownership import FOLDER, OWNER_LOCK, SHARED_MEMORY, open_lock, owner_in
 from megagrpo.platform.process.cleanup.removal import remove_tree
-from megagrpo.platform.process.cleanup.shm_names import FOLDER, SHARED_MEMORY
 
 _locks: dict[Path, int] = {}  # folder of a trainer -> the descriptor of its lock
 

@@ -21,8 +21,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
+from megagrpo.platform.process.cleanup.ownership import CPU_WORKERS, name_segments_by_owner, owned
 from megagrpo.platform.process.cleanup.parent_death import tie_process_tree
-from megagrpo.platform.process.cleanup.shm_names import CPU_WORKERS, name_segments_by_owner, owned
 from megagrpo.platform.rendezvous.store_exchange import clear_frames
 from megagrpo.sync.vllm_side.adapter_wrappers import AdapterWrappers
 from megagrpo.sync.vllm_side.cpu.cpu_kernels import (

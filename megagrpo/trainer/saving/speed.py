@@ -10,7 +10,6 @@ from megagrpo.config import RolloutSection
 from megagrpo.families.hf_config import HfConfig
 from megagrpo.planner.costs.flops import step_flops
 from megagrpo.planner.costs.gpu_specs import bf16_tflops_of
-from megagrpo.planner.times.step_times import server_gpus
 from megagrpo.platform import device
 from megagrpo.platform.device import memory_in_use
 from megagrpo.platform.parallel.layout import Layout
@@ -70,7 +69,7 @@ class Speed(Recorder):
 def make_speed(policy: MegatronPolicy, rollout: RolloutSection, peak_tflops: float | None, frozen: bool) -> Speed:
     """Return the trainer's speed. Its peak is `run.peak_tflops`, else a known GPU's BF16 value from its data sheet."""
     alone = rollout.placed == "colocated" or not device.has_gpu()
-    num_devices = policy.layout.world_size + (0 if alone else server_gpus(rollout))
+    num_devices = policy.layout.world_size + (0 if alone else rollout.server_gpus)
     if peak_tflops is None and device.has_gpu() and policy.dtype == torch.bfloat16:
         peak_tflops = bf16_tflops_of(device.name())
     peak = None if peak_tflops is None else peak_tflops * 1e12

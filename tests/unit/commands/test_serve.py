@@ -14,10 +14,10 @@ from megagrpo.__main__ import main
 from megagrpo.commands.parser import parse
 from megagrpo.config import load_config
 from megagrpo.engine.http import server_calls as http
+from megagrpo.engine.http.connections import healthy
 from megagrpo.engine.http.protocol import EngineStartError
 from megagrpo.engine.servers import remote as serve
 from megagrpo.engine.servers import restarts
-from megagrpo.engine.servers.launcher import healthy
 from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.engine.servers.serve_inputs import report_start
 from tests.unit.config.test_placement import QUICKSTART

@@ -13,9 +13,8 @@ import pytest
 
 from benchmarks.stub_engine import Behavior, StubEngine
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.http.connections import Answer, ConnectionFailed, Connections
+from megagrpo.engine.http.connections import Answer, ConnectionFailed, Connections, MovedServers
 from megagrpo.engine.http.protocol import derive_seed
-from megagrpo.engine.http.server_calls import MovedServers
 from megagrpo.platform.process import open_files
 from megagrpo.platform.process.open_files import raise_open_files
 from megagrpo.types import Prompt, SamplingParams
@@ -126,15 +125,12 @@ def test_a_request_to_a_server_that_moves_fails_and_the_next_one_goes_to_its_new
     async def run(url, moved_to):
         file = MovedServers(tmp_path / "moved.json")
         async with Connections({}, 600.0, file) as connections, asyncio.timeout(20):
-            following = asyncio.create_task(connections.follow_moves())
             waiting = asyncio.create_task(connections.post(url, "/generate", b"{}"))
             await asyncio.sleep(0.1)
             file.write({url: moved_to})
             with pytest.raises(ConnectionFailed, match="restarted on another port"):
                 await waiting
-            answer = await connections.post(url, "/generate", b"{}")
-            following.cancel()
-            return answer
+            return await connections.post(url, "/generate", b"{}")
 
     with server([None]) as (url, _), server([OK]) as (new, requests):
         assert asyncio.run(run(url, new)) == Answer(200, b"{}") and requests == [0]

@@ -8,8 +8,8 @@ from contextlib import ExitStack, closing
 import pytest
 
 import megagrpo.engine.client as client_module
+import megagrpo.engine.http.connections as http_module
 import megagrpo.engine.http.fleet as fleet_module
-import megagrpo.engine.http.server_calls as http_module
 import megagrpo.engine.load_balancing as generation_module
 import megagrpo.engine.servers.restarts as restarts_module
 from megagrpo.engine.client import VllmEngine

@@ -13,7 +13,7 @@ from megagrpo.families.family_index import FAMILIES
 from megagrpo.families.hf_config import load_hf_config, parse_hf_config
 from megagrpo.families.weight_sources import shape_folder
 from megagrpo.planner import Plan, plan
-from megagrpo.planner.costs.engine_memory import PREFILL_TOKENS, engine_memory, kv_bytes, kv_elements
+from megagrpo.planner.costs.engine_memory import PREFILL_TOKENS, ServerMemory, kv_elements
 from megagrpo.planner.costs.planned_memory import (
     activation_elements,
     host_memory,
@@ -747,8 +747,8 @@ def test_layers_with_a_window_keep_its_tokens_and_a_batch(folder):
     for precision, element in (("auto", 2), ("bf16", 2), ("fp32", 4)):  # vLLM computes in the trainer's dtype
         long = config(folder, *sizes, f"model.precision={precision}")
         sequence = kv_elements(model, 1, long.max_model_len, PREFILL_TOKENS)
-        assert kv_bytes(long, model, long.max_model_len, PREFILL_TOKENS) == element * sequence
-        assert sum(engine_memory(long, model).values()) == pytest.approx(
+        assert ServerMemory.of(long, model).kv_bytes(long.max_model_len, PREFILL_TOKENS) == element * sequence
+        assert sum(ServerMemory.of(long, model).parts().values()) == pytest.approx(
             element * (num_parameters(model) + sequence) / 2**30
         )
 
@@ -1136,7 +1136,7 @@ def test_activations_without_fusions_stay_as_separate_tensors(folder):
 
 def test_stages_share_the_layers_of_a_server_and_copies_its_experts(folder):
     def memory(model: dict, *overrides: str) -> dict[str, float]:
-        return engine_memory(config(folder, "model.precision=bf16", *overrides), parse_hf_config(model))
+        return ServerMemory.of(config(folder, "model.precision=bf16", *overrides), parse_hf_config(model)).parts()
 
     untied = LLAMA | {"tie_word_embeddings": False}
     whole, half = memory(untied), memory(untied, "rollout.pp=2")

@@ -9,7 +9,7 @@ from megagrpo.config import ConfigError, load_config
 from megagrpo.engine.servers import serving
 from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.planner import plan
-from megagrpo.planner.costs.engine_memory import engine_memory
+from megagrpo.planner.costs.engine_memory import ServerMemory
 from megagrpo.planner.costs.gpu_specs import GPUS
 from megagrpo.planner.costs.shapes import num_parameters
 from megagrpo.planner.costs.workload import Lengths
@@ -90,7 +90,7 @@ def test_without_gpus_servers_quantize_no_experts_and_say_so_before_they_start(k
 def test_the_plan_counts_a_byte_for_each_weight_of_a_block():
     made = {kind: config(kind, "model.precision=bf16") for kind in ("none", "fp8_per_block")}
     outer = 2 * 128256 * 4096
-    plain, halved = (engine_memory(made[kind], MODEL)["vllm_weights"] * 2**30 for kind in made)
+    plain, halved = (ServerMemory.of(made[kind], MODEL).parts()["vllm_weights"] * 2**30 for kind in made)
     assert plain == 2 * num_parameters(MODEL) and halved == num_parameters(MODEL) + outer
     lengths = Lengths(100, 200, 300)
     slow, fast = (step_times(made[kind], MODEL, 8, GPUS["h100"], lengths).seconds["generate"] for kind in made)

@@ -7,7 +7,7 @@ from megagrpo.cluster.launch.job import Cluster, place
 from megagrpo.config import load_config
 from megagrpo.families.hf_config import load_hf_config
 from megagrpo.families.weight_sources import shape_folder
-from megagrpo.planner.costs.engine_memory import engine_memory
+from megagrpo.planner.costs.engine_memory import ServerMemory
 from megagrpo.planner.costs.gpu_specs import GPUS
 from megagrpo.planner.costs.planned_memory import run_memory
 from megagrpo.planner.costs.workload import expected_lengths
@@ -52,6 +52,6 @@ def test_the_layout_is_the_first_that_the_search_finds(name):
 @for_each("name", SHIPPED)
 def test_vllm_gets_the_memory_that_offloading_frees_and_leaves_room(name):
     config, gpu = load_config(CONFIGS / f"{name}.yaml"), GPUS[SHIPPED[name][1]]
-    engine = engine_memory(config, load_hf_config(shape_folder(config.model.path)), gpu.memory_gib)
+    engine = ServerMemory.of(config, load_hf_config(shape_folder(config.model.path))).parts(gpu.memory_gib)
     assert config.rollout.gpu_memory_utilization >= (0.8 if config.takes_turns else 0.9)
     assert gpu.memory_gib - engine["vllm_weights"] > ROOM_BESIDE_VLLM_GIB

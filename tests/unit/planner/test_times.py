@@ -16,7 +16,7 @@ import megagrpo
 from megagrpo.config import ConfigError, load_config
 from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.planner import plan, with_times
-from megagrpo.planner.costs.engine_memory import engine_memory, reload_bytes
+from megagrpo.planner.costs.engine_memory import ServerMemory
 from megagrpo.planner.costs.flops import attention_flops, model_flops, step_flops, token_flops
 from megagrpo.planner.costs.gpu_specs import GPUS, LINK_EFFICIENCY, Links
 from megagrpo.planner.costs.planned_memory import activation_elements, smallest_gpu, trainer_memory
@@ -26,6 +26,12 @@ from megagrpo.planner.loader_slices import EngineLayout
 from megagrpo.planner.plan_text import times_table
 from megagrpo.planner.times import layout_search
 from megagrpo.planner.times.control_plane import READ_TOKEN_SECONDS, REQUEST_SECONDS, control_seconds
+from megagrpo.planner.times.generation_times import (
+    DECODE_BANDWIDTH,
+    DECODE_STEP_SECONDS,
+    LAYER_SECONDS,
+    exponential_mean,
+)
 from megagrpo.planner.times.gpu_splits import splits_of
 from megagrpo.planner.times.layout_search import USABLE, USABLE_WITH_EXPERTS, _cost, search
 from megagrpo.planner.times.pass_times import (
@@ -39,16 +45,7 @@ from megagrpo.planner.times.pass_times import (
     pass_seconds,
 )
 from megagrpo.planner.times.step_memory import ROLLOUT_BYTES, planned_step_memory, route_bytes
-from megagrpo.planner.times.step_times import (
-    DECODE_BANDWIDTH,
-    DECODE_STEP_SECONDS,
-    LAYER_SECONDS,
-    exponential_mean,
-    server_gpus,
-    step_times,
-    sync_parts,
-    sync_seconds,
-)
+from megagrpo.planner.times.step_times import step_times, sync_parts, sync_seconds
 
 REPOSITORY = Path(__file__).parents[3]
 H100 = GPUS["h100"]
@@ -431,11 +428,10 @@ def test_the_search_finds_layouts_that_fit_and_none_is_slower_than_the_configs_o
     for one in found:
         changed, ranks = config(*kept, *one.overrides), one.world_size
         memory = trainer_memory(changed, MODEL, ranks // changed.parallel.model_parallel_size)
+        server = ServerMemory.of(changed, MODEL)
         assert plan(changed, ranks, 79).problems == [] and one.gib <= USABLE * H100.memory_gib
-        assert one.times.gpus == ranks + server_gpus(changed.rollout) <= world + 1
-        assert one.gib == pytest.approx(
-            smallest_gpu(changed, memory, engine_memory(changed, MODEL), reload_bytes(changed, MODEL) / 2**30)
-        )
+        assert one.times.gpus == ranks + changed.rollout.server_gpus <= world + 1
+        assert one.gib == pytest.approx(smallest_gpu(changed, memory, server.parts(), server.reload_bytes() / 2**30))
         assert one.times.step == pytest.approx(step_times(changed, MODEL, ranks, H100, LENGTHS).step)
 
 
@@ -493,7 +489,7 @@ def test_dedicated_servers_get_as_many_gpus_as_keep_the_trainer_busy(gpus, promp
     )
     shape = REPOSITORY / "configs" / "models" / settings.model.path / "config.json"
     model = parse_hf_config(json.loads(shape.read_text()))
-    ranks, lengths = gpus - server_gpus(settings.rollout), expected_lengths(settings)
+    ranks, lengths = gpus - settings.rollout.server_gpus, expected_lengths(settings)
     own = step_times(settings, model, ranks // 48 * 48, H100, lengths)
     assert idle_ranks(own) > 0.8 and own.bound == "generation"
     timed = layouts_timed(monkeypatch)
@@ -537,7 +533,7 @@ def test_splits_use_at_most_the_gpus_of_the_run_in_whole_nodes(total):
     assert splits[0].config == servers and splits[0].world_size == total - 4
     node = 1 if total <= 8 else math.gcd(total, 8)
     for split in splits[1:]:
-        used = server_gpus(split.config.rollout)
+        used = split.config.rollout.server_gpus
         assert 0 < split.world_size <= total - used and used > 0 and used % node == split.world_size % node == 0
     assert len(splits) < 700 and {split.world_size for split in splits} > {node, total - 2 * node}
     (only,) = splits_of(config(), MODEL, total, 79)  # colocated

@@ -4,7 +4,7 @@ import pytest
 
 from megagrpo.config import load_config
 from megagrpo.families.hf_config import parse_hf_config
-from megagrpo.planner.costs.engine_memory import GIB, device_bytes
+from megagrpo.planner.costs.engine_memory import GIB, ServerMemory
 from megagrpo.planner.costs.gpu_specs import GPUS
 from megagrpo.planner.costs.planned_memory import run_memory, stage_memory
 from megagrpo.planner.costs.workload import Lengths
@@ -72,7 +72,8 @@ def test_without_images_there_is_none():
 def test_a_server_divides_it_and_a_shared_gpu_keeps_it():
     more = ("rollout.tp=2", "rollout.servers=1", "rollout.placement=colocated")
     size = 2 * PLAIN.vision.shape.parameters
-    assert device_bytes(config(*more), PLAIN) - device_bytes(config(*more, images=False), PLAIN) == size / 2
+    servers = (ServerMemory.of(config(*more, images=images), PLAIN) for images in (True, False))
+    assert float.__sub__(*(server.device_bytes() for server in servers)) == size / 2
     for phase, parts in run_memory(config(*more), PLAIN, 2, 80.0).phases.items():
         assert parts["tower"] == size / GIB, phase
 

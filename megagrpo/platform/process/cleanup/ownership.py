@@ -6,16 +6,26 @@ PID namespaces; a process id is not.
 
 A folder is removed only when its name parses completely, it belongs to this user, its lock file has been locked once,
 and no process holds the lock now. This also holds for root.
+
+A process that creates files in /dev/shm has a folder `megagrpo-OWNER` there, where a trainer keeps its weights.
+Segments that vLLM creates through Python's `multiprocessing.shared_memory` begin with `psm_megagrpo-OWNER-`, those of
+its CPU workers (tp above 1) with `vllm_dist_megagrpo-OWNER-`, where the owner is their EngineCore.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
+import functools
 import os
 import re
+import secrets
 import stat
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +33,11 @@ from megagrpo.platform.process.cleanup.removal import opened, remove_own_file, r
 
 OWNER_LOCK = ".lock"
 TEMPORARY = "megagrpo_tmp_"  # prefix of a process's folder for temporary files (`scratch.py`)
+SHARED_MEMORY = Path("/dev/shm")
+FOLDER, SEGMENTS, CPU_WORKERS = "megagrpo-", "psm_megagrpo-", "vllm_dist_megagrpo-"
+_PERIOD = 0.2  # seconds between two looks at a parent, and between two removals
+_NUM_REMOVALS = range(10, 50)  # fewest and most removals after its end
+_PACKAGE_ROOT = Path(__file__).resolve().parents[4]  # the folder that holds the package megagrpo
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _OWNER = r"(\d+\.[a-z0-9_]{8})"  # process id, and the characters of tempfile.mkdtemp
 
@@ -92,3 +107,70 @@ def _names(folder: Path) -> list[str]:
         return os.listdir(folder)
     except OSError:
         return []
+
+
+# ------------------------------------------------------------------------------------------------------- shared memory
+
+
+def owned(label: str) -> str:
+    """Return a name for a new file of this process in /dev/shm: LABEL, owner and random characters."""
+    return f"{label}{_owner(os.getpid())}-{secrets.token_hex(4)}"
+
+
+@functools.cache
+def _owner(pid: int) -> str:
+    """Create this process's folder, locked until the process ends, and return its name's owner. A fork has its own."""
+    return owner_in(make_folder(FOLDER, SHARED_MEMORY)[0].name, FOLDER)
+
+
+def name_segments_by_owner() -> None:
+    """Make `multiprocessing.shared_memory` name segments after the creating process, here and in child processes."""
+    from multiprocessing import shared_memory
+
+    vars(shared_memory).update(_make_filename=lambda: f"/{owned(SEGMENTS)}")
+
+
+def remove_stale(folder: Path = SHARED_MEMORY) -> None:
+    """Remove weights and segments in `folder` whose owner has ended."""
+    remove_left(folder, FOLDER, (SEGMENTS, CPU_WORKERS))
+
+
+class OwnFolder:
+    """This process's new folder `path` in `parent`. Raises OSError when it cannot be created.
+
+    Another process removes the folder when this one ends by SIGKILL, even with its supervisors, and the segments of
+    servers that ended with it. It has a session of its own, which no signal to this process's group reaches.
+    """
+
+    def __init__(self, parent: Path = SHARED_MEMORY):
+        remove_stale(parent)
+        parent.mkdir(parents=True, exist_ok=True)
+        self.path, self._lock = make_folder(FOLDER, parent)
+        self._pid, self._open = os.getpid(), True
+        code = f"import sys; sys.path.append({str(_PACKAGE_ROOT)!r}); from {__name__} import _when_orphaned; "
+        command = [sys.executable, "-I", "-S", "-c", f"{code}_when_orphaned({self._pid}, sys.argv[1])", str(self.path)]
+        null = subprocess.DEVNULL
+        self._remover = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Remove the folder. Does nothing on a second call or in a forked child."""
+        if not self._open or os.getpid() != self._pid:
+            return
+        self._open = False
+        remove_tree(self.path)
+        os.close(self._lock)
+        self._remover.kill()
+        self._remover.wait()
+        atexit.unregister(self.close)
+
+
+def _when_orphaned(parent: int, folder: str) -> None:
+    """Wait for the end of the parent, and remove what it has left. Servers and other ranks end a little later."""
+    while os.getppid() == parent:
+        time.sleep(_PERIOD)
+    for attempt in range(_NUM_REMOVALS.stop):
+        remove_stale(Path(folder).parent)
+        time.sleep(_PERIOD)
+        if attempt >= _NUM_REMOVALS.start and not os.path.exists(folder):
+            return

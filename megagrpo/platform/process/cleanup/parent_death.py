@@ -1,20 +1,28 @@
-"""Ties a process to its parent: the kernel signals it when the parent ends, even by SIGKILL (Linux PR_SET_PDEATHSIG).
+"""Ties processes together: the kernel signals a process when its parent ends, even by SIGKILL (Linux
+PR_SET_PDEATHSIG), and a session has a guard that kills what its leader leaves.
 
 Imports the standard library only, because callers run this before any slow import.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import threading
+import time
+from collections.abc import Iterator
 from multiprocessing import parent_process
+from pathlib import Path
+from typing import NamedTuple
 
 from megagrpo.platform.process.environment import under_torchrun
 from megagrpo.platform.process.variables import ENVIRONMENT, LAUNCHER_VARIABLE
 
 PR_SET_PDEATHSIG = 1
+_PASSES = 100  # over the processes of a session
+_DEATH = signal.SIGUSR1  # what the kernel sends to a guard when its parent has ended
 
 
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
@@ -65,3 +73,58 @@ def tie_process_tree() -> None:
             end_with_parent(own_id[0])
 
     os.register_at_fork(before=before, after_in_child=in_child)
+
+
+class Living(NamedTuple):
+    """A process that has not ended, with its parent and its session."""
+
+    pid: int
+    parent: int
+    session: int
+
+
+def living() -> Iterator[Living]:
+    """Yield the living processes of this machine."""
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            # the name of a program in parentheses may contain anything
+            fields = Path(f"/proc/{entry}/stat").read_text(errors="replace").rpartition(")")[2].split()
+            if fields[0] not in "ZX":
+                yield Living(int(entry), int(fields[1]), int(fields[3]))
+
+
+def guard_session(descriptor: int) -> None:
+    """Fork the guard of this process's session: it kills processes that user code has started and this process leaves.
+    It closes its copy of the connection `descriptor`."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {_DEATH})
+    worker = os.getpid()
+    if os.fork() == 0:
+        try:
+            _guard(worker, descriptor)
+        finally:
+            os._exit(0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _guard(worker: int, descriptor: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of a job that ends
+        signal.signal(number, signal.SIG_IGN)
+    os.setpgid(0, 0)  # the pool kills the worker's process group
+    end_with_parent(worker, _DEATH)
+    os.close(descriptor)
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(null, standard)
+    signal.sigwait({_DEATH})
+    kill_session(os.getsid(0))
+
+
+def kill_session(session: int) -> None:
+    """Kill the living processes of a session, except for this one."""
+    for _ in range(_PASSES):  # user code may start others meanwhile; what the kernel cannot end is left
+        if not (left := [p.pid for p in living() if p.session == session and p.pid != os.getpid()]):
+            return
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)

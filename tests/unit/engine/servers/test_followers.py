@@ -8,12 +8,12 @@ from contextlib import ExitStack
 import pytest
 
 from megagrpo.config import load_config
+from megagrpo.engine.http.connections import healthy
 from megagrpo.engine.http.protocol import EngineStartError
 from megagrpo.engine.servers import followers as followers_module
 from megagrpo.engine.servers import launcher as launcher_module
 from megagrpo.engine.servers import remote
 from megagrpo.engine.servers.followers import Followers, Reports
-from megagrpo.engine.servers.launcher import healthy
 from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
 from megagrpo.engine.servers.serve_inputs import place_of
 from megagrpo.types import WeightSyncError

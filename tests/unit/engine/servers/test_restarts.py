@@ -11,7 +11,7 @@ import pytest
 
 import megagrpo.engine.servers.restarts as restarts_module
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.http import server_calls as http
+from megagrpo.engine.http import connections as http
 from megagrpo.engine.http.fleet import State
 from megagrpo.engine.http.protocol import EngineDeadError
 from megagrpo.engine.servers import launcher as launcher_module

@@ -13,10 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.platform.process.cleanup.ownership import OWNER_LOCK, TEMPORARY, make_folder, owner_in, remove_left
+from megagrpo.platform.process.cleanup.ownership import (
+    CPU_WORKERS,
+    FOLDER,
+    OWNER_LOCK,
+    SEGMENTS,
+    TEMPORARY,
+    make_folder,
+    owner_in,
+    remove_left,
+    remove_stale,
+)
 from megagrpo.platform.process.cleanup.removal import remove, remove_own_file, remove_tree
 from megagrpo.platform.process.cleanup.scratch import temporary_files
-from megagrpo.platform.process.cleanup.shm_names import CPU_WORKERS, FOLDER, SEGMENTS, remove_stale
 
 HOLDS = """
 import sys, time
@@ -26,7 +35,7 @@ print(make_folder(sys.argv[1], Path(sys.argv[2]))[0], flush=True)
 time.sleep(600)
 """
 CLEANS = (
-    "import sys; from pathlib import Path; from megagrpo.platform.process.cleanup.shm_names import remove_stale; "
+    "import sys; from pathlib import Path; from megagrpo.platform.process.cleanup.ownership import remove_stale; "
     "remove_stale(Path(sys.argv[1]))"
 )
 DEEP = "import os\nfor _ in range({levels}):\n    os.mkdir('a'); os.chdir('a')\nopen('file', 'w').close()"
