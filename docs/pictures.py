@@ -1,6 +1,5 @@
-"""Draws docs/images: python docs/pictures.py [RUN [MOE [TALKS]]]. RUN is the folder of a finished quickstart, MOE the
-one of the example `moe`, TALKS the one of the example `agent`. `-` instead of a folder leaves its pictures as they are;
-without folders only the layout is drawn.
+"""Draws docs/images: python docs/pictures.py [RUN [TALKS]]. RUN is the folder of a finished quickstart, TALKS the one of
+the example `agent`. `-` instead of a folder leaves its pictures as they are; without folders only the layout is drawn.
 
 The pictures of a report need its report.html, as `megagrpo report` writes it, and Debian's chromium with its driver.
 """
@@ -163,17 +162,6 @@ def report(page: Path) -> None:
         driver.save_screenshot(IMAGES / "report-responses.png")
 
 
-def layers(page: Path) -> None:
-    """Take a screenshot of the layers of a run with routing replay."""
-    with browser(page, 1000) as driver:
-        code = (
-            "const card = document.getElementById('chart-layers'); card.scrollIntoView({block: 'center'}); return card"
-        )
-        card = driver.execute_script(code)
-        time.sleep(1)
-        card.screenshot(str(IMAGES / "report-layers.png"))
-
-
 # Leave the responses with the most and the fewest turns of the group in which these numbers differ most.
 CONVERSATION = """
 document.querySelector('.toolbar').remove();
@@ -223,11 +211,9 @@ def main() -> None:
     """Draw the layout, and the curve and the report of the run that the command line names."""
     IMAGES.mkdir(exist_ok=True)
     layout().write(IMAGES / "layout.svg")
-    run, moe, talks = [*sys.argv[1:], "-", "-", "-"][:3]
+    run, talks = [*sys.argv[1:], "-", "-"][:2]
     if talks != "-":
         conversation(Path(talks) / "report.html")
-    if moe != "-":
-        layers(Path(moe) / "report.html")
     if run != "-":
         lines = (Path(run) / "metrics.jsonl").read_text().splitlines()
         curve([json.loads(line) for line in lines]).write(IMAGES / "quickstart.svg")

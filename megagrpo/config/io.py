@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from megagrpo.config.basics.paths import anchored
 from megagrpo.config.basics.problems import ConfigError, Problem
 from megagrpo.config.basics.yaml_text import block_text, parse_yaml, shortened
-from megagrpo.config.key_table import PLACEHOLDERS, fields
+from megagrpo.config.key_table import PLACEHOLDERS, REMOVED_KEYS, fields, fits
 from megagrpo.config.overrides import apply_override
 from megagrpo.config.run_config import RunConfig
 from megagrpo.suggestions import did_you_mean
@@ -248,6 +248,8 @@ def _problem(error: ErrorDetails, known: list[str]) -> Problem:
     loc, value = error["loc"], error["input"]
     keys = (".".join(map(str, loc)),)
     if error["type"] == "extra_forbidden":
+        if fix := next((fix for key, fix in REMOVED_KEYS.items() if fits(key, loc)), None):
+            return Problem(keys, f"no longer a key; {fix}")
         near = nearest_key(loc, known)
         return Problem(keys, f"unknown key; did you mean {near}?" if near else "unknown key")
     if error["type"] == "missing":

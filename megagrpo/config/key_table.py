@@ -13,6 +13,15 @@ from megagrpo.config.basics.yaml_text import flow_text
 from megagrpo.config.run_config import RunConfig
 from megagrpo.config.sections.section import ShownAs
 
+# dotted key of an earlier version -> what to write instead
+REMOVED_KEYS = {
+    "data.curriculum_low": "write data.curriculum: [0.1, 0.9], the lowest and the highest pass rate",
+    "data.curriculum_high": "write data.curriculum: [0.1, 0.9], the lowest and the highest pass rate",
+    "evaluation.min_p": "use evaluation.top_p or evaluation.top_k",
+    "evaluation.sets.NAME.min_p": "use the set's top_p or top_k",
+    "multi_turn.completion_length_limit_scope": "leave it out: with multi_turn.max_response_length, "
+    "rollout.max_completion_length limits each turn",
+}
 PLACEHOLDERS = ("N", "NAME")  # in a dotted key: a list index, and a user-chosen name
 
 
@@ -36,6 +45,12 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
             yield from fields(section, f"{prefix}{name}.")
         for element in elements:
             yield from fields(element, f"{prefix}{name}.{wildcard}.")
+
+
+def fits(key: str, loc: Sequence[str | int]) -> bool:
+    """Whether the dotted key, whose placeholders stand for any index or name, is the place `loc`."""
+    parts = key.split(".")
+    return len(parts) == len(loc) and all(part in (*PLACEHOLDERS, here) for part, here in zip(parts, loc, strict=True))
 
 
 def render_help(within: str = "") -> str:

@@ -49,7 +49,7 @@ def test_a_response_that_a_sync_interrupts_keeps_its_images(tmp_path):
     assert any("later_versions" in row for row in run.completions)
 
 
-LONG = ("multi_turn.completion_length_limit_scope=per_round", "multi_turn.max_response_length=72")
+LONG = ("multi_turn.max_response_length=72",)
 PLAYERS = '''
 class Guide:
     """An environment that sees the picture."""

@@ -34,7 +34,7 @@ OPTIONS = [
     ),
     *(
         "algorithm.ref_model_sync_steps=1",
-        "data.curriculum=pass_rate",
+        "data.curriculum=[0.1,0.9]",
         "data.curriculum_pass_reward=0.5",
         "data.curriculum_rest=1",
     ),

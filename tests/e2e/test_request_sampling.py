@@ -275,7 +275,6 @@ def test_each_turn_has_its_own_constraint_limit_and_counts(tmp_path):
         *rows,
         *words,
         "multi_turn.max_response_length=27",
-        "multi_turn.completion_length_limit_scope=per_round",
         *EVERYTHING,
     )
     agrees(run)

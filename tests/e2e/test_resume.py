@@ -17,7 +17,7 @@ ENGINE = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_diverg
 # third.
 CURRICULUM = (
     "data.train.size=8",
-    "data.curriculum=pass_rate",
+    "data.curriculum=[0.1,0.9]",
     "data.curriculum_pass_reward=2",
     "data.curriculum_rest=1",
 )

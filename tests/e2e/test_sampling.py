@@ -114,7 +114,7 @@ def test_a_step_that_cannot_be_filled_says_so_and_trains_on_what_there_is(tmp_pa
 @pytest.mark.full
 def test_a_curriculum_rests_what_is_always_or_never_passed_and_remembers_it(tmp_path):
     options = [
-        "data.curriculum=pass_rate",
+        "data.curriculum=[0.1,0.9]",
         "rollout.prompts_per_step=12",
         "data.train.size=12",
         "data.curriculum_pass_reward=0.5",

@@ -186,9 +186,8 @@ def data_problems(config: RunConfig) -> Iterator[Problem]:
     if m.agent and d.system_prompt is not None:
         reason = "has no effect on an agent, which writes its messages itself; leave one of them out"
         yield Problem(("data.system_prompt", "multi_turn.agent"), reason)
-    if d.curriculum_low > d.curriculum_high:
-        reason = f"{d.curriculum_low} is above data.curriculum_high {d.curriculum_high}"
-        yield Problem(("data.curriculum_low", "data.curriculum_high"), f"{reason}; the interval is empty; swap the two")
+    if d.curriculum != sorted(d.curriculum):
+        yield Problem(("data.curriculum",), f"{d.curriculum} is an empty interval; swap the two")
 
 
 def source_problems(config: RunConfig) -> Iterator[Problem]:
@@ -200,7 +199,7 @@ def source_problems(config: RunConfig) -> Iterator[Problem]:
         return
     if not is_user_code(data.source):
         yield Problem((key,), f"`{data.source}` is no class; write path/file.py:Class or package.module:Class")
-    if data.curriculum != "off":
+    if data.curriculum:
         reason = f"{data.curriculum} chooses prompts, and data.source chooses them already; leave one of them out"
         yield Problem(("data.curriculum", key), reason)
     if not data.shuffle:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from megagrpo.config.sections.section import PositiveInt, Section, Share
 
@@ -11,6 +13,12 @@ RENDERER_ARGUMENTS = """
     conversation conversations messages tools chat_template add_generation_prompt continue_final_message tokenize
     padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs
 """.split()
+
+
+def _two_pass_rates(value: object) -> object:
+    if not isinstance(value, list) or len(value) not in (0, 2):
+        raise ValueError("must be the lowest and the highest pass rate, such as [0.1, 0.9], or [] for no curriculum")
+    return value
 
 
 class DatasetSection(Section):
@@ -62,13 +70,9 @@ class DataSection(Section):
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "drop"
     """What happens to prompts above `rollout.max_prompt_length`. drop: they are never drawn, the next prompt takes
     their place (ms-swift's `delete`); truncate_left: they keep their last tokens."""
-    curriculum: Literal["off", "pass_rate"] = "off"
-    """pass_rate: a prompt that passed too often or too rarely when it was last drawn rests for some epochs. Other
-    prompts are then drawn more often."""
-    curriculum_low: Share = 0.1
-    """Lowest pass rate of a prompt that does not rest, over its responses when it was last drawn."""
-    curriculum_high: Share = 0.9
-    """Highest pass rate of a prompt that does not rest."""
+    curriculum: Annotated[list[Share], BeforeValidator(_two_pass_rates)] = []
+    """Lowest and highest pass rate of prompts that do not rest, such as `[0.1, 0.9]`, over a prompt's responses when it
+    was last drawn. A prompt outside rests for some epochs, so others are drawn more often. `[]`: no prompt rests."""
     curriculum_rest: PositiveInt = 4
     """Epochs that a prompt rests for."""
     curriculum_pass_reward: float = 1.0

@@ -9,14 +9,14 @@ from pydantic import Field
 
 from megagrpo.config.basics.problems import Problem
 from megagrpo.config.sections.data import DatasetSection
-from megagrpo.config.sections.section import Fraction, GreedyOrTemperature, NonNegativeInt, PositiveInt, Section, Share
+from megagrpo.config.sections.section import Fraction, GreedyOrTemperature, NonNegativeInt, PositiveInt, Section
 
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 OF_DATA = ("prompt_column", "columns", "extract_hash_answer")
-OF_EVALUATION = ("temperature", "top_p", "top_k", "min_p", "num_generations")
+OF_EVALUATION = ("temperature", "top_p", "top_k", "num_generations")
 
 
 class EvaluationSet(DatasetSection):
@@ -34,8 +34,6 @@ class EvaluationSet(DatasetSection):
     """Nucleus sampling; `evaluation.top_p` when empty."""
     top_k: NonNegativeInt | None = None
     """Sample among so many tokens; `evaluation.top_k` when empty."""
-    min_p: Share | None = None
-    """Least probability beside the likeliest token's; `evaluation.min_p` when empty."""
     num_generations: PositiveInt | None = None
     """Responses per prompt; `evaluation.num_generations` when empty."""
     max_completion_length: PositiveInt | None = None
@@ -51,7 +49,6 @@ class FilledSet(DatasetSection):
     temperature: float
     top_p: float
     top_k: int
-    min_p: float
     num_generations: int
     max_completion_length: int
 
@@ -67,8 +64,6 @@ class EvaluationSection(Section):
     """Sample among the most likely tokens that add up to this probability; 1 keeps all."""
     top_k: NonNegativeInt = 0
     """Sample among so many of the most likely tokens; 0 keeps all."""
-    min_p: Share = 0.0
-    """Sample among tokens at least this times as likely as the most likely one; 0 keeps all."""
     num_generations: PositiveInt = 1
     """Responses per held-out prompt."""
     pass_function: str | None = None

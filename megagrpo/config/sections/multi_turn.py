@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -13,7 +13,6 @@ from megagrpo.config.sections.section import Count, NonNegativeInt, PositiveInt,
 
 # the keys that make a response have several turns
 ANSWERING = ("multi_turn.scheduler", "multi_turn.tools", "multi_turn.environment", "multi_turn.agent")
-LIMITS = ("multi_turn.max_response_length", "multi_turn.completion_length_limit_scope")
 
 
 class MultiTurnSection(Section):
@@ -59,12 +58,9 @@ class MultiTurnSection(Section):
     """Longest result of a tool in characters. The middle of a longer one is left out. Unlimited when empty."""
     retries: NonNegativeInt = 0
     """Attempts at a response after the first one fails, each with a new environment and the same seeds."""
-    completion_length_limit_scope: Literal["total", "per_round"] = "total"
-    """What `rollout.max_completion_length` limits, in tokens. total: the whole response, messages of tools and
-    schedulers included.
-    per_round: each turn of the policy."""
     max_response_length: PositiveInt | None = None
-    """Longest whole response in tokens, with `completion_length_limit_scope: per_round`."""
+    """Longest whole response in tokens, messages of tools and schedulers included; `rollout.max_completion_length`
+    then limits each turn of the policy. Empty: `rollout.max_completion_length` limits the whole response."""
     timeout: Seconds = 10.0
     """Timeout in seconds of a tool, scheduler or environment call. Then its process is killed and a failure counted.
     An environment's `close` gets as long."""
@@ -109,12 +105,6 @@ def multi_turn_problems(m: MultiTurnSection) -> Iterator[Problem]:
     if m.retries and not (m.scheduler or m.environment or m.agent):
         reason = f"{m.retries} needs a scheduler, an environment or an agent: the failure of a tool ends no response"
         yield Problem(("multi_turn.retries", *ANSWERING), f"{reason}; leave it out")
-    if m.completion_length_limit_scope == "per_round" and m.max_response_length is None:
-        reason = "completion_length_limit_scope per_round needs a limit for the whole response; set one, in tokens"
-        yield Problem(LIMITS, reason)
-    if m.completion_length_limit_scope == "total" and m.max_response_length is not None:
-        reason = "with completion_length_limit_scope total, rollout.max_completion_length limits the whole response"
-        yield Problem(LIMITS, f"{reason}; leave it out, or set the scope to per_round")
 
 
 def _agent_problems(m: MultiTurnSection, idle: list[str]) -> Iterator[Problem]:

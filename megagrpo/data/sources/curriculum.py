@@ -10,9 +10,9 @@ from megagrpo.config import DataSection
 class Curriculum:
     """Keeps the pass rates of a data set's prompts, and derives the prompts that rest.
 
-    A prompt whose last pass rate is outside [`curriculum_low`, `curriculum_high`] rests for `curriculum_rest` epochs
+    A prompt whose last pass rate is outside the interval `data.curriculum` rests for `curriculum_rest` epochs
     and is then drawn again. So prompts inside are drawn more often. A prompt without a pass rate does not rest. Nothing
-    is random: the same history rests the same prompts. With `data.curriculum: off` no prompt rests.
+    is random: the same history rests the same prompts. With an empty `data.curriculum` no prompt rests.
     """
 
     def __init__(self, section: DataSection):
@@ -30,15 +30,15 @@ class Curriculum:
 
     def rests(self, prompt_id: int, epoch: int) -> bool:
         """Whether the prompt rests in this epoch."""
-        if prompt_id not in self._history:
+        if not self._section.curriculum or prompt_id not in self._history:
             return False
         rate, drawn = self._history[prompt_id]
-        inside = self._section.curriculum_low <= rate <= self._section.curriculum_high
-        return not inside and epoch - drawn <= self._section.curriculum_rest
+        low, high = self._section.curriculum
+        return not low <= rate <= high and epoch - drawn <= self._section.curriculum_rest
 
     def learn(self, pass_rates: Mapping[int, float], epochs: Mapping[int, int]) -> None:
         """Store the pass rates of drawn prompts and the epochs in which they were drawn, both by prompt_id."""
-        if self._section.curriculum == "pass_rate":
+        if self._section.curriculum:
             self._history |= {prompt_id: (rate, epochs[prompt_id]) for prompt_id, rate in pass_rates.items()}
 
     def metrics(self, epoch: int) -> dict[str, float]:

@@ -6,7 +6,7 @@ import fcntl
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,21 +19,20 @@ from megagrpo.records.checkpoints.run_files import COMPLETIONS
 from megagrpo.records.checkpoints.run_lock import LOCK
 
 STEP = re.compile(rb'\{"step": (\d+)[,}]')
-_REWARD = re.compile(rb'"num_tokens": \d+, "finish_reason": (?:"\w*"|null), "reward": (-?[\d.eE+-]+|null),')
 BUFFER = 1 << 20  # bytes read at once: a line may have 100 kB
 
 Row = dict[str, Any]
+Span = tuple[int, float]  # first byte, byte after the last one
+WHOLE: tuple[Span] = ((0, math.inf),)
 
 
 @dataclass
-class StepRewards:
-    """The number of responses of a step, and the smallest and the largest reward of one, if any has a reward."""
+class StepLines:
+    """The lines of a step in `completions.jsonl`: the number of responses, and the bytes where they begin and end."""
 
+    start: int
+    stop: int = 0
     count: int = 0
-    low: float = math.inf
-    high: float = -math.inf
-    start: int = field(default=0, compare=False)  # byte at which the first line begins
-    stop: int = field(default=0, compare=False)  # byte at which the last line ends
 
 
 @dataclass(frozen=True)
@@ -75,9 +74,9 @@ class RunFiles:
         return privacy_of(self.folder, self.config, lock)
 
     @cached_property
-    def rewards(self) -> dict[int, StepRewards]:
-        """The rewards of each step in `completions.jsonl`."""
-        return rewards_per_step(self.folder / COMPLETIONS)
+    def responses(self) -> dict[int, StepLines]:
+        """The lines of each step in `completions.jsonl`."""
+        return lines_per_step(self.folder / COMPLETIONS)
 
     @property
     def last_start(self) -> Row:
@@ -114,21 +113,18 @@ def read_run(folder: Path) -> RunFiles:
     )
 
 
-def read_lines(file: Path, damaged: dict[str, int], steps: Collection[int] | None = None) -> Iterator[Row]:
-    """Yield a file's JSON objects that have a step, only of the named `steps` if given; nothing if the file is missing.
+def read_lines(file: Path, damaged: dict[str, int]) -> Iterator[Row]:
+    """Yield a file's JSON objects that have a step; nothing if the file is missing.
 
     Lines that cannot be read are counted in `damaged`. The end of the last line of a run in progress may be missing.
     """
     for _, line in lines_of(file):
-        if steps is not None and (match := STEP.match(line)) and int(match[1]) not in steps:
-            continue  # without parsing: completions.jsonl may have gigabytes
-        if (row := parsed(line, file.name, damaged)) is not None and (steps is None or row["step"] in steps):
+        if (row := parsed(line, file.name, damaged)) is not None:
             yield row
 
 
-def lines_of(file: Path, spans: Iterable[tuple[int, float]] = ((0, math.inf),)) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that begin in spans of bytes, each line once, after the byte at which it begins. Nothing if the
-    file is missing."""
+def lines_of(file: Path, spans: Iterable[Span] = WHOLE) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that begin in spans of bytes, each after its first byte. Nothing if the file is missing."""
     if not file.is_file():
         return
     place = 0
@@ -154,33 +150,16 @@ def parsed(line: bytes, name: str, damaged: dict[str, int]) -> Row | None:
     return row
 
 
-def rewards_per_step(file: Path) -> dict[int, StepRewards]:
-    """Return step -> rewards of responses in `completions.jsonl`. Lines in a run's format are searched, not parsed."""
-    steps: dict[int, StepRewards] = {}
-    step = StepRewards()
+def lines_per_step(file: Path) -> dict[int, StepLines]:
+    """Return step -> lines of `completions.jsonl`. A line without a step at its head belongs to the line before it."""
+    steps: dict[int, StepLines] = {}
+    step = StepLines(0)
     for place, line in lines_of(file):
         if match := STEP.match(line):
-            step, reward = steps.setdefault(int(match[1]), StepRewards(start=place)), _reward(line)
+            step = steps.setdefault(int(match[1]), StepLines(place))
             step.count += 1
-            if reward is not None:
-                step.low, step.high = min(step.low, reward), max(step.high, reward)
-        step.stop = place + len(line)  # a line without a step at its head is looked at with the line before it
+        step.stop = place + len(line)
     return steps
-
-
-def reward_in(line: bytes) -> bytes | None:
-    """Return the JSON of the reward of a line in a run's format, without parsing the line; None for other lines."""
-    match = _REWARD.search(line)  # in a text its quotes would be escaped
-    return match[1] if match else None
-
-
-def _reward(line: bytes) -> float | None:
-    try:
-        value = reward_in(line) or json.loads(line).get("reward")
-        reward = math.nan if value in (None, b"null") else float(value)
-    except (ValueError, TypeError, RecursionError):
-        return None
-    return reward if math.isfinite(reward) else None
 
 
 def _read_config(file: Path, damaged: dict[str, int]) -> dict[str, Any]:

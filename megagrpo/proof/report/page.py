@@ -22,7 +22,6 @@ SCRIPTS = (
     "base.js",
     "charts.js",
     "plots.js",
-    "layers.js",
     "overview.js",
     "tokens.js",
     "conversations.js",

@@ -11,15 +11,13 @@ from typing import Any
 from megagrpo.platform.install.requirements import installed_version
 from megagrpo.platform.process.terminal import printable
 from megagrpo.proof.report import changed_settings
-from megagrpo.proof.report.collect import Row, RunFiles
+from megagrpo.proof.report.collect import RunFiles
 from megagrpo.proof.report.findings import findings
-from megagrpo.proof.report.plan_check import plan_against_measured
-from megagrpo.proof.report.reduce import curves, number, result, rows_per_point, shares_of_layers, state, when_of
+from megagrpo.proof.report.reduce import curves, number, result, rows_per_point, state
 from megagrpo.proof.report.shown_responses import Chosen, choose
 from megagrpo.records.checkpoints.run_files import AXES
 
 MAX_BYTES = 2_900_000  # of a page
-MOST_MESSAGES = 300  # per run; of more, the first and the last
 
 
 @dataclass(frozen=True)
@@ -34,10 +32,7 @@ class Payload:
 def payload(runs: Sequence[RunFiles], static_bytes: int) -> Payload:
     """Return the data of the runs. `static_bytes` of the page's limit are used by its code."""
     averaged = rows_per_point([run.steps for run in runs]), rows_per_point([run.evaluations for run in runs])
-    described = [
-        describe(run, *averaged) | {"label": label, "layers": shares_of_layers(run.steps, len(runs))}
-        for run, label in zip(runs, labels(runs), strict=True)
-    ]
+    described = [describe(run, *averaged) | {"label": label} for run, label in zip(runs, labels(runs), strict=True)]
     changed_settings.tell_apart([run.config for run in runs], [one["config"] for one in described])
     used = static_bytes + len(json.dumps(described))  # compression of the head makes room for what is added below
     chosen: list[Chosen] = []
@@ -87,37 +82,13 @@ def describe(run: RunFiles, steps_per_point: int, evaluations_per_point: int) ->
         else {},
         "device": printable(str(start.get("device") or "")),
         "findings": findings(run),
-        "messages": messages(run),
-        "layout": layout(run),
-        "plan": plan_against_measured(run),
     }
     return run.privacy.notes(notes) | {
         "result": result(run),
-        "training": _printable_names(curves(with_reward_range(run), steps_per_point)),
+        "training": _printable_names(curves(run.steps, steps_per_point)),
         "evaluations": _printable_names(curves(run.evaluations, evaluations_per_point)),
         "config": changed_settings.rows(run.config, run.privacy),
     }
-
-
-def with_reward_range(run: RunFiles) -> list[Row]:
-    """Return steps with `reward_low`, `reward_high`: one standard deviation around the mean, within the step's rewards.
-
-    A step whose responses are not in `completions.jsonl` has none.
-    """
-    rows = []
-    for row in run.steps:
-        mean, spread, rewards = (
-            number(row.get("reward")),
-            number(row.get("reward_std_batch")),
-            run.rewards.get(row["step"]),
-        )
-        if mean is not None and spread is not None and rewards is not None and rewards.low <= rewards.high:
-            row = row | {
-                "reward_low": max(mean - spread, min(mean, rewards.low)),
-                "reward_high": min(mean + spread, max(mean, rewards.high)),
-            }
-        rows.append(row)
-    return rows
 
 
 def facts(run: RunFiles) -> list[list[str]]:
@@ -134,10 +105,10 @@ def facts(run: RunFiles) -> list[list[str]]:
     group = of("rollout.num_generations")
     step = f"{of('rollout.prompts_per_step')} prompts × {group} responses" if group else ""
     rewards = [str(one.get("function", "")) for one in of("rewards.functions") or [] if isinstance(one, dict)]
-    sizes = layout(run)
-    axes = [f"{axis} {sizes[axis]}" for axis in ("tp", "cp", "pp", "dp", "ep") if (sizes[axis] or 1) > 1] or [
-        "one rank"
-    ]
+    recorded = run.last_start.get("layout")
+    recorded = recorded if isinstance(recorded, dict) else {}
+    sizes = {axis: number(recorded.get(axis)) or number(of(f"parallel.{axis}")) or 1 for axis in AXES}
+    axes = [f"{axis} {size}" for axis, size in sizes.items() if size > 1] or ["one rank"]
     found = [
         ("algorithm", " · ".join(filter(None, algorithm)) if run.config else ""),
         ("step", step),
@@ -146,37 +117,6 @@ def facts(run: RunFiles) -> list[list[str]]:
         ("precision", str(run.last_start.get("dtype") or of("model.precision") or "")),
     ]
     return [[name, printable(text)] for name, text in found if text]
-
-
-def layout(run: RunFiles) -> dict[str, Any]:
-    """Return the sizes of the axes, the number of ranks, and vLLM's servers. Unknown sizes are None."""
-    recorded = run.last_start.get("layout")
-    recorded = recorded if isinstance(recorded, dict) else {}
-    sizes = {axis: number(recorded.get(axis)) or number(run.setting(f"parallel.{axis}")) for axis in AXES}
-    urls = run.setting("rollout.urls")
-    return sizes | {
-        "ranks": number(run.last_start.get("ranks")),
-        "vpp": number(run.setting("parallel.vpp")),
-        "servers": len(urls) if isinstance(urls, list) and urls else number(run.setting("rollout.servers")),
-        **{f"server_{axis}": number(run.setting(f"rollout.{axis}")) for axis in ("tp", "pp", "dp")},
-        "placed": printable(str(run.setting("rollout.placement") or "").replace("auto", "")),
-    }
-
-
-def messages(run: RunFiles) -> list[list[Any]]:
-    """Return step, time and text of the run's messages; the first and last ones of many."""
-    rows = [
-        [
-            row["step"],
-            None if (when := when_of(row)) is None else round(when, 3),
-            printable(str(row.get("text", "")))[:2000],
-        ]
-        for row in run.messages
-    ]
-    if len(rows) <= MOST_MESSAGES:
-        return rows
-    half = MOST_MESSAGES // 2
-    return [*rows[:half], [rows[half][0], None, f"… {len(rows) - MOST_MESSAGES:,} messages left out …"], *rows[-half:]]
 
 
 def _printable_names(curve: dict[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,6 @@ MAX_POINTS = 2000  # per curve, of all runs of a page together
 DIGITS = 5  # significant digits
 NEAR_ONE = ("token_mult_prob_error",)  # metrics whose distance from 1 counts; they keep DIGITS decimals more
 NOT_CURVES = ("step", "wall_time")
-BY_LAYER = "routing/agreement_by_layer"
-MAX_CELLS = 20_000  # shares of single layers, of all runs of a page together
 
 
 def rows_per_point(rows: Sequence[Sequence[Row]]) -> int:
@@ -31,39 +29,15 @@ def number(value: Any, digits: int = DIGITS) -> float | None:
 
 
 def curves(rows: Sequence[Row], per_point: int = 1) -> dict[str, Any]:
-    """Return steps, seconds since the first row, and one list per metric. Each value is the mean of `per_point` rows.
-
-    A metric that a row lacks is None there.
-    """
+    """Return steps, and one list per metric. Each value is the mean of `per_point` rows, None without the metric."""
     parts = [rows[i : i + per_point] for i in range(0, len(rows), per_point)]
     names = dict.fromkeys(name for row in rows for name in row if name not in NOT_CURVES)
-    begin = next((when for row in rows if (when := when_of(row)) is not None), 0.0)
-    ends = [when_of(part[-1]) for part in parts]
     metrics = {name: [_mean(part, name) for part in parts] for name in names}
     return {
         "per_point": per_point,
         "step": [part[-1]["step"] for part in parts],
-        "seconds": [None if when is None else round(when - begin, 1) for when in ends],
         "metrics": {name: values for name, values in metrics.items() if any(value is not None for value in values)},
     }
-
-
-def shares_of_layers(rows: Sequence[Row], runs: int = 1) -> dict[str, Any] | None:
-    """Return the layers with routing replay, steps, seconds since the first row, and the share of experts that agree by
-    point and layer. Each share is the mean of the same number of rows, so that a page has `MAX_CELLS` of its `runs`.
-
-    None if no row has any.
-    """
-    times = [{name: row[name] for name in NOT_CURVES if name in row} for row in rows]
-    shares = [row[BY_LAYER] if isinstance(row.get(BY_LAYER), dict) else {} for row in rows]
-    layers = sorted({name for of_layers in shares for name in of_layers if name.isdecimal()}, key=int)
-    if not layers:
-        return None
-    tables = [time | {name: of[name] for name in layers if name in of} for time, of in zip(times, shares, strict=True)]
-    found = curves(tables, math.ceil(len(rows) * len(layers) * runs / MAX_CELLS))
-    columns = [found["metrics"].get(layer, [None] * len(found["step"])) for layer in layers]
-    points = list(map(list, zip(*columns, strict=True)))
-    return {"layers": list(map(int, layers)), "step": found["step"], "seconds": found["seconds"], "shares": points}
 
 
 def when_of(row: Row) -> float | None:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megagrpo.proof.report.collect import STEP, Row, RunFiles, lines_of, parsed, reward_in
+from megagrpo.proof.report.collect import STEP, WHOLE, Row, RunFiles, Span, lines_of, parsed
 from megagrpo.proof.report.reduce import number
 from megagrpo.records.checkpoints.run_files import COMPLETIONS
 
 TOKENS = "tokens.jsonl"
-_HEAD = re.compile(rb'\{"step": (\d+), "prompt_id": (-?\d+), "prompt": ')
-_AFTER_PROMPT = b', "completion": '
 
 
 @dataclass
@@ -73,20 +69,24 @@ def index_steps(
     """Return the groups of the steps that have responses. `size` is the number of responses per prompt, if known;
     `is_known` says of a prompt whether another run shows it."""
     found = {step: StepIndex() for step in steps}
-    spans = [(run.rewards[step].start, run.rewards[step].stop) for step in steps]
-    for place, line in lines_of(run.folder / COMPLETIONS, spans):
-        if (match := STEP.match(line)) and int(match[1]) not in found:
-            continue
-        if (facts := _facts(line) or _parsed_facts(line, run.damaged)) and (index := found.get(facts[0])) is not None:
-            begins = index.add(*facts[1:], place, size)
-            if begins and is_known is not None and is_known(_prompt_in(line)):
-                index.known.add(len(index) - 1)
-    for place, line in lines_of(run.folder / TOKENS):
-        if (match := STEP.match(line)) and int(match[1]) not in found:
-            continue
-        if (row := parsed(line, TOKENS, run.damaged)) and row["step"] in found:
-            _add_tokens(found[row["step"]], run, row, place)
+    spans = [(run.responses[step].start, run.responses[step].stop) for step in steps]
+    for place, row in _rows(run, COMPLETIONS, found, spans):
+        index = found[row["step"]]
+        begins = index.add(row.get("prompt_id"), number(row.get("reward")), place, size)
+        if begins and is_known is not None and is_known(row.get("prompt")):
+            index.known.add(len(index) - 1)
+    for place, row in _rows(run, TOKENS, found):
+        _add_tokens(found[row["step"]], run, row, place)
     return {step: index for step, index in found.items() if len(index)}
+
+
+def _rows(run: RunFiles, name: str, steps: Collection[int], spans: Iterable[Span] = WHOLE) -> Iterator[tuple[int, Row]]:
+    """Yield the rows of these steps after the byte at which each begins. Lines of other steps are not parsed."""
+    for place, line in lines_of(run.folder / name, spans):
+        if (match := STEP.match(line)) and int(match[1]) not in steps:
+            continue
+        if (row := parsed(line, name, run.damaged)) is not None and row["step"] in steps:
+            yield place, row
 
 
 def rows_at(run: RunFiles, name: str, places: Iterable[int]) -> Iterator[Row | None]:
@@ -96,33 +96,6 @@ def rows_at(run: RunFiles, name: str, places: Iterable[int]) -> Iterator[Row | N
             file.seek(place)
             row = parsed(file.readline(), name, run.damaged)
             yield None if row is None else run.privacy.row(row)
-
-
-def _facts(line: bytes) -> tuple[int, Any, float | None] | None:
-    """Return step, prompt_id and reward of a whole line in a run's format without parsing it; None for other lines."""
-    head, reward = _HEAD.match(line), reward_in(line)
-    if head is None or reward is None or not line.endswith(b"}\n"):
-        return None
-    try:
-        return int(head[1]), int(head[2]), number(json.loads(reward))
-    except ValueError:
-        return None
-
-
-def _parsed_facts(line: bytes, damaged: dict[str, int]) -> tuple[int, Any, float | None] | None:
-    row = parsed(line, COMPLETIONS, damaged)
-    return None if row is None else (row["step"], row.get("prompt_id"), number(row.get("reward")))
-
-
-def _prompt_in(line: bytes) -> Any:
-    """Return the prompt of a line. Its response is not parsed if the line has a run's format."""
-    if head := _HEAD.match(line):
-        try:
-            return json.loads(line[head.end() : line.find(_AFTER_PROMPT, head.end())])
-        except (ValueError, RecursionError):
-            pass
-    row = parsed(line, COMPLETIONS, {})
-    return None if row is None else row.get("prompt")
 
 
 def _add_tokens(index: StepIndex, run: RunFiles, row: Row, place: int) -> None:

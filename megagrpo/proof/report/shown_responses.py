@@ -47,8 +47,8 @@ class Chosen:
 def choose(run: RunFiles, budget: int, prompts: Collection[str] = ()) -> Chosen:
     """Return the responses of the run that fit into `budget` bytes of the page. Groups of `prompts`, which other runs
     on the page show, come first."""
-    largest = max((step.count for step in run.rewards.values()), default=1)
-    steps = chosen_steps(run, sorted(run.rewards), max(4, min(MAX_STEPS, MAX_RESPONSES // largest)))
+    largest = max((step.count for step in run.responses.values()), default=1)
+    steps = chosen_steps(run, sorted(run.responses), max(4, min(MAX_STEPS, MAX_RESPONSES // largest)))
     setting = run.setting("rollout.num_generations")
     size = setting if isinstance(setting, int) and setting > 0 else None
     found = index_steps(run, steps, size, (lambda prompt: _key_of(run, prompt) in prompts) if prompts else None)
@@ -78,7 +78,7 @@ def choose(run: RunFiles, budget: int, prompts: Collection[str] = ()) -> Chosen:
             texts = b",".join(gzip.decompress(groups[i])[1:-1] for i in sorted(groups))
             chosen.chunks[step] = base64.b64encode(_gzip(b"[" + texts + b"]")).decode()
             chosen.shown[step] = [len(groups), len(found[step])]
-    chosen.responses[1] = sum(step.count for step in run.rewards.values())
+    chosen.responses[1] = sum(step.count for step in run.responses.values())
     return chosen
 
 

@@ -83,7 +83,7 @@ def load_sets(
             trained,
             temperature=section.temperature,
             max_tokens=section.max_completion_length,
-            truncation=Truncation(section.top_p, section.top_k, section.min_p),
+            truncation=Truncation(section.top_p, section.top_k),
         )
         about = function, evaluation.pass_reward, answer, source.warnings
         sets.append(HeldOut(name, source.all(), source.columns, section.num_generations, sampling, *about))

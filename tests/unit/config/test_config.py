@@ -140,7 +140,7 @@ def test_samples_without_advantage_are_computed_when_told_so(tmp_path, override,
     [
         # the last word of the wrong key, `tp`, occurs in the sentence about another key
         (["rollout.tp=x"], ["parallel.sequence_parallel=true", "parallel.vpp=2"]),
-        (["data.train.size=x"], ["data.curriculum_low=0.9", "data.curriculum_high=0.1"]),
+        (["data.train.size=x"], ["data.curriculum=[0.9,0.1]"]),
         (["rewards.functions=5"], ["evaluation.steps=2"]),
         (["evaluation.sets={'bad name': {source: a}}"], ["train.warmup_steps=1000"]),
         (["multi_turn.tools=3"], ["multi_turn.max_turns=3", "parallel.vpp=2"]),
@@ -334,14 +334,10 @@ MULTI_TURN = {
     "multi_turn={scheduler: math_tip_trick, max_result_chars: 9}": "multi_turn.max_result_chars: 9 needs tools",
     "multi_turn={tools: [calculator], retries: 2}": "multi_turn.retries: 2 needs a scheduler, an environment or an agent",
     "multi_turn={tools: [calculator], max_seconds: 0}": "multi_turn.max_seconds: must be greater than 0",
-    "multi_turn={tools: [calculator], completion_length_limit_scope: "
-    "per_round}": "multi_turn.max_response_length: completion_length",
-    "multi_turn={tools: [calculator], max_response_length: "
-    "900}": "multi_turn.max_response_length: with completion_length_limit_scope",
-    "multi_turn={tools: [calculator], completion_length_limit_scope: per_round, max_response_length: 100}": (
+    "multi_turn={tools: [calculator], max_response_length: 100}": (
         "multi_turn.max_response_length: 100 is less than one turn, rollout.max_completion_length 256"
     ),
-    "multi_turn={tools: [calculator], completion_length_limit_scope: per_round, max_response_length: 4000}": (
+    "multi_turn={tools: [calculator], max_response_length: 4000}": (
         "train.max_tokens_per_micro_batch: 4096 is less than the longest sample, rollout.max_prompt_length 512 + "
         "multi_turn.max_response_length 4000 = 4512"
     ),
@@ -372,8 +368,8 @@ def test_a_system_prompt_does_not_reach_an_agent(tmp_path):
 def test_limits_of_several_turns_make_the_longest_sample(tmp_path):
     path = write(tmp_path, SMALLEST)
     assert load_config(path, ["multi_turn={tools: [calculator]}"]).max_model_len == 512 + 256
-    scope = "multi_turn={tools: [calculator], completion_length_limit_scope: per_round, max_response_length: 1000}"
-    assert load_config(path, [scope]).max_model_len == 512 + 1000
+    longest = "multi_turn={tools: [calculator], max_response_length: 1000}"
+    assert load_config(path, [longest]).max_model_len == 512 + 1000
 
 
 def test_a_key_with_half_a_character_is_no_override(tmp_path):

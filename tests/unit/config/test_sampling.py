@@ -41,17 +41,25 @@ REFUSED = {
     "vLLM would begin after a thought, and the trainer cannot know where; leave --reasoning-parser out",
     "data.sampling_column=sampling train.fused_logprobs=true": "data.sampling_column: gives tokens their own "
     "temperature, but the kernels of train.fused_logprobs have one for all; set fused_logprobs to false",
-    "data.curriculum_low=0.95": "data.curriculum_low: 0.95 is above data.curriculum_high 0.9; the interval is empty; "
-    "swap the two",
+    "data.curriculum=[0.95,0.9]": "data.curriculum: [0.95, 0.9] is an empty interval; swap the two",
+    "data.curriculum=pass_rate": "data.curriculum: must be the lowest and the highest pass rate, such as [0.1, 0.9], or "
+    "[] for no curriculum (got 'pass_rate')",
+    "data.curriculum_low=0.2": "data.curriculum_low: no longer a key; write data.curriculum: [0.1, 0.9], the lowest and "
+    "the highest pass rate",
+    "evaluation.min_p=0.1": "evaluation.min_p: no longer a key; use evaluation.top_p or evaluation.top_k",
+    "evaluation.sets.hard.source=a evaluation.sets.hard.min_p=0.1": "evaluation.sets.hard.min_p: no longer a key; use the set's top_p or "
+    "top_k",
+    "multi_turn.completion_length_limit_scope=per_round": "multi_turn.completion_length_limit_scope: no longer a key; "
+    "leave it out: with multi_turn.max_response_length, rollout.max_completion_length limits each turn",
     "data.source_args.share=1": "data.source_args: has no effect without data.source; name a class, or leave it out",
     "data.source=mine": "data.source: `mine` is no class; write path/file.py:Class or package.module:Class",
-    "data.source=a.b:C data.curriculum=pass_rate": "data.curriculum: pass_rate chooses prompts, and data.source "
+    "data.source=a.b:C data.curriculum=[0,0.9]": "data.curriculum: [0.0, 0.9] chooses prompts, and data.source "
     "chooses them already; leave one of them out",
     "data.source=a.b:C data.shuffle=false": "data.shuffle: false has no effect: data.source decides the order; leave "
     "it out",
     "data.source=a.b:C run.num_train_epochs=1": "run.num_train_epochs: data.source decides how often a row is drawn, "
     "so an epoch has no length; set run.max_steps instead",
-    "data.curriculum_high=2": "data.curriculum_high: must be at most 1 (got 2)",
+    "data.curriculum=[0,2]": "data.curriculum.1: must be at most 1 (got 2)",
     "algorithm.max_resample_times=0": "algorithm.max_resample_times: must be greater than 0 (got 0)",
     "rollout.stop=['']": "rollout.stop.0: must not be empty, because an empty text ends every response (got '')",
     "rollout.include_stop_str_in_output=false": "rollout.include_stop_str_in_output: false has no effect without "

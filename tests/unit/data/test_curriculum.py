@@ -18,8 +18,8 @@ from megagrpo.trainer.gpu.gpu_sharing import GpuTurns
 from megagrpo.trainer.saving.saves import Saves
 from megagrpo.trainer.saving.time_limit import TimeLimit
 
-RATES = {0: 0.0, 1: 0.5, 2: 1.0, 3: 0.25}  # of four prompts; 0 and 2 are outside the default band
-ON = {"curriculum": "pass_rate", "curriculum_rest": 2, "shuffle": False}
+RATES = {0: 0.0, 1: 0.5, 2: 1.0, 3: 0.25}  # of four prompts; 0 and 2 are outside the band
+ON = {"curriculum": [0.1, 0.9], "curriculum_rest": 2, "shuffle": False}
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +63,11 @@ def test_off_draws_all_of_them_every_time(make):
 
 
 @pytest.mark.parametrize(
-    ("option", "second"),
-    [
-        ({"curriculum_low": 0.0}, [0, 1, 3, 0]),
-        ({"curriculum_high": 1.0}, [1, 2, 3, 1]),
-        ({"curriculum_low": 0.3}, [1, 1, 0, 1]),
-    ],
+    ("band", "second"),
+    [([0.0, 0.9], [0, 1, 3, 0]), ([0.1, 1.0], [1, 2, 3, 1]), ([0.3, 0.9], [1, 1, 0, 1])],
 )
-def test_the_band_is_inclusive(make, option, second):
-    source = make(**ON, **option)
+def test_the_band_is_inclusive(make, band, second):
+    source = make(**ON | {"curriculum": band})
     epoch(source)
     assert epoch(source) == second
 

@@ -64,7 +64,7 @@ def test_ranks_without_the_data_set_draw_the_same_rows(tokenizer, tmp_path):
     jsonl = tmp_path / "rows.jsonl"
     jsonl.write_text("".join(json.dumps({"prompt": "word" * (1 + (n in (2, 6)))}) + "\n" for n in range(10)))
     limits = {"limit": 5, "overlong_prompts": "drop"}  # rows 2 and 6 are longer
-    for data in ({}, {"shuffle": False}, {"curriculum": "pass_rate", "curriculum_rest": 2}):
+    for data in ({}, {"shuffle": False}, {"curriculum": [0.1, 0.9], "curriculum_rest": 2}):
         leader = source(tokenizer, jsonl, seed=3, **limits, **data)
         section = DataSection(train={"source": str(jsonl)}, overlong_prompts="drop", **data)
         other = PromptOrder(pickle.loads(pickle.dumps(leader.rows)), section, 3)

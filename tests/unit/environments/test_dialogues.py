@@ -845,8 +845,7 @@ def test_limits_end_a_response_with_its_last_call_unanswered(tokenizer, responde
     ],
 )
 def test_limits_in_tokens_are_of_the_whole_response_or_of_each_turn(tokenizer, responders, limit, whole, ended, reason):
-    scope = dict(completion_length_limit_scope="per_round", max_response_length=whole) if whole else {}
-    table = responders(tools=["calculator"], **scope)
+    table = responders(tools=["calculator"], **(dict(max_response_length=whole) if whole else {}))
     script = [CALL, "It is 42, as everybody will be able to see who computes it."]
     engine = dialogue_engine(tokenizer, table, script, whole)
     ((rollout,),) = engine.generate(prompts_of(tokenizer, table, {}), 1, SamplingParams(1.0, limit), 0)

@@ -2,20 +2,18 @@
 // The charts of the page: what each one shows, in which unit, and what it means.
 //
 // `series`: [metric, label]; a metric that ends with * stands for every metric with that ending after `rewards/`.
-// `band`: two metrics, the lower and the upper edge of a band around the first series. `evaluation`: evaluation metrics, drawn as points.
+// `evaluation`: evaluation metrics, drawn as points.
 // `log`: the chart can be logarithmic. `alarm`: alarms of this metric are marked in the plot and on the card, above `limit` if the chart has
 // one. `zero`: the axis begins at 0. `some`: series that are 0 in every step are
 // left out. `minus` is subtracted from every value. `healthy`: said when the check of the alarm passed.
 
 const LEARNING = [
-  { id: "reward", title: "Reward", unit: "reward", hero: true, series: [["reward", "reward"]], band: ["reward_low", "reward_high"], alarm: "reward",
-    text: "Mean reward of each step. The band is one standard deviation over the step's responses, cut at their lowest and highest reward." },
+  { id: "reward", title: "Reward", unit: "reward", hero: true, series: [["reward", "reward"]], alarm: "reward",
+    text: "Mean reward of each step." },
   { id: "evaluation", title: "Evaluation", unit: "auto", evaluation: true, points: true, series: [], alarm: "evaluation",
     text: "Held-out prompts, before the first step and at intervals." },
   { id: "functions", title: "Reward functions", unit: "reward", series: [["rewards/*/mean", "*"]], atLeast: 2, alarm: "rewards/*/exceptions",
     text: "Mean of each function before its weight." },
-  { id: "spread", title: "Spread in groups", unit: "reward", zero: true, series: [["reward_std", "std"]],
-    text: "Standard deviation of the rewards within a group. At 0 nothing is learned." },
   { id: "solved", title: "Groups without a difference", unit: "share", zero: true, alarm: "frac_reward_zero_std", limit: 0.5, series: [["frac_reward_zero_std", "groups"]],
     text: "Share of groups whose rewards are all equal: they have no gradient." },
   { id: "length", title: "Response length", unit: "tokens", log: true, series: [["completions/mean_length", "mean"]],
@@ -31,36 +29,19 @@ const HEALTH = [
     text: "Of the policy, per token. A fall to 0 at a low reward is a collapse." },
   { id: "mismatch", title: "Engine mismatch", unit: "factor", log: true, minus: 1, zero: true, alarm: "mismatch/alarms", healthy: "trainer and engine agree",
     series: [["token_mult_prob_error", "token_mult_prob_error − 1"]], text: "How far the probabilities of vLLM and trainer are apart. 0 means that they agree." },
-  { id: "divergence", title: "Divergence from vLLM", unit: "nats", log: true,
-    series: [["gen_kl_error", "gen_kl"], ["policy_kl_error", "policy_kl"], ["js_divergence_error", "js"]],
-    text: "KL divergence in both directions, and Jensen-Shannon divergence." },
-  { id: "routing", title: "Routing agreement", unit: "share", series: [["routing/agreement", "all layers"], ["routing/agreement_min", "lowest layer"]],
-    text: "Share of replayed experts that the trainer's routers would choose too." },
   { id: "kl", title: "KL to the reference", unit: "nats", log: true, series: [["kl", "kl"]], text: "The KL term that algorithm.beta multiplies." },
   { id: "grad", title: "Gradient norm", unit: "", zero: true, alarm: "grad_norm", log: true, series: [["grad_norm", "grad_norm"]],
     text: "Before clipping to train.max_grad_norm." },
-  { id: "clip", title: "Clipped ratios", unit: "share", zero: true, series: [["clip_ratio/low_mean", "low"], ["clip_ratio/high_mean", "high"]],
-    text: "Share of loss tokens outside the clip range. 0 with one optimizer step per batch." },
   { id: "loss", title: "Loss", unit: "", alarm: ["train/skipped_steps", "loss"], series: [["loss", "loss"]], text: "Near 0 by construction on policy: watch the reward instead." },
-  { id: "rate", title: "Learning rate", unit: "", zero: true, log: true, series: [["learning_rate", "rate"]], text: "Of the last optimizer step." },
 ];
 
 const SPEED = [
   { id: "tokens", title: "Tokens per second", unit: "tokens/s", zero: true, series: [["tokens_per_second", "tokens/s"]],
     text: "Prompts and responses of a step over its seconds." },
-  { id: "idle", title: "Idle time", unit: "share", zero: true, series: [["idle/trainer", "trainer"], ["idle/servers", "servers"]],
-    text: "Share of a step in which trainer and servers wait for each other." },
   { id: "waits", title: "What conversations wait for", unit: "share", zero: true, series: [["idle/generation", "generation"], ["idle/tools", "tools"], ["idle/slots", "slots"]],
     text: "Shares of the conversations' time. Tools include schedulers and environments; slots are those of the servers." },
-  { id: "turns", title: "Seconds of a turn", unit: "s", zero: true, log: true, series: [["multi_turn/turn_seconds/mean", "turn"], ["multi_turn/tool_seconds/mean", "tools"]],
-    text: "Mean seconds until a turn was generated, and until tools had answered it." },
   { id: "memory", title: "Peak memory", unit: "GiB", zero: true, series: [["memory_gb", "rank 0"], ["memory/resident_gb", "resident"]],
     text: "GPU memory of rank 0; resident memory without a GPU." },
-  { id: "mfu", title: "Model FLOPs utilization", unit: "share", zero: true, series: [["mfu", "MFU"], ["throughput/mfu", "MFU"], ["perf/mfu", "MFU"]],
-    text: "Share of the device's peak." },
-  { id: "sync", title: "Weight sync", unit: "s", zero: true, series: [["time/sync", "sync"]], text: "Push, verification and resume of the servers." },
-  { id: "stale", title: "Staleness", unit: "syncs", zero: true, series: [["staleness/mean", "mean"], ["staleness/max", "max"]],
-    text: "Weight syncs between sampling a token and training on it." },
 ];
 
 const PHASES = [["time/generate", "generate"], ["time/reward", "reward"], ["time/logprobs", "logprobs"], ["time/train", "train"], ["time/sync", "sync"]];
@@ -98,7 +79,6 @@ function ordered(charts, runs) {
 /** Metrics that no chart above shows. */
 function otherMetrics(runs) {
   const shown = new Set([...LEARNING, ...HEALTH, ...SPEED].flatMap((chart) => seriesOf(chart, runs).map(([metric]) => metric)));
-  for (const { band } of LEARNING) for (const metric of band || []) shown.add(metric);
   const all = new Set(runs.flatMap((run) => Object.keys(run.training.metrics)));
   return [...all].filter((name) => !shown.has(name)).sort();
 }

@@ -83,7 +83,7 @@ function comparison(runs) {
 
 const runColorVariable = (index) => `var(--run-${index % 8})`;
 
-/** The bar that stays in view: sections, x axis, zoom; on a narrow screen the runs, smoothing and colours scroll away. */
+/** The bar that stays in view: sections, zoom; on a narrow screen the runs and smoothing scroll away. */
 function toolbar(runs, sections) {
   const links = el("nav", { "aria-label": "Sections" }, sections.map(([id, title]) => el("a", { href: `#${id}` }, title)));
   const many = runs.length > 1, points = Math.max(...runs.map((run) => run.training.step.length));
@@ -94,36 +94,12 @@ function toolbar(runs, sections) {
     value.textContent = slider.value;
     redraw();
   } } });
-  const axis = choice("x axis", [["step", "steps"], ["seconds", "time"]], view.axis, (name) => {
-    view.axis = name;
-    view.range = null;
-    redraw();
-  });
   const reset = el("button", { type: "button", class: "small", id: "reset-zoom", disabled: true, on: { click: () => zoom(null) } }, "reset zoom");
   view.listeners.push(() => (reset.disabled = !view.range));
   return el("div", { class: "toolbar" },
-    el("div", { class: "pinned" }, links, el("div", { class: "controls zoom" }, axis, stepRange(runs), reset)),
+    el("div", { class: "pinned" }, links, el("div", { class: "controls zoom" }, reset)),
     el("div", { class: "unpinned" }, many && legend(runs),
-      el("div", { class: "controls" }, el("label", { for: "smoothing" }, "smoothing"), slider, value, themeButton())));
-}
-
-/** Two numbers that zoom without a pointer. */
-function stepRange(runs) {
-  const first = Math.min(...runs.map((run) => run.training.step[0] ?? 0)), last = Math.max(...runs.map((run) => run.training.step.at(-1) ?? 0));
-  const input = (label, value) => el("input", { type: "number", "aria-label": label, min: first, max: last, value, on: { change: apply } });
-  const [from, to] = [input("zoom from step", first), input("zoom to step", last)];
-  function apply() {
-    const [low, high] = [Number(from.value), Number(to.value)];
-    zoom(low < high && (low > first || high < last) ? [low, high] : null);
-  }
-  const box = el("span", { class: "range" }, from, "–", to);
-  view.listeners.push(() => {
-    box.hidden = view.axis !== "step";
-    const [low, high] = view.range || [first, last];
-    from.value = Math.round(low);
-    to.value = Math.round(high);
-  });
-  return box;
+      el("div", { class: "controls" }, el("label", { for: "smoothing" }, "smoothing"), slider, value)));
 }
 
 function legend(runs) {
@@ -140,15 +116,3 @@ function legend(runs) {
   return el("div", { class: "legend", role: "group", "aria-label": "Runs" }, buttons);
 }
 
-/** Switches between the system's colours, light and dark. */
-function themeButton() {
-  const names = ["auto", "light", "dark"], button = el("button", { type: "button", class: "small", id: "theme", title: "colours" }, "auto");
-  button.addEventListener("click", () => {
-    const next = names[(names.indexOf(button.textContent) + 1) % names.length];
-    button.textContent = next;
-    if (next === "auto") delete document.documentElement.dataset.theme;
-    else document.documentElement.dataset.theme = next;
-    redraw();
-  });
-  return button;
-}

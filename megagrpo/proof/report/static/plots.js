@@ -1,8 +1,8 @@
 "use strict";
 // Interactive plots: hover, zoom by dragging, arrow keys, logarithmic axis, smoothing. All plots share cursor and zoom.
 
-/** What all plots show: visible runs, x axis, zoom, smoothing. `plots` are redrawn by `redraw`. */
-const view = { hidden: new Set(), paper: false, axis: "step", range: null, smoothing: 0, plots: [], listeners: [] };
+/** What all plots show: visible runs, zoom, smoothing. `plots` are redrawn by `redraw`. */
+const view = { hidden: new Set(), range: null, smoothing: 0, plots: [], listeners: [] };
 
 function redraw() {
   for (const plot of view.plots) plot.invalidate();
@@ -42,7 +42,7 @@ const visiblePlots = new IntersectionObserver((entries) => {
   for (const entry of entries) entry.target.plot.seen(entry.isIntersecting);
 }, { rootMargin: "300px" });
 
-/** The lines of a chart: {x, y, label, color, dash, width, kind, unit}. Kinds: `main`, `raw`, `low`, `high`, `points`. */
+/** The lines of a chart: {x, y, label, color, dash, width, kind, unit}. Kinds: `main`, `raw`, `points`. */
 function linesOf(chart, runs, series) {
   const lines = [], many = runs.length > 1;
   for (const run of visible(runs)) {
@@ -51,38 +51,14 @@ function linesOf(chart, runs, series) {
       const values = table.metrics[metric]?.map((value) => (isNumber(value) ? value - (chart.minus || 0) : null));
       if (!values || !values.some(isNumber)) return;
       const color = many || series.length === 1 ? runColor(run.index) : seriesColor(place);
-      const x = table[view.axis], dash = many && place ? [6 - (place % 3) * 2, 4] : run.index > 7 ? [2, 4] : null; // colours repeat from the ninth run on
+      const x = table.step, dash = many && place ? [6 - (place % 3) * 2, 4] : run.index > 7 ? [2, 4] : null; // colours repeat from the ninth run on
       const name = !many ? label : series.length === 1 ? run.label : `${run.label} ${label}`;
       const weight = chart.points ? 0 : view.smoothing, main = smoothed(values, weight);
-      const [low, high] = (place === 0 && chart.band?.map((edge) => table.metrics[edge])) || [];
-      if (low && high) lines.push({ x, y: smoothed(high, weight), kind: "high", color }, { x, y: smoothed(low, weight), kind: "low", color });
       if (weight) lines.push({ x, y: values, kind: "raw", color });
       lines.push({ x, y: main, kind: chart.points ? "points" : "main", color, dash, label: name, metric });
     });
   }
-  return separated(lines);
-}
-
-/** Let a line that covers an earlier one show it: dashes over a line, a small point on a large one. `same` names what it covers. */
-function separated(lines) {
-  const named = lines.filter((line) => line.label);
-  named.forEach((line, i) => {
-    const covered = named.slice(0, i).filter((other) => alike(line, other));
-    if (!covered.length) return;
-    line.same = covered[0].label;
-    line.dash = [[8, 8], [3, 13], [1, 7]][Math.min(covered.length, 3) - 1];
-    for (const other of covered) Object.assign(other, { size: (other.size || POINT) + 5, width: 3 });
-  });
   return lines;
-}
-
-/** Whether two lines cover each other: at most points of the shorter one, they are nearer than a line is wide. */
-function alike(one, other) {
-  const values = new Map(other.x.map((x, i) => [x, other.y[i]]));
-  const pairs = one.x.map((x, i) => [one.y[i], values.get(x)]).filter((pair) => pair.every(isNumber)), all = pairs.flat();
-  const near = 0.005 * (all.reduce((a, b) => Math.max(a, b), -Infinity) - all.reduce((a, b) => Math.min(a, b), Infinity));
-  const points = Math.min(...[one, other].map((line) => line.y.filter(isNumber).length));
-  return pairs.filter(([a, b]) => Math.abs(a - b) <= near).length > points / 2;
 }
 
 /** The lines of stacked phases of one run, from the bottom up. `own` holds the values before stacking. */
@@ -97,7 +73,7 @@ function stackOf(run) {
   return columns.map((column, place) => {
     const own = smoothed(column, view.smoothing), y = own.map((value, i) => value + (below ? below[i] : 0));
     below = y;
-    return { x: run.training[view.axis], y, own, kind: "stack", color: seriesColor(place), label: names[place][1] };
+    return { x: run.training.step, y, own, kind: "stack", color: seriesColor(place), label: names[place][1] };
   });
 }
 
@@ -123,7 +99,6 @@ class Plot {
   }
 
   size() {
-    if (view.paper) return { width: this.chart.wide ? 620 : 296, height: 160 }; // a column of A4 and of letter paper
     return { width: Math.max(160, this.area.clientWidth), height: Math.max(120, this.area.clientHeight) };
   }
 
@@ -141,9 +116,7 @@ class Plot {
     this.badge.className = `badge ${worst || "fine"}`;
     this.badge.textContent = worst || "healthy";
     this.card.classList.toggle("alarmed", Boolean(worst));
-    const same = (this.lines || []).filter((line) => line.same), more = same.length > 2 ? ` and ${same.length - 2} more` : "";
-    const covers = same.length ? `Same curve: ${same.slice(0, 2).map((line) => `${line.label} and ${line.same}`).join("; ")}${more}.` : "";
-    this.note.textContent = [evidence, this.chart.text, covers].filter(Boolean).join(" ");
+    this.note.textContent = [evidence, this.chart.text].filter(Boolean).join(" ");
   }
 
   invalidate() {
@@ -174,11 +147,10 @@ class Plot {
   }
 
   options(lines) {
-    const { chart, log } = this, axis = view.axis, text = css("--muted"), grid = css("--line"), font = `11px ${css("--font")}`;
+    const { log } = this, text = css("--muted"), grid = css("--line"), font = `11px ${css("--font")}`;
     const common = { stroke: text, font, grid: { stroke: grid, width: 1 }, ticks: { show: false }, border: { show: false } };
     const bands = [];
     lines.forEach((line, i) => {
-      if (line.kind === "high") bands.push({ series: [i + 1, i + 2], fill: `${line.color}${visible(this.runs).length > 1 ? "14" : "22"}` });
       if (line.kind === "stack" && i) bands.push({ series: [i + 1, i], fill: `${line.color}d0` });
     });
     return {
@@ -190,7 +162,7 @@ class Plot {
       scales: { x: { time: false, range: (u, low, high) => xRange(low, high) }, y: { distr: log ? 3 : 1, range: (u, low, high) => this.yRange(low, high) } },
       axes: [
         { ...common, size: 26, gap: 4, space: 60, grid: { show: false },
-          incrs: axis === "step" ? STEP_INCREMENTS : TIME_INCREMENTS, values: (u, at) => at.map((v) => (axis === "step" ? short(v) : ticks(v, at))) },
+          incrs: STEP_INCREMENTS, values: (u, at) => at.map((v) => short(v)) },
         { ...common, size: (u, labels) => Math.max(44, ...(labels || []).map((label) => 16 + 6.3 * label.length)), gap: 6, space: log ? 24 : 34, values: (u, at) => at.map((v) => (v === null ? "" : this.unit() === "s" ? ticks(v, at) : withUnit(v, this.unit()))) },
       ],
       cursor: { y: false, sync: { key: "report", scales: ["x", null] }, drag: { x: true, y: false, setScale: false },
@@ -226,7 +198,7 @@ class Plot {
       const y = u.valToPos(limit, "y", true);
       for (let x = bbox.left; x < bbox.left + bbox.width; x += 8) ctx.fillRect(x, y, 4, 1);
     }
-    if (!this.chart.alarm || view.axis !== "step") return;
+    if (!this.chart.alarm) return;
     ctx.fillStyle = `${css("--warn")}38`;
     for (const run of visible(this.runs)) {
       for (const alarm of alarmsOf(this.chart, run)) {
@@ -262,12 +234,8 @@ class Plot {
       const swatch = el("i", { style: { background: line.color } });
       chips.push(el("span", { class: "chip" }, swatch, el("span", { class: "label" }, line.label), el("b", {}, withUnit(column[at], this.unit()))));
     });
-    const at = index === null ? "" : this.atText(this.uplot.data[0][index]);
-    this.readout.replaceChildren(...(at ? [el("span", { class: "at" }, at)] : []), ...chips);
-  }
-
-  atText(x) {
-    return view.axis === "step" ? `step ${short(x)}` : duration(x);
+    if (index !== null) chips.unshift(el("span", { class: "at" }, `step ${short(this.uplot.data[0][index])}`));
+    this.readout.replaceChildren(...chips);
   }
 
   summary() {
@@ -290,7 +258,6 @@ class Plot {
 }
 
 const STEP_INCREMENTS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6];
-const TIME_INCREMENTS = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800];
 
 const POINT = 7;
 
@@ -311,13 +278,12 @@ function isolated(column) {
 
 function seriesOptions(line, index) {
   const hidden = { show: false };
-  const all = line.kind === "points", points = { show: true, size: all ? line.size || POINT : 5, fill: line.color, stroke: line.color };
+  const all = line.kind === "points", points = { show: true, size: all ? POINT : 5, fill: line.color, stroke: line.color };
   if (!all) points.filter = (u, i) => isolated(u.data[i]);
   const gaps = { spanGaps: line.kind === "points" };
-  if (line.kind === "high" || line.kind === "low") return { stroke: "transparent", width: 0, points: hidden };
   if (line.kind === "raw") return { stroke: `${line.color}44`, width: 1, points: hidden };
   if (line.kind === "stack") return { stroke: line.color, width: 1, points, fill: index ? undefined : `${line.color}d0` };
-  return { stroke: line.color, width: line.width || 1.75, dash: line.dash || undefined, points, ...gaps };
+  return { stroke: line.color, width: 1.75, dash: line.dash || undefined, points, ...gaps };
 }
 
 function xRange(low, high) {
@@ -334,10 +300,10 @@ function nearest(column, index) {
   return index;
 }
 
-/** The cards of the charts that have values in any run, between `first` and `last`. */
-function chartGrid(charts, runs, first = [], last = []) {
+/** The cards of the charts that have values in any run, after `first`. */
+function chartGrid(charts, runs, first = []) {
   const filled = ordered(charts, runs).map((chart) => [chart, seriesOf(chart, runs)]).filter(([, series]) => series.length);
-  const cards = [...first, ...filled.map(([chart, series]) => new Plot(chart, runs, series).card), ...last];
+  const cards = [...first, ...filled.map(([chart, series]) => new Plot(chart, runs, series).card)];
   widen(cards);
   return el("div", { class: "charts" }, cards);
 }
@@ -355,11 +321,7 @@ function phasesCard(runs) {
   const timed = runs.filter((run) => run.training.metrics["time/step"]);
   if (!timed.length) return null;
   const chart = { id: "phases", title: "Seconds of a step", unit: "s", stack: true, wide: true, text: "Seconds of rank 0 by phase. “other” is the time between phases." };
-  return withChoice(new Plot(chart, timed, []));
-}
-
-/** The card of a plot of one run, with buttons that choose the run. */
-function withChoice(plot) {
+  const plot = new Plot(chart, timed, []);
   if (plot.runs.length > 1) {
     const options = plot.runs.map((run) => [run.index, run.label]);
     plot.card.querySelector(".card-head").append(choice("run", options, plot.oneRun.index, (index) => {

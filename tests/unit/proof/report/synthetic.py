@@ -144,21 +144,6 @@ def append(file: Path, row: dict) -> None:
         lines.write(json.dumps(row) + "\n")
 
 
-def add_layers(folder: Path, layers: range, seed: int = 0) -> Path:
-    """Give each step of a run the agreement of its routers with replayed routes, lower in deeper layers."""
-    rng, rows = random.Random(seed), []
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        if "reward" in row:
-            shares = {str(i): 1 - 0.001 * (2 + i) * rng.uniform(0.7, 1.3) * (1 + row["step"] / 40) for i in layers}
-            mean = sum(shares.values()) / len(shares)
-            row |= {"routing/agreement": mean, "routing/agreement_min": min(shares.values())}
-            row["routing/agreement_by_layer"] = shares
-        rows.append(json.dumps(row))
-    (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
-    return folder
-
-
 BEGAN = 1.75e9  # seconds since 1970
 QUESTION = "A shop has 17 crates of 24 bottles and sells 39 bottles. How many bottles are left?"
 

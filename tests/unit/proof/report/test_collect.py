@@ -4,8 +4,9 @@ import json
 import pytest
 
 from megagrpo.config import ConfigError
-from megagrpo.proof.report.collect import StepRewards, read_lines, read_run, rewards_per_step
-from megagrpo.proof.report.reduce import curves, number, result, rows_per_point, shares_of_layers, state
+from megagrpo.proof.report.collect import RunFiles, lines_per_step, read_run
+from megagrpo.proof.report.reduce import curves, number, result, rows_per_point, state
+from megagrpo.proof.report.response_index import index_steps
 from tests.unit.proof.report.synthetic import append, make_run
 
 
@@ -70,22 +71,14 @@ def test_lines_that_cannot_be_read_are_counted_and_left_out(run):
 
 
 def test_responses_of_other_steps_are_skipped_without_reading_them(tmp_path):
-    file, damaged = tmp_path / "completions.jsonl", {}
-    file.write_text('{"step": 1, "a": 1}\n{"step": 2, broken}\n{"step": 3, "a": 3}\n{"a": 4, "step": 3}\n')
-    assert [row["a"] for row in read_lines(file, damaged, {1, 3})] == [1, 3, 4] and not damaged
-    assert {step: rewards.count for step, rewards in rewards_per_step(file).items()} == {1: 1, 2: 1, 3: 1}
-
-
-def test_the_smallest_and_the_largest_reward_of_a_step_are_found_whatever_its_texts_say(tmp_path):
-    file, text = tmp_path / "completions.jsonl", '\\"finish_reason": "stop", "reward": 9, "reward": 8'
-    for reward in (0.5, None, -1.0, 1e-3):
-        row = {"step": 1, "prompt": [{"role": "user", "content": text}], "completion": text, "finish_reason": "stop"}
-        append(file, row | {"reward": reward, "rewards": {"reward": 7.0}, "advantage": 6.0})
-    append(file, {"step": 2, "rewards": {"reward": 7.0}, "reward": 2})  # another order of keys
-    append(file, {"step": 3, "reward": "high"})
-    found = rewards_per_step(file)
-    assert (found[1], found[2]) == (StepRewards(4, -1.0, 0.5), StepRewards(1, 2.0, 2.0))
-    assert found[3].count == 1 and found[3].low > found[3].high  # no reward
+    file = tmp_path / "completions.jsonl"
+    file.write_text(
+        '{"step": 1, "reward": 1}\n{"step": 2, broken}\n{"step": 3, "reward": 3}\n{"reward": 4, "step": 3}\n'
+    )
+    assert {step: lines.count for step, lines in lines_per_step(file).items()} == {1: 1, 2: 1, 3: 1}
+    run = RunFiles(tmp_path)
+    found = index_steps(run, [1, 3], None)
+    assert [list(found[step].rewards) for step in (1, 3)] == [[1], [3, 4]] and not run.damaged
 
 
 def test_the_last_line_of_a_repeated_step_counts(run):
@@ -119,7 +112,7 @@ def test_curves_keep_gaps_and_average_neighbours():
         for i in range(1, 7)
     ]
     whole = curves(rows)
-    assert whole["step"] == [1, 2, 3, 4, 5, 6] and whole["seconds"] == [0, 1, 2, 3, 4, 5] and whole["per_point"] == 1
+    assert whole["step"] == [1, 2, 3, 4, 5, 6] and whole["per_point"] == 1
     assert whole["metrics"] == {"loss": [1, 2, 3, 4, 5, 6], "kl": [None, None, None, 1, 1, 1]}
     half = curves(rows, 2)
     assert (
@@ -128,21 +121,6 @@ def test_curves_keep_gaps_and_average_neighbours():
         and half["per_point"] == 2
     )
     assert curves([])["step"] == []
-
-
-def test_shares_of_layers_are_tables_of_steps_and_layers_in_order_with_gaps():
-    shares = [{}, {"10": 0.5, "2": 0.9}, {"10": 0.7, "2": 0.8}, {"10": 0.6, "2": 1.0, "step": 3}]
-    rows = [
-        {"step": i + 1, "wall_time": 5.0 + i, "reward": 1.0} | ({"routing/agreement_by_layer": of} if of else {})
-        for i, of in enumerate(shares)
-    ]
-    table = shares_of_layers(rows)
-    assert table["layers"] == [2, 10] and table["step"] == [1, 2, 3, 4] and table["seconds"] == [0, 1, 2, 3]
-    assert table["shares"] == [[None, None], [0.9, 0.5], [0.8, 0.7], [1, 0.6]]
-    assert shares_of_layers(rows[:1]) is None and shares_of_layers([]) is None
-    assert shares_of_layers([{"step": 1, "routing/agreement_by_layer": [0.5]}]) is None
-    many = [row | {"step": i} for i in range(4000) for row in rows[1:2]]
-    assert len(shares_of_layers(many, runs=4)["step"]) == 2000  # 2 layers of 4 runs share 20,000 cells
 
 
 def test_numbers_are_rounded_to_five_digits_and_others_are_none():

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megagrpo.proof.report.collect import read_run, reward_in
+from megagrpo.proof.report.collect import read_run
 from megagrpo.proof.report.conversations import FIRST_ITEMS, MAX_BRANCHES, MAX_ITEMS, conversation_of
 from megagrpo.proof.report.response_index import index_steps
 from megagrpo.proof.report.shown_responses import read_group
@@ -143,9 +143,3 @@ def test_responses_of_a_group_whose_prompts_differ_show_the_rest_of_theirs_as_co
     first = [(item["role"], item["text"]) for item in group["responses"][0]["conversation"]["items"][:2]]
     assert first == [("assistant", "earlier"), ("user", "go on")]
     assert "turns" not in group["responses"][0]["conversation"]["items"][0]  # the policy did not write it here
-
-
-def test_the_reward_of_a_line_with_turns_is_found_without_parsing(tmp_path):
-    lines = (make_conversations(tmp_path / "run", steps=1) / "completions.jsonl").read_bytes().splitlines(True)
-    assert all(line.count(b'"finish_reason"') > 1 for line in lines)
-    assert [float(reward_in(line)) for line in lines] == [json.loads(line)["reward"] for line in lines]

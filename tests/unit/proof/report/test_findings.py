@@ -6,7 +6,6 @@ from megagrpo.config import load_config
 from megagrpo.proof.report.changed_settings import rows, tell_apart
 from megagrpo.proof.report.collect import RunFiles
 from megagrpo.proof.report.findings import findings
-from megagrpo.proof.report.plan_check import plan_against_measured
 from megagrpo.proof.report.privacy import privacy_of
 from tests.unit.for_each import for_each
 from tests.unit.proof.report.synthetic import CONFIG
@@ -208,47 +207,3 @@ def test_values_of_two_runs_that_are_shown_alike_are_numbered():
     assert [[value for _, value, *_ in table] for table in shown] == [
         [f"…/set/train.jsonl ({i})", "1"] for i in (1, 2, 1)
     ]
-
-
-def planned(start: dict, config: dict, **metrics: float) -> dict:
-    lines = [{"step": step, "memory_gb": 3.0 + step, "time/train": 9.0 / step, **metrics} for step in (1, 2, 3)]
-    return plan_against_measured(RunFiles(Path("run"), config=config, steps=lines, starts=[start] if start else []))
-
-
-def test_the_plan_of_a_gpu_run_is_beside_its_measurements():
-    config = load_config(CONFIG, ["model.precision=bf16"]).model_dump()
-    found = planned(
-        {"ranks": 1, "device": "NVIDIA H200", "gpu_memory_gb": 139.8},
-        config,
-        **{"num_tokens": 6400.0, "completions/mean_length": 20.0},
-    )
-    assert (
-        found["measured_peak"] == 6
-        and found["measured"]["train"] == pytest.approx((4.5 + 3) / 2)
-        and found["measured"]["sync"] is None
-    )
-    assert found["peak"] == max(parts["total"] for parts in found["memory"].values()) > 0.5
-    assert found["predicted"]["train"] > 0 and 0 < found["mfu"] < 1 and not found["times_notes"]
-
-
-def test_a_cpu_run_has_planned_memory_and_says_that_seconds_have_no_prediction():
-    found = planned({"ranks": 1, "device": "AMD EPYC", "gpu_memory_gb": None}, load_config(CONFIG).model_dump())
-    assert found["peak"] > 1 and found["predicted"] == {} and "a100, h100, h200, b200" in found["times_notes"][0]
-    assert (
-        "resident memory" in found["memory_notes"][0]
-        and "vLLM runs in processes of its own" in found["memory_notes"][1]
-    )
-
-
-def test_a_config_of_another_version_leaves_a_note():
-    found = planned({}, load_config(CONFIG).model_dump() | {"new_section": {"x": 1}})
-    assert found["memory_notes"] == [
-        "The plan is not available: resolved.yaml does not fit this version of megagrpo (1 problem(s))."
-    ]
-
-
-@pytest.mark.parametrize("config", [{}, {"model": {"path": "/gone"}}, "gone"])
-def test_a_config_that_cannot_be_planned_leaves_a_note(config):
-    values = load_config(CONFIG, ["model.path=/gone"]).model_dump() if config == "gone" else config
-    found = planned({}, values)
-    assert found["memory"] == {} and found["memory_notes"][0].startswith("The plan ")

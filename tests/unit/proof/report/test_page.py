@@ -9,7 +9,7 @@ import pytest
 from megagrpo.proof.report import page as writer
 from megagrpo.proof.report.collect import read_run
 from megagrpo.proof.report.payload import payload
-from tests.unit.proof.report.synthetic import add_layers, append, make_conversations, make_run
+from tests.unit.proof.report.synthetic import append, make_conversations, make_run
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("chromium") and shutil.which("chromedriver")),
@@ -84,13 +84,6 @@ def test_the_head_shows_the_result_and_the_plots_hold_the_numbers_of_the_run(one
     calm(one)
 
 
-def test_the_reward_band_stays_within_the_rewards_of_the_step(one):
-    edges = chart(
-        one, "reward", "p.lines.filter((line) => /low|high/.test(line.kind)).flatMap((line) => line.y.slice(0, 9))"
-    )
-    assert min(edges) == 0 and max(edges) == 1 and len(edges) == 18
-
-
 def test_every_place_shows_a_quantity_with_the_same_digits(one):
     reward, memory = one.texts("#chart-reward .chip b")[0], one.texts("#chart-memory .chip b")[0]
     assert (
@@ -134,13 +127,10 @@ def test_a_drag_zooms_every_plot_and_the_button_resets(one):
     )
     one.click("#reset-zoom")
     assert chart(one, "entropy", "[p.uplot.scales.x.min, p.uplot.scales.x.max]") == [1, 10]
-    one.js("const e = document.querySelector('.range input'); e.value = 4; e.dispatchEvent(new Event('change'))")
-    assert chart(one, "entropy", "p.uplot.scales.x.min") == 4
-    one.click("#reset-zoom")
     calm(one)
 
 
-def test_logarithmic_axis_smoothing_time_axis_and_colours_can_be_chosen(one):
+def test_logarithmic_axis_and_smoothing_can_be_chosen_and_the_page_follows_the_system_colours(one):
     chart(one, "entropy", "1")
     one.click("#chart-entropy .card-head button", "log")
     assert chart(one, "entropy", "p.uplot.scales.y.distr") == 3
@@ -151,14 +141,11 @@ def test_logarithmic_axis_smoothing_time_axis_and_colours_can_be_chosen(one):
         chart(one, "grad", "[...p.uplot.data[1]].slice(0, 9)") == raw
         and max(smooth) - min(smooth) < (max(raw) - min(raw)) / 2
     )
-    one.click(".controls .choice button", "time")
-    assert chart(one, "grad", "p.uplot.data[0][0]") == 0
-    one.click(".controls .choice button", "steps")
     one.js("const s = document.getElementById('smoothing'); s.value = 0; s.dispatchEvent(new Event('input'))")
-    one.click("#theme")
-    one.click("#theme")
-    assert one.js("return getComputedStyle(document.body).backgroundColor") == "rgb(16, 17, 20)"
-    one.click("#theme")
+    for scheme, color in (("dark", "rgb(16, 17, 20)"), ("light", "rgb(247, 246, 243)")):
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        one.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        assert one.js("return getComputedStyle(document.body).backgroundColor") == color
     calm(one)
 
 
@@ -226,21 +213,11 @@ def test_the_config_shows_changed_keys_and_can_show_and_search_all(one):
     calm(one)
 
 
-def test_more_metrics_layout_plan_and_messages_are_there(one):
+def test_more_metrics_and_checks_are_there(one):
     one.click(".more-metrics summary")
     one.until(lambda: "rewards/exact_number/std" in one.texts(".more-metrics h3"))  # the event of the click comes later
-    assert one.texts(".rank") == ["0", "0"] and "optimizer" in one.texts("#machine .legend-row")[0]
-    assert "finished 9 steps" in one.texts(".messages li")[-1]
     assert len(one.texts(".checks li.ok")) == 10
     calm(one)
-
-
-def test_the_workers_of_a_server_are_drawn_by_stage_and_copy(browser, tmp_path):
-    sizes = ("rollout.tp=2", "rollout.pp=2", "rollout.dp=2", "rollout.enable_expert_parallel=true")
-    show(browser, tmp_path, make_run(tmp_path / "run", steps=2, groups=1, overrides=sizes))
-    assert browser.texts(".server .rank") == ["0", "1", "4", "5", "2", "3", "6", "7"]
-    assert any("tp 2 × pp 2 × dp 2" in note for note in browser.texts("#machine .note"))
-    calm(browser)
 
 
 def test_several_runs_are_overlaid_and_their_differences_listed(browser, tmp_path):
@@ -268,10 +245,7 @@ def test_a_run_without_evaluation_responses_config_and_most_metrics_has_a_page(b
         browser.texts(".pill") == ["stopped after step 1", "Metrics are not numbers"]
         and "no responses" in browser.texts("#responses")[0]
     )
-    assert (
-        "The plan is not available" in browser.texts("#machine")[0]
-        and "Versions were not recorded." in browser.texts("#records")[0]
-    )
+    assert "Versions were not recorded." in browser.texts("#records")[0]
     assert chart(browser, "loss", "[...p.uplot.data[1]]") == [0.5]
     calm(browser)
 
@@ -486,14 +460,8 @@ def twins(browser, tmp_path_factory):
 
 def test_runs_of_one_name_have_labels_and_curves_of_their_own(twins):
     assert twins.texts(".toolbar .legend button") == ["new/twin", "old/twin"]
-    assert chart(
-        twins, "reward", "p.lines.filter((line) => line.label).map((line) => [line.dash, line.width ?? 0])"
-    ) == [
-        [None, 3],
-        [[8, 8], 0],
-    ]
-    assert chart(twins, "evaluation", "p.lines.map((line) => line.size ?? 0)") == [12, 0]
-    assert "Same curve: old/twin and new/twin." in twins.texts("#chart-reward .note")[0]
+    labels = chart(twins, "reward", "p.lines.filter((line) => line.label).map((line) => line.label)")
+    assert labels == ["new/twin", "old/twin"]
     calm(twins)
 
 
@@ -539,25 +507,9 @@ def test_tokens_on_which_trainer_and_engine_agree_are_counted_in_words(browser, 
     calm(browser)
 
 
-def test_a_run_of_one_step_shows_its_points_and_measured_seconds_without_a_plan(browser, tmp_path):
+def test_a_run_of_one_step_shows_its_points(browser, tmp_path):
     show(browser, tmp_path, make_run(tmp_path / "run", steps=1, groups=1, evaluate=False))
     assert chart(browser, "entropy", "p.uplot.series[1].points.filter(p.uplot, 1)") == [0]
-    assert browser.texts("#machine thead th") == ["phase", "measured", "of a step"]
-    assert not [text for text in browser.texts("#machine td") if "–" in text]
-    calm(browser)
-
-
-def test_a_printed_page_has_every_plot_in_light_colours(browser, tmp_path):
-    show(browser, tmp_path, make_run(tmp_path / "run", steps=3, groups=1))
-    drawn = "return [...document.querySelectorAll('.chart')].filter((card) => card.plot.uplot).length"
-    assert browser.js(drawn) < len(browser.all(".chart"))  # plots out of view are drawn later
-    browser.js("dispatchEvent(new Event('beforeprint'))")
-    assert (
-        browser.js(drawn) == len(browser.all(".chart"))
-        and browser.js("return document.documentElement.dataset.theme") == "light"
-    )
-    browser.js("dispatchEvent(new Event('afterprint'))")
-    assert browser.js("return document.documentElement.dataset.theme ?? null") is None
     calm(browser)
 
 
@@ -571,65 +523,11 @@ def test_the_page_fits_a_narrow_screen(browser, tmp_path):
         assert chart(browser, "reward", "p.area.clientWidth") < 400
         browser.js("document.getElementById('speed').scrollIntoView()")
         places = browser.js(
-            "return [...document.querySelectorAll('.pinned nav a, .zoom input')].map((e) => { const r = "
+            "return [...document.querySelectorAll('.pinned nav a, .zoom button')].map((e) => { const r = "
             "e.getBoundingClientRect();return [r.left, r.right, r.top, r.bottom]; })"
         )
-        assert len(places) == 10
+        assert len(places) == 8
         assert all(0 <= left < right <= 400 and 0 <= top < bottom <= 140 for left, right, top, bottom in places)
     finally:
         browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    calm(browser)
-
-
-def opacities(browser, rows: int, steps: int) -> list[list[int]]:
-    """The opacity of the cells in the plot of layers as drawn, 0 to 255, of each row and step."""
-    code = """
-        const p = document.getElementById('chart-layers').plot, u = p.uplot, { left, width } = u.bbox;
-        const image = u.ctx.getImageData(0, 0, u.ctx.canvas.width, u.ctx.canvas.height);
-        const x = (step) => Math.round(Math.min(Math.max(u.valToPos(step, 'x', true), left + 3), left + width - 3));
-        const y = (row) => Math.round(u.valToPos(row, 'y', true)), numbers = (count) => [...Array(count).keys()];
-        const at = (row, step) => image.data[4 * (y(row) * image.width + x(step)) + 3];
-        return numbers(arguments[0]).map((row) => numbers(arguments[1]).map((i) => at(row, i + 1)));"""
-    return browser.js(code, rows, steps)
-
-
-def test_the_plot_of_layers_is_darker_where_more_experts_differ(browser, tmp_path):
-    run = add_layers(make_run(tmp_path / "moe"), range(1, 4))
-    show(browser, tmp_path, run)
-    assert chart(browser, "layers", "p.table.layers") == [1, 2, 3]
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    shares = [row["routing/agreement_by_layer"] for row in rows if "routing/agreement" in row]
-    differ = {i: [1 - of_layer[str(i)] for of_layer in shares] for i in (1, 2, 3)}
-    most = max(map(max, differ.values()))
-    for drawn, of_layer in zip(opacities(browser, 3, 6), differ.values(), strict=True):
-        assert drawn == pytest.approx([255 * share / most for share in of_layer], abs=2)
-    assert browser.texts("#chart-layers .scale.layers span")[1] == f"{100 * most:.3g}%"
-    order = sorted(differ, key=lambda layer: -differ[layer][-1])
-    shown = browser.texts("#chart-layers .readout .label")
-    assert shown == [f"most: layer {order[0]}", f"least: layer {order[-1]}"]
-    agreement = chart(browser, "routing", "p.lines.map((line) => line.label)")
-    assert agreement == ["all layers", "lowest layer"]
-    calm(browser)
-
-
-def test_the_pointer_names_the_step_and_the_layer_and_a_zoom_draws_the_cells_in_it(browser, tmp_path):
-    from selenium.webdriver import ActionChains
-
-    show(browser, tmp_path, add_layers(make_run(tmp_path / "moe"), range(1, 4)), make_run(tmp_path / "dense"))
-    chart(browser, "layers", "1")
-    area = browser.all("#chart-layers .u-over")[0]
-    ActionChains(browser.driver).move_to_element(area).perform()
-    browser.until(lambda: "layer 2" in browser.texts("#chart-layers .readout .label"))
-    assert browser.texts("#chart-layers .readout .at")[0] in ("step 3", "step 4")
-    browser.js("zoom([2, 4])")
-    assert chart(browser, "layers", "[p.uplot.scales.x.min, p.uplot.scales.x.max]") == [2, 4]
-    assert browser.texts("#chart-layers .choice button") == []  # the dense run has no layers to choose
-    calm(browser)
-
-
-def test_a_long_run_of_many_layers_fits_the_page(browser, tmp_path):
-    run = add_layers(make_run(tmp_path / "moe", steps=700, groups=1, size=2, length=3), range(94))
-    show(browser, tmp_path, run)
-    cells = chart(browser, "layers", "p.rows.map((row) => row.length)")
-    assert set(cells) == {94} and 150 < len(cells) < 20_000 / 94
     calm(browser)
