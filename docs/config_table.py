@@ -130,7 +130,8 @@ def entries(section: str) -> dict[str, list[str]]:
 def section_page(section: str) -> str:
     """`megagrpo keys SECTION` as a page with a heading per key, so that every key has an anchor and is found by its
     name."""
-    lines = [f"# Keys of `{section}`", "", *[f"{link} ·" for link in group_links(section)], "[all sections](../config.md#every-key)"]
+    links = [*[f"{link} ·" for link in group_links(section)], "[all sections](../config.md#every-key)"]
+    lines = [f"# Keys of `{section}`", "", *links]
     shown = None
     for key, text in entries(section).items():
         if (group := group_of(section, key)) != shown:
