@@ -1,4 +1,4 @@
-"""Writes docs/config/SECTION.md, the index of all keys in docs/config.md, and configs/schema.json: python
+"""Writes docs/config/SECTION.md, the index of their groups in docs/config.md, and configs/schema.json: python
 docs/config_table.py"""
 
 from __future__ import annotations
@@ -107,8 +107,11 @@ def entries(section: str) -> dict[str, list[str]]:
     for line in render_help(section).splitlines():
         if match := _KEY.fullmatch(line):
             key, type_name, default, required = match.groups()
-            shown = required or f"default {default if default == 'empty' else f'`{default}`'}"
-            found[key] = ["", f"{type_name.replace('|', 'or')}, {shown}", ""]
+            values = type_name.replace(" and <= 1e+08", "").replace(" and <=", " to")
+            if empty := default == "empty":
+                values = values.removesuffix(" | empty")
+            shown = "empty by default" if empty else required or f"default `{default}`"
+            found[key] = ["", f"{re.sub(r' \| (?=str$)', ' or ', values).replace(' | ', ', ')}; {shown}", ""]
         elif parent := _PARENT.fullmatch(line):
             found[key := parent[1]] = ["", parent[2]]
         elif line.startswith("      "):
@@ -127,8 +130,8 @@ def entries(section: str) -> dict[str, list[str]]:
 def section_page(section: str) -> str:
     """`megagrpo keys SECTION` as a page with a heading per key, so that every key has an anchor and is found by its
     name."""
-    links = [f"[{group}](#{re.sub(r'[^\w -]', '', group.lower()).replace(' ', '-')})" for group in GROUPS[section]]
-    lines = [f"# Keys of `{section}`", "", *[f"{link} ·" for link in links], "[all sections](../config.md#every-key)"]
+    links = [*[f"{link} ·" for link in group_links(section)], "[all sections](../config.md#every-key)"]
+    lines = [f"# Keys of `{section}`", "", *links]
     shown = None
     for key, text in entries(section).items():
         if (group := group_of(section, key)) != shown:
@@ -137,18 +140,18 @@ def section_page(section: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def group_links(section: str, page: str = "") -> list[str]:
+    """A link to each group of a section's page."""
+    return [f"[{group}]({page}#{re.sub(r'[^\w -]', '', group.lower()).replace(' ', '-')})" for group in GROUPS[section]]
+
+
 def index() -> str:
-    """The names of all keys by section and group, each a link to its heading."""
-    blocks = []
+    """The groups of all sections, each a link to its heading."""
+    rows = ["| section | groups of keys |", "|---|---|"]
     for section in RunConfig.model_fields:
-        keys = [match[1] for line in render_help(section).splitlines() if (match := _KEY.fullmatch(line))]
-        lines = [f"### `{section}`", "", f"[{len(keys)} keys](config/{section}.md)", ""]
-        for group in GROUPS[section]:
-            names = [key for key in entries(section) if key in keys and group_of(section, key) == group]
-            shown = (f"[`{key}`](config/{section}.md#{re.sub(r'[^\w]', '', key.lower())})" for key in names)
-            lines.append(f"- {group}:\n  " + ",\n  ".join(shown))
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks)
+        page = f"config/{section}.md"
+        rows.append(f"| [`{section}`]({page}) | {', '.join(group_links(section, page))} |")
+    return "\n".join(rows)
 
 
 def with_index(page: str) -> str:

@@ -343,7 +343,6 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "unit/engine/servers/test_server_options.py::test_a_request_that_takes_longer_than_its_timeout_goes_to_another_server",
             "e2e/test_bad_input.py::test_a_mistake_in_the_config_is_named",
         ),
-        "vllm_limit_mm_per_prompt": "unit/families/test_hf_config.py::test_a_multimodal_model_is_refused_with_a_way_out",
         "vllm_enable_prefix_caching": (
             "unit/engine/servers/test_server_options.py::test_nothing_turns_the_prefix_cache_of_vllm_off",
             "unit/engine/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",

@@ -280,9 +280,8 @@ def test_every_family_has_its_row_and_is_in_one_short_file():
     assert all(len(text.splitlines()) <= min(140 * len(families), 240) for text, families in made.items() if families)
 
 
-def test_the_page_on_adding_a_model_shows_a_real_file_and_every_field_and_rule():
+def test_the_page_on_adding_a_model_has_every_field_and_rule():
     page = REPOSITORY / "docs" / "add_a_model.md"
-    assert blocks(page, "python") == [(REPOSITORY / "megagrpo" / "families" / "own" / "apertus.py").read_text()]
     functions = [value for name, value in vars(rules).items() if inspect.isfunction(value) and name[0] != "_"]
     made = [function.__name__ for function in functions if function.__annotations__.get("return") == "BlockRule"]
     assert sorted(first_column(page.name)) == sorted([field.name for field in dataclasses.fields(Family)] + made)
