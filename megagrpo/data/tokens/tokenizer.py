@@ -27,7 +27,7 @@ Messages = str | list[dict[str, Any]]
 Ending = Literal["generate", "continue", "closed"]
 CUSTOM_CODE = (
     "has a tokenizer of custom code (auto_map in tokenizer_config.json), which is never run; write it as "
-    "tokenizer.json (docs/troubleshooting.md) and name that folder"
+    "tokenizer.json (docs/model_notes.md) and name that folder"
 )
 
 
