@@ -256,3 +256,18 @@ def test_who_gets_a_free_slot_and_on_which_server():
         ({a: 3, b: 1}, [b], dict(later={a: [*range(8)]}), (b, 7)),  # as many as the server has slots
     ):
         assert asyncio.run(chosen(homes, free, **queues)) == expected, (homes, free, queues)
+
+
+def test_a_copy_no_longer_counts_the_conversations_that_have_ended():
+    async def copies():
+        tools = Tools(None, None, None, Slots(8), copies=2)
+        generation = Generation(VllmEngine(["http://a"], str), tools, None, lambda: None)
+        first = generation.open(3)
+        generation._fill()
+        generation.close(first[0])
+        generation.close(first[2])
+        then = generation.open(1)
+        generation._fill()
+        return [home.copy for home in (*first, *then)]
+
+    assert asyncio.run(copies()) == [0, 1, 0, 0]
