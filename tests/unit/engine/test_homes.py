@@ -2,13 +2,15 @@
 
 import asyncio
 import random
-from collections import Counter
+from collections import Counter, deque
 from contextlib import ExitStack, closing, suppress
 
 import pytest
 
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http.protocol import EngineError
+from megagrpo.engine.load_balancing import Generation, Home, Tools
+from megagrpo.engine.server_slots import Slots
 from megagrpo.types import Prompt, SamplingParams
 from tests.unit.engine.stand_ins import StandIn
 
@@ -219,3 +221,53 @@ def test_a_home_counts_the_seconds_that_its_turns_wait_for_slots(servers, slots,
 
     list(engine.converse([Prompt(0, (1, 2, 3), "")], 4, respond))
     assert (max(seconds) > 0.15) == waits, seconds
+
+
+def test_who_gets_a_free_slot_and_on_which_server():
+    """Each case: the conversations of two servers, those that wait for a slot, the free servers, and who gets one."""
+
+    async def chosen(homes, free, later=None, rests=None, groups=(), number=0):
+        engine = VllmEngine(["http://a", "http://b"], str)
+        generation = Generation(engine, Tools(None, None, None, Slots(8), number=number), None, lambda: None)
+        names = {}
+
+        def waiting(some):
+            made = deque(Home(asyncio.get_running_loop().create_future()) for _ in some)
+            names.update(zip(made, some, strict=True))
+            return made
+
+        generation._homes.update(homes)
+        generation._later = {url: waiting(some) for url, some in (later or {}).items()}
+        generation._rests = {url: waiting(some) for url, some in (rests or {}).items()}
+        generation._groups = deque(waiting(some) for some in groups)
+        free = [url for url in generation._urls if url in free]
+        return (found := generation._next(free)) and (found[0], names[found[1]])
+
+    a, b = "http://a", "http://b"
+    for homes, free, queues, expected in (
+        ({}, [b], dict(later={b: ["later"]}, rests={b: ["rest"]}), (b, "later")),
+        ({}, [b], dict(later={a: ["later"]}, rests={b: ["rest"]}, groups=[["new"]]), (b, "rest")),
+        ({a: 3, b: 2}, [a, b], dict(later={}, groups=[["new"]]), (b, "new")),
+        ({a: 2, b: 2}, [a, b], dict(groups=[["new"]]), (a, "new")),
+        ({a: 2, b: 2}, [a, b], dict(groups=[["new"]], number=1), (b, "new")),
+        ({}, [b], dict(rests={a: ["first", "last"]}), (b, "last")),
+        ({a: 3, b: 1}, [b], dict(later={a: ["later"]}), None),  # 1.5 times the conversations that b would have
+        ({a: 4, b: 1}, [b], dict(later={a: ["first", "last"]}), (b, "last")),
+        ({a: 3, b: 1}, [b], dict(later={a: [*range(8)]}), (b, 7)),  # as many as the server has slots
+    ):
+        assert asyncio.run(chosen(homes, free, **queues)) == expected, (homes, free, queues)
+
+
+def test_a_copy_no_longer_counts_the_conversations_that_have_ended():
+    async def copies():
+        tools = Tools(None, None, None, Slots(8), copies=2)
+        generation = Generation(VllmEngine(["http://a"], str), tools, None, lambda: None)
+        first = generation.open(3)
+        generation._fill()
+        generation.close(first[0])
+        generation.close(first[2])
+        then = generation.open(1)
+        generation._fill()
+        return [home.copy for home in (*first, *then)]
+
+    assert asyncio.run(copies()) == [0, 1, 0, 0]

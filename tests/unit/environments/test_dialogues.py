@@ -633,8 +633,10 @@ class Scripted:
         home.turns += 1
         return self._turn(prompt, sampling, home.turns - 1)
 
+    is_cutting = False
+
     def is_cut(self, prompt):
-        return False
+        return self.is_cutting
 
     async def read_tool_calls(self, turn, tools, home):
         """Parse tool calls like a server with its own format: NAME{...} is a call."""
@@ -912,6 +914,16 @@ def test_a_response_whose_environment_fails_is_held_again_and_equals_one_without
     if ended == "done":
         assert replace(failed, prompt=sound.prompt, dialogue=replace(dialogue, retries=0)) == sound
         assert respond(1)[1][-len(seeds) :] == seeds and dialogue.rewards == {"Flaky": 1.0}
+
+
+def test_a_response_that_fails_after_its_step_was_cut_is_not_held_again(tokenizer, responders, tmp_path):
+    (tmp_path / "failures").write_text("")
+    row = {"failures": str(tmp_path / "failures"), "times": 1, "where": "reset"}
+    table = responders(environment="Flaky", retries=2)
+    engine = dialogue_engine(tokenizer, table, ["Seen."])
+    engine.engine.is_cutting = True
+    ((rollout,),) = engine.generate(prompts_of(tokenizer, table, row), 1, SamplingParams(1.0, 300), 0)
+    assert (rollout.dialogue.ended, rollout.dialogue.retries) == ("failed", 0)
 
 
 def test_a_scheduler_asks_until_it_is_satisfied_and_its_rewards_add_up(tokenizer, responders):

@@ -82,6 +82,12 @@ class Room:
             raise RuntimeError("it cannot close")
         time.sleep(0.3)
         self._write("closed")
+
+
+class AsyncRoom(Room):
+    async def close(self):
+        await asyncio.sleep(0)
+        super().close()
 '''
 
 
@@ -92,9 +98,9 @@ def room(responders, mine, tmp_path):  # noqa: F811
     log = tmp_path / "events"
     log.touch()
 
-    def make(close="writes", **section):
+    def make(close="writes", kind="Room", **section):
         arguments = {"log": str(log), "close": close}
-        return responders(f"{mine.parent / 'closing.py'}:Room", environment_args=arguments, **section)
+        return responders(f"{mine.parent / 'closing.py'}:{kind}", environment_args=arguments, **section)
 
     return make, log
 
@@ -131,7 +137,7 @@ CLOSED = "opened", "reset", "closing", "closed"
 
 
 def test_close_is_called_at_the_end_of_an_episode_and_is_no_tool(room):
-    table, log = room[0](), room[1]
+    table, log = room[0](kind="AsyncRoom"), room[1]
     assert {tool["function"]["name"] for tool in table.tools} == {"wait", "work"}
     both = [begun(table, number) for number in range(2)]
     assert used(table, both[0], "work", how="forks") == "-15"  # the handler of SIGTERM is this process's alone

@@ -15,6 +15,7 @@ import pytest
 from megagrpo.platform.process.cleanup.scratch import temporary_files
 from megagrpo.rewards.functions.code_execution import CodeExecution
 from megagrpo.rewards.sandbox import execution, sandbox, system_calls
+from megagrpo.rewards.sandbox.counts import Counts
 from megagrpo.rewards.sandbox.sandbox import WALLS, Limits, missing_guarantees, run
 
 WITHOUT_NAMESPACES, WITHOUT_LANDLOCK = ("landlock", "seccomp", "counts"), ("namespaces", "mounts", "seccomp", "counts")
@@ -231,6 +232,7 @@ for capability in range(64):
     libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
 libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
 import os
+from megagrpo.rewards.sandbox.counts import Counts
 from megagrpo.rewards.sandbox.sandbox import WALLS, Limits, missing_guarantees, run
 """
 ROOT = Path(__file__).parents[3]
@@ -472,3 +474,12 @@ def test_a_program_takes_no_more_memory_of_the_kernel_than_its_limit_by(taken):
     each, take = KERNEL_MEMORY[taken]
     count = int(run(TAKE.format(take=take), limits).stdout)
     assert 0 < count * each <= limits.kernel_bytes
+
+
+def test_a_mapping_that_grows_takes_the_page_tables_of_its_new_length():
+    mailbox, other = socket.socketpair()
+    with subprocess.Popen(["sleep", "60"]) as process, other:
+        with Counts(mailbox, process.pid, max_threads=1, max_files=1, max_kernel=4 << 20) as counts:
+            grown = [counts._decide(process.pid, "MREMAP", [0, 4096, size, 1, 0, 0]) for size in (8192, 1 << 40)]
+        process.kill()
+    assert grown == [0, system_calls.ENOMEM]

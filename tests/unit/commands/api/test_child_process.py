@@ -1,6 +1,7 @@
 """Child processes of the API: their output, their exit codes, Ctrl-C, and their end with this process."""
 
 import importlib
+import io
 import os
 import signal
 import subprocess
@@ -106,6 +107,13 @@ def test_a_function_s_result_comes_back(program):
     assert (ended.exit_code, ended.result) == (0, [3]) and child_process.result_of("adds", program.adds, 3) == [3]
     with pytest.raises(CommandFailed, match="prints failed with exit code 3; its last lines:\ntwo"):
         child_process.result_of("prints", program.prints, 3)
+
+
+def test_a_character_whose_bytes_come_apart_is_shown_whole():
+    stream = child_process.Stream(io.StringIO())
+    for byte in "é€".encode():
+        stream.add(bytes([byte]))
+    assert stream.shown.getvalue() == stream.text == "é€"
 
 
 def test_a_log_gets_all_output_and_is_shown_from_its_end_on(program, tmp_path, capsys, monkeypatch):

@@ -44,11 +44,14 @@ class Engine:
             if self.held_up.get(prompts[i].place) == "slow":
                 self.slow.wait(10)
                 self.held_up.pop(prompts[i].place)
-            version = self.held_up.pop(prompts[i].place, begun)
+            held_up = self.held_up.pop(prompts[i].place, begun)
+            version = begun if held_up == "branch" else held_up
             later = ((1, self.weight_version),) if self.weight_version > version else ()
             rollout = Rollout(
                 prompts[i], (1, 2), (-1.0, -1.0), "stop", version, "", later_versions=later, stop_string="end"
             )
+            if held_up == "branch":
+                rollout = replace(rollout, branches=(replace(rollout, weight_version=-1),))
             yield i, [rollout] * n
 
     def cut(self, places):
@@ -151,15 +154,15 @@ def test_groups_are_scored_from_when_they_are_finished_each_for_its_step():
 
 def test_a_group_that_was_held_up_too_long_is_generated_again_and_counted():
     engine, rewards = Engine(), Rewards()
-    engine.held_up = {9: -1, 17: -1}
+    engine.held_up = {9: -1, 13: "branch", 17: -1}
     with AsyncPool(engine, rewards, 1) as pool:
         trained, ages = train(pool, engine, 6, 1)
     assert [place for step in trained for place in step] == list(range(6 * WANTED)) and max(ages) <= 1
-    assert sorted(place for place, _ in engine.begun if place in (9, 17)) == [9, 9, 17, 17]
-    assert [pool.counters()["async/dropped"] for _ in range(2)] == [2.0, 0.0]
+    assert sorted(place for place, _ in engine.begun if place in (9, 13, 17)) == [9, 9, 13, 13, 17, 17]
+    assert [pool.counters()["async/dropped"] for _ in range(2)] == [3.0, 0.0]
     assert (
-        sorted(s.group[0].prompt.place for s in rewards.begun if s.dropped) == [9, 17]
-        and len(rewards.begun) == 6 * WANTED + 2
+        sorted(s.group[0].prompt.place for s in rewards.begun if s.dropped) == [9, 13, 17]
+        and len(rewards.begun) == 6 * WANTED + 3
     )
 
 
