@@ -74,7 +74,7 @@ def release_of(kind: str) -> dict[str, Any]:
         return RELEASES[kind]
     from tests.unit.families.published_configs import PUBLISHED, published
 
-    return published(next(name for name, (family, _, _) in PUBLISHED.items() if family == kind))
+    return published(next(name for name, (family, _) in PUBLISHED.items() if family == kind))
 
 
 def shapes_of(kind: str) -> list[str]:

@@ -11,8 +11,7 @@ from megagrpo.config import ConfigError, load_config
 from megagrpo.config.rules import extra_args as module
 from megagrpo.config.rules.extra_args import REFUSED_ARGUMENTS, known_arguments, options_of
 from megagrpo.engine.servers.serving import make_launcher
-from tests.unit.families.more_published_configs import MORE
-from tests.unit.families.published_configs import published
+from tests.unit.families.published_configs import MORE, published
 from tests.unit.for_each import for_each
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"

@@ -6,7 +6,6 @@ import json
 import tempfile
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 from PIL import Image
@@ -18,8 +17,7 @@ from megagrpo.data.tokens.tokenizer import load_tokenizer
 from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.weights.bridge.image_facts import processor_of
 from tests.distributed.tiny_vision import image, tokenizer, write_model
-from tests.unit.families.more_published_configs import MORE
-from tests.unit.families.published_configs import published
+from tests.unit.families.published_configs import MORE, published
 from tests.unit.for_each import for_each
 
 IMAGE = tokenizer().convert_tokens_to_ids("<|image_pad|>")
@@ -46,6 +44,8 @@ def source(folder: Path, path: Path, limit: int = 200, **section) -> PromptSourc
 
 
 def parquet(path: Path, rows: list[dict], **features) -> Path:
+    import datasets
+
     data = datasets.Dataset.from_list(rows)
     for name, feature in features.items():
         data = data.cast_column(name, feature)
@@ -54,6 +54,8 @@ def parquet(path: Path, rows: list[dict], **features) -> Path:
 
 
 def test_a_prompt_has_the_tokens_and_pixels_of_transformers_processor(folder, tmp_path):
+    import datasets
+
     pictures = [image(84, 56, 1), image(30, 100, 2)]
     content = [dict(type="image"), dict(type="text", text="same? "), dict(type="image")]
     rows = [dict(prompt=[dict(role="user", content=content)], images=pictures)]

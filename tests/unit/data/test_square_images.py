@@ -5,7 +5,6 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 
@@ -18,7 +17,7 @@ from megagrpo.families.shared.vision import Square, Vision
 from megagrpo.weights.bridge.image_facts import image_reader
 from tests.distributed.tiny_square import SIDE, TOKENS, WINDOW, write_model
 from tests.distributed.tiny_vision import image
-from tests.unit.families.more_published_configs import MORE
+from tests.unit.families.published_configs import MORE
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +28,8 @@ def folder():
 
 
 def prompt_of(folder: Path, path: Path, row: dict):
+    import datasets
+
     datasets.Dataset.from_list([row]).cast_column("images", datasets.List(datasets.Image())).to_parquet(
         path / "r.parquet"
     )

@@ -15,7 +15,7 @@ from tests.family_examples import EXAMPLES
 from tests.unit.families.published_configs import PUBLISHED, published
 from tests.unit.for_each import for_each
 
-FIRST = {kind: name for name, (kind, _, _) in reversed(PUBLISHED.items())}  # one release of each family
+FIRST = {kind: name for name, (kind, _) in reversed(PUBLISHED.items())}  # one release of each family
 
 
 def problems(raw: dict) -> list[str]:

@@ -6,8 +6,7 @@ from megagrpo.config import ParallelSection
 from megagrpo.families.config_keys import architecture_problems
 from megagrpo.families.hf_config import model_problems, parse_hf_config, untrained
 from megagrpo.weights.blocks.parameter_blocks import tensor_names
-from tests.unit.families.more_published_configs import MORE
-from tests.unit.families.published_configs import published
+from tests.unit.families.published_configs import MORE, published
 from tests.unit.for_each import for_each
 
 

@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 
 import pytest
-import transformers
 
 from megagrpo.config import ParallelSection, ProblemError
 from megagrpo.families.config_keys import architecture_problems
@@ -17,7 +16,7 @@ from megagrpo.families.hf_config import architecture_differences, load_hf_config
 from megagrpo.families.shared.architecture import Indexer
 from megagrpo.policy.build import rotary_frequencies
 from tests.family_examples import RELEASES
-from tests.unit.families.more_published_configs import MORE
+from tests.unit.families.published_configs import MORE
 from tests.unit.for_each import for_each
 
 SMOLLM2 = {
@@ -245,6 +244,8 @@ MIXED_TYPES = ["sliding_attention", "full_attention"] * 15
     ],
 )
 def test_the_windows_are_those_of_transformers(change, windows):
+    import transformers
+
     raw = SMOLLM2 | change
     assert list(parse_hf_config(raw).windows) == windows
     theirs = transformers.AutoConfig.for_model(**raw)
@@ -365,6 +366,8 @@ GEMMA = {key: SMOLLM2[key] for key in SIZES} | {"num_attention_heads": 8, "num_k
 
 
 def test_what_gemmas_config_leaves_out_is_what_transformers_takes():
+    import transformers
+
     for kind in ("gemma2", "gemma3_text"):
         ours, theirs = parse_hf_config(GEMMA | {"model_type": kind}), transformers.AutoConfig.for_model(kind, **GEMMA)
         assert (ours.head_dim, ours.tied_embeddings) == (theirs.head_dim, theirs.tie_word_embeddings) == (256, True)
@@ -379,6 +382,8 @@ def test_what_gemmas_config_leaves_out_is_what_transformers_takes():
 
 @pytest.mark.parametrize("written", ["old", "new"])
 def test_both_ways_to_write_gemma_3s_angles_are_read(written):
+    import transformers
+
     old = {"rope_theta": 2e6, "rope_local_base_freq": 3e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     config = transformers.AutoConfig.for_model("gemma3_text", **GEMMA, **old)
     ours = parse_hf_config(config.to_dict() if written == "new" else GEMMA | old | {"model_type": "gemma3_text"})
@@ -427,6 +432,8 @@ MIXED = SMOLLM2 | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per
     ],
 )
 def test_the_blocks_with_experts_are_those_of_transformers(change, blocks):
+    import transformers
+
     config = parse_hf_config(MIXED | change)
     assert [b for b in range(30) if config.has_experts(b)] == list(blocks)
     kind = transformers.Qwen3MoeConfig if config.family == "qwen3_moe" else transformers.MixtralConfig
@@ -466,6 +473,8 @@ def test_the_width_of_dense_mlps_matters_only_where_there_are_some():
 
 @pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Phi3"])
 def test_what_transformers_writes_is_read_with_its_own_values(kind, tmp_path):
+    import transformers
+
     theirs = getattr(transformers, f"{kind}Config")(tie_word_embeddings=True, vocab_size=77)
     theirs.save_pretrained(tmp_path)
     ours = load_hf_config(tmp_path)
@@ -489,6 +498,8 @@ def test_older_configs_with_rope_theta_and_torch_dtype_at_the_top_are_read():
 
 @pytest.mark.parametrize("kind", ["phi3", "glm", "glm4"])
 def test_where_config_json_names_no_share_of_a_head_positions_turn_as_much_as_in_transformers(kind):
+    import transformers
+
     raw = SMOLLM2 | dict(model_type=kind, head_dim=64, rms_norm_eps=1e-5)
     theirs = transformers.AutoConfig.for_model(**raw).rope_parameters.get("partial_rotary_factor", 1.0)
     assert parse_hf_config(raw).partial_rotary_factor == theirs
@@ -568,6 +579,8 @@ def test_what_transformers_and_vllm_read_differently_or_neither_computes_is_refu
 
 
 def test_releases_with_an_indexer_and_with_an_absolute_size_of_rotation_are_read_as_transformers_does():
+    import transformers
+
     own = parse_hf_config(release("deepseek_v32"))
     assert (
         own.indexer == Indexer(heads=64, head_dim=128, keys=2048, interleaved=False) and len(own.mixture.blocks) == 58

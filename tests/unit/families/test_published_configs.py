@@ -5,8 +5,7 @@ import subprocess
 import sys
 
 from megagrpo.families.hf_config import parse_hf_config
-from tests.unit.families.more_published_configs import MORE, outcomes
-from tests.unit.families.published_configs import PUBLISHED
+from tests.unit.families.published_configs import MORE, PUBLISHED, outcomes
 
 # What the user of a refused model can do next.
 WAYS_OUT = (
@@ -48,7 +47,7 @@ def test_the_text_models_of_gemma_3_have_their_published_sizes():
 
 
 def test_the_script_prints_the_count():
-    command = [sys.executable, "-m", "tests.unit.families.more_published_configs"]
+    command = [sys.executable, "-m", "tests.unit.families.published_configs"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert re.fullmatch(r"\d+ load, \d+ refused of \d+", lines[-1])
     assert sum(line.rstrip().endswith(" loads") for line in lines) == int(lines[-1].split()[0])

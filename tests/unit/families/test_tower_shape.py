@@ -4,13 +4,12 @@ import importlib
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.policy.images.siglip_tower import SquareTower
 from tests.distributed.tiny_vision import KINDS
 from tests.family_examples import TINY_SIGLIP
-from tests.unit.families.more_published_configs import MORE
+from tests.unit.families.published_configs import MORE
 from tests.unit.for_each import for_each
 
 PUBLISHED = ["Qwen2-VL 7B", "Qwen2.5-VL 7B", "Qwen3-VL 8B", "Qwen3-VL 30B A3B", "Qwen3.5 27B", "Qwen3.5 35B A3B"]
@@ -25,6 +24,8 @@ def raw_config(name: str) -> dict:
 
 def tower_of(raw: dict, attention: str = "eager") -> torch.nn.Module:
     """transformers' tower of a config.json."""
+    from transformers import AutoConfig
+
     module = importlib.import_module(f"transformers.models.{raw['model_type']}.modeling_{raw['model_type']}")
     vision = parse_hf_config(raw).vision
     config = AutoConfig.for_model(**raw)

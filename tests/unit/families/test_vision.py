@@ -4,7 +4,7 @@ import pytest
 
 from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.families.shared.vision import qwen_vision
-from tests.unit.families.more_published_configs import MORE
+from tests.unit.families.published_configs import MORE
 
 # the published config.json of Qwen2.5-VL-3B-Instruct, shortened in its vision_config
 FLAT = dict(

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import transformers
 
 from megagrpo.families.config_keys import architecture_problems, text_config
 from megagrpo.families.hf_config import load_hf_config, parse_hf_config, table_of, untrained
@@ -12,7 +11,7 @@ from megagrpo.families.parts.llama_table import EMBEDDING, HEAD
 from megagrpo.families.shared.stored_names import HEADERS_FILE, INDEX, stored_names
 from megagrpo.families.shared.wrapper import NAMINGS, Naming, Wrapper
 from megagrpo.weights.blocks.parameter_blocks import tensor_names
-from tests.unit.families.more_published_configs import MORE
+from tests.unit.families.published_configs import MORE
 
 # config.json of Gemma 3 4B as published: what transformers takes by default is left out.
 GEMMA3 = dict(
@@ -51,6 +50,8 @@ LAYERS = ("layers.0.mlp.up_proj.weight", "norm.weight")
 
 
 def test_the_published_config_of_gemma_3_is_the_text_model_that_transformers_builds():
+    import transformers
+
     ours, theirs = parse_hf_config(GEMMA3), transformers.AutoConfig.for_model(**GEMMA3).get_text_config()
     assert (ours.family, ours.dtype, ours.tied_embeddings) == ("gemma3_text", "bfloat16", theirs.tie_word_embeddings)
     assert (ours.num_heads, ours.num_kv_heads, ours.head_dim) == (8, 4, 256)
@@ -118,6 +119,8 @@ def test_keys_of_the_whole_model_are_checked():
 
 @pytest.mark.parametrize("name", ["Qwen2.5 Omni 7B", "Qwen3 Omni 30B A3B"])
 def test_the_text_model_of_a_model_that_speaks_is_inside_its_thinker(name):
+    import transformers
+
     raw = MORE[name]
     thinker = raw["thinker_config"]
     ours, theirs = parse_hf_config(raw), transformers.AutoConfig.for_model(**raw).get_text_config()
@@ -160,6 +163,8 @@ def test_a_llava_is_tied_if_its_text_config_is_whatever_stands_outside():
 
 
 def test_sizes_that_a_llava_leaves_out_are_those_of_the_text_models_class():
+    import transformers
+
     for kind in ("llama", "mistral", "qwen2"):
         raw = published_llava(kind)
         ours, theirs = parse_hf_config(raw), transformers.AutoConfig.for_model(**raw).get_text_config()

@@ -9,7 +9,7 @@ from megagrpo.planner.costs.gpu_specs import GPUS
 from megagrpo.planner.costs.planned_memory import run_memory, stage_memory
 from megagrpo.planner.costs.workload import Lengths
 from megagrpo.planner.times.step_times import step_times
-from tests.unit.families.more_published_configs import MORE
+from tests.unit.families.published_configs import MORE
 
 BF16 = "model.precision=bf16"
 PLAIN, DEEP = (parse_hf_config(MORE[name]) for name in ("Qwen2.5-VL 7B", "Qwen3-VL 8B"))
