@@ -256,6 +256,8 @@ def test_the_windows_are_those_of_transformers(change, windows):
 
 
 def test_the_blocks_that_rotate_are_those_of_transformers():
+    import transformers
+
     for change in ({}, {"no_rope_layer_interval": 3}, {"no_rope_layers": [1, 0] * 15}):
         raw = SMOLLM2 | {"model_type": "smollm3"} | change
         unrotated = parse_hf_config(raw).unrotated
