@@ -14,7 +14,6 @@ from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.records.rows.completions import Rows, table
 from megagrpo.records.sinks.sink import TrackedRun, TrackerSink
 
-PER_BATCH = 100  # MLflow's limit on the parameters of a call; that on metrics is 1,000
 LONGEST_PARAM = 6000  # characters
 _ODD = re.compile(r"[^\w./ :-]")  # characters that MLflow does not allow in names
 
@@ -56,8 +55,7 @@ class MlflowSink(TrackerSink):
             self._entities.Param(_ODD.sub("_", key), str(value)[:LONGEST_PARAM])
             for key, value in flat(run.config).items()
         ]
-        for start in range(0, len(params), PER_BATCH):
-            self._client.log_batch(run_id, params=params[start : start + PER_BATCH])
+        self._client.log_batch(run_id, params=params)  # in batches of its own
         self._client.log_text(run_id, as_yaml(run.config), "config.yaml")
         run.folder.mkdir(parents=True, exist_ok=True)
         (run.folder / "mlflow_id").write_text(run_id)

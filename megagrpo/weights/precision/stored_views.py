@@ -10,11 +10,10 @@ from megagrpo.families.config_keys import text_config
 from megagrpo.families.shared.precisions import METHOD, QUANTIZATION, precision_problems, quantization
 from megagrpo.weights.precision.compressed import OF_COMPRESSED_PRODUCTS, compressed_views
 from megagrpo.weights.precision.four_bits import four_bit_views
-from megagrpo.weights.precision.fp8_blocks import OF_FP8_PRODUCTS, fp8_views
 from megagrpo.weights.precision.fused_experts import FUSED_EXPERTS, fused_views
-from megagrpo.weights.precision.int8_rows import OF_INT8_PRODUCTS, int8_views
 from megagrpo.weights.precision.mxfp4 import mxfp4_views
 from megagrpo.weights.precision.packed_integers import awq_views, gptq_views
+from megagrpo.weights.precision.scaled_weights import OF_FP8_PRODUCTS, OF_INT8_PRODUCTS, fp8_views, int8_views
 from megagrpo.weights.precision.view import Get, Stored, View
 
 
