@@ -30,12 +30,11 @@ tensor). Tokens, masks and denominators are exact. Numbers that the run stores o
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo audit`."""
-    parser.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
-    parser.add_argument("--step", type=int, required=True, metavar="N", help="the dumped step")
-    parser.add_argument(
-        "--model", type=Path, metavar="FOLDER", help="where the model lies now from which the run started"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    add("folder", type=Path, metavar="RUN", help="folder of the run")
+    add("--step", type=int, required=True, metavar="N", help="the dumped step")
+    add("--model", type=Path, metavar="FOLDER", help="where the model lies now from which the run started")
+    add("--json", action="store_true", help="print JSON")
     parser.epilog = EPILOG
 
 

@@ -36,13 +36,12 @@ SHOWN_LINES, SHOWN_WIDTH = 24, 96  # of a rendered prompt
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo check`."""
+    add = parser.add_argument
     add_config(parser)
-    parser.add_argument(
-        "--rows", type=int, default=64, metavar="N", help="rows of each data set on which rewards are tried (64)"
-    )
-    parser.add_argument("--models", action="store_true", help="also load reward models, and ask servers about all rows")
-    parser.add_argument("--strict", action="store_true", help="exit with code 1 when there is a warning")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add("--rows", type=int, default=64, metavar="N", help="rows of each data set on which rewards are tried (64)")
+    add("--models", action="store_true", help="also load reward models, and ask servers about all rows")
+    add("--strict", action="store_true", help="exit with code 1 when there is a warning")
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -18,12 +18,11 @@ from megagrpo.platform.process.terminal import show
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo eval`."""
+    add = parser.add_argument
     add_config(parser)
-    parser.add_argument(
-        "--checkpoint", metavar="latest|best|PATH", help="a checkpoint of the run (default: model.path as it is)"
-    )
-    parser.add_argument("--adapter", metavar="FOLDER", help="a LoRA adapter on top of the model")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write metrics and responses as JSON")
+    add("--checkpoint", metavar="latest|best|PATH", help="a checkpoint of the run (default: model.path as it is)")
+    add("--adapter", metavar="FOLDER", help="a LoRA adapter on top of the model")
+    add("--output", type=Path, metavar="FILE", help="write metrics and responses as JSON")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -21,9 +21,10 @@ WITH_RANKS = ("train", "verify", "convert", "export", "merge", "roundtrip")  # o
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo launch`."""
-    parser.add_argument("ranks", type=int, metavar="N", help="number of ranks")
-    parser.add_argument("command", metavar="COMMAND", help=f"{', '.join(WITH_RANKS)}, or a Python file")
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="arguments of the command")
+    add = parser.add_argument
+    add("ranks", type=int, metavar="N", help="number of ranks")
+    add("command", metavar="COMMAND", help=f"{', '.join(WITH_RANKS)}, or a Python file")
+    add("words", nargs=argparse.REMAINDER, metavar="...", help="arguments of the command")
 
 
 def run(options: argparse.Namespace) -> int:

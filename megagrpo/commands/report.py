@@ -14,10 +14,9 @@ from megagrpo.platform.process.terminal import show
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="folder of a run, such as runs/quickstart; several are compared"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="folder of a run, such as runs/quickstart; several are compared")
+    add(
         "-o",
         "--output",
         metavar="FILE",

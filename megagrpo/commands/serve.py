@@ -22,26 +22,23 @@ from megagrpo.platform.process.imports import without_garbage_collection
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo serve`."""
+    add = parser.add_argument
     add_config(parser)
-    parser.add_argument(
+    add(
         "--urls",
         type=Path,
         metavar="FOLDER",
         help="write the addresses to FOLDER/NODE.url when all servers are healthy",
     )
-    parser.add_argument("--reach", metavar="HOST", help="listen on this machine's address on the route to HOST")
-    parser.add_argument(
-        "--logs", type=Path, metavar="FOLDER", default=Path(), help="folder of the logs (default: the current folder)"
-    )
-    parser.add_argument("--first-gpu", type=int, default=0, metavar="N", help="first GPU of the servers (default 0)")
-    parser.add_argument(
+    add("--reach", metavar="HOST", help="listen on this machine's address on the route to HOST")
+    add("--logs", type=Path, metavar="FOLDER", default=Path(), help="folder of the logs (default: the current folder)")
+    add("--first-gpu", type=int, default=0, metavar="N", help="first GPU of the servers (default 0)")
+    add(
         "--head",
         metavar="HOST:PORT,...",
         help="with rollout.nodes_per_server: the first node of each server, and a free port there",
     )
-    parser.add_argument(
-        "--node", type=int, metavar="N", help="index of this node among the nodes of all servers (default: Slurm's)"
-    )
+    add("--node", type=int, metavar="N", help="index of this node among the nodes of all servers (default: Slurm's)")
 
 
 def run(options: argparse.Namespace) -> int:

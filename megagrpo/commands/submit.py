@@ -28,12 +28,11 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo submit`."""
+    add = parser.add_argument
     add_config(parser)
     add_resume(parser)
-    parser.add_argument(
-        "--cluster", metavar="CLUSTER", help="a YAML file, or generic, pyxis, apptainer, kubernetes, one_gpu"
-    )
-    parser.add_argument(
+    add("--cluster", metavar="CLUSTER", help="a YAML file, or generic, pyxis, apptainer, kubernetes, one_gpu")
+    add(
         "--sbatch",
         action="append",
         default=[],

@@ -32,7 +32,6 @@ from megagrpo.families.shared.family import (
     REQUIRED,
     Family,
     Raw,
-    Table,
     expert_problems,
     mixture,
     rope,
@@ -145,10 +144,6 @@ OLMOE = Family(
 
 # GLM-4.5, 4.6 and Air: part of each head rotated, optional head norms, and the experts of DeepSeek-V3. The layer
 # after the last decoder layer, which predicts several tokens, is not trained.
-def _glm4_moe_table(hf: HfConfig) -> Table:
-    return DENSE | ROUTED_BY_BIAS | (QKV_BIAS if hf.qkv_bias else {}) | (QK_NORM if hf.qk_norm else {})
-
-
 def _glm4_moe_read(raw: Raw, common: HfConfig) -> HfConfig:
     bias, norms = bool(raw.get("attention_bias")), bool(raw.get("use_qk_norm"))
     experts = routed_experts({"first_k_dense_replace": 1} | raw, normalized=True, sigmoid=True, bias=True)
@@ -158,7 +153,7 @@ def _glm4_moe_read(raw: Raw, common: HfConfig) -> HfConfig:
 GLM4_MOE = Family(
     "glm4_moe",
     "Glm4MoeForCausalLM",
-    table=_glm4_moe_table,
+    table=lambda hf: DENSE | ROUTED_BY_BIAS | (QKV_BIAS if hf.qkv_bias else {}) | (QK_NORM if hf.qk_norm else {}),
     read=_glm4_moe_read,
     problems=routed_problems,
     required=(*REQUIRED, "num_key_value_heads", "head_dim", "rms_norm_eps"),

@@ -13,8 +13,9 @@ typed. `megagrpo keys` and docs/config.md describe every key."""
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Add CONFIG and key=value."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML file of a run, or megagrpo:NAME")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="value of the config to replace")
+    add = parser.add_argument
+    add("config", metavar="CONFIG", help="YAML file of a run, or megagrpo:NAME")
+    add("overrides", nargs="*", default=[], metavar="key=value", help="value of the config to replace")
     parser.epilog = KEYS_HELP
 
 

@@ -17,19 +17,16 @@ if TYPE_CHECKING:
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --dtype, --push, --private and --revision."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--dtype",
         choices=EXPORT_DTYPES,
         default=AUTO,
         help="dtype of the weights in OUT (default auto: the dtypes of the start model's files)",
     )
-    parser.add_argument(
-        "--push", metavar="REPO", help="upload OUT to this model repository of the Hugging Face hub, as OWNER/NAME"
-    )
-    parser.add_argument("--private", action="store_true", help="with --push: create the repository as private")
-    parser.add_argument(
-        "--revision", metavar="BRANCH", help="with --push: upload to this branch, which is created if missing"
-    )
+    add("--push", metavar="REPO", help="upload OUT to this model repository of the Hugging Face hub, as OWNER/NAME")
+    add("--private", action="store_true", help="with --push: create the repository as private")
+    add("--revision", metavar="BRANCH", help="with --push: upload to this branch, which is created if missing")
 
 
 def check_push_arguments(options: argparse.Namespace) -> None:

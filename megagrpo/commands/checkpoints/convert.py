@@ -24,11 +24,10 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo convert`."""
-    parser.add_argument("model", metavar="MODEL", help="Hugging Face folder, hub name, or package:NAME")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to create")
-    parser.add_argument(
-        "--megatron-lm", action="store_true", help="write the checkpoint for the GPTModel of Megatron-LM"
-    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="Hugging Face folder, hub name, or package:NAME")
+    add("out", type=Path, metavar="OUT", help="folder to create")
+    add("--megatron-lm", action="store_true", help="write the checkpoint for the GPTModel of Megatron-LM")
     add_layout_arguments(parser)
 
 

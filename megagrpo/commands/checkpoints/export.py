@@ -24,14 +24,15 @@ from megagrpo.commands.arguments.layout_arguments import add_layout_arguments
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo export`."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "checkpoint",
         type=Path,
         metavar="CHECKPOINT",
         help="folder of a Megatron distributed checkpoint, or of an adapter",
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to create")
-    parser.add_argument("--model", help="Hugging Face folder, hub name, or package:NAME")
+    add("out", type=Path, metavar="OUT", help="folder to create")
+    add("--model", help="Hugging Face folder, hub name, or package:NAME")
     add_export_arguments(parser)
     add_layout_arguments(parser)
 

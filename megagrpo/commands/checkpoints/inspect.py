@@ -26,9 +26,10 @@ from megagrpo.platform.process.terminal import show, warn
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo inspect`."""
-    parser.add_argument("path", metavar="PATH", help="folder of a model or a checkpoint, hub name, or package:NAME")
-    parser.add_argument("--tensors", action="store_true", help="also list the tensors of a model")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    add = parser.add_argument
+    add("path", metavar="PATH", help="folder of a model or a checkpoint, hub name, or package:NAME")
+    add("--tensors", action="store_true", help="also list the tensors of a model")
+    add("--json", action="store_true", help="print everything as JSON")
 
 
 def run(options: argparse.Namespace) -> int:

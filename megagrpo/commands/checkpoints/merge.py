@@ -19,13 +19,10 @@ from megagrpo.commands.arguments.layout_arguments import add_layout_arguments
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo merge`."""
-    parser.add_argument(
-        "adapter", type=Path, metavar="ADAPTER", help="folder with adapter_config.json and adapter_model.safetensors"
-    )
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to create")
-    parser.add_argument(
-        "--model", help="Hugging Face folder, hub name, or package:NAME (default: the adapter's base model)"
-    )
+    add = parser.add_argument
+    add("adapter", type=Path, metavar="ADAPTER", help="folder with adapter_config.json and adapter_model.safetensors")
+    add("out", type=Path, metavar="OUT", help="folder to create")
+    add("--model", help="Hugging Face folder, hub name, or package:NAME (default: the adapter's base model)")
     add_export_arguments(parser)
     add_layout_arguments(parser)
 

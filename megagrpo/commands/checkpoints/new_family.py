@@ -25,8 +25,9 @@ from megagrpo.platform.process.terminal import show
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo new-family`."""
-    parser.add_argument("model", type=Path, metavar="FOLDER_OR_CONFIG", help="config.json, or the folder that holds it")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: families/own)")
+    add = parser.add_argument
+    add("model", type=Path, metavar="FOLDER_OR_CONFIG", help="config.json, or the folder that holds it")
+    add("--out", type=Path, metavar="FILE", help="file to write (default: families/own)")
 
 
 def _text_model(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:

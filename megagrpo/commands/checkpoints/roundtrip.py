@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo roundtrip`."""
-    parser.add_argument("model", metavar="MODEL", help="Hugging Face folder, hub name, or package:NAME")
-    parser.add_argument(
-        "--manifest", type=Path, metavar="FILE", help="file to write (default: NAME.manifest.json here)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="Hugging Face folder, hub name, or package:NAME")
+    add("--manifest", type=Path, metavar="FILE", help="file to write (default: NAME.manifest.json here)")
+    add(
         "--scratch",
         type=Path,
         default=Path(),

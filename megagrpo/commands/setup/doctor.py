@@ -30,18 +30,17 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo doctor`."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "config",
         nargs="?",
         metavar="CONFIG",
         help="YAML file of a run, or megagrpo:NAME; without it: what any run needs",
     )
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="value of the config to replace, or world_size=N"
-    )
-    parser.add_argument("--strict", action="store_true", help="exit with code 1 if there is a warning")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
+    add("overrides", nargs="*", default=[], metavar="key=value", help="value of the config to replace, or world_size=N")
+    add("--strict", action="store_true", help="exit with code 1 if there is a warning")
+    add("--json", action="store_true", help="print JSON")
+    add(
         "--report",
         type=Path,
         metavar="FILE",

@@ -93,10 +93,6 @@ _INDEXED: Table = {
 _INDEXED_FIXED = DEEPSEEK_V3.fixed | {"tie_word_embeddings": (False, "vLLM's model has an untied LM head")}
 
 
-def _indexed_table(hf: HfConfig) -> Table:
-    return latent.table(hf) | _INDEXED
-
-
 def _read_indexed(raw: Raw, common: HfConfig, *, interleaved: bool) -> HfConfig:
     """Return the architecture. The families differ in the rotation of the indexer's queries and keys."""
     heads, head_dim, keys = (raw[key] for key in _INDEXED_SIZES)
@@ -121,7 +117,7 @@ DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     model_type="deepseek_v32",
     architecture="DeepseekV32ForCausalLM",
-    table=_indexed_table,
+    table=lambda hf: latent.table(hf) | _INDEXED,
     read=lambda raw, common: _read_indexed(raw, common, interleaved=False),
     problems=_indexed_problems,
     required=(*DEEPSEEK_V3.required, *_INDEXED_SIZES, "rms_norm_eps"),

@@ -8,7 +8,7 @@ from megagrpo.families.parts.llama_table import DENSE, MLP, USUAL_EXPERTS, share
 from megagrpo.families.shared.architecture import HfConfig
 from megagrpo.families.shared.blocks import Block, BlockRule, Local
 from megagrpo.families.shared.boxes import whole
-from megagrpo.families.shared.family import REQUIRED, Family, Raw, Table, expert_problems, mixture, rope
+from megagrpo.families.shared.family import REQUIRED, Family, Raw, expert_problems, mixture, rope
 
 
 # ERNIE 4.5, dense: a Llama that rotates neighbouring dimensions of each head.
@@ -54,10 +54,6 @@ _MOE_TABLE |= {"mlp.router.expert_bias": _bias(MLP + "moe_statics.e_score_correc
 _MOE_SIZES = ("moe_num_experts", "moe_k", "moe_intermediate_size")
 
 
-def _moe_table(hf: HfConfig) -> Table:
-    return _MOE_TABLE | (shared_experts("shared_experts") if hf.mixture.shared_size else {})
-
-
 def _moe_blocks(raw: Raw) -> frozenset[int]:
     start, every = raw.get("moe_layer_start_index", 1), raw.get("moe_layer_interval", 1)
     end = raw.get("moe_layer_end_index", -1)
@@ -91,7 +87,7 @@ def _moe_problems(raw: Raw) -> list[str]:
 ERNIE4_5_MOE = Family(
     "ernie4_5_moe",
     "Ernie4_5_MoeForCausalLM",
-    table=_moe_table,
+    table=lambda hf: _MOE_TABLE | (shared_experts("shared_experts") if hf.mixture.shared_size else {}),
     read=_moe_read,
     problems=_moe_problems,
     required=(*REQUIRED, *_MOE_SIZES),

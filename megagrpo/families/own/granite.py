@@ -86,15 +86,11 @@ GRANITE_EXPERTS: Table = {
 _MOE_TABLE = {key: rule for key, rule in DENSE.items() if not key.startswith("mlp.")} | GRANITE_EXPERTS
 
 
-def _moe_read(raw: Raw, common: HfConfig) -> HfConfig:
-    return replace(scaled(raw, common), experts=mixture(raw), mixture_module="block_sparse_moe.")
-
-
 GRANITEMOE = Family(
     "granitemoe",
     "GraniteMoeForCausalLM",
     table=lambda hf: _MOE_TABLE,
-    read=_moe_read,
+    read=lambda raw, common: replace(scaled(raw, common), experts=mixture(raw), mixture_module="block_sparse_moe."),
     problems=lambda raw: expert_problems(raw) + scale_problems(raw),
     keys=(*EXPERT_KEYS, *SCALES),
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,66 +27,51 @@ REWARDS, CALLBACKS = "megagrpo_rewards.py", "megagrpo_callbacks.py"
 
 @dataclass(frozen=True)
 class Data:
-    """A data set of the caller: the config's key, the argument's name, the rows, and the file's name; or the name of a
-    source."""
+    """A data set of the caller. `source` is the name of a source, or of the file that gets `rows`."""
 
-    key: str
     argument: str
-    rows: Any
-    file: str
-
-    @property
-    def named(self) -> bool:
-        """Whether the argument names a source."""
-        return isinstance(self.rows, str)
-
-
-@dataclass(frozen=True)
-class Pickles:
-    """The Python objects among the elements of a list: index -> name, and name -> pickle."""
-
-    names: dict[int, str]
-    pickles: dict[str, bytes]
+    source: str
+    rows: Any = None
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The Python objects of a run, checked, and not written yet."""
+    """The Python objects of a run, checked, and not written yet. Objects have the names FILE:NAME, where FILE is a key
+    of `modules`; other names are absolute or have no path."""
 
-    # sections of `rewards.functions`, those of `rewards` without the key `function`
-    functions: list[dict[str, Any]] | None
-    rewards: Pickles
-    callbacks: list[str]  # names as in `run.callbacks`; empty for those of `callback_objects`
-    callback_objects: Pickles
-    instances: list[str]  # names of callbacks that are objects, not classes
-    data: list[Data]
+    functions: list[dict[str, Any]] | None  # `rewards.functions`
+    callbacks: list[str]  # to append to `run.callbacks`
+    modules: dict[str, dict[str, bytes]]  # file -> name -> pickle
+    data: dict[str, Data] = field(default_factory=dict)  # key of the config -> data set
 
     @property
     def to_write(self) -> bool:
         """Whether there is anything to write."""
-        return bool(self.rewards.names or self.callback_objects.names or any(not data.named for data in self.data))
+        return bool(self.modules) or any(data.rows is not None for data in self.data.values())
 
     def overrides(self, folder: Path, callbacks: Sequence[str] | None = None) -> list[str]:
         """Return the overrides that name these objects as files in `folder`. With the config's `callbacks` also
         `run.callbacks`: the config's, then these."""
+
+        def placed(name: str) -> str:
+            return str(folder / name) if name.partition(":")[0] in self.modules else name
+
         made: dict[str, Any] = {}
         if self.functions is not None:
-            files = {i: {"function": f"{folder / REWARDS}:{name}"} for i, name in self.rewards.names.items()}
-            made["rewards.functions"] = [files.get(i, {}) | section for i, section in enumerate(self.functions)]
+            made["rewards.functions"] = [each | {"function": placed(each["function"])} for each in self.functions]
         if self.callbacks and callbacks is not None:
-            names = self.callback_objects.names
-            named = [f"{folder / CALLBACKS}:{names[i]}" if i in names else c for i, c in enumerate(self.callbacks)]
-            made["run.callbacks"] = [*callbacks, *named]
-        made |= {data.key: {"source": data.rows if data.named else str(folder / data.file)} for data in self.data}
+            made["run.callbacks"] = [*callbacks, *map(placed, self.callbacks)]
+        for key, data in self.data.items():
+            made[key] = {"source": data.source if data.rows is None else str(folder / data.source)}
         return [override_text(key, value) for key, value in made.items()]
 
     def check_rows(self, config: RunConfig) -> None:
         """Raise ConfigError when rows lack the config's prompt column."""
         sets = evaluation_sets(config)
         columns = {f"evaluation.sets.{name}" if name else "data.eval": sets[name].prompt_column for name in sets}
-        for data in self.data:
-            if not data.named:
-                dataset_rows.check(data.rows, data.argument, columns.get(data.key, config.data.prompt_column))
+        for key, data in self.data.items():
+            if data.rows is not None:
+                dataset_rows.check(data.rows, data.argument, columns.get(key, config.data.prompt_column))
 
     def write(self, run_folder: Path) -> Path:
         """Write the objects into a folder of the run, named after their content, and return it. Raises ConfigError."""
@@ -94,7 +79,11 @@ class Inputs:
         try:
             partial = Path(tempfile.mkdtemp(prefix=".partial_", dir=above))
             try:
-                self._write_files(partial)
+                for file, pickles in self.modules.items():
+                    objects.write_module(partial / file, pickles)
+                for data in self.data.values():
+                    if data.rows is not None:
+                        dataset_rows.write(data.rows, partial / data.source, data.argument)
                 folder = above / _digest(partial)
                 if not folder.exists():
                     partial.rename(folder)
@@ -104,17 +93,6 @@ class Inputs:
         except OSError as error:
             raise _unwritable(above, error) from error
         return folder
-
-    def _write_files(self, folder: Path) -> None:
-        if self.rewards.names:
-            title = "Reward functions that megagrpo.train got as Python objects"
-            objects.write_module(folder / REWARDS, title, self.rewards.pickles)
-        if self.callback_objects.names:
-            title = "Callbacks that megagrpo.train got as Python objects"
-            objects.write_module(folder / CALLBACKS, title, self.callback_objects.pickles, self.instances)
-        for data in self.data:
-            if not data.named:
-                dataset_rows.write(data.rows, folder / data.file, data.argument)
 
 
 def from_python_folder(run_folder: Path) -> Path:
@@ -140,32 +118,27 @@ def collect(
     callbacks: Sequence[Any] | None,
 ) -> Inputs:
     """Check the Python objects of a run and pickle the functions. Raises ConfigError."""
-    functions, rewards = (None, Pickles({}, {})) if reward_functions is None else _rewards(reward_functions)
-    named, pickles, instances = _callbacks(callbacks or ())
-    return Inputs(functions, rewards, named, pickles, instances, list(_data(dataset, eval_dataset)))
-
-
-def _rewards(given: Reward | Sequence[Reward]) -> tuple[list[dict[str, Any]], Pickles]:
-    sections: list[dict[str, Any]] = []
-    for i, reward in enumerate(_listed(given)):
-        section = dict(reward) if isinstance(reward, Mapping) else {"function": reward}
-        function = section.get("function")
-        if not isinstance(function, str) and not callable(function):
-            reason = "must be a function, a name such as accuracy, or a mapping with the key `function`"
-            raise ConfigError(f"reward_functions.{i}: {reason} (got {shortened(repr(reward))})")
-        sections.append(section)
-    by_index = {i: each.pop("function") for i, each in enumerate(sections) if not isinstance(each["function"], str)}
-    anchored({"rewards": {"functions": sections}}, Path())  # changes them in place
-    return sections, _pickled(by_index, "reward_functions")
-
-
-def _callbacks(given: Any) -> tuple[list[str], Pickles, list[str]]:
-    listed = _listed(given)
-    by_index = {i: callback for i, callback in enumerate(listed) if not isinstance(callback, str)}
-    named = ["" if i in by_index else callback for i, callback in enumerate(listed)]
-    anchored({"run": {"callbacks": named}}, Path())  # changes them in place
-    pickles = _pickled(by_index, "callbacks")
-    return named, pickles, [pickles.names[i] for i, callback in by_index.items() if not isinstance(callback, type)]
+    functions = None
+    modules: dict[str, dict[str, bytes]] = {}
+    if reward_functions is not None:
+        functions = [_section(index, reward) for index, reward in enumerate(_listed(reward_functions))]
+        anchored({"rewards": {"functions": functions}}, Path())  # changes them in place
+        names = _named([each["function"] for each in functions], REWARDS, "reward_functions", modules)
+        functions = [each | {"function": name} for each, name in zip(functions, names, strict=True)]
+    given = _listed(callbacks or ())
+    anchored({"run": {"callbacks": given}}, Path())
+    inputs = Inputs(functions, _named(given, CALLBACKS, "callbacks", modules), modules)
+    if dataset is not None:
+        inputs.data["data.train"] = _data("dataset", dataset, "train")
+    if isinstance(eval_dataset, Mapping):
+        for name, rows in eval_dataset.items():
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", str(name)):
+                why = "is no name of a set; use letters, digits, _ and -"
+                raise ConfigError(f"eval_dataset: {shortened(repr(name))} {why}")
+            inputs.data[f"evaluation.sets.{name}"] = _data(f"eval_dataset.{name}", rows, f"eval_{name}")
+    elif eval_dataset is not None:
+        inputs.data["data.eval"] = _data("eval_dataset", eval_dataset, "eval")
+    return inputs
 
 
 def _listed(given: Any) -> list[Any]:
@@ -174,32 +147,30 @@ def _listed(given: Any) -> list[Any]:
     return [given] if one else list(given)
 
 
-def _pickled(by_index: Mapping[int, Any], argument: str) -> Pickles:
-    names = dict(zip(by_index, objects.names_of(list(by_index.values())), strict=True))
-    keys = {name: f"{argument}.{i}" for i, name in names.items()}
-    return Pickles(names, objects.pickled({names[i]: thing for i, thing in by_index.items()}, keys))
+def _section(index: int, reward: Any) -> dict[str, Any]:
+    """Return a reward as a section of `rewards.functions`, whose function may be an object."""
+    section = dict(reward) if isinstance(reward, Mapping) else {"function": reward}
+    if not isinstance(section.get("function"), str) and not callable(section.get("function")):
+        reason = "must be a function, a name such as accuracy, or a mapping with the key `function`"
+        raise ConfigError(f"reward_functions.{index}: {reason} (got {shortened(repr(reward))})")
+    return section
 
 
-def _data(dataset: Rows | None, eval_dataset: Rows | Mapping[str, Rows] | None) -> Iterator[Data]:
-    if dataset is not None:
-        yield _one("data.train", "dataset", dataset, "train")
-    if isinstance(eval_dataset, Mapping):
-        for name, held_out in eval_dataset.items():
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", str(name)):
-                raise ConfigError(
-                    f"eval_dataset: {shortened(repr(name))} is no name of a set; use letters, digits, _ and -"
-                )
-            yield _one(f"evaluation.sets.{name}", f"eval_dataset.{name}", held_out, f"eval_{name}")
-    elif eval_dataset is not None:
-        yield _one("data.eval", "eval_dataset", eval_dataset, "eval")
+def _named(things: Sequence[Any], file: str, argument: str, modules: dict[str, dict[str, bytes]]) -> list[str]:
+    """Return the names of these names and objects, and add the pickles of the objects to `modules`."""
+    listed = {index: thing for index, thing in enumerate(things) if not isinstance(thing, str)}
+    names = dict(zip(listed, objects.names_of(listed.values()), strict=True))
+    if listed:
+        modules[file] = {names[i]: objects.pickled(thing, f"{argument}.{i}") for i, thing in listed.items()}
+    return [f"{file}:{names[index]}" if index in names else thing for index, thing in enumerate(things)]
 
 
-def _one(key: str, argument: str, given: Rows, stem: str) -> Data:
+def _data(argument: str, given: Rows, stem: str) -> Data:
     if isinstance(given, str):
         values = anchored({"data": {"train": {"source": given}}}, Path())
-        return Data(key, argument, values["data"]["train"]["source"], "")
+        return Data(argument, values["data"]["train"]["source"])
     rows = dataset_rows.normalize(given, argument)
-    return Data(key, argument, rows, stem + dataset_rows.suffix(rows))
+    return Data(argument, stem + dataset_rows.suffix(rows), rows)
 
 
 def _digest(folder: Path) -> str:

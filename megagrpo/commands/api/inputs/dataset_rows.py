@@ -53,25 +53,18 @@ def normalize(rows: Any, argument: str) -> Any:
 
 def _from_pandas(frame: pandas.DataFrame, argument: str) -> datasets.Dataset:
     import datasets as library
+    import pyarrow
 
     if duplicates := list(frame.columns[frame.columns.duplicated()]):
         raise ConfigError(f"{argument}: the DataFrame has the column `{duplicates[0]}` twice; rename one")
-    try:
-        return library.Dataset.from_pandas(frame, preserve_index=False)
-    except Exception as error:  # pyarrow's errors have no common base class
-        where = next((f"column `{name}` of " for name in frame.columns if not _converts(frame[[name]])), "")
-        fix = 'give each column one type, or pass frame.to_dict("records")'
-        raise ConfigError(f"{argument}: {where}the DataFrame cannot be converted: {error}; {fix}") from None
-
-
-def _converts(frame: pandas.DataFrame) -> bool:
-    import datasets as library
-
-    try:
-        library.Dataset.from_pandas(frame, preserve_index=False)
-    except Exception:  # as above
-        return False
-    return True
+    for name, column in frame.items():
+        try:
+            pyarrow.array(column, from_pandas=True)
+        except Exception as error:  # pyarrow's errors have no common base class
+            why = f"column `{name}` of the DataFrame cannot be converted: {error}"
+            fix = 'give each column one type, or pass frame.to_dict("records")'
+            raise ConfigError(f"{argument}: {why}; {fix}") from None
+    return library.Dataset.from_pandas(frame, preserve_index=False)
 
 
 def check(rows: Any, argument: str, column: str) -> None:

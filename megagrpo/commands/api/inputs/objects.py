@@ -13,7 +13,7 @@ import pickle
 import re
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from megagrpo.config import ConfigError
 from megagrpo.config.sections.rewards import numbered
 
 MODULE = '''\
-"""{title}. {pickle} holds them; this file loads them."""
+"""Objects that megagrpo.train got from Python. {pickle} holds them; this file loads them."""
 
 import pathlib as _pathlib
 import pickle as _pickle
@@ -30,20 +30,16 @@ import sys as _sys
 _sys.path.extend(_path for _path in {paths!r} if _path not in _sys.path)
 _pickled = _pickle.loads(_pathlib.Path(__file__).with_name("{pickle}").read_bytes())
 
-'''
-INSTANCE = '''
-class {name}:
-    """Stands for one object: calling the class returns it."""
 
-    def __new__(cls):
-        return _{name}
+def _load(name):
+    made = _pickle.loads(_pickled[name])
+    return made if callable(made) else type(name, (), {{"__new__": lambda cls: made}})  # a callback stands for a class
 
 
-_{name} = _pickle.loads(_pickled["{name}"])
 '''
 
 
-def names_of(objects: Sequence[Any]) -> list[str]:
+def names_of(objects: Iterable[Any]) -> list[str]:
     """Return a unique Python name for each object: the name of the function or class; repeated names get a number."""
     stems = [re.sub(r"\W", "", _name(thing)).lstrip("0123456789") or "function" for thing in objects]
     return numbered(f"{stem}_function" if keyword.iskeyword(stem) else stem for stem in stems)  # a keyword: lambda
@@ -56,31 +52,28 @@ def _name(thing: Any) -> str:
     return name if isinstance(name, str) else type(thing).__name__
 
 
-def pickled(objects: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, bytes]:
-    """Return name -> pickle. Raises ConfigError for an object without a pickle; `keys` names the object's argument."""
+def pickled(thing: Any, key: str) -> bytes:
+    """Return the pickle of an object. Raises ConfigError, naming the argument `key`, for an object without one."""
     import cloudpickle
 
-    made, torch = {}, sys.modules.get("torch")
-    for name, thing in objects.items():
-        if torch is not None and isinstance(thing, torch.nn.Module):
-            kind = type(thing).__name__
-            raise ConfigError(f"{keys[name]}: a {kind} is a model, not a function; save it and pass model:FOLDER")
-        try:
-            made[name] = cloudpickle.dumps(thing)
-        except Exception as error:  # any class may define how it is pickled
-            why = f"cannot be sent to the run's processes: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
-            fix = "open files, locks, models and connections inside the function, or define it in a file and pass "
-            raise ConfigError(f"{keys[name]}: `{_name(thing)}` {why}; {fix}path/file.py:name") from error
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(thing, torch.nn.Module):
+        raise ConfigError(f"{key}: a {type(thing).__name__} is a model, not a function; save it and pass model:FOLDER")
+    try:
+        made: bytes = cloudpickle.dumps(thing)
+    except Exception as error:  # any class may define how it is pickled
+        why = f"cannot be sent to the run's processes: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        fix = "open files, locks, models and connections inside the function, or define it in a file and pass "
+        raise ConfigError(f"{key}: `{_name(thing)}` {why}; {fix}path/file.py:name") from error
     return made
 
 
-def write_module(file: Path, title: str, pickles: Mapping[str, bytes], instances: Sequence[str] = ()) -> None:
-    """Write the module `file` and its pickle. Names in `instances` become classes that return the object on a call."""
+def write_module(file: Path, pickles: Mapping[str, bytes]) -> None:
+    """Write the module `file` and its pickle, name -> pickle of an object."""
     data = file.with_suffix(".pkl")
     data.write_bytes(pickle.dumps(dict(pickles)))
-    lines = [f'{name} = _pickle.loads(_pickled["{name}"])\n' for name in pickles if name not in instances]
-    lines += [INSTANCE.format(name=name) for name in instances]
     installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))  # the workers have these folders too
     folders = dict.fromkeys(str(Path(path).absolute()) for path in sys.path)
     paths = [path for path in folders if not path.startswith(installed)]
-    file.write_text(MODULE.format(title=title, pickle=data.name, paths=paths) + "".join(lines))
+    lines = [f'{name} = _load("{name}")\n' for name in pickles]
+    file.write_text(MODULE.format(pickle=data.name, paths=paths) + "".join(lines))

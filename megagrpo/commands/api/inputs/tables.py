@@ -29,8 +29,6 @@ def flat_rewards(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a line of completions.jsonl with one column `rewards/NAME` per reward function."""
     flat: dict[str, Any] = {}
     for name, value in row.items():
-        if name == "rewards" and isinstance(value, dict):
-            flat |= {f"rewards/{function}": reward for function, reward in value.items()}
-        else:
-            flat[name] = value
+        nested = name == "rewards" and isinstance(value, dict)
+        flat |= {f"rewards/{function}": reward for function, reward in value.items()} if nested else {name: value}
     return flat
