@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -138,7 +139,7 @@ class Conversation:
         """Let the policy continue its last message from `content`. Tokens of the unchanged beginning are kept; the rest
         is tokenized."""
         content = encodable(content)
-        unchanged = common_beginning(content, self.messages[-1]["content"])
+        unchanged = os.path.commonprefix([content, self.messages[-1]["content"]])  # noqa: RUF071 - texts, not paths
         count, text = follow_ups.tokens_within(self.ids[self.message_start :], unchanged)
         ids, stop = follow_ups.text(content[len(text) :]), self.message_start + count
         if stop + len(ids) >= self.max_length:
@@ -182,9 +183,3 @@ class Conversation:
             stop_string=self.stop_string,
             routes=self.routes,
         )
-
-
-def common_beginning(one: str, other: str) -> str:
-    """Return the longest common prefix of two texts."""
-    length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    return one[:length]

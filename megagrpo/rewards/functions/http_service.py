@@ -26,10 +26,8 @@ class JsonService:
     fail at once.
     """
 
-    def __init__(
-        self, url: str, timeout: float, retries: int, headers: dict[str, str] | None = None, first_wait: float = 0.5
-    ):
-        self.url, self._timeout, self._retries, self._first_wait = url, timeout, retries, first_wait
+    def __init__(self, url: str, timeout: float, retries: int, headers: dict[str, str] | None = None):
+        self.url, self._timeout, self._retries = url, timeout, retries
         self._headers = {"Content-Type": "application/json", **(headers or {})}
         self._client: httpx.AsyncClient | None = None
 
@@ -41,7 +39,7 @@ class JsonService:
             self._client = httpx.AsyncClient(timeout=self._timeout, limits=httpx.Limits(max_connections=None))
         content = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")  # a lone surrogate becomes "?"
         for attempt in range(self._retries + 1):
-            wait, reason = self._first_wait * 2**attempt * random.uniform(0.75, 1.25), ""
+            wait, reason = 0.5 * 2**attempt * random.uniform(0.75, 1.25), ""
             try:
                 answer = await self._client.post(self.url, content=content, headers=self._headers)
                 if answer.status_code == 200:

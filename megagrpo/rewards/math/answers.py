@@ -42,7 +42,6 @@ READ_BY = {
     "accuracy": "boxed",
     "reasoning_accuracy": "boxed",
     "cosine": "boxed",
-    "correctness": "tag",
     "reasoning_gym": "tag",
 }
 

@@ -19,6 +19,7 @@ REWARD_MODEL = "megagrpo.rewards.functions.reward_model:RewardModel"
 SERVED_REWARD = "megagrpo.rewards.functions.served:ServedReward"
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _FILE_PATH = re.compile(r".+\.py:[A-Za-z_]\w*")
+TAG_REWARDS = ("xmlcount", "soft_format", "strict_format", "int", "correctness")  # built in before
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 
@@ -36,6 +37,10 @@ def resolve(function: str, plugins: Sequence[str] = (), key: str = "rewards.func
         return Target(*_split(SERVED_REWARD), preset=(("url", function),))
     if plugins and function not in BUILT_IN_REWARDS and _NAME.fullmatch(function):
         return Target("", function, plugins=tuple(str(find_file(path, "rewards.plugins")) for path in plugins))
+    if function in TAG_REWARDS:
+        name = "whole_number" if function == "int" else function
+        text = f"`{function}` is in an example's file; write configs/examples/gsm8k_xml/rewards.py:{name}"
+        raise ProblemError(Problem((key,), text, rule=18))
     own = "package.module:function, path/file.py:function, or a name from rewards.plugins; models: model:PATH or http://..."
     target = locate(function, key, "reward function", BUILT_IN_REWARDS, own, rule=18)
     return replace(target, independent=f"{target.location}:{target.attribute}" in BUILT_IN_REWARDS.values())

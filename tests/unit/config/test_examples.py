@@ -163,7 +163,7 @@ def test_the_three_examples_of_the_hub_name_their_models_and_data():
     assert [f.function for f in (*tldr.rewards.functions, *ultrafeedback.rewards.functions)] == [
         "model:weqweasdas/RM-Gemma-2B", "model:trl-lib/Qwen2-0.5B-Reward",
     ]  # fmt: skip
-    assert [f.function for f in example("gsm8k_xml").rewards.functions] == [
+    assert example("gsm8k_xml").rewards.names == [
         "xmlcount",
         "soft_format",
         "strict_format",

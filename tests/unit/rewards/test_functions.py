@@ -2,7 +2,6 @@
 
 import pytest
 
-from megagrpo.rewards.functions.gsm8k_xml import correctness, soft_format, strict_format, whole_number, xmlcount
 from megagrpo.rewards.functions.gym_score import reasoning_gym
 from megagrpo.rewards.functions.math_accuracy import Cosine, accuracy, reasoning_accuracy
 from megagrpo.rewards.functions.text_rewards import (
@@ -100,24 +99,6 @@ def test_repetition_refuses_options_without_a_meaning(function, options, rule):
         function([[1, 2]] if function is token_repetition else ["a b"], **options)
 
 
-PERFECT = "<reasoning>\nIt is 13.\n</reasoning>\n<answer>\n13\n</answer>\n"
-
-
-def test_the_fixed_tag_rewards_mend_what_the_notebook_gets_wrong():
-    two_lines = PERFECT.replace("13.\n", "13.\nSure.\n")
-    assert (soft_format([two_lines]), soft_format([two_lines], fixed=True)) == ([0.0], [0.5])
-    assert (strict_format([two_lines]), strict_format([two_lines], fixed=True)) == ([0.0], [0.5])
-    assert (strict_format([PERFECT[:-1]]), strict_format([PERFECT[:-1]], fixed=True)) == ([0.0], [0.5])
-    assert strict_format([PERFECT + "\n", PERFECT + "x"], fixed=True) == [0.0, 0.0]
-    assert xmlcount([PERFECT, PERFECT[:-1], PERFECT + "x" * 10], fixed=True) == pytest.approx([0.5, 0.5, 0.49])
-    assert xmlcount([PERFECT + "x" * 10]) == pytest.approx([0.48])  # counted twice
-    answers = [f"<answer>{a}</answer>" for a in ("-5", "1,000", "\u00b2", "13", "3.5", "1,00", "")]
-    assert whole_number(answers) == [0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.0]
-    assert whole_number(answers, fixed=True) == [0.5, 0.5, 0.0, 0.5, 0.0, 0.0, 0.0]
-    assert correctness(answers[:2], ["-5.0", "1000"]) == [0.0, 0.0]
-    assert correctness([*answers[:2], "x", "x"], ["-5.0", "1000", "7", None], fixed=True) == [2.0, 2.0, 0.0, None]
-
-
 def test_lone_surrogates_become_question_marks():
     assert encodable("a\ud800\udfffb") == "a??b" and encodable("ä\U0001f600") == "ä\U0001f600"
 
@@ -140,11 +121,6 @@ R1 = "<think>\n"
         (format, "", "It is 3.</think>\n<answer>3</answer>", 0.0),
         (react_format, R1, "a</think> Action: search Action Input: x", 1.0),
         (react_format, "", "a</think> Action: search Action Input: x", 0.0),
-        (soft_format, "<reasoning>", "a</reasoning> <answer>3</answer>", 0.5),
-        (soft_format, "", "a</reasoning> <answer>3</answer>", 0.0),
-        (strict_format, "<reasoning>\n", "a\n</reasoning>\n<answer>\n3\n</answer>\n", 0.5),
-        (xmlcount, "<reasoning>\n", "a\n</reasoning>\n<answer>\n3\n</answer>\n", 0.5),
-        (xmlcount, "", "a\n</reasoning>\n<answer>\n3\n</answer>\n", 0.375),
     ],
 )
 def test_a_tag_that_the_template_has_opened_is_part_of_the_response(function, prefix, completion, value):

@@ -1,6 +1,7 @@
 """Reward functions against values that TRL 1.16, ms-swift 4.6 and the Unsloth notebook computed. Differences we chose
 are asserted."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -8,14 +9,6 @@ import pytest
 
 from megagrpo.config import RewardsSection, load_config
 from megagrpo.data.prompts import hash_answer
-from megagrpo.rewards.functions.gsm8k_xml import (
-    correctness,
-    soft_format,
-    strict_format,
-    whole_number,
-    xml_answer,
-    xmlcount,
-)
 from megagrpo.rewards.functions.math_accuracy import Cosine, accuracy, reasoning_accuracy
 from megagrpo.rewards.functions.text_rewards import (
     format,
@@ -33,6 +26,10 @@ VECTORS = Path(__file__).parents[2] / "vectors"
 TRL, SWIFT, NOTEBOOK = (
     json.loads((VECTORS / f"{name}_rewards.json").read_text()) for name in ("trl", "swift", "unsloth")
 )
+TAG_REWARDS = Path(__file__).parents[3] / "configs" / "examples" / "gsm8k_xml" / "rewards.py"
+_SPEC = importlib.util.spec_from_file_location("tag_rewards", TAG_REWARDS)
+tags = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(tags)
 
 # Cases where ms-swift returns a number and ours does not: an unreadable gold answer says nothing about the completion
 # (TRL's rule too).
@@ -177,16 +174,48 @@ def test_the_arguments_of_ms_swifts_length_rewards_are_args_in_the_config():
 @for_each("case", NOTEBOOK["cases"])
 def test_the_five_tag_rewards_as_the_notebook(case):
     texts = [case["completion"]]
-    assert xml_answer(texts[0]) == case["extracted"]
+    assert tags.xml_answer(texts[0]) == case["extracted"]
     values = [
-        *xmlcount(texts),
-        *soft_format(texts),
-        *strict_format(texts),
-        *whole_number(texts),
-        *correctness(texts, [case["answer"]]),
+        *tags.xmlcount(texts),
+        *tags.soft_format(texts),
+        *tags.strict_format(texts),
+        *tags.whole_number(texts),
+        *tags.correctness(texts, [case["answer"]]),
     ]
     assert values == pytest.approx([case[name] for name in NOTEBOOK["order"]], rel=1e-12, abs=1e-15)
     assert sum(values) == pytest.approx(case["total"])
+
+
+PERFECT = "<reasoning>\nIt is 13.\n</reasoning>\n<answer>\n13\n</answer>\n"
+
+
+def test_the_fixed_tag_rewards_mend_what_the_notebook_gets_wrong():
+    two_lines = PERFECT.replace("13.\n", "13.\nSure.\n")
+    assert (tags.soft_format([two_lines]), tags.soft_format([two_lines], fixed=True)) == ([0.0], [0.5])
+    assert (tags.strict_format([two_lines]), tags.strict_format([two_lines], fixed=True)) == ([0.0], [0.5])
+    assert (tags.strict_format([PERFECT[:-1]]), tags.strict_format([PERFECT[:-1]], fixed=True)) == ([0.0], [0.5])
+    assert tags.strict_format([PERFECT + "\n", PERFECT + "x"], fixed=True) == [0.0, 0.0]
+    assert tags.xmlcount([PERFECT, PERFECT[:-1], PERFECT + "x" * 10], fixed=True) == pytest.approx([0.5, 0.5, 0.49])
+    assert tags.xmlcount([PERFECT + "x" * 10]) == pytest.approx([0.48])  # counted twice
+    answers = [f"<answer>{a}</answer>" for a in ("-5", "1,000", "\u00b2", "13", "3.5", "1,00", "")]
+    assert tags.whole_number(answers) == [0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.0]
+    assert tags.whole_number(answers, fixed=True) == [0.5, 0.5, 0.0, 0.5, 0.0, 0.0, 0.0]
+    assert tags.correctness(answers[:2], ["-5.0", "1000"]) == [0.0, 0.0]
+    assert tags.correctness([*answers[:2], "x", "x"], ["-5.0", "1000", "7", None], fixed=True) == [2.0, 2.0, 0.0, None]
+
+
+@for_each(
+    ("function", "prefix", "completion", "value"),
+    [
+        ("soft_format", "<reasoning>", "a</reasoning> <answer>3</answer>", 0.5),
+        ("soft_format", "", "a</reasoning> <answer>3</answer>", 0.0),
+        ("strict_format", "<reasoning>\n", "a\n</reasoning>\n<answer>\n3\n</answer>\n", 0.5),
+        ("xmlcount", "<reasoning>\n", "a\n</reasoning>\n<answer>\n3\n</answer>\n", 0.5),
+        ("xmlcount", "", "a\n</reasoning>\n<answer>\n3\n</answer>\n", 0.375),
+    ],
+)
+def test_a_reasoning_tag_that_the_template_has_opened_is_part_of_the_response(function, prefix, completion, value):
+    assert getattr(tags, function)([completion], prefixes=[prefix]) == [value]
 
 
 def test_a_perfect_answer_earns_what_the_notebook_says():
@@ -197,7 +226,7 @@ def test_a_perfect_answer_earns_what_the_notebook_says():
 def test_the_notebook_prints_the_first_completion_and_we_do_not(capsys):
     """The console and completions.jsonl show completions with their rewards; our reward functions print nothing."""
     assert NOTEBOOK["printed_first_only"].startswith("-" * 20)
-    correctness([NOTEBOOK["cases"][0]["completion"]], ["13"])
+    tags.correctness([NOTEBOOK["cases"][0]["completion"]], ["13"])
     assert capsys.readouterr().out == ""
 
 
@@ -207,10 +236,9 @@ def test_the_answer_after_the_hashes_as_the_notebook(case):
 
 
 def test_the_gsm8k_example_asks_and_scores_as_the_notebook():
-    config = load_config(Path(__file__).parents[3] / "configs" / "examples" / "gsm8k_xml" / "run.yaml")
+    config = load_config(TAG_REWARDS.with_name("run.yaml"))
     assert config.data.system_prompt == NOTEBOOK["system_prompt"]
-    functions = [f.function for f in config.rewards.functions]
-    assert [f"{name}_reward_func" for name in functions] == NOTEBOOK["order"]
+    assert [f"{name}_reward_func" for name in config.rewards.names] == NOTEBOOK["order"]
     answer = NOTEBOOK["xml_cot_format"].format(reasoning="It is 13.", answer="13")
     assert answer == NOTEBOOK["cases"][0]["completion"]  # what that prompt asks for earns 3.5
 

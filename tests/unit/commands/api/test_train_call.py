@@ -95,6 +95,7 @@ def reward(completions):
             r"data.train.source: no file or folder .*nowhere.jsonl",
         ),
         ({"reward_functions": ["acuracy"]}, "`acuracy` is not a known reward function; did you mean `accuracy`"),
+        ({"reward_functions": ["int"]}, "write configs/examples/gsm8k_xml/rewards.py:whole_number"),
         ({"reward_functions": ["nowhere.py:f"]}, r"no file .*nowhere.py"),
         ({"callbacks": ["nowhere.py:C"]}, r"run.callbacks.0: no file .*nowhere.py"),
         (
