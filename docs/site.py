@@ -212,6 +212,9 @@ def _is_address(target: str) -> bool:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] and sys.argv[1].startswith("-"):
+        print(__doc__)
+        sys.exit()
     OUT = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "site"
     build(OUT)
     print(f"site in {OUT}; python -m http.server -d {OUT} shows it")

@@ -56,7 +56,7 @@ def read_yaml(path: str | Path, _children: tuple[Path, ...] = ()) -> dict[str, A
         with path.open("rb") as file:
             content = file.read(LARGEST_FILE + 1)
     except OSError as error:
-        hint = _shipped_hint(path) if isinstance(error, FileNotFoundError) else ""
+        hint = _shipped_hint(path) or _neighbour_hint(path) if isinstance(error, FileNotFoundError) else ""
         raise ConfigError(f"{shortened(str(path))}: cannot read it: {error.strerror}{named_by}{hint}") from None
     if len(content) > LARGEST_FILE:
         raise ConfigError(f"{path}: the file has more than {LARGEST_FILE} bytes, the limit for a config{named_by}")
@@ -119,6 +119,11 @@ def _shipped_hint(path: Path) -> str:
     """Return a hint for a missing file with the name of a shipped config, as configs/quickstart.yaml of a clone."""
     stem = path.as_posix().rpartition("configs/")[2].removesuffix(".yaml").removesuffix("/run")
     return did_you_mean(stem, shipped_names(), 0.85, f"the shipped config {SHIPPED}{{}}")
+
+
+def _neighbour_hint(path: Path) -> str:
+    """Return a hint with a YAML file beside the missing one, as run.yaml for run.yml."""
+    return did_you_mean(path.name, [file.name for file in path.parent.glob("*.y*ml")], 0.8)
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

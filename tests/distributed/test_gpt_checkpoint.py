@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from ranks import RankFailed, run_ranks
+from safetensors.torch import load_file
 from suites import usual
 from test_build_and_bridge import run_tool
 from test_convert import assert_same_files, back, world
@@ -282,6 +283,20 @@ def test_the_commands_write_and_read_the_layout_of_megatron_lm(models, saved, tm
     assert re.search(r"decoder\.layers\.self_attention\.linear_proj\.weight +bfloat16 +\[4, 96, 144\]", said)
     assert run_ranks(run_tool, 1, "export", saved, tmp_path / "none") == [2]
     assert "has no hf folder with config.json; name the original model with --model" in capfd.readouterr().err
+
+
+def test_the_architecture_of_a_checkpoint_may_be_a_config_without_weights(models, saved, tmp_path):
+    (tmp_path / "config").mkdir()
+    shutil.copy(models / "qwen3" / "config.json", tmp_path / "config")
+    for name, model in (("alone", tmp_path / "config"), ("known", models / "qwen3")):
+        assert run_ranks(run_tool, 1, "export", saved, tmp_path / name, "--model", model) == [0]
+    alone, known = (tensors_of(tmp_path / name) for name in ("alone", "known"))
+    assert alone.keys() == known.keys()
+    assert all(torch.equal(alone[name], known[name].to(alone[name].dtype)) for name in known)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def save_wrapped(source: Path, out: Path, prefix: str, keys: dict[str, str]) -> None:

@@ -21,10 +21,9 @@ ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_p
 
 class AlgorithmSection(Section):
     loss_type: Annotated[str, *choice_or_user_code(LOSSES)] = "dapo"
-    """The loss and how its tokens are averaged. The clipped ratio: grpo by sequence then batch, dapo and bnpo by token,
-    dr_grpo by sequences x max_completion_length, luspo summed by sequence. cispo, sapo, vespo, gmpo and fipo bound or
-    weigh the ratio otherwise, real classifies the responses of a group. Your own: `path/file.py:function` or
-    `package.module:function`. docs/losses.md."""
+    """The loss and how its tokens are averaged: docs/losses.md. grpo, bnpo, dapo, dr_grpo and luspo clip the ratio.
+    cispo, sapo, vespo, gmpo and fipo bound or weigh it otherwise, real classifies the responses of a group. Your own:
+    `path/file.py:function` or `package.module:function`."""
     loss_average: Average | None = None
     """How a loss of your own averages its tokens: over tokens, as means of samples, as sums of samples, or over samples
     x max_completion_length. Empty: over tokens. The other losses have an average of their own."""
@@ -81,7 +80,7 @@ class AlgorithmSection(Section):
     """Weight of an entropy bonus: the loss decreases by this times the mean entropy over the policy term's tokens."""
     use_adaptive_entropy: bool = False
     """Adapt `entropy_coef` after every optimizer step by entropy_coef_delta: up if the mean entropy was at or below
-    entropy_target, else down. The bonus applies only after a step whose mean entropy was at or below entropy_target."""
+    entropy_target, else down. docs/losses.md."""
     entropy_target: NonNegativeFloat = 0.2
     """Mean entropy, in nats per token, at or below which the adaptive bonus applies."""
     entropy_coef_delta: NonNegativeFloat = 0.005
@@ -112,19 +111,17 @@ class AlgorithmSection(Section):
     """Upper end of the band; none when empty."""
     router_aux_loss_coef: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss of a mixture of experts, as transformers defines it, over all response tokens
-    of the step, so it is the same in every layout. Above 0 costs one more forward pass per optimizer step."""
+    of the step. Above 0 costs one more forward pass per optimizer step."""
     router_z_loss_coef: NonNegativeFloat = 0.0
-    """Weight of the routers' z-loss (ST-MoE; `moe_z_loss_coeff` in Megatron): the squared log-sum-exp of a router's
-    logits, summed over layers, as the mean over all response tokens of the step, so it is the same in every layout."""
+    """Weight of the routers' z-loss (ST-MoE; `moe_z_loss_coeff` in Megatron), the mean over all response tokens of the
+    step."""
     moe_router_bias_update_rate: NonNegativeFloat = 0.0
     """Aux-loss-free balancing of DeepSeek-V3: after each optimizer step the selection bias of an expert moves by this,
-    up if it got fewer of the step's response tokens than the mean of its layer's experts, down if it got more. For
-    families with such a bias; DeepSeek-V3 was pretrained with 0.001. With 0 the biases do not change."""
+    up if it got fewer response tokens than its layer's mean, else down. DeepSeek-V3 was pretrained with 0.001."""
     num_iterations: PositiveInt = 1
     """How often each step's rollouts are trained on."""
     steps_per_generation: PositiveInt = 1
-    """Optimizer steps in one pass over a step's rollouts. The seed assigns each sample to one of them. Advantages come
-    from whole groups; each optimizer step divides by its own tokens or samples."""
+    """Optimizer steps in one pass over a step's rollouts. Each divides by its own tokens or samples."""
     advantage_estimator: Annotated[str, *choice_or_user_code(ADVANTAGE_ESTIMATORS)] = "grpo"
     """What a reward is compared with: its group's mean, the mean of the group's others (rloo), or the batch's mean.
     reinforce_plus_plus and its baseline form, which keeps the group's mean, always divide by the batch's std. A
@@ -136,9 +133,8 @@ class AlgorithmSection(Section):
     advantage_by: Literal["trajectory", "turn", "state", "token", "process"] = "trajectory"
     """What has an advantage. trajectory: the whole response or conversation. turn: each turn, compared with the turns
     with the same number (MT-GRPO). state: each turn, compared with the turns that answered the same messages (GiGPO).
-    token: each token, by the sum of rewards of functions with `per: token` from it on. process: the same by the sum
-    of normalized rewards (DeepSeekMath's process supervision). The trajectory's advantage is added to a turn's or
-    token's. docs/credit.md."""
+    token, process: each token, by the rewards of functions with `per: token` from it on, as a sum or normalized.
+    docs/credit.md."""
     turn_advantage_weight: PositiveFloat = 1.0
     """Weight of a turn's own advantage with `advantage_by` turn or state."""
     token_advantage_weight: PositiveFloat = 1.0
@@ -156,9 +152,8 @@ class AlgorithmSection(Section):
     """Exclude the tokens of responses that were truncated at `max_completion_length` from the loss, its metrics and the
     token count. Their rewards stay in the statistics of their group, and they still count as sequences."""
     skip_zero_advantage: bool = True
-    """Skip the forward and backward pass of samples whose advantage is exactly 0 where they add no gradient: not with
-    beta, a router option, an entropy option, real or a loss of your own. They still count in every denominator, so
-    the update is the same."""
+    """Skip samples whose advantage is exactly 0 where they add no gradient: not with beta, a router option, an entropy
+    option, real or a loss of your own. The update is the same."""
 
     @property
     def upper_epsilon(self) -> float:

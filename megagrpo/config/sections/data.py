@@ -57,10 +57,8 @@ class DataSection(Section):
     """Variables of the chat template, such as `enable_thinking: false` (Qwen3) or `reasoning_effort: low` (gpt-oss),
     for every prompt. A row's column `chat_template_kwargs` (a mapping) adds to them and overrides them."""
     sampling_column: str | None = None
-    """Column of `data.train` with a row's own sampling parameters: a mapping, or a mapping as JSON text, with
-    `temperature`, `top_p`, `top_k`, `min_p`, `max_tokens`, `stop`, `seed`, `structured_outputs`, penalties,
-    `logit_bias`, `bad_words` and `allowed_token_ids`. The trainer's log-probs use them. Evaluation has its own
-    parameters. docs/sampling.md."""
+    """Column of `data.train` with a row's own sampling parameters: a mapping, also as JSON text. The trainer's
+    log-probs use them; evaluation does not. docs/sampling.md lists them."""
     source: str | None = None
     """A class that chooses the next prompts, as `path/file.py:Class` or `package.module:Class`: docs/data_source.md."""
     source_args: dict[str, Any] = {}

@@ -73,8 +73,7 @@ class EvaluationSection(Section):
     """A response passes when that function gives it at least this, before its weight."""
     answer: Literal["auto", "number", "tag", "boxed", "text"] = "auto"
     """The part of a response that votes in maj@k: its last number, the last <answer>...</answer>, the answer by the
-    rules of docs/answers.md (boxed), or the whole text. auto: the part that `pass_function` reads, if it is built in;
-    your own function has no maj@k."""
+    rules of docs/answers.md (boxed), or the whole text. auto: the part that a built-in `pass_function` reads."""
     keep_best: str | None = None
     """Also keep the checkpoint whose evaluation is highest in this metric, named without `eval/`: `reward`, `pass@1`,
     `NAME/pass@1`. It is saved after evaluation despite `run.save_steps`; `checkpoints/best` points to it."""

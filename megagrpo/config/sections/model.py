@@ -45,8 +45,8 @@ class ModelSection(Section):
     instead of rounding bf16 weights for each product: the same steps, in less memory. vLLM gets the rounded weights.
     With `tensorwise` or `blockwise`."""
     base_storage: Literal["none", "fp8", "nf4"] = "none"
-    """With LoRA: store the frozen weights of the blocks' linears in 8 bits (e4m3) or 4 bits (QLoRA's NF4) with a scale
-    per 64 elements, and dequantize them for each use. Training uses the rounded weights, and vLLM gets them."""
+    """With LoRA: store the frozen weights of the blocks' linears in 8 bits (e4m3) or 4 bits (QLoRA's NF4). Training and
+    vLLM use the rounded weights. docs/lora.md."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass: `selective` only `recompute_modules`, `full` every layer."""
     recompute_modules: list[

@@ -33,12 +33,11 @@ class MultiTurnSection(Section):
     """Whether a process of an environment serves another response after `reset`, instead of being killed. A process
     whose response failed is killed."""
     container: str | None = None
-    """Command that starts the process of an environment, such as `docker run --rm -i IMAGE {command}`. `{command}`
-    is `python3 -m {module}`, `{package}` the folder of the package megagrpo, `{folder}` that of the environment's
-    file (docs/environments.md)."""
+    """Command that starts the process of an environment, such as `docker run --rm -i IMAGE {command}`.
+    docs/environments.md lists the placeholders."""
     python: str | None = None
     """Python of the worker processes, such as `/opt/verifiers/bin/python`: a virtual environment for packages that do
-    not fit vLLM's. It needs no package of megagrpo's."""
+    not fit vLLM's."""
     agent: str | None = None
     """Function `package.module:function` or `path/file.py:function`, `async` or not, that talks to the policy at an
     OpenAI-compatible address and returns the reward (docs/agents.md)."""

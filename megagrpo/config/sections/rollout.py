@@ -92,7 +92,7 @@ class RolloutSection(Section):
     """Sampling temperature; the trainer's log-probs use it too."""
     top_p: Fraction = 1.0
     """Sample from the most likely tokens whose probabilities add up to this; 1 keeps all. The trainer's log-probs are
-    over the tokens that it keeps by its own probabilities, also with top_k and min_p."""
+    over the tokens that it keeps itself, also with top_k and min_p."""
     top_k: NonNegativeInt = 0
     """Sample from this many of the most likely tokens; 0 keeps all."""
     min_p: Share = 0.0
@@ -123,8 +123,8 @@ class RolloutSection(Section):
     include_stop_str_in_output: bool = True
     """Whether the response text for reward functions includes the `stop` text that ended it. vLLM's default: false."""
     max_staleness: NonNegativeInt = 0
-    """Largest number of weight versions by which a step's responses may be behind the policy: generation runs ahead of
-    training by this many steps. 0: generation and training take turns. docs/async.md."""
+    """Weight versions by which a step's responses may be behind the policy: generation runs ahead of training by this
+    many steps. 0: they take turns. docs/async.md."""
     in_flight: Literal["keep", "resume", "wait"] = "keep"
     """With max_staleness above 0: handling of in-flight responses during a weight sync. keep: they pause and continue
     with the new weights.
@@ -132,8 +132,7 @@ class RolloutSection(Section):
         finished. With lora.sync adapter, wait: they end with their adapter, and the sync does not wait."""
     scheduling: Literal["fifo", "longest_first"] = "fifo"
     """Order in which the responses of a step begin. fifo: in the order of the prompts. longest_first: prompts whose
-    responses were longest at their last visit begin first, so that fewer servers wait for the last response. Seeds and
-    responses are the same. From the second visit of a prompt in this process on. docs/sampling.md."""
+    responses were longest at their last visit in this process begin first. Responses are the same. docs/sampling.md."""
     straggler_seconds: Seconds | None = None
     """With max_staleness above 0: if a step waits and no group finishes for this many seconds, the responses being
     waited for are truncated, as at max_completion_length. Empty never truncates."""
@@ -162,9 +161,9 @@ class RolloutSection(Section):
     enable_expert_parallel: bool = False
     """Distribute whole experts over the `tp` x `dp` workers of a vLLM server's stage, instead of sharding them."""
     placement: Placement = "auto"
-    """Where the servers run. colocated: started by the run on the trainer's GPUs, on every node; they sleep during
-    training. dedicated: started by the run on GPUs without ranks. external: the servers in `urls`. auto: external with
-    `urls`, else colocated. On one node without GPUs colocated and dedicated are the same."""
+    """Where the servers run. colocated: on the trainer's GPUs, on every node; they sleep during training. dedicated: on
+    GPUs without ranks. external: the servers in `urls`. auto: external with `urls`, else colocated. On one node without
+    GPUs colocated and dedicated are the same."""
     urls: list[str] = []
     """Addresses of running servers with the plug-in. Trainer and servers must reach each other. With `urls` the run
     starts no servers."""
@@ -186,9 +185,8 @@ class RolloutSection(Section):
     weight_sync_bucket_megabytes: PositiveFloat = 64.0
     """Largest message of the transport p2p, in MiB; a rank has two in flight per worker."""
     weight_sync_relay: bool = False
-    """With the transport p2p: servers of the same layout pass weights on to each other, where they have more workers
-    than the trainer has ranks. Saves time when the ranks' network bounds a weight sync; `megagrpo plan CONFIG
-    --weight-sync` shows it. docs/weight_sync.md."""
+    """With the transport p2p: servers of the same layout pass weights on to each other. Saves time when the ranks'
+    network bounds a weight sync; `megagrpo plan CONFIG --weight-sync` shows it. docs/weight_sync.md."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the first launched server (the next ones follow); 0 picks free ones."""
     gpu_memory_utilization: Fraction = 0.4
@@ -206,9 +204,8 @@ class RolloutSection(Section):
     request_timeout: Seconds = 1800.0
     """Timeout of one generate request, in seconds."""
     weight_sync_timeout: Seconds = 300.0
-    """Timeout of each phase of a weight sync, in seconds. After a timeout the run ends with an error that names phase,
-    rank and tensor. The same timeout applies to engines: a server started by the run or `megagrpo serve` is restarted
-    when its engine is silent for longer."""
+    """Timeout of each phase of a weight sync, in seconds. A server started by the run or `megagrpo serve` is also
+    restarted when its engine is silent for longer."""
     max_restarts: NonNegativeInt = 3
     """Restart limit of each launched server that dies or hangs. A restarted server gets the current weights before it
     gets requests. With 0, or at the limit, the run continues without that server."""

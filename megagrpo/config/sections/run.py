@@ -40,8 +40,8 @@ class RunSection(Section):
     """Number of steps; a step generates, scores, trains and syncs weights. Takes precedence over `num_train_epochs`.
     Empty: as many as `num_train_epochs` needs; 100 if both are empty."""
     num_train_epochs: PositiveFloat | None = None
-    """Passes over `data.train`, fractions allowed; used if `max_steps` is empty. Steps: `num_train_epochs` x prompts /
-    `rollout.prompts_per_step`, rounded up. Additional prompts of `algorithm.dynamic_sample` do not count."""
+    """Passes over `data.train`, fractions allowed; used if `max_steps` is empty. Additional prompts of
+    `algorithm.dynamic_sample` do not count."""
     save_steps: NonNegativeInt = 0
     """Write a checkpoint every this many steps; 0 writes one at the end only."""
     async_save: bool = False
@@ -64,8 +64,8 @@ class RunSection(Section):
     """Print a sample completion, and send the step's completions to the trackers, every this many steps; 0: never.
     `completions.jsonl` always holds all completions."""
     log_tokens_groups: NonNegativeInt = 2
-    """Number of groups per step whose tokens are written to `tokens.jsonl`, with vLLM's and the trainer's log-probs and
-    the entropy, for `megagrpo report` (docs/report.md): groups with the largest range of advantages. 0: none."""
+    """Groups per step whose tokens are written to `tokens.jsonl` for `megagrpo report` (docs/report.md): those with the
+    largest range of advantages. 0: none."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level of console lines and log records. `warning` hides steps and progress. The variable
     MEGAGRPO_LOG_LEVEL takes precedence."""

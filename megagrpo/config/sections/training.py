@@ -60,8 +60,7 @@ class TrainSection(Section):
     except on Transformer Engine with `parallel.cp` above 1 (true then uses our slower attention) or with the fused
     rotation of `model.fusions`."""
     logprob_chunk: PositiveInt = 256
-    """Tokens whose logits exist at once in the LM head. Each chunk adds to the gradient of the whole head, which on
-    GPUs is bound by memory traffic, so larger chunks are faster."""
+    """Tokens whose logits exist at once in the LM head. Larger chunks are faster on GPUs."""
     fused_logprobs: bool = False
     """Compute the LM head's product and softmax in Triton kernels, with at most 1 GiB of scratch memory, instead of
     with `logprob_chunk`. For Hopper GPUs in bf16; not with top_p, top_k, min_p or a full_ kl_estimator. docs/gpu.md
@@ -74,9 +73,8 @@ class TrainSection(Section):
     optimizer_offload: bool = False
     """Keep the moments in host memory between steps; a step copies them to the GPU one tensor at a time."""
     offload: bool | None = None
-    """Free the trainer's GPU memory while servers generate: gradients are freed; weights, masters, moments and the
-    reference are offloaded to host memory. Empty: on if servers share the trainer's GPU. Without a GPU true runs the
-    same code, but frees no memory."""
+    """Free the trainer's GPU memory while servers generate: gradients are freed, the rest is offloaded to host memory.
+    Empty: on if servers share the trainer's GPU. Without a GPU true frees no memory."""
     distributed_optimizer: bool = True
     """Shard optimizer state and master weights over the data-parallel ranks."""
     overlap_grad_reduce: bool | None = None
@@ -89,8 +87,8 @@ class TrainSection(Section):
     """Do not train the routers of a mixture of experts: they have no gradients and no optimizer state, and their
     weights do not change. docs/moe.md."""
     ddp_bucket_size: PositiveInt | None = None
-    """Gradients per bucket with `overlap_grad_reduce`. Empty: 40 million, or one million per replica if that is more.
-    Only the first pipeline stage uses several buckets; later stages, for which no stage waits, use one."""
+    """Gradients per bucket with `overlap_grad_reduce`, on the first pipeline stage. Empty: 40 million, or one million
+    per replica if that is more."""
 
     @property
     def own_optimizer(self) -> bool:

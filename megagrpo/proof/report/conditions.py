@@ -9,6 +9,7 @@ from megagrpo.proof.report.collect import RunFiles
 from megagrpo.proof.report.reduce import evaluation_values, number, state
 
 TAIL = 0.2  # share of the steps at the end that a lasting condition is judged by
+SOLVED = 0.99  # pass@1 of the last evaluation of a solved task
 MOST_LOST = 0.05  # of the first evaluation; smaller falls may be chance
 FEWEST_STEPS = 5  # of a run, before a function that never varies is an alarm
 ON_LONG_RESPONSES = ("soft_overlong", "repetition", "token_repetition")  # functions that often give 0 to all
@@ -116,6 +117,16 @@ def stays_above(name: str, limit: float) -> Callable[[RunFiles], list[int] | Non
         return [step for step, value in tail if value >= limit] if statistics.fmean(v for _, v in tail) >= limit else []
 
     return violations
+
+
+def unsolved(violations: Callable[[RunFiles], list[int] | None]) -> Callable[[RunFiles], list[int] | None]:
+    """The steps of a condition, none once held-out prompts are solved: groups of a solved task have equal rewards."""
+
+    def of_unsolved(run: RunFiles) -> list[int] | None:
+        name, values = evaluation_values(run)
+        return [] if name.endswith("pass@1") and values[-1][1] >= SOLVED else violations(run)
+
+    return of_unsolved
 
 
 def mean_at_the_end(name: str, words: str) -> Callable[[RunFiles], str]:

@@ -26,6 +26,7 @@ from megagrpo.proof.report.conditions import (
     stays_above,
     unscored_counts,
     unscored_steps,
+    unsolved,
 )
 
 PAGE = "docs/metrics.md, section Alarms"
@@ -131,7 +132,7 @@ _CONDITIONS: dict[str, tuple[Callable[[RunFiles], Any], ...]] = {
     "rewards could score the responses": (unscored_steps, lambda run: "", unscored_counts),
     "reward functions tell responses apart": (constant_steps, lambda run: "", constant_texts),
     "groups have something to learn from": (
-        stays_above("frac_reward_zero_std", MANY),
+        unsolved(stays_above("frac_reward_zero_std", MANY)),
         mean_at_the_end("frac_reward_zero_std", "of the groups have equal rewards"),
     ),
     "responses fit their length limit": (

@@ -76,14 +76,17 @@ def find_golds(prompts: Sequence[Prompt], needs: Sequence[Sequence[str]]) -> Gol
     """Return the column of the golds for a reward function with these required columns; None without any.
 
     For a function that runs programs: a column with a usual name of a program, else the expected output. For another
-    one: a column that it needs, else one with a usual name, else a field with a usual name.
+    one: a column that it needs or a field of it, with a usual name; else a column that it needs; else any column or
+    field with a usual name.
     """
     needed = [name for alternatives in needs for name in alternatives]
     if any(name in TESTS for name in needed):
         columns = [GoldColumn(name, holds_programs=True) for name in (*PROGRAMS, OUTPUT)]
     else:
-        fields = (name for name in names_in(prompts[0].columns) if "." in name and name.rpartition(".")[2] in ANSWERS)
-        names = *sorted(needed, key=lambda name: name not in ANSWERS), *ANSWERS, *fields
+        fields = [name for name in names_in(prompts[0].columns) if "." in name and name.rpartition(".")[2] in ANSWERS]
+        usual = [name for name in needed if name in ANSWERS]
+        usual += [field for field in fields if field.partition(".")[0] in needed]  # verl's reward_model.ground_truth
+        names = *usual, *needed, *ANSWERS, *fields
         columns = [GoldColumn(name) for name in names]
     return next((column for column in columns if any(column.gold(prompt) for prompt in prompts)), None)
 

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -158,15 +159,15 @@ def export_hf(
     """Write `out`: the weights of a distributed checkpoint, with config and tokenizer, in the files of the original
     model. Collective. Returns, on rank 0, between which dtypes values have been rounded.
 
-    `dtype` None means the dtypes of the original model. `model` names the original Hugging Face model; None takes the
-    files in the checkpoint. Raises ValueError when the checkpoint has no such files, holds only an adapter, is damaged,
-    does not fit the model, or holds a NaN or a value that is too large for the dtype. Raises ValueError when `out` is
-    not empty. Raises OSError when the disk is too small or cannot be written. Ranks without an error of their own raise
-    RankError. `progress` shows the bytes on rank 0.
+    `dtype` None means the dtypes of the original model. `model` names the original Hugging Face model, or a folder with
+    config.json alone; None takes the files in the checkpoint. Raises ValueError when the checkpoint has no such files,
+    holds only an adapter, is damaged, does not fit the model, holds a NaN or a value that is too large for the dtype,
+    or when `out` is not empty. Raises OSError when the disk is too small or cannot be written. Ranks without an error
+    of their own raise RankError. `progress` shows the bytes on rank 0.
     """
     hf_files = checkpoint / HF_FILES
     checkpoint = _checked(checkpoint, out, model is not None, layout)
-    source = run_own_and_agree(layout, lambda: resolve_model(model, "--model")) if model else hf_files
+    source = run_own_and_agree(layout, lambda: _architecture(model)) if model else hf_files
     hf_config = load_hf_config(source)
     if model is not None and layout.world_rank == 0:
         _warn_of_other_numbers(hf_config, hf_files, model)
@@ -203,6 +204,15 @@ def export_hf(
 
         exhaust(write, tensors, layout)
     return rounded
+
+
+def _architecture(model: str) -> Path:
+    """Return the folder of `model`, which may hold config.json and no weights: an export takes them from its
+    checkpoint."""
+    folder = Path(os.path.expanduser(model))
+    if (folder / "config.json").is_file() and not (folder / INDEX).exists() and not any(folder.glob("*.safetensors")):
+        return folder
+    return resolve_model(model, "--model")
 
 
 def _checked(checkpoint: Path, out: Path, has_model: bool, layout: Layout) -> Path:

@@ -196,6 +196,21 @@ def test_the_answer_in_rows_of_verl_is_named(folder, capsys):
     assert "no problem found" in capsys.readouterr().out
 
 
+def test_the_gold_of_a_reward_function_of_verl_is_the_ground_truth(folder, capsys):
+    rows = [
+        {"prompt": f"{i} + 1?", "data_source": "sums", "reward_model": {"ground_truth": f"{i + 1}"}} for i in (1, 2)
+    ]
+    (folder / "verl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "verl_reward.py").write_text(
+        "def score(completions, data_source, reward_model, **columns):\n"
+        "    pairs = zip(completions, reward_model)\n"
+        "    return [float(text == model['ground_truth']) for text, model in pairs]\n"
+    )
+    functions = f"rewards.functions=[{{function: '{folder}/verl_reward.py:score'}}]"
+    assert check(folder, f"data.train.source={folder}/verl.jsonl", "data.eval=null", functions, "--strict") == 0
+    assert "reads `reward_model.ground_truth`" in capsys.readouterr().out
+
+
 def test_a_reward_model_is_not_loaded_without_being_asked_for(folder, capsys):
     assert check(folder, f"rewards.functions.1={{function: 'model:{folder}/model', name: judge}}") == 0
     out = capsys.readouterr().out

@@ -53,6 +53,13 @@ def test_one_rank_prints_the_problems_that_all_find(monkeypatch, capsys, tmp_pat
     assert capsys.readouterr().err == "absent.yaml: cannot read it: No such file or directory\n"
 
 
+def test_a_config_with_another_ending_is_named(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").touch()
+    assert main(["plan", "run.yml"]) == 2
+    assert capsys.readouterr().err == "run.yml: cannot read it: No such file or directory; did you mean `run.yaml`?\n"
+
+
 def test_a_rank_of_nobody_prints_its_problems(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
     assert main(["train", "gone.yaml"]) == 2

@@ -64,6 +64,12 @@ def test_a_passed_check_says_what_was_measured():
     assert found["groups have something to learn from"] == "25% of the groups have equal rewards in the last 4 step(s)"
 
 
+def test_equal_rewards_of_a_solved_task_are_no_alarm():
+    equal = {"frac_reward_zero_std": [0.75]}
+    assert findings(run_of(equal, evaluations=(0.2, 1.0)))["alarms"] == []
+    assert findings(run_of(equal, evaluations=(0.2, 0.98)))["alarms"] != []
+
+
 @for_each(
     "title, changes, steps",
     [
