@@ -8,6 +8,7 @@ a module nor a test (a config, a page) reaches the tests that name it.
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections import defaultdict
@@ -37,15 +38,21 @@ def imported(path: Path, known: dict[str, Path]) -> set[Path]:
     return {known[name] for name in names if name in known} - {path}
 
 
-def reached(changed: Iterable[Path], known: dict[str, Path]) -> set[Path]:
-    """The files that import a changed one, directly or not, and the changed ones."""
-    importers = defaultdict(set)
+@functools.cache
+def importers() -> dict[Path, set[Path]]:
+    """File -> the files that import it."""
+    known, found = modules(), defaultdict(set)
     for path in set(known.values()):
         for target in imported(path, known):
-            importers[target].add(path)
+            found[target].add(path)
+    return found
+
+
+def reached(changed: Iterable[Path]) -> set[Path]:
+    """The files that import a changed one, directly or not, and the changed ones."""
     found, left = set(changed), list(changed)
     while left:
-        for path in importers[left.pop()] - found:
+        for path in importers()[left.pop()] - found:
             found.add(path)
             left.append(path)
     return found
@@ -63,7 +70,7 @@ def changed_files(base: str) -> set[Path]:
 def tests_of(changed: set[Path]) -> list[Path]:
     """The test files that these changed files reach, sorted."""
     known = modules()
-    found = reached(changed & set(known.values()), known)
+    found = reached(changed & set(known.values()))
     tests = [path for path in known.values() if path.name.startswith("test_")]
     others = [path.name for path in changed - set(known.values())]
     found |= {path for path in tests if any(name in path.read_text() for name in others)}

@@ -60,10 +60,9 @@ from megagrpo.families.weight_sources import shape_folder
 from benchmarks.tracing.roofline import HOST_COPY
 from benchmarks.tracing.traced_step import trace_step
 
-config = load_config(sys.argv[1], sys.argv[3:])
-model = load_hf_config(shape_folder(config.model.path))
-for extra in (1, 3):
-    trace = trace_step(config, model, int(sys.argv[2]), 0, 256, 768, extra)
+for words in json.loads(sys.argv[2]):
+    config = load_config(sys.argv[1], words[1:])
+    trace = trace_step(config, load_hf_config(shape_folder(config.model.path)), 4, 0, 256, 768, int(words[0]))
     each = trace.each
     phases = ("forward", "head", "backward")
     flops = {f"{phase}/{kind}": each.total("flops", phase, kind) for phase in phases for kind in ("products", "experts", "attention")}
@@ -89,42 +88,46 @@ def settings(folder: Path, model: dict = TINY) -> list[str]:
     return [f"model.path={folder}", *words, "train.logprob_chunk=512"]
 
 
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory):
-    return traces(tmp_path_factory.mktemp("tiny"), TINY)
+OFFLOADED = ("train.optimizer_offload=true", "train.optimizer_state_dtype=bf16")
+STAGE_OF_EXPERTS = (
+    "parallel.pp=2",
+    "parallel.ep=2",
+)  # the first of two stages, which share experts over two ranks each
+# Name -> model, extra micro batches, layout.
+TRACES = {
+    "one": (TINY, 1, ()),
+    "three": (TINY, 3, ()),
+    "offloaded": (TINY, 1, OFFLOADED),
+    "fused": (TINY, 1, ("model.fusions=[bias_activation]",)),
+    "experts": (MIXTURE, 1, STAGE_OF_EXPERTS),
+}
 
 
 @pytest.fixture(scope="module")
-def traced_with_experts(tmp_path_factory):
-    """The first of two stages, which share experts over two ranks each."""
-    return traces(tmp_path_factory.mktemp("mixture"), MIXTURE, "parallel.pp=2", "parallel.ep=2")
+def traces(tmp_path_factory):
+    return traces_of(tmp_path_factory, TRACES)
 
 
-def traces(folder: Path, model: dict, *layout: str):
-    """Two traces of one rank of four, in a separate process, because a trace creates process groups."""
-    words = [*settings(folder, model), *layout]
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-c",
-        SCRIPT,
-        str(ROOT / "configs" / "qwen2.5_7b_1node.yaml"),
-        "4",
-        *words,
-    ]
+def traces_of(tmp_path_factory, wanted: dict):
+    """Name -> config, model and trace of one rank of four, in a separate process, because a trace creates process
+    groups."""
+    path = str(ROOT / "configs" / "qwen2.5_7b_1node.yaml")
+    words = {
+        name: [*settings(tmp_path_factory.mktemp(name), model), *layout] for name, (model, _, layout) in wanted.items()
+    }
+    asked = json.dumps([[str(wanted[name][1]), *own] for name, own in words.items()])
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, path, asked]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    config = load_config(ROOT / "configs" / "qwen2.5_7b_1node.yaml", words)
-    return (
-        config,
-        parse_hf_config(model),
-        [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")],
-    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {
+        name: (load_config(path, words[name]), parse_hf_config(model), trace)
+        for (name, (model, *_)), trace in zip(wanted.items(), found, strict=True)
+    }
 
 
-def test_traced_flops_are_those_of_the_formula(traced):
-    _, model, (found, _) = traced
+def test_traced_flops_are_those_of_the_formula(traces):
+    _, model, found = traces["one"]
     flops, tokens, responses = token_flops(model), 2 * (PROMPT + RESPONSE), 2 * RESPONSE
     assert found["tokens"] == tokens
     norms = 2 * (2 * model.num_layers + 1) * model.hidden_size  # the formula counts their weights as products
@@ -154,22 +157,27 @@ def test_a_padded_micro_batch_has_its_mask_and_the_shape_that_stages_exchange(tm
     ) == per * (RESPONSE - 1)
 
 
-def test_what_a_micro_batch_adds_does_not_depend_on_their_number(traced):
-    _, _, (one, three) = traced
+def test_what_a_micro_batch_adds_does_not_depend_on_their_number(traces):
+    one, three = traces["one"][2], traces["three"][2]
     assert one["flops"] == three["flops"] and one["launches"] == pytest.approx(three["launches"])
 
 
-def test_traced_memory_is_the_plans(traced):
-    config, model, (found, _) = traced
-    planned = stage_memory(config, model, 4)[0]["train"]
+@pytest.mark.parametrize(("name", "ranks"), [("one", 4), ("experts", 2)])
+def test_traced_memory_is_the_plans(traces, name, ranks):
+    config, model, found = traces[name]
+    planned = stage_memory(config, model, ranks)[0]["train"]
     assert sum(found["peak"].values()) / GIB == pytest.approx(sum(planned.values()), rel=0.1)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [pytest.param("fp32", 8, marks=pytest.mark.full), ("bf16", 4)])
-def test_moments_on_the_host_take_no_memory_of_the_device_and_are_copied_there_and_back(traced, tmp_path, dtype, size):
-    _, model, (here, _) = traced
-    words = "train.optimizer_offload=true", f"train.optimizer_state_dtype={dtype}"
-    offloading, _, (found, _) = traces(tmp_path, TINY, *words)
+def test_moments_on_the_host_take_no_memory_of_the_device_and_are_copied_there_and_back(
+    traces, tmp_path_factory, dtype, size
+):
+    _, model, here = traces["one"]
+    if dtype != "bf16":
+        words = OFFLOADED[0], f"train.optimizer_state_dtype={dtype}"
+        traces = traces_of(tmp_path_factory, {"offloaded": (TINY, 1, words)})
+    offloading, _, found = traces["offloaded"]
     own = num_parameters(model) / 4  # of four data-parallel ranks
     assert sum(here["peak"].values()) - sum(found["peak"].values()) == pytest.approx(8 * own, rel=0.05)
     planned = stage_memory(offloading, model, 4)[0]["train"]
@@ -184,46 +192,39 @@ def test_moments_on_the_host_take_no_memory_of_the_device_and_are_copied_there_a
     assert made.losses["copies of moments to the host and back"] == pytest.approx(3 / HOST_GB_PER_S / made.total)
 
 
-def test_the_host_waits_once_a_step_for_its_metrics_and_once_for_the_norm_of_the_gradient(traced):
-    _, _, (found, _) = traced
+def test_the_host_waits_once_a_step_for_its_metrics_and_once_for_the_norm_of_the_gradient(traces):
+    _, _, found = traces["one"]
     assert not any(found["waits"].values()) and found["fixed_waits"] == {"forward": 1, "optimizer": 1}
 
 
-def test_experts_are_grouped_products_with_the_formulas_flops_and_one_wait_of_the_host_a_layer(traced_with_experts):
-    _, model, (found, _) = traced_with_experts
+def test_experts_are_grouped_products_with_the_formulas_flops_and_one_wait_of_the_host_a_layer(traces):
+    _, model, found = traces["experts"]
     layers, tokens = model.num_layers // 2, 2 * (PROMPT + RESPONSE)
     expected = layers * tokens * 2 * 2 * 3 * model.hidden_size * model.mixture.intermediate_size
     assert found["flops"]["forward/experts"] == expected and found["flops"]["backward/experts"] == 2 * expected
     assert found["flops"]["head/products"] == 0 and found["waits"] == {"forward": layers, "head": 0, "backward": 0}
 
 
-def test_traced_memory_of_a_stage_with_experts_is_the_plans(traced_with_experts):
-    config, model, (found, _) = traced_with_experts
-    planned = stage_memory(config, model, 2)[0]["train"]
-    assert sum(found["peak"].values()) / GIB == pytest.approx(sum(planned.values()), rel=0.1)
-
-
-def test_a_fused_activation_reads_and_writes_once(traced, tmp_path):
+def test_a_fused_activation_reads_and_writes_once(traces):
     """Apart: silu(gate), up + 0 and their product move 2, 2 and 3 widths; fused: 3."""
-    _, model, (apart, _) = traced
-    _, _, (fused, _) = traces(tmp_path, TINY, "model.fusions=[bias_activation]")
+    (_, model, apart), (_, _, fused) = traces["one"], traces["fused"]
     width = 2 * 2 * (PROMPT + RESPONSE) * model.intermediate_size * model.num_layers  # bytes of all tokens and layers
     saved = {phase: apart["traffic"][phase] - fused["traffic"][phase] for phase in ("forward", "backward")}
     assert saved["forward"] == 4 * width and saved["backward"] > 4 * width
 
 
-def test_norms_and_attention_are_one_kernel_a_layer(traced):
+def test_norms_and_attention_are_one_kernel_a_layer(traces):
     """A layer reads and writes hidden states in two norms and two sums; rotations move queries and keys, activations 7
     widths of the MLP. Nothing copies packed tokens."""
-    _, model, (found, _) = traced
+    _, model, found = traces["one"]
     tokens, hidden = 2 * (PROMPT + RESPONSE), model.hidden_size
     heads = (model.num_heads + model.num_kv_heads) * model.head_dim
     layer = 2 * 2 * hidden + 2 * 3 * hidden + 4 * heads + 7 * model.intermediate_size
     assert 1.0 <= found["traffic"]["forward"] / (2 * tokens * model.num_layers * layer) < 1.2
 
 
-def test_gradients_and_weights_are_the_messages_of_a_data_parallel_step(traced):
-    _, _, (found, _) = traced
+def test_gradients_and_weights_are_the_messages_of_a_data_parallel_step(traces):
+    _, _, found = traces["one"]
     sent = {phase: (size, ranks) for phase, _, size, ranks in found["messages"] if size > 10**6}
     assert (
         sent.keys() == {"reduce", "optimizer"}

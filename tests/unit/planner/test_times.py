@@ -417,7 +417,7 @@ def test_waiting_for_the_other_side_is_idle_time_and_all_gpus_count():
     assert staged.idle == pytest.approx(waits / staged.step, rel=0.02)
 
 
-@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("world", [pytest.param(4, marks=pytest.mark.full), 8])
 def test_the_search_finds_layouts_that_fit_and_none_is_slower_than_the_configs_own(tmp_path, world):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     kept = [f"model.path={tmp_path}", "rollout.placement=dedicated"]
@@ -481,7 +481,7 @@ def test_a_search_for_671_billion_parameters_on_2048_gpus_times_few_layouts(monk
     assert len({one.overrides for one in found}) == 5
 
 
-@pytest.mark.parametrize(("gpus", "prompts"), [(512, 1024), (16384, 8192)])
+@pytest.mark.parametrize(("gpus", "prompts"), [(512, 1024), pytest.param(16384, 8192, marks=pytest.mark.full)])
 def test_dedicated_servers_get_as_many_gpus_as_keep_the_trainer_busy(gpus, prompts, monkeypatch):
     """The shipped config of a 235B model has ten servers, which a larger trainer would wait for."""
     settings = load_config(

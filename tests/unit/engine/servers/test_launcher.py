@@ -41,6 +41,7 @@ from megagrpo.platform.process.cleanup.ownership import (
     owner_in,
     remove_stale,
 )
+from tests.distributed.suites import usual
 from tests.family_examples import RELEASES
 
 SUPERVISOR = Path(supervisor_module.__file__)
@@ -59,6 +60,11 @@ subprocess.Popen([sys.executable, "-I", "-S", {supervisor!r}, str(os.getpid()), 
                  start_new_session=True)
 time.sleep(600)
 """
+
+
+def supervised(*words, grace=1) -> list[str]:
+    """The command line of a supervisor below this process, with a server of these words."""
+    return [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(grace), *map(str, words)]
 
 
 def with_mark(mark):
@@ -97,7 +103,7 @@ def family(tmp_path):
     parent.wait()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", usual([signal.SIGKILL, signal.SIGTERM], 0))
 def test_no_process_outlives_a_parent_that_is_killed(family, how):
     parent, mark = family
     parent.send_signal(how)
@@ -117,23 +123,8 @@ def test_a_supervisor_that_is_asked_to_stop_ends_every_descendant(family):
 
 
 def test_a_supervisor_passes_on_how_its_server_ended():
-    command = [
-        sys.executable,
-        "-I",
-        "-S",
-        str(SUPERVISOR),
-        str(os.getpid()),
-        "1",
-        sys.executable,
-        "-c",
-        "raise SystemExit(7)",
-    ]
-    assert subprocess.run(command, timeout=20).returncode == 7
-
-
-def test_a_supervisor_says_by_which_signal_its_server_was_killed():
-    command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), "1", "bash", "-c", "kill -KILL $$"]
-    assert subprocess.run(command, timeout=20).returncode == 128 + signal.SIGKILL
+    for code, expected in (("exit 7", 7), ("kill -KILL $$", 128 + signal.SIGKILL)):
+        assert subprocess.run(supervised("bash", "-c", code), timeout=20).returncode == expected
 
 
 def test_a_server_that_outlives_its_engine_is_killed(tmp_path):
@@ -160,17 +151,7 @@ SAYS_WHERE = (
 @pytest.mark.parametrize("seconds", [0, 60], ids=["ends", "is stopped"])
 def test_what_a_server_leaves_among_temporary_files_goes_with_it(seconds):
     with tempfile.TemporaryDirectory() as around:
-        command = [
-            sys.executable,
-            "-I",
-            "-S",
-            str(SUPERVISOR),
-            str(os.getpid()),
-            "1",
-            sys.executable,
-            "-c",
-            SAYS_WHERE.format(seconds),
-        ]
+        command = supervised(sys.executable, "-c", SAYS_WHERE.format(seconds))
         supervisor = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": around}, text=True)
         folder = Path(supervisor.stdout.readline().strip())
         assert folder.parent == Path(around) and (not seconds or list(folder.iterdir()))
@@ -182,17 +163,7 @@ def test_what_a_server_leaves_among_temporary_files_goes_with_it(seconds):
 def test_a_server_whose_sockets_would_have_too_long_names_has_its_temporary_files_elsewhere(tmp_path):
     around = tmp_path / ("long" * 20)
     around.mkdir()
-    command = [
-        sys.executable,
-        "-I",
-        "-S",
-        str(SUPERVISOR),
-        str(os.getpid()),
-        "1",
-        sys.executable,
-        "-c",
-        SAYS_WHERE.format(0),
-    ]
+    command = supervised(sys.executable, "-c", SAYS_WHERE.format(0))
     said = subprocess.run(
         command, capture_output=True, env={**os.environ, "TMPDIR": str(around)}, text=True, timeout=20
     ).stdout.strip()
@@ -234,7 +205,7 @@ def test_files_that_a_killed_server_had_mapped_are_removed():
         "print('up', flush=True); "
     )
     code += "time.sleep(60)"
-    command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), "1", sys.executable, "-c", code]
+    command = supervised(sys.executable, "-c", code)
     supervisor = subprocess.Popen(command, stdout=subprocess.PIPE)
     supervisor.stdout.readline()
     assert name.exists()
@@ -274,18 +245,7 @@ time.sleep(600)
 
 def end_after_sigterm(grace: int, code: str, *words: str) -> str:
     """What a supervised server printed after the supervisor was asked to stop; the supervisor has ended."""
-    command = [
-        sys.executable,
-        "-I",
-        "-S",
-        str(SUPERVISOR),
-        str(os.getpid()),
-        str(grace),
-        sys.executable,
-        "-c",
-        code,
-        *words,
-    ]
+    command = supervised(sys.executable, "-c", code, *words, grace=grace)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout.readline() == "up\n"
         supervisor.terminate()
@@ -320,17 +280,7 @@ def test_files_that_a_server_maps_and_that_are_not_only_its_own_stay(tmp_path):
         "import mmap, os, sys, time; kept = [mmap.mmap(os.open(name, os.O_RDWR), 0) for name in sys.argv[1:]]; "
         "print('up', flush=True); "
     )
-    command = [
-        sys.executable,
-        "-I",
-        "-S",
-        str(SUPERVISOR),
-        str(os.getpid()),
-        "1",
-        sys.executable,
-        "-c",
-        code + "time.sleep(60)",
-    ]
+    command = supervised(sys.executable, "-c", code + "time.sleep(60)")
     supervisor = subprocess.Popen([*command, shared, theirs, replaced], stdout=subprocess.PIPE)
     try:
         supervisor.stdout.readline()
@@ -387,7 +337,7 @@ def test_files_that_a_server_had_mapped_which_is_killed_soon_are_removed():
         "time.sleep(1.6); "
     )
     code += "os.kill(os.getpid(), 9)"
-    command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), "1", sys.executable, "-c", code]
+    command = supervised(sys.executable, "-c", code)
     assert subprocess.run(command, timeout=20).returncode == 128 + signal.SIGKILL and not name.exists()
 
 
@@ -672,12 +622,9 @@ def test_a_server_that_does_not_answer_in_time_ends_the_start_with_the_key(tmp_p
 
 def test_variables_of_the_trainers_gpus_do_not_reach_a_server(tmp_path, monkeypatch):
     ours = (
-        "CUDA_DEVICE_MAX_CONNECTIONS",
-        "NCCL_ALGO",
-        "CUBLAS_WORKSPACE_CONFIG",
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
-        "OMP_NUM_THREADS",
+        "CUDA_DEVICE_MAX_CONNECTIONS NCCL_ALGO CUBLAS_WORKSPACE_CONFIG NVTE_ALLOW_NONDETERMINISTIC_ALGO OMP_NUM_THREADS"
     )
+    ours = ours.split()
     for name in (*ours, "NCCL_DEBUG"):
         monkeypatch.setenv(name, "1")
     environment = Launcher(ServerOptions(str(tmp_path), "bfloat16", 64), tmp_path, devices=["0"])._environment(0)
@@ -685,14 +632,8 @@ def test_variables_of_the_trainers_gpus_do_not_reach_a_server(tmp_path, monkeypa
 
 
 def test_what_the_run_sets_for_its_servers_replaces_what_the_user_set(options, tmp_path, monkeypatch):
-    for name in (
-        "VLLM_HOST_IP",
-        "VLLM_PLUGINS",
-        "VLLM_SERVER_DEV_MODE",
-        "GLOO_SOCKET_IFNAME",
-        "NCCL_SOCKET_IFNAME",
-        "VLLM_API_KEY",
-    ):
+    names = "VLLM_HOST_IP VLLM_PLUGINS VLLM_SERVER_DEV_MODE GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME VLLM_API_KEY"
+    for name in names.split():
         monkeypatch.setenv(name, "theirs")
     environment = Launcher(options, tmp_path)._environment(0)
     assert "theirs" not in environment.values() and environment["VLLM_HOST_IP"] == "127.0.0.1"

@@ -10,6 +10,7 @@ from megagrpo.config import ParallelSection
 from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_and_agree, run_own_and_agree
 from megagrpo.platform.parallel.host_messages import LONG_BYTES
 from megagrpo.platform.parallel.layout import LateRanks, init_layout
+from tests.distributed.suites import usual
 from tests.message_log import record
 
 
@@ -39,7 +40,7 @@ def reduced_values() -> dict[str, torch.Tensor]:
     return results
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize("world", usual(range(1, 8), 0, 2, 6))
 def test_every_rank_gets_the_same_bits_whatever_the_number_of_ranks(world):
     first, *others = run_ranks(reduced_values, world)
     assert first["counts"].tolist() == [world, world * (world - 1) // 2]
@@ -153,7 +154,7 @@ def late(hanging: int) -> list[int]:
     return raised.value.ranks
 
 
-@pytest.mark.parametrize("hanging", [1, 2, 4])
+@pytest.mark.parametrize("hanging", usual([1, 2, 4], 2))
 def test_rank_0_names_the_rank_that_joins_after_the_timeout(hanging):
     assert run_ranks(late, 5, hanging) == [[hanging], [], [], [], []]
 

@@ -19,6 +19,7 @@ from megagrpo.policy.moe.rank_routed_experts import with_sample_routes
 from megagrpo.trainer.rollout.routed_experts_exchange import replayed_batches
 from megagrpo.trainer.rollout.token_exchange import trained_samples
 from megagrpo.types import Rollout, Routes
+from tests.distributed.suites import usual
 from tests.message_log import objects, record
 from tests.unit.trainer.rollout.test_token_exchange import drawn
 
@@ -86,10 +87,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(
     ("ranks", "sizes", "options", "shape"),
-    [
-        *LAYOUTS,
-        *(pytest.param(*row, SMALL if shape is LARGE else LARGE, marks=pytest.mark.full) for *row, shape in LAYOUTS),
-    ],
+    usual(LAYOUTS + [(*row, SMALL if shape is LARGE else LARGE) for *row, shape in LAYOUTS], 0, 1, 2, 6, 7),
 )
 def test_every_rank_gets_the_routes_of_its_tokens_and_layers(ranks, sizes, options, shape):
     options = dict(dialogues=False, share_prompts=False) | options

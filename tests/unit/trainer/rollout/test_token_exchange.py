@@ -32,8 +32,8 @@ from megagrpo.trainer.rollout.groups import useful_groups
 from megagrpo.trainer.rollout.sample_metrics import pass_rates, rollout_metrics, staleness
 from megagrpo.trainer.rollout.token_exchange import trained_samples
 from megagrpo.types import Dialogue, PartRewards, Prompt, Rollout, SamplingParams, ScoredRollout, Turn
+from tests.distributed.suites import usual
 from tests.message_log import objects, record
-from tests.unit.for_each import for_each
 from tests.unit.trainer.rollout import naive_samples
 
 GROUP, VERSION = 4, 7
@@ -237,22 +237,22 @@ def check_step(parallel: ParallelSection, dialogues: bool, share_prompts: bool, 
     return "middle" if layout.ends is None else "end"
 
 
-@for_each(
-    ("ranks", "sizes", "options"),
-    [
-        (1, {}, {}),
-        (2, {}, dict(dialogues=True)),
-        (3, {}, dict(share_prompts=True, by_place=True)),
-        (4, dict(tp=2), {}),
-        (4, dict(cp=2), dict(dialogues=True, share_prompts=True)),
-        (4, dict(pp=2), dict(by_place=True)),
-        (6, dict(pp=3), dict(share_prompts=True)),
-        (6, dict(pp=3), dict(dialogues=True, share_prompts=True)),
-        (2, {}, dict(branches=True)),
-        (3, {}, dict(branches=True, by_place=True, share_prompts=True)),
-        (6, dict(pp=3), dict(dialogues=True, branches=True, share_prompts=True)),
-    ],
-)
+LAYOUTS = [
+    (1, {}, {}),
+    (2, {}, dict(dialogues=True)),
+    (4, dict(tp=2), {}),
+    (4, dict(cp=2), dict(dialogues=True, share_prompts=True)),
+    (6, dict(pp=3), dict(share_prompts=True)),
+    (3, {}, dict(branches=True, by_place=True, share_prompts=True)),
+    (3, {}, dict(share_prompts=True, by_place=True)),
+    (4, dict(pp=2), dict(by_place=True)),
+    (6, dict(pp=3), dict(dialogues=True, share_prompts=True)),
+    (2, {}, dict(branches=True)),
+    (6, dict(pp=3), dict(dialogues=True, branches=True, share_prompts=True)),
+]
+
+
+@pytest.mark.parametrize(("ranks", "sizes", "options"), usual(LAYOUTS, 0, 1, 2, 3, 5, 10))
 def test_every_rank_trains_on_the_micro_batches_of_a_rank_that_has_all_samples(ranks, sizes, options):
     options = dict(dialogues=False, share_prompts=False, by_place=False, branches=False) | options
     stages = run_ranks(check_step, ranks, ParallelSection(**sizes), *options.values())
@@ -385,7 +385,7 @@ def turns_of_a_step(by_place: bool) -> tuple[str, str]:
     return str(samples.turns.tolist()), str(expected.turns.tolist())  # NaN equals no NaN
 
 
-@pytest.mark.parametrize("by_place", [False, True])
+@pytest.mark.parametrize("by_place", usual([False, True], 1))
 def test_every_rank_has_the_turns_of_all_trajectories_in_their_order(by_place):
     for found, expected in run_ranks(turns_of_a_step, 4, by_place):
         assert found == expected and len(expected) > 100
@@ -429,7 +429,9 @@ def advantages_of_tokens(parallel: ParallelSection, dialogues: bool, by_place: b
 
 @pytest.mark.parametrize(
     ("ranks", "sizes", "dialogues", "by_place"),
-    [(1, {}, False, False), (2, {}, True, True), (4, dict(pp=2), True, False), (6, dict(pp=3), False, True)],
+    usual(
+        [(1, {}, False, False), (2, {}, True, True), (4, dict(pp=2), True, False), (6, dict(pp=3), False, True)], 1, 3
+    ),
 )
 def test_advantages_of_tokens_travel_from_the_rank_that_sampled_to_those_that_train(ranks, sizes, dialogues, by_place):
     found = run_ranks(advantages_of_tokens, ranks, ParallelSection(**sizes), dialogues, by_place)
