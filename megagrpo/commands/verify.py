@@ -13,6 +13,7 @@ docs/verify.md explains the output.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megagrpo.commands.arguments.config_arguments import add_config, load, overr
 from megagrpo.config import ConfigError
 from megagrpo.config.io import config_file
 from megagrpo.platform.process.imports import without_garbage_collection
+from megagrpo.platform.process.terminal import show
 
 # options without and with --precision
 LAYOUT_OPTIONS, PRECISION_OPTIONS = ("layout", "ranks", "full"), ("threshold", "tokens", "fix")
@@ -64,6 +66,10 @@ def run(options: argparse.Namespace) -> int:
         with without_garbage_collection():
             from megagrpo.proof.verify.precision import verify_precision
         return verify_precision(path, words, json=options.json, **chosen)
-    from megagrpo.commands.api.api_checks import verify_layouts
+    from megagrpo.commands.api.api_checks import verify_here
 
-    return verify_layouts(path, words, json=options.json, **chosen)
+    rows = verify_here(path, words, **chosen, tell=None if options.json else show)
+    passed = all(row["passed"] for row in rows)
+    if options.json and rows:  # under a launcher rank 0 has them
+        show(json.dumps(dict(config=str(path), passed=passed, layouts=rows), indent=1))
+    return int(not passed)

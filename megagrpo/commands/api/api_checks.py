@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -14,7 +13,6 @@ from megagrpo.commands.api import child_process
 from megagrpo.commands.api.inputs.call_inputs import Reward, collect
 from megagrpo.commands.api.inputs.config_input import ConfigLike, Overrides, read
 from megagrpo.commands.api.inputs.dataset_rows import Rows
-from megagrpo.commands.api.inputs.errors import CommandFailed
 from megagrpo.commands.api.inputs.tables import flat_rewards, table
 from megagrpo.config import RunConfig
 from megagrpo.config.io import config_file
@@ -89,15 +87,11 @@ def verify(
     settings, texts = read(config, overrides), [_layout_text(layout) for layout in layouts]
     with temporary_folder("megagrpo_verify_") as folder:
         file, *words = settings.words(lambda: folder)
-        ended = child_process.call(verify_layouts, config_file(file), words, texts, ranks, True)
-    try:
-        result = json.loads(ended.out)
-    except ValueError:
-        raise CommandFailed("megagrpo verify", ended.exit_code, ended.output) from None
-    return Verification(result["passed"], result["layouts"])
+        rows = child_process.call("megagrpo verify", verify_here, config_file(file), words, texts, ranks)
+    return Verification(all(row["passed"] for row in rows), rows)
 
 
-def verify_layouts(*arguments: Any, **options: Any) -> int:
+def verify_here(*arguments: Any, **options: Any) -> list[dict[str, Any]]:
     """Call `megagrpo.proof.verify.layouts.verify_layouts`, whose import takes seconds."""
     with without_garbage_collection():
         from megagrpo.proof.verify import layouts
@@ -142,10 +136,8 @@ def evaluate(
         inputs.check_rows(settings.validated(inputs.overrides(folder)))
         validated = settings.validated(inputs.overrides(inputs.write(folder) if inputs.to_write else folder))
         base = Path() if settings.file is None else config_file(settings.file).parent
-        evaluation: Evaluation = child_process.result_of(
-            "megagrpo eval", evaluate_here, validated, base.absolute(), *weights
-        )
-    return evaluation
+        made: Evaluation = child_process.call("megagrpo eval", evaluate_here, validated, base.absolute(), *weights)
+    return made
 
 
 def evaluate_here(config: RunConfig, base_folder: Path, checkpoint: str | None, adapter: str | None) -> Evaluation:

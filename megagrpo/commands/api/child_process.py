@@ -18,7 +18,6 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,7 +30,7 @@ from megagrpo.platform.process.cleanup.scratch import temporary_files
 from megagrpo.platform.process.terminal import hide_bars_of_libraries, log_to_stderr
 from megagrpo.platform.process.variables import ENVIRONMENT
 
-SHOWN_CHARACTERS = 100_000  # of a stream that is shown: only its end is kept
+LOG_BYTES = 100_000  # of the end of the log, for errors
 COLOURS = ("FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE")  # Jupyter's kernel sets them; a log file should have no escapes
 OUTPUT_COLUMNS = "100"  # unless COLUMNS is set
 POLL_SECONDS = 0.1  # between two looks at a log
@@ -39,81 +38,38 @@ REQUEST, RESULT = "request", "result"  # files: a pickled (function, arguments),
 PACKAGE_ROOT = str(Path(__file__).parents[3])
 
 
-@dataclass
-class Stream:
-    """What a process has written so far. With `shown` it goes on to that file, and only the end is kept."""
-
-    shown: IO[str] | None
-    text: str = ""
-    decoder: codecs.IncrementalDecoder = field(
-        default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
-    )
-
-    def add(self, chunk: bytes) -> None:
-        """Take bytes of the process."""
-        text = self.decoder.decode(chunk)
-        self.text += text
-        if self.shown is not None:
-            self.shown.write(text)
-            self.shown.flush()
-            self.text = self.text[-SHOWN_CHARACTERS:]
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A process that has ended: its exit code, 128 + the signal's number after a signal, what it wrote, and the result
-    of its function, None after an error."""
-
-    exit_code: int
-    out: str
-    err: str
-    result: Any
-
-    @property
-    def output(self) -> str:
-        """The errors, or else the output."""
-        return self.err if self.err.strip() else self.out
-
-
-def call(function: Callable[..., Any], *arguments: Any, log: Path | None = None, quiet: bool = False) -> Ended:
-    """Call a function of a module in a new process and wait for its end. Function and arguments are pickled.
+def call(name: str, function: Callable[..., Any], *arguments: Any, log: Path | None = None, quiet: bool = False) -> Any:
+    """Call a function of a module in a new process and return its result. Function and arguments are pickled.
 
     Standard error appears here, standard output does not. With `log` the process appends both to this file, which is
     shown here as it grows, unless `quiet`. The process does not depend on this one: when this one is killed, the
     process can still write, save and stop.
 
     A first KeyboardInterrupt asks the process to save and stop, a second one to stop, and a third one kills it; after
-    its end KeyboardInterrupt is raised. Raises ConfigError, with the process's errors, when its exit code is 2.
+    its end KeyboardInterrupt is raised. Raises ConfigError, with the process's errors, when its exit code is 2, and
+    CommandFailed, which names the command `name`, for other codes but 0: 128 + the signal's number after a signal.
     """
     with temporary_folder("megagrpo_call_") as folder:
         (folder / REQUEST).write_bytes(pickle.dumps((function, arguments)))
-        errors, output, result = log or folder / "errors", folder / "output", folder / RESULT
-        with errors.open("ab") as err, output.open("wb") as out, errors.open("rb") as read:
-            read.seek(0, os.SEEK_END)
-            stream = Stream(None if quiet else sys.stdout if log else sys.stderr)
+        written, result = log or folder / "errors", folder / RESULT
+        with written.open("ab") as errors, written.open("rb") as read:
+            begin, shown = read.seek(0, os.SEEK_END), None if quiet else sys.stdout if log else sys.stderr
             process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(os.getpid()), str(folder)],
                 env=_environment(),
                 stdin=subprocess.DEVNULL,
-                stdout=err if log else out,
-                stderr=err,
+                stdout=errors if log else subprocess.DEVNULL,
+                stderr=errors,
                 start_new_session=True,
             )
-            code = _wait(process, lambda: _follow(process, read, stream))
-        texts = (stream.text, "") if log else (output.read_text(encoding="utf-8", errors="replace"), stream.text)
-        ended = Ended(code, *texts, pickle.loads(result.read_bytes()) if result.exists() else None)
-    if ended.exit_code == 2:
-        raise ConfigError(ended.output.strip())
-    return ended
-
-
-def result_of(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a new process and return its result. Raises CommandFailed, which names the command, when the
-    process fails, and the errors of `call`."""
-    ended = call(function, *arguments)
-    if ended.exit_code:
-        raise CommandFailed(name, ended.exit_code, ended.output)
-    return ended.result
+            code = _wait(process, lambda: _follow(process, read, shown))
+            read.seek(max(begin, read.seek(0, os.SEEK_END) - LOG_BYTES))
+            output = read.read().decode("utf-8", errors="replace")
+        if code == 2:
+            raise ConfigError(output.strip())
+        if code:
+            raise CommandFailed(name, code, output)
+        return pickle.loads(result.read_bytes()) if result.exists() else None
 
 
 def _wait(process: subprocess.Popen[bytes], forward: Callable[[], None]) -> int:
@@ -144,13 +100,14 @@ def _environment() -> dict[str, str]:
     return {"COLUMNS": OUTPUT_COLUMNS, **inherited, "PYTHONPATH": os.pathsep.join(folders), "PYTHONUNBUFFERED": "1"}
 
 
-def _follow(process: subprocess.Popen[bytes], log: IO[bytes], stream: Stream) -> None:
-    """Pass on what is appended to `log` until the process has ended. Processes that it left are not waited for."""
-    over = False
+def _follow(process: subprocess.Popen[bytes], log: IO[bytes], shown: IO[str] | None) -> None:
+    """Show what is appended to `log` until the process has ended. Processes that it left are not waited for."""
+    over, decoder = False, codecs.getincrementaldecoder("utf-8")(errors="replace")
     while not over:
         over = process.poll() is not None  # before the read, which then sees all that the process wrote
-        while chunk := log.read(65536):
-            stream.add(chunk)
+        while shown is not None and (chunk := log.read(65536)):
+            shown.write(decoder.decode(chunk))
+            shown.flush()
         if not over:
             time.sleep(POLL_SECONDS)
 

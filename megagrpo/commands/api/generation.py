@@ -49,7 +49,7 @@ def generate(
     plain = [prompt if isinstance(prompt, str) else [dict(message) for message in prompt] for prompt in listed]
     weights = None if checkpoint is None else os.fspath(checkpoint)
     chosen = {name: value for name, value in options.items() if value is not None}
-    texts = child_process.result_of("Run.generate", generate_here, config, plain, n or 1, weights, chosen)
+    texts = child_process.call("Run.generate", generate_here, config, plain, n or 1, weights, chosen)
     texts = [of_prompt[0] for of_prompt in texts] if n is None else texts
     return texts[0] if single else texts
 

@@ -144,9 +144,8 @@ class Run:
         merged = merge and has_adapter
         model = self.config.model.path if merged else None
         source = source / ADAPTER_FOLDER if has_adapter else source
-        child_process.result_of(
-            "megagrpo merge" if merged else "megagrpo export", export_here, source, out, model, name, merged
-        )
+        command = "megagrpo merge" if merged else "megagrpo export"
+        child_process.call(command, export_here, source, out, model, name, merged)
         return out
 
     def push(

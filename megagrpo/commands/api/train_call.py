@@ -11,7 +11,7 @@ from megagrpo.commands.api import child_process
 from megagrpo.commands.api.inputs.call_inputs import Reward, collect, from_python_folder
 from megagrpo.commands.api.inputs.config_input import ConfigLike, Overrides, read
 from megagrpo.commands.api.inputs.dataset_rows import Rows
-from megagrpo.commands.api.inputs.errors import TrainingFailed
+from megagrpo.commands.api.inputs.errors import CommandFailed, TrainingFailed
 from megagrpo.commands.api.run_handle import Run
 from megagrpo.config import ConfigError, RunConfig, load_config
 from megagrpo.config.io import config_file
@@ -101,12 +101,13 @@ def _start(words: list[str], ranks: int | None, folder: Path, quiet: bool) -> No
     try:
         with log.open("a", encoding="utf-8") as file:
             show(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} megagrpo train {' '.join(words)}", file)
-        ended = child_process.call(run_training, name, overrides, ranks, log=log, quiet=quiet)
+        child_process.call("megagrpo train", run_training, name, overrides, ranks, log=log, quiet=quiet)
     except KeyboardInterrupt:
         warn(f"stopped; megagrpo.load_run({str(folder)!r}) opens the run, and resume=True continues it")
         raise
-    if ended.exit_code not in (0, TO_BE_CONTINUED):
-        raise TrainingFailed("megagrpo train", ended.exit_code, ended.output, folder, log)
+    except CommandFailed as error:
+        if error.exit_code != TO_BE_CONTINUED:
+            raise TrainingFailed(error.command, error.exit_code, error.output, folder, log) from None
 
 
 def run_training(name: str, overrides: Sequence[str], ranks: int | None = None) -> int:

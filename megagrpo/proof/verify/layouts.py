@@ -1,4 +1,4 @@
-"""Compares layouts of a run with one process, as a table or as JSON.
+"""Compares layouts of a run with one process.
 
 By itself it starts the ranks of each layout on this machine. Under megagrpo launch, or any launcher that sets
 WORLD_SIZE, every layout must fit the existing ranks, and rank 0 starts the single process beside them.
@@ -25,12 +25,12 @@ from megagrpo.planner.rules.plan_problems import check
 from megagrpo.platform import device
 from megagrpo.platform.device import quiet
 from megagrpo.platform.parallel.spawn import RankFailed, run_ranks
-from megagrpo.platform.process.terminal import show, warn
+from megagrpo.platform.process.terminal import warn
 from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.policy.lora.quantized_base import STORED_BLOCK
 from megagrpo.proof.verify.shrink import plainly, random_samples, shrink_config, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, take_step
-from megagrpo.proof.verify.verify_compare import Verdict, as_json, as_text, compare, header, summary
+from megagrpo.proof.verify.verify_compare import Verdict, as_row, as_text, compare, header, summary
 
 MAX_RANKS = 8  # limit of ranks on one machine without GPUs
 LAYOUT_SECONDS = 600.0  # limit in seconds for one layout
@@ -55,12 +55,14 @@ def verify_layouts(
     overrides: Sequence[str],
     layout: Sequence[str] = (),
     ranks: int | None = None,
-    json: bool = False,
     full: bool = False,
-) -> int:
-    """Return 0 if all layouts compute what one process does, else 1. Raises ConfigError if a layout cannot be tried.
+    tell: Callable[[str], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Return the verdict on each layout, whether it computes what one process does, as `as_row` returns it; under a
+    launcher only on rank 0. Raises ConfigError if a layout cannot be tried.
 
     `layout` has texts such as "tp=2,pp=2,dp=2"; empty: the config's layout. `ranks` is the number of ranks without dp.
+    `tell` gets the table, a layout at a time, with `full` every tensor.
     """
     quiet()
     world = int(ENVIRONMENT["WORLD_SIZE"]) if "WORLD_SIZE" in ENVIRONMENT else None
@@ -69,15 +71,15 @@ def verify_layouts(
     texts: Sequence[str | None] = layout or [None]
     cases = [_case(path, overrides, text, world or ranks) for text in texts]
     if world is not None:
-        return _in_world(path, cases, json, full)
+        return _in_world(cases, full, tell)
     _check_machine(cases)
     # the exception makes run_ranks kill the ranks
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        return _report(path, cases, lambda case: _timed(_on_this_machine, case), OneProcess(), json, full)
+        return _verdicts(cases, lambda case: _timed(_on_this_machine, case), OneProcess(), full, tell)
     except KeyboardInterrupt:
         warn("interrupted")
-        return 128 + signal.SIGINT
+        sys.exit(128 + signal.SIGINT)
 
 
 def _case(path: Path, overrides: Sequence[str], layout: str | None, ranks: int | None) -> Case:
@@ -140,7 +142,7 @@ def _on_this_machine(case: Case) -> Outcome:
     return run_ranks(take_step, case.ranks, case.small, case.model, random_samples(), timeout=LAYOUT_SECONDS)[0]
 
 
-def _in_world(path: Path, cases: Sequence[Case], json: bool, full: bool) -> int:
+def _in_world(cases: Sequence[Case], full: bool, tell: Callable[[str], None] | None) -> list[dict[str, Any]]:
     """Take every layout's step on every rank; rank 0 compares the results."""
     outcomes = {case.text: _timed(take_step, case.small, case.model, random_samples()) for case in cases}
     first = dist.get_rank() == 0
@@ -151,7 +153,7 @@ def _in_world(path: Path, cases: Sequence[Case], json: bool, full: bool) -> int:
         assert outcome is not None, "rank 0 has every outcome"
         return outcome, seconds
 
-    return _report(path, cases, known, OneProcess(start="spawn"), json, full) if first else 0
+    return _verdicts(cases, known, OneProcess(start="spawn"), full, tell) if first else []
 
 
 def _timed[T](action: Callable[..., T], *args: Any) -> tuple[T, float]:
@@ -160,13 +162,16 @@ def _timed[T](action: Callable[..., T], *args: Any) -> tuple[T, float]:
     return result, time.monotonic() - started
 
 
-def _report(
-    path: Path, cases: Sequence[Case], step: Callable[[Case], Timed], one_process: OneProcess, json: bool, full: bool
-) -> int:
-    """Compare and print one case after the other; `step(case)` returns its outcome and its seconds."""
-    verdicts = []
-    if not json:
-        show(header(cases[0].config, cases[0].model, random_samples()))
+def _verdicts(
+    cases: Sequence[Case],
+    step: Callable[[Case], Timed],
+    one_process: OneProcess,
+    full: bool,
+    tell: Callable[[str], None] | None,
+) -> list[dict[str, Any]]:
+    """Compare one case after the other; `step(case)` returns its outcome and its seconds."""
+    verdicts, tell = [], tell or (lambda text: None)
+    tell(header(cases[0].config, cases[0].model, random_samples()))
     for case in cases:
         try:
             expected, rounded = one_process.step(case)
@@ -176,10 +181,9 @@ def _report(
         except (RankFailed, ValueError) as error:
             verdict = Verdict(case.text, case.ranks, failure=str(error))
         verdicts.append(verdict)
-        if not json:
-            show(as_text(verdict, full))
-    show(as_json(path, verdicts) if json else summary(verdicts))
-    return 0 if all(v.passed for v in verdicts) else 1
+        tell(as_text(verdict, full))
+    tell(summary(verdicts))
+    return [as_row(verdict) for verdict in verdicts]
 
 
 def _rounds(config: RunConfig) -> bool:

@@ -3,10 +3,8 @@ results of `megagrpo verify` as text and as JSON."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megagrpo.config import RunConfig
@@ -218,23 +216,19 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     return "\n" + "\n".join(wrapped(f"FAIL: {failed}", whole_words=False))
 
 
-def as_json(path: Path, verdicts: Sequence[Verdict]) -> str:
-    """Return one JSON object. Errors that are NaN or infinite become null."""
-    layouts = [
-        dict(
-            layout=v.layout,
-            ranks=v.ranks,
-            passed=v.passed,
-            failure=v.failure or None,
-            unproved=v.unproved,
-            seconds=round(v.seconds, 2),
-            metrics=v.outcome.metrics if v.outcome else None,
-            worst={d.kind: _finite(d) for d in worst(v.distances)},
-            distances=[_finite(d) for d in v.distances],
-        )
-        for v in verdicts
-    ]
-    return json.dumps(dict(config=str(path), passed=all(v.passed for v in verdicts), layouts=layouts), indent=1)
+def as_row(v: Verdict) -> dict[str, Any]:
+    """Return a verdict as plain data. Errors that are NaN or infinite become None."""
+    return dict(
+        layout=v.layout,
+        ranks=v.ranks,
+        passed=v.passed,
+        failure=v.failure or None,
+        unproved=v.unproved,
+        seconds=round(v.seconds, 2),
+        metrics=v.outcome.metrics if v.outcome else None,
+        worst={d.kind: _finite(d) for d in worst(v.distances)},
+        distances=[_finite(d) for d in v.distances],
+    )
 
 
 def _finite(distance: Distance) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def adds(*numbers):
 def refuses(text):
     from megagrpo.config import ConfigError
 
-    raise ConfigError(text)
+    raise ConfigError(str(text))
 
 
 def looks():
@@ -96,17 +96,21 @@ def wait_for(file: Path, text: str = "") -> None:
         time.sleep(0.01)
 
 
-def test_errors_appear_output_is_returned_and_standard_input_is_empty(program, capsys):
-    ended = child_process.call(program.prints, 3)
-    assert (ended.exit_code, ended.out, ended.err, ended.output) == (3, "one é\n", "two\n", "two\n")
-    assert capsys.readouterr() == ("", "two\n")
+def failed(function, *arguments, **options) -> CommandFailed:
+    """The error of a call."""
+    with pytest.raises(CommandFailed) as error:
+        child_process.call("a command", function, *arguments, **options)
+    return error.value
+
+
+def test_errors_appear_and_standard_input_is_empty(program, capsys):
+    error = failed(program.prints, 3)
+    assert (error.exit_code, error.output) == (3, "two\n") and capsys.readouterr() == ("", "two\n")
+    assert str(error) == "a command failed with exit code 3; its last lines:\ntwo"
 
 
 def test_a_function_s_result_comes_back(program):
-    ended = child_process.call(program.adds, 1, 2)
-    assert (ended.exit_code, ended.result) == (0, [3]) and child_process.result_of("adds", program.adds, 3) == [3]
-    with pytest.raises(CommandFailed, match="prints failed with exit code 3; its last lines:\ntwo"):
-        child_process.result_of("prints", program.prints, 3)
+    assert child_process.call("adds", program.adds, 1, 2) == [3]
 
 
 def test_a_character_whose_bytes_come_apart_is_shown_whole():
@@ -120,43 +124,39 @@ def test_a_log_gets_all_output_and_is_shown_from_its_end_on(program, tmp_path, c
     log = tmp_path / "log"
     log.write_text("before\n")
     monkeypatch.setenv("COLUMNS", "70")
-    ended = child_process.call(program.prints, 3, log=log)
-    assert (
-        ended.exit_code == 3
-        and sorted(ended.output.splitlines()) == ["one é", "two"]
-        and capsys.readouterr() == (ended.out, "")
-    )
-    assert log.read_text() == "before\n" + ended.out
-    assert child_process.call(program.looks, log=log, quiet=True).out == "70 None\n"
-    assert capsys.readouterr() == ("", "")
+    error = failed(program.prints, 3, log=log)
+    assert sorted(error.output.splitlines()) == ["one é", "two"] and capsys.readouterr() == (error.output, "")
+    assert log.read_text() == "before\n" + error.output
+    child_process.call("looks", program.looks, log=log, quiet=True)
+    assert log.read_text().endswith("\n70 None\n") and capsys.readouterr() == ("", "")
 
 
-def test_output_has_no_colours_and_a_width(program, monkeypatch):
+def test_output_has_no_colours_and_a_width(program, tmp_path, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # as a Jupyter kernel does
     monkeypatch.delenv("COLUMNS", raising=False)
-    assert child_process.call(program.looks).out == "100 None\n"
-    monkeypatch.setenv("COLUMNS", "80")
-    assert child_process.call(program.looks).out == "80 None\n"
+    child_process.call("looks", program.looks, log=tmp_path / "log")
+    assert (tmp_path / "log").read_text() == "100 None\n"
 
 
 def test_exit_code_2_is_a_wrong_config(program, tmp_path):
-    with pytest.raises(ConfigError, match=r"^two$"):
-        child_process.call(program.prints, 2)
-    with pytest.raises(ConfigError, match="two"):
-        child_process.call(program.prints, 2, log=tmp_path / "log", quiet=True)
-    with pytest.raises(ConfigError, match=r"^run.name: no$"):
-        child_process.call(program.refuses, "run.name: no")
+    for function, options, message in (
+        (program.prints, {}, r"^two$"),
+        (program.prints, {"log": tmp_path / "log", "quiet": True}, "two"),
+        (program.refuses, {}, r"^2$"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            child_process.call("a command", function, 2, **options)
 
 
 def test_a_killed_process_has_the_signal_s_exit_code(program):
-    assert child_process.call(program.dies).exit_code == 128 + signal.SIGKILL
+    assert failed(program.dies).exit_code == 128 + signal.SIGKILL
 
 
 def test_a_process_that_the_child_leaves_is_not_waited_for(program, tmp_path):
     began = time.monotonic()
-    assert child_process.call(program.leaves_a_process).out == "done\n"
-    assert child_process.call(program.leaves_a_process, log=tmp_path / "log", quiet=True).out == "done\n"
-    assert time.monotonic() - began < 30
+    for options in ({}, {"log": tmp_path / "log", "quiet": True}):
+        assert child_process.call("leaves", program.leaves_a_process, **options) is None
+    assert time.monotonic() - began < 30 and (tmp_path / "log").read_text() == "done\n"
 
 
 @pytest.mark.parametrize("logged", [True, False])
@@ -172,7 +172,7 @@ def test_ctrl_c_reaches_the_child_once_and_is_raised_after_its_end(logged, progr
     thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        child_process.call(program.waits, str(started), str(ended), 2, log=log if logged else None)
+        child_process.call("waits", program.waits, str(started), str(ended), 2, log=log if logged else None)
     thread.join()
     assert ended.read_text().split() == ["2", "2"] and (not logged or capsys.readouterr().out == "saved\n")
 
@@ -181,7 +181,7 @@ def test_the_child_is_asked_to_stop_and_can_still_write_when_this_process_is_kil
     started, ended, log = tmp_path / "started", tmp_path / "ended", tmp_path / "log"
     code = (
         "from pathlib import Path; import program; from megagrpo.commands.api.child_process import call; "
-        f"call(program.waits, {str(started)!r}, {str(ended)!r}, 1, log=Path({str(log)!r}))"
+        f"call('waits', program.waits, {str(started)!r}, {str(ended)!r}, 1, log=Path({str(log)!r}))"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
     wait_for(started)

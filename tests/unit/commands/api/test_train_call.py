@@ -30,9 +30,9 @@ import json, pathlib, sys
 def main(*arguments):
     script = json.loads(pathlib.Path("script").read_text())
     pathlib.Path("called").write_text(json.dumps(arguments, default=str))
-    print(script.get("print", "trained"))
+    print("trained")
     print("an error", file=sys.stderr)
-    return script["exit"]
+    return script.get("rows", script["exit"])
 
 
 def evaluate(config, *arguments):
@@ -64,7 +64,7 @@ def stand_in(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("stand_in")
     monkeypatch.setattr(train_call, "run_training", module.main)
-    monkeypatch.setattr(api_checks, "verify_layouts", module.main)
+    monkeypatch.setattr(api_checks, "verify_here", module.main)
     monkeypatch.setattr(api_checks, "evaluate_here", module.evaluate)
 
     def does(**script):
@@ -244,16 +244,16 @@ def test_a_verification_has_a_row_per_layout(stand_in):
         {"layout": "tp=2", "ranks": 2, "passed": True, "failure": None, "seconds": 1.5, "worst": worst},
         {"layout": "pp=2", "ranks": 2, "passed": False, "failure": "a rank died", "seconds": 0.5, "worst": {}},
     ]
-    called = stand_in(exit=1, print=json.dumps({"passed": False, "layouts": layouts}))
+    called = stand_in(rows=layouts)
     result = megagrpo.verify(
         QUICKSTART,
         ["tp=2", {"pp": 2, "sequence_parallel": True, "cp": 1, "deterministic": False}],
         ranks=2,
         overrides=SMALL,
     )
-    path, overrides, texts, ranks, as_json = called()
+    path, overrides, texts, ranks = called()
     assert load_config(path, overrides).model.path == SMALL["model.path"]
-    assert (texts, ranks, as_json) == (["tp=2", "pp=2,sequence_parallel,cp=1"], 2, True)
+    assert (texts, ranks) == (["tp=2", "pp=2,sequence_parallel,cp=1"], 2)
     assert not result.passed and result.layouts == layouts
     assert list(result.table["gradient"].dropna()) == [1e-6] and list(result.table["layout"]) == ["tp=2", "pp=2"]
 
