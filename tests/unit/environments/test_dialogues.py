@@ -35,8 +35,6 @@ import asyncio
 import os
 import time
 
-import numpy
-
 
 def divide(a: float, b: float) -> float:
     """Divides.
@@ -200,7 +198,15 @@ class Mute:
 
 
 ODD = {"inf": float("inf"), "nan": float("nan"), "text": "1", "list": [1.0], "large": 1e300}
-ODD |= {"numpy": numpy.float32(0.5), "true": True, "none": None}
+ODD |= {"true": True, "none": None}
+
+
+def odd(kind):
+    if kind == "numpy":
+        import numpy
+
+        return numpy.float32(0.5)
+    return ODD[kind]
 
 
 class Odd:
@@ -210,11 +216,11 @@ class Odd:
         self.kind = kind
 
     def get_reward(self):
-        return ODD[self.kind]
+        return odd(self.kind)
 
 
 def odd_turn(messages, kind):
-    return messages, True, ODD[kind]
+    return messages, True, odd(kind)
 
 
 class Patient:

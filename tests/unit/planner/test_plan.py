@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from megagrpo.config import LoraSection, ParallelSection, load_config
 from megagrpo.families.family_index import FAMILIES
@@ -34,6 +33,7 @@ from megagrpo.planner.costs.shapes import (
 )
 from megagrpo.planner.rules.vllm_problems import vllm_can_split
 from tests.family_examples import OTHERS, RELEASES
+from tests.unit.for_each import for_each
 
 REPOSITORY = Path(__file__).parents[3]
 CONFIGS = {  # ranks, and GiB of a GPU; test_submit.py tests the configs for clusters
@@ -151,6 +151,8 @@ def test_committed_configs_have_a_plan_without_problems(name):
     ],
 )
 def test_parameters_are_counted_as_transformers_does(raw):
+    import transformers
+
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw))
     assert num_parameters(parse_hf_config(raw)) == sum(p.numel() for p in model.parameters())
@@ -158,6 +160,8 @@ def test_parameters_are_counted_as_transformers_does(raw):
 
 @pytest.mark.parametrize("raw", [pytest.param(raw, id=name) for name, raw in (RELEASES | OTHERS).items()])
 def test_so_are_those_of_a_release(raw):
+    import transformers
+
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -190,42 +194,28 @@ def test_what_recurrent_models_do_not_support_is_refused(kind, part, key, value,
     assert [text for text in found if text.startswith(f"{key}: {kind} has {part}")]
 
 
-@pytest.mark.parametrize(
-    ("layout", "reason"),
+@for_each(
+    ("kind", "layout", "reason"),
     [
-        (["parallel.tp=3"], "num_key_value_heads=2 is not divisible by tp=3; valid tp: 1, 2, 4, 8, 16"),
-        (["parallel.tp=4", "lora.rank=4"], "4 exceeds the 2 KV heads of qwen3_next, and adapters of gated attention"),
-        (["parallel.tp=2", "parallel.cp=16"], "linear_num_key_heads=16 is not divisible by tp x cp = 32"),
+        ("qwen3_next", ["tp=3"], "num_key_value_heads=2 is not divisible by tp=3; valid tp: 1, 2, 4, 8, 16"),
+        ("qwen3_next", ["tp=2", "cp=16"], "linear_num_key_heads=16 is not divisible by tp x cp = 32"),
+        ("granitemoehybrid", ["tp=3"], "num_attention_heads=32 is not divisible by tp=3"),
+        ("granitemoehybrid", ["cp=3"], "the 64 heads of Mamba-2 are not divisible by tp x cp = 3"),
+        ("granitemoehybrid", ["tp=2", "cp=2"], ""),
     ],
 )
-def test_heads_of_gated_delta_nets_are_cut_whole(layout, reason, folder):
-    (folder / "config.json").write_text(json.dumps(RELEASES["qwen3_next"] | dict(num_hidden_layers=4)))
-    assert [text for text in told(plan(config(folder, *layout), 32)) if reason in text]
-
-
-@pytest.mark.parametrize(
-    ("layout", "reason"),
-    [
-        (["parallel.tp=3"], "num_attention_heads=32 is not divisible by tp=3"),
-        (["parallel.cp=3"], "the 64 heads of Mamba-2 are not divisible by tp x cp = 3"),
-        (["parallel.tp=2", "parallel.cp=2"], ""),
-    ],
-)
-def test_heads_of_mamba_are_cut_whole(layout, reason, folder):
-    (folder / "config.json").write_text(json.dumps(RELEASES["granitemoehybrid"]))
-    found = told(plan(config(folder, *layout), 12))
+def test_heads_of_recurrent_layers_are_cut_whole(kind, layout, reason, folder):
+    sizes = dict(num_hidden_layers=4) if kind == "qwen3_next" else {}
+    (folder / "config.json").write_text(json.dumps(RELEASES[kind] | sizes))
+    world = 32 if kind == "qwen3_next" else 12
+    found = told(plan(config(folder, *(f"parallel.{size}" for size in layout)), world))
     assert [text for text in found if reason in text] if reason else not found
 
 
-@pytest.mark.parametrize("kind", ["granitemoehybrid", "nemotron_h", "falcon_h1"])
-def test_parameters_of_models_with_mamba_are_those_of_transformers(kind):
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    raw = RELEASES[kind]
-    with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
-    assert num_parameters(parse_hf_config(raw)) == sum(p.numel() for p in theirs.parameters())
+def test_adapters_of_gated_attention_need_whole_groups_of_heads(folder):
+    (folder / "config.json").write_text(json.dumps(RELEASES["qwen3_next"] | dict(num_hidden_layers=4)))
+    reason = "4 exceeds the 2 KV heads of qwen3_next, and adapters of gated attention"
+    assert [text for text in told(plan(config(folder, "parallel.tp=4", "lora.rank=4"), 32)) if reason in text]
 
 
 def test_a_server_keeps_states_of_mamba_and_keys_and_values_of_attention():

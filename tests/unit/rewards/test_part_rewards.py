@@ -15,9 +15,6 @@ from megagrpo.types import Dialogue, Prompt, Rollout, Turn
 FUNCTIONS = '''
 import math
 
-import numpy
-import torch
-
 
 def turns_of(trajectory):
     return [turn for sample in trajectory["samples"] for turn in sample["turns"]]
@@ -29,6 +26,8 @@ def calls(trajectories, **columns):
 
 
 async def ids(trajectories, **columns):
+    import torch
+
     return [torch.tensor([float(i) for t in turns_of(one) for i in t["token_ids"]]) for one in trajectories]
 
 
@@ -65,7 +64,7 @@ def faulty(trajectories, faults, **columns):
         "nothing": lambda n: None,
         "unknown": lambda n: [None] * n,
         "huge": lambda n: [1e15] * n,
-        "array": lambda n: numpy.ones(n),
+        "array": lambda n: __import__("numpy").ones(n),
     }
     return [given[faults[i % len(faults)]](n) for i, n in enumerate(counts)]
 

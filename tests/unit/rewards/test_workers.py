@@ -17,6 +17,7 @@ from megagrpo.config import RewardsSection
 from megagrpo.config.basics.paths import anchored
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
+from tests.distributed.suites import usual
 
 USER_REWARDS = """
 import asyncio, ctypes, os, sys, time
@@ -209,7 +210,7 @@ def test_a_rollout_that_no_function_can_score_has_reward_nan(folder):
         assert metrics["rewards/exact_number/unscorable"] == 2 and math.isnan(metrics["rewards/exact_number/mean"])
 
 
-@pytest.mark.parametrize("function", ["hangs_in_python", "sleeps", "hangs_in_c"])
+@pytest.mark.parametrize("function", usual(["hangs_in_python", "sleeps", "hangs_in_c"], 0, 2))
 def test_a_reward_that_hangs_costs_its_own_completion_only(folder, function):
     with scorer(folder, f"mine.py:{function}", timeout=0.6) as s:
         scored = s.score(rollouts("a", "b", "hang", "d", "e", "f"))
@@ -450,7 +451,8 @@ pool.run([call, call])
 
 
 @pytest.mark.parametrize(
-    "function, kill", [("hangs_in_c", signal.SIGKILL), ("hangs_in_python", signal.SIGKILL), ("sleeps", signal.SIGTERM)]
+    "function, kill",
+    usual([("hangs_in_c", signal.SIGKILL), ("hangs_in_python", signal.SIGKILL), ("sleeps", signal.SIGTERM)], 0, 2),
 )
 def test_workers_die_with_a_killed_trainer_even_in_the_middle_of_a_reward(folder, function, kill):
     code = TRAINER.format(folder=str(folder), function=function)
