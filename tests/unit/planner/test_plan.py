@@ -875,6 +875,8 @@ def test_adapters_go_on_the_projections_that_a_model_has(folder):
 
 
 def test_adapters_of_lfm2_are_on_linears_with_names_of_its_own():
+    import transformers
+
     with torch.device("meta"):
         config = transformers.AutoConfig.for_model(**RELEASES["lfm2"])
         layers = transformers.AutoModelForCausalLM.from_config(config).model.layers
