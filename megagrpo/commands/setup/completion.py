@@ -10,7 +10,7 @@ holds these names, so it starts no Python. Print it again after an update of meg
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from megagrpo.cluster.launch.job import shipped_clusters
 from megagrpo.commands import COMMANDS
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the script."""
     keys = [f"{key.replace('.N.', '.0.')}=" for key, field in fields(RunConfig) if not section_of(field.annotation)]
-    listed = {
+    listed: dict[str, Iterable[str]] = {
         "commands": COMMANDS,
         "names": shipped_names(),
         "configs": [SHIPPED + name for name in shipped_names()],
