@@ -42,7 +42,7 @@ class Prompt:
     messages: str | list[dict[str, Any]]  # the question before the chat template
     columns: dict[str, Any] = field(default_factory=dict)  # the data set's other columns, for the reward functions
     occurrence: int = 0  # earlier prompts of the step with the same prompt_id; sampling seeds depend on it
-    place: int | None = None  # unique index in the run's stream of prompts; None if the prompt is not from that stream
+    position: int | None = None  # unique index in the run's stream of prompts; None if it is not from that stream
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # this prompt's variables of the chat template
     opened: str = ""  # the end of token_ids as text if it opens a thought for the response, such as "<think>\n"
     inputs: Mapping[str, Any] = field(default_factory=dict)

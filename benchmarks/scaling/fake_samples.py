@@ -14,7 +14,7 @@ GROUP = 8
 
 def prompts(samples: int) -> list[Prompt]:
     """Return the prompts of `samples` responses in groups of `GROUP`."""
-    return [Prompt(i, tuple(range(16)), "What is it?", {"answer": "4"}, place=i) for i in range(samples // GROUP)]
+    return [Prompt(i, tuple(range(16)), "What is it?", {"answer": "4"}, position=i) for i in range(samples // GROUP)]
 
 
 def scored_group(prompt: Prompt, tokens: int) -> list[ScoredRollout]:

@@ -152,7 +152,7 @@ class PromptSource(PromptOrder):
         return tokens <= self._max_prompt_length or self._data.overlong_prompts == "truncate_left"
 
     def prompt(self, row: int, position: int | None = None) -> Prompt:
-        """Return the prompt of a row; `position` is its place in the stream of prompts."""
+        """Return the prompt of a row; `position` is its index in the stream of prompts."""
         return self.new_prompt(self._rows[row], row, position)
 
     def new_prompt(self, values: dict[str, Any], prompt_id: int, position: int | None = None) -> Prompt:
@@ -169,7 +169,7 @@ class PromptSource(PromptOrder):
             token_ids,
             question,
             self._columns(values, images),
-            place=position,
+            position=position,
             template_kwargs=own,
             opened=opened,
             inputs=inputs,

@@ -62,9 +62,9 @@ class VllmEngine(Updates, Generator):
     _uploads: ImageUploads = field(default_factory=ImageUploads, init=False)
     # the task of each generation, for `interrupt`
     _under_way: set[asyncio.Task[None]] = field(default_factory=set, init=False)
-    # request id of each request in flight -> `Prompt.place`, and the weight version when it was sent
+    # request id of each request in flight -> `Prompt.position`, and the weight version when it was sent
     _in_flight: dict[str, tuple[int | None, int]] = field(default_factory=dict, init=False)
-    # `Prompt.place` of the prompts whose responses are truncated
+    # `Prompt.position` of the prompts whose responses are truncated
     _cut: set[int] = field(default_factory=set, init=False)
 
     # -- generation
@@ -122,7 +122,7 @@ class VllmEngine(Updates, Generator):
         async def work(session: Generation, put: Callable[[Group], None]) -> None:
             async def of_group(index: int, homes: Sequence[Home]) -> None:
                 put((index, await gather([one(session, home, index, number) for number, home in enumerate(homes)])))
-                self._cut.discard(prompts[index].place)
+                self._cut.discard(prompts[index].position)
 
             order = longest_first(prompts) if self.longest_first else range(len(prompts))
             await gather([of_group(index, session.open(n)) for index in order])
@@ -177,14 +177,14 @@ class VllmEngine(Updates, Generator):
             with contextlib.suppress(RuntimeError):  # the event loop has just ended in another thread
                 task.get_loop().call_soon_threadsafe(task.cancel)
 
-    def cut(self, places: Collection[int]) -> None:
-        """Truncate in-flight responses to the prompts with these `Prompt.place`s: each ends with its tokens so far."""
-        self._cut |= set(places)
-        self._abort([name for name, (place, _) in dict(self._in_flight).items() if place in places])
+    def cut(self, positions: Collection[int]) -> None:
+        """Truncate in-flight responses to the prompts at these `Prompt.position`s: each ends with its tokens so far."""
+        self._cut |= set(positions)
+        self._abort([name for name, (position, _) in dict(self._in_flight).items() if position in positions])
 
     def is_cut(self, prompt: Prompt) -> bool:
         """Whether responses in progress to the prompt are truncated."""
-        return prompt.place in self._cut
+        return prompt.position in self._cut
 
     def leave_old_adapters(self) -> None:
         """Abort in-flight responses whose adapter is older than `in_flight` allows. They continue with the current one.
@@ -277,7 +277,7 @@ class VllmEngine(Updates, Generator):
         request_id = uuid.uuid4().hex
         # None for full weights, and before the first adapter is loaded: the request then names no model
         model = self.model or (adapter_name(version) if self.adapters and version else None)
-        self._in_flight[request_id] = request.group.prompt.place, version
+        self._in_flight[request_id] = request.group.prompt.position, version
         try:
             post, on_line = generation.tools.connections.post, request.listener(first)
 

@@ -116,7 +116,7 @@ class DialogueEngine(Generator):
         self._limits = dialogues.responders.section
         self._numbers = itertools.count()  # of conversations
         self._renderer = Renderer(dialogues.tokenizer, dialogues.chat_template)
-        # (event loop, timer) of each conversation that waits for an answer -> `Prompt.place`
+        # (event loop, timer) of each conversation that waits for an answer -> `Prompt.position`
         self._answering: dict[tuple[asyncio.AbstractEventLoop, asyncio.Timeout], int | None] = {}
 
     @property
@@ -132,11 +132,11 @@ class DialogueEngine(Generator):
         """Make running and later calls of `groups` raise EngineInterrupted."""
         self.engine.interrupt()
 
-    def cut(self, places: Collection[int]) -> None:
-        """Truncate conversations in progress about the prompts with these `Prompt.place`s: a turn ends with its tokens
+    def cut(self, positions: Collection[int]) -> None:
+        """Truncate conversations in progress about the prompts at these `Prompt.position`s: a turn ends with its tokens
         so far, and a conversation that waits for tools, a scheduler or an environment ends without their answer."""
-        self.engine.cut(places)
-        for loop, timer in [waiting for waiting in [*self._answering] if self._answering.get(waiting) in places]:
+        self.engine.cut(positions)
+        for loop, timer in [waiting for waiting in [*self._answering] if self._answering.get(waiting) in positions]:
             with contextlib.suppress(RuntimeError):  # the event loop has just ended in another thread
                 loop.call_soon_threadsafe(self._end_wait, loop, timer)
 
@@ -162,12 +162,12 @@ class DialogueEngine(Generator):
         address = Address()
 
         def respond(session: Generation, home: Home, index: int, number: int) -> Coroutine[None, None, Rollout]:
-            prompt, place = prompts[index], prompts[index].occurrence * n + number
+            prompt, ordinal = prompts[index], prompts[index].occurrence * n + number
             own_seed = prompt.sampling.get("seed", seed)
             if agent := self.responders.agent:
-                turns = TurnSampler(session, home, place, own_seed)
+                turns = TurnSampler(session, home, ordinal, own_seed)
                 return self._host(agent, address, turns, prompt, sampling)
-            return self._converse(session, home, prompt, place, sampling, own_seed)
+            return self._converse(session, home, prompt, ordinal, sampling, own_seed)
 
         return self.engine.converse(prompts, n, respond, on_begun)
 
@@ -224,8 +224,8 @@ class DialogueEngine(Generator):
         """Take turns until the conversation ends."""
 
         async def take_turn(max_tokens: int) -> None:
-            params, place = replace(sampling, max_tokens=max_tokens), len(conversation.turns)
-            own_seed = derive_seed(seed, conversation.prompt.prompt_id, conversation.index, place)
+            params, number = replace(sampling, max_tokens=max_tokens), len(conversation.turns)
+            own_seed = derive_seed(seed, conversation.prompt.prompt_id, conversation.index, number)
             asked, begun, queued = time.time(), time.monotonic(), home.queued
             turn = await session.turn(conversation.prefix, params, own_seed, home)
             times = dict(began=asked, generated=time.monotonic() - begun, queued=home.queued - queued)
@@ -289,7 +289,7 @@ class DialogueEngine(Generator):
         waiting = asyncio.get_running_loop(), asyncio.timeout(None)
         try:
             async with waiting[1]:
-                self._answering[waiting] = prompt.place
+                self._answering[waiting] = prompt.position
                 if not self.engine.is_cut(prompt):  # check after adding to `_answering`: see `cut`
                     await work()
         except TimeoutError:

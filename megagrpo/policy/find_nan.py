@@ -57,22 +57,22 @@ class GradientCheck:
     @classmethod
     def of(cls, chunks: Sequence[nn.Module], summed: bool) -> GradientCheck:
         """Check gradients now. `summed`: after the reduction, which spreads a NaN to all replicas and can overflow."""
-        named = [(place, p.main_grad) for place, p in _named(chunks) if p.requires_grad]
+        named = [(name, p.main_grad) for name, p in _named(chunks) if p.requires_grad]
         return cls(
             TENSOR_KINDS[2 if summed else 1],
-            [place for place, _ in named],
+            [name for name, _ in named],
             _finite([gradient for _, gradient in named]),
         )
 
     def first_bad(self, finite: Sequence[bool], pp_rank: int, rank: int) -> BadTensor | None:
         """Return this rank's first non-finite gradient in backward order, or None. `finite` is a copy on the host."""
-        bad = [place for place, fine in zip(self.names, finite, strict=True) if not fine]
+        bad = [name for name, fine in zip(self.names, finite, strict=True) if not fine]
         return _tensor(self.kind, max(bad, default=None), pp_rank, rank)
 
 
 def bad_weight(chunks: Sequence[nn.Module], pp_rank: int, rank: int) -> BadTensor | None:
     """Return this rank's first non-finite weight in forward order, or None. Local; the host waits for the device."""
-    bad = [place for place, p in _named(chunks) if not dense(p).isfinite().all()]
+    bad = [name for name, p in _named(chunks) if not dense(p).isfinite().all()]
     return _tensor(TENSOR_KINDS[0], min(bad, default=None), pp_rank, rank)
 
 

@@ -57,7 +57,7 @@ def resident(key: str) -> int:
 
 def step(layout: Layout, prompts: int) -> None:
     sampler = Sampler() if layout.is_dp_leader else None
-    asked = numbered([Prompt(i, tuple(range(1000, 1000 + PROMPT)), "What is it?", place=i) for i in range(prompts)])
+    asked = numbered([Prompt(i, tuple(range(1000, 1000 + PROMPT)), "What is it?", position=i) for i in range(prompts)])
     samples, _ = Collector(layout, sampler, sampler, Phases()).collect(asked, GROUP, SamplingParams(1.0, RESPONSE), 0)
     rules = PackingRules(max_tokens=8 * (PROMPT + RESPONSE), at_least=2)
     plan = plan_packing(samples.shapes(np.ones(len(samples)), rules), rules, layout.dp_size)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import time
-import urllib.request
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
@@ -21,11 +20,10 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from megagrpo.cluster.launch.launcher_rendezvous import Nodes
 from megagrpo.cluster.launch.local import run_ranks, set_cuda_max_connections, set_thread_environment
 from megagrpo.config import ConfigError, load_config
+from megagrpo.engine.http.connections import healthy
 from megagrpo.platform.process.terminal import warn
 from megagrpo.platform.process.variables import ENVIRONMENT, NODE_INDICES
 from megagrpo.records.checkpoints.run_files import make_run_folder
-
-_WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class RankLogs(LogsSpecs):
@@ -55,17 +53,9 @@ def wait_until_healthy(urls: list[str], timeout: float) -> list[str]:
     """Wait until all servers have passed a health check, at most `timeout` seconds. Return those that have not."""
     deadline = time.monotonic() + timeout
     while urls and time.monotonic() < deadline:
-        urls = [url for url in urls if not _is_healthy(url)]
+        urls = [url for url in urls if not healthy(url)]
         time.sleep(min(1.0, max(0.0, deadline - time.monotonic())) if urls else 0)
     return urls
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        _WITHOUT_PROXY.open(f"{url}/health", timeout=5).close()
-    except OSError:
-        return False
-    return True
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -22,7 +22,7 @@ class PromptOrder:
     blake2b("seed/epoch/prompt_id") with `data.shuffle`, else in the order of the data set. So the order depends only on
     the seed and the epoch, and dropping a prompt does not move the others. Prompts that rest are skipped.
 
-    `rows` are the rows of the data set that are used. The prompts here have a `prompt_id` and a `place`, but no
+    `rows` are the rows of the data set that are used. The prompts here have a `prompt_id` and a `position`, but no
     content: a rank that neither generates nor scores reads no data set. `PromptSource` reads it.
     """
 
@@ -99,8 +99,8 @@ class PromptOrder:
         return [self.prompt(row) for row in self.rows]
 
     def prompt(self, row: int, position: int | None = None) -> Prompt:
-        """Return the prompt of a row; `position` is its place in the stream of prompts."""
-        return Prompt(row, (), "", place=position)
+        """Return the prompt of a row; `position` is its index in the stream of prompts."""
+        return Prompt(row, (), "", position=position)
 
     def _upcoming(self) -> Iterator[tuple[int, int, int]]:
         """Yield (position in the stream, row, epoch) of the prompts from the cursor on that do not rest. Endless,

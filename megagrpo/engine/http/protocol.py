@@ -97,8 +97,8 @@ class AheadGenerator(Generator, Protocol):
     ) -> Stream[Group]:
         """Like `Generator.groups`. `on_begun` is called, perhaps repeatedly, when the engine has room for more."""
 
-    def cut(self, places: Collection[int]) -> None:
-        """Truncate responses in progress to the prompts with these `Prompt.place`s."""
+    def cut(self, positions: Collection[int]) -> None:
+        """Truncate responses in progress to the prompts with these `Prompt.position`s."""
 
     def leave_old_adapters(self) -> None:
         """Continue responses in progress with the current adapter if theirs is too old. Call it after each push."""

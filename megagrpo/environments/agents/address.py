@@ -107,8 +107,8 @@ class Seat:
         has_calls = bool(ask.tools) and ask.parses_calls
         stream = TextStream(trajectory.decode, sampling.stop, self._opening if has_calls else "")
 
-        def on_tokens(place: int, ids: list[int]) -> None:
-            if (text := stream.add(place, ids)) and send is not None:
+        def on_tokens(first: int, ids: list[int]) -> None:
+            if (text := stream.add(first, ids)) and send is not None:
                 send(text)
 
         asked, begun = time.time(), time.monotonic()

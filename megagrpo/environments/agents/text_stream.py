@@ -23,10 +23,10 @@ class TextStream:
         self._prefix = self._read = self._due = 0  # `_ids[_prefix:_read]` are decoded again, before those after them
         self._held = ""
 
-    def add(self, place: int, ids: list[int]) -> str:
-        """Take tokens of the response from `place` on, and return the text to send. Tokens that were sent before, by a
-        server that failed, must be the same; else nothing more is sent."""
-        known = self._ids[place : place + len(ids)]
+    def add(self, first: int, ids: list[int]) -> str:
+        """Take tokens of the response from index `first` on, and return the text to send. Tokens that were sent before,
+        by a server that failed, must be the same; else nothing more is sent."""
+        known = self._ids[first : first + len(ids)]
         self._is_over |= known != ids[: len(known)]
         self._ids += ids[len(known) :]
         if self._is_over or len(self._ids) < self._due:
@@ -41,7 +41,7 @@ class TextStream:
 
     def _send(self, text: str) -> str:
         text = self._held + text
-        found = [place for end in self._ends if (place := text.find(end)) >= 0]
+        found = [index for end in self._ends if (index := text.find(end)) >= 0]
         self._is_over = bool(found)
         count = min(found, default=len(text))
         if not found:

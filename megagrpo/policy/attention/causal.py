@@ -73,13 +73,13 @@ def causal_attention(
 
     `window` restricts the keys before a query, and `ahead` adds keys after it.
     """
-    length, place = query.shape[1], query.device
+    length, device = query.shape[1], query.device
     window = None if window is None or window.size >= length else window
     if length <= MAX_GROUPED_LENGTH:
         bias = (
-            _short_bias(length, window, query.dtype, place)
+            _short_bias(length, window, query.dtype, device)
             if ahead is None
-            else causal_bias(torch.arange(length, device=place), length, window, query.dtype, ahead.last)
+            else causal_bias(torch.arange(length, device=device), length, window, query.dtype, ahead.last)
         )
         return _grouped_products(query, key, value, bias, scores)
     if window is None and ahead is None and scores.plain:
@@ -91,7 +91,7 @@ def causal_attention(
         last = None
         if ahead is not None:
             end, last = min(stop + ahead.most, length), ahead.last[:, start:stop] - first
-        own = torch.arange(start - first, stop - first, device=place)
+        own = torch.arange(start - first, stop - first, device=device)
         mask = causal_bias(own, end - first, window, query.dtype, last)
         q, k, v = query[:, start:stop], key[:, first:end], value[:, first:end]
         outputs.append(masked_attention(q, k, v, mask[None] if last is None else mask, scores))

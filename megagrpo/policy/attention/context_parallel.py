@@ -100,8 +100,8 @@ def _batches_of(packed: PackedSeqParams, group: dist.ProcessGroup) -> tuple[list
     """Return a pack's batches and `pack_order` of `batch_chunks`. They are cached on the pack."""
     if not hasattr(packed, "chunks"):
         ranks = dist.get_world_size(group), dist.get_rank(group)
-        place, last_seen = packed.positions.device, packed.last_seen
-        packed.chunks = batch_chunks(packed.host_borders, packed.prefixes, *ranks, place, last_seen)
+        device, last_seen = packed.positions.device, packed.last_seen
+        packed.chunks = batch_chunks(packed.host_borders, packed.prefixes, *ranks, device, last_seen)
         packed.masked = {}
     return packed.chunks
 
@@ -152,8 +152,8 @@ def batch_chunks(
         column = torch.arange(int(seen.max()))
         keys = torch.where(column < shared, before + column, start + column - shared)
         keys = gathered[torch.where(column < seen, keys, 0)]
-        rows, place = torch.where(real, queries, 0), moved(first[:, 0], device)
-        batches.append(ChunkBatch(moved(rows, device), moved(keys, device), place, int(first.min()), last))
+        rows, firsts = torch.where(real, queries, 0), moved(first[:, 0], device)
+        batches.append(ChunkBatch(moved(rows, device), moved(keys, device), firsts, int(first.min()), last))
     return batches, moved(pack_order, device)
 
 

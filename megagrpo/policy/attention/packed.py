@@ -128,8 +128,8 @@ def _ahead(last: Tensor, in_sequence: Tensor, device: torch.device) -> Ahead | N
 def batches_of(packed: PackedSeqParams) -> Batches:
     """Return the batches of a pack. The first layer that asks computes them; they stay on the pack for the others."""
     if not hasattr(packed, "batches"):
-        borders, place = packed.host_borders.tolist(), packed.positions.device
-        packed.batches = batch_sequences(borders, place, packed.prefixes, packed.last_seen)
+        borders, device = packed.host_borders.tolist(), packed.positions.device
+        packed.batches = batch_sequences(borders, device, packed.prefixes, packed.last_seen)
     return packed.batches
 
 

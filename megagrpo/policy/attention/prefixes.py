@@ -68,14 +68,14 @@ def _repeated(packed: PackedSeqParams) -> tuple[Tensor, PackedSeqParams]:
     that asks computes them; they stay on the pack for the others."""
     if not hasattr(packed, "repeated"):
         index, borders = seen_keys(packed.host_borders, torch.tensor(packed.prefixes))
-        place = packed.positions.device
+        device = packed.positions.device
         described = replace(
             packed,
-            cu_seqlens_kv=moved(borders, place),
+            cu_seqlens_kv=moved(borders, device),
             max_seqlen_q=int(packed.host_borders.diff().max()),
             max_seqlen_kv=int(borders.diff().max()),
         )
-        packed.repeated = moved(index, place), described
+        packed.repeated = moved(index, device), described
     return packed.repeated
 
 

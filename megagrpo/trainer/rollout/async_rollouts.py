@@ -27,7 +27,7 @@ from megagrpo.types import Dialogue, Prompt, Rollout, Routes, SamplingParams
 
 
 class AsyncPool:
-    """Generates groups in background threads: `ask` requests, `groups` hands out. Prompts are identified by `place`.
+    """Generates groups in background threads: `ask` requests, `groups` hands out. Prompts are identified by `position`.
 
     Each group is scored as soon as it is finished. If no group finishes for `straggler_seconds`, the groups that
     `groups` waits for are truncated. A context manager: leaving it interrupts the engine.
@@ -45,9 +45,9 @@ class AsyncPool:
         self._counted: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._under_way: set[int] = set()
-        self._finished: dict[int, ScoredGroup] = {}  # by place
+        self._finished: dict[int, ScoredGroup] = {}  # by position
         self._restored: dict[int, dict[str, Any]] = {}  # groups of `load_state_dict` that were not requested yet
-        self._passed = -1  # the highest place that was handed out
+        self._passed = -1  # the highest position that was handed out
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
         self._begun: threading.Event | None = None  # set when the engine works on all requested prompts
@@ -84,7 +84,7 @@ class AsyncPool:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         with self._changed:
             self._count_idle()
-            self._under_way |= {place_of(prompt) for prompt in prompts}
+            self._under_way |= {position_of(prompt) for prompt in prompts}
         thread = threading.Thread(
             target=self._work, args=(prompts, n, sampling, seed, step, before, begun), name="pool", daemon=True
         )
@@ -100,26 +100,26 @@ class AsyncPool:
         `sampling`, `seed` and `step` apply to prompts not requested before. A background thread's error is raised here.
         """
         requested = self.asked
-        self.ask([prompt for prompt in prompts if prompt.place not in requested], n, sampling, seed, step, at_once=True)
-        missing = {place_of(prompt): prompt for prompt in prompts}
-        indices = {place: index for index, place in enumerate(missing)}
+        self.ask([p for p in prompts if p.position not in requested], n, sampling, seed, step, at_once=True)
+        missing = {position_of(prompt): prompt for prompt in prompts}
+        indices = {position: index for index, position in enumerate(missing)}
         while missing:
             if not (ready := self._await_any(missing)):
                 self._counted["cut"] += len(missing)
                 self.engine.cut(missing)
-            old = [missing[place] for place, group in ready.items() if self._is_too_old(group.rollouts)]
-            self._drop([place_of(prompt) for prompt in old])
+            old = [missing[position] for position, group in ready.items() if self._is_too_old(group.rollouts)]
+            self._drop([position_of(prompt) for prompt in old])
             self.ask(old, n, sampling, seed, step, at_once=True)
-            for place in ready.keys() - {place_of(prompt) for prompt in old}:
-                del missing[place]
-                yield replace(ready[place], index=indices[place])
+            for position in ready.keys() - {position_of(prompt) for prompt in old}:
+                del missing[position]
+                yield replace(ready[position], index=indices[position])
         self._drop(self._hand_out(prompts))
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the groups that are finished and not handed out, as JSON values. Rewards are left out, because they
         are computed again. In-flight groups are left out too: they are requested again."""
         with self._changed:
-            return [packed(place, group.rollouts) for place, group in sorted(self._finished.items())]
+            return [packed(position, group.rollouts) for position, group in sorted(self._finished.items())]
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
         """Restore the groups of `state`; each is used when its prompt is requested. Call this before the first sync of
@@ -147,43 +147,43 @@ class AsyncPool:
 
     def _restore(self, prompt: Prompt, n: int, step: int) -> bool:
         """Whether a checkpoint kept `n` rollouts of the prompt. If so, the group counts as finished."""
-        saved = self._restored.pop(place_of(prompt), None)
+        saved = self._restored.pop(position_of(prompt), None)
         if saved is None or (saved["prompt_id"], len(saved["rollouts"])) != (prompt.prompt_id, n):
             return False
         with self._changed:
-            self._finish(place_of(prompt), unpacked(saved, prompt), step)
+            self._finish(position_of(prompt), unpacked(saved, prompt), step)
         return True
 
-    def _await_any(self, places: Container[int]) -> dict[int, ScoredGroup]:
-        """Wait until one of `places` is finished. Returns all that are, or an empty dict after `straggler_seconds`."""
+    def _await_any(self, positions: Container[int]) -> dict[int, ScoredGroup]:
+        """Wait until one of `positions` is finished. Returns all that are, or nothing after `straggler_seconds`."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._failure is not None or any(place in places for place in self._finished),
+                lambda: self._failure is not None or any(position in positions for position in self._finished),
                 self.straggler_seconds,
             )
             if self._failure is not None:
                 failure, self._failure = self._failure, None  # cleared, because the caller may retry after some errors
                 raise failure
-            return {place: group for place, group in self._finished.items() if place in places}
+            return {position: group for position, group in self._finished.items() if position in positions}
 
     def _is_too_old(self, group: Sequence[Rollout]) -> bool:
         versions = (sample.weight_version for rollout in group for sample in (rollout, *rollout.branches))
         return min(versions) < self.engine.weight_version - self.max_staleness
 
     def _hand_out(self, prompts: Sequence[Prompt]) -> list[int]:
-        """Remove the groups of `prompts`. Returns the places of finished groups before them, which are never drawn."""
+        """Remove the groups of `prompts`. Returns positions of finished groups before them, which are never drawn."""
         with self._changed:
-            self._passed = max([self._passed, *map(place_of, prompts)])
+            self._passed = max([self._passed, *map(position_of, prompts)])
             for prompt in prompts:
-                del self._finished[place_of(prompt)]
-            return [place for place in self._finished if place <= self._passed]
+                del self._finished[position_of(prompt)]
+            return [position for position in self._finished if position <= self._passed]
 
-    def _drop(self, places: Sequence[int]) -> None:
+    def _drop(self, positions: Sequence[int]) -> None:
         """Drop groups that are too old, or whose prompts the curriculum has skipped so that they are never drawn."""
         with self._changed:
-            for place in places:
-                self._finished.pop(place).scoring.drop()
-            self._counted["dropped"] += len(places)
+            for position in positions:
+                self._finished.pop(position).scoring.drop()
+            self._counted["dropped"] += len(positions)
 
     def _work(
         self,
@@ -199,29 +199,29 @@ class AsyncPool:
             before.wait()
         try:
             for index, group in self.engine.groups(prompts, n, sampling, seed, begun.set):
-                self._keep(place_of(prompts[index]), group, step)
+                self._keep(position_of(prompts[index]), group, step)
         except BaseException as error:
             with self._changed:
                 self._count_idle()
-                self._under_way -= {place_of(prompt) for prompt in prompts}
+                self._under_way -= {position_of(prompt) for prompt in prompts}
                 self._failure = self._failure or error
                 self._changed.notify_all()
         finally:
             begun.set()
 
-    def _keep(self, place: int, group: list[Rollout], step: int) -> None:
+    def _keep(self, position: int, group: list[Rollout], step: int) -> None:
         with self._changed:
             self._count_idle()
-            self._under_way.discard(place)
-            if place > self._passed:
-                self._finish(place, group, step)
+            self._under_way.discard(position)
+            if position > self._passed:
+                self._finish(position, group, step)
             else:
                 self._counted["dropped"] += 1
             self._changed.notify_all()
 
-    def _finish(self, place: int, group: list[Rollout], step: int) -> None:
+    def _finish(self, position: int, group: list[Rollout], step: int) -> None:
         """Start to score a finished group. The caller holds the lock."""
-        self._finished[place] = begin_scoring(self.rewards, place, group, step)
+        self._finished[position] = begin_scoring(self.rewards, position, group, step)
 
     def _count_idle(self) -> None:
         """Add up the time without in-flight groups. The caller holds the lock, before in-flight groups change."""
@@ -231,10 +231,10 @@ class AsyncPool:
         self._since = now
 
 
-def packed(place: int, group: Sequence[Rollout]) -> dict[str, Any]:
+def packed(position: int, group: Sequence[Rollout]) -> dict[str, Any]:
     """Convert a group to JSON values; arrays are in base64, token ids as int32, log-probs as float32."""
     return {
-        "place": place,
+        "place": position,
         "prompt_id": group[0].prompt.prompt_id,
         "sampling": group[0].prompt.sampling,
         "rollouts": [_packed(rollout) for rollout in group],
@@ -302,7 +302,7 @@ def _decoded_routes(saved: dict[str, Any] | None) -> Routes | None:
     return np.frombuffer(base64.b64decode(saved["values"]), saved["dtype"]).reshape(saved["shape"])
 
 
-def place_of(prompt: Prompt) -> int:
+def position_of(prompt: Prompt) -> int:
     """Return the prompt's index in the run's stream. Every prompt that is requested ahead has one."""
-    assert prompt.place is not None, f"prompt {prompt.prompt_id} is not from the run's stream"
-    return prompt.place
+    assert prompt.position is not None, f"prompt {prompt.prompt_id} is not from the run's stream"
+    return prompt.position

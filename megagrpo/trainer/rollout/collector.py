@@ -26,7 +26,7 @@ from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
 from megagrpo.records.checkpoints.ahead_files import read_ahead
 from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.trainer.rollout.async_rollouts import AsyncPool, place_of
+from megagrpo.trainer.rollout.async_rollouts import AsyncPool, position_of
 from megagrpo.trainer.rollout.scored_groups import OnDemand, scored_rollouts
 from megagrpo.types import Prompt, SamplingParams, ScoredRollout
 
@@ -81,7 +81,7 @@ class Collector:
         self.stop_if_requested()  # the engine may lack the current weights: `Syncing.sync` skips the push then
         # before prompts are split over the replicas, so that no two replicas sample the same group
         prompts = numbered(prompts)
-        ahead = self.runs_ahead and all(prompt.place is not None for prompt in prompts)
+        ahead = self.runs_ahead and all(prompt.position is not None for prompt in prompts)
         sampled_by = np.array(self._by_place(prompts) if ahead else self._by_slice(len(prompts)))
         mine = np.flatnonzero(sampled_by == self.layout.dp_rank).tolist()
 
@@ -186,7 +186,7 @@ class Collector:
         shares = zip(numbered(prompts), self._by_place(prompts), strict=True)
         mine, requested = [prompt for prompt, by in shares if by == self.layout.dp_rank], self.pool.asked
         self.pool.ask(
-            [prompt for prompt in mine if prompt.place not in requested], num_generations, sampling, seed, step
+            [prompt for prompt in mine if prompt.position not in requested], num_generations, sampling, seed, step
         )
 
     def finished_ahead(self) -> list[dict[str, Any]]:
@@ -206,8 +206,8 @@ class Collector:
         return [r for r, (start, stop) in enumerate(pairwise(borders)) for _ in range(start, stop)]
 
     def _by_place(self, prompts: Sequence[Prompt]) -> list[int]:
-        """The replica that generates each prompt when prompts are requested ahead. It depends on its place alone."""
-        return [place_of(prompt) % self.layout.dp_size for prompt in prompts]
+        """The replica that generates each prompt when prompts are requested ahead. It depends on its position alone."""
+        return [position_of(prompt) % self.layout.dp_size for prompt in prompts]
 
     def reward_tracebacks(self, names: Sequence[str]) -> str:
         """Return each of these reward functions' first traceback, from the lowest rank with one. Collective."""

@@ -121,7 +121,7 @@ class Rollouts:
             return
         wanted = rollout.prompts_per_step
         for i, coming in enumerate(batched(self.prompts.peek(wanted * min(steps, run.num_steps - step)), wanted)):
-            of_step = ("ahead", coming[0].place) if self.config.algorithm.dynamic_sample else (step + i,)
+            of_step = ("ahead", coming[0].position) if self.config.algorithm.dynamic_sample else (step + i,)
             seed = derive_seed(run.seed, *of_step)
             self.collector.ask(coming, rollout.num_generations, self.sampling, seed, step + i)
 

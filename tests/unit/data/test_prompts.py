@@ -71,7 +71,7 @@ def test_ranks_without_the_data_set_draw_the_same_rows(tokenizer, tmp_path):
         assert len(other) == len(leader) == 8
         for _ in range(8):
             drawn, same = leader.next(7), other.next(7)
-            assert [(p.prompt_id, p.place) for p in drawn] == [(p.prompt_id, p.place) for p in same]
+            assert [(p.prompt_id, p.position) for p in drawn] == [(p.prompt_id, p.position) for p in same]
             rates = {p.prompt_id: (p.prompt_id % 3) / 2 for p in drawn}
             assert leader.learn(rates) == other.learn(rates) and leader.cursor == other.cursor
         assert other.columns == [] and not any(p.token_ids for p in other.all())
@@ -105,7 +105,7 @@ def test_a_peek_shows_what_will_be_drawn_and_draws_nothing(tokenizer, jsonl):
     for n in (1, len(plain), 2):
         shown = peeked.peek(n + 3)
         assert peeked.cursor == plain.cursor and peeked.next(n) == plain.next(n) == shown[:n]
-        assert [prompt.place for prompt in shown] == list(range(peeked.cursor - n, peeked.cursor + 3))
+        assert [prompt.position for prompt in shown] == list(range(peeked.cursor - n, peeked.cursor + 3))
 
 
 def test_a_prompt_carries_its_tokens_text_and_columns(tokenizer, jsonl):

@@ -231,7 +231,7 @@ def test_packing_carries_parameters_only_if_a_row_has_them(share):
 
 
 def drawn(*own):
-    prompts = [Prompt(i, (1,), "", sampling=sampling, place=i) for i, sampling in enumerate(own)]
+    prompts = [Prompt(i, (1,), "", sampling=sampling, position=i) for i, sampling in enumerate(own)]
     return [ScoredRollout(Rollout(p, [2], [-1.0], "stop", 0, ""), {"f": 1.0}, 1.0) for p in prompts]
 
 
@@ -252,7 +252,9 @@ def test_lengths_of_parameters_of_drawn_samples_join_those_of_earlier_ones():
 def test_groups_in_a_checkpoint_keep_the_parameters_that_they_were_sampled_with():
     (scored,) = drawn(READ)
     saved = json.loads(json.dumps(packed(5, [scored.rollout])))
-    (restored,) = unpacked(saved, Prompt(0, (1,), "", sampling={"temperature": 2.0}, place=0))  # the file has changed
+    (restored,) = unpacked(
+        saved, Prompt(0, (1,), "", sampling={"temperature": 2.0}, position=0)
+    )  # the file has changed
     assert restored.prompt.sampling == json.loads(json.dumps(READ))
     own = own_sampling(SamplingParams(1.0, 10), restored.prompt.sampling)
     assert own == own_sampling(SamplingParams(1.0, 10), READ)

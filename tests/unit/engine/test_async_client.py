@@ -17,7 +17,7 @@ from megagrpo.engine.http.protocol import EngineError, derive_seed
 from megagrpo.types import Prompt, SamplingParams
 from tests.unit.engine.stand_ins import noting
 
-PROMPT = Prompt(3, (1, 2), "", place=8)
+PROMPT = Prompt(3, (1, 2), "", position=8)
 SAMPLING = SamplingParams(1.0, 6)
 
 
@@ -200,7 +200,7 @@ def test_what_was_cut_ends_like_what_reaches_its_greatest_length():
         if params["max_tokens"] == 1:
             return [choice([3], "length", ("7", 0, 1))]
         if both_sent.wait(10) == 0:
-            engine.cut([PROMPT.place])
+            engine.cut([PROMPT.position])
         both_sent.wait(10)
         return [choice([5, 6], "abort", ("7", 0, 2)) if params["seed"] == first else choice([], "abort")]
 

@@ -686,7 +686,7 @@ class Cuttable(Scripted):
         self.places |= set(places)
 
     def is_cut(self, prompt):
-        return prompt.place in self.places
+        return prompt.position in self.places
 
     def beside(self, home):
         return SimpleNamespace(granted=None, turns=0, first=None, queued=0.0)
@@ -719,7 +719,7 @@ def test_a_conversation_that_is_cut_ends_with_its_turns_while_the_agent_still_wo
         timer = threading.Timer(6.0, engine.cut, [[8]])
         timer.start()
         begun = time.monotonic()
-        ((_, (rollout,)),) = engine.groups([Prompt(5, (1,), "hi", place=8)], 1, SamplingParams(0.7, 50), 3)
+        ((_, (rollout,)),) = engine.groups([Prompt(5, (1,), "hi", position=8)], 1, SamplingParams(0.7, 50), 3)
         assert time.monotonic() - begun < 60
     assert rollout.dialogue.ended == rollout.finish_reason == "length" and rollout.text[:3] == "one"[: rollout.length]
     assert rollout.dialogue.rewards == {"works": 0.0}

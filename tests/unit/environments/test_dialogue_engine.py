@@ -85,7 +85,7 @@ def engine_of(server, tokenizer, responders, **options):
 
 def prompts_of(tokenizer, count, **columns):
     return [
-        Prompt(i, tokenizer.render(f"Say {i}.", None, HERMES), f"Say {i}.", columns | {"name": str(i)}, place=i)
+        Prompt(i, tokenizer.render(f"Say {i}.", None, HERMES), f"Say {i}.", columns | {"name": str(i)}, position=i)
         for i in range(count)
     ]
 

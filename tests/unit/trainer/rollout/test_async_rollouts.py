@@ -35,16 +35,16 @@ class Engine:
         if self.error:
             raise self.error
         begun = self.weight_version
-        self.begun += [(prompt.place, begun) for prompt in prompts]
+        self.begun += [(prompt.position, begun) for prompt in prompts]
         for k, i in enumerate(self.random.sample(range(len(prompts)), len(prompts))):
             if k == len(prompts) - 1:
                 on_begun()
             if self.stop.wait(self.random.random() * self.seconds):
                 raise EngineInterrupted("generation was interrupted")
-            if self.held_up.get(prompts[i].place) == "slow":
+            if self.held_up.get(prompts[i].position) == "slow":
                 self.slow.wait(10)
-                self.held_up.pop(prompts[i].place)
-            held_up = self.held_up.pop(prompts[i].place, begun)
+                self.held_up.pop(prompts[i].position)
+            held_up = self.held_up.pop(prompts[i].position, begun)
             version = begun if held_up == "branch" else held_up
             later = ((1, self.weight_version),) if self.weight_version > version else ()
             rollout = Rollout(
@@ -85,7 +85,7 @@ class Scoring:
 
 
 def prompts(start, stop):
-    return [Prompt(place % 7, (1,), "", place=place) for place in range(start, stop)]
+    return [Prompt(place % 7, (1,), "", position=place) for place in range(start, stop)]
 
 
 def take(pool, wanted, step=0):
@@ -98,9 +98,9 @@ def train(pool, engine, steps, max_staleness, pace=0.004):
     trained, ages, pauses = [], [], random.Random(5)
     for step in range(steps):
         asked, end = pool.asked, min(steps, step + 1 + max_staleness) * WANTED
-        pool.ask([p for p in prompts(step * WANTED, end) if p.place not in asked], 2, SAMPLING, step, step)
+        pool.ask([p for p in prompts(step * WANTED, end) if p.position not in asked], 2, SAMPLING, step, step)
         groups = take(pool, prompts(step * WANTED, (step + 1) * WANTED), step)
-        trained.append([rollout.prompt.place for group in groups for rollout in group[:1]])
+        trained.append([rollout.prompt.position for group in groups for rollout in group[:1]])
         ages += [engine.weight_version - rollout.weight_version for group in groups for rollout in group]
         time.sleep(pauses.random() * pace)
         engine.weight_version += 1
@@ -146,9 +146,9 @@ def test_groups_are_scored_from_when_they_are_finished_each_for_its_step():
         for step in range(2):
             pool.ask(prompts(step * 4, step * 4 + 4), 2, SAMPLING, 0, step)
         wait_until(lambda: len(rewards.begun) == 8)
-        assert {s.group[0].prompt.place: s.step for s in rewards.begun} == {place: place // 4 for place in range(8)}
+        assert {s.group[0].prompt.position: s.step for s in rewards.begun} == {place: place // 4 for place in range(8)}
         handed = sorted(pool.groups(prompts(0, 8), 2, SAMPLING, 0, 0), key=lambda group: group.index)
-        assert [group.scoring for group in handed] == sorted(rewards.begun, key=lambda s: s.group[0].prompt.place)
+        assert [group.scoring for group in handed] == sorted(rewards.begun, key=lambda s: s.group[0].prompt.position)
     assert not any(scoring.dropped for scoring in rewards.begun)
 
 
@@ -161,7 +161,7 @@ def test_a_group_that_was_held_up_too_long_is_generated_again_and_counted():
     assert sorted(place for place, _ in engine.begun if place in (9, 13, 17)) == [9, 9, 13, 13, 17, 17]
     assert [pool.counters()["async/dropped"] for _ in range(2)] == [3.0, 0.0]
     assert (
-        sorted(s.group[0].prompt.place for s in rewards.begun if s.dropped) == [9, 13, 17]
+        sorted(s.group[0].prompt.position for s in rewards.begun if s.dropped) == [9, 13, 17]
         and len(rewards.begun) == 6 * WANTED + 3
     )
 
@@ -173,7 +173,7 @@ def test_what_was_asked_for_and_passed_over_is_forgotten():
         take(pool, prompts(0, 2) + prompts(6, 8))
         wait_until(lambda: not pool.asked)
         assert pool.counters()["async/dropped"] == 4.0
-    assert [s.group[0].prompt.place in range(2, 6) for s in rewards.begun] == [s.dropped for s in rewards.begun]
+    assert [s.group[0].prompt.position in range(2, 6) for s in rewards.begun] == [s.dropped for s in rewards.begun]
 
 
 def test_what_a_step_waits_for_too_long_is_cut_and_the_rest_is_left_alone():
@@ -287,7 +287,7 @@ def test_prompts_that_were_not_requested_ahead_are_generated_at_once():
     engine = Engine()
     with AsyncPool(engine, Rewards(), 1) as pool:
         groups = take(pool, prompts(0, 3))
-        assert [group[0].prompt.place for group in groups] == [0, 1, 2] and take(pool, []) == []
+        assert [group[0].prompt.position for group in groups] == [0, 1, 2] and take(pool, []) == []
 
 
 def test_what_fails_in_the_background_is_raised_where_its_groups_are_wanted():
@@ -310,7 +310,7 @@ def test_after_a_failure_that_was_mended_what_is_missing_is_asked_for_again():
             take(pool, prompts(0, 4))
         engine.error = None
         groups = take(pool, prompts(0, 4))
-    assert [group[0].prompt.place for group in groups] == [0, 1, 2, 3] and [place for place, _ in engine.begun] == [
+    assert [group[0].prompt.position for group in groups] == [0, 1, 2, 3] and [place for place, _ in engine.begun] == [
         0,
         1,
         2,

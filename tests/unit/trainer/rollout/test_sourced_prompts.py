@@ -200,7 +200,7 @@ def steps(prompts, state, number, ahead=0, size=4):
         prompts.peek(size * ahead)
         state.step += 1
         prompts.store(state)
-        drawn += [(p.prompt_id, p.place, p.messages, p.columns.get("answer")) for p in of_step]
+        drawn += [(p.prompt_id, p.position, p.messages, p.columns.get("answer")) for p in of_step]
     return drawn
 
 
@@ -234,7 +234,7 @@ def test_what_a_source_gets_are_the_usable_rows_and_its_arguments(folder):
 def test_a_source_decides_which_groups_dynamic_sampling_keeps_and_its_numbers_are_metrics(folder):
     prompts = sourced(folder, "Keeps", algorithm={"dynamic_sample": True})
     drawn = prompts.next(6)
-    samples = scored(drawn, lambda prompt: (float(prompt.place % 2), None))
+    samples = scored(drawn, lambda prompt: (float(prompt.position % 2), None))
     assert prompts.keeps and prompts.kept(samples, 2).tolist() == [1, 3, 5]
     assert prompts.tell(samples, 2) == {"source/known": len({p.prompt_id for p in drawn if p.prompt_id < len(ROWS)})}
 
@@ -296,7 +296,7 @@ def test_other_data_or_no_source_cannot_continue_and_a_new_source_begins_at_its_
         contents(config_of(folder, "Walk")).restore(state)
     prompts = sourced(folder)
     prompts.restore(TrainState(step=3, cursor=12))
-    assert [(p.prompt_id >= len(ROWS), p.place) for p in prompts.next(3)] == [(False, 12), (False, 13), (True, 14)]
+    assert [(p.prompt_id >= len(ROWS), p.position) for p in prompts.next(3)] == [(False, 12), (False, 13), (True, 14)]
 
 
 REFUSED = {

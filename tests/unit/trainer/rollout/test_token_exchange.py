@@ -48,7 +48,7 @@ def prompts(start: int, stop: int) -> list[Prompt]:
     ids = [start + (i if i % 3 else max(i - 1, 0)) for i in range(stop - start)]
     return numbered(
         [
-            Prompt(i, tuple(range(2 + i, 5 + i + (i % 4 == 3))), f"question {i}", place=start + n)
+            Prompt(i, tuple(range(2 + i, 5 + i + (i % 4 == 3))), f"question {i}", position=start + n)
             for n, i in enumerate(ids)
         ]
     )
