@@ -105,7 +105,10 @@ def test_a_rank_of_nobody_prints_its_problems(monkeypatch, capsys):
             "submit megagrpo:quickstart",
             "--cluster: required, but missing; name a YAML file, or one of apptainer, generic, ",
         ),
-        ("plan configs/nothing_alike.yaml", "cannot read it: No such file or directory\n"),
+        (
+            "plan configs/quickstart.yml.yaml",
+            "cannot read it: No such file or directory; did you mean `quickstart.yaml`?\n",
+        ),
         (
             "plan /no/configs/quickstart.yaml",
             "No such file or directory; did you mean the shipped config megagrpo:quickstart?",
