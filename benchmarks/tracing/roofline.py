@@ -153,8 +153,14 @@ def roofline(config: RunConfig, model: HfConfig, trace: Trace, world_size: int, 
     messages = _by_phase(costs.messages, message)
     copied = sum(n * message(one) for one, n in costs.messages.items() if one.operation == HOST_COPY)
     overlap = _overlap(config, model, costs, count, gpu, message)
-    hidden = overlap.hidden
-    for phase, seconds in (("forward", hidden.forward), ("backward", hidden.backward), ("optimizer", hidden.gather)):
+    gains, chosen = overlap.gains(), config.train.overlap
+    if "param_gather" in gains:  # not of the last update, whose weights the weight sync needs
+        share = 1 - 1 / config.algorithm.updates_per_step
+        gathers = (one for one in costs.messages if one.phase == "optimizer" and one.operation.startswith("allgather"))
+        gather = sum(costs.messages[one] * message(one) for one in gathers)
+        gains["param_gather"] = min(gather, overlap.forward.computing / count) * share
+    hidden = (*overlap.hidden_by(chosen), gains["param_gather"] if "param_gather" in chosen else 0.0)
+    for phase, seconds in zip(("forward", "backward", "optimizer"), hidden, strict=True):
         messages[phase] -= seconds
     phases = {phase: max(device[phase], host[phase]) + messages[phase] for phase in TRACE_PHASES}
     passes = sum(phases[phase] for phase in ("forward", "head", "backward"))
@@ -174,7 +180,7 @@ def roofline(config: RunConfig, model: HfConfig, trace: Trace, world_size: int, 
     largest_first = sorted(losses.items(), key=lambda item: -item[1])
     shares = {name: lost / total for name, lost in largest_first if lost > 0.001 * total}
     phases |= {"bubble": bubble} if bubble else {}
-    return Roofline(phases, ideal / total, shares, overlap.gains())
+    return Roofline(phases, ideal / total, shares, gains)
 
 
 def _overlap(
@@ -196,8 +202,7 @@ def _overlap(
         tp = sending(phase, "allgather", "reduce_scatter", "allreduce") if config.parallel.tp > 1 else 0.0
         return Direction(*products, computing(phase), tp, sending(phase, "alltoall"))
 
-    gather = sending("optimizer", "allgather")
-    return Overlap(config, model, direction("forward"), direction("backward"), count, gather)
+    return Overlap(config, model, direction("forward"), direction("backward"), count)
 
 
 def _by_phase[T: (Kernel, Message)](counts: Mapping[T, float], seconds: Callable[[T], float]) -> dict[str, float]:

@@ -157,11 +157,9 @@ def _gpu_text(placed: str, turns: bool, smallest: float) -> str:
 
 def _host_text(host: dict[str, float]) -> str:
     """Return the trainer's RAM on the fullest node."""
-    purposes = f"{host['moments']:.1f} GiB for moments, " if host["moments"] else ""
-    purposes += (
-        f"{host['offload']:.1f} GiB, pinned, for state offloaded while vLLM generates, " if host["offload"] else ""
-    )
-    purposes += f"{host['activations']:.1f} GiB, pinned, for activations, " if host["activations"] else ""
+    texts = {"moments": " for moments", "offload": ", pinned, for state offloaded while vLLM generates"}
+    texts |= {"activations": ", pinned, for activations"}
+    purposes = "".join(f"{host[name]:.1f} GiB{text}, " for name, text in texts.items() if host[name])
     after = f"; {host['writing']:.1f} GiB until it is written" if host["writing"] else ""
     return f"{purposes}{host['saving']:.1f} GiB of the fullest node's RAM while a checkpoint is assembled{after}"
 
