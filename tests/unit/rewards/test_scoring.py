@@ -10,6 +10,7 @@ from megagrpo.config import RewardsSection
 from megagrpo.config.basics.paths import anchored
 from megagrpo.rewards.registry.target import Target
 from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.rewards.scoring import Function
 from megagrpo.rewards.workers import pool as pool_module
 from megagrpo.rewards.workers.pool import Call, WorkerPool
 from megagrpo.types import Prompt, Rollout
@@ -328,3 +329,12 @@ def test_a_pool_that_is_closed_says_so():
     pool.close()
     with pytest.raises(ValueError, match="closed"):
         pool.submit(Call(Target("module", "function")))
+
+
+def test_a_call_of_a_slow_independent_function_takes_a_quarter_of_its_deadline():
+    function = Function("mine", Target("mine.py", "mine"), 1.0, {}, timeout=8.0, lane="", declared_independent=True)
+    function.signature = {"completions_per_call": None, "is_coroutine": False}
+    group = [Rollout(Prompt(0, (1,), ""), (1,), (0.0,), "stop", 0, "")] * 10
+    for pace, sizes in ((0.0, [10]), (0.5, [4, 4, 2]), (9.0, [1] * 10)):
+        function.pace = pace
+        assert [len(part) for part in function.parts(group)] == sizes

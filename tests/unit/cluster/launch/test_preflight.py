@@ -48,7 +48,8 @@ def test_every_problem_of_a_node_is_told_at_once(tmp_path):
 
 def test_a_python_without_the_packages_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "NEEDED_MODULES", ("json", "no_such_package", "no_such_package.core"))
-    problems = preflight.node_problems(tmp_path, 0, [], {})
+    both = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")  # no problem
+    problems = preflight.node_problems(tmp_path, 0, [], both)
     assert [problem.partition(":")[0] for problem in problems] == ["no_such_package", "no_such_package.core"]
 
 

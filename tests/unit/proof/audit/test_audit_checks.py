@@ -8,7 +8,7 @@ import torch
 
 from megagrpo.config import RunConfig
 from megagrpo.data.tokens.tokenizer import load_tokenizer
-from megagrpo.proof.audit.audit_checks import _rollout, _sample_problems
+from megagrpo.proof.audit.audit_checks import _rollout, _sample_problems, _slices
 from megagrpo.proof.audit.saved import Sample
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
 from tests.unit.for_each import for_each
@@ -65,3 +65,12 @@ def test_rewards_are_run_again_with_what_the_template_had_opened(chat_folder):  
     assert _rollout(one).prompt.opened == "<think>"
     # an older dump
     assert _rollout(replace(one, text={k: v for k, v in one.text.items() if k != "opened"})).prompt.opened == ""
+
+
+def test_a_sample_that_no_optimizer_step_or_two_trained_on_is_found():
+    algorithm = SimpleNamespace(steps_per_generation=2)
+    for trained, passed in ((([0, 1], [2]), True), (([0], [2]), False), (([0, 1], [1, 2]), False)):
+        updates = [SimpleNamespace(samples=samples) for samples in trained]
+        step = SimpleNamespace(config=SimpleNamespace(algorithm=algorithm), samples=range(3), updates=updates)
+        check = _slices(step)
+        assert (check.passed, check.place) == (passed, "" if passed else "sample 1")
