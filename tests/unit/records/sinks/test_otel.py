@@ -8,8 +8,6 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
 from megagrpo.config import load_config
 from megagrpo.platform.process.phases import Phases
@@ -26,6 +24,8 @@ REWARDED = {"reward": 0.5, "num_tokens": 9.0, "num_generated_tokens": 7.0, "comp
 @contextmanager
 def collector(status=200):
     """Its address, and the (path, headers, request) that it got."""
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
     got = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -199,6 +199,8 @@ def times(span):
 
 
 def test_a_conversation_is_a_trace_of_waits_generations_and_answers(tmp_path):
+    from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
+
     branch = talked([Turn(0, 3, generated=1.0, began=BEGAN + 1)])
     calls = dict(calls=("add", "add", "look"), failures=1)
     first = Turn(0, 4, generated=2.0, queued=0.5, answered=3.0, began=BEGAN, **calls)
