@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from megagrpo.families.family_index import FAMILIES
@@ -59,8 +58,10 @@ def on_one_stage(name: str) -> bool:
     return bool((keys | keys.get(WHOLE, {}).get("text_config", {})).get("num_kv_shared_layers"))
 
 
-def class_of(kind: str) -> type[transformers.PreTrainedModel]:
+def class_of(kind: str) -> type:
     """transformers' class of a case."""
+    import transformers
+
     if kind == "KimiK25ForConditionalGeneration":
         from tiny_kimi import published_class
 
@@ -68,7 +69,7 @@ def class_of(kind: str) -> type[transformers.PreTrainedModel]:
     return getattr(transformers, kind if "For" in kind else f"{kind}ForCausalLM")
 
 
-def tiny_config(kind: str, extra: dict[str, Any]) -> transformers.PretrainedConfig:
+def tiny_config(kind: str, extra: dict[str, Any]) -> Any:
     """The configuration of a tiny model; `extra` is kept unchanged, because transformers writes rotary parameters into
     it."""
     # Only the eager attention of transformers caps scores.

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
-from transformers import AutoConfig, AutoModelForImageTextToText, Gemma3Processor, PreTrainedTokenizerFast
-from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 SIDE, TOKENS, WINDOW = 48, 9, 12  # pixels and tokens of an image, tokens of a window
 MARKS = dict(boi_token="<start_of_image>", image_token="<image_soft_token>", eoi_token="<end_of_image>")
@@ -44,8 +42,10 @@ _TEXT = dict(
 )
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     """A tokenizer of characters in which up to four line breaks are one token."""
+    from transformers import PreTrainedTokenizerFast
+
     names = [*CHARACTERS, *LINES]
     merges = [(LINES[0], LINES[0]), (LINES[1], LINES[0]), (LINES[1], LINES[1])]
     raw = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, merges=merges))
@@ -60,6 +60,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def write_model(folder: Path, seed: int = 0, **text: Any) -> None:
     """Write the model, its tokenizer and its processor."""
+    from transformers import AutoConfig, AutoModelForImageTextToText, Gemma3Processor
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
     words = tokenizer()
     blocks = text.get("num_hidden_layers", 2)
     sizes = dict(vocab_size=len(words) + 6, eos_token_id=words.eos_token_id)

@@ -13,8 +13,6 @@ import torch
 from PIL import Image
 from tiny_families import write_model as save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from megagrpo.data.tokens.tokenizer import load_tokenizer
 from megagrpo.families.hf_config import load_hf_config
@@ -104,8 +102,10 @@ KINDS = {
 }
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     """A tokenizer of characters."""
+    from transformers import PreTrainedTokenizerFast
+
     raw = Tokenizer(models.BPE({character: i for i, character in enumerate(CHARACTERS)}, merges=[]))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     raw.add_special_tokens(SPECIAL)
@@ -116,6 +116,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def write_model(folder: Path, seed: int = 0, kind: str = "qwen2_5_vl", released: bool = True, **text) -> None:
     """Write the model, its tokenizer and its image processor: experts as in releases, or as transformers saves them."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
     if kind == "gemma3":
         return tiny_square.write_model(folder, seed, **text)
     words, own = tokenizer(), KINDS[kind]
@@ -186,6 +189,8 @@ def full_logits(
     adapter: Path | None = None,
 ) -> list[torch.Tensor]:
     """transformers' logits [L, V] as float32 for each (token ids, inputs), with PEFT's `adapter`."""
+    from transformers import AutoModelForImageTextToText
+
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
     if adapter is not None:
         from peft import PeftModel

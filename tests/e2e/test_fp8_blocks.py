@@ -3,7 +3,6 @@ for its part of the experts, also where 128 does not divide their width. Respons
 
 from __future__ import annotations
 
-import functools
 import statistics
 from hashlib import sha256
 
@@ -14,7 +13,6 @@ from ranks import run_ranks
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import DeepseekV3Config, Qwen3MoeConfig
 
 from megagrpo.sync.trainer_side.sync import WeightSync
 from tests.e2e import tiny_servers
@@ -35,11 +33,9 @@ from tests.rank_fakes import OneRank
 pytestmark = pytest.mark.skipif(not WORKERS_SHARE_MEMORY, reason="vLLM's FP8 blocks on CPUs need AVX-512")
 SIDE, MOST = 128, 448.0  # of a block; the largest value of e4m3
 tiny_servers.CONFIGS |= {
-    "blocks_v3": lambda **sizes: DeepseekV3Config(**sizes | V3 | dict(q_lora_rank=64, moe_intermediate_size=256)),
-    "odd_v3": lambda **sizes: DeepseekV3Config(
-        **sizes | V3 | dict(hidden_size=160, q_lora_rank=64, moe_intermediate_size=320)
-    ),
-    "odd_qwen3": functools.partial(Qwen3MoeConfig, **EXPERTS | dict(num_experts=32)),
+    "blocks_v3": ("DeepseekV3Config", V3 | dict(q_lora_rank=64, moe_intermediate_size=256)),
+    "odd_v3": ("DeepseekV3Config", V3 | dict(hidden_size=160, q_lora_rank=64, moe_intermediate_size=320)),
+    "odd_qwen3": ("Qwen3MoeConfig", EXPERTS | dict(num_experts=32)),
 }
 # kind, workers, whether whole experts are distributed
 CASES = {

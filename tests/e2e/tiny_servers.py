@@ -16,22 +16,6 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GptOssConfig,
-    GraniteMoeHybridConfig,
-    LlamaConfig,
-    NemotronHConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3_5MoeTextConfig,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-)
 
 from megagrpo.config import ParallelSection
 from megagrpo.data.packing.routed_experts import RouteShape
@@ -122,19 +106,19 @@ GPT_OSS = dict(
         truncate=False,
     ),
 )
-CONFIGS = {
-    "llama": LlamaConfig,
-    "qwen2": Qwen2Config,
-    "qwen3_moe": functools.partial(Qwen3MoeConfig, **EXPERTS),
-    "deepseek_v2": lambda **sizes: DeepseekV2Config(**sizes | V2),
-    "deepseek_v3": lambda **sizes: DeepseekV3Config(**sizes | V3),
-    "gemma2": functools.partial(Gemma2Config, **GEMMA, **CAPS),
-    "gemma3": functools.partial(Gemma3TextConfig, **GEMMA),
-    "gpt_oss": lambda **sizes: GptOssConfig(**sizes | GPT_OSS),
-    "qwen3_next": lambda **sizes: Qwen3NextConfig(**sizes | EXPERTS | DELTA | dict(tie_word_embeddings=False)),
-    "granitemoehybrid": functools.partial(GraniteMoeHybridConfig, **GRANITE_H),
-    "nemotron_h": lambda **sizes: NemotronHConfig(**sizes | NEMOTRON),
-    "qwen3_5_moe": lambda **sizes: Qwen3_5MoeTextConfig(**sizes | EVERYWHERE | DELTA),
+CONFIGS: dict[str, tuple[str, dict]] = {  # the name of transformers' class, and its keywords beside SIZES
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS),
+    "deepseek_v2": ("DeepseekV2Config", V2),
+    "deepseek_v3": ("DeepseekV3Config", V3),
+    "gemma2": ("Gemma2Config", GEMMA | CAPS),
+    "gemma3": ("Gemma3TextConfig", GEMMA),
+    "gpt_oss": ("GptOssConfig", GPT_OSS),
+    "qwen3_next": ("Qwen3NextConfig", EXPERTS | DELTA | dict(tie_word_embeddings=False)),
+    "granitemoehybrid": ("GraniteMoeHybridConfig", GRANITE_H),
+    "nemotron_h": ("NemotronHConfig", NEMOTRON),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", EVERYWHERE | DELTA),
 }
 PROMPTS = [Prompt(i, tuple((7 * i + 3 * k) % 997 + 3 for k in range(4 + i)), "") for i in range(5)]
 WORKERS_SHARE_MEMORY = torch.cpu._is_avx512_supported()
@@ -161,9 +145,13 @@ def scratch() -> Path:
 @functools.cache
 def model_folder(kind: str, seed: int = 0) -> Path:
     """A Hugging Face folder with random float32 weights, including norms, biases and buffers."""
+    import transformers
+
     folder = scratch() / f"{kind}{seed}"
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind](**SIZES), dtype=torch.float32)
+    name, keys = CONFIGS[kind]
+    config = getattr(transformers, name)(**SIZES | keys)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, param in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in name:
@@ -175,12 +163,14 @@ def model_folder(kind: str, seed: int = 0) -> Path:
 
 
 @functools.cache
-def tokenizer_of_threes() -> PreTrainedTokenizerFast:
+def tokenizer_of_threes():
     """A tokenizer whose tokens are three letters each. No letter occurs twice in the vocabulary."""
+    import transformers
+
     names = ["".join(chr(first + i) for first in (0x4E00, 0x5E00, 0x6E00)) for i in range(SIZES["vocab_size"])]
     raw = RawTokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
     raw.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=raw)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=raw)
 
 
 @functools.cache
@@ -269,7 +259,9 @@ def greedy(engine: VllmEngine, max_tokens: int = 24) -> list[tuple]:
 @functools.cache
 def oracle(folder: Path) -> torch.nn.Module:
     """transformers' model in float32."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @torch.no_grad()

@@ -21,7 +21,6 @@ from megagrpo.commands import COMMANDS
 from megagrpo.commands.api.run_handle import Run
 from megagrpo.config import RunConfig, load_config
 from megagrpo.config.key_table import fields, section_of
-from megagrpo.data.sources.data_sources import load_rows
 from megagrpo.families.family_index import FAMILIES
 from megagrpo.families.shared import blocks as rules
 from megagrpo.families.shared.family import Family
@@ -347,6 +346,8 @@ def test_the_example_loads_and_plans():
 
 
 def test_the_rewards_of_the_example_score_its_rows():
+    from megagrpo.data.sources.data_sources import load_rows
+
     config = load_config(EXAMPLE)
     rows = load_rows(config.data.train, "data.train", 0, config.data.prompt_column)
     answers = ["Paris", "The capital of Japan, a country of many islands, is Tokyo.", "Milan"]

@@ -12,8 +12,6 @@ from megagrpo.config import ConfigError, ProblemError, RunConfig, load_config
 from megagrpo.config.sections.loss_table import LOSSES
 from megagrpo.data.packing.sample_packing import PackingRules, pack
 from megagrpo.planner import plan
-from megagrpo.proof.audit.audit_checks import check_step
-from megagrpo.proof.audit.naive_loss import Response, policy_term
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.train_types import LossInputs
 from tests.unit.for_each import for_each
@@ -175,6 +173,8 @@ def test_what_is_neither_a_loss_nor_a_name_in_a_file_is_refused_with_the_choices
 
 def response(length):
     """A response of this many tokens, for which the policy differs from the one that sampled."""
+    from megagrpo.proof.audit.naive_loss import Response
+
     generator = torch.Generator().manual_seed(length)
     rows = [-torch.rand(length, generator=generator, dtype=torch.float64) for _ in range(4)]
     return Response(
@@ -186,6 +186,8 @@ def response(length):
     "options", [{}, dict(importance_correction="token_mask", importance_correction_max=1.2)], ids=str
 )
 def test_the_audit_runs_the_loss_again_in_float64(file, options):
+    from megagrpo.proof.audit.naive_loss import policy_term
+
     own, built_in = (settings(loss_type=name, **options).algorithm for name in (f"{file}:clipped", "dapo"))
     found, expected = (policy_term(response(9), algorithm, 0.0) for algorithm in (own, built_in))
     assert found.dtype == torch.float64
@@ -193,6 +195,8 @@ def test_the_audit_runs_the_loss_again_in_float64(file, options):
 
 
 def test_the_audit_of_a_run_whose_loss_is_gone_says_so_at_once(tmp_path):
+    from megagrpo.proof.audit.audit_checks import check_step
+
     config = settings(loss_type=f"{tmp_path}/gone.py:f")
     with pytest.raises(
         ConfigError,

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from megagrpo.config import ConfigError, DatasetSection
 from megagrpo.config.basics.problems import Problem, ProblemError
-from megagrpo.data.sources.data_sources import load_rows
 from megagrpo.data.tokens.tokenizer import Tokenizer, read_chat_template
 from megagrpo.engine.http.probe import check_plugin
 from megagrpo.families.hf_config import parse_hf_config
@@ -46,6 +44,8 @@ class Letters(Tokenizer):
         return list(map(ord, text))
 
     def _apply_template(self, messages, options):
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         return render_jinja_template([messages], chat_template=options["chat_template"])[0][0]
 
 
@@ -154,6 +154,8 @@ NO_UTF8 = {"a.jsonl": b'{"prompt": "\xff\xfe"}\n', "a.csv": b"prompt\n\xff\n", "
 
 @pytest.mark.parametrize(("name", "content"), NO_UTF8.items(), ids=NO_UTF8)
 def test_data_that_are_no_utf8_are_named(tmp_path, name, content):
+    from megagrpo.data.sources.data_sources import load_rows
+
     (tmp_path / name).write_bytes(content)
     with pytest.raises(
         ValueError, match=rf"^data\.train\.source: .*{name} is not UTF-8 text \(.*\); save it in UTF-8$"

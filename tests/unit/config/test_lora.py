@@ -1,8 +1,6 @@
 """Invalid settings of adapters, and settings derived from them."""
 
 import pytest
-from peft import LoraConfig
-from peft.tuners.tuners_utils import check_target_module_exists
 
 from megagrpo.config import LoraSection, load_config
 from tests.unit.config.test_config import SMALLEST, problems, write
@@ -105,6 +103,9 @@ def test_an_expression_names_its_layers_itself(tmp_path):
     ids=str,
 )
 def test_adapters_are_where_peft_has_them(chosen):
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
     modules = [
         f"model.layers.{layer}.{name}"
         for layer in (0, 1, 11)

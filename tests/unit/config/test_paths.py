@@ -12,7 +12,6 @@ from megagrpo.config import ConfigError, RunConfig, load_config, save_resolved
 from megagrpo.config.basics.paths import PATHS
 from megagrpo.config.io import shipped_configs
 from megagrpo.config.key_table import fields
-from megagrpo.data.sources.data_sources import load_rows
 from megagrpo.rewards.registry.reward_registry import resolve
 from tests.unit.for_each import for_each
 
@@ -100,6 +99,8 @@ def test_an_adapter_counts_from_the_folder_of_its_file(tmp_path):
 
 
 def test_paths_on_the_command_line_count_from_the_current_folder(parent, tmp_path, monkeypatch):
+    from megagrpo.data.sources.data_sources import load_rows
+
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)

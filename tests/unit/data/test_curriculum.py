@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from megagrpo.config import DataSection
 from megagrpo.data.prompts import PromptSource
@@ -25,6 +24,8 @@ ON = {"curriculum": [0.1, 0.9], "curriculum_rest": 2, "shuffle": False}
 @pytest.fixture(scope="module")
 def make(tmp_path_factory):
     """A source of four prompts in the order of the data set, or shuffled by the seed."""
+    from transformers import PreTrainedTokenizerFast
+
     path = tmp_path_factory.mktemp("data") / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{n}"}) + "\n" for n in range(4)))
     raw = RawTokenizer(models.WordLevel({str(n): n for n in range(10)}, unk_token="0"))

@@ -9,7 +9,6 @@ import io
 import json
 from decimal import Decimal
 
-import datasets
 import huggingface_hub
 import pyarrow
 import pyarrow.parquet
@@ -18,7 +17,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megagrpo.config import DatasetSection
-from megagrpo.data.sources.data_sources import load_rows
 from megagrpo.rewards.workers.channel import as_json, from_json
 from tests.unit.for_each import for_each
 
@@ -56,6 +54,8 @@ def folder(tmp_path_factory):
 
 
 def read(source, split="train", **section):
+    from megagrpo.data.sources.data_sources import load_rows
+
     return list(load_rows(DatasetSection(source=str(source), split=split, **section), "data.train", 0, "prompt"))
 
 
@@ -116,6 +116,8 @@ COLUMNS = {
 
 @pytest.mark.parametrize("kind", ["file", "folder", "arrow file", "save_to_disk"])
 def test_a_typed_column_arrives_as_python_values_at_a_reward(tmp_path, kind):
+    import datasets
+
     table = pyarrow.table({"prompt": ["p", "q"], **COLUMNS})
     wanted = table.to_pylist()
     if kind == "file":
@@ -187,6 +189,8 @@ def test_a_configuration_in_a_folder_s_card_names_its_files(tmp_path):
 
 
 def test_a_hub_data_set_in_the_hub_s_cache_is_read_offline(tmp_path, monkeypatch):
+    import datasets
+
     commit, repo = "1" * 40, tmp_path / "hub" / "datasets--org--rows"
     (repo / "snapshots" / commit).mkdir(parents=True)
     (repo / "refs").mkdir()
@@ -306,6 +310,8 @@ def test_a_file_that_is_not_what_its_name_says_is_named(tmp_path, name, content,
 
 
 def test_other_sources_without_rows_are_named(tmp_path):
+    import datasets
+
     (tmp_path / "nothing").mkdir()
     with pytest.raises(
         ValueError, match=r"nothing cannot be loaded: it has no data files; put files that end in \.jsonl, .* there$"

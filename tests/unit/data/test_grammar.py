@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from megagrpo.config.sections.rollout import RolloutSection, constraint_of
 from megagrpo.data.tokens.grammar import Grammars, allowed
@@ -21,6 +20,8 @@ VOCABULARY = 41  # two ids have no token
 
 def character_tokenizer() -> HuggingFaceTokenizer:
     """One token per character; `~` is the end token."""
+    from transformers import PreTrainedTokenizerFast
+
     raw = Tokenizer(models.WordLevel(IDS, unk_token=" "))
     raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     return HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="~"))

@@ -16,11 +16,11 @@ from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokens.tokenizer import load_tokenizer
 from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.weights.bridge.image_facts import processor_of
-from tests.distributed.tiny_vision import image, tokenizer, write_model
+from tests.distributed.tiny_vision import CHARACTERS, SPECIAL, image, write_model
 from tests.unit.families.published_configs import MORE, published
 from tests.unit.for_each import for_each
 
-IMAGE = tokenizer().convert_tokens_to_ids("<|image_pad|>")
+IMAGE = len(CHARACTERS) + SPECIAL.index("<|image_pad|>")  # its token id
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,10 @@
 
 import json
 
-import datasets
 import pytest
 import sentencepiece
 from tokenizers import AddedToken, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as RawTokenizer
-from transformers import PreTrainedTokenizerFast
 
 from megagrpo.config import DataSection, RunConfig
 from megagrpo.data.prompt_values import as_prompt
@@ -36,6 +34,8 @@ MARKS = ["<|im_start|>", "[INST]", "<start_of_turn>", "<｜User｜>", "### Instr
 def made(kind: str):
     """A tokenizer of characters whose BOS is <s>. `hf with bos` adds it, `hf with two` adds [gMASK]<sop> as GLM's
     does."""
+    from transformers import PreTrainedTokenizerFast
+
     raw = RawTokenizer(models.WordLevel({c: i for i, c in enumerate(map(chr, range(10, 127)))}, unk_token=" "))
     raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     raw.add_special_tokens(
@@ -176,6 +176,8 @@ def test_a_stored_prompt_becomes_text_or_messages(stored, prompt):
 
 
 def test_fields_that_arrow_added_are_left_out(tmp_path):
+    import datasets
+
     calls = [CALL, CALL | {"function": {"name": "neg", "arguments": {"x": 1}}}]
     rows = [
         {

@@ -8,12 +8,10 @@ from collections import Counter
 from hashlib import blake2b
 from pathlib import Path
 
-import datasets
 import huggingface_hub
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from megagrpo.config import DataSection
 from megagrpo.data.prompts import PromptSource
@@ -28,6 +26,8 @@ ROWS = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n), "level": n} for 
 @pytest.fixture(scope="module")
 def tokenizer():
     """One token per character; its template writes [system|]user>."""
+    from transformers import PreTrainedTokenizerFast
+
     vocabulary = {c: i for i, c in enumerate(map(chr, range(32, 127)))}
     raw = RawTokenizer(models.WordLevel(vocabulary, unk_token=" "))
     raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -155,6 +155,8 @@ def test_system_prompt_and_template_go_into_the_tokens_only(tokenizer, jsonl):
 
 
 def test_messages_come_through_arrow_without_empty_keys(tokenizer, tmp_path):
+    import datasets
+
     rows = [
         {"chat": [{"role": "system", "content": "S"}, {"role": "user", "content": "U", "name": "n"}], "answer": 1},
         {"chat": [{"role": "user", "content": "V"}], "answer": 2},
@@ -169,6 +171,8 @@ def test_messages_come_through_arrow_without_empty_keys(tokenizer, tmp_path):
     "kind", ["json", "parquet", "csv", "folder of files", "save_to_disk", "save_to_disk with splits"]
 )
 def test_every_kind_of_source_gives_the_same_prompts(tokenizer, jsonl, tmp_path, kind):
+    import datasets
+
     data, path = datasets.Dataset.from_list(ROWS), tmp_path / f"rows.{kind}"
     if kind == "json":
         path.write_text(json.dumps(ROWS))
@@ -340,6 +344,8 @@ def test_rows_of_sharegpt_get_a_hint(tokenizer, tmp_path):
 def test_what_cannot_be_used_is_refused_with_its_key(
     tokenizer, jsonl, tmp_path, monkeypatch, path, arguments, expected
 ):
+    import datasets
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)

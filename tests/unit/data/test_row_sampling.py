@@ -2,13 +2,11 @@
 
 import json
 
-import datasets
 import numpy as np
 import pytest
 import torch
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
-from transformers import PreTrainedTokenizerFast
 
 from megagrpo.algorithms.advantages import to_samples
 from megagrpo.config import DataSection
@@ -140,6 +138,8 @@ OTHERS = [
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "text"])
 def test_rows_of_different_shapes_are_read_from_files_that_fill_them_with_none(kind, tokenizer, tmp_path):  # noqa: F811
+    import datasets
+
     cells = [EVERYTHING, *OTHERS]
     if kind == "parquet":
         table = datasets.Dataset.from_list([{"prompt": "Hi", "own": cell} for cell in cells])
@@ -181,6 +181,8 @@ def test_a_rows_seed_is_the_first_response_s():
 
 def test_words_have_the_tokens_that_vllm_gives_them(tokenizer):  # noqa: F811
     """A tokenizer with single tokens for words with and without a space before them, and one character per token."""
+    from transformers import PreTrainedTokenizerFast
+
     vllm = pytest.importorskip("vllm.sampling_params")
     vocabulary = {
         "<unk>": 0,

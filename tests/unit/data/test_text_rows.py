@@ -5,8 +5,6 @@ import json
 import pytest
 
 from megagrpo.config import DatasetSection
-from megagrpo.data.sources.data_sources import load_rows
-from megagrpo.data.sources.text_rows import JsonRows
 from tests.unit.for_each import for_each
 
 ROWS = [
@@ -33,6 +31,8 @@ ROWS = [
 
 
 def read(file, **section):
+    from megagrpo.data.sources.data_sources import load_rows
+
     return load_rows(DatasetSection(source=str(file), **section), "data.train", 0, "prompt")
 
 
@@ -54,6 +54,8 @@ def test_values_keep_their_types(tmp_path, kind):
 
 
 def test_a_row_without_a_column_has_none_there(tmp_path):
+    from megagrpo.data.sources.text_rows import JsonRows
+
     rows = JsonRows([(b'{"a": 1}', ["a"]), (b'{"b": {"c": 2}}', ["b"])])
     assert list(rows) == [{"a": 1, "b": None}, {"a": None, "b": {"c": 2}}] and rows[-1] == rows[1]
     assert list(rows[:1]) == [rows[0]] and list(rows.select([1, 0])) == [rows[1], rows[0]] and len(JsonRows([])) == 0

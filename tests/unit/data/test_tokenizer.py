@@ -8,7 +8,6 @@ import pytest
 import sentencepiece
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from megagrpo.config import DataSection
 from megagrpo.data.tokens.token_texts import TokenTexts
@@ -29,6 +28,8 @@ LLAMA_2 = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{
 @pytest.fixture(scope="module")
 def chat_folder(tmp_path_factory):
     """A byte-level BPE tokenizer with a ChatML template and a generation_config.json with two more end tokens."""
+    from transformers import PreTrainedTokenizerFast
+
     raw = RawTokenizer(models.BPE())
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eot|>"]
@@ -49,6 +50,8 @@ def chat_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def base_folder(chat_folder, tmp_path_factory):
     """Like `chat_folder`, without a template and a generation_config.json."""
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = PreTrainedTokenizerFast.from_pretrained(chat_folder)
     tokenizer.chat_template = None
     folder = tmp_path_factory.mktemp("base")
@@ -135,6 +138,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 @pytest.fixture
 def named(chat_folder, tmp_path):
     """Save the tokenizer of `chat_folder` with templates by name; the result is loaded."""
+    from transformers import PreTrainedTokenizerFast
 
     def load(**templates):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(chat_folder)

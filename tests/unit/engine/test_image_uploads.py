@@ -5,7 +5,6 @@ import gc
 from pathlib import Path
 
 import pytest
-from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 
 from megagrpo.data.images.prompt_images import ImageReader
 from megagrpo.engine import image_features
@@ -54,6 +53,8 @@ def test_requests_at_once_share_one_upload_and_a_failure_forgets_it(group):
 
 
 def test_vllm_reads_an_upload_and_a_request_that_names_images(group):
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+
     upload = GenerateRequest.model_validate_json(group.upload("id"))
     named = GenerateRequest.model_validate_json(Request(group, 1).body("id", pixels=False))
     whole = GenerateRequest.model_validate_json(Request(group, 1).body("id"))

@@ -9,11 +9,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import httpx
-import openai
 import psutil
 import pytest
-from openai.types.chat import ChatCompletionChunk
-from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from megagrpo.config import MultiTurnSection
@@ -245,6 +242,7 @@ def conversed(responders, *seats):
 
 def with_client(policy, use, **seat):
     """`use(client, url, seat)` in a conversation, with the async client of the `openai` package."""
+    import openai
 
     async def run():
         address, taken = Address(), policy.seat(**seat)
@@ -443,6 +441,9 @@ def test_chat_completions_in_a_stream(policy):
 
 
 def test_each_event_of_a_stream_has_all_fields_that_openais_types_require(policy):
+    from openai.types.chat import ChatCompletionChunk
+    from openai.types.responses import ResponseStreamEvent
+
     policy.script = ['Hm. <tool_call>{"name": "search", "arguments": {}}</tool_call>', "a b", ""]
     event_of = TypeAdapter(ResponseStreamEvent).validate_python
     tool = {"type": "function", **SEARCH["function"]}
@@ -476,6 +477,8 @@ def test_each_event_of_a_stream_has_all_fields_that_openais_types_require(policy
 
 @pytest.mark.parametrize("route", ["chat", "responses"])
 def test_an_error_in_a_stream_reaches_the_agent_and_nothing_of_the_turn_is_trained(policy, route):
+    import openai
+
     policy.replaced = policy.tokenizer.encode("six", False)  # a server failed, and the next one sampled "one"
 
     async def use(client, seat):
@@ -549,6 +552,8 @@ def test_responses_continue_their_items(policy, streams):
     ],
 )
 def test_what_is_not_supported_is_refused_in_openais_format(policy, keys, code):
+    import openai
+
     async def use(client, seat):
         with pytest.raises(openai.BadRequestError) as refused:
             await client.chat.completions.create(
@@ -588,6 +593,8 @@ def test_texts_without_utf8_bytes_are_replaced(policy, where):
 
 
 def test_a_request_that_cannot_be_rendered_costs_the_agent_only(policy, monkeypatch):
+    import openai
+
     monkeypatch.setattr(Renderer, "whole", lambda *_: {}[0])  # an unexpected error
 
     async def use(client, seat):
@@ -611,6 +618,8 @@ def test_parameters_that_have_no_effect_are_counted(policy):
 
 
 def test_keys_are_valid_for_their_own_conversation_only(policy):
+    import openai
+
     async def run():
         address = Address()
         async with address.seated(policy.seat()) as other:
@@ -629,6 +638,8 @@ def test_keys_are_valid_for_their_own_conversation_only(policy):
 
 
 def test_an_abandoned_turn_is_cancelled(policy):
+    import openai
+
     policy.seconds = 100.0
 
     async def use(client, seat):
@@ -645,6 +656,8 @@ def test_an_abandoned_turn_is_cancelled(policy):
 
 
 def test_the_end_of_a_conversation_cancels_its_turns(policy):
+    import openai
+
     policy.seconds = 100.0
 
     async def run():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.suites import usual
 from tests.unit.environments.test_environments import (  # noqa: F401 - fixtures
     KINDS,
     conversation,
@@ -233,7 +234,7 @@ def test_sigkill_of_the_run_closes_environments_and_leaves_no_process(mine, tmp_
     ended(tmp_path / "events", CLOSED, CLOSED, CLOSED)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", usual(KINDS, 0, 3))
 def test_sigkill_of_the_run_closes_environments_in_containers(mine, runtime, tmp_path, kind):  # noqa: F811
     killed(mine, tmp_path / "events", documented(kind))
     ended(tmp_path / "events", CLOSED, CLOSED, CLOSED)

@@ -18,6 +18,7 @@ from megagrpo.config import MultiTurnSection
 from megagrpo.environments.episodes.conversation import Conversation
 from megagrpo.environments.responders import Responders
 from megagrpo.types import Prompt, Turn
+from tests.distributed.suites import usual
 
 MINE = '''
 """Environments of the tests."""
@@ -404,7 +405,7 @@ def test_a_container_serves_an_episode_over_its_stdio(responders, runtime, mine,
         assert f"{mine.parent}:{mine.parent}:ro" in calls[0][1]["-v"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", usual(KINDS, 0))
 def test_a_call_that_hangs_in_a_container_is_killed_there(responders, runtime, kind):
     table = responders("Game", environment_args={"goal": 5}, container=documented(kind), timeout=8.0)
     one = conversation()
@@ -416,7 +417,7 @@ def test_a_call_that_hangs_in_a_container_is_killed_there(responders, runtime, k
     assert os.listdir(runtime.parent / "state") == []
 
 
-@pytest.mark.parametrize("kind", ["docker", "podman", "kubectl"])
+@pytest.mark.parametrize("kind", usual(["docker", "podman", "kubectl"], 0, 2))
 def test_containers_that_are_left_are_removed_by_the_documented_label(runtime, kind):
     state, words = runtime.parent / "state", documented(kind).replace("{name}", "left")
     for place in ("{folder}", "{package}"):

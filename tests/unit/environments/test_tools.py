@@ -6,7 +6,6 @@ import time
 from typing import Any, Literal
 
 import pytest
-from transformers.utils.chat_template_utils import get_json_schema
 
 from megagrpo.environments.calculator import calculator
 from megagrpo.environments.episodes.tool_calls import as_message, hermes
@@ -49,6 +48,8 @@ def without_arguments() -> str:
 
 @pytest.mark.parametrize("function", [plain, without_arguments, calculator], ids=lambda f: f.__name__)
 def test_schemas_are_those_of_transformers(function):
+    from transformers.utils.chat_template_utils import get_json_schema
+
     expected = get_json_schema(function)
     expected["function"].pop("return", None)
     assert tool_schema(function) == expected

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from megagrpo.families.hf_config import parse_hf_config
@@ -24,9 +23,11 @@ SHAPE = dict(
 )
 
 
-def counted(frozen: bool) -> tuple[transformers.LlamaConfig, int]:
+def counted(frozen: bool) -> tuple:
     """FLOPs that torch counts for forward and backward of one sample, with the head on response tokens only. Its
     attention is not causal: every token meets every other one."""
+    import transformers
+
     config = transformers.LlamaConfig(**SHAPE, max_position_embeddings=256, tie_word_embeddings=False)
     config._attn_implementation = "eager"
     model = transformers.LlamaForCausalLM(config)
@@ -55,6 +56,8 @@ def test_the_flops_of_a_step_are_those_that_torch_counts(frozen):
 
 
 def test_a_shared_prompt_counts_once_and_the_parts_of_a_sample_add_up():
+    import transformers
+
     model = parse_hf_config(transformers.LlamaConfig(**SHAPE).to_dict() | {"architectures": ["LlamaForCausalLM"]})
     whole = step_flops(model, spans((0, 64)), 24)
     assert step_flops(model, spans((0, 40), (40, 64)), 24) == pytest.approx(whole)

@@ -15,8 +15,6 @@ from megagrpo.data.tokens.sampling import bad_word_ids, forbidden_token, own_sam
 from megagrpo.policy.lm_head.logit_processors import LogitProcessors, runs_of
 from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
-from megagrpo.proof.audit import naive
-from megagrpo.proof.audit.recompute import _allowed
 from megagrpo.train_types import TrainSample
 from megagrpo.types import SamplingParams
 from tests.unit.data.test_grammar import IDS, LETTERS, VOCABULARY, character_tokenizer, encode
@@ -106,6 +104,9 @@ def test_trainer_and_audit_are_over_the_tokens_that_brute_force_allows(share):
 
 def audited(made, logits, sampling, grammars):
     """The audit's log-probs of a model with these logits at the response."""
+    from megagrpo.proof.audit import naive
+    from megagrpo.proof.audit.recompute import _allowed
+
     places = made.response_mask.nonzero()[:, 0]
     every = torch.zeros(1, made.token_ids.numel(), VOCABULARY, dtype=torch.float64)
     every[0, places - 1] = logits

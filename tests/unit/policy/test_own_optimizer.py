@@ -7,7 +7,6 @@ import pytest
 
 from megagrpo.config import ProblemError, TrainSection
 from megagrpo.policy.optimizer.own_optimizer import own_optimizer, own_schedule
-from megagrpo.proof.audit.update_checks import check_update
 from tests.unit.config.test_config import SMALLEST, problems, write
 
 CODE = """
@@ -158,6 +157,8 @@ def test_what_does_not_go_with_own_code_is_refused(overrides, message, tmp_path)
 
 @pytest.mark.parametrize("key", ["optimizer", "lr_scheduler_type"])
 def test_the_audit_says_that_it_does_not_recompute_own_code(key):
+    from megagrpo.proof.audit.update_checks import check_update
+
     train = TrainSection(**{key: "own.py:name"})
     sections = dict(run=SimpleNamespace(num_steps=3), algorithm=SimpleNamespace(updates_per_step=1))
     step = SimpleNamespace(config=SimpleNamespace(train=train, **sections))

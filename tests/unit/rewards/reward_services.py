@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
 
 Answer = Callable[[dict], tuple[int, dict | str]]
 
@@ -77,6 +76,13 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{
 
 def make_model(folder: Path, num_labels: int = 1, causal: bool = False) -> Path:
     """A random classifier with a character tokenizer that has no padding token; run it in a rank."""
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        LlamaConfig,
+        PreTrainedTokenizerFast,
+    )
+
     vocabulary = {c: i for i, c in enumerate(["~", *map(chr, range(32, 126))])}
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
     raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -102,6 +108,8 @@ def make_model(folder: Path, num_labels: int = 1, causal: bool = False) -> Path:
 def logits(folder: Path, texts: list[str]) -> list[float]:
     """The model's logit of each text alone: no batch, no padding. The end token is the padding token, so transformers
     reads the last other token. Run it in a rank."""
+    from transformers import AutoModelForSequenceClassification
+
     found = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     found.config.pad_token_id = 0
     ids = [torch.tensor([[0 if c == "~" else ord(c) - 31 for c in text]]) for text in texts]

@@ -9,7 +9,6 @@ from ranks import run_ranks
 
 from megagrpo.config import RewardFunction, RewardsSection
 from megagrpo.rewards.functions.llm_judge import LlmJudge
-from megagrpo.rewards.functions.reward_model import RewardModel
 from megagrpo.rewards.functions.served import ServedReward
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
@@ -272,6 +271,8 @@ def test_a_reward_model_gives_the_logit_of_prompt_and_completion(model):
 
 def made_and_called(cases: list[tuple[str, dict]]) -> list:
     """For each path and options: the model's score of one completion, or the text of the error. Run it in a rank."""
+    from megagrpo.rewards.functions.reward_model import RewardModel
+
     found = []
     for path, options in cases:
         try:

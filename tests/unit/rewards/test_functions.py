@@ -2,8 +2,6 @@
 
 import pytest
 
-from megagrpo.rewards.functions.gym_score import reasoning_gym
-from megagrpo.rewards.functions.math_accuracy import Cosine, accuracy, reasoning_accuracy
 from megagrpo.rewards.functions.text_rewards import (
     encodable,
     first_answer,
@@ -18,12 +16,16 @@ from tests.unit.for_each import for_each
 
 
 def test_accuracy_takes_an_interval_for_an_inequality_and_as_trl_for_a_gold_inequality_alone():
+    from megagrpo.rewards.functions.math_accuracy import accuracy
+
     texts, golds = [r"\boxed{(1,2)}", r"\boxed{1<x<2}"], ["$1<x<2$", "$(1,2)$"]
     assert accuracy(texts, solution=golds) == [1.0, 1.0]
     assert accuracy(texts, solution=golds, as_trl=True) == [1.0, 0.0]
 
 
 def test_accuracy_reads_the_answer_column_when_there_is_no_solution_and_takes_messages():
+    from megagrpo.rewards.functions.math_accuracy import accuracy
+
     completions = [
         [{"role": "assistant", "content": r"so \boxed{7}"}],
         [{"role": "assistant", "content": r"\boxed{8}"}],
@@ -49,6 +51,8 @@ def test_the_first_answer_tag_counts():
 def test_reasoning_gym_scores_by_the_family_of_each_row():
     import reasoning_gym as gym
 
+    from megagrpo.rewards.functions.gym_score import reasoning_gym
+
     rows = [gym.create_dataset("chain_sum", size=1, seed=3)[0], gym.create_dataset("gcd", size=1, seed=3)[0]]
     columns = {name: [row[name] for row in rows] for name in ("question", "answer", "metadata")}
     tagged = [f"hm <answer>{row['answer']}</answer>" for row in rows]
@@ -69,6 +73,8 @@ def test_format_takes_a_hostile_text_in_linear_time():
 
 
 def test_the_reasoning_ends_at_the_last_of_the_first_delimiter_that_occurs():
+    from megagrpo.rewards.functions.math_accuracy import reasoning_accuracy
+
     texts = [r"\boxed{1}</r> \boxed{2} </r> \boxed{3}", r"\boxed{3}</r></think>\boxed{4}"]
     assert reasoning_accuracy(texts, solution=["3", "3"], delimiters=("</think>", "</r>")) == [1.0, 0.0]
     assert reasoning_accuracy([r"</think> \boxed{3}"], solution=[""]) == [None]
@@ -76,6 +82,8 @@ def test_the_reasoning_ends_at_the_last_of_the_first_delimiter_that_occurs():
 
 
 def test_cosine_scales_accuracy_by_length_and_cannot_score_without_a_gold():
+    from megagrpo.rewards.functions.math_accuracy import Cosine
+
     texts = [r"\boxed{3}", r"\boxed{4}", r"\boxed{3}"]
     ids = [[1] * 50, [1] * 50, []]
     assert Cosine()(texts, ids, 100, solution=["3", "3", None]) == pytest.approx([0.75, -0.75, None])

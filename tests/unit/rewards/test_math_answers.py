@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.rewards.functions.math_accuracy import Cosine, accuracy, reasoning_accuracy
 from megagrpo.rewards.math.answers import boxed, final_answer
-from megagrpo.rewards.math.compare_expressions import UnreadableError, same_value
 from tests.unit.for_each import for_each
 
 ROOT = Path(__file__).parents[3]
@@ -19,6 +17,8 @@ EXAMPLES = re.findall(r"^\| `(.*?)` \| `(.*?)` \| ([01]) \|", PAGE, re.MULTILINE
 
 
 def test_every_row_of_the_table_has_its_value():
+    from megagrpo.rewards.functions.math_accuracy import accuracy
+
     wrong = [row for row in ROWS if accuracy([row["completion"]], answer=[row["gold"]]) != [row["value"]]]
     assert not wrong, "\n".join(
         f"{row['gold']!r} {row['completion']!r} is {row['value']}: {row['why']}" for row in wrong
@@ -27,6 +27,8 @@ def test_every_row_of_the_table_has_its_value():
 
 
 def test_the_examples_of_the_page_have_their_values():
+    from megagrpo.rewards.functions.math_accuracy import accuracy
+
     assert len(EXAMPLES) >= 30
     found = [
         (gold, text, f"{accuracy([text.replace(chr(92) + 'n#', chr(10) + '#')], answer=[gold])[0]:.0f}")
@@ -66,6 +68,8 @@ def test_one_part_of_a_response_is_its_answer(text, prefix, answer):
 
 
 def test_a_thought_that_the_chat_template_opened_does_not_count():
+    from megagrpo.rewards.functions.math_accuracy import Cosine, accuracy, reasoning_accuracy
+
     texts, golds = [r"so \boxed{3}", r"so \boxed{3}</think> \boxed{3}", r"\boxed{3}"], ["3"] * 3
     assert accuracy(texts, answer=golds, prefixes=["<think>\n", "<think>\n", ""]) == [0.0, 1.0, 1.0]
     values = Cosine()(texts, [[1]] * 3, 100, answer=golds, prefixes=["<think>\n", "<think>\n", ""])
@@ -74,6 +78,8 @@ def test_a_thought_that_the_chat_template_opened_does_not_count():
 
 
 def test_powers_of_units_indices_and_brackets_count():
+    from megagrpo.rewards.functions.math_accuracy import accuracy
+
     equal = [
         (r"3\text{ m}^3", "3 cubic meters"),
         (r"3\text{ m}^3", "3 cu m"),
@@ -103,12 +109,16 @@ def test_powers_of_units_indices_and_brackets_count():
 
 
 def test_golds_that_are_numbers_or_empty():
+    from megagrpo.rewards.functions.math_accuracy import accuracy
+
     golds = [72, 72.0, 0.1, None, "", "  ", float("nan"), r"\boxed{", "so 8 * 9 = 72\n#### 72"]
     texts = [r"\boxed{72}", r"\boxed{72}", r"\boxed{\frac{1}{10}}", "1", "1", "1", "1", "1", "#### 72"]
     assert accuracy(texts, answer=golds) == [1.0, 1.0, 1.0, None, None, None, None, None, 1.0]
 
 
 def test_a_row_without_a_readable_gold_is_named():
+    from megagrpo.rewards.functions.math_accuracy import Cosine, accuracy, reasoning_accuracy
+
     for function in (accuracy, reasoning_accuracy, Cosine):
         fault = vars(function)["row_fault"]
         assert fault(answer=None) == "`answer` has no answer: None"
@@ -121,6 +131,8 @@ def test_a_row_without_a_readable_gold_is_named():
 
 
 def test_spellings_of_one_answer_are_one_vote_and_pass_together():
+    from megagrpo.rewards.functions.math_accuracy import accuracy
+
     texts = [
         r"\boxed{\frac12}",
         r"\boxed{\dfrac{1}{2}}",
@@ -153,6 +165,8 @@ HOSTILE = {
 
 @pytest.mark.parametrize("text", ["(x+1)^{1000}", "9^{9^{9^9}}", r"\exp(\exp(x))", "((x)!)!", "x" * 500])
 def test_a_text_that_sympy_computes_for_hours_is_not_tried(text):
+    from megagrpo.rewards.math.compare_expressions import UnreadableError, same_value
+
     with pytest.raises(UnreadableError):
         same_value("x", text)
 
@@ -160,4 +174,6 @@ def test_a_text_that_sympy_computes_for_hours_is_not_tried(text):
 @pytest.mark.timeout(200)  # of all of them; without the limits one has no end
 @for_each("kind", HOSTILE)
 def test_a_hostile_answer_is_wrong_and_raises_nothing(kind):
+    from megagrpo.rewards.functions.math_accuracy import accuracy
+
     assert accuracy([HOSTILE[kind]] * 3, answer=["5 km", "x+1", "(1, 2)"]) == [0.0] * 3

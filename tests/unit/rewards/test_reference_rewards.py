@@ -9,7 +9,6 @@ import pytest
 
 from megagrpo.config import RewardsSection, load_config
 from megagrpo.data.prompts import hash_answer
-from megagrpo.rewards.functions.math_accuracy import Cosine, accuracy, reasoning_accuracy
 from megagrpo.rewards.functions.text_rewards import (
     format,
     react_format,
@@ -38,11 +37,15 @@ UNREADABLE_GOLD = {"words"}
 
 @for_each("case", TRL["accuracy_reward"])
 def test_accuracy_as_trl(case):
+    from megagrpo.rewards.functions.math_accuracy import accuracy
+
     assert accuracy([case["completion"]], solution=[case["solution"]], as_trl=True) == [case["reward"]]
 
 
 @pytest.mark.parametrize("case", TRL["reasoning_accuracy_reward"])
 def test_reasoning_accuracy_as_trl(case):
+    from megagrpo.rewards.functions.math_accuracy import reasoning_accuracy
+
     assert reasoning_accuracy([case["completion"]], solution=[case["solution"]], as_trl=True) == [case["reward"]]
 
 
@@ -52,6 +55,8 @@ def test_think_format_as_trl(case):
 
 
 def test_cosine_as_trl():
+    from megagrpo.rewards.functions.math_accuracy import Cosine
+
     defaults = TRL["cosine_scaled_reward"]["defaults"]
     named = dict(min_value_wrong="min_len_value_wrong", max_value_wrong="max_len_value_wrong")
     # TRL orders by value, we by length
@@ -90,11 +95,15 @@ def test_react_format_as_ms_swift(case):
 
 @for_each("case", SWIFT["accuracy"])
 def test_accuracy_as_ms_swift_but_for_an_unreadable_gold(case):
+    from megagrpo.rewards.functions.math_accuracy import accuracy
+
     value = accuracy([case["completion"]], solution=[case["solution"]], as_trl=True)
     assert value == ([None] if case["solution"] in UNREADABLE_GOLD else [case["reward"]])
 
 
 def test_cosine_as_ms_swift_with_its_values_and_without_the_clamp():
+    from megagrpo.rewards.functions.math_accuracy import Cosine
+
     params, limit = SWIFT["cosine"]["params"], SWIFT["cosine"]["params"]["cosine_max_len"]
     names = ("min_len_value_wrong", "max_len_value_wrong", "min_len_value_correct", "max_len_value_correct")
     values = {name: params[f"cosine_{name}"] for name in names}

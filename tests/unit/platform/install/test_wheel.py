@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from megagrpo.__main__ import main
@@ -160,6 +159,8 @@ def test_the_sdist_makes_the_same_wheel_and_holds_the_tests(sdist, wheel, tmp_pa
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """A folder with a tiny Llama and an adapter of one of its weights."""
+    import transformers
+
     folder, sizes = tmp_path_factory.mktemp("model"), dict(hidden_size=16, intermediate_size=32, vocab_size=64)
     heads = dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).save_pretrained(folder)
@@ -185,7 +186,7 @@ print(megagrpo.__file__)
 """
 
 
-@pytest.mark.parametrize("tree", ["clone", "sdist"])
+@pytest.mark.parametrize("tree", [pytest.param("clone", marks=pytest.mark.full), "sdist"])
 def test_the_checkpoint_tools_work_without_an_installation_of_megagrpo(tree, model, tmp_path, request):
     """`-S` and PYTHONPATH give Python all installed packages except those in editable mode, such as megagrpo."""
     root = REPOSITORY if tree == "clone" else request.getfixturevalue("sdist")

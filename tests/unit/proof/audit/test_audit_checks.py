@@ -8,8 +8,6 @@ import torch
 
 from megagrpo.config import RunConfig
 from megagrpo.data.tokens.tokenizer import load_tokenizer
-from megagrpo.proof.audit.audit_checks import _rollout, _sample_problems, _slices
-from megagrpo.proof.audit.saved import Sample
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
 from tests.unit.for_each import for_each
 
@@ -18,6 +16,8 @@ STOP, EOS = "</a>", 2
 
 def sample(tokenizer, text, shown, reason="stop", eos=False, foreign=0, **more):
     """A sample with a prompt of two tokens, whose first `foreign` response tokens are not the policy's."""
+    from megagrpo.proof.audit.saved import Sample
+
     ids = [*tokenizer.encode(text, False), *[EOS] * eos]
     dialogue = {"messages": [], "turns": [], "ended": "done"} if foreign else None
     content = {
@@ -47,6 +47,8 @@ def sample(tokenizer, text, shown, reason="stop", eos=False, foreign=0, **more):
     ],
 )
 def test_a_response_may_end_with_a_stop_string(chat_folder, text, shown, options, problem):  # noqa: F811
+    from megagrpo.proof.audit.audit_checks import _sample_problems
+
     tokenizer = load_tokenizer(chat_folder)
     stop, include = options.pop("stop", [STOP]), options.pop("include", True)
     rollout = {"stop": stop} | ({} if include else {"include_stop_str_in_output": False})
@@ -61,6 +63,8 @@ def test_a_response_may_end_with_a_stop_string(chat_folder, text, shown, options
 
 
 def test_rewards_are_run_again_with_what_the_template_had_opened(chat_folder):  # noqa: F811
+    from megagrpo.proof.audit.audit_checks import _rollout
+
     one = sample(load_tokenizer(chat_folder), "9", "9", opened="<think>")
     assert _rollout(one).prompt.opened == "<think>"
     # an older dump
@@ -68,6 +72,8 @@ def test_rewards_are_run_again_with_what_the_template_had_opened(chat_folder):  
 
 
 def test_a_sample_that_no_optimizer_step_or_two_trained_on_is_found():
+    from megagrpo.proof.audit.audit_checks import _slices
+
     algorithm = SimpleNamespace(steps_per_generation=2)
     for trained, passed in ((([0, 1], [2]), True), (([0], [2]), False), (([0, 1], [1, 2]), False)):
         updates = [SimpleNamespace(samples=samples) for samples in trained]

@@ -9,8 +9,6 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
 from megagrpo.config import load_config
 from megagrpo.platform.process import user_code
@@ -30,6 +28,8 @@ REWARDED = {"reward": 0.5, "num_tokens": 9.0, "num_generated_tokens": 7.0, "comp
 @contextmanager
 def collector(status=200):
     """Its address, which the environment has too, and the (path, headers, request) that it got."""
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
     got = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -203,6 +203,8 @@ def times(span):
 
 
 def test_a_conversation_is_a_trace_of_waits_generations_and_answers(tmp_path):
+    from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
+
     branch = talked([Turn(0, 3, generated=1.0, began=BEGAN + 1)])
     calls = dict(calls=("add", "add", "look"), failures=1)
     first = Turn(0, 4, generated=2.0, queued=0.5, answered=3.0, began=BEGAN, **calls)

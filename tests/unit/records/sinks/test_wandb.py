@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ import pytest
 from tests.unit.records.sinks import tracked
 from tests.unit.records.sinks.tracked import COLUMNS, ENCODED
 
-pytest.importorskip("wandb")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is optional")
 OPTIONS = "run.wandb={mode: offline, project: sums, entity: us, group: night, tags: [a, b], name: shown}"
 
 

@@ -2,11 +2,6 @@
 
 import pytest
 import torch
-from vllm import _custom_ops as ops
-from vllm.platforms import current_platform
-from vllm.v1.attention.backend import CommonAttentionMetadata
-
-from megagrpo.sync.vllm_side.cpu.cpu_kernels import split_at_images
 
 HEADS, GROUPS, WIDTH, BLOCK = 4, 2, 32, 32
 # (tokens, tokens whose keys are cached, images as vLLM has them: first and last token)
@@ -15,11 +10,15 @@ REQUESTS = [(70, 0, [(3, 11), (20, 28)]), (40, 0, []), (60, 32, [(2, 10), (27, 3
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
+    from vllm.platforms import current_platform
+
     current_platform.import_kernels()
 
 
-def batch() -> CommonAttentionMetadata:
-    """The queries of `REQUESTS`, each with three blocks of the cache."""
+def batch():
+    """vLLM's metadata of the queries of `REQUESTS`, each with three blocks of the cache."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
     counts = torch.tensor([length - cached for length, cached, _ in REQUESTS])
     borders = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
     lengths = torch.tensor([length for length, _, _ in REQUESTS], dtype=torch.int32)
@@ -40,6 +39,8 @@ def batch() -> CommonAttentionMetadata:
 
 def computed(common, query, caches, window):
     """The kernel's output, as vLLM's attention for CPU calls it."""
+    from vllm import _custom_ops as ops
+
     dynamic = common.causal if isinstance(common.causal, torch.Tensor) else None
     shape = common.num_reqs, HEADS, GROUPS, WIDTH, common.seq_lens, torch.float32, common.query_start_loc
     plan = ops.cpu_attn_get_scheduler_metadata(*shape, dynamic is None, window, "vec", True, dynamic_causal=dynamic)
@@ -51,6 +52,10 @@ def computed(common, query, caches, window):
 
 @pytest.mark.parametrize("window", [-1, 9, 16])
 def test_the_kernel_computes_the_mask_of_images(window):
+    from vllm import _custom_ops as ops
+
+    from megagrpo.sync.vllm_side.cpu.cpu_kernels import split_at_images
+
     torch.manual_seed(0)
     common, caches, expected, queries = batch(), torch.zeros(3 * len(REQUESTS), GROUPS, BLOCK * 2, WIDTH), [], []
     for number, (length, cached, images) in enumerate(REQUESTS):
@@ -74,6 +79,8 @@ def test_the_kernel_computes_the_mask_of_images(window):
 
 
 def test_batches_without_queries_of_images_stay_as_they_are():
+    from megagrpo.sync.vllm_side.cpu.cpu_kernels import split_at_images
+
     common = batch()
     common.mm_req_doc_ranges = {2: [(2, 10)], 3: [(4, 12)]}  # before the queries
     assert split_at_images(common) is common
@@ -82,6 +89,8 @@ def test_batches_without_queries_of_images_stay_as_they_are():
 
 
 def test_an_image_that_a_chunk_of_the_prompt_cuts_is_no_silent_error():
+    from megagrpo.sync.vllm_side.cpu.cpu_kernels import split_at_images
+
     common = batch()
     common.mm_req_doc_ranges = {0: [(65, 73)]}
     with pytest.raises(AssertionError, match="a chunk of a prompt ends inside an image"):

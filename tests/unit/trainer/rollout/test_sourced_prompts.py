@@ -8,7 +8,6 @@ from ranks import run_ranks
 from tiny_policy import tiny_run
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from megagrpo.config import ConfigError
 from megagrpo.config.io import shipped_configs
@@ -158,6 +157,8 @@ def config_of(folder, name, algorithm=None, **data):
 
 
 def contents(config) -> PromptSource:
+    from transformers import PreTrainedTokenizerFast
+
     vocabulary = {c: i for i, c in enumerate(map(chr, range(32, 127)))}
     raw = RawTokenizer(models.WordLevel(vocabulary, unk_token=" "))
     raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")

@@ -7,7 +7,6 @@ from collections import namedtuple
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from megagrpo.config import ParallelSection
 from megagrpo.families.weight_sources import INDEX, SINGLE
@@ -268,6 +267,8 @@ def test_the_journal_names_only_what_the_disk_holds_for_good(monkeypatch, tmp_pa
 
 def test_named_chat_templates_are_copied_and_the_index_of_other_weights_is_not(tmp_path):
     """Other weights than safetensors may lie in the same folder, with an index of their own."""
+    from transformers.utils.hub import CHAT_TEMPLATE_DIR
+
     copied = {"chat_template.jinja", f"{CHAT_TEMPLATE_DIR}/tool_use.jinja", "tokenizer_config.json"}
     source, target = tmp_path / "source", tmp_path / "target"
     for name in [*copied, "pytorch_model.bin.index.json", INDEX, "onnx/config.json"]:

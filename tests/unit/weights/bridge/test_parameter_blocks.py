@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from megagrpo.config import ParallelSection
@@ -107,6 +106,8 @@ def test_a_parameter_without_a_rule_is_named():
     ],
 )
 def test_the_names_of_a_model_are_those_that_transformers_writes(raw, tmp_path):
+    import transformers
+
     raw = SIZES | raw
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw))
     model.save_pretrained(tmp_path)
