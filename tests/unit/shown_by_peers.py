@@ -70,7 +70,6 @@ KEYS: dict[str, str | tuple[str, ...]] = {
 # Each row of "Arguments" with more than the name of a key, by its first argument.
 SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
     "coming_from_verl.md": {
-        "rollout.trace.*": "unit/records/sinks/test_otel.py::test_a_conversation_is_a_trace_of_waits_generations_and_answers",
         "model.trust_remote_code": "unit/families/test_config_keys.py::test_another_class_and_code_of_the_models_own_are_refused",
         "data.image_key": "unit/data/test_images.py::test_an_image_may_be_bytes_a_path_or_inside_a_message",
         "model.use_remove_padding": (
