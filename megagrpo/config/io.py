@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from megagrpo.config.basics.paths import anchored
 from megagrpo.config.basics.problems import ConfigError, Problem
 from megagrpo.config.basics.yaml_text import block_text, parse_yaml, shortened
-from megagrpo.config.key_table import PLACEHOLDERS, REMOVED_KEYS, fields, fits
+from megagrpo.config.key_table import PLACEHOLDERS, REMOVED_KEYS, fields, fits, without_old_defaults
 from megagrpo.config.overrides import apply_override
 from megagrpo.config.run_config import RunConfig
 from megagrpo.suggestions import did_you_mean
@@ -152,7 +152,7 @@ def validated(values: dict[str, Any], overrides: Sequence[str], origin: str | Pa
             apply_override(values, override)
         except ConfigError as error:
             invalid_overrides.append(str(error))
-    return validated_as(RunConfig, values, origin, invalid_overrides)
+    return validated_as(RunConfig, without_old_defaults(values), origin, invalid_overrides)
 
 
 def validated_as[S: BaseModel](
@@ -253,7 +253,7 @@ def _problem(error: ErrorDetails, known: list[str]) -> Problem:
     loc, value = error["loc"], error["input"]
     keys = (".".join(map(str, loc)),)
     if error["type"] == "extra_forbidden":
-        if fix := next((fix for key, fix in REMOVED_KEYS.items() if fits(key, loc)), None):
+        if fix := next((fix for key, (_, fix) in REMOVED_KEYS.items() if fits(key, loc)), None):
             return Problem(keys, f"no longer a key; {fix}")
         near = nearest_key(loc, known)
         return Problem(keys, f"unknown key; did you mean {near}?" if near else "unknown key")

@@ -13,14 +13,21 @@ from megagrpo.config.basics.yaml_text import flow_text
 from megagrpo.config.run_config import RunConfig
 from megagrpo.config.sections.section import ShownAs
 
-# dotted key of an earlier version -> what to write instead
-REMOVED_KEYS = {
-    "data.curriculum_low": "write data.curriculum: [0.1, 0.9], the lowest and the highest pass rate",
-    "data.curriculum_high": "write data.curriculum: [0.1, 0.9], the lowest and the highest pass rate",
-    "evaluation.min_p": "use evaluation.top_p or evaluation.top_k",
-    "evaluation.sets.NAME.min_p": "use the set's top_p or top_k",
-    "multi_turn.completion_length_limit_scope": "leave it out: with multi_turn.max_response_length, "
-    "rollout.max_completion_length limits each turn",
+_CURRICULUM = "write data.curriculum: [0.1, 0.9], the lowest and the highest pass rate"
+_AS_FILE = "name the tracker's file in run.trackers (docs/trackers.md)"
+# dotted key of an earlier version -> its default then, and what to write instead
+REMOVED_KEYS: dict[str, tuple[Any, str]] = {
+    "data.curriculum": ("off", _CURRICULUM),
+    "data.curriculum_low": (0.1, _CURRICULUM),
+    "data.curriculum_high": (0.9, _CURRICULUM),
+    "evaluation.min_p": (0.0, "use evaluation.top_p or evaluation.top_k"),
+    "evaluation.sets.NAME.min_p": (None, "use the set's top_p or top_k"),
+    "multi_turn.completion_length_limit_scope": (
+        "total",
+        "leave it out: with multi_turn.max_response_length, rollout.max_completion_length limits each turn",
+    ),
+    "run.otel": ({"endpoint": None, "conversations": 16}, _AS_FILE),
+    "run.prometheus": ({"port": 9400}, _AS_FILE),
 }
 PLACEHOLDERS = ("N", "NAME")  # in a dotted key: a list index, and a user-chosen name
 
@@ -51,6 +58,16 @@ def fits(key: str, loc: Sequence[str | int]) -> bool:
     """Whether the dotted key, whose placeholders stand for any index or name, is the place `loc`."""
     parts = key.split(".")
     return len(parts) == len(loc) and all(part in (*PLACEHOLDERS, here) for part, here in zip(parts, loc, strict=True))
+
+
+def without_old_defaults(values: dict[Any, Any], loc: tuple[Any, ...] = ()) -> dict[Any, Any]:
+    """Return `values` without removed keys that hold the default that they had, as those of an older run's config."""
+    kept = {}
+    for name, value in values.items():
+        here = (*loc, name)
+        if not any(fits(key, here) and value == default for key, (default, _) in REMOVED_KEYS.items()):
+            kept[name] = without_old_defaults(value, here) if isinstance(value, dict) else value
+    return kept
 
 
 def render_help(within: str = "") -> str:

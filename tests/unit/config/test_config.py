@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megagrpo.config import ConfigError, cross_field_problems, load_config, render_help, save_resolved
 from tests.unit.for_each import for_each
@@ -375,3 +376,12 @@ def test_limits_of_several_turns_make_the_longest_sample(tmp_path):
 def test_a_key_with_half_a_character_is_no_override(tmp_path):
     (said,) = problems(write(tmp_path, SMALLEST), "\ud800=null")[1:]
     assert said.endswith(": not an override; write section.key=value")
+
+
+def test_a_config_of_an_earlier_version_loads_where_removed_keys_have_their_default(tmp_path):
+    values = yaml.safe_load(SMALLEST) | {"run": {"otel": {"endpoint": None, "conversations": 16}}}
+    values["data"] |= {"curriculum": "off", "curriculum_low": 0.1}
+    assert load_config(write(tmp_path, yaml.safe_dump(values))).data.curriculum == []
+    values["data"]["curriculum_low"] = 0.2
+    with pytest.raises(ConfigError, match=r"data.curriculum_low: no longer a key"):
+        load_config(write(tmp_path, yaml.safe_dump(values)))
