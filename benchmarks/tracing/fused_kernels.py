@@ -22,7 +22,7 @@ from megagrpo.families.hf_config import HfConfig
 from megagrpo.planner.costs.planned_memory import own_attention
 from megagrpo.policy.attention.packed import PackedSeqParams, TorchAttention
 from megagrpo.policy.fp8.megatron_patches import token_dispatcher
-from megagrpo.policy.transformer import specs
+from megagrpo.policy.layers import norm_modules
 from megagrpo.policy.transformer.specs import MLP, SharedExpertMLP
 from megagrpo.policy.transformer.transformer_config import fuses_activation
 
@@ -101,7 +101,7 @@ def fused_kernels(config: RunConfig, model: HfConfig, counter: StepCounter) -> I
 
     modules = getmodule(MLP), getmodule(SharedExpertMLP)
     patches: list[contextlib.AbstractContextManager[Any]] = [
-        mock.patch.object(specs, "rms_norm", norm),
+        mock.patch.object(norm_modules, "rms_norm", norm),
         mock.patch.object(token_dispatcher, "permute", permute),
         mock.patch.object(token_dispatcher, "unpermute", unpermute),
         mock.patch.object(token_dispatcher, "sort_chunks_by_idxs", sort),

@@ -228,7 +228,7 @@ def test_who_gets_a_free_slot_and_on_which_server():
 
     async def chosen(homes, free, later=None, rests=None, groups=(), number=0):
         engine = VllmEngine(["http://a", "http://b"], str)
-        generation = Generation(engine, Tools(None, None, None, Slots(8), number=number), None, lambda: None)
+        generation = Generation(engine, Tools(None, None, Slots(8), number=number), None, lambda: None)
         names = {}
 
         def waiting(some):
@@ -260,7 +260,7 @@ def test_who_gets_a_free_slot_and_on_which_server():
 
 def test_a_copy_no_longer_counts_the_conversations_that_have_ended():
     async def copies():
-        tools = Tools(None, None, None, Slots(8), copies=2)
+        tools = Tools(None, None, Slots(8), copies=2)
         generation = Generation(VllmEngine(["http://a"], str), tools, None, lambda: None)
         first = generation.open(3)
         generation._fill()

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -114,10 +115,10 @@ def test_a_function_s_result_comes_back(program):
 
 
 def test_a_character_whose_bytes_come_apart_is_shown_whole():
-    stream = child_process.Stream(io.StringIO())
-    for byte in "é€".encode():
-        stream.add(bytes([byte]))
-    assert stream.shown.getvalue() == stream.text == "é€"
+    pieces, shown = iter([bytes([byte]) for byte in "é€".encode()]), io.StringIO()
+    log = SimpleNamespace(read=lambda size: next(pieces, b""))
+    child_process._follow(SimpleNamespace(poll=lambda: 0), log, shown)
+    assert shown.getvalue() == "é€"
 
 
 def test_a_log_gets_all_output_and_is_shown_from_its_end_on(program, tmp_path, capsys, monkeypatch):
