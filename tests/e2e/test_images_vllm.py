@@ -4,7 +4,6 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from suites import usual
 from tiny_vision import KINDS, asked, full_logits, is_text, write_model
 
 from megagrpo.config import LoraSection, ParallelSection
@@ -27,7 +26,7 @@ from megagrpo.weights.bridge.hf_export import find_sources, save_hf
 from megagrpo.weights.bridge.load import load_hf
 from tests.e2e.tiny_servers import connect, launch
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 
 def prompts_of(folder) -> list[Prompt]:
@@ -62,7 +61,7 @@ def mean_distance(some: list, others: list) -> float:
     return sum((one - other).abs().mean().item() for one, other in zip(some, others, strict=True)) / len(some)
 
 
-@pytest.mark.parametrize("kind", usual(KINDS, 2))
+@pytest.mark.parametrize("kind", KINDS)
 def test_vllm_sees_the_images_and_updates_leave_its_tower(kind, tmp_path):
     folder, spoiled = tmp_path / "model", tmp_path / "spoiled"
     write_model(folder, kind=kind, **KINDS[kind].served)
@@ -109,7 +108,6 @@ def test_vllm_sees_the_images_and_updates_leave_its_tower(kind, tmp_path):
     assert exported.keys() == tensors.keys() and all(torch.equal(exported[name], tensors[name]) for name in tensors)
 
 
-@pytest.mark.full
 def test_vllm_loads_experts_as_transformers_saves_them(tmp_path):
     folder = tmp_path / "model"
     write_model(folder, kind="qwen3_vl_moe", released=False)
@@ -140,7 +138,6 @@ def push_adapter(engine, folder, out, lora: LoraSection) -> None:
     layout.close()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
 def test_adapters_of_the_language_model_reach_vllm(kind, tmp_path):
     folder, lora = tmp_path / "model", LoraSection(rank=4, alpha=6.0)
@@ -178,7 +175,6 @@ def sizes_of_requests(engine: VllmEngine, prompts: list, monkeypatch) -> tuple[l
     return [(r.response_ids.tolist(), r.rollout_logprobs.tolist()) for group in groups for r in group], sizes
 
 
-@pytest.mark.full
 def test_pixels_are_sent_once_to_a_server_that_keeps_them(tmp_path, monkeypatch):
     folder = tmp_path / "model"
     write_model(folder)
