@@ -15,24 +15,11 @@ from tests import timing
 
 os.environ["VIRTUAL_ENV"] = sys.prefix  # for launch/local.sh in a clone without a .venv: the tests' own environment
 
-ON_SERVERS = (
-    *("cuts_vllm", "families_vllm", "fp8_blocks", "gemma_to_vllm", "images_vllm", "megatron_to_vllm", "packed_weights"),
-    *("prefix_hits", "push_restarts", "push_to_vllm", "replay", "replayed_mismatch", "restarts", "routed_experts_vllm"),
-    *("served_rewards", "server_layouts", "trained_tower_vllm", "two_workers", "user_transport", "vllm_server"),
-    "weight_sync",
-)
-"""Files of tests/e2e without whole runs. They share the servers of `tiny_servers.py`, and all other files of the folder
-share those of `world.py`. One process takes all files that share servers, because each process starts its own."""
-
 
 def scope_of(nodeid: str) -> str:
-    """Return the name of the group of tests that one process takes: the test's file, or in tests/e2e the files that
-    share servers."""
-    file = nodeid.partition("::")[0]
-    if not file.startswith("tests/e2e/"):
-        return file
-    name = file.removeprefix("tests/e2e/test_").removesuffix(".py")
-    return "e2e on servers" if name in ON_SERVERS else "e2e whole runs"
+    """Return the name of the group of tests that one process takes: the test's file, or tests/e2e. Its files share
+    servers, of which each process starts its own: two processes with them do not fit 24 GB."""
+    return "tests/e2e" if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)
