@@ -100,9 +100,6 @@ class OtelSink(TrackerSink):
         self._emit(self._conversations, links_to=steps[-1:])
         self._conversations = []
 
-    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Do nothing: the phases of an evaluation are in the trace between its steps."""
-
     def close(self, failed: bool = False) -> None:
         for phase in self._open:
             phase.failed = "the run ended with an error" if failed else ""

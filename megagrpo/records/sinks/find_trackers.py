@@ -11,7 +11,7 @@ from megagrpo.config import Problem, ProblemError, RunSection
 from megagrpo.config.sections.tracker_options import missing_package, tracker_notes
 from megagrpo.platform.process import user_code
 from megagrpo.records.rows.completions import Rows
-from megagrpo.records.sinks.sink import ServerMetrics, Sink, TrackedRun
+from megagrpo.records.sinks.sink import ServerMetrics, Sink, TrackedRun, TrackerSink
 
 CLASSES = {"tensorboard": "TensorBoardSink", "wandb": "WandbSink", "mlflow": "MlflowSink", "trackio": "TrackioSink"}
 
@@ -19,7 +19,8 @@ CLASSES = {"tensorboard": "TensorBoardSink", "wandb": "WandbSink", "mlflow": "Ml
 def make_sink(name: str, run: TrackedRun) -> Sink:
     """Return the sink of one `run.trackers` entry. May raise anything: service clients and the user's code run here."""
     if name not in CLASSES:
-        return OwnSink(name, run)
+        own = load_class(name)(run)
+        return own if isinstance(own, TrackerSink) else OwnSink(own)
     if why := missing_package(name):
         raise RuntimeError(why)
     sink: Sink = getattr(importlib.import_module(f"megagrpo.records.sinks.{name}"), CLASSES[name])(run)
@@ -56,11 +57,11 @@ SINK_METHODS = {  # name -> parameters, without optional ones
 
 
 class OwnSink:
-    """Calls the methods that the user's class defines; others do nothing. `phase`, `follow` and the argument of `close`
-    are those of `MetricsWriter`."""
+    """Calls the methods that the user's object defines; others do nothing. `phase`, `follow` and the argument of
+    `close` are those of `MetricsWriter`."""
 
-    def __init__(self, name: str, run: TrackedRun):
-        self._sink: Any = load_class(name)(run)
+    def __init__(self, sink: Any):
+        self._sink = sink
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         self._call("step", step, dict(metrics))

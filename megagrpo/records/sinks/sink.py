@@ -78,3 +78,12 @@ class TrackerSink:
 
     def message(self, text: str) -> None:
         pass
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        pass
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        pass
+
+    def close(self, failed: bool = False) -> None:
+        pass

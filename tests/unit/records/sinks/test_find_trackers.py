@@ -11,7 +11,8 @@ import pytest
 
 from megagrpo.config import ConfigError, ProblemError, load_config
 from megagrpo.config.sections.tracker_options import TRACKER_PACKAGES
-from megagrpo.records.sinks.find_trackers import CLASSES, SINK_METHODS, check_trackers, unused_options
+from megagrpo.records.sinks.find_trackers import CLASSES, SINK_METHODS, check_trackers, make_sink, unused_options
+from megagrpo.records.sinks.sink import TrackedRun
 from tests.unit.records.sinks.tracked import CONFIG, write
 
 PAGE = (Path(__file__).parents[4] / "docs" / "trackers.md").read_text()
@@ -157,3 +158,25 @@ def test_rows_of_completions_json_are_what_a_sink_gets(tmp_path):
     assert [ascii(row["completion"]) for row in rows] == (tmp_path / "mine" / "rows").read_text().splitlines()
     assert "extra" not in rows[0] and rows[1]["extra"] == {"exact/found": "7"}
     shutil.rmtree(tmp_path / "mine")
+
+
+def test_a_tracker_of_the_user_reads_no_rows_between_its_steps(tmp_path):
+    """A step of 100,000 responses is gigabytes, which `completions.jsonl` holds."""
+    (tmp_path / "own.py").write_text(
+        "from megagrpo.records.sinks.sink import TrackerSink\n"
+        "class Own(TrackerSink):\n    seen = []\n    def table(self, step, rows):\n"
+        "        self.seen.append((step, next(iter(rows))))\n"
+    )
+
+    class Rows(list):
+        def __iter__(self):
+            yield self[0]
+            raise AssertionError("the second row is read")
+
+    config = load_config(CONFIG, ["run.log_completions_steps=2"])
+    sink = make_sink(f"{tmp_path}/own.py:Own", TrackedRun(tmp_path, config))
+    for step in (1, 2, 3):
+        sink.completions(step, Rows([{"step": step}, {}]))
+    sink.step(3, {})
+    sink.close(failed=True)
+    assert sink.seen == [(2, {"step": 2})]
