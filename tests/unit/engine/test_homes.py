@@ -224,7 +224,7 @@ def test_a_home_counts_the_seconds_that_its_turns_wait_for_slots(servers, slots,
 
 
 def test_who_gets_a_free_slot_and_on_which_server():
-    """Each case: the conversations of two servers, those that wait for a slot, the free servers, and who gets one."""
+    """Each case: the conversations of two servers, the waiting ones, the free servers, and who gets a slot."""
 
     async def chosen(homes, free, later=None, rests=None, groups=(), number=0):
         engine = VllmEngine(["http://a", "http://b"], str)
