@@ -45,6 +45,9 @@ def config(parallel: dict, lora: dict, recompute: str, train: dict | None = None
     )
 
 
+pytestmark = pytest.mark.full  # test_options_by_layouts.py has adapters by default
+
+
 @functools.cache
 def one_process(model: str, lora: str) -> Outcome:
     (found,) = run_ranks(take_step, 1, plainly(config({}, eval(lora), "none")), tiny_model(model), random_samples())
@@ -54,9 +57,9 @@ def one_process(model: str, lora: str) -> Outcome:
 
 @pytest.mark.parametrize(
     ("case", "model", "lora"),
-    [pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=pytest.mark.full) for case in CASES],
+    [pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in CASES],
 )
-@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.full)])
+@pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_step_of_adapters_equals_that_of_one_process(case, model, lora, recompute):
     expected = one_process(model, repr(lora))
     found = run_ranks(
@@ -71,7 +74,6 @@ def test_a_step_of_adapters_equals_that_of_one_process(case, model, lora, recomp
     assert others == set(lora.get("target_modules", names))
 
 
-@pytest.mark.full
 def test_a_recomputed_step_of_adapters_on_the_first_stage_equals_it_too():
     """Nothing before the first block has a gradient: recomputation needs an input that requires one."""
     case, model, lora = CASES[3]
