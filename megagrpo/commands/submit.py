@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from megagrpo.commands.arguments.config_arguments import add_config, add_resume, load, overrides
 from megagrpo.config import ConfigError, RunConfig
-from megagrpo.config.io import SHIPPED, config_file
+from megagrpo.config.io import SHIPPED, config_file, shipped_clusters
 from megagrpo.platform.process.terminal import warn, write_output
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print or submit the job, and return the exit code. Raises ConfigError for a wrong config, cluster or option."""
-    from megagrpo.cluster.launch.job import check_paths, cluster_file, load_cluster, place, shipped_clusters
+    from megagrpo.cluster.launch.job import check_paths, cluster_file, load_cluster, place
     from megagrpo.cluster.launch.kubernetes import manifest
     from megagrpo.cluster.launch.slurm import sbatch_script
 

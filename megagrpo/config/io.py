@@ -100,12 +100,19 @@ def config_file(name: str | Path) -> Path:
 
 
 def shipped_config(name: str) -> Path:
-    """Return the file of `megagrpo:NAME`: NAME.yaml, or NAME/run.yaml. Raises ConfigError for an unknown name."""
+    """Return the file of `megagrpo:NAME`: NAME.yaml, NAME/run.yaml, or clusters/NAME of a cluster. Raises ConfigError
+    for an unknown name."""
     stem, known = name.removeprefix(SHIPPED).removesuffix(".yaml").removesuffix("/run"), shipped_names()
+    known |= {f"clusters/{cluster}": path for cluster, path in shipped_clusters().items()}
     if stem not in known:
         hint = did_you_mean(stem, known, form=f"{SHIPPED}{{}}")
         raise ConfigError(f"no shipped config {name}{hint}; shipped: {', '.join(known)}")
     return known[stem]
+
+
+def shipped_clusters() -> dict[str, Path]:
+    """Return the shipped clusters: name -> file."""
+    return {path.stem: path for path in sorted((shipped_folder("launch") / "clusters").glob("*.yaml"))}
 
 
 def shipped_names() -> dict[str, Path]:
@@ -118,6 +125,8 @@ def shipped_names() -> dict[str, Path]:
 def _shipped_hint(path: Path) -> str:
     """Return a hint for a missing file with the name of a shipped config, as configs/quickstart.yaml of a clone."""
     stem = path.as_posix().rpartition("configs/")[2].removesuffix(".yaml").removesuffix("/run")
+    if path.name in shipped_clusters():  # `defaults:` of a cluster
+        return f"; did you mean `{SHIPPED}clusters/{path.name}`?"
     return did_you_mean(stem, shipped_names(), 0.85, f"the shipped config {SHIPPED}{{}}")
 
 

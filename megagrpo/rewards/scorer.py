@@ -9,11 +9,10 @@ from typing import Any
 
 from megagrpo.config import RewardsSection
 from megagrpo.rewards.arguments import check_needs
-from megagrpo.rewards.registry.reward_registry import resolve
+from megagrpo.rewards.registry.reward_registry import no_such_argument, resolve
 from megagrpo.rewards.scoring import Function, Scoring
 from megagrpo.rewards.workers.pool import SHARED, Call, WorkerPool
 from megagrpo.row_image import without_images
-from megagrpo.suggestions import did_you_mean
 from megagrpo.types import Rollout, ScoredRollout
 
 BUILT_IN_PACKAGE = "megagrpo.rewards.functions."
@@ -106,8 +105,7 @@ class RewardScorer:
             function.signature = outcome.value
             options = function.signature["options"]
             problems += [
-                f"{key}.args.{name}: `{function.name}` has no such argument{did_you_mean(name, options)}; it takes "
-                f"{', '.join(options)}"
+                f"{key}.args.{name}: {no_such_argument(function.name, name, options)}"
                 for name in function.signature["unknown"]
             ]
         if problems:

@@ -15,7 +15,14 @@ from pydantic import Field, field_validator, model_validator
 from megagrpo.cluster.launch.staging import SQUASH, TAR
 from megagrpo.config import ConfigError, Problem, ProblemError, RolloutSection, RunConfig
 from megagrpo.config.basics.paths import paths_in
-from megagrpo.config.io import SHIPPED, read_yaml, shipped_configs, shipped_folder, validated_as
+from megagrpo.config.io import (
+    SHIPPED,
+    config_file,
+    read_yaml,
+    shipped_clusters,
+    shipped_configs,
+    validated_as,
+)
 from megagrpo.config.sections.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -131,16 +138,11 @@ class Cluster(Section):
         return self
 
 
-def shipped_clusters() -> dict[str, Path]:
-    """Return the shipped clusters: name -> file."""
-    return {path.stem: path for path in sorted((shipped_folder("launch") / "clusters").glob("*.yaml"))}
-
-
 def cluster_file(name: str) -> Path:
     """Return a cluster's file, from a path or a shipped file's stem. Raises ConfigError for an unknown name."""
     shipped = shipped_clusters()
     if Path(name).exists() or not re.fullmatch(r"[\w-]+", name):
-        return Path(name)
+        return config_file(name)
     if name not in shipped:
         known = ", ".join(shipped)
         raise ConfigError(

@@ -12,12 +12,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator
 
-from megagrpo.cluster.launch.job import shipped_clusters
 from megagrpo.commands import COMMANDS
 from megagrpo.commands.launch import WITH_RANKS
 from megagrpo.commands.parser import build
 from megagrpo.config import RunConfig
-from megagrpo.config.io import SHIPPED, shipped_names
+from megagrpo.config.io import SHIPPED, shipped_clusters, shipped_names
 from megagrpo.config.key_table import fields, section_of
 from megagrpo.planner.costs.gpu_specs import GPUS
 from megagrpo.platform.install.requirements import choosable

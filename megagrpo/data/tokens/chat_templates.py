@@ -32,9 +32,12 @@ def read_chat_template(chat_template: str | None) -> str | None:
             raise ValueError(
                 f"data.chat_template: {chat_template} is not UTF-8 text: {error}; save it in UTF-8"
             ) from error
-    raise ValueError(
-        f"data.chat_template: {chat_template!r} must be a file, Jinja text (with {{{{ or {{%), or `{PLAIN_TEXT}`"
-    )
+    raise ValueError(f"data.chat_template: {missing_template(chat_template)}")
+
+
+def missing_template(chat_template: str) -> str:
+    """Return the text for a template that is neither Jinja text nor a file."""
+    return f"no file {chat_template}; correct the path, or write Jinja text (with {{{{ or {{%) or `{PLAIN_TEXT}`"
 
 
 def check_kwargs(names: Collection[str], template: str | None, key: str = "data.chat_template_kwargs") -> None:

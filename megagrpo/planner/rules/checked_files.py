@@ -16,6 +16,7 @@ from typing import Any
 from megagrpo.config import DataSection, DatasetSection, EvaluationSet, Problem
 from megagrpo.config.basics.paths import data_suffix
 from megagrpo.data.sources.text_rows import ROWS_FOR_NAMES, column_hint, names_in
+from megagrpo.data.tokens.chat_templates import missing_template
 
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3500  # limits of Linux in bytes, minus room for the file names that a run adds
 
@@ -54,8 +55,7 @@ def data_problems(data: DataSection, held_out: Mapping[str, EvaluationSet]) -> l
             problems += _column_problems(data, key, section, present)
     template = data.chat_template
     if template is not None and Path(template).is_absolute() and "\n" not in template and not os.path.isfile(template):
-        said = f"no file {template}; correct the path, or write Jinja text or `none`"
-        problems.append(Problem(("data.chat_template",), said, rule=16))
+        problems.append(Problem(("data.chat_template",), missing_template(template), rule=16))
     return problems
 
 

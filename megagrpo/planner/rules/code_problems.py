@@ -8,7 +8,7 @@ from functools import partial
 from megagrpo.config import MultiTurnSection, Problem, ProblemError, RunConfig
 from megagrpo.config.sections.tracker_options import TRACKER_PACKAGES
 from megagrpo.environments.environment_registry import SCHEDULERS, locate_environment, locate_tool
-from megagrpo.rewards.registry.reward_registry import locate, resolve, undefined
+from megagrpo.rewards.registry.reward_registry import locate, resolve, undefined, unknown_arguments
 from megagrpo.rewards.registry.target import Target
 from megagrpo.suggestions import did_you_mean
 
@@ -28,6 +28,7 @@ def code_problems(config: RunConfig) -> Iterator[Problem]:
         try:
             target = resolve(reward.function, config.rewards.plugins, key)
             yield from undefined(target, key, REWARD_RULE)
+            yield from unknown_arguments(reward.function, target, reward.args, f"rewards.functions.{i}.args")
         except ProblemError as error:
             yield from error.problems
     for key, (name, find) in named.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,6 +94,35 @@ def undefined(target: Target, key: str, rule: int | None = None) -> list[Problem
     hint = did_you_mean(target.attribute, names)
     said = f"{target.location} defines no `{target.attribute}`{hint}; it defines {', '.join(defined) or 'nothing'}"
     return [Problem((key,), said, rule=rule)]
+
+
+def unknown_arguments(name: str, target: Target, args: Iterable[str], key: str) -> list[Problem]:
+    """Return a problem for each of `args` that the built-in reward function `name` does not take. Its file is parsed,
+    not run: some of them import torch. `check` and a run ask the functions of users too."""
+    module = target.location.removeprefix("megagrpo.rewards.functions.")
+    if module == target.location:
+        return []
+    body = ast.parse((Path(__file__).parents[1] / "functions" / f"{module}.py").read_bytes()).body
+    (found,) = (node for node in body if getattr(node, "name", None) == target.attribute)
+    if isinstance(found, ast.ClassDef):  # a dataclass
+        fields = [
+            node for node in found.body if isinstance(node, ast.AnnAssign) and "init=False" not in ast.unparse(node)
+        ]
+        names, is_open = [ast.unparse(node.target) for node in fields], False
+    else:
+        takes = found.args  # type: ignore[attr-defined]
+        names, is_open = [arg.arg for arg in (*takes.args, *takes.kwonlyargs)], takes.kwarg is not None
+    options = [name for name in names if name not in dict(target.preset)]
+    return [
+        Problem((f"{key}.{arg}",), no_such_argument(name, arg, options), rule=18)
+        for arg in args
+        if arg not in options and not is_open
+    ]
+
+
+def no_such_argument(function: str, name: str, options: Sequence[str]) -> str:
+    """Return the text for an argument that a reward function does not take."""
+    return f"`{function}` has no such argument{did_you_mean(name, options)}; it takes {', '.join(options)}"
 
 
 def find_file(path: str, key: str) -> Path:

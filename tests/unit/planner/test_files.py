@@ -3,10 +3,17 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from megagrpo.config import load_config
 from megagrpo.planner import plan, with_times
 from megagrpo.planner.costs.gpu_specs import GPUS
 from megagrpo.planner.costs.workload import expected_lengths
+from megagrpo.rewards.registry.reward_registry import resolve, unknown_arguments
+from megagrpo.rewards.registry.target import BUILT_IN_REWARDS
+from megagrpo.rewards.workers.worker import _signature as describe
+from megagrpo.rewards.workers.worker import find
+from megagrpo.suggestions import did_you_mean
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -41,7 +48,7 @@ def test_data_that_does_not_exist_or_lacks_a_column_is_a_problem(tmp_path):
     (template,) = told_of(f"data.chat_template={tmp_path}/none.jinja")
     assert (
         template
-        == f"data.chat_template: no file {tmp_path}/none.jinja; correct the path, or write Jinja text or `none`"
+        == f"data.chat_template: no file {tmp_path}/none.jinja; correct the path, or write Jinja text (with {{{{ or {{%) or `none`"
     )
 
 
@@ -77,6 +84,17 @@ def test_a_reward_that_does_not_exist_is_a_problem(tmp_path):
     file.write_text("def score(:\n")
     (broken,) = told_of(f"rewards.functions.0.function={file}:score")
     assert broken.startswith(f"rewards.functions.0.function: {file}, line 1: not valid Python")
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN_REWARDS, "http://localhost:1/score", "model:judge"])
+def test_an_argument_that_a_built_in_reward_lacks_is_a_problem_before_any_worker_starts(name):
+    target, options = resolve(name), {"weigth": 1}
+    loaded = describe(find(target), target, options)
+    (problem,) = unknown_arguments(name, target, options, "rewards.functions.0.args")
+    said = f"`{name}` has no such argument{did_you_mean('weigth', loaded['options'])}; it takes "
+    assert str(problem) == f"rewards.functions.0.args.weigth: {said}{', '.join(loaded['options'])}"
+    assert unknown_arguments(name, target, loaded["options"], "args") == []
+    assert str(problem) in told_of(f"rewards.functions=[{{function: '{name}', args: {{weigth: 1}}}}]")
 
 
 def test_a_plan_says_which_machine_it_assumes_in_lines_of_at_most_100_columns():

@@ -429,6 +429,11 @@ def test_a_cluster_may_extend_another_file_and_its_variables_are_texts(tmp_path)
     cluster = load_cluster(tmp_path / "c.yaml")
     assert (cluster.gpus_per_node, cluster.restarts, cluster.env["MINE"]) == (0, 1, "2")
     assert cluster.variables["NCCL_SOCKET_IFNAME"] == "eth0" and cluster.variables["GLOO_SOCKET_IFNAME"] == "lo"
+    (tmp_path / "shipped.yaml").write_text("defaults: megagrpo:clusters/local_pretend\nrestarts: 1\n")
+    assert load_cluster(tmp_path / "shipped.yaml") == load_cluster(PRETEND).model_copy(update={"restarts": 1})
+    (tmp_path / "bare.yaml").write_text("defaults: generic\n")
+    with pytest.raises(ConfigError, match=r"bare.yaml\); did you mean `megagrpo:clusters/generic`\?"):
+        load_cluster(tmp_path / "bare.yaml")
 
 
 # --------------------------------------------------------------------------------------------------------- command line
@@ -447,8 +452,9 @@ def test_the_script_is_printed_and_nothing_of_torch_is_imported():
 
 
 def test_a_shipped_cluster_has_a_name_and_a_wrong_one_is_told(capsys):
-    assert main(["submit", str(QUICKSTART), "--cluster", "local_pretend"]) == 0
-    assert is_shell(capsys.readouterr().out)
+    for name in ("local_pretend", "megagrpo:clusters/local_pretend"):
+        assert main(["submit", str(QUICKSTART), "--cluster", name]) == 0
+        assert is_shell(capsys.readouterr().out)
     assert main(["submit", str(QUICKSTART), "--cluster", "generik"]) == 2
     told = (
         "--cluster: generik is neither a file nor a shipped cluster; name a YAML file, or one of apptainer, generic, "
