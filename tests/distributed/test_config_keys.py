@@ -58,7 +58,7 @@ def other_values(key: str, value: Any) -> Iterator[Any]:
         yield not value
     elif isinstance(value, int):
         yield from (2 * value, value + 1, 0)
-        if key != "intermediate_size":  # the norm of one number's products magnifies the last bits
+        if key not in ("intermediate_size", "linear_key_head_dim"):  # a norm of one number magnifies the last bits
             yield 1
     elif isinstance(value, float):
         yield from (1.5 * value + 0.25, 1.0, 0.0)

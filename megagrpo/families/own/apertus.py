@@ -6,8 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megagrpo.families.parts import llama_table as llama
+from megagrpo.families.shared.architecture import HfConfig
 from megagrpo.families.shared.blocks import same, scalar
-from megagrpo.families.shared.family import FULL, REQUIRED, ROTARY, Family, Raw
+from megagrpo.families.shared.family import FULL, REQUIRED, ROTARY, Family, Raw, rope
 
 _INPUT = same(llama.LAYER + "attention_layernorm.weight")
 _MIDDLE = same(llama.LAYER + "feedforward_layernorm.weight")
@@ -30,11 +31,16 @@ def _problems(raw: Raw) -> list[str]:
     return [lacks + "without them; write those of the release to config.json"]
 
 
+def _read(raw: Raw, common: HfConfig) -> HfConfig:
+    theta = rope({"rope_theta": 12e6} | raw)["rope_theta"]  # transformers' default for this family
+    return replace(common, activation="xielu", qk_norm=True, rope_theta=theta)
+
+
 FAMILY = Family(
     "apertus",
     "ApertusForCausalLM",
     table=lambda hf: _TABLE,
-    read=lambda raw, common: replace(common, activation="xielu", qk_norm=True),
+    read=_read,
     problems=_problems,
     required=(*REQUIRED, "rms_norm_eps"),
     fixed=llama.HAS_HEAD_NORMS

@@ -47,7 +47,7 @@ def _read(raw: Raw, common: HfConfig) -> HfConfig:
     embedding, head, keys = (_factor(raw, key) for key in _OUTER)
     gate, output = _factors(raw, "mlp_multipliers")
     blocks = frozenset(range(common.num_layers))
-    mamba = mamba2(raw, _SIZES, blocks, raw.get("mamba_conv_bias", True))
+    mamba = mamba2(raw, _SIZES, blocks, bool(raw.get("mamba_conv_bias", True)))
     return replace(
         common,
         norm_eps=raw.get("rms_norm_eps", 1e-5),

@@ -113,7 +113,7 @@ def _hybrid_table(hf: HfConfig) -> Table:
 def _hybrid_read(raw: Raw, common: HfConfig) -> HfConfig:
     blocks = frozenset(range(common.num_layers))
     recurrent = frozenset(block for block in blocks if raw["layer_types"][block] in _MAMBA)
-    bias = raw.get("mamba_conv_bias", True)
+    bias = bool(raw.get("mamba_conv_bias", True))
     shared = raw["shared_intermediate_size"]
     return replace(
         scaled(raw, common),

@@ -151,7 +151,8 @@ def rope(raw: Raw) -> dict[str, Any]:
     old = {"rope_theta": raw.get("rope_theta", 10000.0)} | (raw.get("rope_scaling") or {})
     new = raw.get("rope_parameters") or {}
     # with one set per kind of block: the one of blocks without a window
-    parameters = old | ((new.get(FULL) or {}) if FULL in new else new)
+    new = (new.get(FULL) or {}) if FULL in new else new
+    parameters = old | {key: value for key, value in new.items() if value is not None}
     return parameters | {"rope_type": parameters.get("rope_type") or parameters.get("type") or "default"}
 
 
