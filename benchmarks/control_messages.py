@@ -10,6 +10,7 @@ within a node of 8 ranks, 50 us between nodes, and 1 GB/s.
 
 from __future__ import annotations
 
+import argparse
 import queue
 import threading
 from collections import defaultdict
@@ -166,4 +167,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -8,6 +8,7 @@ of a straight line through (log samples, log CPU seconds).
 
 from __future__ import annotations
 
+import argparse
 import json
 import tempfile
 import time
@@ -136,4 +137,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()
