@@ -16,7 +16,7 @@ from megagrpo.planner.costs.engine_memory import GIB
 from megagrpo.planner.costs.gpu_specs import Gpu
 from megagrpo.planner.costs.hidden_messages import overlap_row
 from megagrpo.planner.costs.workload import Lengths
-from megagrpo.planner.rules.plan_notes import run_notes
+from megagrpo.planner.rules.plan_notes import idle_gpus, run_notes
 from megagrpo.planner.rules.plan_problems import check, gpu_problems
 from megagrpo.planner.rules.plan_rules import RuleVerdict, rules_text, verdicts
 from megagrpo.planner.times.layout_search import Candidate, search
@@ -131,6 +131,7 @@ def plan(
     found = check(config, world_size, gpu_memory_gb, host_memory_gb, has_data, fetch)
     rows = plan_text.rows_of(config, world_size, gpu_memory_gb, found.model, found.memory)
     notes = run_notes(config, world_size, found.model, has_data)
+    notes += idle_gpus(config, world_size) if gpu_memory_gb else []
     made = Plan(found.problems, rows, bool(gpu_memory_gb), notes=notes, model=found.model)
     if (memory := found.memory) is None:
         return made

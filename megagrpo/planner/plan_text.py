@@ -206,7 +206,7 @@ def step_memory_table(memory: dict[str, dict[str, float]]) -> Sequence[str]:
 def search_table(candidates: Sequence[Candidate]) -> Sequence[str]:
     """Return the layouts, fastest first: sizes, what bounds the step, and the config overrides."""
     lines = [
-        "fastest layouts that fit; of nearly equal ones the layout with fewer stages first",
+        "fastest layouts that fit; of nearly equal ones the layout with fewer cuts first",
         f"{'step s':>9}{'train s':>9}{'GiB':>7}{'ranks':>8}{'GPUs':>8}{'idle':>6}  bound by; overrides",
     ]
     for one in candidates:

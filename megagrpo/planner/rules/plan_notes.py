@@ -46,6 +46,16 @@ def layout_notes(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem(("rollout.prompts_per_step", "rollout.num_generations"), said, rule=11)
 
 
+def idle_gpus(config: RunConfig, world_size: int) -> list[Problem]:
+    """Return a note when colocated servers leave some of the ranks' GPUs idle while they generate."""
+    r = config.rollout
+    idle, more = world_size - r.server_gpus, world_size // r.devices_per_server
+    if r.placed != "colocated" or idle <= 0 or more == r.servers:
+        return []
+    said = f"{idle} of {world_size} GPUs are idle during generation; rollout.servers={more} uses"
+    return [Problem(("rollout.servers", "rollout.tp"), f"{said} {more * r.devices_per_server}")]
+
+
 def _data_notes(data: DatasetSection, drawn: int) -> Iterator[Problem]:
     """Yield a note when there are fewer prompts than the `drawn` ones of a step, so that a step repeats some."""
     path, rows = Path(data.source), data.size

@@ -50,11 +50,11 @@ class Candidate:
     bound: str  # longest part of the step, and "(memory)" where more memory would shorten it
 
 
-def _cost(times: StepTimes, stages: int) -> float:
+def _cost(times: StepTimes, cuts: float) -> float:
     """Return the mean seconds of a step, and a share of the trainer's seconds, so that of equal steps the one that
-    trains faster is cheaper. A small share per stage is added to the trainer's seconds, so that simpler layouts win
-    near ties. `stages` includes virtual ones."""
-    slower = {phase: (1 + STAGE_COST * stages) * times.seconds[phase] for phase in ("logprobs", "train")}
+    trains faster is cheaper. A small share per cut is added to the trainer's seconds, so that simpler layouts win
+    near ties. `cuts` are the stages, virtual ones too, and a quarter of tp."""
+    slower = {phase: (1 + STAGE_COST * cuts) * times.seconds[phase] for phase in ("logprobs", "train")}
     times = replace(times, seconds=times.seconds | slower)
     return _mean_step(times) + TRAIN_COST * times.computing
 
@@ -147,9 +147,10 @@ class _Search:
         the cost `limit`."""
         choices = product(MICRO_BATCHES, ("none", "selective", "full"))
         made = [_changed(split.config, parallel, samples, recompute) for samples, recompute in choices]
-        world_size, generate, stages = split.world_size, self.generate(split.config), parallel.pp * parallel.vpp
+        world_size, generate = split.world_size, self.generate(split.config)
+        cuts = parallel.pp * parallel.vpp + parallel.tp / 4
         timed = [step_times(one, self.model, world_size, self.gpu, self.lengths, generate) for one in made]
-        costs, limited = [_cost(times, stages) for times in timed], False
+        costs, limited = [_cost(times, cuts) for times in timed], False
         for i in sorted(range(len(made)), key=costs.__getitem__):
             if costs[i] >= limit:
                 return None

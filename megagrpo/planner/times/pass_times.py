@@ -17,13 +17,13 @@ from megagrpo.planner.costs.workload import Bundle, Lengths, average_bundle
 
 DENSE_EFFICIENCY = 0.6  # share of the peak that products of large matrices reach
 ATTENTION_EFFICIENCY = 0.5
-EXPERT_EFFICIENCY = 0.45  # the same share for many narrow matrices, one for each expert
+EXPERT_EFFICIENCY = 0.15  # the same share for many narrow matrices, one for each expert
 FP8_GAIN = 0.5  # share of FP8's advantage in peak over bf16 that products reach; rounding operands takes the rest
 IMBALANCE = 1.5  # tokens on the fullest rank's experts / average tokens, with expert parallelism
 BANDWIDTH = 0.8  # share of the peak memory bandwidth that kernels reach
 TOUCHES = 4  # reads and writes per kept tensor of a layer in a forward pass
 LAYER_STARTS = 0.3e-3  # seconds that the host takes to launch one layer's kernels, in one direction
-EXPERT_LAYER_STARTS = 1.5e-3  # the same for a layer with experts, where the host also waits for the token counts
+EXPERT_LAYER_STARTS = 3e-3  # the same for a layer with experts, where the host also waits for the token counts
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class StepTimes:
     overlap hides, or would hide if `train.overlap` had it.
 
     `mfu` is the train phase's, on the trainer's GPUs; as in the metric, FLOPs of a shared prompt count once. `idle` is
-    the share of all GPUs' time per step spent waiting, for the other side or in a pipeline bubble.
+    the share of all GPUs' time per step spent waiting: in a pipeline bubble, for the other side, or without a server.
     """
 
     seconds: dict[str, float]
@@ -103,13 +103,16 @@ def step_times(
     together = average_bundle(config, lengths).responses
     of_sample = model_flops(model, lengths.prompt, lengths.response, config.lora.enabled, together)
     mfu = a.num_iterations * samples * of_sample / (train * world_size * gpu.bf16_tflops * 1e12)
-    servers = 0 if config.rollout.placed == "colocated" else config.rollout.server_gpus
+    generating = config.rollout.server_gpus
+    servers = 0 if config.rollout.placed == "colocated" else generating
     ahead, tokens = config.rollout.max_staleness > 0, samples * lengths.sample
     made = StepTimes(seconds, world_size + servers, tokens, mfu, 0.0, fraction, ahead, control, sync, overlap)
     waits = (fraction * (made.computing - updates) + seconds["control"]) * world_size
     if servers:
         both = made.step - seconds["sync"]
         waits += (both - seconds["control"] - made.computing) * world_size + (both - generate) * servers
+    else:
+        waits += generate * max(0, world_size - generating)
     return replace(made, idle=waits / (made.step * made.gpus))
 
 

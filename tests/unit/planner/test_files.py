@@ -97,6 +97,18 @@ def test_an_argument_that_a_built_in_reward_lacks_is_a_problem_before_any_worker
     assert str(problem) in told_of(f"rewards.functions=[{{function: '{name}', args: {{weigth: 1}}}}]")
 
 
+def test_gpus_that_no_colocated_server_uses_are_a_note():
+    def noted(*overrides: str, gpu_memory_gb: float | None = 80) -> list[str]:
+        settings = load_config(REPOSITORY / "configs" / "qwen2.5_7b_1node.yaml", overrides)
+        return [str(note) for note in plan(settings, 8, gpu_memory_gb).notes if "idle" in note.text]
+
+    said = "rollout.servers: {} of 8 GPUs are idle during generation; rollout.servers={} uses 8"
+    assert noted() == [] == noted("rollout.servers=1", gpu_memory_gb=None)
+    assert noted("rollout.servers=1") == [said.format(7, 8)]
+    assert noted("rollout.servers=1", "rollout.tp=2") == [said.format(6, 4)]
+    assert noted("rollout.servers=1", "rollout.placement=dedicated") == []
+
+
 def test_a_plan_says_which_machine_it_assumes_in_lines_of_at_most_100_columns():
     settings = load_config(REPOSITORY / "configs" / "qwen2.5_7b_1node.yaml")
     without, eight = plan(settings, 8), plan(settings, 8, 80)

@@ -120,7 +120,7 @@ def test_messages_of_experts_do_not_overlap_in_a_model_whose_hooks_megatrons_sch
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("qwen2.5_7b_1node", 8), ("qwen3_30b_a3b_4nodes", 16), ("qwen3_235b_a22b_16nodes", 48)]
+    ("name", "ranks"), [("qwen2.5_7b_1node", 8), ("qwen3_30b_a3b_4nodes", 16), ("qwen3_235b_a22b_16nodes", 64)]
 )
 def test_a_kind_of_gpu_plans_for_the_ranks_of_the_nodes_and_says_so(name, ranks):
     found = plan(f"megagrpo:{name}", gpu="h100")

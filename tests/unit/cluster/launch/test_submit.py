@@ -45,7 +45,7 @@ LARGE = {  # configs for clusters: GPUs per node, and GiB of each; trainer nodes
     "qwen3_30b_a3b_4nodes": (8, 79, (2, 8), (2, 4)),
     "qwen3_32b_2nodes": (8, 131, (1, 8), (1, 4)),
     "llama3.1_70b_8nodes": (8, 79, (5, 8), (3, 2)),
-    "qwen3_235b_a22b_16nodes": (8, 79, (6, 8), (10, 1)),
+    "qwen3_235b_a22b_16nodes": (8, 79, (8, 8), (8, 1)),
     "deepseek_v3_32nodes": (8, 178, (16, 8), (16, 1)),
 }
 ON_TWO = ("rollout.placement=dedicated", "rollout.nodes_per_server=2")
