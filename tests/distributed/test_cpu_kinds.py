@@ -8,13 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_policy import tiny_model, tiny_run
+from tiny_policy import few_samples, tiny_model, tiny_run
 from torch import Tensor
 from torch.nn import functional
 
 from megagrpo.platform import device
 from megagrpo.platform.device import cpu
-from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import Outcome, relative_error, take_step
 
 pytestmark = pytest.mark.skipif(device.has_gpu(), reason="a CPU decides nothing where there is a GPU")
@@ -29,7 +28,7 @@ def _step(kind: str, precision: str, optimizer: str) -> tuple[Outcome, str, str]
     device.choose_float32_products()
     train = dict(optimizer=optimizer, max_grad_norm=0.0, share_prompts=False)
     config = tiny_run(model=dict(path="tiny", precision=precision), train=train | dict(distributed_optimizer=False))
-    outcome = take_step(config, tiny_model("qwen3_untied"), random_samples())
+    outcome = take_step(config, tiny_model("qwen3_untied"), few_samples())
     return outcome, str(device.resolve_precision(precision)), torch.get_float32_matmul_precision()
 
 

@@ -13,12 +13,12 @@ import torch
 from layouts import AXES, EXPERTS, config_of, parametrize_rows, ranks
 from ranks import run_ranks
 from suites import usual
-from tiny_policy import tiny_model
+from tiny_policy import few_samples, tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.config import RunConfig
-from megagrpo.proof.verify.shrink import plainly, random_samples
+from megagrpo.proof.verify.shrink import plainly
 from megagrpo.proof.verify.verified_step import Outcome, relative_error, take_step
 
 TOLERANCE = 1e-12
@@ -47,7 +47,7 @@ def wide_step(config: RunConfig, shape: str) -> Outcome | None:
     convert = Tensor.type  # Megatron's optimizers know parameters by the name of their type
     Tensor.type = lambda tensor, *to: convert(tensor, *to) if to else "torch.cuda.FloatTensor"
     with Wide():
-        return take_step(config, tiny_model(shape), random_samples())
+        return take_step(config, tiny_model(shape), few_samples())
 
 
 def row_of(model: str, **options) -> dict:
