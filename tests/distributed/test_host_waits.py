@@ -30,7 +30,6 @@ CASES = {
 }
 BY_DEFAULT = (
     "shared prompts",
-    "capped scores and scaled embeddings",
     "experts with the balancing loss",
     "context parallelism",
 )
