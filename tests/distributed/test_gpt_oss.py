@@ -6,7 +6,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from suites import usual
-from tiny_policy import Case, few_samples
+from tiny_policy import Case
 
 from megagrpo.config import ParallelSection
 from megagrpo.families.hf_config import HfConfig
@@ -14,7 +14,7 @@ from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import TorchAttention
 from megagrpo.policy.build import build_model
 from megagrpo.policy.transformer.transformer_config import ModelOptions
-from megagrpo.proof.verify.shrink import random_tensor, shrink_model
+from megagrpo.proof.verify.shrink import random_samples, random_tensor, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, take_step
 from megagrpo.proof.verify.verify_compare import compare, silent_tensors
 
@@ -71,7 +71,7 @@ def wide(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def step(case: Case) -> Outcome:
-    return run_ranks(take_step, case.ranks, case.config(), model(), few_samples(), wide)[0]
+    return run_ranks(take_step, case.ranks, case.config(), model(), random_samples(), wide)[0]
 
 
 @functools.cache
