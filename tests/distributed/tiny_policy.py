@@ -100,11 +100,12 @@ def released(shape: str) -> dict[str, Any]:
 RELEASED = {shape: released(shape) for kind in FAMILIES if kind in RELEASES for shape in shapes_of(kind)}
 # every small model can be cut this far: tp 1, 2, 3 and 6, four stages
 LARGEST = ParallelSection(tp=6, pp=2, vpp=2, ep=2, etp=6)
+ONE_STAGE = LARGEST.model_copy(update=dict(pp=1, vpp=1))
 
 
-def tiny_model(shape: str) -> HfConfig:
+def tiny_model(shape: str, largest: ParallelSection = LARGEST) -> HfConfig:
     known = SHAPES | MORE_SHAPES | RELEASED
-    return shrink_model(known[shape] if shape in known else released(shape), LARGEST)
+    return shrink_model(known[shape] if shape in known else released(shape), largest)
 
 
 def few_samples() -> list[TrainSample]:
