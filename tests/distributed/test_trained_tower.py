@@ -88,7 +88,8 @@ def changes_nothing(name: str) -> bool:
 def test_gradients_of_all_tensors_equal_transformers(folder_of, kind):  # noqa: F811
     (theirs,) = run_ranks(their_gradients, 1, folder_of(kind))
     expected = {alone(name): torch.from_numpy(gradient) for name, gradient in theirs.items()}
-    for model, options in (({}, {}), (dict(recompute="full"), dict(share_prompts=True))):
+    ways = [({}, {}), (dict(recompute="full"), dict(share_prompts=True))]
+    for model, options in ways if kind == "qwen3_vl" else ways[1:]:
         (ours,) = run_ranks(our_gradients, 1, folder_of(kind), {}, model, options)
         found = {alone(name): torch.from_numpy(gradient) for name, gradient in ours.items()}
         for name, gradient in expected.items():
