@@ -9,11 +9,11 @@ import torch
 from ranks import run_ranks
 from suites import usual
 from test_compact_moments import _train
-from tiny_policy import Case, few_samples, tiny_model, tiny_run
+from tiny_policy import Case, tiny_model, tiny_run
 
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.proof.verify.shrink import random_tensor
+from megagrpo.proof.verify.shrink import random_samples, random_tensor
 from megagrpo.proof.verify.verified_step import Outcome, fill_weights, take_step
 from megagrpo.proof.verify.verify_compare import compare
 
@@ -36,7 +36,7 @@ def config(file: Path, parallel: dict, **options):
 
 
 def step(file: Path, case: Case, model: str) -> Outcome:
-    return run_ranks(take_step, case.ranks, config(file, case.parallel), tiny_model(model), few_samples())[0]
+    return run_ranks(take_step, case.ranks, config(file, case.parallel), tiny_model(model), random_samples())[0]
 
 
 def before(name: str, shape: tuple) -> torch.Tensor:
