@@ -324,15 +324,11 @@ OF_MCORE_BRIDGE = {
 
 @pytest.mark.parametrize(
     ("name", "prefix", "keys", "below"),
-    usual(
-        [
-            ("qwen3", "module.", {}, "nemo/weights"),
-            ("qwen3_moe, a dense layer", "model.", {}, "nemo"),
-            ("glm4", "model.module.", OF_MCORE_BRIDGE, "nemo/weights"),
-        ],
-        1,
-        2,
-    ),
+    [
+        ("qwen3", "module.", {}, "nemo/weights"),
+        ("qwen3_moe, a dense layer", "model.", {}, "nemo"),
+        ("glm4", "model.module.", OF_MCORE_BRIDGE, "nemo"),
+    ],
 )
 def test_keys_of_programs_that_wrap_gpt_model_are_read(name, prefix, keys, below, models, tmp_path, capfd):
     source = models / name

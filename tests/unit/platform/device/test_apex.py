@@ -136,7 +136,9 @@ def test_an_apex_that_cannot_compute_here_is_left_alone(broken, text, installed,
 
 
 def test_the_other_project_of_this_name_is_not_used(tmp_path, monkeypatch):
-    (tmp_path / "apex").mkdir()
+    for name in (name for name in STAND_IN if name != "amp_C.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(STAND_IN[name])
     monkeypatch.syspath_prepend(tmp_path)
     assert importlib.util.find_spec("apex") and not device.has_apex.__wrapped__()
 
