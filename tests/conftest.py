@@ -13,6 +13,9 @@ import pytest
 from megagrpo.platform.process.imports import without_garbage_collection
 from tests import timing
 
+# Without caches of bytecode each process compiles what it imports, and pytest rewrites all asserts again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ["VIRTUAL_ENV"] = sys.prefix  # for launch/local.sh in a clone without a .venv: the tests' own environment
 
 

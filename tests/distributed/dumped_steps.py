@@ -11,13 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tiny_policy import SHAPES
 
 from megagrpo.algorithms.advantages import to_samples
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.algorithms.token_advantages import with_token_advantages
-from megagrpo.config import RunConfig
+from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.data.packing.routed_experts import RouteShape
 from megagrpo.data.packing.sample_packing import pack, packing_rules
 from megagrpo.data.packing.step_samples import StepSamples
@@ -28,7 +29,7 @@ from megagrpo.policy.moe.rank_routed_experts import with_sample_routes
 from megagrpo.policy.moe.routing_replay import route_shape
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.step_terms import add_step_terms
-from megagrpo.proof.verify.shrink import random_routes, random_samples, random_tensor
+from megagrpo.proof.verify.shrink import random_routes, random_samples, random_tensor, shrink_model
 from megagrpo.records.rows.dump import StepDumps
 from megagrpo.records.rows.recorder import TrainedRollouts, Update
 from megagrpo.records.rows.step_metrics import values_of
@@ -41,6 +42,11 @@ from megagrpo.weights.bridge.adapter_files import fill_adapters
 from megagrpo.weights.bridge.load import load_hf
 
 FUNCTIONS = [dict(function="nowhere:chance"), dict(function="nowhere:coin", weight=0.5)]
+
+
+def two_layers() -> HfConfig:
+    """The shape of a small Llama."""
+    return shrink_model(SHAPES["llama_tied"], ParallelSection())
 
 
 def make_model(folder: Path, hf_config: HfConfig) -> None:

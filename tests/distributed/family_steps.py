@@ -8,12 +8,12 @@ from typing import Any
 
 from layouts import AXES, config_of, ranks
 from ranks import run_ranks
-from tiny_policy import release_of, tiny_model, tiny_run
+from tiny_policy import few_samples, release_of, tiny_model, tiny_run
 
 from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.families.hf_config import HfConfig
 from megagrpo.planner.rules.plan_problems import recurrent_problems
-from megagrpo.proof.verify.shrink import plainly, random_samples, shrink_model
+from megagrpo.proof.verify.shrink import plainly, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, take_step
 from megagrpo.proof.verify.verify_compare import compare, distances, silent_tensors
 
@@ -58,7 +58,7 @@ def _alone_with_adapters(model: str) -> Outcome:
 
 
 def step_of(config: RunConfig, model: HfConfig, world: int) -> Outcome:
-    outcome: Outcome = run_ranks(take_step, world, config, model, random_samples())[0]
+    outcome: Outcome = run_ranks(take_step, world, config, model, few_samples())[0]
     assert silent_tensors(outcome) == [], "tensors without a gradient"
     return outcome
 

@@ -47,7 +47,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "dora": dict(rank=3, use_dora=True),
     "experts": dict(rank=3, target_parameters=BOTH),
 }
-STAGES: dict[str, dict[str, Any]] = {  # the models have four layers
+STAGES: dict[str, dict[str, Any]] = {  # of four layers, but for one stage
     "one": {},
     "two": dict(pp=2),
     "virtual": dict(pp=2, vpp=2),
@@ -169,8 +169,8 @@ class Inputs:
 
 def samples_of(row: Row, images: Inputs) -> list[TrainSample]:
     """Two groups: two truncated responses, an advantage of 0, foreign tokens. Or samples with images."""
-    drawn = random_samples()
-    samples = images.samples if row["model"] == IMAGES else [*drawn[:3], *drawn[6:9]]
+    drawn = images.samples if row["model"] == IMAGES else random_samples()
+    samples = [drawn[index] for index in ((0, 1, 2, 4) if row["model"] == IMAGES else (0, 1, 6, 7))]
     own: list[dict[str, Any]] = OF_ROWS if row["sampler"] == "of rows" else [{}]
     prompts = {sample.index // 3: number for number, sample in enumerate(samples)}
     groups = {group: own[number % len(own)] for number, group in enumerate(prompts)}
@@ -178,11 +178,13 @@ def samples_of(row: Row, images: Inputs) -> list[TrainSample]:
 
 
 def model_of(row: Row, images: Inputs) -> HfConfig:
-    """The row's model, with widths that blocks of stored weights and of FP8 divide."""
+    """The row's model, with widths that blocks of stored weights and of FP8 divide. One stage has a layer of each kind:
+    two."""
     if row["model"] == IMAGES:
         return images.model
     unit = STORED_BLOCK if row["storage"] != "none" else 32 if "fp8_recipe" in row else 1
-    return shrink_model(_raw(row["model"]), LARGEST, unit)
+    largest = LARGEST if STAGES[row["stages"]] else LARGEST.model_copy(update=dict(pp=1, vpp=1))
+    return shrink_model(_raw(row["model"]), largest, unit)
 
 
 def _raw(model: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from family_proofs import (
 from ranks import RankFailed, run_ranks
 from safetensors.torch import save_file
 from suites import usual
-from tiny_families import EVERY, class_of, family_of
+from tiny_families import EVERY, WRAPPED, cases_of, class_of, family_of
 
 from megagrpo.__main__ import main
 from megagrpo.config import ParallelSection
@@ -62,20 +62,27 @@ QUICK: list[tuple[str, Sizes]] = [
     ("gpt_oss", dict(pp=2, vpp=2, ep=2)),
 ]
 IN_DEFAULT = (2, 4, 7, 8, 10, 13, 16)
+# The first case of each family and of each model around it; their variants are the cases of `make test-full`.
+USUAL = [
+    name
+    for name in EVERY
+    if name in WRAPPED or name == cases_of(family_of(name))[0] or name in [QUICK[index][0] for index in IN_DEFAULT]
+]
 FULL = pytest.mark.full
 OTHERS = [(name, sizes) for name in EVERY for sizes in layouts_of(name) if (name, sizes) not in QUICK]
 WHOLE_FILE, SMALL_FILES = 10**9, 100_000  # bytes of a shard
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
+def models(request, tmp_path_factory):
     """name -> (folder, logits [T, 127] that transformers computes for each pack, one sequence at a time)."""
-    for kind, _ in EVERY.values():  # transformers imports on first use: once here, not in every fork
-        class_of(kind)
+    names = list(EVERY) if any(item.get_closest_marker("full") for item in request.session.items) else USUAL
+    for name in names:  # transformers imports on first use: once here, not in every fork
+        class_of(EVERY[name][0])
     root = tmp_path_factory.mktemp("models")
     # in a fork: transformers starts threads, and other forks must not inherit them
-    (logits,) = run_ranks(make_models, 1, root, list(EVERY))
-    return {name: (root / name, [torch.from_numpy(pack) for pack in logits[name]]) for name in EVERY}
+    (logits,) = run_ranks(make_models, 1, root, names)
+    return {name: (root / name, [torch.from_numpy(pack) for pack in logits[name]]) for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +90,10 @@ def in_one_process(models, tmp_path_factory):
     """(results of `check_models` for every case, the folder with their exports): all in one process."""
     out = tmp_path_factory.mktemp("exports")
     root = next(folder for folder, _ in models.values()).parent
-    return run_ranks(check_models, 1, root, out, list(EVERY), {}, WHOLE_FILE, timeout=300), out
+    return run_ranks(check_models, 1, root, out, list(models), {}, WHOLE_FILE, timeout=300), out
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", usual(EVERY, *map([*EVERY].index, USUAL)))
 def test_logits_equal_transformers_and_the_export_equals_the_source(name, models, in_one_process):
     (folder, expected), (results, out) = models[name], in_one_process
     assert (

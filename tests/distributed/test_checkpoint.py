@@ -11,14 +11,14 @@ import pytest
 import torch
 from checkpoint_now import save_now
 from ranks import run_ranks
+from suites import usual
 from test_build_and_bridge import run_tool
-from tiny_policy import tiny_model, tiny_run
+from tiny_policy import few_samples, tiny_model, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.data.packing.sample_packing import pack, packing_rules
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import fill_weights
 from megagrpo.records.checkpoints.checkpoint import Checkpointer, CheckpointError
 from megagrpo.records.checkpoints.run_files import checkpoints, newest_checkpoint
@@ -51,7 +51,7 @@ def checkpointer(model, folder, keep=2, parallel=None, **train):
 def step_once(policy, layout):
     """Overwrite weights and moments in place with other values."""
     config = policy.config
-    batch = pack(random_samples(), packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
+    batch = pack(few_samples(), packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
     policy.train_step(batch, make_loss(config.algorithm), batch.num_tokens)
 
 
@@ -253,7 +253,7 @@ def options(policy):
     ]
 
 
-@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("distributed", usual([True, False], 0))
 def test_a_resumed_run_follows_its_configuration(distributed, model, tmp_path):
     path = run_ranks(_save, 2, model, tmp_path, distributed)[0]
     configured, loaded = run_ranks(_load_with_other_options, 2, model, path, distributed)[0]

@@ -146,7 +146,7 @@ def _full(*case):
         _full((dict(pp=2), 4), PP2),
         (CP2_DP2, TP2),
         _full(DP2, CP2),
-        (UNEVEN, ONE),
+        _full(UNEVEN, ONE),
         _full(VPP, UNEVEN),
     ],
     ids=str,

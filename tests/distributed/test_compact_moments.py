@@ -6,7 +6,8 @@ import pytest
 import torch
 from checkpoint_now import save_now
 from ranks import run_ranks
-from tiny_policy import tiny_model, tiny_run
+from suites import usual
+from tiny_policy import few_samples, tiny_model, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.data.packing.sample_packing import pack, packing_rules
@@ -14,7 +15,7 @@ from megagrpo.platform.device.compact_adam import CompactAdam
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import policy_optimizer as optimizer_module
-from megagrpo.proof.verify.shrink import plainly, random_samples
+from megagrpo.proof.verify.shrink import plainly
 from megagrpo.proof.verify.verified_step import fill_weights, take_step, whole_tensors
 from megagrpo.proof.verify.verify_compare import compare
 from megagrpo.records.checkpoints.checkpoint import Checkpointer
@@ -32,7 +33,7 @@ def _train(folder, settings, steps: int, restart_after: int | None):
     policy = MegatronPolicy(settings, layout, hf_config)
     fill_weights(policy, hf_config, layout)
     policy.weights_changed()
-    batch = pack(random_samples(), packing_rules(settings, policy.shares_prompts), layout.dp_rank, layout.dp_size)
+    batch = pack(few_samples(), packing_rules(settings, policy.shares_prompts), layout.dp_rank, layout.dp_size)
     for step in range(steps):
         policy.train_step(batch, make_loss(settings.algorithm), batch.num_tokens)
         if step == restart_after:
@@ -46,7 +47,7 @@ def _train(folder, settings, steps: int, restart_after: int | None):
     return whole_tensors(policy, hf_config, layout, lambda p: p.data)[0], moments
 
 
-@pytest.mark.parametrize(("dtype", "sharded", "precision"), [("fp8", True, "bf16"), ("bf16", False, "fp32")])
+@pytest.mark.parametrize(("dtype", "sharded", "precision"), usual([("fp8", True, "bf16"), ("bf16", False, "fp32")], 0))
 def test_a_run_that_stops_and_goes_on_has_the_same_weights(dtype, sharded, precision, tmp_path):
     settings = config(dtype, sharded, precision)
     whole, moments = run_ranks(_train, 2, tmp_path, settings, 3, None)[0]
@@ -56,8 +57,8 @@ def test_a_run_that_stops_and_goes_on_has_the_same_weights(dtype, sharded, preci
 
 
 def test_the_first_step_is_that_of_float32_moments():
-    (found,) = run_ranks(take_step, 1, config("fp8", False), tiny_model("llama_tied"), random_samples())
-    (expected,) = run_ranks(take_step, 1, plainly(config("fp32", False)), tiny_model("llama_tied"), random_samples())
+    (found,) = run_ranks(take_step, 1, config("fp8", False), tiny_model("llama_tied"), few_samples())
+    (expected,) = run_ranks(take_step, 1, plainly(config("fp32", False)), tiny_model("llama_tied"), few_samples())
     assert [d for d in compare(found, expected) if not d.passed] == []
 
 

@@ -47,9 +47,9 @@ RULES = [
     (("pp", "uneven"), lambda pp, uneven: pp == 2 or not uneven),
     (("tp", "pp", "ep", "etp"), lambda tp, pp, ep, etp: ep * (etp or tp) * pp <= 4),
 ]
-# Families of the default suite: what differs in their tensors is tied, fused, gated, stacked, latent, recurrent or beside
+# Families of the default suite: what differs in their tensors is tied, fused, stacked, latent, recurrent or beside
 # a tower. `test_build_and_bridge.py` compares the export of every family.
-USUAL = ("llama tied", "qwen2", "phi3", "gemma2", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next")
+USUAL = ("llama tied", "qwen2", "phi3", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
 
 
 @functools.cache

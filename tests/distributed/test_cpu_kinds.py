@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_policy import tiny_model, tiny_run
+from suites import usual
+from tiny_policy import few_samples, tiny_model, tiny_run
 from torch import Tensor
 from torch.nn import functional
 
 from megagrpo.platform import device
 from megagrpo.platform.device import cpu
-from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import Outcome, relative_error, take_step
 
 pytestmark = pytest.mark.skipif(device.has_gpu(), reason="a CPU decides nothing where there is a GPU")
@@ -29,7 +29,7 @@ def _step(kind: str, precision: str, optimizer: str) -> tuple[Outcome, str, str]
     device.choose_float32_products()
     train = dict(optimizer=optimizer, max_grad_norm=0.0, share_prompts=False)
     config = tiny_run(model=dict(path="tiny", precision=precision), train=train | dict(distributed_optimizer=False))
-    outcome = take_step(config, tiny_model("qwen3_untied"), random_samples())
+    outcome = take_step(config, tiny_model("qwen3_untied"), few_samples())
     return outcome, str(device.resolve_precision(precision)), torch.get_float32_matmul_precision()
 
 
@@ -58,7 +58,7 @@ def expected_setting(kind: str) -> str:
     return "medium" if cpu.CPU_KINDS[kind].float32_by_onednn and not cpu.has_amx() else "highest"
 
 
-@pytest.mark.parametrize("kind", cpu.CPU_KINDS)
+@pytest.mark.parametrize("kind", usual(cpu.CPU_KINDS, 1, 3))
 def test_float32_is_float32_on_every_kind_of_cpu(kind, plain):
     outcome, _, setting = step(kind, "fp32")
     assert setting == expected_setting(kind)
@@ -141,7 +141,7 @@ def test_auto_precision_trains_on_every_kind_of_cpu_within_the_rounding_of_its_d
     assert 1e-4 < difference < 0.3 if bf16 else difference < 1e-5
 
 
-@pytest.mark.parametrize("kind", cpu.CPU_KINDS)
+@pytest.mark.parametrize("kind", usual(cpu.CPU_KINDS, 1, 3))
 def test_muon_steps_on_every_kind_of_cpu_and_leaves_the_float32_setting_alone(kind, plain_muon):
     outcome, _, setting = step(kind, "fp32", "muon")
     assert setting == expected_setting(kind)

@@ -8,12 +8,11 @@ import pytest
 import torch
 from dumped_steps import FUNCTIONS, dump_step, make_model
 from ranks import run_ranks
-from tiny_policy import tiny_model, tiny_run
+from tiny_policy import few_samples, tiny_model, tiny_run
 
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.proof.audit.audit_checks import check_step
 from megagrpo.proof.audit.saved import load_step
-from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import take_step
 
 PAGE = Path(__file__).parents[2] / "docs" / "losses.md"
@@ -36,7 +35,7 @@ def _steps(losses):
     """The result of one step of each loss, with samples of advantage 0 computed."""
     algorithm = dict(beta=0.1, skip_zero_advantage=False)
     configs = [tiny_run({}, algorithm=algorithm | loss, train=dict(distributed_optimizer=True)) for loss in losses]
-    return [take_step(config, tiny_model("llama_tied"), random_samples()) for config in configs]
+    return [take_step(config, tiny_model("llama_tied"), few_samples()) for config in configs]
 
 
 @pytest.mark.parametrize("built_in", [dict(loss_type="dapo", loss_average=None)])

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_policy import Case, tiny_model
+from tiny_policy import Case, few_samples, tiny_model
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
@@ -15,7 +15,6 @@ from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
-from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import fill_weights
 from megagrpo.records.rows.step_metrics import values_of
 
@@ -40,7 +39,7 @@ def _steps(case, deterministic=False):
     seen = []
     for _ in range(STEPS):
         batch = reference.annotate(
-            pack(random_samples(), packing_rules(settings, policy.shares_prompts), layout.dp_rank, layout.dp_size)
+            pack(few_samples(), packing_rules(settings, policy.shares_prompts), layout.dp_rank, layout.dp_size)
         )
         metrics = values_of(
             policy.train_step(batch, make_loss(settings.algorithm), denominator(batch, "sequence_means", 16))

@@ -10,6 +10,7 @@ from dumped_steps import (
     PARTS,
     dump_step,
     make_model,
+    two_layers,
     with_branches,
     with_parts,
     with_token_rewards,
@@ -18,7 +19,7 @@ from dumped_steps import (
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from suites import usual
-from tiny_policy import tiny_model, tiny_run
+from tiny_policy import tiny_run
 
 from megagrpo.algorithms.advantages import to_samples
 from megagrpo.platform.parallel.layout import init_layout
@@ -158,7 +159,7 @@ def _audit_all(root, names):
 
 @pytest.mark.parametrize("names", usual([USUAL, OTHERS], 0), ids=["usual", "others"])
 def test_branched_trajectories_agree_with_float64(names, tmp_path):
-    run_ranks(make_model, 1, tmp_path / "model", tiny_model("llama_tied"))
+    run_ranks(make_model, 1, tmp_path / "model", two_layers())
     (tmp_path / "own.py").write_text(OWN)
     run_ranks(_dump, 2, tmp_path, names)
     for name, checks in run_ranks(_audit_all, 1, tmp_path, names)[0].items():

@@ -10,11 +10,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from dumped_steps import FUNCTIONS, dump_step, make_model
+from dumped_steps import FUNCTIONS, dump_step, make_model, two_layers
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from test_loss_layouts import LOSSES
-from tiny_policy import tiny_model, tiny_run
+from tiny_policy import tiny_run
 
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.proof.audit.audit_checks import check_step
@@ -71,7 +71,7 @@ def _audit_all(root, names):
 def audits(*names):
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        run_ranks(make_model, 1, root / "model", tiny_model("llama_tied"))
+        run_ranks(make_model, 1, root / "model", two_layers())
         run_ranks(_dump_all, 2, root, names)
         return run_ranks(_audit_all, 1, root, names)[0]
 
@@ -118,7 +118,7 @@ def _tampered(root, name):
 
 
 def test_changed_metrics_and_optimizer_states_are_named(tmp_path):
-    run_ranks(make_model, 1, tmp_path / "model", tiny_model("llama_tied"))
+    run_ranks(make_model, 1, tmp_path / "model", two_layers())
     run_ranks(_dump_all, 2, tmp_path, ["off-policy mask"])
     differs = run_ranks(_tampered, 1, tmp_path, "off-policy mask")[0]
     assert differs >= {f"{metric}, optimizer step 2" for metric in METRICS} | set(CHANGED.values())

@@ -5,14 +5,13 @@ import pytest
 import torch
 from ranks import run_ranks
 from suites import usual
-from tiny_policy import tiny_model, tiny_run
+from tiny_policy import few_samples, tiny_model, tiny_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.data.packing.sample_packing import pack, packing_rules
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.layers.embedding import TokenEmbedding
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import fill_weights, policy_gradient
 
 
@@ -34,7 +33,7 @@ def gradients_of_the_embedding(model, shape, parallel):
     policy = MegatronPolicy(config, layout, hf_config)
     fill_weights(policy, hf_config, layout)
     policy.weights_changed()
-    batch = pack(random_samples(), packing_rules(config, policy.shares_prompts))
+    batch = pack(few_samples(), packing_rules(config, policy.shares_prompts))
     embedding = next(module for module in policy.chunks[0].modules() if isinstance(module, TokenEmbedding))
     found, counts = [], []
     assert embedding.into_main_grad == (model["precision"] == "bf16" or layout.dp_cp_size == 1), "the policy sets it"
@@ -52,7 +51,7 @@ def gradients_of_the_embedding(model, shape, parallel):
     usual([(1, {}), (2, dict(tp=2)), (2, dict(tp=2, sequence_parallel=True)), (2, dict(cp=2))], 2),
     ids=str,
 )
-@pytest.mark.parametrize("shape", ["llama_tied", "qwen2_untied"])
+@pytest.mark.parametrize("shape", usual(["llama_tied", "qwen2_untied"], 0))
 def test_rows_add_up_to_the_dense_gradient(shape, ranks, parallel):
     for rows, dense, _, counts in run_ranks(gradients_of_the_embedding, ranks, dict(precision="fp32"), shape, parallel):
         torch.testing.assert_close(rows, dense, rtol=1e-5, atol=1e-8)

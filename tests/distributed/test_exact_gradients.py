@@ -9,7 +9,7 @@ import torch
 from layouts import AXES, EXPERTS, config_of, ranks
 from ranks import run_ranks
 from suites import usual
-from tiny_policy import Case, tiny_model
+from tiny_policy import Case, few_samples, tiny_model
 
 from megagrpo.config import RunConfig
 from megagrpo.platform import device
@@ -58,7 +58,7 @@ def in_float64(*arguments) -> Outcome | None:
 
 @functools.cache
 def one_process(model: str, loss: str, step=take_step) -> Outcome:
-    return run_ranks(step, 1, plainly(config(row_of(model), loss)), tiny_model(model), random_samples())[0]
+    return run_ranks(step, 1, plainly(config(row_of(model), loss)), tiny_model(model), few_samples())[0]
 
 
 def worst_gradient(found: Outcome, expected: Outcome) -> tuple[float, str]:
@@ -72,7 +72,7 @@ def test_in_float64_the_gradient_does_not_change(loss):
     expected = one_process("qwen2_untied", loss, in_float64)
     for change in CHANGES:
         row = row_of("qwen2_untied", **change)
-        found = run_ranks(in_float64, ranks(row), config(row, loss), tiny_model("qwen2_untied"), random_samples())[0]
+        found = run_ranks(in_float64, ranks(row), config(row, loss), tiny_model("qwen2_untied"), few_samples())[0]
         assert worst_gradient(found, expected) < (1e-13, ""), change
 
 
@@ -86,18 +86,20 @@ def test_in_float64_the_gradient_does_not_change(loss):
 def test_in_float64_the_gradient_is_the_same_when_all_axes_meet(model, limit, cp):
     """Context parallelism is beside tensor and pipeline parallelism on eight ranks."""
     row = row_of(model, **ALL_AXES | dict(cp=cp))
-    found = run_ranks(in_float64, ranks(row), config(row, "grpo"), tiny_model(model), random_samples())[0]
+    found = run_ranks(in_float64, ranks(row), config(row, "grpo"), tiny_model(model), few_samples())[0]
     assert worst_gradient(found, one_process(model, "grpo", in_float64)) < (limit, "")
 
 
 # Context parallelism and shared prompts use other attention kernels. One process differs by 1.6e-6 from float64.
 @pytest.mark.parametrize(
-    ("change", "limit"), [(dict(budget="tight", dp=2), 1e-6), (dict(cp=2, share_prompts=True), 2e-6)], ids=str
+    ("change", "limit"),
+    usual([(dict(budget="tight", dp=2), 1e-6), (dict(cp=2, share_prompts=True), 2e-6)], 1),
+    ids=str,
 )
 @pytest.mark.parametrize("loss", usual(["dapo", "grpo", "dr_grpo", "bnpo"], 0))
 def test_in_float32_it_is_the_same_to_rounding(loss, change, limit):
     row, expected = row_of("qwen2_untied", **change), one_process("qwen2_untied", loss)
-    found = run_ranks(take_step, ranks(row), config(row, loss), tiny_model("qwen2_untied"), random_samples())[0]
+    found = run_ranks(take_step, ranks(row), config(row, loss), tiny_model("qwen2_untied"), few_samples())[0]
     assert relative_error(flat(found), flat(expected)) < limit
 
 
@@ -120,7 +122,7 @@ FEW_RANKS = [
 ]
 
 
-@pytest.mark.parametrize("case", FEW_RANKS, ids=str)
+@pytest.mark.parametrize("case", usual(FEW_RANKS, 1), ids=str)
 def test_ranks_without_any_loss_token_take_the_same_step(case):
     samples = random_samples()[1:2]
     assert samples[0].advantage != 0
@@ -128,10 +130,10 @@ def test_ranks_without_any_loss_token_take_the_same_step(case):
 
 
 def without_advantage() -> list[TrainSample]:
-    return [TrainSample(s.token_ids, s.response_mask, s.rollout_logprobs, 0.0) for s in random_samples()]
+    return [TrainSample(s.token_ids, s.response_mask, s.rollout_logprobs, 0.0) for s in few_samples()]
 
 
-@pytest.mark.parametrize(("case", "skip"), [(ONE, False), *((case, True) for case in FEW_RANKS)], ids=str)
+@pytest.mark.parametrize(("case", "skip"), usual([(ONE, False), *((case, True) for case in FEW_RANKS)], 0, 2), ids=str)
 def test_without_advantages_and_kl_the_gradient_is_exactly_zero(case, skip):
     found = step(case, without_advantage(), beta=0.0, skip_zero_advantage=skip)
     assert not any(gradient.any() for gradient in found.gradients.values())

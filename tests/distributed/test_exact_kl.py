@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from tiny_policy import tiny_model, tiny_run
+from tiny_policy import few_samples, tiny_model, tiny_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.algorithms.losses import make_loss
@@ -81,7 +81,7 @@ def kl_of_a_step(estimator: str) -> tuple[float, float, float]:
     """(the step's metric, the mean over loss tokens, the relative error of the head's gradient). The oracle is plain
     float64 on the hidden states and heads of one process."""
     config, hf_config = tiny_run(algorithm=dict(kl_estimator=estimator, beta=5.0)), tiny_model("qwen2_untied")
-    policy, batch, _ = prepare(config, hf_config, init_layout(config.parallel), random_samples())
+    policy, batch, _ = prepare(config, hf_config, init_layout(config.parallel), few_samples())
     heads, loss_fn, kls = policy.heads(batch), make_loss(config.algorithm), []
     weight = heads[0].weight.double().requires_grad_()
     numerator = torch.zeros((), dtype=torch.float64)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoint_now import save_now
 from ranks import run_ranks
+from suites import usual
 from test_checkpoint import checkpointer, step_once
 from tiny_policy import tiny_model
 
@@ -129,7 +130,7 @@ def _weights(folder: Path, with_extra_state: bool, save: bool) -> list:
     return [p.detach().cpu().numpy().copy() for chunk in chunks for p in chunk.parameters()]
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["from_such_a_model", "into_such_a_model"])
+@pytest.mark.parametrize("first", usual([True, False], 1), ids=["from_such_a_model", "into_such_a_model"])
 def test_weights_alone_are_read_where_layers_have_another_extra_state(first, tmp_path):
     saved, read = run_ranks(_weights, 2, tmp_path, first, True), run_ranks(_weights, 2, tmp_path, not first, False)
     for one, other in zip(saved, read, strict=True):

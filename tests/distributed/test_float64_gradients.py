@@ -13,12 +13,13 @@ import torch
 from layouts import AXES, EXPERTS, config_of, parametrize_rows, ranks
 from ranks import run_ranks
 from suites import usual
-from tiny_policy import tiny_model
+from tiny_policy import LARGEST, ONE_STAGE, few_samples, tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.config import RunConfig
-from megagrpo.proof.verify.shrink import plainly, random_samples
+from megagrpo.families.hf_config import HfConfig
+from megagrpo.proof.verify.shrink import plainly
 from megagrpo.proof.verify.verified_step import Outcome, relative_error, take_step
 
 TOLERANCE = 1e-12
@@ -42,12 +43,12 @@ def _wide(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
-def wide_step(config: RunConfig, shape: str) -> Outcome | None:
+def wide_step(config: RunConfig, model: HfConfig) -> Outcome | None:
     torch.set_default_dtype(torch.float64)
     convert = Tensor.type  # Megatron's optimizers know parameters by the name of their type
     Tensor.type = lambda tensor, *to: convert(tensor, *to) if to else "torch.cuda.FloatTensor"
     with Wide():
-        return take_step(config, tiny_model(shape), random_samples())
+        return take_step(config, model, few_samples())
 
 
 def row_of(model: str, **options) -> dict:
@@ -61,14 +62,20 @@ def config(row: dict) -> RunConfig:
     return made.model_copy(update=dict(algorithm=algorithm, rollout=rollout))
 
 
+def model_of(shape: str, stages: bool) -> HfConfig:
+    """Without pipeline stages a layer of each kind: two."""
+    return tiny_model(shape, LARGEST if stages else ONE_STAGE)
+
+
 @functools.cache
-def one_process(model: str, loss: str) -> Outcome:
-    return run_ranks(wide_step, 1, plainly(config(row_of(model, loss=loss))), model)[0]
+def one_process(model: str, loss: str, stages: bool) -> Outcome:
+    return run_ranks(wide_step, 1, plainly(config(row_of(model, loss=loss))), model_of(model, stages))[0]
 
 
 def check(row: dict) -> None:
-    (found, *_) = run_ranks(wide_step, ranks(row), config(row), row["model"])
-    expected = one_process(row["model"], row["loss"])
+    stages = row["pp"] > 1
+    (found, *_) = run_ranks(wide_step, ranks(row), config(row), model_of(row["model"], stages))
+    expected = one_process(row["model"], row["loss"], stages)
     errors = {key: relative_error(found.gradients[key], value) for key, value in expected.gradients.items()}
     assert {key: error for key, error in errors.items() if not error <= TOLERANCE} == {}
     assert found.disagreement <= TOLERANCE

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_policy import SHAPES, Case, release_of, tiny_run
+from tiny_policy import SHAPES, Case, few_samples, release_of, tiny_run
 
 from megagrpo.config import ParallelSection
 from megagrpo.data.packing.sample_packing import pack, packing_rules
@@ -147,7 +147,7 @@ def model(shape: str):
 
 @functools.cache
 def one_process(shape: str, recipe: str) -> Outcome:
-    (found,) = run_ranks(take_step, 1, plainly(config({}, recipe)), model(shape), random_samples())
+    (found,) = run_ranks(take_step, 1, plainly(config({}, recipe)), model(shape), few_samples())
     assert silent_tensors(found) == []
     return found
 
@@ -159,7 +159,7 @@ def one_process(shape: str, recipe: str) -> Outcome:
 )
 def test_a_step_in_fp8_is_that_of_one_process_within_its_own_rounding(case, recipe, shape):
     settings = config(case.parallel, recipe, case.train, recompute="full" if case.name == "tp2_pp2" else "none")
-    found = run_ranks(take_step, case.ranks, settings, model(shape), random_samples())[0]
+    found = run_ranks(take_step, case.ranks, settings, model(shape), few_samples())[0]
     alone, exact = one_process(shape, recipe), one_process(shape, "none")
     assert [d for d in compare(found, exact, alone, coarse=True) if not d.passed] == []
     # A layout bug causes an error as large as the gradient. Rounding may also send a token to another expert.
@@ -210,7 +210,7 @@ def _expert_inputs(settings, hf_config) -> tuple[list[int], dict[str, torch.Tens
     for name, module in policy.chunks[0].named_modules():
         if name.endswith(".linear_fc1") and ".local_experts." in name:
             module.register_forward_hook(lambda module, inputs, output: counts.append(inputs[0].shape[0]))
-    batch = pack(random_samples(), packing_rules(settings, policy.shares_prompts), layout.dp_rank, layout.dp_size)
+    batch = pack(few_samples(), packing_rules(settings, policy.shares_prompts), layout.dp_rank, layout.dp_size)
     policy.backward(batch, policy_gradient, batch.num_tokens)
     return counts, {name: p.main_grad.clone() for name, p in policy.chunks[0].named_parameters()}
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from tiny_policy import Case, tiny_model, tiny_run
+from suites import usual
+from tiny_policy import Case, few_samples, tiny_model, tiny_run
 
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.top_logprobs import top_logprobs
 from megagrpo.policy.reference import FrozenModel, Reference
-from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import prepare
 
 K = 6
@@ -41,7 +41,7 @@ def scores(parallel: dict):
     """The reference's rows over all micro-batches: log-probs, entropies, top log-probs and ids by sample and position,
     and whether the labels' log-probs are among the top ones where their ids are. None outside the last stage."""
     config = tiny_run(parallel, rollout=dict(temperature=0.8), algorithm=dict(beta=0.1))
-    policy, batch, _ = prepare(config, tiny_model("qwen2_untied"), init_layout(config.parallel), random_samples())
+    policy, batch, _ = prepare(config, tiny_model("qwen2_untied"), init_layout(config.parallel), few_samples())
     reference: FrozenModel = Reference(policy)
     rows = reference.logprobs(batch), reference.entropies(batch), reference.top_logprobs(batch, K)
     if rows[0][0] is None:
@@ -66,7 +66,9 @@ def one():
 
 
 @pytest.mark.parametrize(
-    "case", [Case("tp2", 2, dict(tp=2, sequence_parallel=True)), Case("cp2 pp2", 4, dict(cp=2, pp=2))], ids=str
+    "case",
+    usual([Case("tp2", 2, dict(tp=2, sequence_parallel=True)), Case("cp2 pp2", 4, dict(cp=2, pp=2))], 0),
+    ids=str,
 )
 def test_the_reference_scores_every_token_alike_in_every_layout(case, one):
     results = [result for result in run_ranks(scores, case.ranks, case.parallel) if result is not None]
@@ -86,7 +88,7 @@ def test_the_log_probs_and_entropies_are_those_of_the_full_distribution():
 def whole_distribution() -> tuple[list[float], list[float]]:
     """Log-probs, entropies and top log-probs of the loss tokens, from plain float64 and from the reference."""
     config = tiny_run({}, rollout=dict(temperature=0.8), algorithm=dict(beta=0.1))
-    policy, batch, _ = prepare(config, tiny_model("qwen2_untied"), init_layout(config.parallel), random_samples())
+    policy, batch, _ = prepare(config, tiny_model("qwen2_untied"), init_layout(config.parallel), few_samples())
     reference, by_head, by_model = Reference(policy), [], []
     rows = reference.logprobs(batch), reference.entropies(batch), reference.top_logprobs(batch, K)
     for m, head, logprobs, entropy, top in zip(batch.micro_batches, reference.heads(batch), *rows, strict=True):

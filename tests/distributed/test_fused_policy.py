@@ -4,14 +4,13 @@ import pytest
 import torch
 from interpreted_triton import interpret
 from ranks import RankFailed, run_ranks
-from tiny_policy import tiny_model, tiny_run
+from tiny_policy import few_samples, tiny_model, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.device_checks import check_device
-from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import prepare
 
 
@@ -23,7 +22,7 @@ def difference(train: dict) -> tuple[float, float]:
         config = tiny_run(
             dict(tp=2), algorithm=dict(beta=0.1, entropy_coef=0.01), train=dict(distributed_optimizer=False) | settings
         )
-        policy, batch, logprobs = prepare(config, tiny_model("qwen2_untied"), layout, random_samples())
+        policy, batch, logprobs = prepare(config, tiny_model("qwen2_untied"), layout, few_samples())
         policy.backward(batch, make_loss(config.algorithm), batch.num_tokens)
         gradients = [p.main_grad.flatten().clone() for chunk in policy.chunks for p in chunk.parameters()]
         found.append((torch.cat([row for row in logprobs if row is not None]), torch.cat(gradients)))
@@ -44,7 +43,7 @@ def test_fp8_logprobs_are_close_and_not_equal():
 
 
 def build(train: dict) -> None:
-    prepare(tiny_run(train=train), tiny_model("qwen2_untied"), init_layout(tiny_run().parallel), random_samples())
+    prepare(tiny_run(train=train), tiny_model("qwen2_untied"), init_layout(tiny_run().parallel), few_samples())
 
 
 def checked(config: RunConfig) -> torch.dtype:

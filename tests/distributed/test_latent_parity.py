@@ -6,14 +6,14 @@ import pytest
 import torch
 from ranks import run_ranks
 from suites import usual
-from tiny_policy import Case, tiny_run
+from tiny_policy import Case, few_samples, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.families.hf_config import HfConfig
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.proof.verify.shrink import random_samples, random_tensor, shrink_model
+from megagrpo.proof.verify.shrink import random_tensor, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, prepare, take_step
 from megagrpo.proof.verify.verify_compare import compare, silent_tensors
 from megagrpo.weights.blocks.parameter_blocks import blocks
@@ -65,7 +65,7 @@ def model(raw: dict) -> HfConfig:
 
 
 def step(raw: dict, config: RunConfig, ranks: int) -> Outcome:
-    return run_ranks(take_step, ranks, config, model(raw), random_samples())[0]
+    return run_ranks(take_step, ranks, config, model(raw), few_samples())[0]
 
 
 @functools.cache
@@ -93,7 +93,7 @@ def test_so_does_a_model_whose_queries_have_no_latent_with_its_attention_recompu
 def biases_after_a_step(precision: str) -> list[tuple[str, torch.Tensor]]:
     config, hf_config = tiny_run({}, model=dict(precision=precision)), model(V3)
     layout = init_layout(config.parallel)
-    policy, batch, _ = prepare(config, hf_config, layout, random_samples())
+    policy, batch, _ = prepare(config, hf_config, layout, few_samples())
     policy.backward(
         batch,
         make_loss(config.algorithm),

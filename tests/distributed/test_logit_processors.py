@@ -7,13 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from tiny_policy import Case, tiny_model, tiny_run
+from tiny_policy import Case, few_samples, tiny_model, tiny_run
 
 from megagrpo.data.packing.sample_packing import PackingRules, build_micro_batch
 from megagrpo.policy.lm_head.logit_processors import LogitProcessors, runs_of
 from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
-from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import take_step
 from megagrpo.train_types import RefHead, TrainSample
 from megagrpo.types import Penalties, SamplingParams
@@ -195,7 +194,7 @@ def step_of(parallel: dict):
         temperature=0.8, logit_bias={3: 2.0}, repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.1
     )
     config = tiny_run(parallel, rollout=rollout, algorithm=dict(beta=0.1, loss_type="grpo"))
-    outcome = take_step(config, tiny_model("qwen2_untied"), random_samples())
+    outcome = take_step(config, tiny_model("qwen2_untied"), few_samples())
     return outcome and (
         outcome.metrics,
         outcome.logprobs.numpy(),

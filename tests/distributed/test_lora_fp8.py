@@ -8,14 +8,14 @@ import pytest
 from ranks import run_ranks
 from suites import usual
 from test_fp8 import model
-from tiny_policy import Case, tiny_run
+from tiny_policy import Case, few_samples, tiny_run
 
 from megagrpo.data.packing.sample_packing import pack, packing_rules
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.products import CurrentScaling, Product
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.proof.verify.shrink import plainly, random_samples
+from megagrpo.proof.verify.shrink import plainly
 from megagrpo.proof.verify.verified_step import (
     Outcome,
     fill_weights,
@@ -65,7 +65,7 @@ def _linears(recipe: str, use_dora: bool) -> list[float]:
 
     totals: dict = {}
     handles = [linear.register_forward_hook(check) for linear in linears]
-    batch = pack(random_samples(), packing_rules(settings, policy.shares_prompts), 0, 1)
+    batch = pack(few_samples(), packing_rules(settings, policy.shares_prompts), 0, 1)
     policy.backward(batch, policy_gradient, batch.num_tokens)
     for handle in handles:
         handle.remove()
@@ -94,7 +94,7 @@ CASES = [
 @functools.cache
 def one_process(shape: str, recipe: str, use_dora: bool) -> Outcome:
     settings = plainly(of_run({}, recipe, use_dora=use_dora))
-    (found,) = run_ranks(take_step, 1, settings, model(shape), random_samples())
+    (found,) = run_ranks(take_step, 1, settings, model(shape), few_samples())
     assert silent_tensors(found) == [] and all(".lora_" in name for name in found.gradients)
     return found
 
@@ -104,7 +104,7 @@ def one_process(shape: str, recipe: str, use_dora: bool) -> Outcome:
 def test_a_step_is_that_of_one_process_within_its_own_rounding(case, shape, lora, recipe):
     recompute = "full" if case.name == "pp2" else "none"
     settings = of_run(case.parallel, recipe, case.train, recompute, **lora)
-    found = run_ranks(take_step, case.ranks, settings, model(shape), random_samples())[0]
+    found = run_ranks(take_step, case.ranks, settings, model(shape), few_samples())[0]
     alone, exact = (one_process(shape, kind, bool(lora)) for kind in (recipe, "none"))
     assert [d for d in compare(found, exact, alone, coarse=True) if not d.passed] == []
     noise, apart = distances(alone, exact), distances(found, alone)

@@ -4,10 +4,10 @@ import functools
 
 import pytest
 from ranks import run_ranks
-from tiny_policy import Case, tiny_model, tiny_run
+from tiny_policy import Case, few_samples, tiny_model, tiny_run
 
 from megagrpo.planner.costs.shapes import modules_of
-from megagrpo.proof.verify.shrink import plainly, random_samples
+from megagrpo.proof.verify.shrink import plainly
 from megagrpo.proof.verify.verified_step import Outcome, take_step
 from megagrpo.proof.verify.verify_compare import compare, silent_tensors
 
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.full  # test_options_by_layouts.py has adapters by defa
 
 @functools.cache
 def one_process(model: str, lora: str) -> Outcome:
-    (found,) = run_ranks(take_step, 1, plainly(config({}, eval(lora), "none")), tiny_model(model), random_samples())
+    (found,) = run_ranks(take_step, 1, plainly(config({}, eval(lora), "none")), tiny_model(model), few_samples())
     assert silent_tensors(found) == []
     return found
 
@@ -63,7 +63,7 @@ def one_process(model: str, lora: str) -> Outcome:
 def test_a_step_of_adapters_equals_that_of_one_process(case, model, lora, recompute):
     expected = one_process(model, repr(lora))
     found = run_ranks(
-        take_step, case.ranks, config(case.parallel, lora, recompute, case.train), tiny_model(model), random_samples()
+        take_step, case.ranks, config(case.parallel, lora, recompute, case.train), tiny_model(model), few_samples()
     )[0]
     assert [d for d in compare(found, expected) if not d.passed] == []
     assert found.disagreement == 0
@@ -78,6 +78,6 @@ def test_a_recomputed_step_of_adapters_on_the_first_stage_equals_it_too():
     """Nothing before the first block has a gradient: recomputation needs an input that requires one."""
     case, model, lora = CASES[3]
     found = run_ranks(
-        take_step, case.ranks, config(case.parallel, lora, "full", case.train), tiny_model(model), random_samples()
+        take_step, case.ranks, config(case.parallel, lora, "full", case.train), tiny_model(model), few_samples()
     )[0]
     assert [d for d in compare(found, one_process(model, repr(lora))) if not d.passed] == []

@@ -144,6 +144,8 @@ def _step(root, parallel, out, selection=None):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
+    import peft  # noqa: F401 - once here, not in every fork
+
     root = tmp_path_factory.mktemp("peft")
     return root, *run_ranks(make_with_peft, 1, root)[0]
 
@@ -173,7 +175,7 @@ LAYERS = dict(target_modules=["q_proj", "o_proj", "gate_proj", "mlp.down_proj"],
 EXPRESSION = dict(target_modules=r".*\.[02]\.(self_attn\.[kv]_proj|mlp\.(up|down)_proj)")
 
 
-@pytest.mark.parametrize("selection", [LAYERS, EXPRESSION], ids=["layers", "expression"])
+@pytest.mark.parametrize("selection", usual([LAYERS, EXPRESSION], 1), ids=["layers", "expression"])
 @pytest.mark.parametrize(
     "parallel", usual([dict(pp=2, vpp=2), {}, dict(tp=2, sequence_parallel=True), dict(pp=2)], 0), ids=str
 )
@@ -300,7 +302,7 @@ def _dropout(root, parallel):
     return same, apart, max((relative_error(runs[0][n], g) for n, g in runs[1].items()), default=1.0)
 
 
-@pytest.mark.parametrize("parallel", [dict(tp=2), dict(tp=2, sequence_parallel=True)], ids=str)
+@pytest.mark.parametrize("parallel", usual([dict(tp=2), dict(tp=2, sequence_parallel=True)], 1), ids=str)
 def test_dropout_drops_the_same_on_all_ranks_and_only_in_training(parallel, made):
     same, apart, change = run_ranks(_dropout, 2, made[0], parallel)[0]
     assert same and apart == 0 and change > 0.05

@@ -49,7 +49,7 @@ def test_peft_reads_what_we_write_and_computes_the_same(case, tmp_path):
     assert torch.equal(run_ranks(_read_with_peft, 1, root, tmp_path / "out", True)[0], logits)
 
 
-@pytest.mark.parametrize("case", usual(CASES, 0), indirect=True)
+@pytest.mark.parametrize("case", usual(CASES), indirect=True)
 def test_a_run_continues_in_another_layout(case, tmp_path):
     made, selection = case
     assert_resumes(made[0], dict(tp=2, sequence_parallel=True), dict(pp=2), tmp_path, selection)

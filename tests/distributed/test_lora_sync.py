@@ -48,7 +48,7 @@ def _push(root: Path, parallel: dict, shared: Path, out: Path, selection: dict |
     return engine and {name: tensor.float().numpy() for name, tensor in engine.tensors.items()}
 
 
-@pytest.mark.parametrize("parallel", [{}, dict(tp=2, pp=2)], ids=str)
+@pytest.mark.parametrize("parallel", usual([{}, dict(tp=2, pp=2)], 1), ids=str)
 def test_the_engine_gets_bit_by_bit_the_weights_of_a_merged_export(parallel, root, tmp_path):
     synced = run_ranks(_push, 4 if parallel else 1, root, parallel, tmp_path / "shm", tmp_path / "out")[0]
     exported = load_file(tmp_path / "out/model.safetensors")

@@ -5,16 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_policy import tiny_model, tiny_run
+from tiny_policy import few_samples, tiny_model, tiny_run
 
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import prepare
 
 
 def pass_with_inputs(at: int) -> str:
     config = tiny_run({})
-    policy, batch, _ = prepare(config, tiny_model("qwen2_untied"), init_layout(config.parallel), random_samples())
+    policy, batch, _ = prepare(config, tiny_model("qwen2_untied"), init_layout(config.parallel), few_samples())
     micro_batches = list(batch.micro_batches)
     micro_batches[at] = replace(micro_batches[at], inputs=({}, dict(pixels=torch.ones(2))))
     with pytest.raises(ValueError) as error:

@@ -63,7 +63,7 @@ def logits_with_peft(model: Path, root: Path) -> tuple[float, list[str]]:
     return (found - expected).abs().max().item(), names
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", usual(NAMES, 0))
 @pytest.mark.parametrize(
     "modules", usual(["all-linear", ["q_proj", "down_proj"], r"model\.language_model\..*\.o_proj"], 0)
 )

@@ -4,9 +4,9 @@ import pytest
 import torch
 from ranks import run_ranks
 from test_compact_moments import _train
-from tiny_policy import Case, tiny_model, tiny_run
+from tiny_policy import Case, few_samples, tiny_model, tiny_run
 
-from megagrpo.proof.verify.shrink import random_samples, random_tensor
+from megagrpo.proof.verify.shrink import random_tensor
 from megagrpo.proof.verify.verified_step import Outcome, relative_error, take_step
 from megagrpo.proof.verify.verify_compare import compare
 
@@ -30,7 +30,7 @@ def config(parallel: dict, **options):
 
 
 def step(case: Case, model: str = "qwen3_untied") -> Outcome:
-    return run_ranks(take_step, case.ranks, config(case.parallel), tiny_model(model), random_samples())[0]
+    return run_ranks(take_step, case.ranks, config(case.parallel), tiny_model(model), few_samples())[0]
 
 
 @pytest.fixture(scope="module")

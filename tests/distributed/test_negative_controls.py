@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from layouts import AXES, config_of, ranks
 from ranks import run_ranks
-from tiny_policy import SHAPES, tiny_model
+from tiny_policy import SHAPES, few_samples, tiny_model
 
 from megagrpo.config import RunConfig, save_config
 from megagrpo.data.packing import sample_packing as packing
@@ -21,7 +21,7 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.transformer import specs
 from megagrpo.proof.verify import layouts as verify_module
 from megagrpo.proof.verify import verified_step
-from megagrpo.proof.verify.shrink import VOCABULARY, plainly, random_samples
+from megagrpo.proof.verify.shrink import VOCABULARY, plainly
 from megagrpo.proof.verify.verified_step import take_step
 from megagrpo.proof.verify.verify_compare import compare
 from megagrpo.train_types import TrainSample
@@ -153,7 +153,7 @@ class Control:
     seen_in: str  # kind of the quantity that must be far off
     options: dict
     before: Callable[[pytest.MonkeyPatch], None] | None = None  # set-up that makes the fault visible
-    samples: Callable[[], list[TrainSample]] = random_samples
+    samples: Callable[[], list[TrainSample]] = few_samples
 
     def __str__(self) -> str:
         return self.plant.__name__

@@ -44,13 +44,12 @@ def model_of(name: str) -> HfConfig:
 
 
 def updates(settings: Any, model: HfConfig, layout: Layout | None = None) -> tuple[dict, list[dict], list[list]]:
-    """Weights after three updates, their metrics, and the log-probs between them, which need gathered weights."""
+    """Weights after two updates, their metrics, and the log-probs between them, which need gathered weights."""
     training, metrics, logprobs = Training(settings, model, layout), [], []
-    for index in range(3):
-        batch = training.batches[index % 2]
+    for index, batch in enumerate(training.batches):
         found = training.policy.backward(batch, training.loss, batch.num_tokens) | training.policy.update()
         metrics.append({name: metric.value for name, metric in found.items()})
-        logprobs.append(training.policy.logprobs(batch) if index < 2 else [])
+        logprobs.append(training.policy.logprobs(batch) if index == 0 else [])
     training.policy.finish_updates()
     return training.weights(), metrics, logprobs
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from checkpoint_now import save_now
 from ranks import run_ranks
-from tiny_policy import tiny_model, tiny_run
+from tiny_policy import few_samples, tiny_model, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.data.packing.sample_packing import pack, packing_rules, padded
@@ -15,7 +15,6 @@ from megagrpo.families.hf_config import HfConfig
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.policy.find_nan import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import fill_weights, whole_tensors
 from megagrpo.records.checkpoints.checkpoint import Checkpointer
 from megagrpo.records.checkpoints.run_files import newest_checkpoint
@@ -52,7 +51,7 @@ class Training:
         fill_weights(self.policy, self.hf_config, self.layout)
         self.policy.weights_changed()
         rules = packing_rules(settings, self.policy.shares_prompts)
-        samples = random_samples()
+        samples = few_samples()
         parts = (samples, samples[: len(samples) // 2])
         self.batches = [pack(part, rules, self.layout.dp_rank, self.layout.dp_size) for part in parts]
         self.loss, self.steps = make_loss(settings.algorithm), 0

@@ -8,13 +8,14 @@ import torch
 from ranks import run_ranks
 from test_overlap import BF16, model_of, settings_of
 from test_overlap_grad_reduce import Training
+from tiny_policy import few_samples
 
 from megagrpo.families.hf_config import HfConfig
 from megagrpo.policy.moe.rank_routed_experts import with_sample_routes
 from megagrpo.policy.moe.router_losses import selection_biases
 from megagrpo.policy.moe.routing_replay import route_shape
 from megagrpo.policy.optimizer.policy_optimizer import gather_gradients
-from megagrpo.proof.verify.shrink import random_routes, random_samples
+from megagrpo.proof.verify.shrink import random_routes
 from megagrpo.proof.verify.verified_step import whole_tensors
 
 LOSSES = dict(router_aux_loss_coef=0.1, router_z_loss_coef=0.1)
@@ -27,7 +28,7 @@ def step(settings: Any, model: HfConfig) -> tuple[dict, dict[str, float], list[l
     policy, batch = training.policy, training.batches[0]
     if replay == "engine":
         shape = route_shape(model)
-        batch = with_sample_routes(batch, random_routes(random_samples(), shape), training.layout, shape)
+        batch = with_sample_routes(batch, random_routes(few_samples(), shape), training.layout, shape)
     elif replay == "trainer":
         batch = policy.replay.recorded(batch, policy.logprobs)
     metrics = policy.backward(batch, training.loss, batch.num_tokens)

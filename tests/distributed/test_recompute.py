@@ -4,13 +4,12 @@ import pytest
 import torch
 from ranks import run_ranks
 from te_manifest import architecture
-from tiny_policy import tiny_model, tiny_run
+from tiny_policy import few_samples, tiny_model, tiny_run
 
 from megagrpo.data.packing.sample_packing import pack, packing_rules
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import TorchAttention
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import fill_weights, policy_gradient
 
 PARTS = {
@@ -29,7 +28,7 @@ def _gradients(recompute, modules=("core_attn",), shape="llama_tied"):
     policy = MegatronPolicy(config, layout, hf_config)
     fill_weights(policy, hf_config, layout)
     policy.weights_changed()
-    batch = pack(random_samples(), packing_rules(config, policy.shares_prompts))
+    batch = pack(few_samples(), packing_rules(config, policy.shares_prompts))
     count = dict(mlp=0, attention=0)
 
     def counted(what):

@@ -2,12 +2,12 @@
 
 import pytest
 from ranks import run_ranks
-from tiny_policy import tiny_model, tiny_run
+from suites import usual
+from tiny_policy import few_samples, tiny_model, tiny_run
 
 from megagrpo.config import RunConfig
 from megagrpo.planner.costs.planned_memory import stage_memory
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import prepare
 
 
@@ -21,7 +21,7 @@ def config(parallel: dict, replay: str) -> RunConfig:
 def recorded(settings: RunConfig) -> tuple[int, int, int]:
     """Bytes of the routes on this rank, the tokens of its replica's micro-batches, and its pipeline stage."""
     layout = init_layout(settings.parallel)
-    _, batch, _ = prepare(settings, tiny_model("qwen3_moe"), layout, random_samples())
+    _, batch, _ = prepare(settings, tiny_model("qwen3_moe"), layout, few_samples())
     held = sum(m.routes.nbytes for m in batch.micro_batches if m.routes is not None)
     layout.close()
     return held, sum(m.num_tokens for m in batch.micro_batches), layout.pp_rank
@@ -29,7 +29,7 @@ def recorded(settings: RunConfig) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
-    [(2, dict(pp=2)), (2, dict(tp=2, sequence_parallel=True, ep=2, etp=1)), (4, dict(cp=2, ep=2))],
+    usual([(2, dict(pp=2)), (2, dict(tp=2, sequence_parallel=True, ep=2, etp=1)), (4, dict(cp=2, ep=2))], 1),
     ids=str,
 )
 def test_recorded_routes_take_the_planned_bytes(ranks, parallel):

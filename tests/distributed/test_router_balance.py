@@ -10,13 +10,13 @@ import transformers
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from suites import usual
-from tiny_policy import SHAPES, tiny_run
+from tiny_policy import SHAPES, few_samples, tiny_run
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.families.hf_config import HfConfig, parse_hf_config
 from megagrpo.proof.audit import naive
-from megagrpo.proof.verify.shrink import random_samples, random_tensor, shrink_model
+from megagrpo.proof.verify.shrink import random_tensor, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, take_step
 from megagrpo.proof.verify.verify_compare import compare
 
@@ -49,7 +49,7 @@ def model() -> HfConfig:
 
 @functools.cache
 def one_process(coefficient: float) -> Outcome:
-    return run_ranks(take_step, 1, config({}, coefficient), model(), random_samples())[0]
+    return run_ranks(take_step, 1, config({}, coefficient), model(), few_samples())[0]
 
 
 def in_transformers(folder: Path) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -62,7 +62,7 @@ def in_transformers(folder: Path) -> tuple[float, dict[str, torch.Tensor], dict[
     # weights at the start of the step
     moved = {name: weight + 0.02 * torch.sin(40 * weight) for name, weight in weights.items()}
     save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
-    policy, samples = naive.load_model(folder, "float32"), random_samples()
+    policy, samples = naive.load_model(folder, "float32"), few_samples()
     found = [policy(sample.token_ids[None], output_router_logits=True).router_logits for sample in samples]
     masks = []
     for sample in samples:
@@ -103,7 +103,7 @@ def test_the_loss_and_its_gradient_are_those_of_transformers(tmp_path):
 @pytest.mark.parametrize("name", usual(LAYOUTS, 4))
 def test_the_balanced_gradient_is_the_same_in_every_layout(name):
     ranks, settings = LAYOUTS[name]
-    found = run_ranks(take_step, ranks, settings, model(), random_samples())[0]
+    found = run_ranks(take_step, ranks, settings, model(), few_samples())[0]
     assert [d for d in compare(found, one_process(COEFFICIENT)) if not d.passed] == []
 
 
@@ -112,6 +112,6 @@ def test_a_stage_without_experts_takes_part_in_the_balance():
     dense = list(range(shape.num_layers // 2))
     half = parse_hf_config(shape.raw | {"mlp_only_layers": dense})
     assert [*half.experts.blocks] == list(range(len(dense), shape.num_layers)), "the first stage has experts"
-    expected = run_ranks(take_step, 1, config({}), half, random_samples())[0]
-    found = run_ranks(take_step, 2, config(dict(pp=2)), half, random_samples())[0]
+    expected = run_ranks(take_step, 1, config({}), half, few_samples())[0]
+    found = run_ranks(take_step, 2, config(dict(pp=2)), half, few_samples())[0]
     assert [d for d in compare(found, expected) if not d.passed] == []

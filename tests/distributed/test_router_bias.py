@@ -13,7 +13,7 @@ from test_checkpoint_layouts import EP2, PP2_EP2, SIZES, TP2_EP2, assert_continu
 from test_dump_layouts import audit
 from test_latent_parity import V3, model
 from test_routing_replay import dump
-from tiny_policy import tiny_run, whole_model
+from tiny_policy import few_samples, tiny_run, whole_model
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import RunConfig
@@ -22,7 +22,7 @@ from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.moe.router_losses import selection_biases
 from megagrpo.policy.moe.routing_replay import route_shape
 from megagrpo.policy.reference import Reference
-from megagrpo.proof.verify.shrink import random_routes, random_samples, random_tensor
+from megagrpo.proof.verify.shrink import random_routes, random_tensor
 from megagrpo.proof.verify.verified_step import Outcome, prepare, take_step
 
 RATE = 0.25
@@ -52,7 +52,7 @@ def biases(outcome: Outcome) -> dict[str, torch.Tensor]:
 
 @functools.cache
 def one_process(replay: str) -> Outcome:
-    return run_ranks(take_step, 1, config({}, {}, replay), model(V3), random_samples())[0]
+    return run_ranks(take_step, 1, config({}, {}, replay), model(V3), few_samples())[0]
 
 
 @pytest.mark.parametrize("replay", usual(["off", "engine"], 1))
@@ -60,7 +60,7 @@ def one_process(replay: str) -> Outcome:
 def test_biases_move_alike_in_every_layout(name, replay):
     ranks, parallel, train = LAYOUTS[name]
     settings = config(parallel, train, replay, recompute="full")
-    found = run_ranks(take_step, ranks, settings, model(V3), random_samples())[0]
+    found = run_ranks(take_step, ranks, settings, model(V3), few_samples())[0]
     expected = biases(one_process(replay))
     assert biases(found).keys() == expected.keys() and expected
     for key, value in expected.items():
@@ -68,7 +68,7 @@ def test_biases_move_alike_in_every_layout(name, replay):
 
 
 def test_biases_move_by_the_loads_of_replayed_routes():
-    shape, samples = route_shape(model(V3)), random_samples()
+    shape, samples = route_shape(model(V3)), few_samples()
     routes, moved = random_routes(samples, shape), biases(one_process("engine"))
     assert len(moved) == len(shape.layers)
     for column, layer in enumerate(shape.layers):
@@ -111,7 +111,7 @@ def two_steps() -> tuple[list[float], bool, bool]:
     reference's log-probs stay, and whether the tensors that exports and weight syncs read have the biases."""
     settings = config({}, {})
     layout = init_layout(settings.parallel)
-    policy, batch, _ = prepare(settings, model(V3), layout, random_samples())
+    policy, batch, _ = prepare(settings, model(V3), layout, few_samples())
     reference, seen = Reference(policy), [[b.clone() for b in selection_biases(policy.chunks)]]
     before = reference.logprobs(batch)
     for _ in range(2):

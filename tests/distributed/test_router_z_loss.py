@@ -15,12 +15,12 @@ from suites import usual
 from test_dump_layouts import audit
 from test_latent_parity import V3
 from test_routing_replay import dump
-from tiny_policy import SHAPES, tiny_model
+from tiny_policy import SHAPES, few_samples, tiny_model
 
 from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.families.hf_config import HfConfig
 from megagrpo.proof.audit import naive
-from megagrpo.proof.verify.shrink import plainly, random_samples, random_tensor, shrink_model
+from megagrpo.proof.verify.shrink import plainly, random_tensor, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, relative_error, take_step
 
 COEFFICIENT = 0.3
@@ -47,13 +47,11 @@ def config(row: dict, coefficient: float = COEFFICIENT, replay: str = "off") -> 
 @functools.cache
 def one_process(model: str, loss: str, replay: str = "off", coefficient: float = COEFFICIENT) -> Outcome:
     settings = plainly(config(row_of(model=model, loss=loss), coefficient, replay))
-    return run_ranks(take_step, 1, settings, tiny_model(model), random_samples())[0]
+    return run_ranks(take_step, 1, settings, tiny_model(model), few_samples())[0]
 
 
 def check(row: dict, replay: str = "off") -> None:
-    (found, *_) = run_ranks(
-        take_step, ranks(row), config(row, replay=replay), tiny_model(row["model"]), random_samples()
-    )
+    (found, *_) = run_ranks(take_step, ranks(row), config(row, replay=replay), tiny_model(row["model"]), few_samples())
     expected = one_process(row["model"], row["loss"], replay)
     assert found.metrics["z_loss"] == pytest.approx(expected.metrics["z_loss"], rel=1e-6)
     worst = max((relative_error(found.gradients[name], known), name) for name, known in expected.gradients.items())
@@ -79,7 +77,7 @@ def adapted(number: int, z_loss: float = COEFFICIENT, balance: float = 2.0) -> O
     algorithm = made.algorithm.model_copy(update=dict(router_aux_loss_coef=balance))
     lora = made.lora.model_copy(update=dict(rank=4, target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
     made = made.model_copy(update=dict(algorithm=algorithm, lora=lora))
-    return run_ranks(take_step, ranks(row), made, tiny_model(row["model"]), random_samples())[0]
+    return run_ranks(take_step, ranks(row), made, tiny_model(row["model"]), few_samples())[0]
 
 
 WITH_ADAPTERS = (
@@ -118,7 +116,7 @@ def naively(model: HfConfig, temperature: float, folder: Path) -> tuple[float, d
     weights = {name: random_tensor(name, shape, temperature) for name, shape in shapes.items()}
     moved = {name: weight + 0.02 * torch.sin(40 * weight) for name, weight in weights.items()}  # as `take_step` does
     save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
-    policy, samples = naive.load_model(folder, "float32"), random_samples()
+    policy, samples = naive.load_model(folder, "float32"), few_samples()
     total, tokens = torch.zeros(()), 0
     for sample in samples:
         before = sample.response_mask.nonzero()[:, 0] - 1

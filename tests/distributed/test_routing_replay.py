@@ -12,7 +12,7 @@ from suites import usual
 from test_dump_layouts import audit
 from test_gpt_oss import RAW as GPT_OSS
 from test_latent_parity import V2_LITE, V3
-from tiny_policy import SHAPES, tiny_model, tiny_run
+from tiny_policy import SHAPES, few_samples, tiny_model, tiny_run
 
 from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.families.hf_config import HfConfig
@@ -20,7 +20,7 @@ from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.moe.rank_routed_experts import RankTokens, rank_columns
 from megagrpo.policy.moe.router_losses import routers
 from megagrpo.policy.moe.routing_replay import RouteSlot, route_shape
-from megagrpo.proof.verify.shrink import plainly, random_routes, random_samples, shrink_model
+from megagrpo.proof.verify.shrink import plainly, random_routes, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, policy_gradient, prepare, relative_error, take_step
 
 FEW = (
@@ -46,7 +46,7 @@ def config(row: dict, replay: str = "engine") -> RunConfig:
 @functools.cache
 def one_process(model: str, loss: str, replay: str) -> Outcome:
     settings = plainly(config(row_of(model, loss=loss), replay))
-    return run_ranks(take_step, 1, settings, tiny_model(model), random_samples())[0]
+    return run_ranks(take_step, 1, settings, tiny_model(model), few_samples())[0]
 
 
 def worst_gradient(found: Outcome, expected: Outcome) -> tuple[float, str]:
@@ -54,7 +54,7 @@ def worst_gradient(found: Outcome, expected: Outcome) -> tuple[float, str]:
 
 
 def check(row: dict, replay: str) -> None:
-    (found, *_) = run_ranks(take_step, ranks(row), config(row, replay), tiny_model(row["model"]), random_samples())
+    (found, *_) = run_ranks(take_step, ranks(row), config(row, replay), tiny_model(row["model"]), few_samples())
     expected = one_process(row["model"], row["loss"], replay)
     assert worst_gradient(found, expected) < (1e-5, "")
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
@@ -75,7 +75,7 @@ def test_layers_with_experts_may_run_again_on_their_own():
     row = row_of(pp=2, recompute="selective")
     settings = config(row)
     settings = settings.model_copy(update=dict(model=settings.model.model_copy(update=dict(recompute_modules=["moe"]))))
-    (found, *_) = run_ranks(take_step, ranks(row), settings, tiny_model("qwen3_moe"), random_samples())
+    (found, *_) = run_ranks(take_step, ranks(row), settings, tiny_model("qwen3_moe"), few_samples())
     assert worst_gradient(found, one_process("qwen3_moe", row["loss"], "engine")) < (1e-5, "")
 
 
@@ -95,8 +95,8 @@ def taken_experts(settings: RunConfig, model: HfConfig) -> tuple[int, int, int]:
     """How many experts the routers of this rank take in a train step, runs inside of checkpoints counted twice; how
     many of them differ from the given ones; and how many the routers would choose themselves."""
     layout, shape = init_layout(settings.parallel), route_shape(model)
-    policy, batch, _ = prepare(settings, model, layout, random_samples())
-    known = random_routes(random_samples(), shape)
+    policy, batch, _ = prepare(settings, model, layout, few_samples())
+    known = random_routes(few_samples(), shape)
     tokens = RankTokens.of(batch.micro_batches, layout.parallel, layout.cp_rank, layout.tp_rank)
     columns = rank_columns(shape, layout.parallel, layout.pp_rank)
     of_tokens = {}  # by micro-batch and router: what its map of experts must be
@@ -135,7 +135,7 @@ def test_every_expert_that_a_router_takes_was_given(options):
 def counted_agreement(settings: RunConfig, model: HfConfig) -> tuple[dict[str, tuple], dict[int, list[float]]]:
     """The metrics of agreement as (sum, count), and on one rank the same by hand: layer -> [sum, count]."""
     layout, shape = init_layout(settings.parallel), route_shape(model)
-    policy, batch, _ = prepare(settings, model, layout, random_samples())
+    policy, batch, _ = prepare(settings, model, layout, few_samples())
     naive = {layer: [0.0, 0.0] for layer in shape.layers}
     original = RouteSlot.get_replay_topk
 
@@ -184,12 +184,12 @@ def broken_recompute(*arguments) -> Outcome | None:
 
 def test_a_layer_that_runs_again_with_other_routes_is_found():
     row = row_of(pp=2, vpp=2, recompute="full", budget="tight")
-    (found, *_) = run_ranks(broken_recompute, ranks(row), config(row), tiny_model("qwen3_moe"), random_samples())
+    (found, *_) = run_ranks(broken_recompute, ranks(row), config(row), tiny_model("qwen3_moe"), few_samples())
     assert worst_gradient(found, one_process("qwen3_moe", row["loss"], "engine"))[0] > 1e-2
 
 
 def recomputed_too_rarely(settings: RunConfig, model: HfConfig) -> str:
-    policy, batch, _ = prepare(settings, model, init_layout(settings.parallel), random_samples())
+    policy, batch, _ = prepare(settings, model, init_layout(settings.parallel), few_samples())
     with pytest.raises(RuntimeError) as caught, policy.replay.passing(trains=True):
         with torch.no_grad(), policy.replay.forward(policy.model[0], batch.micro_batches[0].routes, None):
             m = batch.micro_batches[0]

@@ -13,14 +13,13 @@ import pytest
 import torch
 from ranks import run_ranks
 from suites import usual
-from tiny_policy import Case, tiny_model
+from tiny_policy import Case, few_samples, tiny_model
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.data.packing.sample_packing import pack, packing_rules
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.platform.process.phases import Phases
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import fill_weights
 from megagrpo.records.rows.dump import StepDumps
 from megagrpo.records.writer import MetricsWriter
@@ -60,7 +59,7 @@ class Training:
         fill_weights(self.policy, hf, layout)
         self.policy.weights_changed()
         self.batch = pack(
-            random_samples(), packing_rules(settings, self.policy.shares_prompts), layout.dp_rank, layout.dp_size
+            few_samples(), packing_rules(settings, self.policy.shares_prompts), layout.dp_rank, layout.dp_size
         )
         self.loss, self.said = make_loss(settings.algorithm), Messages()
         writer = MetricsWriter.silent()

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from ranks import run_ranks
+from suites import usual
 
 from megagrpo.config import ParallelSection, load_config
 from megagrpo.data.packing.sample_packing import PackingRules, build_batch, plan_packing
@@ -82,7 +83,7 @@ def used(prompts: int) -> tuple[bool, int]:
     return layout.is_dp_leader, max(grown)
 
 
-@pytest.mark.parametrize("prompts", [250, 1000])
+@pytest.mark.parametrize("prompts", usual([250, 1000], 0))
 def test_the_memory_of_2000_and_8000_responses_on_four_ranks_is_what_the_plan_says(prompts):
     sizes = [f"rollout.prompts_per_step={prompts}", f"rollout.num_generations={GROUP}", "rollout.max_num_seqs=1"]
     config = load_config(QUICKSTART, ["parallel.pp=2", *sizes])

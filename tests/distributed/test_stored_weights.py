@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from suites import usual
-from tiny_policy import SHAPES, Case, tiny_run
+from tiny_policy import SHAPES, Case, few_samples, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import ParallelSection
@@ -15,7 +15,7 @@ from megagrpo.data.packing.sample_packing import pack, packing_rules
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.lora.quantized_base import NF4_VALUES, STORED_BLOCK, StoredWeight
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.proof.verify.shrink import plainly, random_samples, random_tensor, shrink_model
+from megagrpo.proof.verify.shrink import plainly, random_tensor, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, fill_weights, take_step
 from megagrpo.proof.verify.verify_compare import compare, silent_tensors
 from megagrpo.weights.blocks.parameter_blocks import blocks, merged_blocks
@@ -90,7 +90,7 @@ def config(parallel: dict, storage: str, train: dict | None = None, recompute: s
 @functools.cache
 def one_process(storage: str, shape: str = "qwen2_untied") -> Outcome:
     settings = config({}, storage, lora=MIXED if shape == "qwen3_moe" else {})
-    (found,) = run_ranks(take_step, 1, plainly(settings), model(shape), random_samples())
+    (found,) = run_ranks(take_step, 1, plainly(settings), model(shape), few_samples())
     assert silent_tensors(found) == []
     return found
 
@@ -107,7 +107,7 @@ def model(shape: str = "qwen2_untied"):
 def test_a_step_on_stored_weights_equals_that_of_one_process(case, storage):
     recompute = "full" if case.name == "tp2_pp2" else "none"
     settings = config(case.parallel, storage, case.train, recompute)
-    found = run_ranks(take_step, case.ranks, settings, model(), random_samples())[0]
+    found = run_ranks(take_step, case.ranks, settings, model(), few_samples())[0]
     assert [d for d in compare(found, one_process(storage)) if not d.passed] == [] and found.disagreement == 0
 
 
@@ -127,12 +127,12 @@ def test_a_step_on_stored_weights_equals_that_of_one_process(case, storage):
 )
 def test_so_does_one_of_experts_with_adapters(case, storage):
     settings = config(case.parallel, storage, case.train, lora=MIXED)
-    found = run_ranks(take_step, case.ranks, settings, model("qwen3_moe"), random_samples())[0]
+    found = run_ranks(take_step, case.ranks, settings, model("qwen3_moe"), few_samples())[0]
     assert [d for d in compare(found, one_process(storage, "qwen3_moe")) if not d.passed] == []
     assert found.disagreement == 0 and any(".mlp.experts." in name for name in found.gradients)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", usual(STORAGES, 1))
 def test_a_step_on_stored_weights_equals_one_on_dense_weights_that_were_rounded_before(storage):
     def rounded(name: str, shape: tuple) -> torch.Tensor:
         tensor = random_tensor(name, shape, 0.8)
@@ -141,7 +141,7 @@ def test_a_step_on_stored_weights_equals_one_on_dense_weights_that_were_rounded_
 
     for shape, lora in (("qwen2_untied", {}), ("qwen3_moe", MIXED)):
         settings = config({}, "none", lora=lora)
-        (found,) = run_ranks(take_step, 1, settings, model(shape), random_samples(), rounded)
+        (found,) = run_ranks(take_step, 1, settings, model(shape), few_samples(), rounded)
         assert [d for d in compare(found, one_process(storage, shape)) if not d.passed] == [], shape
 
 
@@ -161,7 +161,7 @@ def _measure(storage: str) -> tuple[int, int, int, bool]:
         if ".linear_" in name and name.endswith("weight")
     }
     kept = []
-    batch = pack(random_samples(), packing_rules(settings, policy.shares_prompts), 0, 1)
+    batch = pack(few_samples(), packing_rules(settings, policy.shares_prompts), 0, 1)
 
     def note(tensor):
         kept.append(tensor.shape)
@@ -175,7 +175,7 @@ def _measure(storage: str) -> tuple[int, int, int, bool]:
     return held, len(weights & set(kept)), len(changed), all(".linear_" in name for name in changed)
 
 
-@pytest.mark.parametrize(("storage", "share"), [("fp8", (1 + 4 / 64) / 4), ("nf4", (0.5 + 4 / 64) / 4)])
+@pytest.mark.parametrize(("storage", "share"), usual([("fp8", (1 + 4 / 64) / 4), ("nf4", (0.5 + 4 / 64) / 4)], 1))
 def test_no_dense_weight_is_held_between_the_passes(storage, share):
     ((held, kept, _, _),) = run_ranks(_measure, 1, storage)
     ((dense, kept_dense, changed, linears),) = run_ranks(_measure, 1, "none")

@@ -88,7 +88,8 @@ def changes_nothing(name: str) -> bool:
 def test_gradients_of_all_tensors_equal_transformers(folder_of, kind):  # noqa: F811
     (theirs,) = run_ranks(their_gradients, 1, folder_of(kind))
     expected = {alone(name): torch.from_numpy(gradient) for name, gradient in theirs.items()}
-    for model, options in (({}, {}), (dict(recompute="full"), dict(share_prompts=True))):
+    ways = [({}, {}), (dict(recompute="full"), dict(share_prompts=True))]
+    for model, options in ways if kind == "qwen3_vl" else ways[1:]:
         (ours,) = run_ranks(our_gradients, 1, folder_of(kind), {}, model, options)
         found = {alone(name): torch.from_numpy(gradient) for name, gradient in ours.items()}
         for name, gradient in expected.items():
@@ -151,7 +152,7 @@ SOME = {"qwen2_5_vl": [(dict(pp=2, vpp=2), 2, {})], "qwen3_vl": [REPLICAS[1]], "
 
 @pytest.mark.parametrize(
     ("kind", "layouts"),
-    usual([*SOME.items(), *((kind, layouts_of(kind)) for kind in KINDS)], 0, 1, 2),
+    usual([*SOME.items(), *((kind, layouts_of(kind)) for kind in KINDS)], 1),
     ids=lambda value: value if isinstance(value, str) else str(len(value)),
 )
 def test_steps_are_the_same_in_every_layout(folder_of, kind, layouts):  # noqa: F811

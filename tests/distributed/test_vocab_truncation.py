@@ -5,12 +5,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from tiny_policy import Case, tiny_model, tiny_run
+from tiny_policy import Case, few_samples, tiny_model, tiny_run
 
 from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 from megagrpo.policy.lm_head.vocab_truncation import TruncationsOfTokens
-from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import take_step
 from megagrpo.types import NO_TRUNCATION, Truncation
 from tests.naive_truncation import truncated_log_softmax
@@ -149,7 +148,7 @@ LAYOUTS = [Case("tp2", 2, dict(tp=2, sequence_parallel=True)), Case("cp2 pp2", 4
 def step_of(parallel: dict):
     rollout = dict(temperature=0.8, top_p=0.7, top_k=40, min_p=0.01)
     config = tiny_run(parallel, rollout=rollout, algorithm=dict(beta=0.1, loss_type="grpo"))
-    outcome = take_step(config, tiny_model("qwen2_untied"), random_samples())
+    outcome = take_step(config, tiny_model("qwen2_untied"), few_samples())
     return outcome and (
         outcome.metrics,
         outcome.logprobs.numpy(),

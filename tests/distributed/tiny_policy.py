@@ -3,13 +3,14 @@ share them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.families.family_index import FAMILIES
 from megagrpo.families.hf_config import HfConfig, parse_hf_config
-from megagrpo.proof.verify.shrink import shrink_config, shrink_model
+from megagrpo.proof.verify.shrink import random_samples, shrink_config, shrink_model
+from megagrpo.train_types import TrainSample
 from tests.family_examples import EXAMPLES, OTHERS, RELEASES
 
 # The relevant part of config.json of SmolLM2, Qwen2.5-7B, Qwen3-0.6B, Qwen3-30B-A3B and Mixtral, with heads that 2 and
@@ -99,11 +100,18 @@ def released(shape: str) -> dict[str, Any]:
 RELEASED = {shape: released(shape) for kind in FAMILIES if kind in RELEASES for shape in shapes_of(kind)}
 # every small model can be cut this far: tp 1, 2, 3 and 6, four stages
 LARGEST = ParallelSection(tp=6, pp=2, vpp=2, ep=2, etp=6)
+ONE_STAGE = LARGEST.model_copy(update=dict(pp=1, vpp=1))
 
 
-def tiny_model(shape: str) -> HfConfig:
+def tiny_model(shape: str, largest: ParallelSection = LARGEST) -> HfConfig:
     known = SHAPES | MORE_SHAPES | RELEASED
-    return shrink_model(known[shape] if shape in known else released(shape), LARGEST)
+    return shrink_model(known[shape] if shape in known else released(shape), largest)
+
+
+def few_samples() -> list[TrainSample]:
+    """Two groups of three `random_samples`: truncated responses, an advantage of 0, foreign tokens."""
+    drawn = random_samples()
+    return [replace(sample, index=i) for i, sample in enumerate([*drawn[:3], *drawn[6:9]])]
 
 
 def tiny_run(parallel: dict | None = None, **sections: dict) -> RunConfig:

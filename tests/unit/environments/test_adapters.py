@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -60,33 +61,6 @@ def own_python(name, probe):
         if os.path.exists(python) and not subprocess.run([python, "-c", probe], capture_output=True).returncode:
             return python
     pytest.skip(f"needs {name}, whose versions do not fit vLLM's: make adapters")
-
-
-@pytest.fixture
-def serve(tmp_path):
-    """A factory of servers: writes a program, starts it with a port, waits until it answers, returns its address."""
-    processes = []
-
-    def start(program, *arguments, path="/health"):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        file = tmp_path / f"server_{len(processes)}.py"
-        file.write_text(program)
-        processes.append(subprocess.Popen([sys.executable, str(file), str(port), *arguments]))
-        for _ in range(600):
-            assert processes[-1].poll() is None, "the server has ended"
-            try:
-                httpx.get(f"http://127.0.0.1:{port}{path}")
-                return f"http://127.0.0.1:{port}"
-            except httpx.HTTPError:
-                time.sleep(0.1)
-        raise AssertionError("the server does not answer")
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.wait()
 
 
 # ------------------------------------------------------------------------------------------------------------ Gymnasium
@@ -158,7 +132,7 @@ def test_gymnasiums_own_close_is_called(responders, mine, tmp_path):  # noqa: F8
 # ------------------------------------------------------------------------------------------------------------------ MCP
 
 NOTES = """
-import os, subprocess, time
+import os
 try:
     from mcp.server.mcpserver import MCPServer as FastMCP
 except ImportError:
@@ -177,17 +151,33 @@ def fail() -> str:
     "Fails."
     raise ValueError("no such thing")
 
-@server.tool()
-def die() -> str:
-    "Dies."
-    os._exit(3)
-
-@server.tool()
-def hang() -> str:
-    "Hangs."
-    time.sleep(600)
-
 server.run()
+"""
+# The protocol's lines, without the package, whose import takes most of a server's start
+PLAIN_NOTES = """
+import json, os, sys, time
+
+notes = []
+for line in sys.stdin:
+    request = json.loads(line)
+    method, params = request["method"], request.get("params", {})
+    if "id" not in request:
+        continue
+    if method == "initialize":
+        result = dict(protocolVersion=params["protocolVersion"], capabilities=dict(tools={}))
+        result["serverInfo"] = dict(name="notes", version="1")
+    elif method == "tools/list":
+        result = dict(tools=[dict(name=name, inputSchema=dict(type="object")) for name in ("add", "die", "hang")])
+    elif method == "tools/call":
+        if params["name"] == "die":
+            os._exit(3)
+        if params["name"] == "hang":
+            time.sleep(600)
+        notes.append(params["arguments"]["text"])
+        result = dict(content=[dict(type="text", text=f"{len(notes)} notes in {os.getpid()}")])
+    else:
+        result = {}
+    print(json.dumps(dict(jsonrpc="2.0", id=request["id"], result=result)), flush=True)
 """
 
 
@@ -195,14 +185,15 @@ server.run()
 def notes(tmp_path):
     pytest.importorskip("mcp")
     file = tmp_path / "notes.py"
-    file.write_text(NOTES)
+    file.write_text(PLAIN_NOTES)
     return f"mcp:{sys.executable} {file}"
 
 
-def test_an_mcp_server_per_response(responders, notes):  # noqa: F811
+def test_an_mcp_server_per_response(responders, notes, tmp_path):  # noqa: F811
+    (tmp_path / "notes.py").write_text(NOTES)
     table = responders(notes)
     schema = table.tools[0]["function"]
-    assert [t["function"]["name"] for t in table.tools] == ["add", "fail", "die", "hang"]
+    assert [t["function"]["name"] for t in table.tools] == ["add", "fail"]
     assert schema["description"] == "Adds a note." and schema["parameters"]["required"] == ["text"]
     both = [conversation(0), conversation(1)]
     each(table.begin, both)
@@ -218,15 +209,15 @@ def test_an_mcp_server_per_response(responders, notes):  # noqa: F811
     gone(*pids)
 
 
-@pytest.mark.parametrize(("fault", "reason"), [("hang", "no answer in time"), ("die", "the MCP server has ended")])
-def test_an_mcp_server_that_hangs_or_dies_costs_its_response_only(responders, notes, fault, reason):  # noqa: F811
-    table = responders(notes, timeout=8.0)
-    both = [conversation(0), conversation(1)]
-    each(table.begin, both)
-    pid = int(used(table, both[0], "add", text="a").split()[-1])
-    assert reason in used(table, both[0], fault)
-    assert (both[0].ended, both[1].ended) == ("failed", "") and used(table, both[1], "add", text="a")[0] == "1"
-    gone(pid)
+def test_an_mcp_server_that_hangs_or_dies_costs_its_response_only(responders, notes):  # noqa: F811
+    table = responders(notes, timeout=5.0)
+    hangs, dies, lives = every = [conversation(number) for number in range(3)]
+    each(table.begin, every)
+    pids = [int(used(table, one, "add", text="a").split()[-1]) for one in every]
+    assert "the MCP server has ended" in used(table, dies, "die")
+    assert "no answer in time" in used(table, hangs, "hang")
+    assert [one.ended for one in every] == ["failed", "failed", ""] and used(table, lives, "add", text="a")[0] == "2"
+    gone(*pids[:2])
 
 
 def test_a_reused_mcp_environment_gets_a_new_server(responders, notes):  # noqa: F811
@@ -359,7 +350,7 @@ def test_an_environment_of_verifiers_0_4_in_its_own_python(responders, mine, key
 # -------------------------------------------------------------------------------------------------------------- OpenEnv
 
 OPENENV = """
-import os, sys
+import os, signal, sys
 import uvicorn
 from fastmcp import FastMCP
 from openenv.core.env_server import create_app
@@ -420,59 +411,99 @@ class Tools(MCPEnvironment):
 
 
 kinds = {"game": (Game, Guess, Seen), "tools": (Tools, CallToolAction, CallToolObservation)}
-app = create_app(*kinds[sys.argv[2]], max_concurrent_envs=int((*sys.argv, 8)[3]))
-uvicorn.run(app, port=int(sys.argv[1]), log_level="warning", ws_ping_interval=0.5, ws_ping_timeout=0.5)
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for line in sys.stdin:  # a fork serves: imports take seconds
+    kind, port, sessions = line.split()
+    if os.fork() == 0:
+        app = create_app(*kinds[kind], max_concurrent_envs=int(sessions))
+        uvicorn.run(app, port=int(port), log_level="warning", ws_ping_interval=0.5, ws_ping_timeout=0.5)
 """
 
 
-def test_an_openenv_server_whose_actions_are_turns(responders, serve):  # noqa: F811
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory):
+    """A factory of servers: starts one of a kind with a limit of sessions, waits until it answers, returns its
+    address."""
     pytest.importorskip("openenv.core")
-    table = responders(f"openenv:{serve(OPENENV, 'game')}", environment_args={"invalid": -1.0})
+    file = tmp_path_factory.mktemp("openenv") / "servers.py"
+    file.write_text(OPENENV)
+    starter = subprocess.Popen([sys.executable, str(file)], stdin=subprocess.PIPE, text=True, start_new_session=True)
+
+    def start(kind, sessions=8):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        print(kind, port, sessions, file=starter.stdin, flush=True)
+        for _ in range(600):
+            assert starter.poll() is None, "the server has ended"
+            try:
+                httpx.get(f"http://127.0.0.1:{port}/health")
+                return f"http://127.0.0.1:{port}"
+            except httpx.HTTPError:
+                time.sleep(0.1)
+        raise AssertionError("the server does not answer")
+
+    yield start
+    os.killpg(starter.pid, signal.SIGKILL)
+    starter.wait()
+
+
+def turn(text):
+    return [{"role": "assistant", "content": text}]
+
+
+def test_an_openenv_server_whose_actions_are_turns(responders, serve):  # noqa: F811
+    table = responders(f"openenv:{serve('game')}", environment_args={"invalid": -1.0}, reuse_environments=True)
     assert table.tools == [] and table.reward_names == ["OpenEnv", "turns"]
     one, text = begun(table, seed=3)
-    other, _ = begun(table, number=1, seed=5)
     assert text == "\nfrom 1 to 9" and answered(table, one, "5") == ("wrong", False, -0.5)
     assert answered(table, one, "a word") == ("That is not a valid action.", False, -1.0)
-    assert answered(table, other, '{"guess": 5}') == ("right", True, 1.0)  # sessions do not share state
-    assert answered(table, one, "3") == ("right", True, 1.0)
+    assert answered(table, one, '{"guess": 3}') == ("right", True, 1.0)
+    each(table.finish, [one])
+    other, _ = begun(table, number=1, seed=5)
+    assert answered(table, other, "5") == ("right", True, 1.0)
     say(other, "99")
     each(table.begin, [other])
     assert each(table.schedule, [other]) == [None] and other.ended == "failed"
 
 
-def test_a_server_of_openenv_with_one_session_serves_one_episode_after_another(responders, serve):  # noqa: F811
-    pytest.importorskip("openenv.core")
-    table = responders(f"openenv:{serve(OPENENV, 'game', '1')}", timeout=10.0)
-    for number in range(4):
-        one, text = begun(table, number=number, seed=3)  # not refused: the last session is closed
-        assert text == "\nfrom 1 to 9" and answered(table, one, "3") == ("right", True, 1.0)
-        each(table.finish, [one])
+def test_sessions_of_openenv_share_no_state_and_one_session_serves_one_episode_after_another(serve):
+    from megagrpo.environments.adapters.openenv_client import OpenEnv
+
+    loop, address = Loop(), serve("game", 2)
+    one, other = OpenEnv(address), OpenEnv(address)
+    assert [loop.awaited(client.reset(seed=seed)) for client, seed in ((one, 3), (other, 5))] == ["\nfrom 1 to 9"] * 2
+    assert [loop.awaited(client.step(turn("5")))[1:] for client in (one, other)] == [(False, -0.5), (True, 1.0)]
+    for _ in range(2):  # not refused: the last session is closed
+        loop.awaited(other.close())
+        other = OpenEnv(address)
+        assert loop.awaited(other.reset(seed=4)) == "\nfrom 1 to 9"
+        assert loop.awaited(other.step(turn("4")))[1:] == (True, 1.0)
 
 
 def test_an_openenv_session_outlives_a_long_turn_and_comes_back_after_it_was_closed(serve):
-    pytest.importorskip("openenv.core")
     from megagrpo.environments.adapters.openenv_client import OpenEnv
 
-    loop, client = Loop(), OpenEnv(serve(OPENENV, "game"))
+    loop, client = Loop(), OpenEnv(serve("game"))
     loop.awaited(client.reset(seed=3))
     time.sleep(3.0)  # the server closes connections that do not answer its pings
-    assert loop.awaited(client.step([{"role": "assistant", "content": "3"}]))[1:] == (True, 1.0)
+    assert loop.awaited(client.step(turn("3")))[1:] == (True, 1.0)
     loop.awaited(client._client._ws.close())
     assert loop.awaited(client.reset(seed=4)) == "\nfrom 1 to 9"
-    assert loop.awaited(client.step([{"role": "assistant", "content": "4"}]))[1:] == (True, 1.0)
+    assert loop.awaited(client.step(turn("4")))[1:] == (True, 1.0)
 
 
-def test_an_openenv_server_of_mcp_tools(responders, serve):  # noqa: F811
-    pytest.importorskip("openenv.core")
-    table = responders(f"openenv:{serve(OPENENV, 'tools')}")
-    (tool,) = table.tools
+def test_an_openenv_server_of_mcp_tools(serve):
+    from megagrpo.environments.adapters.openenv_client import OpenEnv
+
+    loop, client = Loop(), OpenEnv(serve("tools"))
+    (tool,) = loop.awaited(client.list_tools())
     assert tool["function"]["name"] == "divide" and list(tool["function"]["parameters"]["properties"]) == ["a", "b"]
-    one, text = begun(table)
-    assert text is None and used(table, one, "divide", a=1, b=2) == "0.5"
-    assert "zero" in json.loads(used(table, one, "divide", a=1, b=0))["error"]
-    assert answered(table, one, "It is 0.5")[1:] == (True, None)
-    each(table.finish, [one])
-    assert one.rewards == {"OpenEnv": 0.0, "turns": None}
+    assert loop.awaited(client.reset()) is None
+    assert loop.awaited(client.call_tool("divide", {"a": 1, "b": 2})) == "0.5"
+    with pytest.raises(RuntimeError, match="zero"):
+        loop.awaited(client.call_tool("divide", {"a": 1, "b": 0}))
+    assert loop.awaited(client.step(turn("It is 0.5")))[1:] == (True, None) and client.get_reward() == 0.0
 
 
 @pytest.mark.parametrize(

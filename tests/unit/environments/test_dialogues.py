@@ -24,6 +24,7 @@ from megagrpo.environments.episodes.conversation import Conversation
 from megagrpo.environments.responders import Responders
 from megagrpo.trainer.rollout.collector import numbered
 from megagrpo.types import Prompt, Rollout, SamplingParams, Turn
+from tests.distributed.suites import usual
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
 from tests.unit.for_each import for_each
 
@@ -898,8 +899,12 @@ def test_a_conversation_that_takes_too_long_ends_with_its_complete_turns(tokeniz
     assert time.monotonic() - begun < 20 and rollout.written.all() and rollout.dialogue.rewards == {"Counter": 0.0}
 
 
-@pytest.mark.parametrize("where", ["reset", "look", "get_reward"])
-@pytest.mark.parametrize(("retries", "ended"), [(1, "failed"), (2, "done")])
+@pytest.mark.parametrize(
+    ("where", "retries", "ended"),
+    usual(
+        [(where, *end) for where in ("reset", "look", "get_reward") for end in ((1, "failed"), (2, "done"))], 2, 3, 5
+    ),
+)
 def test_a_response_whose_environment_fails_is_held_again_and_equals_one_without_failures(
     tokenizer, responders, tmp_path, monkeypatch, where, retries, ended
 ):

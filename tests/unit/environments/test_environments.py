@@ -381,7 +381,7 @@ def calls_of(log):
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", usual(KINDS, 0, 2, 3))
 def test_a_container_serves_an_episode_over_its_stdio(responders, runtime, mine, kind):
     table = responders("Game", environment_args={"goal": 5}, container=documented(kind))
     both = [conversation(0), conversation(1, start=2)]

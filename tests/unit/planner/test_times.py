@@ -472,6 +472,7 @@ def layouts_timed(monkeypatch) -> list[tuple]:
     return timed
 
 
+@pytest.mark.full
 def test_a_search_for_671_billion_parameters_on_2048_gpus_times_few_layouts(monkeypatch):
     settings = config(
         f"model.path={DEEPSEEK}",

@@ -11,7 +11,7 @@ import pytest
 from megagrpo.trainer.saving import stop_signals
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-DELAYS = [0.0, 0.0002, 0.0005, 0.001, 0.001, 0.001, 0.002, 0.005] * 6  # seconds between the two signals
+DELAYS = [0.0, 0.0002, 0.0005, 0.001, 0.001, 0.001, 0.002, 0.005] * 2  # seconds between the two signals
 
 
 def generate(stop_on_signals):

@@ -1,5 +1,6 @@
 """NVIDIA's apex: a step with a package of its interface, which computes on the CPU, in a process of its own."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -120,7 +121,7 @@ def test_apex_takes_the_step_and_the_numbers_are_those_of_torch(installed, tmp_p
             "apex/optimizers/__init__.py",
             "class FusedAdam:\n    def __init__(self, _):\n        raise TypeError('no GPU')\n",
         ),
-        ("amp_C.py", None),
+        pytest.param("amp_C.py", None, marks=pytest.mark.full),
     ],
 )
 def test_an_apex_that_cannot_compute_here_is_left_alone(broken, text, installed, tmp_path):
@@ -132,6 +133,14 @@ def test_an_apex_that_cannot_compute_here_is_left_alone(broken, text, installed,
     )
     done = subprocess.run([sys.executable, "-c", code], env=installed, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_other_project_of_this_name_is_not_used(tmp_path, monkeypatch):
+    for name in (name for name in STAND_IN if name != "amp_C.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(STAND_IN[name])
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.util.find_spec("apex") and not device.has_apex.__wrapped__()
 
 
 def test_without_apex_there_is_no_line(monkeypatch):

@@ -1,27 +1,17 @@
 import json
-import os
 import sqlite3
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.unit.records.sinks import tracked
-from tests.unit.records.sinks.tracked import COLUMNS, ENCODED
+from tests.unit.records.sinks.tracked import COLUMNS, ENCODED, in_a_process
 
 
 def test_a_run_and_its_continuation_are_one_run_in_a_local_database(tmp_path):
     pytest.importorskip("trackio")
     store = tmp_path / "store"
-    for restored in ("0", "1"):
-        options = ["run.trackers=[trackio]", "run.trackio={project: sums, group: night, name: shown}"]
-        command = [sys.executable, "-m", "tests.unit.records.sinks.tracked", str(tmp_path / "mine"), restored, *options]
-        environment = os.environ | {"TRACKIO_DIR": str(store), "HF_HUB_OFFLINE": "1"}
-        ended = subprocess.run(
-            command, capture_output=True, text=True, timeout=120, cwd=Path(tracked.__file__).parents[4], env=environment
-        )
-        assert ended.returncode == 0 and ended.stderr == "" and "rackio" not in ended.stdout
+    options = ["run.trackers=[trackio]", "run.trackio={project: sums, group: night, name: shown}"]
+    variables = dict(TRACKIO_DIR=str(store), HF_HUB_OFFLINE="1")
+    assert in_a_process("trackio", tmp_path, ("0", "1"), *options, **variables) == 0
     with sqlite3.connect(next(store.glob("sums*.db"))) as database:
         rows = [
             (run, step, json.loads(metrics))

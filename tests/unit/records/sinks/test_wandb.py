@@ -1,14 +1,10 @@
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.unit.records.sinks import tracked
-from tests.unit.records.sinks.tracked import COLUMNS, ENCODED
+from tests.unit.records.sinks.tracked import COLUMNS, ENCODED, in_a_process
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is optional")
 OPTIONS = "run.wandb={mode: offline, project: sums, entity: us, group: night, tags: [a, b], name: shown}"
@@ -38,28 +34,14 @@ def history(file: Path) -> list[dict]:
     return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row} for row in rows]
 
 
-def write(folder: Path, start: str) -> int:
-    """Write a run in a process, which leaves no message and no process. Return its exit code."""
-    words = [str(folder), start, "run.trackers=[wandb]", OPTIONS]
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.unit.records.sinks.tracked", *words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=Path(tracked.__file__).parents[4],
-        env=os.environ | {"WANDB_PROJECT": "not this one", "WANDB_ERROR_REPORTING": "false"},
-    )
-    assert ended.stderr == ""
-    return ended.returncode
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """The .wandb files of a run and of its continuation from step 1."""
-    folder = tmp_path_factory.mktemp("wandb") / "mine"
-    assert [write(folder, restored) for restored in ("0", "1")] == [0, 0]
-    found = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
-    assert len(found) == 2
+    """The .wandb files of a run, of its continuation from step 1, and of a run that fails."""
+    folder = tmp_path_factory.mktemp("wandb")
+    variables = dict(WANDB_PROJECT="not this one", WANDB_ERROR_REPORTING="false")
+    assert in_a_process("wandb", folder, ("0", "1", "fails"), "run.trackers=[wandb]", OPTIONS, **variables) == 3
+    found = [file for name in ("mine", "failed") for file in sorted(folder.glob(f"{name}/wandb/offline-run-*/*.wandb"))]
+    assert len(found) == 3
     return found
 
 
@@ -67,14 +49,12 @@ def exit_codes(file: Path) -> list[int]:
     return [record.exit.exit_code for record in records(file) if record.WhichOneof("record_type") == "exit"]
 
 
-def test_a_run_that_an_error_ends_is_failed_and_another_is_finished(files, tmp_path):
-    assert write(tmp_path, "fails") == 3
-    (failed,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    assert [exit_codes(file) for file in (*files, failed)] == [[0], [0], [1]]
+def test_a_run_that_an_error_ends_is_failed_and_another_is_finished(files):
+    assert [exit_codes(file) for file in files] == [[0], [0], [1]]
 
 
 def test_a_run_and_its_continuation_are_one_run_with_its_options_and_its_config(files):
-    runs = [next(r.run for r in records(file) if r.WhichOneof("record_type") == "run") for file in files]
+    runs = [next(r.run for r in records(file) if r.WhichOneof("record_type") == "run") for file in files[:2]]
     assert runs[0].run_id == runs[1].run_id == files[0].stem.removeprefix("run-")
     for run in runs:
         assert (run.project, run.entity, run.run_group, list(run.tags), run.display_name) == (

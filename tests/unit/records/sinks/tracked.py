@@ -1,6 +1,7 @@
-"""A run of two steps and an evaluation, written to the trackers: `python tracked.py FOLDER RESTORED_STEP
-OVERRIDE...`. With RESTORED_STEP `fails` a new run that ends with an error after its second step."""
+"""Runs of two steps and an evaluation, written to the trackers."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -38,6 +39,23 @@ def write(folder: Path, *overrides: str, restored_step: int = 0, fails: bool = F
             raise SystemExit(3)
 
 
+def in_a_process(package: str, folder: Path, starts: tuple[str, ...], *overrides: str, **variables: str) -> int:
+    """Write a run below `folder` for each of `starts`, a restored step or `fails`, in a process. Return its exit code.
+    It leaves no message on stderr, and none with the name of the tracker's package."""
+    ended = subprocess.run(
+        [sys.executable, "-m", __name__, str(folder), ",".join(starts), *overrides],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[4],
+        env=os.environ | variables,
+    )
+    assert ended.stderr == "" and package not in ended.stdout, ended
+    return ended.returncode
+
+
 if __name__ == "__main__":
-    start = {"fails": True} if sys.argv[2] == "fails" else {"restored_step": int(sys.argv[2])}
-    write(Path(sys.argv[1]), *sys.argv[3:], **start)
+    for start in sys.argv[2].split(","):
+        if start == "fails":
+            write(Path(sys.argv[1]) / "failed", *sys.argv[3:], fails=True)
+        write(Path(sys.argv[1]) / "mine", *sys.argv[3:], restored_step=int(start))

@@ -252,7 +252,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "sizes", "options"), usual(LAYOUTS, 0, 1, 2, 3, 5, 10))
+@pytest.mark.parametrize(("ranks", "sizes", "options"), usual(LAYOUTS, 3, 5, 10))
 def test_every_rank_trains_on_the_micro_batches_of_a_rank_that_has_all_samples(ranks, sizes, options):
     options = dict(dialogues=False, share_prompts=False, by_place=False, branches=False) | options
     stages = run_ranks(check_step, ranks, ParallelSection(**sizes), *options.values())
@@ -285,7 +285,7 @@ def step_bytes(length: int, gathers: bool) -> tuple[list[str], int, int, int]:
     return found, sum(m.received for m in messages if m.is_object), tensors, allowed
 
 
-@pytest.mark.parametrize("length", [50, 800])
+@pytest.mark.parametrize("length", usual([50, 800], 1))
 def test_no_object_travels_in_a_step_and_each_token_travels_once(length):
     for found, received, tensors, allowed in run_ranks(step_bytes, 4, length, False):
         assert found == [] and received == 0 and tensors <= allowed
@@ -429,9 +429,7 @@ def advantages_of_tokens(parallel: ParallelSection, dialogues: bool, by_place: b
 
 @pytest.mark.parametrize(
     ("ranks", "sizes", "dialogues", "by_place"),
-    usual(
-        [(1, {}, False, False), (2, {}, True, True), (4, dict(pp=2), True, False), (6, dict(pp=3), False, True)], 1, 3
-    ),
+    usual([(1, {}, False, False), (2, {}, True, True), (4, dict(pp=2), True, False), (6, dict(pp=3), False, True)], 3),
 )
 def test_advantages_of_tokens_travel_from_the_rank_that_sampled_to_those_that_train(ranks, sizes, dialogues, by_place):
     found = run_ranks(advantages_of_tokens, ranks, ParallelSection(**sizes), dialogues, by_place)
