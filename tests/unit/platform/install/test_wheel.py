@@ -71,9 +71,11 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 def test_the_wheel_holds_every_file_of_the_package_every_config_and_every_script_of_launch(wheel):
     expected = {name for name in files() if name.startswith("megagrpo/")}
-    expected |= {f"megagrpo/{name}" for name in files() if name.startswith(("configs/", "launch/"))} - {
-        "megagrpo/launch/lock.py"
-    }
+    expected |= (
+        {f"megagrpo/{name}" for name in files() if name.startswith(("configs/", "launch/"))}
+        - {"megagrpo/launch/lock.py"}
+        - {"megagrpo/launch/lock.py"}
+    )
     assert expected >= {
         "megagrpo/configs/quickstart.yaml",
         "megagrpo/launch/train.sbatch",
