@@ -57,11 +57,7 @@ _PARTS: list[list[tuple[str, Table]]] = [
 ]
 
 # Part of a table -> the fields of HfConfig that build it.
-_FIELDS = {
-    "QKV_BIAS": "qkv_bias=True",
-    "QK_NORM": "qk_norm=True",
-    "POST_NORMED": "pre_norms=False, post_norms=True",
-}
+_FIELDS = {"QKV_BIAS": "qkv_bias=True", "QK_NORM": "qk_norm=True", "POST_NORMED": "pre_norms=False, post_norms=True"}
 
 
 @dataclass(frozen=True)
