@@ -28,7 +28,7 @@ setup-dev:
 	@launch/setup.sh dev
 
 lock: setup
-	@PATH=$$PWD/.uv-boot/bin:$$PATH .venv/bin/python -m megagrpo.platform.install.lock $(ARGS)
+	@PATH=$$PWD/.uv-boot/bin:$$PATH PYTHONPATH=. .venv/bin/python launch/lock.py $(ARGS)
 
 quickstart: setup
 	@launch/local.sh configs/quickstart.yaml run.overwrite=true $(ARGS)

@@ -15,7 +15,7 @@ class WithShippedFolders(build_py):
         super().run()
         for folder in () if self.editable_mode else ("configs", "launch"):
             target = Path(self.build_lib, "megagrpo", folder)
-            shutil.copytree(folder, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(folder, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "lock.py"))
 
 
 setup(cmdclass={"build_py": WithShippedFolders})

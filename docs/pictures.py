@@ -1,5 +1,6 @@
-"""Draws docs/images: python docs/pictures.py [RUN [TALKS]]. RUN is the folder of a finished quickstart, TALKS the one of
-the example `agent`. `-` instead of a folder leaves its pictures as they are; without folders only the layout is drawn.
+"""Draws docs/images: python docs/pictures.py [RUN [TALKS]]. RUN is the folder of a finished quickstart, TALKS the
+folder of the example `agent`. `-` instead of a folder leaves its pictures as they are. Without folders only the layout
+is drawn.
 
 The pictures of a report need its report.html, as `megagrpo report` writes it, and Debian's chromium with its driver.
 """

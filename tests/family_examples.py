@@ -12,26 +12,12 @@ Raw = dict[str, Any]  # keys of config.json
 
 # Sizes of the tiny models: no size is a multiple of all others, and no number of ranks divides the vocabulary.
 TINY_SIZES: Raw = dict(
-    hidden_size=96,
-    num_hidden_layers=4,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    intermediate_size=80,
-    vocab_size=127,
-    initializer_range=0.1,
-    rms_norm_eps=1e-6,
-    max_position_embeddings=256,
-)
+    hidden_size=96, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, intermediate_size=80
+) | dict(vocab_size=127, initializer_range=0.1, rms_norm_eps=1e-6, max_position_embeddings=256)
 # A vision tower of SigLIP, which several models have.
 TINY_SIGLIP: Raw = dict(
-    model_type="siglip_vision_model",
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    image_size=32,
-    patch_size=8,
-)
+    model_type="siglip_vision_model", hidden_size=32, intermediate_size=48, num_hidden_layers=2
+) | dict(num_attention_heads=4, image_size=32, patch_size=8)
 TINY_EXPERTS: Raw = dict(head_dim=24, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
 
 

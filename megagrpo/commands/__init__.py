@@ -6,7 +6,7 @@ module's docstring is the description that `megagrpo NAME --help` prints.
 
 FOLDERS = {
     "setup": ("install", "init", "doctor", "keys", "schema", "completion"),
-    "checkpoints": ("convert", "export", "merge", "inspect", "roundtrip", "new-family"),
+    "checkpoints": ("convert", "export", "merge", "inspect", "roundtrip"),
 }
 """Folders below this one, and the commands whose modules they hold."""
 
@@ -30,11 +30,12 @@ COMMANDS: dict[str, str] = {  # name -> summary in `megagrpo --help`
     "merge": "merge a LoRA adapter into its model",
     "inspect": "show what a run would load of a model, or list a checkpoint",
     "roundtrip": "check that converting a model there and back changes no byte",
-    "new-family": "draft the file of a model family from a config.json",
     "keys": "list the keys of a config with type, default and meaning",
     "schema": "print the JSON schema of a config, for editors",
     "completion": "print a completion script for bash, zsh, fish or tcsh",
 }
+NOW_SCRIPTS = {"new-family": "a script of a clone: python checkpoints_tools/new_family.py"}
+"""Commands of older versions, and what they are now."""
 
 
 def module_of(name: str) -> str:

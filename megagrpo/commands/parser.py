@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import Any, NoReturn
 
-from megagrpo.commands import COMMANDS, module_of
+from megagrpo.commands import COMMANDS, NOW_SCRIPTS, module_of
 from megagrpo.config import ConfigError
 from megagrpo.platform.install.requirements import installed_version
 from megagrpo.platform.process.terminal import WIDTH, show, write_output
@@ -133,4 +133,6 @@ def parse(arguments: Sequence[str], prog: str | None = None) -> argparse.Namespa
             "unknown option "
             f"{first}{hint or '; the options of a command follow its name, as in megagrpo train CONFIG --resume'}"
         )
+    if first in NOW_SCRIPTS:
+        top.error(f"{first} is {NOW_SCRIPTS[first]}")
     top.error(f"{first} is not a command{did_you_mean(first, COMMANDS, 0.6, '{}')}; commands: {', '.join(COMMANDS)}")

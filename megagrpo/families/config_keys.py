@@ -7,15 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from megagrpo.families.family_index import FAMILIES, family_of
-from megagrpo.families.shared.family import (
-    COMMON,
-    ROTARY,
-    SLIDING,
-    Family,
-    Raw,
-    rope_problems,
-    unknown_rope_keys,
-)
+from megagrpo.families.shared.family import COMMON, ROTARY, SLIDING, Family, Raw, rope_problems, unknown_rope_keys
 from megagrpo.families.shared.precisions import precision_problems
 from megagrpo.families.shared.wrapper import MULTIMODAL, OUTER, TEXT_CONFIG, Wrapper, thinker_of
 

@@ -27,16 +27,7 @@ from megagrpo.families.parts.routed import (
     routed_problems,
 )
 from megagrpo.families.shared.architecture import HfConfig
-from megagrpo.families.shared.family import (
-    EXPERT_KEYS,
-    REQUIRED,
-    Family,
-    Raw,
-    expert_problems,
-    mixture,
-    rope,
-    windows,
-)
+from megagrpo.families.shared.family import EXPERT_KEYS, REQUIRED, Family, Raw, expert_problems, mixture, rope, windows
 from megagrpo.families.shared.wrapper import Wrapper
 
 # Mixtral: a Mistral with a mixture of experts in every block; the weights of a token's experts always sum to 1.

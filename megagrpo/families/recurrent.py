@@ -10,16 +10,7 @@ from megagrpo.families.parts.qwen import moe_blocks
 from megagrpo.families.parts.qwen_vl import qwen_vl
 from megagrpo.families.shared.architecture import HfConfig
 from megagrpo.families.shared.blocks import part_rows
-from megagrpo.families.shared.family import (
-    EXPERT_KEYS,
-    FULL,
-    LINEAR,
-    REQUIRED,
-    Family,
-    Raw,
-    expert_problems,
-    mixture,
-)
+from megagrpo.families.shared.family import EXPERT_KEYS, FULL, LINEAR, REQUIRED, Family, Raw, expert_problems, mixture
 
 # Qwen3-Next: Gated DeltaNet in three of four blocks, attention with an output gate in the others, and a mixture of
 # experts with a gated shared expert. Its layers for predicting several tokens are not trained.

@@ -59,9 +59,7 @@ class GradientCheck:
         """Check gradients now. `summed`: after the reduction, which spreads a NaN to all replicas and can overflow."""
         named = [(name, p.main_grad) for name, p in _named(chunks) if p.requires_grad]
         return cls(
-            TENSOR_KINDS[2 if summed else 1],
-            [name for name, _ in named],
-            _finite([gradient for _, gradient in named]),
+            TENSOR_KINDS[2 if summed else 1], [name for name, _ in named], _finite([gradient for _, gradient in named])
         )
 
     def first_bad(self, finite: Sequence[bool], pp_rank: int, rank: int) -> BadTensor | None:

@@ -40,11 +40,7 @@ PATIENCE = 300.0  # seconds within which a run ends or takes a step after a kill
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
 SHARED = Path("/dev/shm")
 OPTIONS = [f"run.max_steps={STEPS}", "run.save_steps=1", "run.save_total_limit=2", "rollout.max_restarts=1000"]
-SETTINGS = {
-    "1 rank": (1, []),
-    "2 ranks": (2, []),
-    "2 ranks, vLLM tp 2": (2, ["rollout.tp=2"]),
-}
+SETTINGS = {"1 rank": (1, []), "2 ranks": (2, []), "2 ranks, vLLM tp 2": (2, ["rollout.tp=2"])}
 
 
 @dataclass

@@ -100,13 +100,7 @@ def ordinary_step(
 
 
 def first_steps(
-    folder: Path,
-    length: int,
-    *overrides: str,
-    prompts: int = 8,
-    ranks: int = 4,
-    gathers: bool = False,
-    count: int = 2,
+    folder: Path, length: int, *overrides: str, prompts: int = 8, ranks: int = 4, gathers: bool = False, count: int = 2
 ) -> list[list[Step]]:
     """Return the first `count` steps of each rank, with responses of `length` tokens in groups of `GROUP`, on dp x pp 2
     ranks."""

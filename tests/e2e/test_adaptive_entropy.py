@@ -4,13 +4,10 @@ import pytest
 
 from tests.e2e import world
 
-OPTIONS = [
-    "algorithm.use_adaptive_entropy=true",
-    "algorithm.entropy_coef=0.01",
-    "algorithm.entropy_target=100",
-    "algorithm.entropy_coef_max=0.018",
-    "algorithm.top_entropy_quantile=0.5",
-]
+OPTIONS = (
+    "algorithm.use_adaptive_entropy=true algorithm.entropy_coef=0.01 algorithm.entropy_target=100 "
+    "algorithm.entropy_coef_max=0.018 algorithm.top_entropy_quantile=0.5"
+).split()
 
 
 @pytest.mark.full

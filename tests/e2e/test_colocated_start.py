@@ -43,14 +43,7 @@ def test_a_server_beside_the_policy_that_does_not_start_is_an_error_of_the_confi
 
 
 VERBS = ("/sleep", "/wake_up", "/update_weights", "/resume")
-SYNC = [
-    "load_weights_only",
-    "/wake_up?tags=weights",
-    "/update_weights",
-    "offload_all",
-    "/wake_up?tags=kv_cache",
-    "/resume",
-]
+SYNC = "load_weights_only /wake_up?tags=weights /update_weights offload_all /wake_up?tags=kv_cache /resume".split()
 TRAIN = ["/sleep?level=2", "load_all"]
 SAVE = ["/sleep?level=1", "load_all"]
 

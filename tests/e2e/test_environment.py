@@ -11,118 +11,36 @@ from tests.e2e import world
 
 GONE = "/dev/null/gone"  # nobody can create it
 HOSTILE = {
-    "ranks": {
-        "RANK": "3",
-        "LOCAL_RANK": "1",
-        "NODE_RANK": "1",
-        "GROUP_RANK": "1",
-        "MASTER_ADDR": "gone.invalid",
-        "MASTER_PORT": "tcp://10.0.0.1:29500",
-        "TORCHELASTIC_RUN_ID": "other",
-        "MEGAGRPO_RENDEZVOUS": GONE,
-        "PET_NNODES": "4",
-        "PET_STANDALONE": "1",
-        "PET_NO_PYTHON": "1",
-    },
-    "schedulers": {
-        "SLURM_JOB_ID": "1",
-        "SLURM_JOB_END_TIME": "1700000000",
-        "SLURM_NODEID": "7",
-        "SLURM_PROCID": "3",
-        "SLURM_NTASKS": "16",
-        "SLURM_STEP_NUM_TASKS": "16",
-        "SLURM_JOB_NODELIST": "gone[1-4]",
-        "SLURM_RESTART_COUNT": "5",
-        "PMI_RANK": "3",
-        "PMI_SIZE": "16",
-        "PMIX_RANK": "3",
-        "PMIX_NAMESPACE": "gone",
-        "OMPI_COMM_WORLD_RANK": "3",
-        "OMPI_COMM_WORLD_SIZE": "16",
-        "JOB_COMPLETION_INDEX": "4",
-        "ACCELERATE_USE_FSDP": "true",
-    },
-    "proxies": {
-        "HTTP_PROXY": "http://127.0.0.1:9",
-        "https_proxy": "http://127.0.0.1:9",
-        "ALL_PROXY": "socks5://127.0.0.1:9",
-        "all_proxy": "socks://127.0.0.1:9",
-        "NO_PROXY": "example.com",
-        "SSL_CERT_FILE": GONE,
-    },
-    "vllm": {
-        "VLLM_API_KEY": "theirs",
-        "VLLM_HOST_IP": "203.0.113.1",
-        "VLLM_LOOPBACK_IP": "203.0.113.1",
-        "VLLM_PORT": "tcp://10.0.0.1:8000",
-        "VLLM_SERVICE_HOST": "10.0.0.1",
-        "VLLM_RPC_BASE_PATH": GONE,
-        "VLLM_PLUGINS": "",
-        "VLLM_DP_RANK": "3",
-        "VLLM_DP_SIZE": "8",
-        "VLLM_DP_MASTER_IP": "203.0.113.1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0-999",
-        "VLLM_CPU_KVCACHE_SPACE": "99999",
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "999",
-        "VLLM_TARGET_DEVICE": "tpu",
-        "VLLM_USE_RUST_FRONTEND": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_TEST_FORCE_LOAD_FORMAT": "dummy",
-        "VLLM_USE_MODELSCOPE": "1",
-        "VLLM_MAX_N_SEQUENCES": "1",
-        "VLLM_BATCH_INVARIANT": "1",
-        "VLLM_CONFIGURE_LOGGING": "0",
-        "VLLM_LOGGING_CONFIG_PATH": GONE,
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_PROCESS_NAME_PREFIX": "theirs",
-        "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
-        "VLLM_UNKNOWN": "1",
-    },
-    "Python": {
-        "PYTHONWARNINGS": "error",
-        "PYTHONDEVMODE": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONHASHSEED": "1",
-        "PYTHONIOENCODING": "ascii",
-        "PYTHONSAFEPATH": "1",
-        "PYTHONINTMAXSTRDIGITS": "640",
-        "PYTHONSTARTUP": GONE,
-    },
-    "threads": {
-        "OMP_PLACES": "{0}",
-        "OMP_PROC_BIND": "true",
-        "GOMP_CPU_AFFINITY": "0",
-        "KMP_AFFINITY": "compact",
-        "OMP_DYNAMIC": "true",
-        "MKL_NUM_THREADS": "64",
-    },
-    "GPUs": {
-        "CUDA_VISIBLE_DEVICES": "0,GPU-0a1b,-1",
-        "NCCL_SOCKET_IFNAME": "gone0",
-        "GLOO_SOCKET_IFNAME": "gone0",
-        "NCCL_ALGO": "Gone",
-        "CUDA_LAUNCH_BLOCKING": "1",
-        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
-        "TORCH_SHOW_CPP_STACKTRACES": "1",
-        "LOGLEVEL": "DEBUG",
-    },
-    "system": {
-        "TMPDIR": GONE,
-        "HOME": GONE,
-        "XDG_CACHE_HOME": GONE,
-        "XDG_CONFIG_HOME": GONE,
-        "HF_HOME": GONE,
-        "HF_TOKEN": "hf_not_a_token",
-        "TRANSFORMERS_OFFLINE": "1",
-        "LC_ALL": "C",
-        "LANG": "xx_XX",
-        "TERM": "gone",
-        "COLUMNS": "1",
-        "NO_COLOR": "1",
-        "WANDB_MODE": "gone",
-    },
+    "ranks": dict(RANK="3", LOCAL_RANK="1", NODE_RANK="1", GROUP_RANK="1", MASTER_ADDR="gone.invalid")
+    | dict(MASTER_PORT="tcp://10.0.0.1:29500", TORCHELASTIC_RUN_ID="other", MEGAGRPO_RENDEZVOUS=GONE)
+    | dict(PET_NNODES="4", PET_STANDALONE="1", PET_NO_PYTHON="1"),
+    "schedulers": dict(SLURM_JOB_ID="1", SLURM_JOB_END_TIME="1700000000", SLURM_NODEID="7", SLURM_PROCID="3")
+    | dict(SLURM_NTASKS="16", SLURM_STEP_NUM_TASKS="16", SLURM_JOB_NODELIST="gone[1-4]")
+    | dict(SLURM_RESTART_COUNT="5", PMI_RANK="3", PMI_SIZE="16", PMIX_RANK="3", PMIX_NAMESPACE="gone")
+    | dict(OMPI_COMM_WORLD_RANK="3", OMPI_COMM_WORLD_SIZE="16", JOB_COMPLETION_INDEX="4")
+    | dict(ACCELERATE_USE_FSDP="true"),
+    "proxies": dict(HTTP_PROXY="http://127.0.0.1:9", https_proxy="http://127.0.0.1:9", ALL_PROXY="socks5://127.0.0.1:9")
+    | dict(all_proxy="socks://127.0.0.1:9", NO_PROXY="example.com", SSL_CERT_FILE=GONE),
+    "vllm": dict(VLLM_API_KEY="theirs", VLLM_HOST_IP="203.0.113.1", VLLM_LOOPBACK_IP="203.0.113.1")
+    | dict(VLLM_PORT="tcp://10.0.0.1:8000", VLLM_SERVICE_HOST="10.0.0.1", VLLM_RPC_BASE_PATH=GONE)
+    | dict(VLLM_PLUGINS="", VLLM_DP_RANK="3", VLLM_DP_SIZE="8", VLLM_DP_MASTER_IP="203.0.113.1")
+    | dict(VLLM_CPU_OMP_THREADS_BIND="0-999", VLLM_CPU_KVCACHE_SPACE="99999")
+    | dict(VLLM_CPU_NUM_OF_RESERVED_CPU="999", VLLM_TARGET_DEVICE="tpu", VLLM_USE_RUST_FRONTEND="1")
+    | dict(VLLM_USE_V2_MODEL_RUNNER="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    | dict(VLLM_WORKER_MULTIPROC_METHOD="spawn", VLLM_TEST_FORCE_LOAD_FORMAT="dummy", VLLM_USE_MODELSCOPE="1")
+    | dict(VLLM_MAX_N_SEQUENCES="1", VLLM_BATCH_INVARIANT="1", VLLM_CONFIGURE_LOGGING="0")
+    | dict(VLLM_LOGGING_CONFIG_PATH=GONE, VLLM_LOGGING_LEVEL="ERROR", VLLM_PROCESS_NAME_PREFIX="theirs")
+    | dict(VLLM_DISABLE_REQUEST_ID_RANDOMIZATION="1", VLLM_UNKNOWN="1"),
+    "Python": dict(PYTHONWARNINGS="error", PYTHONDEVMODE="1", PYTHONDONTWRITEBYTECODE="1", PYTHONHASHSEED="1")
+    | dict(PYTHONIOENCODING="ascii", PYTHONSAFEPATH="1", PYTHONINTMAXSTRDIGITS="640", PYTHONSTARTUP=GONE),
+    "threads": dict(OMP_PLACES="{0}", OMP_PROC_BIND="true", GOMP_CPU_AFFINITY="0", KMP_AFFINITY="compact")
+    | dict(OMP_DYNAMIC="true", MKL_NUM_THREADS="64"),
+    "GPUs": dict(CUDA_VISIBLE_DEVICES="0,GPU-0a1b,-1", NCCL_SOCKET_IFNAME="gone0", GLOO_SOCKET_IFNAME="gone0")
+    | dict(NCCL_ALGO="Gone", CUDA_LAUNCH_BLOCKING="1", TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    | dict(TORCH_SHOW_CPP_STACKTRACES="1", LOGLEVEL="DEBUG"),
+    "system": dict(TMPDIR=GONE, HOME=GONE, XDG_CACHE_HOME=GONE, XDG_CONFIG_HOME=GONE, HF_HOME=GONE)
+    | dict(HF_TOKEN="hf_not_a_token", TRANSFORMERS_OFFLINE="1", LC_ALL="C", LANG="xx_XX", TERM="gone")
+    | dict(COLUMNS="1", NO_COLOR="1", WANDB_MODE="gone"),
 }
 
 

@@ -11,13 +11,11 @@ from safetensors.torch import load_file
 from megagrpo.records.checkpoints.run_files import checkpoints
 from tests.e2e import world
 
-LORA = (
-    "lora.rank=8",
-    "lora.alpha=64",
-    "train.learning_rate=5e-3",
-    "train.max_grad_norm=0.3",
-    "algorithm.beta=0.001",
-    "rollout.num_generations=8",
+LORA = tuple(
+    (
+        "lora.rank=8 lora.alpha=64 train.learning_rate=5e-3 train.max_grad_norm=0.3 algorithm.beta=0.001 "
+        "rollout.num_generations=8"
+    ).split()
 )
 
 

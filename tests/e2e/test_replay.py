@@ -79,13 +79,8 @@ class Model(nn.Module):
                 yield name
 
 
-SHAPES = {
-    "embed.weight": (5, 6),
-    "gate": (4, 6),
-    "up": (4, 6),
-    "mlp.down": (6, 8),
-    "mlp.bias": (8,),
-    "norm.weight": (6,),
+SHAPES = {"embed.weight": (5, 6), "gate": (4, 6), "up": (4, 6), "mlp.down": (6, 8), "mlp.bias": (8,)} | {
+    "norm.weight": (6,)
 }
 
 

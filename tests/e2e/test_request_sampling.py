@@ -270,13 +270,7 @@ def test_each_turn_has_its_own_constraint_limit_and_counts(tmp_path):
     (tmp_path / "mine.py").write_text(AGAIN)
     words = [f"multi_turn.scheduler={tmp_path}/mine.py:again", "multi_turn.workers=1", "rollout.max_prompt_length=36"]
     rows, kinds = rows_with_sampling(tmp_path / "train.jsonl", [*HEAT, *FORMS]), [*HEAT, *FORMS]
-    run = trained(
-        tmp_path,
-        *rows,
-        *words,
-        "multi_turn.max_response_length=27",
-        *EVERYTHING,
-    )
+    run = trained(tmp_path, *rows, *words, "multi_turn.max_response_length=27", *EVERYTHING)
     agrees(run)
     longest = 0
     for row in run.completions:

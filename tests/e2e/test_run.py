@@ -16,26 +16,13 @@ from tests.e2e import world
 from tests.listening import LOOPBACK, listening
 
 STEPS, PROMPTS, GROUP = 3, 4, 4
-OPTIONS = [
-    "run.max_steps=3",
-    "run.trackers=[tensorboard]",
-    "run.log_completions_steps=2",
-    "parallel.tp=2",
-    "rollout.pp=2",
-]
+OPTIONS = "run.max_steps=3 run.trackers=[tensorboard] run.log_completions_steps=2 parallel.tp=2 rollout.pp=2".split()
 OPTIONS += ["run.peak_tflops=0.1", "run.profile.steps=[2]"]
 METRICS = {
     *("step", "wall_time", "weight_version", "checkpoint/failures", "num_tokens", "num_generated_tokens"),
     *("tokens_per_second", "tokens_per_second_per_gpu", "generated_tokens_per_second", "mfu"),
     *("memory_gb", "memory/resident_gb", "memory/resident_max_gb", "memory/host_gb"),
-    *(
-        "reward",
-        "reward_std",
-        "reward_std_batch",
-        "frac_reward_zero_std",
-        "rewards/low_bytes/mean",
-        "rewards/low_bytes/std",
-    ),
+    *"reward reward_std reward_std_batch frac_reward_zero_std rewards/low_bytes/mean rewards/low_bytes/std".split(),
     *(
         "rewards/low_bytes/timeouts",
         "rewards/low_bytes/exceptions",
@@ -45,27 +32,15 @@ METRICS = {
     *("loss", "grad_norm", "learning_rate", "entropy"),
     *("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"),
     *(
-        "token_mult_prob_error",
-        "gen_kl_error",
-        "policy_kl_error",
-        "js_divergence_error",
-        "mismatch/alarms",
-        "train/skipped_steps",
-    ),
+        "token_mult_prob_error gen_kl_error policy_kl_error js_divergence_error mismatch/alarms train/skipped_steps"
+    ).split(),
     *("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"),
     *("completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio"),
     *("packing/micro_batch_imbalance", "packing/rank_imbalance"),
     *(
-        "time/step",
-        "time/generate",
-        "time/reward",
-        "time/logprobs",
-        "time/train",
-        "time/optimizer",
-        "time/sync",
-        "idle/trainer",
-        "idle/servers",
-    ),
+        "time/step time/generate time/reward time/logprobs time/train time/optimizer time/sync "
+        "idle/trainer idle/servers"
+    ).split(),
     *(f"weight_sync/{what}" for what in ("publish_seconds", "load_seconds", "checksum_seconds", "gigabytes")),
 }
 

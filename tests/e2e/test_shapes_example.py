@@ -4,10 +4,7 @@ import pytest
 
 from tests.e2e.test_examples import EXAMPLES, python, train
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.timeout(1800),
-]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture

@@ -47,22 +47,12 @@ SIZES = dict(
     tie_word_embeddings=True,
 )
 EXPERTS = dict(
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=64,
-    norm_topk_prob=True,
-    mlp_only_layers=[0],
-    head_dim=32,
-)
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True, mlp_only_layers=[0]
+) | dict(head_dim=32)
 EVERYWHERE = {key: value for key, value in EXPERTS.items() if key not in ("norm_topk_prob", "mlp_only_layers")}
 DELTA = dict(
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=128,
-    linear_value_head_dim=128,
-    shared_expert_intermediate_size=64,
-    layer_types=["linear_attention", "full_attention"],
-)
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=128, linear_value_head_dim=128
+) | dict(shared_expert_intermediate_size=64, layer_types=["linear_attention", "full_attention"])
 GRANITE_H = dict(layer_types=["linear_attention", "full_attention"], num_local_experts=0, shared_intermediate_size=192)
 GRANITE_H |= dict(mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16)
 NEMOTRON = dict(layers_block_type=["mamba", "attention", "mlp"], head_dim=32, mamba_num_heads=8, mamba_head_dim=16)
@@ -70,13 +60,8 @@ NEMOTRON |= dict(n_groups=2, ssm_state_size=16, tie_word_embeddings=False)
 # In bf16 vLLM and the trainer choose other experts for some of its tokens.
 MANY_EXPERTS = SIZES | EXPERTS | dict(vocab_size=258, num_hidden_layers=4, num_experts=32, initializer_range=0.12)
 # vLLM's latent attention on CPUs supports one size of latents: 512 and 64.
-LATENT = dict(
-    num_key_value_heads=4,
-    kv_lora_rank=512,
-    qk_rope_head_dim=64,
-    qk_nope_head_dim=32,
-    v_head_dim=32,
-    tie_word_embeddings=False,
+LATENT = dict(num_key_value_heads=4, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32) | dict(
+    tie_word_embeddings=False
 )
 LATENT |= dict(
     n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=64, first_k_dense_replace=1, n_shared_experts=1

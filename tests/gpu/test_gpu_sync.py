@@ -9,13 +9,11 @@ import pytest
 from megagrpo.platform.parallel.spawn import run_ranks
 from tests.gpu.places import PLACES, need
 
-SETTINGS = (
-    "rollout.gpu_memory_utilization=0.2",
-    "rollout.max_prompt_length=64",
-    "rollout.max_completion_length=64",
-    "rollout.max_num_seqs=16",
-    "rollout.kv_cache_gb=1",
-    "train.max_tokens_per_micro_batch=512",
+SETTINGS = tuple(
+    (
+        "rollout.gpu_memory_utilization=0.2 rollout.max_prompt_length=64 rollout.max_completion_length=64 "
+        "rollout.max_num_seqs=16 rollout.kv_cache_gb=1 train.max_tokens_per_micro_batch=512"
+    ).split()
 )
 # Limits in nats for the log-prob difference at equal weights: in bf16 trainer and server round differently. An H200
 # shows 0.11 to 0.18 of these random weights, and 7.3 of stale ones.

@@ -152,14 +152,9 @@ def test_both_recipes_copy_the_same_files_and_nothing_is_missing():
 
 
 def test_the_sections_of_the_apptainer_recipe_are_known():
-    assert re.findall(r"^%(\w+)$", APPTAINER, re.MULTILINE) == [
-        "arguments",
-        "files",
-        "post",
-        "environment",
-        "runscript",
-        "labels",
-    ]
+    assert (
+        re.findall(r"^%(\w+)$", APPTAINER, re.MULTILINE) == "arguments files post environment runscript labels".split()
+    )
 
 
 def test_the_script_of_the_recipes_installs_the_versions_of_the_constraints():

@@ -113,11 +113,8 @@ class NodeLaunchers:
         self._own, self._store, self._orders = launcher, store, Counter[int]()
         self._locks = {node: threading.Lock() for node in nodes}
         self._distant = [(node, index) for node in nodes for index in range(per_node)]
-        self.token, self.startup_timeout, self.max_restarts = (
-            launcher.token,
-            launcher.startup_timeout,
-            launcher.max_restarts,
-        )
+        self.token, self.max_restarts = launcher.token, launcher.max_restarts
+        self.startup_timeout = launcher.startup_timeout
 
     @property
     def servers(self) -> list[AnyServer]:

@@ -44,9 +44,6 @@ FAMILY = Family(
     problems=_problems,
     required=(*REQUIRED, "rms_norm_eps"),
     fixed=llama.HAS_HEAD_NORMS
-    | {
-        "hidden_act": ("xielu", "only xielu is supported for this family"),
-        "post_norm": _POST_NORM,
-    },
+    | {"hidden_act": ("xielu", "only xielu is supported for this family"), "post_norm": _POST_NORM},
     layer_types=(FULL,),
 )

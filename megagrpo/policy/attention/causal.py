@@ -61,12 +61,7 @@ class Ahead(NamedTuple):
 
 
 def causal_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: Scores,
-    window: Window | None = None,
-    ahead: Ahead | None = None,
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, window: Window | None = None, ahead: Ahead | None = None
 ) -> Tensor:
     """softmax(scores + causal) v with grouped heads, in the inputs' dtype: query [S, L, h, d], key [S, L, g, d], value
     [S, L, g, v], g dividing h -> [S, L, h * v].

@@ -109,8 +109,7 @@ def _of_transformer_engine(module: Any, config: TransformerConfig) -> Iterator[_
     for i in range(count):  # forward: input, weight, output; backward: gradient of the output, of the input
         two, one = slice(3 * i, 3 * i + 2), slice(2 * i, 2 * i + 1)
         yield _Linear(
-            (forward.amax_history[:, two], backward.amax_history[:, one]),
-            (forward.scale[two], backward.scale[one]),
+            (forward.amax_history[:, two], backward.amax_history[:, one]), (forward.scale[two], backward.scale[one])
         )
 
 

@@ -200,14 +200,7 @@ class _Adapter(nn.ModuleDict):
 
     cut: tuple[int | None, int | None]
 
-    def __init__(
-        self,
-        linear: Any,
-        parts: dict[str, int],
-        groups: int,
-        wanted: Sequence[str],
-        lora: LoraSection,
-    ):
+    def __init__(self, linear: Any, parts: dict[str, int], groups: int, wanted: Sequence[str], lora: LoraSection):
         super().__init__({name: LowRank(linear, parts[name] * groups, self.cut, lora) for name in wanted})
         self.parts, self.groups, self.scale, self.dropout = parts, groups, lora.scale, lora.dropout
         self.use_dora = lora.use_dora

@@ -7,6 +7,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -82,22 +83,15 @@ def turn_advantages(step: Step, advantages: Sequence[float]) -> list[list[float]
                 for i in range(len(known))
             ]
         values.append(rewards)
+    by_state, weight = algorithm.advantage_by == "state", algorithm.turn_advantage_weight
+    keys = [[(t // size, turn.state if by_state else turn.number) for turn in row] for t, row in enumerate(turns)]
     groups = defaultdict(list)
-    for trajectory, of_trajectory in enumerate(turns):
-        for turn, value in zip(of_trajectory, values[trajectory], strict=True):
-            groups[trajectory // size, turn.state if algorithm.advantage_by == "state" else turn.number].append(value)
+    for key, value in zip(chain(*keys), chain(*values), strict=True):
+        groups[key].append(value)
+    scaled = algorithm.scale_rewards == "group"
     return [
-        [
-            advantages[trajectory]
-            + algorithm.turn_advantage_weight
-            * _compared(
-                value,
-                groups[trajectory // size, turn.state if algorithm.advantage_by == "state" else turn.number],
-                algorithm.scale_rewards == "group",
-            )
-            for turn, value in zip(of_trajectory, values[trajectory], strict=True)
-        ]
-        for trajectory, of_trajectory in enumerate(turns)
+        [advantage + weight * _compared(value, groups[key], scaled) for key, value in zip(*row, strict=True)]
+        for advantage, *row in zip(advantages, keys, values, strict=True)
     ]
 
 

@@ -124,9 +124,5 @@ def _chained(
             return naive_optimizer.moments(rows, step.config.train)[index] if taken else getattr(rows, name)
 
         dumped, expected = both(after, attrgetter(name))
-
-        def size_after(rows: Sampled, after: Callable[[Sampled], Tensor] = after) -> Tensor:
-            return after(naive_optimizer.sizes(rows))
-
-        _, added = both(size_after, attrgetter(name))
+        added = torch.cat([after(naive_optimizer.sizes(rows)) for rows in sampled.values()])
         yield compare(f"{name} moment of the next update", dumped, expected, ROUNDING_TOLERANCE * added + TINY, locate)

@@ -57,14 +57,7 @@ from megagrpo.sync.trainer_side.transport import (
 )
 from megagrpo.sync.trainer_side.verification import verify_versions
 from megagrpo.sync.wire.copy_checksums import Checked, copy_checked
-from megagrpo.sync.wire.messages import (
-    IN_FLIGHT,
-    Message,
-    Round,
-    describe,
-    empty_message,
-    message_views,
-)
+from megagrpo.sync.wire.messages import IN_FLIGHT, Message, Round, describe, empty_message, message_views
 from megagrpo.sync.wire.rank_boxes import RankBoxes
 from megagrpo.sync.wire.store_messages import Decision, DirectRequest, part_key
 from megagrpo.types import WeightSyncError

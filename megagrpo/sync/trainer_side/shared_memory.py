@@ -58,12 +58,7 @@ class SharedMemory(Transport):
     receiver = TRANSPORTS["shared_memory"].receiver
 
     def __init__(
-        self,
-        ranks: Ranks,
-        dtype: str,
-        settings: TransportSettings = DEFAULT_SETTINGS,
-        *,
-        folder: Path = SHARED_MEMORY,
+        self, ranks: Ranks, dtype: str, settings: TransportSettings = DEFAULT_SETTINGS, *, folder: Path = SHARED_MEMORY
     ):
         super().__init__(ranks, dtype, settings)
         self.untimed_ranks = ranks  # for steps in which one rank may wait for a server

@@ -101,10 +101,7 @@ def check_columns(sets: Sequence[HeldOut], *users: RewardScorer | Dialogues | No
 
 
 def evaluate(
-    sets: Sequence[HeldOut],
-    collect: Collect,
-    seed: int,
-    see: Callable[[HeldOut, StepSamples], None] = lambda *_: None,
+    sets: Sequence[HeldOut], collect: Collect, seed: int, see: Callable[[HeldOut, StepSamples], None] = lambda *_: None
 ) -> dict[str, float]:
     """Generate and score responses to every set. Returns metrics, prefixed `NAME/`; `see` gets each set's samples.
 

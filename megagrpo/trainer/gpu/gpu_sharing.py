@@ -154,11 +154,7 @@ def start_asleep(launcher: Launcher, keeps_weights: bool, sync_timeout: float, s
     """Wait for the servers, then put them to sleep until the first sync: loading needs GPU memory. Rank 0 calls it.
     `keeps_weights`: that sync leaves some weights as loaded."""
     servers = Updates(
-        launcher.wait(say),
-        logs=launcher.logs,
-        token=launcher.token,
-        sleeps=True,
-        sync_timeout=sync_timeout,
+        launcher.wait(say), logs=launcher.logs, token=launcher.token, sleeps=True, sync_timeout=sync_timeout
     )
     servers.sleep(keeps_weights or _keeps_weights(GpuTurn.STARTING))
 

@@ -17,16 +17,7 @@ from torch import Tensor, nn
 from megagrpo.families.family_index import FAMILIES
 from megagrpo.families.hf_config import HfConfig, table_of
 from megagrpo.families.parts.llama_table import EMBEDDING, HEAD
-from megagrpo.families.shared.blocks import (
-    Block,
-    Local,
-    gated,
-    in_layer,
-    interleaved,
-    named,
-    of_all_experts,
-    same,
-)
+from megagrpo.families.shared.blocks import Block, Local, gated, in_layer, interleaved, named, of_all_experts, same
 from megagrpo.families.shared.boxes import whole
 from megagrpo.families.shared.vision import TOWER
 from megagrpo.platform.parallel.layout import Layout

@@ -349,10 +349,7 @@ def _report(source: Path, back: Path, manifest: Path) -> bool:
         before["files"] = after["files"] = {}
     changes = differences(before, after)
     verdict = dict(
-        model=str(source),
-        identical=not (changes or checkpoint.views),
-        untrained=untrained,
-        differences=changes,
+        model=str(source), identical=not (changes or checkpoint.views), untrained=untrained, differences=changes
     )
     manifest.write_text(json.dumps(verdict | before, indent=1))
     if untrained:

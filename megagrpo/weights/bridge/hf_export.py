@@ -71,11 +71,7 @@ def find_sources(parameters: Parameters, layout: Layout) -> dict[str, Source]:
 
 @torch.no_grad()
 def stream(
-    parameters: Parameters,
-    layout: Layout,
-    sources: dict[str, Source],
-    names: Collection[str],
-    writer: int = 0,
+    parameters: Parameters, layout: Layout, sources: dict[str, Source], names: Collection[str], writer: int = 0
 ) -> Stream:
     """Yield (name, whole tensor) for `names`, in order, on rank `writer`'s CPU; others yield nothing. Collective.
 

@@ -32,12 +32,7 @@ def image_reader(folder: Path | str, model: HfConfig, tokenizer: Tokenizer) -> I
         return ImageReader(folder, vision.image_token, vision.merge)
     begin, part, end = (tokenizer.token_text(i) for i in (square.begin, vision.image_token, square.end))
     reader = SquareImages(
-        folder,
-        vision.image_token,
-        vision.merge,
-        side=square.pixels,
-        patches=square.patches,
-        tokens=(begin, part, end),
+        folder, vision.image_token, vision.merge, side=square.pixels, patches=square.patches, tokens=(begin, part, end)
     )
     if (window := min(filter(None, model.windows), default=reader.count)) < reader.count:
         raise ValueError(

@@ -38,10 +38,7 @@ def test_advantages_are_ms_swifts(case):
     assert penalized.flatten().tolist() == pytest.approx(case["rewards"])
     expected = torch.tensor(case["advantages"], dtype=torch.float64)
     torch.testing.assert_close(
-        advantages_of(penalized, given[..., None], settings.algorithm, ()).flatten(),
-        expected,
-        rtol=1e-5,
-        atol=1e-6,
+        advantages_of(penalized, given[..., None], settings.algorithm, ()).flatten(), expected, rtol=1e-5, atol=1e-6
     )
 
 

@@ -8,13 +8,9 @@ import torch
 
 from megagrpo.algorithms.mismatch import mismatch_metrics
 
-MEANS = [
-    "token_mult_prob_error",
-    "gen_kl_error",
-    "policy_kl_error",
-    "js_divergence_error",
-    "sampling/sampling_logp_difference/mean",
-]
+MEANS = (
+    "token_mult_prob_error gen_kl_error policy_kl_error js_divergence_error sampling/sampling_logp_difference/mean"
+).split()
 MAX = "sampling/sampling_logp_difference/max"
 
 

@@ -118,25 +118,12 @@ def check(case, inputs, mask, config, scale=1.0, batch_changes=lambda rows: {}, 
     return {name: metric.value.item() for name, metric in output.metrics.items() if metric.reduce == "mean"}
 
 
-TRL_WORDS = {
-    "loss_type": str,
-    "beta": float,
-    "epsilon": float,
-    "epsilon_high": float,
-    "delta": float,
-    "importance_sampling_level": str,
-    "use_bias_correction_kl": bool,
-    "sapo_temperature_neg": float,
-    "sapo_temperature_pos": float,
-    "vespo_k_pos": float,
-    "vespo_lambda_pos": float,
-    "vespo_k_neg": float,
-    "vespo_lambda_neg": float,
-    "off_policy_mask_threshold": float,
-    "top_entropy_quantile": float,
-    "entropy_coef": float,
-    "max_completion_length": int,
-}
+TRL_WORDS = (
+    dict(loss_type=str, beta=float, epsilon=float, epsilon_high=float, delta=float, importance_sampling_level=str)
+    | dict(use_bias_correction_kl=bool, sapo_temperature_neg=float, sapo_temperature_pos=float, vespo_k_pos=float)
+    | dict(vespo_lambda_pos=float, vespo_k_neg=float, vespo_lambda_neg=float, off_policy_mask_threshold=float)
+    | dict(top_entropy_quantile=float, entropy_coef=float, max_completion_length=int)
+)
 # The reference divides by a window's average token count here; ours divides by the step's own (docs/losses.md).
 WINDOW = [c for c in TRL["cases"] if c["name"].endswith("ga2_spg4_items37")]
 
@@ -162,14 +149,7 @@ def test_trl(case):
         scale=_trl_scale(reference, mask),
         batch_changes=lambda rows: {name: rows.pack(values) for name, values in weights.items()},
     )
-    names = (
-        "entropy",
-        "clip_ratio/low_mean",
-        "clip_ratio/high_mean",
-        "clip_ratio/region_mean",
-        "cispo_clip_ratio",
-        "kl",
-    )
+    names = tuple("entropy clip_ratio/low_mean clip_ratio/high_mean clip_ratio/region_mean cispo_clip_ratio kl".split())
     for name in names:
         if name in case["metrics"]:
             assert metrics[name] == pytest.approx(case["metrics"][name], rel=1e-5), name
@@ -188,22 +168,13 @@ def _trl_scale(reference, mask):
     return float(mask.sum()) / window
 
 
-SWIFT_WORDS = {
-    "loss_type": "loss_type",
-    "beta": "beta",
-    "epsilon": "epsilon",
-    "epsilon_high": "epsilon_high",
-    "delta": "delta",
-    "importance_sampling_level": "importance_sampling_level",
-    "tau_pos": "sapo_temperature_pos",
-    "tau_neg": "sapo_temperature_neg",
-    "max_completion_length": "max_completion_length",
-    "num_generations": "num_generations",
-    "real_tau": "real_tau",
-    "fipo_decay_rate": "fipo_decay_rate",
-    "fipo_clip_range": "fipo_clip_range",
-    "fipo_clip_high_only": "fipo_clip_high_only",
-}
+SWIFT_WORDS = (
+    dict(loss_type="loss_type", beta="beta", epsilon="epsilon", epsilon_high="epsilon_high", delta="delta")
+    | dict(importance_sampling_level="importance_sampling_level", tau_pos="sapo_temperature_pos")
+    | dict(tau_neg="sapo_temperature_neg", max_completion_length="max_completion_length")
+    | dict(num_generations="num_generations", real_tau="real_tau", fipo_decay_rate="fipo_decay_rate")
+    | dict(fipo_clip_range="fipo_clip_range", fipo_clip_high_only="fipo_clip_high_only")
+)
 
 
 ITS_CORRECTION = {

@@ -175,12 +175,9 @@ def test_parts_that_fail_or_hang_do_not_stop_the_others_and_what_is_done_is_not_
     ):
         assert line in results
     report = json.loads((tmp_path / "report.json").read_text())
-    assert {name: part["exit_code"] for name, part in report["parts"].items()} == {
-        "well": 0,
-        "fails": 3,
-        "hangs": None,
-        "last": 0,
-    }
+    assert {name: part["exit_code"] for name, part in report["parts"].items()} == dict(
+        well=0, fails=3, hangs=None, last=0
+    )
     assert (
         "half" in report["parts"]["fails"]["output"]
         and report["findings"]

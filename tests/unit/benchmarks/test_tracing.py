@@ -34,22 +34,13 @@ TINY = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=256, intermediate_size=768, num_hidden_layers=3
 )
 TINY |= dict(
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=32,
-    vocab_size=4096,
-    max_position_embeddings=4096,
-    rms_norm_eps=1e-6,
-)
+    num_attention_heads=8, num_key_value_heads=4, head_dim=32, vocab_size=4096, max_position_embeddings=4096
+) | dict(rms_norm_eps=1e-6)
 TINY |= dict(tie_word_embeddings=False, torch_dtype="bfloat16", rope_theta=10000.0)
-MIXTURE = TINY | dict(
-    model_type="qwen3_moe",
-    architectures=["Qwen3MoeForCausalLM"],
-    num_hidden_layers=4,
-    norm_topk_prob=True,
-    num_experts=8,
-    num_experts_per_tok=2,
-    moe_intermediate_size=384,
+MIXTURE = (
+    TINY
+    | dict(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=4, norm_topk_prob=True)
+    | dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=384)
 )
 PROMPT, RESPONSE = 256, 768
 SCRIPT = """
@@ -78,13 +69,10 @@ for words in json.loads(sys.argv[2]):
 
 def settings(folder: Path, model: dict = TINY) -> list[str]:
     (folder / "config.json").write_text(json.dumps(model))
-    words = [
-        "rollout.max_prompt_length=256",
-        "rollout.max_completion_length=768",
-        "train.max_tokens_per_micro_batch=2048",
-        "parallel.tp=1",
-        "parallel.sequence_parallel=false",
-    ]
+    words = (
+        "rollout.max_prompt_length=256 rollout.max_completion_length=768 "
+        "train.max_tokens_per_micro_batch=2048 parallel.tp=1 parallel.sequence_parallel=false"
+    ).split()
     return [f"model.path={folder}", *words, "train.logprob_chunk=512"]
 
 
@@ -94,13 +82,9 @@ STAGE_OF_EXPERTS = (
     "parallel.ep=2",
 )  # the first of two stages, which share experts over two ranks each
 # Name -> model, extra micro batches, layout.
-TRACES = {
-    "one": (TINY, 1, ()),
-    "three": (TINY, 3, ()),
-    "offloaded": (TINY, 1, OFFLOADED),
-    "fused": (TINY, 1, ("model.fusions=[bias_activation]",)),
-    "experts": (MIXTURE, 1, STAGE_OF_EXPERTS),
-}
+TRACES = dict(one=(TINY, 1, ()), three=(TINY, 3, ()), offloaded=(TINY, 1, OFFLOADED)) | dict(
+    fused=(TINY, 1, ("model.fusions=[bias_activation]",)), experts=(MIXTURE, 1, STAGE_OF_EXPERTS)
+)
 
 
 @pytest.fixture(scope="module")

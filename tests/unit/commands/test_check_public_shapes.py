@@ -15,13 +15,8 @@ DAPO = (
 )
 MATHEMATICS = {
     "math_500": [
-        {
-            "problem": f"Problem {i}",
-            "solution": f"So we get $\\boxed{{{answer}}}$.",
-            "answer": answer,
-            "subject": "Algebra",
-            "level": 2,
-        }
+        dict(problem=f"Problem {i}", solution=f"So we get $\\boxed{{{answer}}}$.", answer=answer)
+        | dict(subject="Algebra", level=2)
         for i, answer in enumerate(
             [
                 r"\left( 3, \frac{\pi}{2} \right)",

@@ -64,11 +64,9 @@ def test_fields_that_disagree_are_all_reported(tmp_path):
         SMALLEST + "parallel: {sequence_parallel: true, pp: 2, pipeline_layers: [4]}\nevaluation: {steps: 2}\n",
     )
     _, *rest = problems(path)
-    assert [p.split(":")[0] for p in rest] == [
-        "parallel.sequence_parallel",
-        "parallel.pipeline_layers",
-        "evaluation.steps",
-    ]
+    assert [
+        p.split(":")[0] for p in rest
+    ] == "parallel.sequence_parallel parallel.pipeline_layers evaluation.steps".split()
     assert "[4] has 1 number(s), but pp 2 x vpp 1 = 2 stages; give one number of layers per stage" in rest[1]
 
 

@@ -130,10 +130,7 @@ def test_the_scale_of_adapters_is_that_of_peft(tmp_path):
             ["model.base_storage=nf4"],
             "model.base_storage: nf4 needs frozen weights, but lora.rank is 0; set lora.rank, or choose none",
         ),
-        (
-            ["lora.use_dora=true"],
-            "lora.use_dora: needs adapters, but lora.rank is 0; set lora.rank, or leave it out",
-        ),
+        (["lora.use_dora=true"], "lora.use_dora: needs adapters, but lora.rank is 0; set lora.rank, or leave it out"),
         (
             ["lora.sync=adapter"],
             "lora.sync: adapter needs adapters, but lora.rank is 0; set lora.rank, or choose merged",

@@ -62,11 +62,7 @@ REFUSED = [  # overrides, and the beginning of the problem
         "train.overlap: experts is not supported with adapters",
     ),
     (
-        [
-            "train.overlap=[shared_experts]",
-            "model.recompute=selective",
-            "model.recompute_modules=[shared_experts]",
-        ],
+        ["train.overlap=[shared_experts]", "model.recompute=selective", "model.recompute_modules=[shared_experts]"],
         "train.overlap: shared_experts cannot recompute shared experts alone",
     ),
     (["train.overlap=[shared_experts]", "lora.rank=4"], "train.overlap: shared_experts is not supported with adapters"),

@@ -126,10 +126,9 @@ def test_hub_names_packages_and_absolute_paths_stay_as_they_are(tmp_path, name):
         "openai/gsm8k",
         "reasoning_gym:gcd",
     )
-    assert [f.function for f in config.rewards.functions] == [
-        "package.module:f",
-        "https://a.b/c",
-    ] and config.data.chat_template == "none"
+    assert [
+        f.function for f in config.rewards.functions
+    ] == "package.module:f https://a.b/c".split() and config.data.chat_template == "none"
 
 
 def test_a_resolved_config_loads_the_same_from_any_folder(parent, tmp_path, monkeypatch):

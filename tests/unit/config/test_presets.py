@@ -61,14 +61,8 @@ TRL_FIRST = dict(
         beta=0.04, loss_type="grpo", num_iterations=1, use_bias_correction_kl=False, importance_correction="off"
     ),
     rollout=dict(num_generations=8, max_completion_length=256, temperature=0.9),
-    train=dict(
-        learning_rate=1e-6,
-        max_grad_norm=1.0,
-        weight_decay=0.0,
-        adam_beta2=0.999,
-        lr_scheduler_type="linear",
-        warmup_steps=0,
-    ),
+    train=dict(learning_rate=1e-6, max_grad_norm=1.0, weight_decay=0.0, adam_beta2=0.999)
+    | dict(lr_scheduler_type="linear", warmup_steps=0),
 )
 SWIFT = dict(
     algorithm=dict(beta=0.04, epsilon=0.2, epsilon_high=None, num_iterations=1),
@@ -87,13 +81,7 @@ def test_a_preset_of_a_trainer_holds_its_defaults(name, defaults, tmp_path):
 
 def test_the_notebook_brings_model_data_and_rewards_along(tmp_path):
     config = load_config(PRESETS[0].parent / "unsloth_gsm8k_notebook.yaml")
-    assert config.rewards.names == [
-        "xmlcount",
-        "soft_format",
-        "strict_format",
-        "int",
-        "correctness",
-    ]
+    assert config.rewards.names == ["xmlcount", "soft_format", "strict_format", "int", "correctness"]
     assert config.data.train.source == "openai/gsm8k" and config.data.system_prompt.startswith(
         "\nRespond in the following format:"
     )

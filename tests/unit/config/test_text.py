@@ -93,14 +93,9 @@ def from_file(key: str, value: object) -> object:
 
 
 def test_the_keys_of_text_are_many():
-    some = {
-        "model.path",
-        "data.system_prompt",
-        "run.name",
-        "rewards.functions.N.function",
-        "run.wandb.mode",
-        "rollout.placement",
-    }
+    some = set(
+        "model.path data.system_prompt run.name rewards.functions.N.function run.wandb.mode rollout.placement".split()
+    )
     assert len(TEXTS) > 70 and some <= set(TEXTS) and {"run.trackers", "data.columns", "rollout.urls"} <= set(LISTS)
     others = {key: str(field.annotation) for key, field in fields(RunConfig) if key in set(PLAIN) - {*TEXTS, *LISTS}}
     assert [

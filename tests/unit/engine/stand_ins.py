@@ -40,13 +40,8 @@ def choices_for(body: dict, version: str = "default", reason: str = "length") ->
         content = [{"token_id": i, "logprob": -0.5} for i in ids]
         spans = [{"version": version, "start": 0, "end": len(ids)}]
         choices.append(
-            {
-                "index": index,
-                "token_ids": ids,
-                "finish_reason": reason,
-                "logprobs": {"content": content},
-                "weight_versions": spans,
-            }
+            dict(index=index, token_ids=ids, finish_reason=reason, logprobs={"content": content})
+            | dict(weight_versions=spans)
         )
     return choices
 

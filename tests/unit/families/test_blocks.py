@@ -11,16 +11,8 @@ from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.families.shared.blocks import Local, gated, in_layer, qkv, same, vocab
 
 HF = parse_hf_config(
-    dict(
-        model_type="llama",
-        num_hidden_layers=2,
-        hidden_size=24,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        head_dim=5,
-        intermediate_size=8,
-        vocab_size=11,
-    )
+    dict(model_type="llama", num_hidden_layers=2, hidden_size=24, num_attention_heads=12)
+    | dict(num_key_value_heads=4, head_dim=5, intermediate_size=8, vocab_size=11)
 )
 
 

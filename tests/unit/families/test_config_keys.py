@@ -24,34 +24,15 @@ def problems(raw: dict) -> list[str]:
 
 
 # Keys that change results in other families' models, each with a value that does.
-FOREIGN = dict(
-    embedding_multiplier=12,
-    logits_scaling=8,
-    residual_multiplier=0.22,
-    attention_multiplier=0.015625,
-    scale_emb=12,
-    scale_depth=1.4,
-    dim_model_base=256,
-    logit_scale=0.0625,
-    qk_layernorm=True,
-    clip_qkv=8.0,
-    attention_out_bias=True,
-    norm_type="layernorm",
-    norm_eps=1e-5,
-    layer_norm_eps=1e-5,
-    no_rope_layers=[1, 1, 1, 0],
-    no_rope_layer_interval=4,
-    llama_4_scaling_beta=0.1,
-    parallel_attn=True,
-    position_embedding_type="alibi",
-    dual_chunk_attention_config=dict(chunk_size=262144),
-    is_causal=False,
-    use_bidirectional_attention=True,
-    quantization=dict(bits=4, group_size=64),
-    compression_config=dict(quant_method="compressed-tensors"),
-    text_config=dict(hidden_size=64),
-    index_topk=2048,
-    attn_output_gate=True,
+FOREIGN = (
+    dict(embedding_multiplier=12, logits_scaling=8, residual_multiplier=0.22, attention_multiplier=0.015625)
+    | dict(scale_emb=12, scale_depth=1.4, dim_model_base=256, logit_scale=0.0625, qk_layernorm=True, clip_qkv=8.0)
+    | dict(attention_out_bias=True, norm_type="layernorm", norm_eps=1e-5, layer_norm_eps=1e-5)
+    | dict(no_rope_layers=[1, 1, 1, 0], no_rope_layer_interval=4, llama_4_scaling_beta=0.1, parallel_attn=True)
+    | dict(position_embedding_type="alibi", dual_chunk_attention_config=dict(chunk_size=262144), is_causal=False)
+    | dict(use_bidirectional_attention=True, quantization=dict(bits=4, group_size=64))
+    | dict(compression_config=dict(quant_method="compressed-tensors"), text_config=dict(hidden_size=64))
+    | dict(index_topk=2048, attn_output_gate=True)
 )
 
 

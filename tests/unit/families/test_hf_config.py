@@ -19,56 +19,26 @@ from tests.family_examples import RELEASES
 from tests.unit.families.published_configs import MORE
 from tests.unit.for_each import for_each
 
-SMOLLM2 = {
-    "model_type": "llama",
-    "num_hidden_layers": 30,
-    "hidden_size": 576,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "intermediate_size": 1536,
-    "vocab_size": 49152,
-    "tie_word_embeddings": True,
-}
-PHI3 = {
-    "model_type": "phi3",
-    "hidden_size": 576,
-    "num_attention_heads": 9,
-    "partial_rotary_factor": 0.75,
-    "max_position_embeddings": 8192,
-}
+SMOLLM2 = dict(
+    model_type="llama", num_hidden_layers=30, hidden_size=576, num_attention_heads=9, num_key_value_heads=3
+) | dict(intermediate_size=1536, vocab_size=49152, tie_word_embeddings=True)
+PHI3 = dict(model_type="phi3", hidden_size=576, num_attention_heads=9, partial_rotary_factor=0.75) | dict(
+    max_position_embeddings=8192
+)
 PHI3 |= {"rms_norm_eps": 1e-5}
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 24, "long_factor": [2.0] * 24}
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 9,
-    "q_lora_rank": 48,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "n_routed_experts": 16,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 64,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "n_group": 4,
-    "topk_group": 2,
-    "first_k_dense_replace": 3,
-    "routed_scaling_factor": 2.5,
-}
+DEEPSEEK_V3 = (
+    dict(model_type="deepseek_v3", num_key_value_heads=9, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16)
+    | dict(qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=16, n_shared_experts=2, num_experts_per_tok=4)
+    | dict(moe_intermediate_size=64, scoring_func="sigmoid", topk_method="noaux_tc", n_group=4, topk_group=2)
+    | dict(first_k_dense_replace=3, routed_scaling_factor=2.5)
+)
 DEEPSEEK_V2 = DEEPSEEK_V3 | {
     "model_type": "deepseek_v2",
     "scoring_func": "softmax",
     "topk_method": "group_limited_greedy",
 }
-GPT_OSS = {
-    "model_type": "gpt_oss",
-    "tie_word_embeddings": False,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "head_dim": 64,
-}
+GPT_OSS = dict(model_type="gpt_oss", tie_word_embeddings=False, num_local_experts=8, num_experts_per_tok=2, head_dim=64)
 GPT_OSS |= {
     "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 }
@@ -267,12 +237,7 @@ def test_the_blocks_that_rotate_are_those_of_transformers():
 
 @pytest.mark.parametrize(
     ("kind", "cls"),
-    [
-        ("bloom", "BloomForCausalLM"),
-        ("gpt_neox", "GPTNeoXForCausalLM"),
-        ("mamba", "MambaForCausalLM"),
-        ("gpt9", None),
-    ],
+    [("bloom", "BloomForCausalLM"), ("gpt_neox", "GPTNeoXForCausalLM"), ("mamba", "MambaForCausalLM"), ("gpt9", None)],
 )
 def test_no_family_is_guessed_for_a_model_of_another_class(kind, cls):
     (problem,) = architecture_problems({"model_type": kind, "architectures": [cls] if cls else None})
@@ -518,13 +483,9 @@ def test_longrope_has_the_frequencies_that_vllm_takes_for_the_longest_sequence()
 
 def test_an_alias_that_transformers_does_not_know_has_the_same_rotary_frequencies():
     yarn = {
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 40,
-            "original_max_position_embeddings": 4096,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        }
+        "rope_scaling": dict(
+            type="yarn", factor=40, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0
+        )
     }
     alias, known = (
         parse_hf_config(SMOLLM2 | DEEPSEEK_V3 | yarn | {"model_type": kind}) for kind in ("kimi_k2", "deepseek_v3")

@@ -7,37 +7,16 @@ from megagrpo.families.shared.vision import qwen_vision
 from tests.unit.families.published_configs import MORE
 
 # the published config.json of Qwen2.5-VL-3B-Instruct, shortened in its vision_config
-FLAT = dict(
-    architectures=["Qwen2_5_VLForConditionalGeneration"],
-    attention_dropout=0.0,
-    bos_token_id=151643,
-    eos_token_id=151645,
-    vision_start_token_id=151652,
-    vision_end_token_id=151653,
-    vision_token_id=151654,
-    image_token_id=151655,
-    video_token_id=151656,
-    hidden_act="silu",
-    hidden_size=2048,
-    initializer_range=0.02,
-    intermediate_size=11008,
-    max_position_embeddings=128000,
-    max_window_layers=70,
-    model_type="qwen2_5_vl",
-    num_attention_heads=16,
-    num_hidden_layers=36,
-    num_key_value_heads=2,
-    rms_norm_eps=1e-06,
-    rope_theta=1000000.0,
-    sliding_window=32768,
-    tie_word_embeddings=True,
-    torch_dtype="bfloat16",
-    transformers_version="4.41.2",
-    use_cache=True,
-    use_sliding_window=False,
-    vision_config=dict(depth=32, spatial_merge_size=2, tokens_per_second=2, temporal_patch_size=2),
-    rope_scaling=dict(type="mrope", mrope_section=[16, 24, 24]),
-    vocab_size=151936,
+FLAT = (
+    dict(architectures=["Qwen2_5_VLForConditionalGeneration"], attention_dropout=0.0, bos_token_id=151643)
+    | dict(eos_token_id=151645, vision_start_token_id=151652, vision_end_token_id=151653, vision_token_id=151654)
+    | dict(image_token_id=151655, video_token_id=151656, hidden_act="silu", hidden_size=2048)
+    | dict(initializer_range=0.02, intermediate_size=11008, max_position_embeddings=128000, max_window_layers=70)
+    | dict(model_type="qwen2_5_vl", num_attention_heads=16, num_hidden_layers=36, num_key_value_heads=2)
+    | dict(rms_norm_eps=1e-06, rope_theta=1000000.0, sliding_window=32768, tie_word_embeddings=True)
+    | dict(torch_dtype="bfloat16", transformers_version="4.41.2", use_cache=True, use_sliding_window=False)
+    | dict(vision_config=dict(depth=32, spatial_merge_size=2, tokens_per_second=2, temporal_patch_size=2))
+    | dict(rope_scaling=dict(type="mrope", mrope_section=[16, 24, 24]), vocab_size=151936)
 )
 
 

@@ -23,14 +23,8 @@ GEMMA3 = dict(
     initializer_range=0.02,
     mm_tokens_per_image=256,
     model_type="gemma3",
-    text_config=dict(
-        hidden_size=2560,
-        intermediate_size=10240,
-        model_type="gemma3_text",
-        num_hidden_layers=34,
-        rope_scaling=dict(factor=8.0, rope_type="linear"),
-        sliding_window=1024,
-    ),
+    text_config=dict(hidden_size=2560, intermediate_size=10240, model_type="gemma3_text", num_hidden_layers=34)
+    | dict(rope_scaling=dict(factor=8.0, rope_type="linear"), sliding_window=1024),
     torch_dtype="bfloat16",
     transformers_version="4.50.0.dev0",
     vision_config=dict(hidden_size=1152, model_type="siglip_vision_model"),
@@ -125,10 +119,7 @@ def test_the_text_model_of_a_model_that_speaks_is_inside_its_thinker(name):
     thinker = raw["thinker_config"]
     ours, theirs = parse_hf_config(raw), transformers.AutoConfig.for_model(**raw).get_text_config()
     assert (ours.num_layers, ours.hidden_size) == (theirs.num_hidden_layers, theirs.hidden_size)
-    assert (ours.num_kv_heads, ours.rope_theta) == (
-        theirs.num_key_value_heads,
-        theirs.rope_parameters["rope_theta"],
-    )
+    assert (ours.num_kv_heads, ours.rope_theta) == (theirs.num_key_value_heads, theirs.rope_parameters["rope_theta"])
     assert table_of(ours)[HEAD].names == ("thinker.lm_head.weight",)
     assert ours.modules(3)["self_attention.linear_proj"] == ("thinker.model.layers.3.self_attn.o_proj",)
     is_untrained = untrained(ours)

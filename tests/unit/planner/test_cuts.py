@@ -8,14 +8,8 @@ from megagrpo.families.shared.boxes import cut, missing, size, whole
 from megagrpo.planner.loader_slices import EngineLayout, pipeline_stages, wanted_boxes
 from tests.unit.for_each import for_each
 
-RAW = dict(
-    num_hidden_layers=5,
-    hidden_size=8,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=4,
-    intermediate_size=24,
-    vocab_size=100,
+RAW = dict(num_hidden_layers=5, hidden_size=8, num_attention_heads=8, num_key_value_heads=2, head_dim=4) | dict(
+    intermediate_size=24, vocab_size=100
 )
 DENSE = parse_hf_config(RAW | {"model_type": "llama", "tie_word_embeddings": True})
 MIXED = parse_hf_config(

@@ -14,13 +14,8 @@ from tests.family_examples import RELEASES
 
 PROMPT, RESPONSE = 40, 24
 SHAPE = dict(
-    hidden_size=64,
-    intermediate_size=160,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=512,
-)
+    hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+) | dict(vocab_size=512)
 
 
 def counted(frozen: bool) -> tuple:
@@ -72,11 +67,7 @@ def test_a_gpu_is_known_by_its_whole_name_only():
         "NVIDIA A100-SXM4-40GB": 312,
         "NVIDIA A100-SXM4-80GB": 312,
         "NVIDIA A100 80GB PCIe": 312,
-        "NVIDIA A100-PCIE-40GB": 312,
-        "NVIDIA H100 80GB HBM3": 989,
-        "NVIDIA H200": 989,
-        "NVIDIA B200": 2250,
-    }
+    } | {"NVIDIA A100-PCIE-40GB": 312, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H200": 989, "NVIDIA B200": 2250}
     for slower in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GeForce RTX 4090", ""):
         assert bf16_tflops_of(slower) is None
 

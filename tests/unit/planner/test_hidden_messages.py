@@ -70,9 +70,7 @@ def test_gains_are_of_what_config_and_model_allow():
     overlap = overlap_of("train.overlap=[tp]", "parallel.vpp=1")
     assert overlap.gains() == {"tp": 5, "weight_gradients": 2}  # one update, no virtual stages, no shared experts
     row = overlap_row(overlap.config, overlap.model, overlap.gains())
-    assert row == [
-        ("overlap", "tp hides 5.00 s, weight_gradients is off and would hide 2.00, dispatcher alltoall"),
-    ]
+    assert row == [("overlap", "tp hides 5.00 s, weight_gradients is off and would hide 2.00, dispatcher alltoall")]
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "deepep"])

@@ -43,31 +43,15 @@ CONFIGS = {  # ranks, and GiB of a GPU; test_submit.py tests the configs for clu
     "quickstart_cp2": (2, 79),
     "quickstart_2nodes": (2, 79),
 }
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 576,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "intermediate_size": 1536,
-    "vocab_size": 49152,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
-MIXED = LLAMA | {
-    "model_type": "qwen3_moe",
-    "head_dim": 64,
-    "num_experts": 12,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 192,
-}
-GPT_OSS = LLAMA | {
-    "model_type": "gpt_oss",
-    "head_dim": 64,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "tie_word_embeddings": False,
-}
+LLAMA = dict(
+    model_type="llama", hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3
+) | dict(intermediate_size=1536, vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True)
+MIXED = LLAMA | dict(
+    model_type="qwen3_moe", head_dim=64, num_experts=12, num_experts_per_tok=3, moe_intermediate_size=192
+)
+GPT_OSS = LLAMA | dict(
+    model_type="gpt_oss", head_dim=64, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False
+)
 GPT_OSS |= {
     "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 }
@@ -180,12 +164,7 @@ def test_a_family_that_no_vllm_serves_is_refused_unless_servers_run_elsewhere(ki
 
 @pytest.mark.parametrize(("kind", "part"), [("qwen3_next", "gated attention"), ("granitemoehybrid", "Mamba-2")])
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("lora.sync", "adapter"),
-        ("model.base_storage", "nf4"),
-        ("train.optimizer", "muon"),
-    ],
+    ("key", "value"), [("lora.sync", "adapter"), ("model.base_storage", "nf4"), ("train.optimizer", "muon")]
 )
 def test_what_recurrent_models_do_not_support_is_refused(kind, part, key, value, folder):
     (folder / "config.json").write_text(json.dumps(RELEASES[kind]))
@@ -670,12 +649,7 @@ def test_vllm_cuts_a_vocabulary_that_it_has_padded_to_64():
     assert [tp for tp in range(1, 13) if vllm_can_split(model, tp)] == [1, 2, 4]
 
 
-IN_STAGES = [
-    "parallel.tp=2",
-    "parallel.pp=2",
-    "parallel.sequence_parallel=true",
-    "train.max_tokens_per_micro_batch=8192",
-]
+IN_STAGES = "parallel.tp=2 parallel.pp=2 parallel.sequence_parallel=true train.max_tokens_per_micro_batch=8192".split()
 IN_STAGES += ["rollout.gpu_memory_utilization=0.4"]
 
 

@@ -14,13 +14,9 @@ from tests.unit.for_each import for_each
 REPOSITORY = Path(__file__).parents[3]
 LLAMA = dict(model_type="llama", hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3)
 LLAMA |= dict(intermediate_size=1536, vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True)
-MIXED = LLAMA | {
-    "model_type": "qwen3_moe",
-    "head_dim": 64,
-    "num_experts": 12,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 192,
-}
+MIXED = LLAMA | dict(
+    model_type="qwen3_moe", head_dim=64, num_experts=12, num_experts_per_tok=3, moe_intermediate_size=192
+)
 SP = "parallel.sequence_parallel=true"
 BROKEN = {  # number: (ranks, overrides, the model's changes)
     1: (2, ["parallel.tp=2"], {}),

@@ -11,14 +11,8 @@ from megagrpo.policy.lm_head.fused_logprobs import FP8_TILES, GRADIENT_TILE, GRO
 from megagrpo.policy.lm_head.vocab_shard import LOWEST
 
 SHARED_MEMORY = 227 * 1024  # bytes available to one program on compute capability 9.0
-NUMBERS = dict(
-    num_tokens="i32",
-    num_columns="i32",
-    hidden_size="i32",
-    width="i32",
-    num_splits="i32",
-    temperature="fp32",
-    cap="fp32",
+NUMBERS = dict(num_tokens="i32", num_columns="i32", hidden_size="i32", width="i32", num_splits="i32") | dict(
+    temperature="fp32", cap="fp32"
 )
 ROWS = ("statistics", "hidden_scale", "weight_scale", "references", "normaliser", "entropy", "at_labels", "at_entropy")
 TYPES = NUMBERS | dict.fromkeys(ROWS, "*fp32") | dict(columns_of_labels="*i64", stored="*fp16", gradient="*bf16")

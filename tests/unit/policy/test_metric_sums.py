@@ -71,13 +71,7 @@ def test_optimizer_steps_combine_as_each_metric_says_over_those_that_report_it()
         "far": Metric(4.0, 9, "max"),
         "near": Metric(-3.0, 9, "min"),
     }
-    assert reduce_updates([one, two, {"norm": Metric(7.0)}]) == {
-        "loss": 1.125,
-        "rate": 0.2,
-        "far": 5.0,
-        "near": -3.0,
-        "norm": 7.0,
-    }
+    assert reduce_updates([one, two, {"norm": Metric(7.0)}]) == dict(loss=1.125, rate=0.2, far=5.0, near=-3.0, norm=7.0)
 
 
 def test_the_last_of_two_parts_is_the_later_one():

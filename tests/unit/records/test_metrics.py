@@ -20,14 +20,8 @@ from megagrpo.types import Prompt, Rollout, ScoredRollout
 from tests.unit.records.completion_rows import completion_parts, completion_rows
 
 CONFIG = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
-STEP = {
-    "reward": 0.52,
-    "reward_std": 0.31,
-    "kl": 0.1,
-    "entropy": 1.9,
-    "grad_norm": 2.3,
-    "time/generate": 6.1,
-    "time/train": 5.2,
+STEP = {"reward": 0.52, "reward_std": 0.31, "kl": 0.1, "entropy": 1.9, "grad_norm": 2.3, "time/generate": 6.1} | {
+    "time/train": 5.2
 }
 STEP["time/step"] = 11.3
 
@@ -88,18 +82,11 @@ def test_completions_keep_everything_about_each_rollout(tmp_path):
     writer = MetricsWriter(tmp_path, config())
     writer.completions(3, iter(completion_parts(3, [scored(1.0), scored(None, "π?\n")], [0.9, 0.0])))
     first, second = lines(tmp_path / "completions.jsonl")
-    assert first == {
-        "step": 3,
-        "prompt_id": 5,
-        "prompt": [{"role": "user", "content": "What is 3 + 4?"}],
-        "completion": "3 + 4 = 7",
-        "num_tokens": 2,
-        "finish_reason": "stop",
-        "reward": 1.0,
-        "rewards": {"exact_number": 1.0},
-        "advantage": 0.9,
-        "weight_version": 1,
-    }
+    assert first == dict(
+        step=3, prompt_id=5, prompt=[{"role": "user", "content": "What is 3 + 4?"}], completion="3 + 4 = 7"
+    ) | dict(num_tokens=2, finish_reason="stop", reward=1.0, rewards={"exact_number": 1.0}, advantage=0.9) | dict(
+        weight_version=1
+    )
     assert second["reward"] is None and second["rewards"] == {"exact_number": None} and second["completion"] == "π?\n"
 
 

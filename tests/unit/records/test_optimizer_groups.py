@@ -12,12 +12,7 @@ TRAIN = TrainSection(learning_rate=1e-4, adam_beta2=0.95)
 def fresh() -> dict:
     """The state that a new optimizer and its schedule save: groups share objects, and names are literals."""
     betas = (TRAIN.adam_beta1, TRAIN.adam_beta2)
-    group = {
-        "max_lr": TRAIN.learning_rate,
-        "min_lr": TRAIN.min_learning_rate,
-        "betas": betas,
-        "eps": TRAIN.adam_epsilon,
-    }
+    group = dict(max_lr=TRAIN.learning_rate, min_lr=TRAIN.min_learning_rate, betas=betas, eps=TRAIN.adam_epsilon)
     return {
         "optimizer": {"param_groups": [group | {"wd_mult": 1.0}, group | {"wd_mult": 0.0}]},
         "scheduler": schedule(),

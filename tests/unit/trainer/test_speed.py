@@ -15,13 +15,8 @@ from megagrpo.trainer.saving.speed import Speed, make_speed
 from tests.unit.records.test_metrics import CONFIG
 
 LLAMA = dict(
-    **dict(
-        architectures=["LlamaForCausalLM"],
-        model_type="llama",
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-    ),
+    **dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=64, intermediate_size=160)
+    | dict(num_hidden_layers=2),
     **dict(
         num_attention_heads=4, num_key_value_heads=2, vocab_size=512, max_position_embeddings=256, rms_norm_eps=1e-6
     ),

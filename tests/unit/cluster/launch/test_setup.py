@@ -9,14 +9,10 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[4]
-FILES = [
-    "pyproject.toml",
-    "setup.py",
-    "launch/setup.sh",
-    "megagrpo/platform/process/terminal.py",
-    "megagrpo/platform/process/variables.py",
-    "megagrpo/commands/setup/install.py",
-]
+FILES = (
+    "pyproject.toml setup.py launch/setup.sh megagrpo/platform/process/terminal.py "
+    "megagrpo/platform/process/variables.py megagrpo/commands/setup/install.py"
+).split()
 FILES += [
     f"megagrpo/platform/install/{name}"
     for name in ("requirements.py", "steps.py", "constraints-cpu.txt", "constraints-gpu.txt")

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -14,6 +13,7 @@ from megagrpo.commands.api.train_call import run_training
 from megagrpo.config import load_config
 from megagrpo.engine.servers import early_start
 from megagrpo.engine.servers.serving import make_launcher
+from tests.unit.waiting import wait_until
 
 QUICKSTART = Path(__file__).parents[4] / "configs" / "quickstart.yaml"
 STAND_IN = """
@@ -44,13 +44,6 @@ def program(tmp_path, monkeypatch):
     monkeypatch.setattr(early_start, "PROGRAM", [sys.executable, str(tmp_path / "stand_in.py")])
     yield early_start.PROGRAM
     early_start._end()
-
-
-def wait_until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.05)
 
 
 def configured(*overrides):

@@ -43,6 +43,7 @@ from megagrpo.platform.process.cleanup.ownership import (
 )
 from tests.distributed.suites import usual
 from tests.family_examples import RELEASES
+from tests.unit.waiting import wait_until
 
 SUPERVISOR = Path(supervisor_module.__file__)
 # A server with a child that ignores SIGTERM and leaves its process group, and with an orphaned grandchild.
@@ -78,13 +79,6 @@ def with_mark(mark):
             except OSError:
                 pass
     return pids
-
-
-def wait_until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.05)
 
 
 @pytest.fixture

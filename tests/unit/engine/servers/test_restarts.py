@@ -22,6 +22,7 @@ from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.engine.servers.restarts import Restarter
 from megagrpo.platform.rendezvous.store_exchange import Deadline, Store
 from megagrpo.types import Prompt, SamplingParams, WeightSyncError
+from tests.unit.waiting import wait_until
 
 WELL = """
 import http.server, sys
@@ -67,13 +68,6 @@ def impatient(monkeypatch):
     for module in (restarts, http):
         monkeypatch.setattr(module, "HEALTH_SECONDS", 0.2)
     monkeypatch.setattr(launcher_module, "SERVER_GRACE_SECONDS", 0.1)
-
-
-def wait_until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.02)
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from megagrpo.platform.install import lock, requirements
+from launch import lock
+from megagrpo.platform.install import requirements
 from megagrpo.platform.install.requirements import (
     ALONG,
     COMPILED_PACKAGES,
@@ -52,7 +53,7 @@ def test_the_constraints_name_the_command_that_writes_them_and_are_sorted(kind):
     lines = constraints(kind).read_text().splitlines()
     assert lines[:2] == HEADER and lines[2:] == sorted(lines[2:], key=lambda line: line.split("=="))
     makefile = (REPOSITORY / "Makefile").read_text()
-    assert "\nlock:" in makefile and "-m megagrpo.platform.install.lock" in makefile
+    assert "\nlock:" in makefile and "launch/lock.py" in makefile
 
 
 def test_the_lock_covers_every_extra_but_those_of_the_other_kind():

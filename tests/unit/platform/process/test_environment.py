@@ -28,14 +28,7 @@ from megagrpo.platform.process.proxies import PROXIES, UNPROXIED
 from tests.unit.for_each import for_each
 
 REPOSITORY = Path(__file__).parents[4]
-RANK = {
-    "RANK": "1",
-    "WORLD_SIZE": "2",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "n1",
-    "MASTER_PORT": "29500",
-}
+RANK = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="n1", MASTER_PORT="29500")
 HERE = {"HF_DATASETS_CACHE": "/tmp"}  # a folder that can be written
 
 
@@ -82,14 +75,7 @@ def test_rows_for_vllm_name_variables_that_vllm_reads():
     "changes",
     [
         {},
-        {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "",
-            "MASTER_PORT": "",
-        },
+        dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="", MASTER_PORT=""),
         {"RANK": "15", "WORLD_SIZE": "16", "LOCAL_RANK": "7", "LOCAL_WORLD_SIZE": "8"},
         {"MASTER_ADDR": "", "MEGAGRPO_RENDEZVOUS": "/tmp"},
     ],
@@ -238,13 +224,9 @@ def test_doctor_prints_what_is_set_and_writes_no_file(tmp_path):
     home, temporary = tmp_path / "home", tmp_path / "tmp"
     home.mkdir()
     temporary.mkdir()
-    settings = {
-        "HOME": str(home),
-        "TMPDIR": str(temporary),
-        "RANK": "3",
-        "VLLM_API_KEY": "their-secret",
-        "HF_TOKEN": "their-secret",
-    }
+    settings = dict(HOME=str(home), TMPDIR=str(temporary), RANK="3", VLLM_API_KEY="their-secret") | dict(
+        HF_TOKEN="their-secret"
+    )
     environment = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8"} | settings
     words = [sys.executable, "-m", "megagrpo", "doctor", "megagrpo:quickstart", "--json"]
     ended = subprocess.run(words, env=environment, cwd=REPOSITORY, capture_output=True, text=True)

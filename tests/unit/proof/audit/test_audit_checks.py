@@ -20,14 +20,7 @@ def sample(tokenizer, text, shown, reason="stop", eos=False, foreign=0, **more):
 
     ids = [*tokenizer.encode(text, False), *[EOS] * eos]
     dialogue = {"messages": [], "turns": [], "ended": "done"} if foreign else None
-    content = {
-        "response": shown,
-        "finish_reason": reason,
-        "dialogue": dialogue,
-        "prompt_id": 0,
-        "prompt": "",
-        "columns": {},
-    } | more
+    content = dict(response=shown, finish_reason=reason, dialogue=dialogue, prompt_id=0, prompt="", columns={}) | more
     written = torch.arange(2 + foreign, 2 + len(ids))
     return Sample(torch.tensor([1, 1, *ids]), 2, torch.zeros(2 + len(ids)), written, content | {"weight_version": 0})
 

@@ -11,12 +11,8 @@ from tests.unit.for_each import for_each
 from tests.unit.proof.report.synthetic import CONFIG
 
 NOTHING = privacy_of(Path("run"), {})
-HEALTHY = {
-    "entropy": 1.0,
-    "reward": 0.5,
-    "grad_norm": 1.0,
-    "frac_reward_zero_std": 0.2,
-    "completions/clipped_ratio": 0.1,
+HEALTHY = {"entropy": 1.0, "reward": 0.5, "grad_norm": 1.0, "frac_reward_zero_std": 0.2} | {
+    "completions/clipped_ratio": 0.1
 }
 HEALTHY |= {"mismatch/alarms": 0.0, "train/skipped_steps": 0.0, "checkpoint/failures": 0.0, "rewards/f/exceptions": 0.0}
 HEALTHY |= {"rewards/f/unscorable": 0.0, "rewards/f/mean": 0.5, "rewards/f/std": 0.4}

@@ -253,13 +253,9 @@ def test_a_run_without_evaluation_responses_config_and_most_metrics_has_a_page(b
 def test_hostile_text_stays_text(browser, tmp_path):
     run = make_run(tmp_path / "run", steps=2, groups=2, size=2)
     for i, text in enumerate(HOSTILE):
-        row = {
-            "step": 3,
-            "prompt_id": i,
-            "prompt": [{"role": text[:50], "content": text}],
-            "completion": text,
-            "rewards": {text[:50]: 1.0, "b": 0.0},
-        }
+        row = dict(step=3, prompt_id=i, prompt=[{"role": text[:50], "content": text}], completion=text) | dict(
+            rewards={text[:50]: 1.0, "b": 0.0}
+        )
         append(
             run / "completions.jsonl",
             row
@@ -410,13 +406,9 @@ def test_hostile_text_of_conversations_stays_text(browser, tmp_path):
             {"role": "tool", "content": text},
             {"role": text, "content": text},
         ]
-        record = {
-            "messages": messages,
-            "turns": line["dialogue"]["turns"][:1],
-            "ended": text,
-            "cause": text,
-            "rewards": {text: 1.0},
-        }
+        record = dict(messages=messages, turns=line["dialogue"]["turns"][:1], ended=text, cause=text) | dict(
+            rewards={text: 1.0}
+        )
         branch = line["branches"][0] | {"dialogue": record, "prompt": [{"role": text, "content": text}]}
         append(run / "completions.jsonl", line | {"step": 2, "dialogue": record, "branches": [branch]})
     show(browser, tmp_path, run)

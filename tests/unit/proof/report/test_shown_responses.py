@@ -11,14 +11,7 @@ from megagrpo.proof.report import page, shown_responses
 from megagrpo.proof.report.collect import RunFiles, read_run
 from megagrpo.proof.report.payload import MAX_BYTES, payload
 from megagrpo.proof.report.response_index import StepIndex
-from megagrpo.proof.report.shown_responses import (
-    MAX_TOKENS,
-    choose,
-    chosen_steps,
-    offers,
-    ranking,
-    read_group,
-)
+from megagrpo.proof.report.shown_responses import MAX_TOKENS, choose, chosen_steps, offers, ranking, read_group
 from megagrpo.proof.report.shown_texts import MAX_CHARACTERS, messages_of, text_of
 from megagrpo.records.rows.jsonl_file import encoded
 from tests.unit.proof.report.synthetic import append, make_run
@@ -141,14 +134,9 @@ def test_responses_with_missing_fields_are_shown_and_tokens_of_another_response_
 def test_tokens_may_lack_numbers_and_long_ones_are_cut(tmp_path):
     append(tmp_path / "metrics.jsonl", {"step": 1, "reward": 0.5})
     append(tmp_path / "completions.jsonl", {"step": 1, "prompt_id": 3, "completion": "b"})
-    row = {
-        "step": 1,
-        "sample": 0,
-        "prompt_id": 3,
-        "tokens": ["b", "\u202e"] * MAX_TOKENS,
-        "rollout_logprobs": [-1.0, None],
-        "entropy": "x",
-    }
+    row = dict(
+        step=1, sample=0, prompt_id=3, tokens=["b", "\u202e"] * MAX_TOKENS, rollout_logprobs=[-1.0, None]
+    ) | dict(entropy="x")
     append(tmp_path / "tokens.jsonl", row | {"trainer_logprobs": [-0.5, -2.0], "advantages": [0.756, None]})
     tokens = opened(choose(read_run(tmp_path), 100_000).chunks[1])[0]["responses"][0]["tokens"]
     assert (

@@ -43,16 +43,7 @@ def test_a_small_model_is_of_the_same_kind_and_fits_the_layout(shape, sizes):
     real, parallel = parse_hf_config(raw), shrink_config(tiny_run(sizes)).parallel
     small = shrink_model(raw, ParallelSection(**sizes))
     assert model_problems(small, parallel) == []
-    for kept in (
-        "family",
-        "tied_embeddings",
-        "qkv_bias",
-        "qk_norm",
-        "rope_type",
-        "norm_eps",
-        "dtype",
-        "partial_rotary_factor",
-    ):
+    for kept in "family tied_embeddings qkv_bias qk_norm rope_type norm_eps dtype partial_rotary_factor".split():
         assert getattr(small, kept) == getattr(real, kept)
     assert small.num_heads * real.num_kv_heads == real.num_heads * small.num_kv_heads
     assert (small.hidden_size == small.num_heads * small.head_dim) == (
@@ -81,14 +72,8 @@ def test_what_decides_how_a_step_is_computed_stays():
         model=dict(precision="bf16", recompute="full"),
         algorithm=dict(loss_type="dr_grpo", beta=0.3, epsilon_high=0.28, kl_estimator="k2"),
         rollout=dict(temperature=0.6),
-        train=dict(
-            distributed_optimizer=True,
-            share_prompts=True,
-            max_grad_norm=0.5,
-            weight_decay=0.1,
-            learning_rate=1e-7,
-            warmup_steps=9,
-        )
+        train=dict(distributed_optimizer=True, share_prompts=True, max_grad_norm=0.5, weight_decay=0.1)
+        | dict(learning_rate=1e-7, warmup_steps=9)
         | dict(fused_logprobs=True, logprobs_fp8_recipe="tensorwise"),
     )
     assert config.parallel.tp == 2 and config.parallel.sequence_parallel and config.model.recompute == "full"

@@ -109,10 +109,7 @@ def test_a_sink_that_raises_is_reported_once_and_not_called_again(name, error, t
             "run.trackers.0: `wandbb` is not a known tracker; did you mean `wandb`?; known: tensorboard, wandb, "
             "mlflow, trackio;",
         ),
-        (
-            "[otel]",
-            "run.trackers.0: `otel` is a file of the repository; name it as examples/trackers/otel.py:OtelSink",
-        ),
+        ("[otel]", "run.trackers.0: `otel` is a file of the repository; name it as examples/trackers/otel.py:OtelSink"),
         ("[tensorboard, tensorboard]", "run.trackers.1: `tensorboard` is listed twice; remove one"),
         ("wandb", "run.trackers: must be a list"),
     ],

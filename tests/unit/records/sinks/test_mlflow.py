@@ -21,11 +21,10 @@ def test_a_run_and_its_continuation_are_one_run_in_a_database_beside_the_runs(tm
 
     from mlflow import MlflowClient
 
-    assert not list(elsewhere.iterdir()) and sorted(path.name for path in runs.iterdir()) == [
-        "mine",
-        "mlflow.db",
-        "mlruns",
-    ]
+    assert (
+        not list(elsewhere.iterdir())
+        and sorted(path.name for path in runs.iterdir()) == "mine mlflow.db mlruns".split()
+    )
     client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
     (run,) = client.search_runs([client.get_experiment_by_name("sums").experiment_id])
     assert run.info.run_name == "shown" and run.data.tags["team"] == "us" and run.info.status == "FINISHED"

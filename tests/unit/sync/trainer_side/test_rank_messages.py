@@ -18,11 +18,7 @@ from megagrpo.weights.bridge.megatron_io import sums_of_ranks
 from tests.message_log import objects, record
 from tests.rank_fakes import GroupRanks
 
-REPORTS = [
-    SendReport(2**40 + 1, 0.1, (2**64 - 1, 0, 7), 1 / 3),
-    SendReport(0),
-    SendReport(5, 1e-9, (2**63,), 2.5),
-]
+REPORTS = [SendReport(2**40 + 1, 0.1, (2**64 - 1, 0, 7), 1 / 3), SendReport(0), SendReport(5, 1e-9, (2**63,), 2.5)]
 
 
 def exchange() -> dict[str, object]:

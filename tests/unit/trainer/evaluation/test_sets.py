@@ -212,15 +212,7 @@ def test_what_a_set_leaves_empty_comes_from_the_sections_above_it():
                 "temperature": 0.7,
                 "top_p": 0.9,
                 "num_generations": 2,
-                "sets": {
-                    "hard": {
-                        "source": "c",
-                        "top_p": 1.0,
-                        "max_completion_length": 80,
-                        "columns": {},
-                        "num_generations": 4,
-                    }
-                },
+                "sets": {"hard": dict(source="c", top_p=1.0, max_completion_length=80, columns={}, num_generations=4)},
             },
         }
     )

@@ -17,6 +17,7 @@ from megagrpo.trainer.rollout.async_rollouts import AsyncPool, packed, unpacked
 from megagrpo.types import Dialogue, Prompt, Rollout, SamplingParams, Turn
 from tests.distributed.tiny_vision import image, write_model
 from tests.unit.config.test_placement import QUICKSTART
+from tests.unit.waiting import wait_until
 
 SAMPLING = SamplingParams(1.0, 8)
 WANTED = 4  # prompts per step
@@ -379,10 +380,3 @@ def test_what_does_not_go_with_running_ahead_is_refused(overrides, message):
     load_config(QUICKSTART, ahead)
     with pytest.raises(ConfigError, match=message):
         load_config(QUICKSTART, [*ahead, *overrides])
-
-
-def wait_until(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.005)

@@ -96,13 +96,7 @@ def test_a_parameter_without_a_rule_is_named():
         {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
         LATENT | {"model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy"},
         LATENT | {"model_type": "deepseek_v3", "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-        {
-            "model_type": "gpt_oss",
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "head_dim": 2,
-            "rope_parameters": YARN,
-        },
+        dict(model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=2) | dict(rope_parameters=YARN),
     ],
 )
 def test_the_names_of_a_model_are_those_that_transformers_writes(raw, tmp_path):

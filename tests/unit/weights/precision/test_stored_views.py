@@ -152,12 +152,7 @@ def compressed_tensors_of(
     scheme = QuantizationScheme(targets=["Linear"], weights=config["config_groups"]["group_0"]["weights"])
     args = scheme.weights
     strategy = str(getattr(args.strategy, "value", args.strategy))
-    per_scale = {
-        "tensor": shape,
-        "channel": (1, shape[1]),
-        "group": (1, args.group_size),
-        "block": args.block_structure,
-    }
+    per_scale = dict(tensor=shape, channel=(1, shape[1]), group=(1, args.group_size), block=args.block_structure)
     grid = [-(-n // size) for n, size in zip(shape, per_scale[strategy], strict=True)]
     weight, scale = torch.randn(shape), (torch.rand(grid) + 0.5) * 0.1
     state = dict(weight=weight.to(scales), weight_scale=scale.to(scales))

