@@ -72,6 +72,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         journal.writer,
         config.run.async_save,
         inputs.callbacks.saved,
+        config.run.resume,
     )
     lifecycle = make_lifecycle(inputs, layout, rollouts, turns, records, alarms, saves)
     if folder.resume_from is not None:

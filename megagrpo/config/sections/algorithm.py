@@ -141,8 +141,10 @@ class AlgorithmSection(Section):
     """Weight of a token's own advantage with `advantage_by` token or process."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] = 0.95
     """Factor of the reward of the next turn in a turn's return, with `advantage_by: state`."""
-    dynamic_sample: bool = False
-    """Replace groups whose rewards are all equal, which have no gradient, by groups of newly drawn prompts (DAPO)."""
+    dynamic_sample: bool | str = False
+    """Replace groups whose rewards are all equal, which have no gradient, by groups of newly drawn prompts (DAPO).
+    true: the weighted sum decides. The name of a reward function: its rewards decide. outcome: the rewards of all
+    functions decide but those of the penalties soft_overlong, repetition and token_repetition."""
     max_resample_times: PositiveInt = 3
     """Rounds of drawing that `dynamic_sample` may add to a step."""
     dynamic_sample_fallback: Literal["original", "partial"] = "original"

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from megagrpo.config import ConfigError
+from megagrpo.data.sources.data_identity import described
 from megagrpo.data.sources.prompt_order import PromptOrder
+from megagrpo.platform.parallel.agree import on_first_rank
 from megagrpo.records.checkpoints.checkpoint import Checkpointer, CheckpointError
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.train_types import TrainState
@@ -34,6 +36,7 @@ class Saves:
     writer: MetricsWriter
     background: bool
     report: Callable[[Path], None] = lambda path: None  # gets each complete checkpoint
+    resume: bool | str = True  # `run.resume`
     resumed_from: Path | None = None  # the checkpoint that the run continues from
     # state in the newest checkpoint; a run at step 0 needs no checkpoint
     saved: TrainState = field(default_factory=TrainState)
@@ -91,11 +94,41 @@ class Saves:
         for name in (f.name for f in fields(TrainState)):
             setattr(state, name, getattr(loaded, name))
         self.saved = replace(state)
+        kept = self._kept_rows(path)
         self.prompts.restore(state)
-        self.collector.restore_ahead(path, state.ahead)
+        if kept is None:
+            self.collector.restore_ahead(path, state.ahead)
+        else:  # groups that were generated ahead belong to other places of the stream
+            self.prompts.join(state, kept)
         state.ahead, self.resumed_from = [], path
         self.collector.step = state.step
         self.writer.message(f"resumed from {path} after step {state.step}")
+
+    def _kept_rows(self, path: Path) -> int | None:
+        """Return how many rows of the checkpoint's data set `data.train` begins with; None if it is unchanged.
+
+        Raises ConfigError for a changed one without `run.resume: other_data`."""
+        saved = self.state.data
+
+        def compare() -> tuple[int, str] | None:
+            identity = self.prompts.identity
+            kept = identity.kept_rows(saved) if identity else None
+            return None if identity is None or kept is None else (kept, described(identity.state()))
+
+        layout = self.turns.layout
+        if (change := on_first_rank(layout, compare) if layout else compare()) is None:
+            return None
+        kept, now = change
+        said = f"data.train is {now}; {path} was written with {described(saved)}"
+        action = "its new rows join the epoch in progress" if kept else "the epoch begins anew with its rows"
+        if self.state.source:  # which names rows by their numbers
+            raise ConfigError(f"data.source: {said}; continue with the same data, or start a new run")
+        if self.resume != "other_data":
+            raise ConfigError(
+                f"run.resume: {said}. Continue with the same data, or set run.resume: other_data, so that {action}"
+            )
+        self.writer.message(f"{said}: {action} (run.resume)")
+        return kept
 
     @contextmanager
     def _counting_failures(self, must_succeed: bool) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Prompts with too high or too low pass rates rest, and come back."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models, pre_tokenizers
 
-from megagrpo.config import DataSection
+from megagrpo.config import ConfigError, DataSection
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer
 from megagrpo.records.writer import MetricsWriter
@@ -131,6 +132,26 @@ def test_a_trainer_that_resumes_rests_the_prompts_that_rested_when_it_was_saved(
     saves_of(resumed, checkpointer).restore(Path("step_000001"))
     assert resumed.curriculum.history == prompts.curriculum.history != []
     assert [p.prompt_id for p in resumed.next(4)] == [p.prompt_id for p in prompts.next(4)] == [1, 3, 1, 3]
+
+
+def test_a_resumed_run_asks_before_it_draws_from_other_data(make):
+    checkpointer, state = KeptState(), TrainState(step=1)
+    make().store(state)
+    checkpointer.state = replace(state, data=state.data | {"name": "old.jsonl", "rows": 3, "checksum": "abc"})
+    saves = saves_of(make(), checkpointer)
+    with pytest.raises(
+        ConfigError,
+        match=r"^run.resume: data.train is .*rows, checksum [0-9a-f]{16}\); step_000001 was "
+        r"written with old.jsonl \(3 rows, checksum abc\)\. Continue with the same data, or set run.resume: other_data",
+    ):
+        saves.restore(Path("step_000001"))
+    saves.resume = "other_data"
+    saves.restore(Path("step_000001"))
+    checkpointer.state.source = "a state"
+    with pytest.raises(
+        ConfigError, match=r"^data.source: data.train is .*; continue with the same data, or start a new"
+    ):
+        saves.restore(Path("step_000001"))
 
 
 def test_a_step_that_a_signal_ends_before_training_leaves_no_pass_rates_in_the_checkpoint(make):
