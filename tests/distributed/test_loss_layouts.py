@@ -117,6 +117,29 @@ def test_a_step_with_this_loss_equals_that_of_one_process(layout, name):
     _check(name, in_layout(layout, *LOSSES), one_process(*LOSSES))
 
 
+def _step_of_ties(parallel, train):
+    """A step whose samples have the same tokens, so that entropies tie at every place, and at each threshold."""
+    own = random_samples()
+    tied = [
+        replace(
+            own[3],
+            rollout_logprobs=own[3].rollout_logprobs + 1e-3 * i * own[3].response_mask,
+            advantage=one.advantage,
+            index=i,
+        )
+        for i, one in enumerate(own)
+    ]
+    config = tiny_run(parallel, algorithm=dict(beta=0.0) | LOSSES["top entropy"], train=train)
+    return take_step(config if train else plainly(config), tiny_model(MODEL), tied)
+
+
+@pytest.mark.full
+def test_tokens_that_tie_at_the_entropy_threshold_are_the_same_in_every_layout():
+    expected = run_ranks(_step_of_ties, 1, {}, {})[0]
+    found = run_ranks(_step_of_ties, 2, dict(cp=2), dict(distributed_optimizer=True, share_prompts=False))[0]
+    _check("ties", {"ties": found}, {"ties": expected})
+
+
 def _step_of_nothing(name):
     """Loss and largest gradient of a step whose tokens are all masked."""
     config = tiny_run({}, algorithm=dict(beta=0.0) | LOSSES[name], train=dict(distributed_optimizer=False))

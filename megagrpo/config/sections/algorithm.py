@@ -74,8 +74,8 @@ class AlgorithmSection(Section):
     fipo_safety_threshold: PositiveFloat | None = 4.0
     """fipo: above this ratio a token with negative advantage gets a weight of at most 1; no bound when empty."""
     top_entropy_quantile: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """The policy term counts this share of the loss tokens of all ranks, the tokens of highest entropy. The KL term
-    counts all. Below 1 costs one more forward pass per optimizer step."""
+    """The policy term counts this share of the loss tokens of all ranks, the tokens of highest entropy, and all tokens
+    that tie with the last one. The KL term counts all. Below 1 costs one more forward pass per optimizer step."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of an entropy bonus: the loss decreases by this times the mean entropy over the policy term's tokens."""
     use_adaptive_entropy: bool = False
