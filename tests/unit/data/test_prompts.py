@@ -1,10 +1,12 @@
 """Prompts from real files, folders and generators: order, resuming, columns, lengths, and refused inputs."""
 
 import json
+import math
 import pickle
 import shutil
 import sys
 from collections import Counter
+from decimal import Decimal
 from hashlib import blake2b
 from pathlib import Path
 
@@ -13,8 +15,9 @@ import pytest
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models, pre_tokenizers
 
-from megagrpo.config import DataSection
+from megagrpo.config import DataSection, DatasetSection
 from megagrpo.data.prompts import PromptSource
+from megagrpo.data.sources.data_identity import DataIdentity
 from megagrpo.data.sources.prompt_order import PromptOrder
 from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer
 from megagrpo.train_types import TrainState
@@ -152,6 +155,28 @@ def test_a_checkpoint_names_its_data_and_tells_appended_rows_from_other_data(tok
     ):
         assert source(tokenizer, write(tmp_path, numbers, **more)).identity.kept_rows(state.data) == kept
     assert first.identity.kept_rows({}) is None  # of an older version
+
+
+def test_a_checksum_is_that_of_the_values_in_every_process(tokenizer):
+    """Not of a file's format, the order of columns or sets, or addresses; and odd values raise nothing."""
+    nested = 1
+    for _ in range(5000):
+        nested = [nested]
+    odd = [{(1, 2): 3}, {1: 2, "a": 3}, nested, {"a", "b"}, Decimal("1.10"), "\ud800", math.nan, object()]
+    image = {"bytes": b"\x00\xff", "path": None}
+
+    def checksum(row):
+        identity = DataIdentity(DatasetSection(source="a"))
+        identity.add(row)
+        return identity.state()["checksum"]
+
+    row = {"prompt": "p", "answer": 3, "image": image}
+    assert checksum(row) == checksum({"answer": 3, "image": dict(image), "prompt": "p", "absent": None})
+    changed = [row | {"prompt": "q"}, row | {"answer": "3"}, row | {"image": image | {"bytes": b"\x00"}}]
+    assert len({checksum(one) for one in [row, *changed]}) == 4
+    for value in odd:
+        assert checksum(row | {"odd": value}) != checksum(row)
+    assert checksum({"odd": object()}) == checksum({"odd": object()})
 
 
 def test_other_data_begins_the_epoch_anew(tokenizer, tmp_path):
