@@ -72,11 +72,10 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         journal.writer,
         config.run.async_save,
         inputs.callbacks.saved,
-        config.run.resume,
     )
     lifecycle = make_lifecycle(inputs, layout, rollouts, turns, records, alarms, saves)
     if folder.resume_from is not None:
-        saves.restore(folder.resume_from)
+        saves.restore(folder.resume_from, inputs.data_change)
     return Trainer(config, state, turns, rollouts, learning, syncing, records, lifecycle)
 
 

@@ -129,7 +129,8 @@ def _step_of_ties(parallel, train):
         )
         for i, one in enumerate(own)
     ]
-    config = tiny_run(parallel, algorithm=dict(beta=0.0) | LOSSES["top entropy"], train=train)
+    top = dict(loss_type="dapo", top_entropy_quantile=0.37, beta=0.1)  # no whole number of places
+    config = tiny_run(parallel, algorithm=top, train=train)
     return take_step(config if train else plainly(config), tiny_model(MODEL), tied)
 
 

@@ -24,7 +24,8 @@ _SEPARATOR = re.compile(r"[,;]|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b
 # beside an answer with this variable
 _ANY_NUMBER = re.compile(r"(?:for )?(?:any |all )?([a-z])\s*\\in\s*\\mathbb\s*\{?\s*([ZRNQC])\s*\}?")
 _FOR_ALL = re.compile(
-    r"[\s,;(]*(?:\\text\s*\{[\s,(]*)?(?:\bfor (?:all|any|every|each|arbitrary)\b|\\forall(?![A-Za-z]))([^=]*)$"
+    r"[\s,;(]*(?:\\text\s*\{[\s,(]*)?(?:\bfor (?:all|any|every|each|arbitrary)\b|\\forall(?![A-Za-z])"
+    r"|(?:\b(?:where|with|for)\b\s*\}?\s*|\()(?=[a-z]\s*\\in\s*\\mathbb))([^=]*)$"
 )
 _DOMAIN = re.compile(r"positive|negative|non|zero|even|odd|prime|[<>]|\\(?:le|ge|ne)(?![A-Za-z])|[-+\d.]+")
 _UNION = re.compile(r"\\(?:big)?cup(?![A-Za-z])|(?<=[\])])\s*[uU]\s*(?=[(\[])")
@@ -48,7 +49,7 @@ _NAME = re.compile(
 )
 _CHOICE = re.compile(r"(?:\(([A-Ja-j])\)|([A-J])(?=[.):]|$)[.):]?|^([a-j])\)?$)\s*(.*)", re.DOTALL)
 _CHOICE_NAME = re.compile(
-    r"\s*(?:the )?(?:correct )?(?:option|choice|answer)s?\b(?: is\b)?[\s:]*(?=\(?[A-Ja-j](?![A-Za-z0-9]))",
+    r"\s*(?:the )?(?:correct )?(?:option|choice|answer|alternative)s?\b(?: is\b)?[\s:]*(?=\(?[A-Ja-j](?![A-Za-z0-9]))",
     re.IGNORECASE,
 )
 _BETWEEN_CHOICES = r"(?:^|[,;/&]|\band\b|\bor\b)\s*"

@@ -21,7 +21,7 @@ _TENS = {
 }
 _SCALES = {
     **{"hundred": 2, "thousand": 3, "lakh": 5, "million": 6, "mn": 6, "crore": 7, "billion": 9, "bn": 9},
-    "trillion": 12,
+    **{"trillion": 12, "quadrillion": 15, "quintillion": 18, "sextillion": 21},
 }
 _PARTS = {
     **{"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7},

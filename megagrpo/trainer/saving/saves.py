@@ -8,14 +8,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from megagrpo.config import ConfigError
-from megagrpo.data.sources.data_identity import described
 from megagrpo.data.sources.prompt_order import PromptOrder
-from megagrpo.platform.parallel.agree import on_first_rank
 from megagrpo.records.checkpoints.checkpoint import Checkpointer, CheckpointError
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.train_types import TrainState
 from megagrpo.trainer.gpu.gpu_sharing import GpuTurns
 from megagrpo.trainer.rollout.collector import Collector
+from megagrpo.trainer.saving.data_change import DataChange
 from megagrpo.trainer.saving.time_limit import TimeLimit
 
 
@@ -36,7 +35,6 @@ class Saves:
     writer: MetricsWriter
     background: bool
     report: Callable[[Path], None] = lambda path: None  # gets each complete checkpoint
-    resume: bool | str = True  # `run.resume`
     resumed_from: Path | None = None  # the checkpoint that the run continues from
     # state in the newest checkpoint; a run at step 0 needs no checkpoint
     saved: TrainState = field(default_factory=TrainState)
@@ -88,47 +86,20 @@ class Saves:
         state.best_step, state.best_value = state.step, evaluation[metric]
         self.save(must_succeed=False)
 
-    def restore(self, path: Path) -> None:
-        """Continue from the checkpoint at `path`."""
+    def restore(self, path: Path, change: DataChange | None = None) -> None:
+        """Continue from the checkpoint at `path`; `change` is that of `data.train` since then."""
         state, loaded = self.state, self.checkpointer.load(path)
         for name in (f.name for f in fields(TrainState)):
             setattr(state, name, getattr(loaded, name))
         self.saved = replace(state)
-        kept = self._kept_rows(path)
         self.prompts.restore(state)
-        if kept is None:
+        if change is None:
             self.collector.restore_ahead(path, state.ahead)
         else:  # groups that were generated ahead belong to other places of the stream
-            self.prompts.join(state, kept)
+            self.prompts.join(state, change.kept)
         state.ahead, self.resumed_from = [], path
         self.collector.step = state.step
         self.writer.message(f"resumed from {path} after step {state.step}")
-
-    def _kept_rows(self, path: Path) -> int | None:
-        """Return how many rows of the checkpoint's data set `data.train` begins with; None if it is unchanged.
-
-        Raises ConfigError for a changed one without `run.resume: other_data`."""
-        saved = self.state.data
-
-        def compare() -> tuple[int, str] | None:
-            identity = self.prompts.identity
-            kept = identity.kept_rows(saved) if identity else None
-            return None if identity is None or kept is None else (kept, described(identity.state()))
-
-        layout = self.turns.layout
-        if (change := on_first_rank(layout, compare) if layout else compare()) is None:
-            return None
-        kept, now = change
-        said = f"data.train is {now}; {path} was written with {described(saved)}"
-        action = "its new rows join the epoch in progress" if kept else "the epoch begins anew with its rows"
-        if self.state.source:  # which names rows by their numbers
-            raise ConfigError(f"data.source: {said}; continue with the same data, or start a new run")
-        if self.resume != "other_data":
-            raise ConfigError(
-                f"run.resume: {said}. Continue with the same data, or set run.resume: other_data, so that {action}"
-            )
-        self.writer.message(f"{said}: {action} (run.resume)")
-        return kept
 
     @contextmanager
     def _counting_failures(self, must_succeed: bool) -> Iterator[None]:

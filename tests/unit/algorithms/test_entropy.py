@@ -40,7 +40,7 @@ def test_the_threshold_is_the_linear_quantile(share):
     assert math.isnan(threshold_of_top(values[:0], share))
 
 
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.8])
+@pytest.mark.parametrize("share", [0.11, 0.33, 0.52, 0.79])
 def test_tokens_that_tie_at_the_threshold_are_all_counted_whatever_the_rounding(share):
     generator = torch.Generator().manual_seed(1)
     exact = torch.rand(60, generator=generator).repeat_interleave(8)  # 60 contexts of 8 tokens each
