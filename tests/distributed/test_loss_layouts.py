@@ -118,16 +118,19 @@ def test_a_step_with_this_loss_equals_that_of_one_process(layout, name):
 
 
 def _step_of_ties(parallel, train):
-    """A step whose samples have the same tokens, so that entropies tie at every place, and at each threshold."""
+    """A step whose samples are beginnings of one text, so that entropies tie at every place, and at each threshold."""
     own = random_samples()
+    text = max(own, key=lambda one: len(one.token_ids))
+    ends = [len(text.token_ids) - int(text.response_mask.sum()) + int(one.response_mask.sum()) for one in own]
     tied = [
         replace(
-            own[3],
-            rollout_logprobs=own[3].rollout_logprobs + 1e-3 * i * own[3].response_mask,
-            advantage=one.advantage,
-            index=i,
+            one,
+            token_ids=text.token_ids[:end],
+            response_mask=text.response_mask[:end],
+            rollout_logprobs=(text.rollout_logprobs + 1e-3 * one.index * text.response_mask)[:end],
+            truncated=False,
         )
-        for i, one in enumerate(own)
+        for one, end in zip(own, ends, strict=True)
     ]
     top = dict(loss_type="dapo", top_entropy_quantile=0.37, beta=0.1)  # no whole number of places
     config = tiny_run(parallel, algorithm=top, train=train)
