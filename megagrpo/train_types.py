@@ -325,6 +325,7 @@ class TrainState:
     best_value: float | None = None  # value of `evaluation.keep_best` at that step
     cursor: int = 0  # prompts drawn or skipped since the start
     pass_rates: list[tuple[int, float, int]] = field(default_factory=list)  # of the curriculum: prompt_id, rate, epoch
+    data: dict[str, Any] = field(default_factory=dict)  # name, rows, checksum of `data.train`; epoch and joins of rows
     source: str = ""  # state of `data.source`, of `SourcedPrompts`; on rank 0 only
     skipped_steps: int = 0  # optimizer steps skipped because loss or gradient was NaN or infinite
     skipped_in_a_row: int = 0  # skipped optimizer steps since the last one that was taken

@@ -13,12 +13,20 @@ from megagrpo.algorithms.quantiles import AllReduce, quantile
 from megagrpo.config import AlgorithmSection
 from megagrpo.train_types import TrainState
 
+TIE = 1e-5  # nats: entropies that differ by less are equal up to the rounding of a layout
+
 
 def threshold_of_top(entropies: Tensor, share: float, all_reduce: AllReduce = lambda values, _: values) -> float:
     """The entropy that the top `share` of tokens reach: the (1 - share) quantile of `entropies` [N] of all ranks that
     `all_reduce` reduces over; NaN if there are none. Wang et al. 2025, "Beyond the 80/20 rule", arXiv 2506.01939; TRL's
     `top_entropy_quantile`."""
     return quantile(entropies, 1 - share, all_reduce)
+
+
+def reach_top(entropies: Tensor, threshold: float) -> Tensor:
+    """[N] bool: which tokens are in the top share by its threshold. Tokens that tie at the threshold are all in it, as
+    first tokens of responses to one prompt do, so that every layout counts the same tokens."""
+    return entropies >= threshold - TIE
 
 
 def bonus_coefficient(state: TrainState, algorithm: AlgorithmSection) -> float:

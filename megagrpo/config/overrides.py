@@ -3,6 +3,7 @@ r"""Reads and writes overrides `section.key=value`. The type of the key says how
 - Text (a string, a path, a choice): the text as it is typed. Quotes, `#`, `:`, spaces and escapes are characters like
   any other. `null` clears a key that may be empty, and `\null` is the text `null` there.
 - A list or a mapping of texts: YAML whose plain values are texts, so `[1e3, off]` holds two texts.
+- A boolean or one text: a boolean if it is `true` or `false`, else text.
 - A list of texts or one text: a list if it begins with `[`, else text.
 - Any other key: YAML as in a file. A comment is an error.
 """
@@ -45,7 +46,8 @@ def override_text(key: str, value: Any) -> str:
     types = types_of(RunConfig, key)
     if is_text(types) and isinstance(value, str):
         return f"{key}={chr(92) * (NoneType in types and bool(_ESCAPED_NULL.fullmatch(value)))}{value}"
-    if is_text(types) and value is not None and not any(map(holds_texts, types)):
+    is_boolean = bool in types and isinstance(value, bool)
+    if is_text(types) and value is not None and not is_boolean and not any(map(holds_texts, types)):
         raise ConfigError(f"{key}: must be a string (got {shortened(repr(value))}); put it in quotes")
     return f"{key}={flow_text(value)}"
 
@@ -86,6 +88,8 @@ def _value(types: list[Any], key: str, text: str) -> Any:
     """Return the value that `text` is for a key of these types. Raises ConfigError for text that is not valid."""
     if NoneType in types and text == _NULL:
         return None
+    if bool in types and text in ("true", "false"):
+        return text == "true"
     lists = any(map(holds_texts, types))
     if not is_text(types) or (lists and text.startswith("[")):
         return parse_yaml(text, f"{key}={text}", texts=lists, comments=False)

@@ -9,6 +9,7 @@ from typing import Any
 from megagrpo.config import DataSection, DatasetSection, RunConfig
 from megagrpo.data.images.prompt_images import PromptImages, undecoded
 from megagrpo.data.prompt_values import RenderedPrompts, as_prompt
+from megagrpo.data.sources.data_identity import DataIdentity
 from megagrpo.data.sources.prompt_order import PromptOrder
 from megagrpo.data.sources.text_rows import ROWS_FOR_NAMES, JsonRows, column_hint, names_in, nested
 from megagrpo.data.tokens.chat_templates import PROMPT_TAIL, check_kwargs, opened_thought
@@ -60,6 +61,7 @@ class PromptSource(PromptOrder):
         first_rows = (self._rows[row] for row in range(min(len(self._rows), ROWS_FOR_NAMES)))
         self._check_columns(list(dict.fromkeys(name for row in first_rows for name in names_in(row))))
         self.num_overlong = 0
+        self.identity = DataIdentity(section) if key == "data.train" else None
         self.rows = self._usable_rows()
 
     @property
@@ -115,6 +117,8 @@ class PromptSource(PromptOrder):
             rendered.see(row, prompt)
             token_ids, inputs = self._token_ids(row, prompt, images, self._template_kwargs(row, values))
             self._sampling(row, values)
+            if self.identity is not None:
+                self.identity.add(values)
             lengths.append(len(token_ids))
             self._fingerprints.append(_fingerprint(token_ids[-self._max_prompt_length :], inputs))
         self.warnings += rendered.warnings(self._key, len(lengths))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megagrpo.algorithms.entropy import threshold_of_top
+from megagrpo.algorithms.entropy import reach_top, threshold_of_top
 from megagrpo.algorithms.real_loss import RealTerms, sample_sums, sums_by_sample
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
@@ -44,7 +44,9 @@ def _with_high_entropy(batch: TrainBatch, policy: MegatronPolicy) -> TrainBatch:
     mine = [row[mask] for mask, row in pairs if row is not None and _contributes(policy.layout)]
     share = policy.config.algorithm.top_entropy_quantile
     threshold = threshold_of_top(torch.cat([torch.zeros(0), *mine]), share, policy.layout.all_reduce)
-    return batch.with_terms(high_entropy=[None if row is None else mask & (row >= threshold) for mask, row in pairs])
+    return batch.with_terms(
+        high_entropy=[None if row is None else mask & reach_top(row, threshold) for mask, row in pairs]
+    )
 
 
 def _with_entropy_weights(batch: TrainBatch, policy: MegatronPolicy, total: float) -> TrainBatch:

@@ -112,7 +112,7 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
                 if key == TRAIN:
                     train = source
                     config.with_num_prompts(len(source))  # the rules about the number of steps
-                    usable, keeps = UsableRows(source), config.algorithm.dynamic_sample
+                    usable, keeps = UsableRows(source), bool(config.algorithm.dynamic_sample)
                     load_source(config.data, usable, config.run.seed, keeps)
         with Collecting(result):
             of_rewards = config.rewards, config.rollout.max_completion_length, base_folder

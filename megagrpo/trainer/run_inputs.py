@@ -34,6 +34,7 @@ from megagrpo.trainer.data_checks.reward_trial import start_warnings
 from megagrpo.trainer.engine_side import NamedServers, check_servers
 from megagrpo.trainer.evaluation.sets import HeldOut, check_columns, load_sets
 from megagrpo.trainer.rollout.sourced_prompts import SourcedPrompts
+from megagrpo.trainer.saving.data_change import DataChange, data_change
 from megagrpo.trainer.saving.run_folder import RunFolder, open_run_folder
 from megagrpo.types import SamplingParams
 from megagrpo.weights.bridge.image_facts import processor_of
@@ -76,6 +77,7 @@ class Inputs:
     folder: RunFolder
     data: Data
     notes: list[str]
+    data_change: DataChange | None  # of `data.train` since the checkpoint that the run resumes from
 
 
 def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitStack) -> Inputs:
@@ -111,9 +113,11 @@ def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources:
     notes = [*_steps_notes(given.run, config.run, per_step, len(data.prompts)), *unused_options(config.run)]
     if first and data.rewards and tokenizer and isinstance(data.prompts, PromptSource):
         notes += start_warnings(config.rewards.functions, data.prompts, data.held_out, data.rewards, tokenizer)
+    if change := data_change(data.prompts, folder.resume_from, config.run.resume, layout):
+        notes.append(change.note)
     if config.data.source is not None:
         data = replace(data, prompts=SourcedPrompts(data.prompts, layout, config))
-    return Inputs(config, servers, loss_fn, Callbacks(config, layout, callbacks), model, folder, data, notes)
+    return Inputs(config, servers, loss_fn, Callbacks(config, layout, callbacks), model, folder, data, notes, change)
 
 
 def _reference_folder(path: str | None, model: HfConfig, tokenizer: Tokenizer | None) -> Path | None:

@@ -75,7 +75,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     )
     lifecycle = make_lifecycle(inputs, layout, rollouts, turns, records, alarms, saves)
     if folder.resume_from is not None:
-        saves.restore(folder.resume_from)
+        saves.restore(folder.resume_from, inputs.data_change)
     return Trainer(config, state, turns, rollouts, learning, syncing, records, lifecycle)
 
 

@@ -35,7 +35,7 @@ from megagrpo.trainer.trainer import Trainer
 class Given:
     """Prompts and a collector that always return the same rollouts, without end."""
 
-    stop = pool = engine = None
+    stop = pool = engine = identity = None
 
     def __init__(self, layout: Layout):
         self.layout = layout

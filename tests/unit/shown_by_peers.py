@@ -106,6 +106,7 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "unit/algorithms/test_kl.py::test_unbiased_estimators_average_to_the_kl",
         ),
         "algorithm.kl_ctrl.*": "e2e/test_reference_options.py::test_another_checkpoint_as_reference_gives_a_kl_from_the_first_step_on",
+        "algorithm.filter_groups.metric": "unit/trainer/rollout/test_groups.py::test_accuracy_decides_which_groups_are_useful_where_soft_overlong_is_a_penalty",
         "algorithm.adv_estimator": (
             "unit/algorithms/test_reference_advantages.py::test_rloo_is_the_reward_minus_the_mean_of_the_others",
             "unit/algorithms/test_reference_advantages.py::test_reinforce_plus_plus_compares_with_the_whole_batch",

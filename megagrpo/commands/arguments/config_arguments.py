@@ -26,7 +26,9 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
 
 def overrides(options: argparse.Namespace) -> list[str]:
     """Return the words key=value, also from options, with absolute paths: other processes may run in another folder."""
-    return [*map(absolute_override, options.overrides), *["run.resume=true"] * getattr(options, "resume", False)]
+    words = list(map(absolute_override, options.overrides))
+    named = any(word.lstrip("-").startswith("run.resume=") for word in words)
+    return [*words, *["run.resume=true"] * (getattr(options, "resume", False) and not named)]
 
 
 def load(options: argparse.Namespace) -> RunConfig:

@@ -183,6 +183,13 @@ def data_problems(config: RunConfig) -> Iterator[Problem]:
         keys = ("rewards.functions", "multi_turn.scheduler", "multi_turn.environment", "multi_turn.agent")
         reason = "the run has no rewards; name a function, or a scheduler, environment or agent that gives rewards"
         yield Problem(keys, reason, rule=18)
+    choice, names = config.algorithm.dynamic_sample, config.rewards.names
+    deciding = {*names} - config.rewards.penalties if choice == "outcome" else {*names} & {choice}
+    if isinstance(choice, str) and not deciding and not (m.scheduler or m.environment or m.agent):
+        reason = f"`{choice}` names none of the rewards {', '.join(names)}; name one, or set true or outcome"
+        if choice == "outcome":
+            reason = f"outcome leaves out penalties, and all rewards are: {', '.join(names)}; name one, or set true"
+        yield Problem(("algorithm.dynamic_sample", "rewards.functions"), reason)
     if m.agent and d.system_prompt is not None:
         reason = "has no effect on an agent, which writes its messages itself; leave one of them out"
         yield Problem(("data.system_prompt", "multi_turn.agent"), reason)

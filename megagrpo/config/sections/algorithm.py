@@ -74,8 +74,8 @@ class AlgorithmSection(Section):
     fipo_safety_threshold: PositiveFloat | None = 4.0
     """fipo: above this ratio a token with negative advantage gets a weight of at most 1; no bound when empty."""
     top_entropy_quantile: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """The policy term counts this share of the loss tokens of all ranks, the tokens of highest entropy. The KL term
-    counts all. Below 1 costs one more forward pass per optimizer step."""
+    """The policy term counts this share of the loss tokens of all ranks, the tokens of highest entropy, and all tokens
+    that tie with the last one. The KL term counts all. Below 1 costs one more forward pass per optimizer step."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of an entropy bonus: the loss decreases by this times the mean entropy over the policy term's tokens."""
     use_adaptive_entropy: bool = False
@@ -141,8 +141,10 @@ class AlgorithmSection(Section):
     """Weight of a token's own advantage with `advantage_by` token or process."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] = 0.95
     """Factor of the reward of the next turn in a turn's return, with `advantage_by: state`."""
-    dynamic_sample: bool = False
-    """Replace groups whose rewards are all equal, which have no gradient, by groups of newly drawn prompts (DAPO)."""
+    dynamic_sample: bool | str = False
+    """Replace groups whose rewards are all equal, which have no gradient, by groups of newly drawn prompts (DAPO).
+    true: the weighted sum decides. The name of a reward function: its rewards decide. outcome: the rewards of all
+    functions decide but those of the penalties soft_overlong, repetition and token_repetition."""
     max_resample_times: PositiveInt = 3
     """Rounds of drawing that `dynamic_sample` may add to a step."""
     dynamic_sample_fallback: Literal["original", "partial"] = "original"

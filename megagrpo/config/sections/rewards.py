@@ -9,6 +9,7 @@ from pydantic import Field
 
 from megagrpo.config.sections.section import Count, PositiveInt, Seconds, Section
 
+PENALTIES = ("soft_overlong", "repetition", "token_repetition")
 LOADED_MODEL, SERVER = "model:", ("http://", "https://")  # beginnings of `function`
 
 
@@ -63,6 +64,12 @@ class RewardsSection(Section):
     def names(self) -> list[str]:
         """A short unique name for each function."""
         return numbered(function.short_name for function in self.functions)
+
+    @property
+    def penalties(self) -> set[str]:
+        """The names of built-in functions that lower the rewards of long or repetitive responses."""
+        pairs = zip(self.names, self.functions, strict=True)
+        return {name for name, function in pairs if function.function in PENALTIES}
 
 
 def numbered(stems: Iterable[str]) -> list[str]:

@@ -56,8 +56,10 @@ class RunSection(Section):
     time_limit: Annotated[str, Field(pattern=r"^(\d{1,4}-)?\d{1,5}:[0-5]\d:[0-5]\d$")] | None = None
     """Time limit of one job, as `[days-]hours:minutes:seconds`. After the last step that fits, the run saves and ends
     with exit code 85. `megagrpo submit` requests this limit from Slurm. In a Slurm job Slurm's own limit applies."""
-    resume: bool = False
-    """Continue from the newest complete checkpoint of this run (also `--resume`); fails if there is none."""
+    resume: bool | Literal["other_data"] = False
+    """Continue from the newest complete checkpoint of this run (also `--resume`); fails if there is none, or if the
+    rows of `data.train` have changed. other_data: rows that were appended join the epoch in progress; other changed
+    data begins it anew."""
     overwrite: bool = False
     """Allow a new start in a run folder that already holds metrics or checkpoints; the old folder is renamed."""
     log_completions_steps: NonNegativeInt = 1

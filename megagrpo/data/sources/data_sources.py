@@ -20,6 +20,7 @@ import pyarrow.parquet
 
 from megagrpo.config import DatasetSection
 from megagrpo.config.basics.paths import DATA_SUFFIXES, TEXT_SUFFIXES, data_suffix
+from megagrpo.data.sources.column_types import common_schema
 from megagrpo.data.sources.text_files import Line, read_lines, why_empty, wrong_kind
 from megagrpo.data.sources.text_rows import JsonRows
 from megagrpo.suggestions import did_you_mean
@@ -136,7 +137,9 @@ def _read_files(splits: dict[str, list[Path]], split: str, key: str, prompt_colu
     elif filled := {
         name: held for name, listed in splits.items() if (held := [str(file) for file in listed if _has_rows(file)])
     }:
-        found = datasets.load_dataset(data_suffix(files[0]).removeprefix("."), data_files=filled)
+        schema = common_schema([Path(file) for held in filled.values() for file in held])
+        features = None if schema is None else datasets.Features.from_arrow_schema(schema)
+        found = datasets.load_dataset(data_suffix(files[0]).removeprefix("."), data_files=filled, features=features)
         lengths |= {name: len(found[name]) for name in filled}
         rows = datasets.concatenate_datasets([found[name] for name in filled])
     else:

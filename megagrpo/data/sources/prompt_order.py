@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import count, islice
@@ -9,6 +10,7 @@ from typing import Any
 
 from megagrpo.config import ConfigError, DataSection
 from megagrpo.data.sources.curriculum import Curriculum
+from megagrpo.data.sources.data_identity import DataIdentity
 from megagrpo.data.sources.response_lengths import ResponseLengths
 from megagrpo.train_types import TrainState
 from megagrpo.types import Prompt
@@ -20,7 +22,8 @@ class PromptOrder:
     `next(n)` draws prompts. The whole state is `cursor`, the number of positions drawn or skipped since the start, and
     the history of `curriculum`: set both to resume. Every epoch contains each prompt once, in the order of
     blake2b("seed/epoch/prompt_id") with `data.shuffle`, else in the order of the data set. So the order depends only on
-    the seed and the epoch, and dropping a prompt does not move the others. Prompts that rest are skipped.
+    the seed and the epoch, and dropping a prompt does not move the others. Prompts that rest are skipped. After `join`
+    an epoch may have been begun with fewer rows: `joins` lists (cursor, epoch, rows before) of each call.
 
     `rows` are the rows of the data set that are used. The prompts here have a `prompt_id` and a `position`, but no
     content: a rank that neither generates nor scores reads no data set. `PromptSource` reads it.
@@ -34,6 +37,9 @@ class PromptOrder:
         self.curriculum = Curriculum(data)
         self.response_lengths = ResponseLengths()
         self._drawn_in: dict[int, int] = {}  # prompt_id -> epoch, for prompts drawn since the last `learn`
+        self.identity: DataIdentity | None = None  # of the data set, where it is read
+        self._joins: list[tuple[int, int, int]] = []
+        self._joined: tuple[int, int, Sequence[int]] = (0, -1, ())  # the last join's position, epoch and rest of it
         self.cursor = 0
 
     def __len__(self) -> int:
@@ -78,17 +84,44 @@ class PromptOrder:
         """Give the curriculum the pass rates of the prompts drawn since the last call. Returns its metrics."""
         self.curriculum.learn(pass_rates, self._drawn_in)
         self._drawn_in = {}
-        return self.curriculum.metrics(self._cursor // len(self))
+        return self.curriculum.metrics(self._epoch_at(self._cursor)[0])
 
     def store(self, state: TrainState) -> None:
         """Write the cursor and the curriculum's history into the run's state."""
         state.cursor, state.pass_rates = self.cursor, self.curriculum.history
+        state.data = {"joins": self._joins, "epoch": self._epoch_at(self._cursor)[0]}
+        if self.identity is not None:
+            state.data |= self.identity.state()
 
     def restore(self, state: TrainState) -> None:
         """Continue from the state of a checkpoint. Raises ConfigError for a state that needs a data source."""
         if state.source:
             raise ConfigError("data.source: the checkpoint has the state of a data source; name its class again")
         self.cursor, self.curriculum.history = state.cursor, state.pass_rates
+        self._joins = [(cursor, epoch, kept) for cursor, epoch, kept in state.data.get("joins", ())]
+        self._replay_joins()
+
+    def join(self, state: TrainState, kept: int) -> None:
+        """Draw from the restored cursor on rows that the data set of the checkpoint lacked: all after its first `kept`.
+
+        The epoch in progress continues with them, in its order, and draws no prompt twice. With 0, for other data, the
+        epoch begins anew and the curriculum's history ends.
+        """
+        if not kept:
+            self._joins, self.curriculum.history = [], []
+        self._joins.append((state.cursor, state.data.get("epoch", 0), kept))
+        self._replay_joins()
+
+    def _replay_joins(self) -> None:
+        self._joined, self._orders, self._peeked = (0, -1, ()), {}, {}
+        limits = [*(kept for _, _, kept in self._joins[1:]), math.inf]
+        for (cursor, epoch, kept), limit in zip(self._joins, limits, strict=False):
+            old = [row for row in self.rows if row < kept]
+            begin, begun, rest = self._joined
+            number = cursor - begin if begun == epoch else self._epoch_at(cursor, len(old))[1]
+            left = (rest if begun == epoch else self._epoch_order(epoch, old))[number:] if kept else ()
+            added = [row for row in self.rows if kept <= row < limit]
+            self._joined = cursor, epoch, self._epoch_order(epoch, [*left, *added])
 
     def new_prompt(self, values: dict[str, Any], prompt_id: int, position: int | None = None) -> Prompt:
         """Return the prompt of a row that is not in the data set, with these columns; here without content."""
@@ -112,16 +145,25 @@ class PromptOrder:
 
     def _row_at(self, position: int) -> tuple[int, int]:
         """Return the row at a position of the stream, and its epoch."""
-        epoch, number = divmod(position, len(self))
+        epoch, number = self._epoch_at(position)
+        if epoch == self._joined[1]:
+            return self._joined[2][number], epoch
         if epoch not in self._orders:
             self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1} | {
-                epoch: self._epoch_order(epoch)
+                epoch: self._epoch_order(epoch, self.rows)
             }
         return self._orders[epoch][number], epoch
 
-    def _epoch_order(self, epoch: int) -> Sequence[int]:
+    def _epoch_at(self, position: int, length: int = 0) -> tuple[int, int]:
+        """Return the epoch of a position, and the position's number in the epoch, or in the rest that `join` left of
+        it. Epochs have `length` prompts, by default all."""
+        begin, epoch, rest = self._joined
+        if (number := position - begin) < len(rest):
+            return epoch, number
+        epochs, number = divmod(number - len(rest), length or len(self))
+        return epoch + 1 + epochs, number
+
+    def _epoch_order(self, epoch: int, rows: Sequence[int]) -> Sequence[int]:
         if not self._data.shuffle:
-            return self.rows
-        return sorted(
-            self.rows, key=lambda row: blake2b(f"{self._seed}/{epoch}/{row}".encode(), digest_size=16).digest()
-        )
+            return rows
+        return sorted(rows, key=lambda row: blake2b(f"{self._seed}/{epoch}/{row}".encode(), digest_size=16).digest())

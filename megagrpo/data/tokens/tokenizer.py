@@ -287,10 +287,11 @@ class SentencePieceTokenizer(Tokenizer):
         return ids
 
     def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
-        return self.processor.decode([int(i) for i in token_ids])  # control tokens have no text
+        ids = map(int, token_ids)  # control tokens have no text, nor have ids that only the model has
+        return self.processor.decode([token_id for token_id in ids if 0 <= token_id < len(self)])
 
     def token_text(self, token_id: int) -> str:
-        return self.processor.id_to_piece(token_id)
+        return self.processor.id_to_piece(token_id) if 0 <= token_id < len(self) else ""
 
     def special_ids(self) -> list[int]:
         return list(self._control.values())

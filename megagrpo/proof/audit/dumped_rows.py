@@ -95,7 +95,7 @@ def means(rows: Rows) -> dict[str, tuple[float, float]]:
         exact[f"sampling/sampling_logp_difference/{which}"] = value.item()
     if algorithm.top_entropy_quantile < 1:
         threshold = naive_loss.top_threshold(entropy.tolist(), algorithm.top_entropy_quantile)
-        exact["entropy/top"] = entropy[entropy >= threshold - ROUNDING_TOLERANCE].mean().item()
+        exact["entropy/top"] = entropy[entropy >= threshold].mean().item()
     if ref is not None and not algorithm.kl_in_reward:
         full_kl = naive.estimated_kl(ref - policy, rows.ratio(policy - old), algorithm)
     if full_kl is not None:

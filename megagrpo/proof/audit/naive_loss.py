@@ -183,12 +183,13 @@ def _upper(algorithm: AlgorithmSection) -> float:
 
 
 def top_threshold(entropies: Sequence[float], top: float) -> float:
-    """Return the entropy that the `top` share of tokens reach: a quantile, linear between the two nearest tokens."""
+    """Return the entropy that the `top` share of tokens reach: a quantile, linear between the two nearest tokens, less
+    1e-5 nats, so that tokens that tie at it are all counted."""
     ordered = sorted(entropies)
     position = (1 - top) * (len(ordered) - 1)
     below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below]) - 1e-5
 
 
 def real_loss(scores: Tensor, advantages: Sequence[float], group_size: int) -> Tensor:

@@ -5,6 +5,7 @@ math-verify's time limits use SIGALRM, so these functions run in the main thread
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,11 @@ def gold_fault(solution: Any = None, answer: Any = None) -> str | None:
     """Return why no response to a row can be scored, or be right except by repeating long text; None for a good row."""
     name, gold = ("answer", answer) if solution is None else ("solution", solution)
     text = gold_answer(gold)
+    if fields := _fields(gold):
+        return (
+            f"`{name}` is an object, which no response equals: {_short(gold)}; name the field with the answer, as "
+            f"data.columns: {{{name}: {name}.{fields[0]}}}"
+        )
     if text is None:
         return f"`{name}` has no answer: {_short(gold)}"
     if (len(text.split()) > 12 and "\\begin" not in text) or len(text) > MAX_ANSWER_LENGTH:
@@ -138,9 +144,9 @@ def gold_answer(gold: Any) -> str | None:
     r"""Return the answer in a gold value: a number or text as it is, a list joined, or the part that `final_answer`
     finds in a solution.
 
-    None if it is empty.
+    None if it is empty or an object.
     """
-    if gold is None or gold != gold:
+    if gold is None or gold != gold or _fields(gold):
         return None
     text = (", ".join(map(str, gold)) if isinstance(gold, (list, tuple)) else str(gold)).strip()
     marked = (
@@ -149,6 +155,17 @@ def gold_answer(gold: Any) -> str | None:
         else text
     )
     return marked or None
+
+
+def _fields(gold: Any) -> list[str]:
+    """Return the names of the fields of an object, of the first in a list, or of one in JSON text; [] for others."""
+    if isinstance(gold, str) and gold.lstrip()[:1] in ("{", "["):
+        try:
+            gold = json.loads(gold)
+        except (ValueError, RecursionError):
+            return []
+    objects = gold if isinstance(gold, (list, tuple)) else [gold]
+    return next((list(map(str, value)) for value in objects if isinstance(value, dict)), [])
 
 
 def _short(value: Any) -> str:

@@ -119,7 +119,7 @@ class _RowReader:
 
     def _read_python(self, texts: list[str]) -> None:
         columns = [c for c in ("test_imports", "test_setup_code") if not _is_empty(self._facts.get(c))]
-        setup = "\n".join(_text(self._facts[c], c) for c in columns)
+        setup = "\n".join(_text(_code(self._facts[c]), c) for c in columns)
         unfenced = [_unfenced(text) for text in texts]
         self.tests.python = read_python_tests(unfenced, setup, self._function({}), self._is_installed)
 
@@ -239,6 +239,17 @@ def _decoded(value: Any) -> Any:
             return _decoded(parsed)
         return list(parsed) if isinstance(parsed, tuple) else parsed
     return value
+
+
+def _code(value: Any) -> Any:
+    """Return code or its lines, also from JSON text; a list may be a Python literal, as csv exports write it."""
+    if isinstance(decoded := _decoded(value), list):
+        return decoded
+    try:
+        text = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+    return text if isinstance(text, str | None) else value
 
 
 def _metadata(value: Any) -> Mapping[str, Any]:

@@ -141,6 +141,8 @@ def _stated(text: str) -> str | None:
     sentence = sentence.replace("**", "", 1) if is_bold else sentence  # the end of "The answer is **72** clips"
     if formula := _ONE_FORMULA.fullmatch(sentence):
         return formula[1]
+    if sentence.count("}") > sentence.count("{"):  # the end of "\\text{Answer: 3}"
+        sentence = sentence.removesuffix("}")
     return sentence.strip("*_ \t:") or None
 
 

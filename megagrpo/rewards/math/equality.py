@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 
 from megagrpo.rewards.math.compare_expressions import UnreadableError, exact, same_value
 from megagrpo.rewards.math.notation import plain
+from megagrpo.rewards.math.number_words import in_digits
 from megagrpo.rewards.math.units import in_base_unit, quantity, same_unit
 
 MAX_ANSWER_LENGTH = 3000  # characters of an answer that is read as mathematics; a longer one is compared as text
@@ -21,7 +22,12 @@ _THOUSANDS = re.compile(r"[^,;]*?\d{1,3}(,\d{3})+(?![\d,])[^,;]*")
 _COMMA = re.compile("[,;]")
 _SEPARATOR = re.compile(r"[,;]|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b|\\(?:lor|land|vee|wedge)(?![A-Za-z])")
 # beside an answer with this variable
-_ANY_INTEGER = re.compile(r"(?:for )?(?:any |all )?[a-z]\s*\\in\s*\\mathbb\s*\{?\s*Z\s*\}?")
+_ANY_NUMBER = re.compile(r"(?:for )?(?:any |all )?([a-z])\s*\\in\s*\\mathbb\s*\{?\s*([ZRNQC])\s*\}?")
+_FOR_ALL = re.compile(
+    r"[\s,;(]*(?:\\text\s*\{[\s,(]*)?(?:\bfor (?:all|any|every|each|arbitrary)\b|\\forall(?![A-Za-z])"
+    r"|(?:\b(?:where|with|for)\b\s*\}?\s*|\()(?=[a-z]\s*\\in\s*\\mathbb))([^=]*)$"
+)
+_DOMAIN = re.compile(r"positive|negative|non|zero|even|odd|prime|[<>]|\\(?:le|ge|ne)(?![A-Za-z])|[-+\d.]+")
 _UNION = re.compile(r"\\(?:big)?cup(?![A-Za-z])|(?<=[\])])\s*[uU]\s*(?=[(\[])")
 _SET_SIGN = re.compile(r"\\(?:cup|cap|setminus|mathbb)(?![A-Za-z])")
 _SIGNS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
@@ -42,6 +48,11 @@ _NAME = re.compile(
     r"|\|?(?:m\s*)?(?:\\(?:angle|triangle|overline)\s*)?\{?[A-Z]*\}?\|?|\(\s*[A-Za-z](?:_\w)?(?:\s*,\s*[A-Za-z](?:_\w)?)*\s*\)"
 )
 _CHOICE = re.compile(r"(?:\(([A-Ja-j])\)|([A-J])(?=[.):]|$)[.):]?|^([a-j])\)?$)\s*(.*)", re.DOTALL)
+_CHOICE_NAME = re.compile(
+    r"\s*(?:the )?(?:correct )?(?:option|choice|answer|alternative)s?\b(?: is\b)?[\s:]*(?=\(?[A-Ja-j](?![A-Za-z0-9]))",
+    re.IGNORECASE,
+)
+_BETWEEN_CHOICES = r"(?:^|[,;/&]|\band\b|\bor\b)\s*"
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _PAIRS = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle", "{": "}"}
 _BRACKET = re.compile(r"\\[{}]|\\[lr]angle(?![A-Za-z])|\\begin\{|\\end\{|\\.|[()\[\]{}]", re.DOTALL)
@@ -89,6 +100,7 @@ def _same(gold: str, answer: str, depth: int = 0) -> bool:
     gold, answer = (match[1] if (match := _TEXT.fullmatch(text)) else text for text in (gold, answer))
     if depth > _MAX_DEPTH or _squeezed(gold) == _squeezed(answer):
         return depth <= _MAX_DEPTH
+    gold, answer = _without_domains(in_digits(gold), in_digits(answer))
     if (choice := _same_choice(gold, answer, depth)) is not None:
         return choice
     one, other = _read(gold), _read(answer)
@@ -103,9 +115,27 @@ def _same(gold: str, answer: str, depth: int = 0) -> bool:
     return bool(_SET_SIGN.search(gold) or _SET_SIGN.search(answer)) and _same_leaves(gold, answer)
 
 
+def _without_domains(gold: str, answer: str) -> tuple[str, str]:
+    """Return two texts without "for all real x" at their end, unless both name different domains."""
+    ends = [match if match and match.start() else None for match in map(_FOR_ALL.search, (gold, answer))]
+    if all(ends) and len({tuple(_DOMAIN.findall(match[1])) for match in ends if match}) > 1:
+        return gold, answer
+    one, other = (text[: end.start()] if end else text for text, end in zip((gold, answer), ends, strict=True))
+    return one, other
+
+
+def _choice(text: str) -> re.Match[str] | None:
+    """Return the match of one choice of a question, as "(A)", "A. text" or "Option A"; None for other texts."""
+    match = _CHOICE.fullmatch(_CHOICE_NAME.sub("", _words(text), count=1))
+    if match is None:
+        return None
+    other = r"\([A-J]\)" if match[1] else r"[A-J][.):](?:\s|$)"
+    return None if re.search(_BETWEEN_CHOICES + other, match[4]) else match
+
+
 def _same_choice(gold: str, answer: str, depth: int) -> bool | None:
     """Whether two letters of a multiple-choice question are the same; None if the texts are no choices."""
-    one, other = (_CHOICE.fullmatch(_words(text)) for text in (gold, answer))
+    one, other = map(_choice, (gold, answer))
     if one and other:
         letters = {(match[1] or match[2] or match[3]).upper() for match in (one, other)}
         if len(letters) == 1 or not (one[3] and other[3]):
@@ -127,9 +157,15 @@ def _read(text: str, thousands: bool = True) -> Node:
     if len(parts := _split(text, _UNION)[0]) > 1:
         return Node("list", parts)
     if not (thousands and _THOUSANDS.fullmatch(text)) and len(parts := _split(text, _SEPARATOR)[0]) > 1:
-        parts = tuple(part for part in parts if part and not _ANY_INTEGER.fullmatch(part))
+        parts = tuple(part for part in parts if part and not _is_domain(part, parts))
         return _read(parts[0]) if len(parts) == 1 else Node("list", parts)
     return _matrix_or_reals(text) or _bracketed(text) or _relation(text)
+
+
+def _is_domain(part: str, parts: tuple[str, ...]) -> bool:
+    """Whether a part is "k \\in \\mathbb{Z}" beside another part; of other sets only with that part's variable."""
+    match = _ANY_NUMBER.fullmatch(part)
+    return match is not None and (match[2] == "Z" or any(match[1] in other for other in parts if other != part))
 
 
 def _matrix_or_reals(text: str) -> Node | None:

@@ -8,6 +8,8 @@ import unicodedata
 from collections.abc import Callable
 from itertools import batched
 
+from megagrpo.rewards.math.number_words import with_scales
+
 # Pairs: a character, and what it becomes. A space ends the name of a command.
 _PAIRS = r"""
 × \times  · \cdot  ⋅ \cdot  ∙ \cdot  ÷ /  ∕ /  ⁄ /  √ \sqrt  ∛ \sqrt[3]  ± \pm  ∓ \mp  ∞ \infty  π \pi  λ \lambda
@@ -33,6 +35,31 @@ _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _FUNCTIONS = "sqrt|arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|infty|theta"
 _CURRENCY = {r"\$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
 _CLOSING = {r"\lbrace": r"\{", r"\rbrace": r"\}", r"\lbrack": "[", r"\rbrack": "]", r"\lparen": "(", r"\rparen": ")"}
+# Other names of functions, which may stand in \text{...}: of European books, and of code.
+_NAMES = {
+    **{"tg": r"\tan", "ctg": r"\cot", "cotg": r"\cot", "cosec": r"\csc", "arctg": r"\arctan", "lg": r"\log_{10}"},
+    **{"asin": r"\arcsin", "acos": r"\arccos", "atan": r"\arctan"},
+}
+_WRAPPED = {"abs": ("|", "|"), "floor": (r"\lfloor ", r" \rfloor"), "ceil": (r"\lceil ", r" \rceil")} | {
+    "cbrt": (r"\sqrt[3]{", "}")
+}
+_NESTED = r"[^()]*(?:\([^()]*\)[^()]*)*"  # what stands between parentheses
+
+
+def _function(names: str) -> str:
+    r"""Return the pattern of a function's name, bare, as a command or in \text{...}."""
+    return rf"(?:\\text\s*\{{\s*({names})\s*\}}|\\({names})@|(?<![\\A-Za-z])({names})@)"
+
+
+def _renamed(match: re.Match[str]) -> str:
+    return _NAMES[match[match.lastindex or 0]] + " "
+
+
+def _enclosed(match: re.Match[str]) -> str:
+    name = match[1] or match[2] or match[3]
+    left, right = _WRAPPED[name.lower().removesuffix("ing")]
+    return f"{left}{match[4]}{right}"
+
 
 # (pattern, replacement), in order; @ is the end of a command's name. Each pattern needs linear time.
 _REWRITES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
@@ -44,6 +71,10 @@ _REWRITES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"(?<!\\)\\[\s,:;>]|\\q?quad@|\\(?:hspace|vspace)\*?\{[^{}]*\}|~|\\ensuremath@|\\\s?$", " "),
     (r"\\(?:(?:text|math)(?:rm|bf|it|sf|normal|tt|up)|mbox|hbox|emph|operatorname\*?|boldsymbol|bm)@", r"\\text"),
     (r"\{\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
+    (_function("|".join(_NAMES)), _renamed),
+    (_function("[Aa]bs|floor|ceil(?:ing)?|cbrt") + rf"\s*\(({_NESTED})\)", _enclosed),
+    (r"\\lb@", r"\\log_{2} "),
+    (r"\\log\s*_\s*(?:e@|\{\s*e\s*\})", r"\\ln "),
     (r"\\text\s*\{\s*([ei]|[-\d.,/+]+|[\dA-F]+(?=\s*\}\s*_))\s*\}|(?<![\d}\s])\\text\s*\{\s*([A-Za-z])\s*\}", r"\1\2"),
     (r"\b([AaPp])\. ?[Mm]\b\.?|(?<=\d)\s*([AP])M\b", lambda m: f" {(m[1] or m[2]).lower()}m"),
     (r"\\[dtc]frac@", r"\\frac"),
@@ -77,6 +108,7 @@ _REWRITES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
 ]
 _COMPILED = [(re.compile(pattern.replace("@", "(?![A-Za-z])")), replacement) for pattern, replacement in _REWRITES]
 _BOLD = re.compile(r"^\s*(?:\*\*|__|`)|(?:\*\*|__|`)\s*$")
+_EMPTY = re.compile(r"\\text\s*\{\s*\}")
 _SPACE = re.compile(r"\s+")
 
 
@@ -95,6 +127,7 @@ def plain(text: str) -> str:
     text = text.replace("$", " ")
     for pattern, replacement in _COMPILED:
         text = pattern.sub(replacement, text)
+    text = _EMPTY.sub("", with_scales(text))
     text = text if text.isascii() or "°" in text else unicodedata.normalize("NFKC", text)
     text = _SPACE.sub(" ", text).strip()
     while text.endswith((".", ",", ";", " ", "\\")) and not text.endswith(("...", r"\\")):

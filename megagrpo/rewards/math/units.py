@@ -16,7 +16,7 @@ _NAMES = {
         ml milliliter millilitre, gallon gal, acre, hectare ha, h hour hr, min minute, s second sec, day, week wk,
         month, year yr, am a.m., pm p.m., mph, kph kmh kmph, degree deg °, radian rad, dollar usd buck, cent,
         euro eur, yen, rupee rs, unit, % percent percentage pct, j joule, n newton, w watt, v volt, a ampere amp,
-        k kelvin, hz hertz, pa pascal, mol mole, ohm
+        k kelvin, hz hertz, pa pascal, mol mole, ohm, dozen
     """.split(",")
 }
 # A unit that people exchange -> its size in another one, and that one ("": a number).
@@ -29,7 +29,7 @@ _SIZES = {
         "l": "ml 1/1000",
         "dollar": "cent 1/100",
         "in": "ft 12 yd 36 mi 63360",
-        "": r"% 1/100 degree \pi/180 radian 1",
+        "": r"% 1/100 degree \pi/180 radian 1 dozen 12",
     }.items()
     for unit, size in batched(units.split(), 2)
 }
@@ -113,6 +113,8 @@ def _canonical(text: str) -> str:
 
 def in_base_unit(value: str, unit: str) -> tuple[str, str]:
     """Return an expression and unit in a common unit: 2 km^2 is (2)(1000)^2 m^2. Units of one kind share one."""
+    if unit.startswith("dozen "):
+        return f"({value})*(12)", unit.removeprefix("dozen ")
     name, _, power = unit.partition("^")
     size, base = _SIZES.get(name, ("1", name))
     if base == name:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import batched
 from statistics import fmean
@@ -12,7 +12,7 @@ from statistics import fmean
 import numpy as np
 
 from megagrpo.algorithms.advantages import flat_groups
-from megagrpo.config import RunConfig
+from megagrpo.config import ConfigError, RunConfig
 from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.data.sources.prompt_order import PromptOrder
 from megagrpo.engine.http.protocol import derive_seed
@@ -21,6 +21,8 @@ from megagrpo.trainer.rollout.collector import Collector
 from megagrpo.trainer.rollout.sample_metrics import pass_rates, staleness
 from megagrpo.trainer.rollout.sourced_prompts import SourcedPrompts
 from megagrpo.types import SamplingParams
+
+OUTCOME = "outcome"  # `algorithm.dynamic_sample`: all rewards but penalties decide
 
 
 @dataclass
@@ -87,8 +89,20 @@ class Rollouts:
         """Return the indices of the groups that dynamic sampling keeps: the source's choice, or rewards that differ."""
         if self.source and self.source.keeps:
             return self.source.kept(drawn, self.config.rollout.num_generations)
-        by_function = self.config.algorithm.multi_objective_aggregation != "sum_then_normalize"
-        return useful_groups(drawn, self.config.rollout.num_generations, by_function)
+        algorithm, group = self.config.algorithm, self.config.rollout.num_generations
+        by_function = algorithm.multi_objective_aggregation != "sum_then_normalize"
+        if isinstance(algorithm.dynamic_sample, str):
+            return useful_groups(drawn, group, self._deciding(algorithm.dynamic_sample, drawn.columns.rewards))
+        return useful_groups(drawn, group, by_function)
+
+    def _deciding(self, choice: str, names: Sequence[str]) -> list[int]:
+        """Return the indices of the functions that `algorithm.dynamic_sample` names. Raises ConfigError for none."""
+        penalties = self.config.rewards.penalties
+        chosen = [i for i, name in enumerate(names) if name == choice or (choice == OUTCOME and name not in penalties)]
+        if not chosen:
+            has = "only penalties" if choice == OUTCOME else f"no `{choice}`"
+            raise ConfigError(f"algorithm.dynamic_sample: {has} in the rewards {', '.join(names)}; name one of them")
+        return chosen
 
     def _useful(self, drawn: StepSamples, useful: np.ndarray, rounds: int, counters: dict[str, float]) -> StepSamples:
         """Return the samples of a step with dynamic sampling: the useful groups, or the fallback. Adds counters."""
@@ -126,10 +140,12 @@ class Rollouts:
             self.collector.ask(coming, rollout.num_generations, self.sampling, seed, step + i)
 
 
-def useful_groups(samples: StepSamples, num_generations: int, by_function: bool) -> np.ndarray:
-    """Return the indices of the groups whose rewards differ, with `by_function` those of any function."""
-    rewards = samples.rewards_by_function if by_function else samples.rewards
-    return np.flatnonzero(~flat_groups(rewards(num_generations)).numpy())
+def useful_groups(samples: StepSamples, num_generations: int, by_function: bool | list[int]) -> np.ndarray:
+    """Return the indices of the groups whose rewards differ, with `by_function` those of any function, or of these."""
+    if by_function is False:
+        return np.flatnonzero(~flat_groups(samples.rewards(num_generations)).numpy())
+    rewards = samples.rewards_by_function(num_generations)
+    return np.flatnonzero(~flat_groups(rewards if by_function is True else rewards[..., by_function]).numpy())
 
 
 def redraw_size(wanted: int, useful: int, drawn: int) -> int:

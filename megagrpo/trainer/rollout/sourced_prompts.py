@@ -47,6 +47,7 @@ class SourcedPrompts(PromptOrder):
     def __init__(self, order: PromptOrder, layout: Layout, config: RunConfig):
         super().__init__(order.rows, config.data, config.run.seed)
         self.response_lengths, self.warnings = order.response_lengths, order.warnings
+        self.identity = order.identity
         self._order, self._layout, self._config, self._step = order, layout, config, 0
         self._queue: list[int] = []  # prompt_ids of the places from the cursor on
         self._new: dict[int, dict[str, Any]] = {}  # prompt_id -> columns, of new rows in the queue
@@ -60,7 +61,7 @@ class SourcedPrompts(PromptOrder):
         if not isinstance(self._order, PromptSource) or self._layout.world_rank:
             return None
         config, self._usable = self._config, UsableRows(self._order)
-        return load_source(config.data, self._usable, config.run.seed, config.algorithm.dynamic_sample)
+        return load_source(config.data, self._usable, config.run.seed, bool(config.algorithm.dynamic_sample))
 
     @property
     def columns(self) -> list[str]:

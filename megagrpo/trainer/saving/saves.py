@@ -14,6 +14,7 @@ from megagrpo.records.writer import MetricsWriter
 from megagrpo.train_types import TrainState
 from megagrpo.trainer.gpu.gpu_sharing import GpuTurns
 from megagrpo.trainer.rollout.collector import Collector
+from megagrpo.trainer.saving.data_change import DataChange
 from megagrpo.trainer.saving.time_limit import TimeLimit
 
 
@@ -85,14 +86,17 @@ class Saves:
         state.best_step, state.best_value = state.step, evaluation[metric]
         self.save(must_succeed=False)
 
-    def restore(self, path: Path) -> None:
-        """Continue from the checkpoint at `path`."""
+    def restore(self, path: Path, change: DataChange | None = None) -> None:
+        """Continue from the checkpoint at `path`; `change` is that of `data.train` since then."""
         state, loaded = self.state, self.checkpointer.load(path)
         for name in (f.name for f in fields(TrainState)):
             setattr(state, name, getattr(loaded, name))
         self.saved = replace(state)
         self.prompts.restore(state)
-        self.collector.restore_ahead(path, state.ahead)
+        if change is None:
+            self.collector.restore_ahead(path, state.ahead)
+        else:  # groups that were generated ahead belong to other places of the stream
+            self.prompts.join(state, change.kept)
         state.ahead, self.resumed_from = [], path
         self.collector.step = state.step
         self.writer.message(f"resumed from {path} after step {state.step}")

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient, threshold_of_top
+from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient, reach_top, threshold_of_top
 from megagrpo.config import AlgorithmSection
+from megagrpo.proof.audit import naive_loss
 from megagrpo.train_types import TrainState
 
 MISC = json.loads((Path(__file__).parents[2] / "vectors" / "trl_misc.json").read_text())
@@ -37,6 +38,18 @@ def test_the_threshold_is_the_linear_quantile(share):
     assert threshold_of_top(values, share) == pytest.approx(values.quantile(1 - share).item(), rel=1e-6)
     assert threshold_of_top(values[:1], share) == values[0]
     assert math.isnan(threshold_of_top(values[:0], share))
+
+
+@pytest.mark.parametrize("share", [0.11, 0.33, 0.52, 0.79])
+def test_tokens_that_tie_at_the_threshold_are_all_counted_whatever_the_rounding(share):
+    generator = torch.Generator().manual_seed(1)
+    exact = torch.rand(60, generator=generator).repeat_interleave(8)  # 60 contexts of 8 tokens each
+    for _ in range(10):
+        rounded = exact + 2e-6 * (torch.rand(480, generator=generator) - 0.5)
+        counted = reach_top(rounded, threshold_of_top(rounded, share)).view(60, 8)
+        assert torch.equal(counted.any(1), counted.all(1))
+        assert torch.equal(counted.flatten(), exact >= naive_loss.top_threshold(exact.tolist(), share))
+        assert share * 480 - 1 <= counted.sum() <= share * 480 + 8
 
 
 def test_the_adaptive_weight_goes_where_trls_goes():

@@ -1,6 +1,7 @@
 """Prompts with too high or too low pass rates rest, and come back."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,12 +9,14 @@ import pytest
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models, pre_tokenizers
 
-from megagrpo.config import DataSection
+from megagrpo.config import DataSection, DatasetSection
 from megagrpo.data.prompts import PromptSource
+from megagrpo.data.sources.data_identity import DataIdentity
 from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.train_types import TrainState
 from megagrpo.trainer.gpu.gpu_sharing import GpuTurns
+from megagrpo.trainer.saving.data_change import compare
 from megagrpo.trainer.saving.saves import Saves
 from megagrpo.trainer.saving.time_limit import TimeLimit
 
@@ -131,6 +134,34 @@ def test_a_trainer_that_resumes_rests_the_prompts_that_rested_when_it_was_saved(
     saves_of(resumed, checkpointer).restore(Path("step_000001"))
     assert resumed.curriculum.history == prompts.curriculum.history != []
     assert [p.prompt_id for p in resumed.next(4)] == [p.prompt_id for p in prompts.next(4)] == [1, 3, 1, 3]
+
+
+def test_a_resumed_run_asks_before_it_draws_from_other_data(make):
+    state, path = TrainState(step=1), Path("step_000001")
+    make().store(state)
+    assert compare(make(), state, path, resume=True) is None
+    now = r"data\.train is \S+ train \(4 rows, checksum [0-9a-f]{16}\); step_000001 was written with "
+    for saved, kept, action in (
+        ({"name": "old.jsonl", "rows": 3, "checksum": "abc"}, 0, "the epoch begins anew with its rows"),
+        (begin_of(make(), 3), 3, "its new rows join the epoch in progress"),
+    ):
+        old = replace(state, data=state.data | saved)
+        with pytest.raises(
+            ValueError, match=rf"^run\.resume: {now}.* \(3 rows, checksum \w+\)\. .*other_data, so that {action}$"
+        ):
+            compare(make(), old, path, resume=True)
+        change = compare(make(), old, path, resume="other_data")
+        assert change.kept == kept and change.note.endswith(f": {action} (run.resume)")
+        with pytest.raises(ValueError, match=r"^data\.source: .*; continue with the same data, or start a new run"):
+            compare(make(), replace(old, source="a state"), path, resume="other_data")
+
+
+def begin_of(prompts, rows):
+    """What a checkpoint holds of the first rows of a data set."""
+    identity = DataIdentity(DatasetSection(source="old.jsonl"))
+    for row in range(rows):
+        identity.add(prompts.row(row))
+    return identity.state()
 
 
 def test_a_step_that_a_signal_ends_before_training_leaves_no_pass_rates_in_the_checkpoint(make):

@@ -7,6 +7,7 @@ import datetime
 import gzip
 import io
 import json
+import re
 from decimal import Decimal
 
 import huggingface_hub
@@ -146,6 +147,57 @@ def test_a_typed_column_arrives_as_python_values_at_a_reward(tmp_path, kind):
         datetime.datetime,
         datetime.timedelta,
     }
+
+
+def arrays(*columns):
+    return [column if isinstance(column, pyarrow.Array) else pyarrow.array(column) for column in columns]
+
+
+@for_each(
+    "columns",
+    [
+        arrays(*columns)
+        for columns in (
+            (pyarrow.array([1], pyarrow.int32()), [2**40]),
+            (pyarrow.array([0.5], pyarrow.float32()), [0.1]),
+            (pyarrow.nulls(1), ["007"]),
+            (["a"], pyarrow.array(["b"]).dictionary_encode()),
+            ([[]], [["a"]]),
+            ([{"a": 1}], [{"a": 2, "b": "x"}]),
+        )
+    ],
+)
+def test_files_of_a_folder_keep_values_that_one_type_holds(tmp_path, columns):
+    for number, column in enumerate(columns):
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": ["p"], "answer": column}), tmp_path / f"{number}.parquet")
+    written = [column.to_pylist()[0] for column in columns]
+    wanted = [value | {"b": value.get("b")} if isinstance(value, dict) else value for value in written]
+    assert [row["answer"] for row in read(tmp_path)] == wanted
+
+
+@for_each(
+    "columns",
+    [
+        arrays(*columns)
+        for columns in (
+            ([72], ["007"]),
+            (["007"], [72]),
+            ([72], [0.5]),
+            ([1], pyarrow.array([2**64 - 1], pyarrow.uint64())),
+            ([True], [2]),
+            ([[1]], [["a"]]),
+            ([{"a": 1}], [{"a": "007"}]),
+            ([datetime.date(2024, 5, 1)], ["2024-05-01"]),
+        )
+    ],
+)
+def test_files_of_a_folder_whose_types_differ_are_refused_by_column(tmp_path, columns):
+    for number, column in enumerate(columns):
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": ["p"], "answer": column}), tmp_path / f"{number}.parquet")
+    types = [str(column.type).replace("item", "element") for column in columns]  # parquet renames the field
+    places = [f"{kind} in {tmp_path}/{number}.parquet" for number, kind in enumerate(types)]
+    with pytest.raises(ValueError, match=re.escape(f"column `answer` is {places[0]} and {places[1]}")):
+        read(tmp_path)
 
 
 GZIP = {"empty": gzip.compress(b"", mtime=0), "row": gzip.compress(b'{"prompt": "a"}', mtime=0)}

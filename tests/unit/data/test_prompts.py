@@ -1,10 +1,12 @@
 """Prompts from real files, folders and generators: order, resuming, columns, lengths, and refused inputs."""
 
 import json
+import math
 import pickle
 import shutil
 import sys
 from collections import Counter
+from decimal import Decimal
 from hashlib import blake2b
 from pathlib import Path
 
@@ -13,10 +15,12 @@ import pytest
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models, pre_tokenizers
 
-from megagrpo.config import DataSection
+from megagrpo.config import DataSection, DatasetSection
 from megagrpo.data.prompts import PromptSource
+from megagrpo.data.sources.data_identity import DataIdentity
 from megagrpo.data.sources.prompt_order import PromptOrder
 from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer
+from megagrpo.train_types import TrainState
 from tests.unit.for_each import for_each
 
 ADDITION = Path(__file__).parents[3] / "configs" / "data"
@@ -98,6 +102,92 @@ def test_a_set_cursor_continues_as_if_never_interrupted(tokenizer, jsonl):
         assert before + rest == whole[: stop + 16]
     with pytest.raises(ValueError, match="cursor -1"):
         source(tokenizer, jsonl).cursor = -1
+
+
+def write(folder, numbers, answer="2", name="rows.jsonl"):
+    rows = [{"prompt": f"What is {n} + {n}?", "answer": answer} for n in numbers]
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / name
+
+
+@for_each(
+    ("stops", "data"),
+    [
+        (stops, {"shuffle": shuffle})
+        for shuffle in (True, False)
+        for stops in ([12], [0], [20], [33], [5, 3, 30], [7, 45, 0])
+    ],
+)
+def test_appended_rows_are_drawn_in_the_epoch_that_sees_them_and_none_twice(tokenizer, tmp_path, stops, data):
+    """After each number of draws the run resumes with 4 more rows; at the end it resumes with the same rows."""
+    drawn, seen, state = 0, set(), TrainState()
+    for resumed, count in enumerate([*stops, 5, 100]):
+        size = 20 + 4 * min(resumed, len(stops))
+        order = source(tokenizer, write(tmp_path, range(size)), seed=3, **data)
+        alone = PromptOrder(order.rows, DataSection(train={"source": "rows"}, **data), 3)  # a rank without the rows
+        if resumed:
+            kept = order.identity.kept_rows(state.data)
+            assert kept == (size - 4 if resumed <= len(stops) else None)
+            for restored in (order, alone):
+                restored.restore(state)
+                if kept is not None:
+                    restored.join(state, kept)
+        for row in ids(order.next(count)):
+            assert row < size and row not in seen
+            seen = {*seen, row} if len(seen) < size - 1 else set()  # a new epoch
+        assert [p.position for p in alone.next(count)] == list(range(drawn, drawn + count))
+        drawn += count
+        assert order.cursor == alone.cursor == drawn and order.peek(9)[8].prompt_id == alone.peek(9)[8].prompt_id
+        order.store(state)
+        state.data = json.loads(json.dumps(state.data))  # as in a checkpoint
+
+
+def test_a_checkpoint_names_its_data_and_tells_appended_rows_from_other_data(tokenizer, tmp_path):
+    first, state = source(tokenizer, write(tmp_path, range(6))), TrainState()
+    first.store(state)
+    assert state.data["name"] == f"{tmp_path}/rows.jsonl train" and state.data["rows"] == 6
+    for kept, numbers, more in (
+        (None, range(6), {"name": "moved.jsonl"}),
+        (6, range(8), {}),
+        (0, range(5), {}),
+        (0, range(6), {"answer": "3"}),
+        (0, range(1, 7), {}),
+    ):
+        assert source(tokenizer, write(tmp_path, numbers, **more)).identity.kept_rows(state.data) == kept
+    assert first.identity.kept_rows({}) is None  # of an older version
+
+
+def test_a_checksum_is_that_of_the_values_in_every_process(tokenizer):
+    """Not of a file's format, the order of columns or sets, or addresses; and odd values raise nothing."""
+    nested = 1
+    for _ in range(5000):
+        nested = [nested]
+    odd = [{(1, 2): 3}, {1: 2, "a": 3}, nested, {"a", "b"}, Decimal("1.10"), "\ud800", math.nan, object()]
+    image = {"bytes": b"\x00\xff", "path": None}
+
+    def checksum(row):
+        identity = DataIdentity(DatasetSection(source="a"))
+        identity.add(row)
+        return identity.state()["checksum"]
+
+    row = {"prompt": "p", "answer": 3, "image": image}
+    assert checksum(row) == checksum({"answer": 3, "image": dict(image), "prompt": "p", "absent": None})
+    changed = [row | {"prompt": "q"}, row | {"answer": "3"}, row | {"image": image | {"bytes": b"\x00"}}]
+    assert len({checksum(one) for one in [row, *changed]}) == 4
+    for value in odd:
+        assert checksum(row | {"odd": value}) != checksum(row)
+    assert checksum({"odd": object()}) == checksum({"odd": object()})
+
+
+def test_other_data_begins_the_epoch_anew(tokenizer, tmp_path):
+    first, state = source(tokenizer, write(tmp_path, range(6))), TrainState()
+    first.next(9)
+    first.store(state)
+    second = source(tokenizer, write(tmp_path, range(100, 110)))
+    second.restore(state)
+    second.join(state, second.identity.kept_rows(state.data))
+    assert [p.position for p in second.peek(2)] == [9, 10] and second.curriculum.history == []
+    assert sorted(ids(second.next(10))) == sorted(ids(second.next(10))) == list(range(10))
 
 
 def test_a_peek_shows_what_will_be_drawn_and_draws_nothing(tokenizer, jsonl):

@@ -221,6 +221,14 @@ def test_a_sentencepiece_model_takes_a_chat_template_and_recognises_its_control_
     assert turns == [*theirs.encode("one"), theirs.eos_id(), *theirs.encode("two"), theirs.bos_id()]
 
 
+def test_ids_that_only_the_model_has_are_no_text(sentencepiece_model):
+    """Models pad their vocabulary, and sample ids above the tokenizer's."""
+    ours = load_tokenizer(sentencepiece_model)
+    ids = ours.encode("What is 3?", add_special_tokens=False)
+    for more in (len(ours), len(ours) + 5, 10**6):
+        assert ours.decode([*ids[:1], more, *ids[1:], more]) == "What is 3?" and ours.token_text(more) == ""
+
+
 def test_a_sentencepiece_model_takes_the_end_tokens_of_a_generation_config_beside_it(sentencepiece_model, tmp_path):
     shutil.copy(sentencepiece_model, tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')

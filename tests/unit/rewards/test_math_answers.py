@@ -130,6 +130,16 @@ def test_a_row_without_a_readable_gold_is_named():
         assert [fault(answer=gold) for gold in (72, "3, 5, 7", r"\text{Evelyn}", "word " * 40 + "#### 3")] == [None] * 4
 
 
+@for_each("gold", [{"value": "3"}, [{"value": "3"}], '{"value": "3"}', ' [{"value": 3, "unit": "cm"}]'])
+def test_a_gold_that_is_an_object_is_named_with_its_field(gold):
+    from megagrpo.rewards.functions.math_accuracy import accuracy
+
+    assert accuracy([r"\boxed{3}"], answer=[gold]) == [None]
+    fault = vars(accuracy)["row_fault"](answer=gold)
+    assert "`answer` is an object" in fault and fault.endswith("data.columns: {answer: answer.value}"), fault
+    assert vars(accuracy)["row_fault"](answer="{1, 2}") is None
+
+
 def test_spellings_of_one_answer_are_one_vote_and_pass_together():
     from megagrpo.rewards.functions.math_accuracy import accuracy
 

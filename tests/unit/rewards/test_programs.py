@@ -13,7 +13,7 @@ import pytest
 
 from megagrpo.config import RewardsSection
 from megagrpo.rewards.functions.code_execution import CodeExecution
-from megagrpo.rewards.functions.program_tests import TEST_COLUMNS
+from megagrpo.rewards.functions.program_tests import TEST_COLUMNS, read_tests
 from megagrpo.rewards.functions.program_text import program_of
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
@@ -422,6 +422,23 @@ def test_mbpp_set_up_runs_before_the_tests():
         )
         == 1.0
     )
+
+
+@for_each(
+    "written",
+    [
+        str,
+        json.dumps,
+        lambda lines: json.dumps("\n".join(lines)),
+        "\n".join,
+        lambda lines: '"""Set up."""\n' + lines[0],
+    ],
+)
+def test_the_set_up_may_be_json_text(written):
+    setup = written(["import math"])
+    for column in ("test_imports", "test_setup_code"):
+        found = read_tests(["assert first([1]) == math.ceil(0.5)"], **{column: setup}).python.steps
+        assert [step[1] for step in found if step[0] == "setup"] == [setup if setup[:3] == '"""' else "import math"]
 
 
 def test_the_further_columns_reach_the_reward_in_its_worker():

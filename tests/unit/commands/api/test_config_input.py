@@ -64,6 +64,9 @@ def test_values_of_overrides_survive_the_command_line():
         "train.learning_rate=1.0e-05",
         "run.resume=true",
     )
+    for choice in (True, False, "outcome"):  # a boolean or a text
+        (text,) = override_texts({"algorithm.dynamic_sample": choice})
+        assert read(OWN, [text]).validated().algorithm.dynamic_sample is choice or choice == "outcome"
 
 
 def test_a_config_made_in_python_is_a_file_for_a_command(tmp_path):

@@ -2,6 +2,7 @@
 configured."""
 
 import math
+import re
 
 import pytest
 
@@ -54,13 +55,13 @@ def functions_of(rewards):
     return rewards if isinstance(rewards[0], tuple) else (rewards,)
 
 
-def draw(rewards, prompts_per_step=3, step=4, **algorithm):
+def draw(rewards, prompts_per_step=3, step=4, functions=None, **algorithm):
     """(prompt ids trained on, metrics, prompts drawn, messages, seeds, pass rates)."""
     config = RunConfig.model_validate(
         {
             "model": {"path": "m"},
             "data": {"train": {"source": "a"}},
-            "rewards": {"functions": [{"function": "format"}] * len(functions_of(rewards[0]))},
+            "rewards": {"functions": functions or [{"function": "format"}] * len(functions_of(rewards[0]))},
             "rollout": {"prompts_per_step": prompts_per_step, "num_generations": 2},
             "algorithm": {"dynamic_sample": True} | algorithm,
         }
@@ -132,6 +133,28 @@ def test_functions_that_cancel_in_the_sum_teach_when_each_is_normalised_by_itsel
     summed = draw([cancelling, flat, *useful], 2)
     each = draw([cancelling, flat, *useful], 2, multi_objective_aggregation="normalize_then_sum")
     assert summed[0] == [2, 3] and each[0] == [0, 2]
+
+
+RIGHT, SHORT = {"function": "accuracy", "name": "f0"}, {"function": "soft_overlong", "name": "f1"}
+LENGTHS, MIXED_LENGTHS = ((0.0, 0.0), (0.0, -0.5)), (MIXED, (0.0, -0.5))  # accuracy, then soft_overlong
+
+
+def test_accuracy_decides_which_groups_are_useful_where_soft_overlong_is_a_penalty():
+    rewards = [LENGTHS, (MIXED, (0.0, 0.0)), LENGTHS, *[MIXED_LENGTHS] * 5]
+    for choice, trained in ((True, [0, 1, 2]), ("outcome", [1, 3, 4]), ("f0", [1, 3, 4]), ("f1", [0, 2, 3])):
+        assert draw(rewards, functions=[RIGHT, SHORT], dynamic_sample=choice)[0] == trained, choice
+
+
+@pytest.mark.parametrize(
+    ("choice", "functions", "reason"),
+    [
+        ("acc", [RIGHT, SHORT], "`acc` names none of the rewards f0, f1; name one, or set true or outcome"),
+        ("outcome", [SHORT], "outcome leaves out penalties, and all rewards are: f1; name one, or set true"),
+    ],
+)
+def test_a_reward_that_is_to_decide_must_exist(choice, functions, reason):
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        draw([LENGTHS] * 3, functions=functions, dynamic_sample=choice)
 
 
 def test_the_curriculum_hears_of_all_that_was_drawn():
