@@ -19,8 +19,9 @@ from megagrpo.families.weight_sources import INDEX
 from megagrpo.weights.bridge.adapter_files import read_lora
 from megagrpo.weights.bridge.hf_files import HEADERS_FILE, files_of
 from megagrpo.weights.bridge.load import Checkpoint
+from megagrpo.weights.files.data_only import read_metadata
 from megagrpo.weights.files.file_checksums import checksums, verify_others
-from megagrpo.weights.files.torch_dist import StoredTensors, read_metadata
+from megagrpo.weights.files.torch_dist import StoredTensors
 
 ROOT = Path(__file__).parents[4]
 
