@@ -92,9 +92,9 @@ class PrometheusSink(TrackerSink):
         logger = logging.getLogger("megagrpo.prometheus")
         logger.disabled = True  # a broken request is no event of the run
         server = web.Server(self._answer, logger=logger, access_log=None, lingering_time=0)
-        recent: deque[web.RequestHandler[web.BaseRequest]] = deque(maxlen=MAX_CONNECTIONS)
+        recent: deque[web.RequestHandler] = deque(maxlen=MAX_CONNECTIONS)
 
-        def connection() -> web.RequestHandler[web.BaseRequest]:
+        def connection() -> web.RequestHandler:
             if len(recent) == MAX_CONNECTIONS:
                 recent[0].force_close()
             recent.append(server())
