@@ -104,16 +104,14 @@ def read_metadata(folder: Path) -> Metadata:
 @contextmanager
 def _few_classes() -> Iterator[None]:
     """Limit torch.load with `weights_only` to torch's own classes and those of Megatron-LM's arguments."""
+    few = [cls for cls in SAFE_GLOBALS if cls.__module__.partition(".")[0] in _OF_ARGUMENTS]
     with _LOCK:
         registered = torch.serialization.get_safe_globals()
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(few)
         try:
-            torch.serialization.clear_safe_globals()
-            torch.serialization.add_safe_globals(
-                [cls for cls in SAFE_GLOBALS if cls.__module__.partition(".")[0] in _OF_ARGUMENTS]
-            )
             yield
-        finally:
-            torch.serialization.clear_safe_globals()
+        finally:  # a module that was imported meanwhile may have registered more
             torch.serialization.add_safe_globals(registered)
 
 
