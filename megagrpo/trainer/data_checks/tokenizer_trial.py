@@ -27,7 +27,7 @@ def try_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
         warnings.simplefilter("ignore", DeprecationWarning)
         child = get_context("fork").Process(target=_try, args=(config, tokenizer), daemon=True)
         child.start()
-    child.join(2 * SECONDS)
+    child.join(10 * SECONDS)  # of a busy machine
     if child.is_alive():
         child.kill()
         child.join()
