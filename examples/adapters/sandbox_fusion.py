@@ -41,7 +41,9 @@ class SandboxFusion:
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
         """Run a program. Returns its output and its errors. Raises RuntimeError when the sandbox failed."""
-        body = {"language": "python", "run_timeout": RUN_SECONDS, "compile_timeout": RUN_SECONDS} | arguments
+        # The policy may send any argument, and the server takes more of them: limits, files to write and to fetch.
+        chosen = {key: value for key, value in arguments.items() if key in _PARAMETERS["properties"]}
+        body = {"language": "python", **chosen, "run_timeout": RUN_SECONDS, "compile_timeout": RUN_SECONDS}
         answer = self._http.post("/run_code", json=body).raise_for_status().json()
         if answer["status"] == "SandboxError":
             raise RuntimeError(f"the sandbox failed: {answer.get('message')}")

@@ -9,30 +9,41 @@ vLLM.
 
 from __future__ import annotations
 
+import asyncio
+import hmac
 import json
+import logging
 import os
 import re
+import secrets
+import socket
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megagrpo.loopback import LOOPBACK_ADDRESS
 from megagrpo.records.sinks.sink import ServerMetrics, TrackedRun, TrackerSink
 
 if TYPE_CHECKING:
+    from aiohttp import web
     from prometheus_client.core import Metric
 
 COUNTED = {"num_tokens": "megagrpo_trained_tokens", "num_generated_tokens": "megagrpo_generated_tokens"}
-_SERVER = re.compile(r"/servers/(\d+)/metrics")
+_SERVER = re.compile(r"/servers/([0-9]{1,4})/metrics")
 _ODD = re.compile(r"\W", re.ASCII)
+_HOST = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?")  # a web page reaches this port under a name of its own
+SECONDS = 30.0  # of a connection, whatever it sends
+MAX_CONNECTIONS = 32  # one more closes the oldest
+MIN_KEY = 16  # characters
 
 
 class PrometheusSink(TrackerSink):
-    """Answers `/metrics` (the trainer), `/servers/N/metrics` (vLLM server N, with the run's token) and `/targets`, the
-    list of both for `http_sd_configs`. The file `prometheus_url` in the run's folder has the address."""
+    """Answers `/metrics` (the trainer), `/servers/N/metrics` (vLLM server N, for requests with the key) and `/targets`,
+    the list of both for `http_sd_configs`. In the run's folder, `prometheus_url` has the address and `prometheus_key`
+    the key."""
 
     def __init__(self, run: TrackedRun):
         from prometheus_client import CollectorRegistry  # slow to import
@@ -45,11 +56,16 @@ class PrometheusSink(TrackerSink):
         self._counts = dict.fromkeys(["megagrpo_steps", *COUNTED.values()], 0.0)
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self._server = _Server((LOOPBACK_ADDRESS, int(os.environ.get("PROMETHEUS_PORT", "9400"))), _Handler)
-        self._server.sink = self
-        threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
         run.folder.mkdir(parents=True, exist_ok=True)
-        (run.folder / "prometheus_url").write_text(f"http://{LOOPBACK_ADDRESS}:{self._server.server_port}\n")
+        self._key = _key(run.folder / "prometheus_key")
+        listener = socket.create_server((LOOPBACK_ADDRESS, int(os.environ.get("PROMETHEUS_PORT", "9400"))))
+        self._loop, self._closing = asyncio.new_event_loop(), asyncio.Event()
+        serve = self._serve(listener)
+        self._thread = threading.Thread(
+            target=lambda: self._loop.run_until_complete(serve), name="prometheus", daemon=True
+        )
+        self._thread.start()
+        (run.folder / "prometheus_url").write_text(f"http://{LOOPBACK_ADDRESS}:{listener.getsockname()[1]}\n")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         with self._lock:
@@ -67,8 +83,41 @@ class PrometheusSink(TrackerSink):
         self._servers = servers
 
     def close(self, failed: bool = False) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join(SECONDS)
+
+    async def _serve(self, listener: socket.socket) -> None:
+        from aiohttp import web
+
+        logger = logging.getLogger("megagrpo.prometheus")
+        logger.disabled = True  # a broken request is no event of the run
+        server = web.Server(self._answer, logger=logger, access_log=None, lingering_time=0)
+        recent: deque[web.RequestHandler] = deque(maxlen=MAX_CONNECTIONS)
+
+        def connection() -> web.RequestHandler:
+            if len(recent) == MAX_CONNECTIONS:
+                recent[0].force_close()
+            recent.append(server())
+            self._loop.call_later(SECONDS, recent[-1].force_close)
+            return recent[-1]
+
+        opened = await self._loop.create_server(connection, sock=listener)
+        await self._closing.wait()
+        opened.close()
+        await server.shutdown(1.0)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        from aiohttp import web
+
+        status, kind, body = 405, "text/plain", b"only GET\n"
+        if not _HOST.fullmatch(request.host):
+            status, body = 421, b"this address is 127.0.0.1 or localhost\n"
+        elif request.method in ("GET", "HEAD"):
+            sent = request.headers.get("Authorization", "").encode()
+            has_key = hmac.compare_digest(sent, f"Bearer {self._key}".encode())
+            accept = request.headers.get("Accept", "")
+            status, kind, body = await asyncio.to_thread(self.page, request.path, request.host, accept, has_key)
+        return web.Response(status=status, body=body, headers={"Content-Type": kind})
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics: the interface of a collector of prometheus_client."""
@@ -89,7 +138,7 @@ class PrometheusSink(TrackerSink):
             counter.add_metric((self._name,), value)
             yield counter
 
-    def page(self, path: str, host: str, accept: str) -> tuple[int, str, bytes]:
+    def page(self, path: str, host: str, accept: str, has_key: bool) -> tuple[int, str, bytes]:
         """Return status, content type and body of the answer to a request at `host`."""
         from prometheus_client.exposition import choose_encoder
 
@@ -103,6 +152,8 @@ class PrometheusSink(TrackerSink):
             targets = [{"targets": [host], "labels": of_page} for of_page in labels]
             return 200, "application/json", json.dumps(targets).encode()
         match = _SERVER.fullmatch(path)
+        if match and not has_key:
+            return 401, "text/plain", b"needs the key in the file prometheus_key of the run's folder\n"
         if match and self._servers is not None and int(match[1]) < len(urls):
             try:
                 return 200, "text/plain; version=0.0.4; charset=utf-8", self._servers.metrics(urls[int(match[1])])
@@ -111,24 +162,17 @@ class PrometheusSink(TrackerSink):
         return 404, "text/plain", b"no such page; there are /metrics, /targets and /servers/N/metrics\n"
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    sink: PrometheusSink
-
-
-class _Handler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        server: Any = self.server
-        path, host = self.path.partition("?")[0], self.headers.get("Host", "")
-        status, kind, body = server.sink.page(path, host, self.headers.get("Accept", ""))
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
+def _key(file: Path) -> str:
+    """Return the key in `file`, which is created for this user only. A file that exists keeps its rights."""
+    try:
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as new:
+            new.write(secrets.token_urlsafe(24))
+    except FileExistsError:
+        pass
+    key = file.read_text().strip()
+    if len(key) < MIN_KEY:
+        raise ValueError(f"{file} has no key of {MIN_KEY} or more characters; remove the file")
+    return key
 
 
 def metric_name(name: str) -> str:

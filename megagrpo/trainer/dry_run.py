@@ -29,6 +29,7 @@ from megagrpo.trainer.data_checks.data_trial import (
 )
 from megagrpo.trainer.data_checks.gold_trial import ROWS, RewardTrial
 from megagrpo.trainer.data_checks.reward_trial import reward_warnings, try_rewards
+from megagrpo.trainer.data_checks.tokenizer_trial import try_tokenizer
 from megagrpo.trainer.rollout.sourced_prompts import UsableRows
 from megagrpo.types import Prompt
 from megagrpo.weights.bridge.image_facts import processor_of
@@ -81,9 +82,11 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
     with ExitStack() as resources:
         tools: Sequence[dict[str, Any]] = ()
         tokenizer: Tokenizer | None = None
+        known = len(result.problems)
         with Collecting(result):
             tokenizer = _tokenizer(config)
-        if tokenizer is None:
+            try_tokenizer(config, tokenizer)
+        if tokenizer is None or result.problems[known:]:
             return result
         limit = config.rollout.max_prompt_length
         with Collecting(result):

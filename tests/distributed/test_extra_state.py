@@ -21,7 +21,7 @@ from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.records.checkpoints.run_files import newest_checkpoint
 from megagrpo.train_types import TrainState
 from megagrpo.weights.bridge.megatron_io import METADATA, load_model, model_state
-from megagrpo.weights.files.torch_dist import read_metadata
+from megagrpo.weights.files.data_only import read_metadata
 
 
 def give_extra_state(held: dict[int, torch.Tensor] | None = None) -> None:

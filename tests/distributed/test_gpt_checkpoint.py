@@ -24,8 +24,8 @@ from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.families.weight_sources import MEGATRON_LM, resolve_model
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.weights.bridge.conversion import import_hf
+from megagrpo.weights.files.data_only import read_metadata
 from megagrpo.weights.files.gpt_checkpoint import GptKeys
-from megagrpo.weights.files.torch_dist import read_metadata
 from tests.family_examples import RELEASES
 
 ALL_EXPERTS = dict(mlp_only_layers=[])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megagrpo.config.basics.problems import Problem
+from megagrpo.config.basics.yaml_text import shortened
 from megagrpo.config.rules.algorithm_rules import OTHER_DISTRIBUTION, uncorrected
 from megagrpo.suggestions import did_you_mean
 
@@ -28,6 +30,10 @@ SHORT_NAMES = {
     "-h": "--help",
     "-dp": "--data-parallel-size",
     "-dpp": "--data-parallel-rpc-port",
+    "-sc": "--speculative-config",
+    "-cc": "--compilation-config",
+    "-ac": "--attention-config",
+    "-dc": "--diffusion-config",
     "-n": "--nnodes",
     "-r": "--node-rank",
 }
@@ -40,6 +46,7 @@ _NODES = "is set by rollout.nodes_per_server; leave it out"
 _REQUESTS = (
     "has no effect: every request carries its own sampling parameters; set rollout.temperature, top_p, top_k or min_p"
 )
+_DISTRIBUTION = "changes the sampled distribution, which the trainer cannot reproduce; leave it out"
 REFUSED_ARGUMENTS = {
     "--model": "is set by model.path; leave it out",
     "--served-model-name": "is set by the run, which requests the model by that name; leave it out",
@@ -69,7 +76,8 @@ REFUSED_ARGUMENTS = {
     "--hf-overrides": "changes the servers' model and not the policy's; edit config.json in a copy of the folder",
     "--config": "names a file with more arguments, which this check cannot read; write them in rollout.extra_args",
     "--help": "starts no server; leave it out",
-    "--logits-processors": "changes the sampled distribution, which the trainer cannot reproduce; leave it out",
+    **dict.fromkeys(("--logits-processors", "--watermark-config"), _DISTRIBUTION),
+    "--quantization-config": "is set by rollout.quantization; leave it out",
     **dict.fromkeys(("--generation-config", "--override-generation-config"), _REQUESTS),
     **dict.fromkeys(("--logprobs-mode", "--worker-cls", "--worker-extension-cls", "--weight-transfer-config"), _SYNC),
     **dict.fromkeys(("--middleware", "--enable-scale-out"), _SYNC),
@@ -77,25 +85,33 @@ REFUSED_ARGUMENTS = {
     **dict.fromkeys(("--uds", "--grpc", "--headless", "--root-path", "--ssl-keyfile", "--ssl-certfile"), _ADDRESS),
     **dict.fromkeys(("--nnodes", "--node-rank", "--master-addr", "--master-port", "--data-parallel-rpc-port"), _NODES),
 }
+DRAFTS = "--speculative-config"
+EXACT_METHODS = ("standard", "block")  # of rejection sampling: what is accepted is distributed as without drafts
+REFUSED_BESIDE_DRAFTS = ("min_p", "logit_bias")
 _OPTION = re.compile(r"--?[A-Za-z]")
+
+
+def _given(arguments: list[str]) -> list[tuple[str, str, str]]:
+    """Return name, part and value, as text, of each option. --speculative-config.method is the part `method` of it."""
+    given: list[tuple[str, str, str]] = []
+    for word in arguments:
+        if _OPTION.match(word):
+            name, equals, value = word.partition("=")
+            name, _, part = name.partition(".")
+            name = name.replace("_", "-")
+            name = "-O" if name.startswith("-O") else SHORT_NAMES.get(name, name)
+            given.append((name, part.replace("-", "_").rstrip("+"), value if equals else ""))
+        elif given:
+            name, part, value = given[-1]
+            given[-1] = name, part, f"{value} {word}".strip()
+        else:
+            given.append((word, "", ""))
+    return given
 
 
 def options_of(arguments: list[str]) -> dict[str, str]:
     """Return option -> value, as text, of a command line. Options have the names that vLLM's parser gives them."""
-    options: dict[str, str] = {}
-    name = ""
-    for word in arguments:
-        if _OPTION.match(word):
-            name, equals, value = word.partition("=")
-            # --speculative-config.method is a part of --speculative-config
-            name = name.partition(".")[0].replace("_", "-")
-            name = "-O" if name.startswith("-O") else SHORT_NAMES.get(name, name)
-            options[name] = value if equals else ""
-        elif name:
-            options[name] = f"{options[name]} {word}".strip()
-        else:
-            options[word] = ""
-    return options
+    return {name: value for name, _, value in _given(arguments)}
 
 
 def extra_args_problems(config: RunConfig) -> Iterator[Problem]:
@@ -112,6 +128,39 @@ def extra_args_problems(config: RunConfig) -> Iterator[Problem]:
         elif name == "--kv-cache-dtype" and value.startswith(("fp8", "int8", "nvfp4", "turboquant")):
             cause = f"{name} {value} {OTHER_DISTRIBUTION}"
             yield from uncorrected(config.algorithm, EXTRA_ARGS, cause, "leave the argument out")
+    yield from _draft_problems(config)
+
+
+def drafts_tokens(arguments: list[str]) -> bool:
+    """Whether these arguments switch on speculative decoding."""
+    return any(name == DRAFTS or name.startswith("--spec-") for name in options_of(arguments))
+
+
+def _draft_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield options of speculative decoding with which accepted drafts are no samples of the policy, and sampling
+    parameters that vLLM refuses beside drafts."""
+    parts: dict[str, object] = {}
+    for part, text in [(part, text) for name, part, text in _given(config.rollout.extra_args) if name == DRAFTS]:
+        try:
+            value = {part: text} if part else json.loads(text or "null") or {}
+        except (ValueError, RecursionError) as error:
+            value = str(error)
+        if not isinstance(value, dict):
+            yield Problem((EXTRA_ARGS,), f'{DRAFTS} {shortened(text)} is no JSON object; write {{"method": ...}}')
+            return
+        parts |= {key.replace("-", "_"): one for key, one in value.items()}
+    for part, one in parts.items():
+        if part.startswith("synthetic_") or (part == "rejection_sample_method" and one not in EXACT_METHODS):
+            yield Problem((EXTRA_ARGS,), f"{DRAFTS}: {part} {shortened(str(one))} {_DISTRIBUTION}")
+    rollout = config.rollout
+    keys = [
+        f"rollout.{key}" for key, chosen in (("min_p", rollout.min_p), ("logit_bias", rollout.logit_bias)) if chosen
+    ]
+    if keys and drafts_tokens(rollout.extra_args):
+        reason = (
+            f"vLLM's speculative decoding refuses {' and '.join(REFUSED_BESIDE_DRAFTS)}; remove them, or the drafts"
+        )
+        yield Problem((*keys, EXTRA_ARGS), reason)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from megagrpo.config import RunConfig
-from megagrpo.config.rules.extra_args import options_of
+from megagrpo.config.rules.extra_args import REFUSED_BESIDE_DRAFTS, drafts_tokens, options_of
 from megagrpo.config.sections.rollout import RowSampling, constraint_of
 from megagrpo.data.tokens.grammar import check_constraint
 from megagrpo.data.tokens.sampling import bad_word_ids, bias_ids
@@ -103,6 +103,10 @@ class RowReader:
     def _check(self, values: Mapping[str, Any], said: str) -> None:
         """Raise ValueError for parameters that servers or trainer of this run cannot apply."""
         rollout = self.config.rollout
+        for name in REFUSED_BESIDE_DRAFTS:
+            if values.get(name) and drafts_tokens(rollout.extra_args):
+                fix = "remove it from the rows, or the drafts from rollout.extra_args"
+                raise ValueError(f"{said}: vLLM's speculative decoding refuses {name}; {fix}")
         for name in FOUND_BY_SERVERS:
             if values.get(name) and not isinstance(self.tokenizer, HuggingFaceTokenizer):
                 fix = "name a Hugging Face folder in model.tokenizer"

@@ -36,7 +36,7 @@ def write_ahead(groups: Iterable[dict[str, Any]], folder: Path, dp_rank: int) ->
 
 def read_ahead(folder: Path, dp_rank: int, dp_size: int) -> Iterator[dict[str, Any]]:
     """Yield the groups in a checkpoint that belong to replica `dp_rank` of `dp_size`: their place depends on it."""
-    for path in sorted(folder.glob(ahead_file("*"))):
+    for path in sorted(path for path in folder.glob(ahead_file("*")) if path.is_file()):
         with open(path, "rb") as lines:
             for line in lines:
                 if (place := _PLACE.match(line)) is None:

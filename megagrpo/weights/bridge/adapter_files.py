@@ -133,7 +133,7 @@ def read_lora(folder: Path, key: str = RUN_KEY) -> LoraSection:
         if not (folder / file).is_file():
             raise ValueError(f"{key}: {folder} has no {file}; name an adapter folder of PEFT or of a run's checkpoint")
     verify_inside(folder)
-    saved = json.loads((folder / CONFIG).read_text())
+    saved = _config_of(folder, key)
     odd = ["peft_type"] if saved.get("peft_type") != "LORA" else []
     odd += [name for name, plain in (PLAIN | UNUSED).items() if (saved.get(name) or plain) != plain]
     if odd:
@@ -153,6 +153,17 @@ def read_lora(folder: Path, key: str = RUN_KEY) -> LoraSection:
         target_parameters=sorted(saved.get("target_parameters") or []),
         layers_to_transform=[layers] if isinstance(layers, int) else layers or None,
     )
+
+
+def _config_of(folder: Path, key: str) -> dict[str, Any]:
+    try:
+        saved = json.loads((folder / CONFIG).read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{key}: {folder / CONFIG} is no JSON ({error}); copy the adapter again") from None
+    lacks = [name for name in ("r", "lora_alpha", "target_modules") if not isinstance(saved, dict) or name not in saved]
+    if lacks and not (isinstance(saved, dict) and saved.get("peft_type") not in (None, "LORA")):
+        raise ValueError(f"{key}: {folder / CONFIG} has no {lacks[0]}; name an adapter that PEFT has saved")
+    return saved
 
 
 def base_of(folder: Path) -> str:

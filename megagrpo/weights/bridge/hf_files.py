@@ -112,7 +112,11 @@ def _with(file: File, tensors: Tensors) -> File:
 
 
 def files_of(folder: Path) -> Files | None:
-    """Return the files of the model in `folder`, from weights or a checkpoint's headers; None if it has neither."""
+    """Return the files of the model in `folder`, from weights or a checkpoint's headers; None if it has neither.
+
+    Raises ValueError when a copy of the model would hold a file from elsewhere, before a run or a conversion begins.
+    """
+    _side_files(folder)
     index = (folder / INDEX).read_bytes() if (folder / INDEX).is_file() else None
     if (folder / HEADERS_FILE).is_file():
         headers = json.loads((folder / HEADERS_FILE).read_text())
@@ -292,22 +296,36 @@ def _write_at(fd: int, data: bytes | memoryview, at: int) -> None:
         data, at = data[written:], at + written
 
 
+def _side_files(folder: Path) -> list[Path]:
+    """Return the files of a model that hold no weights. Raises ValueError for a link out of `folder`, which could lead
+    to any file of the user; in the hub's cache, links lead to its `blobs`."""
+    found, real = [], folder.resolve()
+    inside = (real, *([real.parents[1] / "blobs"] if real.parent.name == "snapshots" else []))
+    for file in [*folder.iterdir(), *folder.glob(NAMED_TEMPLATES)]:
+        is_index = file.name.endswith(".index.json")  # also pytorch_model.bin.index.json
+        is_own = file.name in (HEADERS_FILE, UNTRAINED_ORIGIN)
+        is_side = file.suffix in SIDE_FILE_SUFFIXES or file.name == SPEAKERS
+        if not is_side or is_index or is_own or not file.is_file():
+            continue
+        if not any(file.resolve().is_relative_to(root) for root in inside):
+            fix = f"copy the model's own files in its place: cp -rL {folder} NEW"
+            raise ValueError(f"model: {file} is a link to {file.resolve()}, outside of the folder; {fix}")
+        found.append(file)
+    return found
+
+
 def copy_side_files(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
     """Copy all files that hold no weights: config, tokenizer, chat templates, generation config, custom code. An index
     of weights is not copied: these weights get their own.
 
     The copy of config.json has no `quantization_config`, because no export is quantized. It names `dtype`, unless None.
     When a .py file in config.json's `auto_map` is missing, the copy has no `auto_map`: the class is then one of
-    transformers (`config_keys`), so no code is needed.
+    transformers (`config_keys`), so no code is needed. Raises ValueError for a link that leaves the folder.
     """
-    for file in [*source.iterdir(), *source.glob(NAMED_TEMPLATES)]:
-        is_index = file.name.endswith(".index.json")  # also pytorch_model.bin.index.json
-        is_own = file.name in (HEADERS_FILE, UNTRAINED_ORIGIN)
-        is_side = file.suffix in SIDE_FILE_SUFFIXES or file.name == SPEAKERS
-        if is_side and not is_index and not is_own:
-            copy = target / file.relative_to(source)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, copy)
+    for file in _side_files(source):
+        copy = target / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
     if not (config := target / "config.json").is_file():
         return
     raw = json.loads(config.read_text())

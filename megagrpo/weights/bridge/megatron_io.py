@@ -28,6 +28,7 @@ from megagrpo.policy.model_state import dense_state, load_state, sharded_state
 from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.weights.blocks.parameter_blocks import Parameter, blocks
 from megagrpo.weights.blocks.planned_blocks import without_data
+from megagrpo.weights.files.data_only import data_only
 from megagrpo.weights.files.file_checksums import checksums
 from megagrpo.weights.files.gpt_checkpoint import GptKeys, common_state, extra_states
 from megagrpo.weights.files.torch_dist import StoredTensors
@@ -126,7 +127,7 @@ def save_frame(folder: Path, own: Structure, megatron_lm: HfConfig | None = None
 
 def read_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return a sharded state from a distributed checkpoint. Collective; raises errors of Megatron and torch."""
-    with warnings.catch_warnings():  # warnings about Megatron's calls of torch
+    with data_only(), warnings.catch_warnings():  # warnings about Megatron's calls of torch
         warnings.simplefilter("ignore", UserWarning)
         return dist_checkpointing.load(state, str(folder), validate_access_integrity=_is_checked())
 
@@ -138,7 +139,7 @@ def load_model(chunks: list[nn.Module], folder: str | Path, layout: Layout) -> N
     """
     folder = Path(folder)
     check_is_checkpoint(folder)
-    StoredTensors(folder)  # rejects a damaged or malicious index before Megatron unpickles it
+    StoredTensors(folder)  # names a damaged index
     try:
         state = read_state(model_state(chunks, layout), folder)
     except Exception as e:  # torch and Megatron raise a dozen types for a missing key or another shape

@@ -13,22 +13,20 @@ import zipfile
 from argparse import Namespace
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
-import torch
 from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     GPTCompatLayerMaps,
     retarget_sharded_state_dict_to_gpt_checkpoint,
 )
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
-from megatron.core.safe_globals import SAFE_GLOBALS
 
 from megagrpo.families.shared.architecture import HfConfig
 from megagrpo.families.shared.recurrence import Mamba2, ShortConv
 from megagrpo.families.weight_sources import MEGATRON_LM, NEMO_WEIGHTS
 from megagrpo.platform.process.terminal import warn
 from megagrpo.policy.transformer.specs import LAYERS_PER_BLOCK
+from megagrpo.weights.files.data_only import COMMON_FILE, read_object
 from megagrpo.weights.files.torch_dist import StoredTensors
 
 RELEASE = "release"  # folder and tracker entry of weights without training state
@@ -280,13 +278,10 @@ def check_arguments(stored: StoredTensors, hf_config: HfConfig, model: str) -> N
 def _arguments_in(stored: StoredTensors) -> dict[str, Any] | None:
     """Return the arguments in a checkpoint, read without running code in it, or None."""
     try:
-        if (stored.folder / "common.pt").is_file():  # before megatron-core 0.19
-            source: Any = stored.folder / "common.pt"
-        else:
-            source = io.BytesIO(stored.object_bytes("common_state"))
-        with torch.serialization.safe_globals(SAFE_GLOBALS):
-            state = torch.load(source, map_location="cpu", weights_only=True)
-    except (ValueError, OSError, KeyError, RuntimeError, UnpicklingError, zipfile.BadZipFile):
+        common: Any = stored.folder / COMMON_FILE
+        source = common if common.is_file() else io.BytesIO(stored.object_bytes("common_state"))
+        state = read_object(source, common if source is common else f"common_state of {stored.folder}")
+    except (ValueError, OSError, KeyError, RuntimeError, zipfile.BadZipFile):
         return None
     state = state[0] if isinstance(state, list) else state
     found = state.get("args") if isinstance(state, dict) else None

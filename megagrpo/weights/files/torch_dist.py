@@ -2,16 +2,13 @@
 
 The format is torch.distributed.checkpoint's. Its own writer and reader, and Megatron's, hold all tensors of a rank at
 once. Megatron's code handles everything except tensors. A file is a sequence of torch.save archives, one per piece of a
-tensor; `.metadata` locates each piece. That index is a pickle, and unpickling calls any function that the pickle names.
-`read_metadata` allows only torch's records of tensors and pieces, which hold numbers and names. Code that loads a
-checkpoint with Megatron or torch must call it first."""
+tensor; `.metadata` locates each piece. `data_only.py` reads that index."""
 
 from __future__ import annotations
 
 import io
 import mmap
 import os
-import pickle
 import zipfile
 from collections.abc import Buffer, Iterable
 from dataclasses import asdict, dataclass
@@ -37,51 +34,9 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from megagrpo.families.shared.boxes import Box, intersect, size
 from megagrpo.families.shared.vision import TOWER
-from megagrpo.weights.files.file_checksums import check_inside
+from megagrpo.weights.files.data_only import NotPlainData, read_metadata, read_object
 from megagrpo.weights.files.partial_files import Journal
 from megagrpo.weights.files.tensor_files import dtype_name, mapped_tensor
-
-METADATA_FILE = ".metadata"
-CHECKPOINT = "torch.distributed.checkpoint"
-RECORDS = {
-    f"{CHECKPOINT}.filesystem": {"_StorageInfo"},
-    f"{CHECKPOINT}.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    f"{CHECKPOINT}.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath"},  # the folder that the checkpoint was written to
-    "pathlib._local": {"PosixPath"},  # the same class in Python 3.13
-}
-
-
-class _Records(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and name not in RECORDS.get(module, ()):
-            why = f"the pickle calls {module}.{name}, which no checkpoint needs"
-            raise pickle.UnpicklingError(f"{why}; the call was blocked")
-        return super().find_class(module, name)
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """Return the metadata of the checkpoint in `folder`. Raises various errors for a missing or invalid file."""
-    with open(folder / METADATA_FILE, "rb") as file:
-        metadata = _Records(file).load()
-    if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
-    check_inside({info.relative_path for info in (metadata.storage_data or {}).values()}, folder / METADATA_FILE)
-    return metadata
-
 
 FILE_BYTES = 4 * 2**30  # a file above this size is closed
 ARCHIVE_BYTES = 2048  # upper bound of an archive's bytes beside the tensor
@@ -293,7 +248,9 @@ class StoredTensors:
                 self._compare(_Window(file.fileno(), info.offset, info.length), info)
                 with FakeTensorMode():  # torch.load then reads no data and returns its offset
                     view = cast(IO[bytes], _create_file_view(file, info.offset, info.length))
-                    fake = torch.load(view, map_location="cpu", weights_only=True)
+                    fake = read_object(view, f"{path} ({key})")
+        except NotPlainData:
+            raise
         except Exception as error:
             raise ValueError(self._corrupt(key, info, f" ({error})")) from None
         assert fake.shape == chunk.sizes and fake.is_contiguous() and fake.storage_offset() == 0, (

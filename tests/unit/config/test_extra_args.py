@@ -1,6 +1,7 @@
 """Extra arguments for vLLM's servers: allowed arguments, and the errors for others."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,44 @@ def test_arguments_that_vllm_knows_reach_its_command_line(tmp_path):
     command = make_launcher(load(*words), tmp_path, tmp_path, "float32")._command(8000)
     assert command[-len(words) :] == words
     assert options_of(words)["--speculative-config"] == "ngram" and options_of(["--seed", "-1"]) == {"--seed": "-1"}
+
+
+SYNTHETIC = {"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic"}
+
+
+@for_each(
+    ("words", "said"),
+    [
+        (["--speculative-config", json.dumps(SYNTHETIC)], "rejection_sample_method synthetic changes the sampled"),
+        ([f"-sc={json.dumps(SYNTHETIC)}"], "rejection_sample_method synthetic"),
+        (["--speculative_config", json.dumps({"rejection-sample-method": "new"})], "rejection_sample_method new"),
+        (["--speculative-config.rejection-sample-method", '"synthetic"'], "rejection_sample_method"),
+        (
+            ["--speculative-config", "{}", "-sc.synthetic_acceptance_rates+", "1"],
+            "synthetic_acceptance_rates 1 changes",
+        ),
+        (["--speculative-config", '{"synthetic_acceptance_length": 2}'], "synthetic_acceptance_length 2 changes"),
+        (["--speculative-config", "{method: ngram}"], "is no JSON object"),
+        (["--speculative-config", "[1]"], "is no JSON object"),
+        (["--speculative-config", "[" * 100_000], "is no JSON object"),
+        (["--watermark-config", "{}"], "--watermark-config changes the sampled distribution"),
+        (["--quantization-config.a", "b"], "--quantization-config is set by rollout.quantization"),
+    ],
+)
+def test_drafts_that_change_the_sampled_distribution_are_refused(words, said):
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        load(*words)
+    assert len(str(caught.value)) < 1000
+
+
+def test_drafts_are_refused_beside_the_sampling_that_vllm_refuses():
+    exact = ["--speculative-config", json.dumps(SYNTHETIC | {"rejection_sample_method": "block"})]
+    assert load(*exact).rollout.extra_args == exact
+    for words in (exact, ["-sc.method", "ngram"], ["--spec-method=ngram"]):
+        for option in ("rollout.min_p=0.1", "rollout.logit_bias={5: 1.0}"):
+            with pytest.raises(ConfigError, match="speculative decoding refuses min_p and logit_bias"):
+                load(*words, overrides=(option,))
+            assert load(overrides=(option,))
 
 
 def test_a_multimodal_model_is_served_without_its_towers(tmp_path):

@@ -48,6 +48,15 @@ def test_a_cell_is_a_mapping_or_its_json_text_or_empty(tokenizer, tmp_path):  # 
     assert [prompt.sampling for prompt in held_out] == [{}, {}, {}]  # evaluation has its own parameters
 
 
+def test_rows_have_no_parameter_that_vllm_refuses_beside_drafts(tokenizer, tmp_path):  # noqa: F811
+    drafts = ["rollout.extra_args=[--speculative-config.method, ngram]"]
+    for name, value in {"min_p": 0.1, "logit_bias": {"65": 1.0}}.items():
+        assert source(tokenizer, tmp_path / "rows.jsonl", [{name: value}]).all()
+        with pytest.raises(ValueError, match=f"row 0: .*speculative decoding refuses {name}; remove it from the rows"):
+            source(tokenizer, tmp_path / "rows.jsonl", [{name: value}], overrides=drafts).all()
+    assert source(tokenizer, tmp_path / "rows.jsonl", [{"min_p": 0, "top_p": 0.5}], overrides=drafts).all()
+
+
 @for_each(
     ("cell", "problem"),
     [

@@ -432,12 +432,15 @@ app = FastAPI()
 
 @app.post("/run_code")
 def run_code(body: dict):
+    if body["language"] == "keys":
+        result = {"status": "Finished", "return_code": 0, "stdout": " ".join(sorted(body)), "stderr": ""}
+        return {"status": "Success", "message": "", "compile_result": None, "run_result": result}
     if body["language"] == "cobol":
         return {"status": "SandboxError", "message": "no compiler"}
     begun = time.monotonic()
     try:
         run = subprocess.run(
-            [sys.executable, "-c", body["code"]], capture_output=True, text=True, timeout=body["run_timeout"]
+            [sys.executable, "-c", body["code"]], capture_output=True, text=True, timeout=body["run_timeout"] / 10
         )
         result = {"status": "Finished", "return_code": run.returncode, "stdout": run.stdout, "stderr": run.stderr}
     except subprocess.TimeoutExpired:
@@ -458,7 +461,9 @@ def test_the_sandbox_of_sandbox_fusion(responders, serve, monkeypatch):  # noqa:
     assert used(table, one, "run_code", code="print(6 * 7)") == "42"
     failed = used(table, one, "run_code", code="print('a'); 1 / 0")
     assert failed.startswith("a\nTraceback") and failed.endswith("exit status 1")
-    assert "TimeLimitExceeded" in used(table, one, "run_code", code="while True: pass", run_timeout=0.5)
+    assert "TimeLimitExceeded" in used(table, one, "run_code", code="while True: pass", run_timeout=500)
+    more = dict(compile_timeout=500, memory_limit_MB=-1, files={"/etc/x": "eA=="}, fetch_files=["/etc/passwd"])
+    assert used(table, one, "run_code", code="", language="keys", **more) == "code compile_timeout language run_timeout"
     assert used(table, one, "run_code", code="print('x' * 20000)").endswith("x\n[20000 characters in all]")
     assert "no compiler" in json.loads(used(table, one, "run_code", code="", language="cobol"))["error"]
 

@@ -29,7 +29,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megagrpo.platform.process.cleanup.removal import opened, remove_own_file, remove_tree
+from megagrpo.platform.process.cleanup.removal import is_own_file, opened, remove_own_file, remove_tree
 
 OWNER_LOCK = ".lock"
 TEMPORARY = "megagrpo_tmp_"  # prefix of a process's folder for temporary files (`scratch.py`)
@@ -90,13 +90,9 @@ def remove_if_left(folder: Path, prefix: str, labels: Sequence[str] = ()) -> Non
                 return
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             of_owner = tuple(f"{label}{owner}-" for label in labels)
-            if all(
-                [
-                    remove_own_file(folder.parent / name)
-                    for name in _names(folder.parent)
-                    if of_owner and name.startswith(of_owner)
-                ]
-            ):
+            files = [folder.parent / name for name in _names(folder.parent) if of_owner and name.startswith(of_owner)]
+            # a name that another user or no regular file has must not keep the folder
+            if all([remove_own_file(file) for file in files if is_own_file(file)]):
                 remove_tree(folder, owner=user)  # last: a file without its owner's folder would stay for ever
         finally:
             os.close(lock)

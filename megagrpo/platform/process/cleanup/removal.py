@@ -56,15 +56,20 @@ def remove_tree(folder: Name, owner: int | None = None) -> bool:
 def remove_own_file(path: Name, inode: int | None = None) -> bool:
     """Remove a regular file of this user, with this inode if given. Returns whether nothing is left at `path`."""
     try:
-        status = os.lstat(path)
-        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and inode in (None, status.st_ino):
+        if is_own_file(path, inode):
             os.unlink(path)
-            return True
-    except FileNotFoundError:
-        return True
     except OSError:
         pass
-    return False
+    return not os.path.lexists(path)
+
+
+def is_own_file(path: Name, inode: int | None = None) -> bool:
+    """Whether `path` is a regular file of this user, with this inode if given."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and inode in (None, status.st_ino)
 
 
 def remove_empty(folder: Name) -> None:

@@ -169,10 +169,22 @@ def test_files_of_another_user_stay_also_for_root(memory):
     as_another_user(program, memory)
     left = owner_in(left_by_an_ended_process(memory).name, FOLDER)
     as_another_user(f"open('{SEGMENTS}{left}-x', 'w')", memory)  # under the name of this user's process
+    (memory / f"{SEGMENTS}{left}-own").touch()
     remove_stale(memory)
-    assert {f"{FOLDER}1.abcdefgh", f"{SEGMENTS}1.abcdefgh-x", f"{SEGMENTS}{left}-x"} <= names(memory)
+    assert names(memory) == {f"{FOLDER}1.abcdefgh", f"{SEGMENTS}1.abcdefgh-x", f"{SEGMENTS}{left}-x"}
     assert stat.S_IMODE((memory / f"{FOLDER}1.abcdefgh").stat().st_mode) == 0o500
     assert not remove_own_file(memory / f"{SEGMENTS}1.abcdefgh-x")
+
+
+def test_a_name_that_no_file_has_keeps_no_weights(memory):
+    """Only regular files of this user wait for their removal: anybody may create the name."""
+    left = left_by_an_ended_process(memory)
+    owner = owner_in(left.name, FOLDER)
+    (memory / f"{SEGMENTS}{owner}-folder").mkdir()
+    os.mkfifo(memory / f"{CPU_WORKERS}{owner}-pipe")
+    (memory / f"{SEGMENTS}{owner}-link").symlink_to("nowhere")
+    remove_stale(memory)
+    assert not left.exists() and len(names(memory)) == 3
 
 
 @needs_root

@@ -1,9 +1,16 @@
 """The example tracker of Prometheus: its pages, read with the parser of prometheus_client."""
 
+import contextlib
 import json
+import socket
+import stat
+import struct
+import sys
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
@@ -70,8 +77,8 @@ def test_a_scrape_has_the_latest_metrics_as_gauges_and_sums_as_counters(run):
     assert samples(text, openmetrics)["megagrpo_reward", "reward"] == (0.5, "sums", "gauge")
 
 
-def test_one_list_of_targets_finds_trainer_and_servers(run):
-    writer, url = run
+def test_one_list_of_targets_finds_trainer_and_servers(run, tmp_path):
+    (writer, url), folder = run, tmp_path
     writer.follow(Servers())
     kind, text = get(f"{url}/targets")
     pages = {
@@ -83,12 +90,60 @@ def test_one_list_of_targets_finds_trainer_and_servers(run):
         (host, "/servers/0/metrics"): "http://a:1",
         (host, "/servers/1/metrics"): "http://b:2",
     }
-    kind, text = get(f"{url}/servers/0/metrics")
+    key = {"Authorization": f"Bearer {(folder / 'prometheus_key').read_text()}"}
+    assert stat.S_IMODE((folder / "prometheus_key").stat().st_mode) == 0o600
+    kind, text = get(f"{url}/servers/0/metrics", **key)
     assert [(s.name, s.value) for f in plain(text) for s in f.samples] == [("vllm:num_requests_running", 3)]
     for page, status in (("/servers/1/metrics", 502), ("/servers/2/metrics", 404), ("/", 404)):
-        with pytest.raises(urllib.error.HTTPError) as raised:
-            get(url + page)
-        assert raised.value.code == status
+        assert refused(url + page, **key) == status
+    for wrong in ({}, {"Authorization": "Bearer "}, {"Authorization": key["Authorization"][:-1]}):
+        assert refused(f"{url}/servers/0/metrics", **wrong) == 401
+
+
+def refused(url, **headers):
+    """The status of an answer that is an error."""
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        get(url, **headers)
+    return raised.value.code
+
+
+def test_odd_requests_get_an_answer_and_print_nothing(run, capfd, caplog):
+    _, url = run
+    digits = ("9" * 5000, "99999", "\u0663", "-1", "0x1", "")
+    for path in (*(f"/servers/{quote(n)}/metrics" for n in digits), "/metrics/", "//metrics", "/%00", "/" + "a" * 6000):
+        assert refused(url + path) == 404, path
+    for host in ("evil.example", "127.0.0.1.evil.example:9400", "localhost:9400@evil.example", "127.0.0.1:"):
+        assert [refused(url + path, Host=host) for path in ("/metrics", "/targets")] == [421, 421], host
+    assert "megagrpo_steps" in get(f"{url}/metrics", Host="localhost:1")[1]  # through ssh -L
+    for line in (
+        b"POST /metrics HTTP/1.1",
+        b"GET * HTTP/1.1",
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1",
+        b"\x16\x03",
+        b"GET",
+    ):
+        with socket.create_connection(url.removeprefix("http://").split(":"), timeout=10) as client:
+            client.sendall(line + b"\r\nHost: 127.0.0.1\r\n\r\n")
+            assert client.recv(100).startswith(b"HTTP/1."), line
+    for _ in range(20):  # clients that leave in the middle of the answer
+        with socket.create_connection(url.removeprefix("http://").split(":")) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.sendall(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    assert "megagrpo_steps" in get(f"{url}/metrics")[1]
+    assert capfd.readouterr() == ("", "") and not caplog.records
+
+
+def test_half_requests_take_neither_threads_nor_the_page(run, monkeypatch):
+    _, url = run
+    monkeypatch.setattr(sys.modules[user_code.load_file(FILE).__name__], "SECONDS", 0.5)
+    before, clients = threading.active_count(), []
+    for _ in range(200):
+        clients.append(socket.create_connection(url.removeprefix("http://").split(":"), timeout=10))
+        clients[-1].sendall(b"GET /metrics HTTP/1.1\r\nHost: 127.")
+    assert "megagrpo_steps" in get(f"{url}/metrics")[1] and threading.active_count() <= before + 2
+    for client in clients:  # each is closed: the oldest by newer ones, the others after SECONDS
+        with client, contextlib.suppress(ConnectionResetError):
+            assert client.recv(100) == b""
 
 
 def test_only_the_loopback_interface_answers_and_only_until_the_end(run):

@@ -13,10 +13,11 @@ from megagrpo.families.weight_sources import INDEX, SINGLE
 from megagrpo.platform.process.progress_hook import SILENT_TASK
 from megagrpo.weights.bridge import conversion, hf_files
 from megagrpo.weights.bridge.conversion import _unfinished
-from megagrpo.weights.bridge.hf_files import File, Files, Writer, carry, copy_side_files, new_files, rounding
+from megagrpo.weights.bridge.hf_files import File, Files, Writer, carry, copy_side_files, files_of, new_files, rounding
 from megagrpo.weights.files import partial_files as unfinished
 from megagrpo.weights.files.partial_files import Journal, Unfinished
 from megagrpo.weights.files.tensor_files import make_header
+from tests.unit.for_each import for_each
 
 TENSORS = {name: torch.rand(5, 4) for name in "abcd"}
 SHAPES = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()}
@@ -332,3 +333,33 @@ def test_code_of_the_models_own_goes_with_its_config(tmp_path):
     assert json.loads((tmp_path / "lacking/config.json").read_text()) == {"model_type": "llama"}
     carry(source, None, tmp_path / "lacking")  # the side files that a checkpoint keeps
     assert "auto_map" not in json.loads((tmp_path / "lacking/config.json").read_text())
+
+
+@for_each(
+    ("link", "target", "taken"),
+    [
+        ("x.json", "../secret", False),
+        ("tokenizer.json", "/etc/passwd", False),
+        ("additional_chat_templates/a.jinja", "../../secret", False),
+        ("x.json", "below/file", True),
+        ("x.json", "../../blobs/file", True),
+        ("x.json", "../../blobs/../refs", False),
+        ("x.json", "absent", None),
+    ],
+)
+def test_no_link_brings_a_file_from_elsewhere_into_a_copy(link, target, taken, tmp_path):
+    folder = tmp_path / "models--a--b" / "snapshots" / "123"
+    for file in ("below/file", "../../blobs/file", "../../refs", "../secret"):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(file)
+    (folder / link).parent.mkdir(exist_ok=True)
+    (folder / link).symlink_to(target)
+    (tmp_path / "out").mkdir()
+    if taken is False:
+        for read in (lambda: copy_side_files(folder, tmp_path / "out"), lambda: files_of(folder)):
+            with pytest.raises(ValueError, match=r"model: .* is a link to .*, outside of the folder; copy the model's"):
+                read()
+    else:
+        files_of(folder)
+        copy_side_files(folder, tmp_path / "out")
+        assert (tmp_path / "out" / link).is_file() is bool(taken)

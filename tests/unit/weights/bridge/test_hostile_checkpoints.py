@@ -7,6 +7,7 @@ import os
 import pickle
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -19,8 +20,9 @@ from megagrpo.families.weight_sources import INDEX
 from megagrpo.weights.bridge.adapter_files import read_lora
 from megagrpo.weights.bridge.hf_files import HEADERS_FILE, files_of
 from megagrpo.weights.bridge.load import Checkpoint
+from megagrpo.weights.files.data_only import COMMON_FILE, NotPlainData, data_only, read_metadata, read_object
 from megagrpo.weights.files.file_checksums import checksums, verify_others
-from megagrpo.weights.files.torch_dist import StoredTensors, read_metadata
+from megagrpo.weights.files.torch_dist import StoredTensors
 
 ROOT = Path(__file__).parents[4]
 
@@ -132,15 +134,30 @@ def test_an_index_of_torch_is_read_as_torch_reads_it(tmp_path):
     )
 
 
-def test_what_else_a_checkpoint_holds_is_read_without_running_it(tmp_path):
-    """Megatron reads `common.pt` and objects by torch.load. The protection relies on torch.load's default, which allows
-    only tensors and plain values."""
-    torch.save({"state": Evil(tmp_path / "it ran")}, tmp_path / "common.pt")
-    from megatron.core.dist_checkpointing.strategies.common import load_common
+def test_what_else_a_checkpoint_holds_is_read_without_running_it(tmp_path, monkeypatch):
+    """Objects, `common.pt` and pieces of tensors, also where torch.load by default reads anything."""
+    from megatron.core.dist_checkpointing import serialization
 
-    with pytest.raises(Exception, match=r"weights_only|Weights only"):
-        load_common(str(tmp_path))
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    registered = {*torch.serialization.get_safe_globals()}
+    evil = {"state": Evil(tmp_path / "it ran")}
+    torch.save(evil, tmp_path / COMMON_FILE)
+    with data_only(), pytest.raises(NotPlainData, match=r"common\.pt is refused: its pickle names posix\.mkdir"):
+        serialization.load_common(str(tmp_path))
+    for held in (evil, Evil, numpy.zeros(2), numpy.dtype("O"), torch.nn.Linear(1, 1), os.system):
+        torch.save(held, tmp_path / "object")
+        with pytest.raises(NotPlainData, match="the object is refused: "):
+            read_object(tmp_path / "object", "the object")
+    save({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "stored", no_dist=True)
+    metadata = read_metadata(tmp_path / "stored")
+    (chunk,), (info,) = metadata.state_dict_metadata["w"].chunks, metadata.storage_data.values()
+    torch.save(evil, tmp_path / "stored" / info.relative_path)
+    info.length = (tmp_path / "stored" / info.relative_path).stat().st_size
+    (tmp_path / "stored" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(NotPlainData, match=rf"{info.relative_path} \(w\) is refused"):
+        StoredTensors(tmp_path / "stored")._piece("w", chunk)
     assert not (tmp_path / "it ran").exists()
+    assert {*torch.serialization.get_safe_globals()} >= registered
 
 
 def test_every_reader_of_an_adapter_in_a_checkpoint_verifies_its_checksum(tmp_path):
