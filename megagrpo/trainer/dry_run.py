@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -13,7 +14,8 @@ from typing import Any
 from megagrpo.config import ProblemError, RunConfig, evaluation_sets
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.sources.user_source import load_source
-from megagrpo.data.tokens.row_settings import RowReader
+from megagrpo.data.tokens.request_trial import shared_trial
+from megagrpo.data.tokens.row_settings import RowReader, check_run_sampling
 from megagrpo.data.tokens.tokenizer import Tokenizer
 from megagrpo.environments.dialogues import make_dialogues
 from megagrpo.families.hf_config import load_hf_config
@@ -32,6 +34,11 @@ from megagrpo.trainer.data_checks.reward_trial import reward_warnings, try_rewar
 from megagrpo.trainer.rollout.sourced_prompts import UsableRows
 from megagrpo.types import Prompt
 from megagrpo.weights.bridge.image_facts import processor_of
+
+WITHOUT_VLLM = (
+    "rollout.structured_outputs: vLLM is not installed here, so only xgrammar has tried the constraints; servers may "
+    "refuse more; repeat the check in their environment"
+)
 
 
 @dataclass
@@ -86,17 +93,21 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
         if tokenizer is None:
             return result
         limit = config.rollout.max_prompt_length
+        vocab_size = _vocab_size(config)
+        with Collecting(result):
+            check_run_sampling(config, tokenizer, vocab_size)
         with Collecting(result):
             of_dialogues = config.multi_turn, config.data, config.rewards.names, limit
             dialogues = make_dialogues(*of_dialogues, tokenizer, base_folder, resources)
             tools = dialogues.tools if dialogues else ()
             result.tools += [str(tool.get("function", tool).get("name")) for tool in tools]
+            _check_tools(config, tools)
         train: PromptSource | None = None
         sets: dict[str, tuple[Sequence[Prompt], int]] = {}
         for configured in configured_sets(config.data, evaluation_sets(config)):
             key = configured.key
             with Collecting(result):
-                row_reader = RowReader(config, tokenizer)
+                row_reader = RowReader(config, tokenizer, vocab_size)
                 source = PromptSource(
                     configured.section, configured.data, tokenizer, limit, config.run.seed, key, tools, row_reader
                 )
@@ -125,7 +136,25 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
             trials = [trial for trial in result.rewards if trial.data == key]
             result.add(*(f"rewards.functions: {trial.failure}" for trial in trials if trial.failure))
             result.warnings += [warning for warning in reward_warnings(key, trials) if warning not in result.warnings]
+    if shared_trial().vllm_version == "":
+        result.warnings.append(WITHOUT_VLLM)
     return result
+
+
+def _vocab_size(config: RunConfig) -> int | None:
+    """Return the vocabulary of the model; None if its config.json cannot be read, which the plan reports."""
+    with contextlib.suppress(ValueError):
+        return load_hf_config(shape_folder(config.model.path)).vocab_size
+    return None
+
+
+def _check_tools(config: RunConfig, tools: Sequence[dict[str, Any]]) -> None:
+    """Raise ValueError for tools, or a tool parser, that a server of this run refuses."""
+    if (parser := config.multi_turn.vllm_parser) is None:
+        return
+    folder = config.model.tokenizer or str(resolve_model(config.model.path))
+    if refusal := shared_trial().refusal({"parser": parser, "tools": list(tools), "tokenizer": folder}):
+        raise ValueError(f"multi_turn.tool_parser: {refusal}; correct the tool, or choose another parser")
 
 
 def _tokenizer(config: RunConfig) -> Tokenizer:
