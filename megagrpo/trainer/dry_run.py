@@ -15,7 +15,7 @@ from megagrpo.config import ProblemError, RunConfig, evaluation_sets
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.sources.user_source import load_source
 from megagrpo.data.tokens.request_trial import shared_trial
-from megagrpo.data.tokens.row_settings import RowReader, check_run_sampling
+from megagrpo.data.tokens.row_settings import RowReader, check_run_sampling, check_tools
 from megagrpo.data.tokens.tokenizer import Tokenizer
 from megagrpo.environments.dialogues import make_dialogues
 from megagrpo.families.hf_config import load_hf_config
@@ -101,7 +101,7 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
             dialogues = make_dialogues(*of_dialogues, tokenizer, base_folder, resources)
             tools = dialogues.tools if dialogues else ()
             result.tools += [str(tool.get("function", tool).get("name")) for tool in tools]
-            _check_tools(config, tools)
+            check_tools(config, tools, _folder(config))
         train: PromptSource | None = None
         sets: dict[str, tuple[Sequence[Prompt], int]] = {}
         for configured in configured_sets(config.data, evaluation_sets(config)):
@@ -148,17 +148,13 @@ def _vocab_size(config: RunConfig) -> int | None:
     return None
 
 
-def _check_tools(config: RunConfig, tools: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError for tools, or a tool parser, that a server of this run refuses."""
-    if (parser := config.multi_turn.vllm_parser) is None:
-        return
-    folder = config.model.tokenizer or str(resolve_model(config.model.path))
-    if refusal := shared_trial().refusal({"parser": parser, "tools": list(tools), "tokenizer": folder}):
-        raise ValueError(f"multi_turn.tool_parser: {refusal}; correct the tool, or choose another parser")
-
-
 def _tokenizer(config: RunConfig) -> Tokenizer:
     """Load the tokenizer. Of a model on the hub it fetches the files of tokenizer and image processor only."""
+    hf_config = load_hf_config(shape_folder(config.model.path)) if config.data.images else None
+    return processor_of(config, _folder(config), hf_config)
+
+
+def _folder(config: RunConfig) -> str:
+    """Return the model's folder, or its name on the hub."""
     path = config.model.path
-    folder = str(resolve_model(path)) if path.startswith(PACKAGE) or os.path.exists(os.path.expanduser(path)) else path
-    return processor_of(config, folder, load_hf_config(shape_folder(path)) if config.data.images else None)
+    return str(resolve_model(path)) if path.startswith(PACKAGE) or os.path.exists(os.path.expanduser(path)) else path

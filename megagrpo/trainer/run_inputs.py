@@ -15,7 +15,7 @@ from megagrpo.data.images.prompt_images import IMAGE_COLUMNS
 from megagrpo.data.prompts import PromptSource, prompt_reader
 from megagrpo.data.sources.prompt_order import PromptOrder
 from megagrpo.data.tokens.request_trial import shared_trial
-from megagrpo.data.tokens.row_settings import check_run_sampling
+from megagrpo.data.tokens.row_settings import check_run_sampling, check_tools
 from megagrpo.data.tokens.sampling import sampling_of
 from megagrpo.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from megagrpo.environments.dialogues import Dialogues, make_dialogues
@@ -157,7 +157,13 @@ def _read_data(
     tools, names = on_first_rank(layout, lambda: (dialogues.tools, dialogues.reward_names) if dialogues else ([], []))
     sampling = on_first_rank(layout, lambda: sampling_of(config.rollout, tokenizer))
     first = layout.world_rank == 0
-    run_own_and_agree(layout, lambda: check_run_sampling(config, reader, vocab_size) if first and reader else None)
+
+    def check_requests() -> None:
+        if first and reader:
+            check_run_sampling(config, reader, vocab_size)
+            check_tools(config, tools, str(resolve_model(config.model.path)))
+
+    run_own_and_agree(layout, check_requests)
 
     def read(section: DatasetSection, data: DataSection, key: str) -> PromptOrder:
         """Read a data set on the ranks that generate, and with images on all; the others get the numbers of its rows.

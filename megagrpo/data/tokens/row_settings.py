@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,3 +161,12 @@ def constraint_problem(constraint: tuple[str, str] | None) -> str | None:
     """Return what is wrong with a constraint, with the parameter's name; None for a valid one."""
     refusal = None if constraint is None else shared_trial().refusal(dict([constraint]))
     return refusal and f"structured_outputs: {refusal}"
+
+
+def check_tools(config: RunConfig, tools: Sequence[dict[str, Any]], model_folder: str) -> None:
+    """Raise ValueError for a tool, or a tool parser of vLLM, that a server of this run refuses."""
+    if (parser := config.multi_turn.vllm_parser) is None:
+        return
+    tokenizer = config.model.tokenizer or model_folder
+    if refusal := shared_trial().refusal({"parser": parser, "tools": list(tools), "tokenizer": tokenizer}):
+        raise ValueError(f"multi_turn.tool_parser: {refusal}; correct the tool, or choose another parser")
