@@ -75,7 +75,7 @@ SCHEMAS = [
     ({"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#"}}}, "can never end"),
     (
         {"type": "object", "properties": {"a": {"$ref": "#/$defs/N"}}, "$defs": {"N": in_a({"$ref": "#/$defs/N"})}},
-        "defs_N",
+        "can never end",
     ),
     # what a keyword of the same name elsewhere, an annotation or OpenAPI's discriminator means
     (in_a(INTEGER, title="multipleOf", **{"x-order": 3}), None),
@@ -90,7 +90,38 @@ SCHEMAS = [
     ),
     (in_a({"anyOf": [INTEGER, {"type": "null"}], "default": None}), None),
 ]
+# Schemas and grammars that users of vLLM, TRL and verl have reported.
+ANIMALS = {"animals_seen": {"type": "integer", "minimum": 1, "maximum": 5}, "names": {"type": "array", "items": {}}}
+REPORTED = [
+    ({"allOf": [{"$ref": "#/$defs/Base"}, OF_A], "$defs": {"Base": OF_A}}, "`allOf` at #"),
+    ({"$ref": "#/$defs/n", "$defs": {"n": {"$ref": "#/$defs/n"}}}, "can never end"),
+    ({"type": "object", "properties": ANIMALS, "required": ["animals_seen"]}, None),
+    ({"type": "array", "items": in_a({"type": "string"}), "minItems": 1}, None),
+    (
+        in_a(
+            {"$ref": "#/$defs/Car"}, **{"$defs": {"Car": {"enum": ["sedan", "SUV"], "title": "Car", "type": "string"}}}
+        ),
+        None,
+    ),
+    (
+        in_a(
+            {"oneOf": [{"type": "integer", "minimum": 0}, {"$ref": "#/$defs/L"}]},
+            **{"$defs": {"L": {"type": "array", "items": INTEGER, "minItems": 2, "maxItems": 2}}},
+        ),
+        "`oneOf` at #/properties/a: write anyOf",
+    ),
+    (
+        in_a({"description": "the final answer", "title": "Final Answer", "type": "string"}, title="StructuredOutput"),
+        None,
+    ),
+]
 OTHERS = [
+    *[({"json": json.dumps(schema)}, said) for schema, said in REPORTED],
+    (
+        {"grammar": "?start: expression\n?expression: NUMBER\n%import common.NUMBER"},
+        "xgrammar cannot compile the grammar",
+    ),
+    ({"regex": "<reasoning>\n.*\n</reasoning>\n<answer>\n.*\n</answer>"}, None),
     ({"regex": "[a"}, "xgrammar cannot compile the regex: Regex parsing error at position 3: Unclosed '['"),
     ({"regex": "(?=a)b"}, "Lookahead is not supported"),
     ({"regex": "a$b"}, "xgrammar does not enforce the regex"),
@@ -128,13 +159,13 @@ def test_the_verdicts_are_those_of_vllm_and_of_the_grammar():
     from xgrammar.testing import _is_grammar_accept_string as accepts
 
     values = [None, True, 0, 1, 3, 5, 7, 9, 1.5, "", "a", "b", "aaaa", '"', [], [1], [1, 1], {}, {"a": 1}, {"a": 7}]
-    values += [{"a": "x"}, {"b": 1}, {"a": 1, "b": 1}, {"x": 1}]
+    values += ["2020-01-01", {"a": "x"}, {"b": 1}, {"a": 1, "b": 1}, {"x": 1}]
     texts = [*map(json.dumps, values), '"""', '"ab"']
     for schema, said in SCHEMAS:
         text = json.dumps(schema)
         try:
             validate_xgrammar_grammar(SamplingParams(structured_outputs=StructuredOutputsParams(json=text)))
-        except ValueError:
+        except Exception:
             assert said is not None, text
             continue
         grammar = xgrammar.Grammar.from_json_schema(text)
@@ -142,8 +173,8 @@ def test_the_verdicts_are_those_of_vllm_and_of_the_grammar():
         if said is None:
             valid = jsonschema.Draft202012Validator(schema)
             assert all(valid.is_valid(json.loads(t)) for t in taken), text
-        elif "end" not in said and "defs_N" not in said and "Ref" not in said and "$ref" not in said:
-            assert any(t == '"""' or not _is_valid(schema, json.loads(t)) for t in taken) or "^b" in text, (text, taken)
+        elif "end" not in said and "Ref" not in said and "$ref" not in said:
+            assert any(t == '"""' or not _is_valid(schema, json.loads(t)) for t in taken), (text, taken)
 
 
 def _is_valid(schema, value):
@@ -157,7 +188,7 @@ def _is_valid(schema, value):
     "request_",
     [
         {"regex": "|".join(f"word{i}" for i in range(90_000))},
-        {"json": json.dumps({"enum": [f"w{i}" for i in range(90_000)]})},
+        {"json": json.dumps({"enum": [f"w{i}" for i in range(60_000)]})},
     ],
 )
 def test_a_constraint_that_takes_too_long_is_named_and_the_next_one_is_tried(request_):
@@ -189,7 +220,7 @@ def test_a_process_that_is_killed_or_does_not_start_is_no_verdict(monkeypatch, t
 @for_each(
     ("overrides", "problems"),
     [
-        (("rollout.structured_outputs.regex=[a",), ["rollout.structured_outputs: xgrammar cannot compile the regex"]),
+        (("rollout.structured_outputs.regex='[a'",), ["rollout.structured_outputs: xgrammar cannot compile the regex"]),
         (("rollout.allowed_token_ids=[3,95]", "rollout.stop=[x]"), ["rollout.allowed_token_ids: token 95 is not in"]),
         (("rollout.allowed_token_ids=[3]",), ["rollout.allowed_token_ids: names no end token, so every response"]),
         (("rollout.allowed_token_ids=[3]", "rollout.stop=[x]"), []),

@@ -145,11 +145,13 @@ class Trial:
             params.verify(self._model, None, self._backend, object())
             if kind == "grammar" and self._is_lark(text):
                 raise ValueError("vLLM reads it as a Lark grammar; write rules as `root ::= ...`, and not in comments")
-        {
-            "json": self.compiler.compile_json_schema,
-            "regex": self.compiler.compile_regex,
-            "grammar": self.compiler.compile_grammar,
-        }[kind](text)
+        compiler = self.compiler
+        verbs: dict[str, Callable[[str], Any]] = {
+            "json": compiler.compile_json_schema,
+            "regex": compiler.compile_regex,
+            "grammar": compiler.compile_grammar,
+        }
+        verbs[kind](text)
 
     def _parse(self, kind: str, text: str) -> Any:
         grammar = self.xgrammar.Grammar
