@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from megagrpo.config import ProblemError, RunConfig, evaluation_sets
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.sources.user_source import load_source
 from megagrpo.data.tokens.request_trial import shared_trial
-from megagrpo.data.tokens.row_settings import RowReader, check_run_sampling, check_tools
+from megagrpo.data.tokens.row_settings import RowReader
 from megagrpo.data.tokens.tokenizer import Tokenizer
 from megagrpo.environments.dialogues import make_dialogues
 from megagrpo.families.hf_config import load_hf_config
@@ -93,21 +93,20 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
         if tokenizer is None:
             return result
         limit = config.rollout.max_prompt_length
-        vocab_size = _vocab_size(config)
+        row_reader = RowReader(config, tokenizer, _vocab_size(config))
         with Collecting(result):
-            check_run_sampling(config, tokenizer, vocab_size)
+            row_reader.check_run()
         with Collecting(result):
             of_dialogues = config.multi_turn, config.data, config.rewards.names, limit
             dialogues = make_dialogues(*of_dialogues, tokenizer, base_folder, resources)
             tools = dialogues.tools if dialogues else ()
             result.tools += [str(tool.get("function", tool).get("name")) for tool in tools]
-            check_tools(config, tools, _folder(config))
+            row_reader.check_tools(tools, _folder(config))
         train: PromptSource | None = None
         sets: dict[str, tuple[Sequence[Prompt], int]] = {}
         for configured in configured_sets(config.data, evaluation_sets(config)):
             key = configured.key
             with Collecting(result):
-                row_reader = RowReader(config, tokenizer, vocab_size)
                 source = PromptSource(
                     configured.section, configured.data, tokenizer, limit, config.run.seed, key, tools, row_reader
                 )
@@ -132,13 +131,18 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
                     result.not_called.append(trial)
                 else:
                     result.rewards.append(trial)
-        for key in sets:
-            trials = [trial for trial in result.rewards if trial.data == key]
-            result.add(*(f"rewards.functions: {trial.failure}" for trial in trials if trial.failure))
-            result.warnings += [warning for warning in reward_warnings(key, trials) if warning not in result.warnings]
+        _add_warnings(result, sets)
+    return result
+
+
+def _add_warnings(result: DryRun, keys: Iterable[str]) -> None:
+    """Add failures and warnings of the rewards of each data set, and that vLLM has not tried the constraints."""
+    for key in keys:
+        trials = [trial for trial in result.rewards if trial.data == key]
+        result.add(*(f"rewards.functions: {trial.failure}" for trial in trials if trial.failure))
+        result.warnings += [warning for warning in reward_warnings(key, trials) if warning not in result.warnings]
     if shared_trial().vllm_version == "":
         result.warnings.append(WITHOUT_VLLM)
-    return result
 
 
 def _vocab_size(config: RunConfig) -> int | None:

@@ -15,7 +15,7 @@ from megagrpo.data.images.prompt_images import IMAGE_COLUMNS
 from megagrpo.data.prompts import PromptSource, prompt_reader
 from megagrpo.data.sources.prompt_order import PromptOrder
 from megagrpo.data.tokens.request_trial import shared_trial
-from megagrpo.data.tokens.row_settings import check_run_sampling, check_tools
+from megagrpo.data.tokens.row_settings import RowReader
 from megagrpo.data.tokens.sampling import sampling_of
 from megagrpo.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from megagrpo.environments.dialogues import Dialogues, make_dialogues
@@ -160,8 +160,9 @@ def _read_data(
 
     def check_requests() -> None:
         if first and reader:
-            check_run_sampling(config, reader, vocab_size)
-            check_tools(config, tools, str(resolve_model(config.model.path)))
+            row_reader = RowReader(config, reader, vocab_size)
+            row_reader.check_run()
+            row_reader.check_tools(tools, str(resolve_model(config.model.path)))
 
     run_own_and_agree(layout, check_requests)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import ConfigError, load_config
-from megagrpo.data.tokens.row_settings import check_run_sampling
+from megagrpo.data.tokens.row_settings import RowReader
 from megagrpo.data.tokens.sampling import sampling_of
 from megagrpo.data.tokens.tokenizer import read_chat_template, tokenizer_of
 from megagrpo.engine.http.protocol import derive_seed
@@ -37,7 +37,7 @@ def respond(
                 for i, text in enumerate(messages)
             ]
             model = load_hf_config(folder)
-            check_run_sampling(config, tokenizer, model.vocab_size)
+            RowReader(config, tokenizer, model.vocab_size).check_run()
             sampling = with_options(sampling_of(config.rollout, tokenizer), options)
             limit = _longest_sequence(prompts, sampling.max_tokens, model.max_positions)
             serving.start(limit)

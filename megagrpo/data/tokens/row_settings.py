@@ -142,31 +142,27 @@ class RowReader:
             raise ValueError(f"{said}: {problem}")
         self._checked.add(constraint)
 
+    def check_run(self) -> None:
+        """Raise ValueError, with a line for each problem, for parameters of `rollout` that vLLM refuses, or
+        with which no response ends."""
+        rollout, ends = self.config.rollout, self.tokenizer.eos_token_ids
+        bias = dict(sampling_of(rollout, self.tokenizer).logit_bias)
+        ids = {"logit_bias": bias, "allowed_token_ids": rollout.allowed_token_ids}
+        problems = [token_problem(name, ids[name], self.vocab_size, ends, rollout.stop) for name in ids]
+        problems.append(constraint_problem(constraint_of(rollout.structured_outputs)))
+        if found := [f"rollout.{problem}" for problem in problems if problem]:
+            raise ValueError("\n".join(found))
 
-def check_run_sampling(config: RunConfig, tokenizer: Tokenizer, vocab_size: int | None) -> None:
-    """Raise ValueError, with a line for each problem, for parameters of `rollout` that vLLM refuses in a request, or
-    with which no response ends. `vocab_size` is the model's; None skips its check."""
-    rollout, ends = config.rollout, tokenizer.eos_token_ids
-    ids = {
-        "logit_bias": dict(sampling_of(rollout, tokenizer).logit_bias),
-        "allowed_token_ids": rollout.allowed_token_ids,
-    }
-    problems = [token_problem(name, ids[name], vocab_size, ends, rollout.stop) for name in ids]
-    problems.append(constraint_problem(constraint_of(rollout.structured_outputs)))
-    if found := [f"rollout.{problem}" for problem in problems if problem]:
-        raise ValueError("\n".join(found))
+    def check_tools(self, tools: Sequence[dict[str, Any]], model_folder: str) -> None:
+        """Raise ValueError for a tool, or a tool parser of vLLM, that a server of this run refuses."""
+        if (parser := self.config.multi_turn.vllm_parser) is None:
+            return
+        tokenizer = self.config.model.tokenizer or model_folder
+        if refusal := shared_trial().refusal({"parser": parser, "tools": list(tools), "tokenizer": tokenizer}):
+            raise ValueError(f"multi_turn.tool_parser: {refusal}; correct the tool, or choose another parser")
 
 
 def constraint_problem(constraint: tuple[str, str] | None) -> str | None:
     """Return what is wrong with a constraint, with the parameter's name; None for a valid one."""
     refusal = None if constraint is None else shared_trial().refusal(dict([constraint]))
     return refusal and f"structured_outputs: {refusal}"
-
-
-def check_tools(config: RunConfig, tools: Sequence[dict[str, Any]], model_folder: str) -> None:
-    """Raise ValueError for a tool, or a tool parser of vLLM, that a server of this run refuses."""
-    if (parser := config.multi_turn.vllm_parser) is None:
-        return
-    tokenizer = config.model.tokenizer or model_folder
-    if refusal := shared_trial().refusal({"parser": parser, "tools": list(tools), "tokenizer": tokenizer}):
-        raise ValueError(f"multi_turn.tool_parser: {refusal}; correct the tool, or choose another parser")

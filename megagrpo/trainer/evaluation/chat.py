@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megagrpo.config import ConfigError, RunConfig
-from megagrpo.data.tokens.row_settings import check_run_sampling
+from megagrpo.data.tokens.row_settings import RowReader
 from megagrpo.data.tokens.sampling import sampling_of
 from megagrpo.data.tokens.tokenizer import Tokenizer, read_chat_template, tokenizer_of
 from megagrpo.engine.client import VllmEngine
@@ -84,7 +84,7 @@ def connect(serving: Serving, options: argparse.Namespace) -> Chat:
     tokenizer = tokenizer_of(config, folder)
     template = read_chat_template(config.data.chat_template)
     model = load_hf_config(folder)
-    check_run_sampling(config, tokenizer, model.vocab_size)
+    RowReader(config, tokenizer, model.vocab_size).check_run()
     sampling = with_options(sampling_of(rollout, tokenizer), vars(options))
     limit = config.longest_sequence
     if not rollout.urls:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.data.tokens.request_trial import RequestTrial, shared_trial
-from megagrpo.data.tokens.row_settings import check_run_sampling
+from megagrpo.data.tokens.row_settings import RowReader
 from tests.unit.data.test_prompts import tokenizer  # noqa: F401 (a fixture)
 from tests.unit.data.test_row_sampling import run
 from tests.unit.for_each import for_each
@@ -233,7 +233,7 @@ def test_a_process_that_is_killed_or_does_not_start_is_no_verdict(monkeypatch, t
 )
 def test_parameters_of_the_run_are_tried(overrides, problems, tokenizer):  # noqa: F811
     try:
-        check_run_sampling(run(*overrides), tokenizer, 95)
+        RowReader(run(*overrides), tokenizer, 95).check_run()
     except ValueError as error:
         said = str(error).split("\n")
     else:

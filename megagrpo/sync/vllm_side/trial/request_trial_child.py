@@ -22,7 +22,7 @@ from typing import Any
 from megagrpo.data.tokens.schema_features import endless_rule, overlapping, unread
 from megagrpo.platform.process.cleanup.parent_death import end_with_parent
 
-LONGEST = 600  # characters of a reason
+REASON_CHARACTERS = 600
 _WHERE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+: ?")  # what xgrammar writes before a message
 NO_XGRAMMAR = "the trainer computes the allowed tokens with xgrammar: {}; install the xgrammar of vLLM's environment in"
 NO_XGRAMMAR += " the trainer's, or leave the key out"
@@ -58,7 +58,7 @@ def main() -> None:
 def one_line(text: object) -> str:
     """Return the beginning of a message on one line, without the places in xgrammar's source."""
     line = " ".join(_WHERE.sub("", str(text)).split())
-    return line if len(line) <= LONGEST else f"{line[:LONGEST]}..."
+    return line if len(line) <= REASON_CHARACTERS else f"{line[:REASON_CHARACTERS]}..."
 
 
 def _captured(action: Callable[[], object]) -> list[str]:
