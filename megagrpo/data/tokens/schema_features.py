@@ -24,7 +24,7 @@ READ = {
         *("unevaluatedProperties", "minProperties", "maxProperties"),
     ),
 }
-IGNORED = {
+UNREAD = {
     "number": ("multipleOf",),
     "array": ("uniqueItems", "contains", "minContains", "maxContains"),
     "object": ("dependentRequired", "dependentSchemas", "dependencies"),
@@ -93,18 +93,28 @@ def _unread_here(part: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if name in present and (name != "if" or {"then", "else"} & {*present}):
             yield name, f"xgrammar ignores it; {REMOVE}"
     head = next((name for name in HEADS if name in part), None)
-    types = _types(part) if head is None else []
-    read = {name for kind in types for name in READ.get(kind, ())}
-    of_types = {name for table in (READ, IGNORED) for kind in types or table for name in table.get(kind, ())}
+    yield from _beside(part, present, head) if head else _of_its_types(part, present)
+
+
+def _beside(part: Mapping[str, Any], present: list[str], head: str) -> Iterator[tuple[str, str]]:
+    """Yield the keywords beside the keyword that xgrammar reads alone."""
+    others = {*HEADS, "type"}.union(*READ.values(), *UNREAD.values()) - {head}
+    if head in ("const", "enum") and "type" in part and _all_have_type(part, head):
+        others.remove("type")
+    for name in filter(others.__contains__, present):
+        yield name, f"xgrammar reads only `{head}` of this schema; {BRANCHES.format(head)}, or remove it"
+
+
+def _of_its_types(part: Mapping[str, Any], present: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield the keywords of a schema's types that xgrammar does not read."""
+    types = _types(part)
+    read = set[str]().union(*(READ.get(kind, ()) for kind in types))
+    known = set[str]().union(*(table.get(kind, ()) for table in (READ, UNREAD) for kind in types or table))
     for name in present:
-        if head is not None and name != head and (name in of_types or name in (*HEADS, "type")):
-            if name != "type" or head not in ("const", "enum") or not _all_have_type(part, head):
-                yield name, f"xgrammar reads only `{head}` of this schema; {BRANCHES.format(head)}, or remove it"
-        elif head is None and name in of_types - read:
+        if name in known - read:
             fix = REMOVE if types else "add `type`, such as string or object"
             yield name, f"xgrammar ignores it{'' if types else ' without `type`'}; {fix}"
-    if head is None:
-        yield from _pairs(part, types)
+    yield from _pairs(part, types)
 
 
 def _pairs(part: Mapping[str, Any], types: list[str]) -> Iterator[tuple[str, str]]:
