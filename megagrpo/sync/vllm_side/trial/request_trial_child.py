@@ -166,7 +166,7 @@ class Trial:
             return (
                 f"json: vLLM refuses {named} in {json.dumps(part):.200}: not supported by xgrammar; remove {names[-1]}"
             )
-        return f"xgrammar cannot compile the {kind}: {error.__cause__ or error}; correct it"
+        return f"xgrammar cannot compile the {kind}: {one_line(error.__cause__ or error)}; correct it"
 
     def _smallest(self, schema: Any) -> tuple[Any, list[str]]:
         """Return the innermost mapping that vLLM refuses, and the keys without which it does not."""
