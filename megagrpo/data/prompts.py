@@ -242,10 +242,16 @@ class PromptSource(PromptOrder):
 
 
 def prompt_reader(
-    config: RunConfig, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]] = ()
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    tools: Sequence[dict[str, Any]] = (),
+    vocab_size: int | None = None,
+    tries: bool = True,
 ) -> Callable[[DatasetSection, DataSection, str], PromptSource]:
-    """Return a function that reads the data set of a section, with the settings of `data`, and its config key."""
-    longest, seed, row_reader = config.rollout.max_prompt_length, config.run.seed, RowReader(config, tokenizer)
+    """Return a function that reads the data set of a section, with the settings of `data`, and its config key.
+    `vocab_size` and `tries` are `RowReader`'s."""
+    longest, seed = config.rollout.max_prompt_length, config.run.seed
+    row_reader = RowReader(config, tokenizer, vocab_size, tries)
     return lambda section, data, key: PromptSource(section, data, tokenizer, longest, seed, key, tools, row_reader)
 
 

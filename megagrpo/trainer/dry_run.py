@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from megagrpo.config import ProblemError, RunConfig, evaluation_sets
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.sources.user_source import load_source
+from megagrpo.data.tokens.request_trial import shared_trial
 from megagrpo.data.tokens.row_settings import RowReader
 from megagrpo.data.tokens.tokenizer import Tokenizer
 from megagrpo.environments.dialogues import make_dialogues
@@ -33,6 +35,11 @@ from megagrpo.trainer.data_checks.tokenizer_trial import try_tokenizer
 from megagrpo.trainer.rollout.sourced_prompts import UsableRows
 from megagrpo.types import Prompt
 from megagrpo.weights.bridge.image_facts import processor_of
+
+WITHOUT_VLLM = (
+    "rollout.structured_outputs: vLLM is not installed here, so only xgrammar has tried the constraints; servers may "
+    "refuse more; repeat the check in their environment"
+)
 
 
 @dataclass
@@ -89,17 +96,20 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
         if tokenizer is None or result.problems[known:]:
             return result
         limit = config.rollout.max_prompt_length
+        row_reader = RowReader(config, tokenizer, _vocab_size(config))
+        with Collecting(result):
+            row_reader.check_run()
         with Collecting(result):
             of_dialogues = config.multi_turn, config.data, config.rewards.names, limit
             dialogues = make_dialogues(*of_dialogues, tokenizer, base_folder, resources)
             tools = dialogues.tools if dialogues else ()
             result.tools += [str(tool.get("function", tool).get("name")) for tool in tools]
+            row_reader.check_tools(tools, _folder(config))
         train: PromptSource | None = None
         sets: dict[str, tuple[Sequence[Prompt], int]] = {}
         for configured in configured_sets(config.data, evaluation_sets(config)):
             key = configured.key
             with Collecting(result):
-                row_reader = RowReader(config, tokenizer)
                 source = PromptSource(
                     configured.section, configured.data, tokenizer, limit, config.run.seed, key, tools, row_reader
                 )
@@ -124,15 +134,34 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
                     result.not_called.append(trial)
                 else:
                     result.rewards.append(trial)
-        for key in sets:
-            trials = [trial for trial in result.rewards if trial.data == key]
-            result.add(*(f"rewards.functions: {trial.failure}" for trial in trials if trial.failure))
-            result.warnings += [warning for warning in reward_warnings(key, trials) if warning not in result.warnings]
+        _add_warnings(result, sets)
     return result
+
+
+def _add_warnings(result: DryRun, keys: Iterable[str]) -> None:
+    """Add failures and warnings of the rewards of each data set, and that vLLM has not tried the constraints."""
+    for key in keys:
+        trials = [trial for trial in result.rewards if trial.data == key]
+        result.add(*(f"rewards.functions: {trial.failure}" for trial in trials if trial.failure))
+        result.warnings += [warning for warning in reward_warnings(key, trials) if warning not in result.warnings]
+    if shared_trial().vllm_version == "":
+        result.warnings.append(WITHOUT_VLLM)
+
+
+def _vocab_size(config: RunConfig) -> int | None:
+    """Return the vocabulary of the model; None if its config.json cannot be read, which the plan reports."""
+    with contextlib.suppress(ValueError):
+        return load_hf_config(shape_folder(config.model.path)).vocab_size
+    return None
 
 
 def _tokenizer(config: RunConfig) -> Tokenizer:
     """Load the tokenizer. Of a model on the hub it fetches the files of tokenizer and image processor only."""
+    hf_config = load_hf_config(shape_folder(config.model.path)) if config.data.images else None
+    return processor_of(config, _folder(config), hf_config)
+
+
+def _folder(config: RunConfig) -> str:
+    """Return the model's folder, or its name on the hub."""
     path = config.model.path
-    folder = str(resolve_model(path)) if path.startswith(PACKAGE) or os.path.exists(os.path.expanduser(path)) else path
-    return processor_of(config, folder, load_hf_config(shape_folder(path)) if config.data.images else None)
+    return str(resolve_model(path)) if path.startswith(PACKAGE) or os.path.exists(os.path.expanduser(path)) else path

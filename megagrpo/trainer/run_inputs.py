@@ -14,6 +14,8 @@ from megagrpo.config import DataSection, DatasetSection, RunConfig, RunSection
 from megagrpo.data.images.prompt_images import IMAGE_COLUMNS
 from megagrpo.data.prompts import PromptSource, prompt_reader
 from megagrpo.data.sources.prompt_order import PromptOrder
+from megagrpo.data.tokens.request_trial import shared_trial
+from megagrpo.data.tokens.row_settings import RowReader
 from megagrpo.data.tokens.sampling import sampling_of
 from megagrpo.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from megagrpo.environments.dialogues import Dialogues, make_dialogues
@@ -106,7 +108,8 @@ def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources:
         layout, lambda: _reference_folder(config.model.reference_path, hf_config, tokenizer)
     )
     model = ModelFiles(model_folder, hf_config, dtype, reference_folder)
-    given, (config, data) = config, _read_data(config, base_folder, (tokenizer, reader), layout, resources)
+    tokenizers = tokenizer, reader
+    given, (config, data) = config, _read_data(config, base_folder, tokenizers, hf_config.vocab_size, layout, resources)
     if hf_config.vision and not config.data.images and (unread := {*IMAGE_COLUMNS} & {*data.prompts.columns}):
         raise ValueError(f"data.images: data.train has the column {min(unread)}; set it to true, or rename the column")
     per_step = config.rollout.prompts_per_step
@@ -144,6 +147,7 @@ def _read_data(
     config: RunConfig,
     base_folder: Path,
     tokenizers: tuple[Tokenizer | None, Tokenizer | None],
+    vocab_size: int,
     layout: Layout,
     resources: ExitStack,
 ) -> tuple[RunConfig, Data]:
@@ -156,17 +160,28 @@ def _read_data(
     )
     tools, names = on_first_rank(layout, lambda: (dialogues.tools, dialogues.reward_names) if dialogues else ([], []))
     sampling = on_first_rank(layout, lambda: sampling_of(config.rollout, tokenizer))
+    first = layout.world_rank == 0
+
+    def check_requests() -> None:
+        if first and reader:
+            row_reader = RowReader(config, reader, vocab_size)
+            row_reader.check_run()
+            row_reader.check_tools(tools, str(resolve_model(config.model.path)))
+
+    run_own_and_agree(layout, check_requests)
 
     def read(section: DatasetSection, data: DataSection, key: str) -> PromptOrder:
         """Read a data set on the ranks that generate, and with images on all; the others get the numbers of its rows.
         Collective."""
         source = run_own_and_agree(
-            layout, lambda: prompt_reader(config, reader, tools)(section, data, key) if reader else None
+            layout,
+            lambda: prompt_reader(config, reader, tools, vocab_size, first)(section, data, key) if reader else None,
         )
         rows = on_first_rank(layout, lambda: source.rows if source else ())
         return PromptOrder(rows, data, config.run.seed) if source is None else source
 
     prompts = read(config.data.train, config.data, "data.train")
+    shared_trial().close()
     config = config.with_num_prompts(len(prompts))
     held_out = load_sets(config, sampling, read, names)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import ConfigError, load_config
+from megagrpo.data.tokens.row_settings import RowReader
 from megagrpo.data.tokens.sampling import sampling_of
 from megagrpo.data.tokens.tokenizer import read_chat_template, tokenizer_of
 from megagrpo.engine.http.protocol import derive_seed
@@ -35,8 +36,10 @@ def respond(
                 Prompt(i, tokenizer.render(text, config.data.system_prompt, template), text)
                 for i, text in enumerate(messages)
             ]
+            model = load_hf_config(folder)
+            RowReader(config, tokenizer, model.vocab_size).check_run()
             sampling = with_options(sampling_of(config.rollout, tokenizer), options)
-            limit = _longest_sequence(prompts, sampling.max_tokens, load_hf_config(folder).max_positions)
+            limit = _longest_sequence(prompts, sampling.max_tokens, model.max_positions)
             serving.start(limit)
             seed = options.get("seed", config.run.seed)
             calls = [(prompt, derive_seed(seed, prompt.prompt_id, i)) for prompt in prompts for i in range(n)]

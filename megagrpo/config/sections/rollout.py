@@ -35,6 +35,7 @@ def _one_constraint(given: dict[str, Any]) -> dict[str, Any]:
     for kind, value in given.items():
         texts = value if kind == "choice" and isinstance(value, list) and value else [value]
         if kind == "json" and isinstance(value, dict):
+            _check_json(value)
             continue
         if kind == "json" or not all(isinstance(text, str) and text for text in texts):
             wanted = {"json": "a JSON schema as a mapping", "choice": "a list of texts that are not empty"}
@@ -42,6 +43,15 @@ def _one_constraint(given: dict[str, Any]) -> dict[str, Any]:
         if kind == "grammar" and "::=" not in value:
             raise ValueError("grammar must be in EBNF, with rules such as `root ::= ...`")
     return given
+
+
+def _check_json(schema: dict[str, Any]) -> None:
+    try:
+        json.dumps(schema)
+    except RecursionError:
+        raise ValueError("json is nested too deeply; vLLM takes 64 levels") from None
+    except (TypeError, ValueError) as error:  # YAML reads 2026-01-31 as a date
+        raise ValueError(f"json has a value that JSON does not have: {error}; write it in quotes") from None
 
 
 def _not_empty(text: str) -> str:

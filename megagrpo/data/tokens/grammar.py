@@ -29,17 +29,6 @@ def xgrammar() -> Any:
     return package
 
 
-def check_constraint(constraint: tuple[str, str]) -> None:
-    """Raise ValueError for a constraint that xgrammar cannot read. Nothing is compiled for a vocabulary."""
-    kind, text = constraint
-    grammar = xgrammar().Grammar
-    readers = {"json": grammar.from_json_schema, "regex": grammar.from_regex, "grammar": grammar.from_ebnf}
-    try:
-        readers[kind](text)
-    except RuntimeError as error:
-        raise ValueError(f"xgrammar cannot compile the {kind}: {' '.join(str(error).split())}; correct it") from error
-
-
 class Grammars:
     """The constraints of responses. `masks` walks the tokens of a turn in order: a pass reads each token once. Each
     constraint is compiled once while xgrammar's cache has room. Not thread-safe."""

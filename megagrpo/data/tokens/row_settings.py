@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from megagrpo.config import RunConfig
 from megagrpo.config.rules.extra_args import REFUSED_BESIDE_DRAFTS, drafts_tokens, options_of
 from megagrpo.config.sections.rollout import RowSampling, constraint_of
-from megagrpo.data.tokens.grammar import check_constraint
-from megagrpo.data.tokens.sampling import bad_word_ids, bias_ids
+from megagrpo.data.tokens.request_trial import shared_trial
+from megagrpo.data.tokens.sampling import bad_word_ids, bias_ids, sampling_of, token_problem
 from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megagrpo.suggestions import did_you_mean
 
@@ -35,11 +35,14 @@ FOUND_BY_SERVERS = ("stop", "bad_words", "structured_outputs")  # in text, with 
 def row_mapping(value: Any, content: str, said: str) -> dict[str, Any]:
     """Return a cell's mapping, {} for an empty cell. JSON text is read: it keeps the types of files with one schema for
     all rows. Raises ValueError, which begins with `said`, for a value that is no mapping of `content`."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            value = json.loads(value)
-    else:
-        value = _without_fillers(value)
+    try:
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                value = json.loads(value)
+        else:
+            value = _without_fillers(value)
+    except RecursionError:
+        raise ValueError(f"{said} is nested too deeply; flatten it") from None
     if value is not None and not isinstance(value, dict):
         raise ValueError(f"{said} must be a mapping of {content} (got {value!r:.100}); correct or remove it")
     return {name: v for name, v in (value or {}).items() if v is not None}
@@ -61,10 +64,13 @@ def _without_fillers(value: Any) -> Any:
 
 @dataclass
 class RowReader:
-    """Reads and checks the sampling parameters of rows. `config` and `tokenizer` are the run's."""
+    """Reads and checks the sampling parameters of rows. `config` and `tokenizer` are the run's, `vocab_size` the
+    model's; None skips its check. With `tries` constraints are tried in a process that imports vLLM: one rank does."""
 
     config: RunConfig
     tokenizer: Tokenizer
+    vocab_size: int | None = None
+    tries: bool = True
     _checked: set[tuple[str, str]] = field(default_factory=set)  # constraints
 
     def read(self, own: Mapping[str, Any], said: str) -> dict[str, Any]:
@@ -83,6 +89,11 @@ class RowReader:
         if "logit_bias" in values:
             bias = bias_ids(values["logit_bias"], self.tokenizer, f"{said}: logit_bias")
             values["logit_bias"] = {str(token): added for token, added in bias.items()}
+        stops = [*values.get("stop", ()), *self.config.rollout.stop]
+        for name in ("logit_bias", "allowed_token_ids"):
+            ids = [int(token) for token in values.get(name, ())]
+            if problem := token_problem(name, ids, self.vocab_size, self.tokenizer.eos_token_ids, stops):
+                raise ValueError(f"{said}: {problem}")
         if "bad_words" in values:
             values["bad_word_ids"] = bad_word_ids(values["bad_words"], self.tokenizer, f"{said}: bad_words")
         return values
@@ -131,8 +142,31 @@ class RowReader:
         if "--reasoning-parser" in options_of(rollout.extra_args):
             reason = "vLLM would begin after a thought; leave --reasoning-parser out of rollout.extra_args"
             raise ValueError(f"{said}: structured_outputs: {reason}")
-        try:
-            check_constraint(constraint)
-        except ValueError as error:
-            raise ValueError(f"{said}: structured_outputs: {error}") from None
+        if self.tries and (problem := constraint_problem(constraint)):
+            raise ValueError(f"{said}: {problem}")
         self._checked.add(constraint)
+
+    def check_run(self) -> None:
+        """Raise ValueError, with a line for each problem, for parameters of `rollout` that vLLM refuses, or
+        with which no response ends."""
+        rollout, ends = self.config.rollout, self.tokenizer.eos_token_ids
+        bias = dict(sampling_of(rollout, self.tokenizer).logit_bias)
+        ids = {"logit_bias": bias, "allowed_token_ids": rollout.allowed_token_ids}
+        problems = [token_problem(name, ids[name], self.vocab_size, ends, rollout.stop) for name in ids]
+        problems.append(constraint_problem(constraint_of(rollout.structured_outputs)))
+        if found := [f"rollout.{problem}" for problem in problems if problem]:
+            raise ValueError("\n".join(found))
+
+    def check_tools(self, tools: Sequence[dict[str, Any]], model_folder: str) -> None:
+        """Raise ValueError for a tool, or a tool parser of vLLM, that a server of this run refuses."""
+        if (parser := self.config.multi_turn.vllm_parser) is None:
+            return
+        tokenizer = self.config.model.tokenizer or model_folder
+        if refusal := shared_trial().refusal({"parser": parser, "tools": list(tools), "tokenizer": tokenizer}):
+            raise ValueError(f"multi_turn.tool_parser: {refusal}; correct the tool, or choose another parser")
+
+
+def constraint_problem(constraint: tuple[str, str] | None) -> str | None:
+    """Return what is wrong with a constraint, with the parameter's name; None for a valid one."""
+    refusal = None if constraint is None else shared_trial().refusal(dict([constraint]))
+    return refusal and f"structured_outputs: {refusal}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -113,6 +113,21 @@ def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer | None, key: str) ->
             f"{MOST_IDS}; leave words out"
         )
     return tuple(found)
+
+
+def token_problem(
+    name: str, ids: Iterable[int], vocab_size: int | None, ends: Collection[int], stops: Collection[str]
+) -> str | None:
+    """Return what is wrong with the token ids of the parameter `name`: vLLM refuses ids outside of the vocabulary, and
+    without an end token among `allowed_token_ids`, or a stop string, no response ends. None for valid ids."""
+    ids = list(ids)
+    outside = [] if vocab_size is None else [token for token in ids if token >= vocab_size]
+    if outside:
+        return f"{name}: token {outside[0]} is not in the model's vocabulary of {vocab_size}; leave it out"
+    if name == "allowed_token_ids" and ids and not stops and not {*ids} & {*ends}:
+        fix = f"add an end token, such as {ends[0]}" if (ends := list(ends)) else "set rollout.stop"
+        return f"{name}: names no end token, so every response reaches its limit; {fix}"
+    return None
 
 
 def forbidden_token(sampling: SamplingParams, token_ids: Sequence[int]) -> tuple[int, str] | None:

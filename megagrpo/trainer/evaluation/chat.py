@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megagrpo.config import ConfigError, RunConfig
+from megagrpo.data.tokens.row_settings import RowReader
 from megagrpo.data.tokens.sampling import sampling_of
 from megagrpo.data.tokens.tokenizer import Tokenizer, read_chat_template, tokenizer_of
 from megagrpo.engine.client import VllmEngine
@@ -82,11 +83,13 @@ def connect(serving: Serving, options: argparse.Namespace) -> Chat:
     folder = serving.find(options.checkpoint, options.adapter)
     tokenizer = tokenizer_of(config, folder)
     template = read_chat_template(config.data.chat_template)
+    model = load_hf_config(folder)
+    RowReader(config, tokenizer, model.vocab_size).check_run()
     sampling = with_options(sampling_of(rollout, tokenizer), vars(options))
     limit = config.longest_sequence
     if not rollout.urls:
         wanted = max(limit, (rollout.max_prompt_length if options.is_config else PROMPT_ROOM) + sampling.max_tokens)
-        limit = min(wanted, load_hf_config(folder).max_positions)
+        limit = min(wanted, model.max_positions)
     serving.start(limit)
     system = config.data.system_prompt if options.system is None else options.system
     return Chat(serving.engine(tokenizer), tokenizer, sampling, system, template, limit, seed)

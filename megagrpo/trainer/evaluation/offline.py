@@ -13,10 +13,12 @@ from megagrpo.config import ConfigError, RunConfig
 from megagrpo.data.packing.sample_table import Vote, votes_of
 from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.data.prompts import prompt_reader
+from megagrpo.data.tokens.row_settings import RowReader
 from megagrpo.data.tokens.sampling import sampling_of
 from megagrpo.engine.http.protocol import Generator
 from megagrpo.engine.servers.serving import Serving
 from megagrpo.environments.dialogues import make_dialogues
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.process.atomic_file import write_atomically
 from megagrpo.platform.process.phases import Phases
 from megagrpo.platform.process.terminal import side_by_side, warn
@@ -42,6 +44,7 @@ def evaluate_offline(
         of_dialogues = config.multi_turn, config.data, config.rewards.names, config.rollout.max_prompt_length
         dialogues = make_dialogues(*of_dialogues, tokenizer, base_folder, resources)
         tools, names = (dialogues.tools, dialogues.reward_names) if dialogues else ([], [])
+        RowReader(config, tokenizer, load_hf_config(folder).vocab_size).check_run()
         sets = load_sets(config, sampling_of(config.rollout, tokenizer), prompt_reader(config, tokenizer, tools), names)
         if not sets:
             raise ValueError(
