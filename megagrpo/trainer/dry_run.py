@@ -15,7 +15,7 @@ from megagrpo.data.prompts import PromptSource
 from megagrpo.data.sources.user_source import load_source
 from megagrpo.data.tokens.row_settings import RowReader
 from megagrpo.data.tokens.tokenizer import Tokenizer
-from megagrpo.environments.dialogues import make_dialogues
+from megagrpo.environments.dialogues import Dialogues, make_dialogues
 from megagrpo.families.hf_config import load_hf_config
 from megagrpo.families.weight_sources import PACKAGE, resolve_model, shape_folder
 from megagrpo.planner.rules.plan_problems import check
@@ -80,6 +80,7 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
         check_trackers(config.run.trackers)
     with ExitStack() as resources:
         tools: Sequence[dict[str, Any]] = ()
+        dialogues: Dialogues | None = None
         tokenizer: Tokenizer | None = None
         with Collecting(result):
             tokenizer = _tokenizer(config)
@@ -105,6 +106,8 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
                 result.sources.append(configured.describe(source, limit, tokenizer, tools, len(repeated), len(shared)))
                 result.warnings += [*source.warnings, *repeated_warning(key, repeated, len(source))]
                 result.warnings += shared_warning(key, shared, len(source))
+                if dialogues:
+                    dialogues.check_columns(source.columns)
                 sets[key] = (
                     source.sample(rows),
                     getattr(configured.section, "max_completion_length", config.rollout.max_completion_length),

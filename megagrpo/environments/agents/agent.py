@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable
 
 from megagrpo.config import MultiTurnSection
 from megagrpo.data.tokens.tokenizer import as_messages
-from megagrpo.environments.agents.address import Address, Seat
+from megagrpo.environments.agents.address import Address
+from megagrpo.environments.agents.agent_messages import plain
 from megagrpo.environments.agents.agent_requests import POLICY_NAME, Ask
-from megagrpo.environments.agents.trajectory import Trajectory, plain
+from megagrpo.environments.agents.seat import Seat
+from megagrpo.environments.agents.trajectory import Trajectory
 from megagrpo.rewards.arguments import check_needs
 from megagrpo.rewards.registry.reward_registry import locate
 from megagrpo.rewards.registry.target import Target

@@ -16,9 +16,11 @@ from pydantic import TypeAdapter
 from megagrpo.config import MultiTurnSection
 from megagrpo.data.tokens.tokenizer import load_tokenizer
 from megagrpo.engine.responses import find_ending
-from megagrpo.environments.agents.address import Address, Seat
+from megagrpo.environments.agents.address import Address
 from megagrpo.environments.agents.agent import first_ask
-from megagrpo.environments.agents.trajectory import Renderer, Trajectory
+from megagrpo.environments.agents.renderer import Renderer
+from megagrpo.environments.agents.seat import Seat
+from megagrpo.environments.agents.trajectory import Trajectory
 from megagrpo.environments.dialogues import DialogueEngine, Dialogues
 from megagrpo.environments.episodes.tool_calls import hermes
 from megagrpo.environments.responders import Responders
@@ -226,7 +228,7 @@ def conversed(responders, *seats):
         async def one(seat):
             await responders.agent.converse(address, seat, responders.fail)
             if not seat.trajectory.samples:
-                await seat.reply(first_ask(seat.trajectory.prompt), is_limited=False)
+                await seat.reply(first_ask(seat.trajectory.prompt))
             return seat.trajectory.rollout()
 
         rollouts = await asyncio.gather(*(one(seat()) for seat in seats))
