@@ -46,7 +46,12 @@ class Address:
         from aiohttp import web
 
         quiet = logging.Logger(__name__, logging.CRITICAL + 1)  # aiohttp logs a traceback for each malformed request
-        app = web.Application(client_max_size=0, middlewares=[web.middleware(self._answered)])
+
+        @web.middleware
+        async def answered(request: web.Request, handler: Any) -> web.StreamResponse:
+            return await self._answered(request, handler)
+
+        app = web.Application(client_max_size=0, middlewares=[answered])
         completions, responses, models = ROUTES
         app.router.add_post(completions, self._handler(chat_completions))
         app.router.add_post(responses, self._handler(responses_api))

@@ -50,11 +50,12 @@ def chat(client, key, content="a", scheme="Bearer", route="/chat/completions", *
 def test_others_take_turns_while_one_conversation_tokenizes(policy, monkeypatch):
     """Counted, not timed: the long request's tokens are not counted before the other conversation has had 20 turns."""
     free, encode = threading.Event(), policy.tokenizer.encode
-    monkeypatch.setattr(
-        policy.tokenizer,
-        "encode",
-        lambda text, **options: (len(text) < 10_000 or free.wait(60.0)) and encode(text, **options),
-    )
+
+    def waits(text, *args, **options):
+        assert len(text) < 10_000 or free.wait(60.0)
+        return encode(text, *args, **options)
+
+    monkeypatch.setattr(policy.tokenizer, "encode", waits)
 
     async def use(client, mine, other):
         long = asyncio.ensure_future(chat(client, mine, "word " * 100_000))
@@ -98,7 +99,8 @@ def test_a_body_without_a_length_is_read_up_to_the_limit(policy):
             yield b"a" * (1 << 16)
 
     async def use(client, key, _):
-        answer = await chat(client, key, content=endless())
+        keys = {"Authorization": f"Bearer {key}"}
+        answer = await client.post("/chat/completions", headers=keys, content=endless())
         assert answer.status_code == 400 and "bytes" in answer.json()["error"]["message"]
 
     with_seats(use, policy.seat, policy.seat)
