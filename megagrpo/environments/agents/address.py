@@ -10,7 +10,7 @@ import json
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from megagrpo.environments.agents import chat_completions, responses_api
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # imported late, because a rank that does not generate opens 
 ROUTES = "/v1/chat/completions", "/v1/responses", "/v1/models"
 HEAD_SECONDS = 30.0  # within which a new connection must send the head of a request, or an idle one the next request
 MOST_IDLE = 256  # connections without a request that has a valid key; the oldest one is closed for a new one
+REST_SECONDS = 2.0  # for which the rest of a refused body is dropped, if its key is valid
 RETRY_HEADER = "x-stainless-retry-count"  # of OpenAI's clients
 log = get_logger(__name__)
 
@@ -64,7 +65,7 @@ class Address:
             shutdown_timeout=1.0,
             handler_cancellation=True,
             keepalive_timeout=HEAD_SECONDS,
-            lingering_time=0.0,  # the rest of a body is not read after an error
+            lingering_time=0.0,  # the body of a request with a wrong key is not read
         )
         await runner.setup()
         self._listener = await asyncio.get_running_loop().create_server(
@@ -151,7 +152,13 @@ class Address:
             log.exception("multi_turn.agent: %s %s failed", request.method, request.path)
             error = Refused(f"the address failed: {unexpected!r}", "server_error", status=500)
         finally:
+            has_key = request.protocol in self._busy
             self._busy.discard(request.protocol)
+        if has_key:  # a client that still sends when the connection is closed does not get the error
+            with suppress(Exception):  # malformed, too slow, or the client has left
+                async with asyncio.timeout(REST_SECONDS):
+                    async for _ in request.content.iter_any():
+                        pass
         response = web.json_response(_described(error), status=error.status)
         if error.status == 401 or not request.content.is_eof():
             response.force_close()

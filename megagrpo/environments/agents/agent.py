@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from megagrpo.config import MultiTurnSection
 from megagrpo.data.tokens.tokenizer import as_messages
@@ -20,6 +21,7 @@ from megagrpo.types import Prompt
 
 CAPACITY = 64  # conversations of one worker at once, each in a forked process
 LONGEST = 600.0  # seconds of a conversation without `multi_turn.max_seconds`
+IMPORT_SECONDS = 60.0  # of the agent's file, at the start
 _HOST = Target("megagrpo.environments.agents.host", "AgentHost")
 _LANE = "agents"
 
@@ -33,7 +35,10 @@ class Agent:
         self.name = target.attribute  # also that of the reward
         self._seconds, self._options, self._pool = section.max_seconds or LONGEST, {"agent": target}, pool
         pool.add_lane(_LANE, section.workers, CAPACITY)
-        (described,) = pool.run([self._call("describe", {})])
+        (described,) = pool.run([replace(self._call("describe", {}), load_seconds=IMPORT_SECONDS)])
+        if described.kind == "timeout":
+            reason = f"the import of {section.agent} has not ended after {IMPORT_SECONDS:g} s"
+            raise ValueError(f"multi_turn.agent: {reason}; move what waits or computes into the function")
         if described.kind != "result":
             raise ValueError(f"multi_turn.agent: {described.value}")
         self._needs = described.value["needs"]
