@@ -214,7 +214,7 @@ def test_a_parser_that_raises_is_no_server_without_a_parser(servers, mode, is_of
     one.spoiled["/v1/chat/completions/derender"] = mode
 
     async def respond(session, home, index, number):
-        with pytest.raises(EngineError, match="failed|must be started with") as failed:
+        with pytest.raises(EngineError, match=r"failed|must be started with") as failed:
             await session.read_tool_calls([5], [], home)
         return isinstance(failed.value, ToolParserFailed)
 

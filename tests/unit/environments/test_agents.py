@@ -413,7 +413,7 @@ def test_an_agent_that_cannot_be_imported_is_an_error_before_the_first_step(agen
 def test_an_agent_that_hangs_at_import_is_an_error_that_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(agent_module, "IMPORT_SECONDS", 2.0)
     (tmp_path / "hangs.py").write_text("import time\n\ntime.sleep(1000)\n")
-    with pytest.raises(ValueError, match="the import of .*hangs.py:run has not ended after 2 s"):
+    with pytest.raises(ValueError, match=r"the import of .*hangs.py:run has not ended after 2 s"):
         Responders(MultiTurnSection(agent=f"{tmp_path}/hangs.py:run", workers=1))
 
 
