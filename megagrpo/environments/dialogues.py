@@ -266,7 +266,8 @@ class DialogueEngine(Generator):
         inputs = conversation.prompt.inputs
         images = inputs if isinstance(inputs, PromptImages) else None
         expand = str if images is None else images.expanded
-        token_ids = self._tokenizer.render(opening, None, template, self.responders.tools, kwargs, expand)
+        render = partial(self._tokenizer.render, opening, None, template, self.responders.tools, kwargs, expand)
+        token_ids = await self._renderer.threads.run(len(reset_text), render)
         if images is not None:
             try:
                 token_ids = images.placed(token_ids)
@@ -363,7 +364,9 @@ class DialogueEngine(Generator):
         messages = await self.responders.use_tools(conversation, calls)
         if not conversation.ended:
             try:
-                conversation.add_messages(messages, self._follow_ups)
+                size = sum(len(message["content"]) for message in messages)
+                suffix = partial(conversation.suffix, messages, self._follow_ups)
+                conversation.add_suffix(*await self._renderer.threads.run(size, suffix))
             except ValueError as error:  # with a row's own variables the template may rewrite earlier turns
                 self.responders.fail(conversation, str(error), "messages")
 
