@@ -24,7 +24,7 @@ from megagrpo.engine.http.protocol import Generator, Group, derive_seed
 from megagrpo.engine.load_balancing import Generation, Home
 from megagrpo.engine.tool_parsing import ToolParserFailed
 from megagrpo.environments.agents.address import Address
-from megagrpo.environments.agents.agent import Agent, first_ask
+from megagrpo.environments.agents.agent import Agent, first_ask, first_request
 from megagrpo.environments.agents.renderer import Renderer
 from megagrpo.environments.agents.seat import Seat
 from megagrpo.environments.agents.trajectory import Trajectory
@@ -65,6 +65,17 @@ class Dialogues:
         """Raise ValueError when the agent needs a column not in `columns`."""
         if self.responders.agent:
             self.responders.agent.check_columns(columns)
+
+    def first_request(self, prompt: Prompt, max_completion_length: int) -> tuple[int, str] | None:
+        """Return tokens and text of the agent's first request about a prompt; None without an agent. Raises ValueError
+        if there is none."""
+        if self.responders.agent is None:
+            return None
+        response = self.max_response_length or max_completion_length
+        renderer = Renderer(self.tokenizer, self.chat_template)
+        trajectory = Trajectory(prompt, 0, renderer, self.max_prompt_length + response, response)
+        ids = first_request(self.responders.agent, trajectory)
+        return len(ids), self.tokenizer.decode(ids, special=True)
 
     @property
     def reward_names(self) -> list[str]:

@@ -42,9 +42,17 @@ class DryRun:
     sources: list[SourceTrial] = field(default_factory=list)
     rewards: list[RewardTrial] = field(default_factory=list)
     tools: list[str] = field(default_factory=list)
+    request: tuple[int, str] | None = None  # tokens and text of an agent's first request
     not_called: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+
+    def try_agent(self, dialogues: Dialogues, prompt: Prompt, max_completion_length: int) -> None:
+        """Run the agent, if there is one, up to its first request."""
+        try:
+            self.request = dialogues.first_request(prompt, max_completion_length)
+        except ValueError as error:
+            self.warnings.append(str(error))
 
     def add(self, *problems: object) -> None:
         """Add problems that are not known yet."""
@@ -108,6 +116,8 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
                 result.warnings += shared_warning(key, shared, len(source))
                 if dialogues:
                     dialogues.check_columns(source.columns)
+                    if key == TRAIN:
+                        result.try_agent(dialogues, source.peek(1)[0], config.rollout.max_completion_length)
                 sets[key] = (
                     source.sample(rows),
                     getattr(configured.section, "max_completion_length", config.rollout.max_completion_length),
