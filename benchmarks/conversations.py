@@ -8,6 +8,9 @@ conversations end, over the time in which they end without the slow call. Then 6
 1, 2, 4 and 8 servers. `hits` is the share of later turns that came to a server that holds their prefix, for servers
 with room for all conversations, for half and for a quarter of them.
 
+Last, one conversation of an agent takes turns, alone and beside a conversation that sends a request of 20 MB or 2 MB
+again and again. `late` is by how much its slowest of 100 turns is slower.
+
 The stand-ins are separate processes with real sockets that respond after a fixed delay.
 """
 
@@ -26,10 +29,17 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import httpx
+import numpy as np
+
 from megagrpo.config import DataSection, MultiTurnSection
 from megagrpo.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.load_balancing import Generation, Home
+from megagrpo.environments.agents.address import Address
+from megagrpo.environments.agents.renderer import Renderer
+from megagrpo.environments.agents.seat import Seat
+from megagrpo.environments.agents.trajectory import Trajectory
 from megagrpo.environments.dialogues import make_dialogues
 from megagrpo.families.weight_sources import resolve_model
 from megagrpo.types import Prompt, Rollout, SamplingParams
@@ -169,6 +179,56 @@ def hits(count: int, slots: int) -> float:
     return found / (missed + found)
 
 
+def ask(url: str, key: str, content: str, count: int, told: Connection) -> None:
+    """Ask for `count` turns, and send the seconds of each."""
+    body = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
+    seconds = []
+    with httpx.Client(headers={"Authorization": f"Bearer {key}"}, timeout=600.0) as client:
+        client.get(f"{url}/models")
+        told.send(None)
+        for _ in range(count):
+            began = time.monotonic()
+            client.post(f"{url}/chat/completions", content=body)
+            seconds.append(time.monotonic() - began)
+    told.send(seconds)
+
+
+async def slowest_turn(tokenizer: Tokenizer, size: int) -> float:
+    """Return the seconds of the slowest of 100 turns beside a conversation that sends requests of `size` bytes."""
+    ids = tokenizer.encode("Yes.<|im_end|>", False)
+
+    async def turn(prompt: Prompt, sampling: SamplingParams, number: int, on_tokens: object) -> tuple[Rollout, float]:
+        return Rollout(prompt, np.array(ids), np.zeros(len(ids)), "stop", 0, "Yes."), 0.0
+
+    async def read_calls(prompt: Prompt, rollout: Rollout, tools: object) -> tuple[str, list[dict[str, object]]]:
+        return rollout.text, []
+
+    renderer, address = Renderer(tokenizer, TEMPLATE.read_text()), Address()
+    seats = [
+        Seat(Trajectory(Prompt(i, (1,), "?"), i, renderer, 32768, 4096), SamplingParams(1.0, 64), turn, read_calls)
+        for i in range(2)
+    ]
+    context = multiprocessing.get_context("spawn")
+    async with address.seated(seats[0]) as large, address.seated(seats[1]) as small:
+        pipes = [context.Pipe() for _ in range(2)]
+        asked = [(large, "word " * (size // 5), 1_000_000), (small, "Who?", 100)]
+        processes = [
+            context.Process(target=ask, args=(address.url, *one, theirs), daemon=True)
+            for one, (_, theirs) in zip(asked, pipes, strict=True)
+            if one[1]
+        ]
+        if not size:
+            processes, pipes = processes[-1:], pipes[-1:]
+        for process, (ours, _) in zip(processes, pipes, strict=True):
+            process.start()
+            await asyncio.to_thread(ours.recv)
+        seconds: list[float] = await asyncio.to_thread(pipes[-1][0].recv)
+        for process in processes:
+            process.kill()
+            process.join()
+    return max(seconds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--conversations", type=int, default=16)
@@ -184,6 +244,10 @@ def main() -> None:
     while count <= args.servers:
         print(f"{count:7}  " + "".join(f"{hits(count, slots):10.1%}" for slots in (64, 32, 16)), flush=True)
         count *= 2
+    alone = asyncio.run(slowest_turn(tokenizer, 0))
+    for size in (20_000_000, 2_000_000):
+        beside = asyncio.run(slowest_turn(tokenizer, size))
+        print(f"late: {1e3 * (beside - alone):.0f} ms beside {size / 1e6:g} MB; {1e3 * alone:.0f} ms alone")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from megagrpo.engine.http.connections import Answer, ConnectionFailed, Connectio
 from megagrpo.engine.load_balancing import Generation, Home, Tools, gather
 from megagrpo.engine.requests import Request
 from megagrpo.engine.server_slots import Slots
-from megagrpo.environments.agents.trajectory import Renderer, Trajectory
+from megagrpo.environments.agents.renderer import Renderer
+from megagrpo.environments.agents.trajectory import Trajectory
 from megagrpo.environments.episodes.conversation import Conversation
 from megagrpo.families.weight_sources import resolve_model
 from megagrpo.trainer.rollout.sample_metrics import rollout_metrics
@@ -102,7 +103,8 @@ def asked(turns: int, tokenizer: Tokenizer) -> Trajectory:
     messages: list[dict[str, Any]] = [{"role": "user", "content": "What is it?"}]
     words = [" one", " two", " six", " ten", " red", " old"]
     for number in range(turns):
-        start = trajectory.start(list(messages), [])
+        start = trajectory.find(list(messages), [])
+        trajectory.begin(start)
         ids = [*tokenizer.encode("".join(draw.choices(words, k=TURN - 1)), False), tokenizer.eos_token_ids[0]]
         prompt = Prompt(0, start.context, list(messages))
         message = {"role": "assistant", "content": tokenizer.decode(ids)}

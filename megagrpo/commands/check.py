@@ -82,9 +82,14 @@ def source_text(source: SourceTrial, prompts_per_step: int) -> str:
         f"  {'truncated' if source.overlong == 'truncate_left' else 'dropped':9} {_dropped(source)}",
         f"  prompt    of row {source.row}, {source.num_tokens} tokens:",
     ]
-    text = source.text.split("\n")
-    lines += [f"    | {one_line(line)[:SHOWN_WIDTH]}".rstrip() for line in text[:SHOWN_LINES]]
-    return "\n".join([*lines, f"    | ... {len(text) - SHOWN_LINES} more lines"] if len(text) > SHOWN_LINES else lines)
+    return "\n".join([*lines, *_shown(source.text)])
+
+
+def _shown(text: str) -> list[str]:
+    """Return the first lines of a rendered prompt."""
+    lines = text.split("\n")
+    shown = [f"    | {one_line(line)[:SHOWN_WIDTH]}".rstrip() for line in lines[:SHOWN_LINES]]
+    return [*shown, f"    | ... {len(lines) - SHOWN_LINES} more lines"] if len(lines) > SHOWN_LINES else shown
 
 
 def _dropped(source: SourceTrial) -> str:
@@ -114,6 +119,9 @@ def rewards_text(result: DryRun) -> str:
     """Return a table of the reward functions per data set, then the warnings."""
     lines = [line for source in result.sources for line in _table(source.key, result.rewards)]
     lines += [f"  {name}: not called, because it loads a reward model; add --models" for name in result.not_called]
+    if result.request:
+        num_tokens, text = result.request
+        lines += [f"agent's first request, {num_tokens} tokens:", *_shown(text), ""]
     if result.tools:
         lines.append(f"tools: {', '.join(result.tools)}")
     lines += [f"warning: {warning}" for warning in result.warnings]

@@ -11,19 +11,30 @@ from megagrpo.engine.http.protocol import EngineError
 
 DERENDER_ROUTE = "/v1/chat/completions/derender"
 
+# The route, the model or a parser is missing, or the request was not allowed: no other turn is read either. Any other
+# status is about this turn: a parser may raise on the text of a policy.
+CONFIGURATION = (401, 403, 404, 405, 501)
+
 # The text outside of the calls, and the calls: {"name": ..., "arguments": JSON text}.
 ToolCalls = tuple[str, list[dict[str, str]]]
+
+
+class ToolParserFailed(EngineError):
+    """vLLM's parser failed on the text of one turn."""
 
 
 async def read_tool_calls(
     connections: Connections, url: str, turn: Sequence[int], tools: Sequence[dict[str, Any]]
 ) -> ToolCalls:
-    """Return the content and the tool calls of a turn. Raises EngineError when the server cannot parse tool calls, and
-    ConnectionFailed when it does not respond."""
+    """Return the content and the tool calls of a turn. Raises ToolParserFailed when the parser raises, EngineError when
+    the server cannot parse tool calls, and ConnectionFailed when it does not respond."""
     try:
         answer = await connections.post(url, DERENDER_ROUTE, json.dumps(_request(turn, tools)).encode())
     except (ConnectionFailed, TimeoutError) as error:
         raise ConnectionFailed(f"vLLM server {url} did not respond to {DERENDER_ROUTE}: {error!r}") from error
+    if answer.status != 200 and answer.status not in CONFIGURATION:
+        reason = answer.content[:300].decode(errors="replace")
+        raise ToolParserFailed(f"the parser of vLLM server {url} failed (status {answer.status}): {reason}")
     if answer.status != 200:
         raise EngineError(
             f"vLLM server {url} cannot parse tool calls: {answer.content[:300].decode(errors='replace')}; it must be "

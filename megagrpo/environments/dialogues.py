@@ -22,9 +22,12 @@ from megagrpo.data.tokens.turn_tokens import FollowUps
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http.protocol import Generator, Group, derive_seed
 from megagrpo.engine.load_balancing import Generation, Home
-from megagrpo.environments.agents.address import Address, Seat
-from megagrpo.environments.agents.agent import Agent, first_ask
-from megagrpo.environments.agents.trajectory import Renderer, Trajectory
+from megagrpo.engine.tool_parsing import ToolParserFailed
+from megagrpo.environments.agents.address import Address
+from megagrpo.environments.agents.agent import Agent, first_ask, first_request
+from megagrpo.environments.agents.renderer import Renderer
+from megagrpo.environments.agents.seat import Seat
+from megagrpo.environments.agents.trajectory import Trajectory
 from megagrpo.environments.agents.turn_sampler import TurnSampler
 from megagrpo.environments.episodes.conversation import Conversation
 from megagrpo.environments.episodes.tool_calls import CALL_OPENING, as_message, hermes, named_call
@@ -34,6 +37,7 @@ from megagrpo.rewards.math.answers import after_thought
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 Read = tuple[str, list[dict[str, Any]]]  # the text of a turn, and its tool calls
+CHARACTERS = 4  # of a token, usually
 RETRY_SECONDS = 0.5  # before the first retry of a failed conversation; doubles with each one
 
 
@@ -61,6 +65,17 @@ class Dialogues:
         """Raise ValueError when the agent needs a column not in `columns`."""
         if self.responders.agent:
             self.responders.agent.check_columns(columns)
+
+    def first_request(self, prompt: Prompt, max_completion_length: int) -> tuple[int, str] | None:
+        """Return tokens and text of the agent's first request about a prompt; None without an agent. Raises ValueError
+        if there is none."""
+        if self.responders.agent is None:
+            return None
+        response = self.max_response_length or max_completion_length
+        renderer = Renderer(self.tokenizer, self.chat_template)
+        trajectory = Trajectory(prompt, 0, renderer, self.max_prompt_length + response, response)
+        ids = first_request(self.responders.agent, trajectory)
+        return len(ids), self.tokenizer.decode(ids, special=True)
 
     @property
     def reward_names(self) -> list[str]:
@@ -211,12 +226,13 @@ class DialogueEngine(Generator):
             await self._unless_cut(prompt, partial(agent.converse, address, seat, self.responders.fail))
             trajectory.ended = trajectory.ended or "length"  # it was cut
             if not trajectory.samples:  # every response has a token
-                await seat.reply(first_ask(prompt), is_limited=False)
+                await seat.reply(first_ask(prompt))
             if trajectory.ended != "failed" or self.engine.is_cut(prompt):
                 break
             if attempt < retries:
                 await asyncio.sleep(RETRY_SECONDS * 2**attempt)
-        return trajectory.rollout()
+        size = sum(len(sample.ids) for sample in trajectory.samples)
+        return await self._renderer.threads.run(CHARACTERS * size, trajectory.rollout)
 
     async def _hold(
         self, session: Generation, home: Home, conversation: Conversation, sampling: SamplingParams, seed: int
@@ -261,7 +277,8 @@ class DialogueEngine(Generator):
         inputs = conversation.prompt.inputs
         images = inputs if isinstance(inputs, PromptImages) else None
         expand = str if images is None else images.expanded
-        token_ids = self._tokenizer.render(opening, None, template, self.responders.tools, kwargs, expand)
+        render = partial(self._tokenizer.render, opening, None, template, self.responders.tools, kwargs, expand)
+        token_ids = await self._renderer.threads.run(len(reset_text), render)
         if images is not None:
             try:
                 token_ids = images.placed(token_ids)
@@ -328,10 +345,17 @@ class DialogueEngine(Generator):
         """Return the text of a turn outside of its tool calls, and the calls; invalid ones have only `error`. `opened`
         is as in `Prompt`."""
         if self._limits.vllm_parser is None:
-            content = self._tokenizer.decode(ids)  # not the message: a stop string may close the call
-            return (content, []) if after_thought(content, opened) is None else hermes(content)
-        content, found = await session.read_tool_calls(ids, tools, home)
+            return await self._renderer.threads.run(CHARACTERS * len(ids), partial(self._read_hermes, ids, opened))
+        try:
+            content, found = await session.read_tool_calls(ids, tools, home)
+        except ToolParserFailed as error:
+            self.responders.note_parser_failure(str(error))
+            return self._tokenizer.decode(ids), [{"error": str(error)}]
         return content, [named_call(**call) for call in found]
+
+    def _read_hermes(self, ids: Sequence[int], opened: str) -> Read:
+        content = self._tokenizer.decode(ids)  # not the message: a stop string may close the call
+        return (content, []) if after_thought(content, opened) is None else hermes(content)
 
     def _within_limits(self, conversation: Conversation, count: int) -> bool:
         """Whether `count` further tool calls are allowed. Ends the conversation if not."""
@@ -351,7 +375,9 @@ class DialogueEngine(Generator):
         messages = await self.responders.use_tools(conversation, calls)
         if not conversation.ended:
             try:
-                conversation.add_messages(messages, self._follow_ups)
+                size = sum(len(message["content"]) for message in messages)
+                suffix = partial(conversation.suffix, messages, self._follow_ups)
+                conversation.add_suffix(*await self._renderer.threads.run(size, suffix))
             except ValueError as error:  # with a row's own variables the template may rewrite earlier turns
                 self.responders.fail(conversation, str(error), "messages")
 

@@ -73,7 +73,7 @@ class Responders:
         self._keeps_state = described["keeps_state"]
         self._turns_keep_state: bool = described["turns_keep_state"]
         self.has_scheduler: bool = described["takes_turns"]  # a scheduler or `step` answers turns without tool calls
-        self._logs_failure = True
+        self._logs_failure = self._logs_parser_failure = True
         self._ends_slowly = described["closes"] or section.container is not None
         if self._keeps_state:
             for lane in range(section.workers):
@@ -182,6 +182,12 @@ class Responders:
                 f"multi_turn: response %d to prompt %d failed (counted in multi_turn/{counted}): %s", *which, reason
             )
         self._logs_failure = False
+
+    def note_parser_failure(self, reason: str) -> None:
+        """Log the first turn whose tool calls vLLM's parser could not read. Each counts as an invalid call."""
+        if self._logs_parser_failure:
+            log.warning("multi_turn.tool_parser: %s; the turn counts as an invalid tool call", reason)
+        self._logs_parser_failure = False
 
     def close(self) -> None:
         """End the episodes, which may close their environments, and kill the workers. Safe to call twice."""

@@ -17,7 +17,7 @@ from megagrpo.data.sources.user_source import load_source
 from megagrpo.data.tokens.request_trial import shared_trial
 from megagrpo.data.tokens.row_settings import RowReader
 from megagrpo.data.tokens.tokenizer import Tokenizer
-from megagrpo.environments.dialogues import make_dialogues
+from megagrpo.environments.dialogues import Dialogues, make_dialogues
 from megagrpo.families.hf_config import load_hf_config
 from megagrpo.families.weight_sources import PACKAGE, resolve_model, shape_folder
 from megagrpo.planner.rules.plan_problems import check
@@ -50,9 +50,17 @@ class DryRun:
     sources: list[SourceTrial] = field(default_factory=list)
     rewards: list[RewardTrial] = field(default_factory=list)
     tools: list[str] = field(default_factory=list)
+    request: tuple[int, str] | None = None  # tokens and text of an agent's first request
     not_called: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+
+    def try_agent(self, dialogues: Dialogues, prompt: Prompt, max_completion_length: int) -> None:
+        """Run the agent, if there is one, up to its first request."""
+        try:
+            self.request = dialogues.first_request(prompt, max_completion_length)
+        except ValueError as error:
+            self.warnings.append(str(error))
 
     def add(self, *problems: object) -> None:
         """Add problems that are not known yet."""
@@ -88,6 +96,7 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
         check_trackers(config.run.trackers)
     with ExitStack() as resources:
         tools: Sequence[dict[str, Any]] = ()
+        dialogues: Dialogues | None = None
         tokenizer: Tokenizer | None = None
         known = len(result.problems)
         with Collecting(result):
@@ -118,6 +127,10 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
                 result.sources.append(configured.describe(source, limit, tokenizer, tools, len(repeated), len(shared)))
                 result.warnings += [*source.warnings, *repeated_warning(key, repeated, len(source))]
                 result.warnings += shared_warning(key, shared, len(source))
+                if dialogues:
+                    dialogues.check_columns(source.columns)
+                    if key == TRAIN:
+                        result.try_agent(dialogues, source.peek(1)[0], config.rollout.max_completion_length)
                 sets[key] = (
                     source.sample(rows),
                     getattr(configured.section, "max_completion_length", config.rollout.max_completion_length),

@@ -7,148 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from megagrpo.engine.requests import OnTokens
 from megagrpo.environments.agents import chat_completions, responses_api
-from megagrpo.environments.agents.agent_requests import POLICY_NAME, Ask, Reply
-from megagrpo.environments.agents.text_stream import TextStream
-from megagrpo.environments.agents.trajectory import Refused, Trajectory, read_json
-from megagrpo.environments.episodes.tool_calls import CALL_OPENING
+from megagrpo.environments.agents.agent_messages import Refused
+from megagrpo.environments.agents.agent_requests import POLICY_NAME, Reply
+from megagrpo.environments.agents.seat import Seat
 from megagrpo.loopback import LOOPBACK_ADDRESS
-from megagrpo.rewards.functions.text_rewards import encodable
-from megagrpo.types import Prompt, Rollout, SamplingParams
+from megagrpo.platform.process.terminal import get_logger
 
 if TYPE_CHECKING:  # imported late, because a rank that does not generate opens 150 files less without it
     from aiohttp import web
 
-MAX_BODY = 1 << 26  # bytes of a request
 ROUTES = "/v1/chat/completions", "/v1/responses", "/v1/models"
-Call = dict[str, Any]
-# (prompt, sampling, number of the turn in its conversation, what gets its tokens as they come, if anything) -> the
-# policy's next turn, and the seconds that it has waited for a slot of its server.
-TakeTurn = Callable[[Prompt, SamplingParams, int, OnTokens | None], Awaitable[tuple[Rollout, float]]]
-# The text and the tool calls of a turn: (prompt, rollout, tools). An invalid call has only `error`.
-ReadCalls = Callable[[Prompt, Rollout, Sequence[Call]], Awaitable[tuple[str, list[Call]]]]
-
-
-class Seat:
-    """A conversation at the address. `broken` gets the error with which the engine failed; it ends the run, or is
-    handled there. Any other error is the request's: the agent gets it. A tool call begins with the text `opening`;
-    None: it is not known how."""
-
-    def __init__(
-        self,
-        trajectory: Trajectory,
-        sampling: SamplingParams,
-        turn: TakeTurn,
-        read_calls: ReadCalls,
-        opening: str | None = CALL_OPENING,
-    ):
-        self.trajectory, self._sampling, self._turn, self._read_calls = trajectory, sampling, turn, read_calls
-        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._opening, self._tasks = opening, set[asyncio.Task[Reply]]()
-        self._failure: Exception | None = None  # of the engine
-
-    def read(self, api: Any, body: dict[str, Any]) -> Ask:
-        """Return what the body of a request asks for. Raises Refused."""
-        try:
-            ask: Ask = api.read(body, self._sampling)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise Refused(f"the request is malformed: {error!r}", "invalid_request") from error
-        self.trajectory.counts.update(f"ignored/{name}" for name in ask.ignored)
-        return ask
-
-    async def stream(self, ask: Ask) -> AsyncGenerator[str | Reply]:
-        """Yield the text of the policy's turn as it comes if the request asks for a stream, then the turn. Raises
-        Refused."""
-        texts = asyncio.Queue[str | None]()
-        task = asyncio.ensure_future(self.reply(ask, texts.put_nowait if ask.stream else None))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: texts.put_nowait(None))
-        try:
-            while (text := await texts.get()) is not None:
-                yield text
-            yield await task
-        except (Refused, asyncio.CancelledError, GeneratorExit):
-            raise
-        except Exception as error:
-            if error is not self._failure:
-                raise Refused(f"the request cannot be used: {error!r}", "invalid_request") from error
-            if not self.broken.done():
-                self.broken.set_exception(error)
-            raise Refused(f"the engine failed: {error}", "server_error", status=500) from error
-        finally:
-            task.cancel()
-
-    async def _of_engine[T](self, work: Awaitable[T]) -> T:
-        try:
-            return await work
-        except Exception as error:
-            self._failure = error
-            raise
-
-    async def reply(self, ask: Ask, send: Callable[[str], None] | None = None, is_limited: bool = True) -> Reply:
-        """Take a turn of the policy. `send` gets its text as it comes. Raises Refused, and the errors of the engine.
-        Unless it `is_limited`, the turn may be one more than `multi_turn.max_turns`."""
-        trajectory, number = self.trajectory, self.trajectory.turns
-        start = trajectory.start(ask.messages, ask.tools, is_limited)
-        limit = min(trajectory.room(start), self._sampling.max_tokens, ask.max_tokens or self._sampling.max_tokens)
-        sampling = replace(self._sampling, max_tokens=limit)
-        if ask.stop:
-            sampling = replace(sampling, stop=(*sampling.stop, *ask.stop), include_stop=False)
-        prompt = replace(trajectory.prompt, token_ids=start.context, messages=ask.messages)
-        has_calls = bool(ask.tools) and ask.parses_calls
-        stream = TextStream(trajectory.decode, sampling.stop, self._opening if has_calls else "")
-
-        def on_tokens(first: int, ids: list[int]) -> None:
-            if (text := stream.add(first, ids)) and send is not None:
-                send(text)
-
-        asked, begun = time.time(), time.monotonic()
-        rollout, queued = await self._of_engine(self._turn(prompt, sampling, number, on_tokens if send else None))
-        times = dict(began=asked, generated=time.monotonic() - begun, queued=queued)
-        content, calls = rollout.text, list[Call]()
-        if has_calls:
-            text, found = await self._of_engine(self._read_calls(prompt, rollout, ask.tools))
-            calls = [call for call in found if "error" not in call]
-            trajectory.counts.update({"invalid_calls": len(found) - len(calls)} if len(calls) < len(found) else {})
-            content = text if calls else content
-        try:
-            content, rest = stream.finish(content)
-        except ValueError as error:
-            trajectory.counts["broken_streams"] += 1
-            raise Refused(str(error), "server_error", status=500) from error
-        reply = Reply(
-            ask=ask,
-            content=content,
-            calls=[_numbered(call, f"{trajectory.index}_{number}_{i}") for i, call in enumerate(calls)],
-            finish_reason="tool_calls" if calls else rollout.finish_reason,
-            prompt_tokens=len(start.context),
-            completion_tokens=rollout.length,
-        )
-        trajectory.record(start, rollout, reply.message, **times)
-        if rest and send is not None:
-            send(rest)
-        return reply
-
-    def close(self) -> None:
-        """Cancel the turns that are still under way."""
-        for task in list(self._tasks):
-            task.cancel()
-        self.broken.cancel()
-
-
-def _numbered(call: Call, number: str) -> Call:
-    arguments = encodable(json.dumps(call["arguments"], ensure_ascii=False))
-    function = {"name": encodable(call["name"]), "arguments": arguments}
-    return {"id": f"call_{number}", "type": "function", "function": function}
+HEAD_SECONDS = 30.0  # within which a new connection must send the head of a request, or an idle one the next request
+MOST_IDLE = 256  # connections without a request that has a valid key; the oldest one is closed for a new one
+REST_SECONDS = 2.0  # for which the rest of a refused body is dropped, if its key is valid
+RETRY_HEADER = "x-stainless-retry-count"  # of OpenAI's clients
+log = get_logger(__name__)
 
 
 class Address:
@@ -160,21 +40,47 @@ class Address:
         self.seats: dict[str, Seat] = {}  # by key
         self._opens = asyncio.Lock()
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server
+        self._busy = set[object]()  # connections with a request that has a valid key
 
     async def _open(self) -> web.AppRunner:
         from aiohttp import web
 
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[web.middleware(_errors)])
+        quiet = logging.Logger(__name__, logging.CRITICAL + 1)  # aiohttp logs a traceback for each malformed request
+
+        @web.middleware
+        async def answered(request: web.Request, handler: Any) -> web.StreamResponse:
+            return await self._answered(request, handler)
+
+        app = web.Application(client_max_size=0, middlewares=[answered])
         completions, responses, models = ROUTES
         app.router.add_post(completions, self._handler(chat_completions))
         app.router.add_post(responses, self._handler(responses_api))
         app.router.add_get(models, self._models)
         app.router.add_get(f"{models}/{{name:.+}}", self._models)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=quiet,
+            shutdown_timeout=1.0,
+            handler_cancellation=True,
+            keepalive_timeout=HEAD_SECONDS,
+            lingering_time=0.0,  # the body of a request with a wrong key is not read
+        )
         await runner.setup()
-        await web.TCPSite(runner, LOOPBACK_ADDRESS, 0).start()
-        self.url = f"http://{LOOPBACK_ADDRESS}:{runner.addresses[0][1]}/v1"
+        self._listener = await asyncio.get_running_loop().create_server(
+            lambda: self._connection(runner), LOOPBACK_ADDRESS, 0, backlog=1024
+        )
+        self.url = f"http://{LOOPBACK_ADDRESS}:{self._listener.sockets[0].getsockname()[1]}/v1"
         return runner
+
+    def _connection(self, runner: web.AppRunner) -> asyncio.Protocol:
+        """Return the protocol of a new connection, after closing the oldest idle one if there are too many."""
+        assert runner.server is not None, "the runner is set up"
+        idle = [one for one in runner.server.connections if one not in self._busy]
+        if len(idle) >= MOST_IDLE:
+            idle[0].force_close()
+        return runner.server()
 
     @asynccontextmanager
     async def seated(self, seat: Seat) -> AsyncIterator[str]:
@@ -190,13 +96,16 @@ class Address:
             seat.close()
             if not self.seats and self._runner is not None:
                 runner, self._runner = self._runner, None
+                self._listener.close()
                 await runner.cleanup()
 
     def _seat(self, request: web.Request) -> Seat:
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if (seat := self.seats.get(key)) is None:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        seat = self.seats.get(key.strip()) if scheme.lower() == "bearer" else None
+        if seat is None:
             reason = "no conversation under way has this key; use the key of OPENAI_API_KEY or client.api_key"
             raise Refused(f"{reason}, which is valid until the agent's function returns", "invalid_api_key", status=401)
+        self._busy.add(request.protocol)
         return seat
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -212,20 +121,48 @@ class Address:
             from aiohttp import web
 
             seat = self._seat(request)
-            try:
-                body = read_json(await request.text())
-            except (ValueError, RecursionError):
-                body = None
-            if not isinstance(body, dict):
-                raise Refused("the body is no JSON object", "invalid_json")
-            ask = seat.read(api, body)
-            async with aclosing(seat.stream(ask)) as parts:
+            is_retry = request.headers.get(RETRY_HEADER, "0") != "0"
+            ask, body, start = await seat.read(api, request.content_length, request.content.iter_any, is_retry)
+            async with aclosing(seat.stream(ask, start)) as parts:
                 if ask.stream:
                     return await _streamed(request, parts, api.Events(ask, body))
-                (reply,) = [part async for part in parts]
-            return web.json_response(api.response(reply))
+                async for part in parts:
+                    assert isinstance(part, Reply), "only a stream has texts"
+                    response = web.json_response(api.response(part))
+                    await response.prepare(request)
+                    await response.write_eof()  # here, because the turn is recorded when the agent has it
+            return response
 
         return handle
+
+    async def _answered(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Give errors in OpenAI's format. A refused request whose body has not come closes its connection."""
+        from aiohttp import web
+
+        try:
+            return await handler(request)
+        except Refused as refused:
+            error = refused
+        except web.HTTPException as other:
+            text = f"{request.method} {request.path}: {other.reason}; the address has {', '.join(ROUTES)}"
+            error = Refused(text, "not_found", other.status)
+        except (OSError, asyncio.CancelledError):
+            raise
+        except Exception as unexpected:
+            log.exception("multi_turn.agent: %s %s failed", request.method, request.path)
+            error = Refused(f"the address failed: {unexpected!r}", "server_error", status=500)
+        finally:
+            has_key = request.protocol in self._busy
+            self._busy.discard(request.protocol)
+        if has_key:  # a client that still sends when the connection is closed does not get the error
+            with suppress(Exception):  # malformed, too slow, or the client has left
+                async with asyncio.timeout(REST_SECONDS):
+                    async for _ in request.content.iter_any():
+                        pass
+        response = web.json_response(_described(error), status=error.status)
+        if error.status == 401 or not request.content.is_eof():
+            response.force_close()
+        return response
 
 
 async def _streamed(request: web.Request, parts: AsyncGenerator[str | Reply], events: Any) -> web.StreamResponse:
@@ -251,20 +188,6 @@ async def _streamed(request: web.Request, parts: AsyncGenerator[str | Reply], ev
 async def _send(stream: web.StreamResponse, data: dict[str, Any], name: str | None) -> None:
     head = "" if name is None else f"event: {name}\n"
     await stream.write(f"{head}data: {json.dumps(data)}\n\n".encode())
-
-
-async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Give errors in OpenAI's format."""
-    from aiohttp import web
-
-    try:
-        return await handler(request)
-    except Refused as refused:
-        error = refused
-    except web.HTTPException as other:
-        text = f"{request.method} {request.path}: {other.reason}; the address has {', '.join(ROUTES)}"
-        error = Refused(text, "not_found", other.status)
-    return web.json_response(_described(error), status=error.status)
 
 
 def _described(error: Refused) -> dict[str, Any]:

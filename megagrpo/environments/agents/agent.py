@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from megagrpo.config import MultiTurnSection
 from megagrpo.data.tokens.tokenizer import as_messages
-from megagrpo.environments.agents.address import Address, Seat
+from megagrpo.environments.agents.address import Address
+from megagrpo.environments.agents.agent_messages import plain
 from megagrpo.environments.agents.agent_requests import POLICY_NAME, Ask
-from megagrpo.environments.agents.trajectory import Trajectory, plain
+from megagrpo.environments.agents.seat import Seat
+from megagrpo.environments.agents.trajectory import Trajectory
 from megagrpo.rewards.arguments import check_needs
 from megagrpo.rewards.registry.reward_registry import locate
 from megagrpo.rewards.registry.target import Target
 from megagrpo.rewards.workers.pool import Call, WorkerPool
-from megagrpo.types import Prompt
+from megagrpo.types import Prompt, Rollout, SamplingParams
 
 CAPACITY = 64  # conversations of one worker at once, each in a forked process
 LONGEST = 600.0  # seconds of a conversation without `multi_turn.max_seconds`
+IMPORT_SECONDS = 60.0  # of the agent's file at the start, and in a trial until its first request
 _HOST = Target("megagrpo.environments.agents.host", "AgentHost")
 _LANE = "agents"
 
@@ -31,7 +35,10 @@ class Agent:
         self.name = target.attribute  # also that of the reward
         self._seconds, self._options, self._pool = section.max_seconds or LONGEST, {"agent": target}, pool
         pool.add_lane(_LANE, section.workers, CAPACITY)
-        (described,) = pool.run([self._call("describe", {})])
+        (described,) = pool.run([replace(self._call("describe", {}), load_seconds=IMPORT_SECONDS)])
+        if described.kind == "timeout":
+            reason = f"the import of {section.agent} has not ended after {IMPORT_SECONDS:g} s"
+            raise ValueError(f"multi_turn.agent: {reason}; move what waits or computes into the function")
         if described.kind != "result":
             raise ValueError(f"multi_turn.agent: {described.value}")
         self._needs = described.value["needs"]
@@ -69,6 +76,37 @@ class Agent:
             fail(trajectory, "it asked the policy for nothing" if outcome.kind == "result" else str(outcome.value))
         else:  # it raised because of the limit
             trajectory.ended = trajectory.limit
+
+
+class _FirstRequest(Exception):
+    """Ends a conversation at its first request, with the tokens that the policy would continue."""
+
+
+def first_request(agent: Agent, trajectory: Trajectory) -> tuple[int, ...]:
+    """Run the agent up to its first request, and return the tokens that the policy would continue. Raises ValueError
+    with the reason if it asks for nothing."""
+    reasons = list[str]()
+
+    async def turn(prompt: Prompt, *_: object) -> tuple[Rollout, float]:
+        raise _FirstRequest(prompt.token_ids)
+
+    async def read_calls(prompt: Prompt, rollout: Rollout, tools: object) -> tuple[str, list[dict[str, object]]]:
+        return rollout.text, []
+
+    async def converse() -> tuple[int, ...]:
+        seat = Seat(trajectory, SamplingParams(1.0, 1), turn, read_calls)
+        try:
+            await agent.converse(Address(), seat, lambda _, reason: reasons.append(reason))
+        except _FirstRequest as request:
+            return request.args[0]
+        reason = reasons[0] if reasons else f"it ended by {trajectory.ended}"
+        raise ValueError(f"multi_turn.agent: `{agent.name}` on row {trajectory.prompt.prompt_id}: {reason}")
+
+    try:
+        return asyncio.run(asyncio.wait_for(converse(), IMPORT_SECONDS))
+    except TimeoutError:
+        reason = f"`{agent.name}` has asked the policy for nothing in {IMPORT_SECONDS:g} s"
+        raise ValueError(f"multi_turn.agent: {reason}") from None
 
 
 def first_ask(prompt: Prompt) -> Ask:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megagrpo.environments.agents.trajectory import Message, Refused
+from megagrpo.environments.agents.agent_messages import Message, Refused
 from megagrpo.types import SamplingParams
 
 POLICY_NAME = "policy"  # the model's name; an agent may ask for any other
@@ -32,6 +32,7 @@ class Ask:
     parses_calls: bool = True
     model: str = POLICY_NAME
     ignored: tuple[str, ...] = ()
+    is_retry: bool = False  # of a client that did not get the reply to the same request
     number: str = field(default_factory=lambda: secrets.token_hex(8))  # unique
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
 
@@ -78,6 +79,11 @@ def refuse(body: Mapping[str, Any], *names: str) -> None:
     for name in names:
         if body.get(name):
             raise Refused(f"{name} is not supported here: leave it out", "unsupported_parameter", param=name)
+
+
+def is_plain_text(wanted: Any) -> bool:
+    """Whether a request asks for a response in no other format than text."""
+    return not wanted or (isinstance(wanted, dict) and wanted.get("type") == "text")
 
 
 def positive(body: Mapping[str, Any], *names: str) -> int | None:

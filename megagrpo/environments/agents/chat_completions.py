@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megagrpo.environments.agents.agent_messages import Refused, plain
 from megagrpo.environments.agents.agent_requests import (
     Ask,
     Reply,
     checked_stop,
     checked_tools,
     ignored,
+    is_plain_text,
     positive,
     refuse,
 )
-from megagrpo.environments.agents.trajectory import Refused, plain
 from megagrpo.types import SamplingParams
 
 _KNOWN = (
@@ -28,7 +29,7 @@ def read(body: dict[str, Any], sampling: SamplingParams) -> Ask:
     refuse(body, "logprobs", "functions", "audio")
     if body.get("n") not in (None, 1):
         raise Refused("n must be 1: ask several times", "unsupported_parameter", param="n")
-    if (body.get("response_format") or {"type": "text"}).get("type") != "text":
+    if not is_plain_text(body.get("response_format")):
         raise Refused("response_format is not supported: ask for the format in the prompt", "unsupported_parameter")
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:

@@ -80,7 +80,13 @@ class AgentHost:
         raise InvalidRewards("its process died" if answer is None else MALFORMED)
 
     def _live(self, channel: Channel, client: Client, arguments: dict[str, Any]) -> NoReturn:
-        """Run the agent in the forked process; never returns."""
+        """Run the agent in the forked process; never returns: the stack below is its worker's."""
+        try:
+            self._run(channel, client, arguments)
+        finally:
+            os._exit(1)
+
+    def _run(self, channel: Channel, client: Client, arguments: dict[str, Any]) -> NoReturn:
         os.setpgid(0, 0)
         tie_to_parent()
         leave_trainer()

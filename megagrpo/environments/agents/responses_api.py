@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megagrpo.environments.agents.agent_requests import Ask, Reply, checked_tools, ignored, positive, refuse
-from megagrpo.environments.agents.trajectory import Message, Refused, plain
+from megagrpo.environments.agents.agent_messages import Message, Refused, plain
+from megagrpo.environments.agents.agent_requests import (
+    Ask,
+    Reply,
+    checked_tools,
+    ignored,
+    is_plain_text,
+    positive,
+    refuse,
+)
 from megagrpo.types import SamplingParams
 
 _KNOWN = (
@@ -15,10 +23,14 @@ _KNOWN = (
 )
 
 
+_FIELDS = {"function_call": ("name", "arguments", "call_id"), "function_call_output": ("call_id", "output")}
+
+
 def read(body: dict[str, Any], sampling: SamplingParams) -> Ask:
     """Return what a request asks for. Raises Refused for what the address does not support."""
     refuse(body, "previous_response_id", "conversation", "background", "prompt")
-    if ((body.get("text") or {}).get("format") or {"type": "text"}).get("type") != "text":
+    text = body.get("text") or {}
+    if not isinstance(text, dict) or not is_plain_text(text.get("format")):
         raise Refused("text.format is not supported: ask for the format in the prompt", "unsupported_parameter")
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -26,8 +38,11 @@ def read(body: dict[str, Any], sampling: SamplingParams) -> Ask:
         raise Refused("input must be text or a list with at least one item", "invalid_messages", param="input")
     if body.get("instructions"):
         items = [{"role": "system", "content": body["instructions"]}, *items]
+    messages = [plain(message) for message in _messages(items)]
+    if not messages:
+        raise Refused("input has no message: only items of reasoning", "invalid_messages", param="input")
     return Ask(
-        messages=[plain(message) for message in _messages(items)],
+        messages=messages,
         tools=checked_tools([_tool(tool) for tool in body.get("tools") or ()]),
         max_tokens=positive(body, "max_output_tokens"),
         stream=bool(body.get("stream")),
@@ -41,7 +56,9 @@ def _messages(items: list[Any]) -> Iterator[Message]:
     """Yield the messages of items. Text and calls that follow each other are one message of the assistant."""
     turn: Message | None = None
     for item in items:
-        kind = item.get("type", "message") if isinstance(item, dict) else None
+        kind = str(item.get("type", "message")) if isinstance(item, dict) else ""
+        if missing := [name for name in _FIELDS.get(kind, ()) if name not in item]:
+            raise Refused(f"items of type {kind} need {', '.join(missing)}", "invalid_messages", param="input")
         if kind == "reasoning":  # of another model: the policy's thoughts are in its text
             continue
         if kind == "function_call":
@@ -56,7 +73,7 @@ def _messages(items: list[Any]) -> Iterator[Message]:
         if kind == "function_call_output":
             yield {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
         elif kind == "message" and item.get("role") == "assistant":
-            turn = {"role": "assistant", "content": item["content"]}
+            turn = {"role": "assistant", "content": item.get("content")}
         elif kind == "message":
             yield {"role": item.get("role"), "content": item.get("content")}
         else:

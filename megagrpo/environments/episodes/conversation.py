@@ -94,8 +94,15 @@ class Conversation:
     def add_messages(self, messages: list[Message], follow_ups: FollowUps) -> None:
         """Append messages of others, such as tool results, after the policy's turn. When they leave no room for another
         turn, the response ends ("budget") without them."""
+        self.add_suffix(*self.suffix(messages, follow_ups))
+
+    def suffix(self, messages: list[Message], follow_ups: FollowUps) -> tuple[list[Message], tuple[int, ...]]:
+        """Return the messages of `add_messages` as UTF-8 texts, and their tokens. Changes nothing."""
         messages = [message | {"content": encodable(message["content"])} for message in messages]
-        ids = follow_ups.suffix(messages, self.prompt.template_kwargs, closed=not self.stop_string)
+        return messages, follow_ups.suffix(messages, self.prompt.template_kwargs, closed=not self.stop_string)
+
+    def add_suffix(self, messages: list[Message], ids: Sequence[int]) -> None:
+        """Append messages with the tokens that `suffix` returned, as `add_messages` does."""
         if len(ids) >= self.room:
             self.ended = "budget"
             return

@@ -54,6 +54,7 @@ class Call:
     lane: str = SHARED
     # of "score": what has a reward of its own in a completion ("turn" or "token"), and how many each completion has
     parts: Parts | None = None
+    load_seconds: float = LOAD_SECONDS  # of the function, before `timeout` starts
     repeats: bool = True  # whether it runs again after its worker was lost, if another call may be the cause
 
 
@@ -163,7 +164,7 @@ class Worker(asyncio.Protocol):
         except (TypeError, ValueError, RecursionError) as error:
             return job.end(Outcome("error", f"its arguments cannot be sent to a worker: {error}", 0.0))
         self._running[number] = job
-        self._set_deadline(job, LOAD_SECONDS)
+        self._set_deadline(job, call.load_seconds)
         assert self._transport is not None, "`connect` was called"
         self._transport.write(data)
 

@@ -154,7 +154,7 @@ def explain(error: BaseException, whole: bool) -> str:
     if whole:
         return "".join(report.format()).rstrip()[-_LONGEST_REPORT:]
     where = f" ({report.stack[-1].filename}:{report.stack[-1].lineno})" if report.stack else ""
-    return f"{type(error).__name__}: {str(error)[:_LONGEST_REPORT]}{where}"
+    return f"{type(error).__name__}: {str(report)[:_LONGEST_REPORT]}{where}"  # its `__str__` may raise
 
 
 # -------------------------------------------------------------------------------------------------------- the two kinds

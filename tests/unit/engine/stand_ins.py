@@ -153,6 +153,10 @@ class StandIn:
             wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(text) + text[: len(text) // 2])
         elif mode == "no http":
             wfile.write(b"\x00\x01hello\r\n\r\n")
+        elif mode == "raises":
+            _reply(wfile, b'{"error": {"message": "Expecting value", "code": 400}}', 400)
+        elif mode == "missing":
+            _reply(wfile, b'{"detail": "Not Found"}', 404)
         elif mode == "html":
             _reply(wfile, b"<html>proxy</html>", kind="text/html")
         elif mode == "truncated":

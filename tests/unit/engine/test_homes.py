@@ -11,6 +11,7 @@ from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http.protocol import EngineError
 from megagrpo.engine.load_balancing import Generation, Home, Tools
 from megagrpo.engine.server_slots import Slots
+from megagrpo.engine.tool_parsing import ToolParserFailed
 from megagrpo.types import Prompt, SamplingParams
 from tests.unit.engine.stand_ins import StandIn
 
@@ -205,6 +206,19 @@ def test_another_server_parses_calls_when_the_own_one_does_not_respond(servers, 
     if not patience:
         with pytest.raises(EngineError, match="did not respond to /v1/chat/completions/derender"):
             list(engine.converse([Prompt(0, (1, 2, 3), "")], 1, respond))
+
+
+@pytest.mark.parametrize(("mode", "is_of_turn"), [("raises", True), ("missing", False)])
+def test_a_parser_that_raises_is_no_server_without_a_parser(servers, mode, is_of_turn):
+    one = servers()
+    one.spoiled["/v1/chat/completions/derender"] = mode
+
+    async def respond(session, home, index, number):
+        with pytest.raises(EngineError, match=r"failed|must be started with") as failed:
+            await session.read_tool_calls([5], [], home)
+        return isinstance(failed.value, ToolParserFailed)
+
+    assert list(VllmEngine([one.url], str).converse([Prompt(0, (1,), "")], 1, respond)) == [(0, [is_of_turn])]
 
 
 @pytest.mark.parametrize(("slots", "waits"), [(1, True), (8, False)])

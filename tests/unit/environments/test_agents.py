@@ -16,9 +16,12 @@ from pydantic import TypeAdapter
 from megagrpo.config import MultiTurnSection
 from megagrpo.data.tokens.tokenizer import load_tokenizer
 from megagrpo.engine.responses import find_ending
-from megagrpo.environments.agents.address import Address, Seat
+from megagrpo.environments.agents import agent as agent_module
+from megagrpo.environments.agents.address import Address
 from megagrpo.environments.agents.agent import first_ask
-from megagrpo.environments.agents.trajectory import Renderer, Trajectory
+from megagrpo.environments.agents.renderer import Renderer
+from megagrpo.environments.agents.seat import Seat
+from megagrpo.environments.agents.trajectory import Trajectory
 from megagrpo.environments.dialogues import DialogueEngine, Dialogues
 from megagrpo.environments.episodes.tool_calls import hermes
 from megagrpo.environments.responders import Responders
@@ -78,6 +81,26 @@ def wrong(prompt):
 def raises(prompt):
     unmodified(prompt)
     raise KeyError("lost")
+
+
+class Silent(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+class Numbered(KeyboardInterrupt):
+    def __str__(self):
+        return 5
+
+
+def has_no_text(prompt):
+    unmodified(prompt)
+    raise Silent
+
+
+def has_a_number(prompt):
+    unmodified(prompt)
+    raise Numbered
 
 
 def dies(prompt):
@@ -226,7 +249,7 @@ def conversed(responders, *seats):
         async def one(seat):
             await responders.agent.converse(address, seat, responders.fail)
             if not seat.trajectory.samples:
-                await seat.reply(first_ask(seat.trajectory.prompt), is_limited=False)
+                await seat.reply(first_ask(seat.trajectory.prompt))
             return seat.trajectory.rollout()
 
         rollouts = await asyncio.gather(*(one(seat()) for seat in seats))
@@ -287,6 +310,8 @@ def test_an_unmodified_agent_needs_no_argument_but_its_prompt(agents_of, policy)
         ("silent", "asked the policy for nothing"),
         ("wrong", "`wrong` returned a str, 'good'"),
         ("raises", r"KeyError: 'lost' \(.*mine.py"),
+        ("has_no_text", r"Silent: <exception str\(\) failed>"),
+        ("has_a_number", "Numbered: <exception str"),
         ("dies", "its process died"),
     ],
 )
@@ -383,6 +408,25 @@ def test_an_agent_that_cannot_be_imported_is_an_error_before_the_first_step(agen
 
 
 # ------------------------------------------------------------------------------------------------------ at the address
+
+
+def test_a_trial_shows_the_first_request_of_an_agent(agents_of, policy, tokenizer, monkeypatch):
+    with agents_of("twice") as agents:
+        trajectory = policy.seat("What?", columns={"answer": "two"}).trajectory
+        ids = agent_module.first_request(agents.agent, trajectory)
+    assert tokenizer.decode(ids, special=True).startswith("<|im_start|>user\nWhat?<|im_end|>") and not policy.asked
+    with agents_of("silent") as agents, pytest.raises(ValueError, match="on row 5: it asked the policy for nothing"):
+        agent_module.first_request(agents.agent, policy.seat().trajectory)
+    monkeypatch.setattr(agent_module, "IMPORT_SECONDS", 2.0)
+    with agents_of("busy") as agents, pytest.raises(ValueError, match="for nothing in 2 s"):
+        agent_module.first_request(agents.agent, policy.seat().trajectory)
+
+
+def test_an_agent_that_hangs_at_import_is_an_error_that_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(agent_module, "IMPORT_SECONDS", 2.0)
+    (tmp_path / "hangs.py").write_text("import time\n\ntime.sleep(1000)\n")
+    with pytest.raises(ValueError, match=r"the import of .*hangs.py:run has not ended after 2 s"):
+        Responders(MultiTurnSection(agent=f"{tmp_path}/hangs.py:run", workers=1))
 
 
 def test_chat_completions_with_tools_stop_and_limits(policy):

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from megagrpo.data.tokens.tokenizer import load_tokenizer
-from megagrpo.environments.agents.trajectory import Refused, Renderer, Trajectory, histories, plain
+from megagrpo.environments.agents.agent_messages import Refused, histories, plain
+from megagrpo.environments.agents.renderer import Renderer
+from megagrpo.environments.agents.trajectory import Trajectory
 from megagrpo.types import Prompt, Rollout
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
 
@@ -47,7 +49,7 @@ class Agent:
     def ask(self, messages, text, calls=(), end=(END,), reason="stop", stop_string=None, tools=None):
         """Ask for a turn, and return the messages with the reply."""
         messages = [plain(message) for message in messages]
-        start = self.trajectory.start(messages, self.tools if tools is None else tools)
+        start = started(self.trajectory, messages, self.tools if tools is None else tools)
         self.contexts.append(start.context)
         ids = [*self.tokenizer.encode(text, False), *end]
         prompt = Prompt(7, start.context, messages)
@@ -74,6 +76,13 @@ def written(agent, sample):
         texts.append(text_of(agent, [i for i, _ in rest[:count]]) if rest[0][1] else None)
         rest = rest[count:]
     return texts
+
+
+def started(trajectory, messages, tools):
+    """Where a turn begins that the policy takes now."""
+    start = trajectory.find(messages, tools)
+    trajectory.begin(start)
+    return start
 
 
 def user(text):
@@ -160,7 +169,7 @@ def test_two_requests_at_once_from_one_turn_are_two_samples(tokenizer):
     agent = Agent(tokenizer)
     told = agent.ask([user("a")], "one")
     trajectory, asked = agent.trajectory, [[*told, user(text)] for text in "bc"]
-    starts = [trajectory.start(messages, ()) for messages in asked]
+    starts = [started(trajectory, messages, ()) for messages in asked]
     for start, text in zip(starts, "23", strict=True):
         rollout = Rollout(
             Prompt(7, start.context, ""), [*tokenizer.encode(text, False), END], [-1.0] * 2, "stop", 1, text
@@ -193,17 +202,17 @@ def test_a_turn_has_the_room_that_the_sample_before_it_leaves(tokenizer):
     agent = Agent(tokenizer, max_response=200)
     told = agent.ask([user("a")], "one")
     asked = [*told, user("b")]
-    second = agent.trajectory.start(asked, ())
+    second = started(agent.trajectory, asked, ())
     response = len(second.context) - len(agent.contexts[0])
     assert agent.trajectory.room(second) == 200 - response < 200 - len(second.suffix) < 200
     agent.ask(asked, "two")
-    fork = agent.trajectory.start([*told, user("c")], ())
+    fork = started(agent.trajectory, [*told, user("c")], ())
     assert agent.trajectory.room(fork) == 200, "another sample begins, and its whole context is its prompt"
-    repeated = agent.trajectory.start(asked, ())
+    repeated = started(agent.trajectory, asked, ())
     assert repeated.context == second.context and agent.trajectory.room(repeated) == 200
     narrow = Agent(tokenizer, max_length=len(second.context) + 5)
     narrow.ask([user("a")], "one")
-    assert narrow.trajectory.room(narrow.trajectory.start(asked, ())) == 5
+    assert narrow.trajectory.room(started(narrow.trajectory, asked, ())) == 5
     assert [sample.max_length for sample in narrow.trajectory.samples] == [response + 5]
 
 
@@ -222,7 +231,7 @@ def test_a_template_that_does_not_show_the_tools_is_said_once_and_tool_sets_do_n
         tools = [{"type": "function", "function": {"name": f"tool{i}", "description": "Does.", "parameters": {}}}]
         told = agent.ask([user(f"a{i}")], "one", tools=tools)
         agent.ask([*told, user("b")], "two", tools=tools)
-    assert len(agent.trajectory._renderer._follow_ups) <= 64
+    assert len(agent.trajectory.renderer._follow_ups) <= 64
     assert agent.trajectory.counts == {"branches/new": 69}
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "does not show the tools to the policy" in warning
