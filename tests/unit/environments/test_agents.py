@@ -410,16 +410,19 @@ def test_an_agent_that_cannot_be_imported_is_an_error_before_the_first_step(agen
 # ------------------------------------------------------------------------------------------------------ at the address
 
 
-def test_a_trial_shows_the_first_request_of_an_agent(agents_of, policy, tokenizer, monkeypatch):
+def test_a_trial_shows_the_first_request_of_an_agent(agents_of, tokenizer, monkeypatch):
+    def trajectory():
+        asked = Prompt(5, (1,), "What?", {"answer": "two"})
+        return Trajectory(asked, 0, Renderer(tokenizer, HERMES), 4000, 3000)
+
     with agents_of("twice") as agents:
-        trajectory = policy.seat("What?", columns={"answer": "two"}).trajectory
-        ids = agent_module.first_request(agents.agent, trajectory)
-    assert tokenizer.decode(ids, special=True).startswith("<|im_start|>user\nWhat?<|im_end|>") and not policy.asked
+        ids = agent_module.first_request(agents.agent, trajectory())
+    assert tokenizer.decode(ids, special=True).startswith("<|im_start|>user\nWhat?<|im_end|>")
     with agents_of("silent") as agents, pytest.raises(ValueError, match="on row 5: it asked the policy for nothing"):
-        agent_module.first_request(agents.agent, policy.seat().trajectory)
+        agent_module.first_request(agents.agent, trajectory())
     monkeypatch.setattr(agent_module, "IMPORT_SECONDS", 2.0)
     with agents_of("busy") as agents, pytest.raises(ValueError, match="for nothing in 2 s"):
-        agent_module.first_request(agents.agent, policy.seat().trajectory)
+        agent_module.first_request(agents.agent, trajectory())
 
 
 def test_an_agent_that_hangs_at_import_is_an_error_that_says_so(tmp_path, monkeypatch):
