@@ -57,7 +57,9 @@ PRINTED = {
     ("verify", "tp=3,sequence_parallel"): ("labels",),
     ("losses", "$ python benchmarks/learning.py"): ("benchmark",),
     # No output of a command of megagrpo, or of a model or a file that a reader does not have.
-    ("add_a_model", "$ python checkpoints_tools/new_family.py "): ("other",),  # of a config.json on the hub; test_new_family drafts others
+    ("add_a_model", "$ python checkpoints_tools/new_family.py "): (
+        "other",
+    ),  # of a config.json on the hub; test_new_family drafts others
     ("add_a_model", "$ python -m tests.prove_family "): ("other",),  # minutes; the full suite runs the proofs
     ("checkpoints", "runs/capitals/checkpoints/step_000006/"): ("other",),
     ("how_it_works", "            YAML"): ("other",),
