@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-SMALL = 1 << 14  # characters that are parsed, rendered and tokenized in a few milliseconds: not worth a thread
+INLINE_SIZE = 1 << 14  # characters that are parsed, rendered and tokenized in a few milliseconds: not worth a thread
 _THREADS = 16
 
 
@@ -22,6 +22,6 @@ class TextThreads:
     async def run[T](self, size: int, work: Callable[[], T]) -> T:
         """Return `work()` on a text of `size` characters or bytes: in a thread unless the text is small. A caller that
         is cancelled does not wait for it, so `work` must change nothing that the caller shares with others."""
-        if size < SMALL:
+        if size < INLINE_SIZE:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
