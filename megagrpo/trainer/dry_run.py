@@ -62,6 +62,12 @@ class DryRun:
         except ValueError as error:
             self.warnings.append(str(error))
 
+    def add_tools(self, dialogues: Dialogues | None) -> Sequence[dict[str, Any]]:
+        """Add the names of the tools, and return the tools."""
+        tools = dialogues.tools if dialogues else ()
+        self.tools += [str(tool.get("function", tool).get("name")) for tool in tools]
+        return tools
+
     def add(self, *problems: object) -> None:
         """Add problems that are not known yet."""
         self.problems += [str(problem) for problem in problems if str(problem) not in self.problems]
@@ -109,10 +115,10 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
         with Collecting(result):
             row_reader.check_run()
         with Collecting(result):
-            of_dialogues = config.multi_turn, config.data, config.rewards.names, limit
-            dialogues = make_dialogues(*of_dialogues, tokenizer, base_folder, resources)
-            tools = dialogues.tools if dialogues else ()
-            result.tools += [str(tool.get("function", tool).get("name")) for tool in tools]
+            dialogues = make_dialogues(
+                config.multi_turn, config.data, config.rewards.names, limit, tokenizer, base_folder, resources
+            )
+            tools = result.add_tools(dialogues)
             row_reader.check_tools(tools, _folder(config))
         train: PromptSource | None = None
         sets: dict[str, tuple[Sequence[Prompt], int]] = {}

@@ -14,12 +14,12 @@ from megagrpo.config import RunConfig
 from megagrpo.data.tokens.tokenizer import Tokenizer
 
 SECONDS = 60  # of CPU time
-GROWTH = 4 * 2**30  # bytes of memory more than before the trial
+MOST_MEMORY = 4 * 2**30  # bytes of memory more than before the trial
 _NO_MEMORY = 3  # exit code
 
 
 def try_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Render and encode one short prompt. Raises ValueError if that takes more than SECONDS or GROWTH.
+    """Render and encode one short prompt. Raises ValueError if that takes more than SECONDS or MOST_MEMORY.
 
     Other errors are not raised: the first row of the data shows them better.
     """
@@ -35,14 +35,14 @@ def try_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
     if child.exitcode in (-signal.SIGXCPU, -signal.SIGKILL):
         raise ValueError(f"model.path: {keys} did not finish a prompt of 100 characters in {SECONDS} s; use another")
     if child.exitcode in (_NO_MEMORY, -signal.SIGABRT):
-        need = f"needs more than {GROWTH / 2**30:g} GiB of memory for a prompt of 100 characters"
+        need = f"needs more than {MOST_MEMORY / 2**30:g} GiB of memory for a prompt of 100 characters"
         raise ValueError(f"model.path: {keys} {need}; use another")
 
 
 def _try(config: RunConfig, tokenizer: Tokenizer) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # an abort of the tokenizer writes there
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + GROWTH,) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MOST_MEMORY,) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     data = config.data

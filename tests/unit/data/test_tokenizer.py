@@ -187,7 +187,7 @@ def test_a_chat_template_comes_as_text_or_from_a_file(tmp_path, monkeypatch):
         and read_chat_template("none") == "none"
         and read_chat_template(None) is None
     )
-    with pytest.raises(ValueError, match=r"data.chat_template: 'other.jinja' must be a file"):
+    with pytest.raises(ValueError, match=r"data.chat_template: no file other.jinja; correct"):
         read_chat_template("other.jinja")
 
 

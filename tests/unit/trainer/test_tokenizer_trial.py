@@ -34,7 +34,7 @@ def config(template):
 )
 def test_a_tokenizer_that_never_ends_or_takes_all_memory_is_named(template, normalizer, said, tokenizer, monkeypatch):  # noqa: F811
     monkeypatch.setattr(tokenizer_trial, "SECONDS", 2)
-    monkeypatch.setattr(tokenizer_trial, "GROWTH", 2**28)
+    monkeypatch.setattr(tokenizer_trial, "MOST_MEMORY", 2**28)
     tokenizer.render("warm")  # imports outside of the limits
     own = tokenizer.tokenizer.backend_tokenizer
     own.normalizer = normalizer
