@@ -118,33 +118,6 @@ def test_a_step_with_this_loss_equals_that_of_one_process(layout, name):
     _check(name, in_layout(layout, *LOSSES), one_process(*LOSSES))
 
 
-def _step_of_ties(parallel, train):
-    """A step whose samples are beginnings of one text, so that entropies tie at every place, and at each threshold."""
-    own = random_samples()
-    text = max(own, key=lambda one: len(one.token_ids))
-    ends = [len(text.token_ids) - int(text.response_mask.sum()) + int(one.response_mask.sum()) for one in own]
-    tied = [
-        replace(
-            one,
-            token_ids=text.token_ids[:end],
-            response_mask=text.response_mask[:end],
-            rollout_logprobs=(text.rollout_logprobs + 1e-3 * one.index * text.response_mask)[:end],
-            truncated=False,
-        )
-        for one, end in zip(own, ends, strict=True)
-    ]
-    top = dict(loss_type="dapo", top_entropy_quantile=0.37, beta=0.1)  # no whole number of places
-    config = tiny_run(parallel, algorithm=top, train=train)
-    return take_step(config if train else plainly(config), tiny_model(MODEL), tied)
-
-
-@pytest.mark.full
-def test_tokens_that_tie_at_the_entropy_threshold_are_the_same_in_every_layout():
-    expected = run_ranks(_step_of_ties, 1, {}, {})[0]
-    found = run_ranks(_step_of_ties, 2, dict(cp=2), dict(distributed_optimizer=True, share_prompts=False))[0]
-    _check("ties", {"ties": found}, {"ties": expected})
-
-
 def _step_of_nothing(name):
     """Loss and largest gradient of a step whose tokens are all masked."""
     config = tiny_run({}, algorithm=dict(beta=0.0) | LOSSES[name], train=dict(distributed_optimizer=False))
