@@ -55,12 +55,14 @@ class DryRun:
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def try_agent(self, dialogues: Dialogues, prompt: Prompt, max_completion_length: int) -> None:
-        """Run the agent, if there is one, up to its first request."""
-        try:
-            self.request = dialogues.first_request(prompt, max_completion_length)
-        except ValueError as error:
-            self.warnings.append(str(error))
+    def try_agent(self, dialogues: Dialogues, source: PromptSource, max_completion_length: int | None) -> None:
+        """Check the columns for an agent. With `max_completion_length` run it up to its first request."""
+        dialogues.check_columns(source.columns)
+        if max_completion_length is not None:
+            try:
+                self.request = dialogues.first_request(source.peek(1)[0], max_completion_length)
+            except ValueError as error:
+                self.warnings.append(str(error))
 
     def add_tools(self, dialogues: Dialogues | None) -> Sequence[dict[str, Any]]:
         """Add the names of the tools, and return the tools."""
@@ -101,8 +103,7 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
     with Collecting(result):
         check_trackers(config.run.trackers)
     with ExitStack() as resources:
-        tools: Sequence[dict[str, Any]] = ()
-        dialogues: Dialogues | None = None
+        tools, dialogues = list[dict[str, Any]](), None
         tokenizer: Tokenizer | None = None
         known = len(result.problems)
         with Collecting(result):
@@ -134,9 +135,7 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
                 result.warnings += [*source.warnings, *repeated_warning(key, repeated, len(source))]
                 result.warnings += shared_warning(key, shared, len(source))
                 if dialogues:
-                    dialogues.check_columns(source.columns)
-                    if key == TRAIN:
-                        result.try_agent(dialogues, source.peek(1)[0], config.rollout.max_completion_length)
+                    result.try_agent(dialogues, source, config.rollout.max_completion_length if key == TRAIN else None)
                 sets[key] = (
                     source.sample(rows),
                     getattr(configured.section, "max_completion_length", config.rollout.max_completion_length),
