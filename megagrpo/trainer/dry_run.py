@@ -103,7 +103,8 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
     with Collecting(result):
         check_trackers(config.run.trackers)
     with ExitStack() as resources:
-        tools, dialogues = list[dict[str, Any]](), None
+        tools: Sequence[dict[str, Any]] = ()
+        dialogues: Dialogues | None = None
         tokenizer: Tokenizer | None = None
         known = len(result.problems)
         with Collecting(result):
@@ -116,9 +117,8 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
         with Collecting(result):
             row_reader.check_run()
         with Collecting(result):
-            dialogues = make_dialogues(
-                config.multi_turn, config.data, config.rewards.names, limit, tokenizer, base_folder, resources
-            )
+            of_dialogues = config.multi_turn, config.data, config.rewards.names, limit
+            dialogues = make_dialogues(*of_dialogues, tokenizer, base_folder, resources)
             tools = result.add_tools(dialogues)
             row_reader.check_tools(tools, _folder(config))
         train: PromptSource | None = None
@@ -136,10 +136,8 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
                 result.warnings += shared_warning(key, shared, len(source))
                 if dialogues:
                     result.try_agent(dialogues, source, config.rollout.max_completion_length if key == TRAIN else None)
-                sets[key] = (
-                    source.sample(rows),
-                    getattr(configured.section, "max_completion_length", config.rollout.max_completion_length),
-                )
+                longest = getattr(configured.section, "max_completion_length", config.rollout.max_completion_length)
+                sets[key] = source.sample(rows), longest
                 if key == TRAIN:
                     train = source
                     config.with_num_prompts(len(source))  # the rules about the number of steps
