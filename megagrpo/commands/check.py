@@ -68,11 +68,11 @@ def run(options: argparse.Namespace) -> int:
 
 def source_text(source: SourceTrial, prompts_per_step: int) -> str:
     """Return rows, columns, lengths and one rendered prompt of a data set."""
-    lengths, usable = source.lengths, source.num_usable
+    lengths, usable = [length for length in source.lengths if length], source.num_usable
     epoch = f", an epoch is {usable / prompts_per_step:.1f} steps" if source.key == "data.train" else ""
     lines = [
         f"{source.key}: {source.source}",
-        f"  rows      {len(lengths)}{epoch}",
+        f"  rows      {len(source.lengths)}{epoch}",
         f"  columns   {source.prompt_column} (prompt), for rewards: {', '.join(source.columns) or 'none'}",
         f"  tokens    min {min(lengths)}, median {statistics.median(lengths):g}, max {max(lengths)}; limit "
         f"{source.limit} (rollout.max_prompt_length)",
@@ -80,6 +80,7 @@ def source_text(source: SourceTrial, prompts_per_step: int) -> str:
         *[f"  opened    `{source.opened.strip()}`: a response continues the thought that the prompt has opened"]
         * bool(source.opened),
         f"  {'truncated' if source.overlong == 'truncate_left' else 'dropped':9} {_dropped(source)}",
+        *[f"  skipped   {source.num_bad}: bad rows (data.bad_rows)"] * bool(source.num_bad),
         f"  prompt    of row {source.row}, {source.num_tokens} tokens:",
     ]
     return "\n".join([*lines, *_shown(source.text)])

@@ -8,6 +8,7 @@ import json
 import re
 from typing import Any
 
+from megagrpo.data.images.image_values import IMAGE_PARTS, part_image
 from megagrpo.data.tokens.tokenizer import Messages, Tokenizer
 from megagrpo.platform.process.terminal import one_line
 from megagrpo.row_image import content_text
@@ -23,7 +24,7 @@ _USUAL = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|user|>", 
 
 def as_prompt(value: Any, from_arrow: bool = False, images: bool = False) -> Messages:
     """Return a column's prompt. `from_arrow`: None fields are absent, as Arrow adds them to messages and tool calls.
-    With `images` a content with parts of type image stays a list of parts.
+    With `images` a content with parts of `IMAGE_PARTS` stays a list of parts.
 
     Parts of text are joined, and messages that are stored as JSON or Python text, as in a cell of csv, are read. Raises
     ValueError with a phrase for any other value.
@@ -85,15 +86,15 @@ def _checked(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
 
 
 def _is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "image"
+    return isinstance(part, dict) and part.get("type") in IMAGE_PARTS
 
 
 def _part(part: Any, number: int) -> dict[str, Any]:
     """Return {type: image}, with the image if the part holds one, or {type: text, text}."""
     if not _is_image(part):
         return {"type": "text", "text": _text(part, number)}
-    given = next((part[name] for name in ("image", "path") if part.get(name) is not None), None)
-    return {"type": "image"} | ({} if given is None else {"image": given})
+    image = part_image(part)
+    return {"type": "image"} | ({} if image is None else {"image": image})
 
 
 def _text(part: Any, number: int) -> str:
@@ -103,7 +104,7 @@ def _text(part: Any, number: int) -> str:
     text = part.get("text") if isinstance(part, dict) else None
     if kind not in _TEXT_PARTS or not isinstance(text, str):
         what = f"of type `{kind}`" if kind else f"{part!r:.80}"
-        fix = "set data.images, or remove the part" if kind == "image" else "remove the part, or the row"
+        fix = "set data.images, or remove the part" if kind in IMAGE_PARTS else "remove the part, or the row"
         raise ValueError(f"must be text; message {number} has a part {what}: {fix}")
     return text
 

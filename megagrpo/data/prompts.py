@@ -9,12 +9,14 @@ from typing import Any
 from megagrpo.config import DataSection, DatasetSection, RunConfig
 from megagrpo.data.images.prompt_images import PromptImages, undecoded
 from megagrpo.data.prompt_values import RenderedPrompts, as_prompt
+from megagrpo.data.sources.bad_rows import BadRows
 from megagrpo.data.sources.data_identity import DataIdentity
 from megagrpo.data.sources.prompt_order import PromptOrder
 from megagrpo.data.sources.text_rows import ROWS_FOR_NAMES, JsonRows, column_hint, names_in, nested
 from megagrpo.data.tokens.chat_templates import PROMPT_TAIL, check_kwargs, opened_thought
 from megagrpo.data.tokens.row_settings import RowReader, row_mapping
 from megagrpo.data.tokens.tokenizer import Messages, Tokenizer, as_messages, read_chat_template
+from megagrpo.platform.process.terminal import warn
 from megagrpo.types import Prompt
 
 _EVAL_SEED_OFFSET = 10**9  # reasoning-gym seeds row i with seed + i, so nearby seeds share almost all rows
@@ -31,10 +33,12 @@ class PromptSource(PromptOrder):
     `section` is `data.train` or a held-out set; `key` is its config key. Held-out prompts of reasoning-gym use a
     different seed. The constructor tokenizes every prompt to get its length (`lengths`, one per row). `num_overlong`
     counts prompts longer than `max_prompt_length` tokens, which are dropped or truncated (`data.overlong_prompts`).
+    `bad` counts bad rows, whose length is 0 (`data.bad_rows`).
     `warnings` are sentences about prompts that look wrong. `tools` are the JSON schemas that the chat template shows.
     `row_reader` reads the column `data.sampling_column`, which has no effect without it.
 
-    Raises ValueError for a source that is missing or empty, lacks the prompt column, or has only overlong prompts."""
+    Raises ValueError for a source that is missing or empty, lacks the prompt column, or has no usable row, and for a
+    bad row that is refused."""
 
     def __init__(
         self,
@@ -56,7 +60,8 @@ class PromptSource(PromptOrder):
         self._template, self._tools = read_chat_template(data.chat_template), tools
         self._known_kwargs: set[frozenset[str]] = set()  # names of variables that were checked
         rows_seed = seed + _EVAL_SEED_OFFSET * (key != "data.train")
-        rows = load_rows(section, self._key, rows_seed, data.prompt_column)
+        self.bad = BadRows(data.bad_rows == "skip")
+        rows = load_rows(section, self._key, rows_seed, data.prompt_column, self.bad)
         self._rows = rows if self._images is None else undecoded(rows)
         first_rows = (self._rows[row] for row in range(min(len(self._rows), ROWS_FOR_NAMES)))
         self._check_columns(list(dict.fromkeys(name for row in first_rows for name in names_in(row))))
@@ -67,8 +72,8 @@ class PromptSource(PromptOrder):
     @property
     def columns(self) -> list[str]:
         """Names of the columns that reward functions get, renamed ones included."""
-        values = self._rows[0]
-        return list(self._columns(values, self._question(0, values)[1]))
+        values = self._rows[self.rows[0]]
+        return list(self._columns(values, self._question(self.rows[0], values)[1]))
 
     def sample(self, n: int) -> list[Prompt]:
         """Return up to `n` prompts that are spread evenly over the data set, the first included."""
@@ -107,52 +112,75 @@ class PromptSource(PromptOrder):
             raise ValueError("\n".join(problems))
 
     def _usable_rows(self) -> Sequence[int]:
-        """Return the rows whose prompts are used, and count overlong prompts."""
-        lengths: list[int] = []
-        self.lengths, self._fingerprints = lengths, array("q")
+        """Return the rows whose prompts are used, and count overlong prompts and bad rows."""
+        lines = self.bad.count  # that are no rows
+        self.lengths, self._fingerprints = list[int](), array("q")
         rendered = RenderedPrompts(self._tokenizer, self._template)
         for row in range(len(self._rows)):
-            values = self._rows[row]
-            prompt, images = self._question(row, values)
-            rendered.see(row, prompt)
-            token_ids, inputs = self._token_ids(row, prompt, images, self._template_kwargs(row, values))
-            self._sampling(row, values)
+            token_ids: tuple[int, ...] = ()
+            fingerprint, values = 0, dict[str, Any]()
+            try:
+                values = self._rows[row]
+                prompt, images = self._question(row, values)
+                token_ids, inputs = self._token_ids(row, prompt, images, self._template_kwargs(row, values))
+                fingerprint = _fingerprint(token_ids[-self._max_prompt_length :], inputs)
+                self._sampling(row, values)
+                rendered.see(row, prompt)
+            except ValueError as error:
+                self.bad.add(error, f"{self._key}: row {row}")
+                token_ids = ()
             if self.identity is not None:
                 self.identity.add(values)
-            lengths.append(len(token_ids))
-            self._fingerprints.append(_fingerprint(token_ids[-self._max_prompt_length :], inputs))
-        self.warnings += rendered.warnings(self._key, len(lengths))
+            self.lengths.append(len(token_ids))
+            self._fingerprints.append(fingerprint)
+        total = len(self.lengths)
+        self.warnings += rendered.warnings(self._key, total)
+        limit, dropped = self._max_prompt_length, self._overlong()
+        rows = [row for row, length in enumerate(self.lengths) if length and not (dropped and length > limit)]
+        self.warnings += self.bad.warnings(self._key, total + lines)
+        if not rows:
+            raise ValueError("\n".join([f"{self._key}: no row is usable; correct the rows", *self.warnings]))
+        return range(total) if len(rows) == total else rows
+
+    def _overlong(self) -> bool:
+        """Count overlong prompts, and return whether they are left out."""
+        lengths, mode = self.lengths, self._data.overlong_prompts
         overlong = [row for row, length in enumerate(lengths) if length > self._max_prompt_length]
         self.num_overlong = len(overlong)
         if not overlong:
-            return range(len(lengths))
+            return False
         overlong_text = (
             f"{len(overlong)} of {len(lengths)} prompts are longer than rollout.max_prompt_length "
             f"{self._max_prompt_length} (longest: {max(lengths)} tokens, first: row {overlong[0]})"
         )
-        if self._data.overlong_prompts == "error":
-            raise ValueError(
-                f"{self._key}: {overlong_text}; raise the limit, or set data.overlong_prompts to drop or truncate_left"
-            )
-        action = "dropped" if self._data.overlong_prompts == "drop" else "truncated on the left"
-        self.warnings.append(f"{self._key}: {overlong_text}; {action} (data.overlong_prompts)")
-        if self._data.overlong_prompts == "truncate_left":
-            return range(len(lengths))
-        if len(overlong) == len(lengths):
+        if mode == "error":
+            fix = "raise the limit, or set data.overlong_prompts to drop or truncate_left"
+            for _ in overlong:
+                self.bad.add(ValueError(f"{self._key}: {overlong_text}; {fix}"))
+        elif mode == "drop" and len(overlong) == len(lengths):
             raise ValueError(f"{self._key}: all prompts are dropped: {overlong_text}; raise the limit")
-        return [row for row, length in enumerate(lengths) if length <= self._max_prompt_length]
+        else:
+            action = "dropped" if mode == "drop" else "truncated on the left"
+            self.warnings.append(f"{self._key}: {overlong_text}; {action} (data.overlong_prompts)")
+        return mode != "truncate_left"
 
     def row(self, number: int) -> dict[str, Any]:
         """Return the columns of a row of the data set, as they were read."""
         return self._rows[number]
 
     def accepts(self, values: dict[str, Any], number: int) -> bool:
-        """Whether the prompt of a new row is used: short enough, or truncated. Raises ValueError for an invalid row,
-        and with `data.overlong_prompts: error` for a prompt that is too long."""
-        question, images = self._question(number, values)
-        tokens = len(self._token_ids(number, question, images, self._template_kwargs(number, values))[0])
-        if tokens > self._max_prompt_length and self._data.overlong_prompts == "error":
-            raise ValueError(f"the prompt of a new row has {tokens} tokens; rollout.max_prompt_length is less")
+        """Whether the prompt of a new row is used: valid, and short enough or truncated. Raises ValueError for a bad
+        row unless bad rows are skipped; `data.overlong_prompts: error` makes a long prompt a bad row."""
+        try:
+            question, images = self._question(number, values)
+            tokens = len(self._token_ids(number, question, images, self._template_kwargs(number, values))[0])
+            self._sampling(number, values)
+            if tokens > self._max_prompt_length and self._data.overlong_prompts == "error":
+                raise ValueError(f"the prompt of a new row has {tokens} tokens; rollout.max_prompt_length is less")
+        except ValueError as error:
+            self.bad.add(error)
+            warn(f"warning: bad row {self.bad.count} of {self._key} is skipped (data.bad_rows): {error}")
+            return False
         return tokens <= self._max_prompt_length or self._data.overlong_prompts == "truncate_left"
 
     def prompt(self, row: int, position: int | None = None) -> Prompt:

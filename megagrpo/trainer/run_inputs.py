@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -178,6 +179,7 @@ def _read_data(
             lambda: prompt_reader(config, reader, tools, vocab_size, first)(section, data, key) if reader else None,
         )
         rows = on_first_rank(layout, lambda: source.rows if source else ())
+        run_own_and_agree(layout, lambda: _check_rows(key, rows, source.rows if source else rows))
         return PromptOrder(rows, data, config.run.seed) if source is None else source
 
     prompts = read(config.data.train, config.data, "data.train")
@@ -195,6 +197,16 @@ def _read_data(
 
     rewards = run_own_and_agree(layout, lambda: load_rewards() if tokenizer else None)
     return config, Data(tokenizer, sampling, prompts, held_out, dialogues, rewards)
+
+
+def _check_rows(key: str, first: Sequence[int], own: Sequence[int]) -> None:
+    """Raise ValueError if this rank can use other rows than rank 0: a file of an image is not on all nodes."""
+    if list(first) != list(own):
+        row = min({*first} ^ {*own})
+        raise ValueError(
+            f"{key}: row {row} is bad on some ranks only (data.bad_rows: skip); make the same files readable on all "
+            "nodes"
+        )
 
 
 def _steps_notes(given: RunSection, run: RunSection, per_step: int, num_prompts: int) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from suites import usual
-from tiny_policy import few_samples, random_samples, tiny_model, tiny_run
+from tiny_policy import few_samples, tiny_model, tiny_run
 
 from megagrpo.proof.verify.shrink import plainly
 from megagrpo.proof.verify.verified_step import take_step

@@ -66,8 +66,13 @@ class DataSection(Section):
     shuffle: bool = True
     """Shuffle each epoch in an order that depends only on the seed and the epoch."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "drop"
-    """What happens to prompts above `rollout.max_prompt_length`. drop: they are never drawn, the next prompt takes
-    their place (ms-swift's `delete`); truncate_left: they keep their last tokens."""
+    """What happens to prompts above `rollout.max_prompt_length`. error: they are bad rows (`data.bad_rows`); drop: they
+    are never drawn, the next prompt takes their place (ms-swift's `delete`); truncate_left: they keep their last
+    tokens."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """What happens to a row that the run cannot use: a line that is no row, no prompt, an image that cannot be read,
+    invalid settings of the row. refuse: the run ends before it starts; skip: the row is left out, and the number of
+    bad rows is printed."""
     curriculum: Annotated[list[Share], BeforeValidator(_two_pass_rates)] = []
     """Lowest and highest pass rate of prompts that do not rest, such as `[0.1, 0.9]`, over a prompt's responses when it
     was last drawn. A prompt outside rests for some epochs, so others are drawn more often. `[]`: no prompt rests."""

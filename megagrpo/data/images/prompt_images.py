@@ -3,28 +3,24 @@ needed. Columns and parts of messages are as in TRL."""
 
 from __future__ import annotations
 
-import base64
-import binascii
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megagrpo.row_image import RowImage
-
-if TYPE_CHECKING:
-    from PIL import Image
+from megagrpo.data.images.image_values import image_list, row_image
+from megagrpo.row_image import ImageError, RowImage
 
 Message = dict[str, Any]
 IMAGE_COLUMNS = ("image", "images")
 _PIXELS, _GRIDS, _STARTS, _TOKENS = "pixel_values", "image_grid_thw", "image_starts", "image_tokens"
 _TAG = "<image>"
-_FIX = "an image is a PIL image, a path, a data: URL, or a dict with path or bytes (base64 in JSON)"
+_FIX = "an image is a path below the data's folder, bytes, base64, a data: URL, or a dict with one of them"
 
 
 class PromptImages(Mapping[str, Any]):
@@ -49,7 +45,8 @@ class PromptImages(Mapping[str, Any]):
         if name != _PIXELS:
             raise KeyError(name)
         pixels, grids = self._reader.pixels(self._images)
-        assert np.array_equal(grids, self._arrays[_GRIDS]), f"grids {grids.tolist()} of {self._arrays[_GRIDS].tolist()}"
+        if not np.array_equal(grids, self._arrays[_GRIDS]):
+            raise ValueError(f"images {self._images!r:.200} have other sizes than when the prompts were read")
         return pixels
 
     def expanded(self, text: str) -> str:
@@ -78,25 +75,36 @@ class PromptImages(Mapping[str, Any]):
 
     @property
     def key(self) -> int:
-        """Equal for equal images, in this process."""
-        return hash(tuple(_key(image) for image in self._images))
+        """Equal for images with equal files, however a row holds them, in this process."""
+        return hash(tuple(self._reader.located(image).key() for image in self._images))
 
 
 @dataclass(frozen=True)
 class ImageReader:
     """Reads the images of rows, whose sizes give their numbers of tokens. `folder` is the model's, or its hub name,
     `token_id` its image token, and `merge` the number of patches in each direction that become one token. Paths are
-    below `base`."""
+    relative to `base`, and lead to files below it or below `caches`."""
 
     folder: Path | str
     token_id: int
     merge: int
     base: Path = Path()
+    caches: tuple[Path, ...] = ()
 
     def beside(self, source: str) -> ImageReader:
-        """Return the reader whose paths are below the folder of this data set, a file or folder."""
-        path = Path(source).expanduser()
-        return replace(self, base=path if path.is_dir() else path.parent)
+        """Return the reader whose paths are below the folder of this data set, a file or folder, or, for what
+        `datasets` has downloaded, in the caches of the hub."""
+        import datasets
+        import huggingface_hub
+
+        path, hub = Path(source).expanduser(), Path(huggingface_hub.constants.HF_HUB_CACHE).resolve()
+        folder = path if path.is_dir() else path.parent
+        if not path.exists():  # a name of the hub
+            folder = hub / f"datasets--{source.replace('/', '--')}"
+        caches = [Path(datasets.config.DOWNLOADED_DATASETS_PATH)]
+        if hub in folder.resolve().parents:  # its files are links into the repository's blobs
+            caches.append(hub / folder.resolve().relative_to(hub).parts[0])
+        return replace(self, base=folder, caches=tuple(caches))
 
     @cached_property
     def processor(self) -> Any:
@@ -119,13 +127,20 @@ class ImageReader:
         column = _of_columns(values)
         parts = [part for message in messages for part in _image_parts(message)]
         inline = [part["image"] for part in parts if "image" in part]
+        tags = sum(map(_tags, messages))
+        if tags and (parts or tags != len(column)):
+            others = "parts of type image" if parts else f"{len(column)} image(s)"
+            raise ValueError(
+                f"has {tags} {_TAG} in its text, and {others}; write one {_TAG} for each image in the row's column, "
+                "or none"
+            )
         if not parts and not column:
             return messages, []
         if inline and (column or len(inline) < len(parts)):
             raise ValueError("has images both in messages and in a column; keep one of them")
         if parts and not inline and len(parts) != len(column):
             raise ValueError(f"has {len(parts)} parts of type image, and the row has {len(column)} image(s)")
-        messages = [dict(message) for message in messages] if parts else _with_parts(messages, len(column))
+        messages = [dict(message) for message in messages] if parts else _with_parts(messages, len(column), tags)
         for message in messages:
             message["content"] = [
                 {"type": "image"} if part["type"] == "image" else part for part in _as_parts(message["content"])
@@ -155,7 +170,7 @@ class ImageReader:
         """Return the patches of an image over time, height and width, from its size alone."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        p, (width, height) = self.processor, self.opened(image).size
+        p, (width, height) = self.processor, self.size(image)
         limits = dict(min_pixels=p.size["shortest_edge"], max_pixels=p.size["longest_edge"])
         tall, wide = smart_resize(height, width, factor=p.patch_size * p.merge_size, **limits)
         return 1, tall // p.patch_size, wide // p.patch_size
@@ -167,52 +182,47 @@ class ImageReader:
 
     def processed(self, images: Sequence[Any]) -> Mapping[str, Any]:
         """Return what the image processor makes of images."""
-        return self.processor(images=[self.opened(image).convert("RGB") for image in images], return_tensors="pt")
+        return self.processor(images=[_read(self.located(image).rgb) for image in images], return_tensors="pt")
 
-    def opened(self, image: Any) -> Image.Image:
-        """Return an image, upright, and decoded only if it must be turned. Raises ValueError for what is none."""
-        from PIL import Image
-
-        try:
-            return self.located(image).opened()
-        except (OSError, TypeError, KeyError, SyntaxError, Image.DecompressionBombError) as error:
-            raise ValueError(f"has an image that cannot be read: {type(error).__name__}: {error}; {_FIX}") from None
+    def size(self, image: Any) -> tuple[int, int]:
+        """Return width and height of an image that a row holds. Raises ValueError with a phrase for what is none."""
+        return _read(lambda: self.located(image).size())
 
     def columns(self, values: Mapping[str, Any], images: Sequence[Any]) -> dict[str, Any]:
         """Return the image columns of a row for reward functions: those that it has, and `images` for `images` inside
         messages."""
         found: dict[str, Any] = {}
         for name in IMAGE_COLUMNS:
-            if (value := values.get(name)) is not None:
+            if (value := image_list(values.get(name))) is not None:
                 found[name] = [*map(self.located, value)] if isinstance(value, list | tuple) else self.located(value)
             elif name in values:
                 found[name] = None
         return {"images": [*map(self.located, images)]} if images and not any(found.values()) else found
 
     def located(self, image: Any) -> RowImage:
-        """Return an image of a row, decoded from base64, or with an absolute path. Raises TypeError, KeyError and
-        OSError for what is none."""
-        if isinstance(image, dict) and isinstance(image.get("bytes"), str):
-            return RowImage(_decoded(image["bytes"]))
-        if isinstance(image, dict):
-            image = image["path"] if image.get("bytes") is None else image["bytes"]
-        if isinstance(image, str) and image.startswith("data:"):
-            return RowImage(_decoded(image.partition(",")[2]))
-        return RowImage(str((self.base / Path(image)).absolute()) if isinstance(image, str | Path) else image)
+        """Return an image of a row, with its bytes or an absolute path. Raises ImageError for a value that is none."""
+        return row_image(image, (self.base, *self.caches))
+
+
+class Undecoded(Sequence[dict[str, Any]]):
+    """Rows of `datasets` whose images are not decoded, at any depth: dicts with bytes or path."""
+
+    def __init__(self, rows: Any):
+        self._rows = rows.with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._rows[index].to_pylist()
+        return found if isinstance(index, slice) else found[0]
 
 
 def undecoded(rows: Any) -> Any:
-    """Return rows of `datasets` whose images are not decoded: dicts with bytes or path."""
+    """Return rows whose images are not decoded, if they are those of `datasets`."""
     import datasets
 
-    if not isinstance(rows, datasets.Dataset):
-        return rows
-    for name, feature in rows.features.items():
-        if isinstance(feature, datasets.Image):
-            rows = rows.cast_column(name, datasets.Image(decode=False))
-        elif isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
-            rows = rows.cast_column(name, datasets.List(datasets.Image(decode=False)))
-    return rows
+    return Undecoded(rows) if isinstance(rows, datasets.Dataset) else rows
 
 
 def storable(value: Any) -> Any:
@@ -224,15 +234,19 @@ def storable(value: Any) -> Any:
     return {"bytes": RowImage(value).read()} if type(value).__module__.startswith("PIL.") else value
 
 
-def _decoded(text: str) -> bytes:
+def _read[T](action: Callable[[], T]) -> T:
+    """Return what `action` reads of an image. Raises ValueError with a phrase for an image that cannot be read."""
     try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise OSError(f"{text!r:.40} is not base64 ({error})") from None
+        return action()
+    except Exception as error:  # a cell can hold anything
+        said = (
+            str(error) if isinstance(error, ImageError) else f"cannot be read: {type(error).__name__}: {error!s:.200}"
+        )
+        raise ValueError(f"has an image that {said}; {_FIX}") from None
 
 
 def _of_columns(values: Mapping[str, Any]) -> list[Any]:
-    one, several = (values.get(name) for name in IMAGE_COLUMNS)
+    one, several = values.get("image"), image_list(values.get("images"))
     if one is not None and several is not None:
         raise ValueError("has both columns image and images; keep one of them")
     if isinstance(one, list | tuple):
@@ -247,11 +261,15 @@ def _image_parts(message: Message) -> list[dict[str, Any]]:
     return [part for part in content if part["type"] == "image"] if isinstance(content, list) else []
 
 
-def _with_parts(messages: Sequence[Message], count: int) -> list[Message]:
-    """Return messages without parts of images with `count` of them: at the tags of the texts if there are as many, else
-    before the text of the user's first message. Raises ValueError with a phrase without a message of the user."""
+def _tags(message: Message) -> int:
+    return sum(part.get("text", "").count(_TAG) for part in _as_parts(message["content"]))
+
+
+def _with_parts(messages: Sequence[Message], count: int, tags: int) -> list[Message]:
+    """Return messages without parts of images with `count` of them: at the `tags` of the texts, else before the text of
+    the user's first message. Raises ValueError with a phrase without a message of the user."""
     messages = [dict(message) for message in messages]
-    if sum(message["content"].count(_TAG) for message in messages) == count:  # as verl and ms-swift
+    if tags:  # as verl and ms-swift
         return [message | {"content": _at_tags(message["content"])} for message in messages]
     first = next((message for message in messages if message["role"] == "user"), None)  # as TRL
     if first is None:
@@ -269,9 +287,3 @@ def _at_tags(text: str) -> list[dict[str, Any]]:
     pieces = [{"type": "text", "text": piece} for piece in text.split(_TAG)]
     parts = [part for piece in pieces for part in ({"type": "image"}, piece)][1:]
     return [part for part in parts if part.get("text") != ""] or pieces
-
-
-def _key(image: Any) -> Any:
-    if isinstance(image, dict):
-        return image.get("bytes") or image.get("path")
-    return image if isinstance(image, bytes | str) else id(image)

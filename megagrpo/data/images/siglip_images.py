@@ -64,7 +64,7 @@ class SquareImages(ImageReader):
 
     def grid(self, image: Any) -> tuple[int, int, int]:
         """Return the patches of an image over time, height and width. Raises ValueError for an unreadable image."""
-        self.opened(image)
+        self.size(image)
         return 1, self.patches, self.patches
 
     def pixels(self, images: Sequence[Any]) -> tuple[Tensor, np.ndarray]:

@@ -20,6 +20,7 @@ import pyarrow.parquet
 
 from megagrpo.config import DatasetSection
 from megagrpo.config.basics.paths import DATA_SUFFIXES, TEXT_SUFFIXES, data_suffix
+from megagrpo.data.sources.bad_rows import BadRows
 from megagrpo.data.sources.column_types import common_schema
 from megagrpo.data.sources.text_files import Line, read_lines, why_empty, wrong_kind
 from megagrpo.data.sources.text_rows import JsonRows
@@ -34,8 +35,36 @@ class SourceError(ValueError):
     """A data set that cannot be used. The message names the key and the fix."""
 
 
-def load_rows(section: DatasetSection, key: str, seed: int, prompt_column: str) -> Sequence[dict[str, Any]]:
-    """Return the rows of a data set, at most `section.size`. `key` is the section's config key, for messages.
+@dataclasses.dataclass(frozen=True)
+class _TextReader:
+    """Reads text files of the data set of a config key. `bad` gets lines that are no rows."""
+
+    key: str
+    prompt_column: str
+    bad: BadRows
+
+    def lines(self, file: Path) -> Iterator[Line]:
+        """Yield the rows of a text file. Raises SourceError."""
+
+        def add(error: Exception) -> None:
+            self.bad.add(self._of(file, error) if self.bad.skips else error)
+
+        try:
+            yield from read_lines(file, self.prompt_column, add)
+        except (ValueError, OSError, EOFError, zlib.error) as error:  # the last three: a damaged compressed file
+            raise self._of(file, error) from error
+
+    def _of(self, file: Path, error: Exception) -> SourceError:
+        if isinstance(error, UnicodeDecodeError):
+            return SourceError(f"{self.key}.source: {file} is not UTF-8 text ({error.reason}); save it in UTF-8")
+        return SourceError(f"{self.key}.source: {file} cannot be loaded: {_cause(error, True)}")
+
+
+def load_rows(
+    section: DatasetSection, key: str, seed: int, prompt_column: str, bad: BadRows | None = None
+) -> Sequence[dict[str, Any]]:
+    """Return the rows of a data set, at most `section.size`. `key` is the section's config key, for messages. `bad`
+    gets lines that are no rows; None refuses them.
 
     docs/your_own_task.md lists the types of values by format. Rows of reasoning-gym have `question`, `answer`,
     `metadata`, and the question again in `prompt_column`. They are generated from `seed` unless `options` contains a
@@ -46,7 +75,7 @@ def load_rows(section: DatasetSection, key: str, seed: int, prompt_column: str) 
     else:
         if section.options:
             raise ValueError(f"{key}.options: only {GYM_PREFIX}FAMILY has options; remove {', '.join(section.options)}")
-        rows = _read(section, key, prompt_column)
+        rows = _read(section, key, _TextReader(key, prompt_column, bad or BadRows()))
     if len(rows) == 0:
         raise ValueError(
             f"{key}.source: {section.source} (split {section.split}) has no rows; name another source or split"
@@ -59,16 +88,16 @@ def load_rows(section: DatasetSection, key: str, seed: int, prompt_column: str) 
     return rows
 
 
-def _read(section: DatasetSection, key: str, prompt_column: str) -> datasets.Dataset | JsonRows:
+def _read(section: DatasetSection, key: str, reader: _TextReader) -> datasets.Dataset | JsonRows:
     path = _find(section.source, key)
     try:
         if path is not None and path.is_file():
             one = {_split_name(section.split): [path]}  # a file has one split, whatever it is called
-            data = _read_files(one, section.split, key, prompt_column)
+            data = _read_files(one, section.split, key, reader)
         elif path is not None and ((path / "dataset_dict.json").exists() or (path / "state.json").exists()):
             data = _read_saved(path, section.split)
         else:
-            data = _read_folder(str(path or section.source), section, key, prompt_column)
+            data = _read_folder(str(path or section.source), section, key, reader)
     except SourceError:
         raise
     except Exception as error:  # pyarrow, the hub and file systems raise errors without a common base class
@@ -83,7 +112,7 @@ def _cause(error: BaseException, local: bool) -> str:
     return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
 
 
-def _read_folder(source: str, section: DatasetSection, key: str, prompt_column: str) -> datasets.Dataset | JsonRows:
+def _read_folder(source: str, section: DatasetSection, key: str, reader: _TextReader) -> datasets.Dataset | JsonRows:
     """Return the rows of a folder or a hub data set. `datasets` finds the files of each split; text files are read
     here, without guesses of types."""
     builder, source = _builder(source, section.subset)
@@ -95,7 +124,7 @@ def _read_folder(source: str, section: DatasetSection, key: str, prompt_column: 
         name: [Path(file) for file in datasets.DownloadManager().download(listed[name])] for name in names if listed
     }
     if splits and all(data_suffix(file) for files in splits.values() for file in files):
-        return _read_files(splits, section.split, key, prompt_column)
+        return _read_files(splits, section.split, key, reader)
     return datasets.load_dataset(source, section.subset, split=section.split)
 
 
@@ -118,7 +147,9 @@ def _builder(source: str, subset: str | None) -> tuple[datasets.DatasetBuilder, 
     return datasets.load_dataset_builder(cached, subset), cached
 
 
-def _read_files(splits: dict[str, list[Path]], split: str, key: str, prompt_column: str) -> datasets.Dataset | JsonRows:
+def _read_files(
+    splits: dict[str, list[Path]], split: str, key: str, reader: _TextReader
+) -> datasets.Dataset | JsonRows:
     """Return the rows that `split` names. `splits` maps names of splits to files in order; all have one format."""
     files = [file for listed in splits.values() for file in listed]
     for file in files:
@@ -128,7 +159,7 @@ def _read_files(splits: dict[str, list[Path]], split: str, key: str, prompt_colu
     def lines() -> Iterator[Line]:
         for name, listed in splits.items():
             for file in listed:
-                for line in _lines(file, key, prompt_column):
+                for line in reader.lines(file):
                     lengths[name] += 1
                     yield line
 
@@ -144,6 +175,8 @@ def _read_files(splits: dict[str, list[Path]], split: str, key: str, prompt_colu
         rows = datasets.concatenate_datasets([found[name] for name in filled])
     else:
         rows = JsonRows(())
+    if len(rows) == 0 and reader.bad.count:
+        raise SourceError(f"{key}.source: all {reader.bad.count} rows of {files[0]} are bad; {reader.bad.first}")
     if len(rows) == 0:
         raise SourceError(f"{key}.source: {files[0]} {why_empty(files[0])}; name a file with rows")
     return _slice(rows, split, lengths)
@@ -170,16 +203,6 @@ def _check_file(file: Path, key: str) -> None:
                     f"{key}.source: {file}: column `{field.name}` holds maps, which no row can hold; store structs or "
                     "lists"
                 )
-
-
-def _lines(file: Path, key: str, prompt_column: str) -> Iterator[Line]:
-    """Yield the rows of a text file. Raises SourceError."""
-    try:
-        yield from read_lines(file, prompt_column)
-    except UnicodeDecodeError as error:
-        raise SourceError(f"{key}.source: {file} is not UTF-8 text ({error.reason}); save it in UTF-8") from None
-    except (ValueError, OSError, EOFError, zlib.error) as error:  # the last three: a damaged compressed file
-        raise SourceError(f"{key}.source: {file} cannot be loaded: {_cause(error, True)}") from error
 
 
 def _find(source: str, key: str) -> Path | None:

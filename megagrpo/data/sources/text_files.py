@@ -22,6 +22,8 @@ from megagrpo.config.basics.paths import data_suffix
 
 type Line = tuple[bytes, Iterable[str]]
 """A row as JSON, and the names of its columns."""
+type OnBad = Callable[[Exception], None]
+"""Takes the error of a line that is no row. It raises the error, or returns, and the line is skipped."""
 
 _HEAD = 512  # bytes that tell what kind of file it is
 _BEGINNINGS = {
@@ -71,11 +73,11 @@ def why_empty(file: Path) -> str:
     return "has a header, but no rows" if data_suffix(file) in (".csv", ".tsv") else "holds an empty list"
 
 
-def read_lines(file: Path, prompt_column: str) -> Iterator[Line]:
-    """Yield the rows of a text file. Raises ValueError, with the line, for what is no row; UnicodeDecodeError for other
-    text than UTF-8."""
+def read_lines(file: Path, prompt_column: str, on_bad: OnBad) -> Iterator[Line]:
+    """Yield the rows of a text file. `on_bad` gets a ValueError, with the line, for what is no row, or a
+    UnicodeDecodeError for other text than UTF-8. Raises them where the next row cannot be found."""
     with _open(file) as stream:
-        yield from FILE_READERS[data_suffix(file)](stream, prompt_column)
+        yield from FILE_READERS[data_suffix(file)](stream, prompt_column, on_bad)
 
 
 def _open(file: Path) -> BinaryIO:
@@ -106,44 +108,52 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _STRICT = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_float)
+_LENIENT = json.JSONDecoder(parse_int=str, parse_float=str)  # finds where an object ends
 _SPACE = re.compile(r"[ \t\r\n]*")
 _OBJECT = 'must be an object of columns, as {"prompt": ...}'
 
 
-def _jsonl(stream: BinaryIO, prompt_column: str) -> Iterator[Line]:
+def _jsonl(stream: BinaryIO, prompt_column: str, on_bad: OnBad) -> Iterator[Line]:
     for number, line in enumerate(stream, start=1):
-        text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip(" \t\r\n")
-        if number == 1 and text.startswith("["):  # no row begins so: it is a json file
-            yield from _json(cast(BinaryIO, io.BytesIO(line + stream.read())), prompt_column)
+        if number == 1 and line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):  # it is a json file
+            yield from _json(cast(BinaryIO, io.BytesIO(line + stream.read())), prompt_column, on_bad)
             return
-        if not text:
-            continue
         try:
-            row = _STRICT.decode(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"line {number}, column {error.colno} is not valid JSON: {error.msg}; correct the line"
-            ) from None
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # also an integer of more than 4,300 digits, or 1,000 nested lists
-            raise ValueError(f"line {number} cannot be read: {error}; correct the line") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"line {number} {_OBJECT} (got a {type(row).__name__}); correct the line")
-        yield text.encode(), row
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip(" \t\r\n")
+            row = _row(text, number) if text else None
+        except ValueError as error:
+            on_bad(error)
+        else:
+            if row is not None:
+                yield text.encode(), row
 
 
-def _json(stream: BinaryIO, prompt_column: str) -> Iterator[Line]:
+def _row(text: str, number: int) -> dict[str, Any]:
+    try:
+        row = _STRICT.decode(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"line {number}, column {error.colno} is not valid JSON: {error.msg}; correct the line"
+        ) from None
+    except (ValueError, RecursionError) as error:  # also an integer of more than 4,300 digits, or 1,000 nested lists
+        raise ValueError(f"line {number} cannot be read: {error}; correct the line") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"line {number} {_OBJECT} (got a {type(row).__name__}); correct the line")
+    return row
+
+
+def _json(stream: BinaryIO, prompt_column: str, on_bad: OnBad) -> Iterator[Line]:
     """Yield the elements of a list, consecutive objects, or the elements of an object's only list of objects."""
     text = stream.read().decode("utf-8-sig")
     begin, number = _skip(text, 0), 0
     if not text.startswith("[", begin):
         while begin < len(text):
-            row, end = _object(text, begin, f"value {number}")
-            begin = _skip(text, end)
+            row, end = _object(text, begin, f"value {number}", on_bad)
+            begin, number = _skip(text, end), number + 1
+            if row is None:
+                continue
             lists = [value for value in row.values() if _is_rows(value)]
-            alone, column = not number and begin == len(text), row.get(prompt_column)
+            alone, column = number == 1 and begin == len(text), row.get(prompt_column)
             if alone and prompt_column.partition(".")[0] not in row and len(lists) == 1:
                 yield from ((json.dumps(element).encode(), element) for element in lists[0])
                 return
@@ -154,7 +164,6 @@ def _json(stream: BinaryIO, prompt_column: str) -> Iterator[Line]:
                     "the object holds columns, not rows; save a list of rows, as pandas does with orient='records'"
                 )
             yield json.dumps(row).encode(), row
-            number += 1
         return
     begin = _skip(text, begin + 1)
     while not text.startswith("]", begin):
@@ -162,24 +171,31 @@ def _json(stream: BinaryIO, prompt_column: str) -> Iterator[Line]:
             if not text.startswith(",", begin):
                 raise _invalid(json.JSONDecodeError("expecting `,` or `]`", text, begin))
             begin = _skip(text, begin + 1)
-        row, end = _object(text, begin, f"element {number} of the list")
-        yield text[begin:end].encode(), row
+        row, end = _object(text, begin, f"element {number} of the list", on_bad)
+        if row is not None:
+            yield text[begin:end].encode(), row
         begin, number = _skip(text, end), number + 1
     if (rest := _skip(text, begin + 1)) < len(text):
         raise _invalid(json.JSONDecodeError("text after the list", text, rest))
 
 
-def _object(text: str, begin: int, what: str) -> tuple[dict[str, Any], int]:
-    """Return the object at `begin`, and where it ends."""
+def _object(text: str, begin: int, what: str, on_bad: OnBad) -> tuple[dict[str, Any] | None, int]:
+    """Return the object at `begin`, None for a bad one, and where it ends."""
     try:
         row, end = _STRICT.raw_decode(text, begin)
     except json.JSONDecodeError as error:
         raise _invalid(error) from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} cannot be read: {error}; correct it") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{what} {_OBJECT} (got a {type(row).__name__}); correct it")
-    return row, end
+        bad = ValueError(f"{what} cannot be read: {error}; correct it")
+        on_bad(bad)
+        try:
+            return None, _LENIENT.raw_decode(text, begin)[1]
+        except RecursionError:
+            raise bad from None
+    if isinstance(row, dict):
+        return row, end
+    on_bad(ValueError(f"{what} {_OBJECT} (got a {type(row).__name__}); correct it"))
+    return None, end
 
 
 def _invalid(error: json.JSONDecodeError) -> ValueError:
@@ -198,28 +214,49 @@ def _skip(text: str, begin: int) -> int:
 # ------------------------------------------------------------------------------------------------------------------ csv
 
 
-def _csv(stream: BinaryIO, prompt_column: str, delimiter: str = ",") -> Iterator[Line]:
+def _csv(stream: BinaryIO, prompt_column: str, on_bad: OnBad, delimiter: str = ",") -> Iterator[Line]:
     csv.field_size_limit(sys.maxsize)  # 131,072 characters otherwise
-    reader = csv.reader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), delimiter=delimiter, strict=True)
-    try:
-        names = next(reader, [])
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"line 1 names the column `{twice[0]}` twice; rename one")
-        if len(names) == 1 and (others := [other for other in ";\t|" if other in names[0] and other != delimiter]):
-            raise ValueError(
-                f"line 1 is one column, `{names[0]}`, separated by {others[0]!r}; save the file with {delimiter!r}"
-            )
-        for cells in reader:
-            if cells and len(cells) != len(names):
-                said = f"line {reader.line_num} has {len(cells)} cells, and the header has {len(names)}"
-                raise ValueError(f"{said}; put cells that hold `{delimiter}` into double quotes")
-            if cells:
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    names: list[str] = []
+    while True:
+        try:
+            cells = next(reader, None)
+            if cells is None:
+                return
+            _check_text(cells)
+            if not names:
+                names = _header(cells, delimiter)
+            elif cells:
+                if len(cells) != len(names):
+                    said = f"line {reader.line_num} has {len(cells)} cells, and the header has {len(names)}"
+                    raise ValueError(f"{said}; put cells that hold `{delimiter}` into double quotes")
                 yield json.dumps(dict(zip(names, cells, strict=True))).encode(), names
-    except csv.Error as error:
-        raise ValueError(f"line {reader.line_num} is not valid csv: {error}; correct the line") from None
+        except (csv.Error, ValueError) as error:
+            failed = error
+            if isinstance(error, csv.Error):
+                failed = ValueError(f"line {reader.line_num} is not valid csv: {error}; correct the line")
+            if not names or "unexpected end of data" in str(error):  # the quote is open since an unknown line
+                raise failed from None
+            on_bad(failed)
 
 
-FILE_READERS: dict[str, Callable[[BinaryIO, str], Iterator[Line]]] = {
+def _header(names: list[str], delimiter: str) -> list[str]:
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"line 1 names the column `{twice[0]}` twice; rename one")
+    if len(names) == 1 and (others := [other for other in ";\t|" if other in names[0] and other != delimiter]):
+        raise ValueError(
+            f"line 1 is one column, `{names[0]}`, separated by {others[0]!r}; save the file with {delimiter!r}"
+        )
+    return names
+
+
+def _check_text(cells: list[str]) -> None:
+    """Raise UnicodeDecodeError for cells that were no UTF-8."""
+    "\n".join(cells).encode("utf-8", "surrogateescape").decode()
+
+
+FILE_READERS: dict[str, Callable[[BinaryIO, str, OnBad], Iterator[Line]]] = {
     **dict.fromkeys((".jsonl", ".ndjson"), _jsonl),
     ".json": _json,
     ".csv": _csv,

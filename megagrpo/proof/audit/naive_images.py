@@ -11,19 +11,18 @@ from torch import Tensor, nn
 
 from megagrpo.config import ConfigError
 from megagrpo.proof.audit.saved import Sample
+from megagrpo.row_image import RowImage
 
 
 def image_inputs(folder: Path, model: Any, sample: Sample) -> dict[str, Tensor]:
     """Return the arguments of a forward pass that hold the sample's images, from the image processor in `folder`; {}
     without images. Raises ConfigError if the response holds an image token, which transformers takes for an image."""
-    from PIL import Image, ImageOps
-
     if not sample.images:
         return {}
     is_image = sample.token_ids == model.config.image_token_id
     if is_image[sample.prompt_length :].any():
         raise ConfigError("--step: a response holds an image token, which transformers takes for an image")
-    pictures = [ImageOps.exif_transpose(Image.open(file)).convert("RGB") for file in sample.images]
+    pictures = [RowImage(str(file)).rgb() for file in sample.images]
     made = _processor(folder)(images=pictures, return_tensors="pt")
     made["token_type_ids"] = made["mm_token_type_ids"] = is_image[None].int()  # models take one of them
     taken = inspect.signature(model.forward).parameters

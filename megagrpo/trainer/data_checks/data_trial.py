@@ -15,8 +15,8 @@ TRAIN = "data.train"
 
 @dataclass(frozen=True)
 class SourceTrial:
-    """A data set as the run sees it. `lengths` are tokens of every row's prompt; `text` is one rendered prompt, that of
-    row `row`.
+    """A data set as the run sees it. `lengths` are tokens of every row's prompt, 0 for a bad row, and `num_bad` counts
+    bad rows and lines that are no rows. `text` is one rendered prompt, that of row `row`.
     `opened` is the end of the prompt that opens a thought for the response, as "<think>", or empty."""
 
     key: str
@@ -27,6 +27,7 @@ class SourceTrial:
     limit: int
     num_overlong: int
     overlong: str
+    num_bad: int
     num_usable: int
     num_repeated: int
     num_trained_on: int
@@ -67,6 +68,7 @@ class ConfiguredSet:
             limit=limit,
             num_overlong=source.num_overlong,
             overlong=self.data.overlong_prompts,
+            num_bad=source.bad.count,
             num_usable=len(source),
             num_repeated=repeated,
             num_trained_on=trained_on,

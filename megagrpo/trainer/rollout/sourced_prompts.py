@@ -150,7 +150,7 @@ class SourcedPrompts(PromptOrder):
             self._queue.append(number)
 
     def _ask(self, source: DataSource, missing: int) -> list[Row]:
-        """Return `missing` usable rows of the source. New rows that are too long are replaced by others."""
+        """Return `missing` usable rows of the source. New rows that are too long, or bad and skipped, are replaced."""
         rows: list[Row] = []
         for _ in range(ATTEMPTS):
             wanted = missing - len(rows)
@@ -160,10 +160,12 @@ class SourcedPrompts(PromptOrder):
             rows += [row for row in map(self._checked, returned) if row is not None]
             if len(rows) == missing:
                 return rows
-        raise SourceFailed(f"returned only new rows that are longer than rollout.max_prompt_length, {ATTEMPTS} times")
+        raise SourceFailed(
+            f"returned only new rows that are bad or longer than rollout.max_prompt_length, {ATTEMPTS} times"
+        )
 
     def _checked(self, row: Any) -> Row | None:
-        """Return the row as int or dict; None for a new row that `data.overlong_prompts` drops."""
+        """Return the row as int or dict; None for a new row that is left out."""
         assert isinstance(self._order, PromptSource), "rank 0 reads the data set"
         if isinstance(row, Mapping):
             new = copy.deepcopy(storable(dict(row)))

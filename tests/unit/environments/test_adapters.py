@@ -420,6 +420,24 @@ for line in sys.stdin:  # a fork serves: imports take seconds
 """
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def answering(process: subprocess.Popen, port: int) -> str:
+    """The address of the server of a process, once it answers."""
+    for _ in range(600):
+        assert process.poll() is None, "the server has ended"
+        try:
+            httpx.get(f"http://127.0.0.1:{port}/health")
+            return f"http://127.0.0.1:{port}"
+        except httpx.HTTPError:
+            time.sleep(0.1)
+    raise AssertionError("the server does not answer")
+
+
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory):
     """A factory of servers: starts one of a kind with a limit of sessions, waits until it answers, returns its
@@ -430,18 +448,9 @@ def serve(tmp_path_factory):
     starter = subprocess.Popen([sys.executable, str(file)], stdin=subprocess.PIPE, text=True, start_new_session=True)
 
     def start(kind, sessions=8):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         print(kind, port, sessions, file=starter.stdin, flush=True)
-        for _ in range(600):
-            assert starter.poll() is None, "the server has ended"
-            try:
-                httpx.get(f"http://127.0.0.1:{port}/health")
-                return f"http://127.0.0.1:{port}"
-            except httpx.HTTPError:
-                time.sleep(0.1)
-        raise AssertionError("the server does not answer")
+        return answering(starter, port)
 
     yield start
     os.killpg(starter.pid, signal.SIGKILL)

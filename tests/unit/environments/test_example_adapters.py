@@ -11,13 +11,14 @@ import time
 
 import pytest
 
-from tests.unit.environments.test_adapters import (  # noqa: F401 - a fixture
+from tests.unit.environments.test_adapters import (
     ROOT,
     answered,
+    answering,
     begun,
+    free_port,
     own_python,
     say,
-    serve,
 )
 from tests.unit.environments.test_environments import (  # noqa: F401 - fixtures
     call,
@@ -348,6 +349,23 @@ def test_the_rows_of_a_folder_of_harbors_tasks(tmp_path):
     assert [row["task"] for row in rows] == [str(tmp_path / "tasks" / name) for name in "ab"]
     assert rows[0]["prompt"] == [{"role": "user", "content": "Write 42 to /app/answer.txt.\n"}]  # without the canary
     assert "tasks/c is left out: the tests of" in ran.stderr
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """A factory of servers: starts a program with a port, waits until it answers, returns its address."""
+    processes = []
+
+    def start(program):
+        port, file = free_port(), tmp_path / "server.py"
+        file.write_text(program)
+        processes.append(subprocess.Popen([sys.executable, str(file), str(port)]))
+        return answering(processes[-1], port)
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
 
 
 NEMO = '''

@@ -134,5 +134,6 @@ def test_checks_of_rows_get_no_images(tmp_path):
 
 
 def test_a_report_shows_where_an_image_is_and_not_its_bytes(tmp_path):
+    (tmp_path / "one.png").write_bytes(png(PICTURE))
     shown = [repr(rollouts(dict(image=value), tmp_path)[0].prompt.columns["image"]) for value in ("one.png", b"0")]
     assert shown == [f"<image {tmp_path}/one.png>", "<image bytes>"]

@@ -1,0 +1,127 @@
+"""Rows that a run cannot use are refused, or skipped and counted (`data.bad_rows`)."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from megagrpo.config import load_config
+from megagrpo.data.images.prompt_images import ImageReader
+from megagrpo.data.prompts import PromptSource
+from megagrpo.data.tokens.row_settings import RowReader
+from megagrpo.data.tokens.tokenizer import load_tokenizer
+from megagrpo.trainer.run_inputs import _check_rows
+from tests.distributed.tiny_vision import CHARACTERS, SPECIAL, image, write_model
+from tests.unit.for_each import for_each
+
+GOOD = dict(prompt="which?", image="one.png", own=None)
+
+
+@pytest.fixture(scope="module")
+def folder():
+    with tempfile.TemporaryDirectory() as name:
+        write_model(Path(name))
+        yield Path(name)
+
+
+def source(folder: Path, path: Path, *overrides: str) -> PromptSource:
+    settings = [f"data.train.source={path}", "data.images=true", "data.shuffle=false", "data.sampling_column=own"]
+    config = load_config("megagrpo:quickstart", [*settings, *overrides])
+    tokenizer = load_tokenizer(folder)
+    tokenizer.images = ImageReader(folder, len(CHARACTERS) + SPECIAL.index("<|image_pad|>"), 2)
+    return PromptSource(config.data.train, config.data, tokenizer, 60, 0, row_reader=RowReader(config, tokenizer))
+
+
+ROWS = {  # a bad row, and what is wrong with it
+    "no file": (dict(GOOD, image="lost.png"), "row 1: the prompt has an image that is neither a file nor base64"),
+    "outside": (dict(GOOD, image="/etc/hosts"), "row 1: the prompt has an image that is outside of the data's folder"),
+    "no image": (dict(GOOD, image="rows.jsonl"), "row 1: the prompt has an image that is in none of the formats"),
+    "cut off": (dict(GOOD, image="cut.png"), "row 1: the prompt has an image that cannot be decoded: OSError"),
+    "odd image": (dict(GOOD, image=7), "row 1: the prompt has an image that is 7"),
+    "tags": (dict(GOOD, prompt="<image><image>"), "row 1: column `prompt` has 2 <image> in its text, and 1 image"),
+    "no prompt": (dict(GOOD, prompt=None), "row 1: column `prompt` must be a string or chat messages"),
+    "lost column": (dict(image="one.png"), "row 1: column `prompt` must be a string or chat messages"),
+    "wrong type": (dict(GOOD, prompt=3.5), "row 1: column `prompt` must be a string or chat messages"),
+    "empty messages": (dict(GOOD, prompt=[]), "row 1: column `prompt` must be a string or chat messages"),
+    "odd part": (dict(GOOD, prompt=[dict(role="user", content=[dict(type="video")])]), "row 1: column `prompt` must"),
+    "sampling": (dict(GOOD, own=dict(temperature=-1)), "row 1: column `own` (data.sampling_column): temperature"),
+    "constraint": (dict(GOOD, own=dict(structured_outputs=dict(regex="("))), "row 1: column `own` (data.sampling_"),
+    "template": (dict(GOOD, chat_template_kwargs=dict(odd=1)), "row 1: column `chat_template_kwargs`"),
+    "too long": (dict(GOOD, prompt="a" * 99), "1 of 3 prompts are longer than rollout.max_prompt_length 60"),
+}
+LINES = {
+    "no JSON": ('{"prompt": ', "line 2, column 11 is not valid JSON"),
+    "a list": ("[1]", "line 2 must be an object of columns"),
+    "a key twice": ('{"prompt": "a", "prompt": "b"}', "line 2 cannot be read: `prompt` occurs twice"),
+    "no UTF-8": (b'{"prompt": "\xff"}', "is not UTF-8 text"),
+}
+
+
+def lines_with(bad) -> bytes:
+    text = bad if isinstance(bad, bytes) else (bad if isinstance(bad, str) else json.dumps(bad)).encode()
+    good = json.dumps(GOOD).encode()
+    return b"\n".join([good, text, good])
+
+
+@for_each("kind", [*ROWS, *LINES])
+def test_bad_rows_of_every_kind_are_skipped_and_counted(folder, tmp_path, kind):
+    bad, said = (ROWS | LINES)[kind]
+    image(56, 56, 1).save(tmp_path / "one.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "one.png").read_bytes()[:-60])
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(lines_with(bad))
+    long = "data.overlong_prompts=error"
+    with pytest.raises(ValueError) as error:
+        source(folder, path, long)
+    assert said in str(error.value)
+    prompts = source(folder, path, long, "data.bad_rows=skip")
+    assert len(prompts) == 2 == len(prompts.all()) and prompts.bad.count == 1
+    assert [line for line in prompts.warnings if "1 of 3 rows are bad and skipped" in line and said in line]
+    assert "image" in prompts.columns
+    path.write_bytes(lines_with(bad).split(b"\n")[1] + b"\n")
+    with pytest.raises(ValueError, match=r"no row is usable|are bad|no column"):
+        source(folder, path, long, "data.bad_rows=skip")
+
+
+CELLS = {
+    "rows.csv": (b'prompt,own\na,\nb,c,d\n"x"y,\n\xff,\ne,\n', 3),
+    "rows.tsv": (b"prompt\town\na\t\nb\n\ne\t\n", 1),
+    "rows.json": (b'[{"prompt": "a"}, 3, {"prompt": "b", "n": 1e999}, {"n": 1, "n": 2}, {"prompt": "e"}]', 3),
+    "more.json": (b'{"prompt": "a"}\n"b"\n{"prompt": "e"}', 1),
+}
+
+
+@for_each("name", CELLS)
+def test_lines_of_other_formats_are_skipped_and_counted(folder, tmp_path, name):
+    content, count = CELLS[name]
+    (tmp_path / name).write_bytes(content)
+    overrides = ["data.sampling_column=null", "data.images=false"]
+    with pytest.raises(ValueError, match=r"data.train.source: "):
+        source(folder, tmp_path / name, *overrides)
+    prompts = source(folder, tmp_path / name, *overrides, "data.bad_rows=skip")
+    assert [prompt.messages for prompt in prompts.all()] == ["a", "e"] and prompts.bad.count == count
+
+
+@for_each("content", [b'prompt\na\n"b\nc\n', b'[{"prompt": "a"}, {"prompt": ]'])
+def test_a_file_whose_next_row_cannot_be_found_is_refused(folder, tmp_path, content):
+    path = tmp_path / ("rows.csv" if content.startswith(b"p") else "rows.json")
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is not valid"):
+        source(folder, path, "data.bad_rows=skip", "data.sampling_column=null")
+
+
+def test_a_new_row_that_is_bad_is_left_out(folder, tmp_path, capsys):
+    image(56, 56, 1).save(tmp_path / "one.png")
+    (tmp_path / "rows.jsonl").write_bytes(lines_with(GOOD))
+    prompts = source(folder, tmp_path / "rows.jsonl", "data.bad_rows=skip")
+    assert prompts.accepts(GOOD, 3) and not prompts.accepts(dict(GOOD, image="lost.png"), 3)
+    assert prompts.bad.count == 1 and "bad row 1 of data.train is skipped" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="row 3"):
+        source(folder, tmp_path / "rows.jsonl").accepts(dict(GOOD, image="lost.png"), 3)
+
+
+def test_ranks_that_find_other_rows_bad_end_the_run():
+    _check_rows("data.train", range(3), [0, 1, 2])
+    with pytest.raises(ValueError, match=r"data.train: row 1 is bad on some ranks only"):
+        _check_rows("data.train", range(3), [0, 2])
