@@ -51,7 +51,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "data": {
         FIRST: "train train.source train.split train.subset prompt_column columns system_prompt chat_template eval",
         "Train and evaluation data": "train* eval*",
-        "Prompts": "extract_hash_answer images chat_template_kwargs sampling_column shuffle overlong_prompts",
+        "Prompts": "extract_hash_answer images chat_template_kwargs sampling_column shuffle overlong_prompts bad_rows",
         "Curriculum and your own source": "source source_args curriculum*",
     },
     "rewards": {

@@ -16,7 +16,7 @@ from urllib.parse import unquote, unquote_to_bytes
 from megagrpo.row_image import ImageError, RowImage
 
 # Names under which dicts hold an image: those of `datasets`, of parts of messages, and of APIs.
-FIELDS = ("bytes", "image", "image_url", "url", "base64", "b64_json", "data", "source", "path")
+IMAGE_FIELDS = ("bytes", "image", "image_url", "url", "base64", "b64_json", "data", "source", "path")
 ENCODED = ("bytes", "base64", "b64_json", "data")  # their text is base64, never a path
 IMAGE_PARTS = ("image", "image_url", "input_image")  # types of parts of messages that hold an image
 _MAX_DEPTH = 4
@@ -44,7 +44,7 @@ def row_image(value: Any, folders: Sequence[Path], depth: int = 0) -> RowImage:
     if isinstance(value, bytes | bytearray | memoryview):
         return RowImage(_from_bytes(bytes(value)))
     if isinstance(value, Mapping) and depth < _MAX_DEPTH:
-        name = next((name for name in FIELDS if value.get(name)), None)
+        name = next((name for name in IMAGE_FIELDS if value.get(name)), None)
         if name is None:
             raise ImageError(f"is a dict without an image (keys: {', '.join(map(str, value)):.{_SHOWN}})")
         return _field(name, value[name], folders, depth)
@@ -61,7 +61,7 @@ def image_list(value: Any) -> Any:
 
 def part_image(part: Mapping[str, Any]) -> Any:
     """Return the value of a message's part of `IMAGE_PARTS` that holds the image; None for a placeholder."""
-    return next((part[name] for name in FIELDS if part.get(name) is not None), None)
+    return next((part[name] for name in IMAGE_FIELDS if part.get(name) is not None), None)
 
 
 def _field(name: str, value: Any, folders: Sequence[Path], depth: int) -> RowImage:

@@ -7,6 +7,7 @@ protocols: nemo-gym pins other versions of openai, mcp and pyarrow than vLLM, an
 import json
 import os
 import subprocess
+import sys
 import time
 
 import pytest
