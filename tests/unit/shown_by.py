@@ -89,7 +89,6 @@ KEYS: dict[str, str | tuple[str, ...]] = {
         "unit/algorithms/test_options.py::test_an_option_of_the_loss_changes_it",
         "unit/algorithms/test_reference_losses.py::test_trl",
     ),
-    "data.bad_rows": "unit/data/test_bad_rows.py::test_bad_rows_of_every_kind_are_skipped_and_counted",
     "data.chat_template": "unit/data/test_prompts.py::test_system_prompt_and_template_go_into_the_tokens_only",
     "data.chat_template_kwargs": "unit/data/test_chat_templates.py::test_a_template_gets_its_variables_and_says_what_it_opens",
     "data.eval": "e2e/test_evaluation.py::test_sets_are_evaluated_with_their_own_sampling_before_between_and_after",

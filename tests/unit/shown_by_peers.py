@@ -45,6 +45,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "rollout.enable_expert_parallel": "distributed/test_plan_weight_sync.py::test_experts_that_workers_share_out_are_planned_whole",
     "rollout.in_flight": "e2e/test_async_runs.py::test_responses_under_way_live_through_a_sync",
     "rollout.quantization": "e2e/test_fp8_rollouts.py::test_training_on_rollouts_in_fp8_shows_in_its_metrics",
+    "rollout.weight_sync_transport": "unit/config/test_placement.py::test_a_transport_is_chosen_for_a_reason",
     "run.async_save": "e2e/test_full_disk.py::test_a_full_disk_is_reported_and_counted_and_training_goes_on",
     "run.deterministic": "unit/engine/servers/test_launcher.py::test_a_deterministic_server_on_a_gpu_computes_requests_apart_from_each_other",
     "run.name": "e2e/test_run.py::test_the_config_that_ran_is_kept_and_loads_back",
