@@ -21,7 +21,8 @@ def test_a_run_is_scraped_with_its_servers_and_sends_a_trace_per_step(tmp_path, 
             world.wait_for(lambda: world.steps_done(tmp_path) >= 2, "second step")
             address = (tmp_path / "run" / "prometheus_url").read_text().strip()
             pages = [one["labels"]["__metrics_path__"] for one in json.loads(get(f"{address}/targets")[1])]
-            trainer_page, server_page = (get(address + page)[1] for page in pages)
+            key = (tmp_path / "run" / "prometheus_key").read_text()
+            trainer_page, server_page = (get(address + page, Authorization=f"Bearer {key}")[1] for page in pages)
             os.kill(trainer.pid, signal.SIGTERM)
             run = trainer.wait()
     assert run.code == 128 + signal.SIGTERM, run.err
