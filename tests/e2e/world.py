@@ -47,6 +47,7 @@ OF_RUNS = (
 )
 REPOSITORY = Path(__file__).parents[2]
 SECONDS = 200.0  # limit for one part of a run on a busy machine
+AFTER_THE_END = 60.0  # seconds that a test waits for what an ended run leaves
 HEADS = 4
 # beginnings of names of metrics that differ from run to run
 MEASURED = (
@@ -245,13 +246,24 @@ class Forked:
         """The output so far."""
         return (self.printed / "out").read_text()
 
+    def err(self) -> str:
+        """The errors so far."""
+        file = self.printed / "err"
+        return file.read_text() if file.exists() else ""
+
+    def has_ended(self) -> bool:
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
     def wait(self, seconds: float = SECONDS) -> Run:
         """Wait for the run to end and return it; AssertionError after `seconds`."""
         done = wait_for(
             lambda: os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT), "end of the run", seconds
         )
         code = done.si_status if done.si_code == os.CLD_EXITED else -done.si_status
-        return Run(code, self.out(), (self.printed / "err").read_text(), self.output / "run")
+        return Run(code, self.out(), self.err(), self.output / "run")
+
+
+_running: list[Forked] = []
 
 
 @contextlib.contextmanager
@@ -263,9 +275,15 @@ def running(
     with tempfile.TemporaryDirectory() as printed:
         Path(printed, "out").touch()
         pid = _fork(words, Path(printed), prepare)
+        run = Forked(pid, output, Path(printed))
+        _running.append(run)
         try:
-            yield Forked(pid, output, Path(printed))
+            yield run
+        except AssertionError as error:
+            error.add_note(f"the run wrote:\n{run.out()}\n{run.err()}")
+            raise
         finally:
+            _running.remove(run)
             os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
@@ -309,9 +327,12 @@ def finish(process: subprocess.Popen, output: Path, seconds: float = SECONDS) ->
 
 
 def wait_for(happened: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:
-    """Wait until `happened` returns a true value, and return it; AssertionError naming `what` after `seconds`."""
+    """Wait until `happened` returns a true value, and return it; AssertionError naming `what` after `seconds`, or a
+    minute after a run has ended."""
     deadline = time.monotonic() + seconds
     while not (result := happened()):
+        if any(run.has_ended() for run in _running):
+            deadline = min(deadline, time.monotonic() + AFTER_THE_END)
         assert time.monotonic() < deadline, f"no {what} within {seconds} s"
         time.sleep(0.02)
     return result

@@ -76,6 +76,7 @@ REFUSED_ARGUMENTS = {
     "--hf-overrides": "changes the servers' model and not the policy's; edit config.json in a copy of the folder",
     "--config": "names a file with more arguments, which this check cannot read; write them in rollout.extra_args",
     "--help": "starts no server; leave it out",
+    "--trust-remote-code": "would run code of the model's folder; leave it out, no supported family needs it",
     **dict.fromkeys(("--logits-processors", "--watermark-config"), _DISTRIBUTION),
     "--quantization-config": "is set by rollout.quantization; leave it out",
     **dict.fromkeys(("--generation-config", "--override-generation-config"), _REQUESTS),

@@ -94,6 +94,8 @@ SYNTHETIC = {"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_m
         (["--speculative-config", "[1]"], "is no JSON object"),
         (["--speculative-config", "[" * 100_000], "is no JSON object"),
         (["--watermark-config", "{}"], "--watermark-config changes the sampled distribution"),
+        (["--trust-remote-code"], "--trust-remote-code would run code of the model's folder"),
+        (["--trust_remote_code=true"], "--trust-remote-code would run code of the model's folder"),
         (["--quantization-config.a", "b"], "--quantization-config is set by rollout.quantization"),
     ],
 )
