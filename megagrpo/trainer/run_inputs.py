@@ -171,21 +171,23 @@ def _read_data(
 
     run_own_and_agree(layout, check_requests)
 
+    make = prompt_reader(config, reader, tools, vocab_size, first) if reader else None
+
     def read(section: DatasetSection, data: DataSection, key: str) -> PromptOrder:
         """Read a data set on the ranks that generate, and with images on all; the others get the numbers of its rows.
         Collective."""
-        source = run_own_and_agree(
-            layout,
-            lambda: prompt_reader(config, reader, tools, vocab_size, first)(section, data, key) if reader else None,
-        )
+        source = run_own_and_agree(layout, lambda: make(section, data, key) if make else None)
         rows = on_first_rank(layout, lambda: source.rows if source else ())
         run_own_and_agree(layout, lambda: _check_rows(key, rows, source.rows if source else rows))
-        return PromptOrder(rows, data, config.run.seed) if source is None else source
+        if source is None:
+            return PromptOrder(rows, data, config.run.seed)
+        source.rows = rows
+        return source
 
     prompts = read(config.data.train, config.data, "data.train")
-    shared_trial().close()
     config = config.with_num_prompts(len(prompts))
     held_out = load_sets(config, sampling, read, names)
+    shared_trial().close()
 
     def load_rewards() -> RewardScorer:
         scorer = RewardScorer(config.rewards, config.rollout.max_completion_length, base_folder)
@@ -200,9 +202,10 @@ def _read_data(
 
 
 def _check_rows(key: str, first: Sequence[int], own: Sequence[int]) -> None:
-    """Raise ValueError if this rank can use other rows than rank 0: a file of an image is not on all nodes."""
-    if list(first) != list(own):
-        row = min({*first} ^ {*own})
+    """Raise ValueError if this rank cannot use a row that rank 0 uses: the file of an image is not on all nodes. Rank 0
+    may use fewer rows, because it alone tries constraints; all ranks then take its rows."""
+    if missing := {*first} - {*own}:
+        row = min(missing)
         raise ValueError(
             f"{key}: row {row} is bad on some ranks only (data.bad_rows: skip); make the same files readable on all "
             "nodes"

@@ -59,7 +59,7 @@ class RunSection(Section):
     resume: bool | Literal["other_data"] = False
     """Continue from the newest complete checkpoint of this run (also `--resume`); fails if there is none, or if the
     rows of `data.train` have changed. other_data: rows that were appended join the epoch in progress; other changed
-    data begins it anew."""
+    data begins the epoch again."""
     overwrite: bool = False
     """Allow a new start in a run folder that already holds metrics or checkpoints; the old folder is renamed."""
     log_completions_steps: NonNegativeInt = 1

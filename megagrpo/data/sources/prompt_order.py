@@ -105,7 +105,7 @@ class PromptOrder:
         """Draw from the restored cursor on rows that the data set of the checkpoint lacked: all after its first `kept`.
 
         The epoch in progress continues with them, in its order, and draws no prompt twice. With 0, for other data, the
-        epoch begins anew and the curriculum's history ends.
+        epoch begins again and the curriculum's history ends.
         """
         if not kept:
             self._joins, self.curriculum.history = [], []

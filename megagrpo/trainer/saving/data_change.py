@@ -40,7 +40,7 @@ def compare(prompts: PromptOrder, state: TrainState, path: Path, resume: bool | 
     said = f"data.train is {described(identity.state())}; {path} was written with {described(state.data)}"
     if state.source:  # which names rows by their numbers
         raise ValueError(f"data.source: {said}; continue with the same data, or start a new run")
-    action = "its new rows join the epoch in progress" if kept else "the epoch begins anew with its rows"
+    action = "its new rows join the epoch in progress" if kept else "the epoch begins again with its rows"
     if resume != "other_data":
         raise ValueError(
             f"run.resume: {said}. Continue with the same data, or set run.resume: other_data, so that {action}"

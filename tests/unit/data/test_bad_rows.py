@@ -123,5 +123,6 @@ def test_a_new_row_that_is_bad_is_left_out(folder, tmp_path, capsys):
 
 def test_ranks_that_find_other_rows_bad_end_the_run():
     _check_rows("data.train", range(3), [0, 1, 2])
+    _check_rows("data.train", [0, 2], range(3))  # rank 0 alone has tried the constraint of row 1
     with pytest.raises(ValueError, match=r"data.train: row 1 is bad on some ranks only"):
         _check_rows("data.train", range(3), [0, 2])

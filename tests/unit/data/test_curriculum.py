@@ -142,7 +142,7 @@ def test_a_resumed_run_asks_before_it_draws_from_other_data(make):
     assert compare(make(), state, path, resume=True) is None
     now = r"data\.train is \S+ train \(4 rows, checksum [0-9a-f]{16}\); step_000001 was written with "
     for saved, kept, action in (
-        ({"name": "old.jsonl", "rows": 3, "checksum": "abc"}, 0, "the epoch begins anew with its rows"),
+        ({"name": "old.jsonl", "rows": 3, "checksum": "abc"}, 0, "the epoch begins again with its rows"),
         (begin_of(make(), 3), 3, "its new rows join the epoch in progress"),
     ):
         old = replace(state, data=state.data | saved)
