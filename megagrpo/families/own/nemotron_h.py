@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megagrpo.families.parts.llama_table import EMBEDDING, HEAD, LAYER
 from megagrpo.families.parts.mamba import mamba2, mamba_problems, mamba_rows
+from megagrpo.families.parts.routed import NORMALIZED
 from megagrpo.families.shared.architecture import Experts, HfConfig
 from megagrpo.families.shared.blocks import qkv, same, vocab
 from megagrpo.families.shared.family import REQUIRED, Family, Raw, Table, expert_problems
@@ -79,6 +80,8 @@ def _problems(raw: Raw) -> list[str]:
     problems = mamba_problems(raw, _SIZES) if "M" in pattern else []
     if "E" in pattern:
         problems += expert_problems(raw | dict(num_experts=raw.get("n_routed_experts")), *((key,) for key in _MOE))
+        expected, said = NORMALIZED["norm_topk_prob"]
+        problems += [] if raw.get("norm_topk_prob", True) is expected else [f"norm_topk_prob: {said}"]
     if layers not in (None, len(pattern)):
         problems.append(f"num_hidden_layers={layers}, but {_PATTERN} or {_TYPES} has {len(pattern)} blocks")
     return problems

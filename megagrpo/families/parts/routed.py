@@ -48,12 +48,8 @@ def routed_problems(raw: Raw) -> list[str]:
     if (lines := missing_keys(raw)) or "num_hidden_layers" not in raw:
         return lines
     lines = expert_problems(raw | dict(num_experts=raw["n_routed_experts"]))
-    if raw.get("routed_scaling_factor") == 0:
-        lines.append("routed_scaling_factor is 0, which disables the experts; set it to its value in training")
     if (raw.get("first_k_dense_replace") or 0) >= raw["num_hidden_layers"]:
         lines.append("first_k_dense_replace leaves no block with experts; set it to less than num_hidden_layers")
-    if raw.get("topk_group") == 0:
-        lines.append("topk_group is 0, which leaves no group of experts; set it to 1 or more")
     count, of_token = groups(raw)
     if raw["n_routed_experts"] % count or of_token * raw["n_routed_experts"] // count < raw["num_experts_per_tok"]:
         lines.append(

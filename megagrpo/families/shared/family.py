@@ -258,11 +258,16 @@ def rotates(raw: Raw) -> list[int]:
 
 
 def expert_problems(raw: Raw, *required: tuple[str, ...]) -> list[str]:
-    """Return the keys of a mixture of experts that config.json lacks. Each tuple in `required` needs one key."""
+    """Return the keys of a mixture of experts that config.json lacks, and values that leave no expert. Each tuple in
+    `required` needs one key."""
     required = (("num_experts_per_tok",), ("num_experts", "num_local_experts"), *required)
     problems = [f"config.json lacks {' or '.join(keys)}" for keys in required if not any(raw.get(key) for key in keys)]
     if problems:
         return problems
     if raw["num_experts_per_tok"] > (count := num_experts(raw)):
         problems.append(f"num_experts_per_tok={raw['num_experts_per_tok']} is more than the {count} experts")
+    if raw.get("routed_scaling_factor") == 0:
+        problems.append("routed_scaling_factor is 0, which disables the experts; set it to its value in training")
+    if raw.get("topk_group") == 0:
+        problems.append("topk_group is 0, which leaves no group of experts; set it to 1 or more")
     return problems
