@@ -58,7 +58,7 @@ test-full: setup-dev
 	$(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 # Over SHARES commits in a row each share has run once.
-SHARES ?= 8
+SHARES ?= 16
 test-share: setup-dev
 	@SHARE=$$(( $$(git rev-list --count HEAD) % $(SHARES) + 1 ))/$(SHARES); echo "make: share $$SHARE of the full tests"; \
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -n $(WORKERS) --shard $$SHARE \

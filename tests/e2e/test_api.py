@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import pytest
 
@@ -142,7 +143,11 @@ def test_the_trained_model_responds_is_evaluated_and_exported(tmp_path):
 
 
 @pytest.mark.full
-def test_two_ranks_save_and_stop_at_ctrl_c_and_resume(tmp_path):
+def test_two_ranks_save_and_stop_at_ctrl_c_and_resume(tmp_path, request):
+    # a worker of pytest-xdist ignores the signal
+    request.addfinalizer(
+        partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler))
+    )
     arguments = dict(dataset=[{"prompt": "1 + 1?", "answer": "2"}] * 4, ranks=2)
     made = config(tmp_path) | {"rewards": {"functions": [{"function": f"{world.folder()}/rewards.py:low_bytes"}]}}
     metrics = tmp_path / "from_python" / "metrics.jsonl"
