@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 
@@ -27,9 +28,12 @@ def splits_of(config: RunConfig, model: HfConfig, world_size: int, room: float) 
 
     Servers that do not fit `room` GiB of a GPU get the next `rollout.tp` that does. The number of dedicated servers
     varies, with all other GPUs or fewer for the trainer. Both sides get whole nodes if the run has more than one.
+    `rollout.tp` of colocated servers varies, with servers on all GPUs of a node.
     """
     own = _fitting(config, model, room)
     splits = [Split(own, world_size)]
+    if own.rollout.placed == "colocated":
+        return splits + [Split(made, world_size) for made in _colocated(own, model, world_size)]
     if own.rollout.placed != "dedicated":
         return splits
     size, total = own.rollout.devices_per_server, world_size + config.rollout.server_gpus
@@ -42,6 +46,18 @@ def splits_of(config: RunConfig, model: HfConfig, world_size: int, room: float) 
         if count * size % node == 0 and not any(placement_problems(made)):
             splits += [Split(made, world) for world in sorted({rest, *ranks}) if 0 < world <= rest]
     return splits
+
+
+def _colocated(config: RunConfig, model: HfConfig, world_size: int) -> Iterator[RunConfig]:
+    """Yield the config with other sizes of colocated servers that vLLM can shard, as many as a node's ranks hold."""
+    r, nodes = config.rollout, config.run.nodes
+    for tp in (1, 2, 4, 8):
+        count = nodes * (world_size // nodes // (tp * r.pp * r.dp))
+        if not count or r.nodes_per_server > 1 or not vllm_can_split(model, tp, r.enable_expert_parallel):
+            continue
+        made = _with_servers(config, tp=tp, servers=count)
+        if made != config and not any(placement_problems(made)):
+            yield made
 
 
 def _fitting(config: RunConfig, model: HfConfig, room: float) -> RunConfig:

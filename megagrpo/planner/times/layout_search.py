@@ -1,6 +1,6 @@
 """Finds the layouts of a run that fit a kind of GPU, fastest first. Tries every size of every axis and prunes early.
 
-The GPUs are divided between trainer and dedicated servers too.
+The GPUs are divided between trainer and dedicated servers too, and among colocated servers.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _Search:
     def __init__(self, own: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths):
         self.own, self.model, self.gpu, self.lengths = own, model, gpu, lengths
         self.room = (USABLE_WITH_EXPERTS if model.experts else USABLE) * gpu.memory_gib
-        self._generate: dict[int, float] = {}  # number of servers -> seconds
+        self._generate: dict[tuple[int, int], float] = {}  # (servers, tp) -> seconds
 
     def expected_cost(self, split: Split, best: Candidate) -> float:
         """Return `_split_cost` of the layout `best` on another split. If the layout does not divide the ranks, its
@@ -116,15 +116,15 @@ class _Search:
         ranks = best.world_size if any(made.parallel.world_problems(ranks)) else ranks
         times = step_times(made, self.model, ranks, self.gpu, self.lengths, self.generate(split.config))
         scaled = {phase: ranks / split.world_size * times.seconds[phase] for phase in ("logprobs", "train")}
-        gpus = split.world_size + split.config.rollout.server_gpus
+        gpus = times.gpus + split.world_size - ranks
         return _split_cost(replace(times, seconds=times.seconds | scaled, gpus=gpus))
 
     def generate(self, config: RunConfig) -> float:
-        """Return the seconds of generation with this number of servers."""
-        if config.rollout.servers not in self._generate:
-            seconds = Generation(config, self.model, self.gpu, self.lengths).seconds()
-            self._generate[config.rollout.servers] = seconds
-        return self._generate[config.rollout.servers]
+        """Return the seconds of generation with this number and size of servers."""
+        servers = config.rollout.servers, config.rollout.tp
+        if servers not in self._generate:
+            self._generate[servers] = Generation(config, self.model, self.gpu, self.lengths).seconds()
+        return self._generate[servers]
 
     def layouts(self, split: Split, keep: int) -> list[Candidate]:
         """Return the `keep` cheapest layouts of a split that fit."""

@@ -104,8 +104,8 @@ def test_gpus_that_no_colocated_server_uses_are_a_note():
 
     said = "rollout.servers: {} of 8 GPUs are idle during generation; rollout.servers={} uses 8"
     assert noted() == [] == noted("rollout.servers=1", gpu_memory_gb=None)
-    assert noted("rollout.servers=1") == [said.format(7, 8)]
-    assert noted("rollout.servers=1", "rollout.tp=2") == [said.format(6, 4)]
+    assert noted("rollout.servers=1", "rollout.tp=1") == [said.format(7, 8)]
+    assert noted("rollout.servers=1") == [said.format(6, 4)]
     assert noted("rollout.servers=1", "rollout.placement=dedicated") == []
 
 

@@ -650,7 +650,7 @@ def test_vllm_cuts_a_vocabulary_that_it_has_padded_to_64():
 
 
 IN_STAGES = "parallel.tp=2 parallel.pp=2 parallel.sequence_parallel=true train.max_tokens_per_micro_batch=8192".split()
-IN_STAGES += ["rollout.gpu_memory_utilization=0.4"]
+IN_STAGES += ["rollout.gpu_memory_utilization=0.4", "rollout.servers=8", "rollout.tp=1"]
 
 
 def test_a_gpu_that_is_too_small_is_refused_with_a_share_that_fits():

@@ -30,6 +30,7 @@ from megagrpo.planner.times.generation_times import (
     DECODE_BANDWIDTH,
     DECODE_STEP_SECONDS,
     LAYER_SECONDS,
+    Generation,
     exponential_mean,
 )
 from megagrpo.planner.times.gpu_splits import splits_of
@@ -548,8 +549,25 @@ def test_splits_use_at_most_the_gpus_of_the_run_in_whole_nodes(total):
         used = split.config.rollout.server_gpus
         assert 0 < split.world_size <= total - used and used > 0 and used % node == split.world_size % node == 0
     assert len(splits) < 700 and {split.world_size for split in splits} > {node, total - 2 * node}
-    (only,) = splits_of(config(), MODEL, total, 79)  # colocated
-    assert only.world_size == total
+
+
+def test_the_search_gives_colocated_servers_all_gpus_and_the_tp_that_generates_fastest(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    keys = [f"model.path={tmp_path}", "rollout.servers=1", "rollout.tp=2"]
+    own = config(*keys)
+    found = search(own, MODEL, 8, H100, LENGTHS)
+    waits = step_times(own, MODEL, 8, H100, LENGTHS)
+    assert found[0].times.step < 0.75 * waits.step and found[0].times.idle < waits.idle / 2
+    best = found[0].config.rollout
+    others = [config(f"rollout.servers={8 // tp}", f"rollout.tp={tp}") for tp in (1, 2, 4, 8)]
+    seconds = {one.rollout.tp: Generation(one, MODEL, H100, LENGTHS).seconds() for one in others}
+    assert best.servers == 8 // best.tp and best.tp == min(seconds, key=seconds.__getitem__)
+    for one in found:
+        changed = config(*keys, *one.overrides)
+        assert step_times(changed, MODEL, 8, H100, LENGTHS) == one.times and plan(changed, 8, 79).problems == []
+    on_nodes = splits_of(config("run.nodes=3", "rollout.servers=3"), MODEL, 9, 79)
+    assert [(s.config.rollout.servers, s.config.rollout.tp) for s in on_nodes] == [(3, 1), (9, 1), (3, 2)]
+    assert len(splits_of(config("rollout.servers=8"), MODEL, 8, 79)) == 4
 
 
 def test_the_control_plane_grows_with_samples_tokens_and_replicas_and_reading_overlaps_with_generation():
