@@ -66,7 +66,7 @@ def works(samples: StepSamples, folder: Path) -> dict[tuple[str, str], Work]:
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     return {
         ("draws", "useful groups and pass rates"): lambda: (
-            useful_groups(samples, GROUP, False),
+            useful_groups(samples.rewards(GROUP)),
             pass_rates(samples, 1.0),
         ),
         ("draws", "four optimizer steps"): partial(slices, count, 4, 0),

@@ -10,6 +10,7 @@ from itertools import batched
 from statistics import fmean
 
 import numpy as np
+from torch import Tensor
 
 from megagrpo.algorithms.advantages import flat_groups
 from megagrpo.config import ConfigError, RunConfig
@@ -90,10 +91,13 @@ class Rollouts:
         if self.source and self.source.keeps:
             return self.source.kept(drawn, self.config.rollout.num_generations)
         algorithm, group = self.config.algorithm, self.config.rollout.num_generations
-        by_function = algorithm.multi_objective_aggregation != "sum_then_normalize"
+        rewards = drawn.rewards(group)
         if isinstance(algorithm.dynamic_sample, str):
-            return useful_groups(drawn, group, self._deciding(algorithm.dynamic_sample, drawn.columns.rewards))
-        return useful_groups(drawn, group, by_function)
+            deciding = self._deciding(algorithm.dynamic_sample, drawn.columns.rewards)
+            rewards = drawn.rewards_by_function(group)[..., deciding]
+        elif algorithm.multi_objective_aggregation != "sum_then_normalize":
+            rewards = drawn.rewards_by_function(group)
+        return useful_groups(rewards)
 
     def _deciding(self, choice: str, names: Sequence[str]) -> list[int]:
         """Return the indices of the functions that `algorithm.dynamic_sample` names. Raises ConfigError for none."""
@@ -140,12 +144,9 @@ class Rollouts:
             self.collector.ask(coming, rollout.num_generations, self.sampling, seed, step + i)
 
 
-def useful_groups(samples: StepSamples, num_generations: int, by_function: bool | list[int]) -> np.ndarray:
-    """Return the indices of the groups whose rewards differ, with `by_function` those of any function, or of these."""
-    if by_function is False:
-        return np.flatnonzero(~flat_groups(samples.rewards(num_generations)).numpy())
-    rewards = samples.rewards_by_function(num_generations)
-    return np.flatnonzero(~flat_groups(rewards if by_function is True else rewards[..., by_function]).numpy())
+def useful_groups(rewards: Tensor) -> np.ndarray:
+    """Return the indices of the groups whose rewards [P, G] differ, or whose rewards [P, G, F] of any function do."""
+    return np.flatnonzero(~flat_groups(rewards).numpy())
 
 
 def redraw_size(wanted: int, useful: int, drawn: int) -> int:

@@ -166,7 +166,7 @@ def drawn(
     samples += source.collect(rounds[1], GROUP, SAMPLING, 1)[0]
     everything = [s for asked in rounds for s in scored_everywhere(asked, dialogues, branches)]
     assert pass_rates(samples, 0.5) == naive_samples.pass_rates(everything, 0.5)
-    useful = useful_groups(samples, GROUP, by_function=False)
+    useful = useful_groups(samples.rewards(GROUP))
     flat = {
         g
         for g in range(12)
