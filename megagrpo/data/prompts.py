@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megagrpo.config import DataSection, DatasetSection, RunConfig
-from megagrpo.data.images.prompt_images import PromptImages, undecoded
+from megagrpo.data.images.prompt_images import PromptImages, image_columns, undecoded
 from megagrpo.data.prompt_values import RenderedPrompts, as_prompt
 from megagrpo.data.sources.bad_rows import BadRows
 from megagrpo.data.sources.data_identity import DataIdentity
@@ -17,6 +17,7 @@ from megagrpo.data.tokens.chat_templates import PROMPT_TAIL, check_kwargs, opene
 from megagrpo.data.tokens.row_settings import RowReader, row_mapping
 from megagrpo.data.tokens.tokenizer import Messages, Tokenizer, as_messages, read_chat_template
 from megagrpo.platform.process.terminal import warn
+from megagrpo.row_image import RowImage
 from megagrpo.types import Prompt
 
 _EVAL_SEED_OFFSET = 10**9  # reasoning-gym seeds row i with seed + i, so nearby seeds share almost all rows
@@ -81,17 +82,37 @@ class PromptSource(PromptOrder):
         return [self.prompt(self.rows[i * len(self) // count]) for i in range(count)]
 
     def repeated(self) -> list[tuple[int, int]]:
-        """Return (row, first row) of each prompt with the tokens of an earlier one."""
-        first = self._first_rows()
-        return [(row, first[ids]) for row in self.rows if first[ids := self._fingerprints[row]] != row]
+        """Return (row, first row) of each prompt with the tokens and images of an earlier one."""
+        found = []
+        for rows in self._by_fingerprint().values():
+            first: dict[Any, int] = {}
+            for row in rows if len(rows) > 1 else ():
+                if (earlier := first.setdefault(self._images_key(row), row)) != row:
+                    found.append((row, earlier))
+        return sorted(found)
 
     def shared_with(self, prompts: Sequence[Prompt]) -> list[tuple[int, int]]:
-        """Return (prompt_id, own row) of each of the `prompts`, of another set, that has the tokens of a row."""
-        first = self._first_rows()
-        return [(p.prompt_id, first[ids]) for p in prompts if (ids := _fingerprint(p.token_ids, p.inputs)) in first]
+        """Return (prompt_id, own row) of each of the `prompts`, of another set, that has the tokens and images of a
+        row."""
+        found, own = [], self._by_fingerprint()
+        for p in prompts:
+            rows = own.get(_fingerprint(p.token_ids, p.inputs), ())
+            key = p.inputs.key if rows and isinstance(p.inputs, PromptImages) else None
+            if (row := next((row for row in rows if self._images_key(row) == key), None)) is not None:
+                found.append((p.prompt_id, row))
+        return found
 
-    def _first_rows(self) -> dict[int, int]:
-        return {self._fingerprints[row]: row for row in reversed(self.rows)}
+    def _by_fingerprint(self) -> dict[int, list[int]]:
+        """The rows with each fingerprint, in order."""
+        found: dict[int, list[int]] = {}
+        for row in self.rows:
+            found.setdefault(self._fingerprints[row], []).append(row)
+        return found
+
+    def _images_key(self, row: int) -> Any:
+        """What is equal for rows with equal images. It reads files, so only rows with equal fingerprints need it."""
+        inputs = {} if self._images is None else self.prompt(row).inputs
+        return inputs.key if isinstance(inputs, PromptImages) else None
 
     def _check_columns(self, present: list[str]) -> None:
         wanted = [("data.prompt_column", self._data.prompt_column)]
@@ -209,14 +230,14 @@ class PromptSource(PromptOrder):
             expected_length=self.response_lengths.expected(row),
         )
 
-    def _columns(self, values: dict[str, Any], images: Sequence[Any]) -> dict[str, Any]:
+    def _columns(self, values: dict[str, Any], images: Sequence[RowImage]) -> dict[str, Any]:
         if self._images is not None:
-            values = values | self._images.columns(values, images)
+            values = values | image_columns(values, images)
         columns = {name: value for name, value in values.items() if name not in _PASSED_BY_SCORER}
         columns |= {new: _field(values, old) for new, old in self._data.columns.items()}
         return columns | {name: hash_answer(_field(columns, name)) for name in self._data.extract_hash_answer}
 
-    def _question(self, row: int, values: dict[str, Any]) -> tuple[Messages, list[Any]]:
+    def _question(self, row: int, values: dict[str, Any]) -> tuple[Messages, list[RowImage]]:
         """The prompt of a row, and its images. ValueError for a value that is no prompt."""
         column = self._data.prompt_column
         try:
@@ -224,17 +245,20 @@ class PromptSource(PromptOrder):
             prompt = as_prompt(nested(values, column), from_arrow, self._images is not None)
             if self._images is None:
                 return prompt, []
-            messages, images = self._images.question(as_messages(prompt, self._data.system_prompt), values)
-            return messages if images else prompt, images
+            messages, found = self._images.question(as_messages(prompt, self._data.system_prompt), values)
         except KeyError:
             raise ValueError(
                 f"{self._key}: row {row} has no `{column}` (data.prompt_column); add it, or remove the row"
             ) from None
         except ValueError as error:
             raise ValueError(f"{self._key}: row {row}: column `{column}` {error}") from None
+        try:
+            return messages if found else prompt, self._images.images(found)
+        except ValueError as error:
+            raise ValueError(f"{self._key}: row {row}: the prompt {error}") from None
 
     def _token_ids(
-        self, row: int, prompt: Messages, images: Sequence[Any], kwargs: Mapping[str, Any]
+        self, row: int, prompt: Messages, images: Sequence[RowImage], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[int, ...], Mapping[str, Any]]:
         """The tokens of a prompt, and its `inputs`. ValueError for a prompt without tokens."""
         reader = self._images if images else None
@@ -284,8 +308,8 @@ def prompt_reader(
 
 
 def _fingerprint(token_ids: tuple[int, ...], inputs: Mapping[str, Any]) -> int:
-    """Return a number that is equal for equal tokens and images, in this process."""
-    return hash((token_ids, inputs.key)) if isinstance(inputs, PromptImages) else hash(token_ids)
+    """Return a number that is equal for equal tokens and lengths of images' files, in this process."""
+    return hash((token_ids, inputs.lengths)) if isinstance(inputs, PromptImages) else hash(token_ids)
 
 
 def hash_answer(text: Any) -> str | None:

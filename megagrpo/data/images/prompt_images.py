@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class PromptImages(Mapping[str, Any]):
     """
 
     def __init__(self, reader: ImageReader, images: Sequence[Any], starts: Sequence[int], grids: np.ndarray):
-        self._reader, self._images = reader, tuple(images)
+        self._reader, self._images = reader, tuple(map(reader.located, images))
         tokens = grids.prod(-1) // reader.merge**2
         self._arrays = {_GRIDS: grids, _STARTS: np.array(starts, np.int64), _TOKENS: tokens}
 
@@ -63,7 +63,17 @@ class PromptImages(Mapping[str, Any]):
 
     def files(self) -> list[bytes]:
         """Return the files of the images, in order."""
-        return [self._reader.located(image).read() for image in self._images]
+        return [image.read() for image in self._images]
+
+    def check(self) -> None:
+        """Decode the images and keep nothing. Raises ValueError with a phrase for a damaged or changed image."""
+        for image, grid in zip(self._images, self._arrays[_GRIDS].tolist(), strict=True):
+            try:
+                image.rgb()
+            except ImageError as error:
+                raise ValueError(f"has an image that {error}") from None
+            if [*self._reader.grid(image)] != grid:
+                raise ValueError(f"has an image with another size than when the prompts were read: {image!r}")
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # only the same object is equal
 
@@ -74,9 +84,14 @@ class PromptImages(Mapping[str, Any]):
         return 4
 
     @property
-    def key(self) -> int:
-        """Equal for images with equal files, however a row holds them, in this process."""
-        return hash(tuple(self._reader.located(image).key() for image in self._images))
+    def lengths(self) -> tuple[int, ...]:
+        """The bytes of the images' files, which are not read."""
+        return tuple(image.length() for image in self._images)
+
+    @property
+    def key(self) -> tuple[bytes, ...]:
+        """Equal for images with equal files, however a row holds them. Reads the files."""
+        return tuple(image.key() for image in self._images)
 
 
 @dataclass(frozen=True)
@@ -120,8 +135,8 @@ class ImageReader:
             ) from error
 
     def question(self, messages: list[Message], values: Mapping[str, Any]) -> tuple[list[Message], list[Any]]:
-        """Return the messages with a part `{type: image}` for each image, and the images in order. `messages` are from
-        `as_prompt` with images. Without images they are returned unchanged.
+        """Return the messages with a part `{type: image}` for each image, and in order what the row holds as images.
+        `messages` are from `as_prompt` with images. Without images they are returned unchanged.
 
         Raises ValueError with a phrase when images and parts do not match."""
         column = _of_columns(values)
@@ -188,20 +203,14 @@ class ImageReader:
         """Return width and height of an image that a row holds. Raises ValueError with a phrase for what is none."""
         return _read(lambda: self.located(image).size())
 
-    def columns(self, values: Mapping[str, Any], images: Sequence[Any]) -> dict[str, Any]:
-        """Return the image columns of a row for reward functions: those that it has, and `images` for `images` inside
-        messages."""
-        found: dict[str, Any] = {}
-        for name in IMAGE_COLUMNS:
-            if (value := image_list(values.get(name))) is not None:
-                found[name] = [*map(self.located, value)] if isinstance(value, list | tuple) else self.located(value)
-            elif name in values:
-                found[name] = None
-        return {"images": [*map(self.located, images)]} if images and not any(found.values()) else found
+    def images(self, values: Sequence[Any]) -> list[RowImage]:
+        """Return what a row holds as images, each with its bytes or an absolute path. Raises ValueError with a phrase
+        for a value that is no image."""
+        return [_read(partial(self.located, value)) for value in values]
 
     def located(self, image: Any) -> RowImage:
         """Return an image of a row, with its bytes or an absolute path. Raises ImageError for a value that is none."""
-        return row_image(image, (self.base, *self.caches))
+        return image if isinstance(image, RowImage) else row_image(image, (self.base, *self.caches))
 
 
 class Undecoded(Sequence[dict[str, Any]]):
@@ -232,6 +241,15 @@ def storable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(storable, value))
     return {"bytes": RowImage(value).read()} if type(value).__module__.startswith("PIL.") else value
+
+
+def image_columns(values: Mapping[str, Any], images: Sequence[RowImage]) -> dict[str, Any]:
+    """Return the image columns of a row with these `images` for reward functions: those that it has, and `images` for
+    images inside messages."""
+    found: dict[str, Any] = {name: None for name in IMAGE_COLUMNS if name in values}
+    if values.get("image") is not None:
+        return found | {"image": images[0]}
+    return found | {"images": list(images)} if images or values.get("images") is not None else found
 
 
 def _read[T](action: Callable[[], T]) -> T:

@@ -187,6 +187,40 @@ def test_equal_questions_about_other_images_are_not_repeated(folder, tmp_path):
     assert prompts.repeated() == [(2, 0)]
 
 
+def test_only_whole_equal_files_are_repeated_images(folder, tmp_path):
+    """Two files of 270 kB that differ in one pixel of the middle, as paths and as bytes."""
+    pixels = np.zeros((300, 300, 3), np.uint8)
+    for name, gray in (("one", 0), ("other", 1), ("copy", 0)):
+        pixels[150, 150] = gray
+        Image.fromarray(pixels).save(tmp_path / f"{name}.bmp")
+    content = base64.b64encode((tmp_path / "one.bmp").read_bytes()).decode()
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(
+            json.dumps(dict(prompt="a", image=value)) + "\n" for value in ("one.bmp", "other.bmp", content, "copy.bmp")
+        )
+    )
+    prompts = source(folder, tmp_path / "rows.jsonl", limit=300)
+    assert prompts.repeated() == [(2, 0), (3, 0)]
+    assert prompts.shared_with(prompts.sample(4)) == [(0, 0), (1, 1), (2, 0), (3, 0)]
+
+
+@pytest.mark.parametrize("columns", [1, 0])
+def test_base64_of_a_row_is_decoded_once(folder, tmp_path, monkeypatch, columns):
+    lengths, decode = [], base64.b64decode
+    monkeypatch.setattr(base64, "b64decode", lambda text, **more: lengths.append(len(text)) or decode(text, **more))
+    text = base64.b64encode(png(image(56, 56, 3))).decode()
+    row = dict(prompt="which?", image=text)
+    if not columns:
+        row = dict(prompt=[dict(role="user", content=[dict(type="image", image=text)])])
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    prompts = source(folder, tmp_path / "rows.jsonl")
+    assert sum(length > 100 for length in lengths) == 1  # others look at how the text begins
+    (prompt,) = prompts.all()
+    assert sum(length > 100 for length in lengths) == 2
+    assert prompt.inputs.files() == [png(image(56, 56, 3))] and prompt.inputs["pixel_values"].shape[0]
+    assert sum(length > 100 for length in lengths) == 2
+
+
 def test_an_image_is_turned_as_its_exif_says(folder, tmp_path):
     exif = Image.Exif()
     exif[274] = 6  # turned by 90 degrees

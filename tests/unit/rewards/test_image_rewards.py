@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from megagrpo.config import RewardsSection
-from megagrpo.data.images.prompt_images import ImageReader
+from megagrpo.data.images.prompt_images import ImageReader, image_columns
 from megagrpo.rewards.arguments import column_of
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rewards.workers.channel import Copies, as_json
@@ -46,7 +46,8 @@ def png(picture: Image.Image, **options) -> bytes:
 
 
 def rollouts(values: dict, tmp_path, count: int = 2, images=()) -> list[Rollout]:
-    columns = ImageReader(tmp_path, 0, 2, tmp_path).columns(values, images) | {"answer": "a"}
+    found = ImageReader(tmp_path, 0, 2, tmp_path).images(images or values.get("images", [*values.values()]))
+    columns = image_columns(values, found) | {"answer": "a"}
     parts = [dict(type="image"), dict(type="text", text="which?")]
     prompt = Prompt(0, (5,), [dict(role="user", content=parts)], columns)
     return [Rollout(prompt, [6], [-0.5], "stop", 1, text="a") for _ in range(count)]
@@ -76,12 +77,11 @@ def test_a_function_gets_the_image_of_each_completion(tmp_path, kind):
 
 
 def test_columns_are_named_as_in_the_row_and_images_inside_messages_are_images(tmp_path):
-    reader = ImageReader(tmp_path, 0, 2, tmp_path)
     assert scored(tmp_path, ["widths"], dict(images=[PICTURE, image(28, 28, 2)])) == [dict(widths=112.0)] * 2
     assert scored(tmp_path, ["widths"], {}, images=[PICTURE]) == [dict(widths=84.0)] * 2
-    assert reader.columns(dict(image=None), []) == dict(image=None)
-    assert reader.columns(dict(images=[]), []) == dict(images=[])
-    assert reader.columns(dict(prompt="text"), []) == {}
+    assert image_columns(dict(image=None), []) == dict(image=None)
+    assert image_columns(dict(images=[]), []) == dict(images=[])
+    assert image_columns(dict(prompt="text"), []) == {}
 
 
 def test_an_image_is_turned_as_its_exif_says(tmp_path):

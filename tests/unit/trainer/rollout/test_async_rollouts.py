@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from megagrpo.config import ConfigError, load_config
-from megagrpo.data.images.prompt_images import ImageReader
+from megagrpo.data.images.prompt_images import ImageReader, image_columns
 from megagrpo.engine.http.protocol import EngineError, EngineInterrupted, EngineStarved
+from megagrpo.row_image import RowImage
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool, packed, unpacked
 from megagrpo.types import Dialogue, Prompt, Rollout, SamplingParams, Turn
 from tests.distributed.tiny_vision import image, write_model
@@ -240,14 +241,14 @@ def test_a_checkpoint_leaves_images_to_the_data_set(tmp_path):
     write_model(tmp_path)
     reader, picture = ImageReader(tmp_path, 69, 2), image(84, 56, 1)
     ids, inputs = reader.placed([5, 69, 7], [picture])
-    columns = reader.columns({"image": picture}, [picture])
+    columns = image_columns({"image": picture}, [RowImage(picture)])
     prompt = replace(prompts(0, 1)[0], token_ids=ids, inputs=inputs, columns=columns)
     dialogue = Dialogue([True], ({"role": "assistant", "content": "a"},), (Turn(0, 1),), "done")
     longer = replace(prompt, token_ids=(*ids, 9), messages="with the text of reset")
     group = Rollout(prompt, (7,), (-0.1,), "stop", 5, "a"), Rollout(longer, (7,), (-0.1,), "stop", 5, "a", dialogue)
     text = json.dumps(packed(0, group))
     assert len(text) < 1500
-    (_, again), images = reader.placed([5, 69, 7], [picture]), reader.columns({"image": picture}, [picture])
+    (_, again), images = reader.placed([5, 69, 7], [picture]), image_columns({"image": picture}, [RowImage(picture)])
     back = unpacked(json.loads(text), replace(prompt, inputs=again, columns=images))
     assert all(rollout.prompt.inputs is again and rollout.prompt.columns is images for rollout in back)
     assert [rollout.prompt.token_ids for rollout in back] == [ids, (*ids, 9)]
