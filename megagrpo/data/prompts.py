@@ -36,7 +36,8 @@ class PromptSource(PromptOrder):
     counts prompts longer than `max_prompt_length` tokens, which are dropped or truncated (`data.overlong_prompts`).
     `bad` counts bad rows, whose length is 0 (`data.bad_rows`).
     `warnings` are sentences about prompts that look wrong. `tools` are the JSON schemas that the chat template shows.
-    `row_reader` reads the column `data.sampling_column`, which has no effect without it.
+    `row_reader` reads the column `data.sampling_column`, which has no effect without it. Where it `tries` constraints,
+    on one rank of a run, the source also computes the `identity` of its rows.
 
     Raises ValueError for a source that is missing or empty, lacks the prompt column, or has no usable row, and for a
     bad row that is refused."""
@@ -67,7 +68,8 @@ class PromptSource(PromptOrder):
         first_rows = (self._rows[row] for row in range(min(len(self._rows), ROWS_FOR_NAMES)))
         self._check_columns(list(dict.fromkeys(name for row in first_rows for name in names_in(row))))
         self.num_overlong = 0
-        self.identity = DataIdentity(section) if key == "data.train" else None
+        is_first = row_reader is None or row_reader.tries
+        self.identity = DataIdentity(section) if is_first and key == "data.train" else None
         self.rows = self._usable_rows()
 
     @property
@@ -298,12 +300,12 @@ def prompt_reader(
     tokenizer: Tokenizer,
     tools: Sequence[dict[str, Any]] = (),
     vocab_size: int | None = None,
-    tries: bool = True,
+    first: bool = True,
 ) -> Callable[[DatasetSection, DataSection, str], PromptSource]:
     """Return a function that reads the data set of a section, with the settings of `data`, and its config key.
-    `vocab_size` and `tries` are `RowReader`'s."""
+    `vocab_size` is `RowReader`'s. Only the `first` rank tries constraints and identifies the rows."""
     longest, seed = config.rollout.max_prompt_length, config.run.seed
-    row_reader = RowReader(config, tokenizer, vocab_size, tries)
+    row_reader = RowReader(config, tokenizer, vocab_size, first)
     return lambda section, data, key: PromptSource(section, data, tokenizer, longest, seed, key, tools, row_reader)
 
 

@@ -15,8 +15,8 @@ import pytest
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models, pre_tokenizers
 
-from megagrpo.config import DataSection, DatasetSection
-from megagrpo.data.prompts import PromptSource
+from megagrpo.config import DataSection, DatasetSection, load_config
+from megagrpo.data.prompts import PromptSource, prompt_reader
 from megagrpo.data.sources.data_identity import DataIdentity
 from megagrpo.data.sources.prompt_order import PromptOrder
 from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer
@@ -155,6 +155,10 @@ def test_a_checkpoint_names_its_data_and_tells_appended_rows_from_other_data(tok
     ):
         assert source(tokenizer, write(tmp_path, numbers, **more)).identity.kept_rows(state.data) == kept
     assert first.identity.kept_rows({}) is None  # of an older version
+    config = load_config("megagrpo:quickstart", [f"data.train.source={tmp_path}/rows.jsonl"])
+    for is_first in (True, False):  # only rank 0 compares the rows
+        read = prompt_reader(config, tokenizer, first=is_first)(config.data.train, config.data, "data.train")
+        assert (read.identity is not None) == is_first
 
 
 def test_a_checksum_is_that_of_the_values_in_every_process(tokenizer):
