@@ -10,7 +10,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -105,7 +105,7 @@ class RowImage:
             said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ImageError(f"cannot be decoded: {type(error).__name__}: {said:.200}{where}") from error
 
-    def _file(self) -> BinaryIO:
+    def _file(self) -> io.BufferedReader | io.BytesIO:
         if not isinstance(self.content, str):
             return io.BytesIO(self.content)  # type: ignore[arg-type]  # no PIL image
         if not stat.S_ISREG(os.stat(self.content).st_mode):
@@ -141,7 +141,7 @@ class RowImage:
         return f"<image {self.content if isinstance(self.content, str) else kind}>"
 
 
-def _tail(file: BinaryIO) -> bytes:
+def _tail(file: io.BufferedReader | io.BytesIO) -> bytes:
     file.seek(max(0, file.seek(0, 2) - _SAMPLE))
     return file.read()
 

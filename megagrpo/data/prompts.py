@@ -9,7 +9,6 @@ from typing import Any
 from megagrpo.config import DataSection, DatasetSection, RunConfig
 from megagrpo.data.images.prompt_images import PromptImages, image_columns, undecoded
 from megagrpo.data.prompt_values import RenderedPrompts, as_prompt
-from megagrpo.data.sources.bad_rows import BadRows
 from megagrpo.data.sources.data_identity import DataIdentity
 from megagrpo.data.sources.prompt_order import PromptOrder
 from megagrpo.data.sources.text_rows import ROWS_FOR_NAMES, JsonRows, column_hint, names_in, nested
@@ -62,7 +61,6 @@ class PromptSource(PromptOrder):
         self._template, self._tools = read_chat_template(data.chat_template), tools
         self._known_kwargs: set[frozenset[str]] = set()  # names of variables that were checked
         rows_seed = seed + _EVAL_SEED_OFFSET * (key != "data.train")
-        self.bad = BadRows(data.bad_rows == "skip")
         rows = load_rows(section, self._key, rows_seed, data.prompt_column, self.bad)
         self._rows = rows if self._images is None else undecoded(rows)
         first_rows = (self._rows[row] for row in range(min(len(self._rows), ROWS_FOR_NAMES)))
@@ -192,12 +190,16 @@ class PromptSource(PromptOrder):
         return self._rows[number]
 
     def accepts(self, values: dict[str, Any], number: int) -> bool:
-        """Whether the prompt of a new row is used: valid, and short enough or truncated. Raises ValueError for a bad
-        row unless bad rows are skipped; `data.overlong_prompts: error` makes a long prompt a bad row."""
+        """Whether the prompt of a row that a data source returns is used: valid, with images that can be decoded, and
+        short enough or truncated. Raises ValueError for a bad row unless bad rows are skipped;
+        `data.overlong_prompts: error` makes a long prompt a bad row."""
         try:
             question, images = self._question(number, values)
-            tokens = len(self._token_ids(number, question, images, self._template_kwargs(number, values))[0])
+            ids, inputs = self._token_ids(number, question, images, self._template_kwargs(number, values))
+            tokens = len(ids)
             self._sampling(number, values)
+            if isinstance(inputs, PromptImages):
+                self._decode(number, inputs)
             if tokens > self._max_prompt_length and self._data.overlong_prompts == "error":
                 raise ValueError(f"the prompt of a new row has {tokens} tokens; rollout.max_prompt_length is less")
         except ValueError as error:
@@ -205,6 +207,12 @@ class PromptSource(PromptOrder):
             warn(f"warning: bad row {self.bad.count} of {self._key} is skipped (data.bad_rows): {error}")
             return False
         return tokens <= self._max_prompt_length or self._data.overlong_prompts == "truncate_left"
+
+    def _decode(self, row: int, images: PromptImages) -> None:
+        try:
+            images.check()
+        except ValueError as error:
+            raise ValueError(f"{self._key}: row {row}: the prompt {error}") from None
 
     def prompt(self, row: int, position: int | None = None) -> Prompt:
         """Return the prompt of a row; `position` is its index in the stream of prompts."""

@@ -15,7 +15,7 @@ from megagrpo.platform.parallel.layout import Layout
 from megagrpo.train_types import TrainState
 from megagrpo.trainer.alarms import Alarms, BrokenTraining
 from megagrpo.trainer.callbacks import CallbackError, Callbacks
-from megagrpo.trainer.evaluation.sets import HeldOut, evaluate
+from megagrpo.trainer.evaluation.sets import HeldOut, decodable_sets, evaluate
 from megagrpo.trainer.gpu.gpu_sharing import GpuTurns
 from megagrpo.trainer.recording import Records
 from megagrpo.trainer.rollout.collector import Collector, NoRollouts, StopRequested
@@ -38,6 +38,7 @@ class Evaluations:
     records: Records
     callbacks: Callbacks
     saves: Saves
+    decodes: bool = False  # whether damaged images of the sets are known
 
     def evaluate_if_due(self) -> None:
         """Evaluate before the first step, after the last and every `evaluation.steps`, once for each of these steps."""
@@ -49,6 +50,9 @@ class Evaluations:
     def evaluate(self) -> None:
         """Evaluate every set. With `evaluation.keep_best`, save a checkpoint when the result is the best so far."""
         self.records.phases.about = "evaluation: "
+        if not self.decodes:
+            self.decodes = True
+            self.held_out = decodable_sets(self.held_out, self.collector.layout, self.records.writer.message)
         with self.turns.generating():
             metrics = evaluate(self.held_out, self.collector.collect, self.run.seed)
         self.records.writer.evaluation(self.state.step, metrics)

@@ -71,9 +71,9 @@ class PromptImages(Mapping[str, Any]):
             try:
                 image.rgb()
             except ImageError as error:
-                raise ValueError(f"has an image that {error}") from None
+                raise ValueError(f"has an image that {error}; save it again") from None
             if [*self._reader.grid(image)] != grid:
-                raise ValueError(f"has an image with another size than when the prompts were read: {image!r}")
+                raise ValueError(f"has an image whose size has changed since the start ({image!r}); restore it")
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # only the same object is equal
 

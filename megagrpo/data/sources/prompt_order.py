@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import count, islice
 from typing import Any
 
 from megagrpo.config import ConfigError, DataSection
+from megagrpo.data.sources.bad_rows import BadRows
 from megagrpo.data.sources.curriculum import Curriculum
 from megagrpo.data.sources.data_identity import DataIdentity
 from megagrpo.data.sources.response_lengths import ResponseLengths
@@ -31,6 +32,8 @@ class PromptOrder:
 
     def __init__(self, rows: Sequence[int], data: DataSection, seed: int):
         self.rows, self._data, self._seed = rows, data, seed
+        self.bad = BadRows(data.bad_rows == "skip")
+        self._left_out: set[int] = set()
         self.warnings: list[str] = []
         self._orders: dict[int, Sequence[int]] = {}  # epoch -> rows in order, for the last epochs in use
         self._peeked: dict[int, Prompt] = {}  # by position, from the cursor on
@@ -79,6 +82,12 @@ class PromptOrder:
             position: self.prompt(row, position) for position, row, _ in upcoming if position not in self._peeked
         }
         return [self._peeked[position] for position, _, _ in upcoming]
+
+    def leave_out(self, rows: Collection[int]) -> None:
+        """Never draw these rows again; positions stay. Raises ValueError if no row is left."""
+        self._left_out |= set(rows)
+        if len(self._left_out) == len(self.rows):
+            raise ValueError("data.train: no row is usable; correct the rows")
 
     def learn(self, pass_rates: Mapping[int, float]) -> dict[str, float]:
         """Give the curriculum the pass rates of the prompts drawn since the last call. Returns its metrics."""
@@ -136,11 +145,11 @@ class PromptOrder:
         return Prompt(row, (), "", position=position)
 
     def _upcoming(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (position in the stream, row, epoch) of the prompts from the cursor on that do not rest. Endless,
-        because every rest ends."""
+        """Yield (position in the stream, row, epoch) of the prompts from the cursor on that neither rest nor are left
+        out. Endless, because every rest ends."""
         for position in count(self._cursor):
             row, epoch = self._row_at(position)
-            if not self.curriculum.rests(row, epoch):
+            if row not in self._left_out and not self.curriculum.rests(row, epoch):
                 yield position, row, epoch
 
     def _row_at(self, position: int) -> tuple[int, int]:

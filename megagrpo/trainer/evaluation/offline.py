@@ -25,7 +25,8 @@ from megagrpo.platform.process.terminal import side_by_side, warn
 from megagrpo.records.progress_bars import run_progress
 from megagrpo.records.rows.completions import response_row
 from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.trainer.evaluation.sets import HeldOut, check_columns, evaluate, load_sets
+from megagrpo.trainer.evaluation.sets import HeldOut, check_columns, decodable_sets, evaluate, load_sets
+from megagrpo.trainer.rollout.collector import NoRollouts
 from megagrpo.trainer.rollout.scored_groups import OnDemand, scored_rollouts
 from megagrpo.types import Prompt, SamplingParams
 from megagrpo.weights.bridge.image_facts import processor_of
@@ -52,12 +53,13 @@ def evaluate_offline(
             )
         for warning in (warning for held_out in sets for warning in held_out.warnings):
             warn(f"warning: {warning}")
+        sets = decodable_sets(sets, None, warn)
         serving.start()
         rewards = resources.enter_context(
             RewardScorer(config.rewards, config.rollout.max_completion_length, base_folder)
         )
         check_columns(sets, rewards, dialogues)
-    except ValueError as error:
+    except (ValueError, NoRollouts) as error:
         raise ConfigError(str(error)) from error
     engine: Generator = serving.engine(tokenizer)
     phases = Phases(run_progress(config.run))

@@ -12,13 +12,17 @@ import numpy as np
 from megagrpo.config import DataSection, DatasetSection, RunConfig, evaluation_sets
 from megagrpo.data.packing.sample_table import Vote
 from megagrpo.data.packing.step_samples import StepSamples
+from megagrpo.data.sources.bad_rows import BadRows
 from megagrpo.data.sources.prompt_order import PromptOrder
 from megagrpo.engine.http.protocol import derive_seed
 from megagrpo.environments.dialogues import Dialogues
+from megagrpo.platform.parallel.layout import Layout
 from megagrpo.rewards.math.answers import extractor
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.suggestions import did_you_mean
 from megagrpo.trainer.evaluation.estimators import majority_passes, pass_at_k, steps_to
+from megagrpo.trainer.rollout.collector import NoRollouts
+from megagrpo.trainer.rollout.image_checks import decodable
 from megagrpo.trainer.rollout.sample_metrics import rollout_metrics
 from megagrpo.types import Prompt, SamplingParams, ScoredRollout, Truncation
 
@@ -39,6 +43,7 @@ class HeldOut:
     pass_reward: float
     answer: Callable[[str], str | None] | None  # extracts the answer of a response; None: no maj@k
     warnings: list[str] = field(default_factory=list)  # of its prompts
+    bad: BadRows = field(default_factory=BadRows)
 
     @property
     def key(self) -> str:
@@ -85,9 +90,18 @@ def load_sets(
             max_tokens=section.max_completion_length,
             truncation=Truncation(section.top_p, section.top_k),
         )
-        about = function, evaluation.pass_reward, answer, source.warnings
+        about = function, evaluation.pass_reward, answer, source.warnings, source.bad
         sets.append(HeldOut(name, source.all(), source.columns, section.num_generations, sampling, *about))
     return sets
+
+
+def decodable_sets(sets: Sequence[HeldOut], layout: Layout | None, say: Callable[[str], None]) -> list[HeldOut]:
+    """Return the sets with the prompts whose images can be decoded. Raises NoRollouts if bad rows are refused, and for
+    a set without such prompts. Collective, unless `layout` is None."""
+    found = [replace(of, prompts=decodable(of.key, of.prompts, of.bad, layout, say)) for of in sets]
+    if empty := next((held_out.key for held_out in found if not held_out.prompts), None):
+        raise NoRollouts(f"{empty}: no row is usable; correct the rows")
+    return found
 
 
 def check_columns(sets: Sequence[HeldOut], *users: RewardScorer | Dialogues | None) -> None:

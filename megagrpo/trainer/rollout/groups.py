@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import batched
 from statistics import fmean
 
@@ -18,7 +18,8 @@ from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.data.sources.prompt_order import PromptOrder
 from megagrpo.engine.http.protocol import derive_seed
 from megagrpo.train_types import TrainState
-from megagrpo.trainer.rollout.collector import Collector
+from megagrpo.trainer.rollout.collector import Collector, NoRollouts
+from megagrpo.trainer.rollout.image_checks import decodable
 from megagrpo.trainer.rollout.sample_metrics import pass_rates, staleness
 from megagrpo.trainer.rollout.sourced_prompts import SourcedPrompts
 from megagrpo.types import SamplingParams
@@ -37,6 +38,7 @@ class Rollouts:
     state: TrainState
     say: Callable[[str], None]
     source: SourcedPrompts | None = None  # `prompts`, if `data.source` chooses them
+    _decodable: set[int] = field(default_factory=set, init=False)  # rows whose images were decoded
 
     def draw(self) -> tuple[StepSamples, dict[str, float]]:
         """Return the samples of the next step, in whole groups, with counters and the age of the weights that sampled
@@ -54,6 +56,7 @@ class Rollouts:
 
         def collect(count: int, *of_round: int) -> StepSamples:
             seed = derive_seed(self.config.run.seed, step, *of_round)
+            self._leave_out_damaged(count)
             samples, counted = self.collector.collect(self.prompts.next(count), group, self.sampling, seed)
             for name, value in counted.items():
                 counters[name] += value
@@ -128,6 +131,20 @@ class Rollouts:
                 chosen = np.arange(wanted)
         return drawn.select((chosen[:, None] * group + np.arange(group)).flatten())
 
+    def _leave_out_damaged(self, n: int) -> None:
+        """Leave out rows with damaged images among the next `n` prompts, so that the rows after them are drawn instead.
+        Raises NoRollouts if bad rows are refused. The rows of a data source were checked when it returned them."""
+        if not self.config.data.images or self.source:
+            return
+        prompts, say = self.prompts, self.say
+        while fresh := {p.prompt_id: p for p in prompts.peek(n) if p.prompt_id not in self._decodable}:
+            good = decodable("data.train", [*fresh.values()], prompts.bad, self.collector.layout, say)
+            self._decodable |= {prompt.prompt_id for prompt in good}
+            try:
+                prompts.leave_out(fresh.keys() - self._decodable)
+            except ValueError as error:
+                raise NoRollouts(str(error)) from error
+
     def _ask_ahead(self, step: int, steps: int) -> None:
         """Request generation for `steps` steps after `step` steps, up to the run's end, if generation is asynchronous.
 
@@ -135,10 +152,14 @@ class Rollouts:
         `algorithm.dynamic_sample`).
         """
         rollout, run = self.config.rollout, self.config.run
-        if not rollout.max_staleness or self.collector.pool is None:
+        if not rollout.max_staleness:
             return
         wanted = rollout.prompts_per_step
-        for i, coming in enumerate(batched(self.prompts.peek(wanted * min(steps, run.num_steps - step)), wanted)):
+        count = wanted * min(steps, run.num_steps - step)
+        self._leave_out_damaged(count)
+        if self.collector.pool is None:
+            return
+        for i, coming in enumerate(batched(self.prompts.peek(count), wanted)):
             of_step = ("ahead", coming[0].position) if self.config.algorithm.dynamic_sample else (step + i,)
             seed = derive_seed(run.seed, *of_step)
             self.collector.ask(coming, rollout.num_generations, self.sampling, seed, step + i)

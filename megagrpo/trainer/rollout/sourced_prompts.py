@@ -50,6 +50,7 @@ class SourcedPrompts(PromptOrder):
         self.identity = order.identity
         self._order, self._layout, self._config, self._step = order, layout, config, 0
         self._queue: list[int] = []  # prompt_ids of the places from the cursor on
+        self._decoded: set[int] = set()  # rows whose images can be decoded
         self._new: dict[int, dict[str, Any]] = {}  # prompt_id -> columns, of new rows in the queue
         self._drawn: dict[int, dict[str, Any]] = {}  # columns of new rows that were drawn since the last `store`
         self.first_new = order.rows[-1] + 1
@@ -150,7 +151,8 @@ class SourcedPrompts(PromptOrder):
             self._queue.append(number)
 
     def _ask(self, source: DataSource, missing: int) -> list[Row]:
-        """Return `missing` usable rows of the source. New rows that are too long, or bad and skipped, are replaced."""
+        """Return `missing` usable rows of the source. It replaces new rows that are too long, and rows that are bad and
+        skipped."""
         rows: list[Row] = []
         for _ in range(ATTEMPTS):
             wanted = missing - len(rows)
@@ -161,11 +163,11 @@ class SourcedPrompts(PromptOrder):
             if len(rows) == missing:
                 return rows
         raise SourceFailed(
-            f"returned only new rows that are bad or longer than rollout.max_prompt_length, {ATTEMPTS} times"
+            f"returned only rows that are bad or longer than rollout.max_prompt_length, {ATTEMPTS} times"
         )
 
     def _checked(self, row: Any) -> Row | None:
-        """Return the row as int or dict; None for a new row that is left out."""
+        """Return the row as int or dict; None for a row that is left out."""
         assert isinstance(self._order, PromptSource), "rank 0 reads the data set"
         if isinstance(row, Mapping):
             new = copy.deepcopy(storable(dict(row)))
@@ -175,6 +177,10 @@ class SourcedPrompts(PromptOrder):
             raise SourceFailed(f"returned {row!r:.100}; return numbers of rows, or dicts with the columns of new rows")
         if number not in self._usable:
             raise SourceFailed(f"returned row {number}, but `rows` has no such row, only {len(self.rows)} others")
+        if self._config.data.images and number not in self._decoded:
+            if not self._order.accepts(self._order.row(number), number):
+                return None
+            self._decoded.add(number)
         return number
 
     def _groups(self, drawn: StepSamples, size: int) -> list[Group]:

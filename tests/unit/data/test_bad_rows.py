@@ -2,17 +2,29 @@
 
 import json
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megagrpo.config import load_config
 from megagrpo.data.images.prompt_images import ImageReader
 from megagrpo.data.prompts import PromptSource
+from megagrpo.data.sources.bad_rows import BadRows
 from megagrpo.data.tokens.row_settings import RowReader
 from megagrpo.data.tokens.tokenizer import load_tokenizer
+from megagrpo.train_types import TrainState
+from megagrpo.trainer.evaluation.sets import HeldOut, decodable_sets
+from megagrpo.trainer.rollout.collector import NoRollouts, StopRequested
+from megagrpo.trainer.rollout.groups import Rollouts
 from megagrpo.trainer.run_inputs import _check_rows
 from tests.distributed.tiny_vision import CHARACTERS, SPECIAL, image, write_model
+from tests.rank_fakes import OneRank
 from tests.unit.for_each import for_each
 
 GOOD = dict(prompt="which?", image="one.png", own=None)
@@ -119,6 +131,123 @@ def test_a_new_row_that_is_bad_is_left_out(folder, tmp_path, capsys):
     assert prompts.bad.count == 1 and "bad row 1 of data.train is skipped" in capsys.readouterr().err
     with pytest.raises(ValueError, match="row 3"):
         source(folder, tmp_path / "rows.jsonl").accepts(dict(GOOD, image="lost.png"), 3)
+
+
+class Threads(Barrier):
+    """The messages of two ranks, each in a thread."""
+
+    def messages(self, rank: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            **dict(world_rank=rank, world_size=2, all_reduce=lambda values, _: self.all(rank, values).amax(0)),
+            broadcast_object=lambda value, source: self.all(rank, value)[source],
+        )
+
+    def all(self, rank: int, value):
+        self.values = getattr(self, "values", {}) | {}
+        self.wait()
+        self.values[rank] = value
+        self.wait()
+        both = [self.values[0], self.values[1]]
+        self.wait()
+        return torch.stack(both) if torch.is_tensor(value) else both
+
+
+def damaged(folder: Path, *bad: int, count: int = 12) -> Path:
+    """Rows with images, of which some lack half of their pixels, between a sound header and a sound end."""
+    for row in range(count):
+        image(56, 56, row).save(folder / f"{row}.png")
+        content = (folder / f"{row}.png").read_bytes()
+        if row in bad:
+            (folder / f"{row}.png").write_bytes(content[: len(content) // 2] + content[-30:])
+    lines = [json.dumps(dict(GOOD, image=f"{row}.png")) + "\n" for row in range(count)]
+    (folder / "rows.jsonl").write_text("".join(lines))
+    return folder / "rows.jsonl"
+
+
+class Drawn(SimpleNamespace):
+    """A collector that keeps what is drawn."""
+
+    pool = "ahead"
+
+    def ask(self, prompts, *_):
+        self.asked.update(prompt.prompt_id for prompt in prompts)
+
+    def collect(self, prompts, *_):
+        self.rows.append([prompt.prompt_id for prompt in prompts])
+        raise StopRequested(0)
+
+
+def rollouts(prompts: PromptSource, path: Path, layout=None, staleness: int = 0) -> Rollouts:
+    settings = [f"data.train.source={path}", "data.images=true", "rollout.prompts_per_step=4"]
+    ahead = ["rollout.placement=dedicated", "algorithm.importance_correction=token_truncate"]
+    settings += [f"rollout.max_staleness={staleness}", *ahead * bool(staleness)]
+    collector, config = (
+        Drawn(layout=layout or OneRank(), rows=[], asked=set()),
+        load_config("megagrpo:quickstart", settings),
+    )
+    return Rollouts(config, prompts, collector, None, TrainState(), [].append)
+
+
+def steps(of: Rollouts, count: int = 3) -> list[list[int]]:
+    for _ in range(count):
+        with suppress(StopRequested):
+            of.draw()
+    return of.collector.rows
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_row_with_damaged_pixels_is_replaced_when_it_is_drawn(folder, tmp_path, staleness):
+    path = damaged(tmp_path, 1, 2, 7)
+    prompts = source(folder, path, "data.bad_rows=skip")
+    assert len(prompts) == 12 and prompts.bad.count == 0, "the start reads headers only"
+    of = rollouts(prompts, path, None, staleness)
+    expected = [[0, 3, 4, 5], [6, 8, 9, 10], [11, 0, 3, 4]]
+    assert steps(of) == expected and prompts.bad.count == 3 and len(prompts) == 12
+    assert of.collector.asked == (set(range(12)) - {1, 2, 7} if staleness else set())
+    said = of.say.__self__
+    assert said[0].startswith("warning: data.train: ") and "row 1: the prompt has an image that cannot be" in said[0]
+    resumed = source(folder, path, "data.bad_rows=skip")
+    with suppress(StopRequested):
+        (first := rollouts(source(folder, path, "data.bad_rows=skip"), path)).draw()
+    first.prompts.store(state := TrainState())
+    resumed.restore(state)
+    assert steps(rollouts(resumed, path, None, staleness), 2) == expected[1:]
+
+
+def test_ranks_share_the_decoding_and_leave_out_the_same_rows(folder, tmp_path):
+    path, barrier = damaged(tmp_path, 1, 2, 7), Threads(2)
+    ranks = [rollouts(source(folder, path, "data.bad_rows=skip"), path, barrier.messages(rank)) for rank in (0, 1)]
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(steps, ranks)] == [[[0, 3, 4, 5], [6, 8, 9, 10], [11, 0, 3, 4]]] * 2
+    assert ranks[0].say.__self__ == ranks[1].say.__self__ and [of.prompts.bad.count for of in ranks] == [3, 3]
+
+
+def test_damaged_pixels_that_are_refused_end_the_run_with_row_file_and_fix(folder, tmp_path):
+    path = damaged(tmp_path, 2)
+    of = rollouts(source(folder, path), path)
+    said = rf"^data.train: row 2: .* cannot be decoded: .*{tmp_path}/2.png.; save it again, remove the row, or set"
+    with pytest.raises(NoRollouts, match=said):
+        of.draw()
+    image(56, 84, 3).save(tmp_path / "2.png")  # another size
+    with pytest.raises(NoRollouts, match=r"row 2: .* whose size has changed since the start .*2.png"):
+        of.draw()
+    image(56, 56, 3).save(tmp_path / "2.png")
+    assert steps(of, 1) == [[0, 1, 2, 3]]
+    (tmp_path / "all").mkdir()
+    path = damaged(tmp_path / "all", *range(12))
+    with pytest.raises(NoRollouts, match="no row is usable"):
+        rollouts(source(folder, path, "data.bad_rows=skip"), path).draw()
+
+
+def test_held_out_rows_and_those_of_a_data_source_are_decoded_too(folder, tmp_path):
+    path = damaged(tmp_path, 1)
+    prompts, said = source(folder, path, "data.bad_rows=skip"), []
+    held_out = HeldOut("", prompts.all(), [], 1, None, "", 1.0, None, bad=prompts.bad)
+    (found,) = decodable_sets([held_out], OneRank(), said.append)
+    assert [prompt.prompt_id for prompt in found.prompts] == [0, *range(2, 12)] and "data.eval: row 1" in said[0]
+    with pytest.raises(NoRollouts, match=r"^data.eval: row 1: "):
+        decodable_sets([replace(held_out, bad=BadRows())], None, said.append)
+    assert prompts.accepts(prompts.row(0), 0) and not prompts.accepts(prompts.row(1), 1)
 
 
 def test_ranks_that_find_other_rows_bad_end_the_run():

@@ -261,7 +261,7 @@ FAILURES = {
     "Many": "next returned 3 of 2 rows; return as many as it is asked for",
     "Unknown": "next returned row 99, but `rows` has no such row, only 6 others",
     "Text": "next returned '0'; return numbers of rows, or dicts with the columns of new rows",
-    "Long": "next returned only new rows that are bad or longer than rollout.max_prompt_length, 100 times",
+    "Long": "next returned only rows that are bad or longer than rollout.max_prompt_length, 100 times",
     "Bare": "next raised ValueError: data.train: row 7 has no `prompt` (data.prompt_column)",
     "Raises": "next raised KeyError: 'nothing' (",
 }
