@@ -90,7 +90,7 @@ def talked(turns: int, number: int = 0) -> Rollout:
     one = Conversation(prompt, 0, number, [{"role": "user", "content": "What is it?"}], 1 << 30)
     for _ in range(turns):
         ids = draw.integers(300, 30_000, TURN, np.int32)
-        one.add_turn(written(one.prefix, ids), lambda ids: "word " * len(ids), generated=1.0, answered=0.5)
+        one.add_turn(written(one.prefix, ids), "word " * TURN, generated=1.0, answered=0.5)
         one.extend([{"role": "user", "content": "Go on."}], draw.integers(300, 30_000, ANSWER).tolist())
     one.ended = "done"
     return one.rollout(lambda ids: "word " * len(ids))

@@ -205,7 +205,11 @@ class DialogueEngine(Generator):
                 break
             if attempt < retries:
                 await asyncio.sleep(RETRY_SECONDS * 2**attempt)
-        return conversation.rollout(self._tokenizer.decode)
+        return await self._decoded(len(conversation.ids), conversation.rollout)
+
+    async def _decoded[T](self, count: int, work: Callable[[Callable[[Sequence[int]], str]], T]) -> T:
+        """Return `work(decode)`, which decodes `count` tokens, without stopping other conversations."""
+        return await self._renderer.threads.run(CHARACTERS * count, partial(work, self._tokenizer.decode))
 
     async def _host(
         self, agent: Agent, address: Address, turns: TurnSampler, prompt: Prompt, sampling: SamplingParams
@@ -245,7 +249,8 @@ class DialogueEngine(Generator):
             asked, begun, queued = time.time(), time.monotonic(), home.queued
             turn = await session.turn(conversation.prefix, params, own_seed, home)
             times = dict(began=asked, generated=time.monotonic() - begun, queued=home.queued - queued)
-            conversation.add_turn(turn, self._tokenizer.decode, **times)
+            text = await self._decoded(len(conversation.ids) + turn.length, partial(conversation.turn_text, turn))
+            conversation.add_turn(turn, text, **times)
 
         try:
             async with asyncio.timeout(self._limits.max_seconds) as limit:
@@ -278,7 +283,8 @@ class DialogueEngine(Generator):
         images = inputs if isinstance(inputs, PromptImages) else None
         expand = str if images is None else images.expanded
         render = partial(self._tokenizer.render, opening, None, template, self.responders.tools, kwargs, expand)
-        token_ids = await self._renderer.threads.run(len(reset_text), render)
+        size = len(reset_text) + CHARACTERS * len(conversation.prompt.token_ids)
+        token_ids = await self._renderer.threads.run(size, render)
         if images is not None:
             try:
                 token_ids = images.placed(token_ids)
@@ -350,7 +356,7 @@ class DialogueEngine(Generator):
             content, found = await session.read_tool_calls(ids, tools, home)
         except ToolParserFailed as error:
             self.responders.note_parser_failure(str(error))
-            return self._tokenizer.decode(ids), [{"error": str(error)}]
+            return await self._decoded(len(ids), lambda decode: decode(ids)), [{"error": str(error)}]
         return content, [named_call(**call) for call in found]
 
     def _read_hermes(self, ids: Sequence[int], opened: str) -> Read:
@@ -392,7 +398,10 @@ class DialogueEngine(Generator):
         elif self._has_no_turns_left(conversation):
             conversation.ended = "max_turns"
         else:
+            added = messages[len(conversation.opening) + len(conversation.messages) - 1 :]  # and the policy's last one
+            size = CHARACTERS * len(conversation.ids) + sum(len(str(message.get("content"))) for message in added)
+            follow = partial(conversation.following, messages, self._follow_ups)
             try:
-                conversation.follow(messages, self._follow_ups)
+                (await self._renderer.threads.run(size, follow))()
             except ValueError as error:
                 self.responders.fail(conversation, str(error), "messages")

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from megagrpo.engine.requests import OnTokens
@@ -130,7 +131,9 @@ class Seat:
     async def reply(self, ask: Ask) -> None:
         """Take a turn of the policy that no agent has asked for, beyond `multi_turn.max_turns` too. Raises Refused, and
         the errors of the engine."""
-        start = self.trajectory.find(ask.messages, ask.tools)
+        size = sum(len(message["content"]) for message in ask.messages)
+        find = partial(self.trajectory.find, ask.messages, ask.tools)
+        start = await self.trajectory.renderer.threads.run(size, find)
         self._record(await self._taken(ask, start, is_limited=False))
 
     def _record(self, turn: _Turn) -> None:

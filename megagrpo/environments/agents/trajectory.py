@@ -177,7 +177,7 @@ class Trajectory:
             node.sample.extend(start.messages[seen:], start.suffix)
         sample = self._last = node.sample
         self._asked[start.tools, start.history] = Node(sample, len(sample.ids))
-        sample.add_turn(rollout, self.renderer.tokenizer.decode, **times)
+        sample.add_turn(rollout, message["content"], **times)
         sample.note(calls=tuple(call["function"]["name"] for call in message.get("tool_calls", ())))
         sample.messages[-1] = message
         self._delivered = time.monotonic()

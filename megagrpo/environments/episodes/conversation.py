@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,8 +67,16 @@ class Conversation:
         """The prompt's and the response's messages."""
         return [*self.opening, *self.messages]
 
-    def add_turn(self, rollout: Rollout, decode: Callable[[Sequence[int]], str], **times: Any) -> None:
-        """Append a turn that the policy generated. `times` are fields of `Turn`."""
+    def turn_text(self, rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> str:
+        """Return the text of the policy's message with this turn at its end. Changes nothing."""
+        ids = rollout.response_ids.tolist()
+        content = decode([*self.ids[self.message_start :], *ids] if self.is_open else ids)
+        # characters after or of the stop string
+        cut = len(decode(ids)) - len(rollout.text) if rollout.stop_string else 0
+        return content[: len(content) - cut]
+
+    def add_turn(self, rollout: Rollout, content: str, **times: Any) -> None:
+        """Append a turn that the policy generated. `content` is its `turn_text`; `times` are fields of `Turn`."""
         if self.is_open:
             self.messages.pop()
         else:
@@ -78,10 +87,7 @@ class Conversation:
                 self.versions.append((len(self.ids) + first, version))
         self._append(ids, True, rollout.rollout_logprobs.tolist())
         self.routes = joined_routes(self.routes, rollout.routes)
-        # characters after or of the stop string
-        cut = len(decode(ids)) - len(rollout.text) if rollout.stop_string else 0
-        content = decode(self.ids[self.message_start :])
-        self.messages.append({"role": "assistant", "content": content[: len(content) - cut]})
+        self.messages.append({"role": "assistant", "content": content})
         self.finish_reason, self.stop_string = rollout.finish_reason, rollout.stop_string
         self.is_open = False
         start, stop = len(self.ids) - len(ids), len(self.ids)
@@ -91,18 +97,15 @@ class Conversation:
         """Set fields of the last turn."""
         self.turns[-1] = replace(self.turns[-1], **facts)
 
-    def add_messages(self, messages: list[Message], follow_ups: FollowUps) -> None:
-        """Append messages of others, such as tool results, after the policy's turn. When they leave no room for another
-        turn, the response ends ("budget") without them."""
-        self.add_suffix(*self.suffix(messages, follow_ups))
-
     def suffix(self, messages: list[Message], follow_ups: FollowUps) -> tuple[list[Message], tuple[int, ...]]:
-        """Return the messages of `add_messages` as UTF-8 texts, and their tokens. Changes nothing."""
+        """Return messages of others, such as tool results, as UTF-8 texts, and their tokens after the policy's turn.
+        Changes nothing."""
         messages = [message | {"content": encodable(message["content"])} for message in messages]
         return messages, follow_ups.suffix(messages, self.prompt.template_kwargs, closed=not self.stop_string)
 
     def add_suffix(self, messages: list[Message], ids: Sequence[int]) -> None:
-        """Append messages with the tokens that `suffix` returned, as `add_messages` does."""
+        """Append messages with the tokens that `suffix` returned. When they leave no room for another turn, the
+        response ends ("budget") without them."""
         if len(ids) >= self.room:
             self.ended = "budget"
             return
@@ -113,9 +116,10 @@ class Conversation:
         self._append(ids, False)
         self.messages += messages
 
-    def follow(self, messages: list[Message], follow_ups: FollowUps) -> None:
-        """Continue with the scheduler's `messages`: the conversation's own with new ones appended, or with another end
-        of the policy's last message. Raises ValueError when the conversation cannot continue from these messages."""
+    def following(self, messages: list[Message], follow_ups: FollowUps) -> Callable[[], None]:
+        """Return what continues with the scheduler's `messages`: the conversation's own with new ones appended, or with
+        another end of the policy's last message. Until it is called, nothing changes. Raises ValueError when the
+        conversation cannot continue from these messages."""
         before = self.all_messages
         last = len(before) - 1
         if len(messages) < len(before) or messages[:last] != before[:last]:
@@ -134,21 +138,18 @@ class Conversation:
         if content == before[last]["content"]:
             if not added or added[-1]["role"] == "assistant":
                 raise ValueError("the scheduler continues but adds no message that the policy could answer")
-            self.add_messages(added, follow_ups)
-        elif added:
+            return partial(self.add_suffix, *self.suffix(added, follow_ups))
+        if added:
             raise ValueError(
                 "the scheduler changed the policy's last message and added others; it may do one of the two"
             )
-        else:
-            self._reopen(content, follow_ups)
-
-    def _reopen(self, content: str, follow_ups: FollowUps) -> None:
-        """Let the policy continue its last message from `content`. Tokens of the unchanged beginning are kept; the rest
-        is tokenized."""
         content = encodable(content)
         unchanged = os.path.commonprefix([content, self.messages[-1]["content"]])  # noqa: RUF071 - texts, not paths
         count, text = follow_ups.tokens_within(self.ids[self.message_start :], unchanged)
-        ids, stop = follow_ups.text(content[len(text) :]), self.message_start + count
+        return partial(self._reopen, content, self.message_start + count, follow_ups.text(content[len(text) :]))
+
+    def _reopen(self, content: str, stop: int, ids: Sequence[int]) -> None:
+        """Let the policy continue its last message from `content`: from the first `stop` tokens and then `ids`."""
         if stop + len(ids) >= self.max_length:
             self.ended = "budget"
             return

@@ -113,8 +113,12 @@ def conversation(tokenizer, text, ended=True, limit=200):
     ids += [alphabet("<|im_end|>")] if ended else []
     opening = [{"role": "user", "content": "What is 4 + 5?"}]
     made = Conversation(Prompt(0, tokenizer.render(opening), opening), 0, 0, opening, limit)
-    made.add_turn(turn(made, ids, "stop" if ended else "length"), tokenizer.decode)
+    add_turn(made, turn(made, ids, "stop" if ended else "length"), tokenizer.decode)
     return made, ids
+
+
+def add_turn(made, rollout, decode):
+    made.add_turn(rollout, made.turn_text(rollout, decode))
 
 
 def turn(made, ids, reason="stop"):
@@ -124,10 +128,10 @@ def turn(made, ids, reason="stop"):
 def test_tokens_of_the_policy_are_never_tokenised_again(tokenizer):
     made, ids = conversation(tokenizer, "The sum is 9.")
     assert ids != tokenizer.encode("The sum is 9.", False)  # the tokenizer itself would merge them
-    made.follow([*made.all_messages, USER], FollowUps(tokenizer, None))
+    made.following([*made.all_messages, USER], FollowUps(tokenizer, None))()
     suffix = FollowUps(tokenizer, None).suffix([USER])
     assert made.prefix.token_ids == (*made.prompt.token_ids, *ids, *suffix)
-    made.add_turn(turn(made, [70, 71, 2]), tokenizer.decode)
+    add_turn(made, turn(made, [70, 71, 2]), tokenizer.decode)
     made.ended = "done"
     found = made.rollout(tokenizer.decode)
     assert found.response_ids.tolist() == [*ids, *suffix, 70, 71, 2] and found.length == len(ids) + 3
@@ -146,11 +150,11 @@ def test_tokens_of_the_policy_are_never_tokenised_again(tokenizer):
 def test_a_message_can_be_cut_and_continued_from_its_own_tokens(tokenizer, ended):
     made, ids = conversation(tokenizer, "It is 8. <answer>8</answer>", ended)
     content = "It is 8. But wait..."
-    made.follow([*made.opening, {"role": "assistant", "content": content}], FollowUps(tokenizer, None))
+    made.following([*made.opening, {"role": "assistant", "content": content}], FollowUps(tokenizer, None))()
     doubt = tokenizer.encode("But wait...", False)
     assert made.ids == ids[: len("It is 8. ")] + doubt and made.is_open
     assert made.written == [True] * len("It is 8. ") + [False] * len(doubt) and len(made.logprobs) == len(made.ids)
-    made.add_turn(turn(made, [*tokenizer.encode(" 9", False), 2]), tokenizer.decode)
+    add_turn(made, turn(made, [*tokenizer.encode(" 9", False), 2]), tokenizer.decode)
     assert made.messages == [{"role": "assistant", "content": "It is 8. But wait... 9"}]
     assert [(one.start, one.stop) for one in made.turns] == [(0, 9), (20, 22)]
 
@@ -183,11 +187,11 @@ def test_a_response_ends_where_what_is_added_leaves_no_room(tokenizer):
     for room, ended in ((needed + 1, ""), (needed, "budget")):
         made, ids = conversation(tokenizer, "9", limit=0)
         made.max_length = len(ids) + room
-        made.follow([*made.all_messages, USER], FollowUps(tokenizer, None))
+        made.following([*made.all_messages, USER], FollowUps(tokenizer, None))()
         assert made.ended == ended and (made.room, len(made.messages)) == ((1, 2) if not ended else (room, 1))
         made, ids = conversation(tokenizer, "9", limit=0)
         made.max_length = 1 + len(tokenizer.encode(" or 8", False)) + (not ended)
-        made.follow([*made.opening, {"role": "assistant", "content": "9 or 8"}], FollowUps(tokenizer, None))
+        made.following([*made.opening, {"role": "assistant", "content": "9 or 8"}], FollowUps(tokenizer, None))()
         assert made.ended == ended and (made.ids == ids) == bool(ended)
 
 
@@ -206,5 +210,5 @@ def test_a_response_ends_where_what_is_added_leaves_no_room(tokenizer):
 def test_a_scheduler_may_add_messages_or_change_the_last_one(tokenizer, change, problem):
     made, ids = conversation(tokenizer, "9")
     with pytest.raises(ValueError, match=problem):
-        made.follow(change(made.all_messages), FollowUps(tokenizer, None))
+        made.following(change(made.all_messages), FollowUps(tokenizer, None))()
     assert made.ids == ids and len(made.messages) == 1

@@ -11,10 +11,12 @@ import pytest
 from megagrpo.data.tokens.tokenizer import load_tokenizer
 from megagrpo.environments.agents import address as address_module
 from megagrpo.environments.agents.address import Address
+from megagrpo.environments.agents.agent import first_ask
 from megagrpo.environments.agents.agent_messages import Refused
 from megagrpo.environments.agents.renderer import LEAST_BODY
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
 from tests.unit.environments.test_agents import Policy
+from tests.unit.environments.test_dialogues import OutsideOfLoops
 from tests.unit.environments.test_trajectories import END, QWEN3, Agent, user
 
 
@@ -67,6 +69,25 @@ def test_others_take_turns_while_one_conversation_tokenizes(policy, monkeypatch)
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
 
     with_seats(use, policy.seat, policy.seat)
+
+
+def test_no_long_text_of_an_agent_is_rendered_or_tokenized_in_the_event_loop(policy, tokenizer):
+    policy.tokenizer = guarded = OutsideOfLoops(tokenizer)
+
+    def seat(prompt="question"):
+        made = policy.seat(prompt, max_length=200_000)
+        policy.tokenizer = tokenizer  # for the turns of this stand-in
+        return made
+
+    async def use(client, key, _):
+        assert (await chat(client, key, "so " * 12_000)).status_code == 200
+        assert guarded.count
+        policy.tokenizer = OutsideOfLoops(tokenizer)
+        unasked = seat("so " * 12_000)
+        await unasked.reply(first_ask(unasked.trajectory.prompt))
+        assert unasked.trajectory.renderer.tokenizer.count
+
+    with_seats(use, seat, policy.seat)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ def turn(conversation: Conversation, text: str, mark: int) -> None:
     prefix = conversation.prefix
     ids = [ord(character) for character in text]
     routes = np.full((len(prefix.token_ids) + len(ids) - 1, 2, 1), mark, np.uint8)
-    conversation.add_turn(Rollout(prefix, ids, [-1.0] * len(ids), "stop", 1, text, routes=routes), decode)
+    rollout = Rollout(prefix, ids, [-1.0] * len(ids), "stop", 1, text, routes=routes)
+    conversation.add_turn(rollout, conversation.turn_text(rollout, decode))
 
 
 def marks(conversation: Conversation) -> list[int]:
@@ -41,7 +42,7 @@ def test_a_later_turn_adds_routes_for_the_tokens_that_were_not_read_before():
     conversation = Conversation(PROMPT, 0, 0, [], 100)
     turn(conversation, "abc", 1)
     assert marks(conversation) == [1] * 5
-    conversation.add_messages([{"role": "user", "content": "more"}], FollowUps())
+    conversation.add_suffix(*conversation.suffix([{"role": "user", "content": "more"}], FollowUps()))
     turn(conversation, "de", 2)
     # the last token of the first turn and the two of the message are read in the second request
     assert marks(conversation) == [1] * 5 + [2] * 4
@@ -51,7 +52,7 @@ def test_a_later_turn_adds_routes_for_the_tokens_that_were_not_read_before():
 def test_removed_tokens_lose_their_routes():
     conversation = Conversation(PROMPT, 0, 0, [{"role": "user", "content": "question"}], 100)
     turn(conversation, "abcd", 1)
-    conversation.follow([*conversation.opening, {"role": "assistant", "content": "abX"}], FollowUps())
+    conversation.following([*conversation.opening, {"role": "assistant", "content": "abX"}], FollowUps())()
     assert decode(conversation.ids) == "abX" and marks(conversation) == [1] * 5
     turn(conversation, "e", 2)
     assert marks(conversation) == [1] * 5 + [2]

@@ -103,12 +103,12 @@ def in_lockstep(engine, prompts, n, seed):
         seeds = [derive_seed(seed, c.prompt.prompt_id, c.index, len(c.turns)) for c in active]
         turns = engine.engine.extend([c.prefix for c in active], params, seeds)
         for one, turn in zip(active, turns, strict=True):
-            one.add_turn(turn, decode)
+            one.add_turn(turn, one.turn_text(turn, decode))
             messages, done, reward = asyncio.run(table.schedule(one))
             one.note(reward=reward)
             one.ended = "done" if done else ""
             if not done:
-                one.follow(messages, engine._follow_ups)
+                one.following(messages, engine._follow_ups)()
     for one in conversations:
         asyncio.run(table.finish(one))
     rollouts = [one.rollout(decode) for one in conversations]

@@ -18,9 +18,11 @@ from megagrpo.config import MultiTurnSection
 from megagrpo.data.tokens.tokenizer import load_tokenizer
 from megagrpo.data.tokens.turn_tokens import FollowUps
 from megagrpo.engine.responses import find_ending
+from megagrpo.engine.tool_parsing import ToolParserFailed
 from megagrpo.environments import dialogues
 from megagrpo.environments.dialogues import Dialogues, make_dialogues
 from megagrpo.environments.episodes.conversation import Conversation
+from megagrpo.environments.episodes.text_threads import INLINE_SIZE
 from megagrpo.environments.responders import Responders
 from megagrpo.trainer.rollout.collector import numbered
 from megagrpo.types import Prompt, Rollout, SamplingParams, Turn
@@ -222,6 +224,13 @@ class Odd:
 
 def odd_turn(messages, kind):
     return messages, True, odd(kind)
+
+
+def long(messages, kind):
+    """Adds a long message, or a long end of the policy's last one."""
+    if kind == "adds":
+        return [*messages, {"role": "user", "content": "so " * 20_000}], False
+    return [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + "so " * 20_000}], False
 
 
 class Patient:
@@ -992,6 +1001,55 @@ def test_what_reset_says_is_at_the_end_of_the_prompt(tokenizer, responders):
         "content"
     ].startswith("3 in")
     assert (long.dialogue.ended, len(long.dialogue.turns)) == ("failed", 1)  # its prompt would be too long
+
+
+class OutsideOfLoops:
+    """A tokenizer whose work on a long text fails in an event loop, in which other conversations wait for their turns.
+    `count` is how often it got one."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.count = tokenizer, 0
+
+    def __getattr__(self, name):
+        value = getattr(self._tokenizer, name)
+        if name not in ("encode", "decode", "render", "rendered", "apply_template"):
+            return value
+
+        def work(what, *args, **options):
+            if len(str(what)) > 2 * INLINE_SIZE:
+                self.count += 1
+                with pytest.raises(RuntimeError, match="no running event loop"):
+                    asyncio.get_running_loop()
+            return value(what, *args, **options)
+
+        return work
+
+
+LONG = "so " * 12_000
+OF_LONG = '<tool_call>{"name": "megabyte", "arguments": {"size": 40000}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("section", "row", "script", "ended"),
+    [
+        ({"scheduler": "long"}, {"kind": "adds"}, ["Hm."], "budget"),
+        ({"scheduler": "long"}, {"kind": "changes"}, ["Hm."], "budget"),
+        ({"tools": ["megabyte"]}, {}, [OF_LONG, "Hm."], "done"),
+        ({"environment": "Counter"}, {"goal": 1.0, "greeting": LONG}, ["Hm."], "failed"),
+        ({"tools": ["calculator"]}, {}, [LONG], "done"),
+        ({"tools": ["calculator"], "tool_parser": "vllm:mine", "max_turns": 1}, {}, [LONG], "max_turns"),
+    ],
+    ids=["message", "end of the turn", "tool", "reset", "turn", "failed parser"],
+)
+def test_no_long_text_is_rendered_or_tokenized_in_the_event_loop(tokenizer, responders, section, row, script, ended):
+    async def fails(*_):
+        raise ToolParserFailed("it raised")
+
+    table, guarded = responders(**section, timeout=30.0), OutsideOfLoops(tokenizer)
+    engine, ids = dialogue_engine(guarded, table, script), prompts_of(tokenizer, table, row)
+    engine.engine.tokenizer, engine.engine.read_tool_calls = tokenizer, fails
+    ((rollout,),) = engine.generate(ids, 1, SamplingParams(1.0, 50_000, (2,)), 0)
+    assert rollout.dialogue.ended == ended and guarded.count
 
 
 def dialogues_of(config, tokenizer, plugins, resources):
