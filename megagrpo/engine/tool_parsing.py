@@ -46,10 +46,5 @@ async def read_tool_calls(
 
 def _request(token_ids: Sequence[int], tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
     choice = {"index": 0, "token_ids": list(token_ids), "finish_reason": "stop"}
-    chat = {
-        "model": "policy",
-        "messages": [{"role": "user", "content": ""}],
-        "tools": list(tools),
-        "tool_choice": "auto",
-    }
-    return {"model": "policy", "generate_response": {"request_id": "0", "choices": [choice]}, "chat_request": chat}
+    chat = {"messages": [{"role": "user", "content": ""}], "tools": list(tools), "tool_choice": "auto"}
+    return {"generate_response": {"request_id": "0", "choices": [choice]}, "chat_request": chat}

@@ -16,7 +16,7 @@ from megagrpo.data.packing.routed_experts import RouteShape
 from megagrpo.data.tokens.tokenizer import Tokenizer
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http.connections import MovedServers
-from megagrpo.engine.http.probe import check_plugin
+from megagrpo.engine.http.probe import check_plugin, check_tool_parser
 from megagrpo.engine.http.protocol import EngineStartError
 from megagrpo.engine.http.server_calls import check_urls, named_urls
 from megagrpo.engine.server_slots import Slots
@@ -72,14 +72,16 @@ class Servers:
     on_nodes: NodeServers | None = None
 
 
-def check_servers(rollout: RolloutSection, takes_weights: bool) -> NamedServers:
+def check_servers(config: RunConfig) -> NamedServers:
     """Check the servers of `rollout.urls`, or of the file that replaces it, and return their token and URLs. Raises
-    ValueError when a server does not respond or cannot take weights."""
+    ValueError when a server does not respond, or cannot take weights or parse tool calls."""
+    rollout = config.rollout
     token = read_token(rollout.token_file)
     urls = named_urls(rollout.urls, rollout.urls_file)
     check_urls(urls)
-    if takes_weights:
+    if config.syncs_weights:
         check_plugin(urls, token, rollout.quantization)
+    check_tool_parser(urls, config.multi_turn.vllm_parser, token)
     return NamedServers(token, urls)
 
 

@@ -86,7 +86,7 @@ class Inputs:
 def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitStack) -> Inputs:
     """Read and check inputs, lock the run's folder. Collective. Raises ValueError with an invalid input's key."""
     first = layout.world_rank == 0
-    servers = on_first_rank(layout, lambda: check_servers(config.rollout, config.syncs_weights))
+    servers = on_first_rank(layout, lambda: check_servers(config))
     ENVIRONMENT.pop(TOKEN_VARIABLE, None)  # reward functions must not see the token
     loss_fn = run_own_and_agree(layout, lambda: make_loss(config.algorithm))
     if config.algorithm.own_estimator:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from megagrpo.engine.http.access import headers
 from megagrpo.engine.http.connections import Answer, ConnectionFailed, ask
 
+RENDER_ROUTE = "v1/chat/completions/render"
 BACKEND_FLAG = """--weight-transfer-config '{"backend": "megagrpo"}'"""
 VERBS_FLAG = "--worker-extension-cls megagrpo.sync.vllm_side.worker_verbs.WorkerVerbs"
 NEEDED_FLAGS = (
@@ -35,6 +36,24 @@ def check_plugin(urls: Sequence[str], token: str | None = None, quantization: st
             raise ValueError(
                 f"rollout.quantization: {quantization} differs from {url}, which was started with {its}; set it to "
                 "that, or start the server with `megagrpo serve` and this config"
+            )
+
+
+def check_tool_parser(urls: Sequence[str], parser: str | None, token: str | None = None) -> None:
+    """Check that all servers of `rollout.urls` were started with a tool parser, if the run needs one. vLLM parses a
+    turn without one as a turn without calls; only a request to render tools is rejected.
+
+    Raises ValueError that names the first server without a tool parser.
+    """
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    body = {"messages": [{"role": "user", "content": "Look."}], "tools": [tool], "tool_choice": "auto"}
+    for url in urls if parser else ():
+        answer = _post(url, RENDER_ROUTE, body, token)
+        # a server that has a parser may lack a chat template, which is another error
+        if answer.status in (401, 403, 404) or (answer.status != 200 and "--tool-call-parser" in answer.text):
+            raise ValueError(
+                f"multi_turn.tool_parser: {url} does not parse tool calls; start it with --enable-scale-out "
+                f"--enable-auto-tool-choice --tool-call-parser {parser}. Response: {_start_of(answer)}"
             )
 
 

@@ -18,6 +18,7 @@ from megagrpo.config import ConfigError, LoraSection, ProblemError, RolloutSecti
 from megagrpo.data.tokens.tokenizer import Tokenizer
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http.access import address_of
+from megagrpo.engine.http.probe import check_tool_parser
 from megagrpo.engine.http.protocol import EngineError, EngineStartError
 from megagrpo.engine.http.server_calls import check_urls, named_urls
 from megagrpo.engine.servers.command_line import LORA_RANKS
@@ -324,6 +325,7 @@ class Serving:
             )
         check_urls(urls)
         self._token = read_token(self._config.rollout.token_file)
+        check_tool_parser(urls, self._config.multi_turn.vllm_parser, self._token)
         self._scratch = self._resources.enter_context(temporary_folder("megagrpo_serving_"))
         self._weights = find_weights(self._config, checkpoint, self._scratch, self._say)
         if adapter is not None:

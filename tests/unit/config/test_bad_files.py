@@ -2,7 +2,7 @@
 
 import json
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from megagrpo.config import ConfigError, DatasetSection
 from megagrpo.config.basics.problems import Problem, ProblemError
 from megagrpo.data.tokens.tokenizer import Tokenizer, read_chat_template
-from megagrpo.engine.http.probe import check_plugin
+from megagrpo.engine.http.probe import check_plugin, check_tool_parser
 from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.records.checkpoints.checkpoint import readable
 from megagrpo.records.checkpoints.run_lock import RunLock
@@ -75,12 +75,12 @@ def test_a_template_file_that_is_no_text_is_named(tmp_path):
 
 
 @contextmanager
-def server(answer: bytes, content_type: str):
+def server(answer: bytes, content_type: str, status: int = 200):
     """Start a web server that gives this response to every request; return its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("content-type", content_type)
             self.send_header("content-length", str(len(answer)))
             self.end_headers()
@@ -105,6 +105,24 @@ def test_a_server_that_is_no_vllm_is_named(answer):
         with pytest.raises(ValueError) as caught:
             check_plugin([url])
     assert str(caught.value).startswith(f"rollout.urls: {url} is not a vLLM server (") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "is_refused"),
+    [
+        (200, "", False),
+        (400, '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set', True),
+        (400, "a chat template is needed", False),
+        (403, "Scale-out endpoints are disabled.", True),
+        (404, "Not Found", True),
+    ],
+)
+def test_a_server_without_a_tool_parser_is_named_if_the_run_needs_one(status, message, is_refused):
+    with server(json.dumps({"error": {"message": message}}).encode(), "application/json", status) as url:
+        check_tool_parser([url], None)
+        reason = rf"^multi_turn\.tool_parser: {url} does not parse .* --tool-call-parser hermes\. Response: "
+        with pytest.raises(ValueError, match=reason) if is_refused else nullcontext():
+            check_tool_parser([url], "hermes")
 
 
 def test_an_invalid_address_is_named_by_the_probe():
