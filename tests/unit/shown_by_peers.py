@@ -1,12 +1,14 @@
-"""The test for each row of the pages on verl, NeMo-RL, OpenRLHF and Unsloth, as `shown_by` has them for TRL and
-ms-swift."""
+"""The test for each row of the pages on verl, NeMo-RL, OpenRLHF, slime, prime-rl and Unsloth, as `shown_by` has them
+for TRL and ms-swift."""
 
 # Each key that these pages name and the pages on TRL and ms-swift do not.
 KEYS: dict[str, str | tuple[str, ...]] = {
     "algorithm.advantage_by": "unit/algorithms/test_turn_advantages.py::test_turns_have_the_advantages_of_the_formula",
     "algorithm.advantage_estimator": "unit/algorithms/test_kl_in_reward.py::test_advantages_are_ms_swifts",
     "algorithm.kl_in_reward": "unit/algorithms/test_kl_in_reward.py::test_advantages_are_ms_swifts",
+    "algorithm.skip_zero_advantage": "unit/data/test_packing.py::test_samples_without_advantage_are_left_out_but_still_count",
     "data.columns": "unit/data/test_prompts.py::test_columns_are_renamed_beside_the_originals",
+    "data.curriculum": "unit/data/test_curriculum.py::test_prompts_outside_of_the_band_rest_for_their_epochs_and_are_tried_again",
     "data.images": "distributed/test_images.py::test_logprobs_of_packed_samples_with_images_equal_transformers",
     "model.freeze_vision_tower": "distributed/test_trained_tower.py::test_gradients_of_all_tensors_equal_transformers",
     "data.prompt_column": "unit/planner/test_files.py::test_data_that_does_not_exist_or_lacks_a_column_is_a_problem",
@@ -14,6 +16,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
         "e2e/test_data_source.py::test_a_run_draws_what_its_source_chooses_and_resumes_as_if_never_interrupted"
     ),
     "evaluation.keep_best": "e2e/test_evaluation.py::test_the_best_checkpoint_stays_beside_the_newest_and_a_resumed_run_knows_it",
+    "evaluation.sets": "e2e/test_evaluation.py::test_sets_are_evaluated_with_their_own_sampling_before_between_and_after",
     "evaluation.temperature": "e2e/test_evaluation.py::test_sets_are_evaluated_with_their_own_sampling_before_between_and_after",
     "evaluation.top_k": "e2e/test_evaluation.py::test_sets_are_evaluated_with_their_own_sampling_before_between_and_after",
     "evaluation.top_p": "unit/trainer/evaluation/test_sets.py::test_what_a_set_leaves_empty_comes_from_the_sections_above_it",
@@ -25,6 +28,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
         "e2e/test_fp8_weights_run.py::test_a_run_with_weights_in_fp8_resumes_bit_for_bit_and_vllm_is_nearer_to_it_than_to_bf16_weights"
     ),
     "model.fp8_recipe": "e2e/test_options.py::test_a_run_learns_in_fp8_which_vllm_does_not_compute_in",
+    "model.reference_path": "e2e/test_reference_options.py::test_another_checkpoint_as_reference_gives_a_kl_from_the_first_step_on",
     "model.offload_activations": (
         "distributed/test_activation_offload.py::test_gradients_are_the_same_bits_whether_activations_leave_or_stay"
     ),
@@ -244,6 +248,45 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
         ),
         "logger.logging_steps": "e2e/test_run.py::test_every_step_and_evaluation_is_a_line_of_finite_metrics",
     },
+    "coming_from_slime.md": {
+        "global-batch-size": (
+            "e2e/test_reference_options.py::test_learning_rate_and_warmup_count_optimizer_steps",
+            "unit/data/test_sample_slices.py::test_one_part_is_everything",
+        ),
+        "rm-type": (
+            "unit/rewards/test_calls.py::test_a_call_has_one_whole_group_in_order_whatever_the_function_is",
+            "unit/rewards/test_asked.py::test_any_address_may_answer_with_rewards",
+        ),
+        "advantage-estimator": (
+            "unit/algorithms/test_reference_advantages.py::test_reinforce_plus_plus_compares_with_the_whole_batch",
+            "unit/algorithms/test_other_trainers.py::test_gspo_of_verl_is_sequence_token_and_that_of_openrlhf_sequence",
+        ),
+        "disable-grpo-std-normalization": "unit/algorithms/test_reference_advantages.py::test_trl",
+        "calculate-per-token-loss": (
+            "unit/algorithms/test_losses.py::test_loss_and_gradient_equal_the_reference_systems",
+            "unit/algorithms/test_reference_losses.py::test_trl",
+        ),
+        "kl-loss-type": "unit/algorithms/test_other_trainers.py::test_k3_of_verl_nemo_rl_and_openrlhf_is_low_var",
+        "use-tis": "unit/algorithms/test_other_trainers.py::test_bands_of_the_correction_cut_or_drop_as_the_rows_say",
+        "use-routing-replay": "distributed/test_routing_replay.py::test_a_step_with_replay_is_the_same_in_this_layout",
+        "max-tokens-per-gpu": (
+            "distributed/test_large_groups.py::test_a_group_may_exceed_a_micro_batch_and_the_share_of_a_rank",
+            "unit/algorithms/test_exact_denominators.py::test_a_tokens_part_of_the_gradient_is_bitwise_independent_of_packing_and_data_parallelism",
+        ),
+        "sglang-kv-cache-dtype": "unit/engine/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
+    },
+    "coming_from_prime_rl.md": {
+        "orchestrator.batch_size": "unit/rewards/test_calls.py::test_a_call_has_one_whole_group_in_order_whatever_the_function_is",
+        "orchestrator.algo.type": (
+            "unit/algorithms/test_reference_advantages.py::test_trl",
+            "unit/algorithms/test_custom_advantage.py::test_the_example_of_the_page_gives_advantages_to_the_best_only",
+        ),
+        "inference.vllm.enable_prefix_caching": (
+            "unit/engine/servers/test_server_options.py::test_nothing_turns_the_prefix_cache_of_vllm_off",
+            "unit/engine/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
+            "e2e/test_weight_sync.py::test_after_a_sync_that_keeps_responses_no_cached_prefix_is_of_older_weights",
+        ),
+    },
     "coming_from_unsloth.md": {
         "load_in_4bit": "e2e/test_lora_run.py::test_vllm_samples_from_the_rounded_weights_that_the_trainer_computes_with",
         "full_finetuning": (
@@ -298,6 +341,20 @@ DIFFERS: dict[str, dict[str, str | tuple[str, ...]]] = {
         ),
         "k1, k2, k3": "unit/algorithms/test_other_trainers.py::test_k3_of_verl_nemo_rl_and_openrlhf_is_low_var",
         "train-inference mismatch with `gspo`": "unit/algorithms/test_options.py::test_every_correction_is_another",
+    },
+    "coming_from_slime.md": {
+        "group std": (
+            "unit/algorithms/test_other_trainers.py::test_group_advantages_of_verl_and_openrlhf_differ_by_what_is_added_to_the_deviation"
+        ),
+        "cispo": (
+            "unit/algorithms/test_other_trainers.py::test_cispo_of_verl_and_nemo_rl_is_ours_where_the_ratio_is_above_their_lower_bound"
+        ),
+    },
+    "coming_from_prime_rl.md": {
+        "group std": "unit/algorithms/test_reference_advantages.py::test_trl",
+        "train-inference mismatch": (
+            "unit/algorithms/test_other_trainers.py::test_bands_of_the_correction_cut_or_drop_as_the_rows_say"
+        ),
     },
     "coming_from_unsloth.md": {
         "micro-batches": "unit/algorithms/test_reference_losses.py::test_trl",

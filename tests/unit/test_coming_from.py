@@ -20,6 +20,7 @@ KEYS = {key for key, _ in fields(RunConfig)}
 SECTIONS = "|".join(RunConfig.model_fields)
 SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: [{function: exact_number}]}\n"
 ARGS = "rewards.functions.N.args"
+WITHOUT_KL = ("coming_from_trl.md", "coming_from_slime.md", "coming_from_prime_rl.md")  # as their recipes
 # a row without a counterpart, with its reason
 NO = re.compile(r"(?:no|not there), (?:by design: .+|not yet(?:: .+)?|use .+)")
 SHOWN_BY = shown_by.KEYS | shown_by_peers.KEYS
@@ -33,7 +34,7 @@ def table(page: str) -> list[tuple[list[str], str]]:
     for line in (DOCS / page).read_text().split("## Arguments")[1].split("\n## ")[0].splitlines():
         if line.startswith("| `"):
             first, second = re.split(r" \| ", line.strip("| "), maxsplit=1)
-            rows.append((re.findall(r"`(?:--)?([\w.]+(?:\.\*)?)`", first), second))
+            rows.append((re.findall(r"`(?:--)?([\w.-]+(?:\.\*)?)`", first), second))
     return rows
 
 
@@ -245,4 +246,4 @@ def test_the_yaml_of_a_page_is_a_config(page, tmp_path):
     for name in ("my_rewards.py", "verl_reward.py", "openrlhf_reward.py"):
         (tmp_path / name).touch()
     config = load_config(tmp_path / "run.yaml")
-    assert config.algorithm.beta > 0 or page == "coming_from_trl.md"
+    assert config.algorithm.beta > 0 or page in WITHOUT_KL
