@@ -1,5 +1,5 @@
-"""The test for each row of the pages on verl, NeMo-RL, OpenRLHF, slime, prime-rl and Unsloth, as `shown_by` has them
-for TRL and ms-swift."""
+"""The test for each row of the pages on verl, NeMo-RL, OpenRLHF, slime, prime-rl, AReaL, SkyRL and Unsloth, as
+`shown_by` has them for TRL and ms-swift."""
 
 # Each key that these pages name and the pages on TRL and ms-swift do not.
 KEYS: dict[str, str | tuple[str, ...]] = {
@@ -287,6 +287,50 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "e2e/test_weight_sync.py::test_after_a_sync_that_keeps_responses_no_cached_prefix_is_of_older_weights",
         ),
     },
+    "coming_from_areal.md": {
+        "actor.use_sapo_loss": "unit/algorithms/test_reference_losses.py::test_trl",
+        "actor.kl_ctl": "unit/algorithms/test_kl_in_reward.py::test_advantages_are_ms_swifts",
+        "actor.reward_norm.*": "unit/algorithms/test_reference_advantages.py::test_trl",
+        "actor.overlong_tokens": (
+            "unit/rewards/test_reference_rewards.py::test_the_arguments_of_ms_swifts_length_rewards_are_args_in_the_config",
+            "unit/rewards/test_functions.py::test_soft_overlong_takes_a_fifth_of_the_maximum_as_slope",
+        ),
+        "actor.use_decoupled_loss": (
+            "unit/algorithms/test_losses.py::test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_the_policy_gradient",
+            "unit/algorithms/test_other_trainers.py::test_bands_of_the_correction_cut_or_drop_as_the_rows_say",
+        ),
+        "actor.rejection_sampling.*": "unit/algorithms/test_other_trainers.py::test_bands_of_the_correction_cut_or_drop_as_the_rows_say",
+        "actor.mb_spec.max_tokens_per_mb": (
+            "distributed/test_large_groups.py::test_a_group_may_exceed_a_micro_batch_and_the_share_of_a_rank",
+            "unit/algorithms/test_exact_denominators.py::test_a_tokens_part_of_the_gradient_is_bitwise_independent_of_packing_and_data_parallelism",
+        ),
+        "vllm.kv_cache_dtype": "unit/engine/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
+    },
+    "coming_from_skyrl.md": {
+        "trainer.policy_mini_batch_size": (
+            "e2e/test_reference_options.py::test_learning_rate_and_warmup_count_optimizer_steps",
+            "unit/data/test_sample_slices.py::test_one_part_is_everything",
+        ),
+        "trainer.micro_train_batch_size_per_gpu": (
+            "distributed/test_large_groups.py::test_a_group_may_exceed_a_micro_batch_and_the_share_of_a_rank",
+            "unit/algorithms/test_exact_denominators.py::test_a_tokens_part_of_the_gradient_is_bitwise_independent_of_packing_and_data_parallelism",
+        ),
+        "trainer.algorithm.advantage_estimator": (
+            "unit/algorithms/test_reference_advantages.py::test_rloo_is_the_reward_minus_the_mean_of_the_others",
+            "unit/algorithms/test_reference_advantages.py::test_reinforce_plus_plus_compares_with_the_whole_batch",
+        ),
+        "trainer.algorithm.grpo_norm_by_std": "unit/algorithms/test_reference_advantages.py::test_trl",
+        "trainer.algorithm.policy_loss_type": (
+            "unit/algorithms/test_reference_losses.py::test_trl",
+            "unit/algorithms/test_other_trainers.py::test_gspo_of_verl_is_sequence_token_and_that_of_openrlhf_sequence",
+        ),
+        "trainer.algorithm.loss_reduction": (
+            "unit/algorithms/test_losses.py::test_loss_and_gradient_equal_the_reference_systems",
+            "unit/algorithms/test_reference_losses.py::test_trl",
+        ),
+        "trainer.algorithm.kl_estimator_type": "unit/algorithms/test_other_trainers.py::test_k3_of_verl_nemo_rl_and_openrlhf_is_low_var",
+        "generator.inference_engine.engine_init_kwargs": "unit/engine/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
+    },
     "coming_from_unsloth.md": {
         "load_in_4bit": "e2e/test_lora_run.py::test_vllm_samples_from_the_rounded_weights_that_the_trainer_computes_with",
         "full_finetuning": (
@@ -355,6 +399,18 @@ DIFFERS: dict[str, dict[str, str | tuple[str, ...]]] = {
         "train-inference mismatch": (
             "unit/algorithms/test_other_trainers.py::test_bands_of_the_correction_cut_or_drop_as_the_rows_say"
         ),
+    },
+    "coming_from_areal.md": {
+        "group std": (
+            "unit/algorithms/test_other_trainers.py::test_group_advantages_of_verl_and_openrlhf_differ_by_what_is_added_to_the_deviation"
+        ),
+        "a KL in the reward": "unit/algorithms/test_kl_in_reward.py::test_advantages_are_ms_swifts",
+    },
+    "coming_from_skyrl.md": {
+        "group std": (
+            "unit/algorithms/test_other_trainers.py::test_group_advantages_of_verl_and_openrlhf_differ_by_what_is_added_to_the_deviation"
+        ),
+        "k3": "unit/algorithms/test_other_trainers.py::test_k3_of_verl_nemo_rl_and_openrlhf_is_low_var",
     },
     "coming_from_unsloth.md": {
         "micro-batches": "unit/algorithms/test_reference_losses.py::test_trl",

@@ -20,7 +20,7 @@ KEYS = {key for key, _ in fields(RunConfig)}
 SECTIONS = "|".join(RunConfig.model_fields)
 SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: [{function: exact_number}]}\n"
 ARGS = "rewards.functions.N.args"
-WITHOUT_KL = ("coming_from_trl.md", "coming_from_slime.md", "coming_from_prime_rl.md")  # as their recipes
+WITHOUT_KL = [f"coming_from_{name}.md" for name in ("trl", "slime", "prime_rl", "areal")]  # as their recipes
 # a row without a counterpart, with its reason
 NO = re.compile(r"(?:no|not there), (?:by design: .+|not yet(?:: .+)?|use .+)")
 SHOWN_BY = shown_by.KEYS | shown_by_peers.KEYS
