@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from megagrpo.config import DataSection, DatasetSection, RunConfig
@@ -35,7 +36,8 @@ class PromptSource(PromptOrder):
     counts prompts longer than `max_prompt_length` tokens, which are dropped or truncated (`data.overlong_prompts`).
     `bad` counts bad rows, whose length is 0 (`data.bad_rows`).
     `warnings` are sentences about prompts that look wrong. `tools` are the JSON schemas that the chat template shows.
-    `row_reader` reads the column `data.sampling_column`, which has no effect without it. Where it `tries` constraints,
+    `row_reader` reads the column `data.sampling_column`, which has no effect without it, and knows the columns that
+    rewards need. Where it `tries` constraints,
     on one rank of a run, the source also computes the `identity` of its rows.
 
     Raises ValueError for a source that is missing or empty, lacks the prompt column, or has no usable row, and for a
@@ -56,7 +58,7 @@ class PromptSource(PromptOrder):
 
         super().__init__((), data, seed)
         self._key, self._tokenizer = key, tokenizer
-        self._max_prompt_length, self._row_reader = max_prompt_length, row_reader
+        self.max_prompt_length, self._row_reader = max_prompt_length, row_reader
         self._images = tokenizer.images and tokenizer.images.beside(section.source)
         self._template, self._tools = read_chat_template(data.chat_template), tools
         self._known_kwargs: set[frozenset[str]] = set()  # names of variables that were checked
@@ -144,8 +146,9 @@ class PromptSource(PromptOrder):
                 values = self._rows[row]
                 prompt, images = self._question(row, values)
                 token_ids, inputs = self._token_ids(row, prompt, images, self._template_kwargs(row, values))
-                fingerprint = _fingerprint(token_ids[-self._max_prompt_length :], inputs)
+                fingerprint = _fingerprint(token_ids[-self.max_prompt_length :], inputs)
                 self._sampling(row, values)
+                self._check_needs(row, values, images)
                 rendered.see(row, prompt)
             except ValueError as error:
                 self.bad.add(error, f"{self._key}: row {row}")
@@ -156,7 +159,7 @@ class PromptSource(PromptOrder):
             self._fingerprints.append(fingerprint)
         total = len(self.lengths)
         self.warnings += rendered.warnings(self._key, total)
-        limit, dropped = self._max_prompt_length, self._overlong()
+        limit, dropped = self.max_prompt_length, self._overlong()
         rows = [row for row, length in enumerate(self.lengths) if length and not (dropped and length > limit)]
         self.warnings += self.bad.warnings(self._key, total + lines)
         if not rows:
@@ -166,13 +169,13 @@ class PromptSource(PromptOrder):
     def _overlong(self) -> bool:
         """Count overlong prompts, and return whether they are left out."""
         lengths, mode = self.lengths, self._data.overlong_prompts
-        overlong = [row for row, length in enumerate(lengths) if length > self._max_prompt_length]
+        overlong = [row for row, length in enumerate(lengths) if length > self.max_prompt_length]
         self.num_overlong = len(overlong)
         if not overlong:
             return False
         overlong_text = (
             f"{len(overlong)} of {len(lengths)} prompts are longer than rollout.max_prompt_length "
-            f"{self._max_prompt_length} (longest: {max(lengths)} tokens, first: row {overlong[0]})"
+            f"{self.max_prompt_length} (longest: {max(lengths)} tokens, first: row {overlong[0]})"
         )
         if mode == "error":
             fix = "raise the limit, or set data.overlong_prompts to drop or truncate_left"
@@ -198,15 +201,16 @@ class PromptSource(PromptOrder):
             ids, inputs = self._token_ids(number, question, images, self._template_kwargs(number, values))
             tokens = len(ids)
             self._sampling(number, values)
+            self._check_needs(number, dict.fromkeys(self._rows[0]) | values, images)
             if isinstance(inputs, PromptImages):
                 self._decode(number, inputs)
-            if tokens > self._max_prompt_length and self._data.overlong_prompts == "error":
+            if tokens > self.max_prompt_length and self._data.overlong_prompts == "error":
                 raise ValueError(f"the prompt of a new row has {tokens} tokens; rollout.max_prompt_length is less")
         except ValueError as error:
             self.bad.add(error)
             warn(f"warning: bad row {self.bad.count} of {self._key} is skipped (data.bad_rows): {error}")
             return False
-        return tokens <= self._max_prompt_length or self._data.overlong_prompts == "truncate_left"
+        return tokens <= self.max_prompt_length or self._data.overlong_prompts == "truncate_left"
 
     def _decode(self, row: int, images: PromptImages) -> None:
         try:
@@ -223,7 +227,7 @@ class PromptSource(PromptOrder):
         row = prompt_id
         (question, images), own = self._question(row, values), self._template_kwargs(row, values)
         token_ids, inputs = self._token_ids(row, question, images, own)
-        token_ids = token_ids[-self._max_prompt_length :]
+        token_ids = token_ids[-self.max_prompt_length :]
         last = {} if isinstance(question, str) else question[-1]
         prefill = str(last["content"]) if last.get("role") == "assistant" else ""
         opened = opened_thought(self._tokenizer.decode(token_ids[-PROMPT_TAIL:], special=True), prefill)
@@ -246,6 +250,14 @@ class PromptSource(PromptOrder):
         columns = {name: value for name, value in values.items() if name not in _PASSED_BY_SCORER}
         columns |= {new: _field(values, old) for new, old in self._data.columns.items()}
         return columns | {name: hash_answer(_field(columns, name)) for name in self._data.extract_hash_answer}
+
+    def _check_needs(self, row: int, values: dict[str, Any], images: Sequence[RowImage]) -> None:
+        """Raise ValueError for a row that lacks a value which rewards need."""
+        if self._row_reader is not None and self._row_reader.needs:
+            try:
+                self._row_reader.check_columns(self._columns(values, images))
+            except ValueError as error:
+                raise ValueError(f"{self._key}: row {row}: {error}") from None
 
     def _question(self, row: int, values: dict[str, Any]) -> tuple[Messages, list[RowImage]]:
         """The prompt of a row, and its images. ValueError for a value that is no prompt."""
@@ -309,11 +321,12 @@ def prompt_reader(
     tools: Sequence[dict[str, Any]] = (),
     vocab_size: int | None = None,
     first: bool = True,
+    needs: Mapping[str, Sequence[Sequence[str]]] = MappingProxyType({}),
 ) -> Callable[[DatasetSection, DataSection, str], PromptSource]:
     """Return a function that reads the data set of a section, with the settings of `data`, and its config key.
-    `vocab_size` is `RowReader`'s. Only the `first` rank tries constraints and identifies the rows."""
+    `vocab_size` and `needs` are `RowReader`'s. Only the `first` rank tries constraints and identifies the rows."""
     longest, seed = config.rollout.max_prompt_length, config.run.seed
-    row_reader = RowReader(config, tokenizer, vocab_size, first)
+    row_reader = RowReader(config, tokenizer, vocab_size, first, needs)
     return lambda section, data, key: PromptSource(section, data, tokenizer, longest, seed, key, tools, row_reader)
 
 

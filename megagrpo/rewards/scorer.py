@@ -9,7 +9,7 @@ from typing import Any
 
 from megagrpo.config import RewardsSection
 from megagrpo.rewards.arguments import check_needs
-from megagrpo.rewards.registry.reward_registry import no_such_argument, resolve
+from megagrpo.rewards.registry.reward_registry import asks_service, no_such_argument, resolve
 from megagrpo.rewards.scoring import Function, Scoring
 from megagrpo.rewards.workers.pool import SHARED, Call, WorkerPool
 from megagrpo.row_image import without_images
@@ -45,6 +45,9 @@ class RewardScorer:
 
     def __init__(self, section: RewardsSection, max_completion_length: int, base_folder: str | Path | None = None):
         self.functions: dict[str, Function] = {}  # by name, in configured order
+        self.servers = {
+            name for name, f in zip(section.names, section.functions, strict=True) if asks_service(f.function)
+        }
         for i, (name, f) in enumerate(zip(section.names, section.functions, strict=True)):
             target, timeout = resolve(f.function, section.plugins), f.timeout or section.timeout
             lane = f"function {i}" if f.own_worker or target.heavy else SHARED
@@ -110,6 +113,15 @@ class RewardScorer:
             ]
         if problems:
             raise ValueError("\n".join(sorted(problems)))
+
+    @property
+    def needs(self) -> dict[str, tuple[tuple[str, ...], ...]]:
+        """The columns that a row must have a value of, by function: a row that lacks one of each function cannot be
+        scored. Functions without columns only look at the text. Empty if a model or server scores text alone."""
+        weighted = [f for f in self.functions.values() if f.weight]
+        if any((f.target.heavy or f.name in self.servers) and not f.signature["needs"] for f in weighted):
+            return {}
+        return {f.name: f.signature["needs"] for f in weighted if f.signature["needs"]}
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise ValueError when a function needs a column not in `columns`, the data set's names after renaming."""

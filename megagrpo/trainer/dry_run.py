@@ -22,15 +22,17 @@ from megagrpo.families.hf_config import load_hf_config
 from megagrpo.families.weight_sources import PACKAGE, resolve_model, shape_folder
 from megagrpo.planner.rules.plan_problems import check
 from megagrpo.records.sinks.find_trackers import check_trackers
+from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.data_checks.data_trial import (
     TRAIN,
+    ConfiguredSet,
     SourceTrial,
     configured_sets,
     repeated_warning,
     shared_warning,
 )
 from megagrpo.trainer.data_checks.gold_trial import ROWS, RewardTrial
-from megagrpo.trainer.data_checks.reward_trial import reward_warnings, try_rewards
+from megagrpo.trainer.data_checks.reward_trial import reward_warnings, trial_scorer, try_rewards
 from megagrpo.trainer.data_checks.tokenizer_trial import try_tokenizer
 from megagrpo.trainer.rollout.sourced_prompts import UsableRows
 from megagrpo.types import Prompt
@@ -63,6 +65,30 @@ class DryRun:
                 self.request = dialogues.first_request(source.peek(1)[0], max_completion_length)
             except ValueError as error:
                 self.warnings.append(str(error))
+
+    def load_rewards(
+        self, config: RunConfig, base_folder: Path, models: bool, resources: ExitStack
+    ) -> RewardScorer | None:
+        """Load the functions that are tried, if any, and add the names of the others."""
+        scorer = None
+        with Collecting(self):
+            of_rewards = config.rewards, config.rollout.max_completion_length, base_folder
+            scorer, self.not_called = trial_scorer(*of_rewards, models)
+        return resources.enter_context(scorer) if scorer else None
+
+    def add_source(
+        self,
+        configured: ConfiguredSet,
+        source: PromptSource,
+        train: PromptSource | None,
+        tokenizer: Tokenizer,
+        tools: Sequence[dict[str, Any]],
+    ) -> None:
+        """Add the description of a data set and its warnings, also about prompts that `train` has."""
+        shared, repeated = train.shared_with(source.all()) if train else [], source.repeated()
+        self.sources.append(configured.describe(source, tokenizer, tools, len(repeated), len(shared)))
+        self.warnings += [*source.warnings, *repeated_warning(configured.key, repeated, len(source))]
+        self.warnings += shared_warning(configured.key, shared, len(source))
 
     def add_tools(self, dialogues: Dialogues | None) -> Sequence[dict[str, Any]]:
         """Add the names of the tools, and return the tools."""
@@ -121,6 +147,9 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
             dialogues = make_dialogues(*of_dialogues, tokenizer, base_folder, resources)
             tools = result.add_tools(dialogues)
             row_reader.check_tools(tools, _folder(config))
+        scorer = result.load_rewards(config, base_folder, models, resources)
+        if scorer and not result.not_called and not (dialogues and dialogues.reward_names):
+            row_reader.needs = scorer.needs
         train: PromptSource | None = None
         sets: dict[str, tuple[Sequence[Prompt], int]] = {}
         for configured in configured_sets(config.data, evaluation_sets(config)):
@@ -129,11 +158,7 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
                 source = PromptSource(
                     configured.section, configured.data, tokenizer, limit, config.run.seed, key, tools, row_reader
                 )
-                shared = train.shared_with(source.all()) if train else []
-                repeated = source.repeated()
-                result.sources.append(configured.describe(source, limit, tokenizer, tools, len(repeated), len(shared)))
-                result.warnings += [*source.warnings, *repeated_warning(key, repeated, len(source))]
-                result.warnings += shared_warning(key, shared, len(source))
+                result.add_source(configured, source, train, tokenizer, tools)
                 if dialogues:
                     result.try_agent(dialogues, source, config.rollout.max_completion_length if key == TRAIN else None)
                 longest = getattr(configured.section, "max_completion_length", config.rollout.max_completion_length)
@@ -144,12 +169,8 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
                     usable, keeps = UsableRows(source), bool(config.algorithm.dynamic_sample)
                     load_source(config.data, usable, config.run.seed, keeps)
         with Collecting(result):
-            of_rewards = config.rewards, config.rollout.max_completion_length, base_folder
-            for trial in try_rewards(*of_rewards, sets, tokenizer, models) if sets else ():
-                if isinstance(trial, str):
-                    result.not_called.append(trial)
-                else:
-                    result.rewards.append(trial)
+            for trial in try_rewards(scorer, sets, tokenizer, set() if models else scorer.servers) if scorer else ():
+                result.rewards.append(trial)
         _add_warnings(result, sets)
     return result
 

@@ -171,7 +171,13 @@ def _read_data(
 
     run_own_and_agree(layout, check_requests)
 
-    make = prompt_reader(config, reader, tools, vocab_size, first) if reader else None
+    def load_rewards() -> RewardScorer:
+        scorer = RewardScorer(config.rewards, config.rollout.max_completion_length, base_folder)
+        return resources.enter_context(scorer)
+
+    rewards = run_own_and_agree(layout, lambda: load_rewards() if tokenizer else None)
+    needs = on_first_rank(layout, lambda: rewards.needs if rewards and not names else {})
+    make = prompt_reader(config, reader, tools, vocab_size, first, needs) if reader else None
 
     def read(section: DatasetSection, data: DataSection, key: str) -> PromptOrder:
         """Read a data set on the ranks that generate, and with images on all; the others get the numbers of its rows.
@@ -189,15 +195,14 @@ def _read_data(
     held_out = load_sets(config, sampling, read, names)
     shared_trial().close()
 
-    def load_rewards() -> RewardScorer:
-        scorer = RewardScorer(config.rewards, config.rollout.max_completion_length, base_folder)
-        resources.enter_context(scorer).check_columns(prompts.columns)
+    def check_all_columns() -> None:
+        if rewards:
+            rewards.check_columns(prompts.columns)
         if dialogues:
             dialogues.check_columns(prompts.columns)
-        check_columns(held_out, scorer, dialogues)
-        return scorer
+        check_columns(held_out, rewards, dialogues)
 
-    rewards = run_own_and_agree(layout, lambda: load_rewards() if tokenizer else None)
+    run_own_and_agree(layout, check_all_columns)
     return config, Data(tokenizer, sampling, prompts, held_out, dialogues, rewards)
 
 

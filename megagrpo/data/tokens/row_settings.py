@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from megagrpo.config import RunConfig
 from megagrpo.config.rules.extra_args import REFUSED_BESIDE_DRAFTS, drafts_tokens, options_of
 from megagrpo.config.sections.rollout import RowSampling, constraint_of
+from megagrpo.data.images.prompt_images import IMAGE_COLUMNS
 from megagrpo.data.tokens.request_trial import shared_trial
 from megagrpo.data.tokens.sampling import bad_word_ids, bias_ids, sampling_of, token_problem
 from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer, Tokenizer
@@ -64,14 +65,30 @@ def _without_fillers(value: Any) -> Any:
 
 @dataclass
 class RowReader:
-    """Reads and checks the sampling parameters of rows. `config` and `tokenizer` are the run's, `vocab_size` the
-    model's; None skips its check. With `tries` constraints are tried in a process that imports vLLM: one rank does."""
+    """Reads and checks the sampling parameters of rows, and their columns. `config` and `tokenizer` are the run's,
+    `vocab_size` the model's; None skips its check. With `tries` constraints are tried in a process that imports vLLM:
+    one rank does. `needs` are `RewardScorer.needs`: for each function, tuples of columns of which it needs one."""
 
     config: RunConfig
     tokenizer: Tokenizer
     vocab_size: int | None = None
     tries: bool = True
+    needs: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
     _checked: set[tuple[str, str]] = field(default_factory=set)  # constraints
+
+    def check_columns(self, columns: Mapping[str, Any]) -> None:
+        """Raise ValueError with a phrase for a row that no function can score, because each needs a value that the row
+        lacks. Images may be absent, and a column that no row has is another error."""
+        problems = []
+        for function, needs in self.needs.items():
+            known = [[name for name in names if name in columns and name not in IMAGE_COLUMNS] for names in needs]
+            lacking = [names for names in known if names and all(columns[name] is None for name in names)]
+            if not lacking:
+                return
+            names = "` or `".join(lacking[0])
+            problems.append(f"has no value in column `{names}`, which reward `{function}` needs")
+        if problems:
+            raise ValueError(f"{problems[0]}; fill it, or remove the row")
 
     def read(self, own: Mapping[str, Any], said: str) -> dict[str, Any]:
         """Return the parameters of a row as `Prompt.sampling` has them: with `bad_word_ids`, and token ids in

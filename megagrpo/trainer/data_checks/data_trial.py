@@ -48,14 +48,13 @@ class ConfiguredSet:
     def describe(
         self,
         source: PromptSource,
-        limit: int,
         tokenizer: Tokenizer,
         tools: Sequence[dict[str, Any]],
         repeated: int,
         trained_on: int,
     ) -> SourceTrial:
-        """Return the description of the set's prompts. `limit` is that of a prompt's tokens, `repeated` the number of
-        prompts that repeat an earlier one, `trained_on` of those that are also in the training set."""
+        """Return the description of the set's prompts. `repeated` is the number of prompts that repeat an earlier one,
+        `trained_on` of those that are also in the training set."""
         (prompt,) = source.peek(1)
         template = read_chat_template(self.data.chat_template)
         text = tokenizer.rendered(prompt.messages, self.data.system_prompt, template, tools, prompt.template_kwargs)
@@ -65,7 +64,7 @@ class ConfiguredSet:
             prompt_column=self.data.prompt_column,
             columns=source.columns,
             lengths=source.lengths,
-            limit=limit,
+            limit=source.max_prompt_length,
             num_overlong=source.num_overlong,
             overlong=self.data.overlong_prompts,
             num_bad=source.bad.count,

@@ -9,7 +9,7 @@ from megagrpo.config import RewardFunction, RewardsSection
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.sources.text_rows import ANSWERS, names_in
 from megagrpo.data.tokens.tokenizer import Tokenizer
-from megagrpo.rewards.registry.reward_registry import asks_service, resolve
+from megagrpo.rewards.registry.reward_registry import resolve
 from megagrpo.rewards.registry.target import REPEATABLE
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.data_checks.data_trial import TRAIN, repeated_warning, shared_warning
@@ -23,34 +23,28 @@ SECONDS_AT_START = 4.0  # for golds in a run that starts, all functions together
 NEXT_ROWS = 5  # further rows that a warning names
 
 
-def try_rewards(
-    rewards: RewardsSection,
-    max_completion_length: int,
-    base_folder: Path,
-    sets: Mapping[str, tuple[Sequence[Prompt], int]],
-    tokenizer: Tokenizer,
-    models: bool,
-) -> Iterator[RewardTrial | str]:
-    """Yield the names of functions that are not called, and the trial of each other function on each of the `sets`,
-    which are prompts and the limit of a response by config key. Without `models` reward models are not loaded, and
-    servers are asked about one row.
-
-    Raises ValueError for functions that cannot be loaded, and for columns that they miss.
-    """
-    functions = rewards.functions
-    targets = [resolve(f.function, rewards.plugins) for f in functions]
-    names = rewards.names
-    yield from (name for name, target in zip(names, targets, strict=True) if target.heavy and not models)
-    named = zip(functions, names, targets, strict=True)
-    chosen = [f.model_copy(update={"name": name}) for f, name, target in named if models or not target.heavy]
-    if not chosen:
-        return
-    services = {f.name or "" for f in chosen if asks_service(f.function) and not models}
+def trial_scorer(
+    rewards: RewardsSection, max_completion_length: int, base_folder: Path, models: bool
+) -> tuple[RewardScorer | None, list[str]]:
+    """Return the scorer of the functions that are tried, if any, and the names of those that are not: without `models`
+    reward models are not loaded. Raises ValueError for functions that cannot be loaded."""
+    heavy = [resolve(f.function, rewards.plugins).heavy and not models for f in rewards.functions]
+    named = list(zip(rewards.functions, rewards.names, heavy, strict=True))
+    chosen = [f.model_copy(update={"name": name}) for f, name, is_heavy in named if not is_heavy]
     section = rewards.model_copy(update={"functions": chosen})
-    with RewardScorer(section, max_completion_length, base_folder) as scorer:
-        for key, (prompts, max_tokens) in sets.items():
-            _check_columns(scorer, key, prompts[0])
-            yield from _trials(key, Means(scorer, tokenizer, max_tokens), scorer.names, prompts, services)
+    scorer = RewardScorer(section, max_completion_length, base_folder) if chosen else None
+    return scorer, [name for _, name, is_heavy in named if is_heavy]
+
+
+def try_rewards(
+    scorer: RewardScorer, sets: Mapping[str, tuple[Sequence[Prompt], int]], tokenizer: Tokenizer, services: set[str]
+) -> Iterator[RewardTrial]:
+    """Yield the trial of each function on each of the `sets`, which are prompts and the limit of a response by config
+    key. `services` are the names of functions whose servers are asked about one row. Raises ValueError for columns that
+    functions miss."""
+    for key, (prompts, max_tokens) in sets.items():
+        _check_columns(scorer, key, prompts[0])
+        yield from _trials(key, Means(scorer, tokenizer, max_tokens), scorer.names, prompts, services)
 
 
 def _trials(

@@ -46,7 +46,11 @@ def evaluate_offline(
         dialogues = make_dialogues(*of_dialogues, tokenizer, base_folder, resources)
         tools, names = (dialogues.tools, dialogues.reward_names) if dialogues else ([], [])
         RowReader(config, tokenizer, load_hf_config(folder).vocab_size).check_run()
-        sets = load_sets(config, sampling_of(config.rollout, tokenizer), prompt_reader(config, tokenizer, tools), names)
+        rewards = resources.enter_context(
+            RewardScorer(config.rewards, config.rollout.max_completion_length, base_folder)
+        )
+        read = prompt_reader(config, tokenizer, tools, needs={} if names else rewards.needs)
+        sets = load_sets(config, sampling_of(config.rollout, tokenizer), read, names)
         if not sets:
             raise ValueError(
                 "evaluation.sets: there is nothing to evaluate; name sets, or held-out prompts in data.eval"
@@ -54,11 +58,8 @@ def evaluate_offline(
         for warning in (warning for held_out in sets for warning in held_out.warnings):
             warn(f"warning: {warning}")
         sets = decodable_sets(sets, None, warn)
-        serving.start()
-        rewards = resources.enter_context(
-            RewardScorer(config.rewards, config.rollout.max_completion_length, base_folder)
-        )
         check_columns(sets, rewards, dialogues)
+        serving.start()
     except (ValueError, NoRollouts) as error:
         raise ConfigError(str(error)) from error
     engine: Generator = serving.engine(tokenizer)

@@ -57,7 +57,7 @@ data: {train: {source: train.jsonl}, eval: null}
 rollout: {max_prompt_length: 40, max_completion_length: 64, prompts_per_step: 2, num_generations: 2}
 rewards: {functions: [{function: rewards.py:right}]}
 """
-GOLDS = ["<0>", "<1>", None, "", "<4>", "x" * 65, "bad", "12 km"]
+GOLDS = ["<0>", "<1>", "", "", "<4>", "x" * 65, "bad", "12 km"]
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megagrpo.config import load_config
+from megagrpo.config import RewardsSection, load_config
 from megagrpo.data.images.prompt_images import ImageReader
-from megagrpo.data.prompts import PromptSource
+from megagrpo.data.prompts import PromptSource, prompt_reader
 from megagrpo.data.sources.bad_rows import BadRows
 from megagrpo.data.tokens.row_settings import RowReader
 from megagrpo.data.tokens.tokenizer import load_tokenizer
+from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.train_types import TrainState
 from megagrpo.trainer.evaluation.sets import HeldOut, decodable_sets
 from megagrpo.trainer.rollout.collector import NoRollouts, StopRequested
@@ -94,6 +95,55 @@ def test_bad_rows_of_every_kind_are_skipped_and_counted(folder, tmp_path, kind):
     path.write_bytes(lines_with(bad).split(b"\n")[1] + b"\n")
     with pytest.raises(ValueError, match=r"no row is usable|are bad|no column"):
         source(folder, path, long, "data.bad_rows=skip")
+
+
+NEEDS = {"accuracy": (("solution", "answer"),), "code": (("tests",),), "mine": (("image",), ("unit",))}
+
+
+@for_each(
+    ("needs", "bad"),
+    [
+        (["accuracy"], [1, 2, 3]),  # null, an absent key, and a row of another task
+        (["accuracy", "code"], [1, 2]),  # a mix of tasks
+        (["mine"], []),  # text has no images, and no row has a unit
+        ([], []),
+    ],
+)
+def test_a_row_without_a_value_that_every_reward_needs_is_bad(folder, tmp_path, needs, bad):
+    rows = [dict(prompt=f"{row}", answer="1") for row in range(5)]
+    rows[1]["answer"], rows[2], rows[3] = None, dict(prompt="2"), dict(prompt="3", tests="assert f() == 1")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = reader_of(folder, tmp_path / "rows.jsonl", {name: NEEDS[name] for name in needs})
+    prompts = source("skip")
+    assert [*prompts.rows] == [row for row in range(5) if row not in bad] and prompts.bad.count == len(bad)
+    assert prompts.accepts(rows[0], 5) and prompts.accepts(dict(prompt="new"), 6) == (not bad)
+    if bad:
+        said = r"^data.train: row 1: has no value in column `answer`, which reward `accuracy` needs; fill it, or remove"
+        with pytest.raises(ValueError, match=said.replace("`answer`", "`(solution` or `)?answer`")):
+            source("refuse")
+
+
+def reader_of(folder: Path, path: Path, needs: dict):
+    """A function from `data.bad_rows` to the data set, for rewards with these needs."""
+
+    def read(bad_rows: str) -> PromptSource:
+        config = load_config("megagrpo:quickstart", [f"data.train.source={path}", f"data.bad_rows={bad_rows}"])
+        return prompt_reader(config, load_tokenizer(folder), needs=needs)(config.data.train, config.data, "data.train")
+
+    return read
+
+
+def test_needs_are_those_of_rewards_that_read_the_row(tmp_path):
+    (tmp_path / "mine.py").write_text("def f(completions, answer, hint=None, **columns):\n    return [0.0]\n")
+    mine = dict(function=f"{tmp_path}/mine.py:f")
+    judge = dict(function="llm_judge", args=dict(url="http://localhost:1", model="m", template="{completion}"))
+    for functions, expected in (
+        ([mine, dict(function="format"), dict(function="accuracy", weight=0.0)], {"f": (("answer",),)}),
+        ([dict(function="accuracy"), dict(function="format")], {"accuracy": (("solution", "answer"),)}),
+        ([dict(function="accuracy"), judge], {}),  # the judge scores every row
+    ):
+        with RewardScorer(RewardsSection(functions=functions, workers=1), 8) as scorer:
+            assert {name: (*map(tuple, needs),) for name, needs in scorer.needs.items()} == expected
 
 
 CELLS = {
