@@ -238,6 +238,8 @@ def test_the_page_of_environment_variables_has_the_table_of_the_source():
     """`python docs/environment_table.py` updates the page."""
     page = (REPOSITORY / "docs" / "environment.md").read_text()
     assert script("environment_table").with_table(page) == page
+    named = re.findall(rf"(?<![\w./-])((?:{SECTIONS})\.[a-z_]+)", page)
+    assert "rollout.tp" in named and [key for key in named if not is_known(key)] == []
 
 
 def test_the_pages_of_models_have_the_tables_of_the_families_and_their_proofs():
