@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -13,12 +14,33 @@ from ranks import run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megagrpo.__main__ import main
+from megagrpo.data.tokens.request_trial import shared_trial
 from megagrpo.policy.lm_head.logit_processors import LogitProcessors
 from megagrpo.proof.audit.saved import load_step
 from megagrpo.records.checkpoints.run_files import checkpoints
 from megagrpo.types import Truncation
 from tests.e2e import world
 from tests.naive_truncation import truncated_log_softmax
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_trial():
+    """One process, which imports vLLM once, tries the constraints of all runs: their ranks are forks of this
+    process."""
+    trial, lock = shared_trial(), multiprocessing.Lock()
+    assert trial.refusal({"regex": "a"}) is None
+    process, ask = trial._process, trial._asked
+
+    def ask_alone(*request):
+        with lock:
+            return ask(*request)
+
+    trial._started, trial._asked, trial.close = lambda: process, ask_alone, lambda: None
+    yield
+    assert process.poll() is None
+    del trial._started, trial._asked, trial.close
+    trial.close()
+
 
 COMPARED = ["algorithm.beta=0.1", "algorithm.num_iterations=2", "debug.dump_steps=[2]"]
 
@@ -47,7 +69,7 @@ KINDS = [
     *(*HEAT, *FORMS),
     {"logit_bias": {"a": 6, "b": 6, "c": 5}, "bad_words": ["ab", "ccc"], "frequency_penalty": 0.2},
     {"allowed_token_ids": FEW, "stop": ["E", "dd"]},
-    {"presence_penalty": 0.5, "logit_bias": {"65": 2.0}},
+    {"presence_penalty": 0.5, "logit_bias": {"65": 2.0}, "top_p": 0.8},
     {"top_k": 6, "temperature": 1.2},
     {"top_p": 0.7, "min_p": 0.02},
 ]
@@ -180,12 +202,8 @@ EVERYTHING = [
 ]
 
 
-USUAL = ("json", "counts")  # other tests of this file have the other kinds beside each other
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.full) for name in CHANGES]
-)
+@pytest.mark.full  # other tests of this file have each kind beside others
+@pytest.mark.parametrize("name", CHANGES)
 def test_changed_logits_are_the_same_in_trainer_engine_and_audit(name, tmp_path):
     agrees(trained(tmp_path, *CHANGES[name]))
 
@@ -233,7 +251,7 @@ def test_groups_ahead_keep_their_parameters_when_a_run_is_killed(tmp_path):
     words = [*rows_with_sampling(tmp_path / "train.jsonl"), *AHEAD, *IN_ORDER, "run.save_steps=1"]
     slow = ["rewards.functions.0.function=" + f"{tmp_path}/mine.py:slow", "data.shuffle=false"]
     (tmp_path / "mine.py").write_text(
-        "import time\n\ndef slow(completions, **_):\n    time.sleep(0.5)\n    return [float(len(c)) for c in completions]\n"
+        "import time\n\ndef slow(completions, **_):\n    time.sleep(0.2)\n    return [float(len(c)) for c in completions]\n"
     )
 
     def ahead():
@@ -284,14 +302,16 @@ def test_each_turn_has_its_own_constraint_limit_and_counts(tmp_path):
 
 @pytest.mark.parametrize("layout", ["tp", *(pytest.param(name, marks=pytest.mark.full) for name in ("cp", "pp", "dp"))])
 def test_every_layout_repeats_the_changes(layout, tmp_path):
-    rows = rows_with_sampling(
-        tmp_path / "train.jsonl", [*HEAT, *FORMS, KINDS[5] | {"structured_outputs": {}}, KINDS[7]]
-    )
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    kinds = [*HEAT, *FORMS, KINDS[5] | {"structured_outputs": {}}, KINDS[7], {"structured_outputs": {"json": schema}}]
+    rows = [*rows_with_sampling(tmp_path / "train.jsonl", kinds), "data.shuffle=false"]
     words = COMPARED if layout == "dp" else [f"parallel.{layout}=2", *COMPARED]
     codes = run_ranks(main, 2, ["train", *world.arguments(tmp_path, *rows, *words, *EVERYTHING)])
     run = world.Run(max(codes), "", "", tmp_path / "run")
     assert run.code == 0
     agrees(run)
+    assert {row["prompt_id"] for row in run.completions} == set(range(len(kinds)))
+    assert all(re.match(r'\{\s*("a"|"?$|$)', row["completion"]) for row in run.completions if row["prompt_id"] == 7)
 
 
 @pytest.mark.full

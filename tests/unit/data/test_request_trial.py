@@ -217,6 +217,20 @@ def test_a_process_that_is_killed_or_does_not_start_is_no_verdict(monkeypatch, t
         RequestTrial().refusal({"regex": "a"})
 
 
+@pytest.mark.full
+def test_a_vllm_whose_packages_cannot_be_skipped_is_imported_whole(monkeypatch, tmp_path):
+    child = tmp_path / "child.py"
+    monkeypatch.setattr("megagrpo.data.tokens.request_trial.CHILD", child)
+    child.write_text(
+        "from megagrpo.sync.vllm_side.trial import request_trial_child as real\n"
+        "real.SKIPPED = ('vllm.config',)\nreal.main()"
+    )
+    trial = RequestTrial()
+    assert "vLLM reads it as a Lark grammar" in str(trial.refusal({"grammar": '# ::=\nstart: "a"'}))
+    assert trial.refusal({"regex": "a"}) is None and trial.vllm_version
+    trial.close()
+
+
 @for_each(
     ("overrides", "problems"),
     [

@@ -7,6 +7,8 @@ request. Without vLLM it tries constraints with xgrammar alone.
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -14,7 +16,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,21 +28,31 @@ REASON_CHARACTERS = 600
 _WHERE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+: ?")  # what xgrammar writes before a message
 NO_XGRAMMAR = "the trainer computes the allowed tokens with xgrammar: {}; install the xgrammar of vLLM's environment in"
 NO_XGRAMMAR += " the trainer's, or leave the key out"
+# vLLM's packages whose own code imports what no verdict on a constraint needs, for one second and a half
+SKIPPED = ("vllm", "vllm.v1", "vllm.v1.structured_output")
 
 
 def main() -> None:
-    """Answer requests until standard input ends."""
+    """Answer requests until standard input ends. With a second argument vLLM's packages are imported whole, as they are
+    where the rest alone cannot be imported."""
     end_with_parent(os.getppid())
-    limits = json.loads(sys.argv[1])
-    answers = os.fdopen(os.dup(1), "w")
+    limits, whole = json.loads(sys.argv[1]), len(sys.argv) > 2
+    stdout = os.dup(1)
     os.dup2(2, 1)  # what libraries print is no answer
+    try:
+        trial = Trial(() if whole else SKIPPED)
+    except Exception:
+        if whole:
+            raise
+        os.dup2(stdout, 1)
+        os.execv(sys.executable, [sys.executable, *sys.argv, "whole"])
+    answers = os.fdopen(stdout, "w")
 
     def answer(value: object) -> None:
         answers.write(json.dumps(value) + "\n")
         answers.flush()
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    trial = Trial()
     answer(trial.vllm_version)
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + limits["bytes"], resource.RLIM_INFINITY))
@@ -76,12 +88,24 @@ def _captured(action: Callable[[], object]) -> list[str]:
     return list(dict.fromkeys(_WHERE.sub("", line).removeprefix("Warning: ") for line in lines if "Warning: " in line))
 
 
-class Trial:
-    """Tries requests with vLLM's own functions, in an environment without vLLM with xgrammar's."""
+def _without_code(name: str) -> Any:
+    """Return the package `name`, whose modules can be imported although its own code has not run."""
+    if (spec := importlib.util.find_spec(name)) is None:
+        raise ImportError(name)
+    package = sys.modules[name] = importlib.util.module_from_spec(spec)
+    return package
 
-    def __init__(self) -> None:
+
+class Trial:
+    """Tries requests with vLLM's own functions, in an environment without vLLM with xgrammar's. The code of the
+    packages `skipped` does not run."""
+
+    def __init__(self, skipped: Sequence[str] = ()) -> None:
         self.xgrammar: Any = None
-        self.missing, self.vllm_version = "", None
+        self.vllm_version: str | None = None
+        self.missing = ""
+        if skipped:
+            importlib.metadata.packages_distributions = dict  # transformers reads every package's files for it
         try:
             import xgrammar
 
@@ -94,14 +118,20 @@ class Trial:
             self.missing = str(error)
             return
         try:
-            import vllm
-            from vllm.config import StructuredOutputsConfig
-            from vllm.sampling_params import SamplingParams, StructuredOutputsParams
-            from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
-            from vllm.v1.structured_output.utils import grammar_is_likely_lark
+            self._import_vllm(skipped)
         except ImportError:
-            return
-        self.vllm_version = vllm.__version__
+            if skipped and importlib.util.find_spec("vllm"):
+                raise
+
+    def _import_vllm(self, skipped: Sequence[str]) -> None:
+        self._skipped = [_without_code(name) for name in skipped]
+        from vllm.config import StructuredOutputsConfig
+        from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+        from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
+        from vllm.v1.structured_output.utils import grammar_is_likely_lark
+        from vllm.version import __version__
+
+        self.vllm_version = __version__
         self._unsupported, self._is_lark = has_xgrammar_unsupported_json_features, grammar_is_likely_lark
         self._params, self._constraint = SamplingParams, StructuredOutputsParams
         self._backend = StructuredOutputsConfig(backend="xgrammar")
@@ -185,6 +215,9 @@ class Trial:
         """Try a request for tool calls, and the parser that reads them."""
         if self.vllm_version is None:
             return None
+        for package in self._skipped:
+            package.__loader__.exec_module(package)
+        self._skipped = []
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tokenizers import get_tokenizer
         from vllm.tool_parsers import ToolParserManager
