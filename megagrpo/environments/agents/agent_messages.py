@@ -5,12 +5,22 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import json.scanner
 from collections.abc import Sequence
 from typing import Any
 
 from megagrpo.rewards.functions.text_rewards import encodable
 
 Message = dict[str, Any]
+_MOST_AT_ONCE = 1 << 14  # values that one call of `json` may read or write, which no other thread interrupts
+
+
+class _Interruptible(json.JSONDecoder):
+    """A decoder in Python: other threads go on while it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]  # typeshed lacks it
 
 
 class Refused(Exception):
@@ -73,17 +83,32 @@ def read_body(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise Refused("the body is no JSON object", "invalid_json")
+        raise Refused("the body is no JSON object, or is nested too deeply", "invalid_json")
     return value
 
 
 def read_json(text: str) -> Any:
     """Return a JSON value whose texts have UTF-8 bytes: lone surrogates are replaced. Raises ValueError if it is not
-    JSON."""
-    value = json.loads(text)
+    JSON, RecursionError if it is nested too deeply. A text with many values is read so that other threads go on."""
+    loads = _Interruptible().decode if sum(map(text.count, "[{,")) > _MOST_AT_ONCE else json.loads
+    value = loads(text)
     if "\\ud" in text.lower():
-        value = json.loads(encodable(json.dumps(value, ensure_ascii=False)))
+        value = loads(encodable(write_json(value, ensure_ascii=False)))
     return value
+
+
+def write_json(value: Any, **options: Any) -> str:
+    """Return a value as JSON, as `json.dumps` does with these options, but other threads go on meanwhile."""
+    rest, count = [value], 0
+    while rest and count <= _MOST_AT_ONCE:
+        match rest.pop():
+            case dict() as item:
+                rest.extend(item.values())
+            case list() as item:
+                rest.extend(item)
+        count += 1
+    # the encoder in Python leaves cycles of references behind, so it is for large values only
+    return "".join(json.JSONEncoder(**options).iterencode(value)) if rest else json.dumps(value, **options)
 
 
 def histories(messages: Sequence[Message]) -> list[bytes]:
@@ -95,7 +120,7 @@ def history_after(before: bytes, message: Message) -> bytes:
     """Return the digest of the messages with the digest `before`, and one more."""
     calls = [[call.get("id"), call["function"]["name"], _arguments(call)] for call in message.get("tool_calls", ())]
     what = [message["role"], message["content"], calls, message.get("tool_call_id")]
-    return hashlib.blake2b(before + json.dumps(what, sort_keys=True).encode(), digest_size=16).digest()
+    return hashlib.blake2b(before + write_json(what, sort_keys=True).encode(), digest_size=16).digest()
 
 
 def with_names(messages: Sequence[Message]) -> list[Message]:

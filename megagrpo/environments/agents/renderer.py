@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from megagrpo.data.tokens.tokenizer import Tokenizer
 from megagrpo.data.tokens.turn_tokens import FollowUps
-from megagrpo.environments.agents.agent_messages import Message, Refused, shown
+from megagrpo.environments.agents.agent_messages import Message, Refused, shown, write_json
 from megagrpo.environments.episodes.text_threads import TextThreads
 from megagrpo.platform.process.terminal import get_logger
 from megagrpo.types import Prompt
@@ -94,7 +93,7 @@ class Renderer:
             size *= GROWTH
 
     def _of(self, tools: Sequence[Message]) -> FollowUps:
-        key = json.dumps(tools, sort_keys=True)
+        key = write_json(tools, sort_keys=True)
         if (known := self._follow_ups.get(key)) is not None:
             return known
         if len(self._follow_ups) >= MOST_TOOL_SETS:

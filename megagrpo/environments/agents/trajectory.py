@@ -8,7 +8,6 @@ of the trajectory begins with these tokens as its prompt. No token that the poli
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +15,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megagrpo.data.tokens.chat_templates import PROMPT_TAIL, opened_thought
-from megagrpo.environments.agents.agent_messages import Message, Refused, histories, history_after, with_names
+from megagrpo.environments.agents.agent_messages import (
+    Message,
+    Refused,
+    histories,
+    history_after,
+    with_names,
+    write_json,
+)
 from megagrpo.environments.agents.renderer import Renderer, too_long
 from megagrpo.environments.episodes.conversation import Conversation
 from megagrpo.types import Prompt, Rollout
@@ -139,7 +145,7 @@ class Trajectory:
     def find(self, messages: list[Message], tools: Sequence[Message]) -> Start:
         """Find where a turn of the policy begins. It changes nothing, so it may run in another thread than the turns.
         Raises Refused for messages that cannot be rendered, and for far too many tokens."""
-        named, found = json.dumps(tools, sort_keys=True), histories(messages)
+        named, found = write_json(tools, sort_keys=True), histories(messages)
         if node := self._asked.get((named, found[-1])):
             return Start(messages, found[-1], named, node, (), "fork")
         cause, node = "new", None

@@ -12,8 +12,9 @@ from megagrpo.data.tokens.tokenizer import load_tokenizer
 from megagrpo.environments.agents import address as address_module
 from megagrpo.environments.agents.address import Address
 from megagrpo.environments.agents.agent import first_ask
-from megagrpo.environments.agents.agent_messages import Refused
+from megagrpo.environments.agents.agent_messages import Refused, histories, read_body, shown
 from megagrpo.environments.agents.renderer import LEAST_BODY
+from megagrpo.environments.episodes.text_threads import INLINE_SIZE, LONG_SIZE, TextThreads
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
 from tests.unit.environments.test_agents import Policy
 from tests.unit.environments.test_dialogues import OutsideOfLoops
@@ -71,6 +72,21 @@ def test_others_take_turns_while_one_conversation_tokenizes(policy, monkeypatch)
     with_seats(use, policy.seat, policy.seat)
 
 
+def test_long_texts_leave_threads_for_shorter_ones():
+    threads, free = TextThreads(), threading.Event()
+
+    async def run():
+        long = [asyncio.ensure_future(threads.run(LONG_SIZE, lambda: free.wait(60.0))) for _ in range(40)]
+        await asyncio.sleep(0)  # they have begun
+        try:
+            return await asyncio.wait_for(threads.run(INLINE_SIZE, threading.get_ident), 20.0)
+        finally:
+            free.set()
+            await asyncio.gather(*long)
+
+    assert asyncio.run(run()) != threading.get_ident()
+
+
 def test_no_long_text_of_an_agent_is_rendered_or_tokenized_in_the_event_loop(policy, tokenizer):
     policy.tokenizer = guarded = OutsideOfLoops(tokenizer)
 
@@ -112,6 +128,34 @@ def test_a_request_that_cannot_fit_is_refused_with_the_limit_and_is_no_turn(poli
 
     with_seats(use, lambda: seats.append(policy.seat()) or seats[0], policy.seat)
     assert not policy.asked and not seats[0].trajectory.turns and seats[0].trajectory.limit == "budget"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[1] * 20_000, [[]] * 20_000, [{"\ud800": "\ud83d\ude00"}] * 20_000, [json.loads("[" * 100 + "]" * 100)] * 200],
+    ids=["numbers", "lists", "surrogates", "nested"],
+)
+def test_json_with_many_values_is_read_and_written_without_one_long_call(monkeypatch, values):
+    """Such a call holds the GIL to its end, so turns of other conversations wait in the event loop."""
+    function = {"name": "look", "arguments": json.dumps({"values": values})}
+    body = {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": function}]}], "more": values}
+    text, dumps = json.dumps(body).encode(), json.dumps
+    monkeypatch.setattr(json, "loads", None)
+    monkeypatch.setattr(json, "dumps", None)
+    read = read_body(text)
+    (digest,) = histories(read["messages"])
+    (shown_message,) = shown(read["messages"])
+    monkeypatch.undo()
+    expected = json.loads(dumps(values).replace("\\ud800", "?"))
+    assert read["more"] == expected == shown_message["tool_calls"][0]["function"]["arguments"]["values"]
+    assert [digest] == histories(
+        [body["messages"][0] | {"tool_calls": [{"function": function | {"arguments": {"values": expected}}}]}]
+    )
+
+
+def test_json_that_is_nested_too_deeply_is_refused():
+    with pytest.raises(Refused, match="nested too deeply"):
+        read_body(b"[" * 100_000)
 
 
 def test_a_body_without_a_length_is_read_up_to_the_limit(policy):
