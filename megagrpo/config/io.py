@@ -131,8 +131,9 @@ def _shipped_hint(path: Path) -> str:
 
 
 def _neighbour_hint(path: Path) -> str:
-    """Return a hint with a YAML file beside the missing one, as run.yaml for run.yml."""
-    return did_you_mean(path.name, [file.name for file in path.parent.glob("*.y*ml")], 0.8)
+    """Return a hint with a YAML file beside the missing one, as run.yaml for run.yml or run."""
+    beside = [file.name for file in path.parent.glob("*.y*ml")]
+    return did_you_mean(path.name if path.suffix else f"{path.name}.yaml", beside, 0.8)
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

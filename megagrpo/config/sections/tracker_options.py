@@ -83,11 +83,8 @@ def missing_package(name: str) -> str:
     absent = [package for package in TRACKER_PACKAGES[name] if not _installed(package)]
     if not absent:
         return ""
-    install = name if name == "tensorboard" else f"'megagrpo[{name}]'"
-    return (
-        f"`{name}` needs {', '.join(absent)}, which is not installed: pip install {install}; or remove it from "
-        "run.trackers"
-    )
+    needed = f"`{name}` needs {', '.join(absent)}, which is not installed: pip install {' '.join(absent)}"
+    return f"{needed}; or remove it from run.trackers"
 
 
 def _installed(package: str) -> bool:

@@ -56,8 +56,10 @@ def test_one_rank_prints_the_problems_that_all_find(monkeypatch, capsys, tmp_pat
 def test_a_config_with_another_ending_is_named(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").touch()
-    assert main(["plan", "run.yml"]) == 2
-    assert capsys.readouterr().err == "run.yml: cannot read it: No such file or directory; did you mean `run.yaml`?\n"
+    for name in ("run.yml", "run"):
+        assert main(["plan", name]) == 2
+        said = f"{name}: cannot read it: No such file or directory; did you mean `run.yaml`?\n"
+        assert capsys.readouterr().err == said
 
 
 def test_a_rank_of_nobody_prints_its_problems(monkeypatch, capsys):

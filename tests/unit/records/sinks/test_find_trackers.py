@@ -124,7 +124,8 @@ def test_a_tracker_without_its_package_is_named_with_the_command_that_installs_i
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda package: None if package in TRACKER_PACKAGES[name] else object()
     )
-    said = f"`{name}` needs {', '.join(TRACKER_PACKAGES[name])}, which is not installed: pip install 'megagrpo[{name}]'"
+    packages = TRACKER_PACKAGES[name]
+    said = f"`{name}` needs {', '.join(packages)}, which is not installed: pip install {' '.join(packages)}; or remove"
     with pytest.raises(ProblemError, match=re.escape(f"run.trackers.0: {said}")):
         check_trackers([name])
     write(tmp_path / "mine", f"run.trackers=[{name}]")  # a package that disappears later does not stop the run
