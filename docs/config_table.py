@@ -88,6 +88,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "All sets": "top_p top_k min_p pass_function pass_reward answer",
         "Further sets": "sets*",
     },
+    "tasks": {FIRST: "tasks N.*"},
     "debug": {FIRST: "*"},
 }
 

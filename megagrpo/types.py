@@ -37,7 +37,7 @@ class Prompt:
     {'temperature': 0.5}
     """
 
-    prompt_id: int  # row in the data set
+    prompt_id: int  # row in the data set; with several tasks, plus the rows of the tasks before
     token_ids: tuple[int, ...]  # [Lp]
     messages: str | list[dict[str, Any]]  # the question before the chat template
     columns: dict[str, Any] = field(default_factory=dict)  # the data set's other columns, for the reward functions
@@ -50,6 +50,7 @@ class Prompt:
         default_factory=dict
     )  # its own parameters (`data/tokens/row_settings.py`), JSON values
     expected_length: float = 0.0  # mean tokens of the responses at the prompt's last visit; 0 if it had none
+    task: str = ""  # name of its task, if the run has several
 
     @property
     def distribution(self) -> dict[str, Any]:

@@ -37,3 +37,4 @@ from megagrpo.config.sections.run import DebugSection as DebugSection
 from megagrpo.config.sections.run import ProfileSection as ProfileSection
 from megagrpo.config.sections.run import RunSection as RunSection
 from megagrpo.config.sections.training import TrainSection as TrainSection
+from megagrpo.config.tasks import Task as Task

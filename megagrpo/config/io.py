@@ -13,16 +13,17 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from megagrpo.config.basics.paths import SHIPPED as SHIPPED
 from megagrpo.config.basics.paths import anchored
 from megagrpo.config.basics.problems import ConfigError, Problem
 from megagrpo.config.basics.yaml_text import block_text, parse_yaml, shortened
 from megagrpo.config.key_table import PLACEHOLDERS, REMOVED_KEYS, fields, fits, without_old_defaults
 from megagrpo.config.overrides import apply_override
 from megagrpo.config.run_config import RunConfig
+from megagrpo.config.tasks import TaskSection, merged, of_task, task_values
 from megagrpo.suggestions import did_you_mean
 
 LARGEST_FILE = 10_000_000  # bytes of a YAML file
-SHIPPED = "megagrpo:"  # before the name of a shipped config in `defaults:` and on the command line
 FOLDER_CONFIG = "run.yaml"  # the config of a shipped folder, which is named by the folder alone
 
 
@@ -81,7 +82,7 @@ def over_defaults(values: dict[str, Any], path: Path, _children: tuple[Path, ...
     parent = values["defaults"]
     if not isinstance(parent, str):
         raise ConfigError(f"{path}: `defaults:` must name one file (got {shortened(repr(parent))})")
-    return _merge(read_yaml(_parent_file(parent, path), _children), anchored(own, path.parent))
+    return merged(read_yaml(_parent_file(parent, path), _children), anchored(own, path.parent))
 
 
 def _parent_file(name: str, child: Path) -> Path:
@@ -136,12 +137,14 @@ def _neighbour_hint(path: Path) -> str:
     return did_you_mean(path.name if path.suffix else f"{path.name}.yaml", beside, 0.8)
 
 
-def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged
+def with_task_files(values: dict[str, Any]) -> dict[str, Any]:
+    """Return `values` with the mappings of the files that `tasks` names. A task without a name has its file's. Raises
+    ConfigError for a file that cannot be read."""
+    tasks = values.get("tasks")
+    if not isinstance(tasks, list):
+        return values
+    read = [{"name": Path(task).stem} | read_yaml(task) if isinstance(task, str) else task for task in tasks]
+    return values | {"tasks": read}
 
 
 # ----------------------------------------------------------------------------------------------------------- validating
@@ -154,29 +157,47 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def validated(values: dict[str, Any], overrides: Sequence[str], origin: str | Path) -> RunConfig:
-    """Apply the overrides to `values`, in place, and return the validated config. Raises the errors of `load_config`,
-    which name `origin`."""
+    """Apply the overrides to `values`, perhaps in place, and return the validated config. Raises the errors of
+    `load_config`, which name `origin`."""
     invalid_overrides: list[str] = []
+    values = with_task_files(values)
     for override in overrides:
         try:
             apply_override(values, override)
         except ConfigError as error:
             invalid_overrides.append(str(error))
-    return validated_as(RunConfig, without_old_defaults(values), origin, invalid_overrides)
-
-
-def validated_as[S: BaseModel](
-    kind: type[S], values: dict[str, Any], origin: str | Path, invalid_overrides: Sequence[str] = ()
-) -> S:
-    """Return `values` as a model of this kind. Raises one ConfigError that names `origin` and lists all problems."""
-    problems: list[Problem] = []
-    try:
-        config = kind.model_validate(values)
-    except ValidationError as error:
-        problems = _problems(kind, values, error)
-    if invalid_overrides or problems:
+    values = without_old_defaults(with_task_files(values))
+    config, problems = _checked(RunConfig, values)
+    problems += _of_tasks(values, problems)
+    if config is None or invalid_overrides or problems:
         raise ConfigError(listed(origin, [*invalid_overrides, *problems]), problems)
     return config
+
+
+def validated_as[S: BaseModel](kind: type[S], values: dict[str, Any], origin: str | Path) -> S:
+    """Return `values` as a model of this kind. Raises one ConfigError that names `origin` and lists all problems."""
+    model, problems = _checked(kind, values)
+    if model is None:
+        raise ConfigError(listed(origin, problems), problems)
+    return model
+
+
+def _checked[S: BaseModel](kind: type[S], values: dict[str, Any]) -> tuple[S | None, list[Problem]]:
+    try:
+        return kind.model_validate(values), []
+    except ValidationError as error:
+        return None, _problems(kind, values, error)
+
+
+def _of_tasks(values: dict[str, Any], of_run: Sequence[Problem]) -> list[Problem]:
+    """Return the problems of each task's config that the run's own does not have."""
+    known, found = {*map(str, of_run)}, []
+    for task in values.get("tasks") or ():
+        if not isinstance(task, dict) or _checked(TaskSection, task)[1]:
+            continue  # the run's config names what is wrong
+        _, problems = _checked(RunConfig, task_values(values, task))
+        found += [of_task(task["name"], problem) for problem in problems if str(problem) not in known]
+    return found
 
 
 def listed(path: str | Path, problems: Sequence[object]) -> str:
@@ -354,7 +375,7 @@ def save_changes(config: BaseModel, base: BaseModel, base_path: Path, path: Path
 
 
 def _changes(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Return the mapping that `_merge` must merge over `below` to get `above`."""
+    """Return the mapping that `merged` must merge over `below` to get `above`."""
     changes: dict[str, Any] = {}
     for key, value in above.items():
         both = isinstance(value, dict) and isinstance(below.get(key), dict)

@@ -63,7 +63,8 @@ def absolute_override(override: str) -> str:
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
-    """Set `a.b=c` in place; a number in the key is a list index. Raises ConfigError for an invalid override."""
+    """Set `a.b=c` in place; a number in the key, or an element's `name`, is a list index. Raises ConfigError for an
+    invalid override."""
     key, value = read_override(override)
     *parents, last = key.split(".")
     here: Any = values
@@ -79,8 +80,12 @@ def apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def _index(elements: list[Any], part: str, key: str) -> int:
+    names = [element.get("name") if isinstance(element, dict) else None for element in elements]
+    if part in names:
+        return names.index(part)
     if not re.fullmatch("[0-9]{1,9}", part) or int(part) >= len(elements):
-        raise ConfigError(f"{key}: the list has elements 0 to {len(elements) - 1} (got {part!r})")
+        named = f", named {', '.join(filter(None, map(str, names)))}" if any(names) else ""
+        raise ConfigError(f"{key}: the list has elements 0 to {len(elements) - 1}{named} (got {part!r})")
     return int(part)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from fractions import Fraction
-from typing import Literal
+from functools import cached_property
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import ValidationError, model_validator
 
 from megagrpo.config.basics.problems import ProblemError
 from megagrpo.config.rules.config_rules import cross_field_problems, step_problems
+from megagrpo.config.rules.task_rules import task_problems
 from megagrpo.config.sections.algorithm import AlgorithmSection
 from megagrpo.config.sections.data import DataSection
 from megagrpo.config.sections.evaluation import EvaluationSection, evaluation_sets
@@ -21,6 +24,7 @@ from megagrpo.config.sections.rollout import RolloutSection
 from megagrpo.config.sections.run import DebugSection, RunSection
 from megagrpo.config.sections.section import Section
 from megagrpo.config.sections.training import TrainSection
+from megagrpo.config.tasks import OrFile, Task, TaskSection, task_values
 
 
 class RunConfig(Section):
@@ -33,22 +37,68 @@ class RunConfig(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()
     multi_turn: MultiTurnSection = MultiTurnSection()
-    data: DataSection
-    rewards: RewardsSection
+    data: DataSection = DataSection()
+    rewards: RewardsSection = RewardsSection()
+    tasks: list[Annotated[TaskSection, OrFile()]] = []
+    """Tasks of which each step has prompts by `weight`, or their files, as `[math.yaml, code.yaml]`. What a task does
+    not say comes from the run. docs/tasks.md."""
     train: TrainSection = TrainSection()
     evaluation: EvaluationSection = EvaluationSection()
     debug: DebugSection = DebugSection()
 
     @property
+    def each_task(self) -> list[Task]:
+        """The tasks in order, at least one. Raises pydantic's ValidationError for a task that `load_config` refuses."""
+        return self._named_tasks or [Task("", 1.0, self, {})]
+
+    @cached_property
+    def _named_tasks(self) -> list[Task]:
+        of_run, tasks = self.model_dump(exclude={"tasks"}), [task.model_dump() for task in self.tasks]
+        configs = [RunConfig.model_validate(task_values(of_run, task)) for task in tasks]
+        pairs = zip(self.tasks, configs, strict=True)
+        return [Task(task.name, task.weight, config, task.sampling) for task, config in pairs]
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> RunConfig:
+        """Return a copy as pydantic does, whose tasks follow its own values."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("_named_tasks", None)
+        return copied
+
+    @property
+    def all_rewards(self) -> RewardsSection:
+        """The section `rewards` with the functions of all tasks, named as `TASK/FUNCTION`."""
+        if not self.tasks:
+            return self.rewards
+        functions = [
+            function.model_copy(update={"name": task.named(name)})
+            for task in self.each_task
+            for name, function in zip(task.config.rewards.names, task.config.rewards.functions, strict=True)
+        ]
+        return self.rewards.model_copy(update={"functions": functions})
+
+    @property
+    def task_rewards(self) -> dict[str, list[str]]:
+        """The names in `all_rewards` of each task's functions, by the task's name; empty without `tasks`."""
+        named = [task for task in self.each_task if task.name]
+        return {task.name: [task.named(name) for name in task.config.rewards.names] for task in named}
+
+    @property
+    def has_own_sampling(self) -> bool:
+        """Whether prompts may have sampling parameters of their own."""
+        return any(task.config.data.sampling_column is not None or task.sampling for task in self.each_task)
+
+    @property
     def max_response_length(self) -> int:
-        """Longest response in tokens, messages of tools and schedulers included."""
-        return self.multi_turn.max_response_length or self.rollout.max_completion_length
+        """Longest response of any task in tokens, messages of tools and schedulers included."""
+        of_turn = self.rollout.max_completion_length
+        return max(task.config.multi_turn.max_response_length or of_turn for task in self.each_task)
 
     @property
     def response_limit(self) -> str:
         """The config key that sets `max_response_length`, with its value, as text for messages."""
-        if self.multi_turn.max_response_length is not None:
-            return f"multi_turn.max_response_length {self.multi_turn.max_response_length}"
+        for task in self.each_task:
+            if task.config.multi_turn.max_response_length == self.max_response_length:
+                return f"{task.key('multi_turn.max_response_length')} {self.max_response_length}"
         return f"max_completion_length {self.rollout.max_completion_length}"
 
     @property
@@ -133,7 +183,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
-        problems = cross_field_problems(self)
+        try:
+            problems = cross_field_problems(self)
+        except ValidationError:  # of a task: `load_config` names it with the task
+            problems = [*task_problems(self)]
         if problems:
             raise ProblemError(*problems)
         return self

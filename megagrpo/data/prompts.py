@@ -59,17 +59,19 @@ class PromptSource(PromptOrder):
         super().__init__((), data, seed)
         self._key, self._tokenizer = key, tokenizer
         self.max_prompt_length, self._row_reader = max_prompt_length, row_reader
+        self._above, _, name = key.rpartition("data.")  # of a task's keys
+        self._trains = name == "train"
         self._images = tokenizer.images and tokenizer.images.beside(section.source)
         self._template, self._tools = read_chat_template(data.chat_template), tools
         self._known_kwargs: set[frozenset[str]] = set()  # names of variables that were checked
-        rows_seed = seed + _EVAL_SEED_OFFSET * (key != "data.train")
+        rows_seed = seed + _EVAL_SEED_OFFSET * (not self._trains)
         rows = load_rows(section, self._key, rows_seed, data.prompt_column, self.bad)
         self._rows = rows if self._images is None else undecoded(rows)
         first_rows = (self._rows[row] for row in range(min(len(self._rows), ROWS_FOR_NAMES)))
         self._check_columns(list(dict.fromkeys(name for row in first_rows for name in names_in(row))))
         self.num_overlong = 0
         is_first = row_reader is None or row_reader.tries
-        self.identity = DataIdentity(section) if is_first and key == "data.train" else None
+        self.identity = DataIdentity(section) if is_first and self._trains else None
         self.rows = self._usable_rows()
 
     @property
@@ -117,17 +119,16 @@ class PromptSource(PromptOrder):
         return inputs.key if isinstance(inputs, PromptImages) else None
 
     def _check_columns(self, present: list[str]) -> None:
-        wanted = [("data.prompt_column", self._data.prompt_column)]
-        if self._data.sampling_column and self._key == "data.train":
-            wanted.append(("data.sampling_column", self._data.sampling_column))
-        wanted += [(f"data.columns.{new}", old) for new, old in self._data.columns.items()]
+        wanted = [("prompt_column", self._data.prompt_column)]
+        if self._data.sampling_column and self._trains:
+            wanted.append(("sampling_column", self._data.sampling_column))
+        wanted += [(f"columns.{new}", old) for new, old in self._data.columns.items()]
         wanted += [
-            ("data.extract_hash_answer", name)
-            for name in self._data.extract_hash_answer
-            if name not in self._data.columns
+            ("extract_hash_answer", name) for name in self._data.extract_hash_answer if name not in self._data.columns
         ]
         problems = [
-            f"{key}: {self._key} has no column `{name}`; it has {', '.join(present)}{column_hint(name, present)}"
+            f"{self._above}data.{key}: {self._key} has no column `{name}`; "
+            f"it has {', '.join(present)}{column_hint(name, present)}"
             for key, name in wanted
             if name not in present
         ]
@@ -308,11 +309,15 @@ class PromptSource(PromptOrder):
 
     def _sampling(self, row: int, values: dict[str, Any]) -> dict[str, Any]:
         """The row's own sampling parameters. ValueError for parameters that no request can have."""
-        column = self._data.sampling_column
-        if column is None or self._row_reader is None or self._key != "data.train":
+        column, reader = self._data.sampling_column, self._row_reader
+        if reader is None or not self._trains or not (reader.sampling or column):
             return {}
-        said = f"{self._key}: row {row}: column `{column}` (data.sampling_column)"
-        return self._row_reader.read(row_mapping(_field(values, column), "sampling parameters", said), said)
+        own = reader.sampling
+        said = f"{self._above}sampling"
+        if column is not None:
+            said = f"{self._key}: row {row}: column `{column}` (data.sampling_column)"
+            own = own | row_mapping(_field(values, column), "sampling parameters", said)
+        return reader.read(own, said)
 
 
 def prompt_reader(
@@ -322,11 +327,13 @@ def prompt_reader(
     vocab_size: int | None = None,
     first: bool = True,
     needs: Mapping[str, Sequence[Sequence[str]]] = MappingProxyType({}),
+    sampling: Mapping[str, Any] = MappingProxyType({}),
 ) -> Callable[[DatasetSection, DataSection, str], PromptSource]:
     """Return a function that reads the data set of a section, with the settings of `data`, and its config key.
-    `vocab_size` and `needs` are `RowReader`'s. Only the `first` rank tries constraints and identifies the rows."""
+    `vocab_size`, `needs` and `sampling` are `RowReader`'s. Only the `first` rank tries constraints and identifies the
+    rows."""
     longest, seed = config.rollout.max_prompt_length, config.run.seed
-    row_reader = RowReader(config, tokenizer, vocab_size, first, needs)
+    row_reader = RowReader(config, tokenizer, vocab_size, first, needs, dict(sampling))
     return lambda section, data, key: PromptSource(section, data, tokenizer, longest, seed, key, tools, row_reader)
 
 

@@ -86,6 +86,10 @@ class VllmEngine(Updates, Generator):
         Raises EngineDeadError when no server is left, EngineStarved when all that remain need weights. Raises
         EngineInterrupted after `interrupt`, EngineError when a server rejects a request or responds inconsistently.
         """
+        return self.converse(prompts, n, self.responses(prompts, n, sampling, seed), on_begun)
+
+    def responses(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> Respond:
+        """Return what gives `converse` the responses of `groups`."""
         groups = [
             GroupRequest(prompt, n, sampling, _seed_of_group(prompt, n, seed), self.weight_version)
             for prompt in prompts
@@ -94,7 +98,7 @@ class VllmEngine(Updates, Generator):
         def respond(session: Generation, home: Home, index: int, number: int) -> Coroutine[None, None, Rollout]:
             return session.respond(Request(groups[index], number), home)
 
-        return self.converse(prompts, n, respond, on_begun)
+        return respond
 
     def extend(
         self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]

@@ -19,7 +19,7 @@ from megagrpo.data.images.prompt_images import PromptImages
 from megagrpo.data.tokens.sampling import own_sampling
 from megagrpo.data.tokens.tokenizer import Tokenizer, as_messages, read_chat_template
 from megagrpo.data.tokens.turn_tokens import FollowUps
-from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.client import Respond, VllmEngine
 from megagrpo.engine.http.protocol import Generator, Group, derive_seed
 from megagrpo.engine.load_balancing import Generation, Home
 from megagrpo.engine.tool_parsing import ToolParserFailed
@@ -173,6 +173,10 @@ class DialogueEngine(Generator):
     ) -> Stream[Group]:
         """Generate `n` rollouts of each prompt; see `VllmEngine.groups`. `sampling.max_tokens` limits each turn of the
         policy, and also the whole response without `max_response_length`."""
+        return self.engine.converse(prompts, n, self.responses(prompts, n, sampling, seed), on_begun)
+
+    def responses(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> Respond:
+        """Return what gives `VllmEngine.converse` the responses of `groups`."""
         self.responders.log_next_failure()
         address = Address()
 
@@ -184,7 +188,7 @@ class DialogueEngine(Generator):
                 return self._host(agent, address, turns, prompt, sampling)
             return self._converse(session, home, prompt, ordinal, sampling, own_seed)
 
-        return self.engine.converse(prompts, n, respond, on_begun)
+        return respond
 
     async def _converse(
         self, session: Generation, home: Home, prompt: Prompt, index: int, sampling: SamplingParams, seed: int

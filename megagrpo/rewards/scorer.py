@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,10 +40,17 @@ class RewardScorer:
     `rewards.concurrency` calls. Reward models and functions with `own_worker` have a process each. The constructor
     loads all functions. It raises ValueError for an unknown name, a function that cannot be imported, or an argument
     that a function does not take. Modules are searched in `base_folder` after the current folder. Call `close` at the
-    end (or use `with`).
+    end (or use `with`). `of_tasks` are the names of each task's functions by its name, if a run has several.
     """
 
-    def __init__(self, section: RewardsSection, max_completion_length: int, base_folder: str | Path | None = None):
+    def __init__(
+        self,
+        section: RewardsSection,
+        max_completion_length: int,
+        base_folder: str | Path | None = None,
+        of_tasks: Mapping[str, Collection[str]] | None = None,
+    ):
+        self._of_tasks = of_tasks or {}
         self.functions: dict[str, Function] = {}  # by name, in configured order
         self.servers = {
             name for name, f in zip(section.names, section.functions, strict=True) if asks_service(f.function)
@@ -114,18 +121,24 @@ class RewardScorer:
         if problems:
             raise ValueError("\n".join(sorted(problems)))
 
-    @property
-    def needs(self) -> dict[str, tuple[tuple[str, ...], ...]]:
-        """The columns that a row must have a value of, by function: a row that lacks one of each function cannot be
-        scored. Functions without columns only look at the text. Empty if a model or server scores text alone."""
-        weighted = [f for f in self.functions.values() if f.weight]
+    def _names_of(self, task: str) -> Collection[str] | None:
+        """Return the names of the functions of a task; None: all."""
+        return self._of_tasks[task] if self._of_tasks else None
+
+    def needs(self, task: str = "") -> dict[str, tuple[tuple[str, ...], ...]]:
+        """Return the columns that a row of the task must have a value of, by function: a row that lacks one of each
+        function cannot be scored. Functions without columns only look at the text. Empty if a model or server scores
+        text alone."""
+        weighted = [f for f in self._chosen(self._names_of(task)) if f.weight]
         if any((f.target.heavy or f.name in self.servers) and not f.signature["needs"] for f in weighted):
             return {}
         return {f.name: f.signature["needs"] for f in weighted if f.signature["needs"]}
 
-    def check_columns(self, columns: Iterable[str]) -> None:
-        """Raise ValueError when a function needs a column not in `columns`, the data set's names after renaming."""
-        needs = {f"rewards.functions: reward `{f.name}`": f.signature["needs"] for f in self.functions.values()}
+    def check_columns(self, columns: Iterable[str], task: str = "") -> None:
+        """Raise ValueError when a function of the task needs a column not in `columns`, the data set's names after
+        renaming."""
+        functions = self._chosen(self._names_of(task))
+        needs = {f"rewards.functions: reward `{f.name}`": f.signature["needs"] for f in functions}
         check_needs(needs, list(columns))
 
     def row_faults(self, rows: list[dict[str, Any]]) -> dict[str, list[tuple[int, str]]]:
@@ -145,16 +158,19 @@ class RewardScorer:
             faults[function.name] = [(i, reason) for i, reason in enumerate(reasons) if reason]
         return faults
 
-    def begin(self, step: int = 0, names: Collection[str] | None = None) -> Scoring:
+    def begin(self, step: int = 0, names: Collection[str] | None = None, task: str = "") -> Scoring:
         """Start a `Scoring`: `add` groups as they finish generating, then `finish`. Several may run concurrently.
 
         `step` is the number of finished steps when the rollouts are trained on (`trainer_state.global_step`).
-        `names` are the functions to call; None: all.
+        `names` are the functions to call; None: all of the task.
         """
         state = SimpleNamespace(global_step=step)
         common = {"max_completion_length": self.max_completion_length, "trainer_state": state}
-        functions = [f for f in self.functions.values() if names is None or f.name in names]
+        functions = self._chosen(self._names_of(task) if names is None else names)
         return Scoring(functions, self._pool, common, self._seen_failures)
+
+    def _chosen(self, names: Collection[str] | None) -> list[Function]:
+        return [f for f in self.functions.values() if names is None or f.name in names]
 
     def score(self, rollouts: list[Rollout], step: int = 0) -> list[ScoredRollout]:
         """Return scored rollouts, in order. `reward` is the weighted sum over functions that could score, or NaN."""

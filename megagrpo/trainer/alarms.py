@@ -147,9 +147,12 @@ def mismatch_warning(
 
 def always_raising(metrics: dict[str, float], rollout: RolloutSection) -> list[str]:
     """Return the reward functions that failed for every response of the step."""
-    drawn = metrics.get("dynamic_sample/groups_drawn", rollout.prompts_per_step) * rollout.num_generations
-    return [
-        name.removeprefix("rewards/").removesuffix("/exceptions")
+    drawn = metrics.get("dynamic_sample/groups_drawn", rollout.prompts_per_step)
+    counts = {
+        name.removeprefix("rewards/").removesuffix("/exceptions"): count
         for name, count in metrics.items()
-        if name.startswith("rewards/") and name.endswith("/exceptions") and count >= drawn
-    ]
+        if name.startswith("rewards/") and name.endswith("/exceptions") and count
+    }
+    # a function of a task scores the task's groups only
+    groups = {name: metrics.get(f"tasks/{name.partition('/')[0]}/groups", drawn) for name in counts}
+    return [name for name, count in counts.items() if count >= groups[name] * rollout.num_generations]

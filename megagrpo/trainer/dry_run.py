@@ -6,12 +6,12 @@ import contextlib
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megagrpo.config import ProblemError, RunConfig, evaluation_sets
+from megagrpo.config import ProblemError, RunConfig, Task, evaluation_sets
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.sources.user_source import load_source
 from megagrpo.data.tokens.request_trial import shared_trial
@@ -129,8 +129,6 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
     with Collecting(result):
         check_trackers(config.run.trackers)
     with ExitStack() as resources:
-        tools: Sequence[dict[str, Any]] = ()
-        dialogues: Dialogues | None = None
         tokenizer: Tokenizer | None = None
         known = len(result.problems)
         with Collecting(result):
@@ -138,51 +136,68 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
             try_tokenizer(config, tokenizer)
         if tokenizer is None or result.problems[known:]:
             return result
-        limit = config.rollout.max_prompt_length
-        row_reader = RowReader(config, tokenizer, _vocab_size(config))
         with Collecting(result):
-            row_reader.check_run()
-        with Collecting(result):
-            of_dialogues = config.multi_turn, config.data, config.rewards.names, limit
-            dialogues = make_dialogues(*of_dialogues, tokenizer, base_folder, resources)
-            tools = result.add_tools(dialogues)
-            row_reader.check_tools(tools, _folder(config))
-        scorer = result.load_rewards(config, base_folder, models, resources)
-        if scorer and not result.not_called and not (dialogues and dialogues.reward_names):
-            row_reader.needs = scorer.needs
-        train: PromptSource | None = None
-        sets: dict[str, tuple[Sequence[Prompt], int]] = {}
-        for configured in configured_sets(config.data, evaluation_sets(config)):
-            key = configured.key
-            with Collecting(result):
-                source = PromptSource(
-                    configured.section, configured.data, tokenizer, limit, config.run.seed, key, tools, row_reader
-                )
-                result.add_source(configured, source, train, tokenizer, tools)
-                if dialogues:
-                    result.try_agent(dialogues, source, config.rollout.max_completion_length if key == TRAIN else None)
-                longest = getattr(configured.section, "max_completion_length", config.rollout.max_completion_length)
-                sets[key] = source.sample(rows), longest
-                if key == TRAIN:
-                    train = source
-                    config.with_num_prompts(len(source))  # the rules about the number of steps
-                    usable, keeps = UsableRows(source), bool(config.algorithm.dynamic_sample)
-                    load_source(config.data, usable, config.run.seed, keeps)
-        with Collecting(result):
-            for trial in try_rewards(scorer, sets, tokenizer, set() if models else scorer.servers) if scorer else ():
-                result.rewards.append(trial)
-        _add_warnings(result, sets)
+            RowReader(config, tokenizer, _vocab_size(config)).check_run()
+        for task in config.each_task:
+            _try_task(result, task, tokenizer, base_folder, resources, models, rows)
+        if shared_trial().vllm_version == "":
+            result.warnings.append(WITHOUT_VLLM)
     return result
 
 
+def _try_task(
+    result: DryRun,
+    task: Task,
+    tokenizer: Tokenizer,
+    base_folder: Path,
+    resources: ExitStack,
+    models: bool,
+    rows: int,
+) -> None:
+    """Add what trying the inputs of a task gives to `result`."""
+    config, limit = task.config, task.config.rollout.max_prompt_length
+    row_reader = RowReader(config, tokenizer, _vocab_size(config), sampling=dict(task.sampling))
+    tools: Sequence[dict[str, Any]] = ()
+    dialogues: Dialogues | None = None
+    with Collecting(result):
+        of_dialogues = config.multi_turn, config.data, config.rewards.names, limit
+        dialogues = make_dialogues(*of_dialogues, tokenizer, base_folder, resources)
+        tools = result.add_tools(dialogues)
+        row_reader.check_tools(tools, _folder(config))
+    scorer = result.load_rewards(config, base_folder, models, resources)
+    if scorer and not result.not_called and not (dialogues and dialogues.reward_names):
+        row_reader.needs = scorer.needs()
+    train: PromptSource | None = None
+    sets: dict[str, tuple[Sequence[Prompt], int]] = {}
+    for configured in configured_sets(config.data, evaluation_sets(config)):
+        trains, configured = configured.key == TRAIN, replace(configured, key=task.key(configured.key))
+        key = configured.key
+        with Collecting(result):
+            source = PromptSource(
+                configured.section, configured.data, tokenizer, limit, config.run.seed, key, tools, row_reader
+            )
+            result.add_source(configured, source, train, tokenizer, tools)
+            if dialogues:
+                result.try_agent(dialogues, source, config.rollout.max_completion_length if trains else None)
+            longest = getattr(configured.section, "max_completion_length", config.rollout.max_completion_length)
+            sets[key] = source.sample(rows), longest
+            if trains:
+                train = source
+                config.with_num_prompts(len(source))  # the rules about the number of steps
+                usable, keeps = UsableRows(source), bool(config.algorithm.dynamic_sample)
+                load_source(config.data, usable, config.run.seed, keeps)
+    with Collecting(result):
+        for trial in try_rewards(scorer, sets, tokenizer, set() if models else scorer.servers) if scorer else ():
+            result.rewards.append(trial)
+    _add_warnings(result, sets)
+
+
 def _add_warnings(result: DryRun, keys: Iterable[str]) -> None:
-    """Add failures and warnings of the rewards of each data set, and that vLLM has not tried the constraints."""
+    """Add failures and warnings of the rewards of each data set."""
     for key in keys:
         trials = [trial for trial in result.rewards if trial.data == key]
         result.add(*(f"rewards.functions: {trial.failure}" for trial in trials if trial.failure))
         result.warnings += [warning for warning in reward_warnings(key, trials) if warning not in result.warnings]
-    if shared_trial().vllm_version == "":
-        result.warnings.append(WITHOUT_VLLM)
 
 
 def _vocab_size(config: RunConfig) -> int | None:

@@ -71,7 +71,7 @@ class Learning:
         """Return the advantages [P, G] float64 of samples in prompt order, whose rewards pay `algorithm.beta` times the
         `kl` [N], if any."""
         algorithm, group = self.config.algorithm, self.config.rollout.num_generations
-        rewards, weights = samples.outcomes(group), [function.weight for function in self.config.rewards.functions]
+        rewards, weights = samples.outcomes(group), [function.weight for function in self.config.all_rewards.functions]
         rewards = rewards if kl is None else less_kl(rewards, kl, algorithm.beta)
         if algorithm.own_estimator and samples.turns is None:
             return self._estimated(samples, rewards, None)

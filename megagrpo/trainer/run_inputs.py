@@ -11,10 +11,11 @@ import torch
 
 from megagrpo.algorithms.custom_advantage import load_estimator
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.config import DataSection, DatasetSection, RunConfig, RunSection
+from megagrpo.config import DataSection, DatasetSection, RunConfig, RunSection, Task
 from megagrpo.data.images.prompt_images import IMAGE_COLUMNS
 from megagrpo.data.prompts import PromptSource, prompt_reader
 from megagrpo.data.sources.prompt_order import PromptOrder
+from megagrpo.data.sources.task_mixture import Mixture
 from megagrpo.data.tokens.request_trial import shared_trial
 from megagrpo.data.tokens.row_settings import RowReader
 from megagrpo.data.tokens.sampling import sampling_of
@@ -58,13 +59,13 @@ class ModelFiles:
 @dataclass(frozen=True)
 class Data:
     """Prompts, held-out sets and rewards. `tokenizer`, `dialogues` and `rewards` are None except on the leader rank of
-    each replica; `dialogues` also without `multi_turn`. On other ranks prompts have no content (`PromptOrder`)."""
+    each replica; the `dialogues` of a task also without `multi_turn`. On other ranks prompts have no content."""
 
     tokenizer: Tokenizer | None
     sampling: SamplingParams  # of the run
     prompts: PromptOrder
     held_out: list[HeldOut]
-    dialogues: Dialogues | None
+    dialogues: dict[str, Dialogues | None]  # of each task by its name
     rewards: RewardScorer | None
 
 
@@ -155,29 +156,68 @@ def _read_data(
     """Load prompts, held-out sets and rewards. Returns the config with its number of steps, and the data. `tokenizers`
     are those of a rank that generates, and of one that reads prompts."""
     tokenizer, reader = tokenizers
+    tasks, first = config.each_task, layout.world_rank == 0
+    sampling = on_first_rank(layout, lambda: sampling_of(config.rollout, tokenizer))
+    check_run = RowReader(config, reader, vocab_size).check_run if first and reader else lambda: None
+    run_own_and_agree(layout, check_run)
+    of_rewards = config.all_rewards, config.rollout.max_completion_length, base_folder, config.task_rewards
+    rewards = run_own_and_agree(
+        layout, lambda: resources.enter_context(RewardScorer(*of_rewards)) if tokenizer else None
+    )
+    common = base_folder, tokenizers, vocab_size, sampling, rewards, layout, resources
+    read = [_read_task(task, *common) for task in tasks]
+    shared_trial().close()
+
+    def check_all_columns() -> None:
+        for task, each in zip(tasks, read, strict=True):
+            if rewards:
+                rewards.check_columns(each.prompts.columns, task.name)
+                check_columns(each.held_out, rewards, each.dialogues, task.name)
+            if each.dialogues:
+                each.dialogues.check_columns(each.prompts.columns)
+
+    run_own_and_agree(layout, check_all_columns)
+    orders = [each.prompts for each in read]
+    prompts = Mixture(tasks, orders, config.run.seed) if config.tasks else orders[0]
+    dialogues = {task.name: each.dialogues for task, each in zip(tasks, read, strict=True)}
+    held_out = [one for each in read for one in each.held_out]
+    return config.with_num_prompts(len(prompts)), Data(tokenizer, sampling, prompts, held_out, dialogues, rewards)
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """What a run reads for one task; see `Data`."""
+
+    prompts: PromptOrder
+    held_out: list[HeldOut]
+    dialogues: Dialogues | None
+
+
+def _read_task(
+    task: Task,
+    base_folder: Path,
+    tokenizers: tuple[Tokenizer | None, Tokenizer | None],
+    vocab_size: int,
+    sampling: SamplingParams,
+    rewards: RewardScorer | None,
+    layout: Layout,
+    resources: ExitStack,
+) -> TaskData:
+    """Load the prompts, the held-out sets and the turns of a task. Collective."""
+    (tokenizer, reader), config, first = tokenizers, task.config, layout.world_rank == 0
     of_dialogues = config.multi_turn, config.data, config.rewards.names, config.rollout.max_prompt_length
     dialogues = run_own_and_agree(
         layout, lambda: make_dialogues(*of_dialogues, tokenizer, base_folder, resources) if tokenizer else None
     )
     tools, names = on_first_rank(layout, lambda: (dialogues.tools, dialogues.reward_names) if dialogues else ([], []))
-    sampling = on_first_rank(layout, lambda: sampling_of(config.rollout, tokenizer))
-    first = layout.world_rank == 0
 
-    def check_requests() -> None:
+    def check_tools() -> None:
         if first and reader:
-            row_reader = RowReader(config, reader, vocab_size)
-            row_reader.check_run()
-            row_reader.check_tools(tools, str(resolve_model(config.model.path)))
+            RowReader(config, reader, vocab_size).check_tools(tools, str(resolve_model(config.model.path)))
 
-    run_own_and_agree(layout, check_requests)
-
-    def load_rewards() -> RewardScorer:
-        scorer = RewardScorer(config.rewards, config.rollout.max_completion_length, base_folder)
-        return resources.enter_context(scorer)
-
-    rewards = run_own_and_agree(layout, lambda: load_rewards() if tokenizer else None)
-    needs = on_first_rank(layout, lambda: rewards.needs if rewards and not names else {})
-    make = prompt_reader(config, reader, tools, vocab_size, first, needs) if reader else None
+    run_own_and_agree(layout, check_tools)
+    needs = on_first_rank(layout, lambda: rewards.needs(task.name) if rewards and not names else {})
+    make = prompt_reader(config, reader, tools, vocab_size, first, needs, task.sampling) if reader else None
 
     def read(section: DatasetSection, data: DataSection, key: str) -> PromptOrder:
         """Read a data set on the ranks that generate, and with images on all; the others get the numbers of its rows.
@@ -190,20 +230,8 @@ def _read_data(
         source.rows = rows
         return source
 
-    prompts = read(config.data.train, config.data, "data.train")
-    config = config.with_num_prompts(len(prompts))
-    held_out = load_sets(config, sampling, read, names)
-    shared_trial().close()
-
-    def check_all_columns() -> None:
-        if rewards:
-            rewards.check_columns(prompts.columns)
-        if dialogues:
-            dialogues.check_columns(prompts.columns)
-        check_columns(held_out, rewards, dialogues)
-
-    run_own_and_agree(layout, check_all_columns)
-    return config, Data(tokenizer, sampling, prompts, held_out, dialogues, rewards)
+    prompts = read(config.data.train, config.data, task.key("data.train"))
+    return TaskData(prompts, load_sets(task, sampling, read, names), dialogues)
 
 
 def _check_rows(key: str, first: Sequence[int], own: Sequence[int]) -> None:

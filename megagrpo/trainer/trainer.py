@@ -14,7 +14,7 @@ from megagrpo.trainer.lifecycle import Lifecycle
 from megagrpo.trainer.policy_update import Learning
 from megagrpo.trainer.recording import Records
 from megagrpo.trainer.rollout.groups import Rollouts
-from megagrpo.trainer.rollout.sample_metrics import rollout_metrics
+from megagrpo.trainer.rollout.sample_metrics import rollout_metrics, task_metrics
 from megagrpo.trainer.syncing import Syncing
 
 
@@ -59,8 +59,9 @@ class Trainer:
             learning.move_reference()
         self.syncing.sync()
         recorders.finish(trained)
-        rewards = samples.rewards(self.config.rollout.num_generations)
-        return metrics | reward_statistics(rewards) | rollout_metrics(samples)
+        rewards = samples.rewards(group := self.config.rollout.num_generations)
+        of_tasks = task_metrics(samples, group, [task.name for task in self.config.tasks])
+        return metrics | reward_statistics(rewards) | rollout_metrics(samples) | of_tasks
 
     def run(self) -> int:
         """Run `run.num_steps` steps, or until a request to stop, with evaluations and checkpoints in between.

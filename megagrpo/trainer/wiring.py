@@ -9,6 +9,7 @@ from pathlib import Path
 from megagrpo.config import RunConfig
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.servers.serving import offloads
+from megagrpo.environments.task_engine import generator_of
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.moe.routing_replay import route_shape
 from megagrpo.policy.optimizer.policy_optimizer import apex_note
@@ -91,7 +92,7 @@ def make_rollouts(
     `rollout.max_staleness`."""
     config, data, pool = inputs.config, inputs.data, None
     rollout = config.rollout
-    generator = data.dialogues.wrap(engine) if data.dialogues and engine else engine
+    generator = generator_of(engine, data.dialogues) if engine else None
     if generator is not None and data.rewards is not None and rollout.max_staleness:
         pool = AsyncPool(generator, data.rewards, rollout.max_staleness, rollout.straggler_seconds)
         resources.enter_context(pool)

@@ -41,7 +41,7 @@ class Sampler:
                 [Rollout(prompt, *row, "stop", 1, text) for *row, text in zip(ids, logprobs, texts, strict=True)],
             )
 
-    def begin(self, step):
+    def begin(self, step, task=""):
         scored = []
 
         def add(index, rollouts):

@@ -44,6 +44,7 @@ OPEN = (
     "data.columns",
     "data.source_args",
     "data.train.options",
+    *(f"tasks.N.{name}" for name in ("data", "rewards", "multi_turn", "sampling")),
     "data.eval.options",
     "evaluation.sets.NAME.options",
     "multi_turn.environment_args",
@@ -101,7 +102,9 @@ def script(name):
 def is_known(key: str) -> bool:
     key = re.sub(r"\.\d+(?=\.|$)", ".N", key)
     key = re.sub(r"(?<=^evaluation\.sets\.)[^.]+", "NAME", key)
-    return key in KEYS or key.startswith(tuple(f"{prefix}." for prefix in OPEN))
+    key = re.sub(r"(?<=^tasks\.)[^.]+", "N", key)
+    of_task = f"tasks.N.{key}"  # in a task's own file
+    return key in KEYS or any(name.startswith(tuple(f"{prefix}." for prefix in OPEN)) for name in (key, of_task))
 
 
 def flat(values: dict, prefix: str = ""):
@@ -111,7 +114,7 @@ def flat(values: dict, prefix: str = ""):
         if isinstance(value, dict) and name not in OPEN:
             yield from flat(value, f"{name}.")
         elif isinstance(value, list) and value and isinstance(value[0], dict):
-            for element in value:
+            for element in (each for each in value if isinstance(each, dict)):  # a task may be the name of its file
                 yield from flat(element, f"{name}.N.")
         else:
             yield name

@@ -28,6 +28,7 @@ _FUNCTION_IN_MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 _OTHER_NAMES = ("package:", "reasoning_gym:")
 _REWARD_MODEL = "model:"
+SHIPPED = "megagrpo:"  # before the name of a shipped config in `defaults:`, in `tasks` and on the command line
 _PLAIN_TEXT = "none"  # the value of data.chat_template for plain-text prompts
 type Resolve = Callable[[str, Path], str]  # returns a key's text with its relative path counted from the folder
 
@@ -37,6 +38,12 @@ def anchored(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     `values`. Values of a wrong type are not changed."""
     for owner, name, _, resolve in _texts(values):
         owner[name] = resolve(owner[name], folder)
+    tasks = found if isinstance(found := values.get("tasks"), list) else []
+    for i, task in enumerate(tasks):
+        if isinstance(task, dict):
+            anchored(task, folder)  # it has sections of a run
+        elif isinstance(task, str) and not task.startswith(SHIPPED):
+            tasks[i] = _file(task, folder)
     return values
 
 
@@ -44,7 +51,10 @@ def path_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield paths that are empty, below the home folder of a user that this machine does not have, or not UTF-8."""
     for owner, name, key, _ in _texts(config.model_dump()):
         text = owner[name].removeprefix(_REWARD_MODEL)
-        if not text:
+        if not text and key == "data.train.source":
+            if not config.tasks:
+                yield Problem(("data.train",), "required, but missing; set it")
+        elif not text:
             yield Problem((key,), "must not be empty; write a name or a path, or leave it out")
         elif text.startswith("~"):
             user = text[1:].split("/")[0]

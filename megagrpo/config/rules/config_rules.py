@@ -17,6 +17,7 @@ from megagrpo.config.rules.algorithm_rules import (
 )
 from megagrpo.config.rules.extra_args import extra_args_problems, options_of
 from megagrpo.config.rules.overlap_rules import overlap_problems
+from megagrpo.config.rules.task_rules import task_problems
 from megagrpo.config.rules.tower_rules import tower_problems
 from megagrpo.config.sections.data import RENDERER_ARGUMENTS
 from megagrpo.config.sections.evaluation import evaluation_problems
@@ -45,7 +46,13 @@ def cross_field_problems(config: RunConfig) -> list[Problem]:
     of_policy = (lora_problems(config), fp8_problems(config), quantization_problems(config), layout_problems(config))
     of_steps = (length_problems(config), step_problems(config), optimizer_problems(config), fused_problems(config))
     of_rollout = (data_problems(config), stop_problems(config), sampling_problems(config), evaluation_problems(config))
-    others = (ahead_problems(config), extra_args_problems(config), tracker_problems(config), path_problems(config))
+    others = (
+        task_problems(config),
+        ahead_problems(config),
+        extra_args_problems(config),
+        tracker_problems(config),
+        path_problems(config),
+    )
     own = (
         placement_problems(config),
         multi_turn_problems(config.multi_turn),
@@ -173,6 +180,8 @@ def step_problems(config: RunConfig) -> Iterator[Problem]:
 def data_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield a run without rewards, an empty curriculum interval, and variables that the chat template cannot get."""
     d, m = config.data, config.multi_turn
+    if config.tasks:  # each is checked with its own values
+        return
     if taken := [name for name in d.chat_template_kwargs if name in RENDERER_ARGUMENTS]:
         reason = f"`{taken[0]}` is an argument of the renderer, not a variable of the template; leave it out"
         yield Problem((f"data.chat_template_kwargs.{taken[0]}",), reason)

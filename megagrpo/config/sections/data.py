@@ -35,8 +35,8 @@ class DatasetSection(Section):
 
 
 class DataSection(Section):
-    train: DatasetSection
-    """Prompts to learn from."""
+    train: DatasetSection = DatasetSection(source="")
+    """Prompts to learn from; required without `tasks`."""
     eval: DatasetSection | None = None
     """Held-out prompts; no evaluation when empty."""
     prompt_column: str = "prompt"

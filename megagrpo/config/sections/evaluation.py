@@ -80,7 +80,11 @@ class EvaluationSection(Section):
 
 
 def evaluation_sets(config: RunConfig) -> dict[str, FilledSet]:
-    """Return name -> held-out set, empty keys filled from `data` and `evaluation`. The name of `data.eval` is ""."""
+    """Return name -> held-out set, empty keys filled from `data` and `evaluation`. The name of `data.eval` is
+    "", of that of a task the task's."""
+    if config.tasks:
+        found = [(task.name, evaluation_sets(task.config)) for task in config.each_task]
+        return {name: sets[""] for name, sets in found if sets}
     data, evaluation = config.data, config.evaluation
     sets = {} if data.eval is None else {"": EvaluationSet(**data.eval.model_dump())}
     return {name: _filled(section, config) for name, section in (sets | evaluation.sets).items()}
@@ -115,7 +119,7 @@ def _best_problems(metric: str, config: RunConfig) -> Iterator[Problem]:
 def evaluation_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield evaluation settings without held-out prompts, and several greedy responses to one prompt."""
     evaluation, sets = config.evaluation, ("data.eval", "evaluation.sets")
-    held_out = bool(evaluation.sets) or config.data.eval is not None
+    held_out = bool(evaluation_sets(config))
     if evaluation.steps and not held_out:
         reason = f"{evaluation.steps} needs held-out prompts; set data.eval or evaluation.sets, or set steps to 0"
         yield Problem(("evaluation.steps", *sets), reason)

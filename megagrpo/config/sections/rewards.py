@@ -48,7 +48,7 @@ class RewardFunction(Section):
 
 
 class RewardsSection(Section):
-    functions: list[RewardFunction]
+    functions: list[RewardFunction] = []
     """Reward functions; their weighted sum is the reward. `[]` if a `multi_turn` scheduler or environment gives it."""
     plugins: list[str] = []
     """Python files that register reward functions by name."""

@@ -110,6 +110,10 @@ class PromptOrder:
         self._joins = [(cursor, epoch, kept) for cursor, epoch, kept in state.data.get("joins", ())]
         self._replay_joins()
 
+    def parts(self, state: TrainState) -> list[tuple[str, PromptOrder, dict[str, Any]]]:
+        """Return (config key, order, what a state says about its data) of each data set: of this one."""
+        return [("data.train", self, state.data)]
+
     def join(self, state: TrainState, kept: int) -> None:
         """Draw from the restored cursor on rows that the data set of the checkpoint lacked: all after its first `kept`.
 

@@ -74,6 +74,7 @@ class RowReader:
     vocab_size: int | None = None
     tries: bool = True
     needs: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)
     _checked: set[tuple[str, str]] = field(default_factory=set)  # constraints
 
     def check_columns(self, columns: Mapping[str, Any]) -> None:

@@ -154,7 +154,8 @@ def _options(
 ) -> ServerOptions:
     """Return vLLM's options of `rollout`'s servers. `beside_ranks`: they may share GPUs with trainer ranks."""
     r = config.rollout
-    rows = config.data.sampling_column and not str(config.model.tokenizer).endswith(".model")
+    rows = config.has_own_sampling and not str(config.model.tokenizer).endswith(".model")
+    agents = any(task.config.multi_turn.agent for task in config.each_task)
     return ServerOptions(
         model=str(model_folder.resolve()),
         dtype=dtype,
@@ -183,7 +184,7 @@ def _options(
         lora_modules=_adapted(config.lora, model_folder) if config.lora.syncs_adapters else (),
         tool_parser=config.multi_turn.vllm_parser,
         # an agent's requests may have stop strings, and rows theirs
-        finds_text=bool(r.stop or r.bad_words or config.multi_turn.agent or rows),
+        finds_text=bool(r.stop or r.bad_words or agents or rows),
         constrains=bool(r.structured_outputs or rows),
         tokenizer=config.model.tokenizer,
         recurrent=model is not None and model.recurrence is not None,

@@ -154,7 +154,7 @@ def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) 
         retained = passing + min(FUSED_SCRATCH_BYTES, tokens * shard * weight_bytes)
     else:
         of_chunk = min(train.logprob_chunk, tokens) * shard * 4
-        rows = config.data.sampling_column is not None  # a row may have its own top_p and repetition penalty
+        rows = config.has_own_sampling  # a row may have its own top_p and repetition penalty
         passing = of_chunk * (1 + exact + (rollout.top_p < 1 or rows))
         retained = passing + of_chunk * (rollout.repetition_penalty != 1 or rows)
     gradients = shard * model.hidden_size * (4 if weight_bytes == 4 else 4 + weight_bytes)

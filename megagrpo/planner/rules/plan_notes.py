@@ -17,7 +17,8 @@ from megagrpo.planner.rules.checked_files import as_list, read_object
 def run_notes(config: RunConfig, world_size: int, model: HfConfig | None, has_data: bool) -> list[Problem]:
     """Return all notes on a run. Without `has_data` data files are not read."""
     notes = [*layout_notes(config, world_size), *tracker_notes(config.run.trackers)]
-    notes += _data_notes(config.data.train, config.rollout.prompts_per_step) if has_data else []
+    if has_data and not config.tasks:
+        notes += _data_notes(config.data.train, config.rollout.prompts_per_step)
     if model is not None:
         folder = Path(os.path.expanduser(config.model.tokenizer or config.model.path))
         if model.vocab_size % (tp := config.parallel.tp):

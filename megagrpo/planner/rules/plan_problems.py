@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -46,14 +46,15 @@ def check(
     With `gpu_memory_gb`, GiB per GPU, the run must fit a GPU. With `host_memory_gb` data that stays in a node's RAM
     must fit. Without `has_data` data files are not checked. Without `fetch` no model is downloaded or unpacked.
     """
-    rollout, data = config.rollout, config.data
+    rollout = config.rollout
     problems = list(layout_problems(config, world_size))
     if gpu_memory_gb is not None:
         problems += transport_problems(rollout)
     elif host_memory_gb is not None:
         problems += cache_problems(rollout, host_memory_gb)
-    problems += [*code_problems(config), *output_problems(config.run.output_dir)]
-    problems += data_problems(data, config.evaluation.sets) if has_data else []
+    problems += [*_of_tasks(config, code_problems), *output_problems(config.run.output_dir)]
+    if has_data:
+        problems += _of_tasks(config, lambda own: data_problems(own.data, own.evaluation.sets))
     try:
         folder = shape_folder(config.model.path, fetch)
         model = load_hf_config(folder)
@@ -62,7 +63,8 @@ def check(
     unfit = model_problems(model, config.parallel)
     if any(problem.keys == MODEL for problem in unfit):
         return Findings(problems + unfit)
-    problems += tokenizer_problems(config.model.tokenizer or config.model.path, data, model.vocab_size) + unfit
+    tokenizer = config.model.tokenizer or config.model.path
+    problems += _of_tasks(config, lambda own: tokenizer_problems(tokenizer, own.data, model.vocab_size)) + unfit
     sequence = ServerMemory.of(config, model).kv_bytes(config.max_model_len) / GIB
     problems += [*expert_problems(config, model), *adapter_problems(config.lora, model)]
     problems += few_kv_head_problems(config, model)
@@ -78,6 +80,12 @@ def check(
     if gpu_memory_gb is not None and memory.smallest_gpu > gpu_memory_gb:
         problems.append(too_big(rollout, config.takes_turns, bool(model.experts), memory, gpu_memory_gb))
     return Findings(problems, model, memory)
+
+
+def _of_tasks(config: RunConfig, find: Callable[[RunConfig], Iterable[Problem]]) -> list[Problem]:
+    """Return what `find` finds in the config of each task, once."""
+    found = [task.problem(problem) for task in config.each_task for problem in find(task.config)]
+    return list(dict.fromkeys(found))
 
 
 def require(

@@ -4,7 +4,7 @@ first difference shows where to look."""
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import chain
 from statistics import fmean
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megagrpo.config import RewardsSection
+from megagrpo.config import RewardFunction, RewardsSection
 from megagrpo.data.tokens.tokenizer import Tokenizer, tokenizer_of
 from megagrpo.proof.audit import naive_advantages, naive_loss, naive_tokens, naive_turns
 from megagrpo.proof.audit.audit_compare import (
@@ -225,36 +225,47 @@ def _listed(quantity: str, count: int, problems: list[tuple[str, str]], note: st
 
 def _rewards(step: Step) -> tuple[list[list[float | None]], list[float], Check]:
     """Return rewards per sample and function, weights and check. Dumped rewards replace user functions and judges."""
-    functions = step.config.rewards.functions
-    names = step.config.rewards.names
-    again = [i for i, f in enumerate(functions) if f.function in REPEATABLE]
-    values = [[s.text["rewards"][name] for name in names] for s in step.trajectories]
+    functions, names = step.config.all_rewards.functions, step.config.all_rewards.names
+    again = {name: f for name, f in zip(names, functions, strict=True) if f.function in REPEATABLE}
+    values = [[s.text["rewards"].get(name) for name in names] for s in step.trajectories]
     pairs: list[tuple[float | None, float | None, str]] = []  # dumped, recomputed, place
-    if again:
-        kept = [functions[i] for i in again]
-        section = RewardsSection(functions=kept, timeout=step.config.rewards.timeout, workers=1)
-        with RewardScorer(section, step.config.rollout.max_completion_length) as scorer:
-            scores = scorer.score([_rollout(s) for s in step.trajectories])
-            for sample, (row, scored) in enumerate(zip(values, scores, strict=True)):
-                for i, value in zip(again, scored.rewards.values(), strict=False):  # rewards of turns follow in the row
-                    pairs.append((row[i], value, f"sample {sample} {names[i]}"))
-                    row[i] = value
+    for sample, name, value in _scored_again(step, list(again.values())) if again else ():
+        row, i = values[sample], names.index(name)
+        pairs.append((row[i], value, f"sample {sample} {name}"))
+        row[i] = value
     weights = [f.weight for f in functions]
-    turns = [list(s.text["dialogue"]["rewards"].values()) if s.text["dialogue"] else [] for s in step.trajectories]
-    values, weights = [row + own for row, own in zip(values, turns, strict=True)], weights + [1.0] * len(turns[0])
+    turns = [s.text["dialogue"]["rewards"] if s.text["dialogue"] else {} for s in step.trajectories]
+    of_turns = list(dict.fromkeys(name for own in turns for name in own))
+    values = [row + [own.get(name) for name in of_turns] for row, own in zip(values, turns, strict=True)]
+    weights += [1.0] * len(of_turns)
     summed = [naive_advantages.weighted_sum(row, weights) for row in values]
     pairs += [
         (float(s.text["reward"]), reward, f"sample {i}")
         for i, (s, reward) in enumerate(zip(step.trajectories, summed, strict=True))
     ]
     pairs += naive_tokens.sums(step)
-    not_run = [name for i, name in enumerate(names) if i not in again]
-    said = [f"run again: {', '.join(names[i] for i in again)}"] if again else []
+    not_run = [name for name in names if name not in again]
+    said = [f"run again: {', '.join(again)}"] if again else []
     said += [f"weighted sum of what is dumped: {', '.join(not_run)}"] if not_run else []
     dumped = [math.nan if value is None else value for value, _, _ in pairs]
     recomputed = [math.nan if value is None else value for _, value, _ in pairs]
     check = compare("rewards", dumped, recomputed, ROUNDING_TOLERANCE, lambda i: pairs[i][2], note="; ".join(said))
     return values, weights, check
+
+
+def _scored_again(step: Step, functions: list[RewardFunction]) -> Iterator[tuple[int, str, float | None]]:
+    """Yield (index of the trajectory, function, reward) of each function on the trajectories of its task."""
+    section = RewardsSection(functions=functions, timeout=step.config.rewards.timeout, workers=1)
+    of_tasks = defaultdict[str, list[int]](list)
+    for i, sample in enumerate(step.trajectories):
+        of_tasks[sample.text.get("task", "")].append(i)
+    limit, names = step.config.rollout.max_completion_length, step.config.task_rewards
+    with RewardScorer(section, limit, of_tasks=names) as scorer:
+        for task, indices in of_tasks.items():
+            with scorer.begin(task=task) as scoring:
+                scoring.add(0, [_rollout(step.trajectories[i]) for i in indices])
+                for i, scored in zip(indices, scoring.finish(), strict=True):
+                    yield from ((i, name, scored.rewards[name]) for name in scorer.names if name in scored.rewards)
 
 
 def _rollout(sample: Sample) -> Rollout:

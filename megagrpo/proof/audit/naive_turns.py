@@ -55,7 +55,7 @@ def turns_of(step: Step) -> list[list[DumpedTurn]]:
 
 def _of_functions(step: Step, first: Sample) -> list[list[float | None]]:
     """Return for each turn of a trajectory its rewards by the functions with `per: turn`, with their weights."""
-    rows, rewards = first.text.get("rewards_by_turn", {}), step.config.rewards
+    rows, rewards = first.text.get("rewards_by_turn", {}), step.config.all_rewards
     weights = dict(zip(rewards.names, (function.weight for function in rewards.functions), strict=True))
     weighted = [[None if r is None else weights[name] * r for r in row] for name, row in rows.items()]
     return [list(of_turn) for of_turn in zip(*weighted, strict=True)]

@@ -105,6 +105,7 @@ def facts(run: RunFiles) -> list[list[str]]:
     group = of("rollout.num_generations")
     step = f"{of('rollout.prompts_per_step')} prompts × {group} responses" if group else ""
     rewards = [str(one.get("function", "")) for one in of("rewards.functions") or [] if isinstance(one, dict)]
+    tasks = [str(one.get("name", "")) for one in of("tasks") or [] if isinstance(one, dict)]
     recorded = run.last_start.get("layout")
     recorded = recorded if isinstance(recorded, dict) else {}
     sizes = {axis: number(recorded.get(axis)) or number(of(f"parallel.{axis}")) or 1 for axis in AXES}
@@ -112,7 +113,7 @@ def facts(run: RunFiles) -> list[list[str]]:
     found = [
         ("algorithm", " · ".join(filter(None, algorithm)) if run.config else ""),
         ("step", step),
-        ("rewards", ", ".join(rewards)),
+        ("tasks", ", ".join(tasks)) if tasks else ("rewards", ", ".join(rewards)),
         ("layout", " × ".join(axes)),
         ("precision", str(run.last_start.get("dtype") or of("model.precision") or "")),
     ]

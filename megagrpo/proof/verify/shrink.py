@@ -78,7 +78,7 @@ def shrink_config(config: RunConfig) -> RunConfig:
             overlap=overlap,
         ),
     }
-    sections = config.model_dump()
+    sections = config.model_dump(exclude={"tasks"})
     return RunConfig.model_validate({name: values | changes.get(name, {}) for name, values in sections.items()})
 
 

@@ -60,6 +60,7 @@ def response_row(scored: ScoredRollout) -> Row:
     """Return what training and evaluation record of a response."""
     rollout = scored.rollout
     return {
+        **({"task": rollout.prompt.task} if rollout.prompt.task else {}),
         "prompt_id": rollout.prompt.prompt_id,
         "prompt": rollout.prompt.messages,
         "completion": rollout.text,

@@ -343,6 +343,7 @@ def _sample(scored: ScoredRollout, advantage: float) -> dict[str, Any]:
     rollout = scored.rollout
     return {
         "prompt_id": rollout.prompt.prompt_id,
+        **({"task": rollout.prompt.task} if rollout.prompt.task else {}),
         "prompt": rollout.prompt.messages,
         "opened": rollout.prompt.opened,
         "columns": rollout.prompt.columns,

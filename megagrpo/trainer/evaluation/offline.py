@@ -17,7 +17,8 @@ from megagrpo.data.tokens.row_settings import RowReader
 from megagrpo.data.tokens.sampling import sampling_of
 from megagrpo.engine.http.protocol import Generator
 from megagrpo.engine.servers.serving import Serving
-from megagrpo.environments.dialogues import make_dialogues
+from megagrpo.environments.dialogues import Dialogues, make_dialogues
+from megagrpo.environments.task_engine import generator_of
 from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.process.atomic_file import write_atomically
 from megagrpo.platform.process.phases import Phases
@@ -42,15 +43,18 @@ def evaluate_offline(
     try:
         folder = serving.find(checkpoint, adapter)
         tokenizer = processor_of(config, folder)
-        of_dialogues = config.multi_turn, config.data, config.rewards.names, config.rollout.max_prompt_length
-        dialogues = make_dialogues(*of_dialogues, tokenizer, base_folder, resources)
-        tools, names = (dialogues.tools, dialogues.reward_names) if dialogues else ([], [])
         RowReader(config, tokenizer, load_hf_config(folder).vocab_size).check_run()
-        rewards = resources.enter_context(
-            RewardScorer(config.rewards, config.rollout.max_completion_length, base_folder)
-        )
-        read = prompt_reader(config, tokenizer, tools, needs={} if names else rewards.needs)
-        sets = load_sets(config, sampling_of(config.rollout, tokenizer), read, names)
+        of_rewards = config.all_rewards, config.rollout.max_completion_length, base_folder, config.task_rewards
+        rewards = resources.enter_context(RewardScorer(*of_rewards))
+        dialogues, of_tasks = dict[str, Dialogues | None](), dict[str, list[HeldOut]]()
+        for task in config.each_task:
+            own, limit = task.config, config.rollout.max_prompt_length
+            of_dialogues = own.multi_turn, own.data, own.rewards.names, limit
+            each = dialogues[task.name] = make_dialogues(*of_dialogues, tokenizer, base_folder, resources)
+            tools, names = (each.tools, each.reward_names) if each else ([], [])
+            read = prompt_reader(own, tokenizer, tools, needs={} if names else rewards.needs(task.name))
+            of_tasks[task.name] = load_sets(task, sampling_of(config.rollout, tokenizer), read, names)
+        sets = [held_out for of_task in of_tasks.values() for held_out in of_task]
         if not sets:
             raise ValueError(
                 "evaluation.sets: there is nothing to evaluate; name sets, or held-out prompts in data.eval"
@@ -58,14 +62,13 @@ def evaluate_offline(
         for warning in (warning for held_out in sets for warning in held_out.warnings):
             warn(f"warning: {warning}")
         sets = decodable_sets(sets, None, warn)
-        check_columns(sets, rewards, dialogues)
+        for name, of_task in of_tasks.items():
+            check_columns(of_task, rewards, dialogues[name], name)
         serving.start()
     except (ValueError, NoRollouts) as error:
         raise ConfigError(str(error)) from error
-    engine: Generator = serving.engine(tokenizer)
+    engine: Generator = generator_of(serving.engine(tokenizer), dialogues)
     phases = Phases(run_progress(config.run))
-    if dialogues is not None:
-        engine = dialogues.wrap(serving.engine(tokenizer))
 
     def collect(
         prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, vote: Vote | None

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from statistics import fmean
 
 import numpy as np
 
-from megagrpo.config import DataSection, DatasetSection, RunConfig, evaluation_sets
+from megagrpo.config import DataSection, DatasetSection, Task, evaluation_sets
 from megagrpo.data.packing.sample_table import Vote
 from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.data.sources.bad_rows import BadRows
@@ -32,9 +31,11 @@ Collect = Callable[[Sequence[Prompt], int, SamplingParams, int, Vote | None], tu
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One held-out set. `name` is "" for `data.eval`; `function` is the reward that decides if a response passes."""
+    """One held-out set. `name` is "" for `data.eval`, the task's for that of a task; `function` is the reward that
+    decides if a response passes."""
 
     name: str
+    key: str  # the set's key in the config
     prompts: list[Prompt]
     columns: list[str]
     num_generations: int
@@ -44,11 +45,6 @@ class HeldOut:
     answer: Callable[[str], str | None] | None  # extracts the answer of a response; None: no maj@k
     warnings: list[str] = field(default_factory=list)  # of its prompts
     bad: BadRows = field(default_factory=BadRows)
-
-    @property
-    def key(self) -> str:
-        """The set's key in the config."""
-        return f"evaluation.sets.{self.name}" if self.name else "data.eval"
 
     @property
     def vote(self) -> Vote | None:
@@ -61,15 +57,13 @@ class HeldOut:
         return float(majority_passes(answers, [passes(s.rewards[self.function], self.pass_reward) for s in group]))
 
 
-def load_sets(
-    config: RunConfig, trained: SamplingParams, read: Read, reward_names: Sequence[str] = ()
-) -> list[HeldOut]:
-    """Load the config's held-out sets with `read`. `trained` are the sampling parameters of the run, `reward_names`
+def load_sets(task: Task, trained: SamplingParams, read: Read, reward_names: Sequence[str] = ()) -> list[HeldOut]:
+    """Load the held-out sets of a task with `read`. `trained` are the sampling parameters of the run, `reward_names`
     multi_turn's rewards.
 
     Raises ValueError for a set that cannot be used, and for a pass_function that is not a reward.
     """
-    evaluation = config.evaluation
+    config, evaluation = task.config, task.config.evaluation
     names = [*config.rewards.names, *reward_names]
     function = evaluation.pass_function or names[0]
     if function not in names:
@@ -79,10 +73,12 @@ def load_sets(
         )
     scorers = dict(zip(names, (f.function for f in config.rewards.functions), strict=False))
     answer = extractor(evaluation.answer, scorers.get(function, ""))
+    column = task.named(function) if function in config.rewards.names else function
     sets = []
     for name, section in evaluation_sets(config).items():
         overrides = {key: getattr(section, key) for key in ("prompt_column", "columns", "extract_hash_answer")}
-        data, key = config.data.model_copy(update=overrides), f"evaluation.sets.{name}" if name else "data.eval"
+        data = config.data.model_copy(update=overrides)
+        key = f"evaluation.sets.{name}" if name else task.key("data.eval")
         source = read(section, data, key)
         sampling = replace(
             trained,
@@ -90,8 +86,9 @@ def load_sets(
             max_tokens=section.max_completion_length,
             truncation=Truncation(section.top_p, section.top_k),
         )
-        about = function, evaluation.pass_reward, answer, source.warnings, source.bad
-        sets.append(HeldOut(name, source.all(), source.columns, section.num_generations, sampling, *about))
+        about = column, evaluation.pass_reward, answer, source.warnings, source.bad
+        prompts = [replace(prompt, task=task.name) for prompt in source.all()]
+        sets.append(HeldOut(task.named(name), key, prompts, source.columns, section.num_generations, sampling, *about))
     return sets
 
 
@@ -104,12 +101,14 @@ def decodable_sets(sets: Sequence[HeldOut], layout: Layout | None, say: Callable
     return found
 
 
-def check_columns(sets: Sequence[HeldOut], *users: RewardScorer | Dialogues | None) -> None:
-    """Raise ValueError when a reward function or an agent needs a column that a set does not have."""
-    for held_out, user in product(sets, users):
+def check_columns(sets: Sequence[HeldOut], scorer: RewardScorer, dialogues: Dialogues | None, task: str = "") -> None:
+    """Raise ValueError when a reward function or an agent of a task needs a column that one of its sets does not
+    have."""
+    for held_out in sets:
         try:
-            if user:
-                user.check_columns(held_out.columns)
+            scorer.check_columns(held_out.columns, task)
+            if dialogues:
+                dialogues.check_columns(held_out.columns)
         except ValueError as error:
             raise ValueError(f"{held_out.key}: {error}") from error
 

@@ -104,7 +104,7 @@ class Rollouts:
 
     def _deciding(self, choice: str, names: Sequence[str]) -> list[int]:
         """Return the indices of the functions that `algorithm.dynamic_sample` names. Raises ConfigError for none."""
-        penalties = self.config.rewards.penalties
+        penalties = self.config.all_rewards.penalties
         chosen = [i for i, name in enumerate(names) if name == choice or (choice == OUTCOME and name not in penalties)]
         if not chosen:
             has = "only penalties" if choice == OUTCOME else f"no `{choice}`"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
+import torch
 
+from megagrpo.algorithms.advantages import reward_statistics
 from megagrpo.data.packing.sample_table import DIALOGUE, FAILED_DIALOGUE, KNOWS_STOP, STOPPED, TRUNCATED
 from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.types import CAUSES, ENDINGS
@@ -34,6 +37,24 @@ def rollout_metrics(samples: StepSamples) -> dict[str, float]:
             metrics[f"rewards/{name}/mean"] = statistics.fmean(values)
             metrics[f"rewards/{name}/std"] = statistics.stdev(values) if len(values) > 1 else 0.0
     return metrics | _logged_metrics(samples) | _dialogue_metrics(samples)
+
+
+def task_metrics(samples: StepSamples, num_generations: int, tasks: Sequence[str]) -> dict[str, float]:
+    """Return groups, rewards, mean length and share of truncated responses of each of the `tasks`, by name."""
+    if not tasks:
+        return {}
+    of_groups = np.array([prompt.task for prompt in samples.prompts[::num_generations]])
+    rewards, metrics = samples.rewards(num_generations), dict[str, float]()
+    lengths, truncated = (row.reshape(-1, num_generations) for row in (samples.written, samples.has(TRUNCATED)))
+    for name in tasks:
+        own = of_groups == name
+        found = {"groups": float(own.sum())}
+        if own.any():
+            found |= reward_statistics(rewards[torch.from_numpy(own)])
+            found["completions/mean_length"] = float(lengths[own].mean())
+            found["completions/clipped_ratio"] = float(truncated[own].mean())
+        metrics |= {f"tasks/{name}/{key}": value for key, value in found.items()}
+    return metrics
 
 
 def _logged_metrics(samples: StepSamples) -> dict[str, float]:

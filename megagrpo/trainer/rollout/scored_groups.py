@@ -59,8 +59,8 @@ class OnDemand:
 
 
 def begin_scoring(rewards: RewardScorer, index: int, rollouts: list[Rollout], step: int) -> ScoredGroup:
-    """Begin to score a finished group."""
-    scoring = rewards.begin(step)
+    """Begin to score a finished group, with the functions of its task."""
+    scoring = rewards.begin(step, task=rollouts[0].prompt.task)
     scoring.add(0, rollouts)
     return ScoredGroup(index, rollouts, scoring)
 

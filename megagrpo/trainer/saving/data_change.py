@@ -33,13 +33,22 @@ def data_change(prompts: PromptOrder, path: Path | None, resume: bool | str, lay
 
 def compare(prompts: PromptOrder, state: TrainState, path: Path, resume: bool | str) -> DataChange | None:
     """Like `data_change`, with the checkpoint's state, on the rank that reads the data set."""
-    identity = prompts.identity
-    kept = identity.kept_rows(state.data) if identity else None
-    if identity is None or kept is None:
-        return None
-    said = f"data.train is {described(identity.state())}; {path} was written with {described(state.data)}"
-    if state.source:  # which names rows by their numbers
-        raise ValueError(f"data.source: {said}; continue with the same data, or start a new run")
+    parts = prompts.parts(state)
+    for key, order, saved in parts:
+        identity = order.identity
+        kept = identity.kept_rows(saved) if identity else None
+        if identity is None or kept is None:
+            continue
+        said = f"{key} is {described(identity.state())}; {path} was written with {described(saved)}"
+        if state.source or len(parts) > 1:  # a source names rows by their numbers, a mixture counts the rows of tasks
+            names = "data.source" if state.source else "tasks"
+            raise ValueError(f"{names}: {said}; continue with the same data, or start a new run")
+        return _of_one(said, kept, resume)
+    return None
+
+
+def _of_one(said: str, kept: int, resume: bool | str) -> DataChange:
+    """Return how a run of one data set continues. Raises ValueError without `run.resume: other_data`."""
     action = "its new rows join the epoch in progress" if kept else "the epoch begins again with its rows"
     if resume != "other_data":
         raise ValueError(

@@ -143,7 +143,7 @@ def test_needs_are_those_of_rewards_that_read_the_row(tmp_path):
         ([dict(function="accuracy"), judge], {}),  # the judge scores every row
     ):
         with RewardScorer(RewardsSection(functions=functions, workers=1), 8) as scorer:
-            assert {name: (*map(tuple, needs),) for name, needs in scorer.needs.items()} == expected
+            assert {name: (*map(tuple, needs),) for name, needs in scorer.needs().items()} == expected
 
 
 CELLS = {
@@ -292,7 +292,7 @@ def test_damaged_pixels_that_are_refused_end_the_run_with_row_file_and_fix(folde
 def test_held_out_rows_and_those_of_a_data_source_are_decoded_too(folder, tmp_path):
     path = damaged(tmp_path, 1)
     prompts, said = source(folder, path, "data.bad_rows=skip"), []
-    held_out = HeldOut("", prompts.all(), [], 1, None, "", 1.0, None, bad=prompts.bad)
+    held_out = HeldOut("", "data.eval", prompts.all(), [], 1, None, "", 1.0, None, bad=prompts.bad)
     (found,) = decodable_sets([held_out], OneRank(), said.append)
     assert [prompt.prompt_id for prompt in found.prompts] == [0, *range(2, 12)] and "data.eval: row 1" in said[0]
     with pytest.raises(NoRollouts, match=r"^data.eval: row 1: "):

@@ -127,7 +127,7 @@ def test_rendered_prompts_of_a_held_out_set_are_a_warning(tokenizers, tmp_path):
     config = RunConfig.model_validate(
         {"model": {"path": "m"}, "data": data, "rewards": {"functions": [{"function": "format"}]}}
     )
-    (held_out,) = load_sets(config, sampling_of(config.rollout), prompt_reader(config, tokenizers["hf"]))
+    (held_out,) = load_sets(config.each_task[0], sampling_of(config.rollout), prompt_reader(config, tokenizers["hf"]))
     assert [warning[:50] for warning in held_out.warnings] == ["data.eval: 1 of 1 prompts already hold `[INST]` (f"]
 
 

@@ -63,7 +63,7 @@ def warnings(folder, *overrides: str) -> list[str]:
         return start_warnings(
             config.rewards.functions,
             train,
-            load_sets(config, sampling_of(config.rollout), prompt_reader(config, tokenizer)),
+            load_sets(config.each_task[0], sampling_of(config.rollout), prompt_reader(config, tokenizer)),
             scorer,
             tokenizer,
         )

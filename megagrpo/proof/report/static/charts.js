@@ -12,6 +12,8 @@ const LEARNING = [
     text: "Mean reward of each step." },
   { id: "evaluation", title: "Evaluation", unit: "auto", evaluation: true, points: true, series: [], alarm: "evaluation",
     text: "Held-out prompts, before the first step and at intervals." },
+  { id: "tasks", title: "Tasks", unit: "reward", series: [["tasks/*/reward", "*"]],
+    text: "Mean reward of each task's responses." },
   { id: "functions", title: "Reward functions", unit: "reward", series: [["rewards/*/mean", "*"]], atLeast: 2, alarm: "rewards/*/exceptions",
     text: "Mean of each function before its weight." },
   { id: "solved", title: "Groups without a difference", unit: "share", zero: true, alarm: "frac_reward_zero_std", limit: 0.5, series: [["frac_reward_zero_std", "groups"]],

@@ -91,7 +91,7 @@ def test_all_problems_of_a_mapping_are_reported_at_once():
         read({"model": {"pth": "m"}, "train": {"learning_rate": "fast"}}, ["run.seed=-1"]).validated()
     assert str(error.value).startswith("config: ")
     keys = {key for problem in error.value.problems for key in problem.keys}
-    assert {"model.pth", "model.path", "train.learning_rate", "run.seed", "data", "rewards"} <= keys
+    assert {"model.pth", "model.path", "train.learning_rate", "run.seed", "data.train"} <= keys
 
 
 @for_each(

@@ -84,7 +84,13 @@ def test_what_a_built_in_function_reads_is_known_and_what_others_read_is_not():
 
 
 def held_out(n, answer="number", **more):
-    settings = dict(name="sums", prompts=[Prompt(i, (1,), "") for i in range(2)], columns=[], num_generations=n)
+    settings = dict(
+        name="sums",
+        key="evaluation.sets.sums",
+        prompts=[Prompt(i, (1,), "") for i in range(2)],
+        columns=[],
+        num_generations=n,
+    )
     settings |= dict(
         sampling=SamplingParams(1.0, 8), function="exact_number", pass_reward=1.0, answer=extractor(answer, "")
     )
@@ -143,7 +149,7 @@ def test_sets_are_sampled_with_the_stop_strings_and_the_template_of_the_run(chat
         }
     )
     tokenizer = tokenizer_of(config, chat_folder)
-    (found,) = load_sets(config, sampling_of(config.rollout, tokenizer), prompt_reader(config, tokenizer))
+    (found,) = load_sets(config.each_task[0], sampling_of(config.rollout, tokenizer), prompt_reader(config, tokenizer))
     limit, truncation = config.rollout.max_completion_length, Truncation(top_p=0.5)
     assert found.sampling == SamplingParams(0.7, limit, (0, 2, 3), truncation, ("</answer>",), include_stop=False)
     assert found.prompts[0].opened == "<think>"

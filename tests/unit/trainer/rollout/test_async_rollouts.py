@@ -70,7 +70,7 @@ class Rewards:
     def __init__(self):
         self.begun = []
 
-    def begin(self, step):
+    def begin(self, step, task=""):
         self.begun.append(Scoring(step))
         return self.begun[-1]
 

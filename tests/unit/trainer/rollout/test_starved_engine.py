@@ -42,7 +42,7 @@ class Scoring:
 
     dropped = 0
 
-    def begin(self, step):
+    def begin(self, step, task=""):
         groups = []
         return SimpleNamespace(
             add=lambda place, group: groups.extend(ScoredRollout(rollout, {}, 0.0) for rollout in group),

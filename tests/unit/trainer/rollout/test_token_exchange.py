@@ -128,7 +128,7 @@ class Sampler:
             self.scored |= {id(s.rollout): s for s in group}
             yield index, [s.rollout for s in group]
 
-    def begin(self, step):
+    def begin(self, step, task=""):
         group = []
         return SimpleNamespace(
             add=lambda index, rollouts: group.extend(self.scored[id(rollout)] for rollout in rollouts),

@@ -1,0 +1,47 @@
+"""Checks the rules of a run with several tasks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megagrpo.config.basics.problems import Problem
+
+if TYPE_CHECKING:
+    from megagrpo.config import RunConfig
+
+_ONE = "is one value for all tasks; set it for the run"
+OF_RUN = {  # keys that a task cannot have -> reason
+    **dict.fromkeys(("data.images", "data.chat_template_kwargs", "data.curriculum_pass_reward"), _ONE),
+    **dict.fromkeys(("rewards.plugins", "rewards.timeout", "rewards.workers", "rewards.concurrency"), _ONE),
+    **dict.fromkeys(("multi_turn.tool_parser", "multi_turn.follow_up_tokens"), _ONE),
+    **dict.fromkeys(("data.source", "data.source_args"), "a data source chooses among the rows of one data set"),
+}
+
+
+def task_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield names that two tasks have, keys that tasks cannot have, and settings of the run that tasks exclude."""
+    for name, count in Counter(task.name for task in config.tasks).items():
+        if count > 1:
+            yield Problem(("tasks",), f"{count} tasks have the name `{name}`; give each its own")
+    for task in config.tasks:
+        own = task.model_dump()
+        for key, reason in OF_RUN.items():
+            section, name = key.split(".")
+            if name in own[section]:
+                yield Problem((f"tasks.{task.name}.{key}",), reason)
+    if not config.tasks:
+        return
+    refused = {
+        "data.source": (config.data.source is not None, OF_RUN["data.source"] + "; leave it out, or tasks"),
+        "algorithm.multi_objective_aggregation": (
+            config.algorithm.multi_objective_aggregation != "sum_then_normalize",
+            "tasks have different reward functions, which are not normalised together; choose sum_then_normalize",
+        ),
+        "data.images": (config.data.images, "tasks have text only; set it to false"),
+        "evaluation.sets": (bool(config.evaluation.sets), "tasks have their own data.eval; name the sets there"),
+    }
+    for key, (wrong, reason) in refused.items():
+        if wrong:
+            yield Problem((key, "tasks"), f"with tasks: {reason}")

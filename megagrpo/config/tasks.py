@@ -1,0 +1,87 @@
+"""Defines the sections `tasks.N`: what one task of a run has in place of the run's own data, rewards and turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, GetJsonSchemaHandler
+
+from megagrpo.config.basics.problems import Problem
+from megagrpo.config.sections.section import PositiveFloat, Section
+
+if TYPE_CHECKING:
+    from megagrpo.config import RunConfig
+
+SECTIONS = ("data", "rewards", "multi_turn")  # of a task
+
+
+class TaskSection(Section):
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    """Name in metrics, reward columns and messages; the name of its file, for a task in a file of its own."""
+    weight: PositiveFloat = 1.0
+    """Share of the prompts, relative to the other tasks' weights. The counts of drawn prompts never differ from the
+    shares by a whole prompt; weights that add up to `rollout.prompts_per_step` are the prompts of each step."""
+    data: dict[str, Any] = {}
+    """Keys of the section `data` that differ from the run's."""
+    rewards: dict[str, Any] = {}
+    """`functions`, in place of the run's reward functions."""
+    multi_turn: dict[str, Any] = {}
+    """Keys of the section `multi_turn` that differ from the run's."""
+    sampling: dict[str, Any] = {}
+    """Sampling parameters of the task's prompts, as in `data.sampling_column`; a row's own ones override them."""
+
+
+class OrFile:
+    """Metadata of a task in a list, which may also be the path of its file: `load_config` reads it."""
+
+    def __get_pydantic_json_schema__(self, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return the JSON schema with a text beside the mapping."""
+        return {"anyOf": [{"type": "string"}, handler(core_schema)]}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of a run. A run without `tasks` is one task, whose name is empty and whose config is the run's."""
+
+    name: str
+    weight: float
+    config: RunConfig  # the run's, with the values of the task
+    sampling: Mapping[str, Any]  # of its prompts, before a row's own parameters
+
+    def key(self, key: str) -> str:
+        """Return the config key of the task for a key of the run, as `tasks.math.data.train`."""
+        return f"tasks.{self.name}.{key}" if self.name else key
+
+    def problem(self, problem: Problem) -> Problem:
+        """Return a problem of the task's config with the task's keys."""
+        return of_task(self.name, problem) if self.name else problem
+
+    def named(self, name: str) -> str:
+        """Return a name that is unique in the run for a name in this task, as `math/accuracy`."""
+        return "/".join(filter(None, (self.name, name)))
+
+
+def of_task(name: str, problem: Problem) -> Problem:
+    """Return a problem of a task's config with the task's keys."""
+    keys = tuple(f"tasks.{name}.{key}" if key.split(".")[0] in SECTIONS else key for key in problem.keys)
+    return Problem(keys, problem.text, problem.rule)
+
+
+def task_values(of_run: Mapping[str, Any], task: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a task's config: those of the run, with the task's sections merged over them. A task without
+    held-out prompts is not evaluated."""
+    own = {name: task[name] for name in SECTIONS if isinstance(task.get(name), Mapping)}
+    values = merged({key: value for key, value in of_run.items() if key != "tasks"}, own)
+    evaluation = {"keep_best": None} if (values.get("data") or {}).get("eval") else {"keep_best": None, "steps": 0}
+    return merged(values, {"evaluation": evaluation})
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `above` over `below`: mappings merge key by key, other values replace what they override."""
+    both = dict(below)
+    for key, value in above.items():
+        nested = isinstance(value, Mapping) and isinstance(both.get(key), Mapping)
+        both[key] = merged(both[key], value) if nested else value
+    return both

@@ -1,0 +1,124 @@
+"""Draws prompts of several tasks by exact shares."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from math import lcm
+from typing import Any
+
+from megagrpo.config import ConfigError, Task
+from megagrpo.data.sources.prompt_order import PromptOrder
+from megagrpo.train_types import TrainState
+from megagrpo.types import Prompt
+
+
+class Shares:
+    """Chooses the task of each prompt. After any number n of prompts a task with the share s has n s of them, rounded
+    up or down. Each task's k-th prompt has a release, floor((k - 1) / s), and a deadline, ceil(k / s); of the released
+    ones the one with the earliest deadline is next, which meets all deadlines (Baruah et al. 1996, one processor).
+
+    >>> shares = Shares([2, 1])
+    >>> [shares.next() for _ in range(6)]
+    [0, 1, 0, 0, 1, 0]
+    """
+
+    def __init__(self, weights: Sequence[float], counts: Sequence[int] = ()):
+        exact = [Fraction(str(weight)) for weight in weights]
+        common = lcm(*(weight.denominator for weight in exact))
+        self.weights = [int(weight * common) for weight in exact]
+        self.counts = list(counts) or [0] * len(self.weights)
+
+    def next(self) -> int:
+        """Return the index of the next prompt's task, and count it."""
+        total, drawn = sum(self.weights), sum(self.counts)
+        pairs = [*zip(self.counts, self.weights, strict=True)]
+        released = [i for i, (count, weight) in enumerate(pairs) if count * total // weight <= drawn]
+        chosen = min(released, key=lambda i: -(-(pairs[i][0] + 1) * total // pairs[i][1]))
+        self.counts[chosen] += 1
+        return chosen
+
+
+class Mixture(PromptOrder):
+    """An endless stream of prompts of several tasks, the same on every rank; `orders` are the tasks' own streams.
+
+    A prompt's `position` counts the prompts of all tasks. Its `prompt_id` is its row plus the rows of the tasks before
+    its own, so that it is unique in the run.
+    """
+
+    def __init__(self, tasks: Sequence[Task], orders: Sequence[PromptOrder], seed: int):
+        self._tasks, self.orders = tasks, orders
+        self._shares = Shares([task.weight for task in tasks])
+        self._first = [0]  # prompt_id of each task's row 0, and the number of all rows
+        for order in orders:
+            self._first.append(self._first[-1] + max(order.rows) + 1)
+        rows = [first + row for first, order in zip(self._first, orders, strict=False) for row in order.rows]
+        super().__init__(rows, tasks[0].config.data, seed)
+        self.warnings = [warning for order in orders for warning in order.warnings]
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns that reward functions of any task get."""
+        return [*dict.fromkeys(name for order in self.orders for name in order.columns)]
+
+    def next(self, n: int) -> list[Prompt]:
+        """Draw the next `n` prompts."""
+        drawn = self._mixed(self._shares, n, PromptOrder.next)
+        self.cursor += n
+        return drawn
+
+    def peek(self, n: int) -> list[Prompt]:
+        """Return the prompts that `next(n)` would draw now, without drawing."""
+        return self._mixed(Shares([task.weight for task in self._tasks], self._shares.counts), n, PromptOrder.peek)
+
+    def _mixed(self, shares: Shares, n: int, draw: Any) -> list[Prompt]:
+        chosen = [shares.next() for _ in range(n)]
+        drawn = {task: iter(draw(self.orders[task], count)) for task, count in Counter(chosen).items()}
+        return [self._of_task(task, next(drawn[task]), self.cursor + i) for i, task in enumerate(chosen)]
+
+    def _of_task(self, task: int, prompt: Prompt, position: int) -> Prompt:
+        prompt_id = self._first[task] + prompt.prompt_id
+        expected = self.response_lengths.expected(prompt_id)
+        return replace(
+            prompt, prompt_id=prompt_id, position=position, expected_length=expected, task=self._tasks[task].name
+        )
+
+    def learn(self, pass_rates: Mapping[int, float]) -> dict[str, float]:
+        """Give each task's curriculum the pass rates of its prompts. Returns their metrics by task."""
+        metrics: dict[str, float] = {}
+        for task, first, end, order in zip(self._tasks, self._first, self._first[1:], self.orders, strict=False):
+            own = {prompt_id - first: rate for prompt_id, rate in pass_rates.items() if first <= prompt_id < end}
+            metrics |= {f"tasks/{task.name}/{name}": value for name, value in order.learn(own).items()}
+        return metrics
+
+    def store(self, state: TrainState) -> None:
+        """Write the counts and each task's state into the run's state."""
+        state.cursor, state.data = self.cursor, {"tasks": {}}
+        for task, order, count in zip(self._tasks, self.orders, self._shares.counts, strict=True):
+            own = TrainState()
+            order.store(own)
+            saved = {"weight": task.weight, "count": count, "cursor": own.cursor}
+            state.data["tasks"][task.name] = saved | {"pass_rates": own.pass_rates, "data": own.data}
+
+    def restore(self, state: TrainState) -> None:
+        """Continue from the state of a checkpoint. Raises ConfigError for other tasks. With other weights the counts
+        begin again."""
+        saved, names = state.data.get("tasks", {}), [task.name for task in self._tasks]
+        if [*saved] != names:
+            was = ", ".join(saved) or "none"
+            raise ConfigError(
+                f"tasks: the checkpoint has the tasks {was}, and the config {', '.join(names)}; name the same"
+            )
+        self.cursor = state.cursor
+        for order, own in zip(self.orders, saved.values(), strict=True):
+            order.restore(TrainState(cursor=own["cursor"], pass_rates=own["pass_rates"], data=own["data"]))
+        same = [own["weight"] for own in saved.values()] == [task.weight for task in self._tasks]
+        self._shares.counts = [own["count"] if same else 0 for own in saved.values()]
+
+    def parts(self, state: TrainState) -> list[tuple[str, PromptOrder, dict[str, Any]]]:
+        """Return (config key, order, what a state says about its data) of each task."""
+        saved = state.data.get("tasks", {})
+        pairs = zip(self._tasks, self.orders, strict=True)
+        return [(task.key("data.train"), order, saved.get(task.name, {}).get("data", {})) for task, order in pairs]

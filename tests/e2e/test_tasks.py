@@ -1,0 +1,81 @@
+"""Runs of several tasks: whole groups by weight, each with its own rewards, turns and sampling."""
+
+import json
+
+import pytest
+
+from tests.e2e import world
+
+AGAIN = '''
+"""A scheduler of the tests."""
+
+
+def again(messages, turn, **columns):
+    return [*messages, {"role": "user", "content": "?"}], turn == 2, float(turn)
+'''
+
+
+def overrides(folder, *more):
+    (folder / "mine.py").write_text(AGAIN)
+    rewards = f"{world.folder()}/rewards.py"
+    tasks = [
+        {"name": "low", "weight": 3},
+        {
+            "name": "talk",
+            "data": {"eval": {"source": f"{world.folder()}/eval.jsonl"}},
+            "multi_turn": {"scheduler": f"{folder}/mine.py:again", "max_turns": 2, "max_response_length": 24},
+            "rewards": {"functions": [{"function": f"{rewards}:seldom"}, {"function": f"{rewards}:low_bytes"}]},
+            "sampling": {"temperature": 0.5, "max_tokens": 6, "logit_bias": {"257": 3}},  # 257 ends a turn
+        },
+    ]
+    limits = ["evaluation.steps=2", "run.log_completions_steps=1"]
+    return [f"tasks={json.dumps(tasks)}", *limits, *more]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("tasks")
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    done = world.train(folder / "whole", *overrides(folder, "run.max_steps=3", "debug.dump_steps=[2]"))
+    assert done.code == 0, done.err
+    return done
+
+
+def test_each_step_has_the_tasks_by_weight_and_each_response_its_tasks_rewards(run):
+    for line in run.metrics:
+        assert (line["tasks/low/groups"], line["tasks/talk/groups"]) == (3, 1)
+        assert line["token_mult_prob_error"] == pytest.approx(1, abs=1e-3)  # each task's own temperature
+    names = {"low": {"low/low_bytes"}, "talk": {"talk/seldom", "talk/low_bytes", "turns"}}
+    for row in run.completions:
+        assert {*row["rewards"]} == names[row["task"]]
+        assert ("dialogue" in row) == (row["task"] == "talk")
+    turns = [row["dialogue"]["turns"] for row in run.completions if row["task"] == "talk"]
+    assert max(map(len, turns)) == 2 and all(turn["stop"] - turn["start"] <= 6 for own in turns for turn in own)
+
+
+def test_metrics_of_a_task_are_those_of_its_responses(run):
+    of_step = [row for row in run.completions if row["step"] == 2 and row["task"] == "talk"]
+    line = run.metrics[1]
+    assert line["tasks/talk/reward"] == pytest.approx(sum(row["reward"] for row in of_step) / len(of_step))
+    assert (
+        [key for line in run.lines for key in line if key.startswith("eval/") and "pass@1" in key]
+        == ["eval/talk/pass@1"] * sum("eval/talk/pass@1" in line for line in run.lines)
+        != []
+    )
+
+
+def test_the_audit_of_a_step_scores_each_response_with_its_tasks_rewards(run):
+    code, out = world.audit(run.folder, "--step", 2)
+    assert code == 0 and "rewards" in out, out
+
+
+def test_a_resumed_run_draws_and_trains_the_same(run, folder):
+    first = world.train(folder / "again", *overrides(folder, "run.max_steps=2"))
+    assert first.code == 0, first.err
+    second = world.train(folder / "again", *overrides(folder, "run.max_steps=3", "run.resume=true"))
+    assert second.code == 0, second.err
+    assert [row["completion"] for row in second.completions] == [row["completion"] for row in run.completions]
+    assert second.metrics[-1]["grad_norm"] == run.metrics[-1]["grad_norm"]

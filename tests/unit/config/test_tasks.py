@@ -1,0 +1,92 @@
+"""Tasks of a run: what each of them has, files of tasks, and problems that name the task."""
+
+import pytest
+
+from megagrpo.config import ConfigError, load_config, save_resolved
+
+RUN = """
+model: {path: m}
+data: {prompt_column: question, chat_template_kwargs: {a: 1}}
+rewards: {functions: [{function: accuracy}], timeout: 3}
+tasks:
+  - {name: math, weight: 3, data: {train: {source: math.jsonl}}}
+  - tasks/code.yaml
+"""
+CODE = """
+data: {train: {source: rows.jsonl}, eval: {source: held_out.jsonl}, prompt_column: text}
+rewards: {functions: [{function: code_execution}, {function: mine.py:form, weight: 0.5}]}
+sampling: {temperature: 0.5}
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "run.yaml").write_text(RUN)
+    (tmp_path / "tasks" / "code.yaml").write_text(CODE)
+    return tmp_path / "run.yaml"
+
+
+def test_a_task_has_its_own_values_and_the_runs_for_the_others(run):
+    config = load_config(run, ["tasks.code.weight=2"])
+    math, code = config.each_task
+    assert (math.name, math.weight, math.config.data.prompt_column) == ("math", 3, "question")
+    assert (code.name, code.weight, code.config.data.prompt_column) == ("code", 2, "text")
+    assert code.config.data.train.source == str(run.parent / "tasks" / "rows.jsonl")
+    assert code.config.rewards.timeout == 3 and code.sampling == {"temperature": 0.5}
+    assert config.all_rewards.names == ["math/accuracy", "code/code_execution", "code/form"]
+    assert [function.weight for function in config.all_rewards.functions] == [1, 1, 0.5]
+    assert config.task_rewards["code"] == ["code/code_execution", "code/form"]
+    assert math.config.data.chat_template_kwargs == {"a": 1} and config.has_own_sampling
+
+
+def test_a_saved_config_has_the_tasks_of_its_files(run, tmp_path):
+    config = load_config(run)
+    saved = load_config(save_resolved(config, tmp_path / "saved"))
+    assert (saved.tasks, saved.all_rewards) == (config.tasks, config.all_rewards)
+
+
+def test_the_tasks_of_a_copy_have_its_values(run):
+    config = load_config(run)
+    seeds = [task.config.run.seed for task in config.each_task]
+    copied = config.model_copy(update={"run": config.run.model_copy(update={"seed": 7})})
+    assert {task.config.run.seed for task in copied.each_task} == {7} != {*seeds} and copied != config
+
+
+def test_a_run_without_tasks_is_one_task(run):
+    (task,) = load_config(run, ["tasks=[]", "data.train.source=a.jsonl"]).each_task
+    assert (task.name, task.key("data.train"), task.named("accuracy")) == ("", "data.train", "accuracy")
+
+
+def problems(run, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_config(run, overrides)
+    return [str(problem) for problem in caught.value.problems] or [str(caught.value)]
+
+
+def test_problems_of_all_tasks_are_named_with_the_task(run):
+    found = problems(run, "tasks.code.data.promt_column=x", "tasks.math.rewards.functions=[]")
+    assert found == [
+        "tasks.math.rewards.functions: the run has no rewards; name a function, or a scheduler, environment or agent "
+        "that gives rewards",
+        "tasks.code.data.promt_column: unknown key; did you mean data.prompt_column?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("tasks.code.name=math", "tasks: 2 tasks have the name `math`; give each its own"),
+        ("tasks.math.weight=0", "tasks.0.weight: must be greater than 0 (got 0)"),
+        ("tasks.math.data.images=true", "tasks.math.data.images: is one value for all tasks; set it for the run"),
+        ("tasks.math.rewards.workers=1", "tasks.math.rewards.workers: is one value for all tasks; set it for the run"),
+        ("tasks.math.train.learning_rate=1", "tasks.0.train: unknown key"),
+        ("data.images=true", "data.images: with tasks: tasks have text only; set it to false"),
+        ("evaluation.keep_best=math/reward", "evaluation.keep_best: math/reward: there is no data.eval, and no set of"),
+        ("tasks=[]", "data.train: required, but missing; set it"),
+        ("tasks=[none.yaml]", "none.yaml: cannot read it: No such file or directory"),
+        ("tasks.other.weight=1", "tasks.other.weight: the list has elements 0 to 1, named math, code (got 'other')"),
+    ],
+)
+def test_what_a_task_cannot_have_is_refused(run, override, problem):
+    assert any(problem in found for found in problems(run, override))

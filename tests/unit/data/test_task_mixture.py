@@ -1,0 +1,82 @@
+"""Shares of tasks: exact after every prompt, the same after a restart, and each task in its own order."""
+
+import random
+from fractions import Fraction
+
+import pytest
+
+from megagrpo.config import ConfigError, DataSection, Task
+from megagrpo.data.sources.prompt_order import PromptOrder
+from megagrpo.data.sources.task_mixture import Mixture, Shares
+from megagrpo.train_types import TrainState
+
+
+def test_counts_differ_from_the_shares_by_less_than_one_prompt_after_every_prompt():
+    chance = random.Random(0)
+    lists = [[3, 1], [1, 1, 1], [0.7, 0.2, 0.1], [1e-3, 1], [5, 5, 5, 1, 2]]
+    lists += [
+        [chance.choice([chance.randint(1, 50), round(chance.random(), 3) + 0.001]) for _ in range(n)] for n in (7, 40)
+    ]
+    for weights in lists:
+        shares, exact = Shares(weights), [Fraction(str(weight)) for weight in weights]
+        for n in range(1, 1001):
+            shares.next()
+            wanted = [n * weight / sum(exact) for weight in exact]
+            assert all(abs(count - want) < 1 for count, want in zip(shares.counts, wanted, strict=True)), (weights, n)
+
+
+def test_weights_that_add_up_to_a_step_are_the_prompts_of_each_step():
+    shares = Shares([3, 4, 1])
+    for _ in range(5):
+        step = [shares.next() for _ in range(8)]
+        assert [step.count(task) for task in range(3)] == [3, 4, 1]
+
+
+def mixture(weights=(2, 1), rows=(5, 3), curriculum=()):
+    data = DataSection(train={"source": "a.jsonl"}, curriculum=list(curriculum))
+    orders = [PromptOrder(range(number), data, seed=i) for i, number in enumerate(rows)]
+    config = type("Config", (), {"data": data})
+    return Mixture([Task(f"t{i}", weight, config, {}) for i, weight in enumerate(weights)], orders, seed=0)
+
+
+def seen(prompts):
+    return [(prompt.task, prompt.prompt_id, prompt.position) for prompt in prompts]
+
+
+def test_each_task_is_drawn_in_its_own_order_and_its_rows_are_numbered_after_those_before():
+    drawn, alone = mixture().next(30), PromptOrder(range(3), DataSection(train={"source": "a.jsonl"}), seed=1)
+    assert [p.prompt_id - 5 for p in drawn if p.task == "t1"] == [p.prompt_id for p in alone.next(10)]
+    assert [p.position for p in drawn] == list(range(30))
+    assert {p.prompt_id for p in drawn if p.task == "t0"} == {0, 1, 2, 3, 4}
+
+
+def test_what_is_peeked_is_drawn_and_a_restart_continues_it():
+    whole = seen(mixture().next(40))
+    first = mixture()
+    assert seen(first.peek(9)) == whole[:9] == seen(first.next(9))
+    state = TrainState()
+    first.store(state)
+    again = mixture()
+    again.restore(state)
+    assert seen(again.peek(4)) == whole[9:13] and seen(again.next(31)) == whole[9:]
+
+
+def test_a_curriculum_rests_the_prompts_of_its_task_alone():
+    mixed = mixture(curriculum=(0.1, 0.9))
+    drawn = mixed.next(12)
+    metrics = mixed.learn({p.prompt_id: 1.0 if p.prompt_id == 0 else 0.5 for p in drawn})
+    assert metrics["tasks/t0/curriculum/resting"] == 1 and metrics["tasks/t1/curriculum/resting"] == 0
+    assert 0 not in {p.prompt_id for p in mixed.next(20)}
+
+
+def test_other_tasks_are_refused_and_other_weights_count_anew():
+    state, first = TrainState(), mixture()
+    first.next(7)
+    first.store(state)
+    with pytest.raises(
+        ConfigError, match=r"^tasks: the checkpoint has the tasks t0, t1, and the config t0; name the same"
+    ):
+        mixture((1,), (5,)).restore(state)
+    other = mixture((1, 1))
+    other.restore(state)
+    assert [p.task for p in other.next(4)].count("t0") == 2
