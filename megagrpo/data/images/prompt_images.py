@@ -18,6 +18,7 @@ from megagrpo.row_image import ImageError, RowImage
 
 Message = dict[str, Any]
 IMAGE_COLUMNS = ("image", "images")
+_OTHER_COLUMNS = ("videos", "audios")  # of TRL, verl and ms-swift
 _PIXELS, _GRIDS, _STARTS, _TOKENS = "pixel_values", "image_grid_thw", "image_starts", "image_tokens"
 _TAG = "<image>"
 _FIX = "an image is a path below the data's folder, bytes, base64, a data: URL, or a dict with one of them"
@@ -139,6 +140,8 @@ class ImageReader:
         `messages` are from `as_prompt` with images. Without images they are returned unchanged.
 
         Raises ValueError with a phrase when images and parts do not match."""
+        if name := next((name for name in _OTHER_COLUMNS if values.get(name)), None):
+            raise ValueError(f"goes with column {name}, which no supported model reads; remove the row")
         column = _of_columns(values)
         parts = [part for message in messages for part in _image_parts(message)]
         inline = [part["image"] for part in parts if "image" in part]
@@ -187,7 +190,12 @@ class ImageReader:
 
         p, (width, height) = self.processor, self.size(image)
         limits = dict(min_pixels=p.size["shortest_edge"], max_pixels=p.size["longest_edge"])
-        tall, wide = smart_resize(height, width, factor=p.patch_size * p.merge_size, **limits)
+        try:
+            tall, wide = smart_resize(height, width, factor=p.patch_size * p.merge_size, **limits)
+        except ValueError as error:
+            raise ValueError(
+                f"has an image of {width} x {height} pixels ({error}); crop it, or remove the row"
+            ) from None
         return 1, tall // p.patch_size, wide // p.patch_size
 
     def pixels(self, images: Sequence[Any]) -> tuple[Tensor, np.ndarray]:
@@ -266,11 +274,13 @@ def _read[T](action: Callable[[], T]) -> T:
 def _of_columns(values: Mapping[str, Any]) -> list[Any]:
     one, several = values.get("image"), image_list(values.get("images"))
     if one is not None and several is not None:
-        raise ValueError("has both columns image and images; keep one of them")
+        raise ValueError("goes with both columns image and images; keep one of them")
     if isinstance(one, list | tuple):
-        raise ValueError("column image must hold one image (got a list); use images for several")
+        raise ValueError("goes with column image, which must hold one image (got a list); use images for several")
     if several is not None and not isinstance(several, list | tuple):
-        raise ValueError(f"column images must be a list (got {type(several).__name__}); use image for a single one")
+        raise ValueError(
+            f"goes with column images, which must be a list (got {type(several).__name__}); use image for a single one"
+        )
     return list(several or []) if one is None else [one]
 
 

@@ -80,7 +80,7 @@ def load_rows(
         raise ValueError(
             f"{key}.source: {section.source} (split {section.split}) has no rows; name another source or split"
         )
-    if not rows[0]:
+    if not (rows.column_names if isinstance(rows, datasets.Dataset) else rows[0]):  # a row's images would be decoded
         raise ValueError(
             f'{key}.source: the rows of {section.source} have no columns; write rows such as {{"{prompt_column}": '
             f'"..."}}'

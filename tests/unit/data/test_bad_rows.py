@@ -133,6 +133,18 @@ def reader_of(folder: Path, path: Path, needs: dict):
     return read
 
 
+def test_the_first_row_of_a_column_of_images_may_be_damaged(folder, tmp_path):
+    """datasets 6470: `datasets` decodes an image when a row is read."""
+    import datasets
+
+    image(56, 56, 1).save(tmp_path / "one.png")
+    content = (tmp_path / "one.png").read_bytes()
+    rows = [dict(prompt="a", image=dict(bytes=file, path=None), own=None) for file in (content[:900], content)]
+    data = datasets.Dataset.from_list(rows).cast_column("image", datasets.Image())
+    data.to_parquet(str(tmp_path / "rows.parquet"))
+    assert [*source(folder, tmp_path / "rows.parquet", "data.bad_rows=skip").rows] == [1]
+
+
 def test_needs_are_those_of_rewards_that_read_the_row(tmp_path):
     (tmp_path / "mine.py").write_text("def f(completions, answer, hint=None, **columns):\n    return [0.0]\n")
     mine = dict(function=f"{tmp_path}/mine.py:f")

@@ -240,9 +240,12 @@ def test_an_image_is_turned_as_its_exif_says(folder, tmp_path):
         ),
         (dict(prompt="a", image="missing.png"), "has an image that is neither a file nor base64 .* 'missing.png'"),
         (dict(prompt="a <|image_pad|>", image="one.png"), r"renders 2 image token\(s\) for 1 image\(s\)"),
-        (dict(prompt="a", image="one.png", images=["one.png"]), "has both columns image and images; keep one"),
-        (dict(prompt="a", images="one.png"), "column images must be a list"),
-        (dict(prompt="a", image=["one.png"]), "column image must hold one image"),
+        (dict(prompt="a", image="one.png", images=["one.png"]), "goes with both columns image and images; keep one"),
+        (dict(prompt="a", images="one.png"), "column images, which must be a list"),
+        (dict(prompt="a", images=dict(path="one.png")), r"column images, which must be a list \(got dict\)"),
+        (dict(prompt="a", image=["one.png"]), "column image, which must hold one image"),
+        (dict(prompt="a", image="tall.png"), r"has an image of 2 x 500 pixels \(absolute aspect .*; crop it"),
+        (dict(prompt="<video>a", videos=["a.mp4"]), "goes with column videos, which no supported model reads"),
         (
             dict(prompt=[dict(role="user", content=[dict(type="image"), dict(type="image")])], images=["one.png"]),
             r"has 2 parts of type image, and the row has 1 image\(s\)",
@@ -255,6 +258,7 @@ def test_an_image_is_turned_as_its_exif_says(folder, tmp_path):
 )
 def test_what_is_wrong_with_an_image_is_told_with_its_row(folder, tmp_path, row, said):
     (tmp_path / "one.png").write_bytes(png(image(28, 28, 8)))
+    (tmp_path / "tall.png").write_bytes(png(image(2, 500, 8)))
     with pytest.raises(ValueError, match=f"data.train: row 0: .*{said}"):
         source(folder, parquet(tmp_path, [row]))
 
