@@ -7,10 +7,11 @@ import contextlib
 import hashlib
 import io
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from megagrpo.regular_files import NotRegular, open_regular
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -31,8 +32,8 @@ class ImageError(ValueError):
 class RowImage:
     """An image of a row: the bytes of its file, the path of its file, or a PIL image. Reward functions get `opened`.
 
-    All methods raise ImageError for an image that cannot be read, whatever the decoder raises. Imports only the
-    standard library: every worker process reads this file.
+    All methods raise ImageError for an image that cannot be read, whatever the decoder raises. Imports the
+    standard library almost alone: every worker process reads this file.
     """
 
     content: bytes | str | Image.Image
@@ -108,13 +109,10 @@ class RowImage:
     def _file(self) -> io.BufferedReader | io.BytesIO:
         if not isinstance(self.content, str):
             return io.BytesIO(self.content)  # type: ignore[arg-type]  # no PIL image
-        if not stat.S_ISREG(os.stat(self.content).st_mode):
-            raise ImageError(f"is no regular file ({self.content})")
-        file = open(os.open(self.content, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # replaced by a FIFO, whose reading would wait
-            file.close()
-            raise ImageError(f"is no regular file ({self.content})")
-        return file
+        try:
+            return open_regular(self.content)
+        except NotRegular:
+            raise ImageError(f"is no regular file ({self.content})") from None
 
     def _image(self) -> Image.Image:
         from PIL import Image

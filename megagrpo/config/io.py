@@ -21,6 +21,7 @@ from megagrpo.config.key_table import PLACEHOLDERS, REMOVED_KEYS, fields, fits, 
 from megagrpo.config.overrides import apply_override
 from megagrpo.config.run_config import RunConfig
 from megagrpo.config.tasks import TaskSection, merged, of_task, task_values
+from megagrpo.regular_files import open_regular
 from megagrpo.suggestions import did_you_mean
 
 LARGEST_FILE = 10_000_000  # bytes of a YAML file
@@ -54,7 +55,7 @@ def read_yaml(path: str | Path, _children: tuple[Path, ...] = ()) -> dict[str, A
         raise ConfigError(f"{path}: `defaults:` forms a cycle: {chain}; remove one of these keys")
     named_by = f" (named by `defaults:` in {_children[-1]})" if _children else ""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(LARGEST_FILE + 1)
     except OSError as error:
         hint = _shipped_hint(path) or _neighbour_hint(path) if isinstance(error, FileNotFoundError) else ""

@@ -21,6 +21,7 @@ from megagrpo.families.shared.family import Table, common_config, rope
 from megagrpo.families.shared.stored_names import stored_names
 from megagrpo.families.shared.vision import TOWER
 from megagrpo.families.shared.wrapper import Naming
+from megagrpo.regular_files import read_regular
 
 MODEL = ("model",)  # keys of a problem with the model's folder
 _LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
@@ -43,7 +44,7 @@ def read_raw_config(folder: str | Path) -> dict[str, Any]:
     """Read `folder/config.json` as a dict. Raises ValueError when it is missing or broken."""
     path = Path(folder) / "config.json"
     try:
-        raw = json.loads(path.read_text(), object_hook=_with_floats)
+        raw = json.loads(read_regular(path).decode(), object_hook=_with_floats)
     except FileNotFoundError:
         said = f"{folder} holds no config.json; name a folder in Hugging Face format"
     except OSError as e:

@@ -24,6 +24,7 @@ from megagrpo.platform.process.cleanup.removal import remove
 from megagrpo.platform.process.cleanup.scratch import user_cache
 from megagrpo.platform.process.terminal import show
 from megagrpo.platform.process.variables import ENVIRONMENT
+from megagrpo.regular_files import irregular_entry
 
 PACKAGE = "package:"
 # Packages with weights that an extra of megagrpo installs -> the command
@@ -126,6 +127,8 @@ def _directory(folder: Path, key: str) -> Path:
     """Return `folder`. Raises ProblemError when it is a file or a Megatron checkpoint."""
     if not folder.is_dir():
         raise _error(key, f"{folder} is a file; name the folder that holds config.json and safetensors")
+    if odd := irregular_entry(folder):
+        raise _error(key, f"{odd} is no regular file; remove it, or download the file again")
     has_config = (folder / "config.json").is_file()
     if not has_config and any((folder / name).is_file() for name in (MEGATRON_LM, TORCH_DIST, NEMO_WEIGHTS)):
         model = "" if (folder / "hf" / "config.json").is_file() else " --model MODEL"

@@ -140,8 +140,6 @@ class ImageReader:
         `messages` are from `as_prompt` with images. Without images they are returned unchanged.
 
         Raises ValueError with a phrase when images and parts do not match."""
-        if name := next((name for name in _OTHER_COLUMNS if values.get(name)), None):
-            raise ValueError(f"goes with column {name}, which no supported model reads; remove the row")
         column = _of_columns(values)
         parts = [part for message in messages for part in _image_parts(message)]
         inline = [part["image"] for part in parts if "image" in part]
@@ -272,6 +270,8 @@ def _read[T](action: Callable[[], T]) -> T:
 
 
 def _of_columns(values: Mapping[str, Any]) -> list[Any]:
+    if other := next((name for name in _OTHER_COLUMNS if values.get(name)), None):
+        raise ValueError(f"goes with column {other}, which no supported model reads; remove the row")
     one, several = values.get("image"), image_list(values.get("images"))
     if one is not None and several is not None:
         raise ValueError("goes with both columns image and images; keep one of them")

@@ -24,6 +24,7 @@ from megagrpo.data.sources.bad_rows import BadRows
 from megagrpo.data.sources.column_types import common_schema
 from megagrpo.data.sources.text_files import Line, read_lines, why_empty, wrong_kind
 from megagrpo.data.sources.text_rows import JsonRows
+from megagrpo.regular_files import NotRegular, irregular_entry, read_regular
 from megagrpo.suggestions import did_you_mean
 
 datasets.disable_progress_bars()  # every rank would print one for copying a small file into the cache
@@ -218,6 +219,8 @@ def _find(source: str, key: str) -> Path | None:
         raise ValueError(
             f"{key}.source: {path} must end in one of {', '.join(DATA_SUFFIXES)}; convert or rename the file"
         )
+    if path.exists():
+        raise ValueError(f"{key}.source: {path.absolute()} is no regular file; copy its content into a file")
     if data_suffix(path) or path.is_absolute() or source.startswith(".") or source.count("/") > 1:
         raise ValueError(f"{key}.source: no file or folder {path.absolute()}; correct the path")
     return None
@@ -232,10 +235,12 @@ def _read_saved(path: Path, split: str) -> datasets.Dataset:
     """Return a split or slice such as `train[:100]` of a `save_to_disk` folder. A Dataset accepts any split name."""
     name = _split_name(split)
     if (path / "dataset_dict.json").exists():
-        names = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        names = json.loads(read_regular(path / "dataset_dict.json"))["splits"]
         if name not in names:
             raise ValueError(f"it has no split `{name}`; it has {', '.join(names)}")
         path = path / name
+    if odd := irregular_entry(path):
+        raise NotRegular(odd)
     try:
         data = datasets.load_from_disk(str(path))
     except IndexError:  # the library's error for a data set without files

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, cast
 import pyarrow
 
 from megagrpo.config.basics.paths import data_suffix
+from megagrpo.regular_files import open_regular
 
 type Line = tuple[bytes, Iterable[str]]
 """A row as JSON, and the names of its columns."""
@@ -46,7 +47,7 @@ _KINDS = {  # first bytes, in lower case -> what the file is, and the fix
 
 def wrong_kind(file: Path) -> str | None:
     """Return what a file is, and the fix, when its first bytes contradict its name; else None."""
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         head = stream.read(_HEAD).removeprefix(codecs.BOM_UTF8).lstrip().lower()
     suffix = file.suffix.lower()
     own = _BEGINNINGS.get(suffix)
@@ -86,7 +87,7 @@ def _open(file: Path) -> BinaryIO:
         ".bz2": bz2.open,
         ".zst": lambda path: io.BufferedReader(cast(Any, pyarrow.input_stream(str(path), compression="zstd"))),
     }
-    return cast(BinaryIO, opened.get(file.suffix.lower(), lambda path: path.open("rb"))(file))
+    return cast(BinaryIO, opened.get(file.suffix.lower(), open_regular)(file))
 
 
 # ----------------------------------------------------------------------------------------------------------------- JSON

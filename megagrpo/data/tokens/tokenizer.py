@@ -15,6 +15,7 @@ from megagrpo.config import RunConfig
 from megagrpo.data.tokens.chat_templates import PLAIN_TEXT as PLAIN_TEXT
 from megagrpo.data.tokens.chat_templates import check_kwargs
 from megagrpo.data.tokens.chat_templates import read_chat_template as read_chat_template
+from megagrpo.regular_files import irregular_entry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,6 +64,8 @@ def load_tokenizer(path: str | Path, model_path: str | Path | None = None) -> To
         if not Path(path).is_file():
             raise ValueError(f"model.tokenizer: no SentencePiece file {Path(path).absolute()}; correct the path")
         return SentencePieceTokenizer(path, _generation_eos(model_path or Path(path).parent))
+    if Path(path).is_dir() and (odd := irregular_entry(path)):
+        raise ValueError(f"model.tokenizer: {odd} is no regular file; remove it, or download the file again")
     from transformers import AutoTokenizer
 
     try:

@@ -6,6 +6,7 @@ Files elsewhere, for example on a hub, are checked by the run.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from megagrpo.config import DataSection, DatasetSection, EvaluationSet, Problem
 from megagrpo.config.basics.paths import data_suffix
 from megagrpo.data.sources.text_rows import ROWS_FOR_NAMES, column_hint, names_in
 from megagrpo.data.tokens.chat_templates import missing_template
+from megagrpo.regular_files import open_regular, read_regular
 
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3500  # limits of Linux in bytes, minus room for the file names that a run adds
 
@@ -82,7 +84,7 @@ def _columns(path: Path) -> list[str]:
     """Return the column names of a jsonl or csv file, from its first rows, fields of objects included; empty for other
     sources and unreadable files."""
     try:
-        with path.open(encoding="utf-8-sig") as lines:
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig") as lines:
             if path.suffix == ".jsonl":
                 rows = [json.loads(line) for line in islice(filter(str.strip, lines), ROWS_FOR_NAMES)]
                 return list(dict.fromkeys(name for row in rows for name in names_in(row)))
@@ -146,7 +148,7 @@ def _end_token_problems(folder: Path, vocab_size: int) -> list[Problem]:
     path, key = folder / "generation_config.json", ("model.path",)
     said = ""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_regular(path).decode())
         ends = content.get("eos_token_id")
         ends = [] if ends is None else as_list(ends)
         if odd := [end for end in ends if type(end) is not int or not 0 <= end < vocab_size]:
@@ -164,7 +166,7 @@ def _end_token_problems(folder: Path, vocab_size: int) -> list[Problem]:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty when it cannot be read."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_regular(path).decode())
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -5,18 +5,28 @@ import contextlib
 import io
 import json
 import os
+import socket
 import struct
 import zlib
+from itertools import product
 from pathlib import Path
 from urllib.parse import quote
 
+import datasets
 import numpy as np
 import pytest
 from PIL import Image
 
+from megagrpo.config import DatasetSection
+from megagrpo.config.io import read_yaml
 from megagrpo.data.images.image_values import row_image
 from megagrpo.data.images.prompt_images import ImageReader
 from megagrpo.data.prompt_values import as_prompt
+from megagrpo.data.sources.data_sources import load_rows
+from megagrpo.data.sources.text_files import wrong_kind
+from megagrpo.data.tokens.tokenizer import load_tokenizer
+from megagrpo.families.hf_config import read_raw_config
+from megagrpo.families.weight_sources import shape_folder
 from megagrpo.row_image import ImageError, RowImage
 from tests.unit.for_each import for_each
 
@@ -232,6 +242,41 @@ def test_what_is_no_regular_file_is_never_opened(outside, name):
     for action in (RowImage(str(folder / name)).size, RowImage(str(folder / name)).read):
         with pytest.raises(ImageError, match="is no regular file"):
             action()
+
+
+def saved(folder: Path) -> None:
+    datasets.Dataset.from_list([dict(prompt="a")]).save_to_disk(str(folder))
+
+
+FIFOS = {  # the name of a file, and what reads it
+    "run.yaml": read_yaml,
+    "config.json": read_raw_config,
+    "rows.jsonl": lambda path: load_rows(DatasetSection(source=str(path)), "data.train", 0, "prompt"),
+    "rows.parquet": lambda path: load_rows(DatasetSection(source=str(path)), "data.train", 0, "prompt"),
+    "state.json": lambda path: load_rows(DatasetSection(source=str(path.parent)), "data.train", 0, "prompt"),
+    "tokenizer.json": lambda path: load_tokenizer(path.parent),
+    "generation_config.json": lambda path: shape_folder(str(path.parent)),
+    "a file in the way": lambda path: wrong_kind(path),
+}
+
+
+@pytest.mark.timeout(60)
+@for_each(("name", "kind"), [*product(FIFOS, ["FIFO", "device", "socket"])])
+def test_a_file_of_the_run_that_is_no_regular_file_is_named(tmp_path, name, kind, monkeypatch):
+    path = tmp_path / name
+    if name == "state.json":
+        saved(tmp_path)
+        path.unlink()
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        monkeypatch.chdir(tmp_path)  # an address has at most 108 characters
+        socket.socket(socket.AF_UNIX).bind(name)
+    with pytest.raises((ValueError, OSError), match="no regular file") as error:
+        FIFOS[name](tmp_path if name == "config.json" else path)
+    assert str(path) in str(error.value)
 
 
 @for_each("kind", ["AVIF", "PNG", "WEBP", "GIF", "TIFF", "JPEG2000", "JPEG", "BMP", "PPM"])
