@@ -16,6 +16,8 @@ from megagrpo.data.sources.response_lengths import ResponseLengths
 from megagrpo.train_types import TrainState
 from megagrpo.types import Prompt
 
+Origin = tuple[str, int, BadRows]  # of a prompt: config key of its data set, row, bad rows of the set
+
 
 class PromptOrder:
     """An endless stream of prompts from one data set, the same on every rank.
@@ -82,6 +84,10 @@ class PromptOrder:
             position: self.prompt(row, position) for position, row, _ in upcoming if position not in self._peeked
         }
         return [self._peeked[position] for position, _, _ in upcoming]
+
+    def origin(self, prompt_id: int) -> Origin:
+        """Return the config key of a prompt's data set, its row there, and the bad rows of the set."""
+        return "data.train", prompt_id, self.bad
 
     def leave_out(self, rows: Collection[int]) -> None:
         """Never draw these rows again; positions stay. Raises ValueError if no row is left."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import lcm
 from typing import Any
 
 from megagrpo.config import ConfigError, Task
-from megagrpo.data.sources.prompt_order import PromptOrder
+from megagrpo.data.sources.prompt_order import Origin, PromptOrder
 from megagrpo.train_types import TrainState
 from megagrpo.types import Prompt
 
@@ -84,6 +85,16 @@ class Mixture(PromptOrder):
         return replace(
             prompt, prompt_id=prompt_id, position=position, expected_length=expected, task=self._tasks[task].name
         )
+
+    def origin(self, prompt_id: int) -> Origin:
+        """Return the config key of a prompt's data set, its row there, and the bad rows of the set."""
+        task = bisect_right(self._first, prompt_id) - 1
+        return self._tasks[task].key("data.train"), prompt_id - self._first[task], self.orders[task].bad
+
+    def leave_out(self, rows: Collection[int]) -> None:
+        """Never draw the rows with these `prompt_id`s again. Raises ValueError if a task has no row left."""
+        for first, end, order in zip(self._first, self._first[1:], self.orders, strict=False):
+            order.leave_out([row - first for row in rows if first <= row < end])
 
     def learn(self, pass_rates: Mapping[int, float]) -> dict[str, float]:
         """Give each task's curriculum the pass rates of its prompts. Returns their metrics by task."""

@@ -12,7 +12,7 @@ from megagrpo.config import DataSection, DatasetSection, Task, evaluation_sets
 from megagrpo.data.packing.sample_table import Vote
 from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.data.sources.bad_rows import BadRows
-from megagrpo.data.sources.prompt_order import PromptOrder
+from megagrpo.data.sources.prompt_order import Origin, PromptOrder
 from megagrpo.engine.http.protocol import derive_seed
 from megagrpo.environments.dialogues import Dialogues
 from megagrpo.platform.parallel.layout import Layout
@@ -45,6 +45,10 @@ class HeldOut:
     answer: Callable[[str], str | None] | None  # extracts the answer of a response; None: no maj@k
     warnings: list[str] = field(default_factory=list)  # of its prompts
     bad: BadRows = field(default_factory=BadRows)
+
+    def origin(self, prompt_id: int) -> Origin:
+        """Return the set's key, the row of a prompt, and the set's bad rows."""
+        return self.key, prompt_id, self.bad
 
     @property
     def vote(self) -> Vote | None:
@@ -95,7 +99,7 @@ def load_sets(task: Task, trained: SamplingParams, read: Read, reward_names: Seq
 def decodable_sets(sets: Sequence[HeldOut], layout: Layout | None, say: Callable[[str], None]) -> list[HeldOut]:
     """Return the sets with the prompts whose images can be decoded. Raises NoRollouts if bad rows are refused, and for
     a set without such prompts. Collective, unless `layout` is None."""
-    found = [replace(of, prompts=decodable(of.key, of.prompts, of.bad, layout, say)) for of in sets]
+    found = [replace(of, prompts=decodable(of.prompts, of.origin, layout, say)) for of in sets]
     if empty := next((held_out.key for held_out in found if not held_out.prompts), None):
         raise NoRollouts(f"{empty}: no row is usable; correct the rows")
     return found

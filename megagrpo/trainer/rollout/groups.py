@@ -138,7 +138,7 @@ class Rollouts:
             return
         prompts, say = self.prompts, self.say
         while fresh := {p.prompt_id: p for p in prompts.peek(n) if p.prompt_id not in self._decodable}:
-            good = decodable("data.train", [*fresh.values()], prompts.bad, self.collector.layout, say)
+            good = decodable([*fresh.values()], prompts.origin, self.collector.layout, say)
             self._decodable |= {prompt.prompt_id for prompt in good}
             try:
                 prompts.leave_out(fresh.keys() - self._decodable)

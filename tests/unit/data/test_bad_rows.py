@@ -12,10 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megagrpo.config import RewardsSection, load_config
+from megagrpo.config import RewardsSection, Task, load_config
 from megagrpo.data.images.prompt_images import ImageReader
 from megagrpo.data.prompts import PromptSource, prompt_reader
 from megagrpo.data.sources.bad_rows import BadRows
+from megagrpo.data.sources.task_mixture import Mixture
 from megagrpo.data.tokens.row_settings import RowReader
 from megagrpo.data.tokens.tokenizer import load_tokenizer
 from megagrpo.rewards.scorer import RewardScorer
@@ -267,7 +268,7 @@ def test_a_row_with_damaged_pixels_is_replaced_when_it_is_drawn(folder, tmp_path
     assert steps(of) == expected and prompts.bad.count == 3 and len(prompts) == 12
     assert of.collector.asked == (set(range(12)) - {1, 2, 7} if staleness else set())
     said = of.say.__self__
-    assert said[0].startswith("warning: data.train: ") and "row 1: the prompt has an image that cannot be" in said[0]
+    assert said[0].startswith("warning: ") and "row 1: the prompt has an image that cannot be" in said[0]
     resumed = source(folder, path, "data.bad_rows=skip")
     with suppress(StopRequested):
         (first := rollouts(source(folder, path, "data.bad_rows=skip"), path)).draw()
@@ -282,6 +283,16 @@ def test_ranks_share_the_decoding_and_leave_out_the_same_rows(folder, tmp_path):
     with ThreadPoolExecutor(2) as threads:
         assert [*threads.map(steps, ranks)] == [[[0, 3, 4, 5], [6, 8, 9, 10], [11, 0, 3, 4]]] * 2
     assert ranks[0].say.__self__ == ranks[1].say.__self__ and [of.prompts.bad.count for of in ranks] == [3, 3]
+
+
+def test_a_task_of_a_mixture_leaves_out_its_own_damaged_rows(folder, tmp_path):
+    path = damaged(tmp_path, 1)
+    orders = [source(folder, path, "data.bad_rows=skip") for _ in range(2)]
+    config = load_config("megagrpo:quickstart", ["data.bad_rows=skip", "data.images=true"])
+    mixture = Mixture([Task(name, 1.0, config, {}) for name in "ab"], orders, 0)
+    of = rollouts(mixture, path)
+    assert steps(of, 1) == [[0, 12, 2, 14]] and [order.bad.count for order in orders] == [1, 1]
+    assert "2 more rows are bad" in of.say.__self__[0] and "tasks.a.data.train: row 1: " in of.say.__self__[0]
 
 
 def test_damaged_pixels_that_are_refused_end_the_run_with_row_file_and_fix(folder, tmp_path):
