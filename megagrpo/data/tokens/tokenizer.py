@@ -26,6 +26,8 @@ Messages = str | list[dict[str, Any]]
 # End of a rendered conversation: an opened assistant turn, the last message without its end, or the last message with
 # its end.
 Ending = Literal["generate", "continue", "closed"]
+# Texts that tell a turn's thoughts and calls apart. Some models have special tokens for them.
+TAGS = "<think>", "</think>", "<tool_call>", "</tool_call>"
 CUSTOM_CODE = (
     "has a tokenizer of custom code (auto_map in tokenizer_config.json), which is never run; write it as "
     "tokenizer.json (docs/model_notes.md) and name that folder"
@@ -131,7 +133,8 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
-        """Return the text of the ids, without special tokens; with `special` also theirs, if the tokenizer has any."""
+        """Return the text of the ids, without special tokens except TAGS; with `special` also theirs, if the tokenizer
+        has any."""
 
     @abstractmethod
     def token_text(self, token_id: int) -> str:
@@ -139,7 +142,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def special_ids(self) -> list[int]:
-        """Return the ids of special tokens, which `decode` leaves out."""
+        """Return the ids of special tokens, which `decode` leaves out, except TAGS."""
 
     @abstractmethod
     def _apply_template(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
@@ -236,6 +239,8 @@ class HuggingFaceTokenizer(Tokenizer):
         own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         super().__init__([*own, *more_eos], tokenizer.chat_template)
         self.tokenizer: Any = tokenizer  # its methods return one of several types, by their arguments
+        left_out = {i for i in self.special_ids() if self.token_text(i) not in TAGS}
+        self._left_out = left_out if len(left_out) < len(self.special_ids()) else None  # None: no tag is special
 
     def __len__(self) -> int:
         return len(self.tokenizer)
@@ -247,6 +252,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
+        if self._left_out is not None and not special:
+            token_ids, special = [i for i in token_ids if i not in self._left_out], True
         options = dict(skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         return self.tokenizer.decode(list(token_ids), **options)
 

@@ -12,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from megagrpo.config import DataSection
 from megagrpo.data.tokens.token_texts import TokenTexts
 from megagrpo.data.tokens.tokenizer import load_tokenizer, read_chat_template
+from megagrpo.environments.episodes.tool_calls import hermes
 from megagrpo.families.weight_sources import resolve_model
 from megagrpo.planner.rules.checked_files import tokenizer_problems
 from tests.unit.for_each import for_each
@@ -118,6 +119,19 @@ def test_a_last_message_of_the_assistant_is_continued(chat_folder):
     tokenizer = load_tokenizer(chat_folder)
     ids = tokenizer.render([{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "The sum"}])
     assert tokenizer.tokenizer.decode(list(ids)).endswith("<|im_start|>assistant\nThe sum")
+
+
+def test_tags_of_thoughts_and_calls_stay_in_the_text_where_they_are_special_tokens(chat_folder, tmp_path):
+    """Else no call of such a model is found."""
+    from transformers import PreTrainedTokenizerFast
+
+    made = PreTrainedTokenizerFast.from_pretrained(chat_folder)
+    made.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>", "<|other|>"]})
+    made.save_pretrained(tmp_path)
+    tokenizer, text = load_tokenizer(tmp_path), '<tool_call>\n{"name": "look"}\n</tool_call>'
+    ids = tokenizer.encode(f"Hm. {text}<|other|> so<|im_end|>", add_special_tokens=False)
+    assert tokenizer.decode(ids) == f"Hm. {text} so" and tokenizer.decode(ids, special=True).endswith("<|im_end|>")
+    assert hermes(tokenizer.decode(ids)) == ("Hm.", [{"name": "look", "arguments": {}}])
 
 
 def test_decode_leaves_special_tokens_out_and_keeps_spaces(chat_folder):
