@@ -145,8 +145,10 @@ def _with_object(call: Message) -> Message:
 
 
 def _arguments(call: Message) -> Any:
-    """Return a call's arguments as a value; as text if they are no JSON."""
+    """Return a call's arguments as a value; as text if they are no JSON. A call without any has an empty object."""
     arguments = call["function"].get("arguments")
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        return {}
     try:
         return read_json(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):

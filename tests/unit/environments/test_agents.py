@@ -1,4 +1,4 @@
-"""Agents in real worker processes that talk to the address with the `openai` package; the policy's turns are scripted."""
+"""Agents in real worker processes that talk to the address, some with `openai`; the policy's turns are scripted."""
 
 import asyncio
 import json
@@ -30,18 +30,12 @@ from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
 from tests.unit.environments.test_dialogues import Scripted
 from tests.unit.environments.test_trajectories import HERMES, QWEN3, SEARCH
 
-AGENTS = '''
-"""Agents of the tests."""
+WITH_OPENAI = '''
+"""Agents of the tests that talk to the address with the `openai` package."""
 
 import asyncio
-import os
-import signal
-import subprocess
-import time
 
 import openai
-
-print("imported")
 
 
 async def twice(prompt, client, answer):
@@ -58,85 +52,6 @@ def unmodified(prompt):
     return len(model.chat.completions.create(model="gpt-4o", messages=prompt).choices[0].message.content)
 
 
-def silent(**columns):
-    return 1.0
-
-
-def optional(prompt, client=None, *rest, answer="", **columns):
-    return 1.0
-
-
-def busy(prompt):
-    openai.OpenAI().models.list()
-    subprocess.Popen(["sleep", "1000"])
-    while True:
-        pass
-
-
-def wrong(prompt):
-    unmodified(prompt)
-    return "good"
-
-
-def raises(prompt):
-    unmodified(prompt)
-    raise KeyError("lost")
-
-
-class Silent(Exception):
-    def __str__(self):
-        raise ValueError("no text")
-
-
-class Numbered(KeyboardInterrupt):
-    def __str__(self):
-        return 5
-
-
-def has_no_text(prompt):
-    unmodified(prompt)
-    raise Silent
-
-
-def has_a_number(prompt):
-    unmodified(prompt)
-    raise Numbered
-
-
-def dies(prompt):
-    os._exit(3)
-
-
-def endless(prompt, client):
-    model, messages = openai.OpenAI(), prompt
-    while True:
-        reply = model.chat.completions.create(model="m", messages=messages)
-        messages = [*messages, reply.choices[0].message, {"role": "user", "content": "again"}]
-
-
-async def waits(prompt, client):
-    await asyncio.sleep(0.5)
-    async with openai.AsyncOpenAI() as model:
-        await model.chat.completions.create(model="m", messages=[{"role": "user", "content": prompt}])
-    return os.getpid()
-
-
-def second(prompt, count):
-    unmodified([{"role": "user", "content": prompt}])
-    with open(count, "a+") as file:
-        file.seek(0)
-        tries = len(file.read())
-        file.write("x")
-    if not tries:
-        raise OSError("the first try")
-    return 1.0
-
-
-def works(prompt):
-    unmodified([{"role": "user", "content": prompt}])
-    time.sleep(1000)
-
-
 async def both(prompt):
     async with openai.AsyncOpenAI() as model:
         messages = [{"role": "user", "content": prompt}]
@@ -151,10 +66,120 @@ def hasty(prompt):
         )
     except openai.APITimeoutError:
         return 1.0
+'''
+PLAIN = '''
+"""Agents of the tests that need no package to talk to the address: `openai` takes half a second to import."""
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+import subprocess
+import time
+from urllib.parse import urlsplit
+
+print("imported")
+
+
+def requested(method, path, body=None):
+    """What the address responds."""
+    url = urlsplit(os.environ["OPENAI_BASE_URL"])
+    connection = http.client.HTTPConnection(url.hostname, url.port)
+    keys = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    connection.request(method, url.path + path, json.dumps(body), keys)
+    answer = connection.getresponse()
+    if answer.status != 200:
+        raise RuntimeError(answer.read())
+    return json.loads(answer.read())
+
+
+def asks(prompt):
+    return requested("POST", "/chat/completions", {"messages": prompt})["choices"][0]["message"]
+
+
+def dozes(prompt):
+    time.sleep(1000)
+
+
+def silent(**columns):
+    return 1.0
+
+
+def optional(prompt, client=None, *rest, answer="", **columns):
+    return 1.0
+
+
+def busy(prompt):
+    requested("GET", "/models")
+    subprocess.Popen(["sleep", "1000"])
+    while True:
+        pass
+
+
+def wrong(prompt):
+    asks(prompt)
+    return "good"
+
+
+def raises(prompt):
+    asks(prompt)
+    raise KeyError("lost")
+
+
+class Silent(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+class Numbered(KeyboardInterrupt):
+    def __str__(self):
+        return 5
+
+
+def has_no_text(prompt):
+    asks(prompt)
+    raise Silent
+
+
+def has_a_number(prompt):
+    asks(prompt)
+    raise Numbered
+
+
+def dies(prompt):
+    os._exit(3)
+
+
+def endless(prompt):
+    while True:
+        prompt = [*prompt, asks(prompt), {"role": "user", "content": "again"}]
+
+
+async def waits(prompt):
+    await asyncio.sleep(0.5)
+    asks([{"role": "user", "content": prompt}])
+    return os.getpid()
+
+
+def second(prompt, count):
+    asks([{"role": "user", "content": prompt}])
+    with open(count, "a+") as file:
+        file.seek(0)
+        tries = len(file.read())
+        file.write("x")
+    if not tries:
+        raise OSError("the first try")
+    return 1.0
+
+
+def works(prompt):
+    asks([{"role": "user", "content": prompt}])
+    time.sleep(1000)
 
 
 def kills_its_worker(prompt, index):
-    unmodified([{"role": "user", "content": prompt}])
+    asks([{"role": "user", "content": prompt}])
     time.sleep(1.0)
     if index == 0:
         os.kill(os.getppid(), signal.SIGKILL)
@@ -168,12 +193,12 @@ def leaves_a_copy(prompt):
 
 
 def says(prompt):
-    unmodified([{"role": "user", "content": prompt}])
+    asks([{"role": "user", "content": prompt}])
     print(prompt)
 
 
 def tells(prompt):
-    unmodified(prompt)
+    asks(prompt)
     names = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "NO_PROXY", "OPENAI_AGENTS_DISABLE_TRACING")
     open("/proc/self/fd/1", "w").close()
     return float(all(os.environ[name] for name in names))
@@ -236,8 +261,14 @@ def policy(tokenizer):
 @pytest.fixture(scope="module")
 def agents_of(tmp_path_factory):
     folder = tmp_path_factory.mktemp("agents")
-    (folder / "mine.py").write_text(AGENTS)
-    return lambda name, **keys: Responders(MultiTurnSection(agent=f"{folder}/mine.py:{name}", workers=1, **keys))
+    (folder / "talks.py").write_text(WITH_OPENAI)
+    (folder / "mine.py").write_text(PLAIN)
+
+    def make(name, **keys):
+        file = "talks.py" if f"def {name}(" in WITH_OPENAI else "mine.py"
+        return Responders(MultiTurnSection(agent=f"{folder}/{file}:{name}", workers=1, **keys))
+
+    return make
 
 
 def conversed(responders, *seats):
@@ -331,7 +362,7 @@ def test_a_parameter_that_is_no_column_is_refused_by_name(agents_of):
         said = "multi_turn.agent: `twice` needs column `answer`; the data set has answers; did you mean `answers`"
         with pytest.raises(ValueError, match=said):
             agents.agent.check_columns(["answers"])
-    for name in ("silent", "unmodified", "optional"):
+    for name in ("silent", "asks", "optional"):
         with agents_of(name) as agents:
             agents.agent.check_columns([])
 
@@ -361,7 +392,7 @@ def test_what_an_agent_prints_is_shown_once_without_unbuffered_output_too(agents
 
 
 def test_an_agent_that_holds_its_process_is_killed_with_what_it_started_and_alone(agents_of, policy, tmp_path):
-    with agents_of("busy", max_seconds=1.5) as agents:
+    with agents_of("busy", max_seconds=1.0) as agents:
         begun = time.monotonic()
         (rollout,) = conversed(agents, lambda: policy.seat())
         assert rollout.dialogue.ended == "time_limit" and time.monotonic() - begun < 60
@@ -421,7 +452,7 @@ def test_a_trial_shows_the_first_request_of_an_agent(agents_of, tokenizer, monke
     with agents_of("silent") as agents, pytest.raises(ValueError, match="on row 5: it asked the policy for nothing"):
         agent_module.first_request(agents.agent, trajectory())
     monkeypatch.setattr(agent_module, "IMPORT_SECONDS", 2.0)
-    with agents_of("busy") as agents, pytest.raises(ValueError, match="for nothing in 2 s"):
+    with agents_of("dozes") as agents, pytest.raises(ValueError, match="for nothing in 2 s"):
         agent_module.first_request(agents.agent, trajectory())
 
 
@@ -776,8 +807,14 @@ def test_a_failed_agent_is_tried_again_with_the_same_seeds(agents_of, tokenizer,
 def test_a_conversation_that_is_cut_ends_with_its_turns_while_the_agent_still_works(agents_of, tokenizer):
     with agents_of("works", max_seconds=100.0) as responders:
         engine = engine_of(tokenizer, responders, ["one"])
-        timer = threading.Timer(6.0, engine.cut, [[8]])
-        timer.start()
+
+        def cut():
+            while not engine.engine.requests:
+                time.sleep(0.05)
+            time.sleep(0.5)  # the agent has its reply
+            engine.cut([8])
+
+        threading.Thread(target=cut, daemon=True).start()
         begun = time.monotonic()
         ((_, (rollout,)),) = engine.groups([Prompt(5, (1,), "hi", position=8)], 1, SamplingParams(0.7, 50), 3)
         assert time.monotonic() - begun < 60
