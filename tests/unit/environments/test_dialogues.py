@@ -269,7 +269,7 @@ def responders(plugins):
             for k, v in section.items()
             if isinstance(v, (str, list))
         }
-        made.append(Responders(MultiTurnSection(**dict(timeout=5.0, workers=2) | section | named), plugins.parent))
+        made.append(Responders(MultiTurnSection(**dict(timeout=5.0, workers=1) | section | named), plugins.parent))
         return made[-1]
 
     yield make
@@ -671,7 +671,7 @@ class Scripted:
         )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tokenizer(chat_folder):  # noqa: F811
     return load_tokenizer(chat_folder)
 
