@@ -128,6 +128,17 @@ def test_calls_and_their_results_continue_by_value_whatever_the_spaces_in_their_
     assert "<tool_response>\nfound" in text_of(agent, agent.contexts[1])
 
 
+@pytest.mark.parametrize("arguments", [None, "", " ", "{}", {}])
+def test_a_call_without_arguments_continues_and_is_rendered_however_they_are_left_out(tokenizer, arguments):
+    agent = Agent(tokenizer, QWEN3, tools=[SEARCH])
+    told = agent.ask([user("find")], "x", [call_of("search", "c1")])
+    told[-1]["tool_calls"][0]["function"]["arguments"] = arguments
+    told = agent.ask([*told, {"role": "tool", "tool_call_id": "c1", "content": "found"}], "done")
+    assert not agent.trajectory.counts
+    agent.ask([user("other"), *told[1:], user("more")], "done")  # rendered in full
+    assert agent.trajectory.counts == {"branches/edited": 1}
+
+
 def test_a_template_that_drops_thoughts_makes_a_sample_of_each_turn_after_a_user(tokenizer):
     agent = Agent(tokenizer, QWEN3, tools=[SEARCH])
     told = agent.ask([user("one")], "<think>a</think>1", [call_of("search", "c1", q="x")])
