@@ -14,6 +14,8 @@ import asyncio
 
 import openai
 
+openai.OpenAI(api_key="none")  # imports once what each conversation, a fork, would import
+
 
 async def twice(prompt, client):
     """Ask, and ask again with the history; every other conversation also begins a second history."""

@@ -1,13 +1,17 @@
 """User mistakes: exit code 2, one readable message that names the key, and no process left running."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
 import socket
 
 import pytest
+from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
+from megagrpo.__main__ import main
 from tests.e2e import world
 
 
@@ -58,23 +62,32 @@ def test_a_mistake_in_the_config_is_named(case, tmp_path):
     refused(world.train(tmp_path, *overrides), *words)
 
 
-@pytest.mark.parametrize(
-    ("override", "text"),
-    [
-        pytest.param(
-            "data.prompt_column=questoin", "`questoin`", marks=pytest.mark.full
-        ),  # read by leaders of replicas
-        pytest.param("model.tokenizer=/no/such/tokenizer", "/no/such/tokenizer", marks=pytest.mark.full),
-        ("rewards.functions.0.function=no_such_module:f", "'no_such_module'"),
-        pytest.param(
-            "rollout.urls=[http://127.0.0.1:9]", "does not respond", marks=pytest.mark.full
-        ),  # asked by rank 0
-        pytest.param("run.callbacks=[no_such_module:C]", "'no_such_module'", marks=pytest.mark.full),
-        pytest.param("model.path=/no/such/model", "/no/such/model", marks=pytest.mark.full),  # read by every rank
-    ],
-)
-def test_a_mistake_is_printed_once_by_all_ranks_together(override, text, tmp_path):
-    run = world.finish(world.start(tmp_path, "parallel.tp=2", override, NPROC="2"), tmp_path)
+OF_RANKS = {
+    "data.prompt_column=questoin": "`questoin`",  # read by leaders of replicas
+    "model.tokenizer=/no/such/tokenizer": "/no/such/tokenizer",
+    "rewards.functions.0.function=no_such_module:f": "'no_such_module'",
+    "rollout.urls=[http://127.0.0.1:9]": "does not respond",  # asked by rank 0
+    "run.callbacks=[no_such_module:C]": "'no_such_module'",
+    "model.path=/no/such/model": "/no/such/model",  # read by every rank
+}
+
+
+def trained(words):
+    """Exit code and errors of a rank."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        return main(["train", *words]), said.getvalue()
+
+
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("override", OF_RANKS)
+def test_a_mistake_is_printed_once_by_all_ranks_together(override, launched, tmp_path):
+    text = OF_RANKS[override]
+    if launched:
+        run = world.finish(world.start(tmp_path, "parallel.tp=2", override, NPROC="2"), tmp_path)
+    else:
+        codes, said = zip(*run_ranks(trained, 2, world.arguments(tmp_path, "parallel.tp=2", override)), strict=True)
+        run = world.Run(*set(codes), "", "".join(said), tmp_path / "run")
     refused(run, text)
     told = [line for line in run.err.splitlines() if text in line]
     assert len(told) == 1 and "rank " not in told[0], run.err
