@@ -41,6 +41,7 @@ from megagrpo.records.checkpoints.run_files import checkpoints
 # Modules that a run imports, imported once for all forks.
 OF_RUNS = (
     "megagrpo.trainer.wiring",
+    "megagrpo.data.sources.data_sources",
     "torch.utils.tensorboard",
     "transformers.models.auto.tokenization_auto",
     "transformers.generation",
