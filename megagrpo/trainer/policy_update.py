@@ -75,7 +75,11 @@ class Learning:
         rewards = rewards if kl is None else less_kl(rewards, kl, algorithm.beta)
         if algorithm.own_estimator and samples.turns is None:
             return self._estimated(samples, rewards, None)
-        return advantages_of(rewards, samples.rewards_by_function(group), algorithm, weights)
+        by_function, advantages = samples.rewards_by_function(group), torch.empty_like(rewards)
+        for of_task in samples.groups_of_tasks(group).values():  # statistics of the batch are those of a task
+            own = rewards[of_task], by_function[of_task]
+            advantages[of_task] = advantages_of(*own, algorithm, weights)
+        return advantages
 
     def turn_advantages(self, samples: StepSamples, advantages: Tensor) -> np.ndarray | None:
         """Return the advantages [K] float64 of the turns of samples with advantages [P, G]; None if all tokens of a

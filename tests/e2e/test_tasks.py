@@ -1,6 +1,7 @@
 """Runs of several tasks: whole groups by weight, each with its own rewards, turns and sampling."""
 
 import json
+from statistics import fmean, stdev
 
 import pytest
 
@@ -28,7 +29,7 @@ def overrides(folder, *more):
             "sampling": {"temperature": 0.5, "max_tokens": 6, "logit_bias": {"257": 3}},  # 257 ends a turn
         },
     ]
-    limits = ["evaluation.steps=2", "run.log_completions_steps=1"]
+    limits = ["algorithm.scale_rewards=batch", "evaluation.steps=2", "run.log_completions_steps=1"]
     return [f"tasks={json.dumps(tasks)}", *limits, *more]
 
 
@@ -65,6 +66,15 @@ def test_metrics_of_a_task_are_those_of_its_responses(run):
         == ["eval/talk/pass@1"] * sum("eval/talk/pass@1" in line for line in run.lines)
         != []
     )
+
+
+def test_advantages_are_scaled_by_the_rewards_of_the_task(run):
+    for name in ("low", "talk"):
+        rows = [row for row in run.completions if row["step"] == 2 and row["task"] == name]
+        rewards = [row["reward"] for row in rows]
+        groups = [rewards[i - i % 4 :][:4] for i in range(len(rows))]
+        expected = [(r - fmean(group)) / (stdev(rewards) + 1e-4) for r, group in zip(rewards, groups, strict=True)]
+        assert [row["advantage"] for row in rows] == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
 def test_the_audit_of_a_step_scores_each_response_with_its_tasks_rewards(run):

@@ -3,6 +3,7 @@ sampled, which only its leader holds."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -69,6 +70,13 @@ class StepSamples:
     def outcomes(self, num_generations: int) -> Tensor:
         """Rewards [P, G] float64 without the rewards of tokens that have advantages; NaN where there is none."""
         return self._by_group("outcome" if self.columns.token_advantages else "reward", num_generations)
+
+    def groups_of_tasks(self, num_generations: int) -> dict[str, Tensor]:
+        """Return the indices of each task's groups, by the task's name; "" without tasks."""
+        found = defaultdict[str, list[int]](list)
+        for group, prompt in enumerate(self.prompts[::num_generations]):
+            found[prompt.task].append(group)
+        return {task: torch.tensor(groups) for task, groups in found.items()}
 
     def rewards_by_function(self, num_generations: int) -> Tensor:
         """Rewards [P, G, F] float64 before their weights; NaN where a function could not score."""

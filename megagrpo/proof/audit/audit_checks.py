@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from statistics import fmean
 
@@ -50,9 +50,9 @@ def check_step(step: Step) -> Iterator[Check]:
     rewards = [naive_advantages.weighted_sum(row, weights) for row in table]
     if algorithm.advantage_by_tokens:
         rewards = naive_tokens.outcomes(step)
-        advantages = naive_advantages.advantages([[r] for r in rewards], [1.0], step.group_size, algorithm)
+        advantages = _advantages(step, [[r] for r in rewards], [1.0])
     else:
-        advantages = naive_advantages.advantages(table, weights, step.group_size, algorithm)
+        advantages = _advantages(step, table, weights)
     if algorithm.own_estimator and not algorithm.advantage_by_turns:
         advantages = naive_turns.estimated(step, table, rewards).tolist()
     dumped = [float(s.text["advantage"]) for s in step.trajectories]
@@ -253,15 +253,31 @@ def _rewards(step: Step) -> tuple[list[list[float | None]], list[float], Check]:
     return values, weights, check
 
 
+def _advantages(step: Step, table: Sequence[Sequence[float | None]], weights: Sequence[float]) -> list[float]:
+    """Return the advantage of each row of rewards; a task's rows are a batch of their own."""
+    found = [math.nan] * len(table)
+    for indices in _of_tasks(step).values():
+        own = [table[i] for i in indices]
+        values = naive_advantages.advantages(own, weights, step.group_size, step.config.algorithm)
+        for i, value in zip(indices, values, strict=True):
+            found[i] = value
+    return found
+
+
+def _of_tasks(step: Step) -> dict[str, list[int]]:
+    """Return the indices of each task's trajectories; a step without tasks has one, named ""."""
+    found = defaultdict[str, list[int]](list)
+    for i, sample in enumerate(step.trajectories):
+        found[sample.text.get("task", "")].append(i)
+    return found
+
+
 def _scored_again(step: Step, functions: list[RewardFunction]) -> Iterator[tuple[int, str, float | None]]:
     """Yield (index of the trajectory, function, reward) of each function on the trajectories of its task."""
     section = RewardsSection(functions=functions, timeout=step.config.rewards.timeout, workers=1)
-    of_tasks = defaultdict[str, list[int]](list)
-    for i, sample in enumerate(step.trajectories):
-        of_tasks[sample.text.get("task", "")].append(i)
     limit, names = step.config.rollout.max_completion_length, step.config.task_rewards
     with RewardScorer(section, limit, of_tasks=names) as scorer:
-        for task, indices in of_tasks.items():
+        for task, indices in _of_tasks(step).items():
             with scorer.begin(task=task) as scoring:
                 scoring.add(0, [_rollout(step.trajectories[i]) for i in indices])
                 for i, scored in zip(indices, scoring.finish(), strict=True):

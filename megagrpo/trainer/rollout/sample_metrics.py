@@ -43,14 +43,14 @@ def task_metrics(samples: StepSamples, num_generations: int, tasks: Sequence[str
     """Return groups, rewards, mean length and share of truncated responses of each of the `tasks`, by name."""
     if not tasks:
         return {}
-    of_groups = np.array([prompt.task for prompt in samples.prompts[::num_generations]])
+    of_tasks = samples.groups_of_tasks(num_generations)
     rewards, metrics = samples.rewards(num_generations), dict[str, float]()
     lengths, truncated = (row.reshape(-1, num_generations) for row in (samples.written, samples.has(TRUNCATED)))
     for name in tasks:
-        own = of_groups == name
-        found = {"groups": float(own.sum())}
-        if own.any():
-            found |= reward_statistics(rewards[torch.from_numpy(own)])
+        own = of_tasks.get(name, torch.empty(0))
+        found = {"groups": float(len(own))}
+        if len(own):
+            found |= reward_statistics(rewards[own])
             found["completions/mean_length"] = float(lengths[own].mean())
             found["completions/clipped_ratio"] = float(truncated[own].mean())
         metrics |= {f"tasks/{name}/{key}": value for key, value in found.items()}
