@@ -38,6 +38,7 @@ PARTS = (
     "start",
     "rewards",
     "planned",
+    "order",
 )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megagrpo.config import RolloutSection, RunConfig
 from megagrpo.platform.parallel.layout import Layout
@@ -17,6 +18,7 @@ from megagrpo.trainer.saving.saves import Saves
 from megagrpo.weights.files.tensor_files import dtype_name
 
 FIRST_STEPS = 5  # the mismatch of the first steps is the run's baseline
+FLAT_STEPS = 10  # steps in a row with equal rewards, before a task is reported
 JUMP = 3.0  # alarm when the mismatch is this many times as far from 1 as the baseline
 # upper limit of `token_mult_prob_error` in healthy runs; in bf16 it grows with the entropy
 NORMAL = {"float32": 1.01, "bfloat16": 1.1}
@@ -42,6 +44,7 @@ class Alarms:
     quantizes: bool
     reward_tracebacks: Callable[[Sequence[str]], str]
     say: Callable[[str], None]
+    flat_steps: Counter[str] = field(default_factory=Counter)  # of each task, in a row
 
     def check_mismatch(self, metrics: dict[str, float]) -> None:
         """Count and report a step whose train/rollout mismatch is above normal."""
@@ -54,6 +57,19 @@ class Alarms:
             self.say(mismatch_warning(self.rollout, self.dtype, self.state.step, error, limit, first))
         if len(first) < FIRST_STEPS and math.isfinite(error):
             self.state.first_mismatches = [*first, error]
+
+    def check_tasks(self, metrics: dict[str, float]) -> None:
+        """Report a task of which all groups had equal rewards in each of the last `FLAT_STEPS` steps with the task."""
+        for name in [name for name in metrics if name.startswith("tasks/") and name.endswith("/frac_reward_zero_std")]:
+            task = name.removeprefix("tasks/").removesuffix("/frac_reward_zero_std")
+            self.flat_steps[task] = self.flat_steps[task] + 1 if metrics[name] == 1 else 0
+            if self.flat_steps[task] == FLAT_STEPS:
+                reward = metrics[f"tasks/{task}/reward"]
+                self.say(
+                    f"warning: step {self.state.step}: task {task}: all groups of its last {FLAT_STEPS} steps have "
+                    f"equal rewards (now {reward:.4g}), so it teaches nothing. If it is solved, lower tasks.{task}.weight; "
+                    "else look at its responses and rewards in completions.jsonl"
+                )
 
     def count_skip(self, error: NonFiniteError, weights: Weights) -> None:
         """Count and report a skipped optimizer step, with its non-finite tensor's Hugging Face name. Collective."""

@@ -94,6 +94,7 @@ class Lifecycle:
         """End a step with its metrics and those of its weight sync: check and write them, evaluate, and save."""
         step = self.state.step
         self.alarms.check_mismatch(metrics)
+        self.alarms.check_tasks(metrics)
         self.check_folder()
         self.saves.finish(wait=False)
         metrics = self.records.with_speed(metrics, synced) | {

@@ -13,10 +13,12 @@ from megagrpo.data.sources.bad_rows import BadRows
 from megagrpo.data.sources.curriculum import Curriculum
 from megagrpo.data.sources.data_identity import DataIdentity
 from megagrpo.data.sources.response_lengths import ResponseLengths
+from megagrpo.data.sources.row_permutation import RowPermutation
 from megagrpo.train_types import TrainState
 from megagrpo.types import Prompt
 
 Origin = tuple[str, int, BadRows]  # of a prompt: config key of its data set, row, bad rows of the set
+MOST_SORTED = 1 << 14  # rows of an epoch
 
 
 class PromptOrder:
@@ -25,7 +27,8 @@ class PromptOrder:
     `next(n)` draws prompts. The whole state is `cursor`, the number of positions drawn or skipped since the start, and
     the history of `curriculum`: set both to resume. Every epoch contains each prompt once, in the order of
     blake2b("seed/epoch/prompt_id") with `data.shuffle`, else in the order of the data set. So the order depends only on
-    the seed and the epoch, and dropping a prompt does not move the others. Prompts that rest are skipped. After `join`
+    the seed and the epoch, and dropping a prompt does not move the others. More than MOST_SORTED rows are not sorted:
+    a `RowPermutation` computes their order. Prompts that rest are skipped. After `join`
     an epoch may have been begun with fewer rows: `joins` lists (cursor, epoch, rows before) of each call.
 
     `rows` are the rows of the data set that are used. The prompts here have a `prompt_id` and a `position`, but no
@@ -185,4 +188,6 @@ class PromptOrder:
     def _epoch_order(self, epoch: int, rows: Sequence[int]) -> Sequence[int]:
         if not self._data.shuffle:
             return rows
+        if len(rows) > MOST_SORTED:
+            return RowPermutation(rows, f"{self._seed}/{epoch}")
         return sorted(rows, key=lambda row: blake2b(f"{self._seed}/{epoch}/{row}".encode(), digest_size=16).digest())

@@ -54,10 +54,12 @@ class Mixture(PromptOrder):
         self._shares = Shares([task.weight for task in tasks])
         self._first = [0]  # prompt_id of each task's row 0, and the number of all rows
         for order in orders:
-            self._first.append(self._first[-1] + max(order.rows) + 1)
-        rows = [first + row for first, order in zip(self._first, orders, strict=False) for row in order.rows]
-        super().__init__(rows, tasks[0].config.data, seed)
+            self._first.append(self._first[-1] + order.rows[-1] + 1)
+        super().__init__((), tasks[0].config.data, seed)
         self.warnings = [warning for order in orders for warning in order.warnings]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.orders))
 
     @property
     def columns(self) -> list[str]:

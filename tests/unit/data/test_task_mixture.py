@@ -7,6 +7,7 @@ import pytest
 
 from megagrpo.config import ConfigError, DataSection, Task
 from megagrpo.data.sources.prompt_order import PromptOrder
+from megagrpo.data.sources.row_permutation import RowPermutation
 from megagrpo.data.sources.task_mixture import Mixture, Shares
 from megagrpo.train_types import TrainState
 
@@ -59,6 +60,19 @@ def test_what_is_peeked_is_drawn_and_a_restart_continues_it():
     again = mixture()
     again.restore(state)
     assert seen(again.peek(4)) == whole[9:13] and seen(again.next(31)) == whole[9:]
+
+
+def test_very_many_rows_are_permuted_without_a_list():
+    order = PromptOrder(range(10**8), DataSection(train={"source": "a.jsonl"}), seed=3)
+    drawn = [prompt.prompt_id for prompt in order.next(2000)]
+    assert len({*drawn}) == 2000 and abs(sum(drawn) / 2000 / 10**8 - 0.5) < 0.03
+    again = PromptOrder(range(10**8), DataSection(train={"source": "a.jsonl"}), seed=3)
+    again.cursor = 1990
+    assert [prompt.prompt_id for prompt in again.next(10)] == drawn[1990:]
+    for rows in (1, 2, 3, 5, 64, 1000):
+        assert sorted(RowPermutation(range(rows), "0/1")) == list(range(rows))
+    orders = {tuple(RowPermutation(range(5), f"{seed}/0")) for seed in range(2000)}
+    assert len(orders) == 120  # every order of five rows occurs
 
 
 def test_a_curriculum_rests_the_prompts_of_its_task_alone():

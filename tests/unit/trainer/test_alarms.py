@@ -6,7 +6,7 @@ import pytest
 
 from megagrpo.config import load_config
 from megagrpo.train_types import TrainState
-from megagrpo.trainer.alarms import always_raising, mismatch_limit, mismatch_warning
+from megagrpo.trainer.alarms import Alarms, always_raising, mismatch_limit, mismatch_warning
 from megagrpo.trainer.lifecycle import Evaluations
 
 CONFIG = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
@@ -93,3 +93,24 @@ def test_an_evaluation_is_due_once_for_its_step_also_after_a_stop(step, evaluate
     evaluations.evaluate = lambda: calls.append(step)
     evaluations.evaluate_if_due()
     assert bool(calls) == due
+
+
+def test_a_task_with_equal_rewards_in_ten_of_its_steps_is_named_once():
+    said = []
+    watch = Alarms(load_config(CONFIG).rollout, 3, TrainState(step=7), None, "float32", False, None, said.append)
+    flat = {"tasks/sums/frac_reward_zero_std": 1.0, "tasks/sums/reward": 0.0, "tasks/code/frac_reward_zero_std": 0.5}
+    for step in range(25):
+        watch.check_tasks({} if step % 2 else flat)  # a step without the task does not count
+    assert len(said) == 1 and said[0].startswith(
+        "warning: step 7: task sums: all groups of its last 10 steps have equal"
+    )
+    watch.check_tasks(flat | {"tasks/sums/frac_reward_zero_std": 0.9})
+    for _ in range(9):
+        watch.check_tasks(flat)
+    assert len(said) == 1
+
+
+def test_a_function_of_a_task_raises_always_if_it_does_for_the_tasks_responses():
+    rollout = load_config(CONFIG, ["rollout.prompts_per_step=8", "rollout.num_generations=4"]).rollout
+    metrics = {"tasks/sums/groups": 2.0, "rewards/sums/mine/exceptions": 8.0, "rewards/sums/other/exceptions": 7.0}
+    assert always_raising(metrics, rollout) == ["sums/mine"]
