@@ -192,13 +192,15 @@ def _checked[S: BaseModel](kind: type[S], values: dict[str, Any]) -> tuple[S | N
 
 def _of_tasks(values: dict[str, Any], of_run: Sequence[Problem]) -> list[Problem]:
     """Return the problems of each task's config that the run's own does not have."""
-    known, found = {*map(str, of_run)}, []
+    known, found = {*map(str, of_run)}, dict[str, Problem]()
     for task in values.get("tasks") or ():
         if not isinstance(task, dict) or _checked(TaskSection, task)[1]:
             continue  # the run's config names what is wrong
-        _, problems = _checked(RunConfig, task_values(values, task))
-        found += [of_task(task["name"], problem) for problem in problems if str(problem) not in known]
-    return found
+        problems = [
+            problem for problem in _checked(RunConfig, task_values(values, task))[1] if str(problem) not in known
+        ]
+        found |= {str(own): own for own in (of_task(task["name"], problem) for problem in problems)}
+    return list(found.values())
 
 
 def listed(path: str | Path, problems: Sequence[object]) -> str:

@@ -23,6 +23,9 @@ class TaskSection(Section):
     weight: PositiveFloat = 1.0
     """Share of the prompts, relative to the other tasks' weights. The counts of drawn prompts never differ from the
     shares by a whole prompt; weights that add up to `rollout.prompts_per_step` are the prompts of each step."""
+    epochs: PositiveFloat | None = None
+    """Passes over the task's rows, after which it leaves the mixture; the other tasks then share the prompts by their
+    weights. The rows repeat when empty, as those of at least one task must."""
     data: dict[str, Any] = {}
     """Keys of the section `data` that differ from the run's."""
     rewards: dict[str, Any] = {}
@@ -49,6 +52,7 @@ class Task:
     weight: float
     config: RunConfig  # the run's, with the values of the task
     sampling: Mapping[str, Any]  # of its prompts, before a row's own parameters
+    epochs: float | None = None
 
     def key(self, key: str) -> str:
         """Return the config key of the task for a key of the run, as `tasks.math.data.train`."""

@@ -33,7 +33,14 @@ def task_problems(config: RunConfig) -> Iterator[Problem]:
                 yield Problem((f"tasks.{task.name}.{key}",), reason)
     if not config.tasks:
         return
+    if all(task.epochs for task in config.tasks):
+        yield Problem(("tasks",), "all tasks have `epochs`, so none would be left; leave it out of one of them")
+    rests = any(task.data.get("curriculum", config.data.curriculum) for task in config.tasks)
     refused = {
+        "rollout.max_staleness": (
+            bool(config.rollout.max_staleness and rests),
+            "a prompt that was requested ahead cannot rest; leave data.curriculum out, or set it to 0",
+        ),
         "data.source": (config.data.source is not None, OF_RUN["data.source"] + "; leave it out, or tasks"),
         "algorithm.multi_objective_aggregation": (
             config.algorithm.multi_objective_aggregation != "sum_then_normalize",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from math import lcm
+from math import ceil, lcm
 from typing import Any
 
 from megagrpo.config import ConfigError, Task
@@ -26,19 +27,28 @@ class Shares:
     [0, 1, 0, 0, 1, 0]
     """
 
-    def __init__(self, weights: Sequence[float], counts: Sequence[int] = ()):
+    def __init__(self, weights: Sequence[float], limits: Sequence[int | None] | None = None):
         exact = [Fraction(str(weight)) for weight in weights]
         common = lcm(*(weight.denominator for weight in exact))
         self.weights = [int(weight * common) for weight in exact]
-        self.counts = list(counts) or [0] * len(self.weights)
+        self.limits = limits or [None] * len(exact)
+        self.drawn = [0] * len(exact)  # prompts of each task, of at most its limit
+        self.counts = [0] * len(exact)  # those since the weights were last changed
+
+    def copy(self) -> Shares:
+        """Return an independent copy."""
+        copied = copy.copy(self)
+        copied.drawn, copied.counts = [*self.drawn], [*self.counts]
+        return copied
 
     def next(self) -> int:
-        """Return the index of the next prompt's task, and count it."""
-        total, drawn = sum(self.weights), sum(self.counts)
-        pairs = [*zip(self.counts, self.weights, strict=True)]
-        released = [i for i, (count, weight) in enumerate(pairs) if count * total // weight <= drawn]
-        chosen = min(released, key=lambda i: -(-(pairs[i][0] + 1) * total // pairs[i][1]))
+        """Return the index of the next prompt's task, and count it. A task leaves with its last prompt."""
+        live = [i for i, limit in enumerate(self.limits) if limit is None or self.drawn[i] < limit]
+        total, counted = sum(self.weights[i] for i in live), sum(self.counts[i] for i in live)
+        released = [i for i in live if self.counts[i] * total // self.weights[i] <= counted]
+        chosen = min(released, key=lambda i: -(-(self.counts[i] + 1) * total // self.weights[i]))
         self.counts[chosen] += 1
+        self.drawn[chosen] += 1
         return chosen
 
 
@@ -51,7 +61,10 @@ class Mixture(PromptOrder):
 
     def __init__(self, tasks: Sequence[Task], orders: Sequence[PromptOrder], seed: int):
         self._tasks, self.orders = tasks, orders
-        self._shares = Shares([task.weight for task in tasks])
+        limits = [
+            ceil(task.epochs * len(each)) if task.epochs else None for task, each in zip(tasks, orders, strict=True)
+        ]
+        self._shares = Shares([task.weight for task in tasks], limits)
         self._first = [0]  # prompt_id of each task's row 0, and the number of all rows
         for order in orders:
             self._first.append(self._first[-1] + order.rows[-1] + 1)
@@ -74,7 +87,7 @@ class Mixture(PromptOrder):
 
     def peek(self, n: int) -> list[Prompt]:
         """Return the prompts that `next(n)` would draw now, without drawing."""
-        return self._mixed(Shares([task.weight for task in self._tasks], self._shares.counts), n, PromptOrder.peek)
+        return self._mixed(self._shares.copy(), n, PromptOrder.peek)
 
     def _mixed(self, shares: Shares, n: int, draw: Any) -> list[Prompt]:
         chosen = [shares.next() for _ in range(n)]
@@ -109,10 +122,11 @@ class Mixture(PromptOrder):
     def store(self, state: TrainState) -> None:
         """Write the counts and each task's state into the run's state."""
         state.cursor, state.data = self.cursor, {"tasks": {}}
-        for task, order, count in zip(self._tasks, self.orders, self._shares.counts, strict=True):
+        counted = self._shares.drawn, self._shares.counts
+        for task, order, drawn, count in zip(self._tasks, self.orders, *counted, strict=True):
             own = TrainState()
             order.store(own)
-            saved = {"weight": task.weight, "count": count, "cursor": own.cursor}
+            saved = {"weight": task.weight, "drawn": drawn, "count": count, "cursor": own.cursor}
             state.data["tasks"][task.name] = saved | {"pass_rates": own.pass_rates, "data": own.data}
 
     def restore(self, state: TrainState) -> None:
@@ -128,6 +142,7 @@ class Mixture(PromptOrder):
         for order, own in zip(self.orders, saved.values(), strict=True):
             order.restore(TrainState(cursor=own["cursor"], pass_rates=own["pass_rates"], data=own["data"]))
         same = [own["weight"] for own in saved.values()] == [task.weight for task in self._tasks]
+        self._shares.drawn = [own["drawn"] for own in saved.values()]
         self._shares.counts = [own["count"] if same else 0 for own in saved.values()]
 
     def parts(self, state: TrainState) -> list[tuple[str, PromptOrder, dict[str, Any]]]:

@@ -78,10 +78,18 @@ def test_problems_of_all_tasks_are_named_with_the_task(run):
     [
         ("tasks.code.name=math", "tasks: 2 tasks have the name `math`; give each its own"),
         ("tasks.math.weight=0", "tasks.0.weight: must be greater than 0 (got 0)"),
+        (
+            "tasks.math.epochs=1 tasks.code.epochs=2",
+            "tasks: all tasks have `epochs`, so none would be left; leave it out of one of them",
+        ),
         ("tasks.math.data.images=true", "tasks.math.data.images: is one value for all tasks; set it for the run"),
         ("tasks.math.rewards.workers=1", "tasks.math.rewards.workers: is one value for all tasks; set it for the run"),
         ("tasks.math.train.learning_rate=1", "tasks.0.train: unknown key"),
         ("data.images=true", "data.images: with tasks: tasks have text only; set it to false"),
+        (
+            "rollout.max_staleness=1 data.curriculum=[0.1,0.9]",
+            "rollout.max_staleness: with tasks: a prompt that was requested ahead cannot rest",
+        ),
         ("evaluation.keep_best=math/reward", "evaluation.keep_best: math/reward: there is no data.eval, and no set of"),
         ("tasks=[]", "data.train: required, but missing; set it"),
         ("tasks=[none.yaml]", "none.yaml: cannot read it: No such file or directory"),
@@ -89,4 +97,4 @@ def test_problems_of_all_tasks_are_named_with_the_task(run):
     ],
 )
 def test_what_a_task_cannot_have_is_refused(run, override, problem):
-    assert any(problem in found for found in problems(run, override))
+    assert any(problem in found for found in problems(run, *override.split()))

@@ -33,11 +33,21 @@ def test_weights_that_add_up_to_a_step_are_the_prompts_of_each_step():
         assert [step.count(task) for task in range(3)] == [3, 4, 1]
 
 
-def mixture(weights=(2, 1), rows=(5, 3), curriculum=()):
+def test_a_task_leaves_after_its_last_prompt_and_the_others_share_by_their_weights():
+    shares = Shares([50, 7, 3], [45, None, None])
+    drawn = [shares.next() for _ in range(154)]
+    last = max(n for n, task in enumerate(drawn) if task == 0)
+    rest = drawn[last + 1 :]
+    assert drawn.count(0) == 45 and last < 54
+    assert all(abs(rest[:n].count(1) - 0.7 * n) < 1 for n in range(len(rest)))
+
+
+def mixture(weights=(2, 1), rows=(5, 3), curriculum=(), epochs=(None, None)):
     data = DataSection(train={"source": "a.jsonl"}, curriculum=list(curriculum))
     orders = [PromptOrder(range(number), data, seed=i) for i, number in enumerate(rows)]
     config = type("Config", (), {"data": data})
-    return Mixture([Task(f"t{i}", weight, config, {}) for i, weight in enumerate(weights)], orders, seed=0)
+    pairs = enumerate(zip(weights, epochs, strict=False))
+    return Mixture([Task(f"t{i}", weight, config, {}, passes) for i, (weight, passes) in pairs], orders, seed=0)
 
 
 def seen(prompts):
@@ -60,6 +70,16 @@ def test_what_is_peeked_is_drawn_and_a_restart_continues_it():
     again = mixture()
     again.restore(state)
     assert seen(again.peek(4)) == whole[9:13] and seen(again.next(31)) == whole[9:]
+
+
+def test_a_task_with_epochs_ends_also_in_a_restarted_run():
+    first = mixture(epochs=(1.5, None))
+    whole, state = seen(first.next(10)), TrainState()
+    first.store(state)
+    again = mixture(epochs=(1.5, None))
+    again.restore(state)
+    assert seen(again.next(20)) == seen(first.next(20)) and [task for task, _, _ in whole].count("t0") < 8
+    assert all(prompt.task == "t1" for prompt in again.next(5))
 
 
 def test_very_many_rows_are_permuted_without_a_list():
