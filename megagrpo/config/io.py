@@ -24,6 +24,7 @@ from megagrpo.config.tasks import TaskSection, merged, of_task, task_values
 from megagrpo.regular_files import open_regular
 from megagrpo.suggestions import did_you_mean
 
+PIPES = ("/dev/stdin", "/dev/fd/")  # what a shell gives a command to read, as `<(...)`
 LARGEST_FILE = 10_000_000  # bytes of a YAML file
 FOLDER_CONFIG = "run.yaml"  # the config of a shipped folder, which is named by the folder alone
 
@@ -55,7 +56,8 @@ def read_yaml(path: str | Path, _children: tuple[Path, ...] = ()) -> dict[str, A
         raise ConfigError(f"{path}: `defaults:` forms a cycle: {chain}; remove one of these keys")
     named_by = f" (named by `defaults:` in {_children[-1]})" if _children else ""
     try:
-        with open_regular(path) as file:
+        given = not _children and str(path).startswith(PIPES)
+        with path.open("rb") if given else open_regular(path) as file:
             content = file.read(LARGEST_FILE + 1)
     except OSError as error:
         hint = _shipped_hint(path) or _neighbour_hint(path) if isinstance(error, FileNotFoundError) else ""

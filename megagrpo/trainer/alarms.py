@@ -67,8 +67,8 @@ class Alarms:
                 reward = metrics[f"tasks/{task}/reward"]
                 self.say(
                     f"warning: step {self.state.step}: task {task}: all groups of its last {FLAT_STEPS} steps have "
-                    f"equal rewards (now {reward:.4g}), so it teaches nothing. If it is solved, lower tasks.{task}.weight; "
-                    "else look at its responses and rewards in completions.jsonl"
+                    f"equal rewards (now {reward:.4g}), so it teaches nothing. If it is solved, lower "
+                    f"tasks.{task}.weight; else look at its responses and rewards in completions.jsonl"
                 )
 
     def count_skip(self, error: NonFiniteError, weights: Weights) -> None:

@@ -238,7 +238,7 @@ def test_parameters_of_rows_hold_ahead_of_training_and_through_syncs(in_flight, 
     kinds = KINDS if in_flight == "keep" else ALSO_RESUMED
     rows = rows_with_sampling(tmp_path / "train.jsonl", kinds)
     # generation outlasts the training of a step
-    one_by_one = ["rollout.max_completion_length=40", "rollout.max_num_seqs=1", "run.max_steps=3"]
+    one_by_one = ["rollout.max_completion_length=40", "rollout.max_num_seqs=1", "run.max_steps=6"]
     run = trained(tmp_path, *rows, *AHEAD, *one_by_one, *IN_ORDER[:1], f"rollout.in_flight={in_flight}")
     agrees(run)
     for row in run.completions:

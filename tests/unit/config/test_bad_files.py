@@ -1,6 +1,7 @@
 """Files and servers that a run cannot use are reported with their key before anything starts."""
 
 import json
+import os
 import threading
 from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megagrpo.config import ConfigError, DatasetSection
+from megagrpo.config import ConfigError, DatasetSection, load_config
 from megagrpo.config.basics.problems import Problem, ProblemError
 from megagrpo.data.tokens.tokenizer import Tokenizer, read_chat_template
 from megagrpo.engine.http.probe import check_plugin, check_tool_parser
@@ -200,3 +201,14 @@ def test_problems_are_compared_by_keys_and_never_by_words():
     assert not problem.is_about(["rollout.tp", "parallel.t", "tp", "parallel.tp2"])
     error = ProblemError(problem, problem)
     assert str(error).split("\n") == [str(problem)] * 2 and error.problems == (problem, problem)
+
+
+def test_a_pipe_of_the_shell_is_a_config_and_no_file_names_one(tmp_path):
+    read, write = os.pipe()
+    os.write(write, b"defaults: megagrpo:quickstart\nrun: {name: piped}\n")
+    os.close(write)
+    assert load_config(f"/dev/fd/{read}").run.name == "piped"
+    (tmp_path / "run.yaml").write_text(f"defaults: /dev/fd/{read}\n")
+    with pytest.raises(ConfigError, match="cannot read it: it is no regular file"):
+        load_config(tmp_path / "run.yaml")
+    os.close(read)
