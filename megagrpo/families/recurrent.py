@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megagrpo.families.parts.hybrid import DELTA, DELTA_KEYS, HYBRID, hybrid
+from megagrpo.families.parts.hybrid import DELTA, DELTA_KEYS, HYBRID, delta_problems, hybrid
 from megagrpo.families.parts.llama_table import GATED_SHARED_EXPERT, HAS_HEAD_NORMS, USUAL_EXPERTS
 from megagrpo.families.parts.qwen import moe_blocks
 from megagrpo.families.parts.qwen_vl import qwen_vl
@@ -30,7 +30,9 @@ QWEN3_NEXT = Family(
     "Qwen3NextForCausalLM",
     table=lambda hf: _QWEN3_NEXT_TABLE,
     read=_qwen3_next_read,
-    problems=lambda raw: expert_problems(raw, ("moe_intermediate_size",), ("shared_expert_intermediate_size",)),
+    problems=lambda raw: (
+        delta_problems(raw) + expert_problems(raw, ("moe_intermediate_size",), ("shared_expert_intermediate_size",))
+    ),
     required=(*REQUIRED, *DELTA_KEYS, "num_key_value_heads", "head_dim"),
     keys=(
         *(*EXPERT_KEYS, *DELTA_KEYS, "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob"),
@@ -53,7 +55,8 @@ _GATES = ("silu", "swish")  # two names of one function; vLLM reads the key, tra
 
 def _qwen3_5_problems(raw: Raw) -> list[str]:
     gate = raw.get("output_gate_type") or "silu"
-    return [] if gate in _GATES else [f"output_gate_type={gate!r} is not supported; supported: {', '.join(_GATES)}"]
+    wrong = [] if gate in _GATES else [f"output_gate_type={gate!r} is not supported; supported: {', '.join(_GATES)}"]
+    return wrong + delta_problems(raw)
 
 
 QWEN3_5 = Family(

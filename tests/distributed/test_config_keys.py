@@ -195,7 +195,8 @@ def imported():
 )
 def test_a_key_that_changes_transformers_logits_changes_ours_alike_or_is_refused(name, tmp_path, imported):
     ((wrong, telling),) = run_ranks(wrongly_loaded, 1, name, tmp_path, False)
-    assert {"hidden_size", "rope_parameters"} <= telling
+    fixed = {"hidden_size"} if name.startswith("lfm2") else set()  # by conv_dim, so other values are refused
+    assert {"hidden_size", "rope_parameters"} - fixed <= telling
     assert not wrong, "\n".join(wrong)
 
 

@@ -38,6 +38,14 @@ def gated_delta(raw: Raw) -> GatedDelta:
     return GatedDelta(key_heads, value_heads, key_dim, value_dim, kernel, recurrent)
 
 
+def delta_problems(raw: Raw) -> list[str]:
+    """Return what is wrong with the sizes of Gated DeltaNet, if they are sizes."""
+    keys, values = (raw.get(key, 0) for key in DELTA_KEYS[:2])
+    if not all(type(size) is int and size > 0 for size in (keys, values)) or values % keys == 0:
+        return []
+    return [f"linear_num_value_heads={values} is not divisible by linear_num_key_heads={keys}"]
+
+
 def hybrid(raw: Raw, common: HfConfig) -> HfConfig:
     """Return the architecture with what Qwen3-Next and Qwen3.5 have in common."""
     delta = gated_delta(raw)
