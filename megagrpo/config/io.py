@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 
 from megagrpo.config.basics.paths import SHIPPED as SHIPPED
 from megagrpo.config.basics.paths import anchored
+from megagrpo.config.basics.paths import shipped_folder as shipped_folder
 from megagrpo.config.basics.problems import ConfigError, Problem
 from megagrpo.config.basics.yaml_text import block_text, parse_yaml, shortened
 from megagrpo.config.key_table import PLACEHOLDERS, REMOVED_KEYS, fields, fits, without_old_defaults
@@ -30,12 +31,6 @@ FOLDER_CONFIG = "run.yaml"  # the config of a shipped folder, which is named by 
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
-
-
-def shipped_folder(name: str) -> Path:
-    """Return the folder `configs` or `launch` shipped with megagrpo: inside the package, or beside it in a checkout."""
-    inside, beside = (folder / name for folder in Path(__file__).parents[1:3])
-    return beside if beside.is_dir() and not inside.is_dir() else inside
 
 
 def shipped_configs() -> Path:

@@ -137,8 +137,16 @@ def _function(text: str, folder: Path) -> str:
     return text
 
 
+def shipped_folder(name: str) -> Path:
+    """Return the folder `configs` or `launch` shipped with megagrpo: inside the package, or beside it in a checkout."""
+    inside, beside = (folder / name for folder in Path(__file__).parents[2:4])
+    return beside if beside.is_dir() and not inside.is_dir() else inside
+
+
 def _template(text: str, folder: Path) -> str:
-    """Resolve the path of a chat template; Jinja text and `none` are not changed."""
+    """Resolve the path of a chat template, or `megagrpo:templates/FILE`; Jinja text and `none` are not changed."""
+    if text.startswith(SHIPPED):
+        return str(shipped_folder("configs") / text.removeprefix(SHIPPED))
     return text if "{{" in text or "{%" in text or text == _PLAIN_TEXT else _file(text, folder)
 
 

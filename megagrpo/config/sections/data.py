@@ -51,8 +51,8 @@ class DataSection(Section):
     system_prompt: str | None = None
     """System message put before string prompts."""
     chat_template: str | None = None
-    """Jinja text, or a file holding it, used in place of the tokenizer's; `none` feeds the prompt as plain text after
-    one BOS, as rendered prompts need."""
+    """Jinja text, or a file holding it (`megagrpo:templates/hermes_tools.jinja` is shipped), used in place of the
+    tokenizer's; `none` feeds the prompt as plain text after one BOS, as rendered prompts need."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, such as `enable_thinking: false` (Qwen3) or `reasoning_effort: low` (gpt-oss),
     for every prompt. A row's column `chat_template_kwargs` (a mapping) adds to them and overrides them."""

@@ -170,3 +170,9 @@ def test_no_shipped_config_moves_an_earlier_run_aside(path):
         ["make", "-n", "-C", REPOSITORY, "quickstart"], capture_output=True, text=True, check=True
     ).stdout
     assert "launch/local.sh configs/quickstart.yaml run.overwrite=true" in made
+
+
+def test_a_shipped_chat_template_has_a_name(tmp_path):
+    (tmp_path / "run.yaml").write_text("defaults: megagrpo:quickstart\n")
+    name = "data.chat_template=megagrpo:templates/hermes_tools.jinja"
+    assert Path(load_config(tmp_path / "run.yaml", [name]).data.chat_template).is_file()
