@@ -60,6 +60,7 @@ class Letters(Tokenizer):
         ("{{ messages | nosuchfilter }}", "No filter named 'nosuchfilter'"),
         ("{{ messages + 1 }}", "TypeError: "),
     ],
+    ids=["undefined", "open loop", "division", "own error", "no filter", "wrong type"],
 )
 def test_any_error_of_a_chat_template_is_one_line_with_the_key(template, said):
     with pytest.raises(ValueError) as caught:

@@ -345,6 +345,7 @@ def test_an_unmodified_agent_needs_no_argument_but_its_prompt(agents_of, policy)
         ("has_a_number", "Numbered: <exception str"),
         ("dies", "its process died"),
     ],
+    ids=["silent", "wrong", "raises", "has_no_text", "has_a_number", "dies"],
 )
 def test_a_failure_costs_its_own_conversation_and_is_counted(agents_of, policy, name, reason, caplog):
     prompt = [{"role": "user", "content": "hi"}]

@@ -483,6 +483,7 @@ def test_a_tool_that_its_file_does_not_define_is_refused(responders, plugins):
 @pytest.mark.parametrize(
     ("scheduler", "reason"),
     [("raises", "KeyError: 'no such thing'"), ("hangs", "no answer in time"), ("silent", "TypeError")],
+    ids=["raises", "hangs", "silent"],
 )
 def test_a_scheduler_that_fails_ends_the_response_and_the_run_goes_on(responders, caplog, scheduler, reason):
     table, both = responders(scheduler=scheduler, timeout=1.0), [conversation(0), conversation(1)]

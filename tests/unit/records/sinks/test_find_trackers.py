@@ -81,6 +81,7 @@ def test_a_file_beside_the_yaml_is_found_from_any_folder(tmp_path):
         ("{}/sinks.py:TakesNothing", "write __init__(self, run)"),
         ("{}/sinks.py:FewArguments", "write step(self, step, metrics)"),
     ],
+    ids=["no file", "no class", "function", "no method", "takes nothing", "few arguments"],
 )
 def test_a_sink_that_cannot_be_used_is_named_with_its_key_and_its_file(name, said, tmp_path):
     (tmp_path / "sinks.py").write_text(SINKS)
@@ -92,6 +93,7 @@ def test_a_sink_that_cannot_be_used_is_named_with_its_key_and_its_file(name, sai
 @pytest.mark.parametrize(
     ("name", "error"),
     [("Breaks", "RuntimeError: no route to the dashboard"), ("NoSpace", "OSError: [Errno 28] No space left on device")],
+    ids=["raises", "no space"],
 )
 def test_a_sink_that_raises_is_reported_once_and_not_called_again(name, error, tmp_path, capsys):
     (tmp_path / "sinks.py").write_text(SINKS)
