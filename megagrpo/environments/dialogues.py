@@ -20,7 +20,7 @@ from megagrpo.data.tokens.sampling import own_sampling
 from megagrpo.data.tokens.tokenizer import Tokenizer, as_messages, read_chat_template
 from megagrpo.data.tokens.turn_tokens import FollowUps
 from megagrpo.engine.client import Respond, VllmEngine
-from megagrpo.engine.http.protocol import Generator, Group, derive_seed
+from megagrpo.engine.http.protocol import Group, derive_seed
 from megagrpo.engine.load_balancing import Generation, Home
 from megagrpo.engine.tool_parsing import ToolParserFailed
 from megagrpo.environments.agents.address import Address
@@ -32,6 +32,7 @@ from megagrpo.environments.agents.turn_sampler import TurnSampler
 from megagrpo.environments.episodes.conversation import Conversation
 from megagrpo.environments.episodes.tool_calls import CALL_OPENING, as_message, hermes, named_call
 from megagrpo.environments.responders import Responders
+from megagrpo.environments.wrapped_engine import WrappedEngine
 from megagrpo.rewards.functions.text_rewards import encodable
 from megagrpo.rewards.math.answers import after_thought
 from megagrpo.types import Prompt, Rollout, SamplingParams
@@ -116,7 +117,7 @@ def make_dialogues(
     return Dialogues(responders, tokenizer, follow_ups, *limits, data.system_prompt, template)
 
 
-class DialogueEngine(Generator):
+class DialogueEngine(WrappedEngine):
     """An engine whose rollouts have several turns (`Rollout.dialogue`).
 
     Each conversation is one task: it takes its next turn as soon as its own tools, scheduler or environment have
@@ -126,26 +127,14 @@ class DialogueEngine(Generator):
     """
 
     def __init__(self, engine: VllmEngine, dialogues: Dialogues):
-        self.engine, self._dialogues, self.responders = engine, dialogues, dialogues.responders
+        super().__init__(engine)
+        self._dialogues, self.responders = dialogues, dialogues.responders
         self._tokenizer, self._follow_ups = dialogues.tokenizer, dialogues.follow_ups
         self._limits = dialogues.responders.section
         self._numbers = itertools.count()  # of conversations
         self._renderer = Renderer(dialogues.tokenizer, dialogues.chat_template)
         # (event loop, timer) of each conversation that waits for an answer -> `Prompt.position`
         self._answering: dict[tuple[asyncio.AbstractEventLoop, asyncio.Timeout], int | None] = {}
-
-    @property
-    def weight_version(self) -> int:
-        """The weight version of the wrapped engine."""
-        return self.engine.weight_version
-
-    @weight_version.setter
-    def weight_version(self, version: int) -> None:
-        self.engine.weight_version = version
-
-    def interrupt(self) -> None:
-        """Make running and later calls of `groups` raise EngineInterrupted."""
-        self.engine.interrupt()
 
     def cut(self, positions: Collection[int]) -> None:
         """Truncate conversations in progress about the prompts at these `Prompt.position`s: a turn ends with its tokens
@@ -158,10 +147,6 @@ class DialogueEngine(Generator):
     def _end_wait(self, loop: asyncio.AbstractEventLoop, timer: asyncio.Timeout) -> None:
         if (loop, timer) in self._answering:
             timer.reschedule(loop.time())
-
-    def leave_old_adapters(self) -> None:
-        """Continue turns in progress with the current adapter; see `VllmEngine.leave_old_adapters`."""
-        self.engine.leave_old_adapters()
 
     def groups(
         self,

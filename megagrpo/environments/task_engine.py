@@ -9,25 +9,17 @@ from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http.protocol import AheadGenerator, Group
 from megagrpo.engine.load_balancing import Generation, Home
 from megagrpo.environments.dialogues import Dialogues
+from megagrpo.environments.wrapped_engine import WrappedEngine
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 
-class TaskEngine(AheadGenerator):
+class TaskEngine(WrappedEngine):
     """Generates with one vLLM engine; the prompts of tasks with `dialogues` become conversations. `dialogues` are
     those of each task by its name."""
 
     def __init__(self, engine: VllmEngine, dialogues: Mapping[str, Dialogues | None]):
-        self._engine = engine
+        super().__init__(engine)
         self._engines = {name: each.wrap(engine) if each else engine for name, each in dialogues.items()}
-
-    @property
-    def weight_version(self) -> int:
-        """The weight version of the engine."""
-        return self._engine.weight_version
-
-    @weight_version.setter
-    def weight_version(self, version: int) -> None:
-        self._engine.weight_version = version
 
     def groups(
         self,
@@ -43,20 +35,12 @@ class TaskEngine(AheadGenerator):
         def respond(session: Generation, home: Home, index: int, number: int) -> Coroutine[None, None, Rollout]:
             return of_tasks[prompts[index].task](session, home, index, number)
 
-        return self._engine.converse(prompts, n, respond, on_begun)
+        return self.engine.converse(prompts, n, respond, on_begun)
 
     def cut(self, positions: Collection[int]) -> None:
         """Truncate responses in progress to the prompts with these `Prompt.position`s."""
         for engine in self._engines.values():
             engine.cut(positions)
-
-    def interrupt(self) -> None:
-        """Make running and later calls of `groups` raise EngineInterrupted."""
-        self._engine.interrupt()
-
-    def leave_old_adapters(self) -> None:
-        """Continue responses in progress with the current adapter if theirs is too old."""
-        self._engine.leave_old_adapters()
 
 
 def generator_of(engine: VllmEngine, dialogues: Mapping[str, Dialogues | None]) -> AheadGenerator:

@@ -250,7 +250,7 @@ def storable(value: Any) -> Any:
 
 
 def image_columns(values: Mapping[str, Any], images: Sequence[RowImage]) -> dict[str, Any]:
-    """Return the image columns of a row with these `images` for reward functions: those that it has, and `images` for
+    """Return the image columns of a row with these `images` for reward functions: the ones it has, and `images` for
     images inside messages."""
     found: dict[str, Any] = {name: None for name in IMAGE_COLUMNS if name in values}
     if values.get("image") is not None:

@@ -54,7 +54,7 @@ class ConfiguredSet:
         trained_on: int,
     ) -> SourceTrial:
         """Return the description of the set's prompts. `repeated` is the number of prompts that repeat an earlier one,
-        `trained_on` of those that are also in the training set."""
+        `trained_on` of the ones that are also in the training set."""
         (prompt,) = source.peek(1)
         template = read_chat_template(self.data.chat_template)
         text = tokenizer.rendered(prompt.messages, self.data.system_prompt, template, tools, prompt.template_kwargs)

@@ -26,7 +26,7 @@ NEXT_ROWS = 5  # further rows that a warning names
 def trial_scorer(
     rewards: RewardsSection, max_completion_length: int, base_folder: Path, models: bool
 ) -> tuple[RewardScorer | None, list[str]]:
-    """Return the scorer of the functions that are tried, if any, and the names of those that are not: without `models`
+    """Return the scorer of the functions that are tried, if any, and the names of the others: without `models`
     reward models are not loaded. Raises ValueError for functions that cannot be loaded."""
     heavy = [resolve(f.function, rewards.plugins).heavy and not models for f in rewards.functions]
     named = list(zip(rewards.functions, rewards.names, heavy, strict=True))
