@@ -111,7 +111,7 @@ def entries(section: str) -> dict[str, list[str]]:
             values = type_name.replace(" and <= 1e+08", "").replace(" and <=", " to")
             if empty := default == "empty":
                 values = values.removesuffix(" | empty")
-            shown = "empty by default" if empty else required or f"default `{default}`"
+            shown = "default empty" if empty else required or f"default `{default}`"
             found[key] = ["", f"{re.sub(r' \| (?=str$)', ' or ', values).replace(' | ', ', ')}; {shown}", ""]
         elif parent := _PARENT.fullmatch(line):
             found[key := parent[1]] = ["", parent[2]]
@@ -131,8 +131,7 @@ def entries(section: str) -> dict[str, list[str]]:
 def section_page(section: str) -> str:
     """`megagrpo keys SECTION` as a page with a heading per key, so that every key has an anchor and is found by its
     name."""
-    links = [*[f"{link} ·" for link in group_links(section)], "[all sections](../config.md#every-key)"]
-    lines = [f"# Keys of `{section}`", "", *links]
+    lines = [f"# Keys of `{section}`", "", "[All sections](../config.md#every-key)"]
     shown = None
     for key, text in entries(section).items():
         if (group := group_of(section, key)) != shown:
@@ -141,7 +140,7 @@ def section_page(section: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def group_links(section: str, page: str = "") -> list[str]:
+def group_links(section: str, page: str) -> list[str]:
     """A link to each group of a section's page."""
     return [f"[{group}]({page}#{re.sub(r'[^\w -]', '', group.lower()).replace(' ', '-')})" for group in GROUPS[section]]
 

@@ -21,20 +21,18 @@ ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_p
 
 class AlgorithmSection(Section):
     loss_type: Annotated[str, *choice_or_user_code(LOSSES)] = "dapo"
-    """The loss and how its tokens are averaged: docs/losses.md. grpo, bnpo, dapo, dr_grpo and luspo clip the ratio.
-    cispo, sapo, vespo, gmpo and fipo bound or weigh it otherwise, real classifies the responses of a group. Your own:
-    `path/file.py:function` or `package.module:function`."""
+    """The loss and how its tokens are averaged: docs/losses.md. Your own: `path/file.py:function` or
+    `package.module:function`."""
     loss_average: Average | None = None
-    """How a loss of your own averages its tokens: over tokens, as means of samples, as sums of samples, or over samples
-    x max_completion_length. Empty: over tokens. The other losses have an average of their own."""
+    """How a loss of your own averages its tokens: over tokens (empty), as means of samples, as sums of samples, or over
+    samples x max_completion_length."""
     beta: NonNegativeFloat = 0.0
     """Weight of the KL penalty to the reference model; 0 builds no reference."""
     kl_estimator: Literal["k1", "k2", "k3", "abs", "low_var", "full_forward", "full_reverse"] = "k3"
     """The KL term of a token: estimated from its log-probs, or exact over the whole vocabulary, forward KL(ref ||
-    policy) or reverse KL(policy || ref). Estimators differ in their gradient more than in their value: docs/kl.md."""
+    policy) or reverse KL(policy || ref). docs/kl.md compares them."""
     use_bias_correction_kl: bool = False
-    """Multiply the estimate by the probability ratio, gradient included. The mean gradient is then the gradient of
-    KL(policy || ref)."""
+    """Multiply the estimate by the probability ratio: the mean gradient is then the gradient of KL(policy || ref)."""
     kl_in_reward: bool = False
     """Take `beta` times a response's KL (summed k1) from its reward before advantages, and add nothing to the loss."""
     sync_ref_model: bool = False
@@ -79,7 +77,7 @@ class AlgorithmSection(Section):
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of an entropy bonus: the loss decreases by this times the mean entropy over the policy term's tokens."""
     use_adaptive_entropy: bool = False
-    """Adapt `entropy_coef` after every optimizer step by entropy_coef_delta: up if the mean entropy was at or below
+    """Adapt `entropy_coef` after every optimizer step by entropy_coef_delta: up if the mean entropy is at most
     entropy_target, else down. docs/losses.md."""
     entropy_target: NonNegativeFloat = 0.2
     """Mean entropy, in nats per token, at or below which the adaptive bonus applies."""

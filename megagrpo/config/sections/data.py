@@ -72,8 +72,7 @@ class DataSection(Section):
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """What happens to a row that the run cannot use: a line that is no row, no prompt, an image that cannot be read,
     invalid settings of the row, no value in a column that rewards need. refuse: the run ends before it starts; skip:
-    the row is left out, and the number of bad rows is printed. Damaged pixels of an image are found when its row is
-    first drawn."""
+    the row is left out, and the number of bad rows is printed."""
     curriculum: Annotated[list[Share], BeforeValidator(_two_pass_rates)] = []
     """Lowest and highest pass rate of prompts that do not rest, such as `[0.1, 0.9]`, over a prompt's responses when it
     was last drawn. A prompt outside rests for some epochs, so others are drawn more often. `[]`: no prompt rests."""

@@ -39,11 +39,10 @@ class ModelSection(Section):
     """Decoder layers whose linears multiply in `precision` despite FP8; 0 is the first layer, -1 the last."""
     moe_router_padding_for_quantization: bool = False
     """With FP8 and experts: routers pad each expert's tokens to FP8's multiple (16 or 32) with real tokens of weight 0,
-    instead of rows of zeros. Results change only through the effect of these tokens on scales."""
+    instead of rows of zeros."""
     fp8_param: bool = False
-    """Keep the weights that multiply in FP8 as FP8 numbers between steps, rounded from the optimizer's float32 masters,
-    instead of rounding bf16 weights for each product: the same steps, in less memory. vLLM gets the rounded weights.
-    With `tensorwise` or `blockwise`."""
+    """Keep the weights that multiply in FP8 as FP8 numbers between steps, which saves memory: docs/fp8.md. vLLM gets
+    the rounded weights. With `tensorwise` or `blockwise`."""
     base_storage: Literal["none", "fp8", "nf4"] = "none"
     """With LoRA: store the frozen weights of the blocks' linears in 8 bits (e4m3) or 4 bits (QLoRA's NF4). Training and
     vLLM use the rounded weights. docs/lora.md."""
@@ -57,8 +56,7 @@ class ModelSection(Section):
     function, shared experts. Without Transformer Engine `layernorm` and `moe_act` change nothing."""
     fusions: list[Literal["rope", "bias_activation"]] = []
     """Fused GPU kernels that round differently from vLLM's: rotary positions, and the MLP's bias and activation. They
-    save time and memory and raise the difference between the trainer's and vLLM's log-probs. They need Transformer
-    Engine; elsewhere nothing changes."""
+    save time and memory, and need Transformer Engine; elsewhere nothing changes."""
     offload_activations: Share = 0.0
     """Share of the decoder layers whose activations (after `recompute`) are offloaded to host memory until the backward
     pass. Copies overlap with computation; `megagrpo plan --gpu` predicts when they take longer."""

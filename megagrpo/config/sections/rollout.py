@@ -102,18 +102,17 @@ class RolloutSection(Section):
     """Sampling temperature; the trainer's log-probs use it too."""
     top_p: Fraction = 1.0
     """Sample from the most likely tokens whose probabilities add up to this; 1 keeps all. The trainer's log-probs are
-    over the tokens that it keeps itself, also with top_k and min_p."""
+    over the tokens that it keeps, also with top_k and min_p."""
     top_k: NonNegativeInt = 0
     """Sample from this many of the most likely tokens; 0 keeps all."""
     min_p: Share = 0.0
     """Sample from the tokens that are at least this times as likely as the most likely token; 0 keeps all."""
     logit_bias: LogitBias = {}
-    """Numbers between -100 and 100 that are added to logits, by token id, or by a text that is one token: `{29: -100}`
-    bans token 29. The trainer's log-probs have them too, as they have penalties. They also apply to evaluation.
-    docs/sampling.md."""
+    """Numbers that are added to logits, by token id, or by a text that is one token: `{29: -100}` bans token 29.
+    Trainer and evaluation use them too. docs/sampling.md."""
     bad_words: BadWords = []
-    """Texts that responses must not have, by vLLM's rule: the last token of a word is banned after its other tokens.
-    The trainer's log-probs exclude the same tokens. It also applies to evaluation. docs/sampling.md."""
+    """Texts that responses must not have: the last token of a word is banned after its other tokens. Trainer and
+    evaluation use it too. docs/sampling.md."""
     allowed_token_ids: TokenIds = []
     """The only tokens that responses may have, end tokens included; empty allows all. It also applies to evaluation."""
     repetition_penalty: RepetitionPenalty = 1.0
@@ -125,11 +124,10 @@ class RolloutSection(Section):
     """Subtracted from a token's logit if it occurs earlier in the response, or in the turn."""
     structured_outputs: StructuredOutputs = {}
     """Constraint of each response, or of each turn: `{regex: TEXT}`, `{json: SCHEMA}`, `{choice: [TEXT, ...]}` or
-    `{grammar: EBNF}`. vLLM samples from the tokens that it allows, and the trainer's log-probs are over them. It also
-    applies to evaluation. docs/sampling.md."""
+    `{grammar: EBNF}`. Trainer and evaluation use it too. docs/sampling.md."""
     stop: Stop = []
-    """Texts that end a response, like the end token. The loss sees all sampled tokens until the text is complete.
-    Special tokens such as `<|im_end|>` are valid. It also applies to evaluation and `generate`. docs/sampling.md."""
+    """Texts that end a response; special tokens such as `<|im_end|>` are valid. Evaluation and `generate` use them too.
+    docs/sampling.md."""
     include_stop_str_in_output: bool = True
     """Whether the response text for reward functions includes the `stop` text that ended it. vLLM's default: false."""
     max_staleness: NonNegativeInt = 0
@@ -141,8 +139,8 @@ class RolloutSection(Section):
     resume: they are aborted and requested again from the tokens generated so far. wait: the sync waits until they are
         finished. With lora.sync adapter, wait: they end with their adapter, and the sync does not wait."""
     scheduling: Literal["fifo", "longest_first"] = "fifo"
-    """Order in which the responses of a step begin. fifo: in the order of the prompts. longest_first: prompts whose
-    responses were longest at their last visit in this process begin first. Responses are the same. docs/sampling.md."""
+    """Order in which the responses of a step begin: that of the prompts, or longest responses at the last visit first.
+    docs/sampling.md."""
     straggler_seconds: Seconds | None = None
     """With max_staleness above 0: if a step waits and no group finishes for this many seconds, the responses being
     waited for are truncated, as at max_completion_length. Empty never truncates."""
@@ -175,8 +173,8 @@ class RolloutSection(Section):
     GPUs without ranks. external: the servers in `urls`. auto: external with `urls`, else colocated. On one node without
     GPUs colocated and dedicated are the same."""
     urls: list[str] = []
-    """Addresses of running servers with the plug-in. Trainer and servers must reach each other. With `urls` the run
-    starts no servers."""
+    """Addresses of running servers with the plug-in. Trainer and servers must reach each other. The run then starts no
+    servers."""
     urls_file: str | None = None
     """File with one server address per line, read before each step and weight sync. While it exists it replaces `urls`:
     added servers get requests once they hold the current weights; removed servers get no more requests."""

@@ -78,8 +78,8 @@ class RunSection(Section):
     other devices `mfu` is not computed."""
     profile: ProfileSection = ProfileSection()
     trackers: list[str] = ["tensorboard"]
-    """Where metrics and completions go besides `metrics.jsonl` and `completions.jsonl`: tensorboard, wandb, mlflow,
-    trackio, or your own class as `path/file.py:Class` (docs/trackers.md)."""
+    """Where metrics and completions go besides files of the run: tensorboard, wandb, mlflow, trackio, or your own class
+    as `path/file.py:Class` (docs/trackers.md)."""
     wandb: WandbSection = WandbSection()
     """Options of the tracker wandb."""
     mlflow: MlflowSection = MlflowSection()

@@ -28,7 +28,7 @@ class TrainSection(Section):
     optimizer_args: dict[str, Any] = {}
     """Keyword arguments of your own optimizer, beside `lr` and `weight_decay`."""
     learning_rate: PositiveFloat = 1e-6
-    """Peak learning rate of AdamW. Muon's updates are scaled to the size of AdamW's, so that one rate serves both."""
+    """Peak learning rate of AdamW and Muon, whose updates are scaled to the size of AdamW's."""
     lr_scheduler_type: Annotated[str, *choice_or_user_code(SCHEDULES)] = "constant"
     """Shape of the learning rate after warm-up, down to `min_learning_rate` at `run.max_steps`; or your function
     (step, total_steps, train) -> learning rate, as `path/file.py:name`. docs/optimizers.md."""
@@ -80,12 +80,9 @@ class TrainSection(Section):
     overlap_grad_reduce: bool | None = None
     """Reduce gradients over data-parallel ranks by bucket, during the last micro-batch's backward. Empty: on GPUs."""
     overlap: list[Literal["param_gather", "tp", "experts", "shared_experts", "weight_gradients"]] = []
-    """Messages of a train step that run beside computation: the all-gather of weights after an optimizer step
-    (`param_gather`), of tensor parallelism (`tp`), the all-to-all of experts beside another micro-batch (`experts`),
-    beside the shared experts, and beside the experts' weight gradients. docs/overlap.md has the rules."""
+    """Messages of a train step that run beside computation: docs/overlap.md."""
     freeze_moe_router: bool = False
-    """Do not train the routers of a mixture of experts: they have no gradients and no optimizer state, and their
-    weights do not change. docs/moe.md."""
+    """Do not train the routers of a mixture of experts. docs/moe.md."""
     ddp_bucket_size: PositiveInt | None = None
     """Gradients per bucket with `overlap_grad_reduce`, on the first pipeline stage. Empty: 40 million, or one million
     per replica if that is more."""
