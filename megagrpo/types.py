@@ -106,6 +106,23 @@ NO_PENALTIES = Penalties()
 
 
 @dataclass(frozen=True)
+class Thinking:
+    """The budget of a thought. A response that is still thinking after `max_tokens` tokens gets `end_ids`, and goes on
+    (`data/tokens/thinking.py`).
+
+    >>> ended = Rollout(prompt, (8, 9, 7, 2), (-0.5, -0.25, 0.0, -0.125), "stop", 1, "", forced=((2, 3),))
+    >>> Thinking(2, "<think>", "</think>", end_ids=(7,)).max_tokens, ended.length
+    (2, 3)
+    """
+
+    max_tokens: int
+    opening: str  # the text before a thought, such as <think>
+    closing: str
+    end_ids: tuple[int, ...]  # tokens of a text with `closing`
+    tags: tuple[tuple[int, str], ...] = ()  # those of `opening` and `closing` that are one token: its id, its text
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How the engine samples. Log-probs are those of softmax(logits / temperature) over tokens that `truncation` keeps.
     Before that, tokens that `constraint`, `allowed_token_ids` or `bad_word_ids` forbid are excluded, and logits get
@@ -128,6 +145,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()  # texts for vLLM, which has the tokens `bad_word_ids` of them
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # after all but the last of these tokens the last one is forbidden
     allowed_token_ids: tuple[int, ...] = ()  # () allows all
+    thinking: Thinking | None = None
 
     @property
     def changes_logits(self) -> bool:
@@ -259,6 +277,9 @@ class Rollout:
     later_versions: tuple[tuple[int, int], ...] = ()  # (first token, weight version) after each sync during it
     # the text of `rollout.stop` that ended the policy's last turn, or ""; None without `rollout.stop`
     stop_string: str | None = None
+    # [start, stop) of the tokens with which the engine ended a thought, for each ended one: the policy did not write
+    # them. None without `rollout.max_thinking_tokens`
+    forced: tuple[tuple[int, int], ...] | None = None
     # [Lp + Lr - 1, M, k], with `rollout.routing_replay: engine`: experts that the engine took for prompt and response
     routes: Routes | None = None
     # the trajectory's other samples, in order, if it has several: each has the context it was sampled in as
@@ -274,12 +295,17 @@ class Rollout:
     @property
     def written(self) -> NDArray[np.bool_]:
         """[Lr]: whether the policy wrote each token of the response."""
-        return np.ones(len(self.response_ids), bool) if self.dialogue is None else self.dialogue.written
+        if self.dialogue is not None:
+            return self.dialogue.written
+        written = np.ones(len(self.response_ids), bool)
+        for start, stop in self.forced or ():
+            written[start:stop] = False
+        return written
 
     @property
     def length(self) -> int:
         """The number of tokens that the policy wrote."""
-        return len(self.response_ids) if self.dialogue is None else int(self.dialogue.written.sum())
+        return int(self.written.sum()) if self.dialogue or self.forced else len(self.response_ids)
 
     @property
     def samples(self) -> tuple[Rollout, ...]:

@@ -214,22 +214,36 @@ class VllmEngine(Updates, Generator):
 
     async def _complete(self, generation: Generation, url: str, request: Request) -> Rollout | None:
         """Return the rollout for a request, or None when it must be retried, on any server. A response that a weight
-        update aborted is continued from its tokens. One that `cut` aborted ends with its tokens, but gets at least
-        one."""
+        update aborted is continued from its tokens, and so is one whose thought has used up its budget. One that `cut`
+        aborted ends with its tokens, but gets at least one."""
         response = await self._ask(generation, url, request)
-        while response is not None and response.is_aborted:
+        resumes = self.in_flight == "resume" or (bool(self.adapters) and self.in_flight is not None)
+        while response is not None and (response.is_aborted or request.has_thought(response)):
             cut = self.is_cut(request.group.prompt)
             if cut and response.token_ids.size:
                 response = replace(response, finish_reason="length", cut=True)
-            elif cut or self.in_flight == "resume" or (self.adapters and self.in_flight is not None):
-                more = await self._ask(generation, url, request, response, limit=1 if cut else None)
-                response = more and replace(joined(response, more), cut=cut)
-            else:
                 break
+            if response.is_aborted and not (cut or resumes):
+                break
+            if request.has_thought(response):
+                response = await self._after_thought(generation, request, response)
+                if response.finish_reason == "stop":
+                    break
+            more = await self._ask(generation, url, request, response, limit=1 if cut else None)
+            response = more and replace(joined(response, more), cut=cut)
         if response is None:
             return None
         rollout = partial(self._reader.rollout, url, request, response)
         return await generation.read(response.token_ids.size * BYTES_PER_TOKEN, rollout)
+
+    async def _after_thought(self, generation: Generation, request: Request, response: Response) -> Response:
+        """Return `request.after_thought` of the response, and pass tokens that it adds on to `on_tokens`."""
+        size = response.token_ids.size
+        end = partial(request.after_thought, response, self.decode)
+        response = await generation.read(size * BYTES_PER_TOKEN, end)
+        if request.on_tokens is not None and (added := response.token_ids[size:].tolist()):
+            request.on_tokens(size, added)
+        return response
 
     async def _ask(
         self,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from megagrpo.data.tokens.sampling import own_sampling
+from megagrpo.data.tokens.thinking import is_thinking
 from megagrpo.engine.http.protocol import derive_seed
 from megagrpo.engine.image_features import image_features, image_names
-from megagrpo.engine.responses import Response, heard_tokens
+from megagrpo.engine.responses import Response, find_ending, heard_tokens
 from megagrpo.types import Prompt, SamplingParams
 
 # Gets new tokens of a response as they come: the place of the first one in the response, and their ids. After a server
@@ -119,7 +121,37 @@ class Request:
 
     def max_tokens(self, first: Response | None = None, limit: int | None = None) -> int:
         """Return the most tokens of the response, or of the continuation of `first`."""
-        return limit or self.group.sampling.max_tokens - (0 if first is None else first.token_ids.size)
+        sampling, written = self.group.sampling, 0 if first is None else first.token_ids.size
+        most = sampling.max_tokens
+        if sampling.thinking is not None and (first is None or first.forced is None):
+            most = min(most, sampling.thinking.max_tokens)
+        return limit or most - written
+
+    def has_thought(self, response: Response) -> bool:
+        """Whether a response has used up the budget of its thought, and may go on."""
+        thinking, size = self.group.sampling.thinking, response.token_ids.size
+        if thinking is None or response.forced is not None or response.finish_reason == "stop":
+            return False
+        return size == thinking.max_tokens < self.group.sampling.max_tokens
+
+    def after_thought(self, response: Response, decode: Callable[[Sequence[int]], str]) -> Response:
+        """Return a response that has used up the budget of its thought, with the tokens that end an open thought if
+        there is room for them and an answer. A stop string that an interruption has split ends the response."""
+        sampling, ids = self.group.sampling, response.token_ids.tolist()
+        thinking, size = sampling.thinking, len(ids)
+        assert thinking is not None, "the request has a budget"
+        if find_ending(ids, decode, sampling.stop, sampling.include_stop).stop_string:
+            return replace(response, finish_reason="stop")
+        has_room = size + len(thinking.end_ids) < sampling.max_tokens
+        if not has_room or not is_thinking(thinking, self.group.prompt, ids, decode):
+            return replace(response, forced=(size, size))
+        end = np.array(thinking.end_ids, np.int32)
+        return replace(
+            response,
+            token_ids=np.concatenate([response.token_ids, end]),
+            logprobs=np.concatenate([response.logprobs, np.zeros(end.size, np.float32)]),
+            forced=(size, size + end.size),
+        )
 
     def listener(self, first: Response | None = None) -> Callable[[bytes], None] | None:
         """Return what passes the lines of a stream on to `on_tokens`, if anything does. The stream may continue the

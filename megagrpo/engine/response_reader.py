@@ -44,7 +44,10 @@ class Reader:
         """Return the rollout of a complete response. Raises EngineError for a response that cannot be trained on."""
         group, ids = request.group, response.token_ids.tolist()
         prompt, sampling, reason = group.prompt, group.sampling, response.finish_reason
-        count, text, stopped = find_ending(ids, self.decode, sampling.stop, sampling.include_stop)
+        begin, end = response.forced or (0, 0)
+        count, text, stopped = find_ending(
+            ids, self.decode, sampling.stop, sampling.include_stop, end if begin < end else 0
+        )
         logprobs = response.logprobs[:count]
         problem = ""
         if reason not in ("stop", "length"):
@@ -63,11 +66,11 @@ class Reader:
             problem = (
                 f"went on after the stop string {stopped!r} (rollout.stop); start it without --skip-tokenizer-init"
             )
-        elif (forbidden := forbidden_token(sampling, ids[:count])) is not None:
+        elif (forbidden := forbidden_token(sampling, written := ids[:begin] + ids[end:count])) is not None:
             index, name = forbidden
             fix = "start it with the model's tokenizer, without --skip-tokenizer-init"
             fix = fix if name == "bad_words" else "other parameters may exclude all allowed tokens: allow more"
-            problem = f"sampled token {ids[index]}, which {name} forbids, for prompt {prompt.prompt_id}; {fix}"
+            problem = f"sampled token {written[index]}, which {name} forbids, for prompt {prompt.prompt_id}; {fix}"
         if problem:
             raise EngineError(f"{self.engine.name(url)} {problem}")
         routes = self._routes(url, request, response, count)
@@ -81,6 +84,7 @@ class Reader:
             text,
             later_versions=tuple(part for part in later if part[0] < count),
             stop_string=stopped if sampling.stop else None,
+            forced=None if sampling.thinking is None else ((begin, end),) * (begin < end),
             routes=routes,
         )
 

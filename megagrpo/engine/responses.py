@@ -88,6 +88,8 @@ class Response:
     spans: tuple[Span, ...] = ()  # empty: the server reports no weight versions
     joined: bool = False  # it has several parts
     cut: bool = False  # `cut` ended it
+    # [start, stop) of the tokens that ended its thought, empty if it was over; None: its budget is not used up
+    forced: tuple[int, int] | None = None
     routes: np.ndarray | None = None  # [n, layers, k], of the tokens that the server read; None: it sent none
 
     @property
@@ -168,6 +170,7 @@ def joined(first: Response, more: Response) -> Response:
         logprobs=np.concatenate([first.logprobs, more.logprobs]),
         spans=(*first.spans, *later),
         joined=True,
+        forced=first.forced,
         routes=joined_routes(first.routes, more.routes),
     )
 
@@ -181,14 +184,24 @@ class Ending(NamedTuple):
 
 
 def find_ending(
-    token_ids: Sequence[int], decode: Callable[[Sequence[int]], str], stop: Sequence[str], include_stop: bool
+    token_ids: Sequence[int],
+    decode: Callable[[Sequence[int]], str],
+    stop: Sequence[str],
+    include_stop: bool,
+    start: int = 0,
 ) -> Ending:
-    """Return where the first complete stop string ends the response.
+    """Return where the first complete stop string ends the response. A stop string begins after the first `start`
+    tokens.
 
     The last token is the one that completes the stop string; it may have more characters, which the text leaves out.
     The text ends after the stop string with `include_stop`, else before it. If two strings are complete at the same
     character, the first of `stop` counts, as in vLLM.
     """
+    if start:
+        later = find_ending(token_ids[start:], decode, stop, include_stop)
+        count = start + later.num_tokens
+        text, cut = decode(token_ids[:count]), len(decode(token_ids[start:count])) - len(later.text)
+        return Ending(count, text[: len(text) - cut], later.stop_string)
     text = decode(token_ids)
     if (match := _first_match(text, stop)) is None:
         return Ending(len(token_ids), text, "")

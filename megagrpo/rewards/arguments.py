@@ -11,8 +11,8 @@ from megagrpo.suggestions import did_you_mean
 from megagrpo.types import Rollout
 
 
-def _policy_ids(rollout: Rollout) -> list[int]:
-    ids: list[int] = rollout.response_ids[rollout.written].tolist()
+def _policy_ids(rollout: Rollout, span: slice = slice(None)) -> list[int]:
+    ids: list[int] = rollout.response_ids[span][rollout.written[span]].tolist()
     return ids
 
 
@@ -35,7 +35,7 @@ def _trajectory(rollout: Rollout) -> dict[str, Any]:
 
 def _sample(sample: Rollout) -> dict[str, Any]:
     turns = [
-        {"token_ids": sample.response_ids[turn.start : turn.stop].tolist(), "calls": list(turn.calls)}
+        {"token_ids": _policy_ids(sample, slice(turn.start, turn.stop)), "calls": list(turn.calls)}
         | {name: getattr(turn, name) for name in ("failures", "shortened", "finish_reason", "reward")}
         for turn in sample.turns
     ]

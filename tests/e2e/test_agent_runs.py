@@ -78,6 +78,26 @@ def test_an_agent_is_trained_on_exactly_the_tokens_of_all_its_samples(talkative,
     assert code == 0, said
 
 
+def test_an_agents_turns_have_thinking_budgets(talkative, tmp_path):
+    """The agent reads the forced text, in the stream too, and its history goes on behind the forced tokens."""
+    shutil.copytree(talkative / "model", tmp_path / "model")
+    words = [*options(talkative, "streams", *world.open_thoughts(tmp_path / "model")), "rewards.functions=[]"]
+    run = world.train(tmp_path, *words, "algorithm.num_iterations=2", "debug.dump_steps=[2]")
+    assert run.code == 0, run.err
+    forced = []
+    for line in run.metrics:
+        rows = [row for row in run.completions if row["step"] == line["step"]]
+        assert 1 <= line["token_mult_prob_error"] < 1.0001 and "agents/broken_streams" not in line
+        for sample in (sample for row in rows for sample in (row, *row.get("branches", ()))):
+            texts = [m["content"] for m in sample["dialogue"]["messages"] if m["role"] == "assistant"]
+            assert sum("</think>" in text for text in texts) >= len(sample["forced_tokens"])
+            assert all(stop - start == 1 for start, stop in sample["forced_tokens"])
+            forced.append(len(sample["forced_tokens"]))
+    assert sum(forced) > len(forced) / 3
+    code, said = world.audit(run.folder, "--step", 2)
+    assert code == 0, said
+
+
 def test_turns_that_the_agent_reads_as_streams_are_trained_on_as_sampled(talkative, tmp_path):
     words = ["rewards.functions=[]", "algorithm.num_iterations=2", "debug.dump_steps=[2]", "rollout.temperature=1.0"]
     run = world.train(tmp_path, *options(talkative, "streams", *words))

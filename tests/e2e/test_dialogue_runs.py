@@ -17,6 +17,7 @@ from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.environments.episodes.tool_calls import hermes, named_call
 from megagrpo.families.weight_sources import resolve_model
+from megagrpo.proof.audit.saved import load_step
 from tests.e2e import world
 
 SCHEDULERS = '''
@@ -124,6 +125,35 @@ def test_a_run_of_several_turns_is_exact_to_the_token(talkative, tmp_path):
             judged = [turn["reward"] for turn in dialogue["turns"] if turn["reward"] is not None]
             assert row["rewards"]["turns"] == (pytest.approx(sum(judged)) if judged else None)
         assert {d["ended"] for d in dialogues} >= {"done", "length"}
+    code, said = world.audit(run.folder, "--step", 2)
+    assert code == 0, said
+
+
+def test_each_turn_has_a_thinking_budget(talkative, tmp_path):
+    """Its forced tokens are trained on as little as tokens of users, and functions that reward tokens do not see them."""
+    shutil.copytree(talkative / "model", tmp_path / "model")
+    words = options(talkative, "again", *world.open_thoughts(tmp_path / "model"), "rollout.thinking_end=zz</think>")
+    functions = f"[{{function: {talkative}/mine.py:digits, per: token}}]"
+    more = ["algorithm.advantage_by=token", f"rewards.functions={functions}", "rollout.max_completion_length=30"]
+    run = world.train(tmp_path, *words, *more, *AHEAD, "train.learning_rate=1e-30", "debug.dump_steps=[2]")
+    assert run.code == 0, run.err
+    for line in run.metrics:
+        assert line["token_mult_prob_error"] == pytest.approx(1, abs=1e-3)
+        rows = [row for row in run.completions if row["step"] == line["step"]]
+        ratio = _mean([bool(row["forced_tokens"]) for row in rows])
+        assert line["completions/forced_end_of_thinking_ratio"] == pytest.approx(ratio) and 0.2 < ratio < 1
+        assert line["rewards/digits/exceptions"] == 0
+    assert max(len(row["forced_tokens"]) for row in run.completions) == 2
+    end = [*load_tokenizer(tmp_path / "model").encode("zz", add_special_tokens=False), 255]
+    for sample in load_step(run.folder, 2).samples:
+        ids, others, places = sample.token_ids.tolist(), set(), set(sample.places.tolist())
+        for turn in sample.text["dialogue"]["turns"]:
+            start, stop = sample.prompt_length + turn["start"], sample.prompt_length + turn["stop"]
+            room = 30 - turn["start"]
+            if stop > start + 3 and room > 6 and 255 not in ids[start : start + 3]:
+                assert ids[start + 3 : start + 6] == end
+                others |= {start + 3, start + 4, start + 5}
+            assert places & {*range(start, stop)} == {*range(start, stop)} - others
     code, said = world.audit(run.folder, "--step", 2)
     assert code == 0, said
 

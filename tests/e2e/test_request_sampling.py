@@ -322,3 +322,52 @@ def test_a_checkpoints_own_penalty_does_not_change_what_is_sampled(tmp_path):
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(own))
     run = world.train(tmp_path, f"model.path={tmp_path}/model", "run.max_steps=1", launched=True)
     assert run.code == 0 and run.metrics[0]["token_mult_prob_error"] == pytest.approx(1, abs=1e-4), run.err
+
+
+BUDGETS = [
+    {},
+    {"max_thinking_tokens": 3, "temperature": 0.7},
+    {"max_tokens": 9},
+    {"stop": list("bcdfghjklmnpqrstvwxyz"), "seed": 4},
+]
+THINKS = ["rollout.max_thinking_tokens=6", "rollout.max_completion_length=24", "rollout.thinking_end=.</think>!"]
+
+
+def opens_thoughts(path):
+    """Options for a template whose prompts end with an open thought."""
+    path.write_text(world.TEMPLATE.replace("{{ opening }}", "<think>"))
+    return [f"data.chat_template={path}", *THINKS]
+
+
+def forced_by(ids, own, end=".</think>!"):
+    """Where tokens of a response are forced; an oracle that knows the budget only. A random model never closes a thought."""
+    budget, size = own.get("max_thinking_tokens", 6), len(end)
+    fits = budget + size < own.get("max_tokens", 24)
+    return range(budget, budget + size) if fits and len(ids) > budget else range(0)
+
+
+def test_forced_ends_of_thoughts_are_in_the_context_and_not_in_the_loss(tmp_path):
+    rows = rows_with_sampling(tmp_path / "train.jsonl", BUDGETS)
+    words = [*rows, *opens_thoughts(tmp_path / "opens.jinja"), "data.shuffle=false", "rollout.top_k=40", *COMPARED]
+    codes = run_ranks(main, 2, ["train", *world.arguments(tmp_path, *words)])  # two replicas exchange masks
+    agrees(run := world.Run(max(codes), "", "", tmp_path / "run"))
+    step, end, ratio = load_step(run.folder, 2), token_ids(".</think>!"), 0
+    for sample in step.samples:
+        ids = sample.token_ids[sample.prompt_length :].tolist()
+        forced = forced_by(ids, BUDGETS[sample.text["prompt_id"] % len(BUDGETS)])
+        assert [ids[place] for place in forced] == end[: len(forced)]
+        own = [place for place in range(len(ids)) if place not in forced]
+        assert (sample.places - sample.prompt_length).tolist() == own
+        logprobs = sample.rollout_logprobs[sample.prompt_length :]
+        assert (logprobs[own] < 0).all() and not logprobs[[*forced]].any()
+        ratio += bool(forced) / len(step.samples)
+    assert 0.5 < ratio < 0.8
+    assert run.metrics[1]["completions/forced_end_of_thinking_ratio"] == pytest.approx(ratio)
+    lengths = [sample.places.numel() for sample in step.samples]
+    assert [update.denominator for update in step.updates] == [sum(lengths)] * 2
+    assert run.metrics[1]["completions/mean_length"] == pytest.approx(sum(lengths) / len(lengths))
+    for row in run.completions:
+        for start, stop in row["forced_tokens"]:
+            assert stop - start == len(end) and row["completion"].count(".</think>!") == 1
+            assert row["num_tokens"] + len(end) <= 24
+    assert any(row.get("stop_string") and row["forced_tokens"] for row in run.completions)

@@ -182,6 +182,22 @@ def _make_model(path: Path) -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(path)
 
 
+def open_thoughts(folder: Path) -> list[str]:
+    """Options of runs on a model in `folder` whose prompts open a thought: two of its tokens become <think> and
+    </think>. The policy's own thoughts are as random as its answers."""
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = {i: text for text, i in tokenizer["model"]["vocab"].items()}
+    vocabulary |= {254: "<think>", 255: "</think>"}
+    tokenizer["model"]["vocab"] = {text: i for i, text in vocabulary.items()}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    tokenizer["added_tokens"] += [{"id": i, "content": vocabulary[i]} | flags for i in (254, 255)]
+    file.write_text(json.dumps(tokenizer))
+    template = folder / "opens.jinja"
+    template.write_text(TEMPLATE.replace("{{ opening }}", "<think>"))
+    return [f"model.path={folder}", f"data.chat_template={template}", "rollout.max_thinking_tokens=3"]
+
+
 @functools.cache
 def server() -> str:
     """The address of a vLLM server on the world's model."""

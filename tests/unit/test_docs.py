@@ -62,6 +62,7 @@ STEP_METRICS = """step wall_time loss kl entropy clip_ratio/low_mean clip_ratio/
     frac_reward_zero_std num_tokens num_generated_tokens
     completions/mean_length completions/min_length completions/max_length completions/clipped_ratio
     completions/stop_string_ratio
+    completions/forced_end_of_thinking_ratio
     completions/mean_terminated_length rewards/exact_number/mean rewards/exact_number/std rewards/exact_number/timeouts
     rewards/exact_number/exceptions rewards/exact_number/unscorable rewards/exact_number/seconds
     time/generate time/reward time/logprobs time/train time/optimizer time/sync time/step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megagrpo.config.basics.paths import is_user_code, path_problems
@@ -246,6 +246,7 @@ def sampling_problems(config: RunConfig) -> Iterator[Problem]:
         reason = f"true writes no logits, which {', '.join(PROCESSED)} change; set it to false"
         yield Problem(("train.fused_logprobs", *PROCESSED), reason)
     by_request = ("frequency_penalty", "presence_penalty", "bad_words", "structured_outputs")
+    yield from thinking_problems(config, by_request)
     if r.max_staleness and (r.in_flight == "resume" or config.lora.syncs_adapters):
         for name in [name for name in by_request if getattr(r, name)]:
             reason = "starts again with each request, but an interrupted response is requested again with its tokens as"
@@ -258,6 +259,19 @@ def sampling_problems(config: RunConfig) -> Iterator[Problem]:
         if getattr(r, name):
             reason = "needs a tokenizer that vLLM loads, but model.tokenizer is a bare SentencePiece file"
             yield Problem((f"rollout.{name}", "model.tokenizer"), f"{reason}; name a Hugging Face folder")
+
+
+def thinking_problems(config: RunConfig, by_request: Sequence[str]) -> Iterator[Problem]:
+    """Yield budgets of thoughts without effect, and the parameters `by_request` that vLLM begins again after one."""
+    r, key, end = config.rollout, "rollout.max_thinking_tokens", "rollout.thinking_end"
+    if r.thinking_end and r.max_thinking_tokens is None:
+        yield Problem((end, key), "has no effect without rollout.max_thinking_tokens; set it, or leave it out")
+    if r.max_thinking_tokens and r.max_thinking_tokens >= r.max_completion_length:
+        limit = f"rollout.max_completion_length {r.max_completion_length}"
+        yield Problem((key, "rollout.max_completion_length"), f"{r.max_thinking_tokens} is not below {limit}; lower it")
+    for name in [name for name in by_request if r.max_thinking_tokens and getattr(r, name)]:
+        reason = f"starts again with each request, and a thought's end begins one ({key}); leave one of the two out"
+        yield Problem((f"rollout.{name}", key), reason)
 
 
 def replay_problems(config: RunConfig) -> Iterator[Problem]:

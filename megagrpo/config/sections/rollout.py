@@ -128,6 +128,11 @@ class RolloutSection(Section):
     stop: Stop = []
     """Texts that end a response; special tokens such as `<|im_end|>` are valid. Evaluation and `generate` use them too.
     docs/sampling.md."""
+    max_thinking_tokens: PositiveInt | None = None
+    """Tokens of a response, or of a turn, after which an open thought ends: `thinking_end` is added, without loss, and
+    the policy goes on. Evaluation uses it too. docs/sampling.md."""
+    thinking_end: str = ""
+    """Text that ends a thought at max_thinking_tokens, with the closing tag in it. Empty: the tag alone."""
     include_stop_str_in_output: bool = True
     """Whether the response text for reward functions includes the `stop` text that ended it. vLLM's default: false."""
     max_staleness: NonNegativeInt = 0
@@ -265,6 +270,7 @@ class RowSampling(Section):
     top_k: NonNegativeInt = 0
     min_p: Share = 0.0
     max_tokens: PositiveInt = 1
+    max_thinking_tokens: PositiveInt = 1
     stop: Annotated[Stop, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] = []
     seed: Annotated[int, Field(ge=0, le=2**62)] = 0  # room for the responses' numbers, which are added
     structured_outputs: StructuredOutputs = {}

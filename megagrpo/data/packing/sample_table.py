@@ -21,6 +21,8 @@ STOPPED = 4  # one of them ended the response
 DIALOGUE = 8  # the response has turns
 OF_DIALOGUE = ("tool_calls", "tool_failures", "tool_shortened", "retries")
 FAILED_DIALOGUE = 16  # its conversation failed
+LIMITS_THOUGHTS = 32  # the run has a budget of thoughts
+FORCED = 64  # the budget ended a thought
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Columns:
             rewards=tuple(dict.fromkeys(name for s in scored for name in s.rewards)),
             logged=tuple(dict.fromkeys(name for s in scored for name in s.logged)),
             counters=tuple(counters or {}),
-            dialogues=any(r.dialogue is not None for r in rollouts),
+            dialogues=any(r.dialogue is not None or r.forced is not None for r in rollouts),
             later_versions=any(r.later_versions for r in rollouts),
             samplings=any(s.rollout.prompt.distribution for s in scored),
             branches=len(rollouts) > len(scored),
@@ -171,6 +173,8 @@ def _flags(rollout: Rollout) -> int:
         TRUNCATED * (rollout.finish_reason == "length")
         + KNOWS_STOP * (rollout.stop_string is not None)
         + STOPPED * bool(rollout.stop_string)
+        + LIMITS_THOUGHTS * (rollout.forced is not None)
+        + FORCED * any(sample.forced for sample in rollout.samples)
         + (0 if dialogue is None else DIALOGUE + FAILED_DIALOGUE * (dialogue.ended == "failed"))
     )
 

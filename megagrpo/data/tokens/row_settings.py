@@ -26,6 +26,7 @@ NOT_OF_ROWS = {
     "include_stop_str_in_output": "set rollout.include_stop_str_in_output",
     "min_tokens": "the trainer does not repeat it; use structured_outputs",
     "stop_token_ids": "name the special token in rollout.stop",
+    "thinking_token_budget": "it is max_thinking_tokens here",
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice"), "vLLM calls it structured_outputs now"),
 }
 # vLLM begins them again with each request
@@ -140,6 +141,7 @@ class RowReader:
             if values.get(name) and not isinstance(self.tokenizer, HuggingFaceTokenizer):
                 fix = "name a Hugging Face folder in model.tokenizer"
                 raise ValueError(f"{said}: {name} needs a tokenizer that vLLM loads; {fix}")
+        self._check_thinking(values, said)
         if rollout.max_staleness and (rollout.in_flight == "resume" or self.config.lora.syncs_adapters):
             for name in filter(values.get, OF_ONE_REQUEST):
                 raise ValueError(
@@ -163,6 +165,14 @@ class RowReader:
         if self.tries and (problem := constraint_problem(constraint)):
             raise ValueError(f"{said}: {problem}")
         self._checked.add(constraint)
+
+    def _check_thinking(self, values: Mapping[str, Any], said: str) -> None:
+        key, budget = "max_thinking_tokens", self.config.rollout.max_thinking_tokens
+        if key in values and budget is None:
+            raise ValueError(f"{said}: {key} needs a budget of the run; set rollout.{key}, for rows without their own")
+        for name in filter(values.get, OF_ONE_REQUEST if budget else ()):
+            reason = f"starts again with each request, and a thought's end begins one; remove it, or rollout.{key}"
+            raise ValueError(f"{said}: {name} {reason}")
 
     def check_run(self) -> None:
         """Raise ValueError, with a line for each problem, for parameters of `rollout` that vLLM refuses, or

@@ -33,6 +33,7 @@ def sampling_of(rollout: RolloutSection, tokenizer: Tokenizer | None = None) -> 
         tuple(words),
         bad_word_ids(words, tokenizer, "rollout.bad_words"),
         tuple(rollout.allowed_token_ids),
+        None if tokenizer is None else tokenizer.thinking,
     )
 
 
@@ -41,7 +42,7 @@ def own_sampling(sampling: SamplingParams, own: Mapping[str, Any]) -> SamplingPa
     `max_tokens` only lowers the limit, and `stop` adds texts."""
     if not own:
         return sampling
-    old, cut = sampling.penalties, sampling.truncation
+    old, cut, thinking = sampling.penalties, sampling.truncation, sampling.thinking
     return replace(
         sampling,
         temperature=own.get("temperature", sampling.temperature),
@@ -58,6 +59,7 @@ def own_sampling(sampling: SamplingParams, own: Mapping[str, Any]) -> SamplingPa
         bad_words=tuple(own.get("bad_words", sampling.bad_words)),
         bad_word_ids=tuple(map(tuple, own.get("bad_word_ids", sampling.bad_word_ids))),
         allowed_token_ids=tuple(own.get("allowed_token_ids", sampling.allowed_token_ids)),
+        thinking=thinking and replace(thinking, max_tokens=own.get("max_thinking_tokens", thinking.max_tokens)),
     )
 
 

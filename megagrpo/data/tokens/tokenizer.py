@@ -15,7 +15,9 @@ from megagrpo.config import RunConfig
 from megagrpo.data.tokens.chat_templates import PLAIN_TEXT as PLAIN_TEXT
 from megagrpo.data.tokens.chat_templates import check_kwargs
 from megagrpo.data.tokens.chat_templates import read_chat_template as read_chat_template
+from megagrpo.data.tokens.thinking import thinking_of
 from megagrpo.regular_files import irregular_entry
+from megagrpo.types import Thinking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,12 +39,15 @@ CUSTOM_CODE = (
 def tokenizer_of(config: RunConfig, model_folder: str | Path) -> Tokenizer:
     """Load the tokenizer of a run, with `data.chat_template_kwargs`. Special tokens in `rollout.stop` are end tokens.
 
-    Raises ValueError when there is no tokenizer, for variables that the chat template does not use, and for stop
-    strings that no text can contain."""
+    Raises ValueError when there is no tokenizer, for variables that the chat template does not use, for stop strings
+    that no text can contain, and for a budget of thoughts that the model cannot have."""
     tokenizer = load_tokenizer(config.model.tokenizer or model_folder, model_folder)
     tokenizer.eos_token_ids = _with_stop_tokens(tokenizer, config.rollout.stop)
     tokenizer.template_kwargs = config.data.chat_template_kwargs
-    check_kwargs(tokenizer.template_kwargs, tokenizer.template(read_chat_template(config.data.chat_template)))
+    template = tokenizer.template(read_chat_template(config.data.chat_template))
+    check_kwargs(tokenizer.template_kwargs, template)
+    budget = config.rollout.max_thinking_tokens, config.rollout.thinking_end, config.rollout.max_completion_length
+    tokenizer.thinking = thinking_of(*budget, tokenizer, f"{template} {config.data.system_prompt}")
     return tokenizer
 
 
@@ -100,6 +105,7 @@ class Tokenizer(ABC):
         self._chat_template = chat_template
         self.template_kwargs: Mapping[str, Any] = {}
         self.images: ImageReader | None = None  # set by a caller that knows the model
+        self.thinking: Thinking | None = None  # of the run
 
     def template(self, configured: str | None, tools: Sequence[dict[str, Any]] = ()) -> str | None:
         """Return the template of prompts with these `tools`: `configured`, as `data.chat_template` names it, or else

@@ -191,7 +191,9 @@ class Seat:
                 send(text)
 
         asked, begun = time.time(), time.monotonic()
-        rollout, queued = await self._of_engine(self._turn(prompt, sampling, number, on_tokens if send else None))
+        rollout, queued = await self._of_engine(
+            self._turn(replace(prompt, opened=""), sampling, number, on_tokens if send else None)
+        )
         times = dict(began=asked, generated=time.monotonic() - begun, queued=queued)
         content, calls = rollout.text, list[Call]()
         if has_calls:
@@ -210,7 +212,7 @@ class Seat:
             calls=[_numbered(call, f"{trajectory.index}_{number}_{i}") for i, call in enumerate(calls)],
             finish_reason="tool_calls" if calls else rollout.finish_reason,
             prompt_tokens=len(start.context),
-            completion_tokens=rollout.length,
+            completion_tokens=len(rollout.response_ids),
         )
         if rest and send is not None:
             send(rest)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megagrpo.data.packing.routed_experts import joined_routes
+from megagrpo.data.tokens.chat_templates import opened_thought
 from megagrpo.data.tokens.turn_tokens import FollowUps
 from megagrpo.rewards.functions.text_rewards import encodable
 from megagrpo.types import Dialogue, Prompt, Rollout, Routes, Turn
@@ -42,6 +43,7 @@ class Conversation:
     finish_reason: str = ""
     versions: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version that sampled it)
     stop_string: str | None = None  # as in `Rollout`
+    forced: list[tuple[int, int]] | None = None  # as in `Rollout`
     turns: list[Turn] = field(default_factory=list)
     rewards: dict[str, float | None] = field(default_factory=dict)
     ended: str = ""
@@ -53,9 +55,11 @@ class Conversation:
         """The prompt for the engine to continue: the original prompt and the response so far."""
         prompt = self.prompt
         ids = (*prompt.token_ids, *self.ids)
-        return Prompt(
-            prompt.prompt_id, ids, prompt.messages, prompt.columns, inputs=prompt.inputs, sampling=prompt.sampling
-        )
+        opened = prompt.opened if not self.ids else ""
+        if self.is_open:
+            opened = opened_thought("", self.messages[-1]["content"])
+        first = prompt.prompt_id, ids, prompt.messages, prompt.columns
+        return Prompt(*first, opened=opened, inputs=prompt.inputs, sampling=prompt.sampling)
 
     @property
     def room(self) -> int:
@@ -85,7 +89,10 @@ class Conversation:
         for first, version in ((0, rollout.weight_version), *rollout.later_versions):
             if not self.versions or version != self.versions[-1][1]:
                 self.versions.append((len(self.ids) + first, version))
-        self._append(ids, True, rollout.rollout_logprobs.tolist())
+        if rollout.forced is not None:
+            before = len(self.ids)
+            self.forced = [*(self.forced or ()), *((before + start, before + stop) for start, stop in rollout.forced)]
+        self._append(ids, rollout.written.tolist(), rollout.rollout_logprobs.tolist())
         self.routes = joined_routes(self.routes, rollout.routes)
         self.messages.append({"role": "assistant", "content": content})
         self.finish_reason, self.stop_string = rollout.finish_reason, rollout.stop_string
@@ -113,7 +120,7 @@ class Conversation:
 
     def extend(self, messages: Sequence[Message], ids: Sequence[int]) -> None:
         """Append messages of others with their tokens."""
-        self._append(ids, False)
+        self._append(ids)
         self.messages += messages
 
     def following(self, messages: list[Message], follow_ups: FollowUps) -> Callable[[], None]:
@@ -159,14 +166,15 @@ class Conversation:
             self.routes = self.routes[: len(self.prompt.token_ids) + stop]
         self.versions = self.versions[:1] + [part for part in self.versions[1:] if part[0] < stop]
         self.turns = [replace(turn, start=min(turn.start, stop), stop=min(turn.stop, stop)) for turn in self.turns]
-        self._append(ids, False)
+        self.forced = self.forced and [(start, min(end, stop)) for start, end in self.forced if start < stop]
+        self._append(ids)
         self.messages[-1] = {"role": "assistant", "content": content}
         self.is_open = True
 
-    def _append(self, ids: Sequence[int], by_policy: bool, logprobs: Sequence[float] | None = None) -> None:
+    def _append(self, ids: Sequence[int], written: Sequence[bool] = (), logprobs: Sequence[float] = ()) -> None:
         self.ids += ids
-        self.written += [by_policy] * len(ids)
-        self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
+        self.written += written or [False] * len(ids)
+        self.logprobs += logprobs or [0.0] * len(ids)
 
     def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout:
         """Return the finished response as a Rollout."""
@@ -189,5 +197,6 @@ class Conversation:
             dialogue=dialogue,
             later_versions=tuple(self.versions[1:]),
             stop_string=self.stop_string,
+            forced=None if self.forced is None else tuple(self.forced),
             routes=self.routes,
         )

@@ -129,7 +129,10 @@ def _sample_problems(sample: Sample, step: Step, tokenizer: Tokenizer | None) ->
         said = "max_tokens of its row" if "max_tokens" in sample.sampling else "rollout.max_completion_length"
         yield f"cut after {len(response)} tokens, {said} {limit}"
     turns = [token for row in naive_turns.spans(sample) for token in range(row["start"], row["stop"])]
-    if turns and turns != [token - sample.prompt_length for token in sample.places.tolist()]:
+    forced = {token for span in sample.text.get("forced") or () for token in range(*span)}
+    turns = turns if sample.text["dialogue"] else [*range(len(response))]
+    own = [token - sample.prompt_length for token in sample.places.tolist()]
+    if turns and [token for token in turns if token not in forced] != own:
         yield "the policy's turns are other tokens than those that it wrote"
     if tokenizer is not None and response:
         yield from _text_problems(sample, response, step, tokenizer)
@@ -139,6 +142,9 @@ def _text_problems(sample: Sample, response: list[int], step: Step, tokenizer: T
     rollout = step.config.rollout
     text, turn = tokenizer.decode(response), _last_turn(sample, response)
     strings = [*rollout.stop, *sample.sampling.get("stop", [])]
+    for start, end in sample.text.get("forced") or ():
+        if tokenizer.thinking is None or tuple(response[start:end]) != tokenizer.thinking.end_ids:
+            yield f"tokens {start} to {end - 1} are not those of rollout.thinking_end"
     stop, end = _first_stop(last := tokenizer.decode(turn), strings)
     if sample.text["finish_reason"] == "stop" and response[-1] not in tokenizer.eos_token_ids and not stop:
         no_stop = " and completes no stop string" if strings else ""
@@ -146,7 +152,8 @@ def _text_problems(sample: Sample, response: list[int], step: Step, tokenizer: T
     if stop and _first_stop(tokenizer.decode(turn[:-1]), strings)[0]:
         yield f"has tokens after the stop string {stop!r}"
     if stop and sample.text["dialogue"] is None:
-        text = last[: end if rollout.include_stop_str_in_output else end - len(stop)]
+        end -= 0 if rollout.include_stop_str_in_output else len(stop)
+        text = text[: len(text) - len(last) + end]
     if text != sample.text["response"]:
         yield "the text differs from the decoded tokens"
 
@@ -292,7 +299,9 @@ def _rollout(sample: Sample) -> Rollout:
         written = torch.zeros(sample.length, dtype=torch.bool).index_fill(0, sample.places, True)
         dialogue = Dialogue.of_record(written[sample.prompt_length :].numpy(), text["dialogue"])
     response, zeros = response.astype(np.int32), np.zeros(len(response), np.float32)
-    return Rollout(prompt, response, zeros, text["finish_reason"], text["weight_version"], text["response"], dialogue)
+    forced = tuple((start, stop) for start, stop in text.get("forced") or ())
+    ended = text["finish_reason"], text["weight_version"], text["response"]
+    return Rollout(prompt, response, zeros, *ended, dialogue, forced=forced)
 
 
 def _numbers(step: Step, rows: Rows, result: Recomputed) -> Iterator[Check]:

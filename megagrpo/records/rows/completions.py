@@ -71,6 +71,7 @@ def response_row(scored: ScoredRollout) -> Row:
         "rewards": scored.rewards,
         **part_columns(scored),
         **({} if rollout.stop_string is None else {"stop_string": rollout.stop_string}),
+        **({} if rollout.forced is None else {"forced_tokens": rollout.forced}),
         **({} if rollout.dialogue is None else {"dialogue": rollout.dialogue.record()}),
         **({"branches": [_branch_row(branch, rollout) for branch in rollout.branches]} if rollout.branches else {}),
     }
@@ -99,6 +100,7 @@ def _branch_row(branch: Rollout, main: Rollout) -> Row:
         "num_tokens": branch.length,
         "finish_reason": branch.finish_reason,
         "weight_version": branch.weight_version,
+        **({} if branch.forced is None else {"forced_tokens": branch.forced}),
         **({} if branch.dialogue is None else {"dialogue": branch.dialogue.record()}),
     }
 

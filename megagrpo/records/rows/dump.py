@@ -351,6 +351,7 @@ def _sample(scored: ScoredRollout, advantage: float) -> dict[str, Any]:
         "response": rollout.text,
         "finish_reason": rollout.finish_reason,
         "stop_string": rollout.stop_string,
+        "forced": rollout.forced,
         "weight_version": rollout.weight_version,
         "rewards": scored.rewards,
         "reward": scored.reward,

@@ -280,6 +280,7 @@ def _unpacked(row: dict[str, Any], prompt: Prompt) -> Rollout:
         dialogue,
         later_versions=tuple((start, version + 1) for start, version in row["later_versions"]),
         stop_string=row.get("stop_string"),
+        forced=None if (forced := row.get("forced")) is None else tuple((start, stop) for start, stop in forced),
         routes=_decoded_routes(row.get("routes")),
         branches=tuple(_unpacked(branch, prompt) for branch in row.get("branches", ())),
     )

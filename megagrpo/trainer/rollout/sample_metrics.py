@@ -10,7 +10,15 @@ import numpy as np
 import torch
 
 from megagrpo.algorithms.advantages import reward_statistics
-from megagrpo.data.packing.sample_table import DIALOGUE, FAILED_DIALOGUE, KNOWS_STOP, STOPPED, TRUNCATED
+from megagrpo.data.packing.sample_table import (
+    DIALOGUE,
+    FAILED_DIALOGUE,
+    FORCED,
+    KNOWS_STOP,
+    LIMITS_THOUGHTS,
+    STOPPED,
+    TRUNCATED,
+)
 from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.types import CAUSES, ENDINGS
 
@@ -32,6 +40,9 @@ def rollout_metrics(samples: StepSamples) -> dict[str, float]:
         metrics["completions/mean_terminated_length"] = statistics.fmean(ended)
     if (knows_stop := samples.has(KNOWS_STOP)).any():
         metrics["completions/stop_string_ratio"] = statistics.fmean(samples.has(STOPPED)[knows_stop].tolist())
+    if (limited := samples.has(LIMITS_THOUGHTS)).any():
+        forced = samples.has(FORCED)[limited]
+        metrics["completions/forced_end_of_thinking_ratio"] = statistics.fmean(forced.tolist())
     for name, column in zip(samples.columns.rewards, samples.facts["rewards"].T, strict=True):
         if values := column[~np.isnan(column)].tolist():
             metrics[f"rewards/{name}/mean"] = statistics.fmean(values)

@@ -67,6 +67,13 @@ REFUSED = {
     "rollout.stop; name texts that end a response, or leave it out",
     "rollout.stop=[x] model.tokenizer=t.model": "rollout.stop: needs a tokenizer that vLLM loads, but model.tokenizer "
     "is a bare SentencePiece file; name a Hugging Face folder",
+    "rollout.thinking_end=</think>": "rollout.thinking_end: has no effect without rollout.max_thinking_tokens; set it, "
+    "or leave it out",
+    "rollout.max_thinking_tokens=0": "rollout.max_thinking_tokens: must be greater than 0 (got 0)",
+    "rollout.max_thinking_tokens=256": "rollout.max_thinking_tokens: 256 is not below rollout.max_completion_length "
+    "256; lower it",
+    "rollout.max_thinking_tokens=9 rollout.frequency_penalty=0.1": "rollout.frequency_penalty: starts again with each "
+    "request, and a thought's end begins one (rollout.max_thinking_tokens); leave one of the two out",
     "data.chat_template_kwargs.tokenize=true": "data.chat_template_kwargs.tokenize: `tokenize` is an argument of the "
     "renderer, not a variable of the template; leave it out",
     "data.chat_template=none "

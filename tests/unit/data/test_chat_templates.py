@@ -7,6 +7,7 @@ import pytest
 from megagrpo.config import load_config
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokens.chat_templates import check_kwargs, opened_thought, variables
+from megagrpo.data.tokens.sampling import sampling_of
 from megagrpo.data.tokens.tokenizer import load_tokenizer, tokenizer_of
 from tests.unit.data.test_tokenizer import CHATML, LLAMA_2, chat_folder, sentencepiece_model  # noqa: F401
 from tests.unit.for_each import for_each
@@ -54,8 +55,9 @@ def source(folder, rows, **data):
     return PromptSource(config.data.train, config.data, tokenizer_of(config, folder), 200, seed=0)
 
 
-def run_config(folder, **data):
+def run_config(folder, rollout=None, **data):
     text = {"model": {"path": str(folder)}, "data": {"train": {"source": str(folder / "rows.jsonl")}, **data}}
+    text["rollout"] = rollout or {}
     (folder / "run.yaml").write_text(json.dumps(text | {"rewards": {"functions": [{"function": "format"}]}}))
     return load_config(folder / "run.yaml")
 
@@ -227,3 +229,43 @@ def test_special_tokens_among_the_stop_strings_are_end_tokens(chat_folder):  # n
         match=r"rollout.stop.1: '<\|im_end\|>\\n' contains the special token <\|im_end\|>, .*name the token alone",
     ):
         loaded(["x", "<|im_end|>\n"])
+
+
+@for_each(
+    ("template", "keys", "said"),
+    [
+        (
+            CHATML,
+            {},
+            "rollout.max_thinking_tokens: the model's tokenizer and chat template have no tags of a thought, such as",
+        ),
+        (QWEN3, {"thinking_end": "Stop."}, "rollout.thinking_end: 'Stop.' has no </think>, which closes this model's"),
+        (COMMAND_A, {"thinking_end": "</think>"}, "'</think>' has no <|END_THINKING|>"),
+        (QWEN3, {"thinking_end": "</think><|im_end|>"}, "has the end token <|im_end|>, which ends responses"),
+        (QWEN3, {"max_completion_length": 41}, "of '</think>' leave no room for an answer in rollout.max_completion"),
+    ],
+)
+def test_a_budget_of_thoughts_needs_tags_that_it_can_close(template, keys, said, chat_folder, tmp_path):  # noqa: F811
+    config = run_config(tmp_path, {"max_thinking_tokens": 40} | keys, chat_template=template)
+    with pytest.raises(ValueError) as error:
+        tokenizer_of(config, chat_folder)
+    assert said in str(error.value)
+
+
+@for_each(
+    ("template", "end", "tags"),
+    [
+        (QWEN3, "", ("<think>", "</think>")),
+        (QWEN3_THINKING, "I stop.</think>\n", ("<think>", "</think>")),
+        (COMMAND_A, "", ("<|START_THINKING|>", "<|END_THINKING|>")),
+        ("none", "", ("<think>", "</think>")),
+    ],
+)
+def test_a_budget_ends_thoughts_with_the_tags_of_the_template(template, end, tags, chat_folder, tmp_path):  # noqa: F811
+    said = {"system_prompt": "Think between <think> and </think>."} if template == "none" else {}
+    config = run_config(tmp_path, {"max_thinking_tokens": 40, "thinking_end": end}, chat_template=template, **said)
+    tokenizer = tokenizer_of(config, chat_folder)
+    thinking = sampling_of(config.rollout, tokenizer).thinking
+    assert (thinking.max_tokens, thinking.opening, thinking.closing) == (40, *tags)
+    assert tokenizer.decode(thinking.end_ids, special=True) == (end or tags[1])
+    assert sampling_of(run_config(tmp_path).rollout, tokenizer_of(run_config(tmp_path), chat_folder)).thinking is None

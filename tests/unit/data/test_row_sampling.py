@@ -1,6 +1,7 @@
 """Rows with their own sampling parameters: read from a column, checked, sent with requests, and packed."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from megagrpo.engine.client import _seed_of_group
 from megagrpo.engine.requests import GroupRequest, sampling_params
 from megagrpo.train_types import TrainSample
 from megagrpo.trainer.rollout.async_rollouts import packed, unpacked
-from megagrpo.types import Penalties, Prompt, Rollout, SamplingParams, ScoredRollout
+from megagrpo.types import Penalties, Prompt, Rollout, SamplingParams, ScoredRollout, Thinking
 from tests.unit.data.test_prompts import tokenizer  # noqa: F401 (a fixture)
 from tests.unit.for_each import for_each
 
@@ -70,6 +71,8 @@ def test_rows_have_no_parameter_that_vllm_refuses_beside_drafts(tokenizer, tmp_p
         ({"top_k": -5}, "top_k: Input should be greater than or equal to 0 (got -5)"),
         ({"top_p": 0}, "top_p: Input should be greater than 0 (got 0)"),
         ({"min_tokens": 5}, "a row cannot have its own `min_tokens`: the trainer does not repeat it"),
+        ({"thinking_token_budget": 5}, "a row cannot have its own `thinking_token_budget`: it is max_thinking_tokens"),
+        ({"max_thinking_tokens": 5}, "max_thinking_tokens needs a budget of the run; set rollout.max_thinking_tokens"),
         ({"n": 5}, "a row cannot have its own `n`: set rollout.num_generations"),
         ({"stop": ["x~"]}, "stop has the special token ~; name it in rollout.stop, for all rows"),
         ({"stop": [""]}, "stop: Value error, must not be empty"),
@@ -104,6 +107,9 @@ def test_a_request_has_the_parameters_of_its_row():
     # a conversation with less room than the row's limit
     assert own_sampling(SamplingParams(1.0, 3), request.prompt.sampling).max_tokens == 3
     assert own_sampling(sampling, {}) is sampling
+    limited = replace(sampling, thinking=Thinking(4, "<think>", "</think>", (5,)))
+    assert own_sampling(limited, {"max_thinking_tokens": 2}).thinking == replace(limited.thinking, max_tokens=2)
+    assert own_sampling(limited, {"top_k": 2}).thinking == limited.thinking
 
 
 RESUMED = ("rollout.max_staleness=1", "rollout.in_flight=resume", "rollout.placement=dedicated")
@@ -117,6 +123,8 @@ def test_what_begins_again_with_each_request_is_refused_where_responses_are_requ
     source(tokenizer, tmp_path / "rows.jsonl", [cell])
     with pytest.raises(ValueError, match=f"{next(iter(cell))} starts again with each request, but an interrupted"):
         source(tokenizer, tmp_path / "rows.jsonl", [cell], overrides=(*RESUMED, *CORRECTED))
+    with pytest.raises(ValueError, match=f"{next(iter(cell))} starts again with each request, and a thought's end"):
+        source(tokenizer, tmp_path / "rows.jsonl", [cell], overrides=["rollout.max_thinking_tokens=9"])
 
 
 EVERYTHING = {

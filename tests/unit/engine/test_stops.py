@@ -7,6 +7,7 @@ import pytest
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http.protocol import EngineError
 from megagrpo.engine.responses import Ending, find_ending
+from megagrpo.types import Thinking
 from tests.unit.engine.test_async_client import PROMPT, SAMPLING, choice, scripted
 from tests.unit.for_each import for_each
 
@@ -79,3 +80,85 @@ def test_without_stop_strings_a_server_needs_no_tokenizer():
         rollout = ask(url, stop=())
     assert rollout.text == "</answer>\nSo" and rollout.stop_string is None
     assert bodies[0]["sampling_params"]["detokenize"] is False and "stop" not in bodies[0]["sampling_params"]
+
+
+TEXTS = ["<think>", "</think>", "a", "b", "<tool_call>", "E", "\n", "Time"]
+BUDGET = Thinking(3, "<think>", "</think>", (7, 1), ((0, "<think>"), (1, "</think>")))
+
+
+def thought(parts, prompt=(2, 0, 6), stop=(), tags=BUDGET.tags, most=8, in_flight="resume", cut=False, **fields):
+    """The rollout of a server that gives these parts in turn, (tokens, reason), and the requests. The server leaves out
+    special tokens, as tags may be."""
+    answers = [[choice(ids, reason, ("7", 0, len(ids)))] for ids, reason in parts]
+    special = [token for token, _ in tags] if fields.pop("special", False) else []
+    with scripted(*answers) as (url, bodies):
+        engine = VllmEngine([url], lambda ids: "".join(TEXTS[i] for i in ids if i not in special), in_flight=in_flight)
+        engine.weight_version = 7
+        engine._cut = {8} if cut else set()
+        sampling = replace(SAMPLING, max_tokens=most, stop=stop, thinking=replace(BUDGET, tags=tags))
+        asked = replace(PROMPT, token_ids=prompt, **fields)
+        rollout = engine.generate([asked], 1, sampling, seed=0)[0][0]
+        assert not [body for body in bodies[len(parts) :] if "sampling_params" in body]
+    return rollout, [(body["token_ids"][len(prompt) :], body["sampling_params"]["max_tokens"]) for body in bodies]
+
+
+OPEN, REST = ([2, 3, 2], "length"), ([3, 5], "stop")
+
+
+@for_each(
+    ("parts", "options", "forced"),
+    [
+        ([OPEN, REST], {}, True),
+        ([([2, 3], "stop")], {}, False),  # over before its budget
+        ([([2, 3], "length")], {"most": 2}, False),  # a row's limit
+        ([([2, 1, 3], "length"), REST], {}, False),  # a sampled tag closes it: the sentence would be in the answer
+        ([([2, 3, 1], "length"), REST], {"special": True}, False),
+        ([([2, 4, 3], "length"), REST], {}, False),  # it has called a tool
+        ([OPEN, REST], {"prompt": (0, 2, 3)}, False),  # a user's text has the tag
+        ([OPEN, REST], {"prompt": (2, 0, 1, 6)}, False),  # the template has closed the thought
+        ([OPEN, REST], {"prompt": (2, 0, 1), "special": True}, False),
+        ([OPEN, REST], {"prompt": (2, 0, 3), "opened": "<think>b"}, True),  # the prompt has begun the thought
+        ([([0, 3, 2], "length"), REST], {"prompt": (2,)}, True),  # the policy opens it
+        ([([6, 0, 2], "length"), REST], {"prompt": (2,), "special": True}, True),
+        ([([3, 0, 2], "length"), REST], {"prompt": (2,)}, False),  # text precedes it
+        ([OPEN, REST], {"tags": ()}, True),  # the tags are several tokens
+        ([OPEN, ([3], "length")], {"most": 6}, True),
+        ([OPEN, REST], {"most": 5}, False),  # the end and one token do not fit
+        ([([2, 3], "abort"), ([2], "length"), REST], {}, True),  # the budget holds over interruptions
+        ([([2, 3, 2], "abort"), REST], {}, True),
+        ([OPEN, ([3], "abort"), ([5], "stop")], {}, True),
+        ([OPEN, REST], {"sampling": {"max_thinking_tokens": 3}}, True),
+        ([OPEN, ([2], "length"), REST][1:], {"sampling": {"max_thinking_tokens": 1}}, True),
+    ],
+)
+def test_a_thought_that_is_open_after_its_budget_is_ended(parts, options, forced):
+    rollout, asked = thought(parts, **options)
+    budget, most = options.get("sampling", {}).get("max_thinking_tokens", 3), options.get("most", 8)
+    ids, masks = [], []
+    for number, (part, _) in enumerate(parts):
+        if forced and 7 not in ids and len(ids) == budget:
+            ids, masks = [*ids, 7, 1], [*masks, False, False]
+        size = len(ids)
+        assert asked[number] == (ids, (min(most, budget) if size < budget else most) - size)
+        ids, masks = ids + part, masks + [True] * len(part)
+    assert rollout.response_ids.tolist() == ids and rollout.written.tolist() == masks
+    assert rollout.rollout_logprobs.tolist() == [-0.5 * own for own in masks] and rollout.length == sum(masks)
+    assert rollout.forced == (((budget, budget + 2),) if forced else ()) and rollout.finish_reason == parts[-1][1]
+    assert rollout.token_versions.tolist() == [7] * len(ids)
+
+
+def test_a_stop_string_counts_on_either_side_of_a_forced_end_and_not_across():
+    ends, across = ("aE", "eb"), ("ime</think>b",)
+    rollout, _ = thought([OPEN, ([3, 2, 5, 3], "length")], stop=ends, most=9)  # the server joins nothing
+    assert rollout.response_ids.tolist() == [2, 3, 2, 7, 1, 3, 2, 5] and rollout.stop_string == "aE"
+    assert rollout.text == "abaTime</think>baE" and rollout.forced == ((3, 5),)
+    rollout, _ = thought([OPEN, ([3, 5], "stop")], stop=across)
+    assert rollout.text == "abaTime</think>bE" and rollout.stop_string == ""
+    split = [([2, 3], "abort"), ([3], "length")]  # no thought to end: the response is complete
+    rollout, _ = thought(split, stop=("bb",))
+    assert (rollout.text, rollout.finish_reason, rollout.forced) == ("abb", "stop", ())
+
+
+def test_a_truncated_group_gets_no_end_of_its_thoughts():
+    rollout, asked = thought([OPEN], cut=True)
+    assert rollout.response_ids.tolist() == OPEN[0] and rollout.forced == () and len(asked) == 1

@@ -155,7 +155,7 @@ def test_sets_are_sampled_with_the_stop_strings_and_the_template_of_the_run(chat
     assert found.prompts[0].opened == "<think>"
 
 
-def test_the_share_of_responses_that_a_stop_string_ended_is_a_metric_of_runs_with_stop_strings():
+def test_shares_of_responses_that_a_stop_string_or_a_budget_ended_are_metrics_of_runs_that_have_them():
     one, two = held_out(2).prompts
     responses = scored(one, ("4", 1.0), ("5", 0.0)) + scored(two, ("7", 1.0), ("no", 0.0))
     assert "completions/stop_string_ratio" not in measured(held_out(2), responses)
@@ -164,6 +164,12 @@ def test_the_share_of_responses_that_a_stop_string_ended_is_a_metric_of_runs_wit
         replace(s, rollout=replace(s.rollout, stop_string=stop)) for s, stop in zip(responses, stops, strict=True)
     ]
     assert measured(held_out(2), with_stops)["completions/stop_string_ratio"] == 0.25
+    ratio, spans = "completions/forced_end_of_thinking_ratio", [((0, 1),), (), (), ()]
+    forced = [replace(s, rollout=replace(s.rollout, forced=f)) for s, f in zip(responses, spans, strict=True)]
+    shares = measured(held_out(2), forced)
+    assert ratio not in measured(held_out(2), responses) and shares[ratio] == 0.25
+    written = [len(s.rollout.response_ids) for s in responses]
+    assert shares["completions/mean_length"] == (sum(written) - 1) / 4
 
 
 def test_prompts_that_the_function_cannot_score_are_left_out_and_single_responses_that_it_cannot_do_not_pass():

@@ -23,6 +23,8 @@ from tests.unit.waiting import wait_until
 SAMPLING = SamplingParams(1.0, 8)
 WANTED = 4  # prompts per step
 
+FORCED = ((1, 2),)  # of a thought that the engine ended
+
 
 class Engine:
     """Finishes the groups of a call one by one, after seeded times; groups in flight during a sync continue with the
@@ -50,7 +52,15 @@ class Engine:
             version = begun if held_up == "branch" else held_up
             later = ((1, self.weight_version),) if self.weight_version > version else ()
             rollout = Rollout(
-                prompts[i], (1, 2), (-1.0, -1.0), "stop", version, "", later_versions=later, stop_string="end"
+                prompts[i],
+                (1, 2),
+                (-1.0, -1.0),
+                "stop",
+                version,
+                "",
+                later_versions=later,
+                stop_string="end",
+                forced=FORCED,
             )
             if held_up == "branch":
                 rollout = replace(rollout, branches=(replace(rollout, weight_version=-1),))
@@ -202,7 +212,10 @@ def test_a_resumed_pool_hands_out_what_was_finished_and_asks_for_the_rest():
         pool.load_state_dict(saved)
         groups = take(pool, prompts(4, 8), 3)
     assert [place for place, _ in sorted(engine.begun)] == [6, 7]
-    assert groups[0] == [Rollout(prompts(4, 5)[0], (1, 2), (-1.0, -1.0), "stop", 2, "", stop_string="end")] * 2
+    assert (
+        groups[0]
+        == [Rollout(prompts(4, 5)[0], (1, 2), (-1.0, -1.0), "stop", 2, "", stop_string="end", forced=FORCED)] * 2
+    )
     assert [scoring.step for scoring in rewards.begun] == [3] * 4
 
 
