@@ -215,6 +215,7 @@ class Dialogue:
     cause: str = ""  # one of CAUSES if it failed
     retries: int = 0  # earlier attempts at this response, which failed
     counts: dict[str, int] = field(default_factory=dict)  # by metric, of which a step has the sums
+    role: str = ""  # who writes the policy's turns, if the agent has roles
 
     __eq__ = _equal
 
@@ -246,7 +247,7 @@ class Dialogue:
 
     def record(self) -> dict[str, Any]:
         """Return all fields except `written` as JSON values, for files."""
-        fields = {name: value for name, value in vars(self).items() if name != "written"}
+        fields = {name: value for name, value in vars(self).items() if name != "written" and (value or name != "role")}
         return fields | {"turns": [vars(turn) for turn in self.turns]}
 
     @classmethod
@@ -365,6 +366,11 @@ class ScoredRollout:
     # with `advantage_by` token or process, [Lr] of the rollout, then of each branch: what is added to the trajectory's
     # advantage
     token_advantages: tuple[NDArray[np.float32], ...] = ()
+
+    @property
+    def role(self) -> str:
+        """The role whose turns the sample has; "" without roles."""
+        return self.rollout.dialogue.role if self.rollout.dialogue else ""
 
     @property
     def outcome(self) -> float:

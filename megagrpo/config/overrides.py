@@ -96,7 +96,8 @@ def _value(types: list[Any], key: str, text: str) -> Any:
     if bool in types and text in ("true", "false"):
         return text == "true"
     lists = any(map(holds_texts, types))
-    if not is_text(types) or (lists and text.startswith("[")):
+    is_mapping = text.startswith("{") and any(get_origin(kind) is dict for kind in types)
+    if not is_text(types) or is_mapping or (lists and text.startswith("[")):
         return parse_yaml(text, f"{key}={text}", texts=lists, comments=False)
     if odd := odd_text(text):
         raise ConfigError(f"{key}: {odd}")

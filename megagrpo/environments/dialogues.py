@@ -74,8 +74,8 @@ class Dialogues:
             return None
         response = self.max_response_length or max_completion_length
         renderer = Renderer(self.tokenizer, self.chat_template)
-        trajectory = Trajectory(prompt, 0, renderer, self.max_prompt_length + response, response)
-        ids = first_request(self.responders.agent, trajectory)
+        agent, limits = self.responders.agent, (self.max_prompt_length + response, response)
+        ids = first_request(agent, Trajectory(prompt, 0, renderer, *limits, roles=agent.roles))
         return len(ids), self.tokenizer.decode(ids, special=True)
 
     @property
@@ -212,7 +212,7 @@ class DialogueEngine(WrappedEngine):
             return await self._parsed(turns.session, turns.home, rollout.response_ids.tolist(), prompt.opened, tools)
 
         for attempt in range(retries + 1):
-            trajectory = Trajectory(prompt, turns.index, self._renderer, *limits, retries=attempt)
+            trajectory = Trajectory(prompt, turns.index, self._renderer, *limits, retries=attempt, roles=agent.roles)
             opening = CALL_OPENING if self._limits.vllm_parser is None else None
             own = own_sampling(sampling, prompt.sampling)
             seat = Seat(trajectory, own, turns.take, read_calls, opening)

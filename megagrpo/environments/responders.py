@@ -82,7 +82,7 @@ class Responders:
     def _described(self) -> dict[str, Any]:
         """Return what `Hosted.describe` returns."""
         if self.agent is not None:
-            named = {"reward_names": [self.agent.name], "tools": [], "methods": []}
+            named = {"reward_names": self.agent.reward_names, "tools": [], "methods": []}
             return named | dict.fromkeys(("takes_turns", "turns_keep_state", "keeps_state", "closes"), False)
         call = self._call("describe", {"timeout": _START_SECONDS}, _START_SECONDS + _GRACE)
         described, failure = _read(call, *self._pool.run([call]))

@@ -39,10 +39,10 @@ def _sample(sample: Rollout) -> dict[str, Any]:
         | {name: getattr(turn, name) for name in ("failures", "shortened", "finish_reason", "reward")}
         for turn in sample.turns
     ]
-    messages = [{"role": "assistant", "content": sample.text}]
+    messages, role = [{"role": "assistant", "content": sample.text}], ""
     if sample.dialogue is not None:
-        messages = list(sample.dialogue.messages)
-    return {"context": sample.prompt.messages, "messages": messages, "turns": turns}
+        messages, role = list(sample.dialogue.messages), sample.dialogue.role
+    return {"context": sample.prompt.messages, "messages": messages, "turns": turns} | ({"role": role} if role else {})
 
 
 PER_ROLLOUT: dict[str, Callable[[Rollout], Any]] = {

@@ -37,6 +37,7 @@ from megagrpo.records.rows.step_metrics import values_of
 from megagrpo.sync.trainer_side.transport import Weights
 from megagrpo.train_types import LossFn, Metric, TrainBatch, TrainState
 from megagrpo.trainer.engine_side import as_config_errors
+from megagrpo.trainer.rollout.roles import Role, role_advantages, roles_of, trained_members
 from megagrpo.trainer.rollout.routed_experts_exchange import replayed_batches
 from megagrpo.trainer.rollout.token_exchange import trained_samples
 from megagrpo.trainer.run_inputs import ModelFiles
@@ -69,13 +70,28 @@ class Learning:
 
     def advantages(self, samples: StepSamples, kl: Tensor | None = None) -> Tensor:
         """Return the advantages [P, G] float64 of samples in prompt order, whose rewards pay `algorithm.beta` times the
-        `kl` [N], if any."""
+        `kl` [N], if any. With roles those of all samples [N + M], from the rewards of their roles."""
         algorithm, group = self.config.algorithm, self.config.rollout.num_generations
-        rewards, weights = samples.outcomes(group), [function.weight for function in self.config.all_rewards.functions]
+        rewards = samples.outcomes(group)
         rewards = rewards if kl is None else less_kl(rewards, kl, algorithm.beta)
+        if samples.columns.roles:
+            return torch.from_numpy(role_advantages(samples, self.roles(samples), self._advantages))
+        return self._advantages(samples, rewards, samples.rewards_by_function(group))
+
+    def roles(self, samples: StepSamples) -> list[Role]:
+        """Return the roles of an agent in the samples, if any."""
+        rewards, tasks = self.config.all_rewards, self.config.each_task
+        weights = {name: each.weight for name, each in zip(rewards.names, rewards.functions, strict=True)}
+        listed = {task.name: task.config.multi_turn.roles for task in tasks}
+        return roles_of(samples, self.config.rollout.num_generations, weights, listed)
+
+    def _advantages(self, samples: StepSamples, rewards: Tensor, by_function: Tensor) -> Tensor:
+        """Return the advantages [P, G] float64 of rewards [P, G], and of those by function [P, G, F]."""
+        algorithm, group = self.config.algorithm, self.config.rollout.num_generations
+        weights = [function.weight for function in self.config.all_rewards.functions]
         if algorithm.own_estimator and samples.turns is None:
-            return self._estimated(samples, rewards, None)
-        by_function, advantages = samples.rewards_by_function(group), torch.empty_like(rewards)
+            return self._estimated(samples, rewards, by_function, None)
+        advantages = torch.empty_like(rewards)
         for of_task in samples.groups_of_tasks(group).values():  # statistics of the batch are those of a task
             own = rewards[of_task], by_function[of_task]
             advantages[of_task] = advantages_of(*own, algorithm, weights)
@@ -90,15 +106,14 @@ class Learning:
         rewards, states = (np.ascontiguousarray(samples.turns[name]) for name in ("reward", "state"))
         turns = Turns(rewards, samples.turn_owners()[0], states)
         if algorithm.own_estimator:
-            return self._estimated(samples, samples.rewards(group), turns).numpy()
+            return self._estimated(samples, samples.rewards(group), samples.rewards_by_function(group), turns).numpy()
         return turn_advantages(turns, samples.facts["reward"], advantages.flatten().numpy(), group, algorithm)
 
-    def _estimated(self, samples: StepSamples, rewards: Tensor, turns: Turns | None) -> Tensor:
+    def _estimated(self, samples: StepSamples, rewards: Tensor, of_groups: Tensor, turns: Turns | None) -> Tensor:
         """Return the advantages of the user's own function, [P, G] or of turns [K]. Rank 0 calls it, so that all ranks
         have the same numbers whatever it computes. Collective."""
         algorithm, layout = self.config.algorithm, self.policy.layout
-        of_groups = samples.rewards_by_function(rewards.shape[1]).unbind(-1)
-        by_function = dict(zip(samples.columns.rewards, of_groups, strict=True))
+        by_function = dict(zip(samples.columns.rewards, of_groups.unbind(-1), strict=True))
         columns = samples.written, samples.has(TRUNCATED)
         lengths, truncated = (torch.from_numpy(column).view(rewards.shape) for column in columns)
         groups = Groups(rewards, by_function, lengths, truncated, turns)
@@ -117,7 +132,9 @@ class Learning:
         rules = packing_rules(self.config, self.policy.shares_prompts)
         shapes = samples.shapes(advantages.flatten().numpy(), rules, of_turns)
         parts = slices(len(samples), self.config.algorithm.steps_per_generation, seed)
-        plans = [plan_packing(shapes, rules, layout.dp_size, samples.members(part)) for part in parts]
+        roles = self.roles(samples)
+        members = [trained_members(samples, roles, part) for part in parts]
+        plans = [plan_packing(shapes, rules, layout.dp_size, part) for part in members]
         mine = trained_samples(samples.every, plans, layout)
         if of_turns is not None:
             mine = samples.with_turn_advantages(mine, of_turns)

@@ -14,6 +14,7 @@ from megagrpo.trainer.lifecycle import Lifecycle
 from megagrpo.trainer.policy_update import Learning
 from megagrpo.trainer.recording import Records
 from megagrpo.trainer.rollout.groups import Rollouts
+from megagrpo.trainer.rollout.roles import role_metrics
 from megagrpo.trainer.rollout.sample_metrics import rollout_metrics, task_metrics
 from megagrpo.trainer.syncing import Syncing
 
@@ -61,6 +62,7 @@ class Trainer:
         recorders.finish(trained)
         rewards = samples.rewards(group := self.config.rollout.num_generations)
         of_tasks = task_metrics(samples, group, [task.name for task in self.config.tasks])
+        of_tasks |= role_metrics(samples, learning.roles(samples), group)
         return metrics | reward_statistics(rewards) | rollout_metrics(samples) | of_tasks
 
     def run(self) -> int:

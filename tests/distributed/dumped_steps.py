@@ -20,7 +20,7 @@ from megagrpo.algorithms.reductions import denominator
 from megagrpo.algorithms.token_advantages import with_token_advantages
 from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.data.packing.routed_experts import RouteShape
-from megagrpo.data.packing.sample_packing import pack, packing_rules
+from megagrpo.data.packing.sample_packing import build_batch, pack, packing_rules, plan_packing
 from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.families.hf_config import HfConfig, load_hf_config
 from megagrpo.platform.parallel.layout import Layout
@@ -36,6 +36,8 @@ from megagrpo.records.rows.step_metrics import values_of
 from megagrpo.rewards.part_rewards import Returned, part_rewards, weighted_sum
 from megagrpo.train_types import Metric, TrainSample, TrainState
 from megagrpo.trainer.policy_update import Learning
+from megagrpo.trainer.rollout.roles import trained_members
+from megagrpo.trainer.rollout.token_exchange import trained_samples
 from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, Turn
 from megagrpo.weights.blocks.parameter_blocks import adapter_blocks, fill
 from megagrpo.weights.bridge.adapter_files import fill_adapters
@@ -95,6 +97,27 @@ def with_turns(scored: list[ScoredRollout]) -> list[ScoredRollout]:
     one of three messages of an environment."""
     chance = random.Random(3)
     return [replace(s, rollout=_conversation(s.rollout, chance)) for s in with_branches(scored)]
+
+
+ROLES = {"solver": 1.0, "judge": 0.5, "frozen": 0.0}
+
+
+def with_roles(scored: list[ScoredRollout]) -> list[ScoredRollout]:
+    """The rollouts `with_turns`, whose samples have roles: the second group no judge, some no reward."""
+    chance, made = random.Random(5), []
+    for i, s in enumerate(with_turns(scored)):
+        names = ["solver", "frozen", *(["judge", "judge"] if i % 8 < 4 else [])]
+        samples = [
+            replace(sample, dialogue=replace(sample.dialogue, role=chance.choice(names)))
+            for sample in s.rollout.samples
+        ]
+        spoken = dict.fromkeys(sample.dialogue.role for sample in samples)
+        rewards = {role: chance.choice([None, 0.0, chance.random(), -chance.random()]) for role in spoken}
+        main = replace(samples[-1], branches=tuple(samples[:-1]))
+        main = replace(main, dialogue=replace(main.dialogue, rewards=rewards))
+        known = [r for r in rewards.values() if r is not None] + ([] if math.isnan(s.reward) else [s.reward])
+        made.append(ScoredRollout(main, s.rewards | rewards, sum(known) if known else math.nan))
+    return made
 
 
 PARTS = [
@@ -206,7 +229,7 @@ def dump_step(
     learning = Learning(config, policy, reference, None, state, None, None, None)
     advantages = learning.advantages(samples)
     of_turns = learning.turn_advantages(samples, advantages)
-    whole = to_samples(scored, advantages)
+    whole = [] if samples.columns.roles else to_samples(scored, advantages)
     if of_turns is not None:
         whole = list(samples.with_turn_advantages(dict(enumerate(whole)), of_turns).values())
     elif algorithm.advantage_by_tokens:
@@ -215,7 +238,14 @@ def dump_step(
     if algorithm.advantage_by != "trajectory":
         largest = samples.largest_advantages(advantages.flatten().numpy(), of_turns)
         whole = [replace(sample, advantage=float(a)) for sample, a in zip(whole, largest, strict=True)]
-    batch = pack(whole, packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
+    rules = packing_rules(config, policy.shares_prompts)
+    if samples.columns.roles:
+        shapes = samples.shapes(advantages.numpy(), rules)
+        members = trained_members(samples, learning.roles(samples), np.arange(len(samples)))
+        plan = plan_packing(shapes, rules, layout.dp_size, members)
+        batch = build_batch(plan, layout.dp_rank, trained_samples(samples.every, [plan], layout), rules)
+    else:
+        batch = pack(whole, rules, layout.dp_rank, layout.dp_size)
     if shape:
         batch = with_sample_routes(batch, random_routes(random_samples(), shape), layout, shape)
     batch = policy.replay.recorded(batch, policy.logprobs) if replay == "trainer" else batch

@@ -8,11 +8,13 @@ import pytest
 from dumped_steps import (
     FUNCTIONS,
     PARTS,
+    ROLES,
     dump_step,
     make_model,
     two_layers,
     with_branches,
     with_parts,
+    with_roles,
     with_token_rewards,
     with_turns,
 )
@@ -50,9 +52,15 @@ PER_PART = {
     "process alone": dict(advantage_by="process", loss_type="grpo", scale_rewards="none"),
     "own, token": dict(advantage_by="token"),
 }
+BY_ROLE = {
+    "roles": dict(loss_type="grpo", mask_truncated_completions=True),
+    "roles, batch": dict(loss_type="dapo", advantage_estimator="rloo", scale_rewards="batch"),
+    "roles, normalized": dict(loss_type="dr_grpo", multi_objective_aggregation="normalize_then_sum"),
+    "own, roles": {},
+}
 NOTHING = dict(weight=0.0)
-USUAL = ["grpo", "turn", "state", "token", "sums", "process", "own, turns"]
-OTHERS = [name for name in OPTIONS | TURNS | PER_PART if name not in USUAL]
+USUAL = ["grpo", "turn", "state", "token", "sums", "process", "own, turns", "roles"]
+OTHERS = [name for name in OPTIONS | TURNS | PER_PART | BY_ROLE if name not in USUAL]
 
 OWN = """
 import torch
@@ -71,15 +79,18 @@ def mine(groups, algorithm):
 
 def _dump(root, names):
     layout = None
-    algorithms = OPTIONS | TURNS | PER_PART
+    algorithms = OPTIONS | TURNS | PER_PART | BY_ROLE
     for name in names:
         own = dict(advantage_estimator=f"{root / 'own.py'}:mine") if name.startswith("own") else {}
         change = with_parts if name in PER_PART else with_turns if name in TURNS else with_branches
         functions = FUNCTIONS + PARTS if name in PER_PART else FUNCTIONS
+        turns = dict(scheduler="math_tip_trick")
+        if name in BY_ROLE:
+            change, turns = with_roles, dict(agent=dict(function="nowhere:agent", roles=ROLES))
         if name.endswith("alone"):
             change, functions = with_token_rewards, [f if f.get("per") == "token" else f | NOTHING for f in functions]
         config = tiny_run(
-            **({} if name in OPTIONS else dict(multi_turn=dict(scheduler="math_tip_trick"))),
+            **({} if name in OPTIONS else dict(multi_turn=turns)),
             algorithm=dict(beta=0.0, num_iterations=2) | own | algorithms[name],
             debug=dict(dump_steps=[1]),
             rewards=dict(functions=functions),

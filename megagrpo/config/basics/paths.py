@@ -173,6 +173,7 @@ PATHS: dict[str, Resolve] = {
     "multi_turn.tools.*": _function,
     "multi_turn.environment": _function,
     "multi_turn.agent": _function,
+    "multi_turn.agent.function": _function,
     "rollout.urls_file": _file,
     "rollout.weight_sync_transport": _function,
     "rollout.token_file": _file,

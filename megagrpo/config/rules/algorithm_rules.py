@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from megagrpo.config.basics.problems import Problem
@@ -167,6 +167,20 @@ def turn_problems(config: RunConfig) -> Iterator[Problem]:
     if a.off_policy_mask_threshold is not None:
         reason = f"{by} is not supported: the mask excludes whole responses by the sign of their advantage"
         yield Problem((key, "algorithm.off_policy_mask_threshold"), f"{reason}; leave it empty")
+
+
+def role_problems(a: AlgorithmSection, roles: Collection[str]) -> Iterator[Problem]:
+    """Yield what contradicts an advantage for each of an agent's roles, if it has any."""
+    if not roles:
+        return
+    for name, excluded, fix in (
+        ("advantage_by", a.advantage_by != "trajectory", "set it to trajectory"),
+        ("kl_in_reward", a.kl_in_reward, "set it to false"),
+        ("loss_type", a.loss.whole_step, "choose another loss"),
+    ):
+        if excluded:
+            reason = f"{getattr(a, name)} is not supported with roles, each of which has advantages of its own; {fix}"
+            yield Problem((f"algorithm.{name}", "multi_turn.agent"), reason)
 
 
 def quantization_problems(config: RunConfig) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ from megagrpo.config.rules.algorithm_rules import (
     kl_problems,
     loss_problems,
     quantization_problems,
+    role_problems,
     turn_problems,
 )
 from megagrpo.config.rules.extra_args import extra_args_problems, options_of
@@ -57,6 +58,7 @@ def cross_field_problems(config: RunConfig) -> list[Problem]:
         placement_problems(config),
         multi_turn_problems(config.multi_turn),
         turn_problems(config),
+        role_problems(config.algorithm, config.multi_turn.roles),
         source_problems(config),
         replay_problems(config),
         router_problems(config),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from megagrpo.config.basics.problems import Problem
 from megagrpo.config.sections.section import Count, NonNegativeInt, PositiveInt, Seconds, Section
 
+_ROLE = re.compile(r"[A-Za-z][\w-]{0,63}", re.ASCII)
+MAX_WEIGHT = 1e6  # of a role
 # the keys that make a response have several turns
 ANSWERING = ("multi_turn.scheduler", "multi_turn.tools", "multi_turn.environment", "multi_turn.agent")
 
@@ -38,9 +41,10 @@ class MultiTurnSection(Section):
     python: str | None = None
     """Python of the worker processes, such as `/opt/verifiers/bin/python`: a virtual environment for packages that do
     not fit vLLM's."""
-    agent: str | None = None
+    agent: str | dict[str, Any] | None = None
     """Function `package.module:function` or `path/file.py:function`, `async` or not, that talks to the policy at an
-    OpenAI-compatible address and returns the reward (docs/agents.md)."""
+    OpenAI-compatible address and returns the reward. With roles a mapping: `function`, and `roles` with the weight of
+    each one in the loss (docs/agents.md)."""
     tool_parser: Annotated[str, Field(pattern=r"^(hermes|vllm:[a-z0-9_]+)$")] = "hermes"
     """Parser of tool calls: `hermes`, JSON between <tool_call> and </tool_call>, or `vllm:NAME`, a parser of vLLM
     (`--tool-call-parser`)."""
@@ -66,6 +70,33 @@ class MultiTurnSection(Section):
     workers: Count = 4
     """Worker processes for tools, schedulers, environments and agents, per rank that generates. For an agent each has
     up to 64 conversations at once, in processes forked from it."""
+
+    @field_validator("agent")
+    @classmethod
+    def _is_agent(cls, agent: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+        if not isinstance(agent, dict):
+            return agent
+        function, roles = agent.get("function"), agent.get("roles")
+        if agent.keys() != {"function", "roles"} or not isinstance(function, str):
+            raise ValueError("must be the agent's function, or a mapping with `function` and `roles`")
+        if not isinstance(roles, dict) or not all(isinstance(name, str) and _ROLE.fullmatch(name) for name in roles):
+            raise ValueError("roles must map names of letters, digits, _ and - to weights, as in {solver: 1.0}")
+        for name, weight in roles.items():
+            if type(weight) not in (int, float) or not 0 <= weight <= MAX_WEIGHT:
+                raise ValueError(f"roles.{name}: {weight!r} is no weight; give a number from 0 to {MAX_WEIGHT:g}")
+        if not any(roles.values()):
+            raise ValueError("roles: no role has a weight above 0, so nothing is trained; raise one")
+        return agent
+
+    @property
+    def agent_function(self) -> str | None:
+        """The function of the agent."""
+        return self.agent["function"] if isinstance(self.agent, dict) else self.agent
+
+    @property
+    def roles(self) -> dict[str, float]:
+        """The weight in the loss of each of the agent's roles; empty without roles."""
+        return self.agent["roles"] if isinstance(self.agent, dict) else {}
 
     @property
     def enabled(self) -> bool:

@@ -31,7 +31,7 @@ class Columns:
 
     `rewards` are the names of the reward functions, `logged` of the numbers that they logged, `counters` of a replica's
     counters. Columns of conversations, of responses with several weight versions, of votes, of rows' own sampling
-    parameters, of trajectories with several samples and of advantages of tokens exist only if needed.
+    parameters, of trajectories with several samples, of `roles` and of advantages of tokens exist only if needed.
     """
 
     rewards: tuple[str, ...] = ()
@@ -43,6 +43,7 @@ class Columns:
     samplings: bool = False
     branches: bool = False
     token_advantages: bool = False
+    roles: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, scored: Sequence[ScoredRollout], counters: Mapping[str, float] | None = None) -> Columns:
@@ -57,6 +58,7 @@ class Columns:
             samplings=any(s.rollout.prompt.distribution for s in scored),
             branches=len(rollouts) > len(scored),
             token_advantages=any(s.token_advantages for s in scored),
+            roles=tuple(dict.fromkeys(r.dialogue.role for r in rollouts if r.dialogue and r.dialogue.role)),
         )
 
     def __or__(self, other: Columns) -> Columns:
@@ -96,6 +98,8 @@ class Columns:
         if self.token_advantages:
             row += [("outcome", "f8")]  # the reward without the rewards of tokens
             row += [("lowest", "f8"), ("highest", "f8")]  # of what tokens add to the trajectory's advantage
+        if self.roles:
+            row += [("role", "i2")]  # index into `roles`; -1: none
         return np.dtype(row)
 
 
@@ -123,7 +127,7 @@ def facts_of(scored: Sequence[ScoredRollout], columns: Columns, votes: np.ndarra
     rows["prompt_length"] = [len(r.prompt.token_ids) + begin for r, begin in zip(rollouts, begins, strict=True)]
     rows["prompt_key"] = prompt_keys(rollouts, begins)
     if columns.dialogues:
-        _fill_dialogues(rows, rollouts)
+        _fill_dialogues(rows, rollouts, columns.roles)
     if columns.later_versions:
         rows["later"] = [(r.token_versions - r.weight_version).sum() if r.later_versions else 0 for r in rollouts]
     if votes is not None:
@@ -138,7 +142,7 @@ def facts_of(scored: Sequence[ScoredRollout], columns: Columns, votes: np.ndarra
     return rows
 
 
-def _fill_dialogues(rows: np.ndarray, rollouts: Sequence[Rollout]) -> None:
+def _fill_dialogues(rows: np.ndarray, rollouts: Sequence[Rollout], roles: Sequence[str]) -> None:
     """Fill the columns [n] of conversations. They stay 0 for responses without turns."""
     rows["response"], rows["written"] = [len(r.response_ids) for r in rollouts], [r.length for r in rollouts]
     dialogues = {index: r.dialogue for index, r in enumerate(rollouts) if r.dialogue is not None}
@@ -149,6 +153,9 @@ def _fill_dialogues(rows: np.ndarray, rollouts: Sequence[Rollout]) -> None:
         rows["ended"][indices] = [ENDINGS.index(dialogue.ended) for dialogue in dialogues.values()]
         rows["cause"][indices] = [CAUSES.index(dialogue.cause) for dialogue in dialogues.values()]
         rows["seconds"][indices] = [dialogue.seconds for dialogue in dialogues.values()]
+    if roles:
+        named = {index: dialogue.role for index, dialogue in dialogues.items() if dialogue.role}
+        rows["role"] = [roles.index(named[i]) if i in named else -1 for i in range(len(rows))]
 
 
 def _bounds(scored: ScoredRollout) -> tuple[float, float]:
@@ -207,11 +214,13 @@ def prompt_keys(rollouts: Sequence[Rollout], begins: Sequence[int]) -> list[int]
 
 
 def widened(facts: np.ndarray, dtype: np.dtype[np.void]) -> np.ndarray:
-    """Return the rows with more columns. New rewards and logged numbers are NaN, other columns 0. The
+    """Return the rows with more columns. New rewards and logged numbers are NaN, new roles -1, other columns 0. The
     outcome is the reward."""
     rows = np.zeros(len(facts), dtype)
     if "outcome" in (dtype.names or ()):
         rows["outcome"] = facts["reward"]
+    if "role" in (dtype.names or ()):
+        rows["role"] = -1
     for name in facts.dtype.names or ():
         if shape := facts.dtype[name].shape:
             rows[name] = math.nan

@@ -182,10 +182,10 @@ class StepSamples:
         return changed
 
     def largest_advantages(self, advantages: np.ndarray, of_turns: np.ndarray | None) -> np.ndarray:
-        """Return [N + M]: the trajectory's advantage of each sample, from `advantages` [N]; the largest magnitude of
-        its turns' advantages `of_turns` [K], or the largest of its tokens' advantages, if any. It is 0 only if the
-        sample has no gradient."""
-        spread = advantages[self.trajectories]
+        """Return [N + M]: the trajectory's advantage of each sample, from `advantages` [N], with roles [N + M]; the
+        largest magnitude of its turns' advantages `of_turns` [K], or the largest of its tokens' advantages, if any. It
+        is 0 only if the sample has no gradient."""
+        spread = advantages if self.columns.roles else advantages[self.trajectories]
         if self.columns.token_advantages:
             facts = self.every.facts
             low, high = spread + facts["lowest"], spread + facts["highest"]
@@ -197,9 +197,12 @@ class StepSamples:
         return spread
 
     def shapes(self, advantages: np.ndarray, rules: PackingRules, of_turns: np.ndarray | None = None) -> SampleShapes:
-        """Return what packing must know of `every` sample, of trajectories with these advantages [N], and of turns with
-        the advantages `of_turns` [K]."""
+        """Return what packing must know of `every` sample, of trajectories with these advantages [N], with roles of
+        samples with [N + M], and of turns with the advantages `of_turns` [K]. The samples of a role in a trajectory are
+        a sequence of the loss, as those of a trajectory without roles."""
         every, trajectories = self.every, self.trajectories
+        if self.columns.roles:
+            trajectories = trajectories * (len(self.columns.roles) + 1) + every.facts["role"] + 1
         masked, facts = every.has(TRUNCATED) & rules.mask_truncated, every.facts
         lengths, prompts = (facts[name].astype(np.int64) for name in ("length", "prompt_length"))
         num_loss = np.where(masked, 0, every.written)

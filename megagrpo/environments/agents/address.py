@@ -111,10 +111,10 @@ class Address:
     async def _models(self, request: web.Request) -> web.Response:
         from aiohttp import web
 
-        self._seat(request)
-        name = request.match_info.get("name")
-        card = {"id": name or POLICY_NAME, "object": "model", "created": 0, "owned_by": "megagrpo"}
-        return web.json_response(card if name else {"object": "list", "data": [card]})
+        roles, name = self._seat(request).trajectory.roles, request.match_info.get("name")
+        names = [name] if name else [f"{POLICY_NAME}:{role}" for role in roles] or [POLICY_NAME]
+        cards = [{"id": each, "object": "model", "created": 0, "owned_by": "megagrpo"} for each in names]
+        return web.json_response(cards[0] if name else {"object": "list", "data": cards})
 
     def _handler(self, api: Any) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from megagrpo.config import MultiTurnSection
 from megagrpo.data.tokens.tokenizer import as_messages
@@ -30,14 +31,16 @@ class Agent:
     """The agent of `multi_turn.agent`, in workers of its own. Raises ValueError when it cannot be imported."""
 
     def __init__(self, section: MultiTurnSection, pool: WorkerPool):
-        assert section.agent is not None, "the section names an agent"
-        target = locate(section.agent, "multi_turn.agent", "agent", {})
-        self.name = target.attribute  # also that of the reward
-        self._seconds, self._options, self._pool = section.max_seconds or LONGEST, {"agent": target}, pool
+        assert section.agent_function is not None, "the section names an agent"
+        target = locate(section.agent_function, "multi_turn.agent", "agent", {})
+        self.name, self.roles = target.attribute, [*section.roles]
+        self.reward_names = self.roles or [self.name]
+        self._options: dict[str, object] = {"agent": target} | ({"roles": self.roles} if self.roles else {})
+        self._seconds, self._pool = section.max_seconds or LONGEST, pool
         pool.add_lane(_LANE, section.workers, CAPACITY)
         (described,) = pool.run([replace(self._call("describe", {}), load_seconds=IMPORT_SECONDS)])
         if described.kind == "timeout":
-            reason = f"the import of {section.agent} has not ended after {IMPORT_SECONDS:g} s"
+            reason = f"the import of {section.agent_function} has not ended after {IMPORT_SECONDS:g} s"
             raise ValueError(f"multi_turn.agent: {reason}; move what waits or computes into the function")
         if described.kind != "result":
             raise ValueError(f"multi_turn.agent: {described.value}")
@@ -55,7 +58,7 @@ class Agent:
         """Let the agent have a conversation, and set how it ended and the agent's reward. `fail` gets the reason of a
         failure. Raises the engine's error if it failed."""
         trajectory = seat.trajectory
-        prompt, trajectory.rewards = trajectory.prompt, {self.name: 0.0}
+        prompt, trajectory.rewards = trajectory.prompt, {} if self.roles else {self.name: 0.0}
         async with address.seated(seat) as key:
             client = {"base_url": address.url, "api_key": key, "model": POLICY_NAME}
             arguments = prompt.columns | {"prompt": prompt.messages}
@@ -69,13 +72,27 @@ class Agent:
             finally:
                 running.cancel()
         if outcome.kind == "result" and trajectory.samples:
-            trajectory.ended, trajectory.rewards = "done", {self.name: outcome.value}
+            self._reward(trajectory, outcome.value, fail)
         elif outcome.kind == "timeout":
             trajectory.ended = "time_limit"
         elif outcome.kind == "result" or not trajectory.limit:
             fail(trajectory, "it asked the policy for nothing" if outcome.kind == "result" else str(outcome.value))
         else:  # it raised because of the limit
             trajectory.ended = trajectory.limit
+
+    def _reward(self, trajectory: Trajectory, value: Any, fail: Callable[[Trajectory, str], None]) -> None:
+        """Set the rewards that the agent returned; by role, those of the roles that have taken a turn."""
+        if not self.roles:
+            trajectory.ended, trajectory.rewards = "done", {self.name: value}
+            return
+        spoken, silent = trajectory.spoken, set[str]() if value is None else value.keys() - trajectory.spoken
+        value = dict.fromkeys(spoken) if value is None else value
+        if silent:
+            fail(trajectory, f"`{self.name}` returned a reward for the role {min(silent)}, which took no turn")
+        elif missing := [role for role in spoken if role not in value]:
+            fail(trajectory, f"`{self.name}` returned no reward for the role {missing[0]}, which took a turn")
+        else:
+            trajectory.ended, trajectory.rewards = "done", value
 
 
 class _FirstRequest(Exception):

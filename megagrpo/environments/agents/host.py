@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+from megagrpo.environments.agents.agent_requests import POLICY_NAME
 from megagrpo.environments.episodes.endings import kill_group
 from megagrpo.environments.episodes.episode import accepted
 from megagrpo.environments.episodes.hosted import MALFORMED
@@ -31,6 +33,7 @@ from megagrpo.rewards.workers.worker import (
 )
 
 _READ_BYTES = 1 << 16
+Reward = float | dict[str, float | None] | None  # of a conversation, or of its roles
 
 
 @dataclass(frozen=True)
@@ -41,20 +44,25 @@ class Client:
     api_key: str
     model: str
 
+    def role(self, name: str) -> Client:
+        """Return the client of one of the agent's roles: `client.role("verifier").model` is "policy:verifier"."""
+        return replace(self, model=f"{POLICY_NAME}:{name}")
+
 
 class AgentHost:
     """The coroutine function that a worker runs. It is made once per worker, and imports the agent before any deadline
     starts."""
 
-    def __init__(self, agent: Target):
-        self._agent, self._name = find(agent), agent.attribute
+    def __init__(self, agent: Target, roles: Sequence[str] = ()):
+        self._agent, self._name, self._roles = find(agent), agent.attribute, roles
         if not callable(self._agent):
             raise ValueError(f"`{self._name}` must be a function")
         required = [p.name for p in named_parameters(self._agent, skip_first=False)[0] if p.default is p.empty]
         self.needs_columns = [(name,) for name in required if name not in ("client", "prompt")]
 
-    async def __call__(self, client: dict[str, str], arguments: dict[str, Any]) -> float | None:
-        """Run the agent in a new process, and return the reward that it returned. A cancelled call kills the process.
+    async def __call__(self, client: dict[str, str], arguments: dict[str, Any]) -> Reward:
+        """Run the agent in a new process, and return the reward that it returned, with roles the rewards by role. A
+        cancelled call kills the process.
 
         Raises InvalidRewards with the reason of a failure.
         """
@@ -77,6 +85,8 @@ class AgentHost:
                 raise InvalidRewards(failure)
             case {"value": float() | None as value, **rest} if not rest:
                 return value
+            case {"value": dict() as values, **rest} if not rest and _are_rewards(values, self._roles):
+                return values
         raise InvalidRewards("its process died" if answer is None else MALFORMED)
 
     def _live(self, channel: Channel, client: Client, arguments: dict[str, Any]) -> NoReturn:
@@ -98,15 +108,29 @@ class AgentHost:
             put({name: ",".join(filter(None, (ENVIRONMENT.get(name), LOOPBACK_ADDRESS)))})
         try:
             value = awaited(self._agent(**accepted(self._agent, arguments | {"client": client})))
-            answer: dict[str, float | str | None] = {
-                "value": None if value is None else reward_of(value, f"`{self._name}` returned")
-            }
+            answer: dict[str, Reward | str] = {"value": self._checked(value)}
         except BaseException as error:
             answer = {"failure": explain(error, whole=False)}
         flush()
         if os.getpid() == pid:  # else the agent has forked, and the copy has returned too
             channel.send(as_json(answer))
         os._exit(0)
+
+    def _checked(self, value: Any) -> Reward:
+        """Return the agent's reward. Raises TypeError or ValueError that names the fault."""
+        said = f"`{self._name}` returned"
+        if not self._roles or value is None:
+            return None if value is None else reward_of(value, said)
+        if not isinstance(value, Mapping):
+            fix = "return a mapping from each role that took a turn to its reward (multi_turn.agent has roles)"
+            raise TypeError(f"{said} {value!r:.100}; {fix}")
+        if unknown := [role for role in value if role not in self._roles]:
+            raise ValueError(f"{said} a reward for the role {unknown[0]!r:.100}, which multi_turn.agent does not list")
+        return {role: None if r is None else reward_of(r, f"{said} for the role {role}") for role, r in value.items()}
+
+
+def _are_rewards(values: dict[Any, Any], roles: Sequence[str]) -> bool:
+    return values.keys() <= set(roles) and all(type(value) in (float, type(None)) for value in values.values())
 
 
 async def _first_message(connection: socket.socket) -> Any:

@@ -76,7 +76,7 @@ class Seat:
         def parsed() -> tuple[Ask, dict[str, Any], Start]:
             value = read_body(bytes(data))
             ask = replace(_ask_of(api, value, self._sampling), is_retry=is_retry)
-            return ask, value, trajectory.find(ask.messages, ask.tools)
+            return ask, value, trajectory.find(ask.messages, ask.tools, trajectory.role_of(ask.model))
 
         self._reading += 1
         try:
@@ -132,7 +132,7 @@ class Seat:
         """Take a turn of the policy that no agent has asked for, beyond `multi_turn.max_turns` too. Raises Refused, and
         the errors of the engine."""
         size = sum(len(message["content"]) for message in ask.messages)
-        find = partial(self.trajectory.find, ask.messages, ask.tools)
+        find = partial(self.trajectory.find, ask.messages, ask.tools, next(iter(self.trajectory.roles), ""))
         start = await self.trajectory.renderer.threads.run(size, find)
         self._record(await self._taken(ask, start, is_limited=False))
 

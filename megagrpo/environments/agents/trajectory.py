@@ -23,6 +23,7 @@ from megagrpo.environments.agents.agent_messages import (
     with_names,
     write_json,
 )
+from megagrpo.environments.agents.agent_requests import POLICY_NAME
 from megagrpo.environments.agents.renderer import Renderer, too_long
 from megagrpo.environments.episodes.conversation import Conversation
 from megagrpo.types import Prompt, Rollout
@@ -57,7 +58,7 @@ class Start:
 
     messages: list[Message]
     history: bytes  # the digest of all messages
-    tools: str  # as JSON
+    tools: str  # as JSON, after the role and a line break
     node: Node | None
     suffix: tuple[int, ...]
     cause: str = ""
@@ -72,6 +73,7 @@ class Trajectory:
     """The samples of one conversation of an agent, about one prompt of the data set.
 
     `max_length` limits the tokens of a sample, `max_response` those after its prompt; `max_turns` all turns together.
+    With `roles` each sample has the turns of one of them.
     """
 
     def __init__(
@@ -83,19 +85,35 @@ class Trajectory:
         max_response: int,
         max_turns: int | None = None,
         retries: int = 0,
+        roles: Sequence[str] = (),
     ):
         self.prompt, self.index, self.retries, self.samples = prompt, index, retries, list[Conversation]()
         self.ended, self.cause, self.rewards = "", "", dict[str, float | None]()  # as in `Dialogue`
         self._numbers = set[int]()  # of turns that the policy has taken or takes
         self.limit = ""  # which one was reached first, as in `Dialogue.ended`
         self.counts = Counter[str]()
-        self.renderer, self._max_turns = renderer, max_turns
+        self.renderer, self._max_turns, self.roles = renderer, max_turns, roles
         self._max_length, self._max_response = max_length, max_response
         self._last: Conversation | None = None
         self._delivered: float | None = None  # when the agent got the last turn, until its next request
         self._asked: dict[tuple[str, bytes], Node] = {}  # what was asked with a history
         self._ended: dict[tuple[str, bytes], Node] = {}  # what ended with a history
-        self._histories: set[bytes] = set()  # of `_ended`, with whatever tools
+        self._histories: set[tuple[str, bytes]] = set()  # of `_ended` by role, with whatever tools
+
+    @property
+    def spoken(self) -> list[str]:
+        """The roles that have taken a turn."""
+        return list(dict.fromkeys(sample.role for sample in self.samples))
+
+    def role_of(self, model: str) -> str:
+        """Return the role that a request for `model` has; "" without roles. Raises Refused for an unknown role."""
+        prefix, _, role = model.partition(":")
+        if not self.roles and prefix == POLICY_NAME and role:
+            raise Refused(f"{model}: the run has no roles; list them in multi_turn.agent", "model_not_found", 404)
+        if self.roles and (prefix != POLICY_NAME or role not in self.roles):
+            names = ", ".join(f"{POLICY_NAME}:{name}" for name in self.roles)
+            raise Refused(f"the model {model!r} names no role of multi_turn.agent; use {names}", "model_not_found", 404)
+        return role if self.roles else ""
 
     @property
     def turns(self) -> int:
@@ -142,10 +160,10 @@ class Trajectory:
         used = start.node.length + len(start.suffix) if start.node is not None and start.node.is_end else 0
         return min(self._max_length - len(start.context), self._max_response - used)
 
-    def find(self, messages: list[Message], tools: Sequence[Message]) -> Start:
-        """Find where a turn of the policy begins. It changes nothing, so it may run in another thread than the turns.
-        Raises Refused for messages that cannot be rendered, and for far too many tokens."""
-        named, found = write_json(tools, sort_keys=True), histories(messages)
+    def find(self, messages: list[Message], tools: Sequence[Message], role: str = "") -> Start:
+        """Find where a turn of the policy in this `role` begins. It changes nothing, so it may run in another thread
+        than the turns. Raises Refused for messages that cannot be rendered, and for far too many tokens."""
+        named, found = f"{role}\n{write_json(tools, sort_keys=True)}", histories(messages)
         if node := self._asked.get((named, found[-1])):
             return Start(messages, found[-1], named, node, (), "fork")
         cause, node = "new", None
@@ -160,7 +178,7 @@ class Trajectory:
                     return Start(messages, found[-1], named, node, suffix, "fork")
                 cause = "template"
                 break
-            if found[count - 1] in self._histories:
+            if (role, found[count - 1]) in self._histories:
                 cause = "tools"
                 break
         if node is not None:  # the template keeps this turn perhaps, because it has no thought to drop
@@ -191,21 +209,23 @@ class Trajectory:
         closed = rollout.finish_reason == "stop" and not rollout.stop_string
         history = history_after(start.history, message)
         self._ended[start.tools, history] = Node(sample, len(sample.ids), closed)
-        self._histories.add(history)
+        self._histories.add((sample.role, history))
 
     def _begin(self, start: Start) -> Conversation:
         tail = self.renderer.tokenizer.decode(start.context[-PROMPT_TAIL:], special=True)
         opened = opened_thought(tail, "")
         prompt = replace(self.prompt, token_ids=start.context, messages=start.messages, opened=opened)
         room = min(self._max_response, self._max_length - len(start.context))
-        self.samples.append(Conversation(prompt, self.index, len(self.samples), start.messages, room))
+        role = start.tools.partition("\n")[0]
+        self.samples.append(Conversation(prompt, self.index, len(self.samples), start.messages, room, role=role))
         return self.samples[-1]
 
     def rollout(self) -> Rollout:
         """Return the trajectory: the sample of the last turn, with the others as its branches."""
         main = self._last
         assert main is not None, "a trajectory has a turn"
-        main.ended, main.cause, main.rewards, main.retries = self.ended, self.cause, self.rewards, self.retries
+        main.ended, main.cause, main.retries = self.ended, self.cause, self.retries
+        main.rewards = self.rewards or dict.fromkeys(self.spoken, 0.0)
         if self.ended == "length":
             main.finish_reason = "length"
         decode = self.renderer.tokenizer.decode

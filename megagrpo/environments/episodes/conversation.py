@@ -49,6 +49,7 @@ class Conversation:
     ended: str = ""
     cause: str = ""  # of a failure, as in `Dialogue`
     retries: int = 0  # earlier attempts
+    role: str = ""  # as in `Dialogue`
 
     @property
     def prefix(self) -> Prompt:
@@ -186,6 +187,7 @@ class Conversation:
             rewards=self.rewards,
             cause=self.cause,
             retries=self.retries,
+            role=self.role,
         )
         return Rollout(
             prompt=self.prompt,

@@ -72,6 +72,6 @@ def _of_turns(turns: MultiTurnSection) -> _Named:
         named["multi_turn.scheduler"] = (turns.scheduler, _own("scheduler", SCHEDULERS))
     if turns.environment:
         named["multi_turn.environment"] = (turns.environment, locate_environment)
-    if turns.agent:
-        named["multi_turn.agent"] = (turns.agent, _own("agent"))
+    if turns.agent_function:
+        named["multi_turn.agent"] = (turns.agent_function, _own("agent"))
     return named

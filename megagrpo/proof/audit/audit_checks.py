@@ -56,6 +56,9 @@ def check_step(step: Step) -> Iterator[Check]:
     if algorithm.own_estimator and not algorithm.advantage_by_turns:
         advantages = naive_turns.estimated(step, table, rewards).tolist()
     dumped = [float(s.text["advantage"]) for s in step.trajectories]
+    if step.has_roles:
+        dumped = [float(s.text["advantage"]) for s in step.samples]
+        advantages = naive_turns.role_advantages(step, table, lambda rows: _of_rows(step, rows, weights))
     yield compare("advantages", dumped, advantages, ROUNDING_TOLERANCE, lambda i: f"sample {i}")
     of_turns = None
     if algorithm.advantage_by_turns:
@@ -75,10 +78,20 @@ def check_step(step: Step) -> Iterator[Check]:
             yield named(check, step, of.update)
 
 
+def _of_rows(step: Step, rows: list[list[float | None]], weights: list[float]) -> list[float]:
+    """Return the advantages of rows of rewards, by the run's own estimator if it has one."""
+    if step.config.algorithm.own_estimator:
+        summed = [naive_advantages.weighted_sum(row, weights) for row in rows]
+        return list(naive_turns.estimated(step, rows, summed).tolist())
+    return _advantages(step, rows, weights)
+
+
 def _spread(step: Step, advantages: list[float], of_turns: list[list[float]] | None) -> list[Tensor]:
     """Return the advantage [L] float64 of each token of each sample."""
     if step.config.algorithm.advantage_by_tokens:
         return naive_tokens.token_advantages(step, advantages)
+    if step.has_roles:
+        return [torch.full((s.length,), a, dtype=torch.float64) for s, a in zip(step.samples, advantages, strict=True)]
     return naive_turns.spread(step, advantages, of_turns)
 
 
@@ -174,7 +187,8 @@ def _first_stop(text: str, stop: list[str]) -> tuple[str, int]:
 
 def _slices(step: Step) -> Check:
     """Check that the optimizer steps of each iteration train on every sample once."""
-    width, everyone = step.config.algorithm.steps_per_generation, range(len(step.samples))
+    width = step.config.algorithm.steps_per_generation
+    everyone = [i for i, sample in enumerate(step.samples) if not step.is_frozen(sample)]
     problems = []
     for start in range(0, len(step.updates), width):
         trained = Counter(i for update in step.updates[start : start + width] for i in update.samples)
@@ -188,8 +202,9 @@ def _slices(step: Step) -> Check:
 def _masks(step: Step, update: DumpedUpdate) -> Check:
     """Check that the loss tokens are the policy's tokens, each once. Samples without effect have none if left out."""
     left_out, firsts = step.config.algorithm.leaves_out_zero_advantage, step.trajectories
+    with_advantage = step.samples if step.has_roles else firsts
     of_turns = [s.text["turn_advantages"] for s in firsts] if "turn_advantages" in firsts[0].text else None
-    advantages = _spread(step, [float(s.text["advantage"]) for s in firsts], of_turns)
+    advantages = _spread(step, [float(s.text["advantage"]) for s in with_advantage], of_turns)
     expected = {
         (i, token)
         for i, sample in enumerate(step.samples)

@@ -1,11 +1,11 @@
-"""Advantages of turns, turn by turn, as `algorithm.advantage_by` defines them."""
+"""Advantages of turns, turn by turn, as `algorithm.advantage_by` defines them, and of roles."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -18,6 +18,8 @@ from megagrpo.algorithms.custom_advantage import Groups, checked, load_estimator
 from megagrpo.algorithms.turn_advantages import Turns
 from megagrpo.proof.audit.naive_advantages import ROUNDING, STD_EPSILON
 from megagrpo.proof.audit.saved import Sample, Step
+
+OfRows = Callable[[list[list[float | None]]], Sequence[float]]  # the advantages of rows of rewards
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,30 @@ def _compared(value: float, group: Sequence[float], scaled: bool) -> float:
     if abs(difference) <= ROUNDING * max(1.0, *map(abs, known)):
         return 0.0
     return difference / (statistics.stdev(known) + STD_EPSILON) if scaled else difference
+
+
+def role_advantages(step: Step, table: list[list[float | None]], of_rows: OfRows) -> list[float]:
+    """Return the advantage of each sample, that of its role. `table` has the rewards of each trajectory by function and
+    role; `of_rows` returns the advantages of such rows. A row of None is a trajectory without a turn of the role."""
+    rewards = [sample.text["dialogue"]["rewards"] if sample.text["dialogue"] else {} for sample in step.trajectories]
+    names = [*step.config.all_rewards.names, *dict.fromkeys(name for own in rewards for name in own)]
+    found = [0.0] * len(step.samples)
+    for task, role in dict.fromkeys((sample.text.get("task", ""), sample.role) for sample in step.samples):
+        mine = [
+            i for i, sample in enumerate(step.samples) if (sample.text.get("task", ""), sample.role) == (task, role)
+        ]
+        roles, spoke = step.roles_of(step.samples[mine[0]]), {step.samples[i].trajectory for i in mine}
+        rows = [
+            [
+                None if trajectory not in spoke or (name in roles and name != role) else cell
+                for name, cell in zip(names, row, strict=True)
+            ]
+            for trajectory, row in enumerate(table)
+        ]
+        values = of_rows(rows)
+        for i in mine:
+            found[i] = roles.get(role, 1.0) * values[step.samples[i].trajectory]
+    return found
 
 
 def spread(step: Step, advantages: Sequence[float], of_turns: Sequence[Sequence[float]] | None) -> list[Tensor]:

@@ -152,8 +152,8 @@ def _recompute_update(
             continue
         policy = _log_softmax(step, model, sample, reported[index])
         response = _response(step, index, policy, advantage, old)
-        share = divisor * naive_loss.share(average, lengths[sample.trajectory])
-        terms = _policy_terms(response, whole, sample.trajectory, lengths[sample.trajectory], algorithm, share)
+        share = divisor * naive_loss.share(average, lengths[sample.sequence])
+        terms = _policy_terms(response, whole, sample.trajectory, lengths[sample.sequence], algorithm, share)
         ref_picked = kl = None
         if reference is not None:
             with torch.no_grad():
@@ -245,7 +245,7 @@ def _whole_step(
         lengths, moved, signs = step.loss_lengths(update), *([0.0] * len(step.trajectories) for _ in range(2))
         for i, one in responses.items():
             trajectory = step.samples[i].trajectory
-            moved[trajectory] += (one.logprobs - one.old).sum().item() / lengths[trajectory]
+            moved[trajectory] += (one.logprobs - one.old).sum().item() / lengths[trajectory, ""]
             signs[trajectory] = float(advantages[i][0])
         scores = (torch.tensor(moved, dtype=torch.float64) / algorithm.real_tau).requires_grad_()
         with torch.enable_grad():

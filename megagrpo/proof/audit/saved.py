@@ -41,6 +41,16 @@ class Sample:
         return self.token_ids.numel()
 
     @property
+    def role(self) -> str:
+        """The role whose turns the sample has; "" without roles."""
+        return str((self.text["dialogue"] or {}).get("role", ""))
+
+    @property
+    def sequence(self) -> tuple[int, str]:
+        """The sequence of the loss that the sample belongs to: its trajectory and its role."""
+        return self.trajectory, self.role
+
+    @property
     def sampling(self) -> dict[str, Any]:
         """The own sampling parameters of the prompt's row, if any. Older dumps have none."""
         return self.text.get("sampling", {})
@@ -129,11 +139,26 @@ class Step:
         ended = self.samples[sample.trajectory].text["finish_reason"]
         return bool(self.config.algorithm.mask_truncated_completions and ended == "length")
 
-    def loss_lengths(self, update: DumpedUpdate) -> dict[int, int]:
-        """Return the number of loss tokens of each trajectory of an optimizer step, over all its samples."""
-        lengths = Counter[int]()
+    @property
+    def has_roles(self) -> bool:
+        """Whether samples have advantages of their roles."""
+        return any(sample.role for sample in self.samples)
+
+    def is_frozen(self, sample: Sample) -> bool:
+        """Whether the sample's role has weight 0, so that it is in no optimizer step."""
+        return bool(sample.role) and not self.roles_of(sample)[sample.role]
+
+    def roles_of(self, sample: Sample) -> dict[str, float]:
+        """Return the roles of the sample's task with their weights."""
+        task = sample.text.get("task", "")
+        return next(each.config.multi_turn.roles for each in self.config.each_task if each.name == task)
+
+    def loss_lengths(self, update: DumpedUpdate) -> dict[tuple[int, str], int]:
+        """Return the number of loss tokens of each sequence of an optimizer step: of all samples of a trajectory, or of
+        a role in it."""
+        lengths = Counter[tuple[int, str]]()
         for sample in map(self.samples.__getitem__, update.samples):
-            lengths[sample.trajectory] += 0 if self.is_masked(sample) else sample.places.numel()
+            lengths[sample.sequence] += 0 if self.is_masked(sample) else sample.places.numel()
         return lengths
 
 

@@ -93,6 +93,7 @@ def _conversation(row: Row, context: Sequence[Any], of_turns: OfTurns) -> tuple[
         "items": items,
         "turns": [_turn(turn, following, of_turns) for turn, following in _pairs(turns)],
         "ended": text_of(dialogue.get("ended")),
+        **({"role": printable(str(role))} if (role := dialogue.get("role")) else {}),
         "cause": text_of(dialogue.get("cause")),
         "retries": number(dialogue.get("retries")) or 0,
         "rewards": {printable(str(name)): number(value) for name, value in rewards.items()}

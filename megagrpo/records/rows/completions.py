@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import batched, islice, takewhile
 from typing import Any, Protocol
 
@@ -33,7 +33,10 @@ def completion_lines(layout: Layout, trained: TrainedRollouts) -> Iterator[bytes
 
     def parts(turn: int) -> Iterator[bytes]:
         for indices in batched(range(starts[turn], stops[turn]), PART_ROWS):
-            own = [(trained.samples.own[i], trained.advantages[i], trained.turn_advantages(i)) for i in indices]
+            own = [
+                (trained.samples.own[i], trained.advantages[i], trained.turn_advantages(i), trained.of_branches(i))
+                for i in indices
+            ]
             yield encoded(completion_row(trained.step, *row) for row in own)
 
     owners = [layout.leader_of(int(sampled_by[start])) for start in starts]
@@ -41,13 +44,19 @@ def completion_lines(layout: Layout, trained: TrainedRollouts) -> Iterator[bytes
 
 
 def completion_row(
-    step: int, scored: ScoredRollout, advantage: float, turn_advantages: list[float] | None = None
+    step: int,
+    scored: ScoredRollout,
+    advantage: float,
+    turn_advantages: list[float] | None = None,
+    of_branches: Sequence[float] = (),
 ) -> Row:
-    """Return the row of a response that a step trains on."""
-    versions = scored.rollout.later_versions
+    """Return the row of a response that a step trains on. `of_branches` are the advantages of its branches' roles."""
+    versions, response = scored.rollout.later_versions, response_row(scored)
+    for branch, of_branch in zip(response.get("branches", ()), of_branches, strict=False):
+        branch["advantage"] = of_branch
     return {
         "step": step,
-        **response_row(scored),
+        **response,
         "advantage": advantage,
         **({} if turn_advantages is None else {"turn_advantages": turn_advantages}),
         "weight_version": scored.rollout.weight_version,
@@ -61,6 +70,7 @@ def response_row(scored: ScoredRollout) -> Row:
     rollout = scored.rollout
     return {
         **({"task": rollout.prompt.task} if rollout.prompt.task else {}),
+        **({"role": scored.role} if scored.role else {}),
         "prompt_id": rollout.prompt.prompt_id,
         "prompt": rollout.prompt.messages,
         "completion": rollout.text,
@@ -93,6 +103,7 @@ def _branch_row(branch: Rollout, main: Rollout) -> Row:
     context = len(mine) - (len(branch.dialogue.messages) if branch.dialogue else 0)
     shared = sum(takewhile(bool, (one == other for one, other in zip(mine[:context], others, strict=False))))
     return {
+        **({"role": branch.dialogue.role} if branch.dialogue and branch.dialogue.role else {}),
         "shared_messages": shared,
         "prompt": mine[shared:context],
         "prompt_tokens": len(branch.prompt.token_ids),

@@ -228,7 +228,8 @@ class StepDumps(Recorder):
         def parts(index: int) -> Iterator[bytes]:
             scored, trajectory = samples.own[index], trajectories[index]
             yield save(_token_rows(scored, samples.columns.token_advantages))
-            text = _sample(scored, rollouts.advantages[trajectory]) | {"trajectory": trajectory}
+            of = index if rollouts.samples.columns.roles else trajectory
+            text = _sample(scored, rollouts.advantages[of]) | {"trajectory": trajectory}
             if index == trajectory:
                 text |= part_columns(scored)
                 if (of_turns := rollouts.turn_advantages(trajectory)) is not None:

@@ -14,7 +14,8 @@ from megagrpo.train_types import LossFn, Metric, TrainBatch
 
 @dataclass(frozen=True)
 class TrainedRollouts:
-    """The trajectories that a step trains on, and the advantage of each. Steps are counted from 1."""
+    """The trajectories that a step trains on, and the advantage of each, with roles of each of their samples. Steps are
+    counted from 1."""
 
     step: int
     samples: StepSamples
@@ -27,6 +28,17 @@ class TrainedRollouts:
             return None
         rows: list[float] = self.of_turns[self._borders[trajectory] : self._borders[trajectory + 1]].tolist()
         return rows
+
+    def of_branches(self, trajectory: int) -> list[float]:
+        """Return the advantages of the branches of this trajectory, in order; none without roles."""
+        if not self.samples.columns.roles or self.samples.branches is None:
+            return []
+        first, stop = len(self.samples) + self._branches[trajectory : trajectory + 2]
+        return self.advantages[first:stop]
+
+    @cached_property
+    def _branches(self) -> np.ndarray:
+        return np.append(0, self.samples.facts["branches"].cumsum())
 
     @cached_property
     def _borders(self) -> np.ndarray:

@@ -69,7 +69,10 @@ class TokenLog(Recorder):
 
     def begin(self, rollouts: TrainedRollouts) -> None:
         """Choose the samples of this step: the groups whose advantages differ most."""
-        self._chosen, self._values = chosen_samples(rollouts.advantages, self.group_size, self.num_groups), {}
+        self._chosen, self._values = (
+            chosen_samples(rollouts.advantages[: len(rollouts.samples)], self.group_size, self.num_groups),
+            {},
+        )
 
     def wrap_loss(self, loss_fn: LossFn) -> LossFn:
         """Return `loss_fn` wrapped to keep its inputs of one optimizer step until `after_update`."""

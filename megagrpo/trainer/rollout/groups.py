@@ -98,7 +98,7 @@ class Rollouts:
         if isinstance(algorithm.dynamic_sample, str):
             deciding = self._deciding(algorithm.dynamic_sample, drawn.columns.rewards)
             rewards = drawn.rewards_by_function(group)[..., deciding]
-        elif algorithm.multi_objective_aggregation != "sum_then_normalize":
+        elif algorithm.multi_objective_aggregation != "sum_then_normalize" or drawn.columns.roles:
             rewards = drawn.rewards_by_function(group)
         return useful_groups(rewards)
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megagrpo.config import ConfigError, RunConfig, load_config, save_resolved
-from megagrpo.config.basics.paths import PATHS
+from megagrpo.config.basics.paths import PATHS, anchored
 from megagrpo.config.io import shipped_configs
 from megagrpo.config.key_table import fields
 from megagrpo.rewards.registry.reward_registry import resolve
@@ -78,7 +78,9 @@ def test_paths_of_an_inherited_file_count_from_its_own_folder(parent, tmp_path, 
 
 def test_the_test_above_has_every_key_with_a_path():
     values, known = yaml.safe_load(EVERYWHERE), {key for key, _ in fields(RunConfig)}
-    for key in PATHS.keys() - {"lora.adapter_path"}:  # it excludes a reference
+    with_roles = anchored({"multi_turn": {"agent": {"function": "play.py:f", "roles": {}}}}, Path("/here"))
+    assert with_roles["multi_turn"]["agent"]["function"] == "/here/play.py:f"  # `agent` is a mapping or a text
+    for key in PATHS.keys() - {"lora.adapter_path", "multi_turn.agent.function"}:  # the adapter excludes a reference
         node = values
         for part in key.split("."):
             node = (

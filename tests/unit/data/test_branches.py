@@ -3,6 +3,7 @@
 The oracle is the formula of the trajectory: its tokens over all samples are one sequence.
 """
 
+import statistics
 from dataclasses import replace
 
 import numpy as np
@@ -13,11 +14,15 @@ from megagrpo.algorithms.advantages import to_samples
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.real_loss import RealTerms, sample_sums, sums_by_sample
 from megagrpo.algorithms.reductions import denominator
-from megagrpo.config import AlgorithmSection
-from megagrpo.data.packing.sample_packing import PackingRules, pack, plan_packing
+from megagrpo.config import AlgorithmSection, RunConfig
+from megagrpo.data.packing.sample_packing import PackingRules, build_batch, pack, plan_packing
 from megagrpo.data.packing.sample_table import TRUNCATED
 from megagrpo.data.packing.step_samples import StepSamples
+from megagrpo.records.rows.completions import completion_row
+from megagrpo.records.rows.recorder import TrainedRollouts
 from megagrpo.train_types import LossInputs
+from megagrpo.trainer.policy_update import Learning
+from megagrpo.trainer.rollout.roles import role_metrics, trained_members
 from megagrpo.trainer.rollout.sample_metrics import rollout_metrics, staleness
 from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, Turn
 from tests.unit.for_each import for_each
@@ -205,3 +210,103 @@ def test_turns_that_answered_the_same_tokens_have_one_state():
     samples = StepSamples.of([ScoredRollout(rollout, {}, 0.0) for rollout in (one, other, third)], turns=True)
     states = samples.turns["state"].tolist()
     assert states[0] == states[3] and states[1] == states[2] == states[6] and len(set(states)) == 4
+
+
+ROLES = {"solver": 1.0, "judge": 0.5, "frozen": 0.0}
+
+
+def with_roles() -> list[ScoredRollout]:
+    """Two groups of three: in the second one only one trajectory has a judge. A reward is None."""
+    of_trajectories = [
+        [("solver", (4, 5), 1.0), ("judge", (6,), 0.0), ("solver", (7, 8, 9), 1.0)],
+        [("solver", (3,), 0.0), ("judge", (2, 9), 1.0), ("frozen", (4, 4, 4), 1.0)],
+        [("solver", (8, 8), 0.0), ("judge", (5, 5, 5), 3.0), ("frozen", (3, 4), -1.0)],
+        [("solver", (5, 6), 2.0), ("judge", (9,), 1.0)],
+        [("solver", (7,), -1.0)],
+        [("frozen", (7, 3), 0.0), ("solver", (9, 2), None)],
+    ]
+    scored = []
+    for i, parts in enumerate(of_trajectories):
+        rewards = {role: reward for role, _, reward in parts}
+        samples = []
+        for number, (role, ids, _) in enumerate(parts):
+            one = sample((1, 2, i, number), ids, written=[1] * len(ids))
+            prompt = replace(one.prompt, prompt_id=i // 3)
+            samples.append(replace(one, prompt=prompt, dialogue=replace(one.dialogue, role=role, rewards=rewards)))
+        main = replace(samples[-1], branches=tuple(samples[:-1]))
+        known = [reward for reward in rewards.values() if reward is not None]
+        scored.append(ScoredRollout(main, {"f": 0.25 * i} | rewards, 0.25 * i + sum(known)))
+    return scored
+
+
+@for_each("loss_type", ["grpo", "dapo", "dr_grpo"])
+@for_each("ranks", [1, 2])
+@for_each("estimator", ["grpo", "rloo"])
+def test_roles_have_baselines_weights_and_sequences_of_their_own_in_every_layout(loss_type, ranks, estimator):
+    """The oracle: each role of a trajectory is a sequence, with the reward of the role and of function f."""
+    config = RunConfig.model_validate(
+        dict(
+            model=dict(path="/m"),
+            data=dict(train=dict(source="d.jsonl")),
+            rollout=dict(num_generations=3, max_completion_length=LONGEST),
+            multi_turn=dict(agent=dict(function="a:b", roles=ROLES)),
+            rewards=dict(functions=[dict(function="a:f")]),
+            algorithm=dict(loss_type=loss_type, advantage_estimator=estimator),
+        )
+    )
+    scored, learning = with_roles(), Learning(config, *[None] * 7)
+    samples = StepSamples.of(scored)
+    advantages = learning.advantages(samples).numpy()
+
+    sequences = {}  # (trajectory, role) -> its reward and its tokens
+    for i, s in enumerate(scored):
+        for one in s.rollout.samples:
+            own = s.rewards[one.dialogue.role]
+            reward = 0.25 * i + (own or 0.0)
+            sequences.setdefault((i, one.dialogue.role), (reward, []))[1].extend(one.response_ids.tolist())
+    expected, gradient = {}, 0.0
+    for (i, role), (reward, _) in sequences.items():
+        group = [r for (j, other), (r, _) in sequences.items() if other == role and j // 3 == i // 3]
+        others = [r for (j, other), (r, _) in sequences.items() if other == role and j // 3 == i // 3 and j != i]
+        baseline = statistics.fmean(others if estimator == "rloo" else group) if others else reward
+        spread = statistics.stdev(group) + 1e-4 if len(group) > 1 else 1.0
+        expected[i, role] = ROLES[role] * (reward - baseline) / spread
+    trained = {key: tokens for key, (_, tokens) in sequences.items() if ROLES[key[1]]}
+    count = {"grpo": len(trained), "dapo": sum(map(len, trained.values())), "dr_grpo": len(trained) * LONGEST}[
+        loss_type
+    ]
+    for key, tokens in trained.items():
+        gradient -= expected[key] * (1 if loss_type == "grpo" else len(tokens)) / count
+    of_samples = [(i, s.role) for i, s in enumerate(scored)] + [
+        (i, b.role) for i, s in enumerate(scored) for b in s.branches
+    ]
+    assert advantages.tolist() == pytest.approx([expected[key] for key in of_samples], abs=1e-12)
+    assert expected[3, "judge"] == 0.0 and expected[1, "frozen"] == 0.0
+
+    shapes, total, seen = samples.shapes(advantages, replace(RULES, mask_truncated=False)), 0.0, []
+    plan = plan_packing(shapes, RULES, ranks, trained_members(samples, learning.roles(samples), np.arange(6)))
+    pairs = zip(to_samples(scored, torch.zeros(6)), advantages.tolist(), strict=True)
+    whole = {i: replace(s, advantage=advantage) for i, (s, advantage) in enumerate(pairs)}
+    for rank in range(ranks):
+        batch = build_batch(plan, rank, whole, RULES)
+        assert denominator(batch, config.algorithm.loss.average, LONGEST) == count
+        for m in batch.micro_batches:
+            output = make_loss(config.algorithm)(LossInputs(m.rollout_logprobs, torch.zeros(m.num_tokens), m))
+            total += output.numerator.item() / count
+            seen += m.labels[m.loss_mask].tolist()
+    assert total == pytest.approx(gradient, abs=1e-6)
+    assert sorted(seen) == sorted(token for tokens in trained.values() for token in tokens)
+
+    metrics = role_metrics(samples, learning.roles(samples), 3)
+    judge = {
+        key: metrics[f"roles/judge/{key}"] for key in ("groups", "single_groups", "samples", "mean_length", "reward")
+    }
+    assert judge == dict(
+        groups=2, single_groups=1, samples=4, mean_length=1.75, reward=pytest.approx((0 + 1.25 + 3.5 + 1.75) / 4)
+    )
+    assert metrics["roles/frozen/groups"] == 2 and metrics["frac_reward_zero_std"] == 0.0
+    rows = TrainedRollouts(1, samples, advantages.tolist())
+    written = completion_row(1, scored[0], rows.advantages[0], None, rows.of_branches(0))
+    assert (written["role"], written["advantage"]) == ("solver", expected[0, "solver"])
+    branches = [(branch["role"], branch["advantage"]) for branch in written["branches"]]
+    assert branches == [("solver", expected[0, "solver"]), ("judge", expected[0, "judge"])]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import re
 import threading
 import time
@@ -25,7 +26,7 @@ from megagrpo.environments.agents.trajectory import Trajectory
 from megagrpo.environments.dialogues import DialogueEngine, Dialogues
 from megagrpo.environments.episodes.tool_calls import hermes
 from megagrpo.environments.responders import Responders
-from megagrpo.types import Prompt, Rollout, SamplingParams
+from megagrpo.types import Dialogue, Prompt, Rollout, SamplingParams
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
 from tests.unit.environments.test_dialogues import Scripted
 from tests.unit.environments.test_trajectories import HERMES, QWEN3, SEARCH
@@ -96,6 +97,16 @@ def requested(method, path, body=None):
 
 def asks(prompt):
     return requested("POST", "/chat/completions", {"messages": prompt})["choices"][0]["message"]
+
+
+def plays(prompt, client, rewards, roles=("x", "o", "x")):
+    messages = [{"role": "user", "content": prompt}]
+    for role in roles:
+        body = {"messages": messages, "model": client.role(role).model}
+        reply = requested("POST", "/chat/completions", body)
+        if role == "x":
+            messages += [reply["choices"][0]["message"], {"role": "user", "content": "go on"}]
+    return rewards
 
 
 def dozes(prompt):
@@ -246,10 +257,10 @@ class Policy:
     async def read_calls(self, prompt, rollout, tools):
         return hermes(rollout.text)
 
-    def seat(self, prompt="question", template=HERMES, columns=None, index=0, **limits):
+    def seat(self, prompt="question", template=HERMES, columns=None, index=0, roles=(), **limits):
         limits = {"max_length": 4000, "max_response": 3000} | limits
         asked = Prompt(5, (1,), prompt, columns or {})
-        trajectory = Trajectory(asked, index, Renderer(self.tokenizer, template), **limits)
+        trajectory = Trajectory(asked, index, Renderer(self.tokenizer, template), **limits, roles=roles)
         return Seat(trajectory, SamplingParams(0.7, 100), self.turn, self.read_calls)
 
 
@@ -264,9 +275,11 @@ def agents_of(tmp_path_factory):
     (folder / "talks.py").write_text(WITH_OPENAI)
     (folder / "mine.py").write_text(PLAIN)
 
-    def make(name, **keys):
+    def make(name, roles=None, **keys):
         file = "talks.py" if f"def {name}(" in WITH_OPENAI else "mine.py"
-        return Responders(MultiTurnSection(agent=f"{folder}/{file}:{name}", workers=1, **keys))
+        function = f"{folder}/{file}:{name}"
+        agent = dict(function=function, roles=roles) if roles else function
+        return Responders(MultiTurnSection(agent=agent, workers=1, **keys))
 
     return make
 
@@ -323,6 +336,52 @@ def test_an_agent_is_trained_on_its_two_turns_and_gives_the_reward(agents_of, po
     first, second = policy.asked[0][0].token_ids, policy.asked[1][0].token_ids
     assert second[: len(first)] == first and rollout.prompt.token_ids == first
     assert [number for *_, number in policy.asked] == [0, 1]
+
+
+ROLES = {"x": 1.0, "o": 0.0}
+
+
+def test_roles_of_a_conversation_have_samples_and_rewards_of_their_own(agents_of, policy):
+    """`o` asks from the history of `x`, and `x` goes on from its own."""
+    with agents_of("plays", ROLES) as agents:
+        columns = dict(rewards={"x": 1, "o": None})
+        (rollout,) = conversed(agents, lambda: policy.seat(columns=columns, roles=[*ROLES]))
+    assert agents.reward_names == ["x", "o"] and rollout.dialogue.rewards == {"x": 1.0, "o": None}
+    (branch,) = rollout.branches
+    assert (rollout.dialogue.role, branch.dialogue.role) == ("x", "o")
+    assert [m["content"] for m in rollout.dialogue.messages] == ["one", "go on", "three"]
+    assert [m["content"] for m in branch.dialogue.messages] == ["two"]
+    record = rollout.dialogue.record()
+    assert record["role"] == "x" and Dialogue.of_record(rollout.written, record) == rollout.dialogue
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        (dict(rewards=1.0), "`plays` returned 1.0; return a mapping from each role"),
+        (dict(rewards={"x": 1.0}), "`plays` returned no reward for the role o, which took a turn"),
+        (
+            dict(rewards={"x": 1.0, "o": 1.0, "judge": 0.0}),
+            "a reward for the role 'judge', which multi_turn.agent does",
+        ),
+        (dict(rewards={"x": 1.0, "o": 1.0}, roles=["x"]), "a reward for the role o, which took no turn"),
+        (dict(rewards={"x": math.nan, "o": 1.0}), "`plays` returned for the role x nan, which is not finite"),
+        (dict(rewards={"x": "1", "o": 1.0}), "`plays` returned for the role x a str, '1'"),
+        (dict(rewards={}, roles=["x", "judge"]), "names no role of multi_turn.agent; use policy:x, policy:o"),
+    ],
+)
+def test_rewards_that_do_not_fit_the_roles_fail_the_conversation_by_name(agents_of, policy, columns, reason, caplog):
+    with agents_of("plays", ROLES) as agents:
+        (rollout,) = conversed(agents, lambda: policy.seat(columns=columns, roles=[*ROLES]))
+    spoken = columns.get("roles", ["x", "o"])
+    assert rollout.dialogue.ended == "failed" and reason in caplog.text
+    assert rollout.dialogue.rewards == {role: 0.0 for role in spoken if role in ROLES}
+
+
+def test_a_role_is_refused_in_a_run_without_roles(agents_of, policy, caplog):
+    with agents_of("plays") as agents:
+        conversed(agents, lambda: policy.seat(columns=dict(rewards={})))
+    assert "policy:x: the run has no roles; list them in multi_turn.agent" in caplog.text
 
 
 def test_an_unmodified_agent_needs_no_argument_but_its_prompt(agents_of, policy):

@@ -50,7 +50,7 @@ function talkTime(talk) {
 function talkLanes(talk) {
   const samples = [talk, ...branchesOf(talk)].filter((sample) => sample.turns.length > 0).sort((a, b) => timeOf(a.turns)[0] - timeOf(b.turns)[0] || (a.number || 0) - (b.number || 0)), whole = timeOf(allTurns(talk))[1] || 1;
   return samples.flatMap((sample) => {
-    const name = sample === talk ? "main" : `branch ${sample.number}`;
+    const name = sample.role || (sample === talk ? "main" : `branch ${sample.number}`);
     const parts = sample.turns.flatMap((turn, i) => {
       const [generation, slots, tools] = secondsOf(turn);
       return [[1, turn.at, slots], [0, turn.at + slots, generation], [2, turn.at + slots + generation, tools]].map(([kind, at, seconds]) => seconds / whole >= 0.0005 &&
@@ -114,7 +114,7 @@ function callNodes(item, turn, tint) {
 function branchNodes(branches, shown) {
   return (branches || []).map((branch, i) => {
     const turns = allTurns(branch), tokens = turns.reduce((sum, turn) => sum + turn.tokens, 0), time = timeOf(turns);
-    const summary = el("summary", {}, el("b", {}, `branch ${branch.number}`), el("span", {}, plural(turns.length, "turn")), el("span", { class: "own-key" }, `${plural(tokens, "token")} trained`),
+    const summary = el("summary", {}, el("b", {}, branch.role ? `branch ${branch.number}: ${branch.role}` : `branch ${branch.number}`), el("span", {}, plural(turns.length, "turn")), el("span", { class: "own-key" }, `${plural(tokens, "token")} trained`),
       isNumber(branch.prompt_tokens) && el("span", {}, `after ${plural(branch.prompt_tokens, "token")} of context`),
       time && el("span", {}, `from ${duration(time[0])} to ${duration(time[1])}`));
     return el("li", { class: "branch" }, el("details", { open: i < 3 }, summary, talkTree(branch, { ...shown, tokens: null })));

@@ -62,7 +62,9 @@ def test_branches_are_below_the_message_where_they_split():
     (right, _), *_ = conversations(random.Random(0))
     values = [-0.2, 0.4, 0.6, 0.9, -0.3, 1.2]
     row = row_of(right, branches=branch_rows(), turn_advantages=values)
+    row["branches"][1]["dialogue"]["role"] = "judge"
     shown = conversation_of(row, [], 2)  # the prompt has a system message and a question
+    assert [one.get("role") for one in (shown, *shown["branches"], *shown["items"][0]["branches"])].count("judge") == 1
     assert [branch["prompt_tokens"] for branch in shown["branches"]] == [38]
     assert [branch["prompt_tokens"] for branch in shown["items"][0]["branches"]] == [131]
     assert shown["items"][0]["branches"][0]["items"][0] == {
