@@ -99,6 +99,7 @@ class StepTerms:
     high_entropy: Tensor | None = None  # [T] bool, with top_entropy_quantile < 1: tokens that the policy term counts
     # [T] float32, with an entropy bonus: the loss falls by weight x entropy, which has a gradient
     entropy_weights: Tensor | None = None
+    loss_weights: Tensor | None = None  # [T] float32, with loss weights of tasks: of each token's policy term and KL
     real_slopes: Tensor | None = None  # [T] float32, with loss_type real: d loss / d log-prob
     real_values: Tensor | None = None  # [T] float32, with loss_type real: the token's part of the loss
 
@@ -170,9 +171,12 @@ class MicroBatch:
 
     def with_advantages(self, of_trajectories: Tensor) -> MicroBatch:
         """Return a copy with these advantages [N] of the step's trajectories."""
+        return replace(self, advantages=self.by_trajectory(of_trajectories.float()))
+
+    def by_trajectory(self, of_trajectories: Tensor) -> Tensor:
+        """Return [T]: for each token the value of its trajectory in [N]; 0 at padding."""
         owners = self.trajectories
-        of_sequences = torch.where(owners >= 0, of_trajectories.float()[owners], 0.0)
-        return replace(self, advantages=of_sequences[self.sequence_index])
+        return torch.where(owners >= 0, of_trajectories[owners], 0.0)[self.sequence_index]
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy with all [T] tensors on `device`, without waiting for the transfer."""
@@ -235,6 +239,11 @@ class TrainBatch:
         """Return a copy whose micro-batches have these routes, one tensor for each."""
         pairs = zip(self.micro_batches, routes, strict=True)
         return replace(self, micro_batches=tuple(replace(m, routes=rows) for m, rows in pairs))
+
+    def with_loss_weights(self, of_trajectories: Tensor) -> TrainBatch:
+        """Return a copy whose loss terms have these weights [N] of the step's trajectories."""
+        rows = of_trajectories.float()
+        return self.with_terms(loss_weights=[m.by_trajectory(rows) for m in self.micro_batches])
 
     def with_advantages(self, of_trajectories: Tensor) -> TrainBatch:
         """Return a copy with these advantages [N] of the step's trajectories."""

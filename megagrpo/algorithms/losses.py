@@ -56,6 +56,8 @@ def make_loss(algorithm: AlgorithmSection) -> LossFn:
         if kl is not None:
             per_token = per_token + algorithm.beta * kl
             metrics["kl"] = Metric(*masked_sum(kl.detach(), batch.loss_mask))
+        if terms.loss_weights is not None:
+            per_token = per_token * terms.loss_weights
         metrics |= ratio_metrics(tokens, algorithm)
         metrics["entropy"] = Metric(*masked_sum(inputs.entropy, batch.loss_mask))
         total = numerator(per_token, sequences, row.average)

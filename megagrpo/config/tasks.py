@@ -23,6 +23,9 @@ class TaskSection(Section):
     weight: PositiveFloat = 1.0
     """Share of the prompts, relative to the other tasks' weights. The counts of drawn prompts never differ from the
     shares by a whole prompt; weights that add up to `rollout.prompts_per_step` are the prompts of each step."""
+    loss_weight: PositiveFloat = 1.0
+    """Factor of the task's share of the loss: of its policy term and KL penalty. The loss keeps its denominator, so
+    that factors which are all equal change nothing. `algorithm.loss_share_of_tasks`."""
     epochs: PositiveFloat | None = None
     """Passes over the task's rows, after which it leaves the mixture; the other tasks then share the prompts by their
     weights. The rows repeat when empty, as those of at least one task must."""
@@ -53,6 +56,7 @@ class Task:
     config: RunConfig  # the run's, with the values of the task
     sampling: Mapping[str, Any]  # of its prompts, before a row's own parameters
     epochs: float | None = None
+    loss_weight: float = 1.0
 
     def key(self, key: str) -> str:
         """Return the config key of the task for a key of the run, as `tasks.math.data.train`."""
@@ -79,7 +83,7 @@ def task_values(of_run: Mapping[str, Any], task: Mapping[str, Any]) -> dict[str,
     own = {name: task[name] for name in SECTIONS if isinstance(task.get(name), Mapping)}
     values = merged({key: value for key, value in of_run.items() if key != "tasks"}, own)
     evaluation = {"keep_best": None} if (values.get("data") or {}).get("eval") else {"keep_best": None, "steps": 0}
-    return merged(values, {"evaluation": evaluation})
+    return merged(values, {"evaluation": evaluation, "algorithm": {"loss_share_of_tasks": None}})
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

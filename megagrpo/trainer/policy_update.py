@@ -15,10 +15,11 @@ from torch import Tensor
 from megagrpo.algorithms.advantages import advantages_of, charged_kl, less_kl
 from megagrpo.algorithms.custom_advantage import Groups, checked, imported
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
+from megagrpo.algorithms.loss_weights import loss_weights
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.algorithms.turn_advantages import Turns, turn_advantages
 from megagrpo.config import RunConfig
-from megagrpo.data.packing.sample_packing import build_batch, packing_rules, plan_packing, slices
+from megagrpo.data.packing.sample_packing import SampleShapes, build_batch, packing_rules, plan_packing, slices
 from megagrpo.data.packing.sample_table import TRUNCATED
 from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.data.tokens.grammar import grammars_of
@@ -143,7 +144,20 @@ class Learning:
         batches = [build_batch(plan, layout.dp_rank, mine, rules) for plan in plans]
         if self.config.rollout.routing_replay == "engine":
             batches = replayed_batches(batches, samples.every, plans, layout, route_shape(self.policy.hf_config))
+        batches = [self._weighed(batch, samples, shapes, part) for batch, part in zip(batches, parts, strict=True)]
         return [self.with_logprobs(batch) for batch in batches]
+
+    def _weighed(self, batch: TrainBatch, samples: StepSamples, shapes: SampleShapes, part: np.ndarray) -> TrainBatch:
+        """Return the batch of the trajectories `part` [n] with the loss weights of their tasks, if these differ."""
+        algorithm, factors = self.config.algorithm, {task.name: task.loss_weight for task in self.config.each_task}
+        counts = samples.totals(shapes.num_loss)[part] if algorithm.loss.average == "tokens" else np.ones(part.size)
+        tasks = [samples.prompts[i].task for i in part.tolist()]
+        weights = loss_weights(tasks, counts, factors, algorithm.loss_share_of_tasks)
+        if weights is None:
+            return batch
+        of_all = torch.zeros(len(samples))
+        of_all[torch.from_numpy(part)] = torch.from_numpy(weights).float()
+        return batch.with_loss_weights(of_all)
 
     def with_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Add log-probs (float32 [T] per micro-batch): old ones when the policy changes before their use, reference

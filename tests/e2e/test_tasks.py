@@ -26,10 +26,12 @@ def overrides(folder, *more):
             "data": {"eval": {"source": f"{world.folder()}/eval.jsonl"}},
             "multi_turn": {"scheduler": f"{folder}/mine.py:again", "max_turns": 2, "max_response_length": 24},
             "rewards": {"functions": [{"function": f"{rewards}:seldom"}, {"function": f"{rewards}:low_bytes"}]},
+            "loss_weight": 2.5,
             "sampling": {"temperature": 0.5, "max_tokens": 6, "logit_bias": {"257": 3}},  # 257 ends a turn
         },
     ]
     limits = ["algorithm.scale_rewards=batch", "evaluation.steps=2", "run.log_completions_steps=1"]
+    limits += ["algorithm.loss_share_of_tasks=prompts", "algorithm.beta=0.04"]
     return [f"tasks={json.dumps(tasks)}", *limits, *more]
 
 
@@ -77,7 +79,7 @@ def test_advantages_are_scaled_by_the_rewards_of_the_task(run):
         assert [row["advantage"] for row in rows] == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
-def test_the_audit_of_a_step_scores_each_response_with_its_tasks_rewards(run):
+def test_the_audit_of_a_step_scores_and_weighs_each_response_as_its_task_says(run):
     code, out = world.audit(run.folder, "--step", 2)
     assert code == 0 and "rewards" in out, out
 

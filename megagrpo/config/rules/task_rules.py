@@ -32,11 +32,18 @@ def task_problems(config: RunConfig) -> Iterator[Problem]:
             if name in own[section]:
                 yield Problem((f"tasks.{task.name}.{key}",), reason)
     if not config.tasks:
+        if config.algorithm.loss_share_of_tasks:
+            yield Problem(("algorithm.loss_share_of_tasks", "tasks"), "the run has no tasks; leave it empty, or name some")
         return
     if all(task.epochs for task in config.tasks):
         yield Problem(("tasks",), "all tasks have `epochs`, so none would be left; leave it out of one of them")
     rests = any(task.data.get("curriculum", config.data.curriculum) for task in config.tasks)
+    weighed = config.algorithm.loss_share_of_tasks or len({task.loss_weight for task in config.tasks}) > 1
     refused = {
+        "algorithm.loss_type": (
+            bool(weighed and config.algorithm.loss.whole_step),
+            "loss weights of tasks need a loss that is a sum over responses; choose another one, or leave the weights",
+        ),
         "rollout.max_staleness": (
             bool(config.rollout.max_staleness and rests),
             "a prompt that was requested ahead cannot rest; leave data.curriculum out, or set it to 0",

@@ -116,6 +116,10 @@ class AlgorithmSection(Section):
     moe_router_bias_update_rate: NonNegativeFloat = 0.0
     """Aux-loss-free balancing of DeepSeek-V3: after each optimizer step the selection bias of an expert moves by this,
     up if it got fewer response tokens than its layer's mean, else down. DeepSeek-V3 was pretrained with 0.001."""
+    loss_share_of_tasks: Literal["prompts", "tasks"] | None = None
+    """Share of each of the `tasks` in the loss: that of its prompts, or the same for all. Empty: as `loss_type` weighs
+    tokens or responses, so that with a mean over tokens long responses count more. `tasks.NAME.loss_weight` multiplies
+    it."""
     num_iterations: PositiveInt = 1
     """How often each step's rollouts are trained on."""
     steps_per_generation: PositiveInt = 1

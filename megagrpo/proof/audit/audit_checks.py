@@ -289,8 +289,8 @@ def _advantages(step: Step, table: Sequence[Sequence[float | None]], weights: Se
 def _of_tasks(step: Step) -> dict[str, list[int]]:
     """Return the indices of each task's trajectories; a step without tasks has one, named ""."""
     found = defaultdict[str, list[int]](list)
-    for i, sample in enumerate(step.trajectories):
-        found[sample.text.get("task", "")].append(i)
+    for i in range(len(step.trajectories)):
+        found[step.task_of(i)].append(i)
     return found
 
 

@@ -4,7 +4,7 @@ depend on other responses come in as `WholeStep`."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from megagrpo.algorithms.custom_loss import load_policy_term
 from megagrpo.algorithms.policy_losses import Tokens
 from megagrpo.algorithms.sequences import Sequences
-from megagrpo.config import AlgorithmSection, ConfigError, ProblemError
+from megagrpo.config import AlgorithmSection, ConfigError, ProblemError, RunConfig
 from megagrpo.config.sections.loss_table import Average
 
 
@@ -55,6 +55,22 @@ def left_behind(of: Response, algorithm: AlgorithmSection) -> float:
     """Return how far the policy has moved from the response: mean log(sampled / policy)."""
     sampled = of.old if algorithm.importance_correction == "off" else of.rollout
     return torch.where(sampled.isnan(), 0.0, sampled - of.logprobs).mean().item()
+
+
+def weights_of_tasks(
+    lengths: Mapping[int, int], task_of: Callable[[int], str], config: RunConfig
+) -> dict[str, float]:
+    """Return the weight of each task's tokens in the loss, from the loss tokens of each trajectory of the step."""
+    factors = {task.name: task.loss_weight for task in config.each_task}
+    by, tokens = config.algorithm.loss_share_of_tasks, config.algorithm.loss.average == "tokens"
+    parts = {name: [n if tokens else 1 for i, n in lengths.items() if task_of(i) == name] for name in factors}
+    whole = sum(map(sum, parts.values()))
+    shares = dict[str, float]()
+    for name, own in parts.items():
+        of_task = {"tasks": 1.0, "prompts": len(own)}.get(by or "", sum(own))
+        shares[name] = factors[name] * of_task if sum(own) else 0.0
+    total = sum(shares.values())
+    return {name: share / total * whole / sum(parts[name]) if share else 0.0 for name, share in shares.items()}
 
 
 def share(average: Average, length: int) -> int:

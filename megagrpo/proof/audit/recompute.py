@@ -145,6 +145,7 @@ def _recompute_update(
     reported, ref_reported = (_reported(step, [update], name) for name in ("policy_logprobs", "ref_logprobs"))
     whole = _whole_step(step, update, advantages, model, old, reported)
     result = Recomputed(loss=whole.real_loss)
+    task_weights = naive_loss.weights_of_tasks(lengths, step.task_of, step.config)
     for index, (sample, advantage) in enumerate(zip(step.samples, advantages, strict=True)):
         elsewhere = index not in update.samples
         if elsewhere or step.is_masked(sample) or (algorithm.leaves_out_zero_advantage and not advantage.any()):
@@ -163,6 +164,8 @@ def _recompute_update(
             ratio = naive_loss.probability_ratio(response.logprobs - response.old, algorithm.importance_sampling_level)
             kl = naive.kl_term(policy, ref, sample.token_ids[sample.places], ratio, algorithm)
             terms.append(algorithm.beta * kl / share)
+        weight = task_weights[step.task_of(sample.trajectory)]
+        terms = [term if i == 1 else term * weight for i, term in enumerate(terms)]  # term 1 is the entropy bonus
         sum((term.sum() for term in terms[1:]), terms[0].sum()).backward()
         if algorithm.counts_in_routers:
             logits = _router_logits(step, model, sample)

@@ -134,6 +134,10 @@ class Step:
         """Trajectories of each prompt."""
         return self.config.rollout.num_generations
 
+    def task_of(self, trajectory: int) -> str:
+        """Return the name of a trajectory's task; "" without tasks."""
+        return str(self.samples[trajectory].text.get("task", ""))
+
     def is_masked(self, sample: Sample) -> bool:
         """Whether all tokens of the sample are masked out of the loss."""
         ended = self.samples[sample.trajectory].text["finish_reason"]
