@@ -14,7 +14,7 @@ from megagrpo.config.sections.section import PositiveFloat, Section
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
-SECTIONS = ("data", "rewards", "multi_turn")  # of a task
+SECTIONS = ("data", "rewards", "multi_turn", "rollout")  # of a task
 
 
 class TaskSection(Section):
@@ -35,6 +35,8 @@ class TaskSection(Section):
     """`functions`, in place of the run's reward functions."""
     multi_turn: dict[str, Any] = {}
     """Keys of the section `multi_turn` that differ from the run's."""
+    rollout: dict[str, Any] = {}
+    """`max_prompt_length`, where it is less than the run's."""
     sampling: dict[str, Any] = {}
     """Sampling parameters of the task's prompts, as in `data.sampling_column`; a row's own ones override them."""
 

@@ -305,7 +305,8 @@ class Scoring:
         rewards = {t.function.name: t.values[i] for t in self._results}
         weighted = [t.function.weight * value for t in self._results if (value := t.values[i]) is not None]
         if rollout.dialogue is not None:
-            rewards |= rollout.dialogue.rewards
+            above = f"{rollout.prompt.task}/" if rollout.prompt.task else ""
+            rewards |= {f"{above}{name}": value for name, value in rollout.dialogue.rewards.items()}
             weighted += [value for value in rollout.dialogue.rewards.values() if value is not None]
         extra = {column: cell for t in self._results for column, cell in t.extra[i].items()}
         logged = {name: value for t in self._results for name, value in t.logged[i].items()}

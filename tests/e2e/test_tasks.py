@@ -51,7 +51,7 @@ def test_each_step_has_the_tasks_by_weight_and_each_response_its_tasks_rewards(r
     for line in run.metrics:
         assert (line["tasks/low/groups"], line["tasks/talk/groups"]) == (3, 1)
         assert line["token_mult_prob_error"] == pytest.approx(1, abs=1e-3)  # each task's own temperature
-    names = {"low": {"low/low_bytes"}, "talk": {"talk/seldom", "talk/low_bytes", "turns"}}
+    names = {"low": {"low/low_bytes"}, "talk": {"talk/seldom", "talk/low_bytes", "talk/turns"}}
     for row in run.completions:
         assert {*row["rewards"]} == names[row["task"]]
         assert ("dialogue" in row) == (row["task"] == "talk")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from megagrpo.config.basics.problems import Problem
 
@@ -31,6 +31,7 @@ def task_problems(config: RunConfig) -> Iterator[Problem]:
             section, name = key.split(".")
             if name in own[section]:
                 yield Problem((f"tasks.{task.name}.{key}",), reason)
+        yield from _rollout_problems(config, task.name, own["rollout"])
     if not config.tasks:
         if config.algorithm.loss_share_of_tasks:
             yield Problem(("algorithm.loss_share_of_tasks", "tasks"), "the run has no tasks; leave it empty, or name some")
@@ -59,3 +60,14 @@ def task_problems(config: RunConfig) -> Iterator[Problem]:
     for key, (wrong, reason) in refused.items():
         if wrong:
             yield Problem((key, "tasks"), f"with tasks: {reason}")
+
+
+def _rollout_problems(config: RunConfig, task: str, rollout: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield keys of a task's `rollout` that are the run's, and a prompt length above the run's."""
+    for key in sorted({*rollout} & {*type(config.rollout).model_fields} - {"max_prompt_length"}):
+        fix = "limit the task by sampling.max_tokens" if key == "max_completion_length" else _ONE
+        yield Problem((f"tasks.{task}.rollout.{key}",), fix)
+    longest, own = config.rollout.max_prompt_length, rollout.get("max_prompt_length", 1)
+    if isinstance(own, int) and own > longest:
+        reason = f"{own} is more than rollout.max_prompt_length {longest}, for which memory is planned; raise that one"
+        yield Problem((f"tasks.{task}.rollout.max_prompt_length", "rollout.max_prompt_length"), reason)

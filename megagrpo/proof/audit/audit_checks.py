@@ -309,7 +309,7 @@ def _scored_again(step: Step, functions: list[RewardFunction]) -> Iterator[tuple
 def _rollout(sample: Sample) -> Rollout:
     text, (prompt_ids, response) = sample.text, np.split(sample.token_ids.numpy(), [sample.prompt_length])
     opened, ids, dialogue = text.get("opened", ""), tuple(prompt_ids.tolist()), None
-    prompt = Prompt(text["prompt_id"], ids, text["prompt"], text["columns"], opened=opened)
+    prompt = Prompt(text["prompt_id"], ids, text["prompt"], text["columns"], opened=opened, task=text.get("task", ""))
     if text["dialogue"] is not None:
         written = torch.zeros(sample.length, dtype=torch.bool).index_fill(0, sample.places, True)
         dialogue = Dialogue.of_record(written[sample.prompt_length :].numpy(), text["dialogue"])

@@ -77,7 +77,6 @@ def load_sets(task: Task, trained: SamplingParams, read: Read, reward_names: Seq
         )
     scorers = dict(zip(names, (f.function for f in config.rewards.functions), strict=False))
     answer = extractor(evaluation.answer, scorers.get(function, ""))
-    column = task.named(function) if function in config.rewards.names else function
     sets = []
     for name, section in evaluation_sets(config).items():
         overrides = {key: getattr(section, key) for key in ("prompt_column", "columns", "extract_hash_answer")}
@@ -90,7 +89,7 @@ def load_sets(task: Task, trained: SamplingParams, read: Read, reward_names: Seq
             max_tokens=section.max_completion_length,
             truncation=Truncation(section.top_p, section.top_k),
         )
-        about = column, evaluation.pass_reward, answer, source.warnings, source.bad
+        about = task.named(function), evaluation.pass_reward, answer, source.warnings, source.bad
         prompts = [replace(prompt, task=task.name) for prompt in source.all()]
         sets.append(HeldOut(task.named(name), key, prompts, source.columns, section.num_generations, sampling, *about))
     return sets

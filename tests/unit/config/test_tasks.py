@@ -85,6 +85,14 @@ def test_problems_of_all_tasks_are_named_with_the_task(run):
         ("tasks.math.data.images=true", "tasks.math.data.images: is one value for all tasks; set it for the run"),
         ("tasks.math.rewards.workers=1", "tasks.math.rewards.workers: is one value for all tasks; set it for the run"),
         ("tasks.math.train.learning_rate=1", "tasks.0.train: unknown key"),
+        (
+            "tasks.math.rollout.num_generations=4",
+            "tasks.math.rollout.num_generations: is one value for all tasks; set it for the run",
+        ),
+        (
+            "tasks.math.rollout.max_prompt_length=600",
+            "tasks.math.rollout.max_prompt_length: 600 is more than rollout.max_prompt_length 512",
+        ),
         ("data.images=true", "data.images: with tasks: tasks have text only; set it to false"),
         (
             "rollout.max_staleness=1 data.curriculum=[0.1,0.9]",
