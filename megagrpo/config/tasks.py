@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 SECTIONS = ("data", "rewards", "multi_turn", "rollout")  # of a task
 
+OF_PARTS = ("advantage_by", "turn_advantage_weight", "token_advantage_weight", "turn_discount")
+
 
 class TaskSection(Section):
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
@@ -85,7 +87,23 @@ def task_values(of_run: Mapping[str, Any], task: Mapping[str, Any]) -> dict[str,
     own = {name: task[name] for name in SECTIONS if isinstance(task.get(name), Mapping)}
     values = merged({key: value for key, value in of_run.items() if key != "tasks"}, own)
     evaluation = {"keep_best": None} if (values.get("data") or {}).get("eval") else {"keep_best": None, "steps": 0}
-    return merged(values, {"evaluation": evaluation, "algorithm": {"loss_share_of_tasks": None}})
+    values = merged(values, {"evaluation": evaluation, "algorithm": {"loss_share_of_tasks": None}})
+    if not gives_parts(values):
+        kept = {key: value for key, value in values["algorithm"].items() if key not in OF_PARTS}
+        values = values | {"algorithm": kept}
+    return values
+
+
+def gives_parts(values: Mapping[str, Any]) -> bool:
+    """Return whether a task's config has what `algorithm.advantage_by` compares; else its responses have one advantage
+    each."""
+    by, turns = values["algorithm"].get("advantage_by"), values.get("multi_turn") or {}
+    functions = (values.get("rewards") or {}).get("functions") or ()
+    per = [function.get("per") for function in functions if isinstance(function, Mapping)]
+    if by in ("token", "process"):
+        return "token" in per
+    stepping = turns.get("scheduler") or turns.get("environment")
+    return bool(stepping or "turn" in per if by == "turn" else stepping or turns.get("tools") or turns.get("agent"))
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -84,6 +84,14 @@ def test_the_audit_of_a_step_scores_and_weighs_each_response_as_its_task_says(ru
     assert code == 0 and "rewards" in out, out
 
 
+def test_turns_have_advantages_in_the_task_that_has_turns(folder):
+    by = ["algorithm.advantage_by=turn", "algorithm.scale_rewards=group", "evaluation.steps=0"]
+    done = world.train(folder / "turns", *overrides(folder, *by, "run.max_steps=1", "debug.dump_steps=[1]"))
+    assert done.code == 0, done.err
+    code, out = world.audit(done.folder, "--step", 1)
+    assert code == 0 and "turn advantages" in out, out
+
+
 def test_a_resumed_run_draws_and_trains_the_same(run, folder):
     first = world.train(folder / "again", *overrides(folder, "run.max_steps=2"))
     assert first.code == 0, first.err

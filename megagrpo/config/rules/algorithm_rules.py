@@ -140,12 +140,14 @@ def turn_problems(config: RunConfig) -> Iterator[Problem]:
         return
     per = [function.per for function in config.rewards.functions]
     if a.advantage_by_tokens:
-        if "token" not in per:
+        if "token" not in per and not config.tasks:  # each task is checked
             reason = f"{by} needs rewards of tokens; set `per: token` for a function of your own"
             yield Problem((key, "rewards.functions"), f"{reason}, or set it to trajectory")
         if a.multi_objective_aggregation == "normalize_then_sum":
             reason = f"{by} normalizes rewards of tokens on their own, normalize_then_sum their sums once more"
             yield Problem((key, "algorithm.multi_objective_aggregation"), f"{reason}; choose sum_then_normalize")
+    elif config.tasks:
+        pass
     elif not m.enabled:
         yield Problem((key, *ANSWERING), f"{by} needs conversations with turns; set it to trajectory")
     elif by == "turn" and m.scheduler is None and m.environment is None and "turn" not in per:

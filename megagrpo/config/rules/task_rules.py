@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megagrpo.config.basics.problems import Problem
+from megagrpo.config.tasks import gives_parts, merged
 
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
@@ -36,6 +37,11 @@ def task_problems(config: RunConfig) -> Iterator[Problem]:
         if config.algorithm.loss_share_of_tasks:
             yield Problem(("algorithm.loss_share_of_tasks", "tasks"), "the run has no tasks; leave it empty, or name some")
         return
+    if (by := config.algorithm.advantage_by) != "trajectory":
+        values = config.model_dump()
+        if not any(gives_parts(merged(values, task.model_dump())) for task in config.tasks):
+            reason = f"{by}: no task has turns or rewards that it compares; set it to trajectory"
+            yield Problem(("algorithm.advantage_by", "tasks"), reason)
     if all(task.epochs for task in config.tasks):
         yield Problem(("tasks",), "all tasks have `epochs`, so none would be left; leave it out of one of them")
     rests = any(task.data.get("curriculum", config.data.curriculum) for task in config.tasks)

@@ -93,6 +93,10 @@ def test_problems_of_all_tasks_are_named_with_the_task(run):
             "tasks.math.rollout.max_prompt_length=600",
             "tasks.math.rollout.max_prompt_length: 600 is more than rollout.max_prompt_length 512",
         ),
+        (
+            "algorithm.advantage_by=turn",
+            "algorithm.advantage_by: turn: no task has turns or rewards that it compares; set it to trajectory",
+        ),
         ("data.images=true", "data.images: with tasks: tasks have text only; set it to false"),
         (
             "rollout.max_staleness=1 data.curriculum=[0.1,0.9]",
