@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,9 +22,10 @@ OF_PARTS = ("advantage_by", "turn_advantage_weight", "token_advantage_weight", "
 class TaskSection(Section):
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
     """Name in metrics, reward columns and messages; the name of its file, for a task in a file of its own."""
-    weight: PositiveFloat = 1.0
+    weight: float | dict[int, float] = 1.0
     """Share of the prompts, relative to the other tasks' weights. The counts of drawn prompts never differ from the
-    shares by a whole prompt; weights that add up to `rollout.prompts_per_step` are the prompts of each step."""
+    shares by a whole prompt; weights that add up to `rollout.prompts_per_step` are the prompts of each step. Weights by
+    step, as `{1: 3, 100: 0}`, each hold from their step on."""
     loss_weight: PositiveFloat = 1.0
     """Factor of the task's share of the loss: of its policy term and KL penalty. The loss keeps its denominator, so
     that factors which are all equal change nothing. `algorithm.loss_share_of_tasks`."""
@@ -56,7 +57,7 @@ class Task:
     """A task of a run. A run without `tasks` is one task, whose name is empty and whose config is the run's."""
 
     name: str
-    weight: float
+    weight: float | Mapping[int, float]  # by the step from which it holds
     config: RunConfig  # the run's, with the values of the task
     sampling: Mapping[str, Any]  # of its prompts, before a row's own parameters
     epochs: float | None = None
@@ -113,3 +114,15 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
         nested = isinstance(value, Mapping) and isinstance(both.get(key), Mapping)
         both[key] = merged(both[key], value) if nested else value
     return both
+
+
+def weights_by_step(tasks: Sequence[Task | TaskSection]) -> dict[int, list[float]]:
+    """Return the weights of all tasks by the step from which they hold; the first step is 1.
+
+    >>> from megagrpo.config.tasks import TaskSection
+    >>> weights_by_step([TaskSection(name="a"), TaskSection(name="b", weight={1: 3, 50: 0})])
+    {1: [1.0, 3.0], 50: [1.0, 0.0]}
+    """
+    given = [dict(task.weight) if isinstance(task.weight, Mapping) else {1: task.weight} for task in tasks]
+    steps = sorted({1}.union(*given))
+    return {step: [own[max((s for s in own if s <= step), default=1)] for own in given] for step in steps}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megagrpo.config.basics.problems import Problem
-from megagrpo.config.tasks import gives_parts, merged
+from megagrpo.config.tasks import gives_parts, merged, weights_by_step
 
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
@@ -42,8 +43,14 @@ def task_problems(config: RunConfig) -> Iterator[Problem]:
         if not any(gives_parts(merged(values, task.model_dump())) for task in config.tasks):
             reason = f"{by}: no task has turns or rewards that it compares; set it to trajectory"
             yield Problem(("algorithm.advantage_by", "tasks"), reason)
+    unusable = [(f"tasks.{task.name}.weight", text) for task in config.tasks if (text := _wrong_weight(task.weight))]
+    yield from (Problem((key,), text) for key, text in unusable)
     if all(task.epochs for task in config.tasks):
         yield Problem(("tasks",), "all tasks have `epochs`, so none would be left; leave it out of one of them")
+    for step, weights in weights_by_step(() if unusable else config.tasks).items():
+        if not unusable and not any(w for w, task in zip(weights, config.tasks, strict=True) if not task.epochs):
+            reason = f"from step {step} on only tasks with `epochs` have a weight above 0; give one to another task"
+            yield Problem(("tasks",), reason)
     rests = any(task.data.get("curriculum", config.data.curriculum) for task in config.tasks)
     weighed = config.algorithm.loss_share_of_tasks or len({task.loss_weight for task in config.tasks}) > 1
     refused = {
@@ -66,6 +73,16 @@ def task_problems(config: RunConfig) -> Iterator[Problem]:
     for key, (wrong, reason) in refused.items():
         if wrong:
             yield Problem((key, "tasks"), f"with tasks: {reason}")
+
+
+def _wrong_weight(weight: float | Mapping[int, float]) -> str | None:
+    """Return what is wrong with a task's weight, or weights by step; None if nothing is."""
+    if not isinstance(weight, Mapping):
+        return None if 0 < weight < math.inf else f"must be greater than 0 (got {weight:g})"
+    if min(weight, default=0) != 1:
+        return "the first weight is that of step 1; begin with `1: ...`"
+    wrong = [f"{step}: {value:g}" for step, value in weight.items() if not 0 <= value < math.inf]
+    return f"must be at least 0 in each step (got {wrong[0]})" if wrong else None
 
 
 def _rollout_problems(config: RunConfig, task: str, rollout: Mapping[str, Any]) -> Iterator[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -12,6 +13,7 @@ from math import ceil, lcm
 from typing import Any
 
 from megagrpo.config import ConfigError, Task
+from megagrpo.config.tasks import weights_by_step
 from megagrpo.data.sources.prompt_order import Origin, PromptOrder
 from megagrpo.train_types import TrainState
 from megagrpo.types import Prompt
@@ -27,13 +29,29 @@ class Shares:
     [0, 1, 0, 0, 1, 0]
     """
 
-    def __init__(self, weights: Sequence[float], limits: Sequence[int | None] | None = None):
-        exact = [Fraction(str(weight)) for weight in weights]
+    def __init__(
+        self,
+        weights: Sequence[float],
+        limits: Sequence[int | None] | None = None,
+        changes: Sequence[tuple[int, Sequence[float]]] = (),
+    ):
+        self.limits = limits or [None] * len(weights)
+        self.drawn = [0] * len(weights)  # prompts of each task, of at most its limit
+        self._changes = [(0, weights), *changes]  # (prompts drawn before, weights from then on)
+        self.begin(0)
+
+    def begin(self, period: int) -> None:
+        """Use the weights after this number of changes, and count from 0."""
+        exact = [Fraction(str(weight)) for weight in self._changes[period][1]]
         common = lcm(*(weight.denominator for weight in exact))
-        self.weights = [int(weight * common) for weight in exact]
-        self.limits = limits or [None] * len(exact)
-        self.drawn = [0] * len(exact)  # prompts of each task, of at most its limit
-        self.counts = [0] * len(exact)  # those since the weights were last changed
+        self.weights, self._period = [int(weight * common) for weight in exact], period
+        self.counts = [0] * len(exact)  # prompts since the weights were last changed
+
+    def restore(self, drawn: Sequence[int], counts: Sequence[int] | None) -> None:
+        """Continue after `drawn` prompts of each task; `counts` None: the counts begin again."""
+        self.drawn = [*drawn]
+        self.begin(max(0, sum(after < sum(drawn) for after, _ in self._changes) - 1))
+        self.counts = [*counts] if counts else self.counts
 
     def copy(self) -> Shares:
         """Return an independent copy."""
@@ -43,7 +61,10 @@ class Shares:
 
     def next(self) -> int:
         """Return the index of the next prompt's task, and count it. A task leaves with its last prompt."""
-        live = [i for i, limit in enumerate(self.limits) if limit is None or self.drawn[i] < limit]
+        if [after for after, _ in self._changes[self._period + 1 :]][:1] == [sum(self.drawn)]:
+            self.begin(self._period + 1)
+        left = [limit is None or self.drawn[i] < limit for i, limit in enumerate(self.limits)]
+        live = [i for i, weight in enumerate(self.weights) if weight and left[i]]
         total, counted = sum(self.weights[i] for i in live), sum(self.counts[i] for i in live)
         released = [i for i in live if self.counts[i] * total // self.weights[i] <= counted]
         chosen = min(released, key=lambda i: -(-(self.counts[i] + 1) * total // self.weights[i]))
@@ -64,7 +85,9 @@ class Mixture(PromptOrder):
         limits = [
             ceil(task.epochs * len(each)) if task.epochs else None for task, each in zip(tasks, orders, strict=True)
         ]
-        self._shares = Shares([task.weight for task in tasks], limits)
+        weights, per_step = weights_by_step(tasks), tasks[0].config.rollout.prompts_per_step
+        changes = [((step - 1) * per_step, of_tasks) for step, of_tasks in weights.items()]
+        self._shares = Shares(changes[0][1], limits, changes[1:])
         self._first = [0]  # prompt_id of each task's row 0, and the number of all rows
         for order in orders:
             self._first.append(self._first[-1] + order.rows[-1] + 1)
@@ -126,7 +149,7 @@ class Mixture(PromptOrder):
         for task, order, drawn, count in zip(self._tasks, self.orders, *counted, strict=True):
             own = TrainState()
             order.store(own)
-            saved = {"weight": task.weight, "drawn": drawn, "count": count, "cursor": own.cursor}
+            saved = {"weight": weight_text(task), "drawn": drawn, "count": count, "cursor": own.cursor}
             state.data["tasks"][task.name] = saved | {"pass_rates": own.pass_rates, "data": own.data}
 
     def restore(self, state: TrainState) -> None:
@@ -141,12 +164,17 @@ class Mixture(PromptOrder):
         self.cursor = state.cursor
         for order, own in zip(self.orders, saved.values(), strict=True):
             order.restore(TrainState(cursor=own["cursor"], pass_rates=own["pass_rates"], data=own["data"]))
-        same = [own["weight"] for own in saved.values()] == [task.weight for task in self._tasks]
-        self._shares.drawn = [own["drawn"] for own in saved.values()]
-        self._shares.counts = [own["count"] if same else 0 for own in saved.values()]
+        same = [own["weight"] for own in saved.values()] == [weight_text(task) for task in self._tasks]
+        counts = [own["count"] for own in saved.values()] if same else None
+        self._shares.restore([own["drawn"] for own in saved.values()], counts)
 
     def parts(self, state: TrainState) -> list[tuple[str, PromptOrder, dict[str, Any]]]:
         """Return (config key, order, what a state says about its data) of each task."""
         saved = state.data.get("tasks", {})
         pairs = zip(self._tasks, self.orders, strict=True)
         return [(task.key("data.train"), order, saved.get(task.name, {}).get("data", {})) for task, order in pairs]
+
+
+def weight_text(task: Task) -> str:
+    """Return a task's weight, or its weights by step, as a checkpoint keeps it."""
+    return json.dumps(task.weight)

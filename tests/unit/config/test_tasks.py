@@ -1,5 +1,7 @@
 """Tasks of a run: what each of them has, files of tasks, and problems that name the task."""
 
+import re
+
 import pytest
 
 from megagrpo.config import ConfigError, load_config, save_resolved
@@ -77,13 +79,19 @@ def test_problems_of_all_tasks_are_named_with_the_task(run):
     ("override", "problem"),
     [
         ("tasks.code.name=math", "tasks: 2 tasks have the name `math`; give each its own"),
-        ("tasks.math.weight=0", "tasks.0.weight: must be greater than 0 (got 0)"),
+        ("tasks.math.weight=0", "tasks.math.weight: must be greater than 0 (got 0)"),
         (
             "tasks.math.epochs=1 tasks.code.epochs=2",
             "tasks: all tasks have `epochs`, so none would be left; leave it out of one of them",
         ),
         ("tasks.math.data.images=true", "tasks.math.data.images: is one value for all tasks; set it for the run"),
         ("tasks.math.rewards.workers=1", "tasks.math.rewards.workers: is one value for all tasks; set it for the run"),
+        ("tasks.math.weight={2: 1}", "tasks.math.weight: the first weight is that of step 1; begin with `1: ...`"),
+        ("tasks.math.weight={1: -1}", "tasks.math.weight: must be at least 0 in each step (got 1: -1)"),
+        (
+            "tasks.math.epochs=1 tasks.code.weight={1: 1, 5: 0}",
+            "tasks: from step 5 on only tasks with `epochs` have a weight above 0; give one to another task",
+        ),
         ("tasks.math.train.learning_rate=1", "tasks.0.train: unknown key"),
         (
             "tasks.math.rollout.num_generations=4",
@@ -109,4 +117,4 @@ def test_problems_of_all_tasks_are_named_with_the_task(run):
     ],
 )
 def test_what_a_task_cannot_have_is_refused(run, override, problem):
-    assert any(problem in found for found in problems(run, *override.split()))
+    assert any(problem in found for found in problems(run, *re.split(" (?=[a-z]+[.])", override)))

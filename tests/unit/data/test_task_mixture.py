@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from megagrpo.config import ConfigError, DataSection, Task
+from megagrpo.config import ConfigError, DataSection, RolloutSection, Task
 from megagrpo.data.sources.prompt_order import PromptOrder
 from megagrpo.data.sources.row_permutation import RowPermutation
 from megagrpo.data.sources.task_mixture import Mixture, Shares
@@ -33,6 +33,19 @@ def test_weights_that_add_up_to_a_step_are_the_prompts_of_each_step():
         assert [step.count(task) for task in range(3)] == [3, 4, 1]
 
 
+def test_weights_by_step_hold_from_their_step_on_also_after_a_restart():
+    whole, weights = mixture(({1: 3, 3: 1}, {1: 1, 3: 0, 4: 3})), ("t0", "t1")
+    drawn = [prompt.task for prompt in whole.next(40)]
+    steps = [[drawn[i : i + 8].count(name) for name in weights] for i in range(0, 40, 8)]
+    assert steps == [[6, 2], [6, 2], [8, 0], [2, 6], [2, 6]]
+    for before in range(41):
+        first, second, state = (*(mixture(({1: 3, 3: 1}, {1: 1, 3: 0, 4: 3})) for _ in range(2)), TrainState())
+        assert [prompt.task for prompt in first.next(before)] == drawn[:before]
+        first.store(state)
+        second.restore(state)
+        assert [prompt.task for prompt in second.next(40 - before)] == drawn[before:]
+
+
 def test_a_task_leaves_after_its_last_prompt_and_the_others_share_by_their_weights():
     shares = Shares([50, 7, 3], [45, None, None])
     drawn = [shares.next() for _ in range(154)]
@@ -45,7 +58,7 @@ def test_a_task_leaves_after_its_last_prompt_and_the_others_share_by_their_weigh
 def mixture(weights=(2, 1), rows=(5, 3), curriculum=(), epochs=(None, None)):
     data = DataSection(train={"source": "a.jsonl"}, curriculum=list(curriculum))
     orders = [PromptOrder(range(number), data, seed=i) for i, number in enumerate(rows)]
-    config = type("Config", (), {"data": data})
+    config = type("Config", (), {"data": data, "rollout": RolloutSection(prompts_per_step=8)})
     pairs = enumerate(zip(weights, epochs, strict=False))
     return Mixture([Task(f"t{i}", weight, config, {}, passes) for i, (weight, passes) in pairs], orders, seed=0)
 
