@@ -56,7 +56,9 @@ class RunConfig(Section):
         of_run, tasks = self.model_dump(exclude={"tasks"}), [task.model_dump() for task in self.tasks]
         configs = [RunConfig.model_validate(task_values(of_run, task)) for task in tasks]
         pairs = zip(self.tasks, configs, strict=True)
-        return [Task(task.name, task.weight, config, task.sampling, task.epochs, task.loss_weight) for task, config in pairs]
+        return [
+            Task(task.name, task.weight, config, task.sampling, task.epochs, task.loss_weight) for task, config in pairs
+        ]
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> RunConfig:
         """Return a copy as pydantic does, whose tasks follow its own values."""

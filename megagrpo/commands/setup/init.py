@@ -5,6 +5,10 @@
     megagrpo train my_task/run.yaml
 
 Unchanged, the task trains in minutes without a GPU. Replace the data, the reward and the model step by step.
+
+    megagrpo init my_task --task
+
+creates a task for a run of several: `tasks: [my_task/my_task.yaml]`.
 """
 
 from __future__ import annotations
@@ -27,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder", type=Path, metavar="NAME", help="folder to create; its last part is the name of the run"
     )
+    parser.add_argument(
+        "--task", action="store_true", help="create one task for the list `tasks` of a run, in place of a whole run"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -47,13 +54,17 @@ def run(options: argparse.Namespace) -> int:
         return text.replace("@name@", name).replace("@folder@", str(folder))
 
     files = {
-        "run.yaml": filled("run.yaml"),
         "reward.py": filled("reward.txt"),
         "train.jsonl": addition_rows(range(57)),
         "heldout.jsonl": addition_rows(range(57, 69)),
-        "README.md": filled("README.md"),
-        "schema.json": schema_text(),
     }
+    if options.task:
+        files = {f"{name}.yaml": filled("task.yaml"), **files}
+        then = f"in the config of a run:\n  tasks: [{folder}/{name}.yaml]"
+    else:
+        files = {"run.yaml": filled("run.yaml"), **files, "README.md": filled("README.md")}
+        files["schema.json"] = schema_text()
+        then = f"next:\n  megagrpo check {folder}/run.yaml\n  megagrpo train {folder}/run.yaml"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
@@ -62,10 +73,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"megagrpo init: {folder} cannot be written: {error.strerror}; choose another name"
         ) from error
-    show(
-        f"created {folder}: {', '.join(files)}\n\nnext:\n  megagrpo check {folder}/run.yaml\n  megagrpo train "
-        f"{folder}/run.yaml"
-    )
+    show(f"created {folder}: {', '.join(files)}\n\n{then}")
     return 0
 
 

@@ -36,7 +36,9 @@ def task_problems(config: RunConfig) -> Iterator[Problem]:
         yield from _rollout_problems(config, task.name, own["rollout"])
     if not config.tasks:
         if config.algorithm.loss_share_of_tasks:
-            yield Problem(("algorithm.loss_share_of_tasks", "tasks"), "the run has no tasks; leave it empty, or name some")
+            yield Problem(
+                ("algorithm.loss_share_of_tasks", "tasks"), "the run has no tasks; leave it empty, or name some"
+            )
         return
     if (by := config.algorithm.advantage_by) != "trajectory":
         values = config.model_dump()

@@ -26,7 +26,7 @@ class Shares:
 
     >>> shares = Shares([2, 1])
     >>> [shares.next() for _ in range(6)]
-    [0, 1, 0, 0, 1, 0]
+    [0, 0, 1, 0, 0, 1]
     """
 
     def __init__(

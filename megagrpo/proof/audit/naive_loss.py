@@ -57,9 +57,7 @@ def left_behind(of: Response, algorithm: AlgorithmSection) -> float:
     return torch.where(sampled.isnan(), 0.0, sampled - of.logprobs).mean().item()
 
 
-def weights_of_tasks(
-    lengths: Mapping[int, int], task_of: Callable[[int], str], config: RunConfig
-) -> dict[str, float]:
+def weights_of_tasks(lengths: Mapping[int, int], task_of: Callable[[int], str], config: RunConfig) -> dict[str, float]:
     """Return the weight of each task's tokens in the loss, from the loss tokens of each trajectory of the step."""
     factors = {task.name: task.loss_weight for task in config.each_task}
     by, tokens = config.algorithm.loss_share_of_tasks, config.algorithm.loss.average == "tokens"

@@ -38,6 +38,15 @@ def test_a_new_task_has_a_config_data_a_reward_and_a_readme(task):
     jsonschema.validate(parse_yaml(text, "run.yaml"), json.loads((task / "schema.json").read_text()))
 
 
+def test_a_task_of_its_own_is_a_task_of_a_run(task, capsys):
+    assert main(["init", "--task", "sums"]) == 0
+    listed = re.search("tasks: .*", capsys.readouterr().out)[0]
+    (task.parent / "run.yaml").write_text(f"defaults: megagrpo:quickstart\ndata: {{eval: null}}\n{listed}\n")
+    (only,) = load(parse(["train", "run.yaml"])).each_task
+    assert only.name == "sums" and only.config.data.eval.source == str(task.parent / "sums" / "heldout.jsonl")
+    assert only.config.rewards.names == ["correct"] and only.sampling == {"max_tokens": 16}
+
+
 def test_every_command_of_its_readme_is_one_that_megagrpo_has(task):
     commands = COMMAND.findall((task / "README.md").read_text())
     assert [parse(words.split()).config for words in commands] == ["my_task/run.yaml"] * 4
