@@ -278,3 +278,35 @@ def test_a_data_source_is_made_with_the_usable_rows(folder, capsys):
     assert said in capsys.readouterr().err
     assert check(folder, f"data.source={folder}/choose.py:Missing") == 2
     assert f"{folder}/choose.py has no function or class `Missing`; it has: Source, Broken" in capsys.readouterr().err
+
+
+VERL = {"prompt": [{"role": "user", "content": "Say 4."}], "reward_model": {"ground_truth": "4"}}
+ROWS_OF_HUB = {  # a row in the form of each hub data set of the recipes, by recipe and task
+    "verl_gsm8k_math": {
+        "gsm8k": {"question": "Say 4.", "answer": "Two and two.\n#### 4"},
+        "math": {"problem": "Say 4.", "solution": r"It is \boxed{4}."},
+    },
+    "skywork_or1": {
+        "math": VERL,
+        "code": VERL | {"reward_model": {"ground_truth": json.dumps({"inputs": ["1"], "outputs": ["1"]})}},
+    },
+    "prorl": {
+        "math": {"problem": "Say 4.", "answer": "4"},
+        "code": VERL | {"reward_model": {"ground_truth": json.dumps({"inputs": ["1"], "outputs": ["1"]})}},
+        "science": {"problem": "Say 4.", "matched_solution": "4"},
+    },
+}
+
+
+@for_each("recipe", list(ROWS_OF_HUB))
+def test_published_recipes_of_several_tasks_read_rows_of_their_data(recipe, folder, tmp_path, capsys):
+    words = [f"model.path={folder}/model", "rewards.workers=1", "rollout.max_completion_length=512"]
+    words.append("rollout.max_prompt_length=512")
+    for task, row in ROWS_OF_HUB[recipe].items():
+        (tmp_path / f"{task}.jsonl").write_text(2 * f"{json.dumps(row)}\n")
+        words += [f"tasks.{task}.data.{part}={{source: {tmp_path}/{task}.jsonl}}" for part in ("train", "eval")]
+    if recipe == "prorl":
+        words.append("tasks.logic.data.train.size=3")
+    assert main(["check", f"configs/examples/tasks/{recipe}.yaml", *words]) == 0
+    said = capsys.readouterr().out
+    assert all(f"tasks.{task}." in said for task in ROWS_OF_HUB[recipe]), said
