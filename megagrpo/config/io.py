@@ -17,11 +17,12 @@ from megagrpo.config.basics.paths import SHIPPED as SHIPPED
 from megagrpo.config.basics.paths import anchored
 from megagrpo.config.basics.paths import shipped_folder as shipped_folder
 from megagrpo.config.basics.problems import ConfigError, Problem
+from megagrpo.config.basics.task_values import merged
 from megagrpo.config.basics.yaml_text import block_text, parse_yaml, shortened
 from megagrpo.config.key_table import PLACEHOLDERS, REMOVED_KEYS, fields, fits, without_old_defaults
 from megagrpo.config.overrides import apply_override
 from megagrpo.config.run_config import RunConfig
-from megagrpo.config.tasks import TaskSection, merged, of_task, task_values
+from megagrpo.config.tasks import TaskSection, of_task, task_values
 from megagrpo.regular_files import open_regular
 from megagrpo.suggestions import did_you_mean
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, GetJsonSchemaHandler
 
 from megagrpo.config.basics.problems import Problem
+from megagrpo.config.basics.task_values import gives_parts, merged
 from megagrpo.config.sections.section import PositiveFloat, Section
 
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
 SECTIONS = ("data", "rewards", "multi_turn", "rollout")  # of a task
-
 OF_PARTS = ("advantage_by", "turn_advantage_weight", "token_advantage_weight", "turn_discount")
 
 
@@ -93,36 +93,3 @@ def task_values(of_run: Mapping[str, Any], task: Mapping[str, Any]) -> dict[str,
         kept = {key: value for key, value in values["algorithm"].items() if key not in OF_PARTS}
         values = values | {"algorithm": kept}
     return values
-
-
-def gives_parts(values: Mapping[str, Any]) -> bool:
-    """Return whether a task's config has what `algorithm.advantage_by` compares; else its responses have one advantage
-    each."""
-    by, turns = values["algorithm"].get("advantage_by"), values.get("multi_turn") or {}
-    functions = (values.get("rewards") or {}).get("functions") or ()
-    per = [function.get("per") for function in functions if isinstance(function, Mapping)]
-    if by in ("token", "process"):
-        return "token" in per
-    stepping = turns.get("scheduler") or turns.get("environment")
-    return bool(stepping or "turn" in per if by == "turn" else stepping or turns.get("tools") or turns.get("agent"))
-
-
-def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `above` over `below`: mappings merge key by key, other values replace what they override."""
-    both = dict(below)
-    for key, value in above.items():
-        nested = isinstance(value, Mapping) and isinstance(both.get(key), Mapping)
-        both[key] = merged(both[key], value) if nested else value
-    return both
-
-
-def weights_by_step(tasks: Sequence[Task | TaskSection]) -> dict[int, list[float]]:
-    """Return the weights of all tasks by the step from which they hold; the first step is 1.
-
-    >>> from megagrpo.config.tasks import TaskSection
-    >>> weights_by_step([TaskSection(name="a"), TaskSection(name="b", weight={1: 3, 50: 0})])
-    {1: [1.0, 3.0], 50: [1.0, 0.0]}
-    """
-    given = [dict(task.weight) if isinstance(task.weight, Mapping) else {1: task.weight} for task in tasks]
-    steps = sorted({1}.union(*given))
-    return {step: [own[max((s for s in own if s <= step), default=1)] for own in given] for step in steps}

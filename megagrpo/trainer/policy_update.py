@@ -15,8 +15,7 @@ from torch import Tensor
 from megagrpo.algorithms.advantages import advantages_of, charged_kl, less_kl
 from megagrpo.algorithms.custom_advantage import Groups, checked, imported
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
-from megagrpo.algorithms.loss_weights import loss_weights
-from megagrpo.algorithms.reductions import denominator
+from megagrpo.algorithms.reductions import denominator, loss_weights
 from megagrpo.algorithms.turn_advantages import Turns, turn_advantages
 from megagrpo.config import RunConfig
 from megagrpo.data.packing.sample_packing import SampleShapes, build_batch, packing_rules, plan_packing, slices

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megagrpo.config.basics.problems import Problem
-from megagrpo.config.tasks import gives_parts, merged, weights_by_step
+from megagrpo.config.basics.task_values import gives_parts, merged, weights_by_step
 
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
@@ -45,14 +45,7 @@ def task_problems(config: RunConfig) -> Iterator[Problem]:
         if not any(gives_parts(merged(values, task.model_dump())) for task in config.tasks):
             reason = f"{by}: no task has turns or rewards that it compares; set it to trajectory"
             yield Problem(("algorithm.advantage_by", "tasks"), reason)
-    unusable = [(f"tasks.{task.name}.weight", text) for task in config.tasks if (text := _wrong_weight(task.weight))]
-    yield from (Problem((key,), text) for key, text in unusable)
-    if all(task.epochs for task in config.tasks):
-        yield Problem(("tasks",), "all tasks have `epochs`, so none would be left; leave it out of one of them")
-    for step, weights in weights_by_step(() if unusable else config.tasks).items():
-        if not unusable and not any(w for w, task in zip(weights, config.tasks, strict=True) if not task.epochs):
-            reason = f"from step {step} on only tasks with `epochs` have a weight above 0; give one to another task"
-            yield Problem(("tasks",), reason)
+    yield from _share_problems(config)
     rests = any(task.data.get("curriculum", config.data.curriculum) for task in config.tasks)
     weighed = config.algorithm.loss_share_of_tasks or len({task.loss_weight for task in config.tasks}) > 1
     refused = {
@@ -75,6 +68,19 @@ def task_problems(config: RunConfig) -> Iterator[Problem]:
     for key, (wrong, reason) in refused.items():
         if wrong:
             yield Problem((key, "tasks"), f"with tasks: {reason}")
+
+
+def _share_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield wrong weights, and steps from which on no task would be left."""
+    wrong = [(f"tasks.{task.name}.weight", text) for task in config.tasks if (text := _wrong_weight(task.weight))]
+    yield from (Problem((key,), text) for key, text in wrong)
+    endless = [task.weight for task in config.tasks if not task.epochs]
+    if not endless:
+        yield Problem(("tasks",), "all tasks have `epochs`, so none would be left; leave it out of one of them")
+    for step, weights in weights_by_step([] if wrong else endless).items():
+        if weights and not any(weights):
+            reason = f"from step {step} on only tasks with `epochs` have a weight above 0; give one to another task"
+            yield Problem(("tasks",), reason)
 
 
 def _wrong_weight(weight: float | Mapping[int, float]) -> str | None:

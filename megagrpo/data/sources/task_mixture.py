@@ -13,7 +13,7 @@ from math import ceil, lcm
 from typing import Any
 
 from megagrpo.config import ConfigError, Task
-from megagrpo.config.tasks import weights_by_step
+from megagrpo.config.basics.task_values import weights_by_step
 from megagrpo.data.sources.prompt_order import Origin, PromptOrder
 from megagrpo.train_types import TrainState
 from megagrpo.types import Prompt
@@ -85,7 +85,7 @@ class Mixture(PromptOrder):
         limits = [
             ceil(task.epochs * len(each)) if task.epochs else None for task, each in zip(tasks, orders, strict=True)
         ]
-        weights, per_step = weights_by_step(tasks), tasks[0].config.rollout.prompts_per_step
+        weights, per_step = weights_by_step([task.weight for task in tasks]), tasks[0].config.rollout.prompts_per_step
         changes = [((step - 1) * per_step, of_tasks) for step, of_tasks in weights.items()]
         self._shares = Shares(changes[0][1], limits, changes[1:])
         self._first = [0]  # prompt_id of each task's row 0, and the number of all rows
