@@ -171,12 +171,11 @@ class MicroBatch:
 
     def with_advantages(self, of_trajectories: Tensor) -> MicroBatch:
         """Return a copy with these advantages [N] of the step's trajectories."""
-        return replace(self, advantages=self.by_trajectory(of_trajectories.float()))
+        return replace(self, advantages=self.spread(self.trajectories, of_trajectories.float()))
 
-    def by_trajectory(self, of_trajectories: Tensor) -> Tensor:
-        """Return [T]: for each token the value of its trajectory in [N]; 0 at padding."""
-        owners = self.trajectories
-        return torch.where(owners >= 0, of_trajectories[owners], 0.0)[self.sequence_index]
+    def spread(self, owners: Tensor, values: Tensor) -> Tensor:
+        """Return [T]: for each token the value in [N] of its sequence's owner [S]; 0 at padding, whose owner is -1."""
+        return torch.where(owners >= 0, values[owners], 0.0)[self.sequence_index]
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy with all [T] tensors on `device`, without waiting for the transfer."""
@@ -240,10 +239,10 @@ class TrainBatch:
         pairs = zip(self.micro_batches, routes, strict=True)
         return replace(self, micro_batches=tuple(replace(m, routes=rows) for m, rows in pairs))
 
-    def with_loss_weights(self, of_trajectories: Tensor) -> TrainBatch:
-        """Return a copy whose loss terms have these weights [N] of the step's trajectories."""
-        rows = of_trajectories.float()
-        return self.with_terms(loss_weights=[m.by_trajectory(rows) for m in self.micro_batches])
+    def with_loss_weights(self, of_samples: Tensor) -> TrainBatch:
+        """Return a copy whose loss terms have these weights [N] float32 of the step's samples."""
+        rows = [m.spread(m.samples, of_samples) for m in self.micro_batches]
+        return self.with_terms(loss_weights=rows)
 
     def with_advantages(self, of_trajectories: Tensor) -> TrainBatch:
         """Return a copy with these advantages [N] of the step's trajectories."""

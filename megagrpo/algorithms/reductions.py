@@ -6,9 +6,8 @@ parallelism never change the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,30 +41,23 @@ def denominator(batch: TrainBatch, average: Average, max_completion_length: int)
 
 
 def loss_weights(
-    tasks: Sequence[str], counts: np.ndarray, factors: Mapping[str, float], by: str | None
-) -> np.ndarray | None:
-    """Return the weight [n] float64 of each trajectory of an optimizer step in the loss; None if all are 1.
+    parts: Mapping[str, int], responses: Mapping[str, int], factors: Mapping[str, float], by: str | None
+) -> dict[str, float] | None:
+    """Return the weight of each task's tokens in the loss of an optimizer step; None if all are 1.
 
-    `tasks` [n] are their tasks, `counts` [n] their parts of the denominator D: loss tokens, or 1 each. A task with the
-    part D_t of D and the factor f_t has the share of the loss that f_t D_t has of their sum; with `by` tasks that of
-    f_t, with prompts that of f_t times its trajectories. Tasks without loss tokens have none. A trajectory's weight is
-    its task's share over D_t / D.
+    `parts` are the tasks' parts of the denominator, `responses` their trajectories. A task with the part D_t and the
+    factor f_t has the share of the loss that f_t D_t has of their sum; with `by` tasks that of f_t, with prompts that
+    of f_t times its responses. A task without a part has none. The weight is the share over D_t / D, where D are all
+    parts: the denominator stays, so that weights move the loss from one task to another and keep its scale.
 
-    >>> loss_weights(["a", "a", "b"], np.array([2, 2, 4]), {"a": 3.0, "b": 1.0}, None).tolist()
-    [1.5, 1.5, 0.5]
-    >>> loss_weights(["a", "a", "b"], np.array([1, 1, 6]), {"a": 1.0, "b": 1.0}, "tasks").tolist()
-    [2.0, 2.0, 0.6666666666666666]
+    >>> loss_weights({"a": 4, "b": 4}, {"a": 2, "b": 1}, {"a": 3.0, "b": 1.0}, None)
+    {'a': 1.5, 'b': 0.5}
+    >>> loss_weights({"a": 2, "b": 6}, {"a": 2, "b": 1}, {"a": 1.0, "b": 1.0}, "prompts")
+    {'a': 2.6666666666666665, 'b': 0.4444444444444444}
     """
     if by is None and len({*factors.values()}) <= 1:
         return None
-    names, owners = np.unique(np.asarray(tasks, dtype=object), return_inverse=True)
-    parts = np.bincount(owners, counts, names.size)
-    shares = np.array([factors[name] for name in names])
-    if by is None:
-        shares = shares * parts
-    elif by == "prompts":
-        shares = shares * np.bincount(owners, minlength=names.size)
-    shares = np.where(parts > 0, shares, 0.0)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        weights = np.where(parts > 0, shares / shares.sum() * parts.sum() / parts, 0.0)
-    return weights[owners]
+    amounts = {None: parts, "prompts": responses, "tasks": dict.fromkeys(parts, 1)}[by]
+    shares = {task: factors[task] * amounts[task] for task, part in parts.items() if part}
+    whole, all_shares = sum(parts.values()), sum(shares.values())
+    return {task: share / all_shares * whole / parts[task] for task, share in shares.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.reductions import denominator, loss_weights
 from megagrpo.algorithms.turn_advantages import Turns, turn_advantages
 from megagrpo.config import RunConfig
-from megagrpo.data.packing.sample_packing import SampleShapes, build_batch, packing_rules, plan_packing, slices
+from megagrpo.data.packing.sample_packing import PackPlan, build_batch, packing_rules, plan_packing, slices
 from megagrpo.data.packing.sample_table import TRUNCATED
 from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.data.tokens.grammar import grammars_of
@@ -143,20 +144,28 @@ class Learning:
         batches = [build_batch(plan, layout.dp_rank, mine, rules) for plan in plans]
         if self.config.rollout.routing_replay == "engine":
             batches = replayed_batches(batches, samples.every, plans, layout, route_shape(self.policy.hf_config))
-        batches = [self._weighed(batch, samples, shapes, part) for batch, part in zip(batches, parts, strict=True)]
+        batches = [self._weighed(batch, samples, plan) for batch, plan in zip(batches, plans, strict=True)]
         return [self.with_logprobs(batch) for batch in batches]
 
-    def _weighed(self, batch: TrainBatch, samples: StepSamples, shapes: SampleShapes, part: np.ndarray) -> TrainBatch:
-        """Return the batch of the trajectories `part` [n] with the loss weights of their tasks, if these differ."""
+    def _weighed(self, batch: TrainBatch, samples: StepSamples, plan: PackPlan) -> TrainBatch:
+        """Return the batch with the loss weights of the tasks, if these differ."""
         algorithm, factors = self.config.algorithm, {task.name: task.loss_weight for task in self.config.each_task}
-        counts = samples.totals(shapes.num_loss)[part] if algorithm.loss.average == "tokens" else np.ones(part.size)
-        tasks = [samples.prompts[i].task for i in part.tolist()]
-        weights = loss_weights(tasks, counts, factors, algorithm.loss_share_of_tasks)
+        members, shapes = plan.samples, plan.shapes
+        tasks = [samples.every.prompts[i].task for i in members.tolist()]
+        responses = Counter(tasks[k] for k in first_of_each(samples.trajectories[members]))
+        if algorithm.loss.average == "tokens":
+            parts = Counter[str]()
+            for task, tokens in zip(tasks, shapes.num_loss[members].tolist(), strict=True):
+                parts[task] += tokens
+        else:
+            owners = members if shapes.trajectories is None else shapes.trajectories[members]
+            parts = Counter(tasks[k] for k in first_of_each(owners))
+        weights = loss_weights(parts, responses, factors, algorithm.loss_share_of_tasks)
         if weights is None:
             return batch
-        of_all = torch.zeros(len(samples))
-        of_all[torch.from_numpy(part)] = torch.from_numpy(weights).float()
-        return batch.with_loss_weights(of_all)
+        of_samples = torch.zeros(len(samples.every))
+        of_samples[torch.from_numpy(members)] = torch.tensor([weights.get(task, 0.0) for task in tasks])
+        return batch.with_loss_weights(of_samples)
 
     def with_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Add log-probs (float32 [T] per micro-batch): old ones when the policy changes before their use, reference
@@ -240,3 +249,8 @@ def load_policy(
     if reference is None and config.algorithm.beta:
         reference = Reference(policy)
     return policy, reference
+
+
+def first_of_each(owners: np.ndarray) -> list[int]:
+    """Return the index of the first element of each value."""
+    return np.unique(owners, return_index=True)[1].tolist()

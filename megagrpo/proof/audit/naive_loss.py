@@ -57,15 +57,19 @@ def left_behind(of: Response, algorithm: AlgorithmSection) -> float:
     return torch.where(sampled.isnan(), 0.0, sampled - of.logprobs).mean().item()
 
 
-def weights_of_tasks(lengths: Mapping[int, int], task_of: Callable[[int], str], config: RunConfig) -> dict[str, float]:
-    """Return the weight of each task's tokens in the loss, from the loss tokens of each trajectory of the step."""
+def weights_of_tasks(
+    lengths: Mapping[tuple[int, str], int], task_of: Callable[[int], str], config: RunConfig
+) -> dict[str, float]:
+    """Return the weight of each task's tokens in the loss, from the loss tokens of each sequence of the step."""
     factors = {task.name: task.loss_weight for task in config.each_task}
     by, tokens = config.algorithm.loss_share_of_tasks, config.algorithm.loss.average == "tokens"
-    parts = {name: [n if tokens else 1 for i, n in lengths.items() if task_of(i) == name] for name in factors}
+    of_tasks = [(task_of(trajectory), trajectory, n if tokens else 1) for (trajectory, _), n in lengths.items()]
+    parts = {name: [part for task, _, part in of_tasks if task == name] for name in factors}
+    responses = {name: len({trajectory for task, trajectory, _ in of_tasks if task == name}) for name in factors}
     whole = sum(map(sum, parts.values()))
     shares = dict[str, float]()
     for name, own in parts.items():
-        of_task = {"tasks": 1.0, "prompts": len(own)}.get(by or "", sum(own))
+        of_task = {"tasks": 1.0, "prompts": responses[name]}.get(by or "", sum(own))
         shares[name] = factors[name] * of_task if sum(own) else 0.0
     total = sum(shares.values())
     return {name: share / total * whole / sum(parts[name]) if share else 0.0 for name, share in shares.items()}
