@@ -59,13 +59,13 @@ def test_a_server_synced_from_megatron_shards_equals_a_fresh_one_on_the_exported
 @pytest.fixture(
     scope="module",
     params=[
-        "qwen3_moe",
+        "many_experts",
         *(pytest.param(kind, marks=pytest.mark.full) for kind in ("deepseek_v2", "deepseek_v3", "gpt_oss")),
     ],
 )
 def with_experts(request):
-    """A server on a model with experts in the second of its two blocks, or in both blocks."""
-    if request.param == "qwen3_moe":
+    """A server on a model with experts in all blocks, or in all but the first."""
+    if request.param == "many_experts":
         yield mixture()
         return
     folder = model_folder(request.param, 0)

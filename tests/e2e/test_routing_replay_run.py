@@ -3,45 +3,25 @@ with several optimizer steps, and audited."""
 
 from __future__ import annotations
 
-import functools
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 from ranks import run_ranks
 
 from megagrpo.__main__ import main
-from megagrpo.engine.servers.launcher import Launcher
-from megagrpo.engine.servers.options import ServerOptions
 from tests.e2e import world
-from tests.e2e.tiny_servers import MANY_EXPERTS
+from tests.e2e.tiny_servers import mixture
 
 REPLAY = "rollout.routing_replay=engine"
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 
-@functools.cache
 def moe_folder() -> Path:
     """A random mixture of experts with the world's tokenizer."""
-    folder = world.folder() / "moe"
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(**MANY_EXPERTS, eos_token_id=257, bos_token_id=None, pad_token_id=None)
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    for name in TOKENIZER:
-        if (file := world.folder() / "model" / name).exists():
-            shutil.copy(file, folder)
-    return folder
+    return mixture().folder
 
 
-@functools.cache
 def server() -> str:
-    limits = dict(max_num_seqs=64, kv_cache_gb=1, omp_threads=1, finds_text=True)
-    options = ServerOptions(str(moe_folder()), "float32", 64, returns_routes=True, **limits)
-    launcher = Launcher(options, world.folder() / "moe_server")
-    launcher.start()
-    return launcher.wait()[0]
+    return mixture().engine.urls[0]
 
 
 def train(output: Path, *overrides: str) -> world.Run:
@@ -91,6 +71,7 @@ def test_a_run_that_generates_ahead_replays_and_resumes(tmp_path, in_flight):
     assert all(0 < line["routing/agreement"] <= 1 for line in run.metrics)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["parallel.pp=2", pytest.param("parallel.cp=2", marks=pytest.mark.full)])
 def test_two_ranks_take_the_step_of_one(replayed, layout, tmp_path):
     overrides = (f"rollout.urls=[{server()}]", f"model.path={moe_folder()}", REPLAY, "algorithm.beta=0.1")

@@ -32,6 +32,7 @@ from megagrpo.types import Prompt, SamplingParams
 from megagrpo.weights.blocks.parameter_blocks import blocks
 from megagrpo.weights.bridge.hf_export import save_hf
 from megagrpo.weights.bridge.load import load_hf
+from tests.e2e import world
 
 # The path on which servers, including restarted ones, find halting.py.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
@@ -95,6 +96,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {  # the name of transformers' class, and
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3_moe": ("Qwen3MoeConfig", EXPERTS),
+    "many_experts": ("Qwen3MoeConfig", MANY_EXPERTS | dict(eos_token_id=257, bos_token_id=None, pad_token_id=None)),
     "deepseek_v2": ("DeepseekV2Config", V2),
     "deepseek_v3": ("DeepseekV3Config", V3),
     "gemma2": ("Gemma2Config", GEMMA | CAPS),
@@ -215,10 +217,14 @@ def routes_of(kind: str) -> RouteShape:
 
 @functools.cache
 def mixture() -> Running:
-    """A server on a mixture of experts that returns routes. Each test that pushes other weights to it pushes those of
-    its folder again before it ends."""
-    folder = model_folder("qwen3_moe", 0)
-    return connect(launch(folder, "mixture", returns_routes=True), folder, routes=routes_of("qwen3_moe"))
+    """A server on a mixture of experts, with the tokenizer of `world.py`, that returns routes. Each test that pushes
+    other weights to it pushes those of its folder again before it ends."""
+    folder = model_folder("many_experts", 0)
+    for file in (world.folder() / "model").iterdir():
+        if file.name.startswith(("tokenizer", "special_tokens", "chat_template")):
+            shutil.copy(file, folder)
+    launcher = launch(folder, "mixture", returns_routes=True, finds_text=True)
+    return connect(launcher, folder, routes=routes_of("many_experts"))
 
 
 def push_from_megatron(parallel: dict, engine, folder: Path, out: Path, version: int) -> int:
