@@ -11,7 +11,11 @@ SETS = """evaluation={sets: {easy: {source: FOLDER/eval.jsonl, size: 3, num_gene
 
 
 def sets(metric="easy/pass@1"):
-    return " ".join(SETS.replace("FOLDER", str(world.folder())).replace("REWARD", metric).split())
+    return sets_in("FOLDER", metric).replace("FOLDER", str(world.folder()))
+
+
+def sets_in(folder, metric):
+    return " ".join(SETS.replace("FOLDER", folder).replace("REWARD", metric).split())
 
 
 def evaluations(run):
@@ -62,7 +66,7 @@ def test_the_best_checkpoint_stays_beside_the_newest_and_a_resumed_run_knows_it(
     ("override", "message"),
     [
         (
-            sets("easy/pass@3"),
+            sets_in("FOLDER", "easy/pass@3"),
             "evaluation.keep_best: easy/pass@3: 4 response(s) per prompt do not give it; choose pass@1, pass@2, pass@4",
         ),
         (
