@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 SHOWN = 30  # lines of the checker's output
 
 
+@pytest.mark.full
 @pytest.mark.slow  # without mypy's cache, .mypy_cache
 def test_the_type_checker_reports_nothing():
     checker = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True, timeout=280)
