@@ -78,7 +78,7 @@ def _one_rank_cannot_write(model, folder, failing, background):
     return str(caught.value), left, names(folder)
 
 
-@pytest.mark.parametrize(("failing", "background"), [(0, False), (1, True)])
+@pytest.mark.parametrize(("failing", "background"), usual([(0, False), (1, True)], 1))
 def test_when_one_rank_cannot_write_no_rank_has_saved_and_the_next_save_works(failing, background, model, tmp_path):
     for message, left, after in run_ranks(_one_rank_cannot_write, 2, model, tmp_path, failing, background):
         assert "writing checkpoint" in message and "step_000002 failed; earlier checkpoints remain" in message

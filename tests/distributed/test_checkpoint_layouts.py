@@ -144,7 +144,7 @@ def _full(*case):
         _full(TP2, PP2),
         _full(ONE, DP2),
         _full((dict(pp=2), 4), PP2),
-        (CP2_DP2, TP2),
+        _full(CP2_DP2, TP2),
         _full(DP2, CP2),
         _full(UNEVEN, ONE),
         _full(VPP, UNEVEN),

@@ -35,7 +35,7 @@ ABSENT = object()
 # suite.
 FIRST = {family_of(name).model_type: name for name in reversed(MODELS)}
 # Families that share no attention, norm or routing with each other; the others belong to the full suite.
-DEFAULT = {"llama", "gemma3_text", "deepseek_v3"}
+DEFAULT = {"llama"}
 WORDS = {
     "hidden_act": ["gelu"],
     "hidden_activation": ["gelu", "silu"],

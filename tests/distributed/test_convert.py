@@ -19,6 +19,7 @@ import torch
 from covering import covering_rows
 from ranks import RankFailed, run_ranks
 from safetensors.torch import load_file, save_file
+from suites import usual
 from test_build_and_bridge import run_tool
 from tiny_families import EVERY, MODELS, has_experts, on_one_stage, tiny_model, write_model
 
@@ -225,6 +226,7 @@ def add_tensor(source: Path, folder: Path, **tensors) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_an_export_with_the_config_of_another_model_says_what_differs(models, tmp_path, capfd):
     """The longest text does not change what the model computes, the rotation does."""
     run_ranks(there, 1, models / "llama untied", tmp_path / "megatron", {})
@@ -253,6 +255,7 @@ def test_a_tied_head_with_a_tensor_of_its_own_comes_back(models, tmp_path):
     assert_same_files(source, tmp_path / "hf")
 
 
+@pytest.mark.full
 def test_what_is_not_trained_comes_back_with_all_bytes_and_is_counted(models, tmp_path, capfd):
     """Add rotary frequencies, and a layer behind the last that predicts further tokens."""
     beyond = {f"model.layers.4.{name}": torch.rand(6, 4) for name in ("eh_proj.weight", "mlp.experts.7.up_proj.weight")}
@@ -302,7 +305,9 @@ def counted(action, holder, method: str, *args) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("action", "holder", "sizes"), [(there, PieceWriter, dict(tp=2)), (back, Writer, {})], ids=["there", "back"]
+    ("action", "holder", "sizes"),
+    usual([(there, PieceWriter, dict(tp=2)), (back, Writer, {})], 0),
+    ids=["there", "back"],
 )
 def test_a_killed_conversion_goes_on_where_it_stopped(action, holder, sizes, models, tmp_path):
     source, out = models / "qwen2", tmp_path / "out"

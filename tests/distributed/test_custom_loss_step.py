@@ -62,6 +62,7 @@ def _audit(root):
     return list(check_step(load_step(root / "run", 1)))
 
 
+@pytest.mark.full
 def test_the_audit_runs_the_loss_again_in_float64_and_says_that_it_checks_no_formula(own, tmp_path):
     run_ranks(make_model, 1, tmp_path / "model", tiny_model("llama_tied"))
     run_ranks(_dump, 2, tmp_path, own)

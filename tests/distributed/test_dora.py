@@ -63,6 +63,7 @@ def test_gradients_merged_weights_and_files_are_those_of_peft(parallel, made, tm
     assert_as_peft(parallel, made, tmp_path, DORA)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "shape", "selection"),
     usual([("Phi3", None, DORA), ("Qwen2", None, SOME), ("DeepseekV3", V3, LATENT)], 0),
@@ -111,6 +112,7 @@ def test_merging_into_a_bfloat16_model_rounds_once(made, tmp_path):
         assert (merged[name] == expected.bfloat16()).double().mean() > 0.999, name
 
 
+@pytest.mark.full
 def test_a_run_continues_in_another_layout_and_peft_reads_its_file(made, tmp_path):
     assert_resumes(made[0], TP2_SP, dict(pp=2), tmp_path, DORA)
     (folder,) = tmp_path.glob("step_*/adapter")
@@ -135,6 +137,7 @@ def _fresh(root, parallel, precision):
     return tensors, all((factor == 1).all() for factor in factors), said, dtypes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("parallel", "precision"),
     usual([(parallel, precision) for parallel in ({}, TP2_SP, dict(pp=2)) for precision in ("fp32", "bf16")], 3),
@@ -222,6 +225,7 @@ def test_a_step_equals_that_of_one_process(case, model, lora):
     assert found.disagreement == 0 and any("magnitude" in name for name in found.gradients)
 
 
+@pytest.mark.full
 def test_the_norms_of_stored_weights_are_those_of_the_rounded_weights():
     def rounded(name: str, shape: tuple) -> torch.Tensor:
         tensor = random_tensor(name, shape, 0.8)
@@ -259,6 +263,7 @@ def _train(root, folder, resume):
     return whole_tensors(policy, hf_config, layout, lambda p: p.data)[0]
 
 
+@pytest.mark.full
 def test_a_bfloat16_run_resumes_exactly(made, tmp_path):
     """Magnitudes are float32 beside bfloat16 matrices, each in its own buffer of the distributed optimizer."""
     unbroken, resumed = (run_ranks(_train, 2, made[0], tmp_path, resume)[0] for resume in (False, True))

@@ -168,6 +168,7 @@ def _audit_all(root, names):
     return {name: _audit(root / name) for name in names}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("names", usual([USUAL, OTHERS], 0), ids=["usual", "others"])
 def test_branched_trajectories_agree_with_float64(names, tmp_path):
     run_ranks(make_model, 1, tmp_path / "model", two_layers())

@@ -57,7 +57,9 @@ def pytest_generate_tests(metafunc):
         left_out = "not full" in metafunc.config.option.markexpr
         rows = [] if left_out else cheaper(covering_rows(FEW, RULES), FEW, RULES, ranks)
         metafunc.parametrize(
-            "row", [USUAL, *(pytest.param(row, marks=pytest.mark.full) for row in rows if row != USUAL)], ids=name
+            "row",
+            [pytest.param(row, marks=pytest.mark.full) for row in (USUAL, *rows) if row is USUAL or row != USUAL],
+            ids=name,
         )
 
 

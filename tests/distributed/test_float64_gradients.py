@@ -87,6 +87,7 @@ def test_gradients_at_given_routes_are_those_of_one_process_to_float64(options):
     check(row_of("qwen3_moe", **options))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", usual([dict(tp=2, sequence_parallel=True, ep=2, etp=1), *FEW[:4]], 0), ids=str)
 def test_gradients_of_gated_delta_nets_are_those_of_one_process_to_float64(options):
     check(row_of("qwen3_next", **options))

@@ -166,6 +166,7 @@ def _loaded(case: str, recipe: str, shape: str, folder: Path) -> None:
     assert all(torch.equal(p.detach().flatten(), p.main_param.bfloat16()) for p in plain.chunks[0].parameters())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("blockwise", marks=pytest.mark.full)])
 def test_a_checkpoint_of_them_goes_into_another_layout(recipe, tmp_path):
     run_ranks(_saved, 2, "tp2_sp", recipe, tmp_path)

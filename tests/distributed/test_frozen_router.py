@@ -123,7 +123,7 @@ def test_a_run_continues_from_a_checkpoint_of_another_layout(saved, loaded, tmp_
     assert_continues(saved, loaded, tmp_path / "model", tmp_path, train=dict(freeze_moe_router=True))
 
 
-@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("frozen", [pytest.param(True, marks=pytest.mark.full), False])
 def test_a_run_may_freeze_routers_on_resume_but_not_train_frozen_ones(frozen, tmp_path):
     run_ranks(_make_model_with_experts, 1, tmp_path / "model")
     first, second = (partial(train_steps, train=dict(freeze_moe_router=each)) for each in (frozen, not frozen))
@@ -135,6 +135,7 @@ def test_a_run_may_freeze_routers_on_resume_but_not_train_frozen_ones(frozen, tm
         run_ranks(second, 1, {}, tmp_path / "model", tmp_path, True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.full)])
 def test_the_audit_agrees_with_the_gradient_norm(family, tmp_path, capfd):
     raw = GPT_OSS if family == "gpt_oss" else SHAPES[family]

@@ -28,11 +28,7 @@ CASES = {
     "context parallelism": ("qwen2_untied", dict(cp=2), {}),
     "sequence parallelism": ("qwen3_untied", dict(tp=2, sequence_parallel=True), {}),
 }
-BY_DEFAULT = (
-    "shared prompts",
-    "experts with the balancing loss",
-    "context parallelism",
-)
+BY_DEFAULT = ("context parallelism",)
 
 
 def waits_of_a_step(shape: str, parallel: dict, sections: dict) -> tuple[dict[str, int], dict[str, int]]:

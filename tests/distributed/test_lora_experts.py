@@ -58,7 +58,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=usual(CASES, 0, 6))
+@pytest.fixture(scope="module", params=usual(CASES, 0))
 def case(request, tmp_path_factory):
     import peft  # noqa: F401 - once here, not in every fork
 
@@ -95,6 +95,7 @@ def test_peft_reads_what_we_write_and_computes_the_same(parallel, case, tmp_path
         assert {*saved.get(key, [])} == {*(theirs[key] or [])}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", usual(CASES, 0), indirect=True)
 @pytest.mark.parametrize(
     ("saved", "loaded"),
@@ -142,7 +143,8 @@ def _in_vllm(root, architecture: str) -> dict[str, torch.Tensor]:
     return changes
 
 
-@pytest.mark.parametrize("case", usual(["qwen3_moe", "gpt_oss"], 1), indirect=True)
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss"], indirect=True)
 def test_vllm_reads_the_same_adapters_from_these_files(case):
     root, _, _, merged, _ = case
     gpt_oss, base = "gate_up_proj" in "".join(merged), load_file(root / "model/model.safetensors")

@@ -224,6 +224,7 @@ def test_a_run_with_fused_adapters_continues_in_another_layout(made_fused, tmp_p
     assert_resumes(made_fused[0], dict(tp=2), {}, tmp_path)
 
 
+@pytest.mark.full
 def test_so_does_a_run_whose_first_stage_has_no_adapters(tmp_path):
     run_ranks(partial(make_with_peft, **LAYERS), 1, tmp_path / "peft")
     assert_resumes(tmp_path / "peft", dict(pp=2), dict(tp=2), tmp_path / "checkpoints", LAYERS)

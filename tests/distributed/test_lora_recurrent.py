@@ -42,6 +42,7 @@ def test_gradients_merged_weights_and_files_are_those_of_peft(parallel, case, tm
     assert_as_peft(parallel, made, tmp_path, selection)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", usual(CASES, 0), indirect=True)
 def test_peft_reads_what_we_write_and_computes_the_same(case, tmp_path):
     (root, *_, logits), selection = case

@@ -162,6 +162,7 @@ def test_merging_a_float32_adapter_into_a_bfloat16_model_rounds_once(root, tmp_p
     assert adapted == 7 * raw["num_hidden_layers"]
 
 
+@pytest.mark.full
 def test_the_merge_tool_names_its_own_arguments_in_errors(root, tmp_path, capfd):
     def refused(adapter: Path, *more) -> str:
         assert run_ranks(run_tool, 1, "merge", adapter, tmp_path / "out", *more) == [2]

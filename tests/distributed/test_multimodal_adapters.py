@@ -71,12 +71,14 @@ def test_peft_reads_the_adapter_of_a_multimodal_model(name, modules, tmp_path):
     compare_with_peft(name, LoraSection(rank=4, alpha=6.0, target_modules=modules), tmp_path)
 
 
+@pytest.mark.full
 def test_peft_reads_the_adapter_of_a_thinker(tmp_path):
     attention = LoraSection(rank=4, alpha=6.0, target_modules=["q_proj", "o_proj"])  # PEFT converts those of MLPs
     beside = tuple(f"base_model.model.{part}." for part in ("talker", "code2wav", "thinker.audio_tower"))
     compare_with_peft("qwen3_omni_moe multimodal", attention, tmp_path, beside)  # there PEFT adds adapters of zeros
 
 
+@pytest.mark.full
 def test_peft_reads_the_adapters_of_stacked_experts(tmp_path):
     compare_with_peft("qwen3_vl_moe multimodal", LoraSection(rank=4, alpha=6.0, **EXPERTS), tmp_path)
 

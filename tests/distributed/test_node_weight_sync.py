@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ranks import run_ranks
+from suites import usual
 from tiny_policy import tiny_model
 
 from megagrpo.config import ParallelSection
@@ -101,7 +102,7 @@ def refused(update: FileUpdate) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "sizes", [dict(tp=2), dict(pp=2), dict(tp=2, pp=2, pipeline_layers=[1, 3]), dict(cp=2)], ids=str
+    "sizes", usual([dict(tp=2), dict(pp=2), dict(tp=2, pp=2, pipeline_layers=[1, 3]), dict(cp=2)], 2, 3), ids=str
 )
 def test_the_servers_of_each_node_read_the_whole_model_from_the_ranks_of_their_node(sizes, tmp_path):
     tensors, ranks, folders, said = run_ranks(push, RANKS, sizes, tmp_path)[0]

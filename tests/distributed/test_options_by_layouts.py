@@ -1,6 +1,8 @@
 """A step with options in a layout equals one process's step: every two options, every two sizes of a layout, and every
-option with every size meet in a row (`option_rows.py`). Beside it each option has a file with its own oracle."""
+option with every size meet in a row (`option_rows.py`). The default suite has rows in which each option and each size
+occurs twice. Beside it each option has a file with its own oracle."""
 
+from collections import Counter
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -8,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from covering import allowed_combinations
-from option_rows import AXES, FP8_AXES, IMAGES, RULES, Inputs, Steps, fp8_rows, name, rows
+from option_rows import AXES, FP8_AXES, IMAGES, RULES, TIMES, Inputs, Steps, few_rows, fp8_rows, name, rows
 from ranks import run_ranks
 from suites import usual
 
 from megagrpo.families.hf_config import load_hf_config
 from megagrpo.train_types import TrainSample
 
-PARTS = 8  # tests of the rows; one test of all would be long
+FEW_PARTS, PARTS = 4, 8  # tests of the rows; one test of all would be long
 
 
 def _with_images(folder: Path) -> list[TrainSample]:
@@ -60,11 +62,23 @@ def problems(steps: Steps, some) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+def test_each_value_occurs_in_several_rows_of_the_default_suite():
+    held, every = (Counter(pair for row in some for pair in row.items()) for some in (few_rows(), rows()))
+    assert len(few_rows()) < len(rows()) / 2
+    assert all(held[pair] >= min(TIMES, count) > 0 for pair, count in every.items())
+
+
+@pytest.mark.parametrize("part", range(FEW_PARTS))
 def test_a_step_equals_that_of_one_process(part, steps):
-    assert problems(steps, rows()[part::PARTS]) == {}
+    assert problems(steps, few_rows()[part::FEW_PARTS]) == {}
 
 
-@pytest.mark.parametrize("part", usual(range(4), 0))
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_step_of_any_other_two_options_equals_that_of_one_process(part, steps):
+    assert problems(steps, [row for row in rows() if row not in few_rows()][part::PARTS]) == {}
+
+
+@pytest.mark.parametrize("part", usual(range(5), 0))
 def test_a_step_in_fp8_is_that_of_one_process_within_its_own_rounding(part, steps):
-    assert problems(steps, fp8_rows()[part::4]) == {}
+    assert problems(steps, fp8_rows()[part::5]) == {}

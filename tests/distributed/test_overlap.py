@@ -64,6 +64,7 @@ def cases(table: dict) -> list:
     return [pytest.param(*case, id=n, marks=[] if n in USUAL else pytest.mark.full) for n, case in table.items()]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("overlap", "name", "ranks", "parallel", "model"), cases(GATHERS | EXPERTS))
 def test_updates_and_log_probs_between_them_are_those_without_overlap(overlap, name, ranks, parallel, model):
     runs = [

@@ -45,6 +45,7 @@ def settings(parallel: dict, overlap: list[str], replay: str, algorithm: dict) -
     return made.model_copy(update=changed | dict(rollout=made.rollout.model_copy(update=dict(routing_replay=replay))))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "ranks", "parallel", "replay", "algorithm"),
     [

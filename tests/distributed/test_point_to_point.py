@@ -65,6 +65,7 @@ def test_every_worker_gets_what_its_loaders_copy_and_no_byte_more(num_ranks, num
         assert all(0.3 < part / (sum(sent) / 2) < 0.7 for part in sent)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_ranks", "megabytes", "copies"), usual([(1, 64.0, 1), (1, 2**-16, 1), (4, 2**-18, 2)], 2), ids=str
 )

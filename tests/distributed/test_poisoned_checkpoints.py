@@ -124,7 +124,7 @@ INDEXES = {
 }
 
 
-@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_no_file_of_a_checkpoint_runs_code(distributed, model, tmp_path):  # noqa: F811
     told, step = run_ranks(_resume, 1, model, tmp_path, distributed)[0]
     assert step == 1 and len(told) > 30

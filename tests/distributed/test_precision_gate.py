@@ -128,6 +128,7 @@ def test_mistakes_on_the_command_line_are_told(words, said, run, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_layers_that_are_too_far_off_stay_in_bf16_in_the_config_that_is_written(tmp_path, capsys):
     words = ["verify", str(world.folder() / "config.yaml"), "--precision", "--tokens", "300"]
     words += ["model.fp8_recipe=tensorwise", "rollout.mismatch_threshold=2"]

@@ -56,6 +56,7 @@ def quantized(raw: dict) -> dict:
     return raw | (dict(text_config=raw["text_config"] | key) if "text_config" in raw else key)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", usual(CASES, 0))
 def test_a_release_loads_in_layouts_and_keeps_its_config_json(kind, tmp_path):
     case, changes, sizes = CASES[kind]

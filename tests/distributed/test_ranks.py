@@ -28,6 +28,7 @@ def test_what_a_fork_inherits_is_no_garbage_to_be_looked_for():
     assert run_ranks(gc.get_freeze_count, 1)[0] > 10_000
 
 
+@pytest.mark.full
 def test_ranks_can_be_fresh_interpreters():
     assert run_ranks(sum_of_ranks, 1, 10, start="spawn") == [10.0]
 

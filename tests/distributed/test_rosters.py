@@ -54,12 +54,15 @@ def boxes_told(shape, parallel, world_size):
 
 @pytest.mark.parametrize(
     ("shape", "ranks", "parallel"),
-    [
-        ("qwen3_moe", 8, dict(tp=2, pp=2, ep=2, etp=1, pipeline_layers=[1, 2])),
-        ("mixtral", 4, dict(tp=2, ep=2, etp=2)),
-        ("llama_tied", 4, dict(pp=2, vpp=2)),
-        ("qwen2_untied", 6, dict(tp=3, cp=2)),
-    ],
+    usual(
+        [
+            ("qwen3_moe", 8, dict(tp=2, pp=2, ep=2, etp=1, pipeline_layers=[1, 2])),
+            ("mixtral", 4, dict(tp=2, ep=2, etp=2)),
+            ("llama_tied", 4, dict(pp=2, vpp=2)),
+            ("qwen2_untied", 6, dict(tp=3, cp=2)),
+        ],
+        0,
+    ),
     ids=str,
 )
 def test_each_rank_holds_what_it_is_said_to_hold(shape, ranks, parallel):

@@ -85,6 +85,7 @@ def test_biases_move_by_the_loads_of_replayed_routes():
         torch.testing.assert_close(moved[name].float(), before + RATE * signs, atol=1e-6, rtol=0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("saved", "loaded"), [(EP2, PP2_EP2), pytest.param(TP2_EP2, EP2, marks=pytest.mark.full)], ids=str
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks
+from suites import usual
 
 from megagrpo.config import ParallelSection, load_config
 from megagrpo.engine.servers.options import ServerOptions
@@ -48,11 +49,15 @@ def test_every_rank_learns_of_the_servers_of_all_nodes_and_rank_0_controls_them(
 
 @pytest.mark.parametrize(
     ("failing", "rank", "error"),
-    [
-        ("server of node 1", 1, "EngineStartError"),
-        ("agent of node 1", 1, "TypeError"),
-        ("address of node 0", 0, "KeyError"),
-    ],
+    usual(
+        [
+            ("server of node 1", 1, "EngineStartError"),
+            ("agent of node 1", 1, "TypeError"),
+            ("address of node 0", 0, "KeyError"),
+        ],
+        0,
+        1,
+    ),
     ids=str,
 )
 def test_a_failure_on_one_node_is_an_error_on_every_rank(failing, rank, error, tmp_path):

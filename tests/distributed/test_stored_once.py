@@ -35,6 +35,7 @@ def pieces_to_store(folder, names, sizes):
     return places
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", usual(LAYOUTS, 1))
 def test_every_piece_of_every_family_is_stored_by_one_rank(layout, tmp_path):
     names = [name for name in MODELS if name.partition(" ")[0] == name or name == "llama tied"]

@@ -111,6 +111,7 @@ def test_a_step_on_stored_weights_equals_that_of_one_process(case, storage):
     assert [d for d in compare(found, one_process(storage)) if not d.passed] == [] and found.disagreement == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "storage"),
     usual(

@@ -100,6 +100,7 @@ def test_gradients_of_all_tensors_equal_transformers(folder_of, kind):  # noqa: 
             assert (found[name] - gradient).norm() < 1e-5 * scale, name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", usual(["qwen2_5_vl", "gemma3"], 0))
 def test_a_text_model_in_fp8_trains_the_tower_too(folder_of, kind):  # noqa: F811
     (exact,), (rounded,) = (
@@ -195,6 +196,7 @@ def exported(checkpoint: Path, out: Path) -> None:
     export_alone(checkpoint, out)
 
 
+@pytest.mark.full
 def test_checkpoints_hold_the_tower_for_other_layouts_and_exports(folder_of, tmp_path):  # noqa: F811
     folder = folder_of("qwen3_vl")
     saves = dict(tp=2, sequence_parallel=True)
@@ -231,6 +233,7 @@ def overlapped(folder: Path, ranks: int) -> dict:
     return {name: gradient.numpy() for name, gradient in found.items()} | {"apart": apart}
 
 
+@pytest.mark.full
 def test_an_overlapped_reduction_does_not_wait_for_ranks_without_images(folder_of):  # noqa: F811
     (expected,), (found, _) = (run_ranks(overlapped, ranks, folder_of("qwen3_vl"), ranks) for ranks in (1, 2))
     assert found.pop("apart") == 0 == expected.pop("apart")

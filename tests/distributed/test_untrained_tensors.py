@@ -11,6 +11,7 @@ from checkpoint_now import save_now
 from family_proofs import check_model, differing_tensors, largest_difference, packs
 from ranks import RankFailed, run_ranks
 from safetensors.torch import load_file, save_file
+from suites import usual
 from tiny_families import EVERY, class_of, tiny_model
 from tiny_policy import tiny_run
 
@@ -68,7 +69,7 @@ def export(checkpoint: Path, out: Path, parallel: dict, model: str | None = None
     layout.close()
 
 
-@pytest.mark.parametrize(("name", "parallel"), [(NAMES[0], dict(tp=2)), (NAMES[1], dict(pp=2))])
+@pytest.mark.parametrize(("name", "parallel"), usual([(NAMES[0], dict(tp=2)), (NAMES[1], dict(pp=2))], 0))
 def test_an_export_of_a_runs_checkpoint_holds_what_is_not_trained(name, parallel, models, tmp_path):
     model, checkpoint = tmp_path / "model", tmp_path / "run" / "step_000001"
     shutil.copytree(models / name, model)

@@ -59,6 +59,7 @@ def test_layouts_that_hold_are_shown_with_what_was_compared(run, capsys):
     assert "worst of" in printed and "model.layers." in printed
 
 
+@pytest.mark.full
 def test_without_a_layout_the_configs_own_is_tried_and_json_is_one_object(run, capsys):
     assert main(["verify", run, "--json", "--ranks", "2"]) == 0
     (layout,) = json.loads(capsys.readouterr().out)["layouts"]
@@ -66,6 +67,7 @@ def test_without_a_layout_the_configs_own_is_tried_and_json_is_one_object(run, c
     assert len([d for d in layout["distances"] if d["kind"] == "gradient"]) == 20
 
 
+@pytest.mark.full
 def test_bf16_is_held_to_what_rounding_does_and_a_fault_is_still_seen(run, capsys, monkeypatch):
     arguments = ["verify", run, "model.precision=bf16", "--full"]
     assert main(arguments) == 0
@@ -178,6 +180,7 @@ def without_numbers(text: str) -> list[str]:
     return [re.sub(r"-?\d[\d.]*(e[-+]\d+)?|(?<=: )\S+ +", "#", line.strip()) for line in text.strip().split("\n")]
 
 
+@pytest.mark.full
 def test_the_documentation_shows_what_is_printed(capsys, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     examples = re.findall(

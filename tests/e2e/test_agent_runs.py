@@ -98,6 +98,7 @@ def test_an_agents_turns_have_thinking_budgets(talkative, tmp_path):
     assert code == 0, said
 
 
+@pytest.mark.full
 def test_turns_that_the_agent_reads_as_streams_are_trained_on_as_sampled(talkative, tmp_path):
     words = ["rewards.functions=[]", "algorithm.num_iterations=2", "debug.dump_steps=[2]", "rollout.temperature=1.0"]
     run = world.train(tmp_path, *options(talkative, "streams", *words))

@@ -57,7 +57,7 @@ def test_a_dump_changes_nothing(dumped, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_the_audit_agrees_with_what_the_run_computed(dumped, step):
     code, said = world.audit(dumped.folder, "--step", step)
     assert code == 0 and said.splitlines()[-1] == "agrees: every quantity is within its tolerance", said
@@ -98,7 +98,10 @@ def check_stops(done, stops):
 @pytest.mark.parametrize(
     "options",
     [
-        ["algorithm.loss_type=grpo", "algorithm.scale_rewards=batch", "rollout.temperature=0.7"],
+        pytest.param(
+            ["algorithm.loss_type=grpo", "algorithm.scale_rewards=batch", "rollout.temperature=0.7"],
+            marks=pytest.mark.full,
+        ),
         [
             *(
                 "algorithm.loss_type=dr_grpo",

@@ -44,11 +44,14 @@ def counted(words: list[str]) -> tuple[int, list]:
     "options",
     [
         ["rollout.weight_sync_transport=shared_memory", "algorithm.beta=0.1"],
-        [
-            "rollout.weight_sync_transport=p2p",
-            "rollout.max_staleness=1",
-            "algorithm.importance_correction=token_truncate",
-        ],
+        pytest.param(
+            [
+                "rollout.weight_sync_transport=p2p",
+                "rollout.max_staleness=1",
+                "algorithm.importance_correction=token_truncate",
+            ],
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["shared_memory", "p2p and async"],
 )

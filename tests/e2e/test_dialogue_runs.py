@@ -18,6 +18,7 @@ from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.environments.episodes.tool_calls import hermes, named_call
 from megagrpo.families.weight_sources import resolve_model
 from megagrpo.proof.audit.saved import load_step
+from tests.distributed.suites import usual
 from tests.e2e import world
 
 SCHEDULERS = '''
@@ -161,7 +162,7 @@ def test_each_turn_has_a_thinking_budget(talkative, tmp_path):
 AHEAD = ("rollout.max_staleness=1", "algorithm.importance_correction=token_truncate")
 
 
-@pytest.mark.parametrize(("by", "more"), [("turn", ()), ("token", AHEAD), ("process", ())])
+@pytest.mark.parametrize(("by", "more"), usual([("turn", ()), ("token", AHEAD), ("process", ())], 1))
 def test_functions_reward_turns_and_tokens(talkative, tmp_path, by, more):
     functions = (
         f"[{{function: {talkative}/mine.py:digits, per: token, weight: 2}},"

@@ -144,6 +144,7 @@ def dequantized_folder(folder, kind: str):
     return target
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=[] if name in USUAL else pytest.mark.full) for name in CASES]
 )

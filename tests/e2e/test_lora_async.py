@@ -54,6 +54,7 @@ def texts(run):
     return [(row["step"], row["prompt_id"], row["completion"], row["reward"]) for row in run.completions]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("placement", ["external", pytest.param("dedicated", marks=pytest.mark.full)])
 def test_a_policy_that_stands_still_gets_the_responses_of_a_synchronous_run(
     placement, tmp_path, server, moved, synchronous

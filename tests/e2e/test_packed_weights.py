@@ -40,6 +40,7 @@ def in_fp8(source: Path, folder: Path) -> Path:
 PACKED = {"deepseek_v3": in_fp8}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", PACKED)
 def test_vllm_serves_the_weights_that_the_trainer_loads(name, tmp_path, monkeypatch):
     """The server takes its CPU for one with AMX, whose kernels of latent attention take no float32."""

@@ -88,6 +88,7 @@ def check(run: world.Run, step: int) -> None:
     assert code == 0, said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "scheduler", ["again", *(pytest.param(name, marks=pytest.mark.full) for name in ("rewrites", "Echo"))]
 )

@@ -300,7 +300,8 @@ def test_each_turn_has_its_own_constraint_limit_and_counts(tmp_path):
     assert longest == 3
 
 
-@pytest.mark.parametrize("layout", ["tp", *(pytest.param(name, marks=pytest.mark.full) for name in ("cp", "pp", "dp"))])
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["tp", "cp", "pp", "dp"])
 def test_every_layout_repeats_the_changes(layout, tmp_path):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     kinds = [*HEAT, *FORMS, KINDS[5] | {"structured_outputs": {}}, KINDS[7], {"structured_outputs": {"json": schema}}]

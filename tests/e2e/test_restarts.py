@@ -78,7 +78,6 @@ class Kept:
         self.server.engine.fleet.patience = 0.0
 
 
-@pytest.mark.full
 def test_a_server_that_is_killed_in_the_middle_gets_the_current_weights_before_its_first_request(fresh):
     expected = [group[0].response_ids.tolist() for group in fresh.engine.generate(PROMPTS, 1, LONG, seed=1)]
     with Kept(tied_llamas()[0], fresh) as kept:

@@ -40,6 +40,7 @@ def in_the_third_update(strike, url=None):
     VllmEngine._request = disturbed
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("transport", ["shared_memory", pytest.param("p2p", marks=pytest.mark.full)])
 def test_a_run_whose_server_is_killed_takes_the_same_steps(transport, tmp_path):
     options = ["run.max_steps=6", f"rollout.weight_sync_transport={transport}"]

@@ -33,6 +33,7 @@ def check(warm: list[str], paths: list) -> None:
     assert not failed, "\n".join([*failed, *failed.values()])
 
 
+@pytest.mark.full
 def test_a_module_that_imports_megatron_can_be_imported_first():
     """One module of each such package; the next test takes all of them."""
     check(LOADED, list({path.parent: path for path in WITH_MEGATRON if "megatron" in path.read_text()}.values()))

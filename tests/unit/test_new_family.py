@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from checkpoints_tools.new_family import draft_family, main
 from megagrpo.__main__ import main as megagrpo
 from megagrpo.families.family_index import FAMILIES
@@ -72,6 +74,7 @@ def test_of_a_multimodal_model_the_text_model_is_drafted_and_the_line_for_the_wh
     assert f"add {line}" in capsys.readouterr().out and '    "helium",' in out.read_text()
 
 
+@pytest.mark.full
 def test_a_type_that_transformers_does_not_know_is_an_error(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dict(model_type="mine", num_hidden_layers=2)))
     command = [sys.executable, "checkpoints_tools/new_family.py", str(tmp_path), "--out", str(tmp_path / "mine.py")]

@@ -6,6 +6,7 @@ import torch
 from benchmarks.control_messages import STEP, VirtualRanks, reduced_seconds, table
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [8, 64, 128])
 def test_threads_take_the_computed_time(ranks):
     for num_bytes in {control.bytes(ranks) for control in STEP} | {2**17}:

@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "rendezvous.py"
 MEASURE = "import json, rendezvous; print(json.dumps(rendezvous.measure(16)._asdict()))"
 
 
+@pytest.mark.full
 def test_the_ranks_of_two_nodes_meet_and_end():
     done = subprocess.run(
         [sys.executable, "-c", MEASURE], cwd=BENCHMARK.parent, capture_output=True, text=True, timeout=120

@@ -110,6 +110,7 @@ def traces_of(tmp_path_factory, wanted: dict):
     }
 
 
+@pytest.mark.full
 def test_traced_flops_are_those_of_the_formula(traces):
     _, model, found = traces["one"]
     flops, tokens, responses = token_flops(model), 2 * (PROMPT + RESPONSE), 2 * RESPONSE

@@ -169,6 +169,7 @@ def table(folder: Path, names: list[str], functions: str, capsys) -> dict[tuple[
     return cells
 
 
+@pytest.mark.full
 def test_every_gold_of_mathematics_scores_best(folder, capsys):
     found = table(folder, list(MATHEMATICS), "[{function: accuracy}, {function: think_format, weight: 0.1}]", capsys)
     for name, rows in MATHEMATICS.items():
@@ -176,6 +177,7 @@ def test_every_gold_of_mathematics_scores_best(folder, capsys):
         assert found[name, "think_format"] == [f"0/{len(rows)}", "0", "1", "1", "0"], name
 
 
+@pytest.mark.full
 def test_every_gold_program_passes_its_tests(folder, capsys):
     found = table(folder, list(PROGRAMS), "[{function: code_execution, args: {packages: false}}]", capsys)
     for name in PROGRAMS:

@@ -18,6 +18,7 @@ from megagrpo.config import MultiTurnSection, ProblemError
 from megagrpo.environments.environment_registry import locate_environment, targets
 from megagrpo.environments.episodes.episode import Loop
 from megagrpo.rewards.registry.reward_registry import undefined
+from tests.distributed.suites import usual
 from tests.unit.environments.test_environments import (  # noqa: F401 - a fixture
     call,
     conversation,
@@ -220,6 +221,7 @@ def test_an_mcp_server_that_hangs_or_dies_costs_its_response_only(responders, no
     gone(*pids[:2])
 
 
+@pytest.mark.full
 def test_a_reused_mcp_environment_gets_a_new_server(responders, notes):  # noqa: F811
     table = responders(notes, reuse_environments=True)
     told = []
@@ -461,6 +463,7 @@ def turn(text):
     return [{"role": "assistant", "content": text}]
 
 
+@pytest.mark.full
 def test_an_openenv_server_whose_actions_are_turns(responders, serve):  # noqa: F811
     table = responders(f"openenv:{serve('game')}", environment_args={"invalid": -1.0}, reuse_environments=True)
     assert table.tools == [] and table.reward_names == ["OpenEnv", "turns"]
@@ -527,7 +530,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, 
     assert "ImportError: multi_turn" in ran.stderr and "pip install" in ran.stderr
 
 
-@pytest.mark.parametrize("name", ["harbor:docker", "nemo_gym:http://127.0.0.1:9", "verifiers:guessing"])
+@pytest.mark.parametrize("name", usual(["harbor:docker", "nemo_gym:http://127.0.0.1:9", "verifiers:guessing"], 0))
 def test_an_adapter_that_is_a_file_of_the_repository_is_named(name):
     with pytest.raises(ProblemError) as refused:
         targets(MultiTurnSection(environment=name))

@@ -93,7 +93,7 @@ def test_an_agent_of_openai_agents_is_one_sample(tokenizer, tmp_path, name, turn
     assert results == ["12"] and rollout.prompt.messages[0] == {"role": "system", "content": "Use the tool."}
 
 
-@pytest.mark.parametrize("name", ["run", "streams"])
+@pytest.mark.parametrize("name", ["run", pytest.param("streams", marks=pytest.mark.full)])
 def test_an_agent_of_smolagents_rewrites_its_history_into_a_sample_per_step(tokenizer, tmp_path, name):
     pytest.importorskip("smolagents", reason="smolagents is not installed (pip install smolagents)")
     final = '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "12"}}\n</tool_call>'

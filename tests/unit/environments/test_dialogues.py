@@ -594,6 +594,7 @@ def gym_row():
     return {name: entry[name] for name in ("question", "answer", "metadata")}
 
 
+@pytest.mark.full
 def test_reasoning_gym_gives_attempts_and_rewards_the_last(responders):
     table, row = (
         responders(workers=1, scheduler="reasoning_gym", scheduler_args={"attempts": 2, "discount": 0.5}),

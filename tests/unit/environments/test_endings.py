@@ -234,7 +234,7 @@ def test_sigkill_of_the_run_closes_environments_and_leaves_no_process(mine, tmp_
     ended(tmp_path / "events", CLOSED, CLOSED, CLOSED)
 
 
-@pytest.mark.parametrize("kind", usual(KINDS, 0, 3))
+@pytest.mark.parametrize("kind", usual(KINDS, 0))
 def test_sigkill_of_the_run_closes_environments_in_containers(mine, runtime, tmp_path, kind):  # noqa: F811
     killed(mine, tmp_path / "events", documented(kind))
     ended(tmp_path / "events", CLOSED, CLOSED, CLOSED)

@@ -3,6 +3,8 @@ the RAM of their nodes."""
 
 from pathlib import Path
 
+import pytest
+
 from megagrpo.cluster.launch.job import Cluster, place
 from megagrpo.config import load_config
 from megagrpo.families.hf_config import load_hf_config
@@ -35,6 +37,7 @@ def test_every_shipped_config_for_gpus_is_here():
     assert {path.stem for path in CONFIGS.glob("*.yaml") if not path.stem.startswith("quickstart")} == set(SHIPPED)
 
 
+@pytest.mark.full
 @for_each("name", SHIPPED)
 def test_the_layout_is_the_first_that_the_search_finds(name):
     gpus, kind = SHIPPED[name]

@@ -494,6 +494,7 @@ def test_a_search_for_671_billion_parameters_on_2048_gpus_times_few_layouts(monk
     assert len({one.overrides for one in found}) == 5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("gpus", "prompts"), [(512, 1024), pytest.param(16384, 8192, marks=pytest.mark.full)])
 def test_dedicated_servers_get_as_many_gpus_as_keep_the_trainer_busy(gpus, prompts, monkeypatch):
     """The shipped config of a 235B model has eight servers, which a larger trainer would wait for."""

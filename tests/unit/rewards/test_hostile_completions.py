@@ -56,7 +56,13 @@ def columns_of(name: str) -> dict:
 
 SLOW_TO_LOAD = ("reasoning_gym", "model")  # every missed deadline costs seconds, because they load again
 FEW = ("a tower of powers", "lone surrogates", "nothing", "a megabyte of digits")
-LONG = ("cosine", "reasoning_accuracy", "model")  # the first two compute accuracy again
+LONG = (
+    "cosine",
+    "reasoning_accuracy",
+    "reasoning_gym",
+    "code_execution",
+    "model",
+)  # the first two compute accuracy again
 NAMES = [
     pytest.param(name, marks=[pytest.mark.full] if name in LONG else [])
     for name in (*BUILT_IN_REWARDS, "model", "served")

@@ -98,6 +98,7 @@ def installed(tmp_path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
 
 
+@pytest.mark.full
 @pytest.mark.skipif(device.has_gpu() or device.has_apex(), reason="needs a CPU without apex")
 def test_apex_takes_the_step_and_the_numbers_are_those_of_torch(installed, tmp_path):
     command = [sys.executable, "-c", STEP, str(tmp_path / "outcome")]
@@ -113,6 +114,7 @@ def test_apex_takes_the_step_and_the_numbers_are_those_of_torch(installed, tmp_p
     assert [difference for difference in compare(outcome, expected) if not difference.passed] == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("broken", "text"),
     [

@@ -79,6 +79,7 @@ def page_faults_and_returned_gb():
     return by_default, reused, kept - resident_gb()
 
 
+@pytest.mark.full
 @cpu_only
 def test_a_policy_uses_the_memory_of_freed_tensors_again_until_it_is_released():
     ((by_default, reused, returned_gb),) = run_ranks(page_faults_and_returned_gb, 1)

@@ -189,6 +189,7 @@ print(megagrpo.__file__)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tree", [pytest.param("clone", marks=pytest.mark.full), "sdist"])
 def test_the_checkpoint_tools_work_without_an_installation_of_megagrpo(tree, model, tmp_path, request):
     """`-S` and PYTHONPATH give Python all installed packages except those in editable mode, such as megagrpo."""

@@ -40,7 +40,7 @@ def reduced_values() -> dict[str, torch.Tensor]:
     return results
 
 
-@pytest.mark.parametrize("world", usual(range(1, 8), 0, 2, 6))
+@pytest.mark.parametrize("world", usual(range(1, 8), 2, 6))
 def test_every_rank_gets_the_same_bits_whatever_the_number_of_ranks(world):
     first, *others = run_ranks(reduced_values, world)
     assert first["counts"].tolist() == [world, world * (world - 1) // 2]

@@ -505,6 +505,7 @@ def test_a_run_of_one_step_shows_its_points(browser, tmp_path):
     calm(browser)
 
 
+@pytest.mark.full
 def test_the_page_fits_a_narrow_screen(browser, tmp_path):
     browser.driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride", {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": True}

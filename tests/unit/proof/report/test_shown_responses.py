@@ -170,6 +170,7 @@ def repeated(run: Path, steps: int, copies: int) -> None:
                     file.write(row.replace(b'{"step": %d,' % source, b'{"step": %d,' % step, 1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("responses", [64, pytest.param(512, marks=pytest.mark.full)])
 def test_the_page_of_a_thousand_steps_is_smaller_than_three_megabytes(tmp_path, responses):
     run = make_run(tmp_path / "run", steps=20, groups=4, size=16, length=300, evaluate=False)

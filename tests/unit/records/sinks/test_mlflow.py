@@ -6,6 +6,7 @@ from megagrpo.records.sinks.mlflow import metric_name
 from tests.unit.records.sinks.tracked import COLUMNS, ENCODED, write
 
 
+@pytest.mark.full
 @pytest.mark.slow  # MLflow is slow to import, and to create a database
 def test_a_run_and_its_continuation_are_one_run_in_a_database_beside_the_runs(tmp_path, monkeypatch):
     for package in ("mlflow", "sqlalchemy", "alembic"):

@@ -6,6 +6,7 @@ import pytest
 from tests.unit.records.sinks.tracked import COLUMNS, ENCODED, in_a_process
 
 
+@pytest.mark.full
 def test_a_run_and_its_continuation_are_one_run_in_a_local_database(tmp_path):
     pytest.importorskip("trackio")
     store = tmp_path / "store"

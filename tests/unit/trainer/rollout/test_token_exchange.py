@@ -252,7 +252,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "sizes", "options"), usual(LAYOUTS, 3, 5, 10))
+@pytest.mark.parametrize(("ranks", "sizes", "options"), usual(LAYOUTS, 5, 10))
 def test_every_rank_trains_on_the_micro_batches_of_a_rank_that_has_all_samples(ranks, sizes, options):
     options = dict(dialogues=False, share_prompts=False, by_place=False, branches=False) | options
     stages = run_ranks(check_step, ranks, ParallelSection(**sizes), *options.values())

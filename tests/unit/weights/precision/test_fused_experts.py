@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tiny_families import EVERY, has_experts, tiny_model
 
@@ -15,6 +16,7 @@ for kind in ("KimiK25ForConditionalGeneration", "NemotronH"):
     del ONE_OF_EACH[kind]  # transformers then saves other tensors under other names too, and loading refuses them
 
 
+@pytest.mark.full
 @for_each("name", ONE_OF_EACH.values())
 def test_every_family_reads_them_as_its_own(name, tmp_path):
     from megagrpo.sync.vllm_side.unpacking import unpacked
