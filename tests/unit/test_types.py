@@ -3,6 +3,7 @@
 
 import dataclasses
 import doctest
+import importlib
 import subprocess
 import sys
 import tracemalloc
@@ -40,6 +41,13 @@ def test_the_examples_of_the_exchanged_types_are_true():
             name for name, value in vars(module).items() if dataclasses.is_dataclass(value) and isinstance(value, type)
         }
     assert not runner.failures, "".join(said)
+
+
+def test_the_examples_of_all_other_modules_are_true():
+    files = [file.relative_to(ROOT) for file in (ROOT / "megagrpo").rglob("*.py") if ">>> " in file.read_text()]
+    names = {".".join(file.with_suffix("").parts) for file in files} - {types.__name__, train_types.__name__}
+    failures = {name: doctest.testmod(importlib.import_module(name)).failed for name in names}
+    assert names and not any(failures.values()), failures
 
 
 def test_a_response_takes_at_most_12_bytes_a_token():
