@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,6 +125,12 @@ class RewardScorer:
     def _names_of(self, task: str) -> Collection[str] | None:
         """Return the names of the functions of a task; None: all."""
         return self._of_tasks[task] if self._of_tasks else None
+
+    def of_task(self, task: str) -> RewardScorer:
+        """Return a view with the functions of a task, which shares the workers."""
+        view = copy.copy(self)
+        view.functions = {function.name: function for function in self._chosen(self._names_of(task))}
+        return view
 
     def needs(self, task: str = "") -> dict[str, tuple[tuple[str, ...], ...]]:
         """Return the columns that a row of the task must have a value of, by function: a row that lacks one of each

@@ -34,7 +34,7 @@ from megagrpo.records.sinks.find_trackers import check_trackers, unused_options
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.train_types import LossFn
 from megagrpo.trainer.callbacks import Callbacks, load_callbacks
-from megagrpo.trainer.data_checks.reward_trial import start_warnings
+from megagrpo.trainer.data_checks.reward_trial import SECONDS_AT_START, start_warnings
 from megagrpo.trainer.engine_side import NamedServers, check_servers
 from megagrpo.trainer.evaluation.sets import HeldOut, check_columns, load_sets
 from megagrpo.trainer.rollout.sourced_prompts import SourcedPrompts
@@ -116,13 +116,25 @@ def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources:
         raise ValueError(f"data.images: data.train has the column {min(unread)}; set it to true, or rename the column")
     per_step = config.rollout.prompts_per_step
     notes = [*_steps_notes(given.run, config.run, per_step, len(data.prompts)), *unused_options(config.run)]
-    if first and data.rewards and tokenizer and isinstance(data.prompts, PromptSource):
-        notes += start_warnings(config.rewards.functions, data.prompts, data.held_out, data.rewards, tokenizer)
+    if first and tokenizer:
+        notes += _start_warnings(config.each_task, data, tokenizer)
     if change := data_change(data.prompts, folder.resume_from, config.run.resume, layout):
         notes.append(change.note)
     if config.data.source is not None:
         data = replace(data, prompts=SourcedPrompts(data.prompts, layout, config))
     return Inputs(config, servers, loss_fn, Callbacks(config, layout, callbacks), model, folder, data, notes, change)
+
+
+def _start_warnings(tasks: Sequence[Task], data: Data, tokenizer: Tokenizer) -> list[str]:
+    """Return the warnings about data and rewards of each task."""
+    orders = data.prompts.orders if isinstance(data.prompts, Mixture) else [data.prompts]
+    seconds, lines = SECONDS_AT_START / len(tasks), list[str]()
+    for task, order in zip(tasks, orders, strict=True):
+        if data.rewards and isinstance(order, PromptSource):
+            held_out = [one for one in data.held_out if one.prompts[0].task == task.name]
+            scorer, key = data.rewards.of_task(task.name), task.key("data.train")
+            lines += start_warnings(task.config.rewards.functions, order, held_out, scorer, tokenizer, key, seconds)
+    return lines
 
 
 def _reference_folder(path: str | None, model: HfConfig, tokenizer: Tokenizer | None) -> Path | None:

@@ -19,11 +19,13 @@ def again(messages, turn, **columns):
 def overrides(folder, *more):
     (folder / "mine.py").write_text(AGAIN)
     rewards = f"{world.folder()}/rewards.py"
+    rows = (world.folder() / "train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "eval.jsonl").write_text("".join(rows[:2]))
     tasks = [
         {"name": "low", "weight": 3},
         {
             "name": "talk",
-            "data": {"eval": {"source": f"{world.folder()}/eval.jsonl"}},
+            "data": {"eval": {"source": f"{folder}/eval.jsonl"}},
             "multi_turn": {"scheduler": f"{folder}/mine.py:again", "max_turns": 2, "max_response_length": 24},
             "rewards": {"functions": [{"function": f"{rewards}:seldom"}, {"function": f"{rewards}:low_bytes"}]},
             "loss_weight": 2.5,
@@ -57,6 +59,10 @@ def test_each_step_has_the_tasks_by_weight_and_each_response_its_tasks_rewards(r
         assert ("dialogue" in row) == (row["task"] == "talk")
     turns = [row["dialogue"]["turns"] for row in run.completions if row["task"] == "talk"]
     assert max(map(len, turns)) == 2 and all(turn["stop"] - turn["start"] <= 6 for own in turns for turn in own)
+
+
+def test_the_log_warns_of_the_rows_and_rewards_of_each_task(run):
+    assert "warning: tasks.talk.data.eval: 2 of 2 prompts are also in data.train" in run.out + run.err
 
 
 def test_metrics_of_a_task_are_those_of_its_responses(run):

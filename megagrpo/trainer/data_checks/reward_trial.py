@@ -69,23 +69,24 @@ def start_warnings(
     held_out: Sequence[HeldOut],
     scorer: RewardScorer,
     tokenizer: Tokenizer,
+    key: str = TRAIN,
+    seconds: float = SECONDS_AT_START,
 ) -> list[str]:
-    """Return the warnings for the log of a run that starts.
+    """Return the warnings about the data set `key`, held-out sets and rewards for the log of a run that starts.
 
-    Golds are tried for a few seconds, if all functions are built-in and repeatable: calls of others may have effects.
+    Golds are tried for `seconds`, if all functions are built-in and repeatable: calls of others may have effects.
     """
-    lines = [*train.warnings, *repeated_warning(TRAIN, train.repeated(), len(train))]
+    lines = [*train.warnings, *repeated_warning(key, train.repeated(), len(train))]
     for one in held_out:
         lines += [*one.warnings, *shared_warning(one.key, train.shared_with(one.prompts), len(one.prompts))]
     prompts = train.sample(ROWS)
     if all(f.function in REPEATABLE for f in functions):
-        seconds = SECONDS_AT_START / max(1, len(scorer.names))
-        means = Means(scorer, tokenizer, scorer.max_completion_length, seconds)
-        lines += reward_warnings(TRAIN, list(_trials(TRAIN, means, scorer.names, prompts)))
+        means = Means(scorer, tokenizer, scorer.max_completion_length, seconds / max(1, len(scorer.names)))
+        lines += reward_warnings(key, list(_trials(key, means, scorer.names, prompts)))
     else:
         faults = scorer.row_faults([prompt.columns for prompt in prompts])
         rows = {name: _by_row(prompts, row_faults) for name, row_faults in faults.items()}
-        lines += fault_warnings(TRAIN, len(prompts), unscorable(rows))
+        lines += fault_warnings(key, len(prompts), unscorable(rows))
     return [f"warning: {line}" for line in lines]
 
 
