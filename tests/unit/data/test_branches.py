@@ -22,6 +22,7 @@ from megagrpo.records.rows.completions import completion_row
 from megagrpo.records.rows.recorder import TrainedRollouts
 from megagrpo.train_types import LossInputs
 from megagrpo.trainer.policy_update import Learning
+from megagrpo.trainer.rollout.groups import Rollouts
 from megagrpo.trainer.rollout.roles import role_metrics, trained_members
 from megagrpo.trainer.rollout.sample_metrics import rollout_metrics, staleness
 from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, Turn
@@ -310,3 +311,36 @@ def test_roles_have_baselines_weights_and_sequences_of_their_own_in_every_layout
     assert (written["role"], written["advantage"]) == ("solver", expected[0, "solver"])
     branches = [(branch["role"], branch["advantage"]) for branch in written["branches"]]
     assert branches == [("solver", expected[0, "solver"]), ("judge", expected[0, "judge"])]
+
+
+def test_a_game_whose_rewards_add_up_to_0_teaches_beside_a_task_without_roles():
+    """The sum of the players' rewards is the same in both games of the first group."""
+    data = dict(train=dict(source="d.jsonl"))
+    game = dict(name="game", data=data, multi_turn=dict(agent=dict(function="a:b", roles={"x": 1.0, "o": 1.0})))
+    config = RunConfig.model_validate(
+        dict(
+            model=dict(path="/m"),
+            rollout=dict(num_generations=2),
+            rewards=dict(functions=[dict(function="a:f")]),
+            algorithm=dict(dynamic_sample=True, scale_rewards="none"),
+            tasks=[game | dict(rewards=dict(functions=[])), dict(name="plain", data=data)],
+        )
+    )
+    scored = []
+    for number, rewards in enumerate(({"x": 1.0, "o": -1.0}, {"x": -1.0, "o": 1.0})):
+        x, o = (sample((1, 2), (3 + number,), written=[1]) for _ in rewards)
+        o = replace(o, dialogue=replace(o.dialogue, role="o"))
+        x = replace(x, dialogue=replace(x.dialogue, role="x", rewards=rewards), branches=(o,))
+        x = replace(x, prompt=replace(x.prompt, task="game"))
+        scored.append(ScoredRollout(x, dict(rewards), 0.0))
+    for reward in (0.5, 1.5):
+        plain = sample((5, 6), (7,))
+        plain = replace(plain, prompt=replace(plain.prompt, prompt_id=1, task="plain"))
+        scored.append(ScoredRollout(plain, {"plain/f": reward}, reward))
+    samples, learning = StepSamples.of(scored), Learning(config, *[None] * 7)
+    assert learning.advantages(samples).tolist() == [1.0, -1.0, -0.5, 0.5, -1.0, 1.0]
+    assert Rollouts(config, *[None] * 5)._useful_groups(samples).tolist() == [0, 1]
+    metrics = role_metrics(samples, learning.roles(samples), 2)
+    assert metrics["frac_reward_zero_std"] == metrics["tasks/game/frac_reward_zero_std"] == 0.0
+    assert metrics["tasks/game/roles/o/reward_std"] == pytest.approx(2**0.5)
+    assert not any("plain/roles" in name or name.startswith("roles/") for name in metrics)
