@@ -57,7 +57,6 @@ def test_a_step_of_this_family_agrees_with_float64(name, tmp_path, capfd):
     assert run_ranks(audit, 1, tmp_path, 1) == [0], capfd.readouterr().out
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [name if name == "qwen3_moe" else pytest.param(name, marks=pytest.mark.full) for name in ADAPTERS]
 )
