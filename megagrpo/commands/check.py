@@ -26,6 +26,7 @@ from megagrpo.platform.process.imports import without_garbage_collection
 from megagrpo.platform.process.terminal import one_line, show
 
 if TYPE_CHECKING:
+    from megagrpo.config.sections.rollout import RolloutSection
     from megagrpo.trainer.data_checks.data_trial import SourceTrial
     from megagrpo.trainer.data_checks.gold_trial import RewardTrial
     from megagrpo.trainer.dry_run import DryRun
@@ -59,15 +60,17 @@ def run(options: argparse.Namespace) -> int:
         show(json.dumps(asdict(result), indent=1))
     else:
         for source in result.sources:
-            show(source_text(source, config.rollout.prompts_per_step) + "\n")
+            show(source_text(source, config.rollout) + "\n")
         show(rewards_text(result))
     if result.problems:
         raise ConfigError(listed(options.config, result.problems))
     return int(options.strict and bool(result.warnings))
 
 
-def source_text(source: SourceTrial, prompts_per_step: int) -> str:
+def source_text(source: SourceTrial, rollout: RolloutSection) -> str:
     """Return rows, columns, lengths and one rendered prompt of a data set."""
+    prompts_per_step, budget = rollout.prompts_per_step, rollout.max_thinking_tokens
+    limit = f", of at most {budget} tokens (rollout.max_thinking_tokens)" * bool(budget)
     lengths, usable = [length for length in source.lengths if length], source.num_usable
     epoch = f", an epoch is {usable / prompts_per_step:.1f} steps" if source.key == "data.train" else ""
     lines = [
@@ -77,8 +80,9 @@ def source_text(source: SourceTrial, prompts_per_step: int) -> str:
         f"  tokens    min {min(lengths)}, median {statistics.median(lengths):g}, max {max(lengths)}; limit "
         f"{source.limit} (rollout.max_prompt_length)",
         *histogram(lengths),
-        *[f"  opened    `{source.opened.strip()}`: a response continues the thought that the prompt has opened"]
+        *[f"  opened    `{source.opened.strip()}`: a response continues the thought that the prompt has opened{limit}"]
         * bool(source.opened),
+        *[f"  opened    no thought: a response may begin with one{limit}"] * bool(limit and not source.opened),
         f"  {'truncated' if source.overlong == 'truncate_left' else 'dropped':9} {_dropped(source)}",
         *[f"  skipped   {source.num_bad}: bad rows (data.bad_rows)"] * bool(source.num_bad),
         f"  prompt    of row {source.row}, {source.num_tokens} tokens:",

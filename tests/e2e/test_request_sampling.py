@@ -330,6 +330,7 @@ BUDGETS = [
     {"max_thinking_tokens": 3, "temperature": 0.7},
     {"max_tokens": 9},
     {"stop": list("bcdfghjklmnpqrstvwxyz"), "seed": 4},
+    {"allowed_token_ids": FEW, "stop": ["E"], "max_thinking_tokens": 2},  # the forced tokens are not allowed
 ]
 THINKS = ["rollout.max_thinking_tokens=6", "rollout.max_completion_length=24", "rollout.thinking_end=.</think>!"]
 
@@ -350,6 +351,7 @@ def forced_by(ids, own, end=".</think>!"):
 def test_forced_ends_of_thoughts_are_in_the_context_and_not_in_the_loss(tmp_path):
     rows = rows_with_sampling(tmp_path / "train.jsonl", BUDGETS)
     words = [*rows, *opens_thoughts(tmp_path / "opens.jinja"), "data.shuffle=false", "rollout.top_k=40", *COMPARED]
+    words += ["rollout.prompts_per_step=10", "rollout.repetition_penalty=1.3", "rollout.temperature=0.9"]
     codes = run_ranks(main, 2, ["train", *world.arguments(tmp_path, *words)])  # two replicas exchange masks
     agrees(run := world.Run(max(codes), "", "", tmp_path / "run"))
     step, end, ratio = load_step(run.folder, 2), token_ids(".</think>!"), 0

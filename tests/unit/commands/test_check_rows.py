@@ -214,6 +214,12 @@ def test_a_thought_that_the_template_opens_is_shown_and_continued(folder, capsys
     assert [line.split()[2:-1] for line in out.splitlines() if line.startswith("  closes") and "/" in line] == [
         ["0/3", "0", "1", "1", "0"]
     ]
+    limit = ", of at most 9 tokens (rollout.max_thinking_tokens)\n"
+    assert check(folder, *words, "rollout.max_thinking_tokens=9", "--rows", "1") == 0
+    assert f"a response continues the thought that the prompt has opened{limit}" in capsys.readouterr().out
+    (folder / "opens.jinja").write_text(TEMPLATE + "assistant\n{% if deep %}<think>{% endif %}")
+    assert check(folder, *words, "rollout.max_thinking_tokens=9", "--rows", "1") == 0
+    assert f"  opened    no thought: a response may begin with one{limit}" in capsys.readouterr().out
     (said,) = warnings(out)
     assert said.startswith(
         "rewards.functions: `thinks` gives every response 0: golds in all forms, after `<think>` at the end of the "
