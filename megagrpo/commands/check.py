@@ -123,7 +123,7 @@ def histogram(lengths: list[int]) -> list[str]:
 def rewards_text(result: DryRun) -> str:
     """Return a table of the reward functions per data set, then the warnings."""
     lines = [line for source in result.sources for line in _table(source.key, result.rewards)]
-    lines += [f"  {name}: not called, because it loads a reward model; add --models" for name in result.not_called]
+    lines += [f"  {line}" for line in result.not_called]
     if result.request:
         num_tokens, text = result.request
         lines += [f"agent's first request, {num_tokens} tokens:", *_shown(text), ""]

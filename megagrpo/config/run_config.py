@@ -138,9 +138,11 @@ class RunConfig(Section):
 
     @property
     def longest_sequence(self) -> int:
-        """An engine's longest sequence in tokens: the longest sample, or longest prompt plus evaluation response."""
-        held_out = [s.max_completion_length for s in evaluation_sets(self).values()]
-        return max(self.max_model_len, self.rollout.max_prompt_length + max(held_out, default=0))
+        """An engine's longest sequence in tokens: the longest sample, or longest prompt plus evaluation response, or
+        what an own judge reads and writes."""
+        responses = [self.max_response_length, *(s.max_completion_length for s in evaluation_sets(self).values())]
+        responses.append(self.all_rewards.judge_length(max(responses)))
+        return self.rollout.max_prompt_length + max(responses)
 
     @property
     def micro_batch_align(self) -> int:

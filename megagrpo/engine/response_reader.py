@@ -36,7 +36,9 @@ class Reader:
         return."""
         response = read_response(content, max_tokens)
         others = self._other_versions(response)
-        if self.engine.fleet.patience and others:  # the server was restarted and lacks the current weights
+        if (
+            self.engine.fleet.patience and others and not self.any_version
+        ):  # the server was restarted and lacks the current weights
             raise InvalidResponse(f"it sampled with weight version {sorted(others)}")
         return response
 
@@ -113,7 +115,7 @@ class Reader:
             raise EngineError(
                 f"{engine.name(url)} sampled with weight version {sorted(others)}; the last sync was {expected}"
             )
-        if engine.in_flight is None or not response.spans:
+        if engine.in_flight is None or not response.spans or self.any_version:
             return [(0, engine.weight_version if engine.in_flight is None else request.group.version)]
         parts = [(span.start, int(span.version)) for span in response.spans]
         return [part for i, part in enumerate(parts) if i == 0 or part[1] != parts[i - 1][1]]

@@ -66,6 +66,7 @@ class RewardScorer:
         self.max_completion_length, self._concurrency = max_completion_length, section.concurrency
         self._seen_failures: dict[tuple[str, str], str] = {}
         self._last: Scoring | None = None
+        self.own_judges: dict[str, dict[str, str]] = {}  # {url, key} of `judge: policy` and `judge: reference`
         self._pool = WorkerPool(section.workers, None if base_folder is None else str(Path(base_folder).resolve()))
         try:
             self._load()
@@ -173,6 +174,7 @@ class RewardScorer:
         """
         state = SimpleNamespace(global_step=step)
         common = {"max_completion_length": self.max_completion_length, "trainer_state": state}
+        common |= {"own_judges": self.own_judges} if self.own_judges else {}
         functions = self._chosen(self._names_of(task) if names is None else names)
         return Scoring(functions, self._pool, common, self._seen_failures)
 

@@ -210,8 +210,9 @@ class Scoring:
         arguments = {name: values for name, values in (arguments | self._common).items() if function.takes(name)}
         # What the function does not take is not made: the ids of a long response take more time than its text.
         made = {name: make for name, make in PER_ROLLOUT.items() if name == "completions" or function.takes(name)}
-        if "trajectories" not in function.signature["accepts"]:  # a function with **columns gets it only by its name
-            made.pop("trajectories", None)
+        for name in {"trajectories", "own_judges"} - {*function.signature["accepts"]}:  # never through **columns
+            made.pop(name, None)
+            arguments.pop(name, None)
         arguments |= {name: [make(r) for r in chosen] for name, make in made.items()}
         common = "score", arguments, function.deadline(len(part)), function.lane
         return Call(function.target, function.args, *common, function.counts(chosen))

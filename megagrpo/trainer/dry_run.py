@@ -32,7 +32,12 @@ from megagrpo.trainer.data_checks.data_trial import (
     shared_warning,
 )
 from megagrpo.trainer.data_checks.gold_trial import ROWS, RewardTrial
-from megagrpo.trainer.data_checks.reward_trial import reward_warnings, trial_scorer, try_rewards
+from megagrpo.trainer.data_checks.reward_trial import (
+    reward_warnings,
+    trial_scorer,
+    try_rewards,
+    unreachable_judges,
+)
 from megagrpo.trainer.data_checks.tokenizer_trial import try_tokenizer
 from megagrpo.trainer.rollout.sourced_prompts import UsableRows
 from megagrpo.types import Prompt
@@ -186,6 +191,7 @@ def _try_task(
                 config.with_num_prompts(len(source))  # the rules about the number of steps
                 usable, keeps = UsableRows(source), bool(config.algorithm.dynamic_sample)
                 load_source(config.data, usable, config.run.seed, keeps)
+    result.add(*unreachable_judges(config.rewards.functions))
     with Collecting(result):
         for trial in try_rewards(scorer, sets, tokenizer, set() if models else scorer.servers) if scorer else ():
             result.rewards.append(trial)

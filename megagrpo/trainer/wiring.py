@@ -9,6 +9,7 @@ from pathlib import Path
 from megagrpo.config import RunConfig
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.servers.serving import offloads
+from megagrpo.environments.own_judges import own_judges
 from megagrpo.environments.task_engine import generator_of
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.moe.routing_replay import route_shape
@@ -93,6 +94,8 @@ def make_rollouts(
     config, data, pool = inputs.config, inputs.data, None
     rollout = config.rollout
     generator = generator_of(engine, data.dialogues) if engine else None
+    if engine is not None and data.rewards is not None and data.tokenizer is not None:
+        resources.enter_context(own_judges(engine, config, data.rewards, data.tokenizer, data.sampling))
     if generator is not None and data.rewards is not None and rollout.max_staleness:
         pool = AsyncPool(generator, data.rewards, rollout.max_staleness, rollout.straggler_seconds)
         resources.enter_context(pool)

@@ -1,7 +1,9 @@
 """Runs that train adapters: rewards rise, a resumed run equals an uninterrupted one, and a run can start from the saved
 adapters."""
 
+import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -102,3 +104,25 @@ def test_a_server_that_is_killed_gets_the_rounded_weights_again_below_the_adapte
         run = trainer.wait(seconds=240)
     assert run.code == 0 and "restarting it, 1 of 3 times" in run.out, run.err
     assert all(line["token_mult_prob_error"] < 1.001 for line in run.metrics)
+
+
+def test_the_servers_of_a_run_judge_its_responses_with_the_policy_and_with_the_reference(tmp_path):
+    model = shutil.copytree(world.folder() / "model", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 4096}
+    (model / "config.json").write_text(json.dumps(config))
+    common = "explain: false, max_tokens: 400, temperature: 1.0, max_chars: 100, verdict_retries: 9"
+    rubric = "{function: rubric, timeout: 100, args: {judge: policy, criteria: [{title: short}], %s}}"
+    pairwise = "{function: pairwise, timeout: 100, args: {judge: reference, opponents: 2, %s}}"
+    functions = f"rewards.functions=[{rubric}, {pairwise}]" % (common, common)
+    words = (f"model.path={model}", *LORA, "lora.sync=adapter", functions, "run.max_steps=1", "debug.dump_steps=[1]")
+    run = world.train(tmp_path, *words, "rollout.prompts_per_step=2", "rollout.num_generations=4", launched=True)
+    assert run.code == 0, run.err
+    (line,) = run.metrics
+    for name in ("rubric", "pairwise"):
+        assert line[f"rewards/{name}/exceptions"] == line[f"rewards/{name}/timeouts"] == 0, run.err
+        assert line[f"rewards/{name}/judge_completion_tokens"] >= len('{"better": "tie"}')
+    assert line["rewards/pairwise/mean"] == 0.5 and line["rewards/rubric/mean"] == line["rewards/rubric/criteria/short"]
+    verdicts = [json.loads(row["extra"]["rubric/verdicts"]) for row in run.completions]
+    assert [row["rewards"]["rubric"] for row in run.completions] == [float(v[0]["criteria_met"]) for v in verdicts]
+    code, said = world.audit(run.folder, "--step", 1)
+    assert code == 0 and "weighted sum of what is dumped: rubric, pairwise" in said

@@ -25,6 +25,7 @@ from megagrpo.config.sections.evaluation import evaluation_problems
 from megagrpo.config.sections.lora import lora_problems
 from megagrpo.config.sections.multi_turn import multi_turn_problems
 from megagrpo.config.sections.placement import nearest_divisor, placement_problems
+from megagrpo.config.sections.rewards import judge_problems
 from megagrpo.config.sections.tracker_options import tracker_problems
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def cross_field_problems(config: RunConfig) -> list[Problem]:
     own = (
         placement_problems(config),
         multi_turn_problems(config.multi_turn),
+        judge_problems(config),
         turn_problems(config),
         role_problems(config.algorithm, config.multi_turn.roles),
         source_problems(config),

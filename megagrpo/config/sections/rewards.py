@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from megagrpo.config.basics.problems import Problem
 from megagrpo.config.sections.section import Count, PositiveInt, Seconds, Section
 
+if TYPE_CHECKING:
+    from megagrpo.config import RunConfig
+
+JUDGED = ("rubric", "pairwise")  # they may ask the run's own servers
+JUDGE_TASK = 2048  # tokens of a judge's instructions and criteria
 PENALTIES = ("soft_overlong", "repetition", "token_repetition")
 LOADED_MODEL, SERVER = "model:", ("http://", "https://")  # beginnings of `function`
 
@@ -35,6 +41,11 @@ class RewardFunction(Section):
     """Timeout in seconds for scoring one completion; `rewards.timeout` when empty."""
     own_worker: bool = False
     """Run the function in a separate process, for functions that load a model. Reward models always do."""
+
+    @property
+    def own_judge(self) -> str | None:
+        """The judge among the run's own servers that the function asks, if any."""
+        return self.args.get("judge") if self.function in JUDGED else None
 
     @property
     def short_name(self) -> str:
@@ -66,6 +77,22 @@ class RewardsSection(Section):
         return numbered(function.short_name for function in self.functions)
 
     @property
+    def own_judges(self) -> set[str]:
+        """The judges among the run's own servers: policy, reference."""
+        return {str(f.own_judge) for f in self.functions if f.own_judge}
+
+    def judge_length(self, response: int) -> int:
+        """Return the most tokens of a request to an own judge and its verdict, besides the prompt's. `response` is the
+        limit of a response."""
+        lengths = [0]
+        for f in self.functions:
+            if f.own_judge:
+                shown = min(response, int(f.args.get("max_chars", response)))
+                verdict = int(f.args.get("max_tokens", 1024))
+                lengths.append(JUDGE_TASK + verdict + shown * (2 if f.function == "pairwise" else 1))
+        return max(lengths)
+
+    @property
     def penalties(self) -> set[str]:
         """The names of built-in functions that lower the rewards of long or repetitive responses."""
         pairs = zip(self.names, self.functions, strict=True)
@@ -82,3 +109,17 @@ def numbered(stems: Iterable[str]) -> list[str]:
             name = f"{stem}_{count}"
         names.append(name)
     return names
+
+
+def judge_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield judges that the run's servers cannot be."""
+    judges, key = config.all_rewards.own_judges, "rewards.functions"
+    if judges and str(config.model.tokenizer).endswith(".model"):
+        reason = "args.judge needs a tokenizer that vLLM loads, but model.tokenizer is a bare SentencePiece file"
+        yield Problem((key, "model.tokenizer"), f"{reason}; name a Hugging Face folder, or a server in args.url")
+    if "reference" in judges and (not config.lora.syncs_adapters or config.model.reference_path):
+        reason = "args.judge: reference needs the reference's weights below an adapter (lora.rank, lora.sync: adapter)"
+        fix = "serve the reference with `vllm serve` and name it in args.url"
+        yield Problem(
+            (key, "lora.rank", "lora.sync", "model.reference_path"), f"{reason}, without reference_path; {fix}"
+        )

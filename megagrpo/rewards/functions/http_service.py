@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import httpx
 
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
+_MOST_BYTES = 1 << 24  # of a response
 _LONGEST_WAIT = 30.0  # upper limit on the seconds between two attempts, whatever Retry-After says
 
 
@@ -41,22 +42,33 @@ class JsonService:
         for attempt in range(self._retries + 1):
             wait, reason = 0.5 * 2**attempt * random.uniform(0.75, 1.25), ""
             try:
-                answer = await self._client.post(self.url, content=content, headers=self._headers)
+                async with asyncio.timeout(self._timeout):  # in all, however slowly the response drips
+                    answer, text = await self._sent(self._client, content)
                 if answer.status_code == 200:
-                    return answer.json()
-                reason = f"it responded with status {answer.status_code}: {answer.text[:300]}"
+                    return json.loads(text)
+                reason = f"it responded with status {answer.status_code}: {text[:300].decode(errors='replace')}"
                 if answer.status_code not in _AGAIN:
                     raise ServiceError(f"{self.url}: {reason}")
                 wait = _asked_wait(answer, wait)
-            except httpx.TimeoutException:
+            except (httpx.TimeoutException, TimeoutError):
                 reason = f"no answer within {self._timeout:g} s"
             except httpx.TransportError as error:
                 reason = repr(error)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 reason = f"its response is not JSON: {error}"
             if attempt < self._retries:
                 await asyncio.sleep(min(wait, _LONGEST_WAIT))
         raise ServiceError(f"{self.url}: {reason} ({self._retries + 1} attempts)")
+
+    async def _sent(self, client: httpx.AsyncClient, content: bytes) -> tuple[httpx.Response, bytes]:
+        """Send a request, and return the response and its body. Raises ServiceError for a body above the limit."""
+        body = bytearray()
+        async with client.stream("POST", self.url, content=content, headers=self._headers) as answer:
+            async for part in answer.aiter_bytes():
+                body += part
+                if len(body) > _MOST_BYTES:
+                    raise ServiceError(f"{self.url}: its response has more than {_MOST_BYTES >> 20} MiB")
+        return answer, bytes(body)
 
 
 def _asked_wait(answer: httpx.Response, otherwise: float) -> float:

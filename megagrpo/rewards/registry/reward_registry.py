@@ -12,7 +12,7 @@ from pathlib import Path
 from megagrpo.config.basics.problems import Problem, ProblemError
 from megagrpo.config.sections.placement import address_fault
 from megagrpo.config.sections.rewards import LOADED_MODEL, SERVER
-from megagrpo.rewards.registry.target import BUILT_IN_REWARDS, Target
+from megagrpo.rewards.registry.target import BUILT_IN_REWARDS, JUDGES, WHOLE_GROUP, Target
 from megagrpo.suggestions import did_you_mean
 
 REWARD_MODEL = "megagrpo.rewards.functions.reward_model:RewardModel"
@@ -43,12 +43,12 @@ def resolve(function: str, plugins: Sequence[str] = (), key: str = "rewards.func
         raise ProblemError(Problem((key,), text, rule=18))
     own = "package.module:function, path/file.py:function, or a name from rewards.plugins; models: model:PATH or http://..."
     target = locate(function, key, "reward function", BUILT_IN_REWARDS, own, rule=18)
-    return replace(target, independent=f"{target.location}:{target.attribute}" in BUILT_IN_REWARDS.values())
+    return replace(target, independent=function in BUILT_IN_REWARDS.keys() - WHOLE_GROUP)
 
 
 def asks_service(function: str) -> bool:
     """Whether a built-in reward function sends responses to a server: an LLM judge or a reward server."""
-    return function == "llm_judge" or function.startswith(SERVER)
+    return function in JUDGES or function.startswith(SERVER)
 
 
 def locate(
@@ -104,10 +104,11 @@ def unknown_arguments(name: str, target: Target, args: Iterable[str], key: str) 
         return []
     body = ast.parse((Path(__file__).parents[1] / "functions" / f"{module}.py").read_bytes()).body
     (found,) = (node for node in body if getattr(node, "name", None) == target.attribute)
-    if isinstance(found, ast.ClassDef):  # a dataclass
-        fields = [
-            node for node in found.body if isinstance(node, ast.AnnAssign) and "init=False" not in ast.unparse(node)
-        ]
+    if isinstance(found, ast.ClassDef):  # a dataclass, and its bases in this file
+        named = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+        classes = [*(named[ast.unparse(base)] for base in found.bases), found]
+        nodes = [node for one in classes for node in one.body]
+        fields = [node for node in nodes if isinstance(node, ast.AnnAssign) and "init=False" not in ast.unparse(node)]
         names, is_open = [ast.unparse(node.target) for node in fields], False
     else:
         takes = found.args  # type: ignore[attr-defined]

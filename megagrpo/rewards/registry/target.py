@@ -25,8 +25,12 @@ BUILT_IN_REWARDS = {
     "reasoning_gym": "megagrpo.rewards.functions.gym_score:reasoning_gym",
     "code_execution": "megagrpo.rewards.functions.code_execution:CodeExecution",
     "llm_judge": "megagrpo.rewards.functions.llm_judge:LlmJudge",
+    "rubric": "megagrpo.rewards.functions.judged:Rubric",
+    "pairwise": "megagrpo.rewards.functions.judged:Pairwise",
 }
-REPEATABLE = frozenset(BUILT_IN_REWARDS) - {"code_execution", "llm_judge"}  # deterministic functions
+JUDGES = frozenset({"llm_judge", "rubric", "pairwise"})
+WHOLE_GROUP = frozenset({"pairwise"})  # they compare the completions of a group
+REPEATABLE = frozenset(BUILT_IN_REWARDS) - {"code_execution"} - JUDGES  # deterministic functions
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from megagrpo.config import RewardFunction, RewardsSection
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.sources.text_rows import ANSWERS, names_in
 from megagrpo.data.tokens.tokenizer import Tokenizer
 from megagrpo.rewards.registry.reward_registry import resolve
-from megagrpo.rewards.registry.target import REPEATABLE
+from megagrpo.rewards.registry.target import JUDGES, REPEATABLE
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.data_checks.data_trial import TRAIN, repeated_warning, shared_warning
 from megagrpo.trainer.data_checks.gold_trial import PROGRAM_KIND, ROWS, FunctionTrial, Means, RewardTrial, RowFault
@@ -20,20 +23,26 @@ from megagrpo.types import Prompt
 
 MAX_GOLD_SHOWN = 60  # characters of a gold in a warning
 SECONDS_AT_START = 4.0  # for golds in a run that starts, all functions together
+CONNECT_SECONDS = 3.0  # for a connection to a judge
 NEXT_ROWS = 5  # further rows that a warning names
 
 
 def trial_scorer(
     rewards: RewardsSection, max_completion_length: int, base_folder: Path, models: bool
 ) -> tuple[RewardScorer | None, list[str]]:
-    """Return the scorer of the functions that are tried, if any, and the names of the others: without `models`
-    reward models are not loaded. Raises ValueError for functions that cannot be loaded."""
-    heavy = [resolve(f.function, rewards.plugins).heavy and not models for f in rewards.functions]
-    named = list(zip(rewards.functions, rewards.names, heavy, strict=True))
-    chosen = [f.model_copy(update={"name": name}) for f, name, is_heavy in named if not is_heavy]
+    """Return the scorer of the functions that are tried, if any, and lines about the others: without `models` reward
+    models are not loaded, and the run's servers do not judge. Raises ValueError for functions that cannot be loaded."""
+    left = [""] * len(rewards.functions)
+    for i, f in enumerate(rewards.functions):
+        if resolve(f.function, rewards.plugins).heavy and not models:
+            left[i] = "loads a reward model; add --models"
+        elif f.own_judge:
+            left[i] = "asks the run's own servers"
+    named = list(zip(rewards.functions, rewards.names, left, strict=True))
+    chosen = [f.model_copy(update={"name": name}) for f, name, reason in named if not reason]
     section = rewards.model_copy(update={"functions": chosen})
     scorer = RewardScorer(section, max_completion_length, base_folder) if chosen else None
-    return scorer, [name for _, name, is_heavy in named if is_heavy]
+    return scorer, [f"{name}: not called, because it {reason}" for _, name, reason in named if reason]
 
 
 def try_rewards(
@@ -76,7 +85,7 @@ def start_warnings(
 
     Golds are tried for `seconds`, if all functions are built-in and repeatable: calls of others may have effects.
     """
-    lines = [*train.warnings, *repeated_warning(key, train.repeated(), len(train))]
+    lines = [*train.warnings, *unreachable_judges(functions), *repeated_warning(key, train.repeated(), len(train))]
     for one in held_out:
         lines += [*one.warnings, *shared_warning(one.key, train.shared_with(one.prompts), len(one.prompts))]
     prompts = train.sample(ROWS)
@@ -88,6 +97,23 @@ def start_warnings(
         rows = {name: _by_row(prompts, row_faults) for name, row_faults in faults.items()}
         lines += fault_warnings(key, len(prompts), unscorable(rows))
     return [f"warning: {line}" for line in lines]
+
+
+def unreachable_judges(functions: Sequence[RewardFunction]) -> list[str]:
+    """Return a line for each judge at whose address nothing accepts a connection."""
+    lines = []
+    for number, function in enumerate(functions):
+        url = str(function.args.get("url") or "") if function.function in JUDGES else ""
+        with contextlib.suppress(ValueError):  # a port that is no number: the function's own error names it
+            parts = urlsplit(url)
+            try:
+                if parts.hostname:
+                    at = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+                    socket.create_connection(at, CONNECT_SECONDS).close()
+            except OSError as error:
+                key = f"rewards.functions[{number}].args.url"
+                lines.append(f"{key}: no judge responds at {url}: {error}; start it, or correct the address")
+    return lines
 
 
 def _check_columns(scorer: RewardScorer, key: str, prompt: Prompt) -> None:

@@ -18,6 +18,7 @@ from megagrpo.data.tokens.sampling import sampling_of
 from megagrpo.engine.http.protocol import Generator
 from megagrpo.engine.servers.serving import Serving
 from megagrpo.environments.dialogues import Dialogues, make_dialogues
+from megagrpo.environments.own_judges import own_judges
 from megagrpo.environments.task_engine import generator_of
 from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.process.atomic_file import write_atomically
@@ -67,7 +68,9 @@ def evaluate_offline(
         serving.start()
     except (ValueError, NoRollouts) as error:
         raise ConfigError(str(error)) from error
-    engine: Generator = generator_of(serving.engine(tokenizer), dialogues)
+    client = serving.engine(tokenizer)
+    resources.enter_context(own_judges(client, config, rewards, tokenizer, sampling_of(config.rollout, tokenizer)))
+    engine: Generator = generator_of(client, dialogues)
     phases = Phases(run_progress(config.run))
 
     def collect(

@@ -150,6 +150,10 @@ def test_the_scale_of_adapters_is_that_of_peft(tmp_path):
             ],
             "rollout.in_flight: keep continues responses with new weights, but lora.sync is adapter: a request keeps its",
         ),
+        (
+            ["lora.rank=4", "rewards.functions=[{function: rubric, args: {judge: reference}}]"],
+            "rewards.functions: args.judge: reference needs the reference's weights below an adapter (lora.rank, ",
+        ),
     ],
 )
 def test_options_of_storage_and_sync_that_contradict_adapters_are_refused(tmp_path, overrides, message):

@@ -1,13 +1,14 @@
-"""Turns of agents on stand-in servers with real sockets: the seconds that they wait for slots, and their streams."""
+"""Turns of agents and of judges on stand-in servers with real sockets."""
 
 import json
 import random
 import threading
 from contextlib import closing
 
+import httpx
 import pytest
 
-from megagrpo.config import MultiTurnSection
+from megagrpo.config import MultiTurnSection, RunConfig
 from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.data.tokens.tokenizer import load_tokenizer
 from megagrpo.engine.client import VllmEngine
@@ -15,9 +16,11 @@ from megagrpo.engine.responses import InvalidResponse, find_ending, heard_tokens
 from megagrpo.environments.agents.text_stream import TextStream
 from megagrpo.environments.dialogues import DialogueEngine, Dialogues
 from megagrpo.environments.episodes.tool_calls import CALL_OPENING, hermes
+from megagrpo.environments.own_judges import own_judges
 from megagrpo.environments.responders import Responders
+from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.rollout.sample_metrics import rollout_metrics
-from megagrpo.types import Prompt, SamplingParams, ScoredRollout
+from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
 from tests.unit.engine.stand_ins import StandIn
 from tests.unit.environments.test_trajectories import HERMES
@@ -255,3 +258,51 @@ def test_text_that_completes_no_character_is_not_decoded_again_with_each_token()
     stream = TextStream(decode, ())
     all_of(stream, [0] * 20_000)
     assert count[0] < 10 * 20_000
+
+
+def test_the_runs_own_servers_judge_with_the_policys_adapter_or_with_the_weights_below(tokenizer, chat_folder, caplog):  # noqa: F811
+    args = {"criteria": ["is short"], "per_criterion": True, "explain": False, "retries": 0, "verdict_retries": 0}
+    functions = [
+        {"function": "rubric", "name": name, "args": {"judge": name, **args}} for name in ("policy", "reference")
+    ]
+    given = {"model": {"path": str(chat_folder)}, "data": {"train": {"source": "rows.jsonl"}}}
+    given |= {"rewards": {"functions": functions, "workers": 1, "timeout": 30}}
+    given |= {"lora": {"rank": 4, "sync": "adapter"}, "rollout": {"max_prompt_length": 8, "max_completion_length": 64}}
+    config = RunConfig.model_validate(given)
+    assert config.longest_sequence == 8 + 64 + 2048 + 1024
+    with closing(StandIn()) as server, RewardScorer(config.rewards, 64) as scorer:
+        server.reason = "stop"
+        engine = VllmEngine([server.url], lambda ids: '{"criteria_met": true}', adapters=1, patience=5.0)
+        engine.weight_version = 3
+        with own_judges(engine, config, scorer, tokenizer, SamplingParams(1.0, 8, stop_token_ids=(2,))):
+
+            def rewards(text: str, step: int) -> dict[str, float | None]:
+                prompt = Prompt(0, (1,), [{"role": "user", "content": "Q"}])
+                return scorer.score([Rollout(prompt, (1,), (0.0,), "stop", 0, text)], step)[0].rewards
+
+            assert rewards("A", 0) == {"policy": 1.0, "reference": 1.0} == rewards("A", 0) == rewards("A", 1)
+            # the policy of another step is another judge; the reference stays
+            assert sorted(str(body.get("model")) for body in server.asked) == ["None", *["policy-3"] * 2]
+            params = server.asked[0]["sampling_params"]
+            text = tokenizer.decode(server.asked[0]["token_ids"], special=True)
+            assert "<|im_start|>user\nYou grade" in text and "\nA\n</answer" in text and text.endswith("assistant\n")
+            schema = json.loads(params["structured_outputs"]["json"])
+            assert (
+                schema["required"] == ["criteria_met"] and params["stop_token_ids"] == [2] and not params["temperature"]
+            )
+            assert rewards("word " * 9000, 0) == dict.fromkeys(("policy", "reference"))
+            assert "lower args.max_chars" in caplog.text
+            (url, key), *_ = (each.values() for each in scorer.own_judges.values())
+            for other, status in ((f"{key}x", 401), (key, 400)):
+                headers = {"Authorization": f"Bearer {other}"}
+                assert httpx.post(f"{url}/chat/completions", json={}, headers=headers).status_code == status
+            server.mode = "reset"
+            assert rewards("B", 0) == dict.fromkeys(("policy", "reference"))
+        with pytest.raises(httpx.ConnectError):
+            httpx.post(f"{url}/chat/completions", json={})
+    engine.adapters = 0
+    with (
+        pytest.raises(ValueError, match="no weights of the reference"),
+        own_judges(engine, config, scorer, tokenizer, None),
+    ):
+        pass

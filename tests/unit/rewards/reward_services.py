@@ -67,8 +67,8 @@ def serving(answer: Answer) -> Iterator[Server]:
         server.close()
 
 
-def says(text: str) -> tuple[int, dict]:
-    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}
+def says(text: str | None, **more) -> tuple[int, dict]:
+    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}], **more}
 
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"

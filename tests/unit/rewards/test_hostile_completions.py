@@ -36,6 +36,14 @@ HOSTILE = {
 }
 GOOD = r"<think>It is 3.</think><answer>3</answer> \boxed{3}"
 ARGS = {"code_execution": {"seconds": 0.5}}
+JUDGES = ("llm_judge", "rubric", "pairwise")
+VERDICT = {"criterion_1": '{"criterion_1": {"criteria_met": true}}', "better": '{"better": "tie"}'}
+
+
+def verdict_of(body: dict) -> str | None:
+    """The first name of the verdict that a request to a judge wants; None for a score in text."""
+    form = body.get("response_format")
+    return next(iter(form["json_schema"]["schema"]["properties"])) if form else None
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +51,11 @@ def services(tmp_path_factory):
     """The address of a server that acts as judge and as reward model server, and the folder of a reward model."""
     model = run_ranks(make_model, 1, tmp_path_factory.mktemp("hostile") / "tiny-rm")[0]
     with serving(
-        lambda body: says("Score: 5") if "messages" in body else (200, {"rewards": [0.5] * len(body["prompts"])})
+        lambda body: (
+            says(VERDICT.get(verdict_of(body), "Score: 5"))
+            if "messages" in body
+            else (200, {"rewards": [0.5] * len(body["prompts"])})
+        )
     ) as server:
         yield server.url, model
 
@@ -73,8 +85,10 @@ NAMES = [
 def test_a_hostile_completion_ends_by_its_deadline_and_the_run_goes_on(name, services):
     url, model = services
     function = {"model": f"model:{model}", "served": f"{url}/reward"}.get(name, name)
-    args = {"llm_judge": {"url": f"{url}/v1", "model": "m"}, "model": {"max_length": 64}}.get(name, ARGS.get(name, {}))
-    timeout = SERVED_TIMEOUT if name in ("llm_judge", "served") else TIMEOUT
+    at, verdicts = {"url": f"{url}/v1", "model": "m"}, {"explain": False, "max_chars": 10_000}
+    of_judges = {"llm_judge": at, "rubric": at | verdicts | {"criteria": ["a"]}, "pairwise": at | verdicts}
+    args = (of_judges | {"model": {"max_length": 64}}).get(name, ARGS.get(name, {}))
+    timeout = SERVED_TIMEOUT if name in (*JUDGES, "served") else TIMEOUT
     section = RewardsSection(functions=[{"function": function, "args": args, "name": "it"}], timeout=timeout, workers=2)
     with RewardScorer(section, 100) as scorer:
         ids = (1,) * 50

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megagrpo.config import load_config
+from megagrpo.config import RewardFunction, load_config
 from megagrpo.data.prompts import PromptSource, prompt_reader
 from megagrpo.data.tokens.sampling import sampling_of
 from megagrpo.data.tokens.tokenizer import tokenizer_of
@@ -13,7 +13,7 @@ from megagrpo.proof.report.findings import findings
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.data_checks.gold_trial import FunctionTrial, Means
 from megagrpo.trainer.data_checks.golds import GoldColumn
-from megagrpo.trainer.data_checks.reward_trial import start_warnings
+from megagrpo.trainer.data_checks.reward_trial import start_warnings, unreachable_judges
 from megagrpo.trainer.evaluation.sets import load_sets
 from megagrpo.types import Prompt
 from tests.unit.commands.byte_model import save_byte_model
@@ -111,3 +111,13 @@ def test_a_function_of_the_user_is_asked_about_rows_but_not_called(folder):
         "'seven'; correct or remove the rows"
     ]
     assert not (folder / "reward.called").exists()
+
+
+def test_a_judge_that_does_not_respond_is_named_at_the_start(folder):
+    functions = [
+        RewardFunction(function=name, args={"url": url, "model": "m"})
+        for name, url in (("pairwise", "http://127.0.0.1:9/v1"), ("rubric", "http://h:port/v1"), ("exact_number", "x"))
+    ]
+    (line,) = unreachable_judges(functions)
+    assert line.startswith("rewards.functions[0].args.url: no judge responds at http://127.0.0.1:9/v1: ")
+    assert line.endswith("start it, or correct the address")
