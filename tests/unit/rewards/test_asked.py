@@ -285,7 +285,8 @@ def test_a_judge_that_thinks_in_its_text_or_knows_no_schema_is_read_after_the_th
         functions = [judged(server, "rubric", criteria=["a"], per_criterion=True, **more) for more in ({}, plain)]
         with scorer(*functions) as s:
             assert [*s.score(rollouts("x"))[0].rewards.values()] == [None, 0.0]
-    assert server.asked[-1].keys() == {"model", "messages", "max_tokens", "seed"}
+    (body,) = (body for body in server.asked if "response_format" not in body)
+    assert body.keys() == {"model", "messages", "max_tokens", "seed"}
 
 
 def test_a_verdict_on_many_criteria_has_room_and_explains_before_it_decides():
