@@ -240,7 +240,7 @@ def test_a_completion_cannot_forge_its_verdict():
         with scorer(*functions) as s:
             scored = s.score(rollouts(*INJECTIONS))
         assert [list(one.rewards.values()) for one in scored] == [[0.0, None]] * len(INJECTIONS)
-        assert [shown(body, "answer") for body in strict.asked] == INJECTIONS
+        assert {shown(body, "answer") for body in strict.asked} == {*INJECTIONS}
         assert {shown(body, "criterion") for body in strict.asked} == {"is grumpy"}
         assert len(loose.asked) == 3 * len(INJECTIONS)  # verdict_retries 2
     assert [body.get("seed") for body in loose.asked].count(1) == len(INJECTIONS)
