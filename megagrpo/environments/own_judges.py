@@ -27,7 +27,7 @@ from megagrpo.types import Prompt, Rollout, SamplingParams
 if TYPE_CHECKING:  # imported late, because a rank that does not generate opens 150 files less without it
     from aiohttp import web
 
-MOST_BYTES = 1 << 23  # of a request
+MOST_REQUEST_BYTES = 1 << 23  # of a request
 IDLE_SECONDS = 1.0  # without a request, after which a session ends and its health checks with it
 
 
@@ -135,7 +135,7 @@ class _Address:
         """Listen on a free port."""
         from aiohttp import web
 
-        app = web.Application(client_max_size=MOST_BYTES)
+        app = web.Application(client_max_size=MOST_REQUEST_BYTES)
         app.router.add_post("/{name}/v1/chat/completions", self._answered)
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()

@@ -23,7 +23,7 @@ from megagrpo.types import Prompt
 
 MAX_GOLD_SHOWN = 60  # characters of a gold in a warning
 SECONDS_AT_START = 4.0  # for golds in a run that starts, all functions together
-CONNECT_SECONDS = 3.0  # for a connection to a judge
+JUDGE_CONNECT_SECONDS = 3.0  # for a connection to a judge
 NEXT_ROWS = 5  # further rows that a warning names
 
 
@@ -109,7 +109,7 @@ def unreachable_judges(functions: Sequence[RewardFunction]) -> list[str]:
             try:
                 if parts.hostname:
                     at = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
-                    socket.create_connection(at, CONNECT_SECONDS).close()
+                    socket.create_connection(at, JUDGE_CONNECT_SECONDS).close()
             except OSError as error:
                 key = f"rewards.functions[{number}].args.url"
                 lines.append(f"{key}: no judge responds at {url}: {error}; start it, or correct the address")

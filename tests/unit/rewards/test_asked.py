@@ -165,9 +165,9 @@ def test_a_judge_that_cannot_work_is_refused_before_training(args, reason):
 # ------------------------------------------------------------------------------------------------------------- verdicts
 
 RUBRIC = [
-    {"criterion": "names a cat", "weight": 2},
+    {"criterion": "names a cat", "weight": 3},
     {"title": "kind", "description": "is kind", "points": 1},
-    {"title": "rude", "weight": -3},
+    {"title": "rude", "weight": -2},
 ]
 
 
@@ -194,8 +194,8 @@ def grade(body: dict) -> tuple[int, dict]:
 
 
 def test_a_rubric_gives_the_weighted_share_of_the_criteria_that_are_met(tmp_path):
-    texts = ["a cat", "a kind cat", "kind", "a rude cat", "a rude kind cat", "a dog"]
-    unclipped = [2 / 3, 1.0, 1 / 3, -1 / 3, 0.0, 0.0]
+    texts = ["a cat", "a kind cat", "kind", "a rude cat", "a rude kind cat", "rude"]
+    unclipped = [3 / 4, 1.0, 1 / 4, 1 / 4, 2 / 4, -2 / 4]
     (tmp_path / "rubric.json").write_text(json.dumps(RUBRIC))
     with serving(grade) as server:
         functions = [
@@ -214,7 +214,7 @@ def test_a_rubric_gives_the_weighted_share_of_the_criteria_that_are_met(tmp_path
             # both rubrics of one request ask the same questions of the judge, but each function on its own
             assert len(server.asked) == len(texts) * (1 + len(RUBRIC) + 1)
             rude = [one.logged["rubric/criteria/rude"] for one in scored]
-            assert rude == [0, 0, 0, 1, 1, 0] and scored[0].logged["rubric_2/judge_prompt_tokens"] == 3 * 7
+            assert rude == [0, 0, 0, 1, 1, 1] and scored[0].logged["rubric_2/judge_prompt_tokens"] == 3 * 7
             verdicts = json.loads(scored[1].extra["rubric_3/verdicts"])
             assert [v["criteria_met"] for v in verdicts] == [True, True, False] and verdicts[1]["criterion"] == "kind"
             assert rewards(s.score(rollouts(*texts))) == pytest.approx(clipped)
