@@ -8,12 +8,11 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from megagrpo.config import RunConfig
 from megagrpo.data.tokens.tokenizer import Tokenizer, read_chat_template
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http.protocol import EngineError
@@ -33,19 +32,26 @@ IDLE_SECONDS = 1.0  # without a request, after which a session ends and its heal
 
 @contextmanager
 def own_judges(
-    engine: VllmEngine, config: RunConfig, rewards: RewardScorer, tokenizer: Tokenizer, sampling: SamplingParams
+    engine: VllmEngine,
+    rewards: RewardScorer,
+    names: Collection[str],
+    tokenizer: Tokenizer,
+    chat_template: str | None,
+    stop_token_ids: tuple[int, ...],
+    max_length: int,
 ) -> Iterator[None]:
-    """Tell the reward functions of a run where its own judges are, while the block runs. `policy` judges with the
-    weights that the servers have when it is asked, `reference` with those below the adapter."""
-    names, loop = config.all_rewards.own_judges, asyncio.new_event_loop()
+    """Tell the reward functions of a run where its own judges `names` are, while the block runs. `policy` judges with
+    the weights that the servers have when it is asked, `reference` with those below the adapter. `chat_template` is
+    that of the config; a request and its response have `max_length` tokens at most."""
+    loop = asyncio.new_event_loop()
     if "reference" in names and not (engine.adapters or engine.model):
         reason = "these servers have no weights of the reference beside the policy's"
         raise ValueError(f"rewards.functions: args.judge: reference: {reason}; start a server, and name args.url")
     if not names:
         yield
         return
-    address = _Address({name: _Judge(_client(engine, name == "reference")) for name in names}, tokenizer, config)
-    address.stop_token_ids = sampling.stop_token_ids
+    judges = {name: _Judge(_client(engine, name == "reference")) for name in names}
+    address = _Address(judges, tokenizer, read_chat_template(chat_template), stop_token_ids, max_length)
     thread = Thread(target=loop.run_forever, name="own judges", daemon=True)
     thread.start()
     try:
@@ -123,11 +129,16 @@ class _Judge:
 class _Address:
     """The address of the judges, by their names. Requests need its `key`."""
 
-    stop_token_ids: tuple[int, ...]
-
-    def __init__(self, judges: dict[str, _Judge], tokenizer: Tokenizer, config: RunConfig):
-        self._judges, self._tokenizer, self.key = judges, tokenizer, secrets.token_urlsafe(24)
-        self._template, self._max_length = read_chat_template(config.data.chat_template), config.longest_sequence
+    def __init__(
+        self,
+        judges: dict[str, _Judge],
+        tokenizer: Tokenizer,
+        template: str | None,
+        stop_token_ids: tuple[int, ...],
+        max_length: int,
+    ):
+        self._judges, self._tokenizer, self._template = judges, tokenizer, template
+        self._stop_token_ids, self._max_length, self.key = stop_token_ids, max_length, secrets.token_urlsafe(24)
         self._threads = TextThreads()
         tokenizer.encode("", add_special_tokens=False)  # resets truncation, which must not happen beside other threads
 
@@ -181,4 +192,4 @@ class _Address:
         if len(ids) + most > self._max_length:
             reason = f"{len(ids)} tokens and args.max_tokens {most} are above the servers' limit of {self._max_length}"
             raise Refused(f"{reason}; lower args.max_chars", "context_length_exceeded")
-        return Prompt(0, ids, messages), SamplingParams(temperature, most, self.stop_token_ids, constraint=constraint)
+        return Prompt(0, ids, messages), SamplingParams(temperature, most, self._stop_token_ids, constraint=constraint)

@@ -95,7 +95,8 @@ def make_rollouts(
     rollout = config.rollout
     generator = generator_of(engine, data.dialogues) if engine else None
     if engine is not None and data.rewards is not None and data.tokenizer is not None:
-        resources.enter_context(own_judges(engine, config, data.rewards, data.tokenizer, data.sampling))
+        of_texts = data.tokenizer, config.data.chat_template, data.sampling.stop_token_ids, config.longest_sequence
+        resources.enter_context(own_judges(engine, data.rewards, config.all_rewards.own_judges, *of_texts))
     if generator is not None and data.rewards is not None and rollout.max_staleness:
         pool = AsyncPool(generator, data.rewards, rollout.max_staleness, rollout.straggler_seconds)
         resources.enter_context(pool)

@@ -69,7 +69,9 @@ def evaluate_offline(
     except (ValueError, NoRollouts) as error:
         raise ConfigError(str(error)) from error
     client = serving.engine(tokenizer)
-    resources.enter_context(own_judges(client, config, rewards, tokenizer, sampling_of(config.rollout, tokenizer)))
+    ends = sampling_of(config.rollout, tokenizer).stop_token_ids
+    of_texts = tokenizer, config.data.chat_template, ends, config.longest_sequence
+    resources.enter_context(own_judges(client, rewards, config.all_rewards.own_judges, *of_texts))
     engine: Generator = generator_of(client, dialogues)
     phases = Phases(run_progress(config.run))
 

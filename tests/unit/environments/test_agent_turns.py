@@ -274,7 +274,8 @@ def test_the_runs_own_servers_judge_with_the_policys_adapter_or_with_the_weights
         server.reason = "stop"
         engine = VllmEngine([server.url], lambda ids: '{"criteria_met": true}', adapters=1, patience=5.0)
         engine.weight_version = 3
-        with own_judges(engine, config, scorer, tokenizer, SamplingParams(1.0, 8, stop_token_ids=(2,))):
+        of_run = engine, scorer, ("policy", "reference"), tokenizer, None, (2,), config.longest_sequence
+        with own_judges(*of_run):
 
             def rewards(text: str, step: int) -> dict[str, float | None]:
                 prompt = Prompt(0, (1,), [{"role": "user", "content": "Q"}])
@@ -303,6 +304,6 @@ def test_the_runs_own_servers_judge_with_the_policys_adapter_or_with_the_weights
     engine.adapters = 0
     with (
         pytest.raises(ValueError, match="no weights of the reference"),
-        own_judges(engine, config, scorer, tokenizer, None),
+        own_judges(*of_run),
     ):
         pass
