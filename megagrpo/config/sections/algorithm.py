@@ -100,9 +100,8 @@ class AlgorithmSection(Section):
         "geometric_truncate",
         "geometric_mask",
     ] = "off"
-    """Weight the policy term by trainer / engine probability of the sampled tokens: per token, the product over the
-    sequence, or its geometric mean. The weight is clipped to the band (truncate), 0 outside of it (mask), or 0 for a
-    sequence with a token outside (reject). docs/losses.md."""
+    """Weight the policy term by trainer / engine probability of the sampled tokens, their product over the sequence, or
+    its geometric mean, within a band: docs/losses.md."""
     importance_correction_min: PositiveFloat | None = None
     """Lower end of the band; none when empty."""
     importance_correction_max: PositiveFloat | None = 3.0

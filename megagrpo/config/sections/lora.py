@@ -41,11 +41,8 @@ class LoraSection(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the adapters' inputs set to 0 in training. Log-probs of reference and old policy use no dropout."""
     target_modules: list[str] | str = ALL_LINEAR
-    """Projections with an adapter: `all-linear`, or a list of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
-    down_proj; for fused weights qkv_proj and gate_up_proj; for latent attention q_a_proj, q_b_proj, kv_a_proj_with_mqa
-    and kv_b_proj; for Gated DeltaNet out_proj with in_proj_qkvz and in_proj_ba, or in_proj_qkv, in_proj_z, in_proj_b
-    and in_proj_a; for Mamba-2 in_proj and out_proj. A name may be longer, such as layers.0.mlp.up_proj. Or a regular
-    expression for whole names, such as model.layers.0.self_attn.q_proj. Experts: `target_parameters`."""
+    """Projections with an adapter: `all-linear`, a list of names that `megagrpo inspect MODEL` prints, such as q_proj
+    or layers.0.mlp.up_proj, or a regular expression for whole names. Experts: `target_parameters`."""
     layers_to_transform: list[NonNegativeInt] | None = None
     """Layers with adapters, counted from 0. null: all layers. For one regular expression leave it null, as in PEFT."""
     adapter_path: str | None = None

@@ -23,9 +23,8 @@ class ModelSection(Section):
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute precision. bf16 keeps fp32 master weights. auto: bf16 on GPUs and CPUs with bf16 support, else fp32."""
     fp8_recipe: Literal["none", "tensorwise", "delayed", "blockwise", "mxfp8"] = "none"
-    """Multiply in FP8 in the blocks' linears, forward and backward. One scale per tensor, from its current values
-    (`tensorwise`) or its history (`delayed`), per 128 numbers (`blockwise`; weights 128 x 128), or per 32 numbers
-    (`mxfp8`, on Blackwell). Everything else stays in `precision`. docs/fp8.md."""
+    """Multiply in FP8 in the blocks' linears, with a scale per tensor (`tensorwise`, `delayed`), 128 numbers
+    (`blockwise`) or 32 numbers (`mxfp8`, on Blackwell). docs/fp8.md."""
     fp8_amax_history_len: PositiveInt = 1024
     """With `delayed`: number of micro-batches in the amax history that determines a scale."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
@@ -51,9 +50,8 @@ class ModelSection(Section):
     recompute_modules: list[
         Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
     ] = ["core_attn"]
-    """With `recompute: selective`: the modules to recompute, by Megatron's names: core attention, the norms before
-    attention and MLP, the up projections of latent attention, dense MLPs, layers with experts, the experts' activation
-    function, shared experts. Without Transformer Engine `layernorm` and `moe_act` change nothing."""
+    """With `recompute: selective`: the modules to recompute, by Megatron's names. Without Transformer Engine
+    `layernorm` and `moe_act` change nothing."""
     fusions: list[Literal["rope", "bias_activation"]] = []
     """Fused GPU kernels that round differently from vLLM's: rotary positions, and the MLP's bias and activation. They
     save time and memory, and need Transformer Engine; elsewhere nothing changes."""

@@ -139,10 +139,8 @@ class RolloutSection(Section):
     """Weight versions by which a step's responses may be behind the policy: generation runs ahead of training by this
     many steps. 0: they take turns. docs/async.md."""
     in_flight: Literal["keep", "resume", "wait"] = "keep"
-    """With max_staleness above 0: handling of in-flight responses during a weight sync. keep: they pause and continue
-    with the new weights.
-    resume: they are aborted and requested again from the tokens generated so far. wait: the sync waits until they are
-        finished. With lora.sync adapter, wait: they end with their adapter, and the sync does not wait."""
+    """With max_staleness above 0: during a weight sync in-flight responses pause (keep), are aborted and requested
+    again (resume), or are waited for (wait). docs/async.md."""
     scheduling: Literal["fifo", "longest_first"] = "fifo"
     """Order in which the responses of a step begin: that of the prompts, or longest responses at the last visit first.
     docs/sampling.md."""
@@ -150,9 +148,8 @@ class RolloutSection(Section):
     """With max_staleness above 0: if a step waits and no group finishes for this many seconds, the responses being
     waited for are truncated, as at max_completion_length. Empty never truncates."""
     routing_replay: Literal["off", "engine", "trainer"] = "off"
-    """For mixtures of experts: the experts that the trainer's passes use for each token. off: those with the highest
-    scores of its router. engine: those that vLLM used, in all passes. trainer: those of the pass that computes the
-    step's old log-probs, in the passes after it. docs/moe.md."""
+    """For mixtures of experts: the trainer's passes use their own routers' choice (off), vLLM's (engine), or that of
+    the pass for old log-probs (trainer). docs/moe.md."""
     mismatch_threshold: Annotated[float, Field(ge=1)] | None = None
     """Warn when a step's `token_mult_prob_error` is above this. Empty: warn when it is three times as far from 1 as in
     the first 5 steps and above the normal 1.01 in fp32 or 1.1 in bf16; never with max_staleness above 0."""
@@ -169,8 +166,8 @@ class RolloutSection(Section):
     """Nodes that share each vLLM server, for servers with more GPUs than a node has. They run no ranks: placement is
     dedicated or external. Each node has an equal part of the `tp` x `pp` x `dp` devices. docs/servers.md."""
     quantization: Literal["none", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel"] = "none"
-    """Format in which vLLM computes linear layers. none: the weights' dtype. fp8_...: FP8, one scale per tensor, per
-    block of 128 x 128 or per output channel; weight syncs quantize the new weights. docs/fp8.md."""
+    """Format in which vLLM computes linear layers: the weights' dtype, or FP8 with a scale per tensor, block of 128 x
+    128 or output channel. docs/fp8.md."""
     enable_expert_parallel: bool = False
     """Distribute whole experts over the `tp` x `dp` workers of a vLLM server's stage, instead of sharding them."""
     placement: Placement = "auto"
@@ -191,10 +188,9 @@ class RolloutSection(Section):
     interface: str = LOOPBACK
     """The only network interface that launched servers listen on; lo is the loopback interface."""
     weight_sync_transport: TransportName = "auto"
-    """Transport of weights. shared_memory: files in this host's memory. p2p: from rank to worker over NCCL, or gloo
-    without GPUs. cuda_ipc: servers map the GPU memory of their host's ranks. auto: cuda_ipc for colocated servers on
-    GPUs, shared_memory for those and on one host without GPUs, else p2p. Your own: `path/file.py:Class` or
-    `package.module:Class` (docs/transports.md)."""
+    """Transport of weights: files in this host's memory, messages over NCCL or gloo (p2p), or mapped GPU memory
+    (cuda_ipc). auto chooses by placement: docs/weight_sync.md. Your own: `path/file.py:Class` or `package.module:Class`
+    (docs/transports.md)."""
     weight_sync_bucket_megabytes: PositiveFloat = 64.0
     """Largest message of the transport p2p, in MiB; a rank has two in flight per worker."""
     weight_sync_relay: bool = False

@@ -63,8 +63,7 @@ class TrainSection(Section):
     """Tokens whose logits exist at once in the LM head. Larger chunks are faster on GPUs."""
     fused_logprobs: bool = False
     """Compute the LM head's product and softmax in Triton kernels, with at most 1 GiB of scratch memory, instead of
-    with `logprob_chunk`. For Hopper GPUs in bf16; not with top_p, top_k, min_p or a full_ kl_estimator. docs/gpu.md
-    lists what has been tested."""
+    with `logprob_chunk`. For Hopper GPUs in bf16; not with top_p, top_k, min_p or a full_ kl_estimator."""
     logprobs_fp8_recipe: Literal["none", "tensorwise", "blockwise"] = "none"
     """Multiply hidden states and LM head in FP8 for log-probs, with one scale per tensor or per block of 128; gradients
     use the unrounded values. Needs `fused_logprobs: true`."""
