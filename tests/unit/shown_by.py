@@ -246,7 +246,6 @@ KEYS: dict[str, str | tuple[str, ...]] = {
 SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
     "coming_from_trl.md": {
         "callbacks": "unit/trainer/test_callbacks.py::test_a_callback_of_transformers_runs_as_it_is",
-        "trust_remote_code": "unit/families/test_config_keys.py::test_another_class_and_code_of_the_models_own_are_refused",
         "per_device_train_batch_size": (
             "unit/trainer/rollout/test_groups.py::test_a_step_asks_for_its_prompts_with_its_number_of_responses_each_by_the_seed_of_the_run",
             "distributed/test_large_groups.py::test_a_group_may_exceed_a_micro_batch_and_the_share_of_a_rank",
@@ -272,7 +271,6 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
         ),
         "num_completions_to_print": "unit/records/test_metrics.py::test_the_sample_shows_the_best_and_the_worst_of_a_group_that_differs",
         "generation_kwargs": "unit/engine/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
-        "cache_implementation": "e2e/test_vllm_server.py::test_greedy_responses_are_those_of_transformers",
         "use_vllm": "e2e/test_run.py::test_no_process_and_no_shared_memory_outlives_the_run",
         "vllm_mode": (
             "unit/config/test_placement.py::test_servers_get_the_gpus_of_their_placement_and_sleep_where_they_share_them",

@@ -75,13 +75,11 @@ KEYS: dict[str, str | tuple[str, ...]] = {
 # Each row of "Arguments" with more than the name of a key, by its first argument.
 SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
     "coming_from_verl.md": {
-        "model.trust_remote_code": "unit/families/test_config_keys.py::test_another_class_and_code_of_the_models_own_are_refused",
         "data.image_key": "unit/data/test_images.py::test_an_image_may_be_bytes_a_path_or_inside_a_message",
         "model.use_remove_padding": (
             "unit/data/test_packing.py::test_every_token_lands_in_exactly_one_micro_batch_within_the_budget",
             "unit/data/test_packing.py::test_micro_batches_are_padded_to_the_alignment_with_a_sequence_that_counts_for_nothing",
         ),
-        "model.lora.freeze_vision_model": "unit/families/test_hf_config.py::test_a_multimodal_model_is_refused_with_a_way_out",
         "data.train_files": "unit/data/test_prompts.py::test_size_keeps_the_first_rows_of_the_split",
         "data.reward_fn_key": "unit/rewards/test_workers.py::test_a_function_gets_the_arguments_it_names_with_its_columns_and_args",
         "reward.reward_manager.*": "unit/rewards/test_functions.py::test_soft_overlong_takes_a_fifth_of_the_maximum_as_slope",
@@ -344,7 +342,6 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "distributed/test_large_groups.py::test_a_group_may_exceed_a_micro_batch_and_the_share_of_a_rank",
             "unit/algorithms/test_exact_denominators.py::test_a_tokens_part_of_the_gradient_is_bitwise_independent_of_packing_and_data_parallelism",
         ),
-        "trust_remote_code": "unit/families/test_config_keys.py::test_another_class_and_code_of_the_models_own_are_refused",
     },
 }
 

@@ -22,7 +22,7 @@ SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functi
 ARGS = "rewards.functions.N.args"
 WITHOUT_KL = [f"coming_from_{name}.md" for name in ("trl", "slime", "prime_rl", "areal")]  # as their recipes
 # a row without a counterpart, with its reason
-NO = re.compile(r"(?:no|not there), (?:by design: .+|not yet(?:: .+)?|use .+)")
+NO = re.compile(r"no: .+|(?:no|not there), (?:not yet(?:: .+)?|use .+)")
 SHOWN_BY = shown_by.KEYS | shown_by_peers.KEYS
 SAYS = shown_by.SAYS | shown_by_peers.SAYS
 DIFFERS = shown_by.DIFFERS | shown_by_peers.DIFFERS
