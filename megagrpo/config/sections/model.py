@@ -101,7 +101,7 @@ class ParallelSection(Section):
     """Expert-parallel size: the experts of a mixture of experts are sharded over this many ranks. These are the ranks
     of tp and dp, regrouped, so ep needs no additional ranks."""
     etp: PositiveInt | None = None
-    """Tensor-parallel size inside each expert; `tp` when empty."""
+    """Size of tensor parallelism inside each expert; `tp` when empty."""
     expert_dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
     """What sends tokens to their experts: NCCL's all-to-all, one row per expert of a token; or kernels of the package
     `deep_ep`, one row per rank, by NVLink and RDMA (`deepep`), or fused with the sort by expert (`hybridep`)."""

@@ -81,7 +81,7 @@ class RunSection(Section):
     """Where metrics and completions go besides files of the run: tensorboard, wandb, mlflow, trackio, or your own class
     as `path/file.py:Class` (docs/trackers.md)."""
     wandb: WandbSection = WandbSection()
-    """Options of the tracker wandb."""
+    """Options of wandb."""
     mlflow: MlflowSection = MlflowSection()
     """Options of the tracker mlflow."""
     trackio: TrackioSection = TrackioSection()
