@@ -163,12 +163,13 @@ class DialogueEngine(WrappedEngine):
     def responses(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> Respond:
         """Return what gives `VllmEngine.converse` the responses of `groups`."""
         self.responders.log_next_failure()
-        address = Address()
+        agent = self.responders.agent
+        address = agent.address() if agent else Address()
 
         def respond(session: Generation, home: Home, index: int, number: int) -> Coroutine[None, None, Rollout]:
             prompt, ordinal = prompts[index], prompts[index].occurrence * n + number
             own_seed = prompt.sampling.get("seed", seed)
-            if agent := self.responders.agent:
+            if agent:
                 turns = TurnSampler(session, home, ordinal, own_seed)
                 return self._host(agent, address, turns, prompt, sampling)
             return self._converse(session, home, prompt, ordinal, sampling, own_seed)

@@ -47,6 +47,7 @@ OPEN = (
     *(f"tasks.N.{name}" for name in ("data", "rewards", "multi_turn", "sampling")),
     "data.eval.options",
     "evaluation.sets.NAME.options",
+    "multi_turn.agent",
     "multi_turn.environment_args",
     "rewards.functions.N.args",
     "run.mlflow.tags",

@@ -44,7 +44,7 @@ PARTS = {
     "records": ("checkpoints", "rows", "sinks", ""),
     "engine": ("http", "", "servers"),
     "sync": ("wire", "trainer_side", "vllm_side"),
-    "environments": ("episodes", "adapters", "agents", ""),
+    "environments": ("episodes", "adapters", "programs", "agents", ""),
     "planner": ("costs", "rules", "times", ""),
     "trainer": ("gpu", "rollout", "evaluation", "saving", "data_checks", ""),
     "proof": ("audit", "verify", "report"),

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from megagrpo.cluster.doctor.machine import Finding, Machine, judged
 from megagrpo.cluster.doctor.needs import Needs
+from megagrpo.environments.programs.agent_options import agent_options
+from megagrpo.environments.programs.listening import listening
 from megagrpo.planner.costs.engine_memory import GIB
 from megagrpo.platform.install.steps import NUMA
 from megagrpo.platform.process.cleanup.ownership import SHARED_MEMORY
@@ -102,6 +104,11 @@ def network_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
     except OSError as error:
         fix = "bring the loopback interface up: ip link set lo up"
         yield Finding("ports", f"no server on 127.0.0.1 is reachable: {error}", "fail", fix)
+    for agent in needs.agents:
+        try:
+            yield Finding("agents", f"their address will listen on {listening(agent_options(agent)).described}")
+        except ValueError as error:
+            yield Finding("agents", str(error), "fail", "correct multi_turn.agent")
     yield name_check(socket.gethostname(), needs.nodes)
     fix = "on several nodes: chronyc tracking on each"
     yield Finding("clock skew", "one machine cannot measure it", "skipped", fix)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 SMALLEST_SHM = 1.0  # GiB: NCCL, vLLM and torch's data loaders use some; Docker's default of 64 MiB is too small
 SMALLEST_RAM = 8.0  # GiB for Python, libraries and one server of a small model
@@ -21,4 +22,5 @@ class Needs:
     disk: float = SMALLEST_DISK
     one_connection: bool = False  # tp or cp, which need CUDA_DEVICE_MAX_CONNECTIONS=1 before Blackwell
     shares_gpu: bool = True  # trainer and vLLM are two processes on one GPU
+    agents: tuple[str | dict[str, Any], ...] = ()  # values of multi_turn.agent
     unseen: str = ""  # why the size of the model is unknown

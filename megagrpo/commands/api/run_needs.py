@@ -33,6 +33,7 @@ def needs_of(config: RunConfig, name: str, gpu: bool, world_size: int | None = N
         disk=max(SMALLEST_DISK, checkpoint),
         one_connection=config.one_connection,
         shares_gpu=rollout.placed == "colocated",
+        agents=tuple(agent for task in config.each_task if (agent := task.config.multi_turn.agent) is not None),
         unseen=next((problem.text for problem in made.problems if isinstance(problem, UnseenModel)), ""),
     )
 

@@ -25,6 +25,7 @@ COMPRESSED = (".gz", ".zst", ".bz2")
 DATA_SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".arrow")
 _FUNCTION_IN_FILE = re.compile(r"(.+\.py)(:[A-Za-z_]\w*)", re.DOTALL)
 _FUNCTION_IN_MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_COLUMN = re.compile(r"\{\w+\}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 _OTHER_NAMES = ("package:", "reasoning_gym:")
 _REWARD_MODEL = "model:"
@@ -137,6 +138,11 @@ def _function(text: str, folder: Path) -> str:
     return text
 
 
+def _content(text: str, folder: Path) -> str:
+    """Resolve the path of a file for an agent; a column of the row, `{NAME}`, is not changed."""
+    return text if _COLUMN.fullmatch(text) else _file(text, folder)
+
+
 def shipped_folder(name: str) -> Path:
     """Return the folder `configs` or `launch` shipped with megagrpo: inside the package, or beside it in a checkout."""
     inside, beside = (folder / name for folder in Path(__file__).parents[2:4])
@@ -174,6 +180,10 @@ PATHS: dict[str, Resolve] = {
     "multi_turn.environment": _function,
     "multi_turn.agent": _function,
     "multi_turn.agent.function": _function,
+    "multi_turn.agent.files.*": _content,
+    "multi_turn.agent.score_files.*": _content,
+    "multi_turn.agent.certificate": _file,
+    "multi_turn.agent.certificate_key": _file,
     "rollout.urls_file": _file,
     "rollout.weight_sync_transport": _function,
     "rollout.token_file": _file,

@@ -43,8 +43,8 @@ class MultiTurnSection(Section):
     not fit vLLM's."""
     agent: str | dict[str, Any] | None = None
     """Function `package.module:function` or `path/file.py:function`, `async` or not, that talks to the policy at an
-    OpenAI-compatible address and returns the reward. With roles a mapping: `function`, and `roles` with the weight of
-    each one in the loss (docs/agents.md)."""
+    OpenAI-compatible address and returns the reward. Or a mapping: `function`, and `roles` with the weight of each one
+    in the loss (docs/agents.md), or a `command`, which may run in a container (docs/containers.md)."""
     tool_parser: Annotated[str, Field(pattern=r"^(hermes|vllm:[a-z0-9_]+)$")] = "hermes"
     """Parser of tool calls: `hermes`, JSON between <tool_call> and </tool_call>, or `vllm:NAME`, a parser of vLLM
     (`--tool-call-parser`)."""
@@ -76,9 +76,11 @@ class MultiTurnSection(Section):
     def _is_agent(cls, agent: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
         if not isinstance(agent, dict):
             return agent
-        function, roles = agent.get("function"), agent.get("roles")
-        if agent.keys() != {"function", "roles"} or not isinstance(function, str):
-            raise ValueError("must be the agent's function, or a mapping with `function` and `roles`")
+        if isinstance(agent.get("function"), str) == bool(agent.get("command")):
+            raise ValueError("must be the agent's function, or a mapping with `function` or `command`")
+        if "roles" not in agent:
+            return agent
+        roles = agent["roles"]
         if not isinstance(roles, dict) or not all(isinstance(name, str) and _ROLE.fullmatch(name) for name in roles):
             raise ValueError("roles must map names of letters, digits, _ and - to weights, as in {solver: 1.0}")
         for name, weight in roles.items():
@@ -91,12 +93,12 @@ class MultiTurnSection(Section):
     @property
     def agent_function(self) -> str | None:
         """The function of the agent."""
-        return self.agent["function"] if isinstance(self.agent, dict) else self.agent
+        return self.agent.get("function") if isinstance(self.agent, dict) else self.agent
 
     @property
     def roles(self) -> dict[str, float]:
         """The weight in the loss of each of the agent's roles; empty without roles."""
-        return self.agent["roles"] if isinstance(self.agent, dict) else {}
+        return self.agent.get("roles", {}) if isinstance(self.agent, dict) else {}
 
     @property
     def enabled(self) -> bool:

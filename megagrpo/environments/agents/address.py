@@ -1,4 +1,5 @@
-"""The address that agents talk to: an OpenAI-compatible server on the loopback, in the generating rank's event loop.
+"""The address that agents talk to: an OpenAI-compatible server in the generating rank's event loop, on the loopback
+unless `multi_turn.agent` names another interface.
 
 Each conversation has a key, which its agent gives as its API key. A key is valid while its conversation is under way.
 """
@@ -17,7 +18,7 @@ from megagrpo.environments.agents import chat_completions, responses_api
 from megagrpo.environments.agents.agent_messages import Refused
 from megagrpo.environments.agents.agent_requests import POLICY_NAME, Reply
 from megagrpo.environments.agents.seat import Seat
-from megagrpo.loopback import LOOPBACK_ADDRESS
+from megagrpo.environments.programs.listening import Listening
 from megagrpo.platform.process.terminal import get_logger
 
 if TYPE_CHECKING:  # imported late, because a rank that does not generate opens 150 files less without it
@@ -36,7 +37,8 @@ class Address:
 
     url: str
 
-    def __init__(self) -> None:
+    def __init__(self, listening: Listening | None = None) -> None:
+        self._listening = listening or Listening()
         self.seats: dict[str, Seat] = {}  # by key
         self._opens = asyncio.Lock()
         self._runner: web.AppRunner | None = None
@@ -69,9 +71,15 @@ class Address:
         )
         await runner.setup()
         self._listener = await asyncio.get_running_loop().create_server(
-            lambda: self._connection(runner), LOOPBACK_ADDRESS, 0, backlog=1024
+            lambda: self._connection(runner),
+            self._listening.address,
+            0,
+            backlog=1024,
+            ssl=self._listening.context,
+            ssl_handshake_timeout=None if self._listening.context is None else HEAD_SECONDS,
         )
-        self.url = f"http://{LOOPBACK_ADDRESS}:{self._listener.sockets[0].getsockname()[1]}/v1"
+        scheme = "http" if self._listening.context is None else "https"
+        self.url = f"{scheme}://{self._listening.host}:{self._listener.sockets[0].getsockname()[1]}/v1"
         return runner
 
     def _connection(self, runner: web.AppRunner) -> asyncio.Protocol:

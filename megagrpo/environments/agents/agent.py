@@ -14,6 +14,8 @@ from megagrpo.environments.agents.agent_messages import plain
 from megagrpo.environments.agents.agent_requests import POLICY_NAME, Ask
 from megagrpo.environments.agents.seat import Seat
 from megagrpo.environments.agents.trajectory import Trajectory
+from megagrpo.environments.programs.agent_options import PROGRAM_HOST, agent_options
+from megagrpo.environments.programs.listening import listening
 from megagrpo.rewards.arguments import check_needs
 from megagrpo.rewards.registry.reward_registry import locate
 from megagrpo.rewards.registry.target import Target
@@ -24,6 +26,7 @@ CAPACITY = 64  # conversations of one worker at once, each in a forked process
 LONGEST = 600.0  # seconds of a conversation without `multi_turn.max_seconds`
 IMPORT_SECONDS = 60.0  # of the agent's file at the start, and in a trial until its first request
 _HOST = Target("megagrpo.environments.agents.host", "AgentHost")
+COMMAND_NAME = "command"  # the name of a program and of its reward
 _LANE = "agents"
 
 
@@ -31,20 +34,35 @@ class Agent:
     """The agent of `multi_turn.agent`, in workers of its own. Raises ValueError when it cannot be imported."""
 
     def __init__(self, section: MultiTurnSection, pool: WorkerPool):
-        assert section.agent_function is not None, "the section names an agent"
-        target = locate(section.agent_function, "multi_turn.agent", "agent", {})
-        self.name, self.roles = target.attribute, [*section.roles]
+        assert section.agent is not None, "the section names an agent"
+        options = agent_options(section.agent)
+        self._listening, self._seconds, self._pool = listening(options), section.max_seconds or LONGEST, pool
+        at_once = options.concurrent or section.workers * CAPACITY
+        share, rest = divmod(at_once, min(at_once, section.workers))
+        self._host, self.name, self.roles = PROGRAM_HOST, COMMAND_NAME, [*section.roles]
+        self._options: dict[str, Any] = {
+            "program": options.program,
+            "columns": options.columns,
+            "at_once": share + bool(rest),
+        }
+        if options.function is not None:
+            target = locate(options.function, "multi_turn.agent", "agent", {})
+            self._host, self.name = _HOST, target.attribute
+            self._options = {"agent": target} | ({"roles": self.roles} if self.roles else {})
         self.reward_names = self.roles or [self.name]
-        self._options: dict[str, object] = {"agent": target} | ({"roles": self.roles} if self.roles else {})
-        self._seconds, self._pool = section.max_seconds or LONGEST, pool
-        pool.add_lane(_LANE, section.workers, CAPACITY)
+        for workers, capacity in ((min(at_once, section.workers) - rest, share), (rest, share + 1)):
+            pool.add_lane(_LANE, workers, capacity)
         (described,) = pool.run([replace(self._call("describe", {}), load_seconds=IMPORT_SECONDS)])
         if described.kind == "timeout":
-            reason = f"the import of {section.agent_function} has not ended after {IMPORT_SECONDS:g} s"
+            reason = f"the import of {options.function} has not ended after {IMPORT_SECONDS:g} s"
             raise ValueError(f"multi_turn.agent: {reason}; move what waits or computes into the function")
         if described.kind != "result":
             raise ValueError(f"multi_turn.agent: {described.value}")
         self._needs = described.value["needs"]
+
+    def address(self) -> Address:
+        """Return a new address of conversations."""
+        return Address(self._listening)
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise ValueError when the agent has a parameter that is neither a column nor has a default."""
@@ -52,7 +70,7 @@ class Agent:
 
     def _call(self, action: str, arguments: dict[str, object]) -> Call:
         # a conversation that ran again would add its turns to those that it has
-        return Call(_HOST, self._options, action, arguments, self._seconds, _LANE, repeats=action == "describe")
+        return Call(self._host, self._options, action, arguments, self._seconds, _LANE, repeats=action == "describe")
 
     async def converse(self, address: Address, seat: Seat, fail: Callable[[Trajectory, str], None]) -> None:
         """Let the agent have a conversation, and set how it ended and the agent's reward. `fail` gets the reason of a
@@ -113,7 +131,7 @@ def first_request(agent: Agent, trajectory: Trajectory) -> tuple[int, ...]:
     async def converse() -> tuple[int, ...]:
         seat = Seat(trajectory, SamplingParams(1.0, 1), turn, read_calls)
         try:
-            await agent.converse(Address(), seat, lambda _, reason: reasons.append(reason))
+            await agent.converse(agent.address(), seat, lambda _, reason: reasons.append(reason))
         except _FirstRequest as request:
             return request.args[0]
         reason = reasons[0] if reasons else f"it ended by {trajectory.ended}"

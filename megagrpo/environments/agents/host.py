@@ -6,22 +6,22 @@ This module imports no torch.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 from megagrpo.environments.agents.agent_requests import POLICY_NAME
 from megagrpo.environments.episodes.endings import kill_group
 from megagrpo.environments.episodes.episode import accepted
 from megagrpo.environments.episodes.hosted import MALFORMED
-from megagrpo.loopback import LOOPBACK_ADDRESS
+from megagrpo.environments.programs.program_host import first_message
 from megagrpo.platform.process.variables import ENVIRONMENT, put
 from megagrpo.rewards.registry.reward_values import InvalidRewards, reward_of
 from megagrpo.rewards.registry.target import Target
-from megagrpo.rewards.workers.channel import Channel, Frames, ProtocolError, as_json
+from megagrpo.rewards.workers.channel import Channel, ProtocolError, as_json
 from megagrpo.rewards.workers.worker import (
     awaited,
     explain,
@@ -32,7 +32,6 @@ from megagrpo.rewards.workers.worker import (
     tie_to_parent,
 )
 
-_READ_BYTES = 1 << 16
 Reward = float | dict[str, float | None] | None  # of a conversation, or of its roles
 
 
@@ -74,7 +73,7 @@ class AgentHost:
             self._live(Channel(theirs), Client(**client), arguments)
         theirs.close()
         try:
-            answer = await _first_message(ours)
+            answer = await first_message(ours)
         except ProtocolError as error:
             raise InvalidRewards(f"its process broke the protocol: {error}") from None
         finally:
@@ -105,7 +104,7 @@ class AgentHost:
         put({"OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key})
         put({"OPENAI_AGENTS_DISABLE_TRACING": "1"})  # it sends every conversation to OpenAI
         for name in ("NO_PROXY", "no_proxy"):
-            put({name: ",".join(filter(None, (ENVIRONMENT.get(name), LOOPBACK_ADDRESS)))})
+            put({name: ",".join(filter(None, (ENVIRONMENT.get(name), urlsplit(client.base_url).hostname)))})
         try:
             value = awaited(self._agent(**accepted(self._agent, arguments | {"client": client})))
             answer: dict[str, Reward | str] = {"value": self._checked(value)}
@@ -131,16 +130,6 @@ class AgentHost:
 
 def _are_rewards(values: dict[Any, Any], roles: Sequence[str]) -> bool:
     return values.keys() <= set(roles) and all(type(value) in (float, type(None)) for value in values.values())
-
-
-async def _first_message(connection: socket.socket) -> Any:
-    """Return the message that comes first; None if the other side ends without one."""
-    loop, frames = asyncio.get_running_loop(), Frames()
-    connection.setblocking(False)
-    while data := await loop.sock_recv(connection, _READ_BYTES):
-        for message in frames.add(data):
-            return message
-    return None
 
 
 def _end(pid: int) -> None:

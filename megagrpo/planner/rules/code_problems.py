@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from megagrpo.config import MultiTurnSection, Problem, ProblemError, RunConfig
 from megagrpo.config.sections.tracker_options import TRACKER_PACKAGES
 from megagrpo.environments.environment_registry import SCHEDULERS, locate_environment, locate_tool
+from megagrpo.environments.programs.agent_options import PROGRAM_HOST, agent_options
 from megagrpo.rewards.registry.reward_registry import locate, resolve, undefined, unknown_arguments
 from megagrpo.rewards.registry.target import Target
 from megagrpo.suggestions import did_you_mean
@@ -38,7 +40,12 @@ def code_problems(config: RunConfig) -> Iterator[Problem]:
             yield from error.problems
 
 
-_Named = dict[str, tuple[str, Callable[[str, str], Target]]]  # config key -> name, function that locates it
+_Named = dict[str, tuple[Any, Callable[[Any, str], Target]]]  # config key -> name, function that locates it
+
+
+def _locate_agent(agent: str | dict[str, Any], key: str) -> Target:
+    function = agent_options(agent).function
+    return PROGRAM_HOST if function is None else locate(function, key, "agent", {})
 
 
 def _own(kind: str, built_in: dict[str, str] | None = None) -> Callable[[str, str], Target]:
@@ -72,6 +79,6 @@ def _of_turns(turns: MultiTurnSection) -> _Named:
         named["multi_turn.scheduler"] = (turns.scheduler, _own("scheduler", SCHEDULERS))
     if turns.environment:
         named["multi_turn.environment"] = (turns.environment, locate_environment)
-    if turns.agent_function:
-        named["multi_turn.agent"] = (turns.agent_function, _own("agent"))
+    if turns.agent:
+        named["multi_turn.agent"] = (turns.agent, _locate_agent)
     return named

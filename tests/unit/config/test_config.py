@@ -309,7 +309,7 @@ def test_sizes_of_a_server_that_contradict_each_other_are_refused(overrides, sai
 MULTI_TURN = {
     "multi_turn.max_turns=3": "multi_turn.max_turns: has no effect without a scheduler, tools, an environment or an "
     "agent; name one",
-    "multi_turn.agent={function: 'json:loads'}": "multi_turn.agent: must be the agent's function, or a mapping with",
+    "multi_turn.agent={function: 'json:loads', command: [a]}": "multi_turn.agent: must be the agent's function, or a mapping with",
     "multi_turn.agent={function: 'json:loads', roles: [a]}": "multi_turn.agent: roles must map names",
     "multi_turn.agent={function: 'json:loads', roles: {a: -1}}": "multi_turn.agent: roles.a: -1 is no weight; give",
     "multi_turn.agent={function: 'json:loads', roles: {a: .nan}}": "multi_turn.agent: roles.a: nan is no weight; give",

@@ -78,9 +78,17 @@ def test_paths_of_an_inherited_file_count_from_its_own_folder(parent, tmp_path, 
 
 def test_the_test_above_has_every_key_with_a_path():
     values, known = yaml.safe_load(EVERYWHERE), {key for key, _ in fields(RunConfig)}
-    with_roles = anchored({"multi_turn": {"agent": {"function": "play.py:f", "roles": {}}}}, Path("/here"))
-    assert with_roles["multi_turn"]["agent"]["function"] == "/here/play.py:f"  # `agent` is a mapping or a text
-    for key in PATHS.keys() - {"lora.adapter_path", "multi_turn.agent.function"}:  # the adapter excludes a reference
+    agent = {
+        "function": "play.py:f",
+        "files": {"a": "b", "c": "{d}"},
+        "score_files": {"e": "f/{g}"},
+        "certificate": "h",
+    }
+    agent = anchored({"multi_turn": {"agent": agent}}, Path("/here"))["multi_turn"]["agent"]  # a mapping or a text
+    assert agent["function"] == "/here/play.py:f" and agent["files"] == {"a": "/here/b", "c": "{d}"}
+    assert agent["score_files"] == {"e": "/here/f/{g}"} and agent["certificate"] == "/here/h"
+    of_agent = {key for key in PATHS if key.startswith("multi_turn.agent.")}
+    for key in PATHS.keys() - {"lora.adapter_path"} - of_agent:  # the adapter excludes a reference
         node = values
         for part in key.split("."):
             node = (

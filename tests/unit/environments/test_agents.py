@@ -4,6 +4,10 @@ import asyncio
 import json
 import math
 import re
+import shutil
+import ssl
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -16,6 +20,7 @@ from pydantic import TypeAdapter
 
 from megagrpo.config import MultiTurnSection
 from megagrpo.data.tokens.tokenizer import load_tokenizer
+from megagrpo.engine.http.access import interface_addresses
 from megagrpo.engine.responses import find_ending
 from megagrpo.environments.agents import agent as agent_module
 from megagrpo.environments.agents.address import Address
@@ -30,6 +35,7 @@ from megagrpo.types import Dialogue, Prompt, Rollout, SamplingParams
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
 from tests.unit.environments.test_dialogues import Scripted
 from tests.unit.environments.test_trajectories import HERMES, QWEN3, SEARCH
+from tests.unit.waiting import wait_until
 
 WITH_OPENAI = '''
 """Agents of the tests that talk to the address with the `openai` package."""
@@ -913,3 +919,273 @@ def test_turns_at_once_get_servers_of_their_own(agents_of, tokenizer):
         ((_, (rollout,)),) = engine.groups([Prompt(5, (1,), "hi")], 1, SamplingParams(0.7, 50), 3)
     assert rollout.dialogue.rewards == {"both": 2.0} and len(rollout.branches) == 1
     assert len(set(engine.engine.seeds)) == 2
+
+
+# ----------------------------------------------------------------------------------------------------------- programs
+
+SOLVE = '''
+"""An agent that is a program: it asks once for what is in problem.txt, and then does what its first argument says."""
+
+import http.client, json, os, socket, subprocess, sys, time
+from urllib.parse import urlsplit
+
+url = urlsplit(os.environ["OPENAI_BASE_URL"])
+
+
+def ask(content, key=os.environ["OPENAI_API_KEY"]):
+    connection = http.client.HTTPConnection(url.hostname, url.port)
+    body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": content}]}
+    connection.request("POST", url.path + "/chat/completions", json.dumps(body), {"Authorization": "Bearer " + key})
+    answer = connection.getresponse()
+    return json.loads(answer.read())["choices"][0]["message"]["content"] if answer.status == 200 else answer.status
+
+
+def daemon():
+    """A process in a session of its own, with a socket, whose parent has ended."""
+    code = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print('up', flush=True); time.sleep(999)"
+    started = subprocess.Popen([sys.executable, "-c", code, MARK], stdout=subprocess.PIPE, start_new_session=True)
+    started.stdout.readline()
+
+
+MARK = "mark_of_" + os.environ["MARK"]
+what, *words = sys.argv[1:]
+with open("answer.txt", "w") as file:
+    json.dump([ask(open("problem.txt").read()), *words], file)
+exec(what)
+'''
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """Makes the agent that runs SOLVE in `python -c`, with these options; its processes and folders are this test's."""
+    monkeypatch.setenv("MARK", str(tmp_path))
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "solve.py").write_text(SOLVE)
+
+    def make(what="pass", *words, workers=1, max_seconds=60.0, **options):
+        files = {"problem.txt": "{prompt}", "solve.py": str(tmp_path / "solve.py")} | options.pop("files", {})
+        agent = {"command": [sys.executable, "solve.py", what, *words], "files": files, "variables": ["MARK"]} | options
+        return Responders(MultiTurnSection(agent=agent, workers=workers, max_seconds=max_seconds))
+
+    def left():
+        """What the agents have left: processes, and work folders."""
+        mark = f"mark_of_{tmp_path}"
+        processes = [p for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
+        return [*processes, *(tmp_path / "temporary").glob("megagrpo_tmp_*")]
+
+    make.left = left
+    yield make
+    assert not left()
+
+
+def test_a_program_gets_a_row_without_a_shell_and_is_scored_with_files_that_it_has_not_seen(program, policy):
+    odd = "$(touch x) \"'\n{prompt} --"
+    check = """import json, os, sys
+assert json.load(open("answer.txt")) == ["one", json.load(open("tests/odd.json"))[0], "a b"], open("answer.txt").read()
+assert not {"OPENAI_API_KEY", "HF_TOKEN"} & set(os.environ) and "x" not in os.listdir() and len(os.listdir("tests")) == 2
+open("number", "w").write("0.25")
+"""
+    tests = {"check.py": check, "odd.json": json.dumps([odd]), "of_other_rows": None}
+    what = "assert not os.path.exists('tests') and 'HF_TOKEN' not in os.environ; open('number', 'w').write('9')"
+    score = dict(score=[sys.executable, "tests/check.py"], score_files={"tests": "{tests}"}, reward_file="number")
+    with program(what, "{odd}", "a b", **score) as agents:
+        agents.agent.check_columns(["odd", "tests"])
+        with pytest.raises(ValueError, match="`command` needs column `tests`"):
+            agents.agent.check_columns(["odd"])
+        rollouts = conversed(agents, *[lambda: policy.seat(columns={"odd": odd, "tests": tests})] * 2)
+    assert [(r.dialogue.ended, r.dialogue.rewards) for r in rollouts] == [("done", {"command": 0.25})] * 2
+    # its exit status is the reward, also if it cannot import what the agent has broken
+    with program("open('m.py', 'w').write('def')", score=[sys.executable, "-c", "import m"]) as agents:
+        (rollout,) = conversed(agents, lambda: policy.seat())
+    assert (rollout.dialogue.ended, rollout.dialogue.rewards) == ("done", {"command": 0.0})
+
+
+FAILING = {
+    "exit": (dict(what="sys.exit('no idea')"), "its command ended with exit code 1: no idea"),
+    "signal": (dict(what="os.abort()"), "its command was killed by SIGABRT"),
+    "output": (dict(what="while True: print('y' * 9999)", output_mb=1), "its command has printed more than 1 MiB"),
+    "no_turn": (dict(command=["true"]), "asked the policy for nothing"),
+    "other_key": (dict(what="sys.exit(ask('a', 'other'))"), "ended with exit code 145"),  # 401
+    "huge_body": (dict(what="sys.exit(ask('a' * 2**23))"), ""),  # it ends by the limit of tokens
+    "climbs": (dict(files={"up": "{up}"}), r"'\.\./\.\./up' is no name below the work folder"),
+    "path": (dict(files={"up": "/{path}"}), "column `path` is part of the path"),
+    "option": (dict(container="env {option} {command}"), r"the row makes an option of {option}: '-i'"),
+    "no_column": (dict(command=["echo", "{lost}"]), "its row has no column 'lost'"),
+    "nul": (dict(command=["echo", "{nul}"]), "its command cannot start: embedded null byte"),
+    "no_number": (dict(reward_file="answer.txt"), "answer.txt holds no finite number"),
+    "link": (dict(what="os.symlink('/etc/passwd', 'r')", reward_file="r"), "r cannot be read: Too many levels"),
+    "above": (dict(what="os.symlink('/etc', 'd')", reward_file="d/passwd"), "d/passwd cannot be read"),
+    "own_number": (
+        dict(what="open('r', 'w').write('1')", score=["true"], reward_file="r"),
+        "r cannot be read: No such",
+    ),
+    "fifo": (dict(what="os.mkfifo('r')", reward_file="r"), "r is no regular file"),
+    "endless": (dict(what="open('r', 'w').write('1' * 10**6)", reward_file="r"), "r holds no finite number"),
+    "group": (dict(what="os.killpg(0, 9)"), "its command was killed by SIGKILL"),  # of the agent only
+    "gone": (dict(score=["sh", "-c", "echo no box; exit 125"]), "its score ended with exit code 125: no box"),
+    "start": (dict(start="sh -c 'echo no image; exit 3'"), "its start ended with exit code 3: no image"),
+}
+
+
+@pytest.mark.parametrize(("options", "reason"), FAILING.values(), ids=FAILING)
+def test_a_program_that_fails_costs_its_own_conversation(program, policy, options, reason, caplog):
+    columns = {"up": {"../../up": ""}, "path": "../a", "option": "-i", "nul": "\0"}
+    with program(**options) as agents:
+        (rollout,) = conversed(agents, lambda: policy.seat(columns=columns))
+    assert rollout.dialogue.ended == ("failed" if reason else "budget")
+    assert rollout.dialogue.rewards == {"command": 0.0} and re.search(reason, caplog.text)
+
+
+def test_hidden_files_replace_what_the_agent_has_put_there_and_follow_no_link(program, policy, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "check.py").write_text("mine")
+    what = f"os.symlink({str(tmp_path / 'mine')!r}, 'tests'); os.symlink({str(tmp_path / 'mine')!r}, 'more')"
+    check = "import os; assert sorted(os.listdir('tests')) == ['check.py'] and not os.path.islink('more')"
+    options = dict(
+        score_files={"tests": "{tests}", "more/deep/a": "{prompt}"}, score=[sys.executable, "tests/check.py"]
+    )
+    with program(what, **options) as agents:
+        (rollout,) = conversed(agents, lambda: policy.seat(columns={"tests": {"check.py": check}}))
+    assert rollout.dialogue.rewards == {"command": 1.0}
+    assert [(p.name, p.read_text()) for p in (tmp_path / "mine").iterdir()] == [("check.py", "mine")]
+
+
+def test_a_program_is_killed_with_its_daemons_at_the_end_at_a_deadline_and_with_its_worker(program, policy):
+    with program("daemon()", score=["true"]) as agents:
+        (rollout,) = conversed(agents, lambda: policy.seat())
+        assert rollout.dialogue.rewards == {"command": 1.0} and not program.left()
+    with program("daemon(); time.sleep(999)", max_seconds=3.0) as agents:
+        (rollout,) = conversed(agents, lambda: policy.seat())
+        assert rollout.dialogue.ended == "time_limit"
+        wait_until(lambda: not program.left())
+    with program("daemon(); open('up', 'w'); time.sleep(999)") as agents:
+
+        async def run():
+            address, seat = Address(), policy.seat()
+            task = asyncio.ensure_future(agents.agent.converse(address, seat, agents.fail))
+            while len(program.left()) < 2:  # a daemon, and a folder
+                await asyncio.sleep(0.05)
+            for worker in [p for p in psutil.Process().children() if "coroutines" in p.cmdline()]:
+                worker.kill()
+            await task
+            return seat.trajectory
+
+        trajectory = asyncio.run(run())
+        assert (trajectory.ended, trajectory.cause) == ("failed", "died")
+        wait_until(lambda: not program.left())
+
+
+RUNTIME = """#!/bin/sh
+# a stand-in for a runtime with long-lived containers: run NAME DIR | exec NAME COMMAND... | rm NAME
+echo "$@" >> "$LOG"
+box=$BOXES/$2
+case $1 in
+  run) mkdir "$box"; ln -s "$3" "$box/work"; setsid sleep 999 >/dev/null 2>&1 & echo $! > "$box/pid";;
+  exec) cd "$box/work" && shift 2 && exec "$@";;
+  rm) kill -9 "$(cat "$box/pid")"; rm -r "$box";;
+esac
+"""
+
+
+@pytest.fixture
+def runtime(program, tmp_path, monkeypatch):
+    """The options of a program in the stand-in's containers, whose folders and calls are in `boxes` and `log`."""
+    (tmp_path / "boxes").mkdir()
+    for name, value in {"LOG": tmp_path / "log", "BOXES": tmp_path / "boxes"}.items():
+        monkeypatch.setenv(name, str(value))
+    script = tmp_path / "runtime"
+    script.write_text(RUNTIME)
+    script.chmod(0o755)
+    words = {"start": "run {name} {workdir}", "container": "exec {name} {command}", "stop": "rm {name}"}
+    options = {key: f"{script} {text}" for key, text in words.items()} | {"variables": ["MARK", "LOG", "BOXES"]}
+    yield options
+    assert not list((tmp_path / "boxes").iterdir())
+
+
+def test_a_container_of_a_runtime_is_started_used_twice_and_removed(program, runtime, policy, tmp_path):
+    with program(score=["test", "-e", "answer.txt"], **runtime) as agents:
+        (rollout,) = conversed(agents, lambda: policy.seat())
+    assert rollout.dialogue.rewards == {"command": 1.0}
+    verbs = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()]
+    assert verbs == ["run", "exec", "exec", "rm"]
+
+
+@pytest.mark.parametrize("where", ["command", "start"])
+def test_a_container_is_removed_after_a_deadline_and_the_death_of_its_worker(program, runtime, policy, tmp_path, where):
+    started = {"start": f"sh -c 'sleep 2; exec {runtime['start']}'"} if where == "start" else {}
+
+    def removed():
+        return "rm " in (tmp_path / "log").read_text() and not list((tmp_path / "boxes").iterdir())
+
+    with program("time.sleep(999)", max_seconds=1.0, **runtime | started) as agents:
+        (rollout,) = conversed(agents, lambda: policy.seat())
+        assert rollout.dialogue.ended == "time_limit"
+        wait_until(lambda: (tmp_path / "log").exists() and removed())
+        (tmp_path / "log").unlink()
+    with program("time.sleep(999)", **runtime | started) as agents:
+
+        async def run():
+            task = asyncio.ensure_future(agents.agent.converse(Address(), policy.seat(), agents.fail))
+            while not program.left():
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.5)
+            for worker in [p for p in psutil.Process().children() if "coroutines" in p.cmdline()]:
+                worker.kill()
+            await task
+
+        asyncio.run(run())
+    wait_until(lambda: (tmp_path / "log").exists() and removed() and not program.left())
+
+
+@pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
+def test_a_program_in_bubblewrap_sees_its_work_folder_and_the_address(program, policy, tmp_path):
+    mounts = "--ro-bind / / --tmpfs /tmp --dev /dev --proc /proc --bind {workdir} /mnt --chdir /mnt"
+    what = f"assert os.getcwd() == '/mnt' and not os.path.exists({str(tmp_path)!r}); daemon()"
+    container = f"bwrap {mounts} --unshare-all --share-net --die-with-parent {{command}}"
+    with program(what, container=container, score=["test", "-e", "answer.txt"]) as agents:
+        (rollout,) = conversed(agents, lambda: policy.seat())
+    assert (rollout.dialogue.ended, rollout.dialogue.rewards) == ("done", {"command": 1.0})
+
+
+def test_no_more_programs_run_at_once_than_the_limit(program, policy, tmp_path):
+    what = f"import pathlib; here = pathlib.Path({str(tmp_path)!r}, 'now'); here.mkdir(exist_ok=True); "
+    what += "me = here / str(os.getpid()); me.touch(); time.sleep(0.3); n = len(os.listdir(here)); me.unlink(); "
+    with program(what + "open('number', 'w').write(str(n))", reward_file="number", workers=3, concurrent=2) as agents:
+        rollouts = conversed(agents, *[lambda: policy.seat()] * 6)
+    assert max(r.dialogue.rewards["command"] for r in rollouts) <= 2.0
+
+
+def test_the_address_listens_on_a_named_interface_with_tls(program, policy, tmp_path):
+    subprocess.run(
+        "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -subj /CN=localhost -addext "
+        "subjectAltName=DNS:localhost -days 2".split(),
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+    )
+    files = {"certificate": str(tmp_path / "cert.pem"), "certificate_key": str(tmp_path / "key.pem")}
+    other = next((name for name in interface_addresses() if name != "lo"), "lo")
+    for options, begins in ((dict(listen="localhost", **files), "https://localhost:"), (dict(listen=other), "http://")):
+        with program(**options) as agents:
+
+            async def run():
+                address = agents.agent.address()
+                async with address.seated(policy.seat()) as key:
+                    context = ssl.create_default_context(cafile=files["certificate"])
+                    async with httpx.AsyncClient(verify=context) as client:
+                        url, headers = f"{address.url}/models", {"Authorization": f"Bearer {key}"}
+                        return address.url, await client.get(url), await client.get(url, headers=headers)
+
+            url, refused, answered = asyncio.run(run())
+        assert url.startswith(begins) and (refused.status_code, answered.status_code) == (401, 200)
+    assert interface_addresses()[other] in url
+    for options, reason in {
+        ("listen", "0.0.0.0"): "is every interface of the machine; name one",
+        ("listen", "8.8.8.8"): "cannot listen on 8.8.8.8: Cannot assign requested address; name an interface .*lo ",
+        ("command", ("no_such_program",)): "no program `no_such_program` in PATH",
+        ("listn", "lo"): "unknown; did you mean `listen`",
+    }.items():
+        with pytest.raises(ValueError, match=reason):
+            program(**dict([options]))

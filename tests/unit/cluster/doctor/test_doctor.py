@@ -1,6 +1,7 @@
 """megagrpo/doctor: the outputs of nvidia-smi and nvcc are parsed, and each state that a check reports is
 triggered once."""
 
+import re
 import resource
 import stat
 from pathlib import Path
@@ -16,6 +17,7 @@ from megagrpo.cluster.doctor.host_checks import (
     memlock_check,
     memory_checks,
     name_check,
+    network_checks,
 )
 from megagrpo.cluster.doctor.link_checks import parse_topology, ports, rdma_checks, topology_checks
 from megagrpo.cluster.doctor.machine import STATES, Finding, Machine
@@ -419,3 +421,16 @@ def test_a_check_that_raises_does_not_hide_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr("megagrpo.cluster.doctor.checkup.cpu_checks", lambda *_: 1 / 0)
     found = check_up(machine(tmp_path, None), Needs())
     assert one(found, "doctor").state == "warn" and one(found, "environment").state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("agent", "state", "result"),
+    [
+        ("mine.py:run", "ok", "their address will listen on 127.0.0.1, http, needs the conversation's key"),
+        ({"command": ["true"], "listen": "no_such_if"}, "fail", "cannot listen on no_such_if: .* lo .127.0.0.1."),
+        ({"command": ["true"], "listen": "::"}, "fail", "every interface of the machine; name one"),
+    ],
+)
+def test_the_address_of_agents_is_shown_and_tried(tmp_path, agent, state, result):
+    found = one(network_checks(machine(tmp_path), Needs(agents=(agent,))), "agents")
+    assert found.state == state and re.search(result, found.result)

@@ -1,0 +1,1 @@
+"""Agents that are programs: their options, work folders and processes."""

@@ -1,0 +1,128 @@
+"""Defines the mapping form of `multi_turn.agent`: an agent that is a function or a command, and its address."""
+
+from __future__ import annotations
+
+import ipaddress
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import Field, ValidationError, model_validator
+
+from megagrpo.config.basics.problems import Problem, ProblemError
+from megagrpo.config.sections.section import PositiveInt, Section
+from megagrpo.environments.programs.work_folder import PLACEHOLDER, parts_of
+from megagrpo.rewards.registry.target import Target
+from megagrpo.suggestions import did_you_mean
+
+AGENT = "multi_turn.agent"
+PROGRAM_HOST = Target("megagrpo.environments.programs.program_host", "ProgramHost")
+OWN_PLACEHOLDERS = ("workdir", "name", "prompt")
+
+
+class AgentOptions(Section):
+    """A text stands for `{function: TEXT}`. docs/containers.md describes what a command can have."""
+
+    function: str | None = None
+    command: tuple[str, ...] = ()  # argv; the others from `container` to `output_mb` need it
+    roles: dict[str, float] = Field(default_factory=dict)  # of a function
+    listen: str = "lo"  # interface or address
+    certificate: str | None = None  # file in PEM; the address then speaks https
+    certificate_key: str | None = None
+    container: str = "{command}"
+    start: str = ""
+    stop: str = ""
+    files: dict[str, str] = Field(default_factory=dict)
+    score: tuple[str, ...] = ()
+    score_files: dict[str, str] = Field(default_factory=dict)
+    reward_file: str | None = None
+    variables: tuple[str, ...] = ()
+    concurrent: PositiveInt | None = None
+    output_mb: PositiveInt = 16
+
+    @model_validator(mode="after")
+    def _has_no_contradiction(self) -> AgentOptions:
+        if problems := list(self._contradictions()):
+            raise ProblemError(*problems)
+        return self
+
+    def _contradictions(self) -> Iterator[Problem]:
+        if (self.function is None) == (not self.command):
+            yield Problem((AGENT,), "needs `function` or `command`, and not both; name one")
+        of_command = self.model_fields_set - {"function", "roles", "listen", "certificate", "certificate_key"}
+        if self.function is not None:
+            yield from (Problem((f"{AGENT}.{name}",), "needs `command`; leave it out") for name in sorted(of_command))
+        if self.roles and self.function is None:
+            yield Problem((f"{AGENT}.roles",), "needs `function`, which returns a reward for each role; leave it out")
+        if (self.certificate is None) != (self.certificate_key is None):
+            yield Problem((f"{AGENT}.certificate",), "needs certificate_key, and the reverse; name both files or none")
+        if is_wildcard(self.listen):
+            reason = f"`{self.listen}` is every interface of the machine; name one, such as docker0, or its address"
+            yield Problem((f"{AGENT}.listen",), reason)
+        for name in ("container", "start", "stop"):
+            yield from _template_problems(name, getattr(self, name))
+        if self.score_files and not self.score:
+            yield Problem((f"{AGENT}.score_files",), "needs `score`, the command that they are for")
+        names = [("files", name) for name in self.files] + [("score_files", name) for name in self.score_files]
+        for key, name in names + [("reward_file", self.reward_file or "")] * (self.reward_file is not None):
+            try:
+                parts_of(name)
+            except ValueError as error:
+                yield Problem((f"{AGENT}.{key}",), str(error))
+
+    @property
+    def program(self) -> dict[str, Any]:
+        """The fields of `program_run.Program`."""
+        templates = {name: shlex.split(getattr(self, name)) for name in ("container", "start", "stop")}
+        named = {name: getattr(self, name) for name in ("command", "files", "score", "score_files", "variables")}
+        return named | templates | {"reward_file": self.reward_file, "output_bytes": self.output_mb << 20}
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that placeholders name, in order."""
+        sources = [*self.files.values(), *self.score_files.values()]
+        container = [word for word in shlex.split(self.container) if word != "{command}"]
+        texts = [*self.command, *self.score, *container, self.start, self.stop, *sources]
+        names = [name for text in texts for name in PLACEHOLDER.findall(text)]
+        return [name for name in dict.fromkeys(names) if name not in OWN_PLACEHOLDERS]
+
+
+def agent_options(agent: str | Mapping[str, Any]) -> AgentOptions:
+    """Return the options of a value of `multi_turn.agent`. Raises ProblemError with all that is wrong."""
+    try:
+        return AgentOptions.model_validate({"function": agent} if isinstance(agent, str) else agent)
+    except ValidationError as error:
+        problems = [problem for one in error.errors() for problem in _described(one)]
+        raise ProblemError(*problems) from None
+
+
+def _described(error: Any) -> Sequence[Problem]:
+    if isinstance(found := error.get("ctx", {}).get("error"), ProblemError):
+        return found.problems
+    key = ".".join([AGENT, *map(str, error["loc"])])
+    if error["type"] != "extra_forbidden":
+        return [Problem((key,), f"{error['msg'].lower()} (got {error['input']!r:.60})")]
+    known = list(AgentOptions.model_fields)
+    hint = did_you_mean(str(error["loc"][0]), known)
+    return [Problem((key,), f"unknown{hint}; known: {', '.join(known)}")]
+
+
+def _template_problems(name: str, template: str) -> Iterator[Problem]:
+    try:
+        words = shlex.split(template)
+    except ValueError as error:
+        yield Problem((f"{AGENT}.{name}",), f"cannot be split into words: {error}; close the quote")
+        return
+    if (name == "container") != ("{command}" in words):
+        reason = (
+            "needs the word {command}, where the image's command goes" if name == "container" else "has no {command}"
+        )
+        yield Problem((f"{AGENT}.{name}",), reason)
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether a host stands for all addresses of a machine."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return host in ("", "*", "0")

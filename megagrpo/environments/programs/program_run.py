@@ -1,0 +1,263 @@
+"""One conversation of a program, in a process of its own: the work folder, the program, its score, and the clean-up.
+
+The process adopts what the program starts, also daemons (PR_SET_CHILD_SUBREAPER). When its connection to the worker
+ends, by a deadline or by a SIGKILL of the run, it kills all of them, runs `stop` and removes the folder.
+
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import secrets
+import select
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from megagrpo.environments.programs.work_folder import filled, put_files, read_number, remove_below
+from megagrpo.platform.process.cleanup.ownership import TEMPORARY, make_folder, owner_in
+from megagrpo.platform.process.cleanup.parent_death import end_with_parent, living
+from megagrpo.platform.process.cleanup.removal import remove_tree
+from megagrpo.platform.process.variables import ENVIRONMENT
+from megagrpo.rewards.workers.channel import Channel
+
+# seconds of `start`, which may fetch an image and is not interrupted, and of `stop`
+_START_SECONDS, _STOP_SECONDS = 600.0, 60.0
+# variables of the trainer that a program gets; it gets no tokens
+PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "XDG_RUNTIME_DIR", "DOCKER_HOST")
+_PR_SET_CHILD_SUBREAPER = 36
+_ALONE = ["{command}"]  # the container of a program without one
+_PASSES = 200  # over the processes that a program has left
+_READ_BYTES = 1 << 16
+_NOT_RUN = (125, 126, 127)  # exit codes of shells and runtimes that could not run a command
+_TAIL = 400  # bytes of a failed program's output that its failure shows
+
+
+@dataclass(frozen=True)
+class Program:
+    """The options of docs/containers.md, with templates as words."""
+
+    command: Sequence[str]
+    container: Sequence[str]
+    start: Sequence[str]
+    stop: Sequence[str]
+    files: dict[str, str]
+    score: Sequence[str]
+    score_files: dict[str, str]
+    reward_file: str | None
+    variables: Sequence[str]
+    output_bytes: int
+
+
+class Failure(Exception):
+    """Why a conversation has failed."""
+
+
+class Left(Exception):
+    """The worker waits for this conversation no longer, or has died."""
+
+
+def live(program: Program, channel: Channel, client: Mapping[str, str], columns: Mapping[str, Any]) -> None:
+    """Hold a conversation in this process, which was forked from a worker, clean up, and send the reward."""
+    gc.disable()  # what the worker has open is closed here by number
+    os.setsid()  # the guard of the worker's session would kill it
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) != channel.fileno():
+            with suppress(OSError):
+                os.close(int(name))
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    around = Path(tempfile.gettempdir()).parent  # the worker's folder ends with the worker
+    folder, _ = make_folder(TEMPORARY, around.parent if owner_in(around.name, TEMPORARY) else around)
+    answer: dict[str, Any] | None = None
+    try:
+        answer = {"value": _Conversation(program, channel, client, columns, folder).hold()}
+    except Left:
+        pass
+    except KeyError as error:
+        answer = {"failure": f"its row has no column {error}"}
+    except (Failure, OSError, ValueError) as error:
+        answer = {"failure": str(error)}
+    finally:
+        kill_descendants()
+        remove_tree(folder)
+    if answer is not None:
+        channel.send(answer)
+
+
+class _Conversation:
+    def __init__(
+        self, program: Program, channel: Channel, client: Mapping[str, str], columns: Mapping[str, Any], folder: Path
+    ):
+        self._program, self._channel, self._client, self._work = program, channel, client, folder / "work"
+        self._values = {**columns, "workdir": str(self._work), "name": f"megagrpo-{secrets.token_hex(8)}"}
+        self._has_container = program.container != _ALONE
+        names = [name for name in (*PASSED_ON, *program.variables) if name in ENVIRONMENT]
+        self._environment = {name: ENVIRONMENT[name] for name in names}
+        self._work.mkdir()
+        if not self._has_container:  # else the folder may have another path inside
+            (folder / "tmp").mkdir()
+            self._environment["TMPDIR"] = str(folder / "tmp")
+
+    def hold(self) -> float | None:
+        """Return the reward. Raises Failure, Left, OSError and ValueError."""
+        program, client = self._program, self._client
+        put_files(self._work, program.files, self._values)
+        host = urlsplit(client["base_url"]).hostname or ""
+        to_policy = {"OPENAI_BASE_URL": client["base_url"], "OPENAI_API_KEY": client["api_key"]}
+        to_policy |= {"OPENAI_MODEL": client["model"], "NO_PROXY": host, "no_proxy": host}
+        try:
+            if program.start:
+                _check(*self._run(self._words(program.start), "start", None, _START_SECONDS), "start")
+            said = self._run(self._inside(program.command), "command", self._channel, extra=to_policy)
+            _check(*said, "command")
+            value = self._reward()
+        except BaseException:
+            with suppress(Failure):
+                self._stop()
+            raise
+        self._stop()
+        return value
+
+    def _stop(self) -> None:
+        if self._program.stop:
+            _check(*self._run(self._words(self._program.stop), "stop", None, _STOP_SECONDS), "stop")
+
+    def _reward(self) -> float | None:
+        program, value = self._program, None
+        if not program.start:  # else its container goes on
+            kill_descendants()
+        if program.score:
+            if program.reward_file is not None:  # the agent's is none
+                remove_below(self._work, program.reward_file.split("/"))
+            put_files(self._work, program.score_files, self._values)
+            status, said = self._run(self._inside(program.score), "score", self._channel)
+            _check(status if status in _NOT_RUN else 0, said, "score")
+            value = float(status == 0)
+        return value if program.reward_file is None else read_number(self._work, program.reward_file)
+
+    def _inside(self, command: Sequence[str]) -> list[str]:
+        return self._words(self._program.container, [filled(word, self._values) for word in command])
+
+    def _words(self, template: Sequence[str], command: Sequence[str] = ()) -> list[str]:
+        words = list[str]()
+        for word in template:
+            new = [*command] if word == "{command}" else [filled(word, self._values)]
+            if word != "{command}" and new[0].startswith("-") and not word.startswith("-"):
+                raise Failure(f"the row makes an option of {word}: {new[0]!r:.100}; correct the row")
+            words += new
+        return words
+
+    def _run(
+        self,
+        words: Sequence[str],
+        what: str,
+        watched: Channel | None,
+        seconds: float | None = None,
+        extra: Mapping[str, str] | None = None,
+    ) -> tuple[int, str]:
+        """Run a program until it ends, and return its status and the end of its output. Raises Failure when it cannot
+        start, prints too much or is late, and Left when the `watched` connection ends."""
+        parent, (reads, writes) = os.getpid(), os.pipe()
+        try:
+            process = subprocess.Popen(
+                words,
+                cwd=self._work,
+                env=self._environment | dict(extra or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=writes,
+                stderr=writes,
+                start_new_session=True,
+                preexec_fn=lambda: end_with_parent(parent),
+            )
+        except (OSError, ValueError) as error:
+            os.close(reads)
+            raise Failure(f"its {what} cannot start: {error}") from None
+        finally:
+            os.close(writes)
+        try:
+            return self._waited(process, reads, what, watched, seconds)
+        finally:
+            os.close(reads)
+
+    def _waited(
+        self, process: subprocess.Popen[bytes], reads: int, what: str, watched: Channel | None, seconds: float | None
+    ) -> tuple[int, str]:
+        left, tail, ended = self._program.output_bytes, b"", os.pidfd_open(process.pid)
+        deadline = None if seconds is None else time.monotonic() + seconds
+        os.set_blocking(reads, False)
+        poll = select.poll()
+        for descriptor in (reads, ended, *([] if watched is None else [watched.fileno()])):
+            poll.register(descriptor, select.POLLIN)
+        try:
+            is_over = False
+            while not is_over:
+                ready = {descriptor for descriptor, _ in poll.poll(1000)}
+                if watched is not None and watched.fileno() in ready:
+                    raise Left
+                is_over = ended in ready
+                if deadline is not None and time.monotonic() > deadline:
+                    raise Failure(f"its {what} has not ended after {seconds:g} s")
+                with suppress(BlockingIOError):
+                    while left >= 0 and (data := os.read(reads, _READ_BYTES) if reads in ready or is_over else b""):
+                        tail, left = (tail + data)[-_TAIL:], left - len(data)
+                        if not is_over:
+                            break
+                    if reads in ready and not data:
+                        poll.unregister(reads)
+                if left < 0:
+                    raise Failure(
+                        f"its {what} has printed more than {self._program.output_bytes >> 20} MiB (output_mb)"
+                    )
+                _reap_orphans(process.pid)
+        finally:
+            os.close(ended)
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        return process.returncode, tail.decode(errors="replace").strip()
+
+
+def _check(status: int, said: str, what: str) -> None:
+    """Raise Failure for a status that is not 0."""
+    if status:
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+        raise Failure(f"its {what} {how}: {said or 'it has printed nothing'}")
+
+
+def _reap_orphans(kept: int) -> bool:
+    """Reap adopted processes that have ended, up to the first that is process `kept`. Returns whether any child is
+    left."""
+    with suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid == kept:
+                break
+            os.waitpid(ended.si_pid, 0)
+        return True
+    return False
+
+
+def kill_descendants() -> None:
+    """Kill all processes that this process and its descendants have started. The last one leaves it without a child:
+    a list of processes alone may miss one whose parent has just ended."""
+    for _ in range(_PASSES):  # they may start others meanwhile; what the kernel cannot end is left
+        if not _reap_orphans(0):
+            return
+        processes, mine = list(living()), {os.getpid()}
+        while below := {p.pid for p in processes if p.parent in mine} - mine:
+            mine |= below
+        for pid in mine - {os.getpid()}:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
