@@ -146,11 +146,11 @@ def group_links(section: str, page: str) -> list[str]:
 
 
 def index() -> str:
-    """The groups of all sections, each a link to its heading."""
-    rows = ["| section | groups of keys |", "|---|---|"]
+    """The groups of all sections after the first one, each a link to its heading."""
+    rows = ["| section | further groups of keys |", "|---|---|"]
     for section in RunConfig.model_fields:
         page = f"config/{section}.md"
-        rows.append(f"| [`{section}`]({page}) | {', '.join(group_links(section, page))} |")
+        rows.append(f"| [`{section}`]({page}) | {', '.join(group_links(section, page)[1:])} |")
     return "\n".join(rows)
 
 

@@ -1,5 +1,4 @@
-"""Predicts the seconds of a step in which the hosts read, exchange, pack and write its samples. docs/plan_model.md
-explains the parts.
+"""Predicts the seconds of a step in which the hosts read, exchange, pack and write its samples.
 
 The seconds are of one core, and of gloo between two hosts. `python benchmarks/scale.py --parts planned` prints them
 beside measured ones.

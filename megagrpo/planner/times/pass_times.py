@@ -1,5 +1,5 @@
 """Predicts the seconds of the trainer's forward and backward pass. It counts, per layer and micro-batch, matrix
-products, memory traffic between them, kernel launches by the host, and messages. Formulas: docs/plan_model.md."""
+products, memory traffic between them, kernel launches by the host, and messages."""
 
 from __future__ import annotations
 

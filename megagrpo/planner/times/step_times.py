@@ -1,4 +1,4 @@
-"""Predicts the seconds of each phase of a step on a kind of GPU. The formulas are in docs/plan_model.md.
+"""Predicts the seconds of each phase of a step on a kind of GPU.
 
 Efficiencies are named constants, not measured by us. benchmarks/RESULTS.md compares predictions with published
 steps.
