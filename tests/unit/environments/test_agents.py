@@ -1041,10 +1041,12 @@ def test_a_program_that_fails_costs_its_own_conversation(program, policy, option
 def test_hidden_files_replace_what_the_agent_has_put_there_and_follow_no_link(program, policy, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "check.py").write_text("mine")
-    what = f"os.symlink({str(tmp_path / 'mine')!r}, 'tests'); os.symlink({str(tmp_path / 'mine')!r}, 'more')"
-    check = "import os; assert sorted(os.listdir('tests')) == ['check.py'] and not os.path.islink('more')"
+    what = f"os.symlink({str(tmp_path / 'mine')!r}, 'tests'); os.symlink({str(tmp_path / 'mine')!r}, 'more'); "
+    what += "os.mkdir('own'); open('own/conftest.py', 'w')"
+    check = "import os; assert os.listdir('tests') == os.listdir('own') == ['check.py'] and not os.path.islink('more')"
     options = dict(
-        score_files={"tests": "{tests}", "more/deep/a": "{prompt}"}, score=[sys.executable, "tests/check.py"]
+        score_files={"tests": "{tests}", "own": "{tests}", "more/deep/a": "{prompt}"},
+        score=[sys.executable, "tests/check.py"],
     )
     with program(what, **options) as agents:
         (rollout,) = conversed(agents, lambda: policy.seat(columns={"tests": {"check.py": check}}))
