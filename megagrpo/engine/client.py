@@ -39,9 +39,10 @@ class VllmEngine(Updates, Generator):
     `clients` that share the servers; `Generation` distributes requests, `Slots` their number. `client` is this one's
     number. When a server stops responding, its requests go to other servers. It gets requests again once it has the
     current weights. `model` is the model name to request, such as an adapter that the servers started with. With
-    `any_version` the weight versions of responses are not checked, because other clients may have updated the weights.
-    With `longest_first` the prompts with the longest responses in earlier visits (`Prompt.expected_length`) begin
-    first. A server has `copies` data-parallel copies, and a conversation stays with one of them. With `routes` rollouts
+    `any_version` the weight versions of responses are not checked, because other clients may have updated the weights;
+    with `reads_no_versions` they are not even read, so that a response may come from any weights. With
+    `longest_first` the prompts with the longest responses in earlier visits (`Prompt.expected_length`) begin first. A
+    server has `copies` data-parallel copies, and a conversation stays with one of them. With `routes` rollouts
     have the experts of their tokens, which the servers must send. With `keeps_images` servers keep the pixels of
     images, which are sent to each of them once. All other options are those of `Updates`.
 
@@ -56,6 +57,7 @@ class VllmEngine(Updates, Generator):
     client: int = 0
     model: str | None = None
     any_version: bool = False
+    reads_no_versions: bool = False
     longest_first: bool = False
     routes: RouteShape | None = None
     keeps_images: bool = False
@@ -319,7 +321,7 @@ class VllmEngine(Updates, Generator):
 
     @property
     def _reader(self) -> Reader:
-        return Reader(self, self.decode, self.any_version, self.routes)
+        return Reader(self, self.decode, self.any_version, self.routes, self.reads_no_versions)
 
     async def _was_paused(self, client: Connections, url: str) -> bool:
         """Whether the server rejected a request only because of a weight update. In that case wait until the server is

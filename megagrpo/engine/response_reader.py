@@ -22,23 +22,22 @@ LARGEST_LOGPROB = 1e-4  # of rounding
 class Reader:
     """Reads the responses of the servers of `engine`. Its methods may run in any thread.
 
-    `decode` turns response ids into text. With `any_version` weight versions are not checked. With `routes` rollouts
-    have the experts of their tokens.
+    `decode` turns response ids into text. With `any_version` weight versions are not checked, with `reads_no_versions`
+    not read. With `routes` rollouts have the experts of their tokens.
     """
 
     engine: Updates
     decode: Callable[[Sequence[int]], str]
     any_version: bool = False
     routes: RouteShape | None = None
+    reads_no_versions: bool = False
 
     def read(self, content: bytes, max_tokens: int) -> Response:
         """Return the response in a body. Raises InvalidResponse if it is malformed, or stale while servers may
         return."""
         response = read_response(content, max_tokens)
         others = self._other_versions(response)
-        if (
-            self.engine.fleet.patience and others and not self.any_version
-        ):  # the server was restarted and lacks the current weights
+        if self.engine.fleet.patience and others:  # the server was restarted and lacks the current weights
             raise InvalidResponse(f"it sampled with weight version {sorted(others)}")
         return response
 
@@ -115,7 +114,7 @@ class Reader:
             raise EngineError(
                 f"{engine.name(url)} sampled with weight version {sorted(others)}; the last sync was {expected}"
             )
-        if engine.in_flight is None or not response.spans or self.any_version:
+        if engine.in_flight is None or not response.spans or self.reads_no_versions:
             return [(0, engine.weight_version if engine.in_flight is None else request.group.version)]
         parts = [(span.start, int(span.version)) for span in response.spans]
         return [part for i, part in enumerate(parts) if i == 0 or part[1] != parts[i - 1][1]]
@@ -123,6 +122,8 @@ class Reader:
     def _other_versions(self, response: Response) -> set[str]:
         """Return the weight versions that sampled part of a response and are invalid. With `in_flight`, the server may
         know the next version before this client does, so that one is valid."""
+        if self.reads_no_versions:
+            return set()
         current = self.engine.weight_version
         others = {span.version for span in response.spans} - {self.engine.reported_name(current)}
         if self.engine.in_flight is None:

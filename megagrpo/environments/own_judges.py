@@ -70,7 +70,7 @@ def own_judges(
 def _client(engine: VllmEngine, is_reference: bool) -> VllmEngine:
     """Return a client of the same servers, in the same state, whose responses may have any weight version."""
     judge = copy.copy(engine)
-    judge.any_version, judge.routes = True, None
+    judge.reads_no_versions, judge.routes = True, None
     if is_reference:  # a request that names no adapter goes to the weights below it
         judge.model, judge.adapters = None, 0
     return judge
