@@ -10,8 +10,9 @@ ROWS = {  # file: the beginning of its row
     "megagrpo/cluster/doctor/host_checks.py": "`megagrpo doctor`",
     "megagrpo/cluster/launch/preflight.py": "the ranks' rendezvous",
     "megagrpo/engine/servers/launcher.py": "vLLM's HTTP server",  # tries the port
-    "megagrpo/environments/agents/address.py": "the address of",
-    "megagrpo/environments/programs/listening.py": "the address of",  # tries the interface
+    "megagrpo/environments/agents/address.py": "the address of [agents]",
+    "megagrpo/environments/own_judges.py": "the address of [judges]",
+    "megagrpo/environments/programs/listening.py": "the address of [agents]",  # tries the interface
     "megagrpo/platform/rendezvous/store_exchange.py": "the key-value store",
     "megagrpo/rewards/sandbox/sandbox.py": "the sandbox's test",
     "megagrpo/sync/vllm_side/stores.py": "vLLM's own processes",
