@@ -192,6 +192,7 @@ ELSEWHERE = {
     "ref_model_mixup_alpha": "e2e/test_reference_options.py",
     "ref_model_sync_steps": "e2e/test_reference_options.py",
     "steps_per_generation": "e2e/test_reference_options.py",
+    "loss_share_of_tasks": "e2e/test_tasks.py",
     "dynamic_sample": "e2e/test_sampling.py",
     "max_resample_times": "e2e/test_sampling.py",
     "dynamic_sample_fallback": "e2e/test_sampling.py",

@@ -269,7 +269,7 @@ def test_the_resolved_config_loads_back_equal(path, tmp_path):
 
 def test_help_prints_every_key_with_its_type_default_and_docstring():
     text = render_help()
-    assert "  train.learning_rate  (float > 0, default 1.0e-06)\n      Peak learning rate of AdamW." in text
+    assert "  train.learning_rate  (float > 0, default 1.0e-06)\n      Peak learning rate of AdamW" in text
     assert "  model.path  (str, required)" in text
     assert "  run.wandb.mode  (online | offline | empty, default empty)" in text
     assert "  rewards.functions.N.weight  (float, default 1.0)" in text

@@ -171,11 +171,11 @@ def test_committed_files_hold_no_registry_address_and_no_lock():
         assert not [word for word in words if word in content], path
 
 
-def test_ci_calls_the_tests_and_nothing_else():
+def test_ci_calls_the_tests_and_the_type_checker_and_nothing_else():
     assert os.access(REPOSITORY / ".ci" / "run", os.X_OK)
     commands = [
         line
         for line in (REPOSITORY / ".ci" / "run").read_text().splitlines()
         if not line.startswith(("#", "set ", "cd "))
     ]
-    assert commands == ["make test", "exec make test-share"]
+    assert commands == ["make test", ".venv/bin/python -m mypy", "exec make test-share"]

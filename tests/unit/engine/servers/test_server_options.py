@@ -190,6 +190,7 @@ def test_as_many_servers_start_at_the_ports_that_follow(tmp_path, monkeypatch):
 
 
 class EndTokens:
+    thinking = None
     """Stands for a tokenizer with two end tokens."""
 
     eos_token_ids = (2, 5)

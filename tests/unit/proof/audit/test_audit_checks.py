@@ -71,5 +71,6 @@ def test_a_sample_that_no_optimizer_step_or_two_trained_on_is_found():
     for trained, passed in ((([0, 1], [2]), True), (([0], [2]), False), (([0, 1], [1, 2]), False)):
         updates = [SimpleNamespace(samples=samples) for samples in trained]
         step = SimpleNamespace(config=SimpleNamespace(algorithm=algorithm), samples=range(3), updates=updates)
+        step.is_frozen = lambda sample: False
         check = _slices(step)
         assert (check.passed, check.place) == (passed, "" if passed else "sample 1")
