@@ -42,8 +42,8 @@ def denominator(batch: TrainBatch, average: Average, max_completion_length: int)
 
 def loss_weights(
     parts: Mapping[str, int], responses: Mapping[str, int], factors: Mapping[str, float], by: str | None
-) -> dict[str, float] | None:
-    """Return the weight of each task's tokens in the loss of an optimizer step; None if all are 1.
+) -> dict[str, float]:
+    """Return the weight of each task's tokens in the loss of an optimizer step.
 
     `parts` are the tasks' parts of the denominator, `responses` their trajectories. A task with the part D_t and the
     factor f_t has the share of the loss that f_t D_t has of their sum; with `by` tasks that of f_t, with prompts that
@@ -55,8 +55,6 @@ def loss_weights(
     >>> loss_weights({"a": 2, "b": 6}, {"a": 2, "b": 1}, {"a": 1.0, "b": 1.0}, "prompts")
     {'a': 2.6666666666666665, 'b': 0.4444444444444444}
     """
-    if by is None and len({*factors.values()}) <= 1:
-        return None
     amounts = {None: parts, "prompts": responses, "tasks": dict.fromkeys(parts, 1)}[by]
     shares = {task: factors[task] * amounts[task] for task, part in parts.items() if part}
     whole, all_shares = sum(parts.values()), sum(shares.values())

@@ -85,6 +85,11 @@ class RunConfig(Section):
         return {task.name: [task.named(name) for name in task.config.rewards.names] for task in named}
 
     @property
+    def weighs_tasks(self) -> bool:
+        """Whether tasks have other shares of the loss than `loss_type` gives them."""
+        return self.algorithm.loss_share_of_tasks is not None or len({task.loss_weight for task in self.tasks}) > 1
+
+    @property
     def has_own_sampling(self) -> bool:
         """Whether prompts may have sampling parameters of their own."""
         return any(task.config.data.sampling_column is not None or task.sampling for task in self.each_task)

@@ -43,7 +43,6 @@ def own_judges(
     """Tell the reward functions of a run where its own judges `names` are, while the block runs. `policy` judges with
     the weights that the servers have when it is asked, `reference` with those below the adapter. `chat_template` is
     that of the config; a request and its response have `max_length` tokens at most."""
-    loop = asyncio.new_event_loop()
     if "reference" in names and not (engine.adapters or engine.model):
         reason = "these servers have no weights of the reference beside the policy's"
         raise ValueError(f"rewards.functions: args.judge: reference: {reason}; start a server, and name args.url")
@@ -51,6 +50,7 @@ def own_judges(
         yield
         return
     judges = {name: _Judge(_client(engine, name == "reference")) for name in names}
+    loop = asyncio.new_event_loop()
     address = _Address(judges, tokenizer, read_chat_template(chat_template), stop_token_ids, max_length)
     thread = Thread(target=loop.run_forever, name="own judges", daemon=True)
     thread.start()
@@ -65,6 +65,7 @@ def own_judges(
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
+        loop.close()
 
 
 def _client(engine: VllmEngine, is_reference: bool) -> VllmEngine:

@@ -144,11 +144,12 @@ class Learning:
         batches = [build_batch(plan, layout.dp_rank, mine, rules) for plan in plans]
         if self.config.rollout.routing_replay == "engine":
             batches = replayed_batches(batches, samples.every, plans, layout, route_shape(self.policy.hf_config))
-        batches = [self._weighed(batch, samples, plan) for batch, plan in zip(batches, plans, strict=True)]
+        if self.config.weighs_tasks:
+            batches = [self._weighed(batch, samples, plan) for batch, plan in zip(batches, plans, strict=True)]
         return [self.with_logprobs(batch) for batch in batches]
 
     def _weighed(self, batch: TrainBatch, samples: StepSamples, plan: PackPlan) -> TrainBatch:
-        """Return the batch with the loss weights of the tasks, if these differ."""
+        """Return the batch with the loss weights of the tasks."""
         algorithm, factors = self.config.algorithm, {task.name: task.loss_weight for task in self.config.each_task}
         members, shapes = plan.samples, plan.shapes
         tasks = [samples.every.prompts[i].task for i in members.tolist()]
@@ -161,8 +162,6 @@ class Learning:
             owners = members if shapes.trajectories is None else shapes.trajectories[members]
             parts = Counter(tasks[k] for k in first_of_each(owners))
         weights = loss_weights(parts, responses, factors, algorithm.loss_share_of_tasks)
-        if weights is None:
-            return batch
         of_samples = torch.zeros(len(samples.every))
         of_samples[torch.from_numpy(members)] = torch.tensor([weights.get(task, 0.0) for task in tasks])
         return batch.with_loss_weights(of_samples)

@@ -1,4 +1,4 @@
-"""Nim: two players take 1, 2 or 3 stones in turn, and whoever takes the last one wins. The policy plays both."""
+"""Nim: two players take 1, 2 or 3 stones in turn, and the player who takes the last one wins. The policy plays both."""
 
 import json
 import random

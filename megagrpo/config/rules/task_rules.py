@@ -47,10 +47,9 @@ def task_problems(config: RunConfig) -> Iterator[Problem]:
             yield Problem(("algorithm.advantage_by", "tasks"), reason)
     yield from _share_problems(config)
     rests = any(task.data.get("curriculum", config.data.curriculum) for task in config.tasks)
-    weighed = config.algorithm.loss_share_of_tasks or len({task.loss_weight for task in config.tasks}) > 1
     refused = {
         "algorithm.loss_type": (
-            bool(weighed and config.algorithm.loss.whole_step),
+            config.weighs_tasks and config.algorithm.loss.whole_step,
             "loss weights of tasks need a loss that is a sum over responses; choose another one, or leave the weights",
         ),
         "rollout.max_staleness": (

@@ -21,7 +21,7 @@ from megagrpo.environments.programs.program_host import first_message
 from megagrpo.platform.process.variables import ENVIRONMENT, put
 from megagrpo.rewards.registry.reward_values import InvalidRewards, reward_of
 from megagrpo.rewards.registry.target import Target
-from megagrpo.rewards.workers.channel import Channel, ProtocolError, as_json
+from megagrpo.rewards.workers.channel import Channel, as_json
 from megagrpo.rewards.workers.worker import (
     awaited,
     explain,
@@ -74,8 +74,6 @@ class AgentHost:
         theirs.close()
         try:
             answer = await first_message(ours)
-        except ProtocolError as error:
-            raise InvalidRewards(f"its process broke the protocol: {error}") from None
         finally:
             ours.close()
             _end(pid)

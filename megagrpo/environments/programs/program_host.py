@@ -49,8 +49,6 @@ class ProgramHost:
         theirs.close()
         try:
             answer = await first_message(ours)
-        except ProtocolError as error:
-            raise InvalidRewards(f"its process broke the protocol: {error}") from None
         finally:
             ours.close()  # the process sees it, and cleans up
             ending = asyncio.create_task(self._ended(pid))
@@ -83,10 +81,14 @@ class ProgramHost:
 
 
 async def first_message(connection: socket.socket) -> Any:
-    """Return the message that comes first; None if the other side ends without one."""
+    """Return the message that comes first; None if the other side ends without one. Raises InvalidRewards for bytes
+    that are no message."""
     loop, frames = asyncio.get_running_loop(), Frames()
     connection.setblocking(False)
-    while data := await loop.sock_recv(connection, _READ_BYTES):
-        for message in frames.add(data):
-            return message
+    try:
+        while data := await loop.sock_recv(connection, _READ_BYTES):
+            for message in frames.add(data):
+                return message
+    except ProtocolError as error:
+        raise InvalidRewards(f"its process broke the protocol: {error}") from None
     return None

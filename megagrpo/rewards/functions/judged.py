@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import random
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ Ask = Callable[[str, dict[str, str], Schema], Awaitable[Verdict]]
 
 
 @dataclass(eq=False)
-class Judged:
+class Judged(ABC):
     """What the rewards by verdicts share. docs/judges.md describes the options."""
 
     value_of_failure = None
@@ -104,11 +105,11 @@ class Judged:
             log_metric(name, counts[name] / len(completions))
         return rewards
 
+    @abstractmethod
     async def rewards(
         self, ask: Ask, prompts: list[str], texts: list[str], columns: dict[str, Any], log_metric: Any, log_extra: Any
     ) -> list[float | None]:
         """Return the rewards of responses, as the judge sees them."""
-        raise NotImplementedError
 
     def _shown(self, completion: Any, prefix: str) -> str:
         """Return what the judge sees of a completion: nothing if its thought never ends."""
