@@ -37,7 +37,6 @@ LOSSES: dict[str, dict[str, object]] = {
     "vespo": dict(loss_type="vespo", **TWICE),
     "gmpo": dict(loss_type="gmpo", epsilon=0.4, epsilon_high=0.4, **TWICE),
     "fipo": dict(loss_type="fipo", **TWICE),
-    "real": dict(loss_type="real", num_iterations=2),
     "entropy_bonus": dict(loss_type="dapo", entropy_coef=1e-3),
     "top_entropy": dict(loss_type="dapo", top_entropy_quantile=0.5),
 }

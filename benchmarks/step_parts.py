@@ -22,7 +22,6 @@ import torch
 
 from megagrpo.algorithms.advantages import group_advantages, normalized_sum_advantages, reward_statistics
 from megagrpo.algorithms.quantiles import quantile
-from megagrpo.algorithms.real_loss import group_terms
 from megagrpo.config import DataSection
 from megagrpo.data.packing.sample_packing import PackingRules, SampleShapes, plan_packing, slices
 from megagrpo.data.sources.curriculum import Curriculum
@@ -40,12 +39,6 @@ def packing_plan(count: int, share_prompts: bool) -> Work:
     columns = np.full(count, 200), np.arange(count) // GROUP, lengths - 200, np.ones(count), np.zeros(count, dtype=bool)
     shapes, rules = SampleShapes(lengths, *columns), PackingRules(BUDGET, share_prompts=share_prompts)
     return lambda: plan_packing(shapes, rules, RANKS)
-
-
-def real_terms(count: int) -> Work:
-    """The losses and slopes of REAL's groups."""
-    scores, advantages = torch.randn(2, count, dtype=torch.float64)
-    return lambda: group_terms(scores, advantages, torch.arange(count) // GROUP)
 
 
 def pass_rates(count: int) -> Work:
@@ -104,7 +97,6 @@ PARTS: dict[str, Callable[[int], Work]] = {
     "advantages": lambda count: partial(group_advantages, rewards(count), "group"),
     "advantages by function": lambda count: partial(normalized_sum_advantages, rewards(count, 3), torch.ones(3)),
     "reward metrics": lambda count: partial(reward_statistics, rewards(count)),
-    "REAL's groups": real_terms,
     "threshold of the top entropies, 100 tokens a sample": lambda count: partial(
         quantile, torch.rand(100 * count), 0.8, lambda counts, _: counts
     ),

@@ -46,7 +46,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "Dynamic sampling": "max_resample_times dynamic_sample_fallback",
         "Entropy bonus": "*entropy*",
         "Mixtures of experts": "router_* moe_*",
-        "Parameters of single losses": "sapo_* vespo_* real_* fipo_*",
+        "Parameters of single losses": "sapo_* vespo_* fipo_*",
     },
     "data": {
         FIRST: "train train.source train.split train.subset prompt_column columns system_prompt chat_template eval",

@@ -100,8 +100,6 @@ class StepTerms:
     # [T] float32, with an entropy bonus: the loss falls by weight x entropy, which has a gradient
     entropy_weights: Tensor | None = None
     loss_weights: Tensor | None = None  # [T] float32, with loss weights of tasks: of each token's policy term and KL
-    real_slopes: Tensor | None = None  # [T] float32, with loss_type real: d loss / d log-prob
-    real_values: Tensor | None = None  # [T] float32, with loss_type real: the token's part of the loss
 
     def to(self, device: torch.device) -> StepTerms:
         """Return a copy with all [T] tensors on `device`. `ref_head` stays on its device."""

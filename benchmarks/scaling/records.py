@@ -1,5 +1,5 @@
-"""What one rank computes and writes about the samples of a step: draws, advantages, metrics, REAL's terms,
-completions, the token log and the report."""
+"""What one rank computes and writes about the samples of a step: draws, advantages, metrics, completions,
+the token log and the report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from benchmarks.scaling.fake_samples import GROUP, prompts, scored_group
 from benchmarks.scaling.table import Point, Series, best_seconds, peak_bytes, reset_peak
 from megagrpo.__main__ import main
 from megagrpo.algorithms.advantages import advantages_of, reward_statistics
-from megagrpo.algorithms.real_loss import RealTerms
 from megagrpo.config import AlgorithmSection
 from megagrpo.data.packing.sample_packing import PackingRules, slices
 from megagrpo.data.packing.step_samples import StepSamples
@@ -49,7 +48,6 @@ def works(samples: StepSamples, folder: Path) -> dict[tuple[str, str], Work]:
     """Return what is timed of these samples, by part and name. `folder` is the folder of a run."""
     count, own = len(samples), list(samples.own.values())
     flat = advantages(samples).flatten()
-    sums = torch.stack([torch.where(flat > 0, TOKENS, -TOKENS), torch.zeros(count)], dim=1).double()
 
     def write() -> None:
         file = JsonlFile(folder / "completions.jsonl", 0)
@@ -77,7 +75,6 @@ def works(samples: StepSamples, folder: Path) -> dict[tuple[str, str], Work]:
             staleness(samples, 1),
             reward_statistics(samples.rewards(GROUP)),
         ),
-        ("REAL", "terms of all groups"): lambda: RealTerms.of(range(count), sums, GROUP, 0.5),
         ("token log", "choice of four groups"): partial(chosen_samples, flat.tolist(), GROUP, 4),
         ("completions", "rows as JSON to a file"): write,
         ("report", "one step"): report,

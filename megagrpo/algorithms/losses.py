@@ -37,9 +37,7 @@ def make_loss(algorithm: AlgorithmSection) -> LossFn:
             metrics |= correction_metrics(correction, sequences, algorithm.importance_correction)
 
         ratio = importance_ratio(policy, old, sequences, algorithm.importance_sampling_level)
-        tokens = Tokens(
-            policy, old, ratio, batch.advantages, sequences, correction, terms.real_slopes, terms.real_values
-        )
+        tokens = Tokens(policy, old, ratio, batch.advantages, sequences, correction)
         per_token = policy_term(tokens, algorithm)
         if algorithm.off_policy_mask_threshold is not None:
             sampled = batch.rollout_logprobs if algorithm.importance_correction != "off" else old

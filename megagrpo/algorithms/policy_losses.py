@@ -31,8 +31,6 @@ class Tokens:
     advantages: Tensor
     sequences: Sequences
     correction: Tensor | None = None  # weight of each token for the train-inference mismatch; None: 1
-    slopes: Tensor | None = None  # what real knows from the whole step
-    values: Tensor | None = None
 
 
 PolicyTerm = Callable[[Tokens, AlgorithmSection], Tensor]
@@ -98,12 +96,6 @@ def gmpo(t: Tokens, algorithm: AlgorithmSection) -> Tensor:
     clip = difference.clamp(-algorithm.epsilon, algorithm.upper_epsilon)
     bounded = torch.where(t.advantages > 0, torch.minimum(difference, clip), torch.maximum(difference, clip))
     return -t.sequences.spread(t.sequences.means(bounded)).exp() * t.advantages
-
-
-def real(t: Tokens, algorithm: AlgorithmSection) -> Tensor:
-    """[T]: each token's part of the groups' losses, which are in `real`, with its share of their gradient."""
-    assert t.slopes is not None and t.values is not None, "loss_type real needs add_step_terms"
-    return t.values + t.slopes * (t.logprobs - t.logprobs.detach())
 
 
 def fipo(t: Tokens, algorithm: AlgorithmSection) -> Tensor:

@@ -1,8 +1,8 @@
 """Computes the loss terms that depend on the whole optimizer step: the tokens with the highest entropy over all ranks,
-the weight of each token's entropy, and REAL's terms, which compare the samples of a group.
+and the weight of each token's entropy.
 
-Terms that need the policy's log-probs or entropies cost a forward pass over the step; the others cost nothing. They
-become `StepTerms` of the micro-batches. With them the loss is again a sum over tokens in every layout.
+The choice of tokens costs a forward pass over the step; the weights cost nothing. They become `StepTerms` of the
+micro-batches. With them the loss is again a sum over tokens in every layout.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megagrpo.algorithms.entropy import reach_top, threshold_of_top
-from megagrpo.algorithms.real_loss import RealTerms, sample_sums, sums_by_sample
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.train_types import TrainBatch
@@ -24,17 +23,14 @@ def add_step_terms(
 
     - `high_entropy` [T] bool for an `algorithm.top_entropy_quantile` below 1
     - `entropy_weights` [T] float32 for an entropy bonus with `entropy_coef`
-    - `real_slopes` and `real_values` [T] float32 for `loss_type: real`
 
-    `denominator` divides the step's loss. Bonus and REAL use other denominators, so their terms are multiplied by it.
+    `denominator` divides the step's loss. The bonus uses another denominator, so its weights are multiplied by it.
     """
     algorithm = policy.config.algorithm
     if algorithm.top_entropy_quantile < 1:
         batch = _with_high_entropy(batch, policy)
     if entropy_coef:
         batch = _with_entropy_weights(batch, policy, entropy_coef * denominator)
-    if algorithm.loss.whole_step:
-        batch = _with_real_terms(batch, policy, denominator)
     return batch
 
 
@@ -59,19 +55,6 @@ def _with_entropy_weights(batch: TrainBatch, policy: MegatronPolicy, total: floa
         num_tokens = int(policy.layout.all_reduce(torch.tensor(mine)))
     weights = [None if mask is None else torch.where(mask, total / max(num_tokens, 1), 0.0) for mask in counted]
     return batch.with_terms(entropy_weights=weights)
-
-
-def _with_real_terms(batch: TrainBatch, policy: MegatronPolicy, denominator: int) -> TrainBatch:
-    layout, config = policy.layout, policy.config
-    # Without old log-probs the current ones are the old ones, so the forward pass is not needed.
-    has_old = any(m.terms.old_logprobs is not None for m in batch.micro_batches)
-    moves = bool(layout.all_reduce(torch.tensor(int(has_old)), "max"))
-    logprobs = policy.logprobs(batch) if moves else [None] * len(batch.micro_batches)
-    mine = [sample_sums(m, row) for m, row in zip(batch.micro_batches, logprobs, strict=True)]
-    sums = layout.all_reduce(sums_by_sample(mine if _contributes(layout) else (), batch.trajectories))
-    terms = RealTerms.of(batch.trajectories, sums, config.rollout.num_generations, config.algorithm.real_tau)
-    slopes, values = zip(*(terms.rows(m, denominator) for m in batch.micro_batches), strict=True)
-    return batch.with_terms(real_slopes=slopes, real_values=values)
 
 
 def _contributes(layout: Layout) -> bool:

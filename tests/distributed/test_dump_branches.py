@@ -30,7 +30,6 @@ from megagrpo.proof.audit.saved import load_step
 
 OPTIONS = {
     "grpo": dict(loss_type="grpo", mask_truncated_completions=True),
-    "real": dict(loss_type="real"),
     "own": {},
     "dr_grpo": dict(loss_type="dr_grpo", importance_sampling_level="sequence"),
 }

@@ -41,12 +41,10 @@ MORE = {
         loss_type="vespo", vespo_k_pos=1, vespo_lambda_pos=1, vespo_k_neg=2, vespo_lambda_neg=0.5
     ),
     "sapo, other sharpness": dict(loss_type="sapo", sapo_temperature_pos=2.0, sapo_temperature_neg=0.5),
-    "real, other tau": dict(loss_type="real", real_tau=0.1),
-    "real, truncated responses masked": dict(loss_type="real", mask_truncated_completions=True),
     "dapo, truncated responses masked": dict(loss_type="dapo", mask_truncated_completions=True),
 }
 OPTIONS = LOSSES | ADVANTAGES | MORE
-QUICK = ["real, truncated responses masked", "gspo", "off-policy mask"]  # these run in every suite; `full` runs all
+QUICK = ["dapo, truncated responses masked", "gspo", "off-policy mask"]  # these run in every suite; `full` runs all
 
 
 def _dump_all(root, names):

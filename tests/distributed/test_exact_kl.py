@@ -147,7 +147,6 @@ LOCAL = [
     dict(loss_type="sapo"),
     dict(loss_type="cispo", epsilon_high=2.0),
     dict(loss_type="dapo", importance_correction="token_mask"),
-    dict(loss_type="real"),
 ]
 NOT_LOCAL = [
     dict(loss_type="vespo"),

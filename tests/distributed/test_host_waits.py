@@ -22,7 +22,6 @@ CASES = {
     "exact KL": ("qwen3_untied", {}, dict(algorithm=dict(beta=0.1, kl_estimator="full_reverse"))),
     "ratio of sequences": ("qwen3_untied", {}, dict(algorithm=dict(importance_sampling_level="sequence"))),
     "entropy bonus": ("qwen3_untied", {}, dict(algorithm=dict(entropy_coef=0.01, top_entropy_quantile=0.5))),
-    "real": ("qwen3_untied", {}, dict(algorithm=dict(loss_type="real"))),
     "LoRA": ("qwen2_untied", {}, dict(lora=dict(rank=4))),
     "recomputation": ("qwen2_untied", {}, dict(model=dict(recompute="full", precision="fp32"))),
     "context parallelism": ("qwen2_untied", dict(cp=2), {}),

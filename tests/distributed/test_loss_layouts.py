@@ -33,8 +33,6 @@ LOSSES = {
     "vespo": dict(loss_type="vespo"),
     "gmpo": dict(loss_type="gmpo", epsilon=0.2),
     "fipo": dict(loss_type="fipo", delta=1.2),
-    "real": dict(loss_type="real"),
-    "real kl": dict(loss_type="real", beta=0.1),
     "off-policy mask": dict(loss_type="grpo", off_policy_mask_threshold=0.0, importance_correction="token_truncate"),
     "token correction": dict(loss_type="dapo", importance_correction="token_mask", importance_correction_max=1.05),
     "token rejection": dict(loss_type="dapo", importance_correction="token_reject", importance_correction_max=1.2),
@@ -57,7 +55,6 @@ FAR = [
     "vespo correction",
     "gmpo",
     "fipo",
-    "real kl",
     "off-policy mask",
     "token rejection",
     "entropy bonus on top",
@@ -71,7 +68,7 @@ LAYOUTS = {
 
 
 # Quantities that ranks must exchange before their first token; every suite runs these.
-WHOLE_STEP = ["real", "entropy bonus", "top entropy"]
+WHOLE_STEP = ["entropy bonus", "top entropy"]
 
 
 def _steps(names, parallel, train):
@@ -129,6 +126,6 @@ def _step_of_nothing(name):
     )
 
 
-@pytest.mark.parametrize("name", usual(["real", "entropy bonus on top", "vespo correction"], 1))
+@pytest.mark.parametrize("name", usual(["entropy bonus on top", "vespo correction"], 0))
 def test_a_step_without_loss_tokens_has_loss_and_gradient_0(name):
     assert run_ranks(_step_of_nothing, 2, name)[0] == (0.0, 0.0)

@@ -59,35 +59,16 @@ def loss_problems(a: AlgorithmSection) -> Iterator[Problem]:
         reason = f"loss_type {a.loss_type} needs it as largest weight; ScaleRL uses 5.0"
         yield Problem(("algorithm.epsilon_high", key), reason)
     if a.loss_average is not None and not loss.custom:
-        average = "groups" if loss.whole_step else loss.average
-        reason = f"{a.loss_average} only applies to a custom loss, but loss_type {a.loss_type} averages by {average}"
+        reason = f"{a.loss_average} only applies to a custom loss, but {a.loss_type} averages by {loss.average}"
         yield Problem(("algorithm.loss_average", key), f"{reason}; leave it empty")
     if loss.own_ratio and a.importance_sampling_level != "token":
         reason = f"{a.importance_sampling_level} is not supported: loss_type {a.loss_type} has its own sequence ratio"
         yield Problem(("algorithm.importance_sampling_level", key), f"{reason}; set it to token")
-    if loss.whole_step:
-        yield from _whole_step_problems(a)
     if a.use_adaptive_entropy and a.entropy_coef_min > a.entropy_coef_max:
         keys = ("algorithm.entropy_coef_min", "algorithm.entropy_coef_max", "algorithm.use_adaptive_entropy")
         yield Problem(keys, f"{a.entropy_coef_min} is above entropy_coef_max {a.entropy_coef_max}; lower it")
     if a.importance_correction != "off":
         yield from _correction_problems(a)
-
-
-def _whole_step_problems(a: AlgorithmSection) -> Iterator[Problem]:
-    """Yield options of tokens and sequences that contradict a loss over the responses of a group."""
-    name, key = a.loss_type, "algorithm.loss_type"
-    for option, value, neutral, fix in (
-        ("importance_correction", a.importance_correction, "off", "set it to off"),
-        ("off_policy_mask_threshold", a.off_policy_mask_threshold, None, "leave it empty"),
-        ("top_entropy_quantile", a.top_entropy_quantile, 1.0, "set it to 1.0"),
-    ):
-        if value != neutral:
-            reason = f"{value} is not supported: {name} compares whole responses of a group; {fix}"
-            yield Problem((f"algorithm.{option}", key), reason)
-    if a.steps_per_generation > 1:
-        reason = f"{a.steps_per_generation} optimizer steps split groups, but loss_type {name} compares whole groups"
-        yield Problem(("algorithm.steps_per_generation", key), f"{reason}; set it to 1")
 
 
 def _correction_problems(a: AlgorithmSection) -> Iterator[Problem]:
@@ -163,7 +144,7 @@ def turn_problems(config: RunConfig) -> Iterator[Problem]:
         what = "tokens" if a.advantage_by_tokens else "turns"
         reason = f"{by} compares {what} within groups, which batch does not scale; set scale_rewards to group or none"
         yield Problem((key, "algorithm.scale_rewards"), reason)
-    if a.loss.whole_step or a.loss.policy_term == "gmpo":
+    if a.loss.policy_term == "gmpo":
         reason = f"{by} is not supported: loss_type {a.loss_type} has one sign of the advantage for a whole response"
         yield Problem((key, "algorithm.loss_type"), f"{reason}; choose another loss")
     if a.off_policy_mask_threshold is not None:
@@ -178,7 +159,6 @@ def role_problems(a: AlgorithmSection, roles: Collection[str]) -> Iterator[Probl
     for name, excluded, fix in (
         ("advantage_by", a.advantage_by != "trajectory", "set it to trajectory"),
         ("kl_in_reward", a.kl_in_reward, "set it to false"),
-        ("loss_type", a.loss.whole_step, "choose another loss"),
     ):
         if excluded:
             reason = f"{getattr(a, name)} is not supported with roles, each of which has advantages of its own; {fix}"
@@ -195,10 +175,7 @@ def quantization_problems(config: RunConfig) -> Iterator[Problem]:
 def uncorrected(a: AlgorithmSection, key: str, cause: str, fix: str) -> Iterator[Problem]:
     """Yield the problem of responses that another distribution than the trainer's has sampled, by the `cause` at `key`,
     and that no importance correction weights."""
-    if a.loss.whole_step:
-        reason = f"{cause}, but loss_type {a.loss_type} has no importance correction; {fix}"
-        yield Problem((key, "algorithm.loss_type"), reason)
-    elif a.importance_correction == "off":
+    if a.importance_correction == "off":
         correction = "algorithm.importance_correction"
         either = f"set the correction to token_truncate, or {fix.removeprefix('set ')}"
         yield Problem((key, correction), f"{cause}, but {correction} is off; {either}")

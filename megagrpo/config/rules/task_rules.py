@@ -48,10 +48,6 @@ def task_problems(config: RunConfig) -> Iterator[Problem]:
     yield from _share_problems(config)
     rests = any(task.data.get("curriculum", config.data.curriculum) for task in config.tasks)
     refused = {
-        "algorithm.loss_type": (
-            config.weighs_tasks and config.algorithm.loss.whole_step,
-            "loss weights of tasks need a loss that is a sum over responses; choose another one, or leave the weights",
-        ),
         "rollout.max_staleness": (
             bool(config.rollout.max_staleness and rests),
             "a prompt that was requested ahead cannot rest; leave data.curriculum out, or set it to 0",

@@ -61,8 +61,6 @@ class AlgorithmSection(Section):
     """vespo: power of the sequence weight at negative advantages."""
     vespo_lambda_neg: NonNegativeFloat = 2.0
     """vespo: damping of the sequence weight at negative advantages."""
-    real_tau: PositiveFloat = 0.5
-    """real: what a response's mean log-ratio is divided by."""
     fipo_decay_rate: PositiveFloat = 32.0
     """fipo: tokens after which the weight of what follows is halved."""
     fipo_clip_range: Fraction = 0.2
@@ -156,7 +154,7 @@ class AlgorithmSection(Section):
     token count. Their rewards stay in the statistics of their group, and they still count as sequences."""
     skip_zero_advantage: bool = True
     """Skip samples whose advantage is exactly 0 where they add no gradient: not with beta, a router option, an entropy
-    option, real or a loss of your own. The update is the same."""
+    option or a loss of your own. The update is the same."""
 
     @property
     def upper_epsilon(self) -> float:
@@ -212,7 +210,7 @@ class AlgorithmSection(Section):
     def leaves_out_zero_advantage(self) -> bool:
         """Whether samples whose advantage is 0 are skipped."""
         has_gradient = self.beta or self.counts_in_routers or self.entropy_bonus or self.top_entropy_quantile < 1
-        return self.skip_zero_advantage and not (has_gradient or self.loss.whole_step or self.loss.custom)
+        return self.skip_zero_advantage and not (has_gradient or self.loss.custom)
 
     @property
     def counts_in_routers(self) -> bool:

@@ -18,15 +18,13 @@ class Loss:
 
     # function in algorithms/policy_losses.py and, in float64, in proof/audit/naive_loss.py; or the user's FILE.py:NAME
     policy_term: str
-    # tokens; means of samples; sums of samples; tokens over samples x max_completion_length. With `whole_step` the
-    # policy term is a mean over groups (algorithms/real_loss.py), and `average` is that of the KL penalty alone
+    # tokens; means of samples; sums of samples; tokens over samples x max_completion_length
     average: Average
     # "ratio": epsilon, epsilon_high, delta. "weight": epsilon_high is its maximum
     clips: Literal["ratio", "weight", "nothing"] = "nothing"
     local: bool = True  # with a ratio per token, the gradient at a token depends on that token alone
     own_ratio: bool = False  # the loss builds the ratio of a sequence itself: importance_sampling_level must be token
     own_correction: bool = False  # the policy term contains the weights of importance_correction
-    whole_step: bool = False  # the terms of a token depend on other samples of the step
     custom: bool = False  # a loss of the user's own
 
 
@@ -40,7 +38,6 @@ LOSSES = {
     "sapo": Loss("sapo", "sequence_means"),
     "vespo": Loss("vespo", "tokens", local=False, own_ratio=True, own_correction=True),
     "gmpo": Loss("gmpo", "sequence_means", local=False, own_ratio=True),
-    "real": Loss("real", "tokens", own_ratio=True, whole_step=True),
     "fipo": Loss("fipo", "tokens", clips="ratio", local=False),
 }
 

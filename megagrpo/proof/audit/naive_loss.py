@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,8 +35,6 @@ class WholeStep:
 
     entropy_threshold: float = -math.inf  # tokens with less entropy are left out of the policy term
     bonus: float = 0.0  # weight of a token's entropy, subtracted from the step's loss
-    real_slopes: list[float] = field(default_factory=list)  # derivative of REAL's loss by the score of each response
-    real_loss: float = 0.0
 
 
 def policy_term(of: Response, algorithm: AlgorithmSection, threshold: float) -> Tensor:
@@ -193,7 +191,7 @@ def _custom(of: Response, algorithm: AlgorithmSection) -> Tensor:
     return load_policy_term(algorithm)(tokens, algorithm)
 
 
-TERMS = {term.__name__: term for term in (clipped, cispo, sapo, vespo, gmpo, fipo)}  # real's is in `real_loss`
+TERMS = {term.__name__: term for term in (clipped, cispo, sapo, vespo, gmpo, fipo)}
 
 
 def _upper(algorithm: AlgorithmSection) -> float:
@@ -208,19 +206,6 @@ def top_threshold(entropies: Sequence[float], top: float) -> float:
     below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (position - below) * (ordered[above] - ordered[below]) - 1e-5
-
-
-def real_loss(scores: Tensor, advantages: Sequence[float], group_size: int) -> Tensor:
-    """Return REAL's loss of a step whose responses have scores [N] float64. Responses to one prompt are adjacent."""
-    losses = [0 * scores.sum()]
-    for start in range(0, len(scores), group_size):
-        group = list(zip(scores[start : start + group_size], advantages[start : start + group_size], strict=True))
-        good, bad = [score for score, a in group if a > 0], [score for score, a in group if not a > 0]
-        if good and bad:
-            losses.append(
-                (1 + sum(score.exp() for score in bad)).log() + (1 + sum((-score).exp() for score in good)).log()
-            )
-    return sum(losses[1:], losses[0]) / math.ceil(len(scores) / group_size)
 
 
 def check_custom_loss(algorithm: AlgorithmSection) -> None:

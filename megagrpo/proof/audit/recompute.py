@@ -144,7 +144,7 @@ def _recompute_update(
     slope = _balancing_slope(step, update, model) if algorithm.router_aux_loss_coef else None
     reported, ref_reported = (_reported(step, [update], name) for name in ("policy_logprobs", "ref_logprobs"))
     whole = _whole_step(step, update, advantages, model, old, reported)
-    result = Recomputed(loss=whole.real_loss)
+    result = Recomputed()
     task_weights = naive_loss.weights_of_tasks(lengths, step.task_of, step.config)
     for index, (sample, advantage) in enumerate(zip(step.samples, advantages, strict=True)):
         elsewhere = index not in update.samples
@@ -154,7 +154,7 @@ def _recompute_update(
         policy = _log_softmax(step, model, sample, reported[index])
         response = _response(step, index, policy, advantage, old)
         share = divisor * naive_loss.share(average, lengths[sample.sequence])
-        terms = _policy_terms(response, whole, sample.trajectory, lengths[sample.sequence], algorithm, share)
+        terms = _policy_terms(response, whole, algorithm, share)
         ref_picked = kl = None
         if reference is not None:
             with torch.no_grad():
@@ -171,8 +171,7 @@ def _recompute_update(
             logits = _router_logits(step, model, sample)
             z_loss = algorithm.router_z_loss_coef * naive.z_loss(logits) / sum(lengths.values())
             (z_loss if slope is None else z_loss + (logits.softmax(dim=-1) @ slope).sum()).backward()
-        of_real = algorithm.loss.whole_step  # REAL's value is not the sum of the terms that its gradient comes from
-        result.loss += sum(term.sum().item() for term in terms[of_real:])
+        result.loss += sum(term.sum().item() for term in terms)
         result.loss_size += sum(term.detach().abs().sum().item() for term in terms)
         _append(result, response.logprobs, response.old, ref_picked, response.entropy, kl)
     squares = [parameter.grad.square().sum().item() for parameter in model.parameters() if parameter.grad is not None]
@@ -208,16 +207,9 @@ def _response(step: Step, index: int, policy: Tensor, advantage: Tensor, old: li
     return Response(logprobs, before, rollout, entropy, sample.places, advantage[sample.places])
 
 
-def _policy_terms(
-    response: Response, whole: WholeStep, trajectory: int, length: int, algorithm: AlgorithmSection, share: float
-) -> list[Tensor]:
-    """Return [Lr] each: the policy term (for REAL the terms of its gradient) and the entropy bonus. `length` are the
-    loss tokens of all samples of the trajectory."""
-    if algorithm.loss.whole_step:
-        log_ratio = response.logprobs - response.old
-        of_policy = whole.real_slopes[trajectory] * log_ratio / length / algorithm.real_tau
-    else:
-        of_policy = naive_loss.policy_term(response, algorithm, whole.entropy_threshold) / share
+def _policy_terms(response: Response, whole: WholeStep, algorithm: AlgorithmSection, share: float) -> list[Tensor]:
+    """Return [Lr] each: the policy term and the entropy bonus."""
+    of_policy = naive_loss.policy_term(response, algorithm, whole.entropy_threshold) / share
     return [of_policy, -whole.bonus * response.entropy * (response.entropy >= whole.entropy_threshold)]
 
 
@@ -233,7 +225,7 @@ def _whole_step(
     """Compute the values that responses' losses take from each other, by running the model on all of them first."""
     algorithm, whole = step.config.algorithm, WholeStep()
     coefficient = update.metric("entropy_coef") if algorithm.entropy_bonus else 0.0
-    if algorithm.top_entropy_quantile == 1 and not coefficient and not algorithm.loss.whole_step:
+    if algorithm.top_entropy_quantile == 1 and not coefficient:
         return whole
     responses = {}
     for index, (sample, advantage) in enumerate(zip(step.samples, advantages, strict=True)):
@@ -244,16 +236,6 @@ def _whole_step(
     if algorithm.top_entropy_quantile < 1 and entropies:
         whole.entropy_threshold = naive_loss.top_threshold(entropies, algorithm.top_entropy_quantile)
     whole.bonus = coefficient / max(1, sum(value >= whole.entropy_threshold for value in entropies))
-    if algorithm.loss.whole_step:
-        lengths, moved, signs = step.loss_lengths(update), *([0.0] * len(step.trajectories) for _ in range(2))
-        for i, one in responses.items():
-            trajectory = step.samples[i].trajectory
-            moved[trajectory] += (one.logprobs - one.old).sum().item() / lengths[trajectory, ""]
-            signs[trajectory] = float(advantages[i][0])
-        scores = (torch.tensor(moved, dtype=torch.float64) / algorithm.real_tau).requires_grad_()
-        with torch.enable_grad():
-            loss = naive_loss.real_loss(scores, signs, step.config.rollout.num_generations)
-        whole.real_loss, whole.real_slopes = loss.item(), torch.autograd.grad(loss, scores)[0].tolist()
     return whole
 
 

@@ -7,11 +7,10 @@ import torch
 from tiny_policy import tiny_run
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.algorithms.real_loss import RealTerms, sample_sums, sums_by_sample
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config.sections.loss_table import LOSSES as LOSS_TABLE
 from megagrpo.data.packing.sample_packing import PackingRules, pack
-from megagrpo.proof.verify.shrink import GROUP_SIZE, random_samples
+from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.train_types import LossInputs
 from tests.unit.for_each import for_each
 
@@ -44,22 +43,11 @@ def contributions(name: str, rules: PackingRules, dp_size: int, dtype: torch.dty
     config, found = tiny_run(algorithm=dict(beta=0.1) | LOSSES[name]), {}
     batches = [pack(random_samples(), rules, rank, dp_size) for rank in range(dp_size)]
     divisor = denominator(batches[0], config.algorithm.loss.average, config.rollout.max_completion_length)
-    if name == "real":
-        members = batches[0].samples
-        sums = [
-            sample_sums(m.with_terms(old_logprobs=m.rollout_logprobs), moved(m.rollout_logprobs))
-            for b in batches
-            for m in b.micro_batches
-        ]
-        terms = RealTerms.of(members, sums_by_sample(sums, members), GROUP_SIZE, config.algorithm.real_tau)
     for batch in batches:
         for micro_batch in batch.micro_batches:
             tags = micro_batch.rollout_logprobs.to(dtype)
             policy = moved(tags).requires_grad_()
             inputs = micro_batch.with_terms(old_logprobs=tags, ref_logprobs=tags - 0.2)
-            if name == "real":
-                slopes, values = terms.rows(micro_batch, divisor)
-                inputs = inputs.with_terms(real_slopes=slopes, real_values=values)
             numerator = make_loss(config.algorithm)(LossInputs(policy, torch.zeros_like(policy), inputs)).numerator
             (gradient,) = torch.autograd.grad(numerator, policy)
             mask = micro_batch.loss_mask

@@ -8,7 +8,6 @@ import torch
 from megagrpo.algorithms.advantages import group_advantages, normalized_sum_advantages
 from megagrpo.algorithms.correction import correction_weights
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.algorithms.real_loss import RealTerms, sample_sums, sums_by_sample
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.algorithms.sequences import Sequences
 from megagrpo.config import RunConfig
@@ -45,11 +44,6 @@ def step(name, advantages, lengths, policy=-1.1, old=-1.2):
     batch = build_micro_batch(samples)
     batch = batch.with_terms(old_logprobs=torch.full((batch.num_tokens,), old))
     logprobs = torch.full((batch.num_tokens,), policy, requires_grad=True)
-    if name == "real":
-        members = range(len(samples))
-        sums = sums_by_sample([sample_sums(batch, logprobs.detach())], members)
-        slopes, values = RealTerms.of(members, sums, 2, 0.5).rows(batch, max(sum(lengths), 1))
-        batch = batch.with_terms(real_slopes=slopes, real_values=values)
     numerator = make_loss(config.algorithm)(LossInputs(logprobs, torch.zeros_like(logprobs), batch)).numerator
     (gradient,) = torch.autograd.grad(numerator, logprobs)
     divisor = denominator(TrainBatch((batch,), sum(lengths), len(lengths)), config.algorithm.loss.average, 3)
@@ -68,7 +62,7 @@ def test_a_masked_response_adds_nothing_beside_one_that_counts(name):
     assert gradient[mask].abs().min() > 0 and not gradient[~mask].any()
 
 
-@for_each("name", [name for name in OPTIONS if name != "real"])
+@for_each("name", OPTIONS)
 def test_a_response_of_one_token_has_the_loss_of_the_formula(name):
     algorithm = settings(**OPTIONS[name]).algorithm
     rows = [torch.tensor([value], dtype=torch.float64) for value in (-1.1, -1.2, -1.1, 0.0)]
@@ -78,22 +72,10 @@ def test_a_response_of_one_token_has_the_loss_of_the_formula(name):
     assert loss.item() == pytest.approx(expected / naive_loss.denominator([1], algorithm.loss.average, 3), rel=1e-5)
 
 
-@for_each("name", [name for name in OPTIONS if name != "real"])
+@for_each("name", OPTIONS)
 def test_without_advantage_there_is_no_gradient(name):
     loss, gradient, _ = step(name, [0.0, 0.0], [3, 2])
     assert loss == 0 and not gradient.any()
-
-
-@pytest.mark.parametrize("advantages", [[0.0, 0.0], [1.0, 1.0], [-1.0, -1.0]])
-def test_a_group_of_one_sign_teaches_real_nothing(advantages):
-    loss, gradient, _ = step("real", advantages, [3, 2])
-    assert loss == 0 and not gradient.any()
-
-
-def test_a_group_of_one_sign_counts_in_the_divisor_of_real():
-    loss, _, _ = step("real", [1.0, -1.0, 0.0, 0.0], [3, 2, 3, 2])
-    score = (-1.1 - -1.2) / 0.5  # of every response: the mean log-ratio over tau
-    assert loss.item() == pytest.approx((math.log1p(math.exp(score)) + math.log1p(math.exp(-score))) / 2, rel=1e-5)
 
 
 @for_each("name", OPTIONS)

@@ -10,13 +10,12 @@ from megagrpo.algorithms.advantages import group_advantages
 from megagrpo.algorithms.correction import correction_weights
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.algorithms.real_loss import RealTerms, sample_sums, sums_by_sample
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.algorithms.sequences import Sequences
 from megagrpo.config import AlgorithmSection, RunConfig
 from megagrpo.config.rules.algorithm_rules import advantage_problems, loss_problems
 from megagrpo.data.packing.sample_packing import PackingRules, pack
-from megagrpo.proof.verify.shrink import GROUP_SIZE, random_samples
+from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.train_types import LossInputs, TrainState
 from tests.unit.for_each import for_each
 
@@ -28,18 +27,6 @@ REFUSED = {
     ),
     "algorithm.importance_sampling_level: sequence_token is not supported: loss_type vespo has its own": dict(
         loss_type="vespo", importance_sampling_level="sequence_token"
-    ),
-    "algorithm.importance_sampling_level: sequence is not supported: loss_type real has its own": dict(
-        loss_type="real", importance_sampling_level="sequence"
-    ),
-    "algorithm.importance_correction: token_mask is not supported: real compares whole": dict(
-        loss_type="real", importance_correction="token_mask"
-    ),
-    "algorithm.off_policy_mask_threshold: 0.0 is not supported: real compares whole": dict(
-        loss_type="real", off_policy_mask_threshold=0.0
-    ),
-    "algorithm.top_entropy_quantile: 0.2 is not supported: real compares whole": dict(
-        loss_type="real", top_entropy_quantile=0.2
     ),
     "algorithm.entropy_coef_min: 2.0 is above": dict(use_adaptive_entropy=True, entropy_coef_min=2.0),
     "algorithm.importance_correction: sequence_mask counts token weights twice": dict(
@@ -86,11 +73,6 @@ def of_the_loss(**algorithm):
     entropy = 1 + torch.sin(2.0 * place)
     rows = rows.with_terms(old_logprobs=old, ref_logprobs=old - 0.3 if config.algorithm.beta else None)
     divisor = denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length)
-    if config.algorithm.loss_type == "real":
-        sums = sums_by_sample([sample_sums(rows, policy.detach())], batch.samples)
-        terms = RealTerms.of(batch.samples, sums, GROUP_SIZE, config.algorithm.real_tau)
-        slopes, values = terms.rows(rows, divisor)
-        rows = rows.with_terms(real_slopes=slopes, real_values=values)
     loss = make_loss(config.algorithm)(LossInputs(policy, entropy, rows)).numerator / divisor
     return loss.item(), torch.autograd.grad(loss, policy)[0]
 
@@ -111,7 +93,6 @@ CHANGED = {
     "vespo_lambda_pos": (dict(loss_type="vespo"), 1.0),
     "vespo_k_neg": (dict(loss_type="vespo"), 1.0),
     "vespo_lambda_neg": (dict(loss_type="vespo"), 1.0),
-    "real_tau": (dict(loss_type="real"), 1.0),
     "fipo_decay_rate": (dict(loss_type="fipo"), 1.0),
     "fipo_clip_range": (dict(loss_type="fipo"), 0.5),
     "fipo_clip_high_only": (dict(loss_type="fipo"), False),

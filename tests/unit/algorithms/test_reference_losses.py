@@ -9,7 +9,6 @@ import torch
 
 from megagrpo.algorithms.entropy import threshold_of_top
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.algorithms.real_loss import RealTerms, sample_sums, sums_by_sample
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
 from megagrpo.config.sections.loss_table import LOSSES
@@ -82,7 +81,7 @@ class Rows:
         return denominator(self.step, config.algorithm.loss.average, config.rollout.max_completion_length)
 
 
-def of_the_whole_step(batch, policy, entropy, rows, config):
+def of_the_whole_step(batch, entropy, rows, config):
     """The result of `add_step_terms` for a step of one micro-batch."""
     algorithm, found = config.algorithm, {}
     counted = batch.loss_mask
@@ -91,10 +90,6 @@ def of_the_whole_step(batch, policy, entropy, rows, config):
         found["high_entropy"] = counted
     if algorithm.entropy_coef:
         found["entropy_weights"] = counted * (algorithm.entropy_coef * rows.divisor(config) / counted.sum())
-    if algorithm.loss_type == "real":
-        sums = sums_by_sample([sample_sums(batch, policy)], rows.step.samples)
-        terms = RealTerms.of(rows.step.samples, sums, config.rollout.num_generations, algorithm.real_tau)
-        found["real_slopes"], found["real_values"] = terms.rows(batch, rows.divisor(config))
     return found
 
 
@@ -106,7 +101,7 @@ def check(case, inputs, mask, config, scale=1.0, batch_changes=lambda rows: {}, 
         terms["ref_logprobs"] = rows.pack(inputs["ref"])
     policy, entropy = (rows.pack(inputs[name]).requires_grad_() for name in ("new", "entropy"))
     batch = replace(rows.batch, **batch_changes(rows)).with_terms(**terms)
-    batch = batch.with_terms(**of_the_whole_step(batch, policy.detach(), entropy.detach(), rows, config))
+    batch = batch.with_terms(**of_the_whole_step(batch, entropy.detach(), rows, config))
     output = make_loss(config.algorithm)(LossInputs(policy, entropy, batch))
     loss = output.numerator * scale / rows.divisor(config)
     assert loss.item() == pytest.approx(case["loss"], rel=1e-6, abs=1e-9)
@@ -172,7 +167,7 @@ SWIFT_WORDS = (
     dict(loss_type="loss_type", beta="beta", epsilon="epsilon", epsilon_high="epsilon_high", delta="delta")
     | dict(importance_sampling_level="importance_sampling_level", tau_pos="sapo_temperature_pos")
     | dict(tau_neg="sapo_temperature_neg", max_completion_length="max_completion_length")
-    | dict(num_generations="num_generations", real_tau="real_tau", fipo_decay_rate="fipo_decay_rate")
+    | dict(num_generations="num_generations", fipo_decay_rate="fipo_decay_rate")
     | dict(fipo_clip_range="fipo_clip_range", fipo_clip_high_only="fipo_clip_high_only")
 )
 

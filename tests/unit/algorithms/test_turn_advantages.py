@@ -122,7 +122,6 @@ REFUSED = {
     ),
     "algorithm.advantage_by: turn compares turns within": ("advantage_by: turn, scale_rewards: batch", SCHEDULER),
     "algorithm.advantage_by: turn is not supported: loss_type gmpo": ("advantage_by: turn, loss_type: gmpo", SCHEDULER),
-    "algorithm.advantage_by: turn is not supported: loss_type real": ("advantage_by: turn, loss_type: real", SCHEDULER),
     "algorithm.advantage_by: state is not supported: the mask": (
         "advantage_by: state, off_policy_mask_threshold: 0.5",
         SCHEDULER,

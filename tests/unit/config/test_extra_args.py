@@ -130,8 +130,6 @@ def test_a_multimodal_model_is_served_without_its_towers(tmp_path):
 def test_a_cache_in_fp8_needs_the_correction_that_quantized_servers_need(words):
     with pytest.raises(ConfigError, match="importance_correction is off; set the correction to token_truncate"):
         load(*words)
-    with pytest.raises(ConfigError, match="loss_type real has no importance correction"):
-        load(*words, overrides=("algorithm.loss_type=real",))
     assert load(*words, overrides=(CORRECTED,)).rollout.extra_args == words
     assert load("--kv-cache-dtype", "bfloat16").rollout.extra_args
 

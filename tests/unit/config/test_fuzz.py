@@ -66,7 +66,6 @@ words = st.sampled_from(
         "reasoning_gym:gcd",
         "fp8_per_channel",
         "muon",
-        "real",
         "full",
         "external",
         "p2p",

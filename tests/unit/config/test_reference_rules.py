@@ -57,11 +57,6 @@ def config(algorithm=None, **sections) -> RunConfig:
             "num_generations 2; use 4",
         ),
         (
-            dict(algorithm=dict(loss_type="real", steps_per_generation=2)),
-            "algorithm.steps_per_generation: 2 optimizer steps split groups, but loss_type real compares whole "
-            "groups; set it to 1",
-        ),
-        (
             dict(
                 algorithm=dict(steps_per_generation=2, num_iterations=3),
                 run=dict(max_steps=2),

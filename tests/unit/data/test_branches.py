@@ -12,7 +12,6 @@ import torch
 
 from megagrpo.algorithms.advantages import to_samples
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.algorithms.real_loss import RealTerms, sample_sums, sums_by_sample
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import AlgorithmSection, RunConfig
 from megagrpo.data.packing.sample_packing import PackingRules, build_batch, pack, plan_packing
@@ -148,22 +147,6 @@ def test_without_branches_facts_and_packing_are_as_before():
     assert samples.shapes(np.ones(1), RULES).trajectories is None
     (batch,) = batches(scored, 1, RULES)
     assert batch.micro_batches[0].several is None and batch.samples == batch.trajectories == (0,)
-
-
-def test_real_scores_a_trajectory_by_the_mean_over_its_samples():
-    scored = group()
-    moved, whole = {}, []
-    for batch in batches(scored, 2, RULES):
-        for m in batch.micro_batches:
-            m = m.with_terms(old_logprobs=m.rollout_logprobs)
-            whole.append(sample_sums(m, m.rollout_logprobs + 0.01 * m.labels))
-    table = sums_by_sample(whole, batch.trajectories)
-    for index, s in enumerate(scored):
-        tokens = tokens_of(s)
-        moved[index] = sum(0.01 * int(of.response_ids[i]) for of, i in tokens)
-        sign = 1 if ADVANTAGES[0, index] > 0 else -1
-        assert table[index].tolist() == pytest.approx([sign * len(tokens), moved[index]], abs=1e-5)
-    assert RealTerms.of(batch.trajectories, table, 4, 1.0).values.numel() == 4
 
 
 def test_tokens_of_a_turn_have_its_advantage_in_every_layout():

@@ -39,10 +39,6 @@ def launched(tmp_path, config, **options):
             ["algorithm.importance_correction=off"],
             "fp8_per_channel samples .*importance_correction is off; set the correction to token_truncate",
         ),
-        (
-            ["algorithm.loss_type=real", "algorithm.importance_correction=off"],
-            "loss_type real has no importance correction; set quantization to none",
-        ),
     ],
 )
 def test_what_does_not_go_with_rollouts_in_fp8_is_refused(overrides, message):

@@ -372,10 +372,6 @@ def test_idle_is_the_time_in_which_nothing_is_under_way():
             "rollout.max_staleness: 1 trains on .*importance_correction is off; .* to token_tr",
         ),
         (
-            ["algorithm.loss_type=real"],
-            "rollout.max_staleness: 1 trains on .* real has no importance correction; set max_staleness to 0",
-        ),
-        (
             ["lora.rank=8", "lora.sync=adapter"],
             "rollout.in_flight: keep continues .* a request keeps its adapter; choose wait .* or resume",
         ),
