@@ -23,6 +23,7 @@ REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "data.curriculum_high": (0.9, _CURRICULUM),
     "evaluation.min_p": (0.0, "use evaluation.top_p or evaluation.top_k"),
     "evaluation.sets.NAME.min_p": (None, "use the set's top_p or top_k"),
+    "lora.use_dora": (False, "DoRA is gone; train LoRA (docs/lora.md)"),
     "multi_turn.completion_length_limit_scope": (
         "total",
         "leave it out: with multi_turn.max_response_length, rollout.max_completion_length limits each turn",

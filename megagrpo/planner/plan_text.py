@@ -95,7 +95,7 @@ def _lora_text(lora: LoraSection, model: HfConfig) -> str:
     of_experts = dict.fromkeys(name.split(".mlp.")[1] for name in experts)
     where = ", ".join(filter(None, (where, *of_experts)))
     size = f"{trained:,} trained parameters, {share:.2%} of the model's"
-    return f"{'DoRA, ' * lora.use_dora}rank {lora.rank}, scale {lora.scale:g}, on {where}: {size}"
+    return f"rank {lora.rank}, scale {lora.scale:g}, on {where}: {size}"
 
 
 def _rollout_text(r: RolloutSection, max_model_len: int) -> str:

@@ -22,11 +22,6 @@ def check_device(config: RunConfig, hf_config: HfConfig) -> torch.dtype:
             raise ValueError(
                 "model.fp8_param: weights in float32 have no masters to be rounded from; set model.precision to bf16"
             )
-    if config.lora.use_dora and dtype == torch.bfloat16 and not config.train.distributed_optimizer:
-        raise ValueError(
-            "lora.use_dora: magnitudes are float32, which a bf16 run saves only with the distributed optimizer; set "
-            "train.distributed_optimizer to true"
-        )
     for name in ("logit_bias", "allowed_token_ids"):
         named = [token for token in getattr(config.rollout, name) if isinstance(token, int)]
         if beyond := [token for token in named if token >= hf_config.vocab_size]:

@@ -35,7 +35,6 @@ from megagrpo.policy.layers.megatron_modules import config_of
 from megagrpo.policy.lm_head.task import HeadTask, Upstream, loss_gradients
 from megagrpo.policy.lm_head.top_logprobs import TopLogprobs, top_logprobs
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
-from megagrpo.policy.lora.dora import update_norms
 from megagrpo.policy.lora.lora_layers import attach_adapters, without_dropout
 from megagrpo.policy.lora.quantized_base import store_weights
 from megagrpo.policy.metric_sums import MetricsOfRanks, merged, on_host
@@ -300,8 +299,6 @@ class MegatronPolicy:
         self.phases.task.expect(len(moved), "micro-batches")
         if self._scaling is not None:
             self._scaling.begin()
-        if self.config.lora.use_dora:
-            update_norms(self.chunks)
         with hidden_states(self.chunks), self.replay.passing(trains=not forward_only):
             yield dict(
                 forward_step_func=forward_step,

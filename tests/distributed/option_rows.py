@@ -45,7 +45,6 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "none": {},
     "all": dict(rank=3),
     "first layer": dict(rank=2, target_modules=["o_proj", "down_proj"], layers_to_transform=[0], use_rslora=True),
-    "dora": dict(rank=3, use_dora=True),
     "experts": dict(rank=3, target_parameters=BOTH),
 }
 STAGES: dict[str, dict[str, Any]] = {  # of four layers, but for one stage

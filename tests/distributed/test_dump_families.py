@@ -29,7 +29,6 @@ EXPERTS = dict(rank=2, target_parameters=["experts.gate_up_proj", "experts.down_
 DOWN = dict(rank=2, target_modules=["o_proj"], target_parameters=["experts.down_proj"], use_rslora=True)
 ADAPTERS = {
     "qwen2": (SHAPES["qwen2_untied"], TP2, dict(rank=3)),
-    "dora": (SHAPES["qwen2_untied"], TP2, dict(rank=3, use_dora=True)),
     "qwen3_moe": (SHAPES["qwen3_moe"], dict(ep=2), EXPERTS),
     "gpt_oss": (GPT_OSS, TP2 | dict(ep=2, etp=1), DOWN),
     "deepseek_v3": (V3, TP2 | dict(ep=2, etp=1), EXPERTS),

@@ -312,12 +312,8 @@ def test_dropout_drops_the_same_on_all_ranks_and_only_in_training(parallel, made
 BROKEN = {
     "lora.rank: 5, but the adapter in .* has 4; set it to 4": (dict(rank=5), {}),
     "lora.alpha: 10.0, but the adapter": ({}, dict(lora_alpha=3)),
-    "lora.use_dora: False, but the adapter in .* has True; set it to True": ({}, dict(use_dora=True)),
-    "has bias all; only LoRA and DoRA of one rank": ({}, dict(bias="all")),
-    "has use_dora and target_parameters .*; PEFT has no DoRA of experts": (
-        {},
-        dict(use_dora=True, target_parameters=["a.b"]),
-    ),
+    "has use_dora True; only LoRA of one rank": ({}, dict(use_dora=True)),
+    "has bias all; only LoRA of one rank": ({}, dict(bias="all")),
     "has peft_type LOHA": ({}, dict(peft_type="LOHA")),
     "lora.target_modules: .*lora_A.weight is only in the model": ({}, {}),  # a tensor is missing
     "lora.adapter_path: .* has shape": ({}, {}),  # a tensor is truncated

@@ -19,7 +19,7 @@ MIXTURE = SHAPE | TINY_EXPERTS | dict(head_dim=8, shared_expert_intermediate_siz
 GRANITE_H = dict(layer_types=[LINEAR, FULL] * 2, rms_norm_eps=1e-2, num_local_experts=0, shared_intermediate_size=40)
 GRANITE_H |= dict(mamba_n_heads=8, mamba_d_head=12, mamba_d_state=6)
 CASES = {
-    "Qwen3Next": (MIXTURE, dict(use_dora=True, target_modules=[*ATTENTION, "in_proj_qkvz", "in_proj_ba"])),
+    "Qwen3Next": (MIXTURE, dict(target_modules=[*ATTENTION, "in_proj_qkvz", "in_proj_ba"])),
     "GraniteMoeHybrid": (
         GRANITE_H,
         dict(target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj"]),

@@ -179,7 +179,7 @@ def test_the_merge_tool_names_its_own_arguments_in_errors(root, tmp_path, capfd)
             "biases",
             dict(bias="all"),
             tensors,
-            "has bias all; only LoRA and DoRA of one rank are supported",
+            "has bias all; only LoRA of one rank is supported",
         ),
         ("fewer", {}, fewer, "is only in the model (1 such tensors); name the model that the adapter was trained on"),
         ("cut", {}, cut, "the model needs [4, "),

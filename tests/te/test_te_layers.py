@@ -70,9 +70,9 @@ OPTIONS = {
 
 
 @functools.cache
-def ours(shape: str, rank: int = 0, dora: bool = False, **model: str) -> Outcome:
+def ours(shape: str, rank: int = 0, **model: str) -> Outcome:
     """The step of one process without Transformer Engine; with a `rank`, of adapters."""
-    lora = dict(rank=rank, use_dora=dora)
+    lora = dict(rank=rank)
     run = tiny_run({}, model=dict(precision="fp32") | model, train=dict(share_prompts=False), lora=lora)
     return run_ranks(stepped, 1, False, run, small(shape), random_samples(), timeout=300)[0]
 
@@ -84,13 +84,12 @@ def theirs(
     overlap: tuple[str, ...] = (),
     share: bool = False,
     rank: int = 0,
-    dora: bool = False,
     **model: Any,
 ) -> Outcome:
     """The step with Transformer Engine's layers. With `share` responses share their prompts; with a `rank`, of
     adapters."""
     train = dict(share_prompts=share, distributed_optimizer=ranks > 1 or "fp8_param" in model)
-    lora = dict(rank=rank, use_dora=dora)
+    lora = dict(rank=rank)
     run = tiny_run(parallel or {}, model=dict(precision="fp32") | model, train=train, lora=lora)
     run = run.model_copy(update=dict(train=run.train.model_copy(update=dict(overlap=list(overlap)))))
     found = run_ranks(stepped, ranks, True, run, small(shape), random_samples(), timeout=300)[0]
@@ -203,18 +202,18 @@ def assert_like_noise(found: Outcome, expected: Outcome, exact: Outcome) -> None
 
 
 @pytest.mark.parametrize(
-    ("recipe", "shape", "ranks", "parallel", "dora"),
+    ("recipe", "shape", "ranks", "parallel"),
     [
-        ("tensorwise", "llama_tied", 1, {}, False),
-        ("blockwise", "llama_tied", 1, {}, True),
-        ("tensorwise", "qwen3_tied", 1, {}, True),
-        ("blockwise", "qwen3_moe", 2, dict(ep=2), False),
-        ("delayed", "llama_tied", 1, {}, False),
-        ("delayed", "qwen3_moe", 1, {}, True),
+        ("tensorwise", "llama_tied", 1, {}),
+        ("blockwise", "llama_tied", 1, {}),
+        ("tensorwise", "qwen3_tied", 1, {}),
+        ("blockwise", "qwen3_moe", 2, dict(ep=2)),
+        ("delayed", "llama_tied", 1, {}),
+        ("delayed", "qwen3_moe", 1, {}),
     ],
 )
-def test_a_step_of_adapters_beside_fp8_is_ours_but_for_numbers_between_two(recipe, shape, ranks, parallel, dora):
-    lora = dict(rank=4, dora=dora)
+def test_a_step_of_adapters_beside_fp8_is_ours_but_for_numbers_between_two(recipe, shape, ranks, parallel):
+    lora = dict(rank=4)
     found = theirs(shape, ranks, parallel, fp8_recipe=recipe, **lora)
     expected, exact = ours(shape, fp8_recipe=recipe, **lora), ours(shape, **lora)
     assert found.gradients.keys() == expected.gradients.keys() and all(".lora_" in name for name in found.gradients)

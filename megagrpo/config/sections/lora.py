@@ -36,8 +36,6 @@ class LoraSection(Section):
     """The adapters' output is scaled by alpha / rank."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (rsLoRA)."""
-    use_dora: bool = False
-    """Also train the norm of each row of the weight with its adapter (DoRA, arXiv 2402.09353)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the adapters' inputs set to 0 in training. Log-probs of reference and old policy use no dropout."""
     target_modules: list[str] | str = ALL_LINEAR
@@ -109,7 +107,6 @@ def lora_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield target modules that cannot have adapters, LoRA options without them, and options that exclude them."""
     lora = config.lora
     yield from _target_problems(lora)
-    yield from _dora_problems(lora)
     if not lora.enabled and lora.adapter_path is not None:
         reason = f"{lora.adapter_path} needs lora.rank, the rank of that adapter"
         yield Problem(("lora.adapter_path", "lora.rank"), f"{reason}; set lora.rank, or leave the path empty")
@@ -130,24 +127,6 @@ def lora_problems(config: RunConfig) -> Iterator[Problem]:
         key, value = ("model.base_storage", storage) if storage != "none" else ("lora.dropout", f"{lora.dropout:g}")
         reason = f"megagrpo audit cannot recompute a step with {key} {value}; leave dump_steps empty, or change {key}"
         yield Problem(("debug.dump_steps", key), reason)
-
-
-def _dora_problems(lora: LoraSection) -> Iterator[Problem]:
-    """Yield options that DoRA excludes."""
-    if not lora.use_dora:
-        return
-    key = ("lora.use_dora",)
-    if not lora.enabled:
-        yield Problem((*key, "lora.rank"), "needs adapters, but lora.rank is 0; set lora.rank, or leave it out")
-    if lora.syncs_adapters:
-        reason = "vLLM has no DoRA, but lora.sync adapter sends adapters to it; set lora.sync to merged"
-        yield Problem((*key, "lora.sync"), reason)
-    if lora.target_parameters:
-        reason = "experts have no DoRA, in PEFT too; leave lora.target_parameters empty, or set use_dora to false"
-        yield Problem((*key, "lora.target_parameters"), reason)
-    if lora.dropout:
-        reason = f"would multiply the whole weight a second time with lora.dropout {lora.dropout:g}; set it to 0"
-        yield Problem((*key, "lora.dropout"), reason)
 
 
 def _target_problems(lora: LoraSection) -> Iterator[Problem]:

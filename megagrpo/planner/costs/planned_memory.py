@@ -15,7 +15,7 @@ from megagrpo.families.hf_config import HfConfig
 from megagrpo.families.shared.recurrence import Mamba2
 from megagrpo.planner.costs.engine_memory import GIB, ServerMemory
 from megagrpo.planner.costs.gpu_specs import GPUS_PER_NODE
-from megagrpo.planner.costs.shapes import Stage, adapted_outputs, layer_route_bytes, num_parameters, stages_of
+from megagrpo.planner.costs.shapes import Stage, layer_route_bytes, num_parameters, stages_of
 from megagrpo.planner.costs.tower_costs import tower_activations, tower_bytes, tower_shape
 from megagrpo.planner.costs.workload import Bundle, responses_together
 
@@ -176,7 +176,7 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
     keeps silu(gate) and a copy of up. A token that uses k experts has k MLPs, each with a copy of its input, spread
     evenly over the ranks. An expert also keeps its activation before it is weighted, unless both are fused. All
     experts' outputs exist at once during the pass and are not kept. With an adapter the outputs of the projection, of
-    the adapter and their sum exist at once; with DoRA also the scaled sum, and each linear keeps the sum.
+    the adapter and their sum exist at once.
     """
     tp = config.parallel.tp
     shards = tp if config.parallel.sequence_parallel else 1
@@ -209,10 +209,9 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
     vectors = (7 * model.layer_inputs + 2 * model.hidden_size) / shards if model.layer_inputs else 0
     norms = model.layers_per_block * (3 if model.post_norms else 2) * model.hidden_size / shards
     everything = norms + attention + mlp + vectors
-    everything += adapted_outputs(model, config.parallel, config.lora) if config.lora.use_dora else 0
     at_entry = (model.hidden_size + 5 * model.layer_inputs) / shards
     stored = at_entry if config.model.recompute == "full" else everything
-    beside = (4 + 4 * config.lora.use_dora) * model.intermediate_size / tp if config.lora.enabled else 0
+    beside = 4 * model.intermediate_size / tp if config.lora.enabled else 0
     return everything, stored, 2 * model.hidden_size / shards + mlp + expert_output_elements(model, tp) + beside
 
 

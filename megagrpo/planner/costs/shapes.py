@@ -156,25 +156,14 @@ def stage_adapters(model: HfConfig, parallel: ParallelSection, lora: LoraSection
 
 
 def _layer_adapters(model: HfConfig, layer: int, tp: int, lora: LoraSection) -> int:
-    """Return one layer's adapter parameters on a rank. A is sharded if the projection shards its input, B and DoRA's
-    magnitudes if its output. Experts are not counted."""
+    """Return one layer's adapter parameters on a rank. A is sharded if the projection shards its input, B if
+    its output. Experts are not counted."""
     sizes, count = _projection_sizes(model, layer), 0
     for name in (module.rpartition(".")[2] for module in modules_of(model, [layer]) if lora.adapts(module)):
         inputs, outputs = sizes[name]
         rows = outputs if name in _ROW_PARALLEL + _WHOLE else outputs // tp
-        count += lora.rank * (rows + (inputs // tp if name in _ROW_PARALLEL else inputs)) + lora.use_dora * rows
+        count += lora.rank * (rows + (inputs // tp if name in _ROW_PARALLEL else inputs))
     return count
-
-
-def adapted_outputs(model: HfConfig, parallel: ParallelSection, lora: LoraSection) -> float:
-    """Return elements per token on a rank of the outputs of all linears with adapters, averaged over the layers."""
-    shards, total = parallel.tp if parallel.sequence_parallel else 1, 0.0
-    for layer in range(model.num_layers):
-        sizes = _projection_sizes(model, layer)
-        for linear in model.modules(layer).values():
-            names = [module.rpartition(".")[2] for module in linear if any(map(lora.adapts, linear))]
-            total += sum(sizes[name][1] / (shards if name in _ROW_PARALLEL + _WHOLE else parallel.tp) for name in names)
-    return total / model.num_layers
 
 
 # their inputs are sharded over tensor-parallel ranks; others' outputs are

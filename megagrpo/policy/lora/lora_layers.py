@@ -1,7 +1,5 @@
 """Low-rank adapters on Megatron's linears (LoRA, Hu et al. 2021, arXiv 2106.09685): y = W x + scale B A x, W frozen.
 
-DoRA (Liu et al. 2024, arXiv 2402.09353) scales each row of W + scale B A to a trained magnitude: `dora.py`.
-
 Every Hugging Face projection has its own A [rank, in] and B [out, rank], even where Megatron fuses several in one
 linear. A projection fused in the files (qkv, gate_up) has one A and one B, with rows in Megatron's order.
 
@@ -44,7 +42,6 @@ from megagrpo.policy.attention.latent_attention import WholeLinear
 from megagrpo.policy.layers.megatron_modules import layers_of, mix_in
 
 ADAPTER_MODULE = "adapter"  # submodule of a linear that holds its adapters; no other parameter has this in its name
-MAGNITUDE = "lora_magnitude_vector"  # PEFT's name of DoRA's trained norms of rows
 
 
 def attach_adapters(chunks: Sequence[nn.Module], hf_config: HfConfig, lora: LoraSection, recompute: str) -> None:
@@ -137,7 +134,7 @@ class Adapted:
     def forward(self: Any, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Return (output + adapter output [T, 1, out], bias) of the linear, from input [T, 1, in]."""
         output, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]  # the linear's
-        return self.adapter.add(output, input_, _added_bias(self)), bias
+        return output + self.adapter(input_), bias
 
     def sharded_state_dict(
         self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -149,20 +146,13 @@ class Adapted:
         options = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
         whole = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]  # the linear's
         made = make_sharded_tensors_for_checkpoint(state, prefix, axes, sharded_offsets, **options)
-        for matrix in ("lora_B", MAGNITUDE):  # a rank's rows: first the gate's, then the up projection's
-            if (key := f"{prefix}{ADAPTER_MODULE}.gate_up_proj.{matrix}") in made:
-                made[key] = apply_swiglu_sharded_factory(made[key], sharded_offsets)
-            for name, rows in self.adapter.sections.items():  # so that other ranks can hold other heads
-                if len(rows) > 1 and (key := f"{prefix}{ADAPTER_MODULE}.{name}.{matrix}") in made:
-                    made[key] = _split_tensor_factory(made[key], list(rows.values()), list(rows), 0)
+        # a rank's rows: first the gate's, then the up projection's
+        if (key := f"{prefix}{ADAPTER_MODULE}.gate_up_proj.lora_B") in made:
+            made[key] = apply_swiglu_sharded_factory(made[key], sharded_offsets)
+        for name, rows in self.adapter.sections.items():  # so that other ranks can hold other heads
+            if len(rows) > 1 and (key := f"{prefix}{ADAPTER_MODULE}.{name}.lora_B") in made:
+                made[key] = _split_tensor_factory(made[key], list(rows.values()), list(rows), 0)
         return whole | made
-
-
-def _added_bias(linear: Any) -> Tensor | None:
-    """Return the bias that a linear adds to its output; None if it has none, or returns it beside its output."""
-    apart = linear.te_return_bias if hasattr(linear, "te_return_bias") else linear.skip_bias_add
-    bias: Tensor | None = None if apart else linear.bias
-    return bias if bias is not None and bias.numel() else None  # Transformer Engine's empty bias means none
 
 
 class AdaptedWhole:
@@ -170,26 +160,19 @@ class AdaptedWhole:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         """Return the sum of both outputs [..., out], from x [..., in]."""
-        return self.adapter.add(super().forward(x), x)  # type: ignore[misc]  # the linear's
+        return super().forward(x) + self.adapter(x)  # type: ignore[misc]  # the linear's
 
 
 class LowRank(nn.Module):
-    """This rank's shards of A and B of one projection; with DoRA also the magnitudes of its rows, in float32.
-
-    `cut` holds A's and B's sharded dimension; None: replicated. Magnitudes are sharded as the rows of B are.
-    """
+    """This rank's shards of A and B of one projection. `cut` holds A's and B's sharded dimension; None: replicated."""
 
     def __init__(self, linear: Any, rows: int, cut: tuple[int | None, int | None], lora: LoraSection):
         super().__init__()
         weight, config = linear.weight, linear.config
         self.lora_A = nn.Parameter(weight.new_empty(lora.rank, weight.shape[1]))
         self.lora_B = nn.Parameter(weight.new_empty(rows, lora.rank))
-        if lora.use_dora:
-            # A magnitude in bfloat16 would move the whole row in steps of 0.4 %.
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            self.lora_magnitude_vector = nn.Parameter(weight.new_empty(rows, dtype=wide))
         parameters: list[Any] = list(self.parameters())
-        for parameter, dim in zip(parameters, (*cut, cut[1]), strict=False):
+        for parameter, dim in zip(parameters, cut, strict=True):
             set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)
             # Each tensor-parallel rank sees a part of the sequence: finalize_model_grads sums the gradient over them.
             parameter.sequence_parallel = config.sequence_parallel and dim is None
@@ -203,9 +186,7 @@ class _Adapter(nn.ModuleDict):
     def __init__(self, linear: Any, parts: dict[str, int], groups: int, wanted: Sequence[str], lora: LoraSection):
         super().__init__({name: LowRank(linear, parts[name] * groups, self.cut, lora) for name in wanted})
         self.parts, self.groups, self.scale, self.dropout = parts, groups, lora.scale, lora.dropout
-        self.use_dora = lora.use_dora
         self.sections: dict[str, dict[str, int]] = {}  # projection -> rows of each of its parts; set by attach_adapters
-        self.norms: dict[str, Tensor] = {}  # with DoRA, of this rank's rows of each projection; set by `update_norms`
         self.tp_group = getattr(linear, "tp_group", None)
         self.sequence_parallel: bool = linear.config.sequence_parallel
 
@@ -215,30 +196,8 @@ class _Adapter(nn.ModuleDict):
         return part
 
     def own_rows(self, name: str, rows: Tensor) -> Tensor:
-        """Return what this rank computes with, of the rows of B or of the magnitudes of the projection `name`."""
+        """Return the rows of B of the projection `name` that this rank computes with."""
         return rows
-
-    def add(self, output: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the output with the adapters, [..., rows], of a linear with `output` and input x [..., in].
-
-        `bias` is the bias that `output` contains. DoRA scales all but the bias by `factor`.
-        """
-        added: Tensor = self(x)
-        if not self.use_dora:
-            return output + added
-        unscaled = (output if bias is None else output - bias) + added
-        return output + torch.addcmul(added, (self.factor() - 1).to(added.dtype), unscaled)
-
-    def factor(self) -> Tensor:
-        """Return magnitude / norm of the linear's rows on this rank, [rows] float32; 1 for rows without an adapter."""
-        factors = []
-        for name, rows in self.parts.items():
-            if name in self:
-                of_part = self.own_rows(name, self.low_rank(name).lora_magnitude_vector) / self.norms[name]
-            else:
-                of_part = next(iter(self.norms.values())).new_ones(self.groups * rows)
-            factors.append(of_part.view(self.groups, rows))
-        return torch.cat(factors, dim=-1).flatten()
 
     def drop(self, x: Tensor, cut: bool) -> Tensor:
         """Apply dropout to `x` [..., in]. Tensor-parallel ranks share the mask unless `x` is sharded (`cut`)."""
@@ -291,12 +250,11 @@ class SplitGroupsAdapter(ColumnAdapter):
         self.rows = dict(zip(parts, segments.values(), strict=True))
         self.parts, self.groups = {name: len(rows) for name, rows in self.rows.items()}, 1
         for name in wanted:
-            _, *of_rows = self.low_rank(name).parameters()
-            for parameter in of_rows:  # `own_rows` sums the gradient, so finalize_model_grads must not
-                parameter.sequence_parallel = False  # type: ignore[attr-defined]
+            b: Any = self.low_rank(name).lora_B
+            b.sequence_parallel = False  # `own_rows` sums the gradient, so finalize_model_grads must not
 
     def own_rows(self, name: str, rows: Tensor) -> Tensor:
-        """Return this rank's rows of a matrix or vector that every rank holds. Backward sums the ranks' gradients."""
+        """Return this rank's rows of a matrix that every rank holds. Backward sums the ranks' gradients."""
         own = self.rows[name]
         return copy_to_tensor_model_parallel_region(rows, group=self.tp_group)[own.start : own.stop]
 

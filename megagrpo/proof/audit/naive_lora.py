@@ -1,5 +1,5 @@
 """LoRA (arXiv 2106.09685) in float64 on transformers' model: every adapted weight is W + scale B A, read from the files
-that PEFT writes. With DoRA (arXiv 2402.09353) its rows have trained norms."""
+that PEFT writes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 PREFIX, BASE = "base_model.model.", ".base_layer"  # PEFT's, around the module's name
-ENDS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")  # of PEFT's names of tensors
+ENDS = ("lora_A.weight", "lora_B.weight")  # of PEFT's names of tensors
 
 
 class _Sum(nn.Module):
     """W + scale B A. The weights [experts, ...] of all experts have A [experts x rank, in], B [out, rank x experts].
 
-    `trained` has A, B and with DoRA the magnitudes [out], by the ends of their names in PEFT's files.
+    `trained` has A and B by the ends of their names in PEFT's files.
     """
 
     def __init__(self, name: str, trained: dict[str, Tensor], scale: float, transposed: bool):
@@ -28,11 +28,9 @@ class _Sum(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return the weight with its adapter, in the weight's shape."""
-        a, b, *magnitudes = self.trained
+        a, b = self.trained
         if weight.dim() == 2:
-            whole = weight + self.scale * b @ a
-            # the norm of a row has no gradient
-            return (magnitudes[0] / whole.detach().norm(dim=1))[:, None] * whole if magnitudes else whole
+            return weight + self.scale * b @ a
         a, b = a.unflatten(0, (len(weight), -1)), b.unflatten(1, (-1, len(weight)))
         return weight + self.scale * torch.einsum("ore,eri->eio" if self.transposed else "ore,eri->eoi", b, a)
 
@@ -45,8 +43,8 @@ def add_adapter(model: nn.Module, folder: Path) -> None:
     model.requires_grad_(False)
     for name in sorted({name.rpartition(".lora_")[0] for name in tensors}):
         module = model.get_submodule(name.removeprefix(PREFIX).removesuffix(BASE))
-        trained = {end: tensors[f"{name}.{end}"] for end in ENDS if f"{name}.{end}" in tensors}
-        a, b, *_ = trained.values()
+        trained = {end: tensors[f"{name}.{end}"] for end in ENDS}
+        a, b = trained.values()
         transposed = getattr(module, "is_transposed", False)
         own = _Sum(name, trained, scale, transposed)
         parametrize.register_parametrization(module, _parameter(module, a, b, transposed), own)

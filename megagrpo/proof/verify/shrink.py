@@ -33,7 +33,7 @@ LOGPROB_CHUNK = 16
 LOGIT_SCALE = 0.4
 _OUTER = ("embed_tokens.weight", "embeddings.weight", "lm_head.weight")
 # in names of vectors near 1, beside norms
-_NEAR_ONE = ("magnitude", "layer_scalar", "act_fn", "router.scale", "per_expert_scale")
+_NEAR_ONE = ("layer_scalar", "act_fn", "router.scale", "per_expert_scale")
 HANG_MINUTES = 5.0
 # The first step of AdamW is lr * gradient / (|gradient| + epsilon). Usual rates move a weight by less than float32
 # rounding. With an epsilon near 0 the step is a sign, which turns the rounding error of a zero into a whole step. These

@@ -68,7 +68,7 @@ def _of_adapter(path: Path) -> Contents:
     config = json.loads((path / CONFIG).read_text())
     facts = {
         key: str(config.get(key))
-        for key in ("peft_type", "r", "lora_alpha", "use_dora", "target_modules", "base_model_name_or_path")
+        for key in ("peft_type", "r", "lora_alpha", "target_modules", "base_model_name_or_path")
     }
     return Contents(
         "adapter", facts, [_row(name, entry, WEIGHTS) for name, entry in TensorFile(path / WEIGHTS).entries.items()]

@@ -24,8 +24,7 @@ from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.fp8.dense_access import DenseWeight
 from megagrpo.policy.fp8.tensor import is_fp8
 from megagrpo.policy.layers.activations import XIELU_CONSTANTS
-from megagrpo.policy.lora.dora import update_norms
-from megagrpo.policy.lora.lora_layers import ADAPTER_MODULE, MAGNITUDE, ExpertAdapter, LowRank, is_adapter
+from megagrpo.policy.lora.lora_layers import ADAPTER_MODULE, ExpertAdapter, LowRank, is_adapter
 from megagrpo.policy.lora.quantized_base import StoredWeight
 from megagrpo.policy.transformer.specs import BLOCK_SCALE
 
@@ -96,8 +95,7 @@ def fill(param: Parameter, parameter_blocks: list[Block], value_of: Callable[[Bl
 def adapter_blocks(
     chunks: list[nn.Module], hf_config: HfConfig, layout: Layout
 ) -> Iterator[tuple[str, Tensor, list[Block]]]:
-    """Like `blocks`, for this rank's adapters only: A [rank, in], B [out, rank], and DoRA's magnitudes [out]. Names are
-    those of PEFT's files.
+    """Like `blocks`, for this rank's adapters only: A [rank, in] and B [out, rank]. Names are those of PEFT's files.
 
     Experts are parts of one A [experts, rank, in] and B [out, rank, experts], which PEFT's files flatten to matrices.
     """
@@ -124,14 +122,14 @@ def adapter_blocks(
                 continue
             rule = table[f"{linear}.weight"]
             weight = next(name for name in rule.names if name.split(".")[-2] == projection)
-            # B and magnitudes of a fused projection are laid out like its weight
+            # B of a fused projection is laid out like its weight
             if matrix == "lora_A" or len(rule.names) > 1:
                 rule = same(weight) if matrix == "lora_A" or rule.of_tensor is None else rule.of_tensor(weight)
             own = hf_config.in_block(block_number)
             patterns = rule.blocks(Local(param, layout.parallel.tp, layout.tp_rank, own))
             named_blocks = [in_layer(block, block_number) for block in patterns]
-            suffix = matrix if matrix == MAGNITUDE else f"{matrix}.weight"
-            name_in_file = f"{PEFT}{hf_config.module_names.of(named_blocks[0].name).removesuffix('weight')}{suffix}"
+            module = hf_config.module_names.of(named_blocks[0].name).removesuffix("weight")
+            name_in_file = f"{PEFT}{module}{matrix}.weight"
             renamed = [dataclasses.replace(block, name=name_in_file) for block in named_blocks]
             yield f"chunk{i}.{name}" if i else name, param, renamed
 
@@ -187,8 +185,7 @@ def _blocks_with(key: str, hf_config: HfConfig) -> Iterable[int | None]:
 
 @dataclass(frozen=True)
 class Merged:
-    """The merged weight W + scale B A of one parameter on this rank, float32. With DoRA rows are multiplied by `factor`
-    [out], magnitude / norm.
+    """The merged weight W + scale B A of one parameter on this rank, float32.
 
     Every read of `data` or `detach()` computes it again; nothing is cached. `parts` has each block, the adapter of its
     projection, and the number of B's rows for earlier blocks of the projection, or None if B is whole. A rank holds all
@@ -198,7 +195,6 @@ class Merged:
     weight: Parameter
     parts: tuple[tuple[Block, LowRank, int | None], ...]
     scale: float
-    factor: Tensor | None = None
 
     dtype = torch.float32
 
@@ -215,7 +211,7 @@ class Merged:
             view = block.view(merged)
             product = _rows(low_rank.lora_B, block, first).float() @ low_rank.lora_A.float()
             view.add_(product.view(view.shape), alpha=self.scale)
-        return merged if self.factor is None else merged.mul_(self.factor.to(merged)[:, None])
+        return merged
 
 
 def _rows(b: Tensor, block: Block, first: int | None) -> Tensor:
@@ -231,21 +227,11 @@ def _rows(b: Tensor, block: Block, first: int | None) -> Tensor:
     return dataclasses.replace(block, grid=(*block.grid[:-1], b.shape[1])).view(b).reshape(-1, b.shape[1])
 
 
+@torch.no_grad()
 def merged_blocks(
     chunks: list[nn.Module], hf_config: HfConfig, layout: Layout
 ) -> Iterator[tuple[str, Parameter | Merged, list[Block]]]:
-    """Like `blocks`, with a `Merged` in place of each weight with adapters. Exports and the engine use these.
-
-    The call is collective: it computes the norms of DoRA, so that reading a weight needs no other rank.
-    """
-    update_norms(chunks)
-    return _merged_blocks(chunks, hf_config, layout)
-
-
-@torch.no_grad()
-def _merged_blocks(
-    chunks: list[nn.Module], hf_config: HfConfig, layout: Layout
-) -> Iterator[tuple[str, Parameter | Merged, list[Block]]]:
+    """Like `blocks`, with a `Merged` in place of each weight with adapters. Exports and the engine use these."""
     modules: dict[str, nn.Module] = {}
     for i, chunk in enumerate(chunks):
         modules |= {f"chunk{i}.{name}" if i else name: module for name, module in unwrap_model(chunk).named_modules()}
@@ -260,8 +246,7 @@ def _merged_blocks(
             everything = Block(name, shape, whole(shape), shape, axis=0, at=0, count=shape[0])
             yield name, Merged(param, ((everything, adapter.low_rank(part), 0),), adapter.scale), parameter_blocks
             continue
-        factor = adapter.factor() if adapter.use_dora else None
-        yield name, Merged(param, tuple(_adapted(parameter_blocks, adapter)), adapter.scale, factor), parameter_blocks
+        yield name, Merged(param, tuple(_adapted(parameter_blocks, adapter)), adapter.scale), parameter_blocks
 
 
 def _adapted(parameter_blocks: list[Block], adapter: nn.ModuleDict) -> Iterator[tuple[Block, LowRank, int | None]]:

@@ -25,8 +25,7 @@ from megagrpo.platform.parallel.agree import run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.progress_hook import SILENT, Progress
 from megagrpo.policy.build import build_model, weights_dtype
-from megagrpo.policy.lora.dora import start_magnitudes
-from megagrpo.policy.lora.lora_layers import MAGNITUDE, adapters, attach_adapters
+from megagrpo.policy.lora.lora_layers import adapters, attach_adapters
 from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.weights.blocks.parameter_blocks import PEFT, adapter_blocks, fill
 from megagrpo.weights.bridge.hf_export import Parameters, Source, Stream, refuse_non_empty, save_folder, save_hf
@@ -40,7 +39,7 @@ ADAPTER_FILES = "adapter"  # subfolder of a checkpoint
 RUN_KEY = "lora.adapter_path"  # the config key in a run's error messages; a tool passes its own argument
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # PEFT's options beyond adapters of one rank, with the value that disables each option.
-PLAIN: dict[str, Any] = dict(bias="none", rank_pattern={}, alpha_pattern={}, modules_to_save=None)
+PLAIN: dict[str, Any] = dict(bias="none", rank_pattern={}, alpha_pattern={}, modules_to_save=None, use_dora=False)
 # options that narrow PEFT's selection of modules; `lora` has others
 UNUSED = dict(exclude_modules=None, layers_pattern=None)
 
@@ -52,9 +51,7 @@ def fill_adapters(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, 
         load_adapter(chunks, hf_config, layout, Path(os.path.expanduser(lora.adapter_path)), lora)
         return
     for _, param, blocks in adapter_blocks(chunks, hf_config, layout):
-        if not blocks[0].name.endswith(MAGNITUDE):
-            fill(param, blocks, lambda block: _fresh(block, seed))
-    start_magnitudes(chunks)
+        fill(param, blocks, lambda block: _fresh(block, seed))
 
 
 def _fresh(block: Block, seed: int) -> Tensor:
@@ -87,7 +84,7 @@ def load_adapter(
     value is NaN or infinite. `key` is the config key or the argument that named the folder.
     """
     saved = read_lora(folder, key)
-    for name in ("rank", "alpha", "use_rslora", "use_dora"):
+    for name in ("rank", "alpha", "use_rslora"):
         wanted, made = getattr(lora, name), getattr(saved, name)
         if wanted != made:
             raise ValueError(f"lora.{name}: {wanted}, but the adapter in {folder} has {made}; set it to {made}")
@@ -137,17 +134,13 @@ def read_lora(folder: Path, key: str = RUN_KEY) -> LoraSection:
     odd = ["peft_type"] if saved.get("peft_type") != "LORA" else []
     odd += [name for name, plain in (PLAIN | UNUSED).items() if (saved.get(name) or plain) != plain]
     if odd:
-        what = f"{odd[0]} {saved.get(odd[0])}; only LoRA and DoRA of one rank are supported"
-        raise ValueError(f"{key}: the adapter in {folder} has {what}")
-    if saved.get("use_dora") and saved.get("target_parameters"):
-        what = f"use_dora and target_parameters {', '.join(saved['target_parameters'])}; PEFT has no DoRA of experts"
+        what = f"{odd[0]} {saved.get(odd[0])}; only LoRA of one rank is supported"
         raise ValueError(f"{key}: the adapter in {folder} has {what}")
     modules, layers = saved["target_modules"] or [], saved.get("layers_to_transform")
     return LoraSection(
         rank=saved["r"],
         alpha=saved["lora_alpha"],
         use_rslora=bool(saved.get("use_rslora")),
-        use_dora=bool(saved.get("use_dora")),
         dropout=saved.get("lora_dropout", 0),
         target_modules=modules if isinstance(modules, str) else sorted(modules),
         target_parameters=sorted(saved.get("target_parameters") or []),
@@ -208,11 +201,10 @@ def save_adapter(
     """
 
     def write(tensors: Stream, sources: dict[str, Source], unfinished: Path) -> None:
-        dtypes = {name: source.dtype if name.endswith(MAGNITUDE) else dtype for name, source in sources.items()}
-        header = make_header({name: (dtypes[name], in_file(name, source.shape)) for name, source in sources.items()})
+        header = make_header({name: (dtype, in_file(name, source.shape)) for name, source in sources.items()})
         with Writer(unfinished, Files((File(WEIGHTS, header),), None)) as writer:
             for name, tensor in tensors:
-                look(name, tensor.to(dtypes[name]))
+                look(name, tensor.to(dtype))
                 writer.write(name, tensor.reshape(in_file(name, tuple(tensor.shape))))
         modules = {name.rpartition(".lora_")[0] for name in sources if ".experts." not in name}
         projections = sorted({module.rpartition(".")[2] for module in modules})
@@ -230,7 +222,6 @@ def adapter_config(lora: LoraSection, projections: list[str], base: str) -> dict
     """Return the contents of adapter_config.json. For `all-linear` it names the `projections`, as PEFT does."""
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     own: dict[str, Any] = dict(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, use_rslora=lora.use_rslora)
-    own |= dict(use_dora=lora.use_dora)
     own |= dict(target_modules=projections if lora.target_modules == ALL_LINEAR else lora.expression or lora.names)
     own |= dict(target_parameters=lora.target_parameters) if lora.target_parameters else {}
     about: dict[str, Any] = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=shared_name(base))

@@ -40,14 +40,6 @@ from tests.unit.for_each import for_each
             "lora.target_parameters: mlp.experts.gate_proj: not a parameter of experts; choose among experts.gate_up_proj",
         ),
         (
-            "lora.use_dora=true,lora.dropout=0.1",
-            "lora.use_dora: would multiply the whole weight a second time with lora.dropout 0.1; set it to 0",
-        ),
-        (
-            "lora.use_dora=true,lora.sync=adapter",
-            "lora.use_dora: vLLM has no DoRA, but lora.sync adapter sends adapters to it; set lora.sync to merged",
-        ),
-        (
             "debug.dump_steps=[1],lora.dropout=0.1",
             "debug.dump_steps: megagrpo audit cannot recompute a step with lora.dropout 0.1; leave dump_steps empty, or",
         ),
@@ -66,10 +58,6 @@ def test_what_adapters_cannot_do_is_refused(tmp_path, override, message):
         (
             "lora.dropout=0.1",
             "lora.target_parameters: experts have no dropout of adapters, in PEFT too, but lora.dropout",
-        ),
-        (
-            "lora.use_dora=true",
-            "lora.use_dora: experts have no DoRA, in PEFT too; leave lora.target_parameters empty, or set use_dora to",
         ),
         (
             "lora.sync=adapter",
@@ -130,7 +118,6 @@ def test_the_scale_of_adapters_is_that_of_peft(tmp_path):
             ["model.base_storage=nf4"],
             "model.base_storage: nf4 needs frozen weights, but lora.rank is 0; set lora.rank, or choose none",
         ),
-        (["lora.use_dora=true"], "lora.use_dora: needs adapters, but lora.rank is 0; set lora.rank, or leave it out"),
         (
             ["lora.sync=adapter"],
             "lora.sync: adapter needs adapters, but lora.rank is 0; set lora.rank, or choose merged",
