@@ -24,9 +24,11 @@ from megagrpo.types import Prompt, Rollout, SamplingParams
 
 CAPACITY = 64  # conversations of one worker at once, each in a forked process
 LONGEST = 600.0  # seconds of a conversation without `multi_turn.max_seconds`
+CLEAN_UP_SECONDS = 90.0  # after the deadlines of a program
 IMPORT_SECONDS = 60.0  # of the agent's file at the start, and in a trial until its first request
 _HOST = Target("megagrpo.environments.agents.host", "AgentHost")
 COMMAND_NAME = "command"  # the name of a program and of its reward
+NO_REQUEST = "it asked the policy for nothing"
 _LANE = "agents"
 
 
@@ -40,12 +42,15 @@ class Agent:
         at_once = options.concurrent or section.workers * CAPACITY
         share, rest = divmod(at_once, min(at_once, section.workers))
         self._host, self.name, self.roles = PROGRAM_HOST, COMMAND_NAME, [*section.roles]
+        program = options.program(self._seconds)
         self._options: dict[str, Any] = {
-            "program": options.program,
+            "program": program,
             "columns": options.columns,
             "at_once": share + bool(rest),
         }
-        if options.function is not None:
+        if options.function is None:  # its process has the deadlines
+            self._seconds += program["score_seconds"] + CLEAN_UP_SECONDS
+        else:
             target = locate(options.function, "multi_turn.agent", "agent", {})
             self._host, self.name = _HOST, target.attribute
             self._options = {"agent": target} | ({"roles": self.roles} if self.roles else {})
@@ -89,14 +94,28 @@ class Agent:
                 outcome = running.result()
             finally:
                 running.cancel()
-        if outcome.kind == "result" and trajectory.samples:
-            self._reward(trajectory, outcome.value, fail)
-        elif outcome.kind == "timeout":
+        if outcome.kind == "timeout":
             trajectory.ended = "time_limit"
+        elif outcome.kind == "result" and self._host is PROGRAM_HOST:
+            self._end(trajectory, fail, **outcome.value)
+        elif outcome.kind == "result" and trajectory.samples:
+            self._reward(trajectory, outcome.value, fail)
         elif outcome.kind == "result" or not trajectory.limit:
-            fail(trajectory, "it asked the policy for nothing" if outcome.kind == "result" else str(outcome.value))
+            fail(trajectory, NO_REQUEST if outcome.kind == "result" else str(outcome.value))
         else:  # it raised because of the limit
             trajectory.ended = trajectory.limit
+
+    def _end(
+        self, trajectory: Trajectory, fail: Callable[[Trajectory, str], None], value: Any, ended: str, failure: str
+    ) -> None:
+        """Set how a program has ended, and the reward of what it has left, also if it ran into a limit."""
+        if failure and not trajectory.limit:
+            fail(trajectory, failure)
+        elif not trajectory.samples and ended == "done":
+            fail(trajectory, NO_REQUEST)
+        else:
+            trajectory.ended = trajectory.limit if failure and ended == "done" else ended
+            trajectory.rewards = {self.name: value if trajectory.samples else 0.0}
 
     def _reward(self, trajectory: Trajectory, value: Any, fail: Callable[[Trajectory, str], None]) -> None:
         """Set the rewards that the agent returned; by role, those of the roles that have taken a turn."""

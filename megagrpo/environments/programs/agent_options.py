@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field, ValidationError, model_validator
 
 from megagrpo.config.basics.problems import Problem, ProblemError
-from megagrpo.config.sections.section import PositiveInt, Section
+from megagrpo.config.sections.section import PositiveInt, Seconds, Section
 from megagrpo.environments.programs.work_folder import PLACEHOLDER, parts_of
 from megagrpo.rewards.registry.target import Target
 from megagrpo.suggestions import did_you_mean
@@ -35,6 +35,7 @@ class AgentOptions(Section):
     files: dict[str, str] = Field(default_factory=dict)
     score: tuple[str, ...] = ()
     score_files: dict[str, str] = Field(default_factory=dict)
+    score_seconds: Seconds | None = None
     reward_file: str | None = None
     variables: tuple[str, ...] = ()
     concurrent: PositiveInt | None = None
@@ -70,11 +71,11 @@ class AgentOptions(Section):
             except ValueError as error:
                 yield Problem((f"{AGENT}.{key}",), str(error))
 
-    @property
-    def program(self) -> dict[str, Any]:
-        """The fields of `program_run.Program`."""
+    def program(self, seconds: float) -> dict[str, Any]:
+        """Return the fields of `program_run.Program`, of which a command may take `seconds`."""
         templates = {name: shlex.split(getattr(self, name)) for name in ("container", "start", "stop")}
         named = {name: getattr(self, name) for name in ("command", "files", "score", "score_files", "variables")}
+        named["seconds"], named["score_seconds"] = seconds, self.score_seconds or seconds
         return named | templates | {"reward_file": self.reward_file, "output_bytes": self.output_mb << 20}
 
     @property

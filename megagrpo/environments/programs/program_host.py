@@ -39,8 +39,9 @@ class ProgramHost:
             if not PLACEHOLDER.search(source) and not Path(source).exists():
                 raise ValueError(f"files: no file or folder {source}; correct the path")
 
-    async def __call__(self, client: dict[str, str], arguments: dict[str, Any]) -> float | None:
-        """Hold a conversation and return the reward. Raises InvalidRewards with the reason of a failure."""
+    async def __call__(self, client: dict[str, str], arguments: dict[str, Any]) -> dict[str, Any]:
+        """Hold a conversation, and return what `_Conversation.hold` returns. Raises InvalidRewards with the reason of a
+        failure."""
         await self._slots.acquire()
         ours, theirs = socket.socketpair()
         flush()
@@ -57,8 +58,8 @@ class ProgramHost:
         match answer:
             case {"failure": str() as failure, **rest} if not rest:
                 raise InvalidRewards(failure)
-            case {"value": float() | None as value, **rest} if not rest:
-                return None if value is None else reward_of(value, "its reward is")
+            case {"value": float() | None as value, "ended": str(), "failure": str()}:
+                return answer | {"value": None if value is None else reward_of(value, "its reward is")}
         raise InvalidRewards("its process died" if answer is None else MALFORMED)
 
     def _live(self, channel: Channel, client: dict[str, str], arguments: dict[str, Any]) -> NoReturn:

@@ -57,10 +57,16 @@ class Program:
     reward_file: str | None
     variables: Sequence[str]
     output_bytes: int
+    seconds: float  # of `start` and `command`
+    score_seconds: float
 
 
 class Failure(Exception):
     """Why a conversation has failed."""
+
+
+class Late(Failure):
+    """A command has not ended in its time."""
 
 
 class Left(Exception):
@@ -82,7 +88,7 @@ def live(program: Program, channel: Channel, client: Mapping[str, str], columns:
     folder, _ = make_folder(TEMPORARY, around.parent if owner_in(around.name, TEMPORARY) else around)
     answer: dict[str, Any] | None = None
     try:
-        answer = {"value": _Conversation(program, channel, client, columns, folder).hold()}
+        answer = _Conversation(program, channel, client, columns, folder).hold()
     except Left:
         pass
     except KeyError as error:
@@ -110,9 +116,10 @@ class _Conversation:
             (folder / "tmp").mkdir()
             self._environment["TMPDIR"] = str(folder / "tmp")
 
-    def hold(self) -> float | None:
-        """Return the reward. Raises Failure, Left, OSError and ValueError."""
-        program, client = self._program, self._client
+    def hold(self) -> dict[str, Any]:
+        """Return the reward as `value`, how the program has `ended`, and its `failure` if it has any. Raises Failure,
+        Left, OSError and ValueError."""
+        program, client, ends = self._program, self._client, time.monotonic() + self._program.seconds
         put_files(self._work, program.files, self._values)
         host = urlsplit(client["base_url"]).hostname or ""
         to_policy = {"OPENAI_BASE_URL": client["base_url"], "OPENAI_API_KEY": client["api_key"]}
@@ -120,21 +127,39 @@ class _Conversation:
         try:
             if program.start:
                 _check(*self._run(self._words(program.start), "start", None, _START_SECONDS), "start")
-            said = self._run(self._inside(program.command), "command", self._channel, extra=to_policy)
-            _check(*said, "command")
-            value = self._reward()
+            result = self._scored(to_policy, max(0.0, ends - time.monotonic()))
         except BaseException:
             with suppress(Failure):
                 self._stop()
             raise
         self._stop()
-        return value
+        return result
+
+    def _scored(self, to_policy: Mapping[str, str], seconds: float) -> dict[str, Any]:
+        """Run the program, and score what it leaves, also if it is late or fails: it may have failed at a limit of the
+        address, which the trainer knows."""
+        failure, ended = "", "done"
+        value: float | None = 0.0
+        try:
+            said = self._run(self._inside(self._program.command), "command", self._channel, seconds, to_policy)
+            if (failure := _failure(*said, "command")) and said[0] in _NOT_RUN:
+                raise Failure(failure)
+        except Late:
+            ended = "time_limit"
+        try:
+            value = self._reward(is_whole=not failure and ended == "done")
+        except Late:
+            ended = "time_limit"
+        except (Failure, OSError, ValueError):
+            if not failure:
+                raise
+        return {"value": value, "ended": ended, "failure": failure}
 
     def _stop(self) -> None:
         if self._program.stop:
             _check(*self._run(self._words(self._program.stop), "stop", None, _STOP_SECONDS), "stop")
 
-    def _reward(self) -> float | None:
+    def _reward(self, is_whole: bool) -> float | None:
         program, value = self._program, None
         if not program.start:  # else its container goes on
             kill_descendants()
@@ -142,10 +167,17 @@ class _Conversation:
             if program.reward_file is not None:  # the agent's is none
                 remove_below(self._work, program.reward_file.split("/"))
             put_files(self._work, program.score_files, self._values)
-            status, said = self._run(self._inside(program.score), "score", self._channel)
+            status, said = self._run(self._inside(program.score), "score", self._channel, program.score_seconds)
             _check(status if status in _NOT_RUN else 0, said, "score")
             value = float(status == 0)
-        return value if program.reward_file is None else read_number(self._work, program.reward_file)
+        if program.reward_file is None:
+            return value
+        try:
+            return read_number(self._work, program.reward_file)
+        except ValueError:
+            if is_whole or program.score:
+                raise
+            return 0.0
 
     def _inside(self, command: Sequence[str]) -> list[str]:
         return self._words(self._program.container, [filled(word, self._values) for word in command])
@@ -203,12 +235,13 @@ class _Conversation:
         try:
             is_over = False
             while not is_over:
-                ready = {descriptor for descriptor, _ in poll.poll(1000)}
+                left_ms = 1000.0 if deadline is None else 1000 * (deadline - time.monotonic()) + 1
+                ready = {descriptor for descriptor, _ in poll.poll(min(max(left_ms, 0), 1000))}
                 if watched is not None and watched.fileno() in ready:
                     raise Left
                 is_over = ended in ready
-                if deadline is not None and time.monotonic() > deadline:
-                    raise Failure(f"its {what} has not ended after {seconds:g} s")
+                if not is_over and deadline is not None and time.monotonic() > deadline:
+                    raise Late(f"its {what} has not ended after {seconds:g} s")
                 with suppress(BlockingIOError):
                     while left >= 0 and (data := os.read(reads, _READ_BYTES) if reads in ready or is_over else b""):
                         tail, left = (tail + data)[-_TAIL:], left - len(data)
@@ -229,11 +262,16 @@ class _Conversation:
         return process.returncode, tail.decode(errors="replace").strip()
 
 
+def _failure(status: int, said: str, what: str) -> str:
+    """Describe a status that is not 0."""
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+    return f"its {what} {how}: {said or 'it has printed nothing'}" if status else ""
+
+
 def _check(status: int, said: str, what: str) -> None:
     """Raise Failure for a status that is not 0."""
-    if status:
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
-        raise Failure(f"its {what} {how}: {said or 'it has printed nothing'}")
+    if failure := _failure(status, said, what):
+        raise Failure(failure)
 
 
 def _reap_orphans(kept: int) -> bool:

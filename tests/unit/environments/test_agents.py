@@ -1035,7 +1035,7 @@ def test_a_program_that_fails_costs_its_own_conversation(program, policy, option
     with program(**options) as agents:
         (rollout,) = conversed(agents, lambda: policy.seat(columns=columns))
     assert rollout.dialogue.ended == ("failed" if reason else "budget")
-    assert rollout.dialogue.rewards == {"command": 0.0} and re.search(reason, caplog.text)
+    assert rollout.dialogue.rewards == {"command": 0.0 if reason else None} and re.search(reason, caplog.text)
 
 
 def test_hidden_files_replace_what_the_agent_has_put_there_and_follow_no_link(program, policy, tmp_path):
@@ -1058,10 +1058,10 @@ def test_a_program_is_killed_with_its_daemons_at_the_end_at_a_deadline_and_with_
     with program("daemon()", score=["true"]) as agents:
         (rollout,) = conversed(agents, lambda: policy.seat())
         assert rollout.dialogue.rewards == {"command": 1.0} and not program.left()
-    with program("daemon(); time.sleep(999)", max_seconds=3.0) as agents:
+    with program("daemon(); time.sleep(999)", score=["sleep", "99"], max_seconds=3.0, score_seconds=0.5) as agents:
         (rollout,) = conversed(agents, lambda: policy.seat())
-        assert rollout.dialogue.ended == "time_limit"
-        wait_until(lambda: not program.left())
+        assert (rollout.dialogue.ended, rollout.dialogue.rewards) == ("time_limit", {"command": 0.0})
+        assert not program.left()
     with program("daemon(); open('up', 'w'); time.sleep(999)") as agents:
 
         async def run():
@@ -1077,6 +1077,42 @@ def test_a_program_is_killed_with_its_daemons_at_the_end_at_a_deadline_and_with_
         trajectory = asyncio.run(run())
         assert (trajectory.ended, trajectory.cause) == ("failed", "died")
         wait_until(lambda: not program.left())
+
+
+SCORED = dict(score=["sh", "-c", "{score}"], score_seconds=3.0)
+LEAVING = {  # options; what programs do after their answer and how they are scored: how they end, and their rewards
+    "score": (
+        SCORED,
+        {
+            ("time.sleep(99)", "test -e answer.txt"): ("time_limit", 1.0),
+            ("time.sleep(99)", "exit 125"): ("failed", 0.0),
+            ("pass", "sleep 99"): ("time_limit", 0.0),
+            ("sys.exit(ask('a'))", "test -e answer.txt"): ("max_turns", 1.0),
+            ("sys.exit(1)", "true"): ("failed", 0.0),
+            ("sys.exit(1)", "sleep 99"): ("failed", 0.0),
+        },
+    ),
+    "file": (
+        dict(reward_file="r"),
+        {
+            ("open('r', 'w').write('0.5'); time.sleep(99)", ""): ("time_limit", 0.5),
+            ("time.sleep(99)", ""): ("time_limit", 0.0),
+        },
+    ),
+    "others": ({}, {("time.sleep(99)", ""): ("time_limit", None)}),
+}
+
+
+@pytest.mark.parametrize(("options", "cases"), LEAVING.values(), ids=LEAVING)
+def test_what_a_program_leaves_at_a_limit_is_scored(program, policy, options, cases):
+    seats = [
+        lambda what=what, score=score: policy.seat(columns={"what": what, "score": score}, max_turns=1)
+        for what, score in cases
+    ]
+    with program("{what}", max_seconds=6.0, **options) as agents:
+        rollouts = conversed(agents, *seats)
+    assert [(r.dialogue.ended, r.dialogue.rewards["command"]) for r in rollouts] == [*cases.values()]
+    assert {r.text for r in rollouts} == {"one"}
 
 
 RUNTIME = """#!/bin/sh
