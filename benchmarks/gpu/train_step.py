@@ -56,7 +56,6 @@ RECIPES = (
     "blockwise",
     "blockwise_kept",
     "tensorwise_kept",
-    "delayed",
     "mxfp8",
 )  # the last one needs a Blackwell chip
 Sizes = Sequence[tuple[int, int]]  # (prompt, response) tokens of each sample

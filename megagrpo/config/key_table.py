@@ -14,6 +14,7 @@ from megagrpo.config.run_config import RunConfig
 from megagrpo.config.sections.section import ShownAs
 
 _CURRICULUM = "write data.curriculum: [0.1, 0.9], the lowest and the highest pass rate"
+_DELAYED = "the recipe delayed is gone; choose tensorwise, blockwise or mxfp8 (docs/fp8.md)"
 _AS_FILE = "name the tracker's file in run.trackers (docs/trackers.md)"
 # dotted key of an earlier version -> its default then, and what to write instead
 REMOVED_KEYS: dict[str, tuple[Any, str]] = {
@@ -24,6 +25,9 @@ REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "evaluation.min_p": (0.0, "use evaluation.top_p or evaluation.top_k"),
     "evaluation.sets.NAME.min_p": (None, "use the set's top_p or top_k"),
     "lora.use_dora": (False, "DoRA is gone; train LoRA (docs/lora.md)"),
+    "model.fp8_amax_compute_algo": ("max", _DELAYED),
+    "model.fp8_amax_history_len": (1024, _DELAYED),
+    "model.fp8_margin": (0, _DELAYED),
     "multi_turn.completion_length_limit_scope": (
         "total",
         "leave it out: with multi_turn.max_response_length, rollout.max_completion_length limits each turn",

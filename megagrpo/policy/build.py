@@ -34,7 +34,6 @@ from megagrpo.policy.attention.head_norms import UnitNorm
 from megagrpo.policy.attention.packed import AxisRotary, NoRotary, Rotary, ScaledRotary, TorchAttention
 from megagrpo.policy.attention.sparse import SparseAttention
 from megagrpo.policy.blocks.parallel_blocks import join_norms
-from megagrpo.policy.fp8.megatron_patches import leave_fp8
 from megagrpo.policy.fp8.products import quantise_linears
 from megagrpo.policy.images.trained_tower import attach_tower
 from megagrpo.policy.layers.embedding import ScaledEmbedding, TokenEmbedding
@@ -80,9 +79,7 @@ def build_model(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> l
         _set_rotary(chunk, hf_config, options.longest_sequence)
         _accumulate_in_products(chunk)
     if fp8 is not None and not device.has_transformer_engine():
-        quantise_linears(chunks, fp8, hf_config.layers_per_block, layout.process_groups.tp_dp_cp)
-    elif fp8 is not None and fp8.history is not None:
-        leave_fp8(chunks, fp8.bf16_layers, hf_config.layers_per_block)
+        quantise_linears(chunks, fp8, hf_config.layers_per_block)
     attach_tower(chunks[0], hf_config, options)
     return chunks
 

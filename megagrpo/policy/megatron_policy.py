@@ -26,7 +26,6 @@ from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
 from megagrpo.policy.device_checks import check_fused
 from megagrpo.policy.find_nan import BadTensor, GradientCheck, NonFiniteError, bad_weight, first_cause
-from megagrpo.policy.fp8.delayed_scaling import scaling_of
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.masters import drop_unrounded
 from megagrpo.policy.images.image_inputs import inputs_of, shares_prompts
@@ -92,7 +91,6 @@ class MegatronPolicy:
             self.optimizer, config.train, config.run.num_steps * config.algorithm.updates_per_step
         )
         check_fused(config.train, config.algorithm, config.rollout.truncates, self.dtype, hf_config.hidden_size)
-        self._scaling = scaling_of(self.chunks)
         self.replay = RoutingReplay(self.chunks, hf_config) if config.rollout.routing_replay != "off" else NO_REPLAY
         self._routers = RouterTerms(self.chunks, config.algorithm, layout)
         self._schedule = get_forward_backward_func()
@@ -297,8 +295,6 @@ class MegatronPolicy:
         iterators = [iter(moved) for _ in self.model]
         single = len(self.model) == 1
         self.phases.task.expect(len(moved), "micro-batches")
-        if self._scaling is not None:
-            self._scaling.begin()
         with hidden_states(self.chunks), self.replay.passing(trains=not forward_only):
             yield dict(
                 forward_step_func=forward_step,

@@ -21,8 +21,7 @@ def sharded_state(chunk: nn.Module, metadata: dict[str, Any], adapters_only: boo
     """Return Megatron's sharded state of `chunk`, without extra states; with `adapters_only` without the base model's
     weights.
 
-    The extra state of Megatron's linears is None. Transformer Engine's layers have an empty one, or with delayed
-    scaling a pickle, which Transformer Engine refuses to read. `scale_state` saves its contents as tensors.
+    The extra state of Megatron's linears is None, and that of Transformer Engine's layers is empty.
     """
     return {
         name: entry

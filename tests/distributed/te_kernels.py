@@ -8,7 +8,6 @@ tests the kernels themselves.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -60,7 +59,6 @@ def put_kernels(*more: Callable) -> None:
         setattr(float8_tensor.Float8Quantizer, name, getattr(float8_tensor.Float8CurrentScalingQuantizer, name))
     DotProductAttention.forward = attention
     utils.multi_tensor_applier = scales_and_inverses
-    os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"  # delayed scales in torch
 
 
 def _pretend() -> None:

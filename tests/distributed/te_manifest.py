@@ -31,7 +31,7 @@ from megagrpo.families.shared.architecture import HfConfig
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.platform.parallel.planned_layouts import imagined_layouts
 from megagrpo.policy.build import build_model
-from megagrpo.policy.fp8.fp8_settings import Fp8, History
+from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.megatron_patches import keep_in_bf16
 from megagrpo.policy.model_state import sharded_state
 from megagrpo.policy.transformer.transformer_config import ModelOptions
@@ -42,12 +42,6 @@ FILE = Path(__file__).parents[1] / "vectors" / "te_manifest.json"
 CASES = [*MODELS]
 CUT = dict(tp=2, sequence_parallel=True, ep=2, etp=1)  # the layout beside one process
 DTYPE = torch.bfloat16
-HISTORIES = [
-    (History(1024), "hybrid"),
-    (History(3, "max", 1), "e4m3"),
-    (History(1), "hybrid"),
-    (History(4, "most_recent"), "hybrid"),
-]
 Weights = dict[str, str]
 
 
@@ -126,56 +120,12 @@ def fp8_recipe(recipe: str, form: str) -> str:
     from megatron.core import fp8_utils
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    fp8 = Fp8(recipe, form == "hybrid", history=History(16, "max", 2) if recipe == "delayed" else None)
+    fp8 = Fp8(recipe, form == "hybrid")
     config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=1, **fp8.megatron_config())
     keep_in_bf16(config, [0, 3])
     contexts = [fp8_utils.get_fp8_context(config, layer) for layer in range(4)]
     assert [isinstance(context, nullcontext) for context in contexts] == [True, False, False, True]
     return repr(fp8_utils.get_fp8_recipe(config))
-
-
-# whether a backward pass follows; the largest magnitudes of input, weight and output gradient
-Pass = tuple[bool, list[float]]
-
-
-def passes(seed: int) -> list[Pass]:
-    """Micro-batches of a run: magnitudes that change, one that is 0, one that is not finite, and log-probs in
-    between."""
-    sizes = (10 ** (torch.rand(12, 3, generator=torch.Generator().manual_seed(seed)) * 6 - 4)).tolist()
-    sizes[3][0], sizes[6][1], sizes[8][2] = 0.0, float("inf"), 0.0
-    return [(i % 4 != 0, size) for i, size in enumerate(sizes)]
-
-
-def delayed_scales(history: History, form: str, run: list[Pass]) -> list[list[float]]:
-    """The scales that Transformer Engine computes for one linear after each pass. Its kernels compute the largest
-    magnitudes; the scales can also be computed in torch."""
-    from megatron.core import fp8_utils
-    from megatron.core.transformer.transformer_config import TransformerConfig
-    from transformer_engine.pytorch import autocast, quantization
-
-    manager = quantization.FP8GlobalStateManager
-    manager.reset()
-    fp8 = Fp8("delayed", form == "hybrid", history=history)
-    recipe = fp8_utils.get_fp8_recipe(
-        TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1, **fp8.megatron_config())
-    )
-    forward, backward = (
-        quantization.DelayedScalingRecipeState(recipe, mode=mode, num_quantizers=count, device=torch.device("cpu"))
-        for mode, count in (("forward", 3), ("backward", 2))
-    )
-    manager.add_fp8_tensors_to_global_buffer(
-        dict(recipe=recipe, fp8_group=None, scaling_fwd=forward, scaling_bwd=backward)
-    )
-    found = []
-    for trains, (*inputs, gradient) in run:
-        with torch.set_grad_enabled(trains), autocast(enabled=True, recipe=recipe):
-            forward.amax_history[0, :2] = torch.maximum(forward.amax_history[0, :2], torch.tensor(inputs))
-        if trains:
-            backward.amax_history[0, 0] = gradient
-            # as the first linear does at the end of its backward pass
-            manager.reduce_and_update_fp8_tensors(forward=False)
-        found.append([*forward.scale[:2].tolist(), backward.scale[0].item()])
-    return found
 
 
 def record() -> dict[str, Any]:
@@ -190,18 +140,16 @@ def record() -> dict[str, Any]:
         print(name, len(models[name][0]), len(keys[name]), file=sys.stderr)
     recipes = {
         f"{recipe} {form}": fp8_recipe(recipe, form)
-        for recipe in ("tensorwise", "delayed", "blockwise", "mxfp8")
+        for recipe in ("tensorwise", "blockwise", "mxfp8")
         for form in ("e4m3", "hybrid")
     }
     packages = ("torch", "megatron-core", "transformer-engine")
     made_by = "tests/distributed/te_manifest.py: " + ", ".join(f"{p} {version(p)}" for p in packages)
-    scales = [delayed_scales(history, form, passes(seed)) for seed, (history, form) in enumerate(HISTORIES)]
     return {
         "produced_by": made_by,
         "models": models,
         "checkpoint_keys": keys,
         "recipes": recipes,
-        "delayed_scales": scales,
     }
 
 

@@ -24,7 +24,7 @@ CASES = [
     ),
     pytest.param(Case("pp2_vpp2", 2, dict(pp=2, vpp=2)), "llama_tied", dict(recompute="full"), marks=pytest.mark.full),
     pytest.param(Case("cp2", 2, dict(cp=2)), "qwen2_untied", dict(recompute="selective"), marks=pytest.mark.full),
-    pytest.param(Case("ep2", 2, dict(ep=2)), "qwen3_moe", dict(fp8_recipe="delayed"), marks=pytest.mark.full),
+    pytest.param(Case("ep2", 2, dict(ep=2)), "qwen3_moe", dict(fp8_recipe="tensorwise"), marks=pytest.mark.full),
 ]
 
 

@@ -69,18 +69,10 @@ def test_a_layer_that_eight_bits_damage_is_told_from_those_that_only_get_its_err
     assert 2 * max(drift[:DAMAGED]) < min(drift[DAMAGED:])
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.full)])
-def test_a_layer_in_bf16_has_no_error_of_its_own(recipe, damaged):
-    (errors,) = errors_of(damaged, bf16_layers=[0, DAMAGED], fp8_recipe=recipe)
+def test_a_layer_in_bf16_has_no_error_of_its_own(damaged):
+    (errors,) = errors_of(damaged, bf16_layers=[0, DAMAGED], fp8_recipe="tensorwise")
     for e in errors.layers:
         assert (e.activation == e.gradient == 0) == (e.layer in (0, DAMAGED)), e
-
-
-@pytest.mark.full
-def test_delayed_scales_find_the_same_layer_once_they_have_seen_the_batch(damaged):
-    (now,), (delayed,) = (errors_of(damaged, fp8_recipe=recipe) for recipe in ("tensorwise", "delayed"))
-    for one, other in zip(now.layers, delayed.layers, strict=True):
-        assert 0.5 < other.activation / one.activation < 2
 
 
 @pytest.mark.full

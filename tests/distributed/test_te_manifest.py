@@ -4,16 +4,13 @@ to the same tensors as our parameters."""
 import json
 
 import pytest
-import torch
 from ranks import run_ranks
 from te_manifest import (
     CASES,
     FILE,
-    HISTORIES,
     architecture,
     checkpoint_keys,
     chunk_of,
-    passes,
     recorded_chunk,
     variants,
 )
@@ -21,9 +18,6 @@ from te_manifest import (
 from megagrpo.config import ParallelSection
 from megagrpo.families.family_index import FAMILIES
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.policy.fp8 import delayed_scaling
-from megagrpo.policy.fp8.delayed_scaling import GRADIENT, INPUT, WEIGHT, DelayedScaling
-from megagrpo.policy.fp8.rounding import E4M3, E5M2
 from megagrpo.policy.transformer.specs import LAYERS_PER_BLOCK
 from megagrpo.weights.blocks.parameter_blocks import blocks, tensor_names
 
@@ -70,21 +64,6 @@ def test_every_parameter_of_transformer_engine_is_a_part_of_a_tensor_and_the_sam
     assert run_ranks(differences, 1)[0] == []
 
 
-@pytest.mark.parametrize("case", range(len(HISTORIES)))
-def test_delayed_scales_are_those_of_transformer_engine(case, monkeypatch):
-    monkeypatch.setattr(delayed_scaling.dist, "get_world_size", lambda group: 1)
-    (history, form), expected = HISTORIES[case], MANIFEST["delayed_scales"][case]
-    scaling = DelayedScaling(1, history, E5M2 if form == "hybrid" else E4M3, None)
-    for (trains, sizes), scales in zip(passes(case), expected, strict=True):
-        for part, size in zip((INPUT, WEIGHT), sizes, strict=False):
-            scaling.note(0, part, torch.tensor([-size]))
-        if trains:
-            scaling.update([INPUT, WEIGHT])
-            scaling.note(0, GRADIENT, torch.tensor([sizes[GRADIENT]]))
-            scaling.update([GRADIENT])
-        assert scaling.scale[0].tolist() == pytest.approx(scales, rel=1e-6)
-
-
 def test_the_recipes_of_transformer_engine_scale_what_ours_scale():
     told = MANIFEST["recipes"]
     assert all(
@@ -95,7 +74,5 @@ def test_the_recipes_of_transformer_engine_scale_what_ours_scale():
         assert tensorwise.startswith("recipe_type=Float8CurrentScaling") and "power_2_scale=True" not in tensorwise
         assert blockwise.startswith("recipe_type=Float8BlockScaling") and "power_2_scale=False" not in blockwise
         assert all(f"{what}_block_scaling_dim={dims}" in blockwise for what, dims in (("x", 1), ("w", 2), ("grad", 1)))
-        assert told[f"delayed {form}"].startswith("recipe_type=DelayedScaling")
-        assert all(said in told[f"delayed {form}"] for said in ("margin=2", "amax_history_len=16", "reduce_amax=True"))
         assert mxfp8.startswith("recipe_type=MXFP8BlockScaling") and "enable_2d_quantization=False" in mxfp8
         assert not any(f"amax_epsilon={size}" in told for told in (tensorwise, blockwise) for size in (1, "1e"))

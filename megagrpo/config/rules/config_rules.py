@@ -321,13 +321,6 @@ def fused_problems(config: RunConfig) -> Iterator[Problem]:
 def fp8_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield FP8 options without an FP8 recipe, and options that adapters exclude with one."""
     m, recipe = config.model, "model.fp8_recipe"
-    if m.fp8_recipe != "delayed":
-        reason = (
-            f"only applies to scales with a history, but {recipe} is {m.fp8_recipe}; choose delayed, or leave it out"
-        )
-        for name in ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin"):
-            if (value := getattr(m, name)) != type(m).model_fields[name].default:
-                yield Problem((f"model.{name}", recipe), f"{value} {reason}")
     if m.fp8_recipe != "none" and config.lora.enabled:
         yield from _fp8_lora_problems(config)
     if m.fp8_recipe != "none" and m.fp8_param:
@@ -362,7 +355,7 @@ def _fp8_lora_problems(config: RunConfig) -> Iterator[Problem]:
 def _fp8_param_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield options that contradict FP8 weights between steps."""
     m, t, key = config.model, config.train, "model.fp8_param"
-    if m.fp8_recipe in ("delayed", "mxfp8"):
+    if m.fp8_recipe == "mxfp8":
         reason = f"true does not support model.fp8_recipe {m.fp8_recipe}; choose tensorwise or blockwise"
         yield Problem((key, "model.fp8_recipe"), reason)
     if m.precision == "fp32":

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megagrpo.config.basics.problems import Problem
-from megagrpo.config.sections.section import NonNegativeInt, PositiveInt, Section, Share
+from megagrpo.config.sections.section import PositiveInt, Section, Share
 
 
 class ModelSection(Section):
@@ -22,15 +22,9 @@ class ModelSection(Section):
     """Tokenizer folder, hub name, or a bare SentencePiece `.model` file; the model's own when empty."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute precision. bf16 keeps fp32 master weights. auto: bf16 on GPUs and CPUs with bf16 support, else fp32."""
-    fp8_recipe: Literal["none", "tensorwise", "delayed", "blockwise", "mxfp8"] = "none"
-    """Multiply in FP8 in the blocks' linears, with a scale per tensor (`tensorwise`, `delayed`), 128 numbers
+    fp8_recipe: Literal["none", "tensorwise", "blockwise", "mxfp8"] = "none"
+    """Multiply in FP8 in the blocks' linears, with a scale per tensor (`tensorwise`), 128 numbers
     (`blockwise`) or 32 numbers (`mxfp8`, on Blackwell). docs/fp8.md."""
-    fp8_amax_history_len: PositiveInt = 1024
-    """With `delayed`: number of micro-batches in the amax history that determines a scale."""
-    fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
-    """With `delayed`: a scale uses the largest amax of the history, or the most recent one."""
-    fp8_margin: NonNegativeInt = 0
-    """With `delayed`: scales are divided by 2^margin, which leaves headroom for larger values."""
     fp8_format: Literal["auto", "hybrid", "e4m3"] = "auto"
     """Format of FP8 numbers. e4m3: all tensors. hybrid: gradients in e5m2, with more range and less precision. auto:
     hybrid with one scale per tensor, else e4m3."""
@@ -66,7 +60,7 @@ class ModelSection(Section):
     @property
     def hybrid_fp8(self) -> bool:
         """Whether FP8 gradients are in e5m2."""
-        by_recipe = self.fp8_format == "auto" and self.fp8_recipe in ("tensorwise", "delayed")
+        by_recipe = self.fp8_format == "auto" and self.fp8_recipe == "tensorwise"
         return self.fp8_format == "hybrid" or by_recipe
 
     @property
@@ -77,12 +71,12 @@ class ModelSection(Section):
     @property
     def token_align(self) -> int:
         """A rank's tokens per product are a multiple of this: FP8 products in the backward pass reduce over tokens."""
-        return {"none": 1, "tensorwise": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}[self.fp8_recipe]
+        return {"none": 1, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}[self.fp8_recipe]
 
     @property
     def width_align(self) -> int:
         """A linear's input and output sizes per rank are a multiple of this, as Transformer Engine's FP8 requires."""
-        return {"none": 1, "tensorwise": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32}[self.fp8_recipe]
+        return {"none": 1, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}[self.fp8_recipe]
 
 
 class ParallelSection(Section):

@@ -231,7 +231,7 @@ def gpu_problems(config: RunConfig, gpu: Gpu) -> Iterator[Problem]:
     """Yield FP8 recipes and kernels that the GPU does not support."""
     recipe = config.model.fp8_recipe
     if recipe != "none" and not (gpu.fp8_tflops and (recipe != "mxfp8" or gpu.mxfp8)):
-        others = "none, tensorwise, delayed or blockwise" if gpu.fp8_tflops else "none"
+        others = "none, tensorwise or blockwise" if gpu.fp8_tflops else "none"
         yield Problem(("model.fp8_recipe",), f"{recipe} does not run on {gpu.name}; choose {others}")
     if config.train.fused_logprobs and not gpu.hopper:
         yield Problem(("train.fused_logprobs",), f"true needs a Hopper GPU, but the GPU is {gpu.name}; set it to false")

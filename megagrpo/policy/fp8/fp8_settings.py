@@ -9,21 +9,10 @@ import torch
 
 from megagrpo.config import ModelSection
 from megagrpo.platform import device
-from megagrpo.policy.fp8.megatron_patches import patch_recipe
 from megagrpo.policy.fp8.rounding import E4M3, E5M2, Tile
 
 # elements along the summed dim that share a scale; None: all
 BLOCKS = {"tensorwise": None, "blockwise": 128, "mxfp8": 32}
-
-
-@dataclass(frozen=True)
-class History:
-    """How a scale of recipe `delayed` follows from `length` amaxes: from the largest of all ("max") or the newest
-    ("most_recent"), divided by 2^margin."""
-
-    length: int = 1024
-    algo: str = "max"
-    margin: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,7 +22,6 @@ class Fp8:
     recipe: str  # as in `model.fp8_recipe`
     hybrid: bool  # gradients are e5m2
     bf16_layers: frozenset[int] = frozenset()  # decoder layers without FP8, counted from 0
-    history: History | None = None  # with recipe `delayed`
     pads_routing: bool = False  # routers pad each expert's tokens to the multiple that FP8 needs
     keeps_weights: bool = False  # weights stay in FP8 between steps
 
@@ -50,12 +38,10 @@ class Fp8:
                 f"{wrong[0]} is out of range: the model has {num_layers} layers; use -{num_layers} to {num_layers - 1}"
             )
             raise ValueError(f"model.bf16_layers: {problem}")
-        history = History(model.fp8_amax_history_len, model.fp8_amax_compute_algo, model.fp8_margin)
         return cls(
             model.fp8_recipe,
             model.hybrid_fp8,
             frozenset(i % num_layers for i in model.bf16_layers),
-            history if model.fp8_recipe == "delayed" else None,
             model.moe_router_padding_for_quantization,
             model.fp8_param,
         )
@@ -72,12 +58,9 @@ class Fp8:
             )
         if not device.has_transformer_engine():
             return {}
-        patch_recipe()
         fields: dict[str, Any] = dict(fp8="hybrid" if self.hybrid else "e4m3", fp8_recipe=self.recipe)
         fields |= dict(moe_router_padding_for_quantization=True) if self.pads_routing else {}
         fields |= dict(fp8_param=True) if self.keeps_weights else {}
-        if h := self.history:
-            fields |= dict(fp8_amax_history_len=h.length, fp8_amax_compute_algo=h.algo, fp8_margin=h.margin)
         return fields
 
     @property

@@ -15,7 +15,6 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
-from megagrpo.policy.fp8.delayed_scaling import DelayedOperands, Slot, delay
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.masters import patch_optimizer
 from megagrpo.policy.fp8.rounding import E4M3, round_to
@@ -28,10 +27,6 @@ class CurrentScaling:
     """Rounds the operands of a linear's products, each by scales of the current tensor."""
 
     fp8: Fp8
-
-    def operands(self, x: Tensor, weight: Tensor) -> CurrentScaling:
-        """Return how a linear rounds x [..., in] and its weight [out, in]. Here that does not depend on them."""
-        return self
 
     def input(self, x: Tensor, dim: int) -> Tensor:
         """Return x [rows, width] rounded to e4m3, float32."""
@@ -50,15 +45,10 @@ class CurrentScaling:
         return round_to(x, dtype, self.fp8.tile(x.shape, dim, square), power_of_two=self.fp8.powers_of_two)
 
 
-Operands = CurrentScaling | DelayedOperands  # round the operands of one linear's products
-
-
-def quantise_linears(
-    chunks: Sequence[nn.Module], fp8: Fp8, layers_per_block: int, amax_group: torch.distributed.ProcessGroup
-) -> None:
+def quantise_linears(chunks: Sequence[nn.Module], fp8: Fp8, layers_per_block: int) -> None:
     """Make linears of the bare chunks' decoder layers, experts included, multiply in emulated FP8 as the recipe says.
 
-    With `fp8.keeps_weights` weights are rounded to FP8, else unchanged. Ranks of `amax_group` share delayed scales.
+    With `fp8.keeps_weights` weights are rounded to FP8, else unchanged.
     """
     inside = [
         layer for layer in layers_of(chunks) if (layer.layer_number - 1) // layers_per_block not in fp8.bf16_layers
@@ -73,8 +63,6 @@ def quantise_linears(
         mix_in(linear, Quantised)
         if fp8.keeps_weights:
             store_in_fp8(linear, fp8.tile(linear.weight.shape, dim=1, square=True), fp8.powers_of_two)
-    if fp8.history is not None:
-        delay(chunks, linears, fp8.history, fp8.gradients, amax_group)
 
 
 class Quantised:
@@ -84,7 +72,7 @@ class Quantised:
     has the scales of the whole.
     """
 
-    fp8: CurrentScaling | Slot
+    fp8: CurrentScaling
     tp_group: torch.distributed.ProcessGroup
 
     def _forward_impl(
@@ -92,8 +80,7 @@ class Quantised:
     ) -> Tensor:
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=self.tp_group)
-        operands = self.fp8.operands(input, weight)
-        output = Product.apply(input, weight, operands, self.tp_group if options["allreduce_dgrad"] else None)
+        output = Product.apply(input, weight, self.fp8, self.tp_group if options["allreduce_dgrad"] else None)
         return output if bias is None else output + bias
 
 
@@ -105,7 +92,7 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, operands: Operands, group: torch.distributed.ProcessGroup | None
+        ctx: Any, x: Tensor, weight: Tensor, operands: CurrentScaling, group: torch.distributed.ProcessGroup | None
     ) -> Tensor:
         """Return the product [..., out]."""
         ctx.save_for_backward(x)

@@ -188,7 +188,6 @@ def measure(
         batch = pack(samples, packing_rules(config, share_prompts=False), layout.dp_rank, layout.dp_size)
         expected, gradients, logprobs = _run(_policy(plain, layout, hf_config, folder), batch)
         policy = _policy(config, layout, hf_config, folder)
-        _run(policy, batch)  # delayed scales have then seen the batch
         measured, whole_gradients, found_logprobs = _run(policy, batch)
         own, own_gradients, _ = _run(policy, batch, like=expected)
         sums: Sums = {}

@@ -67,8 +67,6 @@ def take_step(
         policy, batch, logprobs = prepare(config, hf_config, layout, samples, weights)
         divisor = denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length)
         batch = add_step_terms(batch, policy, divisor, config.algorithm.entropy_coef)
-        if config.model.fp8_recipe == "delayed":  # gradients' scales too: a new maximum depends on its micro-batch
-            policy.backward(batch, make_loss(config.algorithm), divisor)
         metrics = policy.backward(batch, make_loss(config.algorithm), divisor)
         gather_gradients(policy.model)
         gradients, apart, padding = whole_tensors(policy, hf_config, layout, attrgetter("main_grad"))
@@ -104,8 +102,6 @@ def prepare(
     _move_away(policy)
     policy.weights_changed()
     batch = pack(samples, packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
-    if config.model.fp8_recipe == "delayed":  # scales then follow the whole batch, however it is packed
-        policy.backward(batch, policy_gradient, batch.num_tokens)
     if config.rollout.routing_replay == "engine":
         shape = route_shape(hf_config)
         batch = with_sample_routes(batch, random_routes(samples, shape), layout, shape)

@@ -25,14 +25,12 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megagrpo.families.hf_config import HfConfig, architecture_differences, load_hf_config
 from megagrpo.platform import device
 from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.cleanup.removal import remove
-from megagrpo.policy.fp8.scale_state import load_scales, sharded_scales
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state
 from megagrpo.policy.optimizer.policy_optimizer import dense_moments
@@ -204,8 +202,6 @@ class Checkpointer:
         # float32 shards are views of leaf tensors, on which autograd forbids in-place writes
         with dense_moments(self.policy.optimizer), torch.no_grad():
             state = self._sharded_state(is_loading=True, with_rng=same_layout, reference=reference)
-            with_scales = _holds(path, state["fp8"])
-            state |= {} if with_scales else {"fp8": {}}
             try:
                 loaded = read_state(state, path)
             except (Exception, CheckpointException) as e:  # CheckpointException is not a subclass of Exception
@@ -216,8 +212,6 @@ class Checkpointer:
             follow_config(loaded["optimizer"], self.policy.config.train)
             self.policy.optimizer.load_state_dict(loaded["optimizer"])
         self.policy.scheduler.load_state_dict(loaded["scheduler"])
-        if with_scales:
-            load_scales(self.policy.chunks, loaded["fp8"])
         if reference is not None:
             reference.load_state_dict(loaded["reference"])
         self.policy.masters_changed()
@@ -281,7 +275,6 @@ class Checkpointer:
         # only now: the optimizer identifies parameters by object identity
         state |= {name: dense_state(state[name]) for name in self._chunk_names()}
         state["scheduler"] = self.policy.scheduler.state_dict()
-        state["fp8"] = sharded_scales(self.policy.chunks, self.layout)
         if reference is not None:
             state["reference"] = reference.sharded_state_dict(metadata=local)
         if with_rng:
@@ -335,13 +328,6 @@ def _check_tower(path: Path, hf_config: HfConfig) -> None:
     if trained != stored:
         said = f"{path} has {'a' if stored else 'no'} trained vision tower, unlike this run"
         raise CheckpointError(f"{said}; set model.freeze_vision_tower to {str(not stored).lower()}")
-
-
-def _holds(path: Path, scales: dict[str, Any]) -> bool:
-    """Whether the checkpoint has these FP8 scales. Another recipe or amax history length has other scales."""
-    stored = StoredTensors(path).metadata.state_dict_metadata
-    shapes = {key: tuple(value.size) for key, value in stored.items() if isinstance(value, TensorStorageMetadata)}
-    return bool(scales) and all(shapes.get(key) == tuple(t.global_shape) for key, t in scales.items())
 
 
 def _other_model(path: Path, hf_config: HfConfig) -> str:

@@ -90,7 +90,7 @@ def test_fp8_shortens_what_linears_take_and_is_refused_where_the_gpu_has_none():
     made = plan(config("model.fp8_recipe=mxfp8"), 8)
     for gpu, said in {
         "a100": "choose none",
-        "h100": "choose none, tensorwise, delayed or blockwise",
+        "h100": "choose none, tensorwise or blockwise",
         "b200": None,
     }.items():
         settings = config("model.fp8_recipe=mxfp8")

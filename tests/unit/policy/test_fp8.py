@@ -64,15 +64,6 @@ from tests.unit.for_each import for_each
             "model.fp8_param: true rounds away small updates of the reference; set algorithm.sync_ref_model to false",
         ),
         (
-            ["model.fp8_recipe=tensorwise", "model.fp8_amax_history_len=16"],
-            "model.fp8_amax_history_len: 16 only applies to scales with a history, but model.fp8_recipe is "
-            "tensorwise; choose delayed",
-        ),
-        (
-            ["model.fp8_margin=1"],
-            "model.fp8_margin: 1 only applies to scales with a history, but model.fp8_recipe is none; choose delayed",
-        ),
-        (
             ["model.fp8_recipe=mxfp8", "lora.rank=4", "lora.target_parameters=[experts.down_proj]"],
             "model.fp8_recipe: mxfp8 multiplies experts in groups, without adapters; leave lora.target_parameters "
             "empty, or choose none",
@@ -97,7 +88,6 @@ def test_options_that_say_nothing_or_contradict_each_other_are_refused(tmp_path,
     [
         ("none", dict(tp=4, cp=2, sequence_parallel=True), 16),
         ("tensorwise", {}, 16),
-        ("delayed", {}, 16),
         ("blockwise", dict(cp=2), 256),
         ("mxfp8", dict(tp=3, cp=2, sequence_parallel=True), 192),
     ],
@@ -139,13 +129,6 @@ def test_megatron_is_told_where_transformer_engine_multiplies(monkeypatch):
     assert fp8.megatron_config() == {}
     monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
     assert fp8.megatron_config() == dict(fp8="e4m3", fp8_recipe="blockwise")
-    delayed = Fp8.of(
-        section(fp8_recipe="delayed", fp8_amax_history_len=7, fp8_amax_compute_algo="most_recent", fp8_margin=1), 2
-    )
-    told = delayed.megatron_config()
-    assert told == dict(
-        fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=7, fp8_amax_compute_algo="most_recent", fp8_margin=1
-    )
     kept = Fp8.of(section(fp8_recipe="blockwise", fp8_param=True), 2)
     assert kept.megatron_config() == dict(fp8="e4m3", fp8_recipe="blockwise", fp8_param=True)
     config = TransformerConfig(
