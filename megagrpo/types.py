@@ -51,6 +51,11 @@ class Prompt:
     )  # its own parameters (`data/tokens/row_settings.py`), JSON values
     expected_length: float = 0.0  # mean tokens of the responses at the prompt's last visit; 0 if it had none
     task: str = ""  # name of its task, if the run has several
+    num_generations: int | None = None  # size of its group, if its task sets it
+
+    def group_size(self, num_generations: int) -> int:
+        """Return the size of its group in a run with `rollout.num_generations`."""
+        return self.num_generations or num_generations
 
     @property
     def distribution(self) -> dict[str, Any]:

@@ -94,22 +94,20 @@ def flat_groups(rewards: Tensor) -> Tensor:
     return torch.stack([_is_flat(of_function) for of_function in rewards.unbind(-1)]).all(0)[:, 0]
 
 
-def charged_kl(truncated: Tensor, kl: Tensor, num_generations: int, mask_truncated: bool) -> Tensor:
-    """The KL [N] that each reward pays, from the `kl` [N] of the loss tokens. With `mask_truncated` a response that was
-    `truncated` [N] has no loss tokens: it pays the mean of its group's others, so that their advantages are those of
-    rewards and KL among themselves."""
+def charged_kl(truncated: Tensor, kl: Tensor, mask_truncated: bool) -> Tensor:
+    """The KL [P, G] that each reward pays, from the `kl` [P, G] of the loss tokens. With `mask_truncated` a response
+    that was `truncated` [P, G] has no loss tokens: it pays the mean of its group's others, so that their advantages are
+    those of rewards and KL among themselves. KL where a group has no response is 0, and `truncated` True."""
     if not mask_truncated:
         return kl
-    masked = truncated.view(-1, num_generations)
-    groups = kl.view_as(masked)
-    counted = (groups * ~masked).sum(1, keepdim=True) / (~masked).sum(1, keepdim=True).clamp(min=1)
-    return torch.where(masked, counted, groups).flatten()
+    counted = (kl * ~truncated).sum(1, keepdim=True) / (~truncated).sum(1, keepdim=True).clamp(min=1)
+    return torch.where(truncated, counted, kl)
 
 
 def less_kl(rewards: Tensor, kl: Tensor, beta: float) -> Tensor:
-    """The rewards [P, G] less beta times the KL of each response [N]: the penalty of RLHF's PPO (Ziegler et al. 2019,
-    arXiv 1909.08593, eq. 2), whose KL is k1 summed over the response."""
-    return rewards - beta * kl.view_as(rewards)
+    """The rewards [P, G] less beta times the KL of each response [P, G]: the penalty of RLHF's PPO (Ziegler et al.
+    2019, arXiv 1909.08593, eq. 2), whose KL is k1 summed over the response."""
+    return rewards - beta * kl
 
 
 def nanstd(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:

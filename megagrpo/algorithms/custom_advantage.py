@@ -22,7 +22,8 @@ KEY = "algorithm.advantage_estimator"
 
 @dataclass(frozen=True)
 class Groups:
-    """What a function of the user's own knows of a step: P groups of G trajectories, and their K turns."""
+    """What a function of the user's own knows of a step: P groups of up to G trajectories, and their K turns. Rows of
+    smaller groups end with NaN, 0 and False."""
 
     rewards: Tensor  # [P, G] float64, without the rewards of tokens with `advantage_by` token or process; NaN: none
     by_function: dict[str, Tensor]  # [P, G] float64 by reward function, before weights; NaN where it could not score

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import batched
 
 import numpy as np
 
@@ -38,7 +37,9 @@ def with_token_advantages(
     """Return these trajectories of whole groups with what each token adds to its trajectory's advantage. Groups without
     rewards of tokens stay as they are."""
     changed: list[ScoredRollout] = []
-    for group in batched(scored, num_generations):
+    while len(changed) < len(scored):
+        first = len(changed)
+        group = scored[first : first + scored[first].rollout.prompt.group_size(num_generations)]
         rows = [_in_order(s) for s in group]
         if not any(row.size for row in rows):
             changed += group

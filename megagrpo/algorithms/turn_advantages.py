@@ -45,15 +45,15 @@ class Turns:
 
 
 def turn_advantages(
-    turns: Turns, rewards: np.ndarray, advantages: np.ndarray, num_generations: int, algorithm: AlgorithmSection
+    turns: Turns, rewards: np.ndarray, advantages: np.ndarray, groups: np.ndarray, algorithm: AlgorithmSection
 ) -> np.ndarray:
-    """Return the advantages [K] float64 of turns of trajectories with `rewards` [N] and `advantages` [N]."""
+    """Return the advantages [K] float64 of turns of trajectories with `rewards`, `advantages` and `groups` [N]."""
     values, compared = turns.rewards, turns.numbers
     if algorithm.advantage_by == "state":
         values, compared = discounted_returns(turns, rewards, algorithm.turn_discount), turns.states
-    pairs = np.stack([turns.trajectories // num_generations, compared])
-    _, groups = np.unique(pairs, axis=1, return_inverse=True)
-    own = compared_in_groups(values, groups.reshape(-1), algorithm.scale_rewards == "group")
+    pairs = np.stack([groups[turns.trajectories], compared])
+    _, among = np.unique(pairs, axis=1, return_inverse=True)
+    own = compared_in_groups(values, among.reshape(-1), algorithm.scale_rewards == "group")
     return advantages[turns.trajectories] + algorithm.turn_advantage_weight * own
 
 

@@ -90,6 +90,11 @@ class RunConfig(Section):
         return self.algorithm.loss_share_of_tasks is not None or len({task.loss_weight for task in self.tasks}) > 1
 
     @property
+    def group_sizes(self) -> dict[str, int]:
+        """The responses to a prompt of each task, by the task's name; "" without `tasks`."""
+        return {task.name: task.config.rollout.num_generations for task in self.each_task}
+
+    @property
     def has_own_sampling(self) -> bool:
         """Whether prompts may have sampling parameters of their own."""
         return any(task.config.data.sampling_column is not None or task.sampling for task in self.each_task)

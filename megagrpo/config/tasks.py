@@ -39,7 +39,7 @@ class TaskSection(Section):
     multi_turn: dict[str, Any] = {}
     """Keys of the section `multi_turn` that differ from the run's."""
     rollout: dict[str, Any] = {}
-    """`max_prompt_length`, where it is less than the run's."""
+    """`max_prompt_length`, where it is less than the run's, and `num_generations`, the size of the task's groups."""
     sampling: dict[str, Any] = {}
     """Sampling parameters of the task's prompts, as in `data.sampling_column`; a row's own ones override them."""
 
@@ -92,4 +92,9 @@ def task_values(of_run: Mapping[str, Any], task: Mapping[str, Any]) -> dict[str,
     if not gives_parts(values):
         kept = {key: value for key, value in values["algorithm"].items() if key not in OF_PARTS}
         values = values | {"algorithm": kept}
+    of_run = values["algorithm"]
+    steps, iterations = (of_run.get(name, 1) for name in ("steps_per_generation", "num_iterations"))
+    if "num_generations" in own.get("rollout", {}) and isinstance(steps, int) and isinstance(iterations, int):
+        # the task's samples are not a whole step, which steps_per_generation must divide
+        values = merged(values, {"algorithm": {"steps_per_generation": 1, "num_iterations": steps * iterations}})
     return values

@@ -79,9 +79,9 @@ class VllmEngine(Updates, Generator):
         seed: int,
         on_begun: Callable[[], None] = lambda: None,
     ) -> Stream[Group]:
-        """Generate `n` rollouts of each prompt; see `Generator.groups`. A prompt's seed depends on `seed`, its
-        prompt_id and its occurrence, and the seed of a response also on its number in the group. A prompt may have a
-        seed of its own.
+        """Generate `n` rollouts of each prompt, or as many as it asks for; see `Generator.groups`. A prompt's seed
+        depends on `seed`, its prompt_id and its occurrence, and the seed of a response also on its number in the group.
+        A prompt may have a seed of its own.
 
         `on_begun` is called, perhaps repeatedly, when all responses are on servers and one has room. It must not block.
 
@@ -93,8 +93,9 @@ class VllmEngine(Updates, Generator):
     def responses(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> Respond:
         """Return what gives `converse` the responses of `groups`."""
         groups = [
-            GroupRequest(prompt, n, sampling, _seed_of_group(prompt, n, seed), self.weight_version)
+            GroupRequest(prompt, size, sampling, _seed_of_group(prompt, size, seed), self.weight_version)
             for prompt in prompts
+            for size in [prompt.group_size(n)]
         ]
 
         def respond(session: Generation, home: Home, index: int, number: int) -> Coroutine[None, None, Rollout]:
@@ -131,7 +132,7 @@ class VllmEngine(Updates, Generator):
                 self._cut.discard(prompts[index].position)
 
             order = longest_first(prompts) if self.longest_first else range(len(prompts))
-            await gather([of_group(index, session.open(n)) for index in order])
+            await gather([of_group(index, session.open(prompts[index].group_size(n))) for index in order])
 
         return self._stream(work, on_begun)
 

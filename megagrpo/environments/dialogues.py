@@ -167,7 +167,8 @@ class DialogueEngine(WrappedEngine):
         address = agent.address() if agent else Address()
 
         def respond(session: Generation, home: Home, index: int, number: int) -> Coroutine[None, None, Rollout]:
-            prompt, ordinal = prompts[index], prompts[index].occurrence * n + number
+            prompt = prompts[index]
+            ordinal = prompt.occurrence * prompt.group_size(n) + number
             own_seed = prompt.sampling.get("seed", seed)
             if agent:
                 turns = TurnSampler(session, home, ordinal, own_seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megagrpo.config import RolloutSection, RunConfig
@@ -44,6 +44,7 @@ class Alarms:
     quantizes: bool
     reward_tracebacks: Callable[[Sequence[str]], str]
     say: Callable[[str], None]
+    group_sizes: Mapping[str, int] = field(default_factory=dict)  # by task
     flat_steps: Counter[str] = field(default_factory=Counter)  # of each task, in a row
 
     def check_mismatch(self, metrics: dict[str, float]) -> None:
@@ -89,7 +90,7 @@ class Alarms:
 
     def stop_if_rewards_raise(self, metrics: dict[str, float], saves: Saves) -> None:
         """Save and raise BrokenTraining on every rank when a reward function failed for a whole step. Collective."""
-        failing = always_raising(metrics, self.rollout)
+        failing = always_raising(metrics, self.rollout, self.group_sizes)
         if not failing:
             return
         tracebacks = self.reward_tracebacks(failing)
@@ -122,9 +123,8 @@ def make_alarms(
     dtype = max(dtype_name(policy.dtype), engine_dtype, key=tuple(NORMAL).index)
     of_model = config.model.fp8_recipe, config.model.base_storage
     quantizes = {config.rollout.quantization, *of_model} != {"none"}
-    return Alarms(
-        config.rollout, config.train.max_skipped_steps, state, policy.layout, dtype, quantizes, reward_tracebacks, say
-    )
+    limits, sizes = (config.rollout, config.train.max_skipped_steps), config.group_sizes
+    return Alarms(*limits, state, policy.layout, dtype, quantizes, reward_tracebacks, say, sizes)
 
 
 def mismatch_limit(rollout: RolloutSection, dtype: str, quantizes: bool, first: Sequence[float]) -> float | None:
@@ -161,8 +161,8 @@ def mismatch_warning(
     )
 
 
-def always_raising(metrics: dict[str, float], rollout: RolloutSection) -> list[str]:
-    """Return the reward functions that failed for every response of the step."""
+def always_raising(metrics: dict[str, float], rollout: RolloutSection, sizes: Mapping[str, int]) -> list[str]:
+    """Return the reward functions that failed for every response of the step. `sizes` are those of groups, by task."""
     drawn = metrics.get("dynamic_sample/groups_drawn", rollout.prompts_per_step)
     counts = {
         name.removeprefix("rewards/").removesuffix("/exceptions"): count
@@ -170,5 +170,7 @@ def always_raising(metrics: dict[str, float], rollout: RolloutSection) -> list[s
         if name.startswith("rewards/") and name.endswith("/exceptions") and count
     }
     # a function of a task scores the task's groups only
-    groups = {name: metrics.get(f"tasks/{name.partition('/')[0]}/groups", drawn) for name in counts}
-    return [name for name, count in counts.items() if count >= groups[name] * rollout.num_generations]
+    tasks = {name: name.partition("/")[0] for name in counts}
+    groups = {name: metrics.get(f"tasks/{task}/groups", drawn) for name, task in tasks.items()}
+    size = {name: sizes.get(task, rollout.num_generations) for name, task in tasks.items()}
+    return [name for name, count in counts.items() if count >= groups[name] * size[name]]

@@ -155,7 +155,7 @@ def connect(
     engine = None
     if tokenizer is not None:
         with as_config_errors():
-            raise_open_files(requests_at_once(config.rollout, len(urls), layout.dp_size))
+            raise_open_files(requests_at_once(config, len(urls), layout.dp_size))
         options = engine_options(config, layout, launched) | dict(token=token, refills=refills, routes=routes)
         engine = VllmEngine(urls, tokenizer.decode, moved=servers.moved, sleeps=servers.sleep, **options)
         if engine.sleeps:
@@ -199,11 +199,12 @@ def engine_limits(rollout: RolloutSection) -> dict[str, Any]:
     return dict(max_num_seqs=rollout.max_num_seqs, patience=patience, urls_file=urls_file, **timeouts)
 
 
-def requests_at_once(rollout: RolloutSection, servers: int, clients: int) -> int:
+def requests_at_once(config: RunConfig, servers: int, clients: int) -> int:
     """Return the most requests that one of `clients` ranks has in flight: its share of the steps that are generated at
     once, or what the servers take."""
+    rollout = config.rollout
     prompts = math.ceil(rollout.prompts_per_step / clients) * (1 + rollout.max_staleness)
-    return min(prompts * rollout.num_generations, servers * Slots(rollout.max_num_seqs).most)
+    return min(prompts * max(config.group_sizes.values()), servers * Slots(rollout.max_num_seqs).most)
 
 
 def choose_transport(

@@ -70,14 +70,15 @@ class Learning:
         return blocks(self.policy.chunks, self.policy.hf_config, self.policy.layout)
 
     def advantages(self, samples: StepSamples, kl: Tensor | None = None) -> Tensor:
-        """Return the advantages [P, G] float64 of samples in prompt order, whose rewards pay `algorithm.beta` times the
-        `kl` [N], if any. With roles those of all samples [N + M], from the rewards of their roles."""
+        """Return the advantages [N] float64 of samples in prompt order, whose rewards pay `algorithm.beta` times the
+        `kl` [P, G], if any. With roles those of all samples [N + M], from the rewards of their roles."""
         algorithm, group = self.config.algorithm, self.config.rollout.num_generations
         rewards = samples.outcomes(group)
         rewards = rewards if kl is None else less_kl(rewards, kl, algorithm.beta)
         if samples.columns.roles:
-            return torch.from_numpy(role_advantages(samples, self.roles(samples), self._advantages))
-        return self._advantages(samples, rewards, samples.rewards_by_function(group))
+            return torch.from_numpy(role_advantages(samples, self.roles(samples), group, self._advantages))
+        table = self._advantages(samples, rewards, samples.rewards_by_function(group))
+        return table[samples.in_groups(group)]
 
     def roles(self, samples: StepSamples) -> list[Role]:
         """Return the roles of an agent in the samples, if any."""
@@ -99,7 +100,7 @@ class Learning:
         return advantages
 
     def turn_advantages(self, samples: StepSamples, advantages: Tensor) -> np.ndarray | None:
-        """Return the advantages [K] float64 of the turns of samples with advantages [P, G]; None if all tokens of a
+        """Return the advantages [K] float64 of the turns of samples with advantages [N]; None if all tokens of a
         sample have its advantage."""
         if samples.turns is None:
             return None
@@ -108,15 +109,16 @@ class Learning:
         turns = Turns(rewards, samples.turn_owners()[0], states)
         if algorithm.own_estimator:
             return self._estimated(samples, samples.rewards(group), samples.rewards_by_function(group), turns).numpy()
-        return turn_advantages(turns, samples.facts["reward"], advantages.flatten().numpy(), group, algorithm)
+        groups = samples.groups(group)
+        return turn_advantages(turns, samples.facts["reward"], advantages.numpy(), groups, algorithm)
 
     def _estimated(self, samples: StepSamples, rewards: Tensor, of_groups: Tensor, turns: Turns | None) -> Tensor:
         """Return the advantages of the user's own function, [P, G] or of turns [K]. Rank 0 calls it, so that all ranks
         have the same numbers whatever it computes. Collective."""
         algorithm, layout = self.config.algorithm, self.policy.layout
         by_function = dict(zip(samples.columns.rewards, of_groups.unbind(-1), strict=True))
-        columns = samples.written, samples.has(TRUNCATED)
-        lengths, truncated = (torch.from_numpy(column).view(rewards.shape) for column in columns)
+        group, columns = self.config.rollout.num_generations, (samples.written, samples.has(TRUNCATED))
+        lengths, truncated = (samples.by_group(column, group, missing=0) for column in columns)
         groups = Groups(rewards, by_function, lengths, truncated, turns)
 
         def estimated() -> Tensor:
@@ -127,11 +129,11 @@ class Learning:
         return layout.all_reduce(run_own_and_agree(layout, estimated))
 
     def batches(self, samples: StepSamples, advantages: Tensor, of_turns: np.ndarray | None = None) -> list[TrainBatch]:
-        """Pack the samples with advantages [P, G], turns with advantages [K] if any, and log-probs: this replica's part
+        """Pack the samples with advantages [N], turns with advantages [K] if any, and log-probs: this replica's part
         of each optimizer step."""
         layout, seed = self.policy.layout, derive_seed(self.config.run.seed, self.state.step, "slices")
         rules = packing_rules(self.config, self.policy.shares_prompts)
-        shapes = samples.shapes(advantages.flatten().numpy(), rules, of_turns)
+        shapes = samples.shapes(advantages.numpy(), rules, of_turns)
         parts = slices(len(samples), self.config.algorithm.steps_per_generation, seed)
         roles = self.roles(samples)
         members = [trained_members(samples, roles, part) for part in parts]
@@ -140,7 +142,7 @@ class Learning:
         if of_turns is not None:
             mine = samples.with_turn_advantages(mine, of_turns)
         elif samples.columns.token_advantages:
-            mine = samples.with_token_advantages(mine, advantages.flatten().numpy())
+            mine = samples.with_token_advantages(mine, advantages.numpy())
         batches = [build_batch(plan, layout.dp_rank, mine, rules) for plan in plans]
         if self.config.rollout.routing_replay == "engine":
             batches = replayed_batches(batches, samples.every, plans, layout, route_shape(self.policy.hf_config))
@@ -181,13 +183,15 @@ class Learning:
     def with_kl_in_reward(
         self, samples: StepSamples, batches: list[TrainBatch]
     ) -> tuple[Tensor, list[TrainBatch], float]:
-        """Subtract beta times each response's KL from its reward. Returns the new advantages [P, G] float64, the
+        """Subtract beta times each response's KL from its reward. Returns the new advantages [N] float64, the
         batches with these advantages, and the mean KL."""
         group, mask_truncated = self.config.rollout.num_generations, self.config.algorithm.mask_truncated_completions
-        kl, truncated = kl_by_sample(batches, self.policy.layout), torch.from_numpy(samples.has(TRUNCATED))
-        kl = charged_kl(truncated, kl, group, mask_truncated)
+        kl = samples.by_group(kl_by_sample(batches, self.policy.layout), group, missing=0)
+        truncated = samples.by_group(samples.has(TRUNCATED), group, missing=True)
+        kl = charged_kl(truncated, kl, mask_truncated)
         advantages = self.advantages(samples, kl)
-        return advantages, [batch.with_advantages(advantages.flatten()) for batch in batches], kl.mean().item()
+        mean = kl[samples.in_groups(group)].mean().item()
+        return advantages, [batch.with_advantages(advantages) for batch in batches], mean
 
     @contextmanager
     def update(self, batch: TrainBatch) -> Iterator[Update]:

@@ -44,7 +44,7 @@ class Trainer:
             batches = learning.batches(samples, advantages, of_turns)
             if algorithm.kl_in_reward:
                 advantages, batches, metrics["kl"] = learning.with_kl_in_reward(samples, batches)
-            trained = TrainedRollouts(self.state.step + 1, samples, advantages.flatten().tolist(), of_turns)
+            trained = TrainedRollouts(self.state.step + 1, samples, advantages.tolist(), of_turns)
             updates = []
             recorders.begin(trained)
             for batch in batches * algorithm.num_iterations:

@@ -155,12 +155,14 @@ def length_problems(config: RunConfig) -> Iterator[Problem]:
 def step_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield numbers of samples and steps that contradict each other."""
     r, a, t, run = config.rollout, config.algorithm, config.train, config.run
-    samples, slices = r.prompts_per_step * r.num_generations, a.steps_per_generation
+    own = [size for task in config.tasks if isinstance(size := task.rollout.get("num_generations"), int)]
+    group, slices = max(r.num_generations, *own, 0), a.steps_per_generation
+    samples = r.prompts_per_step * group
     if samples > MOST_SAMPLES:
-        reason = f"{r.prompts_per_step} x num_generations {r.num_generations} = {samples} samples"
+        reason = f"{r.prompts_per_step} x num_generations {group} = {samples} samples"
         fix = f"the limit per step is {MOST_SAMPLES}; lower one of them"
         yield Problem(("rollout.prompts_per_step", "rollout.num_generations"), f"{reason}; {fix}")
-    elif samples % slices:
+    elif samples % slices and not own:  # else the number of samples differs between steps
         factors = ("algorithm.steps_per_generation", "rollout.prompts_per_step", "rollout.num_generations")
         product = f"rollout.prompts_per_step {r.prompts_per_step} x num_generations {r.num_generations}"
         reason = f"{slices} does not divide the step's {samples} samples, {product}"

@@ -90,7 +90,7 @@ def _wrong_weight(weight: float | Mapping[int, float]) -> str | None:
 
 def _rollout_problems(config: RunConfig, task: str, rollout: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield keys of a task's `rollout` that are the run's, and a prompt length above the run's."""
-    for key in sorted({*rollout} & {*type(config.rollout).model_fields} - {"max_prompt_length"}):
+    for key in sorted({*rollout} & {*type(config.rollout).model_fields} - {"max_prompt_length", "num_generations"}):
         fix = "limit the task by sampling.max_tokens" if key == "max_completion_length" else _ONE
         yield Problem((f"tasks.{task}.rollout.{key}",), fix)
     longest, own = config.rollout.max_prompt_length, rollout.get("max_prompt_length", 1)

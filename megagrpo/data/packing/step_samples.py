@@ -3,6 +3,7 @@ sampled, which only its leader holds."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -63,30 +64,53 @@ class StepSamples:
     def __len__(self) -> int:
         return len(self.prompts)
 
+    def group_sizes(self, num_generations: int) -> np.ndarray:
+        """Return [P] int64: the trajectories of each group, `num_generations` where its task does not set it."""
+        sizes, stop = list[int](), 0
+        while stop < len(self):
+            sizes.append(self.prompts[stop].group_size(num_generations))
+            stop += sizes[-1]
+        if stop > len(self):
+            raise ValueError(f"{len(self)} rollouts are not whole groups of {num_generations}")
+        return np.array(sizes, np.int64)
+
+    def groups(self, num_generations: int) -> np.ndarray:
+        """Return [N] int64: the group of each trajectory."""
+        sizes = self.group_sizes(num_generations)
+        return np.repeat(np.arange(sizes.size), sizes)
+
+    def in_groups(self, num_generations: int) -> Tensor:
+        """Return [P, G] bool, with the largest group's G: False where a smaller group has no trajectory."""
+        sizes = torch.from_numpy(self.group_sizes(num_generations))
+        return torch.arange(int(sizes.max()) if len(sizes) else num_generations) < sizes[:, None]
+
+    def by_group(self, values: np.ndarray | Tensor, num_generations: int, missing: float = math.nan) -> Tensor:
+        """Return the table [P, G, ...] of `values` [N, ...]; `missing` where a group has no trajectory."""
+        rows, inside = torch.as_tensor(np.ascontiguousarray(values)), self.in_groups(num_generations)
+        table = rows.new_full((*inside.shape, *rows.shape[1:]), missing)
+        table[inside] = rows
+        return table
+
     def rewards(self, num_generations: int) -> Tensor:
-        """Rewards [P, G] float64; NaN where no function could score."""
-        return self._by_group("reward", num_generations)
+        """Rewards [P, G] float64; NaN where no function could score, and where a group has no trajectory."""
+        return self.by_group(self.facts["reward"], num_generations)
 
     def outcomes(self, num_generations: int) -> Tensor:
         """Rewards [P, G] float64 without the rewards of tokens that have advantages; NaN where there is none."""
-        return self._by_group("outcome" if self.columns.token_advantages else "reward", num_generations)
+        name = "outcome" if self.columns.token_advantages else "reward"
+        return self.by_group(self.facts[name], num_generations)
 
     def groups_of_tasks(self, num_generations: int) -> dict[str, Tensor]:
         """Return the indices of each task's groups, by the task's name; "" without tasks."""
         found = defaultdict[str, list[int]](list)
-        for group, prompt in enumerate(self.prompts[::num_generations]):
-            found[prompt.task].append(group)
+        firsts = self.group_sizes(num_generations).cumsum() - self.group_sizes(num_generations)
+        for group, first in enumerate(firsts.tolist()):
+            found[self.prompts[first].task].append(group)
         return {task: torch.tensor(groups) for task, groups in found.items()}
 
     def rewards_by_function(self, num_generations: int) -> Tensor:
         """Rewards [P, G, F] float64 before their weights; NaN where a function could not score."""
-        return self._by_group("rewards", num_generations)
-
-    def _by_group(self, column: str, num_generations: int) -> Tensor:
-        if len(self) % num_generations:
-            raise ValueError(f"{len(self)} rollouts are not whole groups of {num_generations}")
-        values = torch.from_numpy(np.ascontiguousarray(self.facts[column]))
-        return values.view(-1, num_generations, *values.shape[1:])
+        return self.by_group(self.facts["rewards"], num_generations)
 
     def has(self, flag: int) -> np.ndarray:
         """[N] bool: whether each sample has this bit of `flags`."""

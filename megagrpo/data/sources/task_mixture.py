@@ -120,8 +120,14 @@ class Mixture(PromptOrder):
     def _of_task(self, task: int, prompt: Prompt, position: int) -> Prompt:
         prompt_id = self._first[task] + prompt.prompt_id
         expected = self.response_lengths.expected(prompt_id)
+        of_task = self._tasks[task]
         return replace(
-            prompt, prompt_id=prompt_id, position=position, expected_length=expected, task=self._tasks[task].name
+            prompt,
+            prompt_id=prompt_id,
+            position=position,
+            expected_length=expected,
+            task=of_task.name,
+            num_generations=of_task.config.rollout.num_generations,
         )
 
     def origin(self, prompt_id: int) -> Origin:

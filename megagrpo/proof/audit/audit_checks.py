@@ -231,9 +231,9 @@ def _with_kl(step: Step, table: list[list[float | None]]) -> list[list[float | N
         log_ratios = update.rows["old_logprobs"].double() - update.rows["ref_logprobs"].double()
         for sample, log_ratio in zip(update.rows["sample"].tolist(), log_ratios.tolist(), strict=True):
             kl[step.samples[sample].trajectory] += log_ratio
-    for start in range(0, len(kl), size := step.config.rollout.num_generations):
-        counted = [kl[i] for i in range(start, start + size) if not step.is_masked(trajectories[i])]
-        for i in range(start, start + size):
+    for group in step.groups:
+        counted = [kl[i] for i in group if not step.is_masked(trajectories[i])]
+        for i in group:
             if step.is_masked(trajectories[i]):
                 kl[i] = fmean(counted) if counted else 0.0
     return [[*row, None if all(value is None for value in row) else of] for row, of in zip(table, kl, strict=True)]
@@ -277,10 +277,10 @@ def _rewards(step: Step) -> tuple[list[list[float | None]], list[float], Check]:
 
 def _advantages(step: Step, table: Sequence[Sequence[float | None]], weights: Sequence[float]) -> list[float]:
     """Return the advantage of each row of rewards; a task's rows are a batch of their own."""
-    found = [math.nan] * len(table)
-    for indices in _of_tasks(step).values():
+    found, sizes = [math.nan] * len(table), step.config.group_sizes
+    for task, indices in _of_tasks(step).items():
         own = [table[i] for i in indices]
-        values = naive_advantages.advantages(own, weights, step.group_size, step.config.algorithm)
+        values = naive_advantages.advantages(own, weights, sizes[task], step.config.algorithm)
         for i, value in zip(indices, values, strict=True):
             found[i] = value
     return found

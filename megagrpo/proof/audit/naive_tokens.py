@@ -45,8 +45,7 @@ def token_advantages(step: Step, advantages: Sequence[float]) -> list[Tensor]:
     algorithm, order = step.config.algorithm, step.samples_in_order
     scaled, weight = algorithm.scale_rewards == "group", algorithm.token_advantage_weight
     rows = [torch.full((sample.length,), advantages[sample.trajectory]).double() for sample in step.samples]
-    for first in range(0, len(order), step.group_size):
-        group = order[first : first + step.group_size]
+    for group in ([order[i] for i in members] for members in step.groups):
         places = [_written(step, indices) for indices in group]
         rewards = [[_reward(step, *place) for place in of_trajectory] for of_trajectory in places]
         own = (_compared if algorithm.advantage_by == "token" else _process)(rewards, scaled)

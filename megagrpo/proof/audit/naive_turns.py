@@ -72,7 +72,7 @@ def spans(sample: Sample) -> list[dict[str, Any]]:
 
 def turn_advantages(step: Step, advantages: Sequence[float]) -> list[list[float]]:
     """Return the advantage of each turn of each trajectory, which has one of `advantages`."""
-    algorithm, size, turns = step.config.algorithm, step.config.rollout.num_generations, turns_of(step)
+    algorithm, turns = step.config.algorithm, turns_of(step)
     values: list[list[float]] = []
     for sample, of_trajectory in zip(step.trajectories, turns, strict=True):
         rewards = [math.nan if turn.reward is None else turn.reward for turn in of_trajectory]
@@ -86,7 +86,9 @@ def turn_advantages(step: Step, advantages: Sequence[float]) -> list[list[float]
             ]
         values.append(rewards)
     by_state, weight = algorithm.advantage_by == "state", algorithm.turn_advantage_weight
-    keys = [[(t // size, turn.state if by_state else turn.number) for turn in row] for t, row in enumerate(turns)]
+    keys = [
+        [(step.group_of[t], turn.state if by_state else turn.number) for turn in row] for t, row in enumerate(turns)
+    ]
     groups = defaultdict(list)
     for key, value in zip(chain(*keys), chain(*values), strict=True):
         groups[key].append(value)
@@ -100,7 +102,7 @@ def turn_advantages(step: Step, advantages: Sequence[float]) -> list[list[float]
 def estimated(step: Step, table: Sequence[Sequence[float | None]], rewards: Sequence[float]) -> Tensor:
     """Return what the run's own `advantage_estimator` gives: [N], or one number for each turn. It has no second
     formula, so the audit runs the function again, on `rewards` [N] and the rewards by function of `table`."""
-    algorithm, size = step.config.algorithm, step.config.rollout.num_generations
+    algorithm, size = step.config.algorithm, max(map(len, step.groups))
     by_trajectory = turns_of(step)
     names = [*step.trajectories[0].text["rewards"]]
     rows = torch.tensor([[math.nan if value is None else value for value in row] for row in table]).double()
@@ -117,10 +119,20 @@ def estimated(step: Step, table: Sequence[Sequence[float | None]], rewards: Sequ
             np.repeat(np.arange(len(rewards)), [len(of_trajectory) for of_trajectory in by_trajectory]),
             np.array([numbers.setdefault(turn.state, len(numbers)) for turn in every], np.int64),
         )
-    columns = {name: column.view(-1, size) for name, column in zip(names, rows.unbind(-1), strict=False)}
-    of_lengths, of_ends = torch.tensor(lengths).view(-1, size), torch.tensor(truncated).view(-1, size)
-    groups = Groups(torch.tensor(rewards).double().view(-1, size), columns, of_lengths, of_ends, turns)
-    return checked(load_estimator(algorithm), groups, algorithm).flatten()
+
+    def grouped(values: Tensor, missing: float) -> Tensor:
+        found = values.new_full((len(step.groups), size), missing)
+        for row, group in zip(found, step.groups, strict=True):
+            row[: len(group)] = values[group.start : group.stop]
+        return found
+
+    columns = {name: grouped(column, math.nan) for name, column in zip(names, rows.unbind(-1), strict=False)}
+    of_lengths, of_ends = grouped(torch.tensor(lengths), 0), grouped(torch.tensor(truncated), 0)
+    groups = Groups(grouped(torch.tensor(rewards).double(), math.nan), columns, of_lengths, of_ends, turns)
+    found = checked(load_estimator(algorithm), groups, algorithm)
+    if turns is not None:
+        return found
+    return torch.cat([row[: len(group)] for row, group in zip(found, step.groups, strict=True)])
 
 
 def _compared(value: float, group: Sequence[float], scaled: bool) -> float:

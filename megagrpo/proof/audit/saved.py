@@ -129,10 +129,18 @@ class Step:
         """Return the parameters that a sample was sampled with. Raises ValueError for texts without a tokenizer."""
         return own_sampling(self._sampling, sample.sampling)
 
-    @property
-    def group_size(self) -> int:
-        """Trajectories of each prompt."""
-        return self.config.rollout.num_generations
+    @cached_property
+    def groups(self) -> list[range]:
+        """The trajectories of each prompt, in order; the run or the prompt's task says how many."""
+        sizes, found, count = self.config.group_sizes, list[range](), len(self.trajectories)
+        while (start := found[-1].stop if found else 0) < count:
+            found.append(range(start, start + sizes[self.task_of(start)]))
+        return found
+
+    @cached_property
+    def group_of(self) -> list[int]:
+        """The index of each trajectory's group."""
+        return [index for index, group in enumerate(self.groups) for _ in group]
 
     def task_of(self, trajectory: int) -> str:
         """Return the name of a trajectory's task; "" without tasks."""

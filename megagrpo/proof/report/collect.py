@@ -64,6 +64,17 @@ class RunFiles:
             here = here.get(part) if isinstance(here, dict) else None
         return here
 
+    @property
+    def group_sizes(self) -> dict[str, int]:
+        """The responses to a prompt of each task, by the task's name; "" without tasks. Empty if the config lacks
+        them."""
+        tasks = [task for task in self.setting("tasks") or [{}] if isinstance(task, dict)]
+        of_run = self.setting("rollout.num_generations")
+        sizes = {
+            str(task.get("name", "")): (task.get("rollout") or {}).get("num_generations", of_run) for task in tasks
+        }
+        return {name: size for name, size in sizes.items() if isinstance(size, int) and size > 0}
+
     @cached_property
     def privacy(self) -> Privacy:
         """What the page of this run hides."""

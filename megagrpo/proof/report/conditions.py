@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 from megagrpo.proof.report.collect import RunFiles
 from megagrpo.proof.report.reduce import evaluation_values, number, state
@@ -51,14 +52,22 @@ def _lost(run: RunFiles) -> tuple[dict[str, dict[int, float]], dict[int, float]]
 
     Functions for different rows, which complement each other, lose none. None without the metric.
     """
-    size, prompts = (number(run.setting(f"rollout.{key}")) for key in ("num_generations", "prompts_per_step"))
-    counts = _numbers(run, "unscorable")
-    if not counts or not size or not prompts:
+    counts, drawn = _numbers(run, "unscorable"), {row["step"]: _drawn(run, row) for row in run.steps}
+    if not counts or not all(drawn.values()):
         return None
-    drawn = {row["step"]: (number(row.get("dynamic_sample/groups_drawn")) or prompts) * size for row in run.steps}
     some = {name: steps for name, steps in counts.items() if any(steps.values())}
     scored = {step: sum(total - steps.get(step, 0) for steps in some.values()) for step, total in drawn.items()}
     return some, {step: total - scored[step] for step, total in drawn.items() if some and scored[step] < total}
+
+
+def _drawn(run: RunFiles, row: dict[str, Any]) -> float:
+    """Return the responses that a step has drawn; 0 if the config does not say it."""
+    prompts = number(row.get("dynamic_sample/groups_drawn")) or number(run.setting("rollout.prompts_per_step")) or 0
+    sizes = run.group_sizes
+    groups = {name: number(row.get(f"tasks/{name}/groups")) or 0 for name in sizes if name}
+    trained = sum(groups.values())
+    of_trained = sum(sizes[name] * count for name, count in groups.items())
+    return of_trained * prompts / trained if trained else prompts * max(sizes.values(), default=0)
 
 
 def unscored_steps(run: RunFiles) -> list[int] | None:
@@ -69,8 +78,7 @@ def unscored_steps(run: RunFiles) -> list[int] | None:
 def unscored_counts(run: RunFiles) -> list[str]:
     """Say how many responses each function could not score."""
     some, _ = _lost(run) or ({}, {})
-    size, prompts = (number(run.setting(f"rollout.{key}")) or 0 for key in ("num_generations", "prompts_per_step"))
-    total = sum((number(row.get("dynamic_sample/groups_drawn")) or prompts) * size for row in run.steps)
+    total = sum(_drawn(run, row) for row in run.steps)
     return [
         f"{name} could not score {sum(steps.values()):,.0f} of {total:,.0f} responses" for name, steps in some.items()
     ]

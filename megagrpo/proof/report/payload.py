@@ -102,7 +102,7 @@ def facts(run: RunFiles) -> list[list[str]]:
         algorithm.append(f"LoRA rank {of('lora.rank')}")
     if number(of("rollout.max_staleness")):
         algorithm.append(f"asynchronous, staleness up to {of('rollout.max_staleness')}")
-    group = of("rollout.num_generations")
+    group = " or ".join(map(str, sorted({*run.group_sizes.values()})))
     step = f"{of('rollout.prompts_per_step')} prompts × {group} responses" if group else ""
     rewards = [str(one.get("function", "")) for one in of("rewards.functions") or [] if isinstance(one, dict)]
     tasks = [str(one.get("name", "")) for one in of("tasks") or [] if isinstance(one, dict)]

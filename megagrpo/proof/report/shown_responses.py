@@ -49,8 +49,8 @@ def choose(run: RunFiles, budget: int, prompts: Collection[str] = ()) -> Chosen:
     on the page show, come first."""
     largest = max((step.count for step in run.responses.values()), default=1)
     steps = chosen_steps(run, sorted(run.responses), max(4, min(MAX_STEPS, MAX_RESPONSES // largest)))
-    setting = run.setting("rollout.num_generations")
-    size = setting if isinstance(setting, int) and setting > 0 else None
+    sizes = {*run.group_sizes.values()}
+    size = sizes.pop() if len(sizes) == 1 else None
     found = index_steps(run, steps, size, (lambda prompt: _key_of(run, prompt) in prompts) if prompts else None)
     chosen, room = Chosen(), budget * 3 // 4  # base64 takes four characters for three bytes
     taken: dict[int, dict[int, bytes]] = {step: {} for step in found}

@@ -21,10 +21,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,7 +71,7 @@ class TokenLog(Recorder):
     def begin(self, rollouts: TrainedRollouts) -> None:
         """Choose the samples of this step: the groups whose advantages differ most."""
         self._chosen, self._values = (
-            chosen_samples(rollouts.advantages[: len(rollouts.samples)], self.group_size, self.num_groups),
+            chosen_samples(rollouts.advantages, rollouts.samples.groups(self.group_size), self.num_groups),
             {},
         )
 
@@ -168,15 +169,14 @@ class TokenLog(Recorder):
         )
 
 
-def chosen_samples(advantages: Sequence[float], group_size: int, num_groups: int) -> list[int]:
-    """Return the samples of the `num_groups` groups with the largest range of advantages, in order."""
-    groups = {
-        start: advantages[start : start + group_size]
-        for start in range(0, len(advantages) - group_size + 1, group_size)
-    }
-    spread = {start: max(group) - min(group) for start, group in groups.items() if all(map(math.isfinite, group))}
+def chosen_samples(advantages: Sequence[float], groups: np.ndarray, num_groups: int) -> list[int]:
+    """Return the samples of the `num_groups` of `groups` [N] with the largest range of advantages, in order."""
+    starts = np.unique(groups, return_index=True)[1].tolist()
+    stops = dict(pairwise([*starts, groups.size]))
+    own = {start: advantages[start:stop] for start, stop in stops.items()}
+    spread = {start: max(group) - min(group) for start, group in own.items() if all(map(math.isfinite, group))}
     best = sorted(spread, key=lambda start: (-spread[start], start))[:num_groups]
-    return [sample for start in sorted(best) for sample in range(start, start + group_size)]
+    return [sample for start in sorted(best) for sample in range(start, stops[start])]
 
 
 def _columns(inputs: LossInputs) -> list[Tensor]:

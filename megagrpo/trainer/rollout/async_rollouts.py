@@ -148,7 +148,7 @@ class AsyncPool:
     def _restore(self, prompt: Prompt, n: int, step: int) -> bool:
         """Whether a checkpoint kept `n` rollouts of the prompt. If so, the group counts as finished."""
         saved = self._restored.pop(position_of(prompt), None)
-        if saved is None or (saved["prompt_id"], len(saved["rollouts"])) != (prompt.prompt_id, n):
+        if saved is None or (saved["prompt_id"], len(saved["rollouts"])) != (prompt.prompt_id, prompt.group_size(n)):
             return False
         with self._changed:
             self._finish(position_of(prompt), unpacked(saved, prompt), step)

@@ -103,14 +103,15 @@ class Collector:
 
         while (found := self._attempt(part)) is None:
             self.refill()  # retry: the same seeds give the same rollouts
-        by_sample = np.repeat(sampled_by, num_generations)
+        sizes = [prompt.group_size(num_generations) for prompt in prompts]
+        by_sample = np.repeat(sampled_by, sizes)
         columns = replace(self.columns, votes=vote is not None)
         facts, counters = self._of_all(found, columns, by_sample)
         branches = None
         if columns.branches:
             branches = self._rows(branch_facts_of(found[0], columns), np.repeat(by_sample, facts["branches"]))
         own = dict(zip(np.flatnonzero(by_sample == self.layout.dp_rank).tolist(), found[0], strict=False))
-        of_samples = [prompt for prompt in prompts for _ in range(num_generations)]
+        of_samples = [prompt for prompt, size in zip(prompts, sizes, strict=True) for _ in range(size)]
         samples = StepSamples(of_samples, facts, by_sample, columns, own, branches)
         if self.algorithm.advantage_by_turns:
             rows, owners = turn_facts_of(found[0]), np.repeat(by_sample, samples.turn_counts)

@@ -66,7 +66,7 @@ class Rollouts:
         useful = self._useful_groups(drawn)
         while algorithm.dynamic_sample and len(useful) < wanted and rounds < algorithm.max_resample_times:
             rounds += 1
-            drawn += collect(redraw_size(wanted, len(useful), len(drawn) // group), rounds)
+            drawn += collect(redraw_size(wanted, len(useful), len(drawn.group_sizes(group))), rounds)
             useful = self._useful_groups(drawn)
         counters |= self.source.tell(drawn, group) if self.source else {}
         counters |= self.prompts.learn(pass_rates(drawn, self.config.data.curriculum_pass_reward))
@@ -114,7 +114,8 @@ class Rollouts:
     def _useful(self, drawn: StepSamples, useful: np.ndarray, rounds: int, counters: dict[str, float]) -> StepSamples:
         """Return the samples of a step with dynamic sampling: the useful groups, or the fallback. Adds counters."""
         wanted, group = self.config.rollout.prompts_per_step, self.config.rollout.num_generations
-        counters["dynamic_sample/groups_drawn"] = float(len(drawn) // group)
+        groups = drawn.groups(group)
+        counters["dynamic_sample/groups_drawn"] = float(groups[-1] + 1)
         counters["dynamic_sample/groups_kept"] = float(min(len(useful), wanted))
         rewards = drawn.facts["reward"]
         if known := rewards[~np.isnan(rewards)].tolist():
@@ -129,7 +130,7 @@ class Rollouts:
             )
             if not partial:
                 chosen = np.arange(wanted)
-        return drawn.select((chosen[:, None] * group + np.arange(group)).flatten())
+        return drawn.select(np.flatnonzero(np.isin(groups, chosen)))
 
     def _leave_out_damaged(self, n: int) -> None:
         """Leave out rows with damaged images among the next `n` prompts, so that the rows after them are drawn instead.

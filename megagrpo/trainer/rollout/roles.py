@@ -31,9 +31,9 @@ class Role:
     rewards: Tensor  # [P, G] float64; NaN where it took no turn or has no reward
     by_function: Tensor  # [P, G, F] float64, before weights
 
-    def spoke(self, trajectories: np.ndarray) -> np.ndarray:
-        """[N] bool: whether the role took a turn in each trajectory, for the trajectory [N + M] of each sample."""
-        return np.bincount(trajectories[self.samples], minlength=self.rewards.numel()) > 0
+    def spoke(self, samples: StepSamples) -> np.ndarray:
+        """[N] bool: whether the role took a turn in each trajectory of the step."""
+        return np.bincount(samples.trajectories[self.samples], minlength=len(samples)) > 0
 
 
 def roles_of(
@@ -47,16 +47,14 @@ def roles_of(
     columns, every = samples.columns, samples.every
     trajectories, by_function = samples.trajectories, samples.rewards_by_function(group)
     weights = torch.tensor([weight_of.get(name, 1.0) for name in columns.rewards]).double()
-    of_tasks, found = samples.groups_of_tasks(group), list[Role]()
+    found, tasks = list[Role](), np.array([prompt.task for prompt in samples.prompts])
     for task, own_roles in listed.items():
-        chosen = np.zeros(len(samples) // group, bool)
-        chosen[of_tasks.get(task, torch.empty(0, dtype=torch.int64)).numpy()] = True
-        in_task = np.repeat(chosen, group)[trajectories]
+        in_task = (tasks == task)[trajectories]
         for index, name in enumerate(("", *columns.roles), -1):
             mine = in_task & (every.facts["role"] == index)
             if not mine.any():
                 continue
-            spoke = torch.from_numpy(np.bincount(trajectories[mine], minlength=len(samples)) > 0).view(-1, group)
+            spoke = samples.by_group(np.bincount(trajectories[mine], minlength=len(samples)) > 0, group, missing=False)
             others = [other in own_roles and other != name for other in columns.rewards]
             own = by_function.masked_fill(torch.tensor(others) | ~spoke[..., None], torch.nan)
             rewards = torch.where(own.isnan().all(-1), torch.nan, (own.nan_to_num(nan=0.0) * weights).sum(-1))
@@ -64,11 +62,12 @@ def roles_of(
     return found
 
 
-def role_advantages(samples: StepSamples, roles: Sequence[Role], advantages: Advantages) -> np.ndarray:
+def role_advantages(samples: StepSamples, roles: Sequence[Role], group: int, advantages: Advantages) -> np.ndarray:
     """Return the advantage [N + M] float64 of each sample: that of its role in its trajectory, times its weight."""
+    inside = samples.in_groups(group)
     found, trajectories = np.zeros(len(samples.every)), samples.trajectories
     for role in roles:
-        table = advantages(samples, role.rewards, role.by_function).flatten().numpy()
+        table = advantages(samples, role.rewards, role.by_function)[inside].numpy()
         found[role.samples] = role.weight * table[trajectories[role.samples]]
     return found
 
@@ -87,7 +86,7 @@ def role_metrics(samples: StepSamples, roles: Sequence[Role], group: int) -> dic
     reward differs, because the sum of a game's rewards may be constant."""
     if not roles:
         return {}
-    trajectories, lengths = samples.trajectories, samples.every.written
+    groups, lengths = samples.groups(group), samples.every.written
     flat = flat_groups(samples.rewards_by_function(group))
     metrics = {"frac_reward_zero_std": flat.double().mean().item()}
     for role in roles:
@@ -97,7 +96,7 @@ def role_metrics(samples: StepSamples, roles: Sequence[Role], group: int) -> dic
             metrics[f"{begin}frac_reward_zero_std"] = flat[own].double().mean().item()
         if not role.name:
             continue
-        speaks = role.spoke(trajectories).reshape(-1, group).sum(1)
+        speaks = np.bincount(groups, role.spoke(samples), len(flat))
         found = reward_statistics(role.rewards[torch.from_numpy(speaks > 0)]) | {
             "groups": float((speaks > 0).sum()),
             "single_groups": float((speaks == 1).sum()),

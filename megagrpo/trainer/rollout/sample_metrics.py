@@ -56,14 +56,15 @@ def task_metrics(samples: StepSamples, num_generations: int, tasks: Sequence[str
         return {}
     of_tasks = samples.groups_of_tasks(num_generations)
     rewards, metrics = samples.rewards(num_generations), dict[str, float]()
-    lengths, truncated = (row.reshape(-1, num_generations) for row in (samples.written, samples.has(TRUNCATED)))
+    groups = samples.groups(num_generations)
     for name in tasks:
         own = of_tasks.get(name, torch.empty(0))
         found = {"groups": float(len(own))}
         if len(own):
             found |= reward_statistics(rewards[own])
-            found["completions/mean_length"] = float(lengths[own].mean())
-            found["completions/clipped_ratio"] = float(truncated[own].mean())
+            mine = np.isin(groups, own.numpy())
+            found["completions/mean_length"] = float(samples.written[mine].mean())
+            found["completions/clipped_ratio"] = float(samples.has(TRUNCATED)[mine].mean())
         metrics |= {f"tasks/{name}/{key}": value for key, value in found.items()}
     return metrics
 

@@ -77,17 +77,18 @@ def scored_rollouts(
     """Return `n` scored rollouts of each prompt, in prompt order, and the summed counters. Raises the errors of
     `GroupSource.groups`."""
     scorings: dict[int, Scoring] = {}
+    sizes = [prompt.group_size(n) for prompt in prompts]
     with phases("generate") as task, closing(source.groups(prompts, n, sampling, seed, step)) as groups:
-        task.expect(len(prompts) * n, "responses")
+        task.expect(sum(sizes), "responses")
         for group in groups:
             scorings[group.index] = group.scoring
-            task.advance(n, tokens=sum(len(rollout.response_ids) for rollout in group.rollouts))
+            task.advance(sizes[group.index], tokens=sum(len(rollout.response_ids) for rollout in group.rollouts))
     scored: list[ScoredRollout] = []
     with phases("reward") as task:
-        task.expect(len(prompts) * n, "responses")
+        task.expect(sum(sizes), "responses")
         for index in sorted(scorings):
             scored += scorings[index].finish()
-            task.advance(n)
+            task.advance(sizes[index])
     dialogues = [dialogue for s in scored if (dialogue := s.rollout.dialogue) is not None]
     of_dialogues = [{name: float(count) for name, count in dialogue.counts.items()} for dialogue in dialogues]
     return scored, summed([*(scoring.counters() for scoring in scorings.values()), *of_dialogues])

@@ -160,7 +160,7 @@ def _training(config: RunConfig) -> list[str]:
         ("learning rate", f"{train.learning_rate:g}, {train.lr_scheduler_type.rpartition(':')[2]}"),
         ("optimizer", train.optimizer.rpartition(":")[2]),
         ("prompts per step", rollout.prompts_per_step),
-        ("responses per prompt", rollout.num_generations),
+        ("responses per prompt", " or ".join(map(str, sorted({*config.group_sizes.values()})))),
         ("longest response", f"{config.max_response_length} tokens"),
         ("temperature", f"{rollout.temperature:g}"),
         ("precision", config.model.precision),

@@ -51,7 +51,7 @@ def test_the_example_of_the_page_gives_advantages_to_the_best_only(tmp_path):
     name = f"{tmp_path / 'my_advantages.py'}:best_of"
     rewards = [[1.0, 0.0], [0.5, 0.5]]
     found = run_ranks(estimated, 1, name, rewards, False)[0]
-    assert found.tolist() == [[0.5, -0.5], [0.0, 0.0]]
+    assert found.tolist() == [0.5, -0.5, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("code", FAULTS)

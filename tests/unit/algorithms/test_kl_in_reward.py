@@ -34,7 +34,7 @@ def test_advantages_are_ms_swifts(case):
         sum(w * (r or 0) for w, r in zip(case["reward_weights"], row, strict=True)) for row in case["rewards_per_func"]
     ]
     given = torch.tensor(rewards, dtype=torch.float64).view(-1, case["num_generations"])
-    penalized = less_kl(given, torch.tensor(case["kl_values"], dtype=torch.float64), case["beta"])
+    penalized = less_kl(given, torch.tensor(case["kl_values"], dtype=torch.float64).view_as(given), case["beta"])
     assert penalized.flatten().tolist() == pytest.approx(case["rewards"])
     expected = torch.tensor(case["advantages"], dtype=torch.float64)
     torch.testing.assert_close(
@@ -51,12 +51,12 @@ def test_what_cannot_be_scored_stays_without_advantage():
 
 
 def test_a_masked_response_pays_the_mean_kl_of_its_group():
-    masked, kl = torch.tensor([1, 0, 0, 1, 1, 1]).bool(), torch.tensor([0.0, 2.0, 4.0, 0.0, 0.0, 0.0])
+    masked, kl = torch.tensor([[1, 0, 0], [1, 1, 1]]).bool(), torch.tensor([[0.0, 2.0, 4.0], [0.0, 0.0, 0.0]])
     rewards = torch.ones(2, 3, dtype=torch.float64)
     algorithm = dict(beta=0.5, kl_in_reward=True, kl_estimator="k1", scale_rewards="none")
-    assert charged_kl(masked, kl, 3, mask_truncated=False) is kl
+    assert charged_kl(masked, kl, mask_truncated=False) is kl
     settings = config(algorithm=algorithm | dict(mask_truncated_completions=True), rollout=dict(num_generations=3))
-    charged = charged_kl(masked, kl, 3, mask_truncated=True)
-    assert charged.tolist() == [3.0, 2.0, 4.0, 0.0, 0.0, 0.0]
+    charged = charged_kl(masked, kl, mask_truncated=True)
+    assert charged.tolist() == [[3.0, 2.0, 4.0], [0.0, 0.0, 0.0]]
     first, second = advantages_of(less_kl(rewards, charged, 0.5), rewards[..., None], settings.algorithm, ())
     assert first[0] == 0 < first[1] == -first[2] and not second.any()

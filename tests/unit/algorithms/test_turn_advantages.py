@@ -13,6 +13,7 @@ from tests.unit.for_each import for_each
 
 EPSILON = 1e-4
 GROUP = 3
+GROUPS = np.repeat(np.arange(100), GROUP)  # of each trajectory
 # rewards and states of the turns of six trajectories, two groups of three; the fifth has no turn
 TURNS = [
     [(1.0, 7), (None, 8), (0.5, 9)],
@@ -70,7 +71,7 @@ def naive(rows, rewards, advantages, algorithm: AlgorithmSection) -> list[float]
 @for_each("options", [{}, dict(turn_advantage_weight=0.5, turn_discount=0.5), dict(turn_discount=0.0)])
 def test_turns_have_the_advantages_of_the_formula(by, scale, options):
     algorithm = AlgorithmSection(advantage_by=by, scale_rewards=scale, **options)
-    found = turn_advantages(table(), REWARDS, ADVANTAGES, GROUP, algorithm)
+    found = turn_advantages(table(), REWARDS, ADVANTAGES, GROUPS, algorithm)
     assert found.tolist() == pytest.approx(naive(TURNS, REWARDS, ADVANTAGES, algorithm), rel=1e-9, abs=1e-12)
 
 
@@ -83,7 +84,7 @@ def test_many_random_turns_have_the_advantages_of_the_formula(by):
     ]
     rewards, advantages = (np.array([chance.random() for _ in rows]) for _ in range(2))
     algorithm = AlgorithmSection(advantage_by=by)
-    found = turn_advantages(table(rows), rewards, advantages, GROUP, algorithm)
+    found = turn_advantages(table(rows), rewards, advantages, GROUPS, algorithm)
     assert found.tolist() == pytest.approx(naive(rows, rewards, advantages, algorithm), rel=1e-8, abs=1e-10)
 
 
@@ -98,13 +99,13 @@ def test_ending_early_is_no_reason_for_another_advantage():
     the turns of equal rewards have the trajectory's advantage however many follow."""
     short, long = [[(1.0, 0)], [(0.0, 0)], [(0.5, 0)]], [[(1.0, 0), (1.0, 1)], [(0.0, 0)], [(0.5, 0), (1.0, 1)]]
     algorithm, zeros = AlgorithmSection(advantage_by="turn"), np.zeros(3)
-    one, other = (turn_advantages(table(rows), zeros, zeros, GROUP, algorithm) for rows in (short, long))
+    one, other = (turn_advantages(table(rows), zeros, zeros, GROUPS, algorithm) for rows in (short, long))
     assert other[[0, 2, 3]].tolist() == one.tolist() and other[[1, 4]].tolist() == [0.0, 0.0]
 
 
 def test_no_turns_at_all():
     algorithm = AlgorithmSection(advantage_by="state")
-    assert turn_advantages(table([[], [], []]), np.zeros(3), np.zeros(3), GROUP, algorithm).size == 0
+    assert turn_advantages(table([[], [], []]), np.zeros(3), np.zeros(3), GROUPS, algorithm).size == 0
 
 
 BASE = """

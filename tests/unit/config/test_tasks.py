@@ -94,8 +94,8 @@ def test_problems_of_all_tasks_are_named_with_the_task(run):
         ),
         ("tasks.math.train.learning_rate=1", "tasks.0.train: unknown key"),
         (
-            "tasks.math.rollout.num_generations=4",
-            "tasks.math.rollout.num_generations: is one value for all tasks; set it for the run",
+            "tasks.math.rollout.num_generations=1",
+            "tasks.math.rollout.num_generations: must be at least 2 (got 1)",
         ),
         (
             "tasks.math.rollout.max_prompt_length=600",

@@ -14,7 +14,7 @@ from megagrpo.algorithms.advantages import to_samples
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import AlgorithmSection, RunConfig
-from megagrpo.data.packing.sample_packing import PackingRules, build_batch, pack, plan_packing
+from megagrpo.data.packing.sample_packing import PackingRules, build_batch, pack, packing_rules, plan_packing
 from megagrpo.data.packing.sample_table import TRUNCATED
 from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.records.rows.completions import completion_row
@@ -327,3 +327,62 @@ def test_a_game_whose_rewards_add_up_to_0_teaches_beside_a_task_without_roles():
     assert metrics["frac_reward_zero_std"] == metrics["tasks/game/frac_reward_zero_std"] == 0.0
     assert metrics["tasks/game/roles/o/reward_std"] == pytest.approx(2**0.5)
     assert not any("plain/roles" in name or name.startswith("roles/") for name in metrics)
+
+
+@for_each("ranks", [1, 2])
+@for_each("options", ["grpo group", "grpo batch", "rloo none", "reinforce_plus_plus_baseline batch"])
+def test_groups_of_2_4_and_8_responses_in_one_step_have_the_formulas_advantages_and_loss(options, ranks):
+    estimator, scale = options.split()
+    sizes, data = {"two": 2, "four": 4, "eight": 8}, dict(train=dict(source="d.jsonl"))
+    config = RunConfig.model_validate(
+        dict(
+            model=dict(path="/m"),
+            rewards=dict(functions=[dict(function="a:f")]),
+            algorithm=dict(advantage_estimator=estimator, scale_rewards=scale, dynamic_sample=True),
+            tasks=[dict(name=name, data=data, rollout=dict(num_generations=n)) for name, n in sizes.items()],
+        )
+    )
+    order, number, scored, groups = ["two", "eight", "four", "two"], np.random.default_rng(0), [], []
+    for prompt_id, task in enumerate(order):
+        prompt = Prompt(prompt_id, (1, 2, 3 + prompt_id), "q", task=task, num_generations=sizes[task])
+        rewards = [1.0] * 2 if prompt_id == 3 else number.normal(size=sizes[task]).tolist()
+        groups.append((task, rewards))
+        for k, reward in enumerate(rewards):
+            response = tuple(range(4, 5 + k % 3))
+            rollout = Rollout(prompt, response, [-0.1] * len(response), "stop", 0, "")
+            scored.append(ScoredRollout(rollout, {f"{task}/f": reward}, reward))
+    samples, learning = StepSamples.of(scored), Learning(config, *[None] * 7)
+
+    expected = []
+    for task, rewards in groups:
+        batch = [r for name, others in groups if name == task for r in others]
+        centred = [r - statistics.fmean(others) for name, others in groups if name == task for r in others]
+        for i, reward in enumerate(rewards):
+            others = rewards[:i] + rewards[i + 1 :] if estimator == "rloo" else rewards
+            among = {"group": rewards, "batch": batch}.get(scale)
+            among = centred if estimator == "reinforce_plus_plus_baseline" else among
+            spread = statistics.stdev(among) + 1e-4 if among else 1.0
+            expected.append((reward - statistics.fmean(others)) / spread)
+    advantages = learning.advantages(samples)
+    assert advantages.tolist() == pytest.approx(expected, rel=1e-10, abs=1e-10) and advantages[-2:].tolist() == [0, 0]
+
+    lengths, rules = [len(s.rollout.response_ids) for s in scored], packing_rules(config, True)
+    plan = plan_packing(samples.shapes(advantages.numpy(), rules), rules, ranks, np.arange(len(samples)))
+    total = 0.0
+    for rank in range(ranks):
+        batch = build_batch(plan, rank, dict(enumerate(to_samples(scored, advantages))), rules)
+        for m in batch.micro_batches:
+            total += make_loss(config.algorithm)(LossInputs(m.rollout_logprobs, m.rollout_logprobs, m)).numerator.item()
+    assert (batch.num_tokens, batch.num_sequences) == (sum(lengths), 16)
+    assert total == pytest.approx(-sum(a * n for a, n in zip(expected, lengths, strict=True)), abs=1e-5)
+
+    rollouts = Rollouts(config, *[None] * 5)
+    useful, counters = rollouts._useful_groups(samples), {}
+    assert useful.tolist() == [0, 1, 2]
+    kept = replace(
+        rollouts,
+        config=config.model_copy(update={"rollout": config.rollout.model_copy(update={"prompts_per_step": 2})}),
+    )
+    kept = kept._useful(samples, useful, 0, counters)
+    assert [prompt.prompt_id for prompt in kept.prompts] == [0] * 2 + [1] * 8
+    assert counters["dynamic_sample/groups_drawn"] == 4

@@ -60,10 +60,10 @@ def lines(tmp_path) -> list[dict]:
 
 
 def test_the_groups_with_the_largest_range_of_advantages_are_chosen():
-    advantages = [0.1, -0.1, 1.0, -1.0, 0.0, 0.0, 2.0, -0.5, math.nan, 5.0]
-    assert chosen_samples(advantages, 2, 1) == [6, 7] and chosen_samples(advantages, 2, 2) == [2, 3, 6, 7]
-    assert chosen_samples(advantages, 2, 9) == list(range(8)) and chosen_samples(advantages, 2, 0) == []
-    assert chosen_samples([0.0] * 4, 2, 1) == [0, 1] and chosen_samples([], 2, 1) == []
+    advantages, pairs = [0.1, -0.1, 1.0, -1.0, 0.0, 0.0, 2.0, -0.5, math.nan, 5.0], np.repeat(np.arange(5), 2)
+    assert chosen_samples(advantages, pairs, 1) == [6, 7] and chosen_samples(advantages, pairs, 2) == [2, 3, 6, 7]
+    assert chosen_samples(advantages, pairs, 9) == list(range(8)) and chosen_samples(advantages, pairs, 0) == []
+    assert chosen_samples([0.0] * 4, pairs[:4], 1) == [0, 1] and chosen_samples([], pairs[:0], 1) == []
 
 
 def test_a_line_holds_the_rounded_numbers_of_each_loss_token(tmp_path):

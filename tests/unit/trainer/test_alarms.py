@@ -75,8 +75,8 @@ def test_the_warning_says_what_is_normal():
 def test_a_reward_raises_always_when_it_raised_for_each_response_that_was_drawn():
     config = load_config(CONFIG)  # 8 prompts x 8 responses
     metrics = {"rewards/a/exceptions": 64.0, "rewards/b/exceptions": 63.0, "rewards/c/timeouts": 64.0}
-    assert always_raising(metrics, config.rollout) == ["a"]
-    assert always_raising(metrics | {"dynamic_sample/groups_drawn": 9.0}, config.rollout) == []
+    assert always_raising(metrics, config.rollout, config.group_sizes) == ["a"]
+    assert always_raising(metrics | {"dynamic_sample/groups_drawn": 9.0}, config.rollout, {}) == []
 
 
 @pytest.mark.parametrize(
@@ -113,4 +113,5 @@ def test_a_task_with_equal_rewards_in_ten_of_its_steps_is_named_once():
 def test_a_function_of_a_task_raises_always_if_it_does_for_the_tasks_responses():
     rollout = load_config(CONFIG, ["rollout.prompts_per_step=8", "rollout.num_generations=4"]).rollout
     metrics = {"tasks/sums/groups": 2.0, "rewards/sums/mine/exceptions": 8.0, "rewards/sums/other/exceptions": 7.0}
-    assert always_raising(metrics, rollout) == ["sums/mine"]
+    assert always_raising(metrics, rollout, {}) == ["sums/mine"]
+    assert always_raising(metrics, rollout, {"sums": 3}) == ["sums/mine", "sums/other"]
