@@ -39,6 +39,7 @@ from megagrpo.policy.lora.quantized_base import store_weights
 from megagrpo.policy.metric_sums import MetricsOfRanks, merged, on_host
 from megagrpo.policy.moe.router_losses import RouterTerms, freeze_routers
 from megagrpo.policy.moe.routing_replay import NO_REPLAY, RoutingReplay
+from megagrpo.policy.optimizer.loss_scale import LossScale
 from megagrpo.policy.optimizer.policy_optimizer import (
     build_optimizer,
     build_scheduler,
@@ -82,7 +83,7 @@ class MegatronPolicy:
         self.model = wrap_data_parallel(self.chunks, config.train, layout, config.model.fp8_param)
         # Hooks of an overlapped reduction need each gradient in the weight's dtype. In float32 the option changes no
         # bit of a step, so several replicas add gradients in the order of the hooks.
-        direct = self.dtype == torch.bfloat16 and not overlaps_reduction(config.train, layout.dp_cp_size)
+        direct = self.dtype != torch.float32 and not overlaps_reduction(config.train, layout.dp_cp_size)
         self._into_main_grad = direct or layout.dp_cp_size == 1
         if self._into_main_grad:
             add_gradients_directly(self.chunks)
@@ -91,11 +92,12 @@ class MegatronPolicy:
             self.optimizer, config.train, config.run.num_steps * config.algorithm.updates_per_step
         )
         check_fused(config.train, config.algorithm, config.rollout.truncates, self.dtype, hf_config.hidden_size)
+        self.loss_scale = LossScale(self.dtype)
         self.replay = RoutingReplay(self.chunks, hf_config) if config.rollout.routing_replay != "off" else NO_REPLAY
         self._routers = RouterTerms(self.chunks, config.algorithm, layout)
         self._schedule = get_forward_backward_func()
         for chunk in self.chunks:
-            config_of(chunk).grad_scale_func = self.optimizer.scale_loss
+            config_of(chunk).grad_scale_func = self._scaled
             config_of(chunk).finalize_model_grads_func = self._finalize_gradients
         self._metrics = MetricsOfRanks(layout)
         self.phases = Phases()  # of the run; replaced by the caller
@@ -139,7 +141,7 @@ class MegatronPolicy:
         FP8 weights need this because a checkpoint holds less precision than the masters. Collective.
         """
         drop_unrounded(self.chunks)
-        if self.dtype == torch.bfloat16:
+        if self.dtype != torch.float32:
             weights_from_masters(self.optimizer, self.model)
 
     def logprobs(self, batch: TrainBatch) -> list[Tensor | None]:
@@ -212,7 +214,8 @@ class MegatronPolicy:
         NonFiniteError on every rank when the loss or a gradient is NaN or infinite on any rank.
         """
 
-        early = partial(loss_gradients, loss_fn, denominator) if self._early else None
+        scaled = denominator / self.loss_scale.value  # of the backward pass, which starts at the scaled loss
+        early = partial(loss_gradients, loss_fn, scaled) if self._early else None
 
         def loss(output: Tensor, item: RankBatch, chunk: torch.nn.Module) -> tuple[Tensor, Tensor, dict[str, Metric]]:
             result = loss_fn(self._loss_inputs(output, item, chunk, early))
@@ -236,8 +239,13 @@ class MegatronPolicy:
         if self.config.algorithm.gradient_is_local and not self._early:
             metrics["train/late_gradients"] = Metric(1.0)
         metrics["loss"] = Metric(metrics["loss"].sum)
-        if bad is not None or not math.isfinite(metrics["loss"].value):
+        finite = math.isfinite(metrics["loss"].value)
+        if finite and self.loss_scale.update(bad is not None):
+            return self.backward(batch, loss_fn, denominator)
+        if bad is not None or not finite:
             raise NonFiniteError(bad, metrics)
+        if self.dtype == torch.float16:
+            metrics["train/loss_scale"] = Metric(self.loss_scale.value, reduce="last")
         return metrics | self._routers.metrics() | self.replay.metrics(self.layout)
 
     def _forward(self, batch: TrainBatch) -> None:
@@ -347,6 +355,9 @@ class MegatronPolicy:
         spread = rows.new_zeros(*rows.shape[:-1], item.indices.numel()).index_copy(-1, item.loss, rows)
         return gather_rows(spread, item.indices, item.pack_order, self.layout.cp_group)
 
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss * self.loss_scale.value
+
     def _finalize_gradients(
         self, model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any
     ) -> None:
@@ -360,6 +371,9 @@ class MegatronPolicy:
         summing = not reduced or overlaps_reduction(self.config.train, self.layout.dp_cp_size)
         self._checks = [] if summing else [GradientCheck.of(self.chunks, summed=False)]
         finalize_model_grads(model, None, **kwargs)
+        if self.loss_scale.value != 1:
+            for chunk in self.model:
+                chunk.scale_gradients(1 / self.loss_scale.value)
         self._checks.append(GradientCheck.of(self.chunks, summed=reduced))
 
     def _bad_tensor(self, finite: Sequence[Sequence[bool]]) -> BadTensor | None:

@@ -21,7 +21,7 @@ FIRST_STEPS = 5  # the mismatch of the first steps is the run's baseline
 FLAT_STEPS = 10  # steps in a row with equal rewards, before a task is reported
 JUMP = 3.0  # alarm when the mismatch is this many times as far from 1 as the baseline
 # upper limit of `token_mult_prob_error` in healthy runs; in bf16 it grows with the entropy
-NORMAL = {"float32": 1.01, "bfloat16": 1.1}
+NORMAL = {"float32": 1.01, "float16": 1.03, "bfloat16": 1.1}
 
 
 class BrokenTraining(RuntimeError):

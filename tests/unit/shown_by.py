@@ -109,7 +109,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "lora.sync": "unit/engine/servers/test_server_options.py::test_servers_sleep_at_level_2_and_keep_weights_that_syncs_leave_out",
     "lora.target_modules": "distributed/test_lora_layouts.py::test_a_step_of_adapters_equals_that_of_one_process",
     "model.path": "e2e/test_bad_input.py::test_damaged_weights_are_named_before_a_run_replaces_another",
-    "model.precision": "e2e/test_options.py::test_a_run_in_bf16_keeps_float32_masters_and_stays_near_its_engine",
+    "model.precision": "e2e/test_options.py::test_a_run_in_16_bits_keeps_float32_masters_and_stays_near_its_engine",
     "model.fusions": "unit/policy/test_transformer_config.py::test_fusions_that_change_log_probs_are_off_until_they_are_asked_for",
     "model.recompute": "distributed/test_recompute.py::test_layers_are_computed_again_in_the_backward_pass",
     "model.recompute_modules": "distributed/test_recompute.py::test_the_chosen_modules_and_no_others_are_computed_again",
@@ -259,7 +259,7 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "e2e/test_reference_options.py::test_learning_rate_and_warmup_count_optimizer_steps",
         ),
         "warmup_steps": "unit/config/test_steps.py::test_a_warmup_ratio_is_a_share_of_the_optimizer_steps_rounded_up_as_in_transformers",
-        "bf16": "e2e/test_options.py::test_a_run_in_bf16_keeps_float32_masters_and_stays_near_its_engine",
+        "bf16": "e2e/test_options.py::test_a_run_in_16_bits_keeps_float32_masters_and_stays_near_its_engine",
         "disable_dropout": "unit/families/test_hf_config.py::test_what_the_model_code_cannot_do_is_refused",
         "cast_lm_head_to_fp32": "unit/policy/test_vocab_logprobs.py::test_bfloat16_heads_give_float32_logprobs_close_to_the_float32_ones",
         "max_prompt_length": "unit/data/test_prompts.py::test_overlong_prompts_are_counted_and_dropped_or_cut_on_the_left",
@@ -311,7 +311,7 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
         "reward_processing_classes": "unit/rewards/test_asked.py::test_a_reward_model_gives_the_logit_of_prompt_and_completion",
     },
     "coming_from_ms_swift.md": {
-        "torch_dtype": "e2e/test_options.py::test_a_run_in_bf16_keeps_float32_masters_and_stays_near_its_engine",
+        "torch_dtype": "e2e/test_options.py::test_a_run_in_16_bits_keeps_float32_masters_and_stays_near_its_engine",
         "dataset": "unit/data/test_prompts.py::test_size_keeps_the_first_rows_of_the_split",
         "external_plugins": (
             "unit/rewards/test_scoring.py::test_classes_are_made_once_with_args_and_then_called",

@@ -321,8 +321,15 @@ def fused_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def fp8_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield FP8 options without an FP8 recipe, and options that adapters exclude with one."""
+    """Yield FP8 options without an FP8 recipe, and options that fp16 or adapters exclude."""
     m, recipe = config.model, "model.fp8_recipe"
+    if m.precision == "fp16":
+        for key, value in ((recipe, m.fp8_recipe), ("model.base_storage", m.base_storage)):
+            if value != "none":
+                yield Problem(("model.precision", key), f"fp16 does not support {key} {value}; choose none, or bf16")
+        if (quantization := config.rollout.quantization) != "none":
+            reason = f"vLLM computes rollout.quantization {quantization} in bf16; choose none, or set precision to bf16"
+            yield Problem(("model.precision", "rollout.quantization"), reason)
     if m.fp8_recipe != "none" and config.lora.enabled:
         yield from _fp8_lora_problems(config)
     if m.fp8_recipe != "none" and m.fp8_param:

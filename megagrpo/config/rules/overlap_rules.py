@@ -34,8 +34,9 @@ def overlap_problems(config: RunConfig) -> Iterator[Problem]:
         sizes = ", ".join(map(str, DEEPEP_RANKS))
         reason = f"supports groups of {sizes} ranks, but ep {p.ep} x etp {p.expert_tp} = {p.ep * p.expert_tp}"
         yield Problem(dispatcher, f"deepep {reason}; choose alltoall or another ep")
-    if config.model.precision == "fp32":
-        reason = f"{p.expert_dispatcher} sends bf16 only, but model.precision is fp32; choose alltoall, or bf16"
+    if config.model.precision in ("fp16", "fp32"):
+        other = config.model.precision
+        reason = f"{p.expert_dispatcher} sends bf16 only, but model.precision is {other}; choose alltoall, or bf16"
         yield Problem(("parallel.expert_dispatcher", "model.precision"), reason)
 
 
@@ -62,8 +63,8 @@ def _tp(config: RunConfig) -> _Reasons:
         yield "lora.rank", "needs Transformer Engine's linears, but adapters (lora.rank > 0) use Megatron's"
     if config.model.fp8_recipe != "none":
         yield "model.fp8_recipe", f"gathers bf16 only, but model.fp8_recipe is {config.model.fp8_recipe}; choose none"
-    if config.model.precision == "fp32":
-        yield "model.precision", "needs bf16, but model.precision is fp32"
+    if config.model.precision in ("fp16", "fp32"):
+        yield "model.precision", f"needs bf16, but model.precision is {config.model.precision}"
 
 
 def _experts(config: RunConfig) -> _Reasons:
@@ -74,8 +75,8 @@ def _experts(config: RunConfig) -> _Reasons:
         yield "parallel.vpp", "needs virtual stages with parallel.pp > 1; raise parallel.vpp"
     if m.recompute == "full" or (m.recompute == "selective" and "moe" in m.recompute_modules):
         yield "model.recompute", "does not support recomputed experts; set model.recompute to none or selective"
-    if m.precision == "fp32":
-        yield "model.precision", "needs bf16, but model.precision is fp32"
+    if m.precision in ("fp16", "fp32"):
+        yield "model.precision", f"needs bf16, but model.precision is {config.model.precision}"
     if "shared_experts" in config.train.overlap:
         yield "train.overlap", "already runs shared experts beside messages; leave shared_experts out"
     if m.offload_activations:

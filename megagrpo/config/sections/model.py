@@ -20,8 +20,9 @@ class ModelSection(Section):
     initial weights when empty."""
     tokenizer: str | None = None
     """Tokenizer folder, hub name, or a bare SentencePiece `.model` file; the model's own when empty."""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Compute precision. bf16 keeps fp32 master weights. auto: bf16 on GPUs and CPUs with bf16 support, else fp32."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Compute precision. bf16 and fp16 keep fp32 master weights; fp16 scales the loss. auto: bf16 on GPUs and CPUs with
+    bf16 support, else fp32."""
     fp8_recipe: Literal["none", "tensorwise", "blockwise", "mxfp8"] = "none"
     """Multiply in FP8 in the blocks' linears, with a scale per tensor (`tensorwise`), 128 numbers
     (`blockwise`) or 32 numbers (`mxfp8`, on Blackwell). docs/fp8.md."""

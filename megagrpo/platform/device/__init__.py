@@ -78,23 +78,26 @@ def gpu_memory_gb() -> float | None:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30 if has_gpu() else None
 
 
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
 def resolve_precision(precision: str) -> torch.dtype:
     """Return the compute dtype of `model.precision`; "auto" is bf16 where the hardware multiplies bf16, float32
     elsewhere. Raises ValueError for another name."""
     if precision == "auto":
         precision = "bf16" if _multiplies_bf16() else "fp32"
-    if precision not in ("bf16", "fp32"):
-        raise ValueError(f"precision: {precision!r} is not one of auto, bf16, fp32")
-    return torch.bfloat16 if precision == "bf16" else torch.float32
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision: {precision!r} is not one of auto, {', '.join(PRECISIONS)}")
+    return PRECISIONS[precision]
 
 
 def engine_precision(trainer: torch.dtype) -> torch.dtype:
     """Return the engine's compute dtype: the trainer's, or float32 on CPUs that emulate bf16 products."""
-    return trainer if _multiplies_bf16() else torch.float32
+    return trainer if trainer == torch.float16 or _multiplies_bf16() else torch.float32
 
 
 def prepare_precision(dtype: torch.dtype) -> None:
-    """Make products of bf16 as fast as the device can, and products of float32 on a GPU exact. Idempotent.
+    """Make products of 16-bit numbers as fast as the device can, and products of float32 on a GPU exact. Idempotent.
 
     Call it before the first product: NVIDIA's libraries read NVIDIA_TF32_OVERRIDE when they start. Transformer Engine
     multiplies float32 in TF32, whose 10 bits of mantissa drop most of a small update of a weight. On Hopper it then
@@ -104,12 +107,16 @@ def prepare_precision(dtype: torch.dtype) -> None:
         ENVIRONMENT.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
     if dtype == torch.float32 and has_gpu():
         ENVIRONMENT.setdefault("NVIDIA_TF32_OVERRIDE", "0")
-    if dtype == torch.bfloat16 and not _multiplies_bf16():
-        wide_products.install()
+    if (dtype == torch.bfloat16 and not _multiplies_bf16()) or (dtype == torch.float16 and not _multiplies_fp16()):
+        wide_products.install(dtype)
 
 
 def _multiplies_bf16() -> bool:
     return has_gpu() or cpu.this_cpu().multiplies_bf16
+
+
+def _multiplies_fp16() -> bool:
+    return has_gpu() or cpu.has_fp16()
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

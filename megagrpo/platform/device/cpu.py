@@ -50,6 +50,11 @@ def has_amx() -> bool:
     return any(flag.startswith(("amx", "avx10")) for flag in _flags())
 
 
+def has_fp16() -> bool:
+    """Return whether this CPU, whatever MEGAGRPO_CPU names, multiplies fp16."""
+    return bool(_flags() & {"avx512_fp16", "amx_fp16"})
+
+
 def kind() -> str:
     """Return the name in `CPU_KINDS` of this CPU's kind, or the one that MEGAGRPO_CPU names. Raises ConfigError when
     MEGAGRPO_CPU names no kind."""

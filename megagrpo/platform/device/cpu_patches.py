@@ -97,6 +97,7 @@ def patch_torch() -> None:
 def _megatron_sees_cuda_types(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Tensor.type() for megatron.core, whose optimizers sort parameters by the string "torch.cuda.FloatTensor"."""
     names = {torch.float32: "torch.cuda.FloatTensor", torch.bfloat16: "torch.cuda.BFloat16Tensor"}
+    names[torch.float16] = "torch.cuda.HalfTensor"
 
     def wrapped(
         self: torch.Tensor, dtype: torch.dtype | str | None = None, *args: Any, **kwargs: Any

@@ -1,7 +1,7 @@
-"""bfloat16 matrix products for CPUs without bfloat16 instructions: multiplied in float32 and rounded once.
+"""Matrix products of 16-bit numbers for CPUs without instructions for them: multiplied in float32, rounded once.
 
-oneDNN emulates such products there at a quarter of the speed of float32 ones. The product of two bfloat16 numbers is
-exact in float32. Both ways sum in float32 and round once to bfloat16: only the order of the sum differs.
+oneDNN emulates such products there at a quarter of the speed of float32 ones. The product of two 16-bit numbers is
+exact in float32. Both ways sum in float32 and round once: only the order of the sum differs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ if TYPE_CHECKING:
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 _library: torch.library.Library | None = None
+_dtypes: set[torch.dtype] = set()
 
 
-def install() -> None:
-    """Replace aten's CPU kernels for bfloat16 matrix products in this process and its forks, not for other dtypes.
+def install(dtype: torch.dtype) -> None:
+    """Replace aten's CPU kernels for matrix products of the 16-bit `dtype` in this process and its forks, not for other
+    dtypes.
 
-    Idempotent. Can go when oneDNN widens bfloat16 itself where the CPU cannot multiply it.
+    Idempotent. Can go when oneDNN widens these numbers itself where the CPU cannot multiply them.
     """
     global _library
+    _dtypes.add(dtype)
     if _library is not None:
         return
     _library = torch.library.Library("aten", "IMPL")
@@ -37,13 +40,14 @@ def install() -> None:
 
 
 def _wide(stock: Kernel, keys: torch._C.DispatchKeySet, *tensors: Tensor, **scalars: float) -> Tensor:
-    if tensors[0].dtype is not torch.bfloat16:
+    dtype = tensors[0].dtype
+    if dtype not in _dtypes:
         return stock.call_boxed(keys, *tensors, **scalars)
-    return stock.call_boxed(keys, *(t.float() for t in tensors), **scalars).bfloat16()
+    return stock.call_boxed(keys, *(t.float() for t in tensors), **scalars).to(dtype)
 
 
 def _wide_mm_out(stock: Kernel, keys: torch._C.DispatchKeySet, one: Tensor, other: Tensor, *, out: Tensor) -> Tensor:
-    if out.dtype is not torch.bfloat16:
+    if out.dtype not in _dtypes:
         return stock.call_boxed(keys, one, other, out=out)
     wide = torch.empty(out.shape, dtype=torch.float32)
     return out.copy_(stock.call_boxed(keys, one.float(), other.float(), out=wide))

@@ -139,7 +139,7 @@ def _processors(item: RankBatch, of_sequences: Sequence[SamplingParams], grammar
 
 @torch.enable_grad()
 def loss_gradients(
-    loss_fn: LossFn, denominator: int, micro_batch: MicroBatch, positions: Tensor, rows: slice, *outputs: Tensor
+    loss_fn: LossFn, denominator: float, micro_batch: MicroBatch, positions: Tensor, rows: slice, *outputs: Tensor
 ) -> tuple[Tensor, ...]:
     """Return d (loss / denominator) / d (logprobs, entropy, kl) [n] float32 at tokens `positions[rows]`, from their
     values `outputs` [n], before the backward pass.

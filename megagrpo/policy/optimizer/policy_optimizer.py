@@ -66,7 +66,10 @@ def wrap_data_parallel(
         )
     if not overlaps and not device.has_gpu():
         for parameter in (
-            p for chunk in chunks for p in chunk.parameters() if p.requires_grad and p.dtype == torch.bfloat16
+            p
+            for chunk in chunks
+            for p in chunk.parameters()
+            if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)
         ):
             if 4 * parameter.numel() > KEPT_BYTES:  # new memory for the converted gradient costs more than the sum
                 parameter.register_post_accumulate_grad_hook(_add_by_blocks)
@@ -109,7 +112,7 @@ def _buffer_layout(
 def build_optimizer(
     wrapped: Sequence[DistributedDataParallel], train: TrainSection, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """Build AdamW, Muon with AdamW, or the user's optimizer. bfloat16 weights get float32 masters. Norms and biases
+    """Build AdamW, Muon with AdamW, or the user's optimizer. 16-bit weights get float32 masters. Norms and biases
     have no weight decay.
 
     Raises ValueError when moments should be offloaded but there is no GPU, when the package with Muon is missing, or
@@ -132,6 +135,8 @@ def build_optimizer(
         adam_eps=train.adam_epsilon,
         clip_grad=train.max_grad_norm,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        loss_scale=1.0 if dtype == torch.float16 else None,  # `LossScale` scales and divides
         params_dtype=dtype,
         use_distributed_optimizer=train.distributed_optimizer,
         overlap_param_gather="param_gather" in train.overlap,

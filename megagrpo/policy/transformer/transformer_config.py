@@ -75,6 +75,7 @@ def transformer_config(hf_config: HfConfig, parallel: ParallelSection, options: 
         params_dtype=options.dtype,
         pipeline_dtype=options.dtype,
         bf16=options.dtype == torch.bfloat16,
+        fp16=options.dtype == torch.float16,
         sequence_parallel=options.sequence_parallel,
         calculate_per_token_loss=True,
         masked_softmax_fusion=False,

@@ -23,5 +23,6 @@ class Tolerances:
 
 TOLERANCES = {
     "float32": Tolerances(token=2e-4, average=2e-5, loss=2e-5, grad_norm=1e-4, gradient=2e-3),
+    "float16": Tolerances(token=0.1, average=0.015, loss=0.003, grad_norm=0.01, gradient=0.1),
     "bfloat16": Tolerances(token=0.5, average=0.1, loss=0.02, grad_norm=0.05, gradient=0.5),
 }

@@ -188,7 +188,7 @@ def _verdicts(
 
 def _rounds(config: RunConfig) -> bool:
     """Whether products have less than float32 precision."""
-    return config.model.fp8_recipe != "none" or device.resolve_precision(config.model.precision) == torch.bfloat16
+    return config.model.fp8_recipe != "none" or device.resolve_precision(config.model.precision) != torch.float32
 
 
 class OneProcess:

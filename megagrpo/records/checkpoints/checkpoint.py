@@ -212,6 +212,7 @@ class Checkpointer:
             follow_config(loaded["optimizer"], self.policy.config.train)
             self.policy.optimizer.load_state_dict(loaded["optimizer"])
         self.policy.scheduler.load_state_dict(loaded["scheduler"])
+        self.policy.loss_scale.load_state_dict(loaded.get("loss_scale", {}))
         if reference is not None:
             reference.load_state_dict(loaded["reference"])
         self.policy.masters_changed()
@@ -275,6 +276,7 @@ class Checkpointer:
         # only now: the optimizer identifies parameters by object identity
         state |= {name: dense_state(state[name]) for name in self._chunk_names()}
         state["scheduler"] = self.policy.scheduler.state_dict()
+        state |= {"loss_scale": scale} if (scale := self.policy.loss_scale.state_dict()) else {}
         if reference is not None:
             state["reference"] = reference.sharded_state_dict(metadata=local)
         if with_rng:

@@ -76,7 +76,7 @@ class SyncReport:
 class WeightSync:
     """Pushes weights from all ranks to the engine. Every rank makes one and calls `push`; only rank 0 uses `engine`.
 
-    `dtype` is the engine's, "float32" or "bfloat16": weights are cast on their way; another dtype is a ValueError.
+    `dtype` is the engine's, a key of ENGINE_DTYPES: weights are cast on their way; another dtype is a ValueError.
     `say` receives a warning when a push restarts. A context manager; `close` frees the transport.
     """
 

@@ -16,7 +16,7 @@ from megagrpo.families.shared.boxes import Box, extent, whole
 PIECE = 2**18  # elements, at most 1 MiB: a core's L2 cache
 _PRODUCTS = 2**20  # words of a temporary tensor on a GPU, 8 MiB
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-_TOO_LARGE = (2 - 2**-8) * 2.0**127  # a float32: bfloat16 rounds this value and larger ones to infinity
+_TOO_LARGE = {torch.bfloat16: (2 - 2**-8) * 2.0**127, torch.float16: 65520.0}  # they round this float32 to infinity
 
 
 class Checked(NamedTuple):
@@ -142,7 +142,7 @@ def finite_as(values: Tensor, dtype: torch.dtype) -> Tensor:
     cast. The host does not wait for a GPU."""
     if not values.numel():
         return torch.ones((), dtype=torch.bool, device=values.device)
-    limit = _TOO_LARGE if (values.dtype, dtype) == (torch.float32, torch.bfloat16) else math.inf
+    limit = _TOO_LARGE.get(dtype, math.inf) if values.dtype == torch.float32 else math.inf
     low, high = values.aminmax()  # NaN if any value is NaN
     return (low > -limit) & (high < limit)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megagrpo.families.shared.boxes import Box, brackets
 
-ENGINE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ENGINE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # vLLM keeps these tensors in float32 for every compute dtype. A bfloat16 engine receives each element as ADDENDS
 # bfloat16 numbers that sum to it, along one extra dimension. Rounded to bfloat16, biases of ten or more would select
 # other experts.

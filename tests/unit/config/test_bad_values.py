@@ -49,7 +49,7 @@ VALUES = {
     "run={name: 3}": "run.name: must be a string (got 3); put it in quotes",
     "run.name=": "run.name: must match the pattern ^[A-Za-z0-9][A-Za-z0-9._-]*$ (got '')",
     "run.name='a'": "run.name: must match the pattern ^[A-Za-z0-9][A-Za-z0-9._-]*$ (got \"'a'\"); leave the quotes out",
-    "model.precision='bf16'": "model.precision: must be 'auto', 'bf16' or 'fp32' (got \"'bf16'\"); did you mean bf16?",
+    "model.precision='bf16'": "model.precision: must be 'auto', 'bf16', 'fp16' or 'fp32' (got \"'bf16'\"); did you mean bf16?",
     "algorithm={importance_correction: "
     "false}": "algorithm.importance_correction: must be 'off', 'token_truncate', 'token_mask', ",
     "run.trackers=wandb": "run.trackers: must be a list (got 'wandb'); write [wandb]",
@@ -99,6 +99,17 @@ VALUES = {
 @for_each("override", VALUES)
 def test_a_value_that_nothing_could_run_with_is_refused(path, override):
     assert refusal(path, override).startswith(VALUES[override])
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.fp8_recipe=tensorwise", "fp16 does not support model.fp8_recipe tensorwise; choose none, or bf16"),
+        ("rollout.quantization=fp8_per_channel", "vLLM computes rollout.quantization fp8_per_channel in bf16;"),
+    ],
+)
+def test_fp16_excludes_what_computes_in_bf16(path, override, said):
+    assert said in refusal(path, "model.precision=fp16", "algorithm.importance_correction=token_mask", override)
 
 
 def test_a_misspelt_choice_gets_the_nearest_one(path):

@@ -86,12 +86,14 @@ def test_a_policy_uses_the_memory_of_freed_tensors_again_until_it_is_released():
     assert reused < by_default / 10 and returned_gb > 0.2, (by_default, reused, returned_gb)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
 def test_a_named_precision_is_taken_on_every_cpu(name, dtype, monkeypatch):
     for kind in cpu.CPU_KINDS:
         monkeypatch.setenv(cpu.VARIABLE, kind)
         assert device.resolve_precision(name) == dtype
-    with pytest.raises(ValueError, match="'fp64' is not one of auto, bf16, fp32"):
+    with pytest.raises(ValueError, match="'fp64' is not one of auto, bf16, fp16, fp32"):
         device.resolve_precision("fp64")
 
 

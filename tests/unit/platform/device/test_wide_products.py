@@ -12,8 +12,8 @@ from megagrpo.platform.device import wide_products
 g = torch.Generator().manual_seed(0)
 a, b, c = (torch.randn(s, generator=g).bfloat16() for s in ((3, 40, 64), (3, 64, 50), (3, 40, 50)))
 stock = a.float()[0] @ a.float()[0].t()
-wide_products.install()
-wide_products.install()
+wide_products.install(torch.bfloat16)
+wide_products.install(torch.bfloat16)
 """
 
 
