@@ -366,21 +366,3 @@ def _flat(values: dict[str, Any], prefix: str) -> dict[str, Any]:
     for key, value in values.items():
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
     return found
-
-
-def save_changes(config: BaseModel, base: BaseModel, base_path: Path, path: Path, comment: str) -> None:
-    """Write YAML that loads back to `config`: only differences from `base`, in `base_path`, which `defaults:` names."""
-    named = os.path.relpath(base_path.resolve(), path.resolve().parent)
-    values = {"defaults": named} | _changes(base.model_dump(), config.model_dump())
-    path.write_text(f"# {comment}\n{block_text(values)}", encoding="utf-8")
-
-
-def _changes(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Return the mapping that `merged` must merge over `below` to get `above`."""
-    changes: dict[str, Any] = {}
-    for key, value in above.items():
-        both = isinstance(value, dict) and isinstance(below.get(key), dict)
-        change = _changes(below[key], value) if both else value
-        if change != below.get(key) and not (both and not change):
-            changes[key] = change
-    return changes

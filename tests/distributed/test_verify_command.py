@@ -186,8 +186,7 @@ def test_the_documentation_shows_what_is_printed(capsys, monkeypatch):
     examples = re.findall(
         r"^ *\$ megagrpo (verify .*?)```", (REPOSITORY / "docs" / "verify.md").read_text(), re.DOTALL | re.MULTILINE
     )
-    # it runs the whole model and takes minutes
-    (shown,) = (example for example in examples if "--precision" not in example)
+    (shown,) = examples
     command_line, *lines = shown.strip().split("\n")
     assert main(shlex.split(command_line)) == 0
     printed = " ".join(" ".join(without_numbers(capsys.readouterr().out)).split())  # the page breaks long lines

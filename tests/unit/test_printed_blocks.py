@@ -52,7 +52,6 @@ PRINTED = {
     ("commands", "$ megagrpo doctor "): ("labels",),  # of one machine
     ("environment", "$ RANK=0 VLLM_API_KEY=secret megagrpo doctor"): ("labels",),
     ("verify", "$ megagrpo verify megagrpo:quickstart_tp3"): ("labels",),  # minutes
-    ("verify", "$ megagrpo verify megagrpo:quickstart --precision"): ("labels",),
     ("losses", "$ python benchmarks/learning.py"): ("benchmark",),
     # No output of a command of megagrpo, or of a model or a file that a reader does not have.
     ("add_a_model", "$ python checkpoints_tools/new_family.py "): (
