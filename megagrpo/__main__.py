@@ -18,7 +18,7 @@ from megagrpo.platform.process.terminal import hide_bars_of_libraries, log_to_st
 
 DOCTOR = "doctor"  # shows the environment of the shell, and writes no file
 # Commands that start no ranks, servers or functions of the user: they leave the environment as it is.
-READ_ONLY = (DOCTOR, "install", "plan", "init", "keys", "schema", "completion", "report", "inspect", "submit")
+READ_ONLY = (DOCTOR, "install", "plan", "init", "keys", "schema", "report", "inspect", "submit")
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int:

@@ -5,7 +5,7 @@ module's docstring is the description that `megagrpo NAME --help` prints.
 """
 
 FOLDERS = {
-    "setup": ("install", "init", "doctor", "keys", "schema", "completion"),
+    "setup": ("install", "init", "doctor", "keys", "schema"),
     "checkpoints": ("convert", "export", "merge", "inspect", "roundtrip"),
 }
 """Folders below this one, and the commands whose modules they hold."""
@@ -32,7 +32,6 @@ COMMANDS: dict[str, str] = {  # name -> summary in `megagrpo --help`
     "roundtrip": "check that converting a model there and back changes no byte",
     "keys": "list the keys of a config with type, default and meaning",
     "schema": "print the JSON schema of a config, for editors",
-    "completion": "print a completion script for bash, zsh, fish or tcsh",
 }
 NOW_SCRIPTS = {"new-family": "a script of a clone: python checkpoints_tools/new_family.py"}
 """Commands of older versions, and what they are now."""

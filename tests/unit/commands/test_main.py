@@ -129,7 +129,6 @@ def test_a_rank_of_nobody_prints_its_problems(monkeypatch, capsys):
         ("verify megagrpo:quickstart run.nme=a", "megagrpo:quickstart: 1 problem(s)"),
         ("eval megagrpo:quickstart run.nme=a", "megagrpo:quickstart: 1 problem(s)"),
         ("serve megagrpo:quickstart run.nme=a", "megagrpo:quickstart: 1 problem(s)"),
-        ("completion csh", "argument shell: invalid choice: 'csh'"),
     ],
 )
 def test_a_wrong_command_line_ends_with_code_2_and_names_the_fix(words, message, capsys):
@@ -145,7 +144,6 @@ def test_a_wrong_command_line_ends_with_code_2_and_names_the_fix(words, message,
         ("keys", "1"),
         ("--help", ""),
         ("--version", ""),
-        ("completion zsh", ""),
         (f"plan {QUICKSTART}", ""),
     ],
 )
