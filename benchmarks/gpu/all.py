@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.report import report, write_report
 from benchmarks.gpu.setting import ROOT
 from megagrpo.cluster.doctor.checkup import check_up
-from megagrpo.cluster.doctor.doctor_report import report, write_report
 from megagrpo.cluster.doctor.machine import Finding, Machine
 from megagrpo.cluster.doctor.needs import Needs
 from megagrpo.commands.setup.doctor import lines

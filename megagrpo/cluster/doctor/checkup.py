@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 
 from megagrpo.cluster.doctor.gpu_checks import gpu_checks, has_nvidia_card, nvidia_state, visible_gpus
 from megagrpo.cluster.doctor.host_checks import cpu_checks, limit_checks, memory_checks, network_checks
-from megagrpo.cluster.doctor.link_checks import rdma_checks, topology_checks
 from megagrpo.cluster.doctor.machine import Finding, Machine
 from megagrpo.cluster.doctor.needs import Needs
 from megagrpo.cluster.doctor.packages import library_path_checks, package_checks, toolkit_checks, torch_cuda
@@ -25,9 +24,6 @@ def check_up(machine: Machine, needs: Needs) -> list[Finding]:
     state = nvidia_state(machine)
     gpus = visible_gpus(state.gpus, machine.environment) if state else []
     parts: list[Callable[[], Iterable[Finding]]] = [lambda: gpu_checks(machine, needs, cuda)]
-    if gpus:
-        parts += [lambda: topology_checks(machine, needs)]
-    parts += [lambda: rdma_checks(machine, needs)] if gpu or needs.nodes > 1 else []
     parts += [lambda: package_checks("gpu" if gpu else "cpu")]
     if gpu:
         parts += [lambda: toolkit_checks(machine, cuda), lambda: library_path_checks(machine)]
@@ -50,4 +46,4 @@ def _guarded(part: Callable[[], Iterable[Finding]]) -> list[Finding]:
         return list(part())
     except Exception as error:
         result = f"a check failed: {type(error).__name__}: {error}"
-        return [Finding("doctor", result, "warn", "send the report to the developers")]
+        return [Finding("doctor", result, "warn", "add --json, and report the error")]

@@ -1,5 +1,4 @@
-"""Checks the GPUs by `nvidia-smi -q -x`: driver, modes, clocks, ECC, health, memory in use. Reads only and changes no
-setting."""
+"""Checks the GPUs by `nvidia-smi -q -x`: driver, modes, memory in use. Reads only and changes no setting."""
 
 from __future__ import annotations
 
@@ -16,14 +15,7 @@ NVIDIA, DISPLAY = "0x10de", "0x03"  # PCI vendor, and the first byte of the clas
 # CUDA major version -> its oldest driver, by NVIDIA's CUDA compatibility guide
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 IN_USE_MIB = 1024  # memory of other processes that a run can spare
-SLOWED = {  # reasons in nvidia-smi -> what it means
-    "hw_thermal_slowdown": "thermal slowdown (hardware)",
-    "sw_thermal_slowdown": "thermal slowdown (driver)",
-    "hw_power_brake_slowdown": "power brake (power supply)",
-    "hw_slowdown": "hardware slowdown",
-}
 XML = ("nvidia-smi", "-q", "-x")
-TOPOLOGY = ("nvidia-smi", "topo", "-m")
 
 
 @dataclass(frozen=True)
@@ -36,24 +28,10 @@ class Gpu:
         """Return the text at a path of the XML; N/A without it."""
         return self.node.findtext(path, "N/A").strip()
 
-    def number(self, *paths: str) -> float:
-        """Return the first number at one of the paths, in nvidia-smi's unit; 0 without one."""
-        matches = (re.match(r"[\d.]+", self.text(path)) for path in paths)
-        return next((float(match[0]) for match in matches if match), 0.0)
-
-    def slowdowns(self) -> list[str]:
-        """Return why the clocks are low now, by `SLOWED`. Older drivers name the reasons `throttle`."""
-        reasons = [*self.node.iterfind("clocks_event_reasons/*"), *self.node.iterfind("clocks_throttle_reasons/*")]
-        active = [reason.tag for reason in reasons if (reason.text or "").strip() == "Active"]
-        return [SLOWED[name] for tag in active if (name := re.sub(r"clocks_\w+_reason_", "", tag)) in SLOWED]
-
-    def is_broken(self) -> bool:
-        """Whether uncorrectable ECC errors occurred since the driver was loaded, or memory rows wait for a remap."""
-        errors = [error for error in self.node.iterfind("ecc_errors/volatile/*") if "uncorrectable" in error.tag]
-        counts = [int(text) for error in errors if (text := (error.text or "").strip()).isdigit()]
-        return any(counts) or "Yes" in [
-            self.text(f"remapped_rows/remapped_row_{name}") for name in ("pending", "failure")
-        ]
+    def number(self, path: str) -> float:
+        """Return the number at a path, in nvidia-smi's unit; 0 without one."""
+        match = re.match(r"[\d.]+", self.text(path))
+        return float(match[0]) if match else 0.0
 
 
 @dataclass(frozen=True)
@@ -145,12 +123,6 @@ def _count(gpus: Sequence[Gpu], needs: Needs) -> Finding:
     return judged("GPU count", result, len(kinds) == 1, fix)
 
 
-def _persistence(gpus: Sequence[Gpu], needs: Needs) -> Finding:
-    off = _number_with(gpus, "persistence_mode", "Disabled")
-    result = f"off on {off} GPU(s): each start waits for the driver" if off else "on"
-    return judged("persistence", result, not off, "as root: nvidia-smi -pm 1")
-
-
 def _mig(gpus: Sequence[Gpu], needs: Needs) -> Finding:
     cut = _number_with(gpus, "mig_mode/current_mig", "Enabled")
     fix = "ask the administrator to turn MIG off; NCCL and CUDA IPC do not connect MIG instances"
@@ -166,52 +138,11 @@ def _compute_mode(gpus: Sequence[Gpu], needs: Needs) -> Finding:
     return judged("compute mode", (", ".join(modes) or "Default") + shared, not (prohibited or shared), fix, "fail")
 
 
-def _ecc(gpus: Sequence[Gpu], needs: Needs) -> Finding:
-    if broken := [str(index) for index, gpu in enumerate(gpus) if gpu.is_broken()]:
-        result = f"uncorrectable errors or rows to remap on GPU {', '.join(broken)}"
-        return Finding("ECC", result, "fail", "reset the GPU or restart the machine; replace the GPU if errors return")
-    if off := _number_with(gpus, "ecc_mode/current_ecc", "Disabled"):
-        fix = "turn ECC on for long runs: as root nvidia-smi -e 1, then restart"
-        return Finding("ECC", f"off on {off} GPU(s): bit flips are not detected", "warn", fix)
-    on = _number_with(gpus, "ecc_mode/current_ecc", "Enabled")
-    return Finding("ECC", "on, no uncorrectable error" if on else "not supported by the GPU")
-
-
-def _clocks(gpus: Sequence[Gpu], needs: Needs) -> Finding:
-    clocks = sorted({f"{gpu.text('clocks/sm_clock')} of {gpu.text('max_clocks/sm_clock')}" for gpu in gpus})
-    slowed = sorted({reason for gpu in gpus for reason in gpu.slowdowns()})
-    result = "; ".join([f"SM clock {', '.join(clocks)}", *([", ".join(slowed)] if slowed else [])])
-    return judged("clocks", result, not slowed, "check cooling and power supply: nvidia-smi -q -d PERFORMANCE")
-
-
-def _power(gpus: Sequence[Gpu], needs: Needs) -> Finding | None:
-    now = ("gpu_power_readings/current_power_limit", "power_readings/enforced_power_limit")
-    default = ("gpu_power_readings/default_power_limit", "power_readings/default_power_limit")
-    limits = sorted({(gpu.number(*now), gpu.number(*default)) for gpu in gpus})
-    if not all(map(all, limits)):
-        return None
-    result = ", ".join(f"{limit:g} W of {most:g} W" for limit, most in limits)
-    fix = "as root: nvidia-smi -pl DEFAULT; a lower limit lowers the clocks under load"
-    return judged("power limit", result, all(limit >= 0.99 * most for limit, most in limits), fix)
-
-
 def _memory_in_use(gpus: Sequence[Gpu], needs: Needs) -> Finding:
     used = [gpu.number("fb_memory_usage/used") for gpu in gpus]
     taken = [f"{mib / 1024:.1f} GiB on GPU {index}" for index, mib in enumerate(used) if mib > IN_USE_MIB]
     result = f"in use: {', '.join(taken)}" if taken else f"at most {max(used, default=0):.0f} MiB in use"
     return judged("GPU memory", result, not taken, "end other processes (nvidia-smi lists them), or choose other GPUs")
-
-
-def _pcie(gpus: Sequence[Gpu], needs: Needs) -> Finding | None:
-    folder = "pci/pci_gpu_link_info/link_widths"
-    links = [(gpu.text(f"{folder}/current_link_width"), gpu.text(f"{folder}/max_link_width")) for gpu in gpus]
-    narrow = [str(index) for index, (now, most) in enumerate(links) if now != most and "N/A" not in (now, most)]
-    widths = sorted({now for now, _ in links})
-    if widths in ([], ["N/A"]):
-        return None
-    result = f"link {', '.join(widths)}" + (f", below the maximum on GPU {', '.join(narrow)}" if narrow else "")
-    fix = "seat the card or its riser again; copies to the host (train.offload) take longer"
-    return judged("PCIe", result, not narrow, fix)
 
 
 def _fabric(gpus: Sequence[Gpu], needs: Needs) -> Finding | None:
@@ -229,13 +160,8 @@ def _number_with(gpus: Sequence[Gpu], path: str, text: str) -> int:
 
 GPU_CHECKS: tuple[Callable[[Sequence[Gpu], Needs], Finding | None], ...] = (
     _count,
-    _persistence,
     _mig,
     _compute_mode,
-    _ecc,
-    _clocks,
-    _power,
     _memory_in_use,
-    _pcie,
     _fabric,
 )

@@ -1,8 +1,7 @@
-"""Checks this machine before the first run: driver, GPUs, links, packages, limits, memory and environment variables.
+"""Checks this machine before the first run: driver, GPUs, packages, limits, memory and environment variables.
 
     megagrpo doctor                             # what any run needs
     megagrpo doctor my_run.yaml world_size=8    # what this run needs
-    megagrpo doctor --report doctor.json        # for the developers, no secrets
 
 Each line is a check: ok, warn, fail or skipped, what was found, and the fix. Nothing on the machine is changed, and
 torch is not imported. Without a GPU it checks what a run on the CPU needs. Exit code 0: no check failed, 1: with
@@ -16,12 +15,11 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megagrpo.commands.arguments.config_arguments import KEYS_HELP, overrides
 from megagrpo.config.io import config_file
-from megagrpo.platform.process.terminal import show, warn, wrapped
+from megagrpo.platform.process.terminal import show, wrapped
 
 if TYPE_CHECKING:
     from megagrpo.cluster.doctor.machine import Finding
@@ -40,19 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("overrides", nargs="*", default=[], metavar="key=value", help="value of the config to replace, or world_size=N")
     add("--strict", action="store_true", help="exit with code 1 if there is a warning")
     add("--json", action="store_true", help="print JSON")
-    add(
-        "--report",
-        type=Path,
-        metavar="FILE",
-        help="also write a JSON report without secrets, to send to the developers",
-    )
     parser.epilog = KEYS_HELP
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the findings, and return the exit code. Raises ConfigError for a wrong config."""
     from megagrpo.cluster.doctor.checkup import check_up, is_gpu_machine
-    from megagrpo.cluster.doctor.doctor_report import report, write_report
     from megagrpo.cluster.doctor.machine import Machine
 
     machine = Machine()
@@ -62,14 +53,6 @@ def run(options: argparse.Namespace) -> int:
         show(json.dumps({"needs": asdict(needs), "findings": [asdict(finding) for finding in findings]}, indent=1))
     else:
         show("\n".join(lines(findings)))
-    if options.report is not None:
-        try:
-            write_report(options.report, report(machine, findings, needs=asdict(needs)), machine.environment)
-        except OSError as error:
-            warn(f"megagrpo doctor: --report: {options.report} cannot be written: {error.strerror}; name another file")
-            return 2
-        removed = "tokens, names of users and hosts, home folders and addresses"
-        warn(f"report: {options.report}; {removed} are removed; read it before you send it")
     return exit_code(findings, options.strict)
 
 

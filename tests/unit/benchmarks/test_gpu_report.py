@@ -1,10 +1,10 @@
-"""megagrpo/cluster/doctor/doctor_report.py: a report has what developers need, and no secrets."""
+"""benchmarks/gpu/report.py: a report has what developers need, and no secrets."""
 
 import json
 import socket
 import stat
 
-from megagrpo.cluster.doctor.doctor_report import redact, report, write_report
+from benchmarks.gpu.report import redact, report, write_report
 from megagrpo.cluster.doctor.machine import Finding, Machine
 
 SECRETS = dict(
