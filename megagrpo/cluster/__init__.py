@@ -1,1 +1,1 @@
-"""Jobs on machines and clusters: launchers, Slurm, Kubernetes, and the doctor that checks a machine."""
+"""Jobs on machines and clusters: launchers, Slurm, and the doctor that checks a machine."""

@@ -23,7 +23,7 @@ COMMANDS: dict[str, str] = {  # name -> summary in `megagrpo --help`
     "report": "write one HTML page with the curves and responses of runs",
     "audit": "recompute a dumped training step in float64",
     "serve": "start vLLM servers for a trainer on other machines",
-    "submit": "write or submit the job of a run for Slurm or Kubernetes",
+    "submit": "write or submit the job of a run for Slurm",
     "launch": "start several ranks of a command on this machine",
     "convert": "convert Hugging Face weights to a Megatron checkpoint",
     "export": "convert a Megatron checkpoint to a Hugging Face folder",

@@ -2,12 +2,11 @@
 
     megagrpo submit my_run.yaml --cluster generic
     megagrpo submit my_run.yaml --cluster my_cluster.yaml --resume --submit
-    megagrpo submit my_run.yaml --cluster my_k8s.yaml | kubectl apply -f -
 
-Prints an sbatch script, which --submit passes to sbatch instead; for a cluster with storage_claim the manifest of a
-JobSet. CLUSTER is a file, or the name of a shipped one. A config named megagrpo:NAME keeps this name in the job. A path
-that the job would not find is an error. Needs pydantic and PyYAML, but neither torch nor a GPU. Exit code 2: config,
-cluster or an option is wrong, and nothing was submitted. docs/slurm.md describes the job.
+Prints an sbatch script, which --submit passes to sbatch instead. CLUSTER is a file, or the name of a shipped one. A
+config named megagrpo:NAME keeps this name in the job. A path that the job would not find is an error. Needs pydantic
+and PyYAML, but neither torch nor a GPU. Exit code 2: config, cluster or an option is wrong, and nothing was submitted.
+docs/slurm.md describes the job.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_config(parser)
     add_resume(parser)
-    add("--cluster", metavar="CLUSTER", help="a YAML file, or generic, pyxis, apptainer, kubernetes, one_gpu")
+    add("--cluster", metavar="CLUSTER", help="a YAML file, or generic, pyxis, apptainer, one_gpu")
     add(
         "--sbatch",
         action="append",
@@ -39,17 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="option=value",
         help="for example --sbatch dependency=singleton",
     )
-    to = parser.add_mutually_exclusive_group()
-    to.add_argument("--submit", action="store_true", help="pass the script to sbatch")
-    to.add_argument(
-        "--kubernetes", action="store_true", help="print the manifest of a JobSet; CLUSTER must have storage_claim"
-    )
+    add("--submit", action="store_true", help="pass the script to sbatch")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print or submit the job, and return the exit code. Raises ConfigError for a wrong config, cluster or option."""
     from megagrpo.cluster.launch.job import check_paths, cluster_file, load_cluster, place
-    from megagrpo.cluster.launch.kubernetes import manifest
     from megagrpo.cluster.launch.slurm import sbatch_script
 
     if options.cluster is None:
@@ -57,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
             f"--cluster: required, but missing; name a YAML file, or one of {', '.join(shipped_clusters())}"
         )
     cluster = load_cluster(cluster_file(options.cluster))
-    check_kind(options, cluster)
+    check_image(options.cluster, cluster)
     cluster.sbatch.update(
         {name: value or True for name, _, value in (option.partition("=") for option in options.sbatch)}
     )
@@ -66,8 +60,7 @@ def run(options: argparse.Namespace) -> int:
     name = options.config if options.config.startswith(SHIPPED) else str(config_file(options.config).resolve())
     check_paths(config, name, cluster)
     check_plan(config, placement.world_size, cluster.gpu_memory_gb if cluster.gpus_per_node else None)
-    render = manifest if cluster.storage_claim else sbatch_script
-    text = render(config, name, overrides(options), cluster, placement)
+    text = sbatch_script(config, name, overrides(options), cluster, placement)
     if not options.submit:
         write_output(text)
         return 0
@@ -77,31 +70,14 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("sbatch: command not found; run --submit on a host with Slurm's commands") from None
 
 
-def check_kind(options: argparse.Namespace, cluster: Cluster) -> None:
-    """Raise ConfigError for an option or cluster key without effect on its kind, and for a placeholder as image."""
+def check_image(name: str, cluster: Cluster) -> None:
+    """Raise ConfigError for the placeholder of a shipped cluster as image. `name` names the cluster."""
     from megagrpo.cluster.launch.job import cluster_file
 
     image = cluster.container.image if cluster.container else ""
     if image.partition("/")[0].endswith(".example"):  # no registry has this suffix (RFC 2606)
-        file = cluster_file(options.cluster)
-        raise ConfigError(
-            f"container.image: {image} is a placeholder; copy {file}, name your image in the copy, and pass it to "
-            "--cluster"
-        )
-    if cluster.storage_claim is None:
-        if options.kubernetes:
-            raise ConfigError(
-                f"--kubernetes: {options.cluster} describes a Slurm cluster; name one with storage_claim and "
-                "container.image"
-            )
-        return
-    words = {"--submit": options.submit, "--sbatch": options.sbatch, "sbatch": cluster.sbatch, "setup": cluster.setup}
-    for name, value in (words | {"container.mounts": cluster.container and cluster.container.mounts}).items():
-        if value:
-            fix = "pipe the manifest to kubectl apply -f -" if name == "--submit" else "leave it out"
-            raise ConfigError(
-                f"{name}: has no effect on Kubernetes, which {options.cluster} describes (storage_claim); {fix}"
-            )
+        fix = f"copy {cluster_file(name)}, name your image in the copy, and pass it to --cluster"
+        raise ConfigError(f"container.image: {image} is a placeholder; {fix}")
 
 
 def check_plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None) -> None:

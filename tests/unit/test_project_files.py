@@ -174,7 +174,7 @@ def test_the_script_of_the_recipes_installs_the_versions_of_the_constraints():
     assert "cpu) SYSTEM=libnuma1" in script, "the library that check_libraries asks for"
 
 
-@pytest.mark.parametrize("name", ["pyxis", "apptainer", "kubernetes"])
+@pytest.mark.parametrize("name", ["pyxis", "apptainer"])
 def test_cluster_files_name_the_recipe_of_their_image(name):
     text = (REPOSITORY / "launch" / "clusters" / f"{name}.yaml").read_text()
     recipe = "docker/megagrpo.def" if name == "apptainer" else "docker/Dockerfile"

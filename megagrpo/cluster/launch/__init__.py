@@ -1,1 +1,1 @@
-"""Starts the ranks and servers of a run: on this machine, under Slurm, on Kubernetes."""
+"""Starts the ranks and servers of a run: on this machine, under Slurm, in a pod of Kubernetes."""

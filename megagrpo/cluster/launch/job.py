@@ -100,11 +100,7 @@ class Cluster(Section):
     restart_failed: bool = False
     """Restart also after a failure, for example of a GPU or the network, but not after a config error."""
     lead_seconds: PositiveInt = 60
-    """Slurm: seconds from SIGUSR1 to the time limit, if the trainer still runs. Kubernetes: until SIGKILL."""
-    storage_claim: str | None = None
-    """The claim of the volume that all nodes share; makes the cluster one of Kubernetes."""
-    storage_path: str = "/shared"
-    """Kubernetes: mount path of that volume."""
+    """Seconds from SIGUSR1 to the time limit, if the trainer still runs."""
 
     @property
     def variables(self) -> dict[str, str]:
@@ -127,12 +123,9 @@ class Cluster(Section):
             elif SECRET_VARIABLE.search(name):
                 fix = "`export` it where you submit, or read it in `setup`"
                 problems.append(Problem(("env",), f"{name} would expose a secret in the job script; {fix}"))
-        if self.staging and (self.storage_claim or self.container):
+        if self.staging and self.container:
             fix = "leave it out"
             problems.append(Problem(("staging",), f"a container's environment comes with its image; {fix}"))
-        if self.storage_claim and self.container is None:
-            fix = "set container.image"
-            problems.append(Problem(("container",), f"Kubernetes (storage_claim) needs an image; {fix}"))
         if problems:
             raise ProblemError(*problems)
         return self
@@ -165,12 +158,11 @@ def check_paths(config: RunConfig, config_name: str, cluster: Cluster) -> None:
         raise ConfigError(f"staging.archive: no file {archive}; make it as docs/slurm.md says, or leave staging out")
     if container is None:
         return
-    mounts = (cluster.storage_path,) if cluster.storage_claim else container.mounts
     flags: dict[Path, list[str]] = {}  # of a folder that the container holds under the same path
-    for source, inside, *rest in (mount.split(":") if ":" in mount else (mount, mount) for mount in mounts):
+    for source, inside, *rest in (mount.split(":") if ":" in mount else (mount, mount) for mount in container.mounts):
         if source == inside:
             flags[Path(source)] = rest
-    if cluster.storage_claim is None and container.runtime == "apptainer":
+    if container.runtime == "apptainer":
         flags.setdefault(Path.home(), [])  # apptainer mounts it by default
 
     def is_held(key: str, path: Path) -> bool:
@@ -179,12 +171,13 @@ def check_paths(config: RunConfig, config_name: str, cluster: Cluster) -> None:
 
     absolute = [(key, os.path.abspath(path)) for key, path in _job_paths(config, config_name, cluster)]
     if outside := [f"  {key}: {path}" for key, path in absolute if not is_held(key, Path(path))]:
-        key, fix = ("storage_path", "") if cluster.storage_claim else ("container.mounts", ", or add FOLDER:FOLDER")
         what = (
-            f"{key}: no mount of the container holds these paths of the job under the same path (mounts: "
-            f"{', '.join(mounts) or 'none'})"
+            f"container.mounts: no mount of the container holds these paths of the job under the same path (mounts: "
+            f"{', '.join(container.mounts) or 'none'})"
         )
-        raise ConfigError("\n".join([f"{what}; move them below a mount and submit from there{fix}", *outside]))
+        raise ConfigError(
+            "\n".join([f"{what}; move them below a mount and submit from there, or add FOLDER:FOLDER", *outside])
+        )
 
 
 def _job_paths(config: RunConfig, config_name: str, cluster: Cluster) -> Iterator[tuple[str, str]]:

@@ -14,10 +14,8 @@ from jsonschema import Draft202012Validator
 from megagrpo.__main__ import main
 from megagrpo.cluster.launch import job as job_module
 from megagrpo.cluster.launch.job import Cluster, Container, Placement, load_cluster
-from megagrpo.cluster.launch.kubernetes import manifest
 from megagrpo.cluster.launch.slurm import BEGIN, END, TRAIN_SCRIPT, sbatch_script
 from megagrpo.config import ConfigError, RunConfig, load_config
-from megagrpo.engine.servers.serve_inputs import place_of
 from megagrpo.planner import plan
 from tests.unit.for_each import for_each
 
@@ -321,50 +319,6 @@ def test_no_value_becomes_a_command(hostile, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [file.name]  # no command ran that makes `pwned`
 
 
-def expanded(word: str) -> str:
-    """Kubernetes' reading of a word of a command."""
-    return re.sub(r"\$(\$|\(POD_IP\))", lambda found: "$" if found[1] == "$" else "10.0.0.1", word)
-
-
-@for_each("hostile", [*HOSTILE, "x: {y: [z", "$(POD_IP)", "- a\n  hostNetwork: true", "!!python/object:os.system"])
-def test_no_value_becomes_a_part_of_a_manifest(hostile, tmp_path):
-    def told(value: str) -> dict:
-        overrides = ["run.nodes=2", "rollout.placement=dedicated", "rollout.servers=8", f"data.system_prompt={value}"]
-        made = load_config(QUICKSTART, [*overrides, f"run.output_dir={value}"])
-        cluster = Cluster(
-            python=value,
-            interface=value,
-            env={"MINE": value},
-            container=Container(image=value),
-            storage_claim=value,
-            storage_path=value,
-        )
-        return yaml.safe_load(
-            manifest(made, str(tmp_path / value.replace("/", "")), overrides, cluster, place(made, cluster))
-        )
-
-    def shape(part):
-        if isinstance(part, dict):
-            return {key: shape(value) for key, value in part.items()}
-        return [shape(value) for value in part] if isinstance(part, list) else type(part)
-
-    found = told(hostile)
-    assert shape(found) == shape(told("plain"))
-    for job in found["spec"]["replicatedJobs"]:
-        pod = job["template"]["spec"]["template"]["spec"]
-        (container,) = pod["containers"]
-        environment = {entry["name"]: expanded(entry["value"]) for entry in container["env"] if "value" in entry}
-        assert environment["MINE"] == hostile and environment["NCCL_SOCKET_IFNAME"] == hostile
-        assert (
-            expanded(container["command"][0])
-            == container["image"]
-            == container["volumeMounts"][0]["mountPath"]
-            == hostile
-        )
-        assert f"data.system_prompt={hostile}" in map(expanded, container["command"])
-        assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": hostile}
-
-
 @for_each("hostile", [*HOSTILE, "run\n", "run\n#SBATCH --x"])
 def test_a_name_or_a_time_that_would_leave_its_line_is_refused(hostile):
     for key in ("run.name", "run.time_limit"):
@@ -405,7 +359,6 @@ def test_options_that_are_set_elsewhere_are_refused(name):
         ("gpus_per_node: eight", "gpus_per_node: must be an integer (got 'eight')"),
         ("restarts: -1", "restarts: must be at least 0 (got -1)"),
         ("container: {runtime: docker, image: x}", "container.runtime: must be 'pyxis' or 'apptainer' (got 'docker')"),
-        ("storage_claim: c", "container: Kubernetes (storage_claim) needs an image; set container.image"),
         ("container: {runtime: pyxis}", "container.image: required, but missing; set it"),
         ("container: x", "container: must be a mapping of `key: value` (got 'x')"),
         ("env: {'a b': 1}", "env: 'a b' is not a valid name of an environment variable"),
@@ -529,149 +482,15 @@ def test_submit_gives_the_script_to_sbatch(capfd, monkeypatch, tmp_path):
 # ----------------------------------------------------------------------------------------------------------- Kubernetes
 
 
-def test_a_manifest_has_the_trainers_and_the_servers_of_the_run():
-    cluster = load_cluster(ROOT / "launch" / "clusters" / "kubernetes.yaml")
-    path, overrides = ROOT / "configs" / "llama3.1_70b_8nodes.yaml", ["data.system_prompt=$(HOME) 'x'"]
-    made = load_config(path, overrides)
-    told = yaml.safe_load(manifest(made, str(path), overrides, cluster, place(made, cluster)))
-    trainer, servers = (job["template"]["spec"] for job in told["spec"]["replicatedJobs"])
-    assert (trainer["parallelism"], trainer["completions"], servers["parallelism"]) == (5, 5, 3)
-    ranks, serve = (job["template"]["spec"]["containers"][0] for job in (trainer, servers))
-    assert ranks["command"][:7] == ["python3", "-m", "megagrpo.cluster.launch.node", "--nodes", "5", "--ranks", "8"]
-    assert (
-        "data.system_prompt=$$(HOME) 'x'" in ranks["command"] and "data.system_prompt=$$(HOME) 'x'" in serve["command"]
-    )
-    urls = [f"http://llama3-1-70b-servers-0-{node}.llama3-1-70b:{port}" for node in (0, 1, 2) for port in (8000, 8001)]
-    assert f"rollout.urls=[{','.join(urls)}]" in ranks["command"] and ranks["command"][-1] == ",".join(urls)
-    assert "rollout.reconnect_timeout=1800" in ranks["command"]
-    assert (
-        serve["command"][-3:] == ["rollout.port=8000", "--reach", "$(POD_IP)"]
-        and "rollout.servers=2" in serve["command"]
-    )
-    for container in (ranks, serve):
-        assert (
-            container["resources"]["limits"] == {"nvidia.com/gpu": 8} and container["image"] == cluster.container.image
-        )
-        assert {"name": "MEGAGRPO_TOKEN_FILE", "value": "/secret/token"} in container["env"]
-
-
-def test_servers_on_several_nodes_are_groups_of_their_own_in_a_manifest():
-    overrides = [*ON_TWO, "run.nodes=5", "rollout.servers=2", "rollout.tp=16"]
-    made, cluster = config(*overrides), Cluster(container=Container(image="i"), storage_claim="c")
-    jobset, groups = yaml.safe_load_all(manifest(made, str(QUICKSTART), overrides, cluster, place(made, cluster)))
-    (trainer,) = (job["template"]["spec"]["template"]["spec"] for job in jobset["spec"]["replicatedJobs"])
-    urls = [f"http://quickstart-servers-{server}.quickstart-servers:8000" for server in (0, 1)]
-    assert f"rollout.urls=[{','.join(urls)}]" in trainer["containers"][0]["command"]
-    assert (groups["metadata"]["name"], groups["spec"]["replicas"]) == ("quickstart-servers", 2)
-    template = groups["spec"]["leaderWorkerTemplate"]
-    pod = template["workerTemplate"]["spec"]
-    assert (template["size"], template["restartPolicy"]) == (2, "RecreateGroupOnPodRestart")
-    assert pod["restartPolicy"] == "Always" and trainer["restartPolicy"] == "Never"
-    words = pod["containers"][0]["command"]
-    assert words[-6:] == [
-        "--head",
-        "$(LWS_LEADER_ADDRESS):29600",
-        "--node",
-        "$(LWS_WORKER_INDEX)",
-        "--reach",
-        "$(POD_IP)",
-    ]
-    assert "rollout.servers=1" in words
-    # as Kubernetes fills it in for the second pod of a group
-    assert (
-        place_of(made.rollout.nodes_per_server, "quickstart-servers-1.quickstart-servers.default:29600", 1).index == 1
-    )
-
-
-@pytest.fixture(scope="module")
-def schemas():
-    """Kind -> schema of its custom resource definition."""
-    return yaml.safe_load((Path(__file__).parent / "kubernetes_schemas.yaml").read_text())
-
-
-def problems_of(document, schemas):
-    return [
-        f"{error.json_path}: {error.message}"
-        for error in Draft202012Validator(schemas[document["kind"]]).iter_errors(document)
-    ]
-
-
-MANIFESTS = {
-    "servers in the trainer's pods": [],
-    "servers on whole nodes": ["run.nodes=4", "rollout.placement=dedicated", "rollout.servers=16"],
-    "servers on several nodes": [*ON_TWO, "run.nodes=5", "rollout.servers=2", "rollout.tp=16"],
-}
-
-
-@pytest.mark.parametrize("gpus", [0, 8])
-@pytest.mark.parametrize("kind", MANIFESTS)
-def test_a_manifest_has_the_fields_and_types_of_its_schema(kind, gpus, schemas):
-    made = config(*MANIFESTS[kind])
-    cluster = Cluster(
-        gpus_per_node=gpus,
-        container=Container(image="i"),
-        storage_claim="c",
-        env={"NCCL_DEBUG": "WARN"},
-        interface="eth0",
-    )
-    documents = list(
-        yaml.safe_load_all(manifest(made, str(QUICKSTART), MANIFESTS[kind], cluster, place(made, cluster)))
-    )
-    assert [problems_of(document, schemas) for document in documents] == [[]] * len(documents)
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (lambda spec: spec.update(replicas=1), "'replicas' was unexpected"),
-        (lambda spec: spec["failurePolicy"].update(maxRestarts="10"), "'10' is not of type 'integer'"),
-        (lambda spec: spec["failurePolicy"]["rules"][0].update(action="Fail"), "'Fail' is not one of"),
-        (lambda spec: spec["replicatedJobs"][0].pop("name"), "'name' is a required property"),
-        (
-            lambda spec: spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0].update(
-                commands="x"
-            ),
-            "'commands' was unexpected",
-        ),
-    ],
-)
-def test_a_wrong_field_of_a_manifest_is_seen(change, problem, schemas):
-    cluster = load_cluster(ROOT / "launch" / "clusters" / "kubernetes.yaml")
-    path = ROOT / "configs" / "llama3.1_70b_8nodes.yaml"
-    made = load_config(path, [])
-    document = yaml.safe_load(manifest(made, str(path), [], cluster, place(made, cluster)))
-    change(document["spec"])
-    (found,) = problems_of(document, schemas)
-    assert problem in found
-
-
-def test_a_mistake_in_the_config_is_not_started_again_by_kubernetes():
-    cluster = load_cluster(ROOT / "launch" / "clusters" / "kubernetes.yaml")
-    path = ROOT / "configs" / "llama3.1_70b_8nodes.yaml"
-    made = load_config(path, [])
-    told = yaml.safe_load(manifest(made, str(path), [], cluster, place(made, cluster)))["spec"]
-    trainer, servers = (job["template"]["spec"] for job in told["replicatedJobs"])
-    assert trainer["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2] and "podFailurePolicy" not in servers
-    (rule,) = told["failurePolicy"]["rules"]
-    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
-
-
-@pytest.mark.parametrize(("name", "expected"), [("A" * 39 + "-" + "b" * 30, "a" * 39), ("Qwen3_0.6b-", "qwen3-0-6b")])
-def test_a_run_has_a_name_that_kubernetes_takes(name, expected):
-    cluster = load_cluster(ROOT / "launch" / "clusters" / "kubernetes.yaml")
-    made = config(f"run.name={name}")
-    assert (
-        yaml.safe_load(manifest(made, str(QUICKSTART), [], cluster, place(made, cluster)))["metadata"]["name"]
-        == expected
-    )
-    made = config("run.name=7b")
-    with pytest.raises(ConfigError, match=r"run\.name: 7b must start with a letter, as Kubernetes requires"):
-        manifest(made, str(QUICKSTART), [], cluster, place(made, cluster))
-
-
-def test_a_run_that_kubernetes_cannot_take_is_refused():
-    path = QUICKSTART
-    cluster = Cluster(container=Container(image="i"), storage_claim="c")
-    shared = config("run.nodes=2", "rollout.placement=dedicated", "rollout.servers=2")
-    with pytest.raises(ConfigError, match="on Kubernetes servers must fill whole nodes"):
-        manifest(shared, str(path), [], cluster, place(shared, cluster))
+def test_the_example_of_kubernetes_has_the_fields_of_its_schema_and_the_servers_of_its_config():
+    (document,) = yaml.safe_load_all((ROOT / "launch" / "jobset.yaml").read_text())
+    schemas = yaml.safe_load((Path(__file__).parent / "kubernetes_schemas.yaml").read_text())
+    assert list(Draft202012Validator(schemas["JobSet"]).iter_errors(document)) == []
+    trainer, servers = (job["template"]["spec"] for job in document["spec"]["replicatedJobs"])
+    command = trainer["template"]["spec"]["containers"][0]["command"]
+    config = next(word for word in command if word.startswith("megagrpo:"))
+    rollout = load_config(config, command[command.index(config) + 1 :]).rollout
+    placed = place(load_config(config, []), Cluster())
+    assert rollout.placement == "external" and len(rollout.urls) == placed.server_nodes * placed.servers_per_node
+    assert f"--wait-for={','.join(rollout.urls)}" in command and f"--nodes={placed.trainer_nodes}" in command
+    assert (trainer["completions"], servers["completions"]) == (placed.trainer_nodes, placed.server_nodes)

@@ -1,10 +1,9 @@
-"""megagrpo submit: a job finds every path that it names, and a cluster's file decides between Slurm and Kubernetes."""
+"""megagrpo submit: a job finds every path that it names, or submit refuses it."""
 
 import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 
 from megagrpo.__main__ import main
 from megagrpo.cluster.launch import job as job_module
@@ -32,24 +31,17 @@ def shared(monkeypatch, tmp_path):
 
 def cluster_of(kind: str, folder: Path, mount: str | None = None) -> str:
     """The name of a file that describes a cluster of this kind, whose containers mount `folder`."""
-    if kind == "kubernetes":
-        text = f"container: {{image: i}}\nstorage_claim: c\nstorage_path: {mount or folder}\n"
-    else:
-        text = f"container: {{runtime: {kind}, image: i, mounts: ['{mount or f'{folder}:{folder}'}']}}\n"
+    text = f"container: {{runtime: {kind}, image: i, mounts: ['{mount or f'{folder}:{folder}'}']}}\n"
     (folder / f"{kind}.yaml").write_text(f"gpus_per_node: 0\npython: python3\n{text}")
     return str(folder / f"{kind}.yaml")
 
 
-@pytest.mark.parametrize("kind", ["pyxis", "apptainer", "kubernetes"])
+@pytest.mark.parametrize("kind", ["pyxis", "apptainer"])
 def test_a_job_of_the_wheel_names_a_shipped_config_and_no_file_of_this_host(kind, shared, capsys):
     assert main(["submit", "megagrpo:quickstart", "--cluster", cluster_of(kind, shared)]) == 0
     text = capsys.readouterr().out
     assert "megagrpo:quickstart" in text and str(ROOT) not in text and "site-packages" not in text
-    assert (
-        yaml.safe_load(text)["kind"] == "JobSet"
-        if kind == "kubernetes"
-        else subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
-    )
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
     assert main(["submit", "run.yaml", "--cluster", cluster_of(kind, shared)]) == 0
     assert str(shared / "run.yaml") in capsys.readouterr().out
 
@@ -66,15 +58,12 @@ def test_a_job_of_the_wheel_names_a_shipped_config_and_no_file_of_this_host(kind
     ],
 )
 def test_a_path_that_no_mount_holds_is_refused_and_named(words, outside, shared, capsys):
-    for kind in ("pyxis", "apptainer", "kubernetes"):
+    for kind in ("pyxis", "apptainer"):
         code = main(["submit", "run.yaml", *words, "--cluster", cluster_of(kind, shared)])
         printed = capsys.readouterr()
         if outside:
             assert (code, printed.out) == (2, "") and printed.err.rstrip().endswith(f"\n  {outside}")
-            assert (
-                f"(mounts: {shared}" in printed.err
-                and ("storage_path" if kind == "kubernetes" else "container.mounts") in printed.err
-            )
+            assert f"(mounts: {shared}" in printed.err and "container.mounts" in printed.err
         else:
             assert code == 0
 
@@ -91,28 +80,6 @@ def test_a_mount_elsewhere_or_under_another_path_does_not_hold_a_job(mount, shar
     )
 
 
-@pytest.mark.parametrize(
-    ("words", "more", "message"),
-    [
-        (
-            ["--submit"],
-            "",
-            "--submit: has no effect on Kubernetes, which {file} describes (storage_claim); pipe the manifest to "
-            "kubectl",
-        ),
-        (["--sbatch", "x=y"], "", "--sbatch: has no effect on Kubernetes"),
-        ([], "sbatch: {partition: gpu}", "sbatch: has no effect on Kubernetes"),
-        ([], "setup: [module load cuda]", "setup: has no effect on Kubernetes"),
-    ],
-)
-def test_what_has_no_effect_on_kubernetes_is_refused(words, more, message, shared, capsys):
-    file = cluster_of("kubernetes", shared)
-    Path(file).write_text(Path(file).read_text() + more)
-    assert main(["submit", "run.yaml", "--cluster", file, *words]) == 2
-    printed = capsys.readouterr()
-    assert message.format(file=file) in printed.err and printed.out == ""
-
-
 def test_a_run_cannot_write_to_a_mount_that_is_read_only(shared, capsys):
     assert main(["submit", "run.yaml", "--cluster", cluster_of("pyxis", shared, f"{shared}:{shared}:ro")]) == 2
     assert (
@@ -125,8 +92,7 @@ def test_a_run_cannot_write_to_a_mount_that_is_read_only(shared, capsys):
     )
 
 
-def test_kubernetes_is_asked_for_with_a_cluster_of_kubernetes(shared, capsys):
-    assert main(["submit", "run.yaml", "--cluster", "generic", "--kubernetes"]) == 2
-    assert "--kubernetes: generic describes a Slurm cluster; name one with storage_claim" in capsys.readouterr().err
-    assert main(["submit", "run.yaml", "--cluster", "kubernetes"]) == 2
-    assert "container.image: registry.example/megagrpo:latest is a placeholder" in capsys.readouterr().err
+def test_the_placeholder_of_a_shipped_cluster_is_no_image(shared, capsys):
+    Path("mine.yaml").write_text("defaults: megagrpo:clusters/pyxis\ncontainer: {image: registry.example/megagrpo}\n")
+    assert main(["submit", "run.yaml", "--cluster", "mine.yaml"]) == 2
+    assert "container.image: registry.example/megagrpo is a placeholder" in capsys.readouterr().err
