@@ -42,10 +42,11 @@ class JudgeClient:
         self._services: dict[tuple[str, str], JsonService] = {}
 
     async def verdict(
-        self, url: str, key: str, content: str, schema: Schema, counts: Counter[str], weights: int = 0
+        self, url: str, key: str, content: str | list[Any], schema: Schema, counts: Counter[str], weights: int = 0
     ) -> Verdict:
-        """Return the verdict on `content` of the judge at `url`, whose API key is `key`. `counts` gets its tokens, and
-        the verdicts that did not fit. `weights` tells apart the weights of a trained judge. Raises ServiceError."""
+        """Return the verdict on the message's `content` of the judge at `url`, whose API key is `key`. `counts` gets
+        its tokens, and the verdicts that did not fit. `weights` tells apart the weights of a trained judge. Raises
+        ServiceError."""
         form = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
         messages = [{"role": "user", "content": content}]  # some chat templates know no system message
         body = {"messages": messages, "response_format": form} | self.body

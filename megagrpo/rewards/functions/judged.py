@@ -19,7 +19,7 @@ from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.rewards.functions.judge_client import JudgeClient, Schema, Verdict, bounded, object_of, quoted
 from megagrpo.rewards.functions.text_rewards import text_of
 from megagrpo.rewards.math.answers import after_thought
-from megagrpo.row_image import content_text
+from megagrpo.row_image import content_text, json_image
 
 OWN_JUDGES = ("policy", "reference")
 MOST_CRITERIA = 64
@@ -45,6 +45,7 @@ class Judged(ABC):
     instructions: str | None = None
     explain: bool = True
     shows_thought: bool = False
+    image_column: str | None = None
     max_chars: int = 100_000
     max_tokens: int = 1024
     temperature: float | None = 0.0
@@ -57,6 +58,9 @@ class Judged(ABC):
     def __post_init__(self) -> None:
         if (self.url is None) == (self.judge is None) or self.judge not in (None, *OWN_JUDGES):
             raise ValueError("name one judge: args.url with args.model, or args.judge, policy or reference")
+        if self.image_column and self.url is None:
+            raise ValueError(f"args.image_column: the run's own {self.judge} judges text; name a judge by args.url")
+        self.needs_columns: tuple[tuple[str, ...], ...] = ((self.image_column,),) if self.image_column else ()
         if self.url is not None and not (self.url.startswith(("http://", "https://")) and self.model):
             raise ValueError(f"args.url {self.url} must be http://HOST:PORT/v1, and args.model the judge's name there")
         least = {"max_chars": 100, "max_tokens": 1, "timeout": 1e-3, "retries": 0, "verdict_retries": 0}
@@ -89,13 +93,14 @@ class Judged(ABC):
         address = self._address or (own_judges or {}).get(self.judge or "")
         if address is None:
             raise RuntimeError(f"args.judge {self.judge} needs the servers of a run; here are none")
-        counts = Counter[str]()
+        counts, images = Counter[str](), _image_parts(columns[self.image_column][0]) if self.image_column else []
         weights = trainer_state.global_step if self.judge == "policy" and trainer_state else 0
 
         def ask(task: str, material: dict[str, str], schema: Schema) -> Awaitable[Verdict]:
             form = f"Respond with one JSON object of this schema and nothing else: {json.dumps(schema)}"
             shown = quoted({name: bounded(text, self.max_chars) for name, text in material.items()})
-            content = "\n\n".join((self.instructions or task, form, shown))
+            text = "\n\n".join((self.instructions or task, form, shown))
+            content = [{"type": "text", "text": text}, *images] if images else text
             return self._client.verdict(**address, content=content, schema=schema, counts=counts, weights=weights)
 
         opened = prefixes or [""] * len(completions)
@@ -125,6 +130,12 @@ def _conversation(messages: str | Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(f"{message['role']}: {content_text(message.get('content') or '')}" for message in messages)
 
 
+def _image_parts(value: Any) -> list[dict[str, Any]]:
+    """Return the images of a prompt, one or a list, as parts of a message."""
+    urls = json_image(value if isinstance(value, list) else [value])
+    return [{"type": "image_url", "image_url": {"url": url}} for url in urls if url is not None]
+
+
 class Criterion(NamedTuple):
     """One criterion of a rubric. A negative weight makes it a pitfall."""
 
@@ -152,7 +163,7 @@ class Rubric(Judged):
         super().__post_init__()
         common: Any = self.criteria if self.file is None else Path(self.file).expanduser().read_text()
         self._common = None if common is None else rubric_of(common)
-        self.needs_columns = ((self.column,),) if common is None else ()
+        self.needs_columns += ((self.column,),) if common is None else ()
 
     def row_fault(self, **columns: Any) -> str | None:
         """Return what is wrong with a row's own rubric."""

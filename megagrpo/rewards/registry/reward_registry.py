@@ -19,7 +19,14 @@ REWARD_MODEL = "megagrpo.rewards.functions.reward_model:RewardModel"
 SERVED_REWARD = "megagrpo.rewards.functions.served:ServedReward"
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _FILE_PATH = re.compile(r".+\.py:[A-Za-z_]\w*")
-TAG_REWARDS = ("xmlcount", "soft_format", "strict_format", "int", "correctness")  # built in before
+# built in before -> what to write
+FORMER_REWARDS = {
+    name: f"is in an example's file; write configs/examples/gsm8k_xml/rewards.py:{name.replace('int', 'whole_number')}"
+    for name in ("xmlcount", "soft_format", "strict_format", "int", "correctness")
+} | {
+    "llm_judge": "is gone; write `function: rubric` with args.criteria beside url and model (docs/judges.md), or read "
+    "a number from the judge's text as configs/examples/llm_judge/score.py does"
+}
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 
@@ -37,10 +44,8 @@ def resolve(function: str, plugins: Sequence[str] = (), key: str = "rewards.func
         return Target(*_split(SERVED_REWARD), preset=(("url", function),))
     if plugins and function not in BUILT_IN_REWARDS and _NAME.fullmatch(function):
         return Target("", function, plugins=tuple(str(find_file(path, "rewards.plugins")) for path in plugins))
-    if function in TAG_REWARDS:
-        name = "whole_number" if function == "int" else function
-        text = f"`{function}` is in an example's file; write configs/examples/gsm8k_xml/rewards.py:{name}"
-        raise ProblemError(Problem((key,), text, rule=18))
+    if function in FORMER_REWARDS:
+        raise ProblemError(Problem((key,), f"`{function}` {FORMER_REWARDS[function]}", rule=18))
     own = "package.module:function, path/file.py:function, or a name from rewards.plugins; models: model:PATH or http://..."
     target = locate(function, key, "reward function", BUILT_IN_REWARDS, own, rule=18)
     return replace(target, independent=function in BUILT_IN_REWARDS.keys() - WHOLE_GROUP)

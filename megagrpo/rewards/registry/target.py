@@ -24,11 +24,10 @@ BUILT_IN_REWARDS = {
     "soft_overlong": "megagrpo.rewards.functions.text_rewards:soft_overlong",
     "reasoning_gym": "megagrpo.rewards.functions.gym_score:reasoning_gym",
     "code_execution": "megagrpo.rewards.functions.code_execution:CodeExecution",
-    "llm_judge": "megagrpo.rewards.functions.llm_judge:LlmJudge",
     "rubric": "megagrpo.rewards.functions.judged:Rubric",
     "pairwise": "megagrpo.rewards.functions.judged:Pairwise",
 }
-JUDGES = frozenset({"llm_judge", "rubric", "pairwise"})
+JUDGES = frozenset({"rubric", "pairwise"})
 WHOLE_GROUP = frozenset({"pairwise"})  # they compare the completions of a group
 REPEATABLE = frozenset(BUILT_IN_REWARDS) - {"code_execution"} - JUDGES  # deterministic functions
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import re
 import subprocess
 import sys
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.config import load_config
+from megagrpo.config import RewardsSection, load_config
 from megagrpo.config.io import shipped_configs
 from megagrpo.planner import plan
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
 from tests.unit.for_each import for_each
+from tests.unit.rewards.reward_services import says, serving
 
 FOLDERS = sorted(
     path for path in (shipped_configs() / "examples").iterdir() if path.is_dir() and path.name != "__pycache__"
@@ -158,11 +160,17 @@ def test_the_game_of_the_environment_example_answers_each_guess():
 
 
 def test_the_judge_of_the_example_reads_the_scores_1_and_5():
-    from megagrpo.rewards.functions.llm_judge import LlmJudge
-
     arguments = example("llm_judge").rewards.functions[0].args
-    judge = LlmJudge(**arguments)
-    assert [judge._read(f"{n}") for n in (1, 5)] == [0, 1]
+    answers = iter(["1", "5"])
+    with serving(lambda body: says(next(answers, "no"))) as server:
+        own = dict(
+            function=f"{shipped_configs()}/examples/llm_judge/score.py:Score", args=arguments | dict(url=server.url)
+        )
+        with RewardScorer(RewardsSection(functions=[own], workers=1), 8) as scorer:
+            prompt = Prompt(0, (1,), "Q", {})
+            scored = [scorer.score([Rollout(prompt, (1,), (0.0,), "stop", 0, "{x}")])[0].reward for _ in range(3)]
+    assert scored[:2] == [0, 1] and math.isnan(scored[2])
+    assert server.asked[0]["messages"][0]["content"].endswith("Text: {x}\nScore:")
     allowed = arguments["options"]["structured_outputs"]["regex"]
     assert [n for n in range(1, 6) if re.fullmatch(allowed, f" {n}")] == [1, 5]
 

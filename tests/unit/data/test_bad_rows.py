@@ -149,7 +149,7 @@ def test_the_first_row_of_a_column_of_images_may_be_damaged(folder, tmp_path):
 def test_needs_are_those_of_rewards_that_read_the_row(tmp_path):
     (tmp_path / "mine.py").write_text("def f(completions, answer, hint=None, **columns):\n    return [0.0]\n")
     mine = dict(function=f"{tmp_path}/mine.py:f")
-    judge = dict(function="llm_judge", args=dict(url="http://localhost:1", model="m", template="{completion}"))
+    judge = dict(function="rubric", args=dict(url="http://localhost:1", model="m", criteria=["is kind"]))
     for functions, expected in (
         ([mine, dict(function="format"), dict(function="accuracy", weight=0.0)], {"f": (("answer",),)}),
         ([dict(function="accuracy"), dict(function="format")], {"accuracy": (("solution", "answer"),)}),

@@ -13,24 +13,14 @@ from ranks import run_ranks
 
 from megagrpo.config import RewardFunction, RewardsSection
 from megagrpo.rewards.functions.judged import Pairwise
-from megagrpo.rewards.functions.llm_judge import LlmJudge
 from megagrpo.rewards.functions.served import ServedReward
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
 from tests.unit.rewards.reward_services import Server, logits, make_model, says, serving
 
 
-def judge_by_length(body: dict) -> tuple[int, dict]:
-    answer = body["messages"][-1]["content"].split("[answer]\n")[1].split("\n[end of answer]")[0]
-    return says(f"Score: 1 is too low.\nScore: {len(answer)}")
-
-
 def scorer(*functions, **section) -> RewardScorer:
     return RewardScorer(RewardsSection(functions=list(functions), workers=1, **section), 100)
-
-
-def judge(server: Server, **args) -> dict:
-    return {"function": "llm_judge", "args": {"url": f"{server.url}/v1", "model": "judge", **args}}
 
 
 def rollouts(*texts, messages="What is it?", **columns):
@@ -39,127 +29,6 @@ def rollouts(*texts, messages="What is it?", **columns):
 
 def rewards(scored) -> list:
     return [next(iter(s.rewards.values())) for s in scored]
-
-
-# ------------------------------------------------------------------------------------------------------------ the judge
-
-
-def test_the_last_score_of_the_judge_is_brought_to_0_to_1():
-    with serving(judge_by_length) as server, scorer(judge(server, system="Be fair.", options={"seed": 7})) as s:
-        assert rewards(s.score(rollouts("abcde", "abcdefghij", ""))) == [0.5, 1.0, 0.0]
-    body = server.asked[0]
-    assert body["model"] == "judge" and body["temperature"] == 0 and body["seed"] == 7
-    assert (
-        body["messages"][0] == {"role": "system", "content": "Be fair."}
-        and "What is it?" in body["messages"][1]["content"]
-    )
-
-
-def test_the_task_shows_columns_and_leaves_braces_in_answers_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("MY_KEY", "k-1")
-    (tmp_path / "task.txt").write_text("{prompt}|{completion}|{solution}|{low}-{high}")
-    with serving(lambda body: says("score = 2")) as server:
-        args = {"template": str(tmp_path / "task.txt"), "low": -2, "high": 2, "api_key_env": "MY_KEY"}
-        with scorer(judge(server, **args)) as s:
-            with pytest.raises(ValueError, match="needs column `solution`"):
-                s.check_columns(["answer"])
-            batch = rollouts(
-                "{prompt} {x}",
-                messages=[{"role": "system", "content": "S"}, {"role": "user", "content": "U"}],
-                solution="42",
-            )
-            assert rewards(s.score(batch)) == [1.0]
-    assert server.asked[0]["messages"] == [{"role": "user", "content": "system: S\n\nuser: U|{prompt} {x}|42|-2-2"}]
-    assert server.headers[0]["Authorization"] == "Bearer k-1"
-
-
-def test_a_judge_is_asked_again_after_every_kind_of_passing_failure():
-    failures = iter([(500, "oops"), (0, ""), (429, "slow down")])
-
-    def answer(body: dict) -> tuple[int, dict | str]:
-        return next(failures, None) or judge_by_length(body)
-
-    with serving(answer) as server, scorer(judge(server, retries=3) | {"timeout": 60}) as s:
-        assert rewards(s.score(rollouts("abcde"))) == [0.5] and len(server.asked) == 4
-        assert s.metrics()["rewards/llm_judge/exceptions"] == 0
-
-
-FAILING = {
-    "broken": (lambda body: (500, "broken"), "responded with status 500: broken (2 attempts)", 2),
-    "no_key": (lambda body: (401, "no key"), "responded with status 401: no key", 1),
-    "no_json": (lambda body: (200, "no json"), "its response is not JSON", 2),
-    "no_score": (
-        lambda body: says("I would rather not."),
-        "no score in the judge's response: 'I would rather not.'",
-        1,
-    ),
-    "too_high": (lambda body: says("Score: 11"), "the judge's score 11 is not from 0 to 10", 1),
-    "no_choices": (lambda body: (200, {"error": "x"}), "no choices in its response", 1),
-    "slow": (lambda body: (time.sleep(1.0), says("Score: 1"))[1], "no answer within 0.2 s (2 attempts)", 2),
-}
-
-
-def test_a_judge_that_fails_leaves_the_completion_out_and_is_counted(caplog):
-    with ExitStack() as stack:
-        servers = {name: stack.enter_context(serving(answer)) for name, (answer, _, _) in FAILING.items()}
-        judges = [judge(server, retries=1, timeout=0.2 if name == "slow" else 30.0) for name, server in servers.items()]
-        s = stack.enter_context(
-            scorer(*(one | {"name": name} for one, name in zip(judges, servers, strict=True)), {"function": "format"})
-        )
-        scored = s.score(rollouts("abc"))
-        assert scored[0].rewards == dict.fromkeys(FAILING) | {"format": 0.0} and scored[0].reward == 0.0
-        for name, (_, reason, requests) in FAILING.items():
-            assert s.metrics()[f"rewards/{name}/exceptions"] == s.metrics()[f"rewards/{name}/unscorable"] == 1
-            assert (
-                len(servers[name].asked) == requests
-                and f"{servers[name].url}/v1" in caplog.text
-                and reason in caplog.text
-            )
-
-
-def test_a_judge_beyond_the_deadline_leaves_the_completion_out():
-    with (
-        serving(lambda body: (time.sleep(2.0), says("Score: 1"))[1]) as server,
-        scorer(judge(server) | {"timeout": 0.3}) as s,
-    ):
-        assert rewards(s.score(rollouts("abc"))) == [None] and s.metrics()["rewards/llm_judge/timeouts"] == 1
-
-
-def test_no_more_requests_are_under_way_than_concurrency_allows():
-    def slowly(body: dict) -> tuple[int, dict]:
-        time.sleep(0.1)
-        return judge_by_length(body)
-
-    with serving(slowly) as server, scorer(judge(server), concurrency=3) as s:
-        assert rewards(s.score(rollouts(*["abc"] * 9))) == [pytest.approx(0.3)] * 9
-        assert server.most == 3
-
-
-def test_a_cache_answers_in_other_runs_too_and_keeps_no_failures(tmp_path):
-    answers = iter([says("no"), says("Score: 5"), says("Score: 9")])
-    with serving(lambda body: next(answers)) as server:
-        for expected, asked in ((None, 1), (0.5, 2), (0.5, 2)):
-            with scorer(judge(server, cache=str(tmp_path / "deep" / "cache.sqlite"))) as s:
-                assert rewards(s.score(rollouts("abc"))) == [expected] and len(server.asked) == asked
-        # another question
-        with scorer(judge(server, cache=str(tmp_path / "deep" / "cache.sqlite"), max_tokens=5)) as s:
-            assert rewards(s.score(rollouts("abc"))) == [0.9] and len(server.asked) == 3
-
-
-@pytest.mark.parametrize(
-    "args, reason",
-    [
-        ({"low": 5, "high": 5}, "low 5 is not below high 5"),
-        ({"pattern": "score"}, "needs a group"),
-        ({"template": "{prompt}"}, "template lacks {completion}"),
-        ({"retries": -1}, "retries -1"),
-        ({"tempature": 0}, "did you mean `temperature`"),
-    ],
-)
-def test_a_judge_that_cannot_work_is_refused_before_training(args, reason):
-    with pytest.raises(ValueError) as error:
-        scorer({"function": "llm_judge", "args": {"url": "http://127.0.0.1:1/v1", "model": "m", **args}})
-    assert reason in str(error.value)
 
 
 # ------------------------------------------------------------------------------------------------------------- verdicts
@@ -272,6 +141,43 @@ def test_a_verdict_that_does_not_fit_is_asked_for_again_and_then_left_out(caplog
     for name, (_, reason) in MISFITS.items():
         assert s.metrics()[f"rewards/{name}/exceptions"] == 1 and len(servers[name].asked) == 6
         assert re.search(f"reward `{name}` gave no score(.|\n)*?{reason}.*3 verdicts, verdict_retries", caplog.text)
+
+
+def test_a_judge_is_asked_again_after_every_kind_of_passing_failure():
+    failures = iter([(500, "oops"), (0, ""), (429, "slow down")])
+    with serving(lambda body: next(failures, None) or grade(body)) as server:
+        with scorer(judged(server, "rubric", criteria=["a"], retries=3)) as s:
+            assert rewards(s.score(rollouts("a"))) == [1.0] and len(server.asked) == 4
+            assert s.metrics()["rewards/rubric/exceptions"] == 0
+
+
+FAILING = {
+    "broken": (lambda body: (500, "broken"), "responded with status 500: broken (2 attempts)", 2),
+    "no_key": (lambda body: (401, "no key"), "responded with status 401: no key", 1),
+    "no_json": (lambda body: (200, "no json"), "its response is not JSON", 2),
+    "no_choices": (lambda body: (200, {"error": "x"}), "has no single choice", 1),
+}
+
+
+def test_a_judge_that_fails_leaves_the_completion_out_and_is_counted(caplog):
+    with ExitStack() as stack:
+        servers = {name: stack.enter_context(serving(answer)) for name, (answer, _, _) in FAILING.items()}
+        functions = [
+            judged(server, "rubric", criteria=["a"], retries=1, verdict_retries=0) | {"name": name}
+            for name, server in servers.items()
+        ]
+        s = stack.enter_context(scorer(*functions, {"function": "format"}))
+        (scored,) = s.score(rollouts("abc"))
+        assert scored.rewards == dict.fromkeys(FAILING) | {"format": 0.0} and scored.reward == 0.0
+        for name, (_, reason, requests) in FAILING.items():
+            assert s.metrics()[f"rewards/{name}/exceptions"] == s.metrics()[f"rewards/{name}/unscorable"] == 1
+            assert len(servers[name].asked) == requests and reason in caplog.text
+
+
+def test_a_judge_beyond_the_deadline_leaves_the_completion_out():
+    with serving(lambda body: (time.sleep(2.0), grade(body))[1]) as server:
+        with scorer(judged(server, "rubric", criteria=["a"]) | {"timeout": 0.3}) as s:
+            assert rewards(s.score(rollouts("abc"))) == [None] and s.metrics()["rewards/rubric/timeouts"] == 1
 
 
 def test_a_judge_that_thinks_in_its_text_or_knows_no_schema_is_read_after_the_thought():
@@ -582,4 +488,3 @@ def test_names_of_models_and_addresses():
     ]
     section = RewardsSection(functions=[RewardFunction(function=f) for f in functions])
     assert section.names == ["my-rm", "name", "classify", "host_8000", "f", "f_2"]
-    assert LlmJudge.value_of_failure is None

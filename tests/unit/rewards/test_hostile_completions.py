@@ -36,7 +36,7 @@ HOSTILE = {
 }
 GOOD = r"<think>It is 3.</think><answer>3</answer> \boxed{3}"
 ARGS = {"code_execution": {"seconds": 0.5}}
-JUDGES = ("llm_judge", "rubric", "pairwise")
+JUDGES = ("rubric", "pairwise")
 VERDICT = {"criterion_1": '{"criterion_1": {"criteria_met": true}}', "better": '{"better": "tie"}'}
 
 
@@ -52,9 +52,7 @@ def services(tmp_path_factory):
     model = run_ranks(make_model, 1, tmp_path_factory.mktemp("hostile") / "tiny-rm")[0]
     with serving(
         lambda body: (
-            says(VERDICT.get(verdict_of(body), "Score: 5"))
-            if "messages" in body
-            else (200, {"rewards": [0.5] * len(body["prompts"])})
+            says(VERDICT[verdict_of(body)]) if "messages" in body else (200, {"rewards": [0.5] * len(body["prompts"])})
         )
     ) as server:
         yield server.url, model
@@ -86,7 +84,7 @@ def test_a_hostile_completion_ends_by_its_deadline_and_the_run_goes_on(name, ser
     url, model = services
     function = {"model": f"model:{model}", "served": f"{url}/reward"}.get(name, name)
     at, verdicts = {"url": f"{url}/v1", "model": "m"}, {"explain": False, "max_chars": 10_000}
-    of_judges = {"llm_judge": at, "rubric": at | verdicts | {"criteria": ["a"]}, "pairwise": at | verdicts}
+    of_judges = {"rubric": at | verdicts | {"criteria": ["a"]}, "pairwise": at | verdicts}
     args = (of_judges | {"model": {"max_length": 64}}).get(name, ARGS.get(name, {}))
     timeout = SERVED_TIMEOUT if name in (*JUDGES, "served") else TIMEOUT
     section = RewardsSection(functions=[{"function": function, "args": args, "name": "it"}], timeout=timeout, workers=2)

@@ -107,19 +107,23 @@ def test_a_server_gets_data_urls(tmp_path):
     assert first == second and first.startswith("data:image/png;base64,")
 
 
-def test_a_judge_gets_the_images_where_its_template_places_them(tmp_path):
-    says = dict(choices=[dict(message=dict(content="Score: 5"))])
-    with serving(lambda body: (200, says)) as server:
-        args = dict(url=server.url, model="judge", template="Look: {images} {prompt} -> {completion}")
-        functions = [dict(function="llm_judge", args=args)]
+def test_a_judge_gets_the_images_of_the_prompt(tmp_path):
+    verdict = '{"criterion_1": {"criteria_met": true}}'
+    with serving(lambda body: (200, dict(choices=[dict(message=dict(content=verdict))]))) as server:
+        args = dict(url=server.url, model="judge", criteria=["is true"], explain=False, image_column="images")
+        functions = [dict(function="rubric", args=args)]
         pictures = dict(images=[PICTURE, image(28, 28, 2)])
         with RewardScorer(RewardsSection(functions=functions), 8) as scorer:
-            assert [s.reward for s in scorer.score(rollouts(pictures, tmp_path, count=1))] == [0.5]
-            assert [s.reward for s in scorer.score(rollouts(dict(images=[]), tmp_path, count=1))] == [0.5]
+            with pytest.raises(ValueError, match="reward `rubric` needs column `images`"):
+                scorer.check_columns(["image"])
+            assert [s.reward for s in scorer.score(rollouts(pictures, tmp_path, count=1))] == [1.0]
+            assert [s.reward for s in scorer.score(rollouts(dict(images=[]), tmp_path, count=1))] == [1.0]
         parts, text = (body["messages"][0]["content"] for body in server.asked)
-    assert [part["type"] for part in parts] == ["text", "image_url", "image_url", "text"]
-    assert parts[0]["text"] == "Look: " and parts[3]["text"] == " user: [image]which? -> a"
-    assert text == "Look:  user: [image]which? -> a"
+    assert [part["type"] for part in parts] == ["text", "image_url", "image_url"]
+    assert "user: [image]which?" in parts[0]["text"] and "user: [image]which?" in text
+    assert parts[1]["image_url"]["url"].startswith("data:image/png;base64,")
+    with pytest.raises(ValueError, match=r"the run's own policy judges text; name a judge by args\.url"):
+        RewardScorer(RewardsSection(functions=[dict(function="rubric", args=args | dict(url=None, judge="policy"))]), 8)
 
 
 def test_checks_of_rows_get_no_images(tmp_path):

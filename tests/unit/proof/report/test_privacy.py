@@ -139,7 +139,7 @@ def test_a_page_holds_no_path_user_or_host_of_the_machine(tmp_path, monkeypatch)
 def test_a_credential_in_the_config_is_not_on_the_page(tmp_path):
     run = make_run(tmp_path / "run", steps=1, groups=1)
     (run / "resolved.yaml").write_text(
-        "rewards:\n  functions:\n  - function: llm_judge\n    api_key: s3cret-value\n    model: a\n"
+        "rewards:\n  functions:\n  - function: rubric\n    api_key: s3cret-value\n    model: a\n"
     )
     text = opened(page.render(payload([read_run(run)], page.static_bytes())))
     assert "s3cret-value" not in text and '["rewards.functions.0.api_key","<credential>"' in text
