@@ -5,13 +5,24 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-OPENS = {"create_server", "start_server", "TCPSite", "SockSite", "UnixSite", "HTTPServer", "ThreadingHTTPServer"}
+OPENS = {
+    "create_server",
+    "start_server",
+    "create_unix_server",
+    "start_unix_server",
+    "TCPSite",
+    "SockSite",
+    "UnixSite",
+    "HTTPServer",
+    "ThreadingHTTPServer",
+}
 ROWS = {  # file: the beginning of its row
     "megagrpo/cluster/doctor/host_checks.py": "`megagrpo doctor`",
     "megagrpo/cluster/launch/preflight.py": "the ranks' rendezvous",
     "megagrpo/engine/servers/launcher.py": "vLLM's HTTP server",  # tries the port
     "megagrpo/environments/agents/address.py": "the address of [agents]",
     "megagrpo/environments/own_judges.py": "the address of [judges]",
+    "megagrpo/environments/programs/forwarder.py": "the forwarder of a container",
     "megagrpo/environments/programs/listening.py": "the address of [agents]",  # tries the interface
     "megagrpo/platform/rendezvous/store_exchange.py": "the key-value store",
     "megagrpo/rewards/sandbox/sandbox.py": "the sandbox's test",

@@ -12,13 +12,16 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megagrpo.environments.agents import chat_completions, responses_api
 from megagrpo.environments.agents.agent_messages import Refused
 from megagrpo.environments.agents.agent_requests import POLICY_NAME, Reply
 from megagrpo.environments.agents.seat import Seat
-from megagrpo.environments.programs.listening import Listening
+from megagrpo.environments.programs.agent_options import UNIX
+from megagrpo.environments.programs.listening import Listening, unix_socket
+from megagrpo.platform.process.cleanup.removal import remove_tree
 from megagrpo.platform.process.terminal import get_logger
 
 if TYPE_CHECKING:  # imported late, because a rank that does not generate opens 150 files less without it
@@ -33,7 +36,8 @@ log = get_logger(__name__)
 
 
 class Address:
-    """The server of the conversations of one event loop. It is open while one is under way; `url` is its base URL."""
+    """The server of the conversations of one event loop. It is open while one is under way; `url` is its base URL, or
+    `unix:` and the folder of its socket."""
 
     url: str
 
@@ -43,6 +47,7 @@ class Address:
         self._opens = asyncio.Lock()
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server
+        self._folder: Path | None = None  # of a Unix socket
         self._busy = set[object]()  # connections with a request that has a valid key
 
     async def _open(self) -> web.AppRunner:
@@ -70,8 +75,14 @@ class Address:
             lingering_time=0.0,  # the body of a request with a wrong key is not read
         )
         await runner.setup()
-        self._listener = await asyncio.get_running_loop().create_server(
-            lambda: self._connection(runner),
+        loop, make = asyncio.get_running_loop(), lambda: self._connection(runner)
+        if self._listening.address == UNIX:
+            self._folder, bound = unix_socket()
+            self.url = f"unix:{self._folder}"
+            self._listener = await loop.create_unix_server(make, sock=bound, backlog=1024)
+            return runner
+        self._listener = await loop.create_server(
+            make,
             self._listening.address,
             0,
             backlog=1024,
@@ -106,6 +117,8 @@ class Address:
                 runner, self._runner = self._runner, None
                 self._listener.close()
                 await runner.cleanup()
+                if self._folder is not None:
+                    remove_tree(self._folder)
 
     def _seat(self, request: web.Request) -> Seat:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")

@@ -18,6 +18,7 @@ from megagrpo.suggestions import did_you_mean
 AGENT = "multi_turn.agent"
 PROGRAM_HOST = Target("megagrpo.environments.programs.program_host", "ProgramHost")
 OWN_PLACEHOLDERS = ("workdir", "name", "prompt")
+UNIX = "unix"  # `listen`: a socket in a folder, `{socket}`
 
 
 class AgentOptions(Section):
@@ -26,7 +27,7 @@ class AgentOptions(Section):
     function: str | None = None
     command: tuple[str, ...] = ()  # argv; the others from `container` to `output_mb` need it
     roles: dict[str, float] = Field(default_factory=dict)  # of a function
-    listen: str = "lo"  # interface or address
+    listen: str = "lo"  # interface, address or UNIX
     certificate: str | None = None  # file in PEM; the address then speaks https
     certificate_key: str | None = None
     container: str = "{command}"
@@ -60,6 +61,8 @@ class AgentOptions(Section):
         if is_wildcard(self.listen):
             reason = f"`{self.listen}` is every interface of the machine; name one, such as docker0, or its address"
             yield Problem((f"{AGENT}.listen",), reason)
+        if self.listen == UNIX:
+            yield from self._unix_problems()
         for name in ("container", "start", "stop"):
             yield from _template_problems(name, getattr(self, name))
         if self.score_files and not self.score:
@@ -70,6 +73,14 @@ class AgentOptions(Section):
                 parts_of(name)
             except ValueError as error:
                 yield Problem((f"{AGENT}.{key}",), str(error))
+
+    def _unix_problems(self) -> Iterator[Problem]:
+        if self.function is not None or self.certificate is not None:
+            reason = "unix is for a `command`, and has no certificate; name an interface, or leave the other out"
+            yield Problem((f"{AGENT}.listen",), reason)
+        elif self.container != "{command}" and "{socket}" not in self.container + self.start:
+            reason = "unix needs the folder {socket} in the container at its own path: --ro-bind {socket} {socket}"
+            yield Problem((f"{AGENT}.listen",), reason)
 
     def program(self, seconds: float) -> dict[str, Any]:
         """Return the fields of `program_run.Program`, of which a command may take `seconds`."""
@@ -85,7 +96,8 @@ class AgentOptions(Section):
         container = [word for word in shlex.split(self.container) if word != "{command}"]
         texts = [*self.command, *self.score, *container, self.start, self.stop, *sources]
         names = [name for text in texts for name in PLACEHOLDER.findall(text)]
-        return [name for name in dict.fromkeys(names) if name not in OWN_PLACEHOLDERS]
+        own = {*OWN_PLACEHOLDERS, *(["socket"] if self.listen == UNIX else [])}
+        return [name for name in dict.fromkeys(names) if name not in own]
 
 
 def agent_options(agent: str | Mapping[str, Any]) -> AgentOptions:

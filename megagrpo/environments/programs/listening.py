@@ -1,19 +1,26 @@
-"""The interface on which the agents' address listens."""
+"""The interface or the Unix socket on which the agents' address listens."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
 import ssl
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 from megagrpo.engine.http.access import interface_addresses
-from megagrpo.environments.programs.agent_options import AGENT, AgentOptions, is_wildcard
+from megagrpo.environments.programs.agent_options import AGENT, UNIX, AgentOptions, is_wildcard
 from megagrpo.loopback import LOOPBACK_ADDRESS
+
+SOCKET_NAME, FORWARDER = "policy.sock", Path(__file__).with_name("forwarder.py")
 
 
 @dataclass(frozen=True)
 class Listening:
-    """Where an address listens: `address`, which URLs call `host`, with TLS if there is a context."""
+    """Where an address listens: `address`, which URLs call `host`, with TLS if there is a context. If `address` is
+    UNIX, it is a socket in a new folder."""
 
     host: str = LOOPBACK_ADDRESS
     address: str = LOOPBACK_ADDRESS
@@ -21,6 +28,8 @@ class Listening:
 
     @property
     def described(self) -> str:
+        if self.address == UNIX:
+            return f"a Unix socket in a folder of {tempfile.gettempdir()} with mode 0700, needs the conversation's key"
         name = self.address if self.host == self.address else f"{self.host} ({self.address})"
         return f"{name}, {'http' if self.context is None else 'https'}, needs the conversation's key"
 
@@ -28,6 +37,8 @@ class Listening:
 def listening(options: AgentOptions) -> Listening:
     """Return where the address of `options` listens on this machine. Raises ValueError with the fix."""
     name, interfaces = options.listen, interface_addresses()
+    if name == UNIX:
+        return Listening(UNIX, UNIX)
     try:
         address = interfaces.get(name) or socket.gethostbyname(name)
         if is_wildcard(address):
@@ -46,3 +57,15 @@ def listening(options: AgentOptions) -> Listening:
         except OSError as error:  # ssl's errors too
             raise ValueError(f"{AGENT}.certificate: cannot be used: {error}; name files in PEM") from None
     return Listening(address if name in interfaces else name, address, context)
+
+
+def unix_socket() -> tuple[Path, socket.socket]:
+    """Create a folder with a socket and the forwarder for containers. Returns the folder and the bound socket."""
+    folder, bound = Path(tempfile.mkdtemp(prefix="megagrpo_policy_")), socket.socket(socket.AF_UNIX)
+    shutil.copyfile(FORWARDER, folder / FORWARDER.name)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        bound.bind(f"/proc/self/fd/{handle}/{SOCKET_NAME}")  # an address has at most 107 bytes
+    finally:
+        os.close(handle)
+    return folder, bound

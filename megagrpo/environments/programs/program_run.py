@@ -108,6 +108,11 @@ class _Conversation:
     ):
         self._program, self._channel, self._client, self._work = program, channel, client, folder / "work"
         self._values = {**columns, "workdir": str(self._work), "name": f"megagrpo-{secrets.token_hex(8)}"}
+        scheme, _, socket_folder = client["base_url"].partition(":")
+        self._forwards = list[str]()
+        if scheme == "unix":
+            self._values["socket"] = socket_folder
+            self._forwards = ["python3", f"{socket_folder}/forwarder.py", f"{socket_folder}/policy.sock"]
         self._has_container = program.container != _ALONE
         names = [name for name in (*PASSED_ON, *program.variables) if name in ENVIRONMENT]
         self._environment = {name: ENVIRONMENT[name] for name in names}
@@ -121,9 +126,10 @@ class _Conversation:
         Left, OSError and ValueError."""
         program, client, ends = self._program, self._client, time.monotonic() + self._program.seconds
         put_files(self._work, program.files, self._values)
-        host = urlsplit(client["base_url"]).hostname or ""
-        to_policy = {"OPENAI_BASE_URL": client["base_url"], "OPENAI_API_KEY": client["api_key"]}
-        to_policy |= {"OPENAI_MODEL": client["model"], "NO_PROXY": host, "no_proxy": host}
+        to_policy = {"OPENAI_API_KEY": client["api_key"], "OPENAI_MODEL": client["model"]}
+        if not self._forwards:
+            host = urlsplit(client["base_url"]).hostname or ""
+            to_policy |= {"OPENAI_BASE_URL": client["base_url"], "NO_PROXY": host, "no_proxy": host}
         try:
             if program.start:
                 _check(*self._run(self._words(program.start), "start", None, _START_SECONDS), "start")
@@ -141,7 +147,8 @@ class _Conversation:
         failure, ended = "", "done"
         value: float | None = 0.0
         try:
-            said = self._run(self._inside(self._program.command), "command", self._channel, seconds, to_policy)
+            command = [*self._forwards, *self._program.command]
+            said = self._run(self._inside(command), "command", self._channel, seconds, to_policy)
             if (failure := _failure(*said, "command")) and said[0] in _NOT_RUN:
                 raise Failure(failure)
         except Late:

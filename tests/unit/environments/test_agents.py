@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from itertools import batched
 from types import SimpleNamespace
 
 import httpx
@@ -1187,6 +1188,33 @@ def test_a_program_in_bubblewrap_sees_its_work_folder_and_the_address(program, p
     assert (rollout.dialogue.ended, rollout.dialogue.rewards) == ("done", {"command": 1.0})
 
 
+BOXED = "bwrap --ro-bind / / --tmpfs /tmp --dev /dev --proc /proc --bind {workdir} /mnt --chdir /mnt "
+BOXED += "--ro-bind {socket} {socket} --unshare-all --die-with-parent {command}"
+
+
+@pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
+def test_a_program_without_a_network_reaches_the_policy_and_nothing_else(program, policy, tmp_path):
+    what = (
+        "assert ask('a', 'other') == 401 and [d for _, d in socket.if_nameindex()] == ['lo']; [ask('b') for _ in '12']"
+    )
+    cases = {what: ("done", 2), "sys.exit(3)": ("failed", 0), "os.killpg(0, 9)": ("failed", 0)}
+
+    async def run():
+        address = agents.agent.address()
+
+        async def one(what):
+            seat = policy.seat(columns={"what": what})
+            await agents.agent.converse(address, seat, agents.fail)
+            return seat.trajectory.rollout()
+
+        return await asyncio.gather(*map(one, cases))
+
+    with program("{what}", container=BOXED, listen="unix") as agents:
+        rollouts = asyncio.run(run())
+    assert [(r.dialogue.ended, len(r.branches)) for r in rollouts] == [*cases.values()]
+    assert not [*(tmp_path / "temporary").iterdir()]
+
+
 def test_no_more_programs_run_at_once_than_the_limit(program, policy, tmp_path):
     what = f"import pathlib; here = pathlib.Path({str(tmp_path)!r}, 'now'); here.mkdir(exist_ok=True); "
     what += "me = here / str(os.getpid()); me.touch(); time.sleep(0.3); n = len(os.listdir(here)); me.unlink(); "
@@ -1224,6 +1252,8 @@ def test_the_address_listens_on_a_named_interface_with_tls(program, policy, tmp_
         ("listen", "8.8.8.8"): "cannot listen on 8.8.8.8: Cannot assign requested address; name an interface .*lo ",
         ("command", ("no_such_program",)): "no program `no_such_program` in PATH",
         ("listn", "lo"): "unknown; did you mean `listen`",
+        ("listen", "unix", "container", "env {command}"): "unix needs the folder {socket} in the container",
+        ("listen", "unix", "certificate", "a", "certificate_key", "b"): "has no certificate",
     }.items():
         with pytest.raises(ValueError, match=reason):
-            program(**dict([options]))
+            program(**dict(batched(options, 2)))

@@ -331,6 +331,7 @@ def test_a_check_that_raises_does_not_hide_the_others(tmp_path, monkeypatch):
     [
         ("mine.py:run", "ok", "their address will listen on 127.0.0.1, http, needs the conversation's key"),
         ({"command": ["true"], "listen": "no_such_if"}, "fail", "cannot listen on no_such_if: .* lo .127.0.0.1."),
+        ({"command": ["true"], "listen": "unix"}, "ok", "will listen on a Unix socket in a folder .* mode 0700, needs"),
         ({"command": ["true"], "listen": "::"}, "fail", "every interface of the machine; name one"),
     ],
 )
