@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -22,7 +22,7 @@ from megagrpo.config.basics.yaml_text import block_text, parse_yaml, shortened
 from megagrpo.config.key_table import PLACEHOLDERS, REMOVED_KEYS, fields, fits, without_old_defaults
 from megagrpo.config.overrides import apply_override
 from megagrpo.config.run_config import RunConfig
-from megagrpo.config.tasks import TaskSection, of_task, task_values
+from megagrpo.config.tasks import KINDS_OF_WEIGHT, of_task, task_values
 from megagrpo.regular_files import open_regular
 from megagrpo.suggestions import did_you_mean
 
@@ -191,8 +191,9 @@ def _checked[S: BaseModel](kind: type[S], values: dict[str, Any]) -> tuple[S | N
 def _of_tasks(values: dict[str, Any], of_run: Sequence[Problem]) -> list[Problem]:
     """Return the problems of each task's config that the run's own does not have."""
     known, found = {*map(str, of_run)}, dict[str, Problem]()
-    for task in values.get("tasks") or ():
-        if not isinstance(task, dict) or _checked(TaskSection, task)[1]:
+    tasks = values.get("tasks")
+    for task in tasks if isinstance(tasks, list) else ():
+        if not isinstance(task, dict) or not isinstance(task.get("name"), str):
             continue  # the run's config names what is wrong
         problems = [
             problem for problem in _checked(RunConfig, task_values(values, task))[1] if str(problem) not in known
@@ -213,14 +214,14 @@ _EMPTY = {"missing": "", "list_type": [], "dict_type": {}, "model_type": {}}
 def _problems(kind: type[BaseModel], values: dict[str, Any], error: ValidationError) -> list[Problem]:
     """Return every invalid field, then every contradiction between valid fields."""
     known = [key for key, _ in fields(kind)]
-    wrong: list[Problem] = []
+    original, wrong = values, list[Problem]()
     for _ in range(20):  # sections are nested less deeply; each round may empty one level
         errors = error.errors(include_url=False)
         if [e["loc"] for e in errors] == [()]:  # every field is valid now: the model's cross-field check failed
             keys = [problem.keys[0] for problem in wrong]
             return wrong + [problem for problem in errors[0]["ctx"]["error"].problems if not problem.is_about(keys)]
         keys = [problem.keys[0] for problem in wrong]
-        wrong += [problem for e in errors if not (problem := _problem(e, known)).is_about(keys)]
+        wrong += [problem for e in errors if not (problem := _problem(e, known, original)).is_about(keys)]
         values = _repaired(values, errors)
         try:
             kind.model_validate(values)
@@ -244,7 +245,8 @@ def _repaired(values: dict[str, Any], errors: list[ErrorDetails]) -> dict[str, A
             try:
                 here = here[part]
             except (LookupError, TypeError):
-                break
+                if part not in KINDS_OF_WEIGHT:
+                    break
         if owner is not None and name == error["loc"][-1] and error["type"] in _EMPTY:
             owner[name] = copy.copy(_EMPTY[error["type"]])
         elif owner is not None:
@@ -280,14 +282,34 @@ _RULES = {
 }
 
 
-def _problem(error: ErrorDetails, known: list[str]) -> Problem:
+def _key(error: ErrorDetails, values: dict[str, Any]) -> str:
+    """Return the dotted key of a pydantic error. Tasks have names in place of their numbers, and what pydantic calls
+    the kind of a value is left out."""
+    parts, loc, here = list[str](), error["loc"], cast(Any, values)
+    for part in loc:
+        name, below = str(part), None
+        if isinstance(here, list) and isinstance(part, int) and part < len(here):
+            below = here[part]
+            if parts == ["tasks"] and isinstance(below, dict):
+                name = str(below.get("name") or part)
+        elif isinstance(here, dict) and part in here:
+            below = here[part]
+        elif part in KINDS_OF_WEIGHT or (part != loc[-1] and not isinstance(here, dict | list)):
+            continue
+        parts, here = [*parts, name], below
+    return ".".join(parts)
+
+
+def _problem(error: ErrorDetails, known: list[str], values: dict[str, Any]) -> Problem:
     """Return the problem of one pydantic error: the key, the violated rule, the value, and a fix if one is known."""
     loc, value = error["loc"], error["input"]
-    keys = (".".join(map(str, loc)),)
+    keys = (_key(error, values),)
     if error["type"] == "extra_forbidden":
         if fix := next((fix for key, (_, fix) in REMOVED_KEYS.items() if fits(key, loc)), None):
             return Problem(keys, f"no longer a key; {fix}")
         near = nearest_key(loc, known)
+        if near.startswith("tasks."):
+            near = ".".join([*keys[0].split(".")[:2], *near.split(".")[2:]])
         return Problem(keys, f"unknown key; did you mean {near}?" if near else "unknown key")
     if error["type"] == "missing":
         return Problem(keys, "required, but missing; set it")

@@ -8,11 +8,10 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError, model_validator
+from pydantic import model_validator
 
 from megagrpo.config.basics.problems import ProblemError
 from megagrpo.config.rules.config_rules import cross_field_problems, step_problems
-from megagrpo.config.rules.task_rules import task_problems
 from megagrpo.config.sections.algorithm import AlgorithmSection
 from megagrpo.config.sections.data import DataSection
 from megagrpo.config.sections.evaluation import EvaluationSection, evaluation_sets
@@ -197,10 +196,6 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
-        try:
-            problems = cross_field_problems(self)
-        except ValidationError:  # of a task: `load_config` names it with the task
-            problems = [*task_problems(self)]
-        if problems:
+        if problems := cross_field_problems(self):
             raise ProblemError(*problems)
         return self

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, GetJsonSchemaHandler
+from pydantic import Discriminator, Field, GetJsonSchemaHandler, Tag
 
 from megagrpo.config.basics.problems import Problem
 from megagrpo.config.basics.task_values import gives_parts, merged
@@ -19,13 +19,46 @@ SECTIONS = ("data", "rewards", "multi_turn", "rollout")  # of a task
 OF_PARTS = ("advantage_by", "turn_advantage_weight", "token_advantage_weight", "turn_discount")
 
 
+class PassRateWeight(Section):
+    """A weight `most` * 4 p (1 - p), at least `least`, where p is the task's pass rate: `most` at 0.5, `least` at 0 and
+    at 1. The expected gain of a group of binary rewards has this form."""
+
+    by: Literal["pass_rate"]
+    most: PositiveFloat = 1.0
+    least: PositiveFloat = 0.1
+
+    def value(self, pass_rate: float) -> float:
+        """Return the weight, rounded to thousandths."""
+        return max(self.least, round(self.most * 4 * pass_rate * (1 - pass_rate), 3))
+
+
+KINDS_OF_WEIGHT = ("weight: number", "weight: by step", "weight: by pass rate")
+
+
+def _kind_of_weight(weight: object) -> str:
+    """Return which kind of weight the value is meant to be."""
+    number, by_step, by_rate = KINDS_OF_WEIGHT
+    if not isinstance(weight, Mapping):
+        return by_rate if isinstance(weight, PassRateWeight) else number
+    return by_rate if any(not str(key).lstrip("-").isdigit() for key in weight) else by_step
+
+
+Weight = Annotated[
+    Annotated[float, Tag(KINDS_OF_WEIGHT[0])]
+    | Annotated[dict[int, float], Tag(KINDS_OF_WEIGHT[1])]
+    | Annotated[PassRateWeight, Tag(KINDS_OF_WEIGHT[2])],
+    Discriminator(_kind_of_weight),
+]
+
+
 class TaskSection(Section):
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
     """Name in metrics, reward columns and messages; the name of its file, for a task in a file of its own."""
-    weight: float | dict[int, float] = 1.0
+    weight: Weight = 1.0
     """Share of the prompts, relative to the other tasks' weights. The counts of drawn prompts never differ from the
     shares by a whole prompt; weights that add up to `rollout.prompts_per_step` are the prompts of each step. Weights by
-    step, as `{1: 3, 100: 0}`, each hold from their step on."""
+    step, as `{1: 3, 100: 0}`, each hold from their step on. `{by: pass_rate, most: 1, least: 0.1}` follows the share of
+    the task's responses with `data.curriculum_pass_reward` in its last 10 steps."""
     loss_weight: PositiveFloat = 1.0
     """Factor of the task's share of the loss: of its policy term and KL penalty. The loss keeps its denominator, so
     that factors which are all equal change nothing. `algorithm.loss_share_of_tasks`."""
@@ -57,11 +90,16 @@ class Task:
     """A task of a run. A run without `tasks` is one task, whose name is empty and whose config is the run's."""
 
     name: str
-    weight: float | Mapping[int, float]  # by the step from which it holds
+    weight: float | Mapping[int, float] | PassRateWeight  # by the step from which it holds, or by the pass rate
     config: RunConfig  # the run's, with the values of the task
     sampling: Mapping[str, Any]  # of its prompts, before a row's own parameters
     epochs: float | None = None
     loss_weight: float = 1.0
+
+    @property
+    def weights(self) -> float | Mapping[int, float]:
+        """The weight, or weights by step, before a pass rate is known."""
+        return self.weight.most if isinstance(self.weight, PassRateWeight) else self.weight
 
     def key(self, key: str) -> str:
         """Return the config key of the task for a key of the run, as `tasks.math.data.train`."""

@@ -54,7 +54,7 @@ def path_problems(config: RunConfig) -> Iterator[Problem]:
         text = owner[name].removeprefix(_REWARD_MODEL)
         if not text and key == "data.train.source":
             if not config.tasks:
-                yield Problem(("data.train",), "required, but missing; set it")
+                yield Problem(("data.train", "tasks"), "required, but missing; set it")
         elif not text:
             yield Problem((key,), "must not be empty; write a name or a path, or leave it out")
         elif text.startswith("~"):

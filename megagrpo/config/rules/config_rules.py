@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
 
 from megagrpo.config.basics.paths import is_user_code, path_problems
 from megagrpo.config.basics.problems import Problem
@@ -68,8 +71,12 @@ def cross_field_problems(config: RunConfig) -> list[Problem]:
         image_problems(config),
         tower_problems(config),
     )
-    groups = (*of_algorithm, *own, *of_policy, *of_steps, *of_rollout, *others)
-    return [problem for group in groups for problem in group]
+    found: list[Problem] = []
+    for group in (*of_algorithm, *own, *of_policy, *of_steps, *of_rollout, *others):
+        with suppress(ValidationError):  # of a task: `load_config` names it with the task
+            for problem in group:
+                found.append(problem)
+    return found
 
 
 def image_problems(config: RunConfig) -> Iterator[Problem]:

@@ -67,19 +67,28 @@ def task_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _share_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield wrong weights, and steps from which on no task would be left."""
-    wrong = [(f"tasks.{task.name}.weight", text) for task in config.tasks if (text := _wrong_weight(task.weight))]
+    weights = {task.name: task.weight for task in config.tasks}
+    planned = {name: weight if isinstance(weight, int | float | Mapping) else 1.0 for name, weight in weights.items()}
+    wrong = [(f"tasks.{name}.weight", text) for name, own in weights.items() if (text := _wrong_weight(own))]
     yield from (Problem((key,), text) for key, text in wrong)
-    endless = [task.weight for task in config.tasks if not task.epochs]
+    if planned != weights and (by_step := [name for name, weight in weights.items() if isinstance(weight, Mapping)]):
+        reason = "weights by step do not mix with weights by pass rate of other tasks; give it one weight"
+        yield Problem((f"tasks.{by_step[0]}.weight", "tasks"), reason)
+    endless = [planned[task.name] for task in config.tasks if not task.epochs]
     if not endless:
         yield Problem(("tasks",), "all tasks have `epochs`, so none would be left; leave it out of one of them")
-    for step, weights in weights_by_step([] if wrong else endless).items():
-        if weights and not any(weights):
+    for step, of_step in weights_by_step([] if wrong else endless).items():
+        if of_step and not any(of_step):
             reason = f"from step {step} on only tasks with `epochs` have a weight above 0; give one to another task"
             yield Problem(("tasks",), reason)
 
 
-def _wrong_weight(weight: float | Mapping[int, float]) -> str | None:
-    """Return what is wrong with a task's weight, or weights by step; None if nothing is."""
+def _wrong_weight(weight: Any) -> str | None:
+    """Return what is wrong with a task's weight, weights by step or by pass rate; None if nothing is."""
+    if not isinstance(weight, int | float | Mapping):
+        if weight.least <= weight.most < math.inf:
+            return None
+        return f"`least` must be at most `most` (got {weight.least:g} and {weight.most:g})"
     if not isinstance(weight, Mapping):
         return None if 0 < weight < math.inf else f"must be greater than 0 (got {weight:g})"
     if min(weight, default=0) != 1:

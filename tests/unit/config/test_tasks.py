@@ -75,6 +75,26 @@ def test_problems_of_all_tasks_are_named_with_the_task(run):
     ]
 
 
+def test_everything_wrong_with_tasks_is_said_at_once(run):
+    found = problems(
+        run,
+        *["tasks.math.weight={by: pass_rate, least: 0, most: 0}", "tasks.math.data.prompt_colum=x"],
+        *["tasks.code.wieght=1", "tasks.code.rewards.functions=[]", "tasks.code.rollout.num_generations=1"],
+        *["algorithm.beta=-1", "model.fusions=[rope]", "train.share_prompts=true"],
+    )
+    assert {problem.partition(" (got")[0].partition(";")[0] for problem in found} == {
+        "algorithm.beta: must be at least 0",
+        "train.share_prompts: true lets positions continue a prompt's, but the fused rotation of model.fusions begins at 0",
+        "tasks.math.weight.most: must be greater than 0",
+        "tasks.math.weight.least: must be greater than 0",
+        "tasks.math.data.prompt_colum: unknown key",
+        "tasks.code.wieght: unknown key",
+        "tasks.code.rewards.functions: the run has no rewards",
+        "tasks.code.rollout.num_generations: must be at least 2",
+    }
+    assert problems(run, "tasks=5") == ["tasks: must be a list (got 5)"]
+
+
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
@@ -92,7 +112,17 @@ def test_problems_of_all_tasks_are_named_with_the_task(run):
             "tasks.math.epochs=1 tasks.code.weight={1: 1, 5: 0}",
             "tasks: from step 5 on only tasks with `epochs` have a weight above 0; give one to another task",
         ),
-        ("tasks.math.train.learning_rate=1", "tasks.0.train: unknown key"),
+        (
+            "tasks.math.weight={by: pass_rate, least: 2}",
+            "tasks.math.weight: `least` must be at most `most` (got 2 and 1)",
+        ),
+        ("tasks.math.weight={by: reward}", "tasks.math.weight.by: must be 'pass_rate' (got 'reward')"),
+        ("tasks.math.weight={least: 0.1}", "tasks.math.weight.by: required, but missing; set it"),
+        (
+            "tasks.math.weight={by: pass_rate} tasks.code.weight={1: 1, 5: 2}",
+            "tasks.code.weight: weights by step do not mix with weights by pass rate of other tasks; give it one weight",
+        ),
+        ("tasks.math.train.learning_rate=1", "tasks.math.train: unknown key"),
         (
             "tasks.math.rollout.num_generations=1",
             "tasks.math.rollout.num_generations: must be at least 2 (got 1)",

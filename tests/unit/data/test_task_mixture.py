@@ -1,11 +1,13 @@
 """Shares of tasks: exact after every prompt, the same after a restart, and each task in its own order."""
 
+import json
 import random
 from fractions import Fraction
 
 import pytest
 
 from megagrpo.config import ConfigError, DataSection, RolloutSection, Task
+from megagrpo.config.tasks import PassRateWeight
 from megagrpo.data.sources.prompt_order import PromptOrder
 from megagrpo.data.sources.row_permutation import RowPermutation
 from megagrpo.data.sources.task_mixture import Mixture, Shares
@@ -55,10 +57,46 @@ def test_a_task_leaves_after_its_last_prompt_and_the_others_share_by_their_weigh
     assert all(abs(rest[:n].count(1) - 0.7 * n) < 1 for n in range(len(rest)))
 
 
-def mixture(weights=(2, 1), rows=(5, 3), curriculum=(), epochs=(None, None)):
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_weights_follow_the_pass_rates_and_a_restart_continues_them(staleness):
+    """What each task is drawn stays near the sum of its shares, whatever the rates; none of them starves."""
+    kinds = [PassRateWeight(by="pass_rate", most=1 + i, least=0.05) for i in range(5)]
+
+    def begun():
+        return mixture((*kinds, 0.5), rows=(5,) * 6, epochs=(None,) * 6, staleness=staleness)
+
+    whole, chance, state = begun(), random.Random(1), TrainState()
+    rates = [[chance.choice([0.0, 0.0, 0.5, 1.0]) if n % 40 < 20 else i / 5 for i in range(6)] for n in range(150)]
+    drawn, wanted, weights, saved = [], [0.0] * 6, [[1.0, 2, 3, 4, 5, 0.5]] * (1 + staleness), []
+    requested = {place: one for *one, place in seen(whole.peek(8 * (1 + staleness)))}
+    for step, of_step in enumerate(rates):
+        prompts = whole.next(8)
+        assert [requested[place] for *_, place in seen(prompts)] == [one for *one, _ in seen(prompts)]
+        drawn += [int(prompt.task[1:]) for prompt in prompts]
+        shares = [weight / sum(weights[step]) for weight in weights[step]]
+        wanted = [want + 8 * share for want, share in zip(wanted, shares, strict=True)]
+        assert all(abs(drawn.count(i) - want) < 1.5 for i, want in enumerate(wanted)), step
+        metrics = whole.learn({p.prompt_id: of_step[int(p.task[1:])] for p in prompts})
+        weights.append([*(metrics[f"tasks/t{i}/weight"] for i in range(5)), 0.5])
+        for *one, place in seen(whole.peek(8 * max(1, staleness))):
+            assert requested.setdefault(place, one) == one
+        whole.store(state)
+        saved.append(json.dumps(vars(state)))
+    assert min(map(min, weights)) == 0.05 and max(map(max, weights)) == 5
+    for step in (0, 1, 60, 61, 137):
+        again = begun()
+        again.restore(TrainState(**json.loads(saved[step])))
+        for of_step in rates[step + 1 :]:
+            prompts = again.next(8)
+            place = 8 * (step := step + 1)
+            assert [int(prompt.task[1:]) for prompt in prompts] == drawn[place : place + 8]
+            again.learn({p.prompt_id: of_step[int(p.task[1:])] for p in prompts})
+
+
+def mixture(weights=(2, 1), rows=(5, 3), curriculum=(), epochs=(None, None), staleness=0):
     data = DataSection(train={"source": "a.jsonl"}, curriculum=list(curriculum))
     orders = [PromptOrder(range(number), data, seed=i) for i, number in enumerate(rows)]
-    config = type("Config", (), {"data": data, "rollout": RolloutSection(prompts_per_step=8)})
+    config = type("Config", (), {"data": data, "rollout": RolloutSection(prompts_per_step=8, max_staleness=staleness)})
     pairs = enumerate(zip(weights, epochs, strict=False))
     return Mixture([Task(f"t{i}", weight, config, {}, passes) for i, (weight, passes) in pairs], orders, seed=0)
 
