@@ -25,7 +25,7 @@ GROUPS: dict[str, dict[str, str]] = {
         FIRST: "name output_dir max_steps num_train_epochs save_steps save_total_limit resume trackers seed",
         "Saving and ending": "async_save overwrite time_limit callbacks nodes deterministic",
         "Console and files": "log_* progress peak_tflops",
-        "Trackers": "wandb* mlflow* trackio*",
+        "Trackers": "wandb* trackio*",
         "Profiles": "profile*",
     },
     "model": {

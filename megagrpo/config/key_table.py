@@ -32,6 +32,7 @@ REMOVED_KEYS: dict[str, tuple[Any, str]] = {
         "total",
         "leave it out: with multi_turn.max_response_length, rollout.max_completion_length limits each turn",
     ),
+    "run.mlflow": ({"tracking_uri": None, "experiment": None, "tags": {}, "name": None}, _AS_FILE),
     "run.otel": ({"endpoint": None, "conversations": 16}, _AS_FILE),
     "run.prometheus": ({"port": 9400}, _AS_FILE),
 }

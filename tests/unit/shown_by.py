@@ -213,7 +213,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "run.trackers": (
         "e2e/test_run.py::test_tensorboard_events_hold_every_step",
         "unit/records/sinks/test_wandb.py::test_metrics_have_the_runs_step_and_tables_hold_every_response",
-        "unit/records/sinks/test_mlflow.py::test_a_run_and_its_continuation_are_one_run_in_a_database_beside_the_runs",
+        "unit/records/sinks/test_mlflow_sink.py::test_a_run_and_its_continuation_are_one_run_in_a_database_beside_the_runs",
         "unit/records/sinks/test_trackio.py::test_a_run_and_its_continuation_are_one_run_in_a_local_database",
         "e2e/test_tracing.py::test_a_run_is_scraped_with_its_servers_and_sends_a_trace_per_step",
         "unit/records/sinks/test_find_trackers.py::test_the_sink_of_the_page_writes_what_the_page_says",

@@ -59,7 +59,6 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "run.wandb.project": "unit/records/sinks/test_wandb.py::test_metrics_have_the_runs_step_and_tables_hold_every_response",
     "run.wandb.entity": "unit/records/sinks/test_wandb.py::test_metrics_have_the_runs_step_and_tables_hold_every_response",
     "run.wandb.group": "unit/records/sinks/test_wandb.py::test_metrics_have_the_runs_step_and_tables_hold_every_response",
-    "run.mlflow.experiment": "unit/records/sinks/test_mlflow.py::test_a_run_and_its_continuation_are_one_run_in_a_database_beside_the_runs",
     "train.distributed_optimizer": "e2e/test_options.py::test_what_saves_memory_changes_no_weight",
     "train.fused_logprobs": "e2e/test_bad_input.py::test_what_this_machine_cannot_compute_is_refused_before_a_server_starts",
     "train.logprob_chunk": "unit/planner/test_plan.py::test_logits_cost_a_chunk_and_exact_kl_the_hidden_states_of_the_reference",

@@ -50,7 +50,6 @@ OPEN = (
     "multi_turn.agent",
     "multi_turn.environment_args",
     "rewards.functions.N.args",
-    "run.mlflow.tags",
     "train.optimizer_args",
 )  # these keys allow any key below them
 

@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from megagrpo.config.sections.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from megagrpo.config.sections.tracker_options import (
-    MlflowSection,
     TrackioSection,
     WandbSection,
 )
@@ -78,12 +77,10 @@ class RunSection(Section):
     other devices `mfu` is not computed."""
     profile: ProfileSection = ProfileSection()
     trackers: list[str] = ["tensorboard"]
-    """Where metrics and completions go besides files of the run: tensorboard, wandb, mlflow, trackio, or your own class
-    as `path/file.py:Class` (docs/trackers.md)."""
+    """Where metrics and completions go besides files of the run: tensorboard, wandb, trackio, or your own class as
+    `path/file.py:Class` (docs/trackers.md)."""
     wandb: WandbSection = WandbSection()
     """Options of wandb."""
-    mlflow: MlflowSection = MlflowSection()
-    """Options of the tracker mlflow."""
     trackio: TrackioSection = TrackioSection()
     """Options of the tracker trackio."""
 

@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 TRACKER_PACKAGES = {
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
-    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
     "trackio": ("trackio",),
 }
 BUILT_IN_TRACKERS = tuple(TRACKER_PACKAGES)
-EXAMPLE_TRACKERS = {"otel": "otel.py:OtelSink", "prometheus": "prometheus.py:PrometheusSink"}  # below examples/trackers
+EXAMPLE_TRACKERS = {  # below examples/trackers
+    "mlflow": "mlflow_sink.py:MlflowSink",
+    "otel": "otel.py:OtelSink",
+    "prometheus": "prometheus.py:PrometheusSink",
+}
 PROJECT = "megagrpo"  # project or experiment when neither the config nor the environment names one
 
 
@@ -39,18 +42,6 @@ class WandbSection(Section):
     """Tags of the run."""
     name: str | None = None
     """Name of the run in wandb. Empty: `run.name`."""
-
-
-class MlflowSection(Section):
-    tracking_uri: str | None = None
-    """A server's address, or a local store such as `sqlite:////data/mlflow.db`. Empty: `MLFLOW_TRACKING_URI`, or
-    `mlflow.db` in `run.output_dir`."""
-    experiment: str | None = None
-    """Experiment; created if it does not exist. Empty: `MLFLOW_EXPERIMENT_NAME`, or megagrpo."""
-    tags: dict[str, str] = {}
-    """Tags of the run."""
-    name: str | None = None
-    """Name of the run in MLflow. Empty: `run.name`."""
 
 
 class TrackioSection(Section):

@@ -13,7 +13,7 @@ from megagrpo.platform.process import user_code
 from megagrpo.records.rows.completions import Rows
 from megagrpo.records.sinks.sink import ServerMetrics, Sink, TrackedRun, TrackerSink
 
-CLASSES = {"tensorboard": "TensorBoardSink", "wandb": "WandbSink", "mlflow": "MlflowSink", "trackio": "TrackioSink"}
+CLASSES = {"tensorboard": "TensorBoardSink", "wandb": "WandbSink", "trackio": "TrackioSink"}
 
 
 def make_sink(name: str, run: TrackedRun) -> Sink:

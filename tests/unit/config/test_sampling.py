@@ -52,6 +52,7 @@ REFUSED = {
     "multi_turn.completion_length_limit_scope=per_round": "multi_turn.completion_length_limit_scope: no longer a key; "
     "leave it out: with multi_turn.max_response_length, rollout.max_completion_length limits each turn",
     "run.otel.endpoint=http://a": "run.otel: no longer a key; name the tracker's file in run.trackers (docs/trackers.md)",
+    "run.mlflow.experiment=a": "run.mlflow: no longer a key; name the tracker's file in run.trackers (docs/trackers.md)",
     "data.source_args.share=1": "data.source_args: has no effect without data.source; name a class, or leave it out",
     "data.source=mine": "data.source: `mine` is no class; write path/file.py:Class or package.module:Class",
     "data.source=a.b:C data.curriculum=[0,0.9]": "data.curriculum: [0.0, 0.9] chooses prompts, and data.source "

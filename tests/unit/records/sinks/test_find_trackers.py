@@ -109,7 +109,7 @@ def test_a_sink_that_raises_is_reported_once_and_not_called_again(name, error, t
         (
             "[wandbb]",
             "run.trackers.0: `wandbb` is not a known tracker; did you mean `wandb`?; known: tensorboard, wandb, "
-            "mlflow, trackio;",
+            "trackio;",
         ),
         ("[otel]", "run.trackers.0: `otel` is a file of the repository; name it as examples/trackers/otel.py:OtelSink"),
         ("[tensorboard, tensorboard]", "run.trackers.1: `tensorboard` is listed twice; remove one"),
@@ -121,7 +121,7 @@ def test_a_wrong_entry_is_named_when_the_config_is_loaded(trackers, said):
         load_config(CONFIG, [f"run.trackers={trackers}"])
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_tracker_without_its_package_is_named_with_the_command_that_installs_it(name, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda package: None if package in TRACKER_PACKAGES[name] else object()
@@ -135,8 +135,8 @@ def test_a_tracker_without_its_package_is_named_with_the_command_that_installs_i
 
 
 def test_options_of_a_tracker_that_the_run_does_not_use_are_noted():
-    (note,) = unused_options(config("tensorboard", "wandb", mlflow="{experiment: x}", wandb="{mode: offline}").run)
-    assert note == "note: run.mlflow has options, but run.trackers does not name mlflow, so the run does not use it"
+    (note,) = unused_options(config("tensorboard", "wandb", trackio="{group: x}", wandb="{mode: offline}").run)
+    assert note == "note: run.trackio has options, but run.trackers does not name trackio, so the run does not use it"
 
 
 def test_the_page_names_every_tracker_and_every_method():

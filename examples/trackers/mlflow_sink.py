@@ -1,16 +1,23 @@
-"""Writes to an MLflow server or local database: metrics, the config as parameters, completions tables as artifacts."""
+"""Writes to an MLflow server or local database: metrics, the config as parameters, completions tables as artifacts.
+
+    run:
+      trackers: [tensorboard, examples/trackers/mlflow_sink.py:MlflowSink]
+
+Needs `megagrpo install mlflow`. MLFLOW_TRACKING_URI names the server, or a store such as sqlite:////data/mlflow.db;
+without it the database is mlflow.db in `run.output_dir`. MLFLOW_EXPERIMENT_NAME names the experiment.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import time
 from pathlib import Path
 
 from megagrpo.config.io import as_yaml, flat
 from megagrpo.config.sections.tracker_options import PROJECT
-from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.records.rows.completions import Rows, table
 from megagrpo.records.sinks.sink import TrackedRun, TrackerSink
 
@@ -27,9 +34,7 @@ class MlflowSink(TrackerSink):
         super().__init__(run)
         for noisy in ("mlflow", "alembic"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
-        options = run.config.run.mlflow
-        local, uri = Path(run.config.run.output_dir).absolute(), options.tracking_uri
-        uri = uri or ENVIRONMENT.get("MLFLOW_TRACKING_URI")
+        local, uri = Path(run.config.run.output_dir).absolute(), os.environ.get("MLFLOW_TRACKING_URI")
         self._entities = entities
         self._client = MlflowClient(uri or f"sqlite:///{local / 'mlflow.db'}")
         self._artifacts = None if uri else (local / "mlruns").as_uri()  # else in the current folder
@@ -45,11 +50,8 @@ class MlflowSink(TrackerSink):
         return run_id
 
     def _new(self, run: TrackedRun) -> str:
-        options = run.config.run.mlflow
-        name = options.experiment or ENVIRONMENT.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
-        created = self._client.create_run(
-            self._experiment(name), run_name=options.name or run.name, tags=dict(options.tags)
-        )
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        created = self._client.create_run(self._experiment(name), run_name=run.name)
         run_id: str = created.info.run_id
         params = [
             self._entities.Param(_ODD.sub("_", key), str(value)[:LONGEST_PARAM])

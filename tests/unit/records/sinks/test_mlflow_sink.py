@@ -1,9 +1,13 @@
 import json
+from pathlib import Path
 
 import pytest
 
-from megagrpo.records.sinks.mlflow import metric_name
+from megagrpo.platform.process import user_code
 from tests.unit.records.sinks.tracked import COLUMNS, ENCODED, write
+
+FILE = Path(__file__).parents[4] / "examples" / "trackers" / "mlflow_sink.py"
+TRACKED = f"run.trackers=[{FILE}:MlflowSink]"
 
 
 @pytest.mark.full
@@ -16,9 +20,9 @@ def test_a_run_and_its_continuation_are_one_run_in_a_database_beside_the_runs(tm
     elsewhere, runs = tmp_path / "elsewhere", tmp_path / "größe 1"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    options = ["run.trackers=[mlflow]", "run.mlflow={experiment: sums, tags: {team: us}, name: shown}"]
-    write(runs / "mine", *options)
-    write(runs / "mine", *options, restored_step=1)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "sums")
+    write(runs / "mine", TRACKED)
+    write(runs / "mine", TRACKED, restored_step=1)
 
     from mlflow import MlflowClient
 
@@ -28,7 +32,7 @@ def test_a_run_and_its_continuation_are_one_run_in_a_database_beside_the_runs(tm
     )
     client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
     (run,) = client.search_runs([client.get_experiment_by_name("sums").experiment_id])
-    assert run.info.run_name == "shown" and run.data.tags["team"] == "us" and run.info.status == "FINISHED"
+    assert run.info.run_name == "mine" and run.info.status == "FINISHED"
     assert run.data.params["run.name"] == "mine" and run.data.params["algorithm.beta"] == "0.0"
     rewards = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "reward")]
     assert sorted(rewards) == [(1, 0.1), (2, 0.2), (2, 0.2), (3, 0.3)]
@@ -36,8 +40,9 @@ def test_a_run_and_its_continuation_are_one_run_in_a_database_beside_the_runs(tm
     assert {f.path for f in client.list_artifacts(run.info.run_id, "completions")} == {
         f"completions/step_00000{i}.json" for i in (1, 2, 3)
     }
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME")
     with pytest.raises(SystemExit):
-        write(runs / "broken", *options[:1], fails=True)
+        write(runs / "broken", TRACKED, fails=True)
     (broken,) = client.search_runs([client.get_experiment_by_name("megagrpo").experiment_id])
     assert (broken.info.run_name, broken.info.status) == ("broken", "FAILED")
     table = json.loads(open(client.download_artifacts(run.info.run_id, "completions/step_000003.json")).read())
@@ -45,4 +50,5 @@ def test_a_run_and_its_continuation_are_one_run_in_a_database_beside_the_runs(tm
 
 
 def test_names_that_mlflow_does_not_allow_are_changed():
+    metric_name = user_code.load_named(f"{FILE}:metric_name")
     assert metric_name("eval/a set/pass@4") == "eval/a set/pass_at_4" and metric_name("a%b(c)") == "a_b_c_"
