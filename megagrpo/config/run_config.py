@@ -84,6 +84,19 @@ class RunConfig(Section):
         return {task.name: [task.named(name) for name in task.config.rewards.names] for task in named}
 
     @property
+    def samples_per_row(self) -> int:
+        """Responses of a prompt: sampled, or those of its row."""
+        return self.rollout.num_generations if self.algorithm.loss.generates else self.algorithm.loss.group
+
+    @property
+    def without_servers(self) -> RunConfig:
+        """The config as the planner sees it: with servers elsewhere, if the run learns from rows and starts none."""
+        if self.algorithm.loss.generates:
+            return self
+        rollout = self.rollout.model_copy(update={"placement": "external", "urls": ["http://unused:1"]})
+        return self.model_copy(update={"rollout": rollout})
+
+    @property
     def weighs_tasks(self) -> bool:
         """Whether tasks have other shares of the loss than `loss_type` gives them."""
         return self.algorithm.loss_share_of_tasks is not None or len({task.loss_weight for task in self.tasks}) > 1

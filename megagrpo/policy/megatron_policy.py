@@ -248,6 +248,19 @@ class MegatronPolicy:
             metrics["train/loss_scale"] = Metric(self.loss_scale.value, reduce="last")
         return metrics | self._routers.metrics() | self.replay.metrics(self.layout)
 
+    def losses(self, batch: TrainBatch, loss_fn: LossFn) -> dict[str, Metric]:
+        """Return the sum of `loss_fn` over all ranks' micro-batches as `loss`, and its metrics, without a gradient.
+        Collective."""
+
+        def collect(*last: Any) -> dict[str, Metric]:
+            result = loss_fn(self._loss_inputs(*last))
+            return {"loss": Metric(result.numerator)} | result.metrics
+
+        parts, layout = self._collect(batch, collect), self.layout
+        counts = layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0
+        host, _ = on_host(parts if counts else [])
+        return self._metrics.merge(merged(host))[0]
+
     def _forward(self, batch: TrainBatch) -> None:
         """Run the micro-batches forward, up to the final hidden states, with the routes of the step."""
         with self._schedule_arguments(

@@ -37,6 +37,7 @@ STEP_COLUMNS = [
 ]
 EVALUATION_COLUMNS = [("reward", "reward", "{:6.3f}"), ("pass@1", "pass@1", "{:4.0%}")]
 EVALUATION_COLUMNS += [c for c in STEP_COLUMNS if c[0] in ("length", "cut")]
+ROW_COLUMNS = [("loss", "loss", "{:7.4f}")]  # of a run on the responses of rows, before the others
 # Suffixes of counters that are shown when they are not 0.
 ALARMS = ("/timeouts", "/exceptions", "/unscorable", "/failures", "/skipped_steps", "/alarms")
 INDENT = 14  # indent of continuation lines, in columns
@@ -53,6 +54,8 @@ class ConsoleSink:
         self._every = config.run.log_completions_steps
         self._held_out = list(evaluation_sets(config)) or [""]
         self._hidden = {"kl"} if config.algorithm.beta == 0 else set()
+        self._hidden |= set() if config.algorithm.loss.generates else {"cut"}
+        self._first = [] if config.algorithm.loss.generates else ROW_COLUMNS
         if not config.rollout.max_staleness:
             self._hidden.add("idle")
 
@@ -61,12 +64,13 @@ class ConsoleSink:
             return
         width = len(str(self._max_steps))
         first = Text(f"step {step:{width}d}/{self._max_steps}", style="bold")
-        self._print_cells([first, *self._cells(STEP_COLUMNS, metrics), *_phases(metrics)])
+        self._print_cells([first, *self._cells([*self._first, *STEP_COLUMNS], metrics), *_phases(metrics)])
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        columns = [*self._first, *EVALUATION_COLUMNS]
         for held_out in [] if quiets(self._level, "info") else self._held_out:
             first = Text(f"evaluation after step {step}{f' of {held_out}' if held_out else ''}", style="bold cyan")
-            self._print_cells([first, *self._cells(EVALUATION_COLUMNS, self._metrics_of(held_out, metrics))])
+            self._print_cells([first, *self._cells(columns, self._metrics_of(held_out, metrics))])
 
     def _metrics_of(self, held_out: str, metrics: dict[str, float]) -> dict[str, float]:
         """Return a held-out set's metrics without its name as prefix. The set "" has the metrics without a name."""

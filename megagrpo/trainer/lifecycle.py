@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ from megagrpo.trainer.saving.time_limit import OUT_OF_TIME
 class Evaluations:
     """Scores responses to the held-out prompts. All methods are collective."""
 
-    held_out: list[HeldOut]
+    held_out: Sequence[HeldOut]
     section: EvaluationSection
     run: RunSection
     state: TrainState
@@ -40,26 +40,35 @@ class Evaluations:
     saves: Saves
     decodes: bool = False  # whether damaged images of the sets are known
 
+    @property
+    def has_sets(self) -> bool:
+        """Whether there are held-out sets."""
+        return bool(self.held_out)
+
     def evaluate_if_due(self) -> None:
         """Evaluate before the first step, after the last and every `evaluation.steps`, once for each of these steps."""
         step, every = self.state.step, self.section.steps
         due = step in (0, self.run.num_steps) or (every and step % every == 0)
-        if due and self.held_out and self.state.evaluated != step:
+        if due and self.has_sets and self.state.evaluated != step:
             self.evaluate()
 
     def evaluate(self) -> None:
         """Evaluate every set. With `evaluation.keep_best`, save a checkpoint when the result is the best so far."""
         self.records.phases.about = "evaluation: "
-        if not self.decodes:
-            self.decodes = True
-            self.held_out = decodable_sets(self.held_out, self.collector.layout, self.records.writer.message)
-        with self.turns.generating():
-            metrics = evaluate(self.held_out, self.collector.collect, self.run.seed)
+        metrics = self.measure()
         self.records.writer.evaluation(self.state.step, metrics)
         self.state.evaluated = self.state.step
         self.callbacks.evaluated(metrics)
         if self.section.keep_best is not None:
             self.saves.save_if_best(self.section.keep_best, metrics)
+
+    def measure(self) -> dict[str, float]:
+        """Return the metrics of every set: of the policy's responses, which rewards score."""
+        if not self.decodes:
+            self.decodes = True
+            self.held_out = decodable_sets(self.held_out, self.collector.layout, self.records.writer.message)
+        with self.turns.generating():
+            return evaluate(self.held_out, self.collector.collect, self.run.seed)
 
 
 @dataclass
@@ -145,13 +154,17 @@ class Lifecycle:
         self.stopped_by = number
 
 
-def make_lifecycle(
-    inputs: Inputs, layout: Layout, rollouts: Rollouts, turns: GpuTurns, records: Records, alarms: Alarms, saves: Saves
-) -> Lifecycle:
-    """Return the lifecycle of a run, with its evaluations."""
-    run, state, callbacks, lock = inputs.config.run, rollouts.state, inputs.callbacks, inputs.folder.lock
-    evaluations = Evaluations(
-        inputs.data.held_out, inputs.config.evaluation, run, state, rollouts.collector, turns, records, callbacks, saves
-    )
-    check_folder = partial(on_first_rank, layout, lock.check)
-    return Lifecycle(run, state, records, callbacks, alarms, saves, evaluations, check_folder)
+def make_lifecycle(inputs: Inputs, layout: Layout, evaluations: Evaluations, alarms: Alarms) -> Lifecycle:
+    """Return the lifecycle of a run with these evaluations."""
+    own, lock = evaluations, inputs.folder.lock
+    parts = own.run, own.state, own.records, own.callbacks, alarms, own.saves, own
+    return Lifecycle(*parts, partial(on_first_rank, layout, lock.check))
+
+
+def make_evaluations(
+    inputs: Inputs, rollouts: Rollouts, turns: GpuTurns, records: Records, saves: Saves
+) -> Evaluations:
+    """Return the evaluations of a run that samples responses."""
+    config, state, collector = inputs.config, rollouts.state, rollouts.collector
+    sets = inputs.data.held_out, config.evaluation, config.run
+    return Evaluations(*sets, state, collector, turns, records, inputs.callbacks, saves)

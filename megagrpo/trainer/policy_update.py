@@ -249,7 +249,7 @@ def load_policy(
         run_own_and_agree(layout, load)
         fill_adapters(policy.chunks, hf_config, layout, config.lora, config.run.seed)
     policy.weights_changed()
-    if reference is None and config.algorithm.beta:
+    if reference is None and config.algorithm.has_reference:
         reference = Reference(policy)
     return policy, reference
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from megagrpo.planner.rules.plan_problems import require
 from megagrpo.platform import device
 from megagrpo.platform.device import quiet
 from megagrpo.platform.parallel.agree import RankError
-from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.platform.process.terminal import OutputError, set_log_level, warn
 from megagrpo.platform.process.variables import ENVIRONMENT, number
 from megagrpo.records.checkpoints.checkpoint import CheckpointError
@@ -24,11 +24,12 @@ from megagrpo.records.checkpoints.run_lock import RunFolderLost
 from megagrpo.trainer.alarms import BrokenTraining
 from megagrpo.trainer.callbacks import CallbackError
 from megagrpo.trainer.engine_side import as_config_errors
+from megagrpo.trainer.loop import Loop
 from megagrpo.trainer.saving.stop_signals import stop_on_signals
 from megagrpo.trainer.saving.time_limit import OUT_OF_TIME, TO_BE_CONTINUED, end_of_run
-from megagrpo.trainer.trainer import Trainer
-from megagrpo.trainer.wiring import build
 from megagrpo.types import WeightSyncError
+
+Build = Callable[[RunConfig, Path, Layout, ExitStack], Loop]
 
 
 @dataclass
@@ -67,8 +68,9 @@ def exit_code() -> Iterator[Ending]:
 
 
 @contextmanager
-def make_trainer(config: RunConfig, base_folder: Path, ending: Ending) -> Iterator[Trainer]:
-    """Context manager: builds this rank's trainer and closes what it uses. `base_folder` is the config file's folder.
+def make_trainer(config: RunConfig, base_folder: Path, ending: Ending, build: Build) -> Iterator[Loop]:
+    """Context manager: builds this rank's trainer, with the `build` of the method, and closes what it uses.
+    `base_folder` is the config file's folder.
 
     Raises ConfigError for errors that the user can fix in the config.
     """
@@ -85,7 +87,7 @@ def make_trainer(config: RunConfig, base_folder: Path, ending: Ending) -> Iterat
     ending.name = f"rank {layout.world_rank}"
     with ExitStack() as resources:
         trainer = build(config, base_folder, layout, resources)
-        stop_on_signals(trainer.rollouts.collector.stop)
+        stop_on_signals(trainer.lifecycle.saves.collector.stop)
         if layout.world_rank == 0:
             trainer.lifecycle.saves.time_limit.end = end
         yield trainer

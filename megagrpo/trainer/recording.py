@@ -50,7 +50,8 @@ class Records:
         metrics of a step. Collective."""
         times = self.phases.collect()
         speed = self.speed.metrics(metrics["num_tokens"], metrics["num_generated_tokens"], times)
-        speed |= idle_shares(times) | (self.pool.measured() if self.pool is not None else {})
+        speed |= idle_shares(times) if "time/generate" in times else {}
+        speed |= self.pool.measured() if self.pool is not None else {}
         return metrics | times | synced | speed
 
 
@@ -82,7 +83,7 @@ def open_journal(inputs: Inputs, layout: Layout, resources: ExitStack) -> Journa
     )
     for line in (f"run folder: {folder.path}", *inputs.notes):
         writer.message(line)
-    sizes = config.run.log_tokens_groups, config.rollout.num_generations
+    sizes = config.run.log_tokens_groups, config.samples_per_row
     texts = TokenTexts(inputs.data.tokenizer) if inputs.data.tokenizer else None
     tokens = TokenLog(layout, texts, *sizes, writer.message)
     if first:
@@ -102,14 +103,15 @@ def make_records(
     reference: Reference | None,
     pool: AsyncPool | None,
 ) -> Records:
-    """Make the recorders of the run, and the clocks and profiles of its policy's phases."""
+    """Make the recorders of the run, and the clocks and profiles of its policy's phases. A run on rows has no
+    completions: its responses are those of the data set."""
     folder, writer = journal.folder.path, journal.writer
     weights = model.folder, writer.message, reference, model.reference_folder
     dumps = StepDumps(policy, folder / "dumps", *weights)
     speed = make_speed(policy, config.rollout, config.run.peak_tflops, config.lora.enabled)
-    completions = CompletionsLog(policy.layout, writer)
+    completions = [CompletionsLog(policy.layout, writer)] if config.algorithm.loss.generates else []
     profiler = Profiler(config.run.profile, folder, policy.layout.world_rank, writer.message)
     policy.phases, journal.phases.mark = journal.phases, profiler.mark
     return Records(
-        writer, journal.phases, Recorders((completions, journal.tokens, dumps, speed)), profiler, speed, pool
+        writer, journal.phases, Recorders((*completions, journal.tokens, dumps, speed)), profiler, speed, pool
     )

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from megagrpo.algorithms.custom_advantage import load_estimator
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.config import DataSection, DatasetSection, RunConfig, RunSection, Task
+from megagrpo.config import AlgorithmSection, DataSection, DatasetSection, RunConfig, RunSection, Task
 from megagrpo.data.images.prompt_images import IMAGE_COLUMNS
 from megagrpo.data.prompts import PromptSource, prompt_reader
 from megagrpo.data.sources.prompt_order import PromptOrder
@@ -67,6 +67,12 @@ class Data:
     held_out: list[HeldOut]
     dialogues: dict[str, Dialogues | None]  # of each task by its name
     rewards: RewardScorer | None
+    held_rows: dict[str, PromptOrder] = field(default_factory=dict)  # of a run on rows: its sets by name
+
+
+ReadData = Callable[
+    [RunConfig, Path, tuple[Tokenizer | None, Tokenizer | None], int, Layout, ExitStack], tuple[RunConfig, Data]
+]
 
 
 @dataclass(frozen=True)
@@ -84,12 +90,20 @@ class Inputs:
     data_change: DataChange | None  # of `data.train` since the checkpoint that the run resumes from
 
 
-def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitStack) -> Inputs:
-    """Read and check inputs, lock the run's folder. Collective. Raises ValueError with an invalid input's key."""
+def read_inputs(
+    config: RunConfig,
+    base_folder: Path,
+    layout: Layout,
+    resources: ExitStack,
+    loss_of: Callable[[AlgorithmSection], LossFn] = make_loss,
+    read_data: ReadData | None = None,
+) -> Inputs:
+    """Read and check inputs, lock the run's folder. `loss_of` and `read_data` are the method's, by default GRPO's.
+    Collective. Raises ValueError with an invalid input's key."""
     first = layout.world_rank == 0
     servers = on_first_rank(layout, lambda: check_servers(config))
     ENVIRONMENT.pop(TOKEN_VARIABLE, None)  # reward functions must not see the token
-    loss_fn = run_own_and_agree(layout, lambda: make_loss(config.algorithm))
+    loss_fn = run_own_and_agree(layout, lambda: loss_of(config.algorithm))
     if config.algorithm.own_estimator:
         run_own_and_agree(layout, lambda: load_estimator(config.algorithm))
     callbacks = run_own_and_agree(layout, lambda: load_callbacks(config.run.callbacks) if first else None)
@@ -111,7 +125,8 @@ def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources:
     )
     model = ModelFiles(model_folder, hf_config, dtype, reference_folder)
     tokenizers = tokenizer, reader
-    given, (config, data) = config, _read_data(config, base_folder, tokenizers, hf_config.vocab_size, layout, resources)
+    of_model = tokenizers, hf_config.vocab_size, layout, resources
+    given, (config, data) = config, (read_data or _read_data)(config, base_folder, *of_model)
     if hf_config.vision and not config.data.images and (unread := {*IMAGE_COLUMNS} & {*data.prompts.columns}):
         raise ValueError(f"data.images: data.train has the column {min(unread)}; set it to true, or rename the column")
     per_step = config.rollout.prompts_per_step
@@ -130,7 +145,9 @@ def _start_warnings(tasks: Sequence[Task], data: Data, tokenizer: Tokenizer) -> 
     orders = data.prompts.orders if isinstance(data.prompts, Mixture) else [data.prompts]
     seconds, lines = SECONDS_AT_START / len(tasks), list[str]()
     for task, order in zip(tasks, orders, strict=True):
-        if data.rewards and isinstance(order, PromptSource):
+        if data.rewards is None:
+            lines += [*order.warnings, *(line for held in data.held_rows.values() for line in held.warnings)]
+        elif isinstance(order, PromptSource):
             held_out = [one for one in data.held_out if one.prompts[0].task == task.name]
             scorer, key = data.rewards.of_task(task.name), task.key("data.train")
             lines += start_warnings(task.config.rewards.functions, order, held_out, scorer, tokenizer, key, seconds)
@@ -234,16 +251,24 @@ def _read_task(
     def read(section: DatasetSection, data: DataSection, key: str) -> PromptOrder:
         """Read a data set on the ranks that generate, and with images on all; the others get the numbers of its rows.
         Collective."""
-        source = run_own_and_agree(layout, lambda: make(section, data, key) if make else None)
-        rows = on_first_rank(layout, lambda: source.rows if source else ())
-        run_own_and_agree(layout, lambda: _check_rows(key, rows, source.rows if source else rows))
-        if source is None:
-            return PromptOrder(rows, data, config.run.seed)
-        source.rows = rows
-        return source
+        own = (lambda: make(section, data, key)) if make else None
+        return order_on_all(own, data, key, config.run.seed, layout)
 
     prompts = read(config.data.train, config.data, task.key("data.train"))
     return TaskData(prompts, load_sets(task, sampling, read, names), dialogues)
+
+
+def order_on_all(
+    make: Callable[[], PromptOrder] | None, data: DataSection, key: str, seed: int, layout: Layout
+) -> PromptOrder:
+    """Return what `make` reads on the ranks that have it; the others get the numbers of its rows. Collective."""
+    source = run_own_and_agree(layout, lambda: make() if make else None)
+    rows = on_first_rank(layout, lambda: source.rows if source else ())
+    run_own_and_agree(layout, lambda: _check_rows(key, rows, source.rows if source else rows))
+    if source is None:
+        return PromptOrder(rows, data, seed)
+    source.rows = rows
+    return source
 
 
 def _check_rows(key: str, first: Sequence[int], own: Sequence[int]) -> None:

@@ -11,6 +11,7 @@ from megagrpo.records.rows.step_metrics import reduce_updates
 from megagrpo.train_types import TrainState
 from megagrpo.trainer.gpu.gpu_sharing import GpuTurns
 from megagrpo.trainer.lifecycle import Lifecycle
+from megagrpo.trainer.loop import Loop
 from megagrpo.trainer.policy_update import Learning
 from megagrpo.trainer.recording import Records
 from megagrpo.trainer.rollout.groups import Rollouts
@@ -20,7 +21,7 @@ from megagrpo.trainer.syncing import Syncing
 
 
 @dataclass
-class Trainer:
+class Trainer(Loop):
     """The parts of a run, and its training loop. `state` is what a checkpoint restores; the parts share it."""
 
     config: RunConfig
@@ -65,18 +66,16 @@ class Trainer:
         of_tasks |= role_metrics(samples, learning.roles(samples), group)
         return metrics | reward_statistics(rewards) | rollout_metrics(samples) | of_tasks
 
-    def run(self) -> int:
-        """Run `run.num_steps` steps, or until a request to stop, with evaluations and checkpoints in between.
+    @property
+    def synced(self) -> dict[str, float]:
+        """Metrics of the last weight sync."""
+        return self.syncing.metrics
 
-        Returns 0, or the number of the signal that asked to stop.
-        """
+    def advance(self) -> None:
+        """Count the step as finished."""
+        self.rollouts.advance()
+
+    def run(self) -> int:
+        """Push the weights to the engine, then run the loop; see `Loop.run`."""
         self.syncing.sync()
-        with self.lifecycle.endings():
-            self.lifecycle.begin()
-            while self.lifecycle.begin_step():
-                with self.records.profiler.step(self.state.step + 1):
-                    metrics = self.step()
-                self.rollouts.advance()
-                self.lifecycle.end_step(metrics, self.syncing.metrics)
-            self.lifecycle.finish()
-        return self.lifecycle.stopped_by
+        return super().run()

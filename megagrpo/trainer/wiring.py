@@ -21,7 +21,7 @@ from megagrpo.trainer.alarms import make_alarms
 from megagrpo.trainer.engine_side import as_config_errors, connect, start_servers
 from megagrpo.trainer.gpu.gpu_sharing import GpuTurns
 from megagrpo.trainer.gpu.state_offload import NoOffload, Offload
-from megagrpo.trainer.lifecycle import make_lifecycle
+from megagrpo.trainer.lifecycle import make_evaluations, make_lifecycle
 from megagrpo.trainer.policy_update import Learning, load_policy
 from megagrpo.trainer.recording import Journal, make_records, open_journal
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool
@@ -75,7 +75,8 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         config.run.async_save,
         inputs.callbacks.saved,
     )
-    lifecycle = make_lifecycle(inputs, layout, rollouts, turns, records, alarms, saves)
+    evaluations = make_evaluations(inputs, rollouts, turns, records, saves)
+    lifecycle = make_lifecycle(inputs, layout, evaluations, alarms)
     if folder.resume_from is not None:
         saves.restore(folder.resume_from, inputs.data_change)
     return Trainer(config, state, turns, rollouts, learning, syncing, records, lifecycle)

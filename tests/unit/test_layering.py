@@ -46,7 +46,7 @@ PARTS = {
     "sync": ("wire", "trainer_side", "vllm_side"),
     "environments": ("episodes", "adapters", "programs", "agents", ""),
     "planner": ("costs", "rules", "times", ""),
-    "trainer": ("gpu", "rollout", "evaluation", "saving", "data_checks", ""),
+    "trainer": ("gpu", "rollout", "evaluation", "saving", "data_checks", "", "methods"),
     "proof": ("audit", "verify", "report"),
     "cluster": ("launch", "doctor"),
     "commands": ("api", "arguments", "", "checkpoints", "setup"),

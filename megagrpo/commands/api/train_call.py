@@ -129,10 +129,12 @@ def run_training(name: str, overrides: Sequence[str], ranks: int | None = None) 
         if ranks > 1:
             return run_ranks(ranks, ["megagrpo", "train", name, *overrides])
     with without_garbage_collection(), one_metadata_scan():
-        if not is_rank and not num_gpus():
+        if not is_rank and not num_gpus() and config.algorithm.loss.generates:
             early_start.begin(config.rollout, config.lora.rank if config.lora.syncs_adapters else 0)
         from megagrpo.trainer import rank
-    with rank.exit_code() as ended, rank.make_trainer(config, config_file(name).parent, ended) as trainer:
+        from megagrpo.trainer.methods.method_table import BUILDERS
+    build = BUILDERS[config.algorithm.loss.method]
+    with rank.exit_code() as ended, rank.make_trainer(config, config_file(name).parent, ended, build) as trainer:
         ended.stopped_by = trainer.run()
     return ended.code
 

@@ -21,6 +21,7 @@ from megagrpo.config.rules.algorithm_rules import (
 )
 from megagrpo.config.rules.extra_args import extra_args_problems, options_of
 from megagrpo.config.rules.overlap_rules import overlap_problems
+from megagrpo.config.rules.row_rules import row_problems
 from megagrpo.config.rules.task_rules import task_problems
 from megagrpo.config.rules.tower_rules import tower_problems
 from megagrpo.config.sections.data import RENDERER_ARGUMENTS
@@ -35,13 +36,8 @@ if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
 MOST_SAMPLES = 10_000_000  # limit per step: a few processes hold all tokens and rewards in memory
-PROCESSED = tuple(
-    f"rollout.{name}"
-    for name in (
-        *("logit_bias", "bad_words", "allowed_token_ids", "repetition_penalty", "frequency_penalty"),
-        *("presence_penalty", "structured_outputs"),
-    )
-)
+_OF_LOGITS = "logit_bias bad_words allowed_token_ids repetition_penalty frequency_penalty presence_penalty"
+PROCESSED = tuple(f"rollout.{name}" for name in (*_OF_LOGITS.split(), "structured_outputs"))
 LONGEST_SAMPLE = ("rollout.max_prompt_length", "rollout.max_completion_length", "multi_turn.max_response_length")
 
 
@@ -70,6 +66,7 @@ def cross_field_problems(config: RunConfig) -> list[Problem]:
         overlap_problems(config),
         image_problems(config),
         tower_problems(config),
+        row_problems(config),
     )
     found: list[Problem] = []
     for group in (*of_algorithm, *own, *of_policy, *of_steps, *of_rollout, *others):
@@ -201,7 +198,8 @@ def data_problems(config: RunConfig) -> Iterator[Problem]:
     if d.chat_template_kwargs and d.chat_template == "none":
         reason = "has no effect, because data.chat_template is none; leave one of them out"
         yield Problem(("data.chat_template_kwargs", "data.chat_template"), reason)
-    if not config.rewards.functions and not (m.scheduler or m.environment or m.agent):
+    has_rewards = config.rewards.functions or m.scheduler or m.environment or m.agent
+    if not has_rewards and config.algorithm.loss.generates:
         keys = ("rewards.functions", "multi_turn.scheduler", "multi_turn.environment", "multi_turn.agent")
         reason = "the run has no rewards; name a function, or a scheduler, environment or agent that gives rewards"
         yield Problem(keys, reason, rule=18)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megagrpo.config.sections.loss_table import LOSSES, Average, Loss, custom_loss
+from megagrpo.config.sections.loss_table import LOSSES, ROW_LOSSES, Average, Loss, custom_loss
 from megagrpo.config.sections.section import (
     Fraction,
     NonNegativeFloat,
@@ -20,7 +20,7 @@ ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_p
 
 
 class AlgorithmSection(Section):
-    loss_type: Annotated[str, *choice_or_user_code(LOSSES)] = "dapo"
+    loss_type: Annotated[str, *choice_or_user_code(LOSSES | ROW_LOSSES)] = "dapo"
     """The loss and how its tokens are averaged: docs/losses.md. Your own: `path/file.py:function` or
     `package.module:function`."""
     loss_average: Average | None = None
@@ -164,7 +164,7 @@ class AlgorithmSection(Section):
     @property
     def loss(self) -> Loss:
         """The row of `loss_type`."""
-        return LOSSES.get(self.loss_type) or custom_loss(self.loss_type, self.loss_average)
+        return (LOSSES | ROW_LOSSES).get(self.loss_type) or custom_loss(self.loss_type, self.loss_average)
 
     @property
     def own_estimator(self) -> bool:
@@ -210,7 +210,13 @@ class AlgorithmSection(Section):
     def leaves_out_zero_advantage(self) -> bool:
         """Whether samples whose advantage is 0 are skipped."""
         has_gradient = self.beta or self.counts_in_routers or self.entropy_bonus or self.top_entropy_quantile < 1
-        return self.skip_zero_advantage and not (has_gradient or self.loss.custom)
+        has_gradient = has_gradient or self.loss.custom or not self.loss.generates
+        return self.skip_zero_advantage and not has_gradient
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the run has a reference model."""
+        return self.beta > 0 and self.loss.reference
 
     @property
     def counts_in_routers(self) -> bool:

@@ -26,6 +26,14 @@ class Loss:
     own_ratio: bool = False  # the loss builds the ratio of a sequence itself: importance_sampling_level must be token
     own_correction: bool = False  # the policy term contains the weights of importance_correction
     custom: bool = False  # a loss of the user's own
+    method: str = "grpo"  # what trains with it: a row of `trainer/methods/method_table.py`
+    group: int = 1  # responses of a row, which must be in one micro-batch
+    reference: bool = True  # with beta > 0 it compares with the reference model
+
+    @property
+    def generates(self) -> bool:
+        """Whether the method samples responses; the others learn from the responses of rows."""
+        return self.method == "grpo"
 
 
 LOSSES = {
@@ -40,6 +48,9 @@ LOSSES = {
     "gmpo": Loss("gmpo", "sequence_means", local=False, own_ratio=True),
     "fipo": Loss("fipo", "tokens", clips="ratio", local=False),
 }
+
+# Losses on responses of rows: `megagrpo sft` (docs/sft_and_preferences.md).
+ROW_LOSSES = {"sft": Loss("sft", "tokens", method="sft", reference=False)}
 
 
 def custom_loss(name: str, average: Average | None) -> Loss:

@@ -209,8 +209,10 @@ class Tokenizer(ABC):
         chat_template: str | None = None,
         tools: Sequence[dict[str, Any]] = (),
         kwargs: Mapping[str, Any] | None = None,
+        ending: Ending | None = None,
     ) -> str | None:
         """Return the text that `render` encodes, special tokens of the template included; None without a template.
+        Without an `ending`, an assistant's last message is continued.
 
         Raises ValueError with the template's error, which can be of any type."""
         template = self.template(chat_template, tools)
@@ -218,7 +220,7 @@ class Tokenizer(ABC):
             return None
         messages = as_messages(prompt, system_prompt)
         try:
-            ending: Ending = "continue" if messages[-1]["role"] == "assistant" else "generate"
+            ending = ending or ("continue" if messages[-1]["role"] == "assistant" else "generate")
             return self.apply_template(messages, template, ending, tools, kwargs)
         except Exception as error:
             from jinja2 import TemplateSyntaxError

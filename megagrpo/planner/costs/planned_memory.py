@@ -77,7 +77,7 @@ def _stage_memory(
         "weights": (parameters - stored) * element + stored * STORED_BYTES.get(config.model.base_storage, 0) - saved,
         "gradients": whole * 4,
         "optimizer": (moment_bytes + master_bytes) * sharded,
-        "reference": whole * element - saved if config.algorithm.beta else 0,
+        "reference": whole * element - saved if config.algorithm.has_reference else 0,
     }
     if config.lora.enabled and config.model.reference_path is not None:
         resident["reference"] = resident["weights"]

@@ -41,7 +41,7 @@ def output_problems(output_dir: str) -> list[Problem]:
     return [Problem(key, f"{why}; name another folder", rule=25)]
 
 
-def data_problems(data: DataSection, held_out: Mapping[str, EvaluationSet]) -> list[Problem]:
+def data_problems(data: DataSection, held_out: Mapping[str, EvaluationSet], with_columns: bool = True) -> list[Problem]:
     """Return missing data files and chat templates, and columns that the first row of a jsonl or csv file lacks."""
     problems = []
     sources: list[tuple[str, DatasetSection]] = [("data.train", data.train)]
@@ -53,7 +53,7 @@ def data_problems(data: DataSection, held_out: Mapping[str, EvaluationSet]) -> l
         if is_path and not os.path.exists(path):
             said = f"no file or folder {path.absolute()}; correct the path"
             problems.append(Problem((f"{key}.source",), said, rule=13))
-        elif present := _columns(path):
+        elif with_columns and (present := _columns(path)):
             problems += _column_problems(data, key, section, present)
     template = data.chat_template
     if template is not None and Path(template).is_absolute() and "\n" not in template and not os.path.isfile(template):

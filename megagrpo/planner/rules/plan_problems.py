@@ -46,6 +46,7 @@ def check(
     With `gpu_memory_gb`, GiB per GPU, the run must fit a GPU. With `host_memory_gb` data that stays in a node's RAM
     must fit. Without `has_data` data files are not checked. Without `fetch` no model is downloaded or unpacked.
     """
+    config = config.without_servers
     rollout = config.rollout
     problems = list(layout_problems(config, world_size))
     if gpu_memory_gb is not None:
@@ -54,7 +55,8 @@ def check(
         problems += cache_problems(rollout, host_memory_gb)
     problems += [*_of_tasks(config, code_problems), *output_problems(config.run.output_dir)]
     if has_data:
-        problems += _of_tasks(config, lambda own: data_problems(own.data, own.evaluation.sets))
+        generates = config.algorithm.loss.generates
+        problems += _of_tasks(config, lambda own: data_problems(own.data, own.evaluation.sets, generates))
     try:
         folder = shape_folder(config.model.path, fetch)
         model = load_hf_config(folder)

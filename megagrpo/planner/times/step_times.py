@@ -76,7 +76,7 @@ def step_times(
     a, samples = config.algorithm, config.rollout.prompts_per_step * config.rollout.num_generations
     passes = pass_seconds(config, model, world_size, gpu, lengths)
     forward, backward, fraction = passes.forward, passes.backward, passes.bubble
-    logprob_passes = int(a.updates_per_step > 1 or a.kl_in_reward) + int(a.beta > 0)
+    logprob_passes = int(a.updates_per_step > 1 or a.kl_in_reward) + int(a.has_reference)
     overlap = {name: a.num_iterations * seconds for name, seconds in passes.gains.items()}
     if "param_gather" in overlap:  # not of the last update, whose weights the weight sync needs
         gather = sum(_gather_seconds(config, model, world_size, gpu))

@@ -91,11 +91,8 @@ class Collector:
             if (
                 not sampled
             ):  # a retry is for replicas with starved engines: the pool of others has handed out its groups
-                pool = self.pool if ahead else None
-                source = pool or OnDemand(*self._generating())
                 chosen = [prompts[i] for i in mine], num_generations, sampling, seed
-                scored, counted = scored_rollouts(source, *chosen, self.phases, self.step)
-                counted |= {} if pool is None else pool.counters()
+                scored, counted = self._scored(*chosen, ahead)
                 if self.algorithm.advantage_by_tokens:
                     scored = with_token_advantages(scored, num_generations, self.algorithm)
                 sampled.append((scored, counted, votes_of(scored, num_generations, vote)))
@@ -117,6 +114,15 @@ class Collector:
             rows, owners = turn_facts_of(found[0]), np.repeat(by_sample, samples.turn_counts)
             samples = replace(samples, turns=self._rows(rows, owners))
         return samples, counters
+
+    def _scored(
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, ahead: bool
+    ) -> tuple[list[ScoredRollout], dict[str, float]]:
+        """Return this replica's rollouts, in prompt order, and its counters; `ahead`: the pool has them."""
+        pool = self.pool if ahead else None
+        source = pool or OnDemand(*self._generating())
+        scored, counted = scored_rollouts(source, prompts, n, sampling, seed, self.phases, self.step)
+        return scored, counted | ({} if pool is None else pool.counters())
 
     def _generating(self) -> tuple[Generator, RewardScorer]:
         assert self.engine is not None and self.rewards is not None, "the leader rank of a replica generates and scores"

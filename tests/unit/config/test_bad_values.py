@@ -114,7 +114,7 @@ def test_fp16_excludes_what_computes_in_bf16(path, override, said):
 
 def test_a_misspelt_choice_gets_the_nearest_one(path):
     assert refusal(path, "algorithm.loss_type=dappo").endswith(
-        "'fipo', or your own as FILE.py:NAME (got 'dappo'); did you mean dapo?"
+        "'sft', or your own as FILE.py:NAME (got 'dappo'); did you mean dapo?"
     )
 
 
@@ -241,3 +241,16 @@ def test_a_folder_that_linux_has_no_name_for_is_refused(path, model):
         said.startswith("run.output_dir: bbbb")
         and "has 300 bytes; the limit for a file name is 255; name another folder" in said
     )
+
+
+@for_each(
+    ("override", "said"),
+    [
+        ("rewards.functions=[{function: exact_number}]", "rewards.functions: this has no effect: loss_type sft learns"),
+        ("rollout.temperature=0.5", "rollout.temperature: 0.5 has no effect: loss_type sft learns from the responses"),
+        ("data.curriculum=[0.1,0.9]", "data.curriculum: this has no effect"),
+        ("algorithm.beta=0.1", "algorithm.beta: 0.1 has no effect: loss_type sft has no reference"),
+    ],
+)
+def test_a_run_on_rows_refuses_what_only_sampling_uses(path, override, said):
+    assert refusal(path, "rewards.functions=[]", "algorithm.loss_type=sft", override).startswith(said)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megagrpo.config import RewardsSection, Task, load_config
+from megagrpo.data.examples import DEMONSTRATIONS, ExampleSource
 from megagrpo.data.images.prompt_images import ImageReader
 from megagrpo.data.prompts import PromptSource, prompt_reader
 from megagrpo.data.sources.bad_rows import BadRows
@@ -27,6 +28,7 @@ from megagrpo.trainer.rollout.groups import Rollouts
 from megagrpo.trainer.run_inputs import _check_rows
 from tests.distributed.tiny_vision import CHARACTERS, SPECIAL, image, write_model
 from tests.rank_fakes import OneRank
+from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
 from tests.unit.for_each import for_each
 
 GOOD = dict(prompt="which?", image="one.png", own=None)
@@ -328,3 +330,54 @@ def test_ranks_that_find_other_rows_bad_end_the_run():
     _check_rows("data.train", [0, 2], range(3))  # rank 0 alone has tried the constraint of row 1
     with pytest.raises(ValueError, match=r"data.train: row 1 is bad on some ranks only"):
         _check_rows("data.train", range(3), [0, 2])
+
+
+ASKED = {"role": "user", "content": "2 + 2?"}
+BAD_EXAMPLES = {  # columns, a bad row, and what is wrong with it
+    "no turn": (dict(messages=[ASKED]), "has no message of the assistant to learn from"),
+    "empty": (dict(prompt="2 + 2?", response=" "), "column `response` is an empty response"),
+    "lost": (dict(prompt="2 + 2?", response=None), "column `response` is an empty response"),
+    "text": (dict(messages="2 + 2?"), "column `messages` must be chat messages"),
+    "tools": (dict(messages=[ASKED, dict(ASKED, role="assistant")], tools="{"), "column `tools` is no JSON"),
+    "lost prompt": (dict(prompt=None, response="4"), "column `prompt` must be a string or chat messages"),
+    "number": (dict(prompt="2 + 2?", response=4), "column `response` must be a string or chat messages"),
+}
+
+
+def examples(folder, path, rows, layout=DEMONSTRATIONS, limit=60, **data):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    config = load_config("megagrpo:quickstart", [f"data.train.source={path}"])
+    section = config.data.model_copy(update={"bad_rows": "skip", "shuffle": False} | data)
+    return ExampleSource(config.data.train, section, "data.train", layout, load_tokenizer(folder), limit, 0)
+
+
+@for_each("kind", BAD_EXAMPLES)
+def test_a_row_without_a_response_is_skipped_or_refused(kind, chat_folder, tmp_path):  # noqa: F811
+    bad, said = BAD_EXAMPLES[kind]
+    good = (
+        dict(messages=[ASKED, {"role": "assistant", "content": "4"}])
+        if "messages" in bad
+        else dict(bad, prompt="p", response="4")
+    )
+    found = examples(chat_folder, tmp_path / "rows.jsonl", [good, bad])
+    assert found.rows == [0] and said in found.warnings[0] and "row 1" in found.warnings[0]
+    with pytest.raises(ValueError, match=r"data\.train: row 1: "):
+        examples(chat_folder, tmp_path / "rows.jsonl", [good, bad], bad_rows="refuse")
+
+
+def test_rows_without_the_columns_of_the_method_are_refused(chat_folder, tmp_path):  # noqa: F811
+    with pytest.raises(
+        ValueError, match=r"need `messages` or `prompt` \+ `response` or .* but have prompt, respons; did"
+    ):
+        examples(chat_folder, tmp_path / "rows.jsonl", [dict(prompt="p", respons="r")])
+    renamed = examples(chat_folder, tmp_path / "rows.jsonl", [dict(prompt="p", said="r")], columns={"response": "said"})
+    assert renamed.all()[0].answers[0].text == "r"
+
+
+def test_an_overlong_row_is_dropped_or_loses_its_first_tokens(chat_folder, tmp_path):  # noqa: F811
+    rows, file = [dict(prompt="p", response="4"), dict(prompt="long " * 30, response="5")], tmp_path / "rows.jsonl"
+    assert examples(chat_folder, file, rows).rows == [0]
+    kept = examples(chat_folder, file, rows, overlong_prompts="truncate_left").all()[1]
+    whole = examples(chat_folder, file, rows, limit=400).all()[1]
+    assert whole.token_ids[-len(kept.token_ids) :] == kept.token_ids and kept.answers == whole.answers
+    assert len(kept.token_ids) + len(kept.answers[0].token_ids) <= 60

@@ -6,10 +6,11 @@ import pytest
 
 from megagrpo.config import load_config
 from megagrpo.data.prompts import PromptSource
+from megagrpo.data.tokens.assistant_mask import masked_chat, masked_text
 from megagrpo.data.tokens.chat_templates import check_kwargs, opened_thought, variables
 from megagrpo.data.tokens.sampling import sampling_of
 from megagrpo.data.tokens.tokenizer import load_tokenizer, tokenizer_of
-from tests.unit.data.test_tokenizer import CHATML, LLAMA_2, chat_folder, sentencepiece_model  # noqa: F401
+from tests.unit.data.test_tokenizer import CHATML, LLAMA_2, base_folder, chat_folder, sentencepiece_model  # noqa: F401
 from tests.unit.for_each import for_each
 
 # The ends of the generation prompts of public templates, after a ChatML beginning.
@@ -269,3 +270,58 @@ def test_a_budget_ends_thoughts_with_the_tags_of_the_template(template, end, tag
     assert (thinking.max_tokens, thinking.opening, thinking.closing) == (40, *tags)
     assert tokenizer.decode(thinking.end_ids, special=True) == (end or tags[1])
     assert sampling_of(run_config(tmp_path).rollout, tokenizer_of(run_config(tmp_path), chat_folder)).thinking is None
+
+
+TALK = [("user", "one?"), ("assistant", "1"), ("user", "two?"), ("assistant", "<think>2</think>2")]
+WITHOUT_OLD_THOUGHTS = (
+    (  # as Qwen3's: only a last message keeps its thought, and an empty one without any
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last and '<think>' not in "
+        "m.content %}<think></think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    + HEADER
+    + "{% endif %}"
+)
+WITHOUT_ENDS = WITHOUT_OLD_THOUGHTS.replace("<|im_end|>", "|")
+
+
+@for_each(
+    ("template", "first", "written"),
+    [
+        (TURNS + HEADER + "{% endif %}", 0, ["1<|im_end|>", "<think>2</think>2<|im_end|>"]),
+        (TURNS + HEADER + "{% endif %}", 2, ["<think>2</think>2<|im_end|>"]),
+        (WITHOUT_OLD_THOUGHTS, 0, ["1<|im_end|>", "<think>2</think>2<|im_end|>"]),
+        (LLAMA_2.replace("[INST] {{ m.content }} [/INST]", "{{ m.role }}: {{ m.content }};"), 0, None),
+        (
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+            0,
+            ["assistant: 1\n", "assistant: <think>"],
+        ),
+        (R1, 0, "message 1 of the assistant does not begin where its prompt ends"),
+        (WITHOUT_ENDS, 0, "an earlier message of the assistant is rendered otherwise"),
+        ("none", 0, "chat messages need a chat template"),
+    ],
+)
+def test_the_assistants_tokens_are_found_in_any_template(chat_folder, template, first, written):  # noqa: F811
+    tokenizer = load_tokenizer(chat_folder)
+    messages = [{"role": role, "content": text} for role, text in TALK]
+    if isinstance(written, str):
+        with pytest.raises(ValueError, match=written):
+            masked_chat(tokenizer, messages, first, template)
+        return
+    ids, mask = masked_chat(tokenizer, messages, first, template)
+    assert ids == tokenizer.encode(tokenizer.apply_template(messages, template, "closed"), add_special_tokens=False)
+    parts, last = [], False
+    for token, counts in zip(ids, mask, strict=True):
+        if counts:
+            parts[len(parts) - last :] = [[*(parts[-1] if last else []), token]]
+        last = counts
+    texts = [tokenizer.decode(part, special=True) for part in parts]
+    assert len(texts) == len(written or TALK[1::2])
+    assert all(text.startswith(start) for text, start in zip(texts, written or texts, strict=True))
+
+
+def test_a_text_response_ends_with_an_end_token(base_folder):  # noqa: F811
+    tokenizer = load_tokenizer(base_folder)
+    ids, mask = masked_text(tokenizer, "one?", " 1")
+    assert tokenizer.decode([token for token, counts in zip(ids, mask, strict=True) if counts]) == " 1"
+    assert mask[-1] and ids[-1] in tokenizer.eos_token_ids

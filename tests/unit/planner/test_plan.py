@@ -38,6 +38,7 @@ from tests.unit.for_each import for_each
 REPOSITORY = Path(__file__).parents[3]
 CONFIGS = {  # ranks, and GiB of a GPU; test_submit.py tests the configs for clusters
     "quickstart": (1, 79),
+    "quickstart_sft": (1, 79),
     "quickstart_tp3": (3, 79),
     "quickstart_pp2": (2, 79),
     "quickstart_cp2": (2, 79),

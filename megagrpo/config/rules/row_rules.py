@@ -1,0 +1,50 @@
+"""Checks a run that learns from the responses of rows: it samples none, so it has no rewards, turns or advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megagrpo.config.basics.problems import Problem
+
+if TYPE_CHECKING:
+    from megagrpo.config import RunConfig
+
+# Keys without effect on such a run, by section; of a section without names all keys.
+ONLY_SAMPLING: dict[str, tuple[str, ...]] = {
+    "algorithm": (
+        *("kl_in_reward", "sync_ref_model", "num_iterations", "steps_per_generation", "dynamic_sample"),
+        *("importance_correction", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "advantage_by"),
+        *("off_policy_mask_threshold", "mask_truncated_completions", "importance_sampling_level"),
+    ),
+    "rollout": (
+        *("temperature", "top_p", "top_k", "min_p", "max_staleness", "routing_replay", "logit_bias", "bad_words"),
+        *("allowed_token_ids", "repetition_penalty", "frequency_penalty", "presence_penalty", "structured_outputs"),
+        *("urls", "stop", "quantization"),
+    ),
+    "data": ("images", "source", "curriculum", "sampling_column", "extract_hash_answer"),
+    "multi_turn": (),
+    "rewards": ("functions",),
+    "debug": ("dump_steps",),
+}
+
+
+def row_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield keys that have no effect on a run which learns from rows."""
+    algorithm, name = config.algorithm, config.algorithm.loss_type
+    if algorithm.loss.generates:
+        return
+    if config.tasks:
+        yield Problem(("tasks", "algorithm.loss_type"), f"loss_type {name} learns from the rows of data.train alone")
+    for section, names in ONLY_SAMPLING.items():
+        values = getattr(config, section)
+        for key, field in type(values).model_fields.items():
+            if (value := getattr(values, key)) != field.get_default(call_default_factory=True) and key in (
+                names or (key,)
+            ):
+                reason = f"has no effect: loss_type {name} learns from the responses of rows, and samples none"
+                shown = value if isinstance(value, bool | int | float | str) else "this"
+                yield Problem((f"{section}.{key}", "algorithm.loss_type"), f"{shown} {reason}; leave it out")
+    if algorithm.beta and not algorithm.loss.reference:
+        reason = f"{algorithm.beta:g} has no effect: loss_type {name} has no reference; leave it out"
+        yield Problem(("algorithm.beta", "algorithm.loss_type"), reason)

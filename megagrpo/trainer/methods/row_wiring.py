@@ -1,0 +1,116 @@
+"""Wiring of the methods that learn from the responses of rows: the parts of GRPO's wiring without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from megagrpo.config import AlgorithmSection, DataSection, DatasetSection, RunConfig, evaluation_sets
+from megagrpo.data.examples import Layout as RowLayout
+from megagrpo.data.examples import example_reader
+from megagrpo.data.sources.prompt_order import PromptOrder
+from megagrpo.data.tokens.sampling import sampling_of
+from megagrpo.data.tokens.tokenizer import Tokenizer
+from megagrpo.platform.parallel.agree import on_first_rank
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process.cleanup.removal import remove
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.records.checkpoints.checkpoint import Checkpointer
+from megagrpo.records.checkpoints.run_files import CHECKPOINTS
+from megagrpo.train_types import LossFn, TrainState
+from megagrpo.trainer.alarms import make_alarms
+from megagrpo.trainer.engine_side import as_config_errors
+from megagrpo.trainer.gpu.gpu_sharing import GpuTurns
+from megagrpo.trainer.lifecycle import make_lifecycle
+from megagrpo.trainer.methods.row_loop import RowCollector, RowEvaluations, RowLoop, Rows
+from megagrpo.trainer.policy_update import Learning, load_policy
+from megagrpo.trainer.recording import make_records, open_journal
+from megagrpo.trainer.run_inputs import Data, order_on_all, read_inputs
+from megagrpo.trainer.saving.saves import Saves
+from megagrpo.trainer.saving.time_limit import TimeLimit
+from megagrpo.weights.bridge.hf_export import save_hf
+from megagrpo.weights.files.tensor_files import dtype_name
+
+TRAINED_MODEL = "model"  # folder of the trained model in a run's folder
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a method on rows differs in: its loss, and what its rows hold."""
+
+    make_loss: Callable[[AlgorithmSection], LossFn]
+    layout: RowLayout
+
+
+def build_rows(method: Method, config: RunConfig, base_folder: Path, layout: Layout, resources: ExitStack) -> RowLoop:
+    """Build every component of a run on rows. Components to close are entered into `resources`. Raises ConfigError for
+    errors that the user can fix."""
+    with as_config_errors():
+        read_data = partial(_read_rows, method)
+        inputs = read_inputs(config, base_folder, layout, resources, method.make_loss, read_data)
+    config, data, model, folder, state = inputs.config, inputs.data, inputs.model, inputs.folder, TrainState()
+    journal = open_journal(inputs, layout, resources)
+    say, phases = journal.writer.message, journal.phases
+    policy, reference = load_policy(config, layout, model, data.sampling, journal.progress)
+    collector = RowCollector(layout, None, None, phases)
+    turns = GpuTurns(layout, stop_if_requested=collector.stop_if_requested, phases=phases)
+    records = make_records(config, journal, model, policy, reference, None)
+    alarms = make_alarms(config, state, policy, dtype_name(policy.dtype), collector.reward_tracebacks, say)
+    learning = Learning(config, policy, reference, inputs.loss_fn, state, records.recorders, phases, alarms.count_skip)
+    saves = Saves(
+        Checkpointer(folder.path / CHECKPOINTS, layout, policy, config.run.save_total_limit, model.folder, reference),
+        state,
+        data.prompts,
+        collector,
+        turns,
+        TimeLimit(None, collector.stop),
+        journal.writer,
+        config.run.async_save,
+        inputs.callbacks.saved,
+    )
+    rows = Rows(data.prompts, collector, learning, config.samples_per_row)
+    common = state, collector, turns, records, inputs.callbacks, saves
+    evaluations = RowEvaluations([], config.evaluation, config.run, *common)
+    evaluations.sets, evaluations.rows, evaluations.loss_fn = data.held_rows, rows, inputs.loss_fn
+    lifecycle = make_lifecycle(inputs, layout, evaluations, alarms)
+    if folder.resume_from is not None:
+        saves.restore(folder.resume_from, inputs.data_change)
+    export = partial(write_model, policy, model.folder, folder.path / TRAINED_MODEL, say)
+    return RowLoop(state, rows, learning, records, lifecycle, export)
+
+
+def write_model(policy: MegatronPolicy, source: Path, out: Path, say: Callable[[str], None]) -> None:
+    """Write the trained weights, with merged adapters, as the Hugging Face folder `out`, so that another run starts
+    from it. A folder of an earlier end of the run is replaced. Collective."""
+    layout = policy.layout
+    on_first_rank(layout, lambda: remove(out))
+    save_hf(policy.chunks, policy.hf_config, layout, out, source, dtype=policy.dtype)
+    say(f"model {out}")
+
+
+def _read_rows(
+    method: Method,
+    config: RunConfig,
+    base_folder: Path,
+    tokenizers: tuple[Tokenizer | None, Tokenizer | None],
+    vocab_size: int,
+    layout: Layout,
+    resources: ExitStack,
+) -> tuple[RunConfig, Data]:
+    """Load the rows to learn from and the held-out rows. Returns the config with its number of steps, and the data."""
+    tokenizer, seed = tokenizers[0], config.run.seed
+    make = example_reader(config, tokenizer, method.layout) if tokenizer else None
+
+    def read(section: DatasetSection, data: DataSection, key: str) -> PromptOrder:
+        own = partial(make, section, data, key) if make else None
+        return order_on_all(own, data, key, seed, layout)
+
+    rows = read(config.data.train, config.data, "data.train")
+    sets = {}
+    for name, section in evaluation_sets(config).items():
+        data = config.data.model_copy(update={key: getattr(section, key) for key in ("prompt_column", "columns")})
+        sets[name] = read(section, data, f"evaluation.sets.{name}" if name else "data.eval")
+    return config.with_num_prompts(len(rows)), Data(tokenizer, sampling_of(config.rollout), rows, [], {}, None, sets)
