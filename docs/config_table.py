@@ -61,7 +61,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "rollout": {
         FIRST: "prompts_per_step num_generations max_prompt_length max_completion_length temperature placement "
         "servers tp gpu_memory_utilization",
-        "Sampling": "top_p top_k min_p stop include_stop_str_in_output *thinking* logit_bias bad_words "
+        "Sampling": "top_p top_k min_p stop include_stop_str_in_output *thinking* logit_bias "
         "allowed_token_ids *_penalty structured_outputs",
         "Generation ahead of training": "max_staleness in_flight scheduling straggler_seconds",
         "Agreement with the trainer": "mismatch_threshold routing_replay",

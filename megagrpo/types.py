@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 # Parameters of a row that change log-probs. Others end a response or choose its random numbers.
 OF_DISTRIBUTION = (
-    *("temperature", "structured_outputs", "allowed_token_ids", "bad_word_ids", "logit_bias"),
-    *("repetition_penalty", "frequency_penalty", "presence_penalty", "top_p", "top_k", "min_p"),
+    *("temperature", "structured_outputs", "allowed_token_ids", "logit_bias", "repetition_penalty"),
+    *("top_p", "top_k", "min_p"),
 )
 # [tokens, M, k] uint8 or int16: k experts of a token in each of M layers with experts (data/packing/routed_experts.py)
 Routes = NDArray[np.uint8] | NDArray[np.int16]
@@ -86,31 +86,6 @@ NO_TRUNCATION = Truncation()
 
 
 @dataclass(frozen=True)
-class Penalties:
-    """What repeated tokens lose, by vLLM's rules. Of a request's tokens, the prompt's count for `repetition` only.
-
-    >>> bool(Penalties()), Penalties(frequency=0.5).counts
-    (False, True)
-    """
-
-    repetition: float = 1.0  # a positive logit is divided by it, a negative one multiplied
-    frequency: float = 0.0  # subtracted for each earlier occurrence in the response
-    presence: float = 0.0  # subtracted once if the token occurs in the response
-
-    def __bool__(self) -> bool:
-        """Return whether the rules change any logit."""
-        return self != NO_PENALTIES
-
-    @property
-    def counts(self) -> bool:
-        """Whether a penalty depends on what the response alone has."""
-        return self.frequency != 0 or self.presence != 0
-
-
-NO_PENALTIES = Penalties()
-
-
-@dataclass(frozen=True)
 class Thinking:
     """The budget of a thought. A response that is still thinking after `max_tokens` tokens gets `end_ids`, and goes on
     (`data/tokens/thinking.py`).
@@ -130,11 +105,11 @@ class Thinking:
 @dataclass(frozen=True)
 class SamplingParams:
     """How the engine samples. Log-probs are those of softmax(logits / temperature) over tokens that `truncation` keeps.
-    Before that, tokens that `constraint`, `allowed_token_ids` or `bad_word_ids` forbid are excluded, and logits get
-    `logit_bias`, then `penalties`.
+    Before that, tokens that `constraint` or `allowed_token_ids` forbid are excluded, and logits get `logit_bias`, then
+    `repetition_penalty`.
 
     >>> sampling = SamplingParams(temperature=1.0, max_tokens=3, stop_token_ids=(2,))
-    >>> sampling.changes_logits, SamplingParams(1.0, 3, bad_word_ids=((8, 3),)).changes_logits
+    >>> sampling.changes_logits, SamplingParams(1.0, 3, logit_bias=((8, 3.0),)).changes_logits
     (False, True)
     """
 
@@ -145,18 +120,17 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # texts that end a response, at the token that completes the text
     include_stop: bool = True  # whether the response's text includes the text of `stop` that ended it
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
-    penalties: Penalties = NO_PENALTIES
+    # positive logits of tokens before are divided by it, negative ones multiplied
+    repetition_penalty: float = 1.0
     constraint: tuple[str, str] | None = None  # of the text: "regex", "json" or "grammar", and it
-    bad_words: tuple[str, ...] = ()  # texts for vLLM, which has the tokens `bad_word_ids` of them
-    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # after all but the last of these tokens the last one is forbidden
     allowed_token_ids: tuple[int, ...] = ()  # () allows all
     thinking: Thinking | None = None
 
     @property
     def changes_logits(self) -> bool:
         """Whether logits are changed before the temperature."""
-        forbids = self.constraint is not None or self.bad_word_ids or self.allowed_token_ids
-        return bool(forbids or self.logit_bias or self.penalties)
+        forbids = self.constraint is not None or self.allowed_token_ids
+        return bool(forbids or self.logit_bias or self.repetition_penalty != 1)
 
 
 def _equal(one: object, other: object) -> bool:

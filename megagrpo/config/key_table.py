@@ -15,6 +15,7 @@ from megagrpo.config.sections.section import ShownAs
 
 _CURRICULUM = "write data.curriculum: [0.1, 0.9], the lowest and the highest pass rate"
 _DELAYED = "the recipe delayed is gone; choose tensorwise, blockwise or mxfp8 (docs/fp8.md)"
+_REPETITION = "use rollout.repetition_penalty, or the rewards repetition or token_repetition"
 _AS_FILE = "name the tracker's file in run.trackers (docs/trackers.md)"
 # dotted key of an earlier version -> its default then, and what to write instead
 REMOVED_KEYS: dict[str, tuple[Any, str]] = {
@@ -33,6 +34,9 @@ REMOVED_KEYS: dict[str, tuple[Any, str]] = {
         "leave it out: with multi_turn.max_response_length, rollout.max_completion_length limits each turn",
     ),
     "run.mlflow": ({"tracking_uri": None, "experiment": None, "tags": {}, "name": None}, _AS_FILE),
+    "rollout.bad_words": ([], "ban single tokens with rollout.logit_bias, or punish words in a reward function"),
+    "rollout.frequency_penalty": (0.0, _REPETITION),
+    "rollout.presence_penalty": (0.0, _REPETITION),
     "run.otel": ({"endpoint": None, "conversations": 16}, _AS_FILE),
     "run.prometheus": ({"port": 9400}, _AS_FILE),
 }

@@ -76,12 +76,12 @@ def sampling_params(sampling: SamplingParams) -> dict[str, Any]:
         "stop_token_ids": sampling.stop_token_ids,
         "logprobs": 0,  # only the log-prob of the sampled token
         "detokenize": False,
-        # always: a model's generation_config.json may have others (Qwen2.5: repetition_penalty 1.05)
-        **{f"{name}_penalty": value for name, value in vars(sampling.penalties).items()},
+        "repetition_penalty": sampling.repetition_penalty,  # always: Qwen2.5's generation_config.json has 1.05
     }
-    for name in ("logit_bias", "bad_words", "allowed_token_ids"):
-        if value := getattr(sampling, name):
-            params[name] = dict(value) if name == "logit_bias" else value
+    if sampling.logit_bias:
+        params["logit_bias"] = dict(sampling.logit_bias)
+    if sampling.allowed_token_ids:
+        params["allowed_token_ids"] = sampling.allowed_token_ids
     if sampling.constraint is not None:
         params["structured_outputs"] = dict([sampling.constraint])
     if sampling.stop:  # a server finds them in the text; `find_ending` also finds those that an interruption splits

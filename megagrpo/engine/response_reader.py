@@ -68,10 +68,9 @@ class Reader:
                 f"went on after the stop string {stopped!r} (rollout.stop); start it without --skip-tokenizer-init"
             )
         elif (forbidden := forbidden_token(sampling, written := ids[:begin] + ids[end:count])) is not None:
-            index, name = forbidden
-            fix = "start it with the model's tokenizer, without --skip-tokenizer-init"
-            fix = fix if name == "bad_words" else "other parameters may exclude all allowed tokens: allow more"
-            problem = f"sampled token {written[index]}, which {name} forbids, for prompt {prompt.prompt_id}; {fix}"
+            fix = "other parameters may exclude all allowed tokens: allow more"
+            said = f"sampled token {written[forbidden]}, which allowed_token_ids forbids"
+            problem = f"{said}, for prompt {prompt.prompt_id}; {fix}"
         if problem:
             raise EngineError(f"{self.engine.name(url)} {problem}")
         routes = self._routes(url, request, response, count)

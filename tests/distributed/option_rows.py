@@ -56,15 +56,13 @@ STAGES: dict[str, dict[str, Any]] = {  # of four layers, but for one stage
 SAMPLERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "truncated": dict(top_p=0.7, top_k=40, min_p=0.01),
-    "processed": dict(
-        logit_bias={3: 2.0, 70: 1.0}, repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.1
-    ),
+    "processed": dict(logit_bias={3: 2.0, 70: 1.0}, repetition_penalty=1.3),
     "of rows": {},
 }
 OF_ROWS: list[dict[str, Any]] = [  # parameters of each prompt's samples
     dict(top_k=30, temperature=0.6),
     dict(min_p=0.02, repetition_penalty=1.2, logit_bias={5: 1.5, 71: 1.0}),
-    dict(top_p=0.8, bad_word_ids=[[7], [3, 9]]),
+    dict(top_p=0.8),
     {},
 ]
 ROUTERS: dict[str, dict[str, Any]] = {  # of the section algorithm

@@ -1,4 +1,4 @@
-"""Logit bias, penalties and own temperatures of rows, replayed on vocabulary-sharded logits, against dense counts in
+"""Logit bias, penalty and own temperatures of rows, replayed on vocabulary-sharded logits, against dense counts in
 float64."""
 
 from itertools import pairwise
@@ -15,7 +15,7 @@ from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 from megagrpo.proof.verify.verified_step import take_step
 from megagrpo.train_types import RefHead, TrainSample
-from megagrpo.types import Penalties, SamplingParams
+from megagrpo.types import SamplingParams
 
 VOCABULARY = 37
 NEVER = torch.tensor(-1e30, dtype=torch.float64)  # the logit of a forbidden token
@@ -26,25 +26,20 @@ def changed(**changes):
     return SamplingParams(1.0, 9, **changes)
 
 
-ALL = changed(logit_bias=BIAS, penalties=Penalties(1.3, 0.5, 0.25))
-WORDS = changed(bad_word_ids=((20,), (4, 11), (7, 7, 12), tuple(range(30))), logit_bias=BIAS)
-FEW = changed(allowed_token_ids=(*range(9), 36), penalties=Penalties(1.3, 0.5, 0.25))
+ALL = changed(logit_bias=BIAS, repetition_penalty=1.3)
+FEW = changed(allowed_token_ids=(*range(9), 36), repetition_penalty=1.3)
 KINDS = {
     "bias": [changed(logit_bias=BIAS)] * 3,
-    "repetition": [changed(penalties=Penalties(repetition=1.7))] * 3,
-    "repetition below 1": [changed(penalties=Penalties(repetition=0.6))] * 3,
-    "presence": [changed(penalties=Penalties(presence=0.9))] * 3,
-    "frequency": [changed(penalties=Penalties(frequency=-0.4))] * 3,
+    "repetition": [changed(repetition_penalty=1.7)] * 3,
+    "repetition below 1": [changed(repetition_penalty=0.6)] * 3,
     "allowed": [FEW] * 3,
-    "words": [WORDS] * 3,
     "all": [ALL] * 3,
-    "of rows": [WORDS, ALL, changed()],  # of each of the three samples
+    "of rows": [FEW, ALL, changed()],  # of each of the three samples
 }
 
 
 def samples():
-    """Three samples with few different tokens: one turn, two turns, and the first one's prompt again. Bad words occur
-    up to their last token: at the end of a prompt, where they do not count, and in a turn."""
+    """Three samples with few different tokens: one turn, two turns, and the first one's prompt again."""
     generator = torch.Generator().manual_seed(1)
     made = []
     for mask in ("000111111", "0001110001111", "00011"):
@@ -60,26 +55,17 @@ def naive_logits(logits, batch, kind):
     """[N, V] processed logits of the loss tokens of a pack without shared prompts: dense counts, token by token."""
     rows, ids, borders = [], batch.token_ids, batch.cu_seqlens.tolist()
     for (start, stop), sampling in zip(pairwise(borders), kind, strict=True):
-        penalties = sampling.penalties
+        penalty = sampling.repetition_penalty
         for t in range(start, stop):
             if not batch.loss_mask[t]:
                 continue
-            turn = t
-            while turn > start and batch.loss_mask[turn - 1]:
-                turn -= 1
             seen = ids[start : t + 1].bincount(minlength=VOCABULARY) > 0
-            counts = ids[turn + 1 : t + 1].bincount(minlength=VOCABULARY).double()
-            row, written = logits[len(rows)], ids[turn + 1 : t + 1].tolist()
+            row = logits[len(rows)]
             if sampling.allowed_token_ids:
                 row = torch.stack([row[i] if i in sampling.allowed_token_ids else NEVER for i in range(VOCABULARY)])
-            for word in sampling.bad_word_ids:
-                if written[max(0, len(written) + 1 - len(word)) :] == list(word[:-1]):
-                    row = torch.stack([NEVER if i == word[-1] else row[i] for i in range(VOCABULARY)])
             for token, added in sampling.logit_bias:
                 row = row + added * torch.eye(VOCABULARY, dtype=row.dtype)[token]
-            scaled = torch.where(row > 0, row / penalties.repetition, row * penalties.repetition)
-            row = torch.where(seen, scaled, row)
-            rows.append(row - penalties.frequency * counts - penalties.presence * (counts > 0).double())
+            rows.append(torch.where(seen, torch.where(row > 0, row / penalty, row * penalty), row))
     return torch.stack(rows)
 
 
@@ -190,9 +176,7 @@ LAYOUTS = [Case("tp2", 2, dict(tp=2, sequence_parallel=True)), Case("cp2 pp2", 4
 
 
 def step_of(parallel: dict):
-    rollout = dict(
-        temperature=0.8, logit_bias={3: 2.0}, repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.1
-    )
+    rollout = dict(temperature=0.8, logit_bias={3: 2.0}, repetition_penalty=1.3)
     config = tiny_run(parallel, rollout=rollout, algorithm=dict(beta=0.1, loss_type="grpo"))
     outcome = take_step(config, tiny_model("qwen2_untied"), few_samples())
     return outcome and (

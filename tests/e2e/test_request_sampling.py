@@ -67,9 +67,9 @@ FORMS = [
 ]
 KINDS = [
     *(*HEAT, *FORMS),
-    {"logit_bias": {"a": 6, "b": 6, "c": 5}, "bad_words": ["ab", "ccc"], "frequency_penalty": 0.2},
+    {"logit_bias": {"a": 6, "b": 6, "c": 5}},
     {"allowed_token_ids": FEW, "stop": ["E", "dd"]},
-    {"presence_penalty": 0.5, "logit_bias": {"65": 2.0}, "top_p": 0.8},
+    {"logit_bias": {"65": 2.0}, "top_p": 0.8},
     {"top_k": 6, "temperature": 1.2},
     {"top_p": 0.7, "min_p": 0.02},
 ]
@@ -101,8 +101,6 @@ def follows_its_row(row, own):
         assert re.fullmatch(pattern, text), text
     if "choice" in own.get("structured_outputs", {}):
         assert text in CHOICES, text
-    if "bad_words" in own:
-        assert "ab" not in text and "ccc" not in text and set(text) & set("abc"), text
     if "stop" in own:
         assert set(text) <= set(FEW) and ended == text.endswith(("E", "dd")), text
         assert not re.search("E.|dd.", text) and (row["stop_string"] in ("E", "dd")) == ended
@@ -124,8 +122,6 @@ def test_rows_have_their_own_parameters(of_rows):
     samples = load_step(of_rows.folder, 2).samples
     cut = {(s.places.numel(), s.sampling.get("temperature")) for s in samples if s.text["finish_reason"] == "length"}
     assert (5, 0.6) in cut and {length for length, _ in cut} <= {12, 5}
-    (words,) = {json.dumps(s.sampling["bad_word_ids"]) for s in samples if "bad_words" in s.sampling}
-    assert json.loads(words) == [token_ids("ab"), token_ids("ccc")]
 
 
 def next_letters(before, own):
@@ -160,17 +156,12 @@ def test_log_probs_are_a_softmax_over_what_brute_force_allows(of_rows):
                 excluded = set(range(row.numel())) - {ids[letter] if letter else end for letter in allowed}
             if "allowed_token_ids" in own:
                 excluded = set(range(row.numel())) - {ids[letter] for letter in FEW}
-            if "bad_words" in own:
-                excluded = {ids["b"]} if written[-1:] == [ids["a"]] else set()
-                excluded |= {ids["c"]} if written[-2:] == [ids["c"]] * 2 else set()
             row[sorted(excluded)] = -torch.inf
             for token, added in own.get("logit_bias", {}).items():
                 row[int(token)] += added
             for token in range(row.numel()):
                 if token in prompt + written and (penalty := own.get("repetition_penalty")):
                     row[token] = row[token] / penalty if row[token] > 0 else row[token] * penalty
-                row[token] -= own.get("frequency_penalty", 0) * written.count(token)
-                row[token] -= own.get("presence_penalty", 0) * (token in written)
             row, rules = row / own.get("temperature", 1), {k: own[k] for k in ("top_p", "top_k", "min_p") if k in own}
             logprobs = row.log_softmax(-1)
             if rules:
@@ -187,18 +178,13 @@ CHANGES = {
     "regex": ["rollout.structured_outputs={regex: '[0-9]{1,3}(, [a-f]{2,4})+'}", "rollout.logit_bias.44=1.5"],
     "choice": ["rollout.structured_outputs={choice: [yep, no, 'may \"be']}", "rollout.repetition_penalty=1.2"],
     "json": ["rollout.structured_outputs={json: {type: object, properties: {a: {type: integer}}, required: [a]}}"],
-    "counts": ["rollout.frequency_penalty=0.7", "rollout.presence_penalty=-0.5", "rollout.top_p=0.8"],
-    "words": ["rollout.bad_words=[ab, ccc, ' a']", "rollout.logit_bias={a: 6, b: 6, c: 5}", "rollout.top_k=20"],
 }
 
 
 EVERYTHING = [
     "rollout.structured_outputs={regex: '([a-h]{1,3}[.] )*[a-h]'}",
     "rollout.logit_bias={46: 2.0, 97: -1.5, b: 1.0}",
-    "rollout.bad_words=[ab, bc]",
     "rollout.repetition_penalty=1.3",
-    "rollout.frequency_penalty=0.3",
-    "rollout.presence_penalty=0.2",
 ]
 
 
@@ -214,18 +200,6 @@ def test_without_the_replay_trainer_and_engine_differ(tmp_path):
 
     run = world.train(tmp_path, *CHANGES["repetition"], "run.max_steps=1", prepare=ignore)
     assert run.code == 0 and run.metrics[0]["token_mult_prob_error"] > 1.1, run.err
-
-
-def test_tokens_that_vllm_samples_although_they_are_excluded_end_the_run(tmp_path):
-    """With a bad word for each allowed token, vLLM samples any token."""
-    tokenizer = AutoTokenizer.from_pretrained(world.folder() / "model")
-    allowed = [*token_ids("B"), tokenizer.eos_token_id]
-    own = {"allowed_token_ids": allowed, "bad_words": ["B", tokenizer.eos_token]}
-    run = world.train(tmp_path, *rows_with_sampling(tmp_path / "train.jsonl", [own]), "run.max_steps=1")
-    assert run.code == 1 and not run.metrics
-    assert re.search("sampled token [0-9]+, which allowed_token_ids forbids, for prompt .*: allow more", run.err), (
-        run.err
-    )
 
 
 AHEAD = ["rollout.max_staleness=1", "algorithm.importance_correction=token_truncate", "train.learning_rate=1e-30"]
@@ -264,7 +238,7 @@ def test_groups_ahead_keep_their_parameters_when_a_run_is_killed(tmp_path):
         trainer.wait()
     groups = [json.loads(line) for path in ahead() for line in path.read_text().splitlines()]
     before = {group["place"]: group["sampling"] for group in groups}
-    assert any("structured_outputs" in own or "bad_words" in own for own in before.values())
+    assert any("structured_outputs" in own for own in before.values())
     saved = int(checkpoints(tmp_path / "run" / "checkpoints")[-1].name.removeprefix("step_"))
     last = [f"run.max_steps={saved + 2}", f"debug.dump_steps=[{saved + 1}]", "--resume"]
     run = world.train(tmp_path, *words, *slow, *last)

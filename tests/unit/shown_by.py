@@ -134,7 +134,6 @@ KEYS: dict[str, str | tuple[str, ...]] = {
         "e2e/test_request_sampling.py::test_changed_logits_are_the_same_in_trainer_engine_and_audit",
     ),
     "rollout.allowed_token_ids": "unit/policy/test_constrained_logprobs.py::test_trainer_and_audit_are_over_the_tokens_that_brute_force_allows",
-    "rollout.bad_words": "e2e/test_request_sampling.py::test_changed_logits_are_the_same_in_trainer_engine_and_audit",
     "rollout.max_completion_length": (
         "unit/engine/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
         "unit/engine/servers/test_server_options.py::test_a_server_holds_the_longest_prompt_with_the_longest_response",

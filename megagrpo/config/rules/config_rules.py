@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
 MOST_SAMPLES = 10_000_000  # limit per step: a few processes hold all tokens and rewards in memory
-_OF_LOGITS = "logit_bias bad_words allowed_token_ids repetition_penalty frequency_penalty presence_penalty"
-PROCESSED = tuple(f"rollout.{name}" for name in (*_OF_LOGITS.split(), "structured_outputs"))
+PROCESSED = tuple(
+    f"rollout.{name}" for name in ("logit_bias", "allowed_token_ids", "repetition_penalty", "structured_outputs")
+)
 LONGEST_SAMPLE = ("rollout.max_prompt_length", "rollout.max_completion_length", "multi_turn.max_response_length")
 
 
@@ -256,33 +257,31 @@ def sampling_problems(config: RunConfig) -> Iterator[Problem]:
     if r.processes_logits and config.train.fused_logprobs:
         reason = f"true writes no logits, which {', '.join(PROCESSED)} change; set it to false"
         yield Problem(("train.fused_logprobs", *PROCESSED), reason)
-    by_request = ("frequency_penalty", "presence_penalty", "bad_words", "structured_outputs")
-    yield from thinking_problems(config, by_request)
-    if r.max_staleness and (r.in_flight == "resume" or config.lora.syncs_adapters):
-        for name in [name for name in by_request if getattr(r, name)]:
-            reason = "starts again with each request, but an interrupted response is requested again with its tokens as"
-            keys = (f"rollout.{name}", "rollout.in_flight", "rollout.max_staleness", "lora.sync")
-            yield Problem(keys, f"{reason} the prompt (rollout.in_flight {r.in_flight}); choose keep, or leave it out")
+    yield from thinking_problems(config)
+    key = "rollout.structured_outputs"
+    if r.structured_outputs and r.max_staleness and (r.in_flight == "resume" or config.lora.syncs_adapters):
+        reason = "starts again with each request, but an interrupted response is requested again with its tokens as"
+        keys = (key, "rollout.in_flight", "rollout.max_staleness", "lora.sync")
+        yield Problem(keys, f"{reason} the prompt (rollout.in_flight {r.in_flight}); choose keep, or leave it out")
     if r.structured_outputs and "--reasoning-parser" in options_of(r.extra_args):
         reason = "vLLM would begin after a thought, and the trainer cannot know where; leave --reasoning-parser out"
-        yield Problem(("rollout.structured_outputs", "rollout.extra_args"), reason)
-    for name in ("bad_words", "structured_outputs") if str(config.model.tokenizer).endswith(".model") else ():
-        if getattr(r, name):
-            reason = "needs a tokenizer that vLLM loads, but model.tokenizer is a bare SentencePiece file"
-            yield Problem((f"rollout.{name}", "model.tokenizer"), f"{reason}; name a Hugging Face folder")
+        yield Problem((key, "rollout.extra_args"), reason)
+    if r.structured_outputs and str(config.model.tokenizer).endswith(".model"):
+        reason = "needs a tokenizer that vLLM loads, but model.tokenizer is a bare SentencePiece file"
+        yield Problem((key, "model.tokenizer"), f"{reason}; name a Hugging Face folder")
 
 
-def thinking_problems(config: RunConfig, by_request: Sequence[str]) -> Iterator[Problem]:
-    """Yield budgets of thoughts without effect, and the parameters `by_request` that vLLM begins again after one."""
+def thinking_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield budgets of thoughts without effect, and structured outputs, which vLLM begins again after one."""
     r, key, end = config.rollout, "rollout.max_thinking_tokens", "rollout.thinking_end"
     if r.thinking_end and r.max_thinking_tokens is None:
         yield Problem((end, key), "has no effect without rollout.max_thinking_tokens; set it, or leave it out")
     if r.max_thinking_tokens and r.max_thinking_tokens >= r.max_completion_length:
         limit = f"rollout.max_completion_length {r.max_completion_length}"
         yield Problem((key, "rollout.max_completion_length"), f"{r.max_thinking_tokens} is not below {limit}; lower it")
-    for name in [name for name in by_request if r.max_thinking_tokens and getattr(r, name)]:
+    if r.max_thinking_tokens and r.structured_outputs:
         reason = f"starts again with each request, and a thought's end begins one ({key}); leave one of the two out"
-        yield Problem((f"rollout.{name}", key), reason)
+        yield Problem(("rollout.structured_outputs", key), reason)
 
 
 def replay_problems(config: RunConfig) -> Iterator[Problem]:

@@ -23,9 +23,7 @@ from megagrpo.config.sections.section import (
 from megagrpo.config.sections.transport_table import TransportName
 from megagrpo.loopback import LOOPBACK
 
-MOST_IDS = 1024  # of a request in vLLM's sampler on GPUs: of logit_bias, of allowed_token_ids, of all bad_words
-MOST_WORDS = 128  # of a request in vLLM, with and without a space before them
-Penalty = Annotated[float, Field(ge=-2, le=2)]
+MOST_IDS = 1024  # of a request in vLLM's sampler on GPUs: of logit_bias, of allowed_token_ids
 
 
 def _one_constraint(given: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +72,6 @@ def _distinct(token_ids: list[int]) -> list[int]:
 RepetitionPenalty = Annotated[float, Field(gt=0, le=10)]
 TokenOrText = Annotated[NonNegativeInt | Annotated[str, Field(min_length=1)], BeforeValidator(_id_or_text)]
 LogitBias = Annotated[dict[TokenOrText, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_IDS)]
-BadWords = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MOST_WORDS)]
 TokenIds = Annotated[list[NonNegativeInt], Field(max_length=MOST_IDS), AfterValidator(_distinct)]
 Stop = list[Annotated[str, AfterValidator(_not_empty)]]
 StructuredOutputs = Annotated[dict[Literal["regex", "json", "choice", "grammar"], Any], AfterValidator(_one_constraint)]
@@ -110,18 +107,11 @@ class RolloutSection(Section):
     logit_bias: LogitBias = {}
     """Numbers that are added to logits, by token id, or by a text that is one token: `{29: -100}` bans token 29.
     Trainer and evaluation use them too. docs/sampling.md."""
-    bad_words: BadWords = []
-    """Texts that responses must not have: the last token of a word is banned after its other tokens. Trainer and
-    evaluation use it too. docs/sampling.md."""
     allowed_token_ids: TokenIds = []
     """The only tokens that responses may have, end tokens included; empty allows all. It also applies to evaluation."""
     repetition_penalty: RepetitionPenalty = 1.0
     """Logits of tokens that occur in the prompt or earlier in the response are divided by this if positive, and
     multiplied if negative; 1 changes nothing."""
-    frequency_penalty: Penalty = 0.0
-    """Subtracted from a token's logit for each time that it occurs earlier in the response, or in the turn."""
-    presence_penalty: Penalty = 0.0
-    """Subtracted from a token's logit if it occurs earlier in the response, or in the turn."""
     structured_outputs: StructuredOutputs = {}
     """Constraint of each response, or of each turn: `{regex: TEXT}`, `{json: SCHEMA}`, `{choice: [TEXT, ...]}` or
     `{grammar: EBNF}`. Trainer and evaluation use it too. docs/sampling.md."""
@@ -248,9 +238,9 @@ class RolloutSection(Section):
     @property
     def processes_logits(self) -> bool:
         """Whether logits are changed before the temperature."""
-        penalizes = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
-        chosen = self.logit_bias or self.bad_words or self.allowed_token_ids or self.structured_outputs
-        return penalizes or bool(chosen)
+        return self.repetition_penalty != 1 or bool(
+            self.logit_bias or self.allowed_token_ids or self.structured_outputs
+        )
 
     @property
     def truncates(self) -> bool:
@@ -271,8 +261,5 @@ class RowSampling(Section):
     seed: Annotated[int, Field(ge=0, le=2**62)] = 0  # room for the responses' numbers, which are added
     structured_outputs: StructuredOutputs = {}
     repetition_penalty: RepetitionPenalty = 1.0
-    frequency_penalty: Penalty = 0.0
-    presence_penalty: Penalty = 0.0
     logit_bias: LogitBias = {}
-    bad_words: BadWords = []
     allowed_token_ids: TokenIds = []

@@ -16,7 +16,7 @@ from megagrpo.config.rules.extra_args import REFUSED_BESIDE_DRAFTS, drafts_token
 from megagrpo.config.sections.rollout import RowSampling, constraint_of
 from megagrpo.data.images.prompt_images import IMAGE_COLUMNS
 from megagrpo.data.tokens.request_trial import shared_trial
-from megagrpo.data.tokens.sampling import bad_word_ids, bias_ids, sampling_of, token_problem
+from megagrpo.data.tokens.sampling import bias_ids, sampling_of, token_problem
 from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megagrpo.suggestions import did_you_mean
 
@@ -29,9 +29,6 @@ NOT_OF_ROWS = {
     "thinking_token_budget": "it is max_thinking_tokens here",
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice"), "vLLM calls it structured_outputs now"),
 }
-# vLLM begins them again with each request
-OF_ONE_REQUEST = ("frequency_penalty", "presence_penalty", "bad_words", "structured_outputs")
-FOUND_BY_SERVERS = ("stop", "bad_words", "structured_outputs")  # in text, with the server's tokenizer
 
 
 def row_mapping(value: Any, content: str, said: str) -> dict[str, Any]:
@@ -93,8 +90,8 @@ class RowReader:
             raise ValueError(f"{problems[0]}; fill it, or remove the row")
 
     def read(self, own: Mapping[str, Any], said: str) -> dict[str, Any]:
-        """Return the parameters of a row as `Prompt.sampling` has them: with `bad_word_ids`, and token ids in
-        `logit_bias`. Raises ValueError, which begins with `said`, for parameters that a row cannot have."""
+        """Return the parameters of a row as `Prompt.sampling` has them: with token ids in `logit_bias`. Raises
+        ValueError, which begins with `said`, for parameters that a row cannot have."""
         if not own:
             return {}
         values = self._typed(own, said)
@@ -113,8 +110,6 @@ class RowReader:
             ids = [int(token) for token in values.get(name, ())]
             if problem := token_problem(name, ids, self.vocab_size, self.tokenizer.eos_token_ids, stops):
                 raise ValueError(f"{said}: {problem}")
-        if "bad_words" in values:
-            values["bad_word_ids"] = bad_word_ids(values["bad_words"], self.tokenizer, f"{said}: bad_words")
         return values
 
     def _typed(self, own: Mapping[str, Any], said: str) -> dict[str, Any]:
@@ -137,17 +132,18 @@ class RowReader:
             if values.get(name) and drafts_tokens(rollout.extra_args):
                 fix = "remove it from the rows, or the drafts from rollout.extra_args"
                 raise ValueError(f"{said}: vLLM's speculative decoding refuses {name}; {fix}")
-        for name in FOUND_BY_SERVERS:
+        for name in ("stop", "structured_outputs"):  # servers find them in the text
             if values.get(name) and not isinstance(self.tokenizer, HuggingFaceTokenizer):
                 fix = "name a Hugging Face folder in model.tokenizer"
                 raise ValueError(f"{said}: {name} needs a tokenizer that vLLM loads; {fix}")
         self._check_thinking(values, said)
-        if rollout.max_staleness and (rollout.in_flight == "resume" or self.config.lora.syncs_adapters):
-            for name in filter(values.get, OF_ONE_REQUEST):
-                raise ValueError(
-                    f"{said}: {name} starts again with each request, but an interrupted response is requested again "
-                    f"with its tokens as the prompt (rollout.in_flight {rollout.in_flight}); choose keep, or remove it"
-                )
+        again = rollout.max_staleness and (rollout.in_flight == "resume" or self.config.lora.syncs_adapters)
+        if again and values.get("structured_outputs"):
+            raise ValueError(
+                f"{said}: structured_outputs starts again with each request, but an interrupted response is requested "
+                f"again with its tokens as the prompt (rollout.in_flight {rollout.in_flight}); choose keep, or remove "
+                "it"
+            )
         algorithm = self.config.algorithm
         for name in filter(values.get, ("top_p", "top_k", "min_p") if algorithm.full_kl and algorithm.beta else ()):
             reason = f"algorithm.kl_estimator {algorithm.kl_estimator} needs all tokens; choose k3"
@@ -170,9 +166,9 @@ class RowReader:
         key, budget = "max_thinking_tokens", self.config.rollout.max_thinking_tokens
         if key in values and budget is None:
             raise ValueError(f"{said}: {key} needs a budget of the run; set rollout.{key}, for rows without their own")
-        for name in filter(values.get, OF_ONE_REQUEST if budget else ()):
+        if budget and values.get("structured_outputs"):
             reason = f"starts again with each request, and a thought's end begins one; remove it, or rollout.{key}"
-            raise ValueError(f"{said}: {name} {reason}")
+            raise ValueError(f"{said}: structured_outputs {reason}")
 
     def check_run(self) -> None:
         """Raise ValueError, with a line for each problem, for parameters of `rollout` that vLLM refuses, or

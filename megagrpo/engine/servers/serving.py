@@ -184,7 +184,7 @@ def _options(
         lora_modules=_adapted(config.lora, model_folder) if config.lora.syncs_adapters else (),
         tool_parser=config.multi_turn.vllm_parser,
         # an agent's requests may have stop strings, and rows theirs
-        finds_text=bool(r.stop or r.bad_words or agents or rows),
+        finds_text=bool(r.stop or agents or rows),
         constrains=bool(r.structured_outputs or rows or config.all_rewards.own_judges),
         tokenizer=config.model.tokenizer,
         recurrent=model is not None and model.recurrence is not None,

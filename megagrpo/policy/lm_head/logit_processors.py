@@ -1,10 +1,10 @@
 """What vLLM does to logits between the LM head and the temperature, repeated on vocabulary-sharded logits.
 
-The order is vLLM's: tokens that a grammar, `allowed_token_ids` or `bad_words` forbid are excluded, then logit bias,
-then repetition, frequency and presence penalties. Every change of a logit depends on the tokens before it alone, and on
+The order is vLLM's: tokens that a grammar or `allowed_token_ids` forbid are excluded, then logit bias, then the
+repetition penalty. Every change of a logit depends on the tokens before it alone, and on
 the sampling parameters of its sample. All ranks of the last pipeline stage hold these, so nothing travels. A
-tensor-parallel rank changes its own columns. For n rows of a chunk, masks have n x V bits, and penalties touch the
-columns of tokens that occurred: n x u numbers for u different tokens of the sample. Counts [T, V] never exist.
+tensor-parallel rank changes its own columns. For n rows of a chunk, masks have n x V bits, and the penalty touches
+the columns of tokens that occurred: n x u numbers for u different tokens of the sample.
 """
 
 from __future__ import annotations
@@ -30,14 +30,11 @@ class SampleTokens:
     ids: np.ndarray  # [L] int64
 
     @cached_property
-    def distinct(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The u different tokens in the order of their first occurrence: ids [u], index of the first occurrence [u],
-        and of each token its index among them [L]."""
-        ids, first, inverse = np.unique(self.ids, return_index=True, return_inverse=True)
+    def distinct(self) -> tuple[np.ndarray, np.ndarray]:
+        """The u different tokens in the order of their first occurrence: ids [u], index of the first occurrence [u]."""
+        ids, first = np.unique(self.ids, return_index=True)
         order = first.argsort()
-        rank = np.empty_like(order)
-        rank[order] = np.arange(order.size)
-        return ids[order], first[order], rank[inverse]
+        return ids[order], first[order]
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ class LogitProcessors:
     @property
     def has_slopes(self) -> bool:
         """Whether a change multiplies logits, so that their gradients are multiplied too."""
-        return any(run.sampling.penalties.repetition != 1 for run in self.runs)
+        return any(run.sampling.repetition_penalty != 1 for run in self.runs)
 
     def apply(self, logits: Tensor, rows: slice, shard: VocabShard, slopes: Tensor | None = None) -> None:
         """Change the logits [n, v] of the tokens `rows` in place, before the temperature. `slopes` [n, v], if given, is
@@ -109,11 +106,9 @@ class LogitProcessors:
                 _exclude_by_grammar(part, run, shard, self.grammars)
             if sampling.allowed_token_ids:
                 _exclude_others(part, sampling.allowed_token_ids, shard)
-            if sampling.bad_word_ids:
-                _exclude_words(part, run, shard)
             if sampling.logit_bias:
                 _add_bias(part, sampling.logit_bias, shard)
-            if sampling.penalties:
+            if sampling.repetition_penalty != 1:
                 _penalize(part, run, shard, None if slopes is None else slopes[run.row : run.row + run.count])
 
 
@@ -135,24 +130,6 @@ def _exclude_others(part: Tensor, token_ids: Sequence[int], shard: VocabShard) -
     part.masked_fill_(moved(excluded, part.device), LOWEST)
 
 
-def _exclude_words(part: Tensor, run: Run, shard: VocabShard) -> None:
-    """Give the last token of each bad word probability 0 in the rows whose turn ends with its other tokens."""
-    ids, found = run.sample.ids, list[tuple[np.ndarray, int]]()
-    ends = np.arange(run.position, run.position + run.count) + 1
-    for *before, last in run.sampling.bad_word_ids:
-        column, starts = last - shard.first_row, ends - len(before)
-        matches = starts >= run.turn
-        for offset, token in enumerate(before):
-            matches &= ids[(starts + offset).clip(0, ids.size - 1)] == token
-        if 0 <= column < shard.num_rows and matches.any():
-            found.append((np.flatnonzero(matches), column))
-    if found:
-        rows = torch.from_numpy(np.concatenate([rows for rows, _ in found]))
-        columns = torch.tensor([column for rows, column in found for _ in rows])
-        index = moved(rows, part.device), moved(columns, part.device)
-        part.index_put_(index, part.new_full((), LOWEST))
-
-
 def _add_bias(part: Tensor, bias: Sequence[tuple[int, float]], shard: VocabShard) -> None:
     """Add the bias in this rank's columns."""
     last = shard.first_row + shard.num_rows
@@ -164,9 +141,8 @@ def _add_bias(part: Tensor, bias: Sequence[tuple[int, float]], shard: VocabShard
 
 
 def _penalize(part: Tensor, run: Run, shard: VocabShard, slopes: Tensor | None) -> None:
-    """Apply the penalties to the rows of `run` [n, v], in the columns of the tokens that they have seen."""
-    penalties = run.sampling.penalties
-    ids, first, index = run.sample.distinct
+    """Apply the penalty to the rows of `run` [n, v], in the columns of the tokens that they have seen."""
+    ids, first = run.sample.distinct
     ids = ids[: np.searchsorted(first, run.position + run.count - 1, side="right")]
     mine = np.flatnonzero((ids >= shard.first_row) & (ids < shard.first_row + shard.num_rows))
     if not mine.size:
@@ -174,28 +150,10 @@ def _penalize(part: Tensor, run: Run, shard: VocabShard, slopes: Tensor | None) 
     on_device = part.device
     columns = moved(torch.from_numpy(ids[mine] - shard.first_row), on_device)
     seen_logits = part.index_select(1, columns)
-    if (repetition := penalties.repetition) != 1:
-        positions = torch.arange(run.position, run.position + run.count, device=on_device)
-        seen = moved(torch.from_numpy(first[mine]), on_device) <= positions[:, None]
-        factor = seen_logits.new_tensor(repetition)
-        factors = torch.where(seen_logits > 0, 1 / factor, factor).where(seen, 1.0)
-        seen_logits *= factors
-        if slopes is not None:
-            slopes.index_copy_(1, columns, slopes.index_select(1, columns).mul_(factors))
-    if penalties.counts:
-        counts = moved(_counts(run, index, mine), on_device).to(part.dtype).cumsum(0)
-        seen_logits -= penalties.frequency * counts
-        seen_logits -= penalties.presence * counts.clamp(max=1)
-    part.index_copy_(1, columns, seen_logits)
-
-
-def _counts(run: Run, index: np.ndarray, mine: np.ndarray) -> Tensor:
-    """Return [n, u] float32, whose sum over rows up to i counts each of the u tokens in the turn before row i."""
-    added = np.zeros((run.count, mine.size), np.float32)
-    added[0] = np.bincount(index[run.turn : run.position + 1], minlength=int(mine[-1]) + 1)[mine]
-    column_of = np.full(int(index.max()) + 1, -1)
-    column_of[mine] = np.arange(mine.size)
-    later = column_of[index[run.position + 1 : run.position + run.count]]
-    held = np.flatnonzero(later >= 0)
-    added[held + 1, later[held]] = 1
-    return torch.from_numpy(added)
+    positions = torch.arange(run.position, run.position + run.count, device=on_device)
+    seen = moved(torch.from_numpy(first[mine]), on_device) <= positions[:, None]
+    factor = seen_logits.new_tensor(run.sampling.repetition_penalty)
+    factors = torch.where(seen_logits > 0, 1 / factor, factor).where(seen, 1.0)
+    if slopes is not None:
+        slopes.index_copy_(1, columns, slopes.index_select(1, columns).mul_(factors))
+    part.index_copy_(1, columns, seen_logits * factors)

@@ -154,30 +154,20 @@ def log_softmax(
 
 
 def _processed(logits: Tensor, token_ids: Tensor, places: list[int], sampling: SamplingParams) -> Tensor:
-    """Return logits [n, V] without forbidden tokens, with bias and penalties, token by token. A turn begins after a
-    token of others."""
+    """Return logits [n, V] without forbidden tokens, with bias and penalty, token by token."""
     if not sampling.changes_logits or not places:
         return logits
-    bias, penalties = torch.zeros(logits.shape[1], dtype=torch.float64), sampling.penalties
+    bias, penalty = torch.zeros(logits.shape[1], dtype=torch.float64), sampling.repetition_penalty
     for token, added in sampling.logit_bias:
         bias[token] = added
     if sampling.allowed_token_ids:
         others = torch.ones(logits.shape[1], dtype=torch.bool)
         others[list(sampling.allowed_token_ids)] = False
         logits = logits.masked_fill(others, -1e30)
-    rows, before, turn = [], -1, -1
+    rows = []
     for row, place in zip(logits + bias, places, strict=True):
-        turn, before = turn if place - 1 == before else place, place
-        written = token_ids[turn:place].tolist()
-        for *first, last in sampling.bad_word_ids:
-            if len(first) <= len(written) and written[len(written) - len(first) :] == first:
-                row = torch.where(torch.arange(len(row)) == last, -1e30, row)
-        seen, counts = (
-            tokens.bincount(minlength=len(row)).double() for tokens in (token_ids[:place], token_ids[turn:place])
-        )
-        scaled = torch.where(row > 0, row / penalties.repetition, row * penalties.repetition)
-        row = torch.where(seen > 0, scaled, row)
-        rows.append(row - penalties.frequency * counts - penalties.presence * counts.clamp(max=1))
+        seen = token_ids[:place].bincount(minlength=len(row))
+        rows.append(torch.where(seen > 0, torch.where(row > 0, row / penalty, row * penalty), row))
     return torch.stack(rows)
 
 

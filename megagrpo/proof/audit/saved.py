@@ -122,7 +122,7 @@ class Step:
     @cached_property
     def _sampling(self) -> SamplingParams:
         rollout = self.config.rollout
-        has_texts = rollout.bad_words or any(isinstance(token, str) for token in rollout.logit_bias)
+        has_texts = any(isinstance(token, str) for token in rollout.logit_bias)
         return sampling_of(rollout, tokenizer_of(self.config, self.model) if has_texts else None)
 
     def sampling_of(self, sample: Sample) -> SamplingParams:

@@ -8,25 +8,21 @@ from tests.unit.for_each import for_each
 SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: [{function: exact_number}]}\n"
 REFUSED = {
     "rollout.logit_bias.3=1 train.fused_logprobs=true": "train.fused_logprobs: true writes no logits, which "
-    "rollout.logit_bias, rollout.bad_words, rollout.allowed_token_ids, rollout.repetition_penalty, "
-    "rollout.frequency_penalty, rollout.presence_penalty, rollout.structured_outputs change; set it to false",
+    "rollout.logit_bias, rollout.allowed_token_ids, rollout.repetition_penalty, rollout.structured_outputs change; "
+    "set it to false",
     "rollout.allowed_token_ids=[3,3]": "rollout.allowed_token_ids: must name each token once (got [3, 3])",
-    "rollout.bad_words=[no] model.tokenizer=t.model": "rollout.bad_words: needs a tokenizer that vLLM loads, but "
-    "model.tokenizer is a bare SentencePiece file; name a Hugging Face folder",
-    "rollout.bad_words=[no] rollout.max_staleness=1 rollout.in_flight=resume rollout.placement=dedicated "
+    "rollout.bad_words=[no]": "rollout.bad_words: no longer a key; ban single tokens with rollout.logit_bias, or punish "
+    "words in a reward function",
+    "rollout.frequency_penalty=0.1": "rollout.frequency_penalty: no longer a key; use rollout.repetition_penalty, or the "
+    "rewards repetition or token_repetition",
+    "rollout.structured_outputs.regex=a rollout.max_staleness=1 rollout.in_flight=resume rollout.placement=dedicated "
     "algorithm.importance_correction=token_truncate "
-    "algorithm.importance_correction_max=2": "rollout.bad_words: starts again with each request, "
+    "algorithm.importance_correction_max=2": "rollout.structured_outputs: starts again with each request, "
     "but an interrupted response is requested again with its tokens as the prompt (rollout.in_flight resume); choose "
     "keep, or leave it out",
     "rollout.logit_bias.the=101": "rollout.logit_bias.the: must be at most 100 (got 101)",
     "rollout.logit_bias.3=-101": "rollout.logit_bias.3: must be at least -100 (got -101)",
     "rollout.repetition_penalty=0": "rollout.repetition_penalty: must be greater than 0 (got 0)",
-    "rollout.presence_penalty=2.5": "rollout.presence_penalty: must be at most 2 (got 2.5)",
-    "rollout.presence_penalty=0.5 rollout.max_staleness=1 rollout.in_flight=resume rollout.placement=dedicated "
-    "algorithm.importance_correction=token_truncate "
-    "algorithm.importance_correction_max=2": "rollout.presence_penalty: starts again with each request, "
-    "but an interrupted response is requested again with its tokens as the prompt (rollout.in_flight resume); choose "
-    "keep, or leave it out",
     "rollout.structured_outputs.regex=a rollout.structured_outputs.choice=[a]": "rollout.structured_outputs: must name "
     "one constraint, but has regex, choice (got {'regex': 'a', 'choice': ['a']})",
     "rollout.structured_outputs.choice=[]": "rollout.structured_outputs: choice must be a list of texts that are not "
@@ -73,7 +69,7 @@ REFUSED = {
     "rollout.max_thinking_tokens=0": "rollout.max_thinking_tokens: must be greater than 0 (got 0)",
     "rollout.max_thinking_tokens=256": "rollout.max_thinking_tokens: 256 is not below rollout.max_completion_length "
     "256; lower it",
-    "rollout.max_thinking_tokens=9 rollout.frequency_penalty=0.1": "rollout.frequency_penalty: starts again with each "
+    "rollout.max_thinking_tokens=9 rollout.structured_outputs.regex=a": "rollout.structured_outputs: starts again with each "
     "request, and a thought's end begins one (rollout.max_thinking_tokens); leave one of the two out",
     "data.chat_template_kwargs.tokenize=true": "data.chat_template_kwargs.tokenize: `tokenize` is an argument of the "
     "renderer, not a variable of the template; leave it out",

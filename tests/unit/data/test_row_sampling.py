@@ -6,8 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tokenizers import Regex, models, pre_tokenizers
-from tokenizers import Tokenizer as RawTokenizer
 
 from megagrpo.algorithms.advantages import to_samples
 from megagrpo.config import DataSection
@@ -16,13 +14,12 @@ from megagrpo.data.packing.sample_packing import PackingRules, build_micro_batch
 from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokens.row_settings import RowReader
-from megagrpo.data.tokens.sampling import bad_word_ids, of_row, own_sampling, sampling_row
-from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer
+from megagrpo.data.tokens.sampling import of_row, own_sampling, sampling_row
 from megagrpo.engine.client import _seed_of_group
 from megagrpo.engine.requests import GroupRequest, sampling_params
 from megagrpo.train_types import TrainSample
 from megagrpo.trainer.rollout.async_rollouts import packed, unpacked
-from megagrpo.types import Penalties, Prompt, Rollout, SamplingParams, ScoredRollout, Thinking
+from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout, Thinking
 from tests.unit.data.test_prompts import tokenizer  # noqa: F401 (a fixture)
 from tests.unit.for_each import for_each
 
@@ -82,7 +79,6 @@ def test_rows_have_no_parameter_that_vllm_refuses_beside_drafts(tokenizer, tmp_p
         ({"logit_bias": {"ab": 1.0}}, "logit_bias: the text 'ab' is 2 tokens, [65, 66]; name one token, or its id"),
         ({"logit_bias": {"a": 1.0, "65": 2.0}}, "logit_bias: names token 65 twice, by its id and by a text"),
         ({"logit_bias": {"a": 101}}, "logit_bias: Input should be less than or equal to 100 (got 101)"),
-        ({"bad_words": ["a" * 1025]}, "1 sequences of 1025 tokens in all, and vLLM takes 128 of 1024; leave words out"),
         ({"allowed_token_ids": [3, 3]}, "allowed_token_ids: Value error, must name each token once"),
     ],
 )
@@ -116,14 +112,12 @@ RESUMED = ("rollout.max_staleness=1", "rollout.in_flight=resume", "rollout.place
 CORRECTED = ("algorithm.importance_correction=token_truncate", "algorithm.importance_correction_max=2")
 
 
-@pytest.mark.parametrize(
-    "cell", [{"presence_penalty": 0.1}, {"bad_words": ["ab"]}, {"structured_outputs": {"choice": ["a"]}}]
-)
-def test_what_begins_again_with_each_request_is_refused_where_responses_are_requested_again(cell, tokenizer, tmp_path):  # noqa: F811
+def test_what_begins_again_with_each_request_is_refused_where_responses_are_requested_again(tokenizer, tmp_path):  # noqa: F811
+    cell = {"structured_outputs": {"choice": ["a"]}}
     source(tokenizer, tmp_path / "rows.jsonl", [cell])
-    with pytest.raises(ValueError, match=f"{next(iter(cell))} starts again with each request, but an interrupted"):
+    with pytest.raises(ValueError, match="structured_outputs starts again with each request, but an interrupted"):
         source(tokenizer, tmp_path / "rows.jsonl", [cell], overrides=(*RESUMED, *CORRECTED))
-    with pytest.raises(ValueError, match=f"{next(iter(cell))} starts again with each request, and a thought's end"):
+    with pytest.raises(ValueError, match="structured_outputs starts again with each request, and a thought's end"):
         source(tokenizer, tmp_path / "rows.jsonl", [cell], overrides=["rollout.max_thinking_tokens=9"])
 
 
@@ -136,15 +130,12 @@ EVERYTHING = {
     "seed": 7,
     "structured_outputs": {"json": {"type": "object", "properties": {"a": {"type": "integer", "minimum": 2}}}},
     "repetition_penalty": 1.2,
-    "frequency_penalty": -0.5,
     "logit_bias": {"a": 1.5, "3": -100},
-    "bad_words": ["no", " b"],
     "allowed_token_ids": [94, 65, 66],
 }
 READ = EVERYTHING | {
     "stop": ["END"],
     "logit_bias": {"65": 1.5, "3": -100},
-    "bad_word_ids": ((78, 79), (66,)),
 }
 OTHERS = [
     {"max_tokens": 3, "structured_outputs": {"choice": ["x", "y"]}, "logit_bias": {"b": 2.0}},
@@ -175,17 +166,16 @@ def test_rows_of_different_shapes_are_read_from_files_that_fill_them_with_none(k
 
 
 def test_a_request_has_every_parameter_of_its_row():
-    sampling = SamplingParams(1.0, 10, stop=("U",), penalties=Penalties(presence=0.3), bad_words=("x",))
+    sampling = SamplingParams(1.0, 10, stop=("U",), repetition_penalty=1.5)
     own = own_sampling(sampling, READ)
     assert own.stop == ("U", "END") and own_sampling(own, READ) == own  # a turn of an agent gets them twice
     sent = sampling_params(own)
-    expected = dict(temperature=0.5, stop=("U", "END"), repetition_penalty=1.2, frequency_penalty=-0.5)
+    expected = dict(temperature=0.5, stop=("U", "END"), repetition_penalty=1.2)
     expected |= dict(top_p=0.5, top_k=7, min_p=0.01)
-    expected |= dict(presence_penalty=0.3, logit_bias={65: 1.5, 3: -100}, bad_words=("no", " b"))
+    expected |= dict(logit_bias={65: 1.5, 3: -100})
     expected |= dict(allowed_token_ids=(94, 65, 66), detokenize=True)
     expected |= dict(structured_outputs={"json": json.dumps(READ["structured_outputs"]["json"])})
     assert {name: sent[name] for name in expected} == expected
-    assert own.bad_word_ids == READ["bad_word_ids"]
 
 
 def test_a_rows_seed_is_the_first_response_s():
@@ -194,39 +184,6 @@ def test_a_rows_seed_is_the_first_response_s():
     again = Prompt(3, (1,), "", sampling={"seed": 7}, occurrence=1)
     assert _seed_of_group(again, 4, 99) == 11  # the second time in a step has other seeds
     assert _seed_of_group(Prompt(3, (1,), ""), 4, 99) != _seed_of_group(Prompt(3, (1,), ""), 4, 1)
-
-
-def test_words_have_the_tokens_that_vllm_gives_them(tokenizer):  # noqa: F811
-    """A tokenizer with single tokens for words with and without a space before them, and one character per token."""
-    from transformers import PreTrainedTokenizerFast
-
-    vllm = pytest.importorskip("vllm.sampling_params")
-    vocabulary = {
-        "<unk>": 0,
-        "bad": 1,
-        " bad": 2,
-        "word": 3,
-        " word": 4,
-        "x": 5,
-        " described": 6,
-        "describe": 7,
-        "d": 8,
-    }
-    raw = RawTokenizer(models.WordLevel(vocabulary, "<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Split(Regex(" described|describe| ?[a-z]+"), "isolated")
-    words = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=raw))
-    for tokens, texts in (
-        (words, ["bad", " word", "bad word", "x", "bad", "described"]),
-        (tokenizer, ["no", " a", "b"]),
-    ):
-        params = vllm.SamplingParams(bad_words=texts)
-        tokens.tokenizer.max_token_id = len(tokens) - 1  # of vLLM's wrapper
-        params.update_from_tokenizer(tokens.tokenizer)
-        assert bad_word_ids(texts, tokens, "key") == tuple(map(tuple, params.bad_words_token_ids))
-    assert bad_word_ids(["bad", "bad word"], words, "key") == ((1,), (2,), (1, 4), (2, 4))
-    assert bad_word_ids(["described"], words, "key") == (
-        (7, 8),
-    )  # one token after a space, two without: not banned there
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["own prompts", "shared prompts"])
