@@ -20,6 +20,7 @@ _AS_FILE = "name the tracker's file in run.trackers (docs/trackers.md)"
 # dotted key of an earlier version -> its default then, and what to write instead
 REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "algorithm.real_tau": (0.5, "the loss real is gone; choose another loss_type (docs/losses.md)"),
+    "algorithm.router_z_loss_coef": (0.0, "balance routers with algorithm.router_aux_loss_coef"),
     "data.curriculum": ("off", _CURRICULUM),
     "data.curriculum_low": (0.1, _CURRICULUM),
     "data.curriculum_high": (0.9, _CURRICULUM),

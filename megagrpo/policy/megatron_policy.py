@@ -228,7 +228,7 @@ class MegatronPolicy:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._early_differs.zero_()
-        self._routers.begin(batch.num_tokens, partial(self._forward, batch))
+        self._routers.begin(partial(self._forward, batch))
         with self._schedule_arguments(batch.micro_batches, loss, forward_only=False) as arguments:
             per_micro_batch = self._schedule(**arguments)
         metrics, bad, early_differs = self._reduce_metrics(per_micro_batch)
@@ -246,7 +246,7 @@ class MegatronPolicy:
             raise NonFiniteError(bad, metrics)
         if self.dtype == torch.float16:
             metrics["train/loss_scale"] = Metric(self.loss_scale.value, reduce="last")
-        return metrics | self._routers.metrics() | self.replay.metrics(self.layout)
+        return metrics | self._routers.metrics | self.replay.metrics(self.layout)
 
     def losses(self, batch: TrainBatch, loss_fn: LossFn) -> dict[str, Metric]:
         """Return the sum of `loss_fn` over all ranks' micro-batches as `loss`, and its metrics, without a gradient.

@@ -67,7 +67,7 @@ OF_ROWS: list[dict[str, Any]] = [  # parameters of each prompt's samples
 ]
 ROUTERS: dict[str, dict[str, Any]] = {  # of the section algorithm
     "plain": {},
-    "losses": dict(router_aux_loss_coef=0.1, router_z_loss_coef=0.1),
+    "losses": dict(router_aux_loss_coef=0.1),
     "biases": dict(moe_router_bias_update_rate=0.25),
     "frozen": {},
 }

@@ -57,7 +57,7 @@ def row_of(model: str, **options) -> dict:
 
 def config(row: dict) -> RunConfig:
     made = config_of(row)
-    algorithm = made.algorithm.model_copy(update=dict(router_aux_loss_coef=0.1, router_z_loss_coef=0.1))
+    algorithm = made.algorithm.model_copy(update=dict(router_aux_loss_coef=0.1))
     rollout = made.rollout.model_copy(update=dict(routing_replay="engine"))
     return made.model_copy(update=dict(algorithm=algorithm, rollout=rollout))
 

@@ -107,9 +107,6 @@ class AlgorithmSection(Section):
     router_aux_loss_coef: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss of a mixture of experts, as transformers defines it, over all response tokens
     of the step. Above 0 costs one more forward pass per optimizer step."""
-    router_z_loss_coef: NonNegativeFloat = 0.0
-    """Weight of the routers' z-loss (ST-MoE; `moe_z_loss_coeff` in Megatron), the mean over all response tokens of the
-    step."""
     moe_router_bias_update_rate: NonNegativeFloat = 0.0
     """Aux-loss-free balancing of DeepSeek-V3: after each optimizer step the selection bias of an expert moves by this,
     up if it got fewer response tokens than its layer's mean, else down. DeepSeek-V3 was pretrained with 0.001."""
@@ -221,4 +218,4 @@ class AlgorithmSection(Section):
     @property
     def counts_in_routers(self) -> bool:
         """Whether routers compute sums over the response tokens."""
-        return bool(self.router_aux_loss_coef or self.router_z_loss_coef or self.moe_router_bias_update_rate)
+        return bool(self.router_aux_loss_coef or self.moe_router_bias_update_rate)

@@ -28,7 +28,6 @@ def expert_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
         yield Problem(balance, f"{coefficient:g}, but {why}, unlike those of {model.family}; set it to 0")
     for key, value in {
         "router_aux_loss_coef": coefficient,
-        "router_z_loss_coef": config.algorithm.router_z_loss_coef,
         "moe_router_bias_update_rate": config.algorithm.moe_router_bias_update_rate,
     }.items():
         if value and not model.experts:

@@ -1,5 +1,5 @@
-"""The losses of routers over a step, equal in every layout: load balancing (Fedus et al. 2021, arXiv 2101.03961) and
-the z-loss (Zoph et al. 2022, arXiv 2202.08906); and updates of selection biases (Wang et al. 2024, arXiv 2408.15664).
+"""The balancing loss of routers over a step, equal in every layout (Fedus et al. 2021, arXiv 2101.03961), and updates
+of selection biases (Wang et al. 2024, arXiv 2408.15664).
 
 A model has E experts, and each token takes k. N counts the pairs of a counted token and a layer with experts. f_i is
 the number of times that expert i was taken, divided by N. P_i is the mean router probability of expert i. The loss is E
@@ -8,9 +8,6 @@ tokens.
 
 f is a constant to the gradient. The loss is therefore a sum over tokens once f is known, and a forward pass over the
 step finds f.
-
-The z-loss is the sum over layers of the mean over counted tokens of logsumexp(router logits)^2, as in Megatron, whose
-mean is over a micro-batch. The number of counted tokens is known ahead, so it needs no other pass.
 
 An expert's selection bias moves by a constant rate after an optimizer step, towards the mean load of its layer. The
 load is the number of counted tokens that took the expert in the backward passes of the step, replayed routes included.
@@ -22,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -38,16 +34,13 @@ from megagrpo.train_types import Metric
 
 class BalancedRouter(TopKRouter):
     """A TopKRouter that counts the load once it has `counts`, and adds the gradient of the balancing loss once `slope`
-    is set, and of the z-loss once it has a `z_sum`.
+    is set.
 
     `padding_mask` [tokens, 1] bool is True at tokens that do not count. Routing depends on neither mask nor counts.
     """
 
     counts: Tensor | None = None  # [2, E] float64: how often each expert was taken, and the sum of its probabilities
     slope: Tensor | None = None  # [E] float32: derivative of the loss by an expert's probability at any counted token
-    z_weight = 0.0  # derivative of the loss by logsumexp(logits)^2 of a counted token
-    z_sum: Tensor | None = None  # float64: sum of logsumexp(logits)^2 of the step's counted tokens
-
     loads: Tensor | None = None  # [E] int64: how many of the step's counted tokens took each expert
 
     mask: Tensor | None = None  # `padding_mask` of a forward pass that does not pass it on
@@ -65,15 +58,6 @@ class BalancedRouter(TopKRouter):
         """Add the tokens that count to the loads, from the map [tokens, E] and mask [tokens]."""
         if self.loads is not None and padding_mask is not None and torch.is_grad_enabled():
             self.loads += (routing_map & ~padding_mask[:, None]).sum(0)
-
-    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Return logits [tokens, E] whose gradient includes the z-loss of the tokens that count; mask [tokens]."""
-        # A layer inside an activation checkpoint runs twice, and has gradients in its second run only.
-        if self.z_sum is None or padding_mask is None or not torch.is_grad_enabled():
-            return logits
-        z = torch.where(padding_mask, 0.0, logits.float().logsumexp(-1).square()).sum()
-        self.z_sum += z.detach()
-        return cast(Tensor, MoEAuxLossAutoScaler.apply(logits, self.z_weight * z))
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (probabilities, routing map), both [tokens, E], from logits [tokens, 1, E], as TopKRouter does."""
@@ -113,21 +97,16 @@ class RouterTerms:
     def __init__(self, chunks: list[nn.Module], algorithm: AlgorithmSection, layout: Layout):
         self._chunks, self._algorithm, self._layout = chunks, algorithm, layout
         self._routers = routers(chunks)
-        self._metrics: dict[str, Metric] = {}  # of the step in progress, known before its backward pass
-        self._num_tokens = 1
+        self.metrics: dict[str, Metric] = {}  # of the step in progress
 
-    def begin(self, num_tokens: int, forward: Callable[[], None]) -> None:
-        """Prepare the routers for the backward passes of a step with `num_tokens` loss tokens over all ranks. `forward`
-        runs all micro-batches forward, for the balancing loss."""
-        self._metrics, self._num_tokens = {}, max(1, num_tokens)
-        if z_coefficient := self._algorithm.router_z_loss_coef:
-            for router in self._routers:
-                router.z_weight = z_coefficient / self._num_tokens
-                router.z_sum = torch.zeros((), dtype=torch.float64, device=router.weight.device)
+    def begin(self, forward: Callable[[], None]) -> None:
+        """Prepare the routers for the backward passes of a step. `forward` runs all micro-batches forward, for the
+        balancing loss."""
+        self.metrics = {}
         for router in self._routers if self._algorithm.moe_router_bias_update_rate else ():
             router.loads = torch.zeros(router.num_experts, dtype=torch.int64, device=router.weight.device)
         if self._algorithm.router_aux_loss_coef:
-            self._metrics["aux_loss"] = Metric(self._balance(forward))
+            self.metrics["aux_loss"] = Metric(self._balance(forward))
 
     def _balance(self, forward: Callable[[], None]) -> float:
         """Return the balancing loss of the tokens counted on all ranks. Later backward passes add its gradient."""
@@ -145,14 +124,6 @@ class RouterTerms:
             slope = self._algorithm.router_aux_loss_coef * experts * taken / pairs**2
             router.counts, router.slope = None, slope.to(router.weight.device, torch.float32)
         return float(experts * (taken * probability).sum() / pairs**2)
-
-    def metrics(self) -> dict[str, Metric]:
-        """Return the metrics of the step after its backward passes."""
-        if not self._algorithm.router_z_loss_coef:
-            return self._metrics
-        local = [router.z_sum.cpu() for router in self._routers if router.z_sum is not None]
-        z_sum = self._layout.all_reduce(torch.stack([torch.zeros((), dtype=torch.float64), *local]).sum())
-        return self._metrics | {"z_loss": Metric(float(z_sum), self._num_tokens)}
 
     @torch.no_grad()
     def update_biases(self) -> None:

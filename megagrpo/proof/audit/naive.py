@@ -217,11 +217,6 @@ def router_logits(
     return torch.cat([layer[places - 1] for layer in layers])
 
 
-def z_loss(logits: Tensor) -> Tensor:
-    """Return the sum of logsumexp(row)^2 over the rows of router logits [rows, E] (ST-MoE, arXiv 2202.08906, eq. 5)."""
-    return logits.logsumexp(dim=-1).square().sum()
-
-
 def balancing_slope(probabilities: Tensor, experts_per_token: int, taken: Tensor | None = None) -> Tensor:
     """Return [E]: the derivative of E sum_i f_i P_i by every row [E] of `probabilities` [rows, E].
 

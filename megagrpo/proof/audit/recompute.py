@@ -167,10 +167,8 @@ def _recompute_update(
         weight = task_weights[step.task_of(sample.trajectory)]
         terms = [term if i == 1 else term * weight for i, term in enumerate(terms)]  # term 1 is the entropy bonus
         sum((term.sum() for term in terms[1:]), terms[0].sum()).backward()
-        if algorithm.counts_in_routers:
-            logits = _router_logits(step, model, sample)
-            z_loss = algorithm.router_z_loss_coef * naive.z_loss(logits) / sum(lengths.values())
-            (z_loss if slope is None else z_loss + (logits.softmax(dim=-1) @ slope).sum()).backward()
+        if slope is not None:
+            (_router_logits(step, model, sample).softmax(dim=-1) @ slope).sum().backward()
         result.loss += sum(term.sum().item() for term in terms)
         result.loss_size += sum(term.detach().abs().sum().item() for term in terms)
         _append(result, response.logprobs, response.old, ref_picked, response.entropy, kl)

@@ -156,7 +156,6 @@ ELSEWHERE = {
     "use_adaptive_entropy": "e2e/test_adaptive_entropy.py",
     "loss_average": "unit/algorithms/test_custom_loss.py",
     "router_aux_loss_coef": "distributed/test_router_balance.py",
-    "router_z_loss_coef": "distributed/test_router_z_loss.py",
     "moe_router_bias_update_rate": "distributed/test_router_bias.py",
     "num_iterations": "e2e/test_options.py",
     "multi_objective_aggregation": "unit/algorithms/test_reference_advantages.py",

@@ -128,7 +128,6 @@ def test_samples_without_advantage_are_computed_when_told_so(tmp_path, override,
     for other_gradient in (
         "algorithm.beta=0.1",
         "algorithm.router_aux_loss_coef=0.01",
-        "algorithm.router_z_loss_coef=0.01",
         "algorithm.moe_router_bias_update_rate=0.001",
     ):
         assert not load_config(path, [override, other_gradient]).algorithm.leaves_out_zero_advantage

@@ -310,9 +310,6 @@ def test_what_does_not_fit_the_experts_is_told_with_what_does(folder):
     assert problems(LLAMA, 1, "algorithm.router_aux_loss_coef=0.01") == [
         "algorithm.router_aux_loss_coef: 0.01, but llama has no experts; set it to 0"
     ]
-    assert problems(LLAMA, 1, "algorithm.router_z_loss_coef=0.001") == [
-        "algorithm.router_z_loss_coef: 0.001, but llama has no experts; set it to 0"
-    ]
     assert problems(LLAMA, 1, "train.freeze_moe_router=true") == [
         "train.freeze_moe_router: true, but llama has no experts; set it to false"
     ]
