@@ -32,7 +32,7 @@ GROUPS: dict[str, dict[str, str]] = {
         FIRST: "path tokenizer precision recompute",
         "Memory": "recompute_modules offload_activations base_storage fusions",
         "Reference and images": "reference_path freeze_vision_tower",
-        "FP8": "fp8_* bf16_layers moe_router_padding_for_quantization",
+        "FP8": "fp8_* bf16_layers",
     },
     "lora": {FIRST: "rank alpha target_modules", "More": "*"},
     "parallel": {FIRST: "tp pp cp ep sequence_parallel", "More": "*"},

@@ -30,6 +30,7 @@ REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "model.fp8_amax_compute_algo": ("max", _DELAYED),
     "model.fp8_amax_history_len": (1024, _DELAYED),
     "model.fp8_margin": (0, _DELAYED),
+    "model.moe_router_padding_for_quantization": (False, "leave it out: rows of zeros pad each expert's tokens"),
     "multi_turn.completion_length_limit_scope": (
         "total",
         "leave it out: with multi_turn.max_response_length, rollout.max_completion_length limits each turn",

@@ -342,7 +342,6 @@ def fp8_problems(config: RunConfig) -> Iterator[Problem]:
         idle: dict[str, object] = {
             "fp8_format": m.fp8_format != "auto" and m.fp8_format,
             "bf16_layers": m.bf16_layers,
-            "moe_router_padding_for_quantization": m.moe_router_padding_for_quantization and "true",
             "fp8_param": m.fp8_param and "true",
         }
         reason = "only applies with FP8, but model.fp8_recipe is none; choose a recipe, or leave it out"

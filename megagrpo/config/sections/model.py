@@ -31,9 +31,6 @@ class ModelSection(Section):
     hybrid with one scale per tensor, else e4m3."""
     bf16_layers: list[int] = []
     """Decoder layers whose linears multiply in `precision` despite FP8; 0 is the first layer, -1 the last."""
-    moe_router_padding_for_quantization: bool = False
-    """With FP8 and experts: routers pad each expert's tokens to FP8's multiple (16 or 32) with real tokens of weight 0,
-    instead of rows of zeros."""
     fp8_param: bool = False
     """Keep the weights that multiply in FP8 as FP8 numbers between steps, which saves memory: docs/fp8.md. vLLM gets
     the rounded weights. With `tensorwise` or `blockwise`."""

@@ -220,9 +220,6 @@ def fp8_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
         last = model.num_layers - 1
         said = f"{wrong[0]} is out of range: the model has {model.num_layers} layers; use {-model.num_layers} to {last}"
         yield Problem(("model.bf16_layers",), said)
-    if m.moe_router_padding_for_quantization and not model.experts:
-        said = f"true needs experts, but {model.family} has none; set it to false"
-        yield Problem(("model.moe_router_padding_for_quantization",), said)
     for what, size in _linear_sizes(config, model).items():
         if size % align:
             said = f"{m.fp8_recipe} needs multiples of {align}, but a rank's part of {what} is {size:g}; choose none"

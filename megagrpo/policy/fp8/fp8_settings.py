@@ -22,7 +22,6 @@ class Fp8:
     recipe: str  # as in `model.fp8_recipe`
     hybrid: bool  # gradients are e5m2
     bf16_layers: frozenset[int] = frozenset()  # decoder layers without FP8, counted from 0
-    pads_routing: bool = False  # routers pad each expert's tokens to the multiple that FP8 needs
     keeps_weights: bool = False  # weights stay in FP8 between steps
 
     @classmethod
@@ -42,7 +41,6 @@ class Fp8:
             model.fp8_recipe,
             model.hybrid_fp8,
             frozenset(i % num_layers for i in model.bf16_layers),
-            model.moe_router_padding_for_quantization,
             model.fp8_param,
         )
 
@@ -59,7 +57,6 @@ class Fp8:
         if not device.has_transformer_engine():
             return {}
         fields: dict[str, Any] = dict(fp8="hybrid" if self.hybrid else "e4m3", fp8_recipe=self.recipe)
-        fields |= dict(moe_router_padding_for_quantization=True) if self.pads_routing else {}
         fields |= dict(fp8_param=True) if self.keeps_weights else {}
         return fields
 

@@ -1,11 +1,10 @@
-"""Changes to Megatron's use of FP8: layers without FP8, and padding of routed tokens."""
+"""A change to Megatron's use of FP8: any layers may be without it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from megatron.core import fp8_utils
-from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -20,13 +19,3 @@ def keep_in_bf16(config: TransformerConfig, hybrid_layers: Iterable[int]) -> Non
 
 def _in_bf16(config: TransformerConfig, layer_no: int) -> bool:
     return layer_no in getattr(config, "bf16_layers", ())
-
-
-def pad_routing(config: TransformerConfig, recipe: str) -> None:
-    """Make Megatron's dispatcher pad each expert's tokens to the recipe's multiple when Megatron's FP8 is disabled."""
-    config.moe_router_padding_for_quantization, config.routing_multiple = True, fp8_utils.get_fp8_align_size(recipe)
-    token_dispatcher.get_align_size_for_quantization = _routing_multiple
-
-
-def _routing_multiple(config: TransformerConfig) -> int:
-    return config.routing_multiple

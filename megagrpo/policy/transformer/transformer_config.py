@@ -20,7 +20,7 @@ from megagrpo.families.shared.family import rope
 from megagrpo.families.shared.recurrence import GatedDelta
 from megagrpo.platform import device
 from megagrpo.policy.fp8.fp8_settings import Fp8
-from megagrpo.policy.fp8.megatron_patches import keep_in_bf16, pad_routing
+from megagrpo.policy.fp8.megatron_patches import keep_in_bf16
 from megagrpo.policy.layers.elementwise import xielu
 from megagrpo.policy.transformer.message_overlap import overlap_config
 
@@ -96,8 +96,6 @@ def transformer_config(hf_config: HfConfig, parallel: ParallelSection, options: 
     if fp8 is not None:
         halves = hf_config.layers_per_block
         keep_in_bf16(config, (halves * layer + half for layer in fp8.bf16_layers for half in range(halves)))
-        if fp8.pads_routing and not fused:
-            pad_routing(config, fp8.recipe)
     # Set after construction: megatron-core 0.19 rejects biases with tensor-parallel experts. `prepare_experts` handles
     # those biases.
     config.add_bias_linear = hf_config.linear_bias

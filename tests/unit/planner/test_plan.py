@@ -953,17 +953,6 @@ def test_activations_of_two_layers_are_on_a_gpu_and_the_others_on_the_host(folde
     assert pinned == pytest.approx(4 * (30 + 14) * kept)
 
 
-def test_routing_is_padded_for_experts_only(folder):
-    padded = ("model.fp8_recipe=blockwise", "model.moe_router_padding_for_quantization=true")
-    (folder / "config.json").write_text(json.dumps(MIXED))
-    assert told(plan(config(folder, *padded), 1)) == []
-    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
-    (problem,) = told(plan(config(folder, *padded), 1))
-    assert (
-        problem == "model.moe_router_padding_for_quantization: true needs experts, but llama has none; set it to false"
-    )
-
-
 def test_products_in_fp8_keep_two_rounded_copies_of_each_linear_on_a_gpu(folder):
     (folder / "config.json").write_text(json.dumps(LLAMA_8B))
 

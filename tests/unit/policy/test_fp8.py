@@ -23,11 +23,6 @@ from tests.unit.for_each import for_each
             "model.bf16_layers: [0, -1] only applies with FP8, but model.fp8_recipe is none; choose a recipe",
         ),
         (
-            ["model.moe_router_padding_for_quantization=true"],
-            "model.moe_router_padding_for_quantization: true only applies with FP8, but model.fp8_recipe is none; "
-            "choose a recipe",
-        ),
-        (
             ["model.fp8_param=true"],
             "model.fp8_param: true only applies with FP8, but model.fp8_recipe is none; choose a recipe",
         ),
