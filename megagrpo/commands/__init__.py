@@ -20,7 +20,7 @@ COMMANDS: dict[str, str] = {  # name -> summary in `megagrpo --help`
     "plan": "check a run and predict memory, time and weight syncs",
     "verify": "compare parallel layouts with a single process",
     "eval": "evaluate held-out sets with vLLM",
-    "generate": "prompt a model or a checkpoint, or chat with it",
+    "generate": "prompt a model or a checkpoint",
     "report": "write one HTML page with the curves and responses of runs",
     "audit": "recompute a dumped training step in float64",
     "serve": "start vLLM servers for a trainer on other machines",

