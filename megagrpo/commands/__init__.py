@@ -14,6 +14,7 @@ COMMANDS: dict[str, str] = {  # name -> summary in `megagrpo --help`
     "install": "install vLLM and more extras for this machine",
     "train": "train on this machine, or run one rank under a launcher",
     "sft": "fine-tune on the responses of rows, without vLLM",
+    "dpo": "learn from pairs of responses: DPO, SimPO, ORPO and more",
     "init": "create a folder with data, a reward, a config and a README",
     "check": "check data, prompts and rewards of a run in seconds",
     "doctor": "check this machine before the first run",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 
-from megagrpo.commands.arguments.config_arguments import add_config, add_resume, overrides
+from megagrpo.commands.arguments.config_arguments import add_config, add_resume, method_words
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,4 +25,4 @@ def run(options: argparse.Namespace) -> int:
     """Train, and return the exit code. Raises ConfigError for a config that cannot run here."""
     from megagrpo.commands.api.train_call import run_training
 
-    return run_training(options.config, ["algorithm.loss_type=sft", *overrides(options)])
+    return run_training(options.config, method_words(options, "sft", "sft"))

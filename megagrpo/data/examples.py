@@ -87,6 +87,28 @@ def _written(response: Messages | None, name: str) -> Messages:
 DEMONSTRATIONS = Layout((("messages",), ("prompt", "response"), ("prompt", "completion")), demonstrations)
 
 
+def pairs(get: Callable[[str], Any]) -> list[Told]:
+    """Return the conversations of a row with a `chosen` and a `rejected` response to its prompt; whole conversations
+    may hold the prompt themselves."""
+    both = [_written(get(name), name) for name in ("chosen", "rejected")]
+    if both[0] == both[1]:
+        raise ValueError("columns `chosen` and `rejected` are equal, so nothing is preferred; remove the row")
+    chosen, rejected = both
+    if isinstance(chosen, list) and isinstance(rejected, list) and chosen[0]["role"] != "assistant":
+        equal = [one == other for one, other in zip(chosen, rejected, strict=False)]
+        count = equal.index(False) if False in equal else len(equal)
+        while count and chosen[count - 1]["role"] == "assistant":
+            count -= 1  # its answer is a part of the response
+        prompt: Messages = chosen[:count]
+        both = [messages[count:] for messages in (chosen, rejected)]
+    else:
+        prompt = _given(get, "prompt")
+    return [Told(prompt, response, 0, value) for response, value in zip(both, (1.0, -1.0), strict=True)]
+
+
+PREFERENCES = Layout((("prompt", "chosen", "rejected"), ("chosen", "rejected")), pairs)
+
+
 class ExampleSource(PromptOrder):
     """The examples of one data set, drawn in the order of a `PromptOrder`.
 

@@ -37,7 +37,11 @@ STEP_COLUMNS = [
 ]
 EVALUATION_COLUMNS = [("reward", "reward", "{:6.3f}"), ("pass@1", "pass@1", "{:4.0%}")]
 EVALUATION_COLUMNS += [c for c in STEP_COLUMNS if c[0] in ("length", "cut")]
-ROW_COLUMNS = [("loss", "loss", "{:7.4f}")]  # of a run on the responses of rows, before the others
+ROW_COLUMNS = [  # of a run on the responses of rows, before the others
+    ("loss", "loss", "{:7.4f}"),
+    ("accuracy", "rewards/accuracy", "{:4.0%}"),
+    ("margin", "rewards/margin", "{:7.4f}"),
+]
 # Suffixes of counters that are shown when they are not 0.
 ALARMS = ("/timeouts", "/exceptions", "/unscorable", "/failures", "/skipped_steps", "/alarms")
 INDENT = 14  # indent of continuation lines, in columns

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
@@ -41,20 +42,25 @@ def losses(lines):
     return [value for line in lines for name, value in line.items() if name in ("loss", "eval/loss")]
 
 
-@pytest.fixture(scope="module")
-def sft(tmp_path_factory):
-    """The words of a run of `megagrpo sft` on conversations."""
-    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    rows = [{"messages": [{"role": role, "content": text} for role, text in turns]} for turns in TURNS * 2]
-    file.write_text("\n".join(map(json.dumps, rows)))
-    return ["algorithm.loss_type=sft", f"data.train.source={file}", f"data.eval={{source: {file}, size: 3}}"]
+CONVERSATIONS = [{"messages": [{"role": role, "content": text} for role, text in turns]} for turns in TURNS * 2]
+PAIRS = [dict(prompt=f"{a} + {a}?", chosen=f"{2 * a}", rejected=f"{3 * a}, or so") for a in range(3, 11)]
+METHODS = {  # the rows of a method and its words
+    "sft": (CONVERSATIONS, "algorithm.loss_type=sft"),
+    "dpo": (PAIRS, "algorithm.loss_type=sigmoid", "algorithm.beta=0.3"),
+}
 
 
 @pytest.fixture(scope="module")
-def whole(sft, tmp_path_factory):
-    """Three steps of one rank."""
-    output = tmp_path_factory.mktemp("whole")
-    return output, *train(output, 1, *sft)
+def runs(tmp_path_factory):
+    """Of each method its words, and three steps of one rank: the folder, the lines of metrics and the output."""
+    found = {}
+    for method, (rows, *words) in METHODS.items():
+        output = tmp_path_factory.mktemp(method)
+        (output / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        source = f"source: {output / 'rows.jsonl'}"
+        words = [*words, f"data.train={{{source}}}", f"data.eval={{{source}, size: 3}}"]
+        found[method] = words, (output / "run", *train(output, 1, *words))
+    return found
 
 
 LAYOUTS = {
@@ -63,39 +69,71 @@ LAYOUTS = {
 }
 
 
-@for_each("layout", LAYOUTS)
-def test_a_layout_has_the_losses_of_one_process(layout, sft, whole, tmp_path):
-    ranks, *words = LAYOUTS[layout]
-    assert losses(train(tmp_path, ranks, *sft, *words)[0]) == pytest.approx(losses(whole[1]), rel=2e-5)
+def check_layout(method, layout, runs, output):
+    (ranks, *more), (words, whole) = LAYOUTS[layout], runs[method]
+    assert losses(train(output, ranks, *words, *more)[0]) == pytest.approx(losses(whole[1]), rel=2e-5)
 
 
-def test_a_resumed_run_has_the_same_losses(sft, whole, tmp_path):
-    train(tmp_path, 1, *sft, "run.max_steps=2", "train.lr_scheduler_type=constant")
-    resumed, _ = train(tmp_path, 1, *sft, "--resume", "train.lr_scheduler_type=constant")
+def test_a_layout_has_the_losses_of_one_process(runs, tmp_path):
+    check_layout("dpo", "cp2_dp2", runs, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("method", "layout"), [("sft", "tp2_pp2"), ("sft", "cp2_dp2"), ("dpo", "tp2_pp2")])
+def test_another_layout_has_them_too(method, layout, runs, tmp_path):
+    check_layout(method, layout, runs, tmp_path)
+
+
+@for_each("method", METHODS)
+def test_a_resumed_run_has_the_same_losses(method, runs, tmp_path):
+    words, whole = runs[method]
+    train(tmp_path, 1, *words, "run.max_steps=2")
+    resumed, _ = train(tmp_path, 1, *words, "--resume")
     assert [line["loss"] for line in resumed if "loss" in line] == [line["loss"] for line in whole[1] if "loss" in line]
 
 
-def test_the_loss_is_the_mean_over_the_tokens_of_the_assistant(whole):
-    """Against transformers in float64, for the model before the run and the one that the run leaves."""
+def response_logprob(model, tokenizer, turns, counted="assistant"):
+    """Sum of the log-probs of the messages of the assistant, and their tokens, by transformers."""
+    ids, mask = [], []
+    for role, text in turns:
+        for part, counts in (("<|start|>", False), (f"{role}\n{text}<|end|>", role == counted)):
+            own = tokenizer.encode(part)
+            ids, mask = ids + own, mask + [counts] * len(own)
+    logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    picked = logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    return float(picked[torch.tensor(mask[1:])].sum()), sum(mask[1:])
+
+
+def loaded(folder):
     import transformers
 
-    output, lines, _ = whole
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).requires_grad_(False)
+    return model, transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def test_the_loss_is_the_mean_over_the_tokens_of_the_assistant(runs):
+    """Against transformers in float64, for the model before the run and the one that the run leaves."""
+    folder, lines, _ = runs["sft"][1]
     evaluations = [line["eval/loss"] for line in lines if "eval/loss" in line]
-    for folder, loss in zip((world.folder() / "model", output / "run" / "model"), evaluations, strict=True):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).requires_grad_(False)
-        total, count = 0.0, 0
-        for turns in TURNS[:3]:
-            ids, mask = [], []
-            for role, text in turns:
-                for part, counts in (("<|start|>", False), (f"{role}\n{text}<|end|>", role == "assistant")):
-                    own = tokenizer.encode(part)
-                    ids, mask = ids + own, mask + [counts] * len(own)
-            logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-            picked = logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-            total, count = total - float(picked[torch.tensor(mask[1:])].sum()), count + sum(mask[1:])
-        assert loss == pytest.approx(total / count, rel=1e-5)
+    for model, loss in zip((world.folder() / "model", folder / "model"), evaluations, strict=True):
+        sums = [response_logprob(*loaded(model), turns) for turns in TURNS[:3]]
+        assert loss == pytest.approx(-sum(total for total, _ in sums) / sum(count for _, count in sums), rel=1e-5)
 
 
-def test_rows_that_are_too_long_are_dropped_and_counted(whole):
-    assert "2 of 8 rows are longer than rollout.max_prompt_length + max_completion_length 60 (longest: 1" in whole[2]
+def test_the_loss_on_pairs_is_that_of_dpo(runs):
+    folder, lines, _ = runs["dpo"][1]
+    before, after = [line for line in lines if "eval/loss" in line]
+    start, end, margins = loaded(world.folder() / "model"), loaded(folder / "model"), []
+    for row in PAIRS[:3]:
+        both = [[("user", row["prompt"]), ("assistant", row[name])] for name in ("chosen", "rejected")]
+        ratios = [response_logprob(*end, turns)[0] - response_logprob(*start, turns)[0] for turns in both]
+        margins.append(0.3 * (ratios[0] - ratios[1]))
+    wanted = -torch.nn.functional.logsigmoid(torch.tensor(margins, dtype=torch.float64)).mean().item()
+    assert before["eval/loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert after["eval/loss"] == pytest.approx(wanted, rel=1e-4)
+    assert after["eval/rewards/margin"] == pytest.approx(sum(margins) / 3, rel=1e-3)
+
+
+def test_rows_that_are_too_long_are_dropped_and_counted(runs):
+    said = "2 of 8 rows are longer than rollout.max_prompt_length + max_completion_length 60 (longest: 1"
+    assert said in runs["sft"][1][2]

@@ -13,13 +13,15 @@ if TYPE_CHECKING:
 # Keys without effect on such a run, by section; of a section without names all keys.
 ONLY_SAMPLING: dict[str, tuple[str, ...]] = {
     "algorithm": (
+        *("kl_estimator", "use_bias_correction_kl", "loss_average", "epsilon", "epsilon_high", "delta"),
+        *("advantage_estimator", "scale_rewards", "multi_objective_aggregation", "skip_zero_advantage"),
         *("kl_in_reward", "sync_ref_model", "num_iterations", "steps_per_generation", "dynamic_sample"),
         *("importance_correction", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "advantage_by"),
         *("off_policy_mask_threshold", "mask_truncated_completions", "importance_sampling_level"),
     ),
     "rollout": (
-        *("temperature", "top_p", "top_k", "min_p", "max_staleness", "routing_replay", "logit_bias", "bad_words"),
-        *("allowed_token_ids", "repetition_penalty", "frequency_penalty", "presence_penalty", "structured_outputs"),
+        *("temperature", "top_p", "top_k", "min_p", "max_staleness", "routing_replay", "logit_bias"),
+        *("allowed_token_ids", "repetition_penalty", "structured_outputs"),
         *("urls", "stop", "quantization"),
     ),
     "data": ("images", "source", "curriculum", "sampling_column", "extract_hash_answer"),
@@ -32,6 +34,13 @@ ONLY_SAMPLING: dict[str, tuple[str, ...]] = {
 def row_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield keys that have no effect on a run which learns from rows."""
     algorithm, name = config.algorithm, config.algorithm.loss_type
+    if unknown := [key for key in algorithm.loss_args if key not in algorithm.loss.arguments]:
+        known = f"it has {', '.join(algorithm.loss.arguments)}" if algorithm.loss.arguments else "it has none"
+        reason = f"loss_type {name} has no argument `{unknown[0]}`; {known}"
+        yield Problem(("algorithm.loss_args", "algorithm.loss_type"), reason)
+    if not 0 <= algorithm.loss_args.get("label_smoothing", 0) < 0.5:
+        reason = f"label_smoothing {algorithm.loss_args['label_smoothing']:g} must be from 0 to below 0.5"
+        yield Problem(("algorithm.loss_args",), reason)
     if algorithm.loss.generates:
         return
     if config.tasks:
@@ -45,6 +54,9 @@ def row_problems(config: RunConfig) -> Iterator[Problem]:
                 reason = f"has no effect: loss_type {name} learns from the responses of rows, and samples none"
                 shown = value if isinstance(value, bool | int | float | str) else "this"
                 yield Problem((f"{section}.{key}", "algorithm.loss_type"), f"{shown} {reason}; leave it out")
-    if algorithm.beta and not algorithm.loss.reference:
+    if not algorithm.beta and algorithm.loss.method == "dpo":
+        reason = f"0 compares nothing: it scales the loss_type {name}; set it to 0.1, or to 2 for simpo"
+        yield Problem(("algorithm.beta", "algorithm.loss_type"), reason)
+    if algorithm.beta and algorithm.loss.group == 1:
         reason = f"{algorithm.beta:g} has no effect: loss_type {name} has no reference; leave it out"
         yield Problem(("algorithm.beta", "algorithm.loss_type"), reason)

@@ -26,8 +26,10 @@ class AlgorithmSection(Section):
     loss_average: Average | None = None
     """How a loss of your own averages its tokens: over tokens (empty), as means of samples, as sums of samples, or over
     samples x max_completion_length."""
+    loss_args: dict[str, float] = {}
+    """Arguments of a loss on pairs of responses, such as `{label_smoothing: 0.1}`: docs/sft_and_preferences.md."""
     beta: NonNegativeFloat = 0.0
-    """Weight of the KL penalty to the reference model; 0 builds no reference."""
+    """Weight of the KL penalty to the reference model; 0 builds no reference. Of a loss on pairs the scale."""
     kl_estimator: Literal["k1", "k2", "k3", "abs", "low_var", "full_forward", "full_reverse"] = "k3"
     """The KL term of a token: estimated from its log-probs, or exact over the whole vocabulary, forward KL(ref ||
     policy) or reverse KL(policy || ref). docs/kl.md compares them."""

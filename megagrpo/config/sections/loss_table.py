@@ -6,7 +6,8 @@ lists names of losses.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Average = Literal["tokens", "sequence_means", "sequence_sums", "fixed_length"]
@@ -29,6 +30,7 @@ class Loss:
     method: str = "grpo"  # what trains with it: a row of `trainer/methods/method_table.py`
     group: int = 1  # responses of a row, which must be in one micro-batch
     reference: bool = True  # with beta > 0 it compares with the reference model
+    arguments: Mapping[str, float] = field(default_factory=dict)  # names and defaults of `algorithm.loss_args`
 
     @property
     def generates(self) -> bool:
@@ -51,6 +53,34 @@ LOSSES = {
 
 # Losses on responses of rows: `megagrpo sft` (docs/sft_and_preferences.md).
 ROW_LOSSES = {"sft": Loss("sft", "tokens", method="sft", reference=False)}
+# Losses on pairs: `megagrpo dpo`, with the arguments and defaults of `algorithm.loss_args`.
+_PAIRS: dict[str, dict[str, float]] = {
+    "sigmoid": {"label_smoothing": 0.0},
+    "sigmoid_norm": {},
+    "hinge": {},
+    "ipo": {},
+    "robust": {"label_smoothing": 0.1},
+    "exo_pair": {"label_smoothing": 0.001},
+    "nca_pair": {},
+    "sppo_hard": {},
+    "apo_zero": {},
+    "apo_down": {},
+    "discopop": {"tau": 0.05},
+    "simpo": {"gamma": 0.5, "label_smoothing": 0.0},
+    "orpo": {},
+}
+ROW_LOSSES |= {
+    name: Loss(
+        name,
+        "sequence_sums",
+        local=False,
+        method="dpo",
+        group=2,
+        reference=name not in ("simpo", "orpo"),
+        arguments=own,
+    )
+    for name, own in _PAIRS.items()
+}
 
 
 def custom_loss(name: str, average: Average | None) -> Loss:

@@ -35,6 +35,7 @@ class PackingRules:
     skip_zero_advantage: bool = False  # skip samples with advantage 0
     share_prompts: bool = False  # the responses to one prompt share a single copy of it
     mask_truncated: bool = False  # responses that reached their length limit have no loss tokens
+    group: int = 1  # neighbouring samples that are in one micro-batch: the loss compares them
 
 
 UNLIMITED = PackingRules(max_tokens=sys.maxsize)
@@ -52,6 +53,7 @@ def packing_rules(config: RunConfig, share_prompts: bool) -> PackingRules:
         skip_zero_advantage=algorithm.leaves_out_zero_advantage,
         share_prompts=share_prompts,
         mask_truncated=algorithm.mask_truncated_completions,
+        group=algorithm.loss.group,
     )
 
 
@@ -213,6 +215,8 @@ def bundle(shapes: SampleShapes, samples: np.ndarray, rules: PackingRules) -> Bu
     it.
     """
     lengths, align = shapes.lengths[samples], rules.sequence_align
+    if rules.group > 1:
+        return _bundle_groups(shapes, samples, rules)
     if not rules.share_prompts:
         return Bundles(np.arange(samples.size + 1), np.zeros_like(lengths), padded(lengths, align))
     sharable = (shapes.prompt_lengths[samples] - 1) // align * align
@@ -231,6 +235,16 @@ def bundle(shapes: SampleShapes, samples: np.ndarray, rules: PackingRules) -> Bu
         np.where(shares, sharable[first], 0),
         np.where(shares, sharable[first] + np.add.reduceat([*rests, 0], first), padded(lengths[first], align)),
     )
+
+
+def _bundle_groups(shapes: SampleShapes, samples: np.ndarray, rules: PackingRules) -> Bundles:
+    """Bundle the samples [n] in groups of `rules.group`, each with one copy of its prompt if all can share it."""
+    lengths, align, borders = shapes.lengths[samples], rules.sequence_align, np.arange(0, samples.size + 1, rules.group)
+    keys, prompts = (row[samples].reshape(-1, rules.group) for row in (shapes.prompt_keys, shapes.prompt_lengths))
+    same = (keys == keys[:, :1]).all(1) & rules.share_prompts
+    shared = np.where(same, (prompts.min(1, initial=1 << 40) - 1) // align * align, 0)
+    rests = padded(lengths - np.repeat(shared, rules.group), align).reshape(-1, rules.group)
+    return Bundles(borders, shared, shared + rests.sum(1))
 
 
 @overload

@@ -1,7 +1,7 @@
 """One row per method: what builds its training loop. `Loss.method` names the row."""
 
 from megagrpo.trainer import wiring
-from megagrpo.trainer.methods import supervised
+from megagrpo.trainer.methods import preference, supervised
 from megagrpo.trainer.rank import Build
 
-BUILDERS: dict[str, Build] = {"grpo": wiring.build, "sft": supervised.build}
+BUILDERS: dict[str, Build] = {"grpo": wiring.build, "sft": supervised.build, "dpo": preference.build}

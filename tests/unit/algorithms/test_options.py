@@ -154,6 +154,7 @@ ELSEWHERE = {
     "top_entropy_quantile": "unit/algorithms/test_entropy.py",
     "entropy_coef": "unit/algorithms/test_entropy.py",
     "use_adaptive_entropy": "e2e/test_adaptive_entropy.py",
+    "loss_args": "unit/algorithms/test_reference_losses.py",
     "loss_average": "unit/algorithms/test_custom_loss.py",
     "router_aux_loss_coef": "distributed/test_router_balance.py",
     "moe_router_bias_update_rate": "distributed/test_router_bias.py",

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megagrpo.algorithms import preference_losses
 from megagrpo.algorithms.entropy import threshold_of_top
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
-from megagrpo.config.sections.loss_table import LOSSES
+from megagrpo.config.sections.loss_table import LOSSES, ROW_LOSSES
 from megagrpo.data.packing.sample_packing import UNLIMITED, pack
 from megagrpo.train_types import LossInputs, TrainSample
 from tests.unit.for_each import for_each
@@ -24,11 +25,11 @@ GMPO = json.loads((VECTORS / "trl_misc.json").read_text())["gmpo"]
 PROMPT = 2  # tokens before each response
 
 
-def settings(**algorithm):
+def settings(rewards=True, **algorithm):
     base = {
         "model": {"path": "x"},
         "data": {"train": {"source": "x"}},
-        "rewards": {"functions": [{"function": "exact_number"}]},
+        "rewards": {"functions": [{"function": "exact_number"}] * rewards},
     }
     rollout = {name: algorithm.pop(name) for name in ("max_completion_length", "num_generations") if name in algorithm}
     if algorithm.get("loss_type") == "cispo" and algorithm.get("epsilon_high") is None:
@@ -294,3 +295,59 @@ def test_the_loss_of_ms_swift_in_april_2025(case):
             check(case, inputs, mask.tolist(), config)
     else:
         check(case, inputs, mask.tolist(), config)
+
+
+METHODS = json.loads((VECTORS / "trl_methods.json").read_text())
+DPO = {case["name"]: case for case in METHODS if case["kind"] == "dpo"}
+
+
+@for_each("name", DPO)
+def test_the_losses_on_pairs_equal_trl(name):
+    """TRL has the chosen responses first, then the rejected ones."""
+    config, inputs, expected = (DPO[name][part] for part in ("config", "inputs", "expected"))
+    (loss_type,), row = config["losses"], ROW_LOSSES[config["losses"][0]]
+    given = {"label_smoothing": config["label_smoothing"], "tau": config["discopop_tau"]}
+    arguments = {key: value for key, value in given.items() if key in row.arguments}
+    algorithm = settings(loss_type=loss_type, beta=config["beta"], loss_args=arguments, rewards=False).algorithm
+    mask = torch.tensor(inputs["completion_mask"], dtype=torch.bool)
+    policy, reference = (torch.tensor(inputs[key], dtype=torch.float64) for key in ("logps", "ref_logps"))
+    policy.requires_grad_()
+    count, width = mask.shape
+    order = torch.arange(count).view(2, -1).t().flatten()  # chosen, rejected, chosen, ...
+    samples = [
+        TrainSample(torch.arange(width), own, torch.zeros(width), 1.0, index) for index, own in enumerate(mask[order])
+    ]
+    (m,) = pack(samples, replace(UNLIMITED, group=2)).micro_batches
+    rows = {key: torch.zeros(count, width, dtype=torch.float64) for key in ("policy", "reference")}
+    rows["policy"] = torch.nn.functional.pad(policy[order], (0, 1))[m.samples[m.samples >= 0]].flatten()
+    rows["reference"] = torch.nn.functional.pad(reference[order], (0, 1))[m.samples[m.samples >= 0]].flatten()
+    m = m.with_terms(ref_logprobs=rows["reference"])
+    output = preference_losses.make_loss(algorithm)(LossInputs(rows["policy"], rows["policy"].detach(), m))
+    loss = output.numerator / count
+    assert loss.item() == pytest.approx(expected["loss"], rel=1e-6)
+    (gradient,) = torch.autograd.grad(loss, policy)
+    torch.testing.assert_close(
+        gradient, torch.tensor(expected["grad_logps"], dtype=torch.float64), rtol=1e-5, atol=1e-9
+    )
+    for ours, theirs in (
+        ("chosen", "chosen"),
+        ("rejected", "rejected"),
+        ("accuracy", "accuracies"),
+        ("margin", "margins"),
+    ):
+        assert output.metrics[f"rewards/{ours}"].value.item() == pytest.approx(expected[f"rewards/{theirs}"], rel=1e-5)
+
+
+@for_each("case", [case["name"] for case in METHODS if case["kind"] in ("cpo", "orpo")])
+def test_the_losses_without_a_reference_equal_trl(case):
+    """Of responses of one token, whose log-probs are the sums. TRL's ORPO adds -log p of the chosen response later."""
+    case = next(one for one in METHODS if one["name"] == case)
+    config, inputs, expected = case["config"], case["inputs"], case["expected"]
+    kind = config.get("loss_type", "orpo")
+    rows = torch.tensor([inputs["chosen_logps"], inputs["rejected_logps"]], dtype=torch.float64).t().requires_grad_()
+    given = {"gamma": config.get("simpo_gamma"), "label_smoothing": config.get("label_smoothing", 0)}
+    pairs = preference_losses.Pairs(rows, torch.zeros_like(rows), torch.ones_like(rows), config["beta"], given)
+    losses = getattr(preference_losses, kind)(pairs)
+    theirs = torch.tensor(expected["losses"], dtype=torch.float64)
+    wanted = theirs if kind != "orpo" else -rows[:, 0] - theirs
+    torch.testing.assert_close(losses, wanted, rtol=1e-6, atol=1e-7)

@@ -114,7 +114,7 @@ def test_fp16_excludes_what_computes_in_bf16(path, override, said):
 
 def test_a_misspelt_choice_gets_the_nearest_one(path):
     assert refusal(path, "algorithm.loss_type=dappo").endswith(
-        "'sft', or your own as FILE.py:NAME (got 'dappo'); did you mean dapo?"
+        "', or your own as FILE.py:NAME (got 'dappo'); did you mean dapo?"
     )
 
 

@@ -100,7 +100,7 @@ def test_the_keys_of_text_are_many():
     others = {key: str(field.annotation) for key, field in fields(RunConfig) if key in set(PLAIN) - {*TEXTS, *LISTS}}
     assert [
         key for key, kind in others.items() if "str" in kind.replace("dict[str, typing.Any]", "") or "Literal" in kind
-    ] == ["rollout.logit_bias", "rollout.structured_outputs", "evaluation.sets"]
+    ] == ["algorithm.loss_args", "rollout.logit_bias", "rollout.structured_outputs", "evaluation.sets"]
 
 
 @fuzz(400)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megagrpo.config import RewardsSection, Task, load_config
-from megagrpo.data.examples import DEMONSTRATIONS, ExampleSource
+from megagrpo.data.examples import DEMONSTRATIONS, PREFERENCES, ExampleSource
 from megagrpo.data.images.prompt_images import ImageReader
 from megagrpo.data.prompts import PromptSource, prompt_reader
 from megagrpo.data.sources.bad_rows import BadRows
@@ -381,3 +381,29 @@ def test_an_overlong_row_is_dropped_or_loses_its_first_tokens(chat_folder, tmp_p
     whole = examples(chat_folder, file, rows, limit=400).all()[1]
     assert whole.token_ids[-len(kept.token_ids) :] == kept.token_ids and kept.answers == whole.answers
     assert len(kept.token_ids) + len(kept.answers[0].token_ids) <= 60
+
+
+ASKED_AND_TOLD = [ASKED, {"role": "assistant", "content": "4"}]
+
+
+@for_each(
+    ("row", "said"),
+    [
+        (dict(prompt="p", chosen="4", rejected="4"), "`chosen` and `rejected` are equal"),
+        (dict(prompt="p", chosen="4", rejected=""), "column `rejected` is an empty response"),
+        (dict(prompt=None, chosen="4", rejected="5"), "column `prompt` must be a string or chat messages"),
+        (dict(prompt=None, chosen=[ASKED], rejected=[ASKED, ASKED]), "has no message of the assistant to learn from"),
+    ],
+)
+def test_a_pair_without_a_preference_is_named(row, said, chat_folder, tmp_path):  # noqa: F811
+    good = dict(prompt="p", chosen="4", rejected="5")
+    found = examples(chat_folder, tmp_path / "rows.jsonl", [good, row], PREFERENCES)
+    assert found.rows == [0] and said in found.warnings[0]
+
+
+def test_conversations_that_hold_their_prompt_are_pairs(chat_folder, tmp_path):  # noqa: F811
+    other = [*ASKED_AND_TOLD[:1], {"role": "assistant", "content": "5"}]
+    rows = [dict(chosen=ASKED_AND_TOLD, rejected=other), dict(prompt=ASKED["content"], chosen="4", rejected="5")]
+    one, same = (examples(chat_folder, tmp_path / "rows.jsonl", [row], PREFERENCES).all()[0] for row in rows)
+    assert one.token_ids == same.token_ids and one.answers == same.answers
+    assert [(answer.text, answer.value) for answer in one.answers] == [("4", 1.0), ("5", -1.0)]

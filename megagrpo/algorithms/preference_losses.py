@@ -1,0 +1,168 @@
+"""Losses on pairs of responses, of which one is preferred: DPO, its variants, and losses without a reference.
+
+`config/sections/loss_table.py` has a row for each; formulas are those of the papers named, as TRL 1.16 computes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, relu
+
+from megagrpo.config import AlgorithmSection
+from megagrpo.train_types import LossFn, LossInputs, LossOutput, Metric, MicroBatch
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The n pairs of a micro-batch; rows are [n, 2] float32: chosen, rejected."""
+
+    logprobs: Tensor  # summed over the response, with gradient
+    ref_logprobs: Tensor  # 0 without a reference
+    lengths: Tensor  # loss tokens
+    beta: float
+    arguments: Mapping[str, float]
+
+    @property
+    def ratios(self) -> Tensor:
+        """[n, 2]: log(policy / reference) of each response."""
+        return self.logprobs - self.ref_logprobs
+
+    @property
+    def means(self) -> Tensor:
+        """[n, 2]: `ratios` per token."""
+        return self.ratios / self.lengths
+
+    @property
+    def margin(self) -> Tensor:
+        """[n]: beta times the difference of the ratios."""
+        return self.beta * _difference(self.ratios)
+
+
+def _difference(rows: Tensor) -> Tensor:
+    return rows[:, 0] - rows[:, 1]
+
+
+def _smoothed(logits: Tensor, smoothing: float) -> Tensor:
+    return -logsigmoid(logits) * (1 - smoothing) - logsigmoid(-logits) * smoothing
+
+
+def sigmoid(p: Pairs) -> Tensor:
+    """[n]: -log sigmoid(margin) (DPO, Rafailov et al. 2023, eq. 7); labels are wrong with probability `label_smoothing`
+    (cDPO)."""
+    return _smoothed(p.margin, p.arguments["label_smoothing"])
+
+
+def sigmoid_norm(p: Pairs) -> Tensor:
+    """[n]: sigmoid of ratios per token."""
+    return -logsigmoid(p.beta * _difference(p.means))
+
+
+def robust(p: Pairs) -> Tensor:
+    """[n]: an unbiased loss under wrong labels (Chowdhury et al. 2024, eq. 8)."""
+    smoothing, margin = p.arguments["label_smoothing"], p.margin
+    return (-logsigmoid(margin) * (1 - smoothing) + logsigmoid(-margin) * smoothing) / (1 - 2 * smoothing)
+
+
+def hinge(p: Pairs) -> Tensor:
+    """[n]: max(0, 1 - margin) (SLiC, Zhao et al. 2023)."""
+    return relu(1 - p.margin)
+
+
+def ipo(p: Pairs) -> Tensor:
+    """[n]: (difference of the ratios per token - 1 / (2 beta))^2 (Azar et al. 2023, eq. 17)."""
+    return (_difference(p.means) - 1 / (2 * p.beta)) ** 2
+
+
+def exo_pair(p: Pairs) -> Tensor:
+    """[n]: KL to the smoothed labels (EXO, Ji et al. 2024, eq. 16)."""
+    smoothing, margin = torch.tensor(p.arguments["label_smoothing"]), p.margin
+    right = margin.sigmoid() * (logsigmoid(margin) - (1 - smoothing).log())
+    return right + (-margin).sigmoid() * (logsigmoid(-margin) - smoothing.log())
+
+
+def nca_pair(p: Pairs) -> Tensor:
+    """[n]: noise-contrastive alignment (Chen et al. 2024)."""
+    chosen, rejected = (p.beta * p.ratios).unbind(1)
+    return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
+
+
+def sppo_hard(p: Pairs) -> Tensor:
+    """[n]: squared distances of the ratios from +-1 / (2 beta) (SPPO, Wu et al. 2024)."""
+    chosen, rejected = p.ratios.unbind(1)
+    return (chosen - 0.5 / p.beta) ** 2 + (rejected + 0.5 / p.beta) ** 2
+
+
+def apo_zero(p: Pairs) -> Tensor:
+    """[n]: raises the chosen and lowers the rejected response (APO, D'Oosterlinck et al. 2024)."""
+    chosen, rejected = (p.beta * p.ratios).unbind(1)
+    return 1 - chosen.sigmoid() + rejected.sigmoid()
+
+
+def apo_down(p: Pairs) -> Tensor:
+    """[n]: lowers both, the rejected one more: for a policy that is better than the chosen responses."""
+    return (p.beta * p.ratios[:, 0]).sigmoid() + 1 - p.margin.sigmoid()
+
+
+def discopop(p: Pairs) -> Tensor:
+    """[n]: a mixture of logistic and exponential loss that a search has found (Lu et al. 2024)."""
+    margin = p.margin
+    share = (margin / p.arguments["tau"]).sigmoid()
+    return -logsigmoid(margin) * (1 - share) + (-margin).exp() * share
+
+
+def simpo(p: Pairs) -> Tensor:
+    """[n]: -log sigmoid(beta difference of log-probs per token - gamma), without a reference (Meng et al. 2024)."""
+    return _smoothed(p.beta * _difference(p.means) - p.arguments["gamma"], p.arguments["label_smoothing"])
+
+
+def orpo(p: Pairs) -> Tensor:
+    """[n]: -log p per token of the chosen response, minus beta log sigmoid of the log odds ratio (Hong et al. 2024)."""
+    odds = p.means - torch.log1p(-p.means.exp())
+    return -p.means[:, 0] - p.beta * logsigmoid(_difference(odds))
+
+
+def make_loss(algorithm: AlgorithmSection) -> LossFn:
+    """Return the loss of a micro-batch. Each pair counts as two sequences, so its value counts twice."""
+    term = globals()[algorithm.loss.policy_term]
+    arguments = {**algorithm.loss.arguments, **algorithm.loss_args}
+
+    def loss(inputs: LossInputs) -> LossOutput:
+        pairs = pairs_of(inputs, algorithm.beta, arguments)
+        losses = term(pairs)
+        rewards = (pairs.beta * (pairs.ratios if algorithm.loss.reference else pairs.means)).detach()
+        metrics = {
+            "rewards/chosen": rewards[:, 0],
+            "rewards/rejected": rewards[:, 1],
+            "rewards/margin": _difference(rewards),
+            "rewards/accuracy": (_difference(rewards) > 0).float(),
+            "logprob": pairs.logprobs.detach()[:, 0],
+            "logprob/rejected": pairs.logprobs.detach()[:, 1],
+        }
+        return LossOutput(2 * losses.sum(), {name: Metric(row.sum(), len(row)) for name, row in metrics.items()})
+
+    return loss
+
+
+def pairs_of(inputs: LossInputs, beta: float, arguments: Mapping[str, float]) -> Pairs:
+    """Return the pairs of a micro-batch, in which both responses of a pair are."""
+    m, policy = inputs.micro_batch, inputs.policy_logprobs
+    reference = torch.zeros_like(policy) if m.terms.ref_logprobs is None else m.terms.ref_logprobs
+    logprobs, of_reference, lengths = (
+        sums_of_samples(m, row).view(-1, 2) for row in (policy, reference, torch.ones_like(policy))
+    )
+    return Pairs(logprobs, of_reference, lengths, beta, arguments)
+
+
+def sums_of_samples(m: MicroBatch, row: Tensor) -> Tensor:
+    """Return [n]: the sum of `row` [T] over the loss tokens of each sample of a micro-batch, ordered by sample."""
+    samples: Any = m.samples
+    known = torch.unique(samples[samples >= 0])
+    places = torch.where(samples >= 0, torch.searchsorted(known, samples), known.numel())
+    of_tokens = places.to(row.device)[m.sequence_index]
+    masked = torch.where(m.loss_mask, row, 0.0)
+    return masked.new_zeros(known.numel() + 1).index_add(0, of_tokens, masked)[:-1]
