@@ -127,6 +127,8 @@ def task_values(of_run: Mapping[str, Any], task: Mapping[str, Any]) -> dict[str,
     values = merged({key: value for key, value in of_run.items() if key != "tasks"}, own)
     evaluation = {"keep_best": None} if (values.get("data") or {}).get("eval") else {"keep_best": None, "steps": 0}
     values = merged(values, {"evaluation": evaluation, "algorithm": {"loss_share_of_tasks": None}})
+    if not (values.get("data") or {}).get("images"):  # the tower is another task's
+        values = merged(values, {"model": {"freeze_vision_tower": True}})
     if not gives_parts(values):
         kept = {key: value for key, value in values["algorithm"].items() if key not in OF_PARTS}
         values = values | {"algorithm": kept}

@@ -61,7 +61,7 @@ class PromptSource(PromptOrder):
         self.max_prompt_length, self._row_reader = max_prompt_length, row_reader
         self._above, _, name = key.rpartition("data.")  # of a task's keys
         self._trains = name == "train"
-        self._images = tokenizer.images and tokenizer.images.beside(section.source)
+        self._images = tokenizer.images.beside(section.source) if data.images and tokenizer.images else None
         self._template, self._tools = read_chat_template(data.chat_template), tools
         self._known_kwargs: set[frozenset[str]] = set()  # names of variables that were checked
         rows_seed = seed + _EVAL_SEED_OFFSET * (not self._trains)

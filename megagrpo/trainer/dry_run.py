@@ -190,7 +190,7 @@ def _try_task(
                 train = source
                 config.with_num_prompts(len(source))  # the rules about the number of steps
                 usable, keeps = UsableRows(source), bool(config.algorithm.dynamic_sample)
-                load_source(config.data, usable, config.run.seed, keeps)
+                load_source(config.data, usable, config.run.seed, keeps, task.key("data.source"))
     result.add(*unreachable_judges(config.rewards.functions))
     with Collecting(result):
         for trial in try_rewards(scorer, sets, tokenizer, set() if models else scorer.servers) if scorer else ():

@@ -135,7 +135,11 @@ def read_inputs(
         notes += _start_warnings(config.each_task, data, tokenizer)
     if change := data_change(data.prompts, folder.resume_from, config.run.resume, layout):
         notes.append(change.note)
-    if config.data.source is not None:
+    if isinstance(data.prompts, Mixture):
+        data.prompts.sourced(
+            lambda task, order, first: SourcedPrompts(order, layout, task.config, task.key("data.source"), first)
+        )
+    elif config.data.source is not None:
         data = replace(data, prompts=SourcedPrompts(data.prompts, layout, config))
     return Inputs(config, servers, loss_fn, Callbacks(config, layout, callbacks), model, folder, data, notes, change)
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from megagrpo.config import RunConfig
+from megagrpo.data.sources.task_mixture import Mixture
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.servers.serving import offloads
 from megagrpo.environments.own_judges import own_judges
@@ -103,5 +104,7 @@ def make_rollouts(
         resources.enter_context(pool)
     ahead, algorithm = rollout.max_staleness > 0, config.algorithm
     collector = Collector(layout, generator, data.rewards, journal.phases, pool, ahead, algorithm)
-    source = data.prompts if isinstance(data.prompts, SourcedPrompts) else None
-    return Rollouts(config, data.prompts, collector, data.sampling, state, journal.writer.message, source)
+    orders = data.prompts.orders if isinstance(data.prompts, Mixture) else [data.prompts]
+    pairs = zip(config.each_task, orders, strict=True)
+    sources = {task.name: order for task, order in pairs if isinstance(order, SourcedPrompts)}
+    return Rollouts(config, data.prompts, collector, data.sampling, state, journal.writer.message, sources)

@@ -1,5 +1,6 @@
 """Whole runs on prompts with images, on a real vLLM server. The trainer's log-probs agree with vLLM's in each step."""
 
+import json
 import os
 import signal
 
@@ -165,3 +166,26 @@ def test_an_image_token_that_the_policy_wrote_is_text_in_later_turns_too(tmp_pat
     assert run.code == 0 and agrees(run), run.err
     assert max(len(row["dialogue"]["turns"]) for row in run.completions) == 3
     assert run.metrics[0]["completions/mean_length"] > 5
+
+
+def test_a_task_with_images_beside_one_of_text_learns_and_its_audit_agrees(tmp_path):
+    rewards = f"{image_world.folder()}/rewards.py"
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"prompt": "say {i}", "images": "a word"}}\n' for i in range(5)))
+    (tmp_path / "mine.py").write_text(
+        "def short(completions, **columns):\n    return [-len(str(c)) / 9 for c in completions]\n"
+    )
+    tasks = [
+        {"name": "pictures", "weight": 2, "rewards": {"functions": [{"function": f"{rewards}:early"}]}},
+        {
+            "name": "text",
+            "data": {"train": {"source": f"{tmp_path}/text.jsonl"}, "images": False},
+            "rewards": {"functions": [{"function": f"{tmp_path}/mine.py:short"}]},
+            "rollout": {"num_generations": 2},
+        },
+    ]
+    more = [f"tasks={json.dumps(tasks)}", "debug.dump_steps=[2]", f"rollout.allowed_token_ids={[*range(67)]}"]
+    run = image_world.train(tmp_path, "run.max_steps=2", "rollout.prompts_per_step=3", *more)
+    assert run.code == 0 and agrees(run), run.err
+    assert [(line["tasks/pictures/groups"], line["tasks/text/groups"]) for line in run.metrics] == [(2, 1)] * 2
+    code, out = world.audit(run.folder, "--step", 2)
+    assert code == 0, out

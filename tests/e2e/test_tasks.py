@@ -13,6 +13,26 @@ AGAIN = '''
 
 def again(messages, turn, **columns):
     return [*messages, {"role": "user", "content": "?"}], turn == 2, float(turn)
+
+
+class Backwards:
+    """The rows from the last to the first."""
+
+    def __init__(self, rows, seed):
+        self.rows, self.count = list(rows), 0
+
+    def next(self, count, progress):
+        self.count += count
+        return [self.rows[-1 - i % len(self.rows)] for i in range(self.count - count, self.count)]
+
+    def learn(self, groups, progress):
+        return {"groups": len(groups)}
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
 '''
 
 
@@ -22,7 +42,7 @@ def overrides(folder, *more):
     rows = (world.folder() / "train.jsonl").read_text().splitlines(keepends=True)
     (folder / "eval.jsonl").write_text("".join(rows[:2]))
     tasks = [
-        {"name": "low", "weight": 3},
+        {"name": "low", "weight": 3, "data": {"source": f"{folder}/mine.py:Backwards"}},
         {
             "name": "talk",
             "data": {"eval": {"source": f"{folder}/eval.jsonl"}},
@@ -52,7 +72,7 @@ def run(folder):
 
 def test_each_step_has_the_tasks_by_weight_and_each_response_its_tasks_rewards(run):
     for line in run.metrics:
-        assert (line["tasks/low/groups"], line["tasks/talk/groups"]) == (3, 1)
+        assert (line["tasks/low/groups"], line["tasks/talk/groups"], line["tasks/low/source/groups"]) == (3, 1, 3)
         assert line["token_mult_prob_error"] == pytest.approx(1, abs=1e-3)  # each task's own temperature
     names = {"low": {"low/low_bytes"}, "talk": {"talk/seldom", "talk/low_bytes", "talk/turns"}}
     for row in run.completions:

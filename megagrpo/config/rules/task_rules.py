@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 
 _ONE = "is one value for all tasks; set it for the run"
 OF_RUN = {  # keys that a task cannot have -> reason
-    **dict.fromkeys(("data.images", "data.chat_template_kwargs", "data.curriculum_pass_reward"), _ONE),
+    **dict.fromkeys(("data.chat_template_kwargs", "data.curriculum_pass_reward"), _ONE),
     **dict.fromkeys(("rewards.plugins", "rewards.timeout", "rewards.workers", "rewards.concurrency"), _ONE),
     **dict.fromkeys(("multi_turn.tool_parser", "multi_turn.follow_up_tokens"), _ONE),
-    **dict.fromkeys(("data.source", "data.source_args"), "a data source chooses among the rows of one data set"),
 }
 
 
@@ -33,6 +32,12 @@ def task_problems(config: RunConfig) -> Iterator[Problem]:
             section, name = key.split(".")
             if name in own[section]:
                 yield Problem((f"tasks.{task.name}.{key}",), reason)
+        if own["data"].get("images") and not config.data.images:
+            reason = "images load the model's vision tower; set data.images for the run, and to false in tasks of text"
+            yield Problem((f"tasks.{task.name}.data.images", "data.images"), reason)
+        if task.epochs and own["data"].get("source", config.data.source):
+            reason = "data.source decides how often a row is drawn, so an epoch has no length; leave one of them out"
+            yield Problem((f"tasks.{task.name}.epochs", f"tasks.{task.name}.data.source"), reason)
         yield from _rollout_problems(config, task.name, own["rollout"])
     if not config.tasks:
         if config.algorithm.loss_share_of_tasks:
@@ -52,12 +57,10 @@ def task_problems(config: RunConfig) -> Iterator[Problem]:
             bool(config.rollout.max_staleness and rests),
             "a prompt that was requested ahead cannot rest; leave data.curriculum out, or set it to 0",
         ),
-        "data.source": (config.data.source is not None, OF_RUN["data.source"] + "; leave it out, or tasks"),
         "algorithm.multi_objective_aggregation": (
             config.algorithm.multi_objective_aggregation != "sum_then_normalize",
             "tasks have different reward functions, which are not normalised together; choose sum_then_normalize",
         ),
-        "data.images": (config.data.images, "tasks have text only; set it to false"),
         "evaluation.sets": (bool(config.evaluation.sets), "tasks have their own data.eval; name the sets there"),
     }
     for key, (wrong, reason) in refused.items():

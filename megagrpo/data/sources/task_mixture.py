@@ -6,7 +6,7 @@ import copy
 import json
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -21,6 +21,7 @@ from megagrpo.train_types import TrainState
 from megagrpo.types import Prompt
 
 PARTS = 1 << 20  # of a prompt
+NEW_ROWS = 1 << 40  # prompt_ids of a task whose data source may return new rows
 RATED_STEPS = 10  # with the task, whose groups are its pass rate
 
 
@@ -119,12 +120,18 @@ class Mixture(PromptOrder):
         self._shares = Shares(changes[0][1], limits, changes[1:], keeps=bool(self._by_rate))
         self._first = [0]  # prompt_id of each task's row 0, and the number of all rows
         for order in orders:
-            self._first.append(self._first[-1] + order.rows[-1] + 1)
+            sourced = tasks[len(self._first) - 1].config.data.source is not None
+            self._first.append(self._first[-1] + (NEW_ROWS if sourced else order.rows[-1] + 1))
         super().__init__((), tasks[0].config.data, seed)
         self.warnings = [warning for order in orders for warning in order.warnings]
 
     def __len__(self) -> int:
         return sum(map(len, self.orders))
+
+    def sourced(self, make: Callable[[Task, PromptOrder, int], PromptOrder]) -> None:
+        """Let the orders of tasks with a data source be what `make(task, order, first prompt_id)` returns."""
+        rows = zip(self._tasks, self.orders, self._first, strict=False)
+        self.orders = [order if task.config.data.source is None else make(task, order, n) for task, order, n in rows]
 
     @property
     def columns(self) -> list[str]:
@@ -133,13 +140,13 @@ class Mixture(PromptOrder):
 
     def next(self, n: int) -> list[Prompt]:
         """Draw the next `n` prompts."""
-        drawn = self._mixed(self._shares, n, PromptOrder.next)
+        drawn = self._mixed(self._shares, n, lambda order, count: order.next(count))
         self.cursor += n
         return drawn
 
     def peek(self, n: int) -> list[Prompt]:
         """Return the prompts that `next(n)` would draw now, without drawing."""
-        return self._mixed(self._shares.copy(), n, PromptOrder.peek)
+        return self._mixed(self._shares.copy(), n, lambda order, count: order.peek(count))
 
     def _mixed(self, shares: Shares, n: int, draw: Any) -> list[Prompt]:
         chosen = [shares.next() for _ in range(n)]
@@ -202,10 +209,14 @@ class Mixture(PromptOrder):
         state.cursor, state.data = self.cursor, {"tasks": {}}
         counted = self._shares.drawn, self._shares.counts
         for task, order, drawn, count in zip(self._tasks, self.orders, *counted, strict=True):
-            own = TrainState()
+            own = TrainState(step=state.step)
             order.store(own)
             saved = {"weight": weight_text(task), "drawn": drawn, "count": count, "cursor": own.cursor}
-            state.data["tasks"][task.name] = saved | {"pass_rates": own.pass_rates, "data": own.data}
+            state.data["tasks"][task.name] = saved | {
+                "pass_rates": own.pass_rates,
+                "data": own.data,
+                "source": own.source,
+            }
         if self._by_rate:
             changes = self._shares.changes[self._shares.period :]
             rates = {self._tasks[i].name: rates for i, rates in self._rates.items()}
@@ -222,7 +233,8 @@ class Mixture(PromptOrder):
             )
         self.cursor = state.cursor
         for order, own in zip(self.orders, saved.values(), strict=True):
-            order.restore(TrainState(cursor=own["cursor"], pass_rates=own["pass_rates"], data=own["data"]))
+            kept = {name: own[name] for name in ("cursor", "pass_rates", "data", "source") if name in own}
+            order.restore(TrainState(step=state.step, **kept))
         same = [own["weight"] for own in saved.values()] == [weight_text(task) for task in self._tasks]
         counts = [own["count"] for own in saved.values()] if same else None
         kept = state.data.get("shares", {}) if same else {}

@@ -71,14 +71,17 @@ _ARGUMENTS: dict[str, tuple[object, ...]] = {
 _REQUIRED = ("next", "state_dict", "load_state_dict")
 
 
-def load_source(data: DataSection, rows: Mapping[int, dict[str, Any]], seed: int, keeps: bool) -> DataSource | None:
+def load_source(
+    data: DataSection, rows: Mapping[int, dict[str, Any]], seed: int, keeps: bool, key: str = "data.source"
+) -> DataSource | None:
     """Return an instance of the class that `data.source` names; None without one. `keeps`: whether `keep` is asked.
+    `key` is that of the class, which a task may have.
 
     Raises ValueError with the rule that the class breaks.
     """
     if data.source is None:
         return None
-    said = f"data.source: `{data.source}`"
+    said = f"{key}: `{data.source}`"
     try:
         made: Any = user_code.load_named(data.source)
     except ValueError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import batched
 from statistics import fmean
@@ -22,7 +22,7 @@ from megagrpo.trainer.rollout.collector import Collector, NoRollouts
 from megagrpo.trainer.rollout.image_checks import decodable
 from megagrpo.trainer.rollout.sample_metrics import pass_rates, staleness
 from megagrpo.trainer.rollout.sourced_prompts import SourcedPrompts
-from megagrpo.types import SamplingParams
+from megagrpo.types import Prompt, SamplingParams
 
 OUTCOME = "outcome"  # `algorithm.dynamic_sample`: all rewards but penalties decide
 
@@ -37,7 +37,7 @@ class Rollouts:
     sampling: SamplingParams
     state: TrainState
     say: Callable[[str], None]
-    source: SourcedPrompts | None = None  # `prompts`, if `data.source` chooses them
+    sources: Mapping[str, SourcedPrompts] = field(default_factory=dict)  # of tasks with `data.source`, by name
     _decodable: set[int] = field(default_factory=set, init=False)  # rows whose images were decoded
 
     def draw(self) -> tuple[StepSamples, dict[str, float]]:
@@ -68,7 +68,10 @@ class Rollouts:
             rounds += 1
             drawn += collect(redraw_size(wanted, len(useful), len(drawn.group_sizes(group))), rounds)
             useful = self._useful_groups(drawn)
-        counters |= self.source.tell(drawn, group) if self.source else {}
+        for name, source in self.sources.items():
+            if len(own := self._of_task(drawn, name)):
+                told = source.tell(own, self.config.group_sizes[name])
+                counters |= {f"tasks/{name}/{metric}" if name else metric: value for metric, value in told.items()}
         counters |= self.prompts.learn(pass_rates(drawn, self.config.data.curriculum_pass_reward))
         if rollout.scheduling == "longest_first":
             self.prompts.response_lengths.learn([p.prompt_id for p in drawn.prompts], drawn.written.tolist())
@@ -91,8 +94,25 @@ class Rollouts:
 
     def _useful_groups(self, drawn: StepSamples) -> np.ndarray:
         """Return the indices of the groups that dynamic sampling keeps: the source's choice, or rewards that differ."""
-        if self.source and self.source.keeps:
-            return self.source.kept(drawn, self.config.rollout.num_generations)
+        choosing = {name: source for name, source in self.sources.items() if source.keeps}
+        of_tasks = drawn.groups_of_tasks(self.config.rollout.num_generations)
+        if of_tasks.keys() <= choosing.keys():
+            useful = np.zeros(0, np.int64)
+        else:
+            useful = self._differing_groups(drawn)
+        for name, source in choosing.items():
+            if name in of_tasks:
+                kept = source.kept(self._of_task(drawn, name), self.config.group_sizes[name])
+                own = of_tasks[name].numpy()
+                useful = np.union1d(np.setdiff1d(useful, own), own[kept])
+        return useful
+
+    def _of_task(self, drawn: StepSamples, name: str) -> StepSamples:
+        """Return the samples of a task."""
+        return drawn.select(np.flatnonzero([prompt.task == name for prompt in drawn.prompts])) if name else drawn
+
+    def _differing_groups(self, drawn: StepSamples) -> np.ndarray:
+        """Return the indices of the groups whose rewards differ."""
         algorithm, group = self.config.algorithm, self.config.rollout.num_generations
         rewards = drawn.rewards(group)
         if isinstance(algorithm.dynamic_sample, str):
@@ -135,16 +155,21 @@ class Rollouts:
     def _leave_out_damaged(self, n: int) -> None:
         """Leave out rows with damaged images among the next `n` prompts, so that the rows after them are drawn instead.
         Raises NoRollouts if bad rows are refused. The rows of a data source were checked when it returned them."""
-        if not self.config.data.images or self.source:
+        if not self.config.data.images:
             return
         prompts, say = self.prompts, self.say
-        while fresh := {p.prompt_id: p for p in prompts.peek(n) if p.prompt_id not in self._decodable}:
+        while fresh := {p.prompt_id: p for p in self._unchecked(n)}:
             good = decodable([*fresh.values()], prompts.origin, self.collector.layout, say)
             self._decodable |= {prompt.prompt_id for prompt in good}
             try:
                 prompts.leave_out(fresh.keys() - self._decodable)
             except ValueError as error:
                 raise NoRollouts(str(error)) from error
+
+    def _unchecked(self, n: int) -> list[Prompt]:
+        """Return those of the next `n` prompts whose images were not decoded yet."""
+        own = self.prompts.peek(n) if "" not in self.sources else ()
+        return [p for p in own if p.task not in self.sources and p.prompt_id not in self._decodable]
 
     def _ask_ahead(self, step: int, steps: int) -> None:
         """Request generation for `steps` steps after `step` steps, up to the run's end, if generation is asynchronous.

@@ -28,6 +28,7 @@ from megagrpo.train_types import TrainState
 from megagrpo.trainer.rollout.collector import NoRollouts
 from megagrpo.types import Prompt
 
+KEY = "data.source"
 ATTEMPTS = 100  # calls of `next` in a row that return overlong rows only
 NEW = -1  # stands for a new row in a message of row numbers
 
@@ -44,11 +45,12 @@ class SourcedPrompts(PromptOrder):
     `prompt_id` `first_new` plus its place, and its columns travel once, to all ranks.
     """
 
-    def __init__(self, order: PromptOrder, layout: Layout, config: RunConfig):
+    def __init__(self, order: PromptOrder, layout: Layout, config: RunConfig, key: str = KEY, first_id: int = 0):
         super().__init__(order.rows, config.data, config.run.seed)
         self.response_lengths, self.warnings = order.response_lengths, order.warnings
         self.identity = order.identity
         self._order, self._layout, self._config, self._step = order, layout, config, 0
+        self._key, self._first_id = key, first_id  # of the class; of row 0 in the run, with tasks
         self._queue: list[int] = []  # prompt_ids of the places from the cursor on
         self._decoded: set[int] = set()  # rows whose images can be decoded
         self._new: dict[int, dict[str, Any]] = {}  # prompt_id -> columns, of new rows in the queue
@@ -62,7 +64,8 @@ class SourcedPrompts(PromptOrder):
         if not isinstance(self._order, PromptSource) or self._layout.world_rank:
             return None
         config, self._usable = self._config, UsableRows(self._order)
-        return load_source(config.data, self._usable, config.run.seed, bool(config.algorithm.dynamic_sample))
+        keeps = bool(config.algorithm.dynamic_sample)
+        return load_source(config.data, self._usable, config.run.seed, keeps, self._key)
 
     @property
     def columns(self) -> list[str]:
@@ -114,7 +117,7 @@ class SourcedPrompts(PromptOrder):
         saved = _unpacked(state.source)
         if saved["rows"] != [len(self.rows), self.first_new]:
             raise ConfigError(
-                f"data.source: data.train has {len(self.rows)} usable rows, and had {saved['rows'][0]} when the "
+                f"{self._key}: data.train has {len(self.rows)} usable rows, and had {saved['rows'][0]} when the "
                 "checkpoint was written; continue with the same data, or start a new run"
             )
         self._queue, self._new = saved["queue"], saved["new"]
@@ -190,7 +193,8 @@ class SourcedPrompts(PromptOrder):
         facts, written, cut = drawn.facts, drawn.written.tolist(), drawn.has(TRUNCATED).tolist()
         known = [[None if math.isnan(value) else value for value in column] for column in facts["rewards"].T.tolist()]
         totals = [None if math.isnan(value) else value for value in facts["reward"].tolist()]
-        parts = [(drawn.prompts[start].prompt_id, slice(start, start + size)) for start in range(0, len(drawn), size)]
+        starts = range(0, len(drawn), size)
+        parts = [(drawn.prompts[start].prompt_id - self._first_id, slice(start, start + size)) for start in starts]
         return [
             Group(
                 self._drawn.get(prompt_id, prompt_id),
@@ -218,7 +222,7 @@ class SourcedPrompts(PromptOrder):
                 why = str(error)
             except Exception as error:
                 why = f"raised {user_code.described(error)}"
-            raise SourceFailed(f"data.source: `{self._config.data.source}`: {name} {why}")
+            raise SourceFailed(f"{self._key}: `{self._config.data.source}`: {name} {why}")
 
         try:
             return run_own_and_agree(self._layout, run)

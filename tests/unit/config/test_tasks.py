@@ -55,6 +55,12 @@ def test_the_tasks_of_a_copy_have_its_values(run):
     assert {task.config.run.seed for task in copied.each_task} == {7} != {*seeds} and copied != config
 
 
+def test_a_task_of_text_beside_a_task_with_images_has_no_tower_and_may_have_an_agent(run):
+    more = ["data.images=true", "model.freeze_vision_tower=false", "tasks.code.data.images=false"]
+    config = load_config(run, [*more, "tasks.code.multi_turn.agent.function=a.py:f"])
+    assert [task.config.data.images for task in config.each_task] == [True, False] and config.towers == "trained"
+
+
 def test_a_run_without_tasks_is_one_task(run):
     (task,) = load_config(run, ["tasks=[]", "data.train.source=a.jsonl"]).each_task
     assert (task.name, task.key("data.train"), task.named("accuracy")) == ("", "data.train", "accuracy")
@@ -104,7 +110,14 @@ def test_everything_wrong_with_tasks_is_said_at_once(run):
             "tasks.math.epochs=1 tasks.code.epochs=2",
             "tasks: all tasks have `epochs`, so none would be left; leave it out of one of them",
         ),
-        ("tasks.math.data.images=true", "tasks.math.data.images: is one value for all tasks; set it for the run"),
+        (
+            "tasks.math.data.images=true",
+            "tasks.math.data.images: images load the model's vision tower; set data.images",
+        ),
+        (
+            "data.images=true tasks.math.multi_turn.agent.function=a.py:f",
+            "tasks.math.multi_turn.agent: with data.images, agents send text only; use tools or an environment",
+        ),
         ("tasks.math.rewards.workers=1", "tasks.math.rewards.workers: is one value for all tasks; set it for the run"),
         ("tasks.math.weight={2: 1}", "tasks.math.weight: the first weight is that of step 1; begin with `1: ...`"),
         ("tasks.math.weight={1: -1}", "tasks.math.weight: must be at least 0 in each step (got 1: -1)"),
@@ -135,7 +148,6 @@ def test_everything_wrong_with_tasks_is_said_at_once(run):
             "algorithm.advantage_by=turn",
             "algorithm.advantage_by: turn: no task has turns or rewards that it compares; set it to trajectory",
         ),
-        ("data.images=true", "data.images: with tasks: tasks have text only; set it to false"),
         (
             "rollout.max_staleness=1 data.curriculum=[0.1,0.9]",
             "rollout.max_staleness: with tasks: a prompt that was requested ahead cannot rest",

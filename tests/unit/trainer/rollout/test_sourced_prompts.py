@@ -9,16 +9,18 @@ from tiny_policy import tiny_run
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models, pre_tokenizers
 
-from megagrpo.config import ConfigError
+from megagrpo.config import ConfigError, RunConfig
 from megagrpo.config.io import shipped_configs
 from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.sources.prompt_order import PromptOrder
+from megagrpo.data.sources.task_mixture import Mixture
 from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer
 from megagrpo.engine.http.protocol import EngineError
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.train_types import TrainState
 from megagrpo.trainer.rollout.collector import NoRollouts
+from megagrpo.trainer.rollout.groups import Rollouts
 from megagrpo.trainer.rollout.sourced_prompts import SourcedPrompts
 from megagrpo.types import Rollout, ScoredRollout
 from tests.rank_fakes import OneRank
@@ -238,6 +240,60 @@ def test_a_source_decides_which_groups_dynamic_sampling_keeps_and_its_numbers_ar
     samples = scored(drawn, lambda prompt: (float(prompt.position % 2), None))
     assert prompts.keeps and prompts.kept(samples, 2).tolist() == [1, 3, 5]
     assert prompts.tell(samples, 2) == {"source/known": len({p.prompt_id for p in drawn if p.prompt_id < len(ROWS)})}
+
+
+def mixed(folder, name="Walk", **algorithm):
+    """(order, rollouts) of a run with a task whose rows a source chooses, between two that draw rows in order."""
+    own = config_of(folder, name, algorithm=algorithm).model_dump(exclude={"tasks"})
+    train = {"train": own["data"]["train"]}
+    data = {"plain": train, "walk": train | {"source": own["data"]["source"]}, "last": train}
+    run = own | {"data": own["data"] | {"source": None}, "rollout": own["rollout"] | {"num_generations": 2}}
+    config = RunConfig.model_validate(run | {"tasks": [{"name": task, "data": one} for task, one in data.items()]})
+    orders = [contents(task.config) for task in config.each_task]
+    mixture = Mixture(config.each_task, orders, seed=0)
+    mixture.sourced(lambda task, order, first: SourcedPrompts(order, OneRank(), task.config, "k", first))
+    sources = {"walk": mixture.orders[1]}
+    return mixture, Rollouts(config, mixture, None, None, TrainState(), print, sources)
+
+
+def test_a_source_of_a_task_chooses_the_rows_of_its_task_and_a_restart_continues_it(folder):
+    def drawn(mixture, rollouts, state, number):
+        found = []
+        for _ in range(number):
+            of_step = mixture.next(6)
+            of_walk = rollouts._of_task(scored(of_step, lambda p: (p.prompt_id % 7 % 2, 0)), "walk")
+            assert {p.task for p in of_walk.prompts} == {"walk"} and len(of_walk) == 4
+            rollouts.sources["walk"].tell(of_walk, 2)
+            mixture.learn({p.prompt_id: 0.5 for p in of_step})
+            state.step += 1
+            mixture.store(state)
+            found += [(p.task, p.prompt_id, p.position, p.messages) for p in of_step]
+        return found
+
+    mixture, rollouts = mixed(folder)
+    expected = drawn(mixture, rollouts, TrainState(), 9)
+    assert {*rollouts.sources["walk"]._source.rates} <= {*range(7)}
+    numbers = {name: {number for task, number, _, _ in expected if task == name} for name in ("plain", "walk", "last")}
+    assert max(numbers["plain"]) < 7 <= min(numbers["walk"]) and 14 < max(numbers["walk"]) < 2**40 < min(
+        numbers["last"]
+    )
+    assert any(message.startswith("new") for _, _, _, message in expected)
+    state = TrainState()
+    before = drawn(*mixed(folder), state, 4)
+    again, saved = mixed(folder), TrainState(**json.loads(json.dumps(vars(state))))
+    again[0].restore(saved)
+    assert before + drawn(*again, saved, 5) == expected
+
+
+def test_a_source_decides_about_the_groups_of_its_task_alone(folder):
+    mixture, rollouts = mixed(folder, "Keeps", dynamic_sample=True)
+    samples = scored(
+        mixture.next(12), lambda p: (1.0, None) if p.task == "walk" and p.position % 4 == 0 else (0.0, 1.0)
+    )
+    kept = rollouts._useful_groups(samples)
+    walks = [group for group in range(12) if samples.prompts[2 * group].task == "walk"]
+    assert sorted({*range(12)} - {*walks}) == [g for g in kept.tolist() if g not in walks]  # all differ
+    assert [g for g in kept.tolist() if g in walks] == [g for g in walks if g % 4 == 0]
 
 
 @pytest.mark.parametrize("name", ["Buffer", "EasyFirst"])
