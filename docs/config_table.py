@@ -40,7 +40,9 @@ GROUPS: dict[str, dict[str, str]] = {
         FIRST: "loss_type beta epsilon epsilon_high num_iterations steps_per_generation scale_rewards "
         "dynamic_sample mask_truncated_completions",
         "KL and reference": "kl_* use_bias_correction_kl sync_ref_model ref_model_*",
-        "Loss": "loss_args loss_average loss_share_of_tasks delta importance_sampling_level top_entropy_quantile skip_zero_advantage",
+        "Teachers": "teacher*",
+        "Loss": "loss_args loss_average loss_share_of_tasks delta importance_sampling_level top_entropy_quantile "
+        "skip_zero_advantage",
         "Trainer-vLLM mismatch and stale responses": "importance_correction* off_policy_mask_threshold",
         "Advantages": "advantage_* multi_objective_aggregation turn_* token_*",
         "Dynamic sampling": "max_resample_times dynamic_sample_fallback",

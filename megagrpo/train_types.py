@@ -69,7 +69,8 @@ class Trajectories:
 
 @dataclass(frozen=True)
 class RefHead:
-    """The inputs of the reference's LM head for one micro-batch. Its logits are computed in tiles, when needed.
+    """The inputs of another model's LM head for one micro-batch: the reference's or a teacher's. Its logits are
+    computed in tiles, when needed.
 
     >>> head = RefHead(hidden=torch.ones(5, 4), weight=torch.ones(10, 4))  # 5 loss tokens, H = 4, V = 10 on one rank
     >>> (head.hidden @ head.weight.t()).shape
@@ -78,6 +79,30 @@ class RefHead:
 
     hidden: Tensor  # [n, H] final hidden states at the n loss tokens of this context-parallel rank, in order
     weight: Tensor  # [V/tp, H] this rank's rows of the head
+    logit_cap: float | None = None  # its logits x become cap tanh(x / cap)
+
+
+@dataclass(frozen=True)
+class OtherHead:
+    """The head of a model that the policy is compared with, and the divergence that compares them."""
+
+    head: RefHead
+    direction: str
+    mix: float = 0.5
+
+
+@dataclass(frozen=True)
+class TeacherTerm:
+    """What the loss needs from one teacher for a micro-batch; `other` and `logprobs` exclude each other."""
+
+    name: str
+    weights: Tensor  # [T] float32: factor of the divergence, or of the advantage, of each token
+    other: OtherHead | None = None  # compares next-token distributions
+    logprobs: Tensor | None = None  # [T] float32 of the sampled tokens, which give each token an advantage
+
+    def to(self, device: torch.device) -> TeacherTerm:
+        """Return a copy with all [T] tensors on `device`."""
+        return replace(self, **_moved(self, device))
 
 
 @dataclass(frozen=True)
@@ -100,10 +125,16 @@ class StepTerms:
     # [T] float32, with an entropy bonus: the loss falls by weight x entropy, which has a gradient
     entropy_weights: Tensor | None = None
     loss_weights: Tensor | None = None  # [T] float32, with loss weights of tasks: of each token's policy term and KL
+    teachers: tuple[TeacherTerm, ...] = ()  # with `algorithm.teacher`
 
     def to(self, device: torch.device) -> StepTerms:
-        """Return a copy with all [T] tensors on `device`. `ref_head` stays on its device."""
-        return replace(self, **_moved(self, device))
+        """Return a copy with all [T] tensors on `device`. Heads stay on their device."""
+        return replace(self, **_moved(self, device), teachers=tuple(term.to(device) for term in self.teachers))
+
+    def others(self, direction: str) -> list[OtherHead]:
+        """Return the heads of the reference, compared in this direction, and of teachers."""
+        of_reference = [] if self.ref_head is None else [OtherHead(self.ref_head, direction)]
+        return [*of_reference, *(term.other for term in self.teachers if term.other is not None)]
 
 
 @dataclass(frozen=True)
@@ -181,7 +212,7 @@ class MicroBatch:
         return replace(self, **_moved(self, device) | of_sequences, terms=self.terms.to(device))
 
 
-def _moved(rows: StepTerms | MicroBatch, device: torch.device) -> dict[str, Any]:
+def _moved(rows: StepTerms | TeacherTerm | MicroBatch, device: torch.device) -> dict[str, Any]:
     return {name: moved(row, device) for name, row in vars(rows).items() if isinstance(row, Tensor)}
 
 
@@ -259,6 +290,16 @@ class LossInputs:
     entropy: Tensor  # [T] float32 in nats, with gradient if the micro-batch has `entropy_weights`
     micro_batch: MicroBatch
     full_kl: Tensor | None = None  # [T] float32, with gradient: KL over the whole vocabulary; None without `ref_head`
+    divergences: tuple[Tensor, ...] = ()  # [T] float32 each, with gradient: from the teachers with distributions
+
+    @classmethod
+    def of(
+        cls, logprobs: Tensor, entropy: Tensor, micro_batch: MicroBatch, divergences: Sequence[Tensor]
+    ) -> LossInputs:
+        """Return the inputs with the first of `StepTerms.others`' divergences."""
+        of_reference = micro_batch.terms.ref_head is not None
+        full_kl = divergences[0] if of_reference else None
+        return cls(logprobs, entropy, micro_batch, full_kl, tuple(divergences[of_reference:]))
 
 
 AGREEMENT = "routing/agreement"

@@ -14,7 +14,7 @@ from megagrpo.algorithms.policy_losses import PolicyTerm, Tokens, importance_rat
 from megagrpo.algorithms.reductions import numerator
 from megagrpo.algorithms.sequences import Sequences, masked_sum
 from megagrpo.config import AlgorithmSection
-from megagrpo.train_types import LossFn, LossInputs, LossOutput, Metric
+from megagrpo.train_types import LossFn, LossInputs, LossOutput, Metric, TeacherTerm
 
 
 def make_loss(algorithm: AlgorithmSection) -> LossFn:
@@ -48,6 +48,11 @@ def make_loss(algorithm: AlgorithmSection) -> LossFn:
             per_token = torch.where(terms.high_entropy, per_token, 0.0)
         if correction is not None and not row.own_correction:
             per_token = per_token * correction
+        compared = [term for term in terms.teachers if term.other is not None]
+        # ahead of the backward pass only the first divergence is known
+        for term, divergence in zip(compared, inputs.divergences, strict=False):
+            per_token = per_token + term.weights * divergence
+            metrics[f"teacher/{term.name}/divergence"] = _mean_where_taught(divergence, term, batch.loss_mask)
         kl = inputs.full_kl
         if terms.ref_logprobs is not None and not algorithm.kl_in_reward:
             kl = token_kl(policy, terms.ref_logprobs, ratio, algorithm.kl_estimator, algorithm.use_bias_correction_kl)
@@ -66,6 +71,11 @@ def make_loss(algorithm: AlgorithmSection) -> LossFn:
         return LossOutput(numerator=total, metrics=metrics)
 
     return loss
+
+
+def _mean_where_taught(values: Tensor, term: TeacherTerm, loss_mask: Tensor) -> Metric:
+    """Return the mean of `values` [T] over the loss tokens that the teacher teaches."""
+    return Metric(*masked_sum(values.detach(), loss_mask & (term.weights > 0)))
 
 
 def ratio_metrics(tokens: Tokens, algorithm: AlgorithmSection) -> dict[str, Metric]:

@@ -20,6 +20,7 @@ from megagrpo.config.overrides import override_text as override_text
 from megagrpo.config.rules.config_rules import cross_field_problems as cross_field_problems
 from megagrpo.config.run_config import RunConfig as RunConfig
 from megagrpo.config.sections.algorithm import AlgorithmSection as AlgorithmSection
+from megagrpo.config.sections.algorithm import TeacherSection as TeacherSection
 from megagrpo.config.sections.data import DataSection as DataSection
 from megagrpo.config.sections.data import DatasetSection as DatasetSection
 from megagrpo.config.sections.evaluation import EvaluationSection as EvaluationSection

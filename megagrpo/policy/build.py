@@ -23,7 +23,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megagrpo.config import ProblemError
+from megagrpo.config import ProblemError, RunConfig
 from megagrpo.families.family_index import FAMILIES
 from megagrpo.families.hf_config import HfConfig, model_problems, stage_layers
 from megagrpo.families.shared.family import FULL
@@ -34,6 +34,7 @@ from megagrpo.policy.attention.head_norms import UnitNorm
 from megagrpo.policy.attention.packed import AxisRotary, NoRotary, Rotary, ScaledRotary, TorchAttention
 from megagrpo.policy.attention.sparse import SparseAttention
 from megagrpo.policy.blocks.parallel_blocks import join_norms
+from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.products import quantise_linears
 from megagrpo.policy.images.trained_tower import attach_tower
 from megagrpo.policy.layers.embedding import ScaledEmbedding, TokenEmbedding
@@ -82,6 +83,26 @@ def build_model(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> l
         quantise_linears(chunks, fp8, hf_config.layers_per_block)
     attach_tower(chunks[0], hf_config, options)
     return chunks
+
+
+def model_options(config: RunConfig, hf_config: HfConfig, dtype: torch.dtype, shares_prompts: bool) -> ModelOptions:
+    """Return the options of `build_model` for a run."""
+    return ModelOptions(
+        dtype=dtype,
+        recompute=config.model.recompute,
+        recompute_modules=config.model.recompute_modules,
+        fusions=config.model.fusions,
+        sequence_parallel=config.parallel.sequence_parallel,
+        own_linears=config.lora.enabled,
+        own_experts=config.lora.in_experts or config.model.base_storage != "none",
+        init_weights=config.model.base_storage == "none",
+        longest_sequence=config.longest_sequence,
+        overlap=config.train.overlap,
+        fp8=Fp8.of(config.model, hf_config.num_layers),
+        shares_prompts=shares_prompts,
+        images=config.data.images,
+        replays_routes=config.rollout.routing_replay != "off",
+    )
 
 
 def _own_attention(hf_config: HfConfig, cp: int, options: ModelOptions) -> bool:

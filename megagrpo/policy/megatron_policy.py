@@ -23,17 +23,16 @@ from megagrpo.platform.parallel.context import RankBatch, gather_rows
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
 from megagrpo.policy.attention.packed import pack_params
-from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
+from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head, model_options
 from megagrpo.policy.device_checks import check_fused
 from megagrpo.policy.find_nan import BadTensor, GradientCheck, NonFiniteError, bad_weight, first_cause
-from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.masters import drop_unrounded
 from megagrpo.policy.images.image_inputs import inputs_of, shares_prompts
 from megagrpo.policy.layers.embedding import add_gradients_directly
 from megagrpo.policy.layers.megatron_modules import config_of
 from megagrpo.policy.lm_head.task import HeadTask, Upstream, loss_gradients
 from megagrpo.policy.lm_head.top_logprobs import TopLogprobs, top_logprobs
-from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
+from megagrpo.policy.lm_head.vocab_logprobs import rows_with_others
 from megagrpo.policy.lora.lora_layers import attach_adapters, without_dropout
 from megagrpo.policy.lora.quantized_base import store_weights
 from megagrpo.policy.metric_sums import MetricsOfRanks, merged, on_host
@@ -51,9 +50,7 @@ from megagrpo.policy.optimizer.policy_optimizer import (
 )
 from megagrpo.policy.transformer.activation_offload import offload_activations
 from megagrpo.policy.transformer.message_overlap import prepare_overlap
-from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.train_types import LossFn, LossInputs, Metric, MicroBatch, RefHead, TrainBatch
-from megagrpo.types import NO_TRUNCATION
 
 
 class MegatronPolicy:
@@ -62,14 +59,15 @@ class MegatronPolicy:
     `chunks` are the bare chunks (several with virtual pipeline stages); `model` holds them wrapped with gradient
     buffers. With `shares_prompts` the samples of a batch may share one copy of their prompt. With LoRA only adapters
     have gradients and optimizer state. All weights and adapters are uninitialised until the caller loads them.
+    With `frozen` it only scores: it has no gradients, optimizer or schedule.
     """
 
-    def __init__(self, config: RunConfig, layout: Layout, hf_config: HfConfig):
+    def __init__(self, config: RunConfig, layout: Layout, hf_config: HfConfig, frozen: bool = False):
         self.config, self.layout, self.hf_config = config, layout, hf_config
         self.dtype = device.resolve_precision(config.model.precision)
         self.shares_prompts = shares_prompts(config, hf_config)
         device.reuse_freed_memory()
-        self.chunks = build_model(hf_config, layout, self._model_options())
+        self.chunks = build_model(hf_config, layout, model_options(config, hf_config, self.dtype, self.shares_prompts))
         self.inputs = inputs_of(self.chunks, hf_config, layout, config.data.images)
         prepare_overlap(config, self.chunks)
         if config.model.offload_activations:
@@ -80,6 +78,21 @@ class MegatronPolicy:
             store_weights(self.chunks, config.model.base_storage)
         if config.train.freeze_moe_router:
             freeze_routers(self.chunks)
+        self._schedule = get_forward_backward_func()
+        self._metrics = MetricsOfRanks(layout)
+        self.phases = Phases()  # of the run; replaced by the caller
+        self.sampling = sampling_of(config.rollout)  # both are set by a caller with a tokenizer
+        self.grammars: Grammars | None = None
+        self.times_filled = 0  # number of calls of weights_changed
+        self._early_differs = torch.zeros(1, dtype=torch.bool, device=device.device())
+        self._into_main_grad = self._early = False
+        self.replay: RoutingReplay = NO_REPLAY
+        self.model: list[Any] = [chunk.requires_grad_(False) for chunk in self.chunks] if frozen else []
+        if not frozen:
+            self._prepare_training()
+
+    def _prepare_training(self) -> None:
+        config, layout, hf_config = self.config, self.layout, self.hf_config
         self.model = wrap_data_parallel(self.chunks, config.train, layout, config.model.fp8_param)
         # Hooks of an overlapped reduction need each gradient in the weight's dtype. In float32 the option changes no
         # bit of a step, so several replicas add gradients in the order of the hooks.
@@ -95,38 +108,12 @@ class MegatronPolicy:
         self.loss_scale = LossScale(self.dtype)
         self.replay = RoutingReplay(self.chunks, hf_config) if config.rollout.routing_replay != "off" else NO_REPLAY
         self._routers = RouterTerms(self.chunks, config.algorithm, layout)
-        self._schedule = get_forward_backward_func()
         for chunk in self.chunks:
             config_of(chunk).grad_scale_func = self._scaled
             config_of(chunk).finalize_model_grads_func = self._finalize_gradients
-        self._metrics = MetricsOfRanks(layout)
-        self.phases = Phases()  # of the run; replaced by the caller
-        self.sampling = sampling_of(config.rollout)  # both are set by a caller with a tokenizer
-        self.grammars: Grammars | None = None
-        self.times_filled = 0  # number of calls of weights_changed
         self._checks: list[GradientCheck] = []  # of the step in progress
-        # Whether loss gradients may be computed before the backward pass; on the device, whether one was wrong there.
+        # whether loss gradients may be computed before the backward pass; `_early_differs`: whether one was wrong there
         self._early = config.algorithm.gradient_is_local
-        self._early_differs = torch.zeros(1, dtype=torch.bool, device=device.device())
-
-    def _model_options(self) -> ModelOptions:
-        config = self.config
-        return ModelOptions(
-            dtype=self.dtype,
-            recompute=config.model.recompute,
-            recompute_modules=config.model.recompute_modules,
-            fusions=config.model.fusions,
-            sequence_parallel=config.parallel.sequence_parallel,
-            own_linears=config.lora.enabled,
-            own_experts=config.lora.in_experts or config.model.base_storage != "none",
-            init_weights=config.model.base_storage == "none",
-            longest_sequence=config.longest_sequence,
-            overlap=config.train.overlap,
-            fp8=Fp8.of(config.model, self.hf_config.num_layers),
-            shares_prompts=self.shares_prompts,
-            images=config.data.images,
-            replays_routes=config.rollout.routing_replay != "off",
-        )
 
     def weights_changed(self) -> None:
         """Tell the policy that its weights, frozen ones included, were written from outside. The optimizer copies its
@@ -179,7 +166,8 @@ class MegatronPolicy:
         """
 
         def collect(hidden: Tensor, item: RankBatch, chunk: torch.nn.Module) -> RefHead:
-            return RefHead(head_input(chunk, hidden).index_select(0, item.loss), lm_head(chunk).detach())
+            states = head_input(chunk, hidden).index_select(0, item.loss)
+            return RefHead(states, lm_head(chunk).detach(), self.hf_config.logit_cap)
 
         return self._collect(batch, collect)
 
@@ -349,14 +337,12 @@ class MegatronPolicy:
             self._head_task(item),
             entropy_gradient=terms.entropy_weights is not None,
             upstream=None if early is None else partial(early, micro_batch, tokens),
-            ref=terms.ref_head,
         )
-        if terms.ref_head is not None:
-            direction = self.config.algorithm.kl_estimator.removeprefix("full_")
-            task = replace(task, truncation=NO_TRUNCATION, direction=direction)
-        rows = torch.stack(vocab_logprobs(states, lm_head(chunk), task))
-        logprobs, entropy, *full_kl = self._whole_rows(rows, item)
-        return LossInputs(logprobs, entropy if task.entropy_gradient else entropy.detach(), micro_batch, *full_kl)
+        others = terms.others(self.config.algorithm.kl_estimator.removeprefix("full_"))
+        rows = torch.stack(rows_with_others(states, lm_head(chunk), task, others))
+        logprobs, entropy, *divergences = self._whole_rows(rows, item)
+        entropy = entropy if task.entropy_gradient else entropy.detach()
+        return LossInputs.of(logprobs, entropy, micro_batch, divergences)
 
     def _head_task(self, item: RankBatch) -> HeadTask:
         """Return the settings of the LM head's passes over the loss tokens of this rank's part of a micro-batch."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +33,7 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.moe.routing_replay import route_shape
 from megagrpo.policy.reference import FrozenModel, Reference, kl_by_sample
 from megagrpo.policy.step_terms import add_step_terms
+from megagrpo.policy.teacher import Teacher
 from megagrpo.records.rows.recorder import Recorder, Update
 from megagrpo.records.rows.step_metrics import values_of
 from megagrpo.sync.trainer_side.transport import Weights
@@ -62,6 +63,7 @@ class Learning:
     recorder: Recorder
     phases: Phases
     count_skip: Callable[[NonFiniteError, Weights], None]
+    teachers: Sequence[Teacher] = ()
 
     def weights(self) -> Weights:
         """Yield this rank's parameters, each with the part of the Hugging Face tensor it holds: the adapters if only
@@ -132,7 +134,8 @@ class Learning:
         """Pack the samples with advantages [N], turns with advantages [K] if any, and log-probs: this replica's part
         of each optimizer step."""
         layout, seed = self.policy.layout, derive_seed(self.config.run.seed, self.state.step, "slices")
-        rules = packing_rules(self.config, self.policy.shares_prompts)
+        models = [self.policy, *(teacher.model for teacher in self.teachers)]
+        rules = packing_rules(self.config, all(model.shares_prompts for model in models))
         shapes = samples.shapes(advantages.numpy(), rules, of_turns)
         parts = slices(len(samples), self.config.algorithm.steps_per_generation, seed)
         roles = self.roles(samples)
@@ -178,7 +181,10 @@ class Learning:
                 batch = self.policy.replay.recorded(batch, self.policy.logprobs)
             elif algorithm.updates_per_step > 1 or algorithm.kl_in_reward:
                 batch = batch.with_terms(old_logprobs=self.policy.logprobs(batch))
-            return batch if self.reference is None else self.reference.annotate(batch)
+            batch = batch if self.reference is None else self.reference.annotate(batch)
+            for teacher in self.teachers:
+                batch = teacher.annotate(batch, self.state.step + 1)
+            return batch
 
     def with_kl_in_reward(
         self, samples: StepSamples, batches: list[TrainBatch]

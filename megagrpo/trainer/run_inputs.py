@@ -40,6 +40,7 @@ from megagrpo.trainer.evaluation.sets import HeldOut, check_columns, load_sets
 from megagrpo.trainer.rollout.sourced_prompts import SourcedPrompts
 from megagrpo.trainer.saving.data_change import DataChange, data_change
 from megagrpo.trainer.saving.run_folder import RunFolder, open_run_folder
+from megagrpo.trainer.teachers import TeacherFiles, teacher_files
 from megagrpo.types import SamplingParams
 from megagrpo.weights.bridge.image_facts import processor_of
 from megagrpo.weights.bridge.load import Checkpoint
@@ -47,13 +48,14 @@ from megagrpo.weights.bridge.load import Checkpoint
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The Hugging Face folders of the policy and, with `model.reference_path`, of its reference. `dtype` is the dtype
-    in which the policy computes."""
+    """The Hugging Face folders of the policy, its teachers and, with `model.reference_path`, its reference. `dtype` is
+    the dtype in which the policy computes."""
 
     folder: Path
     hf_config: HfConfig
     dtype: torch.dtype
     reference_folder: Path | None
+    teachers: list[TeacherFiles]
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,9 @@ def read_inputs(
     reference_folder = run_own_and_agree(
         layout, lambda: _reference_folder(config.model.reference_path, hf_config, tokenizer)
     )
-    model = ModelFiles(model_folder, hf_config, dtype, reference_folder)
+    paths = [teacher.path for teacher in config.algorithm.teacher]
+    teachers = run_own_and_agree(layout, lambda: teacher_files(paths, hf_config, layout, tokenizer))
+    model = ModelFiles(model_folder, hf_config, dtype, reference_folder, teachers)
     tokenizers = tokenizer, reader
     of_model = tokenizers, hf_config.vocab_size, layout, resources
     given, (config, data) = config, (read_data or _read_data)(config, base_folder, *of_model)

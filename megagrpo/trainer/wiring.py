@@ -33,6 +33,7 @@ from megagrpo.trainer.run_inputs import Inputs, read_inputs
 from megagrpo.trainer.saving.saves import Saves
 from megagrpo.trainer.saving.time_limit import TimeLimit
 from megagrpo.trainer.syncing import Syncing
+from megagrpo.trainer.teachers import load_teachers
 from megagrpo.trainer.trainer import Trainer
 from megagrpo.weights.blocks.parameter_blocks import blocks
 
@@ -49,6 +50,8 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     say, phases, progress = journal.writer.message, journal.phases, journal.progress
     servers = start_servers(config, model.folder, folder.path, layout, inputs.servers, progress, say, resources)
     policy, reference = load_policy(config, layout, model, data.sampling, progress)
+    with as_config_errors():
+        teachers = load_teachers(config, model.teachers, layout, progress)
     if note := apex_note(policy.optimizer):
         say(note)
     routes = route_shape(model.hf_config) if config.rollout.routing_replay == "engine" else None
@@ -58,12 +61,13 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         journal.writer.follow(engine)
     rollouts = make_rollouts(inputs, engine, layout, state, journal, resources)
     collector = rollouts.collector
-    offload = Offload(policy, reference) if offloads(config.rollout, config.train.offload) else NoOffload()
+    offload = Offload(policy, reference, teachers) if offloads(config.rollout, config.train.offload) else NoOffload()
     rank_0_engine = engine if layout.world_rank == 0 else None
     turns = GpuTurns(layout, rank_0_engine, servers.sleep, offload, collector.stop_if_requested, phases)
     records = make_records(config, journal, model, policy, reference, collector.pool)
     alarms = make_alarms(config, state, policy, servers.dtype, collector.reward_tracebacks, say)
-    learning = Learning(config, policy, reference, inputs.loss_fn, state, records.recorders, phases, alarms.count_skip)
+    counted = records.recorders, phases, alarms.count_skip
+    learning = Learning(config, policy, reference, inputs.loss_fn, state, *counted, teachers)
     syncing = Syncing(weight_sync, learning.weights, state, collector, turns, phases, say)
     saves = Saves(
         Checkpointer(folder.path / CHECKPOINTS, layout, policy, config.run.save_total_limit, model.folder, reference),

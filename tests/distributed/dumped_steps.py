@@ -24,6 +24,7 @@ from megagrpo.data.packing.sample_packing import build_batch, pack, packing_rule
 from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.families.hf_config import HfConfig, load_hf_config
 from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process.progress_hook import SILENT
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.moe.rank_routed_experts import with_sample_routes
 from megagrpo.policy.moe.routing_replay import route_shape
@@ -38,6 +39,7 @@ from megagrpo.train_types import Metric, TrainSample, TrainState
 from megagrpo.trainer.policy_update import Learning
 from megagrpo.trainer.rollout.roles import trained_members
 from megagrpo.trainer.rollout.token_exchange import trained_samples
+from megagrpo.trainer.teachers import load_teachers, teacher_files
 from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, Turn
 from megagrpo.weights.blocks.parameter_blocks import adapter_blocks, fill
 from megagrpo.weights.bridge.adapter_files import fill_adapters
@@ -51,11 +53,11 @@ def two_layers() -> HfConfig:
     return shrink_model(SHAPES["llama_tied"], ParallelSection())
 
 
-def make_model(folder: Path, hf_config: HfConfig) -> None:
+def make_model(folder: Path, hf_config: HfConfig, seed: int = 0) -> None:
     """Save a model of this shape as a Hugging Face folder."""
     import transformers
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**hf_config.raw | dict(pad_token_id=None))
     )
@@ -220,6 +222,9 @@ def dump_step(
             fill(parameter, found, lambda block: random_tensor(block.name, block.shape)[block.slices])
     policy.weights_changed()
     reference = Reference(policy) if config.algorithm.beta else None
+    teachers = load_teachers(
+        config, teacher_files([one.path for one in algorithm.teacher], hf, layout, None), layout, SILENT
+    )
     replay = config.rollout.routing_replay
     shape = route_shape(hf) if replay == "engine" else None
     scored, said, state = change(rollouts(shape)), [], TrainState()
@@ -250,6 +255,8 @@ def dump_step(
         batch = with_sample_routes(batch, random_routes(random_samples(), shape), layout, shape)
     batch = policy.replay.recorded(batch, policy.logprobs) if replay == "trainer" else batch
     batch = reference.annotate(batch) if reference else batch
+    for teacher in teachers:
+        batch = teacher.annotate(batch, step=1)
     divisor = denominator(batch, algorithm.loss.average, config.rollout.max_completion_length)
     dumps = StepDumps(policy, run / "dumps", model, said.append, reference)
     for step in steps:

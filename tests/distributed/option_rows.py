@@ -38,6 +38,14 @@ LOSSES: dict[str, dict[str, Any]] = {
         importance_correction="sequence_truncate",
         importance_correction_max=1.05,
     ),
+    "dr_grpo, teachers": dict(
+        loss_type="dr_grpo",
+        beta=0.0,
+        teacher=[
+            dict(path="teachers/one", divergence="jensen_shannon", mix=0.3, weight=2.0),
+            dict(path="teachers/two", divergence="forward"),
+        ],
+    ),
     "top entropy, bonus": dict(loss_type="dapo", beta=0.1, entropy_coef=0.5, top_entropy_quantile=0.5),
 }
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
@@ -72,7 +80,7 @@ ROUTERS: dict[str, dict[str, Any]] = {  # of the section algorithm
     "frozen": {},
 }
 EXPERTS = ("qwen3_moe", "deepseek_v3")
-EXACT_KL = ("dr_grpo, reverse KL", "dapo, forward KL")
+EXACT_KL = ("dr_grpo, reverse KL", "dapo, forward KL", "dr_grpo, teachers")
 # Their order decides the number of rows: this one gives few.
 AXES: dict[str, list[Any]] = {
     "stages": list(STAGES),
@@ -114,6 +122,7 @@ RULES: list[Rule] = [
     (("adapters", "storage"), lambda adapters, storage: adapters != "none" or storage == "none"),
     (("adapters", "optimizer"), lambda adapters, optimizer: adapters == "none" or optimizer != "muon"),
     (("dp", "cp", "overlap_grad_reduce"), lambda dp, cp, overlaps: dp * cp > 1 or not overlaps),
+    (("model", "loss"), lambda model, loss: model != IMAGES or loss != "dr_grpo, teachers"),
     # A KL over the whole vocabulary needs distributions over the same tokens
     (("loss", "sampler"), lambda loss, sampler: loss not in EXACT_KL or sampler in ("plain", "processed")),
 ]

@@ -41,17 +41,31 @@ MORE = {
         loss_type="vespo", vespo_k_pos=1, vespo_lambda_pos=1, vespo_k_neg=2, vespo_lambda_neg=0.5
     ),
     "sapo, other sharpness": dict(loss_type="sapo", sapo_temperature_pos=2.0, sapo_temperature_neg=0.5),
+    "teachers, exact KL": dict(
+        beta=0.5,
+        kl_estimator="full_reverse",
+        teacher=[
+            dict(path="teacher", divergence="jensen_shannon", mix=0.3, weight={1: 2.0, 2: 0.0}),
+            dict(path="model", divergence="skewed_reverse", mix=0.2),
+        ],
+    ),
     "dapo, truncated responses masked": dict(loss_type="dapo", mask_truncated_completions=True),
 }
 OPTIONS = LOSSES | ADVANTAGES | MORE
-QUICK = ["dapo, truncated responses masked", "gspo", "off-policy mask"]  # these run in every suite; `full` runs all
+QUICK = [
+    "dapo, truncated responses masked",
+    "gspo",
+    "off-policy mask",
+    "teachers, exact KL",
+]  # these run in every suite; `full` runs all
 
 
 def _dump_all(root, names):
     layout = None
     for name in names:
+        teachers = [teacher | dict(path=str(root / teacher["path"])) for teacher in OPTIONS[name].get("teacher", ())]
         config = tiny_run(
-            algorithm=dict(beta=0.0, num_iterations=2) | OPTIONS[name],
+            algorithm=dict(beta=0.0, num_iterations=2) | OPTIONS[name] | dict(teacher=teachers),
             debug=dict(dump_steps=[1]),
             train=dict(distributed_optimizer=True, weight_decay=0.1, max_grad_norm=0.5),
             rewards=dict(functions=FUNCTIONS),
@@ -70,6 +84,7 @@ def audits(*names):
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         run_ranks(make_model, 1, root / "model", two_layers())
+        run_ranks(make_model, 1, root / "teacher", two_layers(), 1)
         run_ranks(_dump_all, 2, root, names)
         return run_ranks(_audit_all, 1, root, names)[0]
 

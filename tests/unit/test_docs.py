@@ -105,6 +105,7 @@ def is_known(key: str) -> bool:
     key = re.sub(r"\.\d+(?=\.|$)", ".N", key)
     key = re.sub(r"(?<=^evaluation\.sets\.)[^.]+", "NAME", key)
     key = re.sub(r"(?<=^tasks\.)[^.]+", "N", key)
+    key = re.sub(r"^algorithm\.teacher\.(?=[a-z])", "algorithm.teacher.N.", key)  # one teacher may be a mapping
     of_task = f"tasks.N.{key}"  # in a task's own file
     return key in KEYS or any(name.startswith(tuple(f"{prefix}." for prefix in OPEN)) for name in (key, of_task))
 

@@ -164,6 +164,8 @@ PATHS: dict[str, Resolve] = {
     "run.callbacks.*": _function,
     "run.trackers.*": _function,
     "algorithm.loss_type": _function,
+    "algorithm.teacher.path": _folder_or_name,
+    "algorithm.teacher.*.path": _folder_or_name,
     "algorithm.advantage_estimator": _function,
     "train.optimizer": _function,
     "train.lr_scheduler_type": _function,

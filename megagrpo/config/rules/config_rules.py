@@ -23,6 +23,7 @@ from megagrpo.config.rules.extra_args import extra_args_problems, options_of
 from megagrpo.config.rules.overlap_rules import overlap_problems
 from megagrpo.config.rules.row_rules import row_problems
 from megagrpo.config.rules.task_rules import task_problems
+from megagrpo.config.rules.teacher_rules import teacher_problems
 from megagrpo.config.rules.tower_rules import tower_problems
 from megagrpo.config.sections.data import RENDERER_ARGUMENTS
 from megagrpo.config.sections.evaluation import evaluation_problems
@@ -61,6 +62,7 @@ def cross_field_problems(config: RunConfig) -> list[Problem]:
         judge_problems(config),
         turn_problems(config),
         role_problems(config.algorithm, config.multi_turn.roles),
+        teacher_problems(config),
         source_problems(config),
         replay_problems(config),
         router_problems(config),
@@ -199,7 +201,7 @@ def data_problems(config: RunConfig) -> Iterator[Problem]:
     if d.chat_template_kwargs and d.chat_template == "none":
         reason = "has no effect, because data.chat_template is none; leave one of them out"
         yield Problem(("data.chat_template_kwargs", "data.chat_template"), reason)
-    has_rewards = config.rewards.functions or m.scheduler or m.environment or m.agent
+    has_rewards = config.rewards.functions or m.scheduler or m.environment or m.agent or config.algorithm.teacher
     if not has_rewards and config.algorithm.loss.generates:
         keys = ("rewards.functions", "multi_turn.scheduler", "multi_turn.environment", "multi_turn.agent")
         reason = "the run has no rewards; name a function, or a scheduler, environment or agent that gives rewards"

@@ -15,7 +15,7 @@ ONLY_SAMPLING: dict[str, tuple[str, ...]] = {
     "algorithm": (
         *("kl_estimator", "use_bias_correction_kl", "loss_average", "epsilon", "epsilon_high", "delta"),
         *("advantage_estimator", "scale_rewards", "multi_objective_aggregation", "skip_zero_advantage"),
-        *("kl_in_reward", "sync_ref_model", "num_iterations", "steps_per_generation", "dynamic_sample"),
+        *("teacher", "kl_in_reward", "sync_ref_model", "num_iterations", "steps_per_generation", "dynamic_sample"),
         *("importance_correction", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "advantage_by"),
         *("off_policy_mask_threshold", "mask_truncated_completions", "importance_sampling_level"),
     ),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from megagrpo.config.basics.task_values import weights_by_step
 from megagrpo.config.sections.loss_table import LOSSES, ROW_LOSSES, Average, Loss, custom_loss
+from megagrpo.config.sections.rewards import numbered
 from megagrpo.config.sections.section import (
     Fraction,
     NonNegativeFloat,
@@ -17,6 +19,29 @@ from megagrpo.config.sections.section import (
 )
 
 ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+
+class TeacherSection(Section):
+    """A model that teaches the policy on the policy's own responses."""
+
+    path: str | None = None
+    """The teacher: a model as `model.path` names one, of any supported family and size, with the policy's tokens."""
+    divergence: Literal["forward", "reverse", "jensen_shannon", "skewed_forward", "skewed_reverse"] = "reverse"
+    """What the loss adds at each token: KL(teacher || policy), KL(policy || teacher), or one of these with a mixture.
+    docs/distillation.md has the formulas."""
+    mix: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """jensen_shannon: share of the teacher in the mixture (`beta` of GKD). skewed: share of the other distribution."""
+    weight: NonNegativeFloat | dict[int, NonNegativeFloat] = 1.0
+    """Weight of the divergence, or weights by the step from which they hold: `{1: 1.0, 100: 0.1}`."""
+
+    def weight_at(self, step: int) -> float:
+        """Return the weight at `step`, counted from 1."""
+        by_step = weights_by_step([self.weight])
+        return by_step[max(first for first in by_step if first <= step)][0]
+
+
+def _listed(teachers: object) -> object:
+    return [teachers] if isinstance(teachers, dict) else teachers
 
 
 class AlgorithmSection(Section):
@@ -37,6 +62,9 @@ class AlgorithmSection(Section):
     """Multiply the estimate by the probability ratio: the mean gradient is then the gradient of KL(policy || ref)."""
     kl_in_reward: bool = False
     """Take `beta` times a response's KL (summed k1) from its reward before advantages, and add nothing to the loss."""
+    teacher: Annotated[list[TeacherSection], BeforeValidator(_listed)] = []
+    """Models that teach the policy on its own responses, one mapping or a list, beside rewards or, with
+    `rewards.functions: []`, in their place: docs/distillation.md."""
     sync_ref_model: bool = False
     """Let the reference follow the policy: every `ref_model_sync_steps` steps it becomes their mixture."""
     ref_model_mixup_alpha: Fraction = 0.6
@@ -196,6 +224,12 @@ class AlgorithmSection(Section):
         )
 
     @property
+    def teachers(self) -> dict[str, TeacherSection]:
+        """The teachers by short unique names: the last parts of their paths."""
+        names = numbered((teacher.path or "").rstrip("/").rpartition("/")[2] for teacher in self.teacher)
+        return dict(zip(names, self.teacher, strict=True))
+
+    @property
     def entropy_bonus(self) -> bool:
         """Whether the loss may have an entropy bonus."""
         return self.entropy_coef > 0 or self.use_adaptive_entropy
@@ -209,7 +243,7 @@ class AlgorithmSection(Section):
     def leaves_out_zero_advantage(self) -> bool:
         """Whether samples whose advantage is 0 are skipped."""
         has_gradient = self.beta or self.counts_in_routers or self.entropy_bonus or self.top_entropy_quantile < 1
-        has_gradient = has_gradient or self.loss.custom or not self.loss.generates
+        has_gradient = has_gradient or bool(self.teacher) or self.loss.custom or not self.loss.generates
         return self.skip_zero_advantage and not has_gradient
 
     @property

@@ -16,6 +16,7 @@ from megagrpo.families.shared.recurrence import Mamba2
 from megagrpo.planner.costs.engine_memory import GIB, ServerMemory
 from megagrpo.planner.costs.gpu_specs import GPUS_PER_NODE
 from megagrpo.planner.costs.shapes import Stage, layer_route_bytes, num_parameters, stages_of
+from megagrpo.planner.costs.teacher_costs import teacher_memory
 from megagrpo.planner.costs.tower_costs import tower_activations, tower_bytes, tower_shape
 from megagrpo.planner.costs.workload import Bundle, responses_together
 
@@ -25,7 +26,7 @@ FP8_BYTES = 2  # bytes of a weight's cached FP8 copies: one rounded along rows, 
 # layers whose activations stay on the GPU despite model.offload_activations: the running one and its neighbour
 NOT_OFFLOADED = 2
 STORED_BYTES = {"fp8": 1 + 4 / 64, "nf4": 1 / 2 + 4 / 64}  # bytes of a stored weight, with its share of a scale
-MOVED = ("weights", "optimizer", "reference")  # to the host while vLLM generates
+MOVED = ("weights", "optimizer", "reference", "teachers")  # to the host while vLLM generates
 
 
 def trainer_memory(config: RunConfig, model: HfConfig, dp: int, gpu: bool = True) -> dict[str, dict[str, float]]:
@@ -81,6 +82,8 @@ def _stage_memory(
     }
     if config.lora.enabled and config.model.reference_path is not None:
         resident["reference"] = resident["weights"]
+    teachers, teacher_hidden = teacher_memory(config, stage.index, _responses(config, dp))
+    resident |= teachers
     if tower := tower_bytes(config, model, stage):
         resident["tower"] = tower
     if gpu and in_fp8 and not config.model.fp8_param:
@@ -100,7 +103,7 @@ def _stage_memory(
     masters = master_bytes * sharded
     moved = min(stage.chunk, max(trained, trained_experts)) * element if train.distributed_optimizer else 0
     loading = {"optimizer": masters, "staging": max(largest, moved - masters)}
-    batch = {"ref_hidden": ref_hidden}
+    batch = {"ref_hidden": ref_hidden + teacher_hidden}
     if routes := _route_bytes(config, model, dp, stage, gpu):
         batch["routes"] = routes
     phases = {
@@ -141,13 +144,14 @@ def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) 
     """Return the LM head's bytes for log-probs, its bytes in a train step, and the bytes that exact KL keeps of the
     reference for a whole step.
 
-    They hold a chunk's logits in float32: with exact KL the logits of both models, with top-p also the exponentials. In
-    a train step with a repetition penalty they also hold the logits' derivatives. Rows may have either.
+    They hold a chunk's logits in float32: with exact KL or a teacher the logits of both models, with top-p also the
+    exponentials. In a train step with a repetition penalty they also hold the logits' derivatives. Rows may have both.
     Fused log-probs write no logits without gradients; with gradients they write 2 bytes each to scratch of limited
     size. A train step adds the head's gradient, summed in float32 and then cast.
     """
     cp, algorithm, rollout, train = config.parallel.cp, config.algorithm, config.rollout, config.train
     exact = algorithm.beta > 0 and algorithm.full_kl
+    compared = exact or bool(algorithm.teacher)
     tokens, shard = train.max_tokens_per_micro_batch // cp, model.padded_vocab(config.parallel.tp) // config.parallel.tp
     if train.fused_logprobs:
         passing = (tokens + shard) * model.hidden_size if train.logprobs_fp8_recipe != "none" else 0
@@ -155,11 +159,16 @@ def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) 
     else:
         of_chunk = min(train.logprob_chunk, tokens) * shard * 4
         rows = config.has_own_sampling  # a row may have its own top_p and repetition penalty
-        passing = of_chunk * (1 + exact + (rollout.top_p < 1 or rows))
+        passing = of_chunk * (1 + compared + (rollout.top_p < 1 or rows))
         retained = passing + of_chunk * (rollout.repetition_penalty != 1 or rows)
     gradients = shard * model.hidden_size * (4 if weight_bytes == 4 else 4 + weight_bytes)
-    responses = rollout.prompts_per_step * rollout.num_generations * config.max_response_length / dp / cp
-    return passing, retained + gradients, responses * model.hidden_size * weight_bytes if exact else 0
+    return passing, retained + gradients, _responses(config, dp) * model.hidden_size * weight_bytes if exact else 0
+
+
+def _responses(config: RunConfig, dp: int) -> float:
+    """Return the most response tokens of a step on a rank."""
+    rollout = config.rollout
+    return rollout.prompts_per_step * rollout.num_generations * config.max_response_length / dp / config.parallel.cp
 
 
 def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[float, float, float]:
@@ -298,7 +307,7 @@ def copied_bytes(config: RunConfig, model: HfConfig, world_size: int) -> list[fl
 
 def _moved(config: RunConfig, model: HfConfig, world_size: int) -> list[dict[str, float]]:
     stages = stage_memory(config, model, max(1, world_size // config.parallel.model_parallel_size))
-    return [{part: GIB * stage["train"][part] for part in MOVED} for stage in stages]
+    return [{part: GIB * stage["train"].get(part, 0.0) for part in MOVED} for stage in stages]
 
 
 def activation_bytes(config: RunConfig, model: HfConfig) -> list[float]:

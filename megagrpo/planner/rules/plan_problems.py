@@ -15,6 +15,7 @@ from megagrpo.planner.costs.engine_memory import GIB, ServerMemory
 from megagrpo.planner.costs.gpu_specs import Gpu
 from megagrpo.planner.costs.planned_memory import Memory, run_memory
 from megagrpo.planner.costs.shapes import modules_of
+from megagrpo.planner.costs.teacher_costs import teacher_problems
 from megagrpo.planner.rules.checked_files import data_problems, output_problems, tokenizer_problems
 from megagrpo.planner.rules.code_problems import code_problems
 from megagrpo.planner.rules.expert_problems import expert_problems
@@ -69,7 +70,7 @@ def check(
     problems += _of_tasks(config, lambda own: tokenizer_problems(tokenizer, own.data, model.vocab_size)) + unfit
     sequence = ServerMemory.of(config, model).kv_bytes(config.max_model_len) / GIB
     problems += [*expert_problems(config, model), *adapter_problems(config.lora, model)]
-    problems += few_kv_head_problems(config, model)
+    problems += [*few_kv_head_problems(config, model), *teacher_problems(config, model, fetch)]
     problems += recurrent_problems(config, model)
     problems += [] if config.model.freeze_vision_tower else trained_tower_problems(model, config.parallel)
     problems += [*storage_problems(config, model), *fp8_problems(config, model)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megagrpo.data.tokens.grammar import Grammars
 from megagrpo.data.tokens.sampling import own_sampling
 from megagrpo.families.shared.architecture import HfConfig
 from megagrpo.platform.parallel.context import RankBatch
+from megagrpo.policy.lm_head.divergence import Divergence
 from megagrpo.policy.lm_head.logit_processors import LogitProcessors, runs_of
 from megagrpo.policy.lm_head.vocab_shard import VocabShard
 from megagrpo.policy.lm_head.vocab_truncation import TruncationsOfTokens
@@ -23,7 +25,6 @@ from megagrpo.train_types import LossFn, LossInputs, MicroBatch, RefHead, moved
 from megagrpo.types import NO_TRUNCATION, SamplingParams, Truncation
 
 LOGPROBS, ENTROPY, KL = range(3)  # indices of the outputs
-DIRECTIONS = ("forward", "reverse")
 Upstream = Callable[..., tuple[Tensor, ...]]
 
 
@@ -55,12 +56,17 @@ class HeadTask:
     into_main_grad: bool = False  # add the gradient of `weight` to its float32 `main_grad`, Megatron's sum, unrounded
     fused: bool = False  # Triton kernels, which choose their own chunk
     fp8: str | None = None  # the kernels multiply FP8: "tensorwise" or "blockwise"
-    ref: RefHead | None = None  # the reference's hidden states [N, H] and head [V/tp, H], for an exact KL
-    direction: str = "reverse"  # of the KL: reverse is KL(policy || reference), forward KL(reference || policy)
+    ref: RefHead | None = None  # the other model's hidden states [N, H] and head [V/tp, H], for an exact KL
+    direction: str = "reverse"  # of the KL: reverse is KL(policy || other), forward KL(other || policy), or a mixture
+    mix: float = 0.5  # of a direction with a mixture
+
+    @cached_property
+    def divergence(self) -> Divergence:
+        """The divergence of `direction`."""
+        return Divergence.of(self.direction, self.mix)
 
     def __post_init__(self) -> None:
-        if self.direction not in DIRECTIONS:
-            raise ValueError(f"direction: {self.direction!r} is not one of {', '.join(DIRECTIONS)}")
+        Divergence.of(self.direction, self.mix)
 
     @classmethod
     def of(
@@ -113,7 +119,7 @@ class HeadTask:
 
     @property
     def reverse(self) -> bool:
-        """Whether there is a KL, and it is KL(policy || reference)."""
+        """Whether there is a KL, and it is KL(policy || other)."""
         return self.ref is not None and self.direction == "reverse"
 
     @property
@@ -128,8 +134,10 @@ class HeadTask:
 
     @property
     def num_results(self) -> int:
-        """Number of values per token: outputs, log-normaliser per model and, if truncated, the smallest kept logit."""
-        return 2 * self.num_outputs - 1 + bool(self.truncation)
+        """Number of values per token: outputs, log-normaliser per model and, if truncated, the smallest kept logit, or
+        the sum of a mixture's slopes."""
+        mixes = self.ref is not None and self.divergence.mixes
+        return 2 * self.num_outputs - 1 + bool(self.truncation) + mixes
 
 
 def _processors(item: RankBatch, of_sequences: Sequence[SamplingParams], grammars: Grammars | None) -> LogitProcessors:
@@ -152,5 +160,5 @@ def loss_gradients(
     ]
     logprobs, *others = leaves
     entropy = others.pop(0) if micro_batch.terms.entropy_weights is not None else torch.zeros_like(logprobs)
-    share = loss_fn(LossInputs(logprobs, entropy, micro_batch, *others)).numerator / denominator
+    share = loss_fn(LossInputs.of(logprobs, entropy, micro_batch, others)).numerator / denominator
     return tuple(gradient[positions[rows]] for gradient in torch.autograd.grad(share, leaves, materialize_grads=True))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -14,6 +16,8 @@ from megagrpo.policy.lm_head.fused_logprobs import FusedPass
 from megagrpo.policy.lm_head.task import ENTROPY, KL, LOGPROBS, HeadTask
 from megagrpo.policy.lm_head.vocab_shard import HeadGradients, Softmax, chunks, column_blocks, sum_dtype
 from megagrpo.policy.lm_head.vocab_truncation import drop_below, lowest_kept
+from megagrpo.train_types import OtherHead
+from megagrpo.types import NO_TRUNCATION
 
 
 def vocab_logprobs(hidden: Tensor, weight: Tensor, task: HeadTask) -> tuple[Tensor, ...]:
@@ -46,6 +50,19 @@ def vocab_logprobs(hidden: Tensor, weight: Tensor, task: HeadTask) -> tuple[Tens
             raise ValueError(f"fused log-probs: {reason}")
     assert task.fused or task.fp8 is None, "only the fused kernels multiply FP8"
     return _VocabHead.apply(hidden, weight, task if torch.is_grad_enabled() else replace(task, upstream=None))
+
+
+def rows_with_others(hidden: Tensor, weight: Tensor, task: HeadTask, others: Sequence[OtherHead]) -> list[Tensor]:
+    """Return log-probs, entropy, and the divergence from each of `others`, [N] each, as `vocab_logprobs` does.
+
+    The first one shares the pass of the log-probs. Each further one computes the policy's logits once more.
+    """
+    tasks = [
+        replace(task, truncation=NO_TRUNCATION, ref=other.head, direction=other.direction, mix=other.mix)
+        for other in others
+    ] or [task]
+    more = [replace(one, upstream=None, entropy_gradient=False) for one in tasks[1:]]
+    return [*vocab_logprobs(hidden, weight, tasks[0]), *(vocab_logprobs(hidden, weight, one)[KL] for one in more)]
 
 
 def _begin(task: HeadTask, hidden: Tensor, weight: Tensor, gradients: bool) -> _Pass | FusedPass:
@@ -130,9 +147,10 @@ class _Pass:
 
     def compute_logits(self, rows: slice) -> None:
         """Compute the logits [n, v] of the tokens `rows`, of the reference too if there is one."""
-        self._logits = self._logits_of(self._policy, rows, self._memory, self._slopes)
+        self._logits = self._logits_of(self._policy, rows, self._memory, self._task.logit_cap, self._slopes)
         if (ref := self._task.ref) is not None:
-            self._ref_logits = self._logits_of((ref.hidden, ref.weight), rows, self._ref_memory)
+            cap = ref.logit_cap
+            self._ref_logits = self._logits_of((ref.hidden, ref.weight), rows, self._ref_memory, cap)
 
     def compute_logits_again(self, rows: slice, results: Tensor) -> None:
         """Recompute logits [n, v] of `rows` as `forward` left them; `results` [3 to 5, n] is `forward`'s result."""
@@ -141,22 +159,28 @@ class _Pass:
             drop_below(self._logits, self._task.labels[rows], self.shard, results[-1])
 
     def _logits_of(
-        self, model: tuple[Tensor, Tensor], rows: slice, memory: Tensor, slopes: Tensor | None = None
+        self,
+        model: tuple[Tensor, Tensor],
+        rows: slice,
+        memory: Tensor,
+        cap: float | None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         task, (hidden, weight) = self._task, model
         if task.processors is None:
-            return self.shard.logits(hidden[rows], weight, task.temperature_of(rows), task.logit_cap, memory)
-        logits = self.shard.logits(hidden[rows], weight, 1.0, task.logit_cap, memory)
+            return self.shard.logits(hidden[rows], weight, task.temperature_of(rows), cap, memory)
+        logits = self.shard.logits(hidden[rows], weight, 1.0, cap, memory)
         if slopes is not None:
             slopes = slopes[: len(logits)]
-            slopes.fill_(1) if task.logit_cap is None else slopes.copy_(_slope(logits, 1 / task.logit_cap))
+            slopes.fill_(1) if cap is None else slopes.copy_(_slope(logits, 1 / cap))
         task.processors.apply(logits, rows, self.shard, slopes)
         return logits.div_(task.temperature_of(rows))
 
     def forward(self, rows: slice) -> Tensor:
         """Return log-probs, entropy and log-normaliser [3, n]; with a truncation also the smallest kept logit [4, n].
 
-        With a reference return log-probs, entropy, KL and both log-normalisers [5, n].
+        With a reference return log-probs, entropy, KL and both log-normalisers [5, n]; with a mixture also the sum of
+        its slopes [6, n].
         """
         task = self._task
         self.compute_logits(rows)
@@ -169,11 +193,26 @@ class _Pass:
         if task.ref is None:
             return torch.stack((policy.logprobs, policy.entropy, policy.log_normaliser, *lowest))
         ref = Softmax.of(ref_logits, labels, self.shard, other=None if task.reverse else logits)
+        if task.divergence.mixes:
+            return self._with_mixture(policy, ref)
         first, second = (policy, ref) if task.reverse else (ref, policy)
         # Normalisers are subtracted part by part: for nearly equal distributions the rounding error of a sum would
         # exceed the KL.
         kl = first.difference / first.total + (second.maximum - first.maximum) + (second.total / first.total).log()
         return torch.stack((policy.logprobs, policy.entropy, kl, policy.log_normaliser, ref.log_normaliser))
+
+    def _with_mixture(self, policy: Softmax, ref: Softmax) -> Tensor:
+        """Return log-probs, entropy, divergence, both log-normalisers and the sum of the slopes [6, n]."""
+        normalisers = policy.log_normaliser, ref.log_normaliser
+        sums = self._logits.new_zeros(2, self._logits.shape[0])
+        for columns in column_blocks(self._logits):
+            log_p, log_q = (
+                logits[:, columns] - normaliser[:, None]
+                for logits, normaliser in zip((self._logits, self._ref_logits), normalisers, strict=True)
+            )
+            sums += torch.stack([part.sum(dim=-1) for part in self._task.divergence.terms(log_p, log_q)])
+        self.shard.all_reduce(sums, dist.ReduceOp.SUM)
+        return torch.stack((policy.logprobs, policy.entropy, sums[0], *normalisers, sums[1]))
 
     def grad_logits(self, rows: slice, results: Tensor, upstream: Tensor) -> Tensor:
         """Return the gradient of the policy's logits before the temperature [n, v], written over the logits.
@@ -214,9 +253,13 @@ class _Pass:
         return part if self._slopes is not None or cap is None else _slope(part, temperature / cap)
 
     def _grad_with_kl(self, log_p: Tensor, columns: slice, results: Tensor, factor: Tensor, scale: Tensor) -> None:
-        """Overwrite log p with p factor, plus scale p (log p - log q - KL) if reverse, or scale (p - q) if forward."""
+        """Overwrite log p with p factor, plus scale p (log p - log q - KL) if reverse, scale (p - q) if forward, or
+        scale (s - p sum s) for a mixture with slopes s."""
         log_q = self._ref_logits[:, columns].sub_(results[4, :, None])
-        if self._task.reverse:
+        if self._task.divergence.mixes:
+            slopes = self._task.divergence.terms(log_p, log_q)[1]
+            log_p.exp_().mul_(factor - scale * results[5, :, None]).add_(slopes.mul_(scale))
+        elif self._task.reverse:
             log_ratio = torch.sub(log_p, log_q, out=log_q)
             log_p.exp_().mul_(log_ratio.sub_(results[KL, :, None]).mul_(scale).add_(factor))
         else:

@@ -328,6 +328,7 @@ def _numbers(step: Step, rows: Rows, result: Recomputed) -> Iterator[Check]:
         ("reference log-probs", "ref_logprobs", result.ref_logprobs),
         ("entropy", "entropy", result.entropy),
         ("full-vocabulary KL", "full_kl", result.kl),
+        *((f"divergence from {name}", f"teacher.{name}", rows) for name, rows in result.teachers.items()),
     ):
         if rows.dumped(name) is not None:
             yield rows.compare(quantity, name, recomputed, tolerances.token, tolerances.average)

@@ -100,6 +100,9 @@ def means(rows: Rows) -> dict[str, tuple[float, float]]:
         full_kl = naive.estimated_kl(ref - policy, rows.ratio(policy - old), algorithm)
     if full_kl is not None:
         exact = {"kl": full_kl.mean().item()} | exact
+    for name in algorithm.teachers:
+        if (row := rows.dumped(f"teacher.{name}")) is not None:
+            exact[f"teacher/{name}/divergence"] = row.mean().item()
     without_border = {name: (value, 0.0) for name, value in exact.items()}
     return without_border | _clip_ratios(rows, policy - old) | _corrections(rows, policy, old)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import cached
 from torch.overrides import TorchFunctionMode
 
-from megagrpo.config import AlgorithmSection
+from megagrpo.config import AlgorithmSection, TeacherSection
 from megagrpo.types import SamplingParams, Truncation
 
 EDGE = 2e-5  # float32's rounding of a logit, in nats, and of a sum of probabilities
@@ -236,6 +236,23 @@ def kl_term(policy: Tensor, reference: Tensor, picked: Tensor, ratio: Tensor, al
     if algorithm.kl_estimator == "full_reverse":
         return (policy.exp() * (policy - reference)).sum(dim=-1)
     return estimated_kl((reference - policy).gather(1, picked[:, None])[:, 0], ratio, algorithm)
+
+
+def divergence(policy: Tensor, teacher: Tensor, section: TeacherSection) -> Tensor:
+    """Return [Lr]: the divergence of a teacher's term at each response token, from [Lr, V] log-probs."""
+    p, q, mix = policy.exp(), teacher.exp(), section.mix
+    middle = mix * q + (1 - mix) * p
+
+    def kl(first: Tensor, second: Tensor) -> Tensor:
+        return (torch.xlogy(first, first) - torch.xlogy(first, second)).sum(dim=-1)
+
+    return {
+        "forward": lambda: (q * (teacher - policy)).sum(dim=-1),
+        "reverse": lambda: (p * (policy - teacher)).sum(dim=-1),
+        "jensen_shannon": lambda: mix * kl(q, middle) + (1 - mix) * kl(p, middle),
+        "skewed_forward": lambda: kl(q, middle),
+        "skewed_reverse": lambda: kl(p, mix * p + (1 - mix) * q),
+    }[section.divergence]()
 
 
 def estimated_kl(d: Tensor, ratio: Tensor, algorithm: AlgorithmSection) -> Tensor:

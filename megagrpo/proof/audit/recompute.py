@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from megagrpo.config import AlgorithmSection
+from megagrpo.config import AlgorithmSection, TeacherSection
 from megagrpo.data.tokens.grammar import Grammars, allowed
+from megagrpo.families.weight_sources import resolve_model
 from megagrpo.proof.audit import naive, naive_lora, naive_loss
 from megagrpo.proof.audit.dumped_rows import Rows
 from megagrpo.proof.audit.naive_images import freeze_tower, image_inputs
@@ -40,6 +41,7 @@ class Recomputed:
     ref_logprobs: list[Tensor | None] = field(default_factory=list)
     entropy: list[Tensor | None] = field(default_factory=list)
     kl: list[Tensor | None] = field(default_factory=list)
+    teachers: dict[str, list[Tensor | None]] = field(default_factory=dict)  # of each teacher's term, by its name
     loss: float = 0.0
     loss_size: float = 0.0  # `loss` of the terms' absolute values: the scale of its rounding error
     grad_norm: float = 0.0
@@ -48,14 +50,28 @@ class Recomputed:
 
 
 def recompute(step: Step, advantages: list[Tensor]) -> Iterator[Recomputed]:
-    """Yield every optimizer step of `step`, recomputed with the `advantages` [L] of its samples. At most two float64
-    models and one gradient are in memory."""
+    """Yield every optimizer step of `step`, recomputed with the `advantages` [L] of its samples. At most the float64
+    models of policy, reference and teachers and one gradient are in memory."""
     if step.config.rollout.routing_replay == "trainer":
         step = replace(step, samples=_with_routes(step))
     reference = _model(step, step.reference).requires_grad_(False) if step.config.algorithm.beta else None
+    others = _Others(reference, {name: _teacher(step, one) for name, one in step.config.algorithm.teachers.items()})
     old = _old_logprobs(step) if len(step.updates) > 1 else None
     for update in step.updates:
-        yield _recompute_update(step, update, advantages, _model(step, update.weights), reference, old)
+        yield _recompute_update(step, update, advantages, _model(step, update.weights), others, old)
+
+
+@dataclass(frozen=True)
+class _Others:
+    """The models that the policy is compared with."""
+
+    reference: nn.Module | None
+    teachers: dict[str, nn.Module]
+
+
+def _teacher(step: Step, section: TeacherSection) -> nn.Module:
+    folder = resolve_model(str(section.path), "algorithm.teacher.path")
+    return naive.load_model(folder, step.dtype, step.config.longest_sequence).requires_grad_(False)
 
 
 def _model(step: Step, folder: Path) -> nn.Module:
@@ -134,10 +150,10 @@ def _recompute_update(
     update: DumpedUpdate,
     advantages: list[Tensor],
     model: nn.Module,
-    reference: nn.Module | None,
+    others: _Others,
     old: list[Tensor] | None,
 ) -> Recomputed:
-    algorithm, rollout = step.config.algorithm, step.config.rollout
+    algorithm, rollout, reference = step.config.algorithm, step.config.rollout, others.reference
     lengths = step.loss_lengths(update)
     average, longest = algorithm.loss.average, rollout.max_completion_length
     divisor = naive_loss.denominator(list(lengths.values()), average, longest)
@@ -164,6 +180,12 @@ def _recompute_update(
             ratio = naive_loss.probability_ratio(response.logprobs - response.old, algorithm.importance_sampling_level)
             kl = naive.kl_term(policy, ref, sample.token_ids[sample.places], ratio, algorithm)
             terms.append(algorithm.beta * kl / share)
+        for name, section in algorithm.teachers.items():
+            with torch.no_grad():
+                taught = _log_softmax(step, others.teachers[name], sample, reported[index])
+            divergence = naive.divergence(policy, taught, section)
+            terms.append(section.weight_at(step.number) * divergence / share)
+            result.teachers.setdefault(name, [None] * len(step.samples))[index] = divergence.detach()
         weight = task_weights[step.task_of(sample.trajectory)]
         terms = [term if i == 1 else term * weight for i, term in enumerate(terms)]  # term 1 is the entropy bonus
         sum((term.sum() for term in terms[1:]), terms[0].sum()).backward()

@@ -93,6 +93,7 @@ class Step:
     reference's weights in this step."""
 
     folder: Path
+    number: int
     config: RunConfig
     dtype: str
     model: Path
@@ -198,6 +199,7 @@ def load_step(run: Path, step: int, model: Path | None = None) -> Step:
         raise ConfigError(f"{file}: the reference {reference} holds no config.json; {fix}")
     return Step(
         folder=folder,
+        number=step,
         config=RunConfig.model_validate(contents["config"]),
         dtype=contents["dtype"],
         model=model,

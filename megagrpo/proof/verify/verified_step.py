@@ -28,6 +28,7 @@ from megagrpo.policy.moe.routing_replay import route_shape
 from megagrpo.policy.optimizer.policy_optimizer import gather_gradients
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.step_terms import add_step_terms
+from megagrpo.policy.teacher import build_teachers
 from megagrpo.proof.verify.shrink import random_routes, random_tensor
 from megagrpo.records.rows.step_metrics import values_of
 from megagrpo.train_types import LossInputs, LossOutput, MicroBatch, TrainBatch, TrainSample
@@ -91,14 +92,12 @@ def prepare(
 ) -> tuple[MegatronPolicy, TrainBatch, list[Tensor | None]]:
     """Return (policy, this rank's batch with all loss inputs, policy log-probs [T] per micro-batch) before a step."""
     policy = MegatronPolicy(config, layout, hf_config)
-    fill_weights(
-        policy,
-        hf_config,
-        layout,
-        weights
-        or partial(random_tensor, temperature=config.rollout.temperature, centred_norms=hf_config.centred_norms),
-    )
+    random = partial(random_tensor, temperature=config.rollout.temperature, centred_norms=hf_config.centred_norms)
+    fill_weights(policy, hf_config, layout, weights or random)
     reference = Reference(policy) if config.algorithm.beta else None
+    teachers = [*build_teachers(config, layout, [hf_config] * len(config.algorithm.teacher))]
+    for teacher in teachers:
+        fill_weights(teacher.model, hf_config, layout, weights or random)
     _move_away(policy)
     policy.weights_changed()
     batch = pack(samples, packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
@@ -109,7 +108,10 @@ def prepare(
         batch = policy.replay.recorded(batch, policy.logprobs)
     logprobs = policy.logprobs(batch)
     batch = batch.with_terms(old_logprobs=_old_logprobs(batch, logprobs))
-    return policy, batch if reference is None else reference.annotate(batch), logprobs
+    batch = batch if reference is None else reference.annotate(batch)
+    for teacher in teachers:
+        batch = teacher.annotate(batch, step=1)
+    return policy, batch, logprobs
 
 
 @torch.no_grad()

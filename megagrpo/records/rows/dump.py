@@ -16,7 +16,7 @@ samples.safetensors
 update_K.safetensors
                   one row per loss token as optimizer step K saw it: `sample`, `token` (its index in the sample),
                   `token_id`, `advantage`, `policy_logprobs`, `old_logprobs`, `ref_logprobs`, `rollout_logprobs`,
-                  `entropy`, `full_kl`. Columns that the step does not compute are missing
+                  `entropy`, `full_kl`, `teacher.NAME`. Columns that the step does not compute are missing
 optimizer_K.safetensors
                   64 elements of every trained tensor, `places.NAME` [n] in the flattened tensor, `values.NAME` [n, 5]
                   float32: weight and Adam's two moments before optimizer step K, clipped gradient, weight after it. For
@@ -286,7 +286,7 @@ class StepDumps(Recorder):
 def detached(inputs: LossInputs) -> LossInputs:
     """Return the inputs with all tensors detached from the autograd graph; shapes and dtypes stay."""
     rows: dict[str, Any] = {name: value.detach() for name, value in vars(inputs).items() if isinstance(value, Tensor)}
-    return replace(inputs, **rows)
+    return replace(inputs, **rows, divergences=tuple(row.detach() for row in inputs.divergences))
 
 
 def loss_tokens(inputs: LossInputs) -> Rows:
@@ -305,6 +305,8 @@ def loss_tokens(inputs: LossInputs) -> Rows:
         "entropy": inputs.entropy,
         "full_kl": inputs.full_kl,
     }
+    compared = [term.name for term in batch.terms.teachers if term.other is not None]
+    rows |= {f"teacher.{name}": row for name, row in zip(compared, inputs.divergences, strict=True)}
     return {name: row.cpu().index_select(0, chosen) for name, row in rows.items() if row is not None}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from megagrpo.policy.lora.quantized_base import StoredWeight
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer.policy_optimizer import parts_of
 from megagrpo.policy.reference import Reference
+from megagrpo.policy.teacher import Teacher
 
 
 class NoOffload:
@@ -32,17 +33,18 @@ class NoOffload:
 class Offload:
     """Moves trainer state between the GPU and host memory, so that a server can use the GPU's memory.
 
-    Gradients are freed, since a step begins with zero gradients. Master weights, optimizer moments, the reference and
-    finally the weights move to host memory. Tensors keep their identity and their exact bits. The methods may be called
-    in any order. All are collective: a method returns when all ranks are done. Frozen weights, and a reference that has
-    not changed since, are copied to the host only once.
+    Gradients are freed, since a step begins with zero gradients. Master weights, optimizer moments, reference, teachers
+    and finally the weights move to host memory. Tensors keep their identity and their exact bits. The methods may be
+    called in any order. All are collective: a method returns when all ranks are done. Frozen weights, teachers, and a
+    reference that has not changed since, are copied to the host only once.
     """
 
-    def __init__(self, policy: MegatronPolicy, reference: Reference | None = None):
-        self._policy, self._reference = policy, reference
+    def __init__(self, policy: MegatronPolicy, reference: Reference | None = None, teachers: Sequence[Teacher] = ()):
+        self._policy = policy
+        self._others = [(one, OffloadedStorages()) for one in (reference, *teachers) if one is not None]
         self._weights, self._state = OffloadedStorages(), OffloadedStorages()
-        self._frozen, self._reference_weights = OffloadedStorages(), OffloadedStorages()
-        self._parts = self._weights, self._frozen, self._state, self._reference_weights
+        self._frozen = OffloadedStorages()
+        self._parts = self._weights, self._frozen, self._state, *(storages for _, storages in self._others)
 
     @property
     def away(self) -> bool:
@@ -72,9 +74,8 @@ class Offload:
         of_weights = storages(self._of_weights())
         self._state.drop(self._gradients())
         self._state.move(t for t in self._of_state() if t.untyped_storage()._cdata not in of_weights)
-        if self._reference is not None:
-            of_reference = [part for weight in self._reference.weights for part in parts(weight)]
-            self._reference_weights.move(of_reference, version=self._reference.times_moved)
+        for model, moved in self._others:
+            moved.move([part for weight in model.weights for part in parts(weight)], version=model.times_moved)
         self._forget_rounded_weights()
         device.release_memory()
 

@@ -15,9 +15,11 @@ from megagrpo.algorithms.sequences import Sequences
 from megagrpo.config import AlgorithmSection
 from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
+from megagrpo.train_types import RefHead
 
 VECTORS = Path(__file__).parents[2] / "vectors"
 MISC = json.loads((VECTORS / "trl_misc.json").read_text())
+DISTILLATION = json.loads((VECTORS / "trl_distillation.json").read_text())
 SEED = json.loads((VECTORS / "seed_era.json").read_text())
 
 
@@ -125,3 +127,34 @@ def test_the_ratio_of_gspo_token_has_the_value_of_the_sequences_and_the_gradient
     one, whole = (importance_ratio(policy, old, sequences, level) for level in ("sequence_token", "sequence"))
     torch.testing.assert_close(one, whole)
     torch.testing.assert_close(torch.autograd.grad(one.sum(), policy)[0], whole.detach())
+
+
+@pytest.mark.parametrize("case", DISTILLATION, ids=lambda case: case["name"])
+def test_divergences_from_a_teacher_and_their_gradients_are_trls(case):
+    given, settings, expected = case["inputs"], case["config"], case["expected"]
+    if case["kind"] == "gkd":  # logits are hidden states before a head that is the identity
+        hidden, other = tensor(given["student_logits"]), tensor(given["teacher_logits"])
+        head = other_head = torch.eye(hidden.shape[-1], dtype=torch.float64)
+        mask = torch.tensor(given["labels"]) != -100
+    else:
+        names = ("student_hidden", "teacher_hidden", "student_head", "teacher_head")
+        hidden, other, head, other_head = (tensor(given[name]) for name in names)
+        mask = torch.tensor(given["mask"]).bool()
+    leaves = hidden.requires_grad_(), head.requires_grad_()
+    beta = settings["beta"]
+    task = HeadTask(
+        torch.zeros(int(mask.sum())).long(),
+        temperature=settings["temperature"],
+        ref=RefHead(other[mask], other_head),
+        direction="jensen_shannon" if beta else "forward",
+        mix=beta or 0.5,
+        chunk=4,
+    )
+    total = vocab_logprobs(hidden[mask], head, task)[2].sum()
+    loss = total if settings.get("reduction") == "sum" else total / mask.sum()
+    grads = torch.autograd.grad(loss, leaves)
+    torch.testing.assert_close(loss.item(), expected["loss"], rtol=1e-5, atol=1e-6)
+    wanted = [expected.get(name) for name in ("grad_student_logits", "grad_student_hidden")]
+    torch.testing.assert_close(grads[0], tensor(wanted[0] or wanted[1]), rtol=1e-5, atol=1e-6)
+    if "grad_student_head" in expected:
+        torch.testing.assert_close(grads[1], tensor(expected["grad_student_head"]), rtol=1e-5, atol=1e-6)

@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[3]
 EVERYWHERE = """
 model: {path: weights, reference_path: ../weights, tokenizer: weights}
 run: {output_dir: runs, trackers: ["track.py:T"], callbacks: ["calls.py:Watch", "package.module:Stop"]}
-algorithm: {beta: 0.1, loss_type: "loss.py:f", advantage_estimator: "gain.py:g"}
+algorithm: {teacher: [{path: weights}], beta: 0.1, loss_type: "loss.py:f", advantage_estimator: "gain.py:g"}
 data:
   source: "choose.py:Source"
   train: {source: rows.jsonl}
@@ -87,7 +87,10 @@ def test_the_test_above_has_every_key_with_a_path():
     agent = anchored({"multi_turn": {"agent": agent}}, Path("/here"))["multi_turn"]["agent"]  # a mapping or a text
     assert agent["function"] == "/here/play.py:f" and agent["files"] == {"a": "/here/b", "c": "{d}"}
     assert agent["score_files"] == {"e": "/here/f/{g}"} and agent["certificate"] == "/here/h"
-    of_agent = {key for key in PATHS if key.startswith("multi_turn.agent.")}
+    (taught, list_of_one) = ({"algorithm": {"teacher": one}} for one in ({"path": "./a"}, [{"path": "./a"}]))
+    assert anchored(taught, Path("/here")) == {"algorithm": {"teacher": {"path": "/here/a"}}}
+    assert anchored(list_of_one, Path("/here")) == {"algorithm": {"teacher": [{"path": "/here/a"}]}}
+    of_agent = {key for key in PATHS if key.startswith("multi_turn.agent.")} | {"algorithm.teacher.path"}
     for key in PATHS.keys() - {"lora.adapter_path"} - of_agent:  # the adapter excludes a reference
         node = values
         for part in key.split("."):

@@ -23,6 +23,35 @@ def config(algorithm=None, **sections) -> RunConfig:
             dict(algorithm=IN_REWARD | dict(beta=0)),
             "algorithm.kl_in_reward: True needs a reference, but algorithm.beta is 0; raise beta",
         ),
+        (dict(algorithm=dict(teacher=dict(weight=0.5))), "algorithm.teacher.0.path: the teacher has no model"),
+        (
+            dict(algorithm=dict(teacher=dict(path="y", weight={0: 1.0}))),
+            "algorithm.teacher.0.weight: 0 is not a step, which begin at 1",
+        ),
+        (
+            dict(algorithm=dict(teacher=dict(path="y")), rollout=dict(top_p=0.9)),
+            "algorithm.teacher.0.divergence: reverse compares the same tokens, but rollout.top_p, top_k and min_p",
+        ),
+        (
+            dict(algorithm=dict(teacher=dict(path="y")), train=dict(fused_logprobs=True)),
+            "train.fused_logprobs: true writes no logits, which a teacher needs; set it to false",
+        ),
+        (
+            dict(algorithm=dict(teacher=dict(path="y")), data=dict(train=dict(source="x"), images=True)),
+            "algorithm.teacher: a teacher sees no images",
+        ),
+        (
+            dict(algorithm=dict(teacher=dict(path="y"), dynamic_sample=True), rewards=dict(functions=[])),
+            "algorithm.dynamic_sample: true compares rewards, but rewards.functions is empty",
+        ),
+        (
+            dict(
+                algorithm=dict(teacher=dict(path="y")),
+                rewards=dict(functions=[]),
+                data=dict(train=dict(source="x"), eval=dict(source="y")),
+            ),
+            "rewards.functions: held-out prompts need a function that scores them; name one in rewards.functions, with",
+        ),
         (dict(algorithm=dict(sync_ref_model=True)), "algorithm.sync_ref_model: True needs a reference"),
         (dict(model=dict(path="x", reference_path="y")), "model.reference_path: y needs a reference"),
         (

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -459,6 +460,40 @@ def test_logits_cost_a_chunk_and_exact_kl_the_hidden_states_of_the_reference(fol
     found = logprobs("train.logprob_chunk=512", "rollout.max_completion_length=128", *exact)
     assert found["logits"] == pytest.approx(2 * chunk)
     assert found["ref_hidden"] == pytest.approx(8 * 4 * 128 / 2 * 576 * 2 / 2**30)
+
+
+def test_a_teacher_costs_its_weights_a_chunk_of_logits_and_hidden_states(folder, tmp_path):
+    (tmp_path / "teacher").mkdir()
+    wide = LLAMA | dict(hidden_size=1152, num_hidden_layers=2)
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps(wide))
+    model = parse_hf_config(LLAMA)
+
+    def memory(*overrides: str) -> dict[str, float]:
+        settings = config(folder, "model.precision=bf16", "rollout.max_completion_length=128", *overrides)
+        return trainer_memory(settings, model, dp=1)["logprobs"]
+
+    alone, taught = memory(), memory(f"algorithm.teacher.path={tmp_path / 'teacher'}")
+    assert taught["teachers"] == pytest.approx(
+        2 * stage_parameters(parse_hf_config(wide), ParallelSection())[0] / 2**30
+    )
+    assert taught["logits"] == pytest.approx(2 * alone["logits"])
+    assert taught["ref_hidden"] == pytest.approx(8 * 8 * 128 * 1152 * 2 / 2**30)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "said"),
+    [
+        (dict(vocab_size=49153), "algorithm.teacher.0.path: .* has 49153 tokens, the policy 49152; name a teacher"),
+        (dict(num_attention_heads=7, num_key_value_heads=7, hidden_size=448), "in the policy's layout: .*divisible"),
+        (None, "algorithm.teacher.0.path: .*teacher does not exist"),
+    ],
+)
+def test_a_teacher_that_the_policy_cannot_be_compared_with_is_a_problem_of_the_plan(folder, tmp_path, teacher, said):
+    if teacher is not None:
+        (tmp_path / "teacher").mkdir()
+        (tmp_path / "teacher" / "config.json").write_text(json.dumps(LLAMA | teacher))
+    taught = config(folder, f"algorithm.teacher.path={tmp_path / 'teacher'}", "parallel.tp=3", "rollout.tp=1")
+    assert any(re.search(said, problem) for problem in told(plan(taught, 3)))
 
 
 def test_a_repetition_penalty_keeps_derivatives_of_a_chunk_in_a_train_step(folder):

@@ -1,0 +1,64 @@
+"""The teachers of a run: checked before servers start, and loaded beside the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from megagrpo.config import RunConfig
+from megagrpo.data.tokens.tokenizer import Tokenizer, load_tokenizer
+from megagrpo.families.hf_config import HfConfig, load_hf_config, model_problems
+from megagrpo.families.weight_sources import resolve_model
+from megagrpo.platform.parallel.agree import run_own_and_agree
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process.progress_hook import Progress
+from megagrpo.policy.teacher import Teacher, build_teachers
+from megagrpo.weights.bridge.load import load_hf
+
+
+@dataclass(frozen=True)
+class TeacherFiles:
+    """The Hugging Face folder of a teacher."""
+
+    folder: Path
+    hf_config: HfConfig
+
+
+def teacher_files(
+    paths: Sequence[str | None], policy: HfConfig, layout: Layout, tokenizer: Tokenizer | None
+) -> list[TeacherFiles]:
+    """Return the files of the teachers at `paths`. Raises ValueError with the key of one whose tokens are not the
+    policy's, which ranks with a `tokenizer` check, or which the layout does not divide."""
+    return [
+        _files(f"algorithm.teacher.{number}.path", str(path), policy, layout, tokenizer)
+        for number, path in enumerate(paths)
+    ]
+
+
+def _files(key: str, path: str, policy: HfConfig, layout: Layout, tokenizer: Tokenizer | None) -> TeacherFiles:
+    folder = resolve_model(path, key)
+    hf_config, fix = load_hf_config(folder), "name a teacher with the policy's tokens"
+    if hf_config.vocab_size != policy.vocab_size:
+        sizes = f"{hf_config.vocab_size} tokens, the policy {policy.vocab_size}"
+        raise ValueError(f"{key}: {folder} has {sizes}: distributions over them cannot be compared; {fix}")
+    if tokenizer and (folder / "tokenizer_config.json").exists():
+        for i, (own, other) in enumerate(zip(tokenizer.pieces(), load_tokenizer(folder).pieces(), strict=False)):
+            if own != other:
+                raise ValueError(f"{key}: token {i} of {folder} is {other!r}, the policy's is {own!r}; {fix}")
+    for problem in model_problems(hf_config, layout.parallel):
+        raise ValueError(f"{key}: {folder} in the policy's layout: {problem.text}")
+    return TeacherFiles(folder, hf_config)
+
+
+def load_teachers(
+    config: RunConfig, files: Sequence[TeacherFiles], layout: Layout, progress: Progress
+) -> list[Teacher]:
+    """Build the teachers and load their weights. Collective."""
+    teachers = []
+    for teacher, one in zip(build_teachers(config, layout, [one.hf_config for one in files]), files, strict=True):
+        load = partial(load_hf, teacher.model.chunks, one.hf_config, one.folder, layout, progress)
+        run_own_and_agree(layout, load)
+        teachers.append(teacher)
+    return teachers
