@@ -1,13 +1,10 @@
 """The job script on a real Slurm with two simulated nodes and a stand-in for Python: time limits, arrays, dependencies
 and failing steps. `make test-slurm` runs it; `test_slurm.py` runs the real trainer and servers."""
 
-import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
-import tarfile
 import time
 
 import pytest
@@ -26,7 +23,6 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 PYTHON = """#!/usr/bin/env bash
 cd FOLDER || exit 9
 case "$*" in
-  "-m megagrpo.cluster.launch.staging"*) exec REAL "$@" ;;
   "-m megagrpo.cluster.launch.preflight"* | "-m megagrpo plan"*) ;;
   "-m megagrpo serve"*)
     while [ $# -gt 0 ]; do [ "$1" = --urls ] && urls=$2; shift; done
@@ -56,7 +52,7 @@ esac
 def submit(tmp_path, capfd):
     """Submit a job of two nodes with a server on each; return its number. Its output goes to `tmp_path`/job.out."""
     python = tmp_path / "python"
-    python.write_text(PYTHON.replace("FOLDER", str(tmp_path)).replace("REAL", sys.executable))
+    python.write_text(PYTHON.replace("FOLDER", str(tmp_path)))
     python.chmod(0o755)
     (tmp_path / "until").write_text("100000")
     described = yaml.safe_load((ROOT / "launch" / "clusters" / "local_pretend.yaml").read_text())
@@ -129,44 +125,6 @@ def test_a_job_by_hand_is_requeued_and_takes_its_arguments_again(submit, tmp_pat
     start_now(job)
     ends(job, "COMPLETED")
     assert begun(tmp_path) == [0, saved] and (tmp_path / "job.out").read_text().count("requeueing the job") == 1
-
-
-@pytest.fixture
-def staged(submit, tmp_path):
-    """Keys of a cluster whose jobs copy an environment, the stand-in, to a folder like a node's disk."""
-    (tmp_path / "disk").mkdir()
-    with tarfile.open(tmp_path / "env.tar", "w") as tar:
-        tar.add(tmp_path / "python", "./bin/python")
-    return {"archive": str(tmp_path / "env.tar"), "folder": str(tmp_path / "disk")}
-
-
-def test_a_staged_job_runs_from_its_copies_and_removes_them(submit, staged, tmp_path):
-    (tmp_path / "until").write_text("3")
-    job = submit(staging=staged)
-    ends(job, "COMPLETED")
-    assert f"begins at step 0 with {tmp_path}/disk/megagrpo_env.{job}/bin/python" in (tmp_path / "job.out").read_text()
-    assert list((tmp_path / "disk").iterdir()) == []
-
-
-def test_a_killed_staged_job_leaves_copies_to_the_next_one(submit, staged, tmp_path):
-    job = submit(staging=staged)
-    wait_for(lambda: begun(tmp_path), "trainer", 60)
-    for pid in processes_of(job):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: told(job, "JobState") == "FAILED" and not processes_of(job), "end of the killed job", 60)
-    assert (tmp_path / "disk" / f"megagrpo_env.{job}").is_dir()
-    (tmp_path / "until").write_text("3")
-    ends(submit("run.overwrite=true", staging=staged), "COMPLETED")
-    assert list((tmp_path / "disk").iterdir()) == []
-
-
-def test_a_job_that_cannot_be_staged_starts_nothing(submit, staged, tmp_path):
-    (tmp_path / "env.tar").write_bytes(b"no archive")
-    ends(submit(staging=staged), "FAILED")
-    printed = (tmp_path / "job.out").read_text()
-    assert "staging.archive: " in printed and "staging failed; nothing was started" in printed
-    assert list((tmp_path / "disk").iterdir()) == []
 
 
 def test_the_turns_of_an_array_and_the_jobs_that_depend_on_it(submit, tmp_path):

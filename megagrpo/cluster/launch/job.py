@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megagrpo.cluster.launch.staging import SQUASH, TAR
 from megagrpo.config import ConfigError, Problem, ProblemError, RolloutSection, RunConfig
 from megagrpo.config.basics.paths import paths_in
 from megagrpo.config.io import (
@@ -51,29 +50,6 @@ class Container(Section):
     mounts: tuple[str, ...] = ()
 
 
-class Staging(Section):
-    """Where each node gets a copy of the Python environment from, and on which disk (`staging.py`)."""
-
-    archive: str
-    """A .tar, .sqsh or .squashfs with bin/python at its top, on a file system that all nodes share."""
-    folder: str = "/tmp"
-    """A folder on each node's own disk."""
-
-    @field_validator("archive")
-    @classmethod
-    def _check_archive(cls, archive: str) -> str:
-        if not archive.endswith(TAR + SQUASH):
-            raise ValueError(f"must end in {', '.join(TAR + SQUASH)}; make the archive as docs/slurm.md says")
-        return archive
-
-    @field_validator("folder")
-    @classmethod
-    def _check_folder(cls, folder: str) -> str:
-        if not os.path.isabs(folder):
-            raise ValueError("must be an absolute path; name a folder on each node's own disk")
-        return folder
-
-
 class Cluster(Section):
     """A file of `launch/clusters`."""
 
@@ -93,8 +69,6 @@ class Cluster(Section):
     env: dict[str, str] = Field({})
     """Environment variables, without secrets."""
     container: Container | None = None
-    staging: Staging | None = None
-    """Copy the environment to each node before the job's other steps. `python` only makes the copies then."""
     restarts: NonNegativeInt = 10
     """Restarts of one job, after preemption or at its time limit."""
     restart_failed: bool = False
@@ -123,9 +97,6 @@ class Cluster(Section):
             elif SECRET_VARIABLE.search(name):
                 fix = "`export` it where you submit, or read it in `setup`"
                 problems.append(Problem(("env",), f"{name} would expose a secret in the job script; {fix}"))
-        if self.staging and self.container:
-            fix = "leave it out"
-            problems.append(Problem(("staging",), f"a container's environment comes with its image; {fix}"))
         if problems:
             raise ProblemError(*problems)
         return self
@@ -150,12 +121,11 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def check_paths(config: RunConfig, config_name: str, cluster: Cluster) -> None:
-    """Raise ConfigError for an archive of `staging` that does not exist, and for each path of the job that no mount of
-    the cluster's container holds under the same path. Files of a shipped config are not checked: every image has
-    them."""
-    root, container = job_folder(), cluster.container
-    if cluster.staging and not (archive := root / cluster.staging.archive).is_file():
-        raise ConfigError(f"staging.archive: no file {archive}; make it as docs/slurm.md says, or leave staging out")
+    """Raise ConfigError for each path of the job that no mount of the cluster's container holds under the same path.
+
+    Files of a shipped config are not checked: every image has them.
+    """
+    container = cluster.container
     if container is None:
         return
     flags: dict[Path, list[str]] = {}  # of a folder that the container holds under the same path

@@ -96,7 +96,6 @@ def _settings(
         "SERVERS_PER_NODE": placement.servers_per_node,
         "FIRST_SERVER_GPU": placement.first_server_gpu,
         "NODES_PER_SERVER": placement.nodes_per_server,
-        "STAGING": _array([str(root / stage.archive), stage.folder] if (stage := cluster.staging) else []),
         "PLAN": _array(memory),
         "PREFLIGHT": _array(preflight),
         "SRUN_OPTIONS": _array(srun),
