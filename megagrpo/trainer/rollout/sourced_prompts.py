@@ -28,7 +28,6 @@ from megagrpo.train_types import TrainState
 from megagrpo.trainer.rollout.collector import NoRollouts
 from megagrpo.types import Prompt
 
-KEY = "data.source"
 ATTEMPTS = 100  # calls of `next` in a row that return overlong rows only
 NEW = -1  # stands for a new row in a message of row numbers
 
@@ -45,7 +44,9 @@ class SourcedPrompts(PromptOrder):
     `prompt_id` `first_new` plus its place, and its columns travel once, to all ranks.
     """
 
-    def __init__(self, order: PromptOrder, layout: Layout, config: RunConfig, key: str = KEY, first_id: int = 0):
+    def __init__(
+        self, order: PromptOrder, layout: Layout, config: RunConfig, key: str = "data.source", first_id: int = 0
+    ):
         super().__init__(order.rows, config.data, config.run.seed)
         self.response_lengths, self.warnings = order.response_lengths, order.warnings
         self.identity = order.identity
