@@ -21,7 +21,6 @@ from megagrpo.config import RunConfig
 from megagrpo.families.hf_config import HfConfig
 from megagrpo.planner.costs.planned_memory import own_attention
 from megagrpo.policy.attention.packed import PackedSeqParams, TorchAttention
-from megagrpo.policy.fp8.megatron_patches import token_dispatcher
 from megagrpo.policy.layers import norm_modules
 from megagrpo.policy.transformer.specs import MLP, SharedExpertMLP
 from megagrpo.policy.transformer.transformer_config import fuses_activation
@@ -98,6 +97,8 @@ def fused_kernels(config: RunConfig, model: HfConfig, counter: StepCounter) -> I
         """Megatron's fused activations: the weights of tokens, where they have some, are the third argument."""
         inputs = [each for each in (x, bias, *more) if isinstance(each, Tensor)]
         return fused((*x.shape[:-1], x.shape[-1] // 2), True, *inputs)
+
+    from megatron.core.transformer.moe import token_dispatcher  # after megagrpo, which prepares it for this machine
 
     modules = getmodule(MLP), getmodule(SharedExpertMLP)
     patches: list[contextlib.AbstractContextManager[Any]] = [

@@ -22,7 +22,6 @@ from megagrpo.platform.device.cpu import VARIABLE
 from megagrpo.platform.parallel.host_messages import Reduction
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.platform.process.variables import ENVIRONMENT
-from megagrpo.policy.fp8.megatron_patches import token_dispatcher
 from megagrpo.policy.moe.router_losses import BalancedRouter
 from megagrpo.policy.transformer.specs import SequentialMLP
 
@@ -198,6 +197,8 @@ def _grouped_experts(counter: StepCounter) -> Any:
 
 def _waits_for_counts(counter: StepCounter) -> Any:
     """Return a patch of Megatron's dispatcher that counts one wait of the host per layer, for the token counts."""
+    from megatron.core.transformer.moe import token_dispatcher  # after megagrpo, which prepares it for this machine
+
     dispatcher_class = token_dispatcher.MoEAlltoAllTokenDispatcher
     synchronize = dispatcher_class._maybe_dtoh_and_synchronize
 
