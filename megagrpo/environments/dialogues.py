@@ -318,7 +318,7 @@ class DialogueEngine(WrappedEngine):
             conversation.ended = "length"
             return
         calls = await self._read_calls(session, home, conversation)
-        if calls and self._within_limits(conversation, len(calls)):
+        if calls and self._within_limits(conversation):
             await self._call_tools(conversation, calls)
         elif not calls and self.responders.has_scheduler:
             await self._ask_scheduler(conversation)
@@ -354,12 +354,10 @@ class DialogueEngine(WrappedEngine):
         content = self._tokenizer.decode(ids)  # not the message: a stop string may close the call
         return (content, []) if after_thought(content, opened) is None else hermes(content)
 
-    def _within_limits(self, conversation: Conversation, count: int) -> bool:
-        """Whether `count` further tool calls are allowed. Ends the conversation if not."""
-        rounds, limits = [len(turn.calls) for turn in conversation.turns if turn.calls], self._limits
-        if limits.max_tool_calling_iterations is not None and len(rounds) >= limits.max_tool_calling_iterations:
-            conversation.ended = "tool_limit"
-        elif limits.max_tool_calls is not None and sum(rounds) + count > limits.max_tool_calls:
+    def _within_limits(self, conversation: Conversation) -> bool:
+        """Whether further tool calls are allowed. Ends the conversation if not."""
+        limit = self._limits.max_tool_calling_iterations
+        if limit is not None and sum(bool(turn.calls) for turn in conversation.turns) >= limit:
             conversation.ended = "tool_limit"
         elif self._has_no_turns_left(conversation):
             conversation.ended = "max_turns"

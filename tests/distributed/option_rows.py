@@ -52,7 +52,7 @@ BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 ADAPTERS: dict[str, dict[str, Any]] = {
     "none": {},
     "all": dict(rank=3),
-    "first layer": dict(rank=2, target_modules=["o_proj", "down_proj"], layers_to_transform=[0], use_rslora=True),
+    "first layer": dict(rank=2, target_modules=["o_proj", "down_proj"], layers_to_transform=[0]),
     "experts": dict(rank=3, target_parameters=BOTH),
 }
 STAGES: dict[str, dict[str, Any]] = {  # of four layers, but for one stage

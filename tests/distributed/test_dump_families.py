@@ -26,7 +26,7 @@ FAMILIES |= {kind: (RELEASED[kind], TP2) for kind in ("qwen3_next", "qwen3_5_moe
 
 
 EXPERTS = dict(rank=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
-DOWN = dict(rank=2, target_modules=["o_proj"], target_parameters=["experts.down_proj"], use_rslora=True)
+DOWN = dict(rank=2, target_modules=["o_proj"], target_parameters=["experts.down_proj"])
 ADAPTERS = {
     "qwen2": (SHAPES["qwen2_untied"], TP2, dict(rank=3)),
     "qwen3_moe": (SHAPES["qwen3_moe"], dict(ep=2), EXPERTS),

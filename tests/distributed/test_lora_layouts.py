@@ -22,7 +22,7 @@ CASES = [
     (
         Case("pp2_dp2", 4, dict(pp=2), SHARDED),
         "qwen3_tied",
-        dict(rank=2, target_modules=["q_proj", "v_proj"], use_rslora=True),
+        dict(rank=2, target_modules=["q_proj", "v_proj"]),
     ),
     (Case("tp2_sp_pp2", 4, dict(tp=2, pp=2, sequence_parallel=True)), "phi3", ALL),
     (

@@ -48,7 +48,7 @@ TINY = dict(
     vocab_size=127,
     head_dim=8,
 )
-LORA = dict(rank=4, alpha=10.0, use_rslora=True, target_modules="all-linear")
+LORA = dict(rank=4, alpha=20.0, target_modules="all-linear")
 SAMPLES = [(5, 9, 1.5), (3, 14, -0.7), (8, 1, 0.4)]  # prompt length, response length, advantage
 
 
@@ -260,9 +260,7 @@ def test_peft_reads_what_we_write_and_computes_the_same(made, tmp_path):
     run_ranks(_step, 2, root, dict(tp=2), tmp_path / "out")
     assert torch.equal(run_ranks(_read_with_peft, 1, root, tmp_path / "out")[0], logits)
     lora = read_lora(tmp_path / "out")
-    assert (lora.rank, lora.alpha, lora.use_rslora) == (4, 10.0, True) and set(lora.names) == set(
-        read_lora(root / "adapter").names
-    )
+    assert (lora.rank, lora.alpha) == (4, 20.0) and set(lora.names) == set(read_lora(root / "adapter").names)
 
 
 def _fresh(root, parallel):
@@ -311,7 +309,7 @@ def test_dropout_drops_the_same_on_all_ranks_and_only_in_training(parallel, made
 
 BROKEN = {
     "lora.rank: 5, but the adapter in .* has 4; set it to 4": (dict(rank=5), {}),
-    "lora.alpha: 10.0, but the adapter": ({}, dict(lora_alpha=3)),
+    "lora.alpha: 20.0, but the adapter in .* has 6.0": ({}, dict(lora_alpha=3)),
     "has use_dora True; only LoRA of one rank": ({}, dict(use_dora=True)),
     "has bias all; only LoRA of one rank": ({}, dict(bias="all")),
     "has peft_type LOHA": ({}, dict(peft_type="LOHA")),

@@ -30,7 +30,7 @@ from megagrpo.weights.bridge.load import load_hf
 from tests.e2e import world
 from tests.e2e.tiny_servers import launch, naive_logprobs
 
-LORA = LoraSection(rank=4, alpha=6.0, use_rslora=True)
+LORA = LoraSection(rank=4, alpha=12.0)
 GREEDY = SamplingParams(0.0, 12)
 PROMPTS = [Prompt(i, tuple((7 * i + 3 * k) % 250 for k in range(4 + i)), "") for i in range(5)]
 

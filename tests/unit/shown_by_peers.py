@@ -21,7 +21,6 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "evaluation.top_k": "e2e/test_evaluation.py::test_sets_are_evaluated_with_their_own_sampling_before_between_and_after",
     "evaluation.top_p": "unit/trainer/evaluation/test_sets.py::test_what_a_set_leaves_empty_comes_from_the_sections_above_it",
     "lora.adapter_path": "e2e/test_lora_run.py::test_a_run_continues_from_an_adapter_which_is_its_reference",
-    "lora.use_rslora": "distributed/test_lora_peft.py::test_peft_reads_what_we_write_and_computes_the_same",
     "model.base_storage": "e2e/test_lora_run.py::test_vllm_samples_from_the_rounded_weights_that_the_trainer_computes_with",
     "model.fp8_format": "unit/policy/test_fp8.py::test_gradients_get_more_range_where_a_whole_tensor_shares_a_scale",
     "model.fp8_param": (
@@ -330,6 +329,7 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
     },
     "coming_from_unsloth.md": {
         "load_in_4bit": "e2e/test_lora_run.py::test_vllm_samples_from_the_rounded_weights_that_the_trainer_computes_with",
+        "use_rslora": "distributed/test_lora_peft.py::test_peft_reads_what_we_write_and_computes_the_same",
         "full_finetuning": (
             "distributed/test_lora_peft.py::test_gradients_merged_weights_and_files_are_those_of_peft",
             "distributed/test_optimizer_step.py::test_the_weights_of_four_steps_are_those_of_adamw_in_float64",

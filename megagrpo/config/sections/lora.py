@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from math import sqrt
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -34,8 +33,6 @@ class LoraSection(Section):
     """Rank of the adapters, trained instead of the model's weights; 0 trains the weights themselves. docs/lora.md."""
     alpha: PositiveFloat = 32.0
     """The adapters' output is scaled by alpha / rank."""
-    use_rslora: bool = False
-    """Scale by alpha / sqrt(rank) instead (rsLoRA)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the adapters' inputs set to 0 in training. Log-probs of reference and old policy use no dropout."""
     target_modules: list[str] | str = ALL_LINEAR
@@ -69,7 +66,7 @@ class LoraSection(Section):
     @property
     def scale(self) -> float:
         """Factor on the adapters' output."""
-        return self.alpha / (sqrt(self.rank) if self.use_rslora else self.rank)
+        return self.alpha / self.rank
 
     @property
     def names(self) -> list[str] | None:

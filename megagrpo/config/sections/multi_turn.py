@@ -52,8 +52,6 @@ class MultiTurnSection(Section):
     """Turns that the policy may take in one response; as many as fit when empty."""
     max_tool_calling_iterations: PositiveInt | None = None
     """Turns of one response whose tool calls are executed; as many as fit when empty."""
-    max_tool_calls: PositiveInt | None = None
-    """Tool calls of one response that are executed; as many as fit when empty. The turn that exceeds it is the last."""
     max_seconds: Seconds | None = None
     """Seconds that one response may take, tools included. Then it ends with the turns that are complete. An agent's
     process is then killed; without this key after 600 s."""
@@ -130,7 +128,7 @@ def multi_turn_problems(m: MultiTurnSection) -> Iterator[Problem]:
             yield Problem((f"multi_turn.{name}", "multi_turn.environment"), reason)
     if m.container is not None:
         yield from _container_problems(m, m.container)
-    for name in ("max_tool_calling_iterations", "max_tool_calls", "max_result_chars", "tool_parser"):
+    for name in ("max_tool_calling_iterations", "max_result_chars", "tool_parser"):
         if name in idle and not (m.tools or m.environment or m.agent):
             keys = (f"multi_turn.{name}", "multi_turn.tools", "multi_turn.environment")
             yield Problem(keys, f"{getattr(m, name)} needs tools; name tools or an environment, or leave it out")
@@ -147,7 +145,7 @@ def _agent_problems(m: MultiTurnSection, idle: list[str]) -> Iterator[Problem]:
         if getattr(m, name):
             keys = ("multi_turn.agent", f"multi_turn.{name}")
             yield Problem(keys, f"an agent answers the policy itself; leave out multi_turn.agent or multi_turn.{name}")
-    for name in ("max_tool_calling_iterations", "max_tool_calls", "max_result_chars", "timeout"):
+    for name in ("max_tool_calling_iterations", "max_result_chars", "timeout"):
         if name in idle:
             reason = "has no effect on an agent, which calls its tools itself; set multi_turn.max_turns or max_seconds"
             yield Problem((f"multi_turn.{name}", "multi_turn.agent"), reason)

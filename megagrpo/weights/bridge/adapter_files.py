@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -84,9 +85,9 @@ def load_adapter(
     value is NaN or infinite. `key` is the config key or the argument that named the folder.
     """
     saved = read_lora(folder, key)
-    for name in ("rank", "alpha", "use_rslora"):
+    for name in ("rank", "alpha"):
         wanted, made = getattr(lora, name), getattr(saved, name)
-        if wanted != made:
+        if not math.isclose(wanted, made):
             raise ValueError(f"lora.{name}: {wanted}, but the adapter in {folder} has {made}; set it to {made}")
     adapters = [(param, blocks) for _, param, blocks in adapter_blocks(chunks, hf_config, layout)]
     names = {name for names in layout.all_gather_objects([blocks[0].name for _, blocks in adapters]) for name in names}
@@ -139,8 +140,7 @@ def read_lora(folder: Path, key: str = RUN_KEY) -> LoraSection:
     modules, layers = saved["target_modules"] or [], saved.get("layers_to_transform")
     return LoraSection(
         rank=saved["r"],
-        alpha=saved["lora_alpha"],
-        use_rslora=bool(saved.get("use_rslora")),
+        alpha=saved["lora_alpha"] * (math.sqrt(saved["r"]) if saved.get("use_rslora") else 1),
         dropout=saved.get("lora_dropout", 0),
         target_modules=modules if isinstance(modules, str) else sorted(modules),
         target_parameters=sorted(saved.get("target_parameters") or []),
@@ -221,7 +221,7 @@ def save_adapter(
 def adapter_config(lora: LoraSection, projections: list[str], base: str) -> dict[str, Any]:
     """Return the contents of adapter_config.json. For `all-linear` it names the `projections`, as PEFT does."""
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
-    own: dict[str, Any] = dict(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, use_rslora=lora.use_rslora)
+    own: dict[str, Any] = dict(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout)
     own |= dict(target_modules=projections if lora.target_modules == ALL_LINEAR else lora.expression or lora.names)
     own |= dict(target_parameters=lora.target_parameters) if lora.target_parameters else {}
     about: dict[str, Any] = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=shared_name(base))

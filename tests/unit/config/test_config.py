@@ -317,7 +317,7 @@ MULTI_TURN = {
     "multi_turn={agent: 'json:loads', environment: 'json:JSONDecoder'}": "multi_turn.agent: an agent answers the",
     "multi_turn={agent: 'json:loads', scheduler: math_tip_trick}": "multi_turn.agent: an agent answers the policy",
     "multi_turn={agent: 'json:loads', timeout: 3}": "multi_turn.timeout: has no effect on an agent, which calls",
-    "multi_turn={agent: 'json:loads', max_tool_calls: 3}": "multi_turn.max_tool_calls: has no effect on an agent",
+    "multi_turn={agent: 'json:loads', max_tool_calling_iterations: 3}": "multi_turn.max_tool_calling_iterations: has no effect on an agent",
     "multi_turn={tools: [calculator], scheduler_args: {attempts: "
     "3}}": "multi_turn.scheduler_args: needs a scheduler; set",
     "multi_turn={tools: [calculator], environment_args: {size: 3}}": "multi_turn.environment_args: needs an environment",
@@ -333,7 +333,6 @@ MULTI_TURN = {
     "multi_turn={tools: [calculator], tool_parser: xml}": "multi_turn.tool_parser: must match the pattern",
     "multi_turn={scheduler: math_tip_trick, max_tool_calling_iterations: "
     "2}": "multi_turn.max_tool_calling_iterations: 2 needs tools",
-    "multi_turn={scheduler: math_tip_trick, max_tool_calls: 2}": "multi_turn.max_tool_calls: 2 needs tools",
     "multi_turn={scheduler: math_tip_trick, max_result_chars: 9}": "multi_turn.max_result_chars: 9 needs tools",
     "multi_turn={tools: [calculator], retries: 2}": "multi_turn.retries: 2 needs a scheduler, an environment or an agent",
     "multi_turn={tools: [calculator], max_seconds: 0}": "multi_turn.max_seconds: must be greater than 0",

@@ -886,15 +886,6 @@ def test_the_middle_of_a_long_result_is_left_out_and_counted(tokenizer, responde
     assert (rollout.dialogue.tool_shortened, rollout.dialogue.tool_failures, rollout.dialogue.ended) == (1, 0, "done")
 
 
-@pytest.mark.parametrize(("limit", "turns", "calls"), [(1, 1, 0), (2, 2, 2), (3, 2, 2), (4, 3, 4)])
-def test_calls_are_limited_per_response(tokenizer, responders, limit, turns, calls):
-    table = responders(tools=["calculator"], max_tool_calls=limit)
-    engine = dialogue_engine(tokenizer, table, [CALL + CALL] * 3)
-    ((rollout,),) = engine.generate(prompts_of(tokenizer, table, {}), 1, SamplingParams(1.0, 900), 0)
-    dialogue = rollout.dialogue
-    assert (len(dialogue.turns), dialogue.tool_calls, dialogue.ended) == (turns, calls, "tool_limit")
-
-
 @pytest.mark.parametrize(
     ("tool", "ended"), [("slowly", ("time_limit", "")), ("pause", ("failed", "timeout"))], ids=["tool", "environment"]
 )
