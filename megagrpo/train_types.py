@@ -83,12 +83,26 @@ class RefHead:
 
 
 @dataclass(frozen=True)
-class OtherHead:
-    """The head of a model that the policy is compared with, and the divergence that compares them."""
+class RefTop:
+    """The k most likely tokens of another model at each position; the others count together, as one outcome."""
 
-    head: RefHead
+    logprobs: Tensor  # [T, k] or, at the n loss tokens of a rank, [n, k] float32
+    token_ids: Tensor  # the same shape, int64
+
+
+@dataclass(frozen=True)
+class OtherHead:
+    """The head, or the most likely tokens, of a model that the policy is compared with, and their divergence."""
+
+    head: RefHead | RefTop
     direction: str
     mix: float = 0.5
+
+    def at(self, tokens: Tensor) -> OtherHead:
+        """Return the part for these loss tokens [n] of a rank. Hidden states of a head are theirs already."""
+        if isinstance(self.head, RefHead):
+            return self
+        return replace(self, head=RefTop(self.head.logprobs[tokens], self.head.token_ids[tokens]))
 
 
 @dataclass(frozen=True)
@@ -131,10 +145,10 @@ class StepTerms:
         """Return a copy with all [T] tensors on `device`. Heads stay on their device."""
         return replace(self, **_moved(self, device), teachers=tuple(term.to(device) for term in self.teachers))
 
-    def others(self, direction: str) -> list[OtherHead]:
-        """Return the heads of the reference, compared in this direction, and of teachers."""
+    def others(self, direction: str, tokens: Tensor) -> list[OtherHead]:
+        """Return the heads of the reference, compared in this direction, and of teachers, for the loss tokens [n]."""
         of_reference = [] if self.ref_head is None else [OtherHead(self.ref_head, direction)]
-        return [*of_reference, *(term.other for term in self.teachers if term.other is not None)]
+        return [*of_reference, *(term.other.at(tokens) for term in self.teachers if term.other is not None)]
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,12 @@ def make_loss(algorithm: AlgorithmSection) -> LossFn:
             metrics |= correction_metrics(correction, sequences, algorithm.importance_correction)
 
         ratio = importance_ratio(policy, old, sequences, algorithm.importance_sampling_level)
-        tokens = Tokens(policy, old, ratio, batch.advantages, sequences, correction)
+        advantages = batch.advantages
+        for term in terms.teachers:
+            if term.logprobs is not None:
+                advantages = advantages - term.weights * (apart := old - term.logprobs)
+                metrics[f"teacher/{term.name}/divergence"] = _mean_where_taught(apart, term, batch.loss_mask)
+        tokens = Tokens(policy, old, ratio, advantages, sequences, correction)
         per_token = policy_term(tokens, algorithm)
         if algorithm.off_policy_mask_threshold is not None:
             sampled = batch.rollout_logprobs if algorithm.importance_correction != "off" else old

@@ -338,7 +338,7 @@ class MegatronPolicy:
             entropy_gradient=terms.entropy_weights is not None,
             upstream=None if early is None else partial(early, micro_batch, tokens),
         )
-        others = terms.others(self.config.algorithm.kl_estimator.removeprefix("full_"))
+        others = terms.others(self.config.algorithm.kl_estimator.removeprefix("full_"), tokens)
         rows = torch.stack(rows_with_others(states, lm_head(chunk), task, others))
         logprobs, entropy, *divergences = self._whole_rows(rows, item)
         entropy = entropy if task.entropy_gradient else entropy.detach()

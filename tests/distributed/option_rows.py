@@ -44,6 +44,8 @@ LOSSES: dict[str, dict[str, Any]] = {
         teacher=[
             dict(path="teachers/one", divergence="jensen_shannon", mix=0.3, weight=2.0),
             dict(path="teachers/two", divergence="forward"),
+            dict(path="teachers/three", divergence="skewed_reverse", mix=0.2, over=6),
+            dict(path="teachers/four", over="sampled", weight=0.5),
         ],
     ),
     "top entropy, bonus": dict(loss_type="dapo", beta=0.1, entropy_coef=0.5, top_entropy_quantile=0.5),

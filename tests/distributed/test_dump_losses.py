@@ -47,6 +47,8 @@ MORE = {
         teacher=[
             dict(path="teacher", divergence="jensen_shannon", mix=0.3, weight={1: 2.0, 2: 0.0}),
             dict(path="model", divergence="skewed_reverse", mix=0.2),
+            dict(path="teacher", divergence="forward", over=5, weight=0.7),
+            dict(path="teacher", over="sampled", weight=0.3),
         ],
     ),
     "dapo, truncated responses masked": dict(loss_type="dapo", mask_truncated_completions=True),

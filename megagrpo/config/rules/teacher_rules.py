@@ -25,7 +25,10 @@ def teacher_problems(config: RunConfig) -> Iterator[Problem]:
             cause = "rollout.top_p, top_k and min_p exclude different tokens of teacher and policy"
             keys = (f"{key}.divergence", "rollout.top_p", "rollout.top_k", "rollout.min_p")
             yield Problem(keys, f"{teacher.divergence} compares the same tokens, but {cause}; sample from all tokens")
-        if config.train.fused_logprobs:
+        if teacher.over == "sampled" and teacher.divergence != "reverse":
+            reason = f"{teacher.divergence} needs distributions, but over is sampled; set it to reverse"
+            yield Problem((f"{key}.divergence", f"{key}.over"), reason)
+        if config.train.fused_logprobs and teacher.over != "sampled":
             reason = "true writes no logits, which a teacher needs; set it to false"
             yield Problem(("train.fused_logprobs", key), reason)
     if not config.algorithm.teacher:

@@ -31,6 +31,9 @@ class TeacherSection(Section):
     docs/distillation.md has the formulas."""
     mix: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """jensen_shannon: share of the teacher in the mixture (`beta` of GKD). skewed: share of the other distribution."""
+    over: Literal["vocabulary", "sampled"] | PositiveInt = "vocabulary"
+    """What the divergence compares: the whole vocabulary, exactly; the teacher's so many most likely tokens, and all
+    others as one; or the sampled token, whose log(teacher / policy) is added to its advantage."""
     weight: NonNegativeFloat | dict[int, NonNegativeFloat] = 1.0
     """Weight of the divergence, or weights by the step from which they hold: `{1: 1.0, 100: 0.1}`."""
 

@@ -151,7 +151,7 @@ def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) 
     """
     cp, algorithm, rollout, train = config.parallel.cp, config.algorithm, config.rollout, config.train
     exact = algorithm.beta > 0 and algorithm.full_kl
-    compared = exact or bool(algorithm.teacher)
+    compared = exact or any(teacher.over == "vocabulary" for teacher in algorithm.teacher)
     tokens, shard = train.max_tokens_per_micro_batch // cp, model.padded_vocab(config.parallel.tp) // config.parallel.tp
     if train.fused_logprobs:
         passing = (tokens + shard) * model.hidden_size if train.logprobs_fp8_recipe != "none" else 0

@@ -37,5 +37,6 @@ def teacher_memory(config: RunConfig, stage: int, responses: float) -> tuple[dic
         except ValueError:  # `teacher_problems` names it
             continue
         weights += (own.outside + own.experts) * config.model.weight_bytes
-        hidden += responses * shape.hidden_size * config.model.weight_bytes * (stage == config.parallel.pp - 1)
+        kept = teacher.over == "vocabulary" and stage == config.parallel.pp - 1
+        hidden += responses * shape.hidden_size * config.model.weight_bytes * kept
     return {"teachers": weights} if config.algorithm.teacher else {}, hidden

@@ -21,7 +21,7 @@ from megagrpo.policy.lm_head.divergence import Divergence
 from megagrpo.policy.lm_head.logit_processors import LogitProcessors, runs_of
 from megagrpo.policy.lm_head.vocab_shard import VocabShard
 from megagrpo.policy.lm_head.vocab_truncation import TruncationsOfTokens
-from megagrpo.train_types import LossFn, LossInputs, MicroBatch, RefHead, moved
+from megagrpo.train_types import LossFn, LossInputs, MicroBatch, RefHead, RefTop, moved
 from megagrpo.types import NO_TRUNCATION, SamplingParams, Truncation
 
 LOGPROBS, ENTROPY, KL = range(3)  # indices of the outputs
@@ -56,7 +56,8 @@ class HeadTask:
     into_main_grad: bool = False  # add the gradient of `weight` to its float32 `main_grad`, Megatron's sum, unrounded
     fused: bool = False  # Triton kernels, which choose their own chunk
     fp8: str | None = None  # the kernels multiply FP8: "tensorwise" or "blockwise"
-    ref: RefHead | None = None  # the other model's hidden states [N, H] and head [V/tp, H], for an exact KL
+    # the other model's hidden states [N, H] and head [V/tp, H], for an exact KL, or its most likely tokens
+    ref: RefHead | RefTop | None = None
     direction: str = "reverse"  # of the KL: reverse is KL(policy || other), forward KL(other || policy), or a mixture
     mix: float = 0.5  # of a direction with a mixture
 
@@ -119,8 +120,8 @@ class HeadTask:
 
     @property
     def reverse(self) -> bool:
-        """Whether there is a KL, and it is KL(policy || other)."""
-        return self.ref is not None and self.direction == "reverse"
+        """Whether there is an exact KL, and it is KL(policy || other)."""
+        return isinstance(self.ref, RefHead) and self.direction == "reverse"
 
     @property
     def num_outputs(self) -> int:
@@ -135,8 +136,8 @@ class HeadTask:
     @property
     def num_results(self) -> int:
         """Number of values per token: outputs, log-normaliser per model and, if truncated, the smallest kept logit, or
-        the sum of a mixture's slopes."""
-        mixes = self.ref is not None and self.divergence.mixes
+        the sum of slopes of a mixture or of the most likely tokens."""
+        mixes = self.ref is not None and (self.divergence.mixes or isinstance(self.ref, RefTop))
         return 2 * self.num_outputs - 1 + bool(self.truncation) + mixes
 
 

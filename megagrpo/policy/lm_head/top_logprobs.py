@@ -40,7 +40,13 @@ def top_logprobs(hidden: Tensor, weight: Tensor, k: int, task: HeadTask) -> TopL
     logprobs = torch.empty(hidden.shape[0], k, dtype=memory.dtype, device=hidden.device)
     token_ids = torch.empty(hidden.shape[0], k, dtype=torch.int64, device=hidden.device)
     for rows in chunks(hidden.shape[0], task.chunk):
-        logits = shard.logits(hidden[rows], weight, task.temperature_of(rows), task.logit_cap, memory)
+        temperature = task.temperature_of(rows)
+        if task.processors is None:
+            logits = shard.logits(hidden[rows], weight, temperature, task.logit_cap, memory)
+        else:
+            logits = shard.logits(hidden[rows], weight, 1.0, task.logit_cap, memory)
+            task.processors.apply(logits, rows, shard, None)
+            logits.div_(temperature)
         normaliser = Softmax.of(logits, task.labels[rows], shard).log_normaliser
         largest, token_ids[rows] = shard.topk(logits, k)
         logprobs[rows] = largest - normaliser[:, None]

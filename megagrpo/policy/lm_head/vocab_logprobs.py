@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megagrpo.policy.lm_head import fused_logprobs
+from megagrpo.policy.lm_head.divergence import tail
 from megagrpo.policy.lm_head.fused_logprobs import FusedPass
 from megagrpo.policy.lm_head.task import ENTROPY, KL, LOGPROBS, HeadTask
 from megagrpo.policy.lm_head.vocab_shard import HeadGradients, Softmax, chunks, column_blocks, sum_dtype
 from megagrpo.policy.lm_head.vocab_truncation import drop_below, lowest_kept
-from megagrpo.train_types import OtherHead
+from megagrpo.train_types import OtherHead, RefHead, RefTop
 from megagrpo.types import NO_TRUNCATION
 
 
@@ -138,7 +139,9 @@ class _Pass:
         self._task, self._policy, self.chunk = task, (hidden, weight), task.chunk
         self.shard = task.shard(weight)
         self._memory = self.shard.logits_buffer(hidden, task.chunk)
-        self._ref_memory = self._memory[:0] if task.ref is None else torch.empty_like(self._memory)
+        self._top = task.ref if isinstance(task.ref, RefTop) else None
+        self._ref = task.ref if isinstance(task.ref, RefHead) else None
+        self._ref_memory = self._memory[:0] if self._ref is None else torch.empty_like(self._memory)
         self._logits, self._ref_logits = self._memory, self._ref_memory
         capped = task.logit_cap is not None
         # [n, v] derivatives of the logits by the head's outputs, where the logits alone do not tell them
@@ -148,7 +151,7 @@ class _Pass:
     def compute_logits(self, rows: slice) -> None:
         """Compute the logits [n, v] of the tokens `rows`, of the reference too if there is one."""
         self._logits = self._logits_of(self._policy, rows, self._memory, self._task.logit_cap, self._slopes)
-        if (ref := self._task.ref) is not None:
+        if (ref := self._ref) is not None:
             cap = ref.logit_cap
             self._ref_logits = self._logits_of((ref.hidden, ref.weight), rows, self._ref_memory, cap)
 
@@ -192,6 +195,8 @@ class _Pass:
         policy = Softmax.of(logits, labels, self.shard, other=ref_logits if task.reverse else None)
         if task.ref is None:
             return torch.stack((policy.logprobs, policy.entropy, policy.log_normaliser, *lowest))
+        if self._top is not None:
+            return self._with_top(policy, rows, self._top)
         ref = Softmax.of(ref_logits, labels, self.shard, other=None if task.reverse else logits)
         if task.divergence.mixes:
             return self._with_mixture(policy, ref)
@@ -200,6 +205,28 @@ class _Pass:
         # exceed the KL.
         kl = first.difference / first.total + (second.maximum - first.maximum) + (second.total / first.total).log()
         return torch.stack((policy.logprobs, policy.entropy, kl, policy.log_normaliser, ref.log_normaliser))
+
+    def _with_top(self, policy: Softmax, rows: slice, top: RefTop) -> Tensor:
+        """Return log-probs, entropy, divergence, log-normaliser, the sum of the slopes, and the slope of the other
+        tokens divided by their probability [6, n]."""
+        at_top = self.shard.gather_columns(self._logits, top.token_ids[rows])
+        self.shard.all_reduce(at_top, dist.ReduceOp.SUM)
+        log_p = tail(at_top - policy.log_normaliser[:, None])
+        values, slopes = self._task.divergence.terms(log_p, tail(top.logprobs[rows].to(log_p.dtype)))
+        of_tail = slopes[:, -1] / log_p[:, -1].exp()
+        sums = values.sum(dim=-1), policy.log_normaliser, slopes.sum(dim=-1), of_tail
+        return torch.stack((policy.logprobs, policy.entropy, *sums))
+
+    def _at_top(self, rows: slice, results: Tensor, scale: Tensor, temperature: float | Tensor) -> Tensor:
+        """Return [n, k]: what the gradient at the most likely tokens that this rank holds has beyond the other
+        tokens."""
+        assert self._top is not None, "the task has no most likely tokens"
+        ids, logits = self._top.token_ids[rows], self._logits
+        log_p = self.shard.gather_columns(logits, ids) - results[3, :, None]
+        slopes = self._task.divergence.terms(log_p, self._top.logprobs[rows].to(log_p.dtype))[1]
+        beyond = scale * (slopes - log_p.exp() * results[5, :, None])
+        slope = self._slope_at(logits, slice(None), temperature, ids)
+        return beyond if slope is None else beyond * slope
 
     def _with_mixture(self, policy: Softmax, ref: Softmax) -> Tensor:
         """Return log-probs, entropy, divergence, both log-normalisers and the sum of the slopes [6, n]."""
@@ -225,8 +252,9 @@ class _Pass:
         task, logits, normaliser = self._task, self._logits, results[self._task.num_outputs, :, None]
         temperature = task.temperature_of(rows)
         scales: dict[int, Tensor] = dict(zip(task.differentiable, upstream[:, :, None] / temperature, strict=True))
-        slope = self._slope_at(logits, slice(None), temperature, labels=task.labels[rows])
+        slope = self._slope_at(logits, slice(None), temperature, task.labels[rows, None])
         at_labels = scales[LOGPROBS] if slope is None else scales[LOGPROBS] * slope
+        at_top = None if self._top is None else self._at_top(rows, results, scales[KL], temperature)
         for columns in column_blocks(logits):
             slope = self._slope_at(logits, columns, temperature)
             # the factor of p; the label's term is added at the end
@@ -240,21 +268,26 @@ class _Pass:
             if slope is not None:
                 log_p.mul_(slope)
         self.shard.add_at_labels(logits, task.labels[rows], at_labels[:, 0])
+        if self._top is not None and at_top is not None:
+            self.shard.add_at_columns(logits, self._top.token_ids[rows], at_top)
         return logits
 
     def _slope_at(
-        self, logits: Tensor, columns: slice, temperature: float | Tensor, labels: Tensor | None = None
+        self, logits: Tensor, columns: slice, temperature: float | Tensor, ids: Tensor | None = None
     ) -> Tensor | None:
-        """Return d logit / d output of the head at `columns` [n, w], or at `labels` [n, 1]; None where it is 1."""
+        """Return d logit / d output of the head at `columns` [n, w], or at `ids` [n, k]; None where it is 1."""
         cap, source = self._task.logit_cap, logits if self._slopes is None else self._slopes[: len(logits)]
         if self._slopes is None and cap is None:
             return None
-        part = source[:, columns] if labels is None else self.shard.gather_at_labels(source, labels)[:, None]
+        part = source[:, columns] if ids is None else self.shard.gather_columns(source, ids)
         return part if self._slopes is not None or cap is None else _slope(part, temperature / cap)
 
     def _grad_with_kl(self, log_p: Tensor, columns: slice, results: Tensor, factor: Tensor, scale: Tensor) -> None:
         """Overwrite log p with p factor, plus scale p (log p - log q - KL) if reverse, scale (p - q) if forward, or
-        scale (s - p sum s) for a mixture with slopes s."""
+        scale (s - p sum s) for a mixture with slopes s, and for tokens that are not among the most likely ones."""
+        if self._top is not None:
+            log_p.exp_().mul_(factor + scale * (results[5, :, None] - results[4, :, None]))
+            return
         log_q = self._ref_logits[:, columns].sub_(results[4, :, None])
         if self._task.divergence.mixes:
             slopes = self._task.divergence.terms(log_p, log_q)[1]

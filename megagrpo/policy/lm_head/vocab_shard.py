@@ -60,26 +60,34 @@ class VocabShard:
 
     def gather_at_labels(self, values: Tensor, labels: Tensor) -> Tensor:
         """Return [n]: the value at each token's label in values [n, v], 0 where this rank does not hold the label."""
+        return self.gather_columns(values, labels[:, None])[:, 0]
+
+    def gather_columns(self, values: Tensor, ids: Tensor) -> Tensor:
+        """Return [n, k]: values [n, v] at each token's ids [n, k], 0 where this rank does not hold an id."""
         if self.num_rows == 0:
-            return values.new_zeros(values.shape[0])
-        column, is_local = self._locate(labels)
-        return torch.where(is_local, values.gather(1, column), 0.0)[:, 0]
+            return values.new_zeros(ids.shape)
+        column, is_local = self._locate(ids)
+        return torch.where(is_local, values.gather(1, column), 0.0)
 
     def add_at_labels(self, values: Tensor, labels: Tensor, added: Tensor) -> None:
         """Add `added` [n] to the entry of each token's label in values [n, v], where this rank holds it."""
+        self.add_at_columns(values, labels[:, None], added[:, None])
+
+    def add_at_columns(self, values: Tensor, ids: Tensor, added: Tensor) -> None:
+        """Add `added` [n, k] to the entries at each token's ids [n, k] in values [n, v], where this rank holds them."""
         if self.num_rows:
-            column, is_local = self._locate(labels)
-            values.scatter_add_(1, column, torch.where(is_local, added[:, None], 0.0))
+            column, is_local = self._locate(ids)
+            values.scatter_add_(1, column, torch.where(is_local, added, 0.0))
 
     def put_at_labels(self, values: Tensor, labels: Tensor, put: Tensor) -> None:
         """Overwrite the entry of each token's label in values [n, v] with `put` [n], where this rank holds it."""
         if self.num_rows:
-            column, is_local = self._locate(labels)
+            column, is_local = self._locate(labels[:, None])
             values.scatter_(1, column, torch.where(is_local, put[:, None], values.gather(1, column)))
 
-    def _locate(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (column [n, 1] of each label, whether this rank holds it [n, 1]). Other ranks' labels get column 0."""
-        column = labels[:, None] - self.first_row
+    def _locate(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (column [n, k] of each id [n, k], whether this rank holds it). Other ranks' ids get column 0."""
+        column = ids - self.first_row
         is_local = (column >= 0) & (column < self.num_rows)
         return torch.where(is_local, column, 0), is_local
 

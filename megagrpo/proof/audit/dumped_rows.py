@@ -100,8 +100,9 @@ def means(rows: Rows) -> dict[str, tuple[float, float]]:
         full_kl = naive.estimated_kl(ref - policy, rows.ratio(policy - old), algorithm)
     if full_kl is not None:
         exact = {"kl": full_kl.mean().item()} | exact
-    for name in algorithm.teachers:
+    for name, section in algorithm.teachers.items():
         if (row := rows.dumped(f"teacher.{name}")) is not None:
+            row = old - row if section.over == "sampled" else row
             exact[f"teacher/{name}/divergence"] = row.mean().item()
     without_border = {name: (value, 0.0) for name, value in exact.items()}
     return without_border | _clip_ratios(rows, policy - old) | _corrections(rows, policy, old)
@@ -110,6 +111,11 @@ def means(rows: Rows) -> dict[str, tuple[float, float]]:
 def _clip_ratios(rows: Rows, log_ratio: Tensor) -> dict[str, tuple[float, float]]:
     """Return the clipped shares of tokens; of sequences if a sequence has one ratio."""
     algorithm, ratio, advantage = rows.step.config.algorithm, rows.ratio(log_ratio), rows.column("advantage")
+    dumped_old = rows.dumped("old_logprobs")
+    old = rows.column("policy_logprobs") if dumped_old is None else dumped_old
+    for name, section in algorithm.teachers.items():
+        if section.over == "sampled" and (row := rows.dumped(f"teacher.{name}")) is not None:
+            advantage = advantage - section.weight_at(rows.step.number) * (old - row)
     by_sequence = algorithm.importance_sampling_level == "sequence"
     weights = torch.full_like(ratio, 1 / len(ratio))
     if by_sequence:

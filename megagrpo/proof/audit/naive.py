@@ -240,6 +240,11 @@ def kl_term(policy: Tensor, reference: Tensor, picked: Tensor, ratio: Tensor, al
 
 def divergence(policy: Tensor, teacher: Tensor, section: TeacherSection) -> Tensor:
     """Return [Lr]: the divergence of a teacher's term at each response token, from [Lr, V] log-probs."""
+    if isinstance(section.over, int):  # the teacher's most likely tokens, and the others together
+        ids = teacher.topk(min(section.over, teacher.shape[-1]), dim=-1).indices
+        parts = [rows.gather(-1, ids) for rows in (policy, teacher)]
+        left = [(1 - rows.exp().sum(dim=-1, keepdim=True)).clamp(min=1e-7).log() for rows in parts]
+        policy, teacher = (torch.cat(pair, dim=-1) for pair in zip(parts, left, strict=True))
     p, q, mix = policy.exp(), teacher.exp(), section.mix
     middle = mix * q + (1 - mix) * p
 

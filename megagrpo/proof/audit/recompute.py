@@ -69,6 +69,12 @@ class _Others:
     teachers: dict[str, nn.Module]
 
 
+@torch.no_grad()
+def _taught(step: Step, others: _Others, name: str, index: int, reported: Tensor) -> Tensor:
+    """Return [Lr, V]: the log-probs of a teacher for sample `index`."""
+    return _log_softmax(step, others.teachers[name], step.samples[index], reported)
+
+
 def _teacher(step: Step, section: TeacherSection) -> nn.Module:
     folder = resolve_model(str(section.path), "algorithm.teacher.path")
     return naive.load_model(folder, step.dtype, step.config.longest_sequence).requires_grad_(False)
@@ -169,6 +175,12 @@ def _recompute_update(
             continue
         policy = _log_softmax(step, model, sample, reported[index])
         response = _response(step, index, policy, advantage, old)
+        taught = {name: _taught(step, others, name, index, reported[index]) for name in algorithm.teachers}
+        for name, section in algorithm.teachers.items():
+            if section.over == "sampled":
+                apart = response.old - _picked(taught[name], sample)
+                moved = response.advantage - section.weight_at(step.number) * apart
+                response = replace(response, advantage=moved)
         share = divisor * naive_loss.share(average, lengths[sample.sequence])
         terms = _policy_terms(response, whole, algorithm, share)
         ref_picked = kl = None
@@ -181,11 +193,11 @@ def _recompute_update(
             kl = naive.kl_term(policy, ref, sample.token_ids[sample.places], ratio, algorithm)
             terms.append(algorithm.beta * kl / share)
         for name, section in algorithm.teachers.items():
-            with torch.no_grad():
-                taught = _log_softmax(step, others.teachers[name], sample, reported[index])
-            divergence = naive.divergence(policy, taught, section)
-            terms.append(section.weight_at(step.number) * divergence / share)
-            result.teachers.setdefault(name, [None] * len(step.samples))[index] = divergence.detach()
+            value = _picked(taught[name], sample)
+            if section.over != "sampled":
+                value = naive.divergence(policy, taught[name], section)
+                terms.append(section.weight_at(step.number) * value / share)
+            result.teachers.setdefault(name, [None] * len(step.samples))[index] = value.detach()
         weight = task_weights[step.task_of(sample.trajectory)]
         terms = [term if i == 1 else term * weight for i, term in enumerate(terms)]  # term 1 is the entropy bonus
         sum((term.sum() for term in terms[1:]), terms[0].sum()).backward()

@@ -16,7 +16,8 @@ samples.safetensors
 update_K.safetensors
                   one row per loss token as optimizer step K saw it: `sample`, `token` (its index in the sample),
                   `token_id`, `advantage`, `policy_logprobs`, `old_logprobs`, `ref_logprobs`, `rollout_logprobs`,
-                  `entropy`, `full_kl`, `teacher.NAME`. Columns that the step does not compute are missing
+                  `entropy`, `full_kl`, `teacher.NAME` (divergence or log-probs). Columns
+                  that the step does not compute are missing
 optimizer_K.safetensors
                   64 elements of every trained tensor, `places.NAME` [n] in the flattened tensor, `values.NAME` [n, 5]
                   float32: weight and Adam's two moments before optimizer step K, clipped gradient, weight after it. For
@@ -305,8 +306,9 @@ def loss_tokens(inputs: LossInputs) -> Rows:
         "entropy": inputs.entropy,
         "full_kl": inputs.full_kl,
     }
-    compared = [term.name for term in batch.terms.teachers if term.other is not None]
-    rows |= {f"teacher.{name}": row for name, row in zip(compared, inputs.divergences, strict=True)}
+    divergences = iter(inputs.divergences)
+    for term in batch.terms.teachers:
+        rows[f"teacher.{term.name}"] = next(divergences) if term.logprobs is None else term.logprobs
     return {name: row.cpu().index_select(0, chosen) for name, row in rows.items() if row is not None}
 
 

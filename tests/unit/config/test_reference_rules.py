@@ -29,6 +29,10 @@ def config(algorithm=None, **sections) -> RunConfig:
             "algorithm.teacher.0.weight: 0 is not a step, which begin at 1",
         ),
         (
+            dict(algorithm=dict(teacher=dict(path="y", over="sampled", divergence="forward"))),
+            "algorithm.teacher.0.divergence: forward needs distributions, but over is sampled; set it to reverse",
+        ),
+        (
             dict(algorithm=dict(teacher=dict(path="y")), rollout=dict(top_p=0.9)),
             "algorithm.teacher.0.divergence: reverse compares the same tokens, but rollout.top_p, top_k and min_p",
         ),

@@ -1,12 +1,14 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megagrpo.platform import device
 from megagrpo.policy.lm_head.task import HeadTask
+from megagrpo.policy.lm_head.top_logprobs import top_logprobs
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
-from megagrpo.train_types import RefHead
+from megagrpo.train_types import RefHead, RefTop
 from tests.unit.for_each import for_each
 
 VOCAB, PADDED, WIDTH = 37, 40, 16
@@ -14,11 +16,14 @@ MIX = 0.3
 DIRECTIONS = ["forward", "reverse", "jensen_shannon", "skewed_forward", "skewed_reverse"]
 
 
-def naive(hidden, weight, labels, ref_hidden, ref_weight, direction, temperature=1.0, cap=None):
+def naive(hidden, weight, labels, ref_hidden, ref_weight, direction, temperature=1.0, cap=None, top=None):
     """logprobs and KL in float64, over the whole vocabulary at once."""
     logits = [(h.double() @ w.double().t())[:, :VOCAB] for h, w in ((hidden, weight), (ref_hidden, ref_weight))]
     log_p, log_q = (((z if cap is None else cap * torch.tanh(z / cap)) / temperature).log_softmax(-1) for z in logits)
     p, q = log_p.exp(), log_q.exp()
+    if top:  # the other model's most likely tokens, and the rest as one outcome
+        ids = q.topk(top).indices
+        p, q = (torch.cat((x.gather(1, ids), 1 - x.gather(1, ids).sum(-1, keepdim=True)), -1) for x in (p, q))
 
     def kl(first, second):
         return (first * (first / second).log()).sum(-1)
@@ -93,6 +98,35 @@ def test_padding_rows_take_no_part_whatever_they_hold(direction):
     )
     (grad,) = torch.autograd.grad(kl, weight, upstream[1])
     assert grad[VOCAB:].abs().max() == 0 < grad[:VOCAB].abs().max()
+
+
+def most_likely(hidden, weight, k, **options):
+    task = HeadTask(torch.zeros(len(hidden)).long(), vocab_size=VOCAB, **options)
+    top = top_logprobs(hidden.detach(), weight.detach(), k, task)
+    return RefTop(top.logprobs, top.token_ids)
+
+
+@for_each("early", [False, True])
+@for_each("direction", DIRECTIONS)
+@for_each("cap", [None, 3.0])
+def test_the_most_likely_tokens_and_the_others_together_have_their_divergence_and_gradient(cap, direction, early):
+    hidden, weight, labels, ref_hidden, ref_weight, upstream = problem(dtype=torch.float64)
+    options = dict(temperature=0.7, logit_cap=cap, chunk=4)
+    ref = most_likely(ref_hidden, ref_weight, 5, **options)
+    task = HeadTask(labels, ref=ref, direction=direction, mix=MIX, vocab_size=VOCAB, **options)
+    if early:
+        task = replace(task, upstream=lambda rows, logprobs, kl: tuple(upstream[:, rows]))
+    logprobs, _, kl = vocab_logprobs(hidden, weight, task)
+    expected = naive(hidden, weight, labels, ref_hidden, ref_weight, direction, 0.7, cap, top=5)
+    torch.testing.assert_close((logprobs, kl), expected, rtol=1e-9, atol=1e-9)
+    grads = torch.autograd.grad((logprobs, kl), (hidden, weight), tuple(upstream))
+    oracles = torch.autograd.grad(expected, (hidden, weight), tuple(upstream))
+    for grad, oracle in zip(grads, oracles, strict=True):
+        torch.testing.assert_close(grad, oracle, rtol=1e-8, atol=1e-9)
+    own = replace(task, ref=most_likely(hidden, weight, 5, **options), upstream=None)
+    _, _, kl = vocab_logprobs(hidden, weight, own)
+    assert kl.abs().max() == 0
+    assert all(g.abs().max() == 0 for g in torch.autograd.grad(kl, (hidden, weight), upstream[1]))
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
