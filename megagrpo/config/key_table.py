@@ -30,6 +30,7 @@ REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "lora.use_rslora": (False, "write lora.alpha times the square root of lora.rank as lora.alpha"),
     "model.fp8_amax_compute_algo": ("max", _DELAYED),
     "model.fp8_amax_history_len": (1024, _DELAYED),
+    "model.fp8_format": ("auto", "leave it out: gradients are e5m2 with tensorwise, else e4m3 (docs/fp8.md)"),
     "model.fp8_margin": (0, _DELAYED),
     "model.moe_router_padding_for_quantization": (False, "leave it out: rows of zeros pad each expert's tokens"),
     "multi_turn.completion_length_limit_scope": (

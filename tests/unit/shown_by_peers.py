@@ -22,7 +22,6 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "evaluation.top_p": "unit/trainer/evaluation/test_sets.py::test_what_a_set_leaves_empty_comes_from_the_sections_above_it",
     "lora.adapter_path": "e2e/test_lora_run.py::test_a_run_continues_from_an_adapter_which_is_its_reference",
     "model.base_storage": "e2e/test_lora_run.py::test_vllm_samples_from_the_rounded_weights_that_the_trainer_computes_with",
-    "model.fp8_format": "unit/policy/test_fp8.py::test_gradients_get_more_range_where_a_whole_tensor_shares_a_scale",
     "model.fp8_param": (
         "e2e/test_fp8_weights_run.py::test_a_run_with_weights_in_fp8_resumes_bit_for_bit_and_vllm_is_nearer_to_it_than_to_bf16_weights"
     ),

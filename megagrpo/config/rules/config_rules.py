@@ -342,7 +342,6 @@ def fp8_problems(config: RunConfig) -> Iterator[Problem]:
         yield from _fp8_param_problems(config)
     if m.fp8_recipe == "none":
         idle: dict[str, object] = {
-            "fp8_format": m.fp8_format != "auto" and m.fp8_format,
             "bf16_layers": m.bf16_layers,
             "fp8_param": m.fp8_param and "true",
         }

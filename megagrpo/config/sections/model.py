@@ -26,9 +26,6 @@ class ModelSection(Section):
     fp8_recipe: Literal["none", "tensorwise", "blockwise", "mxfp8"] = "none"
     """Multiply in FP8 in the blocks' linears, with a scale per tensor (`tensorwise`), 128 numbers
     (`blockwise`) or 32 numbers (`mxfp8`, on Blackwell). docs/fp8.md."""
-    fp8_format: Literal["auto", "hybrid", "e4m3"] = "auto"
-    """Format of FP8 numbers. e4m3: all tensors. hybrid: gradients in e5m2, with more range and less precision. auto:
-    hybrid with one scale per tensor, else e4m3."""
     bf16_layers: list[int] = []
     """Decoder layers whose linears multiply in `precision` despite FP8; 0 is the first layer, -1 the last."""
     fp8_param: bool = False
@@ -54,12 +51,6 @@ class ModelSection(Section):
     freeze_vision_tower: bool = True
     """With `data.images`: the vision tower and its projection keep their initial weights. False trains them with the
     language model, and weight syncs send them. docs/vision.md."""
-
-    @property
-    def hybrid_fp8(self) -> bool:
-        """Whether FP8 gradients are in e5m2."""
-        by_recipe = self.fp8_format == "auto" and self.fp8_recipe == "tensorwise"
-        return self.fp8_format == "hybrid" or by_recipe
 
     @property
     def weight_bytes(self) -> int:

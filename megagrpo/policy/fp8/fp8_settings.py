@@ -39,7 +39,7 @@ class Fp8:
             raise ValueError(f"model.bf16_layers: {problem}")
         return cls(
             model.fp8_recipe,
-            model.hybrid_fp8,
+            model.fp8_recipe == "tensorwise",  # a tensor with one scale needs the range
             frozenset(i % num_layers for i in model.bf16_layers),
             model.fp8_param,
         )

@@ -201,7 +201,7 @@ class OneProcess:
     def step(self, case: Case) -> tuple[Outcome, Outcome | None]:
         """Return outcomes in float32 on the CPU, and in the run's precision on its device: None if that is the same."""
         plain = plainly(case.small)
-        float32 = dict(precision="fp32", fp8_recipe="none", fp8_format="auto", bf16_layers=[], fp8_param=False)
+        float32 = dict(precision="fp32", fp8_recipe="none", bf16_layers=[], fp8_param=False)
         exact = plain.model_copy(update=dict(model=plain.model.model_copy(update=float32)))
         same = not _rounds(plain) and not device.has_gpu()
         return self._run(exact, case.model, on_cpu=True), None if same else self._run(plain, case.model, on_cpu=False)

@@ -15,10 +15,6 @@ from tests.unit.for_each import for_each
     ("overrides", "message"),
     [
         (
-            ["model.fp8_format=e4m3"],
-            "model.fp8_format: e4m3 only applies with FP8, but model.fp8_recipe is none; choose a recipe",
-        ),
-        (
             ["model.bf16_layers=[0, -1]"],
             "model.bf16_layers: [0, -1] only applies with FP8, but model.fp8_recipe is none; choose a recipe",
         ),
@@ -103,8 +99,6 @@ def section(**keys) -> ModelSection:
 def test_gradients_get_more_range_where_a_whole_tensor_shares_a_scale():
     auto = {recipe: Fp8.of(section(fp8_recipe=recipe), 2).gradients for recipe in ("tensorwise", "blockwise", "mxfp8")}
     assert auto == {"tensorwise": torch.float8_e5m2, "blockwise": torch.float8_e4m3fn, "mxfp8": torch.float8_e4m3fn}
-    assert Fp8.of(section(fp8_recipe="blockwise", fp8_format="hybrid"), 2).gradients == torch.float8_e5m2
-    assert Fp8.of(section(fp8_recipe="tensorwise", fp8_format="e4m3"), 2).gradients == torch.float8_e4m3fn
     assert Fp8.of(section(), 2) is None
 
 
