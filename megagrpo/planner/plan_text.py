@@ -17,6 +17,7 @@ from megagrpo.planner.costs.shapes import (
     stage_adapters,
     stage_expert_adapters,
 )
+from megagrpo.planner.costs.workload import limits_of_tasks, step_samples
 from megagrpo.planner.times.layout_search import Candidate
 from megagrpo.planner.times.step_times import StepTimes
 from megagrpo.platform.process.terminal import side_by_side, wrapped
@@ -40,6 +41,7 @@ def rows_of(
     if model is not None and memory is not None and gpu_memory_gb is not None and not config.rollout.urls:
         rows.append(("vLLM", _cache_text(config, model, gpu_memory_gb)))
     rows += [("weights", _weights_text(config, True if gpu_memory_gb else None)), ("step", _step_text(config, dp))]
+    rows += [("tasks", _tasks_text(config))] if config.tasks else []
     if memory is not None:
         rows.append(("GPU", _gpu_text(config.rollout.placed, config.takes_turns, memory.smallest_gpu)))
         rows += [("host", _host_text(memory.host))] if memory.host else []
@@ -112,7 +114,7 @@ def _cache_text(config: RunConfig, model: HfConfig, gpu: float) -> str:
     server, r = ServerMemory.of(config, model), config.rollout
     memory = server.parts(gpu)
     fit = int(memory["kv_cache"] / server.sequence())
-    wanted = min(r.max_num_seqs, ceil(r.prompts_per_step * r.num_generations / r.servers))
+    wanted = min(r.max_num_seqs, ceil(step_samples(config) / r.servers))
     return (
         f"on each GPU {memory['vllm_weights']:.1f} GiB of weights and {memory['kv_cache']:.1f} GiB of KV cache, "
         f"{fit:,} sequences of {config.max_model_len} tokens; a server gets {wanted:,} at once"
@@ -137,12 +139,22 @@ def _weights_text(config: RunConfig, gpu: bool | None) -> str:
 
 def _step_text(config: RunConfig, dp: int) -> str:
     r, t = config.rollout, config.train
-    samples = r.prompts_per_step * r.num_generations
+    samples = step_samples(config)
     tokens = samples * config.max_model_len
     per_rank = max(config.parallel.pp, ceil(tokens / dp / t.max_tokens_per_micro_batch))
     batches = f"{per_rank} micro-batch(es) of {t.max_tokens_per_micro_batch:,} on each of {dp} data-parallel rank(s)"
-    prompts = f"{r.prompts_per_step} prompts x {r.num_generations} generations = {samples} samples"
+    group = " or ".join(map(str, sorted({*config.group_sizes.values()})))
+    prompts = f"{r.prompts_per_step} prompts x {group} generations = {samples} samples"
     return f"{prompts}, at most {tokens:,} tokens = {batches}"
+
+
+def _tasks_text(config: RunConfig) -> str:
+    """Return what each task has of a step, and its limits."""
+    return "; ".join(
+        f"{task.name} {task.share:.0%} of the prompts x {task.group}, prompts of up to {task.prompt} and responses of "
+        f"up to {task.response} tokens"
+        for task in limits_of_tasks(config.each_task)
+    )
 
 
 def _gpu_text(placed: str, turns: bool, smallest: float) -> str:

@@ -155,7 +155,8 @@ def connect(
     engine = None
     if tokenizer is not None:
         with as_config_errors():
-            raise_open_files(requests_at_once(config, len(urls), layout.dp_size))
+            group = max(config.group_sizes.values())
+            raise_open_files(requests_at_once(config.rollout, group, len(urls), layout.dp_size))
         options = engine_options(config, layout, launched) | dict(token=token, refills=refills, routes=routes)
         engine = VllmEngine(urls, tokenizer.decode, moved=servers.moved, sleeps=servers.sleep, **options)
         if engine.sleeps:
@@ -199,12 +200,11 @@ def engine_limits(rollout: RolloutSection) -> dict[str, Any]:
     return dict(max_num_seqs=rollout.max_num_seqs, patience=patience, urls_file=urls_file, **timeouts)
 
 
-def requests_at_once(config: RunConfig, servers: int, clients: int) -> int:
+def requests_at_once(rollout: RolloutSection, group: int, servers: int, clients: int) -> int:
     """Return the most requests that one of `clients` ranks has in flight: its share of the steps that are generated at
-    once, or what the servers take."""
-    rollout = config.rollout
+    once, of groups of `group` responses, or what the servers take."""
     prompts = math.ceil(rollout.prompts_per_step / clients) * (1 + rollout.max_staleness)
-    return min(prompts * max(config.group_sizes.values()), servers * Slots(rollout.max_num_seqs).most)
+    return min(prompts * group, servers * Slots(rollout.max_num_seqs).most)
 
 
 def choose_transport(

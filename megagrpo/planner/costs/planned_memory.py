@@ -18,7 +18,7 @@ from megagrpo.planner.costs.gpu_specs import GPUS_PER_NODE
 from megagrpo.planner.costs.shapes import Stage, layer_route_bytes, num_parameters, stages_of
 from megagrpo.planner.costs.teacher_costs import teacher_memory
 from megagrpo.planner.costs.tower_costs import tower_activations, tower_bytes, tower_shape
-from megagrpo.planner.costs.workload import Bundle, responses_together
+from megagrpo.planner.costs.workload import Bundle, responses_together, step_samples
 
 # bytes of both moments of a parameter, with their share of two scales
 MOMENT_BYTES = {"fp32": 8, "bf16": 4, "fp8": 2 + 8 / 256}
@@ -123,7 +123,7 @@ def _route_bytes(config: RunConfig, model: HfConfig, dp: int, stage: Stage, gpu:
     copied to a GPU for one optimizer step.
     """
     p, rollout, algorithm = config.parallel, config.rollout, config.algorithm
-    samples = rollout.prompts_per_step * rollout.num_generations / dp
+    samples = step_samples(config) / dp
     if rollout.routing_replay == "off" or not model.experts:
         return 0.0
     if rollout.routing_replay == "engine":
@@ -167,8 +167,7 @@ def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) 
 
 def _responses(config: RunConfig, dp: int) -> float:
     """Return the most response tokens of a step on a rank."""
-    rollout = config.rollout
-    return rollout.prompts_per_step * rollout.num_generations * config.max_response_length / dp / config.parallel.cp
+    return step_samples(config) * config.max_response_length / dp / config.parallel.cp
 
 
 def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[float, float, float]:

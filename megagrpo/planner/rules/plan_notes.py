@@ -11,6 +11,7 @@ from megagrpo.config import DatasetSection, Problem, RunConfig
 from megagrpo.config.rules.config_rules import LONGEST_SAMPLE
 from megagrpo.config.sections.tracker_options import tracker_notes
 from megagrpo.families.hf_config import HfConfig
+from megagrpo.planner.costs.workload import mean_group, step_samples
 from megagrpo.planner.rules.checked_files import as_list, read_object
 
 
@@ -30,7 +31,7 @@ def run_notes(config: RunConfig, world_size: int, model: HfConfig | None, has_da
 
 def layout_notes(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Yield notes on settings that stop nothing: padding, ranks without samples, and a reference that never moves."""
-    p, r, a = config.parallel, config.rollout, config.algorithm
+    p, a = config.parallel, config.algorithm
     if a.sync_ref_model and config.run.max_steps is not None and a.ref_model_sync_steps > config.run.max_steps:
         said = f"{a.ref_model_sync_steps} is after the last step, run.max_steps {config.run.max_steps}, so the"
         yield Problem(("algorithm.ref_model_sync_steps", "run.max_steps"), f"{said} reference never moves")
@@ -38,11 +39,11 @@ def layout_notes(config: RunConfig, world_size: int) -> Iterator[Problem]:
         said = f"every sample is padded to a multiple of 2 x cp = {p.sequence_align} tokens; the longest has"
         yield Problem(("parallel.cp", *LONGEST_SAMPLE), f"{said} {config.max_model_len}", rule=9)
     dp, slices = world_size // p.model_parallel_size, config.algorithm.steps_per_generation
-    samples = r.prompts_per_step * r.num_generations // slices
+    samples = step_samples(config) // slices
     if samples < dp:
         said = (
             f"an optimizer step has {samples} samples (responses, not prompts), fewer samples than data-parallel "
-            f"ranks, {dp}; use {ceil(dp * slices / r.num_generations)} prompts or more"
+            f"ranks, {dp}; use {ceil(dp * slices / mean_group(config.each_task))} prompts or more"
         )
         yield Problem(("rollout.prompts_per_step", "rollout.num_generations"), said, rule=11)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import ceil, log2
 
 from megagrpo.config import RunConfig
-from megagrpo.planner.costs.workload import Lengths, average_bundle
+from megagrpo.planner.costs.workload import Lengths, average_bundle, step_samples
 from megagrpo.planner.times.pass_times import fill
 
 REQUEST_SECONDS, READ_TOKEN_SECONDS = 0.45e-3, 0.6e-6  # a leader reads a response
@@ -23,11 +23,6 @@ GLOO_SECONDS = 50e-6  # of a small message between two hosts over gloo
 GLOO_GB_PER_S = 1.0  # of a large one
 AGREEMENTS = 16  # small all-reduces over all ranks in a step
 FACT_BYTES = 40  # of a sample that every rank knows
-
-
-def step_samples(config: RunConfig) -> int:
-    """Return the number of samples of a step."""
-    return config.rollout.prompts_per_step * config.rollout.num_generations
 
 
 def control_seconds(config: RunConfig, world_size: int, lengths: Lengths, routes: int = 0) -> dict[str, float]:

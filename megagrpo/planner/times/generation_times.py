@@ -13,7 +13,7 @@ from megagrpo.planner.costs.flops import attention_flops, token_flops
 from megagrpo.planner.costs.gpu_specs import GPUS_PER_NODE, Gpu, Links
 from megagrpo.planner.costs.shapes import expert_parameters
 from megagrpo.planner.costs.tower_costs import tower_seconds
-from megagrpo.planner.costs.workload import Lengths
+from megagrpo.planner.costs.workload import Lengths, mean_group, step_samples
 
 PREFILL_EFFICIENCY = 0.5
 DECODE_BANDWIDTH = 0.7  # share of the peak memory bandwidth when decoding
@@ -44,14 +44,15 @@ class Generation:
     @property
     def _each(self) -> int:
         """The responses of a step on each server."""
-        r = self.config.rollout
-        return ceil(r.prompts_per_step * r.num_generations / self._servers)
+        return ceil(step_samples(self.config) / self._servers)
 
     def seconds(self) -> float:
         """Return the seconds to generate a step's responses: prefill by FLOPs, decoding by reads of weights and
         cache."""
         r, model, lengths = self.config.rollout, self.model, self.lengths
-        prompts = ceil(self._each / r.num_generations)  # the responses of a group share their prompt's cache
+        prompts = ceil(
+            self._each / mean_group(self.config.each_task)
+        )  # the responses of a group share their prompt's cache
         peak = self.gpu.bf16_tflops * 1e12 * r.devices_per_server
         of_prompt = lengths.prompt * token_flops(model).blocks + attention_flops(model, lengths.prompt)
         prefill = prompts * of_prompt / (peak * PREFILL_EFFICIENCY)
@@ -72,7 +73,7 @@ class Generation:
         `slots` sequences decode at once, always while requests wait. Then the number falls with the length
         distribution.
         """
-        r, lengths = self.config.rollout, self.lengths
+        lengths = self.lengths
         queued = (self._each - slots) * lengths.response / slots  # steps in which every slot is busy
         total = queued * self._decode_seconds(slots, lengths.prompt + lengths.response / 2)
         scale = exponential_mean(lengths.response, lengths.longest)
@@ -80,7 +81,7 @@ class Generation:
         for i in range(CURVE_POINTS):
             position = (i + 0.5) * width
             left = exp(-position / scale) if scale else 1.0  # share of responses that are longer than `position`
-            going = 1 - (1 - left) ** (r.prompts_per_step * r.num_generations)  # probability that any still runs
+            going = 1 - (1 - left) ** step_samples(self.config)  # probability that any still runs
             total += width * going * self._decode_seconds(max(1.0, slots * left), lengths.prompt + position)
         return total
 

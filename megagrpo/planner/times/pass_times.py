@@ -13,7 +13,7 @@ from megagrpo.planner.costs.flops import sample_attention, token_flops
 from megagrpo.planner.costs.gpu_specs import HOST_GB_PER_S, Gpu, Links, Messages, layer_messages
 from megagrpo.planner.costs.hidden_messages import Direction, Overlap, sent_rows
 from megagrpo.planner.costs.planned_memory import activation_elements, expert_output_elements
-from megagrpo.planner.costs.workload import Bundle, Lengths, average_bundle
+from megagrpo.planner.costs.workload import Bundle, Lengths, average_bundle, step_samples
 
 DENSE_EFFICIENCY = 0.6  # share of the peak that products of large matrices reach
 ATTENTION_EFFICIENCY = 0.5
@@ -52,7 +52,7 @@ def pass_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, 
     """Return the seconds of a layout that fits the model and the ranks. Every data-parallel replica has equally many
     micro-batches per step."""
     p, recompute = config.parallel, config.model.recompute
-    samples = config.rollout.prompts_per_step * config.rollout.num_generations
+    samples = step_samples(config)
     dp = world_size // p.model_parallel_size
     slices = config.algorithm.steps_per_generation
     budget = config.train.max_tokens_per_micro_batch

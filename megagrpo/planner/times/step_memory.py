@@ -8,8 +8,7 @@ from megagrpo.config import RunConfig
 from megagrpo.families.hf_config import HfConfig
 from megagrpo.planner.costs.gpu_specs import GPUS_PER_NODE
 from megagrpo.planner.costs.shapes import layer_route_bytes
-from megagrpo.planner.costs.workload import Lengths
-from megagrpo.planner.times.control_plane import step_samples
+from megagrpo.planner.costs.workload import Lengths, step_samples
 
 ROLLOUT_BYTES = 830  # of the objects of a scored rollout without its arrays and text
 BODY_TOKEN_BYTES, DECODED_TOKEN_BYTES = 97, 140  # of a response's JSON, and of its entries while they are read

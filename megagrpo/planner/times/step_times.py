@@ -15,7 +15,7 @@ from megagrpo.planner.costs.gpu_specs import GPUS_PER_NODE, HOST_GB_PER_S, Gpu, 
 from megagrpo.planner.costs.planned_memory import copied_bytes
 from megagrpo.planner.costs.shapes import expert_parameters, num_parameters, stage_experts, stage_parameters
 from megagrpo.planner.costs.tower_costs import tower_seconds
-from megagrpo.planner.costs.workload import Lengths, average_bundle
+from megagrpo.planner.costs.workload import Lengths, average_bundle, step_samples
 from megagrpo.planner.times.control_plane import control_seconds
 from megagrpo.planner.times.generation_times import Generation
 from megagrpo.planner.times.pass_times import pass_seconds
@@ -73,7 +73,7 @@ def step_times(
 ) -> StepTimes:
     """Predict a step of a layout that fits the model and `world_size` ranks. `generate` gives the generation seconds if
     already known."""
-    a, samples = config.algorithm, config.rollout.prompts_per_step * config.rollout.num_generations
+    a, samples = config.algorithm, step_samples(config)
     passes = pass_seconds(config, model, world_size, gpu, lengths)
     forward, backward, fraction = passes.forward, passes.backward, passes.bubble
     logprob_passes = int(a.updates_per_step > 1 or a.kl_in_reward) + int(a.has_reference)

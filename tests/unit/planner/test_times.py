@@ -13,7 +13,7 @@ import pytest
 from ranks import run_ranks
 
 import megagrpo
-from megagrpo.config import ConfigError, load_config
+from megagrpo.config import ConfigError, RunConfig, load_config
 from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.planner import plan, with_times
 from megagrpo.planner.costs.engine_memory import ServerMemory
@@ -21,9 +21,9 @@ from megagrpo.planner.costs.flops import attention_flops, model_flops, step_flop
 from megagrpo.planner.costs.gpu_specs import GPUS, LINK_EFFICIENCY, Links
 from megagrpo.planner.costs.planned_memory import activation_elements, smallest_gpu, trainer_memory
 from megagrpo.planner.costs.shapes import num_parameters
-from megagrpo.planner.costs.workload import Lengths, average_bundle, expected_lengths
+from megagrpo.planner.costs.workload import Lengths, average_bundle, expected_lengths, step_samples
 from megagrpo.planner.loader_slices import EngineLayout
-from megagrpo.planner.plan_text import times_table
+from megagrpo.planner.plan_text import rows_of, times_table
 from megagrpo.planner.times import layout_search
 from megagrpo.planner.times.control_plane import READ_TOKEN_SECONDS, REQUEST_SECONDS, control_seconds
 from megagrpo.planner.times.generation_times import (
@@ -733,3 +733,28 @@ def test_a_plan_without_a_model_has_no_seconds(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     made = plan(config("model.path=nobody/no-such-model"), 1)
     assert with_times(made, config(), 1, H100, LENGTHS) is made
+
+
+def test_a_step_of_several_tasks_has_their_groups_and_lengths():
+    """3 of 4 prompts: 4 responses of up to 16 tokens; the others: 8 of up to 200, of turns."""
+    data, turns = {"train": {"source": "d.jsonl"}}, {"scheduler": "a.py:f", "max_response_length": 200, "max_turns": 2}
+    of_short = {"rollout": {"num_generations": 4, "max_prompt_length": 100}, "sampling": {"max_tokens": 16}}
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "m"},
+            "rollout": {"prompts_per_step": 8, "max_prompt_length": 300, "max_completion_length": 64},
+            "rewards": {"functions": [{"function": "accuracy"}]},
+            "tasks": [
+                {"name": "short", "weight": 3, "data": data} | of_short,
+                {"name": "long", "weight": {"by": "pass_rate"}, "data": data, "multi_turn": turns},
+            ],
+        }
+    )
+    assert step_samples(config) == 8 * 3 // 4 * 4 + 8 // 4 * 8 == 40
+    lengths = expected_lengths(config)
+    assert lengths.prompt == (0.75 * 100 + 0.25 * 300) / 2 and lengths.longest == 200
+    assert lengths.response == pytest.approx((24 * 16 + 16 * 200) / 40 / 2)
+    (text,) = (text for name, text in rows_of(config, 1, None, None, None) if name == "tasks")
+    assert text.startswith(
+        "short 75% of the prompts x 4, prompts of up to 100 and responses of up to 16 tokens; long 25%"
+    )
