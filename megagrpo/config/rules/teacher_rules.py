@@ -18,6 +18,10 @@ def teacher_problems(config: RunConfig) -> Iterator[Problem]:
         key = f"algorithm.teacher.{number}"
         if teacher.path is None:
             yield Problem((f"{key}.path",), "the teacher has no model; name one as model.path does")
+        weights = teacher.weight.values() if isinstance(teacher.weight, dict) else [teacher.weight]
+        if min(weights, default=0.0) < 0:
+            reason = f"{min(weights):g} is negative, which drives the policy away from its teacher; set it to 0 or more"
+            yield Problem((f"{key}.weight",), reason)
         if isinstance(teacher.weight, dict) and min(teacher.weight, default=1) < 1:
             reason = f"{min(teacher.weight)} is not a step, which begin at 1; name another"
             yield Problem((f"{key}.weight",), reason)

@@ -34,7 +34,7 @@ class TeacherSection(Section):
     over: Literal["vocabulary", "sampled"] | PositiveInt = "vocabulary"
     """What the divergence compares: the whole vocabulary, exactly; the teacher's so many most likely tokens, and all
     others as one; or the sampled token, whose log(teacher / policy) is added to its advantage."""
-    weight: NonNegativeFloat | dict[int, NonNegativeFloat] = 1.0
+    weight: float | dict[int, float] = 1.0
     """Weight of the divergence, or weights by the step from which they hold: `{1: 1.0, 100: 0.1}`."""
 
     def weight_at(self, step: int) -> float:

@@ -24,6 +24,13 @@ def config(algorithm=None, **sections) -> RunConfig:
             "algorithm.kl_in_reward: True needs a reference, but algorithm.beta is 0; raise beta",
         ),
         (dict(algorithm=dict(teacher=dict(weight=0.5))), "algorithm.teacher.0.path: the teacher has no model"),
+        *(
+            (
+                dict(algorithm=dict(teacher=dict(path="y", weight=w))),
+                "algorithm.teacher.0.weight: -1 is negative, which",
+            )
+            for w in (-1, {1: 0.5, 9: -1.0})
+        ),
         (
             dict(algorithm=dict(teacher=dict(path="y", weight={0: 1.0}))),
             "algorithm.teacher.0.weight: 0 is not a step, which begin at 1",
