@@ -148,6 +148,31 @@ def make_loss(algorithm: AlgorithmSection) -> LossFn:
     return loss
 
 
+def make_score_loss(algorithm: AlgorithmSection) -> LossFn:
+    """Return the loss of a reward model, which gets scores as log-probs, with the margins of the chosen responses as
+    advantages: -log sigmoid(chosen - rejected - margin) (Bradley-Terry; Touvron et al. 2023, eq. 2), and `center` times
+    the squared sum of the scores, which keeps them near 0 (Eisenstein et al. 2023)."""
+    center = {**algorithm.loss.arguments, **algorithm.loss_args}["center"]
+
+    def loss(inputs: LossInputs) -> LossOutput:
+        rows = (
+            sums_of_samples(inputs.micro_batch, row) for row in (inputs.policy_logprobs, inputs.micro_batch.advantages)
+        )
+        values, margins = (row.view(-1, 2) for row in rows)
+        margin = _difference(values)
+        losses = -logsigmoid(margin - margins[:, 0]) + center * values.sum(1) ** 2
+        found = values.detach()
+        metrics = {
+            "rewards/chosen": found[:, 0],
+            "rewards/rejected": found[:, 1],
+            "rewards/margin": _difference(found),
+            "rewards/accuracy": (_difference(found) > 0).float(),
+        }
+        return LossOutput(2 * losses.sum(), {name: Metric(row.sum(), len(row)) for name, row in metrics.items()})
+
+    return loss
+
+
 def pairs_of(inputs: LossInputs, beta: float, arguments: Mapping[str, float]) -> Pairs:
     """Return the pairs of a micro-batch, in which both responses of a pair are."""
     m, policy = inputs.micro_batch, inputs.policy_logprobs

@@ -15,6 +15,7 @@ COMMANDS: dict[str, str] = {  # name -> summary in `megagrpo --help`
     "train": "train on this machine, or run one rank under a launcher",
     "sft": "fine-tune on the responses of rows, without vLLM",
     "dpo": "learn from pairs of responses: DPO, SimPO, ORPO and more",
+    "reward": "train a reward model on pairs of responses",
     "init": "create a folder with data, a reward, a config and a README",
     "check": "check data, prompts and rewards of a run in seconds",
     "doctor": "check this machine before the first run",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,7 @@ class Layout:
 
     columns: tuple[tuple[str, ...], ...]
     read: Callable[[Callable[[str], Any]], list[Told]]
+    scores: bool = False  # the loss counts one position: the last token of the conversation
 
 
 def demonstrations(get: Callable[[str], Any]) -> list[Told]:
@@ -109,6 +110,17 @@ def pairs(get: Callable[[str], Any]) -> list[Told]:
 PREFERENCES = Layout((("prompt", "chosen", "rejected"), ("chosen", "rejected")), pairs)
 
 
+def scored_pairs(get: Callable[[str], Any]) -> list[Told]:
+    """Return the pairs of a row, with its `margin` as the value of the chosen response."""
+    margin = get("margin")
+    if isinstance(margin, bool) or not isinstance(margin, int | float | None):
+        raise ValueError(f"column `margin` must be a number (got {margin!r:.80})")
+    return [replace(told, value=value) for told, value in zip(pairs(get), (margin or 0.0, 0.0), strict=True)]
+
+
+SCORED_PAIRS = Layout(PREFERENCES.columns, scored_pairs, scores=True)
+
+
 class ExampleSource(PromptOrder):
     """The examples of one data set, drawn in the order of a `PromptOrder`.
 
@@ -122,7 +134,9 @@ class ExampleSource(PromptOrder):
     ):
         from megagrpo.data.sources.data_sources import load_rows  # imported late: `datasets` and pandas are slow
 
-        self.limit, seed = run
+        longest, seed = run
+        self.limit = longest - layout.scores
+        self.used = set[int]()  # all tokens of the rows
         super().__init__((), data, seed)
         self._key, self._layout, self._tokenizer = key, layout, tokenizer
         self._template = read_chat_template(data.chat_template)
@@ -138,7 +152,10 @@ class ExampleSource(PromptOrder):
         cut = max(0, max(len(ids) for ids, _ in masked) - self.limit)
         if cut >= shared:  # of one conversation: its first tokens have no token before them
             masked, shared, cut = [(ids[cut:], [False, *mask[cut + 1 :]]) for ids, mask in masked], 1, 0
-        answers = [_answer(ids[shared:], mask[shared:], one) for (ids, mask), one in zip(masked, told, strict=True)]
+        parts = [(ids[shared:], mask[shared:]) for ids, mask in masked]
+        if self._layout.scores:  # at a last token after those of the conversation, whose prediction is never read
+            parts = [([*ids, ids[-1]], [*(False for _ in ids), True]) for ids, _ in parts]
+        answers = [_answer(*part, one) for part, one in zip(parts, told, strict=True)]
         question = told[0].prompt
         return Example(row, tuple(masked[0][0][cut:shared]), question, {}, position=position, answers=tuple(answers))
 
@@ -178,8 +195,8 @@ class ExampleSource(PromptOrder):
         except KeyError:
             return None
         try:
-            if value is None:
-                return None
+            if value is None or name == "margin":
+                return value
             return as_prompt(value, not isinstance(self._rows, list | JsonRows))
         except ValueError as error:
             raise ValueError(f"column `{column}` {error}") from None
@@ -199,6 +216,8 @@ class ExampleSource(PromptOrder):
     def _masked(self, told: Told, tools: list[dict[str, Any]], kwargs: dict[str, Any]) -> Masked:
         tokenizer, plain = self._tokenizer, isinstance(told.prompt, str) and isinstance(told.response, str)
         has_template = self._template != PLAIN_TEXT and tokenizer.template(self._template, tools) is not None
+        if self._layout.scores and not has_template:
+            raise ValueError("data.chat_template: a reward model needs a chat template; set Jinja text or a file")
         if plain and not has_template and self._data.system_prompt is None:
             return masked_text(tokenizer, str(told.prompt), str(told.response))
         before = as_messages(told.prompt, self._data.system_prompt)
@@ -215,6 +234,7 @@ class ExampleSource(PromptOrder):
             try:
                 values = self._rows[row]
                 _, masked = self._conversations(row, values)
+                self.used.update(*(ids for ids, _ in masked))
                 length = max(len(ids) for ids, _ in masked)
                 if length <= self.limit or self._fits_cut(row, masked, length - self.limit):
                     kept.append(row)

@@ -337,6 +337,11 @@ def lm_head(chunk: nn.Module) -> Tensor:
     )
 
 
+def logit_scale(chunk: nn.Module) -> float:
+    """Return the factor on the logits of the last chunk, which `head_input` applies."""
+    return float(unwrap_model(chunk).output_layer.scale)
+
+
 def head_input(chunk: nn.Module, hidden: Tensor) -> Tensor:
     """Return hidden states [T, H] of the whole micro-batch from the output of a forward pass inside `hidden_states`,
     with the factor on the logits.

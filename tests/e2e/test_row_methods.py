@@ -47,6 +47,7 @@ PAIRS = [dict(prompt=f"{a} + {a}?", chosen=f"{2 * a}", rejected=f"{3 * a}, or so
 METHODS = {  # the rows of a method and its words
     "sft": (CONVERSATIONS, "algorithm.loss_type=sft"),
     "dpo": (PAIRS, "algorithm.loss_type=sigmoid", "algorithm.beta=0.3"),
+    "reward": (PAIRS, "algorithm.loss_type=bradley_terry", "data.shuffle=false"),
 }
 
 
@@ -78,8 +79,14 @@ def test_a_layout_has_the_losses_of_one_process(runs, tmp_path):
     check_layout("dpo", "cp2_dp2", runs, tmp_path)
 
 
+def test_a_reward_model_has_the_losses_of_one_process(runs, tmp_path):
+    check_layout("reward", "tp2_pp2", runs, tmp_path)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(("method", "layout"), [("sft", "tp2_pp2"), ("sft", "cp2_dp2"), ("dpo", "tp2_pp2")])
+@pytest.mark.parametrize(
+    ("method", "layout"), [("sft", "tp2_pp2"), ("sft", "cp2_dp2"), ("dpo", "tp2_pp2"), ("reward", "cp2_dp2")]
+)
 def test_another_layout_has_them_too(method, layout, runs, tmp_path):
     check_layout(method, layout, runs, tmp_path)
 
@@ -132,6 +139,53 @@ def test_the_loss_on_pairs_is_that_of_dpo(runs):
     assert before["eval/loss"] == pytest.approx(math.log(2), rel=1e-6)
     assert after["eval/loss"] == pytest.approx(wanted, rel=1e-4)
     assert after["eval/rewards/margin"] == pytest.approx(sum(margins) / 3, rel=1e-3)
+
+
+def both_texts(row, tokenizer):
+    return [
+        tokenizer.encode(f"<|start|>user\n{row['prompt']}<|end|><|start|>assistant\n{row[name]}<|end|>")
+        for name in ("chosen", "rejected")
+    ]
+
+
+def test_transformers_loads_a_reward_model_and_gives_its_scores(runs):
+    import transformers
+
+    from megagrpo.rewards.functions.reward_model import RewardModel
+
+    folder, lines, _ = runs["reward"][1]
+    after = [line for line in lines if "eval/loss" in line][-1]
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "model", dtype=torch.float64)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    scores = [[float(model(torch.tensor([ids])).logits) for ids in both_texts(row, tokenizer)] for row in PAIRS[:3]]
+    assert after["eval/rewards/chosen"] == pytest.approx(sum(chosen for chosen, _ in scores) / 3, rel=1e-4)
+    assert after["eval/rewards/rejected"] == pytest.approx(sum(rejected for _, rejected in scores) / 3, rel=1e-4)
+    assert after["eval/rewards/margin"] > 0.1
+    used = RewardModel(str(folder / "model"), as_chat=True)
+    found = used([row["prompt"] for row in PAIRS[:3]], [row["chosen"] for row in PAIRS[:3]])
+    assert found == pytest.approx([chosen for chosen, _ in scores], rel=1e-4)
+
+
+def test_the_first_gradient_of_a_reward_model_is_that_of_bradley_terry(runs):
+    """Of the first four rows, against transformers: the row of the head is that of the unused token."""
+    import transformers
+
+    folder, lines, _ = runs["reward"][1]
+    model, tokenizer = loaded(world.folder() / "model")
+    model.requires_grad_(True)
+    row = transformers.AutoConfig.from_pretrained(folder / "model").pad_token_id
+    losses = []
+    for pair in PAIRS[:4]:
+        states = [
+            model.model(torch.tensor([ids])).last_hidden_state[0, -1] @ model.lm_head.weight[row]
+            for ids in both_texts(pair, tokenizer)
+        ]
+        losses.append(-torch.nn.functional.logsigmoid(states[0] - states[1]))
+    loss = torch.stack(losses).mean()
+    norm = torch.stack([g.norm() for g in torch.autograd.grad(loss, [*model.parameters()])]).norm()
+    first = next(line for line in lines if line["step"] == 1)
+    assert first["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert first["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
 
 def test_rows_that_are_too_long_are_dropped_and_counted(runs):

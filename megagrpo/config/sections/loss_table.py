@@ -81,6 +81,15 @@ ROW_LOSSES |= {
     )
     for name, own in _PAIRS.items()
 }
+ROW_LOSSES["bradley_terry"] = Loss(
+    "bradley_terry",
+    "sequence_sums",
+    local=False,
+    method="reward",
+    group=2,
+    reference=False,
+    arguments={"center": 0.0},
+)
 
 
 def custom_loss(name: str, average: Average | None) -> Loss:

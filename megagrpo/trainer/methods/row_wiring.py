@@ -43,6 +43,8 @@ class Method:
 
     make_loss: Callable[[AlgorithmSection], LossFn]
     layout: RowLayout
+    prepare: Callable[[MegatronPolicy, Data], None] = lambda policy, data: None  # the policy, once it is loaded
+    finish: Callable[[MegatronPolicy, Path], None] = lambda policy, folder: None  # the trained model, on rank 0
 
 
 def build_rows(method: Method, config: RunConfig, base_folder: Path, layout: Layout, resources: ExitStack) -> RowLoop:
@@ -55,6 +57,8 @@ def build_rows(method: Method, config: RunConfig, base_folder: Path, layout: Lay
     journal = open_journal(inputs, layout, resources)
     say, phases = journal.writer.message, journal.phases
     policy, reference = load_policy(config, layout, model, data.sampling, journal.progress)
+    with as_config_errors():
+        method.prepare(policy, data)
     collector = RowCollector(layout, None, None, phases)
     turns = GpuTurns(layout, stop_if_requested=collector.stop_if_requested, phases=phases)
     records = make_records(config, journal, model, policy, reference, None)
@@ -78,16 +82,23 @@ def build_rows(method: Method, config: RunConfig, base_folder: Path, layout: Lay
     lifecycle = make_lifecycle(inputs, layout, evaluations, alarms)
     if folder.resume_from is not None:
         saves.restore(folder.resume_from, inputs.data_change)
-    export = partial(write_model, policy, model.folder, folder.path / TRAINED_MODEL, say)
+    export = partial(write_model, policy, model.folder, folder.path / TRAINED_MODEL, method.finish, say)
     return RowLoop(state, rows, learning, records, lifecycle, export)
 
 
-def write_model(policy: MegatronPolicy, source: Path, out: Path, say: Callable[[str], None]) -> None:
+def write_model(
+    policy: MegatronPolicy,
+    source: Path,
+    out: Path,
+    finish: Callable[[MegatronPolicy, Path], None],
+    say: Callable[[str], None],
+) -> None:
     """Write the trained weights, with merged adapters, as the Hugging Face folder `out`, so that another run starts
     from it. A folder of an earlier end of the run is replaced. Collective."""
     layout = policy.layout
     on_first_rank(layout, lambda: remove(out))
     save_hf(policy.chunks, policy.hf_config, layout, out, source, dtype=policy.dtype)
+    on_first_rank(layout, lambda: finish(policy, out))
     say(f"model {out}")
 
 

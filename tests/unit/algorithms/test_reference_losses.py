@@ -351,3 +351,21 @@ def test_the_losses_without_a_reference_equal_trl(case):
     theirs = torch.tensor(expected["losses"], dtype=torch.float64)
     wanted = theirs if kind != "orpo" else -rows[:, 0] - theirs
     torch.testing.assert_close(losses, wanted, rtol=1e-6, atol=1e-7)
+
+
+@for_each("case", [case["name"] for case in METHODS if case["kind"] == "reward"])
+def test_the_loss_of_reward_models_equals_trl(case):
+    case = next(one for one in METHODS if one["name"] == case)
+    center, inputs = case["config"]["center_rewards_coefficient"], case["inputs"]
+    algorithm = settings(loss_type="bradley_terry", loss_args={"center": center or 0.0}, rewards=False).algorithm
+    both = torch.tensor([inputs["rewards_chosen"], inputs["rewards_rejected"]], dtype=torch.float64).requires_grad_()
+    mask = torch.tensor([False, True])
+    samples = [TrainSample(torch.arange(2), mask, torch.zeros(2), 0.0, index) for index in range(both.numel())]
+    (m,) = pack(samples, replace(UNLIMITED, group=2)).micro_batches
+    rows = torch.zeros(m.num_tokens, dtype=torch.float64)
+    scores = rows.masked_scatter(m.loss_mask, both.t()[:, :].flatten()[m.samples[m.samples >= 0]])
+    output = preference_losses.make_score_loss(algorithm)(LossInputs(scores, rows, m))
+    loss = output.numerator / both.numel()
+    assert loss.item() == pytest.approx(case["expected"]["loss"], rel=1e-7)
+    (gradient,) = torch.autograd.grad(loss, both)
+    assert gradient.flatten().tolist() == pytest.approx(case["expected"]["grad"], rel=1e-6)

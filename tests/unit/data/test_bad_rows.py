@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megagrpo.config import RewardsSection, Task, load_config
-from megagrpo.data.examples import DEMONSTRATIONS, PREFERENCES, ExampleSource
+from megagrpo.data.examples import DEMONSTRATIONS, PREFERENCES, SCORED_PAIRS, ExampleSource
 from megagrpo.data.images.prompt_images import ImageReader
 from megagrpo.data.prompts import PromptSource, prompt_reader
 from megagrpo.data.sources.bad_rows import BadRows
@@ -407,3 +407,12 @@ def test_conversations_that_hold_their_prompt_are_pairs(chat_folder, tmp_path): 
     one, same = (examples(chat_folder, tmp_path / "rows.jsonl", [row], PREFERENCES).all()[0] for row in rows)
     assert one.token_ids == same.token_ids and one.answers == same.answers
     assert [(answer.text, answer.value) for answer in one.answers] == [("4", 1.0), ("5", -1.0)]
+
+
+def test_a_margin_is_a_number_and_a_score_is_at_the_last_token(chat_folder, tmp_path):  # noqa: F811
+    rows = [dict(prompt="p", chosen="4", rejected="5", margin=margin) for margin in (0.5, "much")]
+    found = examples(chat_folder, tmp_path / "rows.jsonl", rows, SCORED_PAIRS)
+    assert found.rows == [0] and "column `margin` must be a number (got 'much')" in found.warnings[0]
+    (chosen, rejected), prompt = found.all()[0].answers, found.all()[0].token_ids
+    assert (chosen.value, rejected.value) == (0.5, 0.0) and sum(chosen.written) == 1 and chosen.written[-1]
+    assert {*prompt, *chosen.token_ids, *rejected.token_ids} == found.used

@@ -99,7 +99,7 @@ def values(script: str, name: str) -> list[str]:
 
 def test_every_config_for_clusters_is_here():
     small = {"quickstart", "quickstart_pp2", "quickstart_tp3", "quickstart_cp2", "quickstart_2nodes"}
-    small |= {"quickstart_sft", "quickstart_dpo"}
+    small |= {"quickstart_sft", "quickstart_dpo", "quickstart_reward", "quickstart_rlhf"}
     assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == small | set(LARGE)
 
 
