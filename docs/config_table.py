@@ -44,6 +44,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "Loss": "loss_args loss_average loss_share_of_tasks delta importance_sampling_level top_entropy_quantile "
         "skip_zero_advantage",
         "Trainer-vLLM mismatch and stale responses": "importance_correction* off_policy_mask_threshold",
+        "Critic": "critic*",
         "Advantages": "advantage_* multi_objective_aggregation turn_* token_*",
         "Dynamic sampling": "max_resample_times dynamic_sample_fallback",
         "Entropy bonus": "*entropy*",

@@ -9,8 +9,8 @@ import math
 
 from torch import Tensor
 
-from megagrpo.algorithms.quantiles import AllReduce, quantile
 from megagrpo.config import AlgorithmSection
+from megagrpo.platform.parallel.quantiles import AllReduce, quantile
 from megagrpo.train_types import TrainState
 
 TIE = 1e-5  # nats: entropies that differ by less are equal up to the rounding of a layout

@@ -68,7 +68,7 @@ class MegatronPolicy:
         self.dtype = device.resolve_precision(config.model.precision)
         self.shares_prompts = shares_prompts(config, hf_config)
         device.reuse_freed_memory()
-        self.chunks = build_model(hf_config, layout, model_options(config, hf_config, self.dtype, self.shares_prompts))
+        self.chunks = self._build_chunks()
         self.inputs = inputs_of(self.chunks, hf_config, layout, config.data.images)
         prepare_overlap(config, self.chunks)
         if config.model.offload_activations:
@@ -111,11 +111,15 @@ class MegatronPolicy:
         self.replay = RoutingReplay(self.chunks, hf_config) if config.rollout.routing_replay != "off" else NO_REPLAY
         self._routers = RouterTerms(self.chunks, config.algorithm, layout)
         for chunk in self.chunks:
-            config_of(chunk).grad_scale_func = self._scaled
+            config_of(chunk).grad_scale_func = self.loss_scale.scaled
             config_of(chunk).finalize_model_grads_func = self._finalize_gradients
         self._checks: list[GradientCheck] = []  # of the step in progress
         # whether loss gradients may be computed before the backward pass; `_early_differs`: whether one was wrong there
-        self._early = config.algorithm.gradient_is_local
+        self._early = self._early_is_right = config.algorithm.gradient_is_local
+
+    def _build_chunks(self) -> list[torch.nn.Module]:
+        own = self.hf_config, self.dtype, self.shares_prompts
+        return build_model(self.hf_config, self.layout, model_options(self.config, *own))
 
     def weights_changed(self) -> None:
         """Tell the policy that its weights, frozen ones included, were written from outside. The optimizer copies its
@@ -226,7 +230,7 @@ class MegatronPolicy:
         if early_differs:
             self._early = False
             return self.backward(batch, loss_fn, denominator)
-        if self.config.algorithm.gradient_is_local and not self._early:
+        if self._early_is_right and not self._early:
             metrics["train/late_gradients"] = Metric(1.0)
         metrics["loss"] = Metric(metrics["loss"].sum)
         finite = math.isfinite(metrics["loss"].value)
@@ -234,9 +238,7 @@ class MegatronPolicy:
             return self.backward(batch, loss_fn, denominator)
         if bad is not None or not finite:
             raise NonFiniteError(bad, metrics)
-        if self.dtype == torch.float16:
-            metrics["train/loss_scale"] = Metric(self.loss_scale.value, reduce="last")
-        return metrics | self._routers.metrics | self.replay.metrics(self.layout)
+        return metrics | self.loss_scale.metrics() | self._routers.metrics | self.replay.metrics(self.layout)
 
     def losses(self, batch: TrainBatch, loss_fn: LossFn) -> dict[str, Metric]:
         """Return the sum of `loss_fn` over all ranks' micro-batches as `loss`, and its metrics, without a gradient.
@@ -360,9 +362,6 @@ class MegatronPolicy:
         spread = rows.new_zeros(*rows.shape[:-1], item.indices.numel()).index_copy(-1, item.loss, rows)
         return gather_rows(spread, item.indices, item.pack_order, self.layout.cp_group)
 
-    def _scaled(self, loss: Tensor) -> Tensor:
-        return loss * self.loss_scale.value
-
     def _finalize_gradients(
         self, model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any
     ) -> None:
@@ -376,9 +375,7 @@ class MegatronPolicy:
         summing = not reduced or overlaps_reduction(self.config.train, self.layout.dp_cp_size)
         self._checks = [] if summing else [GradientCheck.of(self.chunks, summed=False)]
         finalize_model_grads(model, None, **kwargs)
-        if self.loss_scale.value != 1:
-            for chunk in self.model:
-                chunk.scale_gradients(1 / self.loss_scale.value)
+        self.loss_scale.divide_out(self.model)
         self._checks.append(GradientCheck.of(self.chunks, summed=reduced))
 
     def _bad_tensor(self, finite: Sequence[Sequence[bool]]) -> BadTensor | None:

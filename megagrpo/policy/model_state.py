@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.utils import unwrap_model
 from torch import nn
 
@@ -36,6 +37,11 @@ def dense_state(state: dict[str, Any]) -> dict[str, Any]:
         if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and is_fp8(entry.data):
             entry.data = dense(entry.data).cpu()
     return state
+
+
+def prefix_keys(state: dict[str, Any], prefix: str) -> None:
+    """Put `prefix` before the keys of all tensors in a sharded state, so that a checkpoint can hold two models."""
+    add_prefix_for_sharding(state, prefix)
 
 
 def load_state(chunk: nn.Module, state: dict[str, Any], strict: bool = True) -> None:

@@ -17,7 +17,7 @@ from megagrpo.algorithms.advantages import advantages_of, charged_kl, less_kl
 from megagrpo.algorithms.custom_advantage import Groups, checked, imported
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.reductions import denominator, loss_weights
-from megagrpo.algorithms.turn_advantages import Turns, turn_advantages
+from megagrpo.algorithms.turn_advantages import Turns, discounted_returns, turn_advantages
 from megagrpo.config import RunConfig
 from megagrpo.data.packing.sample_packing import PackPlan, build_batch, packing_rules, plan_packing, slices
 from megagrpo.data.packing.sample_table import TRUNCATED
@@ -28,6 +28,7 @@ from megagrpo.platform.parallel.agree import run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
 from megagrpo.platform.process.progress_hook import Progress
+from megagrpo.policy.critic import Critic
 from megagrpo.policy.find_nan import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.moe.routing_replay import route_shape
@@ -64,6 +65,7 @@ class Learning:
     phases: Phases
     count_skip: Callable[[NonFiniteError, Weights], None]
     teachers: Sequence[Teacher] = ()
+    critic: Critic | None = None
 
     def weights(self) -> Weights:
         """Yield this rank's parameters, each with the part of the Hugging Face tensor it holds: the adapters if only
@@ -93,6 +95,8 @@ class Learning:
         """Return the advantages [P, G] float64 of rewards [P, G], and of those by function [P, G, F]."""
         algorithm, group = self.config.algorithm, self.config.rollout.num_generations
         weights = [function.weight for function in self.config.all_rewards.functions]
+        if algorithm.has_critic:
+            return rewards.nan_to_num(nan=0.0)
         if algorithm.own_estimator and samples.turns is None:
             return self._estimated(samples, rewards, by_function, None)
         advantages = torch.empty_like(rewards)
@@ -109,6 +113,8 @@ class Learning:
         algorithm, group = self.config.algorithm, self.config.rollout.num_generations
         rewards, states = (np.ascontiguousarray(samples.turns[name]) for name in ("reward", "state"))
         turns = Turns(rewards, samples.turn_owners()[0], states)
+        if algorithm.has_critic:
+            return discounted_returns(turns, samples.facts["reward"], discount=0.0)
         if algorithm.own_estimator:
             return self._estimated(samples, samples.rewards(group), samples.rewards_by_function(group), turns).numpy()
         groups = samples.groups(group)
@@ -221,6 +227,30 @@ class Learning:
             adapt_bonus(self.state, values_of(update.metrics), algorithm)
         self.recorder.after_update(update)
 
+    def judged(self, batches: list[TrainBatch]) -> tuple[list[TrainBatch], dict[str, float]]:
+        """Return the batches with the critic's advantages in place of their rewards, and its metrics; unchanged without
+        a critic."""
+        if self.critic is None:
+            return batches, {}
+        with self.phases("critic"):
+            judged, metrics = self.critic.judged(batches)
+        if self.config.algorithm.kl_in_reward:
+            kl, responses = kl_by_sample(judged, self.policy.layout), sum(batch.num_sequences for batch in judged)
+            metrics["kl"] = kl.sum().item() / max(responses, 1)
+        return judged, metrics
+
+    def gradients(self, update: Update) -> dict[str, Metric]:
+        """Let the critic learn, if any, and compute the policy's gradient of an update. Returns metrics of both."""
+        of_critic: dict[str, Metric] = {}
+        if self.critic is not None:
+            of_critic = self.critic.learn(update.batch)
+        return of_critic | self.policy.backward(update.batch, update.loss_fn, update.denominator)
+
+    def step_policy(self) -> dict[str, Metric]:
+        """Take the optimizer step of `gradients`; not while only the critic learns."""
+        warms_up = self.critic is not None and self.state.step < self.config.algorithm.critic.warmup_steps
+        return {} if warms_up else self.policy.update()
+
     def move_reference(self) -> None:
         """Update the reference towards the policy at the end of every `ref_model_sync_steps` steps."""
         algorithm = self.config.algorithm
@@ -258,6 +288,15 @@ def load_policy(
     if reference is None and config.algorithm.has_reference:
         reference = Reference(policy)
     return policy, reference
+
+
+def load_critic(config: RunConfig, layout: Layout, model: ModelFiles, progress: Progress) -> Critic:
+    """Build the critic, with the policy's first weights and values of 0. Collective. Raises ConfigError."""
+    with as_config_errors():
+        critic = Critic(config, layout, model.hf_config)
+        run_own_and_agree(layout, lambda: load_hf(critic.chunks, model.hf_config, model.folder, layout, progress))
+    critic.weights_changed()
+    return critic
 
 
 def first_of_each(owners: np.ndarray) -> list[int]:

@@ -43,15 +43,17 @@ class Trainer(Loop):
             advantages = learning.advantages(samples)
             of_turns = learning.turn_advantages(samples, advantages)
             batches = learning.batches(samples, advantages, of_turns)
-            if algorithm.kl_in_reward:
+            batches, of_critic = learning.judged(batches)
+            metrics |= of_critic
+            if algorithm.kl_in_reward and not algorithm.has_critic:
                 advantages, batches, metrics["kl"] = learning.with_kl_in_reward(samples, batches)
             trained = TrainedRollouts(self.state.step + 1, samples, advantages.tolist(), of_turns)
             updates = []
             recorders.begin(trained)
             for batch in batches * algorithm.num_iterations:
                 with learning.update(batch) as update:
-                    gradients = learning.policy.backward(update.batch, update.loss_fn, update.denominator)
-                    update.metrics = gradients | learning.policy.update()
+                    gradients = learning.gradients(update)
+                    update.metrics = gradients | learning.step_policy()
                 updates.append(update.metrics)
             learning.policy.finish_updates()
             metrics |= reduce_updates(updates) | reduce_updates([batch.packing for batch in batches])

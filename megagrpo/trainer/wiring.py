@@ -23,7 +23,7 @@ from megagrpo.trainer.engine_side import as_config_errors, connect, start_server
 from megagrpo.trainer.gpu.gpu_sharing import GpuTurns
 from megagrpo.trainer.gpu.state_offload import NoOffload, Offload
 from megagrpo.trainer.lifecycle import make_evaluations, make_lifecycle
-from megagrpo.trainer.policy_update import Learning, load_policy
+from megagrpo.trainer.policy_update import Learning, load_critic, load_policy
 from megagrpo.trainer.recording import Journal, make_records, open_journal
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool
 from megagrpo.trainer.rollout.collector import Collector
@@ -52,6 +52,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     policy, reference = load_policy(config, layout, model, data.sampling, progress)
     with as_config_errors():
         teachers = load_teachers(config, model.teachers, layout, progress)
+    critic = load_critic(config, layout, model, progress) if config.algorithm.has_critic else None
     if note := apex_note(policy.optimizer):
         say(note)
     routes = route_shape(model.hf_config) if config.rollout.routing_replay == "engine" else None
@@ -61,16 +62,19 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         journal.writer.follow(engine)
     rollouts = make_rollouts(inputs, engine, layout, state, journal, resources)
     collector = rollouts.collector
-    offload = Offload(policy, reference, teachers) if offloads(config.rollout, config.train.offload) else NoOffload()
+    offloaded = offloads(config.rollout, config.train.offload)
+    offload = Offload(policy, reference, teachers, critic) if offloaded else NoOffload()
     rank_0_engine = engine if layout.world_rank == 0 else None
     turns = GpuTurns(layout, rank_0_engine, servers.sleep, offload, collector.stop_if_requested, phases)
     records = make_records(config, journal, model, policy, reference, collector.pool)
     alarms = make_alarms(config, state, policy, servers.dtype, collector.reward_tracebacks, say)
     counted = records.recorders, phases, alarms.count_skip
-    learning = Learning(config, policy, reference, inputs.loss_fn, state, *counted, teachers)
+    learning = Learning(config, policy, reference, inputs.loss_fn, state, *counted, teachers, critic)
     syncing = Syncing(weight_sync, learning.weights, state, collector, turns, phases, say)
     saves = Saves(
-        Checkpointer(folder.path / CHECKPOINTS, layout, policy, config.run.save_total_limit, model.folder, reference),
+        Checkpointer(
+            folder.path / CHECKPOINTS, layout, policy, config.run.save_total_limit, model.folder, reference, critic
+        ),
         state,
         data.prompts,
         collector,

@@ -57,7 +57,8 @@ OPEN = (
 # loss, and of an evaluation.
 STEP_METRICS = """step wall_time loss kl entropy clip_ratio/low_mean clip_ratio/high_mean clip_ratio/region_mean token_mult_prob_error
     gen_kl_error policy_kl_error js_divergence_error mismatch/alarms train/skipped_steps train/loss_scale train/late_gradients
-    aux_loss
+    critic/value critic/return critic/explained_variance critic/loss critic/clip_ratio critic/grad_norm critic/learning_rate
+    time/critic aux_loss
     routing/agreement routing/agreement_min routing/agreement_by_layer
     sampling/sampling_logp_difference/mean sampling/sampling_logp_difference/max grad_norm learning_rate reward reward_std reward_std_batch
     frac_reward_zero_std num_tokens num_generated_tokens

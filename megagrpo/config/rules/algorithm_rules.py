@@ -104,6 +104,33 @@ def advantage_problems(a: AlgorithmSection) -> Iterator[Problem]:
         yield Problem(("algorithm.multi_objective_aggregation", estimator, scale), f"{reason}; {fix}")
 
 
+def critic_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield options of a critic without one, and options that exclude a critic."""
+    a, key = config.algorithm, "algorithm.advantage_estimator"
+    alone = {"rollout.num_generations": config.rollout.num_generations}
+    for task in config.tasks:
+        alone[f"tasks.{task.name}.rollout.num_generations"] = task.rollout.get("num_generations", 0)
+    for where, group in alone.items() if a.loss.generates and not a.has_critic else ():
+        if group == 1:
+            yield Problem((where,), "must be at least 2 (got 1): rewards are compared with those of the same prompt")
+    if not a.has_critic:
+        for name, field in type(a.critic).model_fields.items():
+            if (value := getattr(a.critic, name)) != field.default:
+                reason = f"only applies with advantage_estimator gae, not {a.advantage_estimator}; leave it out"
+                yield Problem((f"algorithm.critic.{name}", key), f"{value} {reason}")
+        return
+    for other, excluded, fix in (
+        ("lora.rank", config.lora.enabled and config.lora.rank, "set it to 0"),
+        ("model.base_storage", config.model.base_storage != "none" and config.model.base_storage, "set it to none"),
+        ("multi_turn.agent", bool(config.multi_turn.roles) and "roles", "choose grpo"),
+        ("algorithm.advantage_by", a.advantage_by not in ("trajectory", "turn") and a.advantage_by, "set it to turn"),
+        ("debug.dump_steps", config.debug.dump_steps, "leave it empty: audit has no critic"),
+        ("rollout.routing_replay", config.rollout.routing_replay != "off" and "replay", "set it to off"),
+    ):
+        if excluded:
+            yield Problem((other, key), f"{excluded} is not supported with advantage_estimator gae; {fix}")
+
+
 def turn_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield what contradicts advantages of turns or tokens, and options that only apply to them."""
     a, m = config.algorithm, config.multi_turn

@@ -13,6 +13,7 @@ from megagrpo.config.basics.problems import Problem
 from megagrpo.config.rules.algorithm_rules import (
     advantage_problems,
     ahead_problems,
+    critic_problems,
     kl_problems,
     loss_problems,
     quantization_problems,
@@ -60,6 +61,7 @@ def cross_field_problems(config: RunConfig) -> list[Problem]:
         placement_problems(config),
         multi_turn_problems(config.multi_turn),
         judge_problems(config),
+        critic_problems(config),
         turn_problems(config),
         role_problems(config.algorithm, config.multi_turn.roles),
         teacher_problems(config),

@@ -12,13 +12,31 @@ from megagrpo.config.sections.rewards import numbered
 from megagrpo.config.sections.section import (
     Fraction,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Section,
     choice_or_user_code,
 )
 
-ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
+
+
+class CriticSection(Section):
+    learning_rate: PositiveFloat = 1e-5
+    """Peak learning rate of the critic; everything else is as in `train`."""
+    gamma: Fraction = 1.0
+    """Factor of the value of the next token, or turn with `advantage_by: turn`."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Weight of later tokens, or turns, in an advantage: 0 trusts the critic, 1 the reward."""
+    critic_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
+    """`gae_lambda` of the returns that the critic learns (VC-PPO); the same when empty."""
+    length_adaptive_alpha: PositiveFloat | None = None
+    """A response of l tokens gets the gae_lambda 1 - 1 / (alpha l) (VAPO, with 0.05); the same for all when empty."""
+    value_clip: PositiveFloat | None = 0.2
+    """How far a value may move from the one before the step in the critic's loss; any distance when empty."""
+    warmup_steps: NonNegativeInt = 0
+    """First steps of the run in which only the critic learns."""
 
 
 class TeacherSection(Section):
@@ -65,7 +83,9 @@ class AlgorithmSection(Section):
     """Multiply the estimate by the probability ratio: the mean gradient is then the gradient of KL(policy || ref)."""
     kl_in_reward: bool = False
     """Take `beta` times a response's KL (summed k1) from its reward before advantages, and add nothing to the loss."""
-    teacher: Annotated[list[TeacherSection], BeforeValidator(_listed)] = []
+    teacher: Annotated[
+        list[TeacherSection], BeforeValidator(_listed, json_schema_input_type=TeacherSection | list[TeacherSection])
+    ] = []
     """Models that teach the policy on its own responses, one mapping or a list, beside rewards or, with
     `rewards.functions: []`, in their place: docs/distillation.md."""
     sync_ref_model: bool = False
@@ -153,10 +173,14 @@ class AlgorithmSection(Section):
     """Optimizer steps in one pass over a step's rollouts. Each divides by its own tokens or samples."""
     advantage_estimator: Annotated[str, *choice_or_user_code(ADVANTAGE_ESTIMATORS)] = "grpo"
     """What a reward is compared with: its group's mean, the mean of the group's others (rloo), or the batch's mean.
-    reinforce_plus_plus and its baseline form, which keeps the group's mean, always divide by the batch's std. A
-    function of your own (docs/credit.md) returns the advantages themselves."""
+    reinforce_plus_plus and its baseline form, which keeps the group's mean, always divide by the batch's std. gae: with
+    the values of a critic, which is PPO (docs/ppo.md). A function of your own (docs/credit.md) returns the advantages
+    themselves."""
+    critic: CriticSection = CriticSection()
+    """The critic of `advantage_estimator: gae`."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """What the centred rewards are divided by: the group's std, the batch's std, or nothing."""
+    """What the centred rewards are divided by: the group's std, the batch's std, or nothing. With gae the advantages of
+    the step's tokens get mean 0 and std 1, or stay as they are with none."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Add the functions' rewards, or first normalise each within its group (GDPO), so that none drowns the others."""
     advantage_by: Literal["trajectory", "turn", "state", "token", "process"] = "trajectory"
@@ -195,6 +219,11 @@ class AlgorithmSection(Section):
     def loss(self) -> Loss:
         """The row of `loss_type`."""
         return (LOSSES | ROW_LOSSES).get(self.loss_type) or custom_loss(self.loss_type, self.loss_average)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic's values are the baseline."""
+        return self.advantage_estimator == "gae"
 
     @property
     def own_estimator(self) -> bool:
@@ -246,7 +275,9 @@ class AlgorithmSection(Section):
     def leaves_out_zero_advantage(self) -> bool:
         """Whether samples whose advantage is 0 are skipped."""
         has_gradient = self.beta or self.counts_in_routers or self.entropy_bonus or self.top_entropy_quantile < 1
-        has_gradient = has_gradient or bool(self.teacher) or self.loss.custom or not self.loss.generates
+        has_gradient = (
+            has_gradient or bool(self.teacher) or self.loss.custom or self.has_critic or not self.loss.generates
+        )
         return self.skip_zero_advantage and not has_gradient
 
     @property

@@ -89,7 +89,7 @@ def constraint_of(structured_outputs: Mapping[Any, Any]) -> tuple[str, str] | No
 class RolloutSection(Section):
     prompts_per_step: PositiveInt = 8
     """Prompts in each step."""
-    num_generations: Annotated[int, Field(ge=2)] = 8
+    num_generations: PositiveInt = 8
     """Responses to each prompt: the size of a group."""
     max_prompt_length: PositiveInt = 512
     """Longest prompt in tokens, chat template included."""

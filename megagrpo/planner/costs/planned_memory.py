@@ -26,7 +26,7 @@ FP8_BYTES = 2  # bytes of a weight's cached FP8 copies: one rounded along rows, 
 # layers whose activations stay on the GPU despite model.offload_activations: the running one and its neighbour
 NOT_OFFLOADED = 2
 STORED_BYTES = {"fp8": 1 + 4 / 64, "nf4": 1 / 2 + 4 / 64}  # bytes of a stored weight, with its share of a scale
-MOVED = ("weights", "optimizer", "reference", "teachers")  # to the host while vLLM generates
+MOVED = ("weights", "optimizer", "reference", "teachers", "critic")  # to the host while vLLM generates
 
 
 def trainer_memory(config: RunConfig, model: HfConfig, dp: int, gpu: bool = True) -> dict[str, dict[str, float]]:
@@ -82,6 +82,8 @@ def _stage_memory(
     }
     if config.lora.enabled and config.model.reference_path is not None:
         resident["reference"] = resident["weights"]
+    if config.algorithm.has_critic:  # a second model like the policy
+        resident["critic"] = sum(resident[part] for part in ("weights", "gradients", "optimizer"))
     teachers, teacher_hidden = teacher_memory(config, stage.index, _responses(config, dp))
     resident |= teachers
     if tower := tower_bytes(config, model, stage):

@@ -3,10 +3,15 @@ the backward pass."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+from torch import Tensor
+
+from megagrpo.train_types import Metric
 
 FIRST_SCALE, LEAST_SCALE = 2.0**16, 1.0
 GROWS_AFTER = 1000  # backward passes without an overflow
@@ -29,6 +34,19 @@ class LossScale:
 
     def _read(self) -> None:
         self.value = 1.0 if self._scaler is None else float(self._scaler.scale)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss that the backward pass starts at."""
+        return loss * self.value
+
+    def divide_out(self, chunks: Iterable[DistributedDataParallel]) -> None:
+        """Divide the summed gradients of the chunks by the scale."""
+        for chunk in chunks if self.value != 1 else ():
+            chunk.scale_gradients(1 / self.value)
+
+    def metrics(self) -> dict[str, Metric]:
+        """Return `train/loss_scale`; nothing where the scale is always 1."""
+        return {} if self._scaler is None else {"train/loss_scale": Metric(self.value, reduce="last")}
 
     def update(self, overflowed: bool) -> bool:
         """Halve the scale after an overflow, or count a pass without one. Return whether the pass can be repeated at a

@@ -18,7 +18,7 @@ import shutil
 import textwrap
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,8 @@ from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_own_a
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.cleanup.removal import remove
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.policy.model_state import dense_state, load_state, sharded_state
+from megagrpo.policy.model_state import prefix_keys
 from megagrpo.policy.optimizer.policy_optimizer import dense_moments
-from megagrpo.policy.optimizer.saved_optimizer import drop_absent, follow_config
 from megagrpo.policy.reference import Reference
 from megagrpo.records.checkpoints.ahead_files import sums_of_ahead, write_ahead
 from megagrpo.records.checkpoints.run_files import (
@@ -47,6 +46,7 @@ from megagrpo.records.checkpoints.run_files import (
     remove_old,
     remove_partial,
 )
+from megagrpo.records.checkpoints.trained_state import load_trained, trained_state
 from megagrpo.train_types import TrainState
 from megagrpo.weights.blocks.parameter_blocks import adapter_blocks
 from megagrpo.weights.bridge.adapter_files import ADAPTER_FILES, save_adapter
@@ -114,14 +114,16 @@ class Checkpointer:
         keep: int,
         model_folder: Path,
         reference: Reference | None = None,
+        critic: MegatronPolicy | None = None,
     ):
-        self.folder, self.layout, self.policy, self.reference = folder, layout, policy, reference
+        self.folder, self.layout, self.policy, self.reference, self.critic = folder, layout, policy, reference, critic
         self.keep, self.model_folder = keep, model_folder
         self.seconds = 0.0  # duration of the last write, in the background or not
         self._saving: _Saving | None = None
         self._sources: dict[str, Source] = {}  # of adapters, since the first save
         self._model_files = files_of(model_folder)  # read now: `model_folder` may be gone when a checkpoint is written
-        trained = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad]
+        self._models = [policy] if critic is None else [policy, critic]
+        trained = [p for model in self._models for chunk in model.chunks for p in chunk.parameters() if p.requires_grad]
         count = sum(p.numel() for p in trained if _is_first_copy(p, layout))
         self._bytes_needed = int(layout.all_reduce(torch.tensor(count))) * BYTES_PER_PARAMETER
 
@@ -200,22 +202,20 @@ class Checkpointer:
         same_layout = layout == self.layout.sizes
         reference = self.reference if reference_moved else None
         # float32 shards are views of leaf tensors, on which autograd forbids in-place writes
-        with dense_moments(self.policy.optimizer), torch.no_grad():
+        with self._dense_moments(), torch.no_grad():
             state = self._sharded_state(is_loading=True, with_rng=same_layout, reference=reference)
             try:
                 loaded = read_state(state, path)
             except (Exception, CheckpointException) as e:  # CheckpointException is not a subclass of Exception
                 why = _other_model(path, self.policy.hf_config) or _reason(e)
                 raise CheckpointError(f"{path} cannot be read, or does not fit this model: {why}") from e
-            for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True):
-                load_state(chunk, loaded[name], strict=not self.policy.config.lora.enabled)
-            follow_config(loaded["optimizer"], self.policy.config.train)
-            self.policy.optimizer.load_state_dict(loaded["optimizer"])
-        self.policy.scheduler.load_state_dict(loaded["scheduler"])
-        self.policy.loss_scale.load_state_dict(loaded.get("loss_scale", {}))
+            load_trained(self.policy, loaded)
+            if self.critic is not None:
+                load_trained(self.critic, loaded["critic"])
         if reference is not None:
             reference.load_state_dict(loaded["reference"])
-        self.policy.masters_changed()
+        for model in self._models:
+            model.masters_changed()
         if same_layout:
             restore_rng(loaded["rng"])
         return reached
@@ -230,7 +230,7 @@ class Checkpointer:
 
     def _write(self, saving: _Saving, background: bool) -> None:
         device.release_memory()  # writing needs two more copies of weights and optimizer state
-        with dense_moments(self.policy.optimizer):
+        with self._dense_moments():
             reference = self.reference if saving.reference_moved else None
             sharded = self._sharded_state(is_loading=False, with_rng=True, reference=reference)
             saving.write = ShardedWrite(sharded, saving.partial, METADATA, background)
@@ -265,27 +265,22 @@ class Checkpointer:
 
     def _sharded_state(self, is_loading: bool, with_rng: bool, reference: Reference | None) -> dict[str, Any]:
         local = METADATA | {"dp_cp_group": self.layout.dp_cp_group}
-        # with LoRA only the adapters, as the run starts from the base model
-        adapters_only = self.policy.config.lora.enabled
-        state: dict[str, Any] = {
-            name: sharded_state(chunk, local, adapters_only)
-            for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True)
-        }
-        state["optimizer"] = self.policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=local)
-        drop_absent(state["optimizer"])
-        # only now: the optimizer identifies parameters by object identity
-        state |= {name: dense_state(state[name]) for name in self._chunk_names()}
-        state["scheduler"] = self.policy.scheduler.state_dict()
-        state |= {"loss_scale": scale} if (scale := self.policy.loss_scale.state_dict()) else {}
+        state = trained_state(self.policy, local, is_loading)
+        if self.critic is not None:
+            state["critic"] = trained_state(self.critic, local, is_loading)
+            prefix_keys(state["critic"], "critic.")
         if reference is not None:
             state["reference"] = reference.sharded_state_dict(metadata=local)
         if with_rng:
             state["rng"] = sharded_rng(self.layout)
         return state
 
-    def _chunk_names(self) -> list[str]:
-        count = len(self.policy.chunks)
-        return ["model"] if count == 1 else [f"model{i}" for i in range(count)]
+    @contextmanager
+    def _dense_moments(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for model in self._models:
+                stack.enter_context(dense_moments(model.optimizer))
+            yield
 
 
 def checked(path: Path) -> tuple[dict[str, int], bool, TrainState]:

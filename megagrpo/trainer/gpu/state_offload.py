@@ -39,8 +39,15 @@ class Offload:
     reference that has not changed since, are copied to the host only once.
     """
 
-    def __init__(self, policy: MegatronPolicy, reference: Reference | None = None, teachers: Sequence[Teacher] = ()):
+    def __init__(
+        self,
+        policy: MegatronPolicy,
+        reference: Reference | None = None,
+        teachers: Sequence[Teacher] = (),
+        critic: MegatronPolicy | None = None,
+    ):
         self._policy = policy
+        self._critic = Offload(critic) if critic is not None else None
         self._others = [(one, OffloadedStorages()) for one in (reference, *teachers) if one is not None]
         self._weights, self._state = OffloadedStorages(), OffloadedStorages()
         self._frozen = OffloadedStorages()
@@ -49,16 +56,16 @@ class Offload:
     @property
     def away(self) -> bool:
         """Whether any state is off the GPU."""
-        return not all(part.is_empty for part in self._parts)
+        return not all(part.is_empty for part in self._all_parts())
 
     @property
     def host_bytes(self) -> int:
         """Bytes of this rank's state in host memory, including the copies of frozen weights that are kept there."""
-        return sum(part.used for part in self._parts)
+        return sum(part.used for part in self._all_parts())
 
     def load_all(self) -> None:
         """Move all state back to the GPU; gradients are zero."""
-        run_own_and_agree(self._policy.layout, lambda: [part.bring_back() for part in self._parts])
+        run_own_and_agree(self._policy.layout, lambda: [part.bring_back() for part in self._all_parts()])
 
     def load_weights_only(self) -> None:
         """Move everything but the policy's weights to host memory, and the weights back to the GPU."""
@@ -68,7 +75,12 @@ class Offload:
         """Move all state to host memory."""
         run_own_and_agree(self._policy.layout, self._move_all)
 
+    def _all_parts(self) -> tuple[OffloadedStorages, ...]:
+        return self._parts if self._critic is None else self._parts + self._critic._parts
+
     def _move_state(self) -> None:
+        if self._critic is not None:  # its weights are not sent to servers
+            self._critic._move_all()
         self._weights.bring_back()
         self._frozen.bring_back()
         of_weights = storages(self._of_weights())

@@ -172,6 +172,7 @@ ELSEWHERE = {
     "sync_ref_model": "e2e/test_reference_options.py",
     "ref_model_mixup_alpha": "e2e/test_reference_options.py",
     "ref_model_sync_steps": "e2e/test_reference_options.py",
+    "critic": "distributed/test_critic.py",
     "teacher": "distributed/test_dump_losses.py",
     "steps_per_generation": "e2e/test_reference_options.py",
     "loss_share_of_tasks": "e2e/test_tasks.py",

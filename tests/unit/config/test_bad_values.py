@@ -112,6 +112,25 @@ def test_fp16_excludes_what_computes_in_bf16(path, override, said):
     assert said in refusal(path, "model.precision=fp16", "algorithm.importance_correction=token_mask", override)
 
 
+GAE = "algorithm.advantage_estimator=gae"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["algorithm.critic.gamma=0.9"],
+            "algorithm.critic.gamma: 0.9 only applies with",
+        ),
+        (["rollout.num_generations=1"], "rollout.num_generations: must be at least 2 (got 1)"),
+        ([GAE, "lora.rank=8"], "lora.rank: 8 is not supported with"),
+        ([GAE, "debug.dump_steps=[1]"], "debug.dump_steps: [1] is not supported with"),
+    ],
+)
+def test_a_critic_needs_gae_and_gae_what_a_critic_can(path, overrides, said):
+    assert said in refusal(path, *overrides)
+
+
 def test_a_misspelt_choice_gets_the_nearest_one(path):
     assert refusal(path, "algorithm.loss_type=dappo").endswith(
         "', or your own as FILE.py:NAME (got 'dappo'); did you mean dapo?"

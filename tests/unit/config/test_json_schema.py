@@ -45,7 +45,7 @@ def test_a_shipped_config_names_the_schema_and_fits_it(path):
         ("parallel: {tpp: 2}", "parallel: Additional properties are not allowed ('tpp' was unexpected)"),
         ("num_generations: 4", ": Additional properties are not allowed ('num_generations' was unexpected)"),
         ("parallel: {tp: two}", "parallel.tp: 'two' is not of type 'integer'"),
-        ("rollout: {num_generations: 1}", "rollout.num_generations: 1 is less than the minimum of 2"),
+        ("rollout: {num_generations: 0}", "rollout.num_generations: 0 is less than or equal to the minimum of 0"),
         ("algorithm: {kl_estimator: k9}", "algorithm.kl_estimator: 'k9' is not one of ["),
         ("defaults: [a.yaml]", "defaults: ['a.yaml'] is not of type 'string'"),
     ],

@@ -1,0 +1,122 @@
+"""The critic of PPO: a model like the policy, whose head is one number per token, in the policy's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megagrpo.algorithms.gae import estimates, last_tokens, make_value_loss, turn_ends
+from megagrpo.config import RunConfig
+from megagrpo.families.hf_config import HfConfig
+from megagrpo.platform.parallel.context import RankBatch
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.policy.build import head_input, lm_head
+from megagrpo.policy.layers.scalar_head import ScalarHead
+from megagrpo.policy.lm_head.task import Upstream
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.train_types import LossInputs, Metric, MicroBatch, TrainBatch
+
+STD_EPSILON = 1e-8  # added to the standard deviation of whitened advantages
+
+
+class Critic(MegatronPolicy):
+    """The critic of this rank, with an optimizer of its own. Its "log-probs" are values. The rest of the LM head stays
+    as it is: unused, and frozen unless it is the embedding."""
+
+    def __init__(self, config: RunConfig, layout: Layout, hf_config: HfConfig):
+        super().__init__(of_critic(config), layout, hf_config)
+        self._early = self._early_is_right = False
+        self._loss_fn = make_value_loss(config.algorithm.critic.value_clip)
+
+    def _build_chunks(self) -> list[nn.Module]:
+        chunks = super()._build_chunks()
+        if self.layout.is_last_stage:
+            self._head = ScalarHead(self.hf_config.hidden_size, self.layout, self.dtype)
+            chunks[-1].scalar_head = self._head
+            if not self.hf_config.tied_embeddings:
+                lm_head(chunks[-1]).requires_grad = False
+        return chunks
+
+    def _loss_inputs(
+        self, hidden: Tensor, item: RankBatch, chunk: nn.Module, early: Upstream | None = None
+    ) -> LossInputs:
+        states = head_input(chunk, hidden).index_select(0, item.loss)
+        values = self._whole_rows(self._head(states), item)
+        return LossInputs(values, torch.zeros_like(values), item.micro_batch)
+
+    def judged(self, batches: Sequence[TrainBatch]) -> tuple[list[TrainBatch], dict[str, float]]:
+        """Return the batches of a step with advantages in place of rewards and with the critic's targets; and metrics.
+
+        A micro-batch's `advantages` are rewards before: at each token that of its turn or its trajectory, which the
+        last token earns. With `kl_in_reward` every token pays beta times its KL. Collective.
+        """
+        estimated = [self._estimated(batch) for batch in batches]
+        moments = sum((self._moments(m) for batch in estimated for m in batch.micro_batches), torch.zeros(8).double())
+        count, *sums = self.layout.all_reduce(moments).tolist()
+        advantage, squared, value, target, squared_target, error, squared_error = (x / max(count, 1) for x in sums)
+        deviation = max(squared - advantage**2, 0.0) ** 0.5 + STD_EPSILON
+        metrics = {"critic/value": value, "critic/return": target}
+        if (spread := squared_target - target**2) > 0:
+            metrics["critic/explained_variance"] = 1 - (squared_error - error**2) / spread
+        if self.config.algorithm.scale_rewards == "none":
+            return estimated, metrics
+        scaled = partial(_whitened, mean=advantage, deviation=deviation)
+        return [_each(batch, scaled) for batch in estimated], metrics
+
+    def _estimated(self, batch: TrainBatch) -> TrainBatch:
+        """Return the batch with values, targets and unscaled advantages; unchanged outside the last stage."""
+        rows = iter(self.logprobs(batch))
+
+        def estimated(m: MicroBatch) -> MicroBatch:
+            if (values := next(rows)) is None:
+                return m
+            m = m.to(values.device)
+            found = estimates(m, self._rewards(m), values, self.config.algorithm)
+            m = replace(m.with_terms(values=values, returns=found.returns), advantages=found.advantages)
+            return m.to(torch.device("cpu"))
+
+        return _each(batch, estimated)
+
+    def _rewards(self, m: MicroBatch) -> Tensor:
+        """Return what each token earns [T]."""
+        algorithm = self.config.algorithm
+        ends = turn_ends(m) if algorithm.advantage_by_turns else last_tokens(m)
+        rewards = torch.where(ends, m.advantages, 0.0)
+        if not algorithm.kl_in_reward:
+            return rewards
+        old, ref = m.terms.old_logprobs, m.terms.ref_logprobs
+        assert old is not None and ref is not None, "the batch has no old or no reference log-probs"
+        return rewards - algorithm.beta * torch.where(m.loss_mask, old - ref, 0.0)
+
+    def learn(self, batch: TrainBatch) -> dict[str, Metric]:
+        """Take one optimizer step towards the returns of the batch. Raises NonFiniteError."""
+        metrics = self.train_step(batch, self._loss_fn, batch.num_tokens)
+        return {name if name.startswith("critic/") else f"critic/{name}": metric for name, metric in metrics.items()}
+
+    def _moments(self, m: MicroBatch) -> Tensor:
+        """Return [8] float64 sums over this rank's loss tokens; 0 on ranks whose numbers another rank has."""
+        values, returns = m.terms.values, m.terms.returns
+        if values is None or returns is None or self.layout.tp_rank or self.layout.cp_rank:
+            return torch.zeros(8).double()
+        a, v, r = (row[m.loss_mask].double() for row in (m.advantages, values, returns))
+        return torch.stack([row.sum() for row in (torch.ones_like(a), a, a * a, v, r, r * r, r - v, (r - v) ** 2)])
+
+
+def _each(batch: TrainBatch, change: Callable[[MicroBatch], MicroBatch]) -> TrainBatch:
+    return replace(batch, micro_batches=tuple(change(m) for m in batch.micro_batches))
+
+
+def _whitened(m: MicroBatch, mean: float, deviation: float) -> MicroBatch:
+    return replace(m, advantages=torch.where(m.loss_mask, (m.advantages - mean) / deviation, 0.0))
+
+
+def of_critic(config: RunConfig) -> RunConfig:
+    """Return the run's config with the critic's own learning rate, without schedule, reference and adapters."""
+    train = config.train.model_copy(
+        update=dict(learning_rate=config.algorithm.critic.learning_rate, min_learning_rate=0.0)
+    )
+    return config.model_copy(update=dict(train=train))

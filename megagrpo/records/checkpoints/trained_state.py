@@ -1,0 +1,43 @@
+"""The state of a trained model in a checkpoint: weights, optimizer, learning-rate schedule and loss scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.model_state import dense_state, load_state, sharded_state
+from megagrpo.policy.optimizer.policy_optimizer import parts_of
+from megagrpo.policy.optimizer.saved_optimizer import drop_absent, follow_config
+
+
+def trained_state(policy: MegatronPolicy, metadata: dict[str, Any], is_loading: bool) -> dict[str, Any]:
+    """Return the sharded state of `policy` with Megatron's `metadata`. Collective."""
+    # with LoRA only the adapters, as the run starts from the base model
+    adapters_only, names = policy.config.lora.enabled, _chunk_names(policy)
+    state: dict[str, Any] = {
+        name: sharded_state(chunk, metadata, adapters_only) for name, chunk in zip(names, policy.chunks, strict=True)
+    }
+    # a run that stops while only its critic learns has no moments yet: Megatron makes those that it would load
+    makes = is_loading or not any(part.optimizer.state for part in parts_of(policy.optimizer))
+    state["optimizer"] = policy.optimizer.sharded_state_dict(state, is_loading=makes, metadata=metadata)
+    drop_absent(state["optimizer"])
+    # only now: the optimizer identifies parameters by object identity
+    state |= {name: dense_state(state[name]) for name in names}
+    state["scheduler"] = policy.scheduler.state_dict()
+    state |= {"loss_scale": scale} if (scale := policy.loss_scale.state_dict()) else {}
+    return state
+
+
+def load_trained(policy: MegatronPolicy, loaded: dict[str, Any]) -> None:
+    """Load `trained_state` after a checkpoint filled it."""
+    for name, chunk in zip(_chunk_names(policy), policy.chunks, strict=True):
+        load_state(chunk, loaded[name], strict=not policy.config.lora.enabled)
+    follow_config(loaded["optimizer"], policy.config.train)
+    policy.optimizer.load_state_dict(loaded["optimizer"])
+    policy.scheduler.load_state_dict(loaded["scheduler"])
+    policy.loss_scale.load_state_dict(loaded.get("loss_scale", {}))
+
+
+def _chunk_names(policy: MegatronPolicy) -> list[str]:
+    count = len(policy.chunks)
+    return ["model"] if count == 1 else [f"model{i}" for i in range(count)]
