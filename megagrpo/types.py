@@ -195,6 +195,7 @@ class Dialogue:
     retries: int = 0  # earlier attempts at this response, which failed
     counts: dict[str, int] = field(default_factory=dict)  # by metric, of which a step has the sums
     role: str = ""  # who writes the policy's turns, if the agent has roles
+    outputs: dict[str, str | None] = field(default_factory=dict)  # files that a program has left, for rewards
 
     __eq__ = _equal
 
@@ -225,8 +226,9 @@ class Dialogue:
         return queued, generated - queued, answered, max(columns[1], default=0.0), max(columns[2], default=0.0)
 
     def record(self) -> dict[str, Any]:
-        """Return all fields except `written` as JSON values, for files."""
-        fields = {name: value for name, value in vars(self).items() if name != "written" and (value or name != "role")}
+        """Return all fields except `written` and `outputs` as JSON values, for files."""
+        left_out = {"written", "outputs", *(() if self.role else ("role",))}
+        fields = {name: value for name, value in vars(self).items() if name not in left_out}
         return fields | {"turns": [vars(turn) for turn in self.turns]}
 
     @classmethod

@@ -27,9 +27,10 @@ def _completion(rollout: Rollout) -> str | list[dict[str, Any]]:
 def _trajectory(rollout: Rollout) -> dict[str, Any]:
     """Return a trajectory as a reward function sees it: its samples, in the order of turns and tokens, and its end."""
     dialogue = rollout.dialogue
-    about = dict(ended="done" if rollout.finish_reason == "stop" else "length", cause="", retries=0)
+    about: dict[str, Any] = dict(ended="done" if rollout.finish_reason == "stop" else "length", cause="", retries=0)
     if dialogue is not None:
         about = dict(ended=dialogue.ended, cause=dialogue.cause, retries=dialogue.retries)
+        about |= {"outputs": dialogue.outputs} if dialogue.outputs else {}
     return {"samples": [_sample(sample) for sample in rollout.samples], **about}
 
 

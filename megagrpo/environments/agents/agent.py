@@ -42,7 +42,7 @@ class Agent:
         at_once = options.concurrent or section.workers * CAPACITY
         share, rest = divmod(at_once, min(at_once, section.workers))
         self._host, self.name, self.roles = PROGRAM_HOST, COMMAND_NAME, [*section.roles]
-        program = options.program(self._seconds)
+        program, self._outputs = options.program(self._seconds), [*options.outputs]
         self._options: dict[str, Any] = {
             "program": program,
             "columns": options.columns,
@@ -82,6 +82,7 @@ class Agent:
         failure. Raises the engine's error if it failed."""
         trajectory = seat.trajectory
         prompt, trajectory.rewards = trajectory.prompt, {} if self.roles else {self.name: 0.0}
+        trajectory.outputs = dict.fromkeys(self._outputs)
         async with address.seated(seat) as key:
             client = {"base_url": address.url, "api_key": key, "model": POLICY_NAME}
             arguments = prompt.columns | {"prompt": prompt.messages}
@@ -106,9 +107,16 @@ class Agent:
             trajectory.ended = trajectory.limit
 
     def _end(
-        self, trajectory: Trajectory, fail: Callable[[Trajectory, str], None], value: Any, ended: str, failure: str
+        self,
+        trajectory: Trajectory,
+        fail: Callable[[Trajectory, str], None],
+        value: Any,
+        ended: str,
+        failure: str,
+        outputs: dict[str, str | None],
     ) -> None:
         """Set how a program has ended, and the reward of what it has left, also if it ran into a limit."""
+        trajectory.outputs = outputs
         if failure and not trajectory.limit:
             fail(trajectory, failure)
         elif not trajectory.samples and ended == "done":

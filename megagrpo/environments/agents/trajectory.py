@@ -89,6 +89,7 @@ class Trajectory:
     ):
         self.prompt, self.index, self.retries, self.samples = prompt, index, retries, list[Conversation]()
         self.ended, self.cause, self.rewards = "", "", dict[str, float | None]()  # as in `Dialogue`
+        self.outputs = dict[str, str | None]()
         self._numbers = set[int]()  # of turns that the policy has taken or takes
         self.limit = ""  # which one was reached first, as in `Dialogue.ended`
         self.counts = Counter[str]()
@@ -233,4 +234,4 @@ class Trajectory:
         counts = {f"agents/{name}": count for name, count in sorted(self.counts.items())}
         assert whole.dialogue is not None, "a conversation's rollout has a dialogue"
         others = tuple(sample.rollout(decode) for sample in self.samples if sample is not main)
-        return replace(whole, dialogue=replace(whole.dialogue, counts=counts), branches=others)
+        return replace(whole, dialogue=replace(whole.dialogue, counts=counts, outputs=self.outputs), branches=others)

@@ -18,6 +18,7 @@ from megagrpo.suggestions import did_you_mean
 AGENT = "multi_turn.agent"
 PROGRAM_HOST = Target("megagrpo.environments.programs.program_host", "ProgramHost")
 OWN_PLACEHOLDERS = ("workdir", "name", "prompt")
+MAX_OUTPUTS = 8 << 20  # bytes of `outputs`: JSON may need six for one
 UNIX = "unix"  # `listen`: a socket in a folder, `{socket}`
 
 
@@ -38,6 +39,7 @@ class AgentOptions(Section):
     score_files: dict[str, str] = Field(default_factory=dict)
     score_seconds: Seconds | None = None
     reward_file: str | None = None
+    outputs: dict[str, PositiveInt] = Field(default_factory=dict)  # the most bytes of each file
     variables: tuple[str, ...] = ()
     concurrent: PositiveInt | None = None
     output_mb: PositiveInt = 16
@@ -68,6 +70,9 @@ class AgentOptions(Section):
         if self.score_files and not self.score:
             yield Problem((f"{AGENT}.score_files",), "needs `score`, the command that they are for")
         names = [("files", name) for name in self.files] + [("score_files", name) for name in self.score_files]
+        names += [("outputs", name) for name in self.outputs]
+        if sum(self.outputs.values()) > MAX_OUTPUTS:
+            yield Problem((f"{AGENT}.outputs",), f"at most {MAX_OUTPUTS} bytes in all reach a reward; lower the limits")
         for key, name in names + [("reward_file", self.reward_file or "")] * (self.reward_file is not None):
             try:
                 parts_of(name)
@@ -85,7 +90,9 @@ class AgentOptions(Section):
     def program(self, seconds: float) -> dict[str, Any]:
         """Return the fields of `program_run.Program`, of which a command may take `seconds`."""
         templates = {name: shlex.split(getattr(self, name)) for name in ("container", "start", "stop")}
-        named = {name: getattr(self, name) for name in ("command", "files", "score", "score_files", "variables")}
+        named = {
+            name: getattr(self, name) for name in ("command", "files", "score", "score_files", "outputs", "variables")
+        }
         named["seconds"], named["score_seconds"] = seconds, self.score_seconds or seconds
         return named | templates | {"reward_file": self.reward_file, "output_bytes": self.output_mb << 20}
 

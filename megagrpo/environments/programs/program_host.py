@@ -58,7 +58,7 @@ class ProgramHost:
         match answer:
             case {"failure": str() as failure, **rest} if not rest:
                 raise InvalidRewards(failure)
-            case {"value": float() | None as value, "ended": str(), "failure": str()}:
+            case {"value": float() | None as value, "ended": str(), "failure": str(), "outputs": dict()}:
                 return answer | {"value": None if value is None else reward_of(value, "its reward is")}
         raise InvalidRewards("its process died" if answer is None else MALFORMED)
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megagrpo.environments.programs.work_folder import filled, put_files, read_number, remove_below
+from megagrpo.environments.programs.work_folder import filled, put_files, read_number, read_text, remove_below
 from megagrpo.platform.process.cleanup.ownership import TEMPORARY, make_folder, owner_in
 from megagrpo.platform.process.cleanup.parent_death import end_with_parent, living
 from megagrpo.platform.process.cleanup.removal import remove_tree
@@ -55,6 +55,7 @@ class Program:
     score: Sequence[str]
     score_files: dict[str, str]
     reward_file: str | None
+    outputs: dict[str, int]
     variables: Sequence[str]
     output_bytes: int
     seconds: float  # of `start` and `command`
@@ -122,8 +123,8 @@ class _Conversation:
             self._environment["TMPDIR"] = str(folder / "tmp")
 
     def hold(self) -> dict[str, Any]:
-        """Return the reward as `value`, how the program has `ended`, and its `failure` if it has any. Raises Failure,
-        Left, OSError and ValueError."""
+        """Return the reward as `value`, how the program has `ended`, its `failure` if it has any, and its `outputs`.
+        Raises Failure, Left, OSError and ValueError."""
         program, client, ends = self._program, self._client, time.monotonic() + self._program.seconds
         put_files(self._work, program.files, self._values)
         to_policy = {"OPENAI_API_KEY": client["api_key"], "OPENAI_MODEL": client["model"]}
@@ -160,7 +161,8 @@ class _Conversation:
         except (Failure, OSError, ValueError):
             if not failure:
                 raise
-        return {"value": value, "ended": ended, "failure": failure}
+        outputs = {name: read_text(self._work, name, most) for name, most in self._program.outputs.items()}
+        return {"value": value, "ended": ended, "failure": failure, "outputs": outputs}
 
     def _stop(self) -> None:
         if self._program.stop:

@@ -71,21 +71,34 @@ def remove_below(folder: Path, parts: Sequence[str]) -> None:
 
 def read_number(folder: Path, name: str) -> float:
     """Return the number in a file. Raises ValueError for anything else."""
+    text = _read(folder, name, _NUMBER_BYTES + 1)
+    with suppress(ValueError):
+        if len(text) <= _NUMBER_BYTES and math.isfinite(number := float(text)):
+            return number
+    raise ValueError(f"{name} holds no finite number: {text[:_NUMBER_BYTES]!r}")
+
+
+def read_text(folder: Path, name: str, most: int) -> str | None:
+    """Return a file as text, with the error handler surrogateescape for what is not UTF-8; None for more than `most`
+    bytes, and for what is no regular file."""
+    try:
+        content = _read(folder, name, most + 1)
+    except ValueError:
+        return None
+    return content.decode(errors="surrogateescape") if len(content) <= most else None
+
+
+def _read(folder: Path, name: str, count: int) -> bytes:
+    """Return at most `count` bytes of a regular file. Raises ValueError for anything else."""
     try:
         with _parent(folder, parts := parts_of(name), creates=False) as parent:
             file = os.open(parts[-1], os.O_RDONLY | _FILE, dir_fd=parent)
         with os.fdopen(file, "rb") as opened_file:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise ValueError(f"{name} is no regular file")
-            text = opened_file.read(_NUMBER_BYTES + 1)
-        if len(text) <= _NUMBER_BYTES and math.isfinite(number := float(text)):
-            return number
+            if stat.S_ISREG(os.fstat(file).st_mode):
+                return opened_file.read(count)
     except OSError as error:
         raise ValueError(f"{name} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        if "regular" in str(error):
-            raise
-    raise ValueError(f"{name} holds no finite number: {text[:_NUMBER_BYTES]!r}")
+    raise ValueError(f"{name} is no regular file")
 
 
 def _path(source: str, values: Mapping[str, Any]) -> str:

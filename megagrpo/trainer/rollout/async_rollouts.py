@@ -249,7 +249,7 @@ def _packed(rollout: Rollout) -> dict[str, Any]:
     if (routes := row.pop("routes")) is not None:
         row["routes"] = {"dtype": routes.dtype.name, "shape": routes.shape, "values": _encoded(routes)}
     if (dialogue := row.pop("dialogue")) is not None:
-        row["dialogue"] = dialogue.record() | {"written": _encoded(dialogue.written)}
+        row["dialogue"] = dialogue.record() | {"written": _encoded(dialogue.written), "outputs": dialogue.outputs}
         # the text of an episode's `reset` is part of the prompt, and an agent's requests are prompts
         row["prompt"] = {name: getattr(rollout.prompt, name) for name in ("token_ids", "messages", "opened")}
     if branches := row.pop("branches"):

@@ -32,6 +32,8 @@ from megagrpo.environments.agents.trajectory import Trajectory
 from megagrpo.environments.dialogues import DialogueEngine, Dialogues
 from megagrpo.environments.episodes.tool_calls import hermes
 from megagrpo.environments.responders import Responders
+from megagrpo.rewards.arguments import PER_ROLLOUT
+from megagrpo.rewards.workers.channel import as_json, frame, from_json
 from megagrpo.types import Dialogue, Prompt, Rollout, SamplingParams
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
 from tests.unit.environments.test_dialogues import Scripted
@@ -1078,6 +1080,40 @@ def test_a_program_is_killed_with_its_daemons_at_the_end_at_a_deadline_and_with_
         trajectory = asyncio.run(run())
         assert (trajectory.ended, trajectory.cause) == ("failed", "died")
         wait_until(lambda: not program.left())
+
+
+LEFT = """
+import pathlib
+for name, content in {"text": b"caf\\xc3\\xa9", "binary": b"\\xff\\x00\\ud800", "full": b"1234", "large": b"12345"}.items():
+    open(name, "wb").write(content)
+for name in ("link", "away"):
+    os.symlink("/etc", name)
+os.symlink("text", "near")
+os.mkfifo("fifo")
+os.truncate(os.open("huge", os.O_CREAT | os.O_RDWR), 1 << 40)
+os.mkdir("folder")
+"""
+
+
+def test_files_that_a_program_leaves_reach_rewards_and_nothing_else_does(program, policy):
+    most = dict.fromkeys(["large", "huge", "link", "away/passwd", "near", "fifo", "folder", "missing", "text/x"], 4)
+    most |= {"text": 5, "binary": 8, "full": 4, "made/by/score": 9}
+    score = ["sh", "-c", "mkdir -p made/by; echo ok > made/by/score; rm missing"]
+    with program(LEFT, score=score, outputs=most) as agents:
+        (rollout,) = conversed(agents, lambda: policy.seat())
+        (failed,) = conversed(agents, lambda: policy.seat(max_turns=0))
+    read = {"text": "café", "binary": "\udcff\0\\ud800", "full": "1234", "made/by/score": "ok\n"}
+    (trajectory,) = [PER_ROLLOUT["trajectories"](rollout)]
+    assert trajectory["outputs"] == dict.fromkeys(most) | read and rollout.dialogue.ended == "done"
+    assert from_json(json.loads(frame(as_json(trajectory))[4:])) == trajectory  # as workers get it
+    assert failed.dialogue.outputs.keys() == most.keys() and "outputs" not in rollout.dialogue.record()
+    for outputs, reason in {
+        ("../a", 1): "no name below",
+        ("a", 9 << 20): "bytes in all",
+        ("a", 0): "greater than",
+    }.items():
+        with pytest.raises(ValueError, match=reason):
+            program(outputs=dict([outputs]))
 
 
 SCORED = dict(score=["sh", "-c", "{score}"], score_seconds=3.0)
