@@ -82,8 +82,7 @@ def _stage_memory(
     }
     if config.lora.enabled and config.model.reference_path is not None:
         resident["reference"] = resident["weights"]
-    if config.algorithm.has_critic:  # a second model like the policy
-        resident["critic"] = sum(resident[part] for part in ("weights", "gradients", "optimizer"))
+    resident |= _critic_memory(config, resident)
     teachers, teacher_hidden = teacher_memory(config, stage.index, _responses(config, dp))
     resident |= teachers
     if tower := tower_bytes(config, model, stage):
@@ -116,6 +115,12 @@ def _stage_memory(
         "sync": resident | {"staging": sent},
     }
     return {phase: {part: size / GIB for part, size in parts.items()} for phase, parts in phases.items()}
+
+
+def _critic_memory(config: RunConfig, of_policy: dict[str, float]) -> dict[str, float]:
+    """Return the bytes of the critic, a second model like the policy."""
+    parts = ("weights", "gradients", "optimizer")
+    return {"critic": sum(of_policy[part] for part in parts)} if config.algorithm.has_critic else {}
 
 
 def _route_bytes(config: RunConfig, model: HfConfig, dp: int, stage: Stage, gpu: bool) -> float:
