@@ -1,22 +1,25 @@
 """After the first update, updates replay the loaders' copies without the loaders, through vLLM's reload of a small
 model."""
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-    record_metadata_for_reloading,
-)
-from vllm.model_executor.model_loader.weight_utils import composed_weight_loader, default_weight_loader
 
 from megagrpo.families.shared.boxes import extent, whole
-from megagrpo.sync.vllm_side import loading as loading_module
-from megagrpo.sync.vllm_side.loading import Loading
 from megagrpo.sync.vllm_side.reader import ShardReader
 from megagrpo.sync.vllm_side.receiver import BlockSource
 from megagrpo.weights.slices.tensor_index import SharedBlock, SharedTensor, TensorIndex
+
+
+def vllm_loader(name):
+    """A module of vLLM's loaders, imported by the tests only: each process of pytest-xdist collects this file."""
+    return importlib.import_module(f"vllm.model_executor.model_loader.{name}")
+
+
+def loading_module():
+    return importlib.import_module("megagrpo.sync.vllm_side.loading")
 
 
 class Memory(BlockSource):
@@ -41,7 +44,7 @@ class Gated(nn.Module):
         self.bias = nn.Parameter(torch.zeros(8))
         self.weight.weight_loader = self.load_part
         self.down.weight_loader = lambda param, loaded: param.data.copy_(loaded.narrow(1, 4, 4))
-        self.bias.weight_loader = default_weight_loader
+        self.bias.weight_loader = vllm_loader("weight_utils").default_weight_loader
 
     def load_part(self, param, loaded, part):
         param.data.narrow(0, 4 * part, 4).copy_(loaded)
@@ -61,8 +64,9 @@ class Padded(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, norm_loader=default_weight_loader):
+    def __init__(self, norm_loader=None):
         super().__init__()
+        norm_loader = norm_loader or vllm_loader("weight_utils").default_weight_loader
         self.embed, self.mlp, self.norm = Padded(), Gated(), nn.LayerNorm(6, bias=False)
         self.norm.weight.weight_loader = norm_loader
         self.runs = 0
@@ -100,21 +104,21 @@ def tensor_index(given, version):
 def update(loading, given, version):
     """Apply one update as a worker does; return the tensors that were read."""
     reader = ShardReader(Memory(given, tensor_index(given, version)))
-    initialize_layerwise_reload(loading.model)
+    vllm_loader("reload").initialize_layerwise_reload(loading.model)
     loading.load(reader)
-    finalize_layerwise_reload(loading.model, None)
+    vllm_loader("reload").finalize_layerwise_reload(loading.model, None)
     return reader
 
 
 @pytest.fixture(autouse=True)
 def padded_rows_are_allowed(monkeypatch):
-    monkeypatch.setattr(loading_module, "VocabParallelEmbedding", Padded)
+    monkeypatch.setattr(loading_module(), "VocabParallelEmbedding", Padded)
 
 
 def loading_of(model):
     with torch.device("cpu"):
-        record_metadata_for_reloading(model)
-    return Loading(model, None)
+        vllm_loader("reload").record_metadata_for_reloading(model)
+    return loading_module().Loading(model, None)
 
 
 def parameters(model):
@@ -145,15 +149,16 @@ def test_later_updates_copy_what_the_loaders_copied_without_running_them():
 def test_a_dry_run_says_how_often_a_replay_fetches_each_box():
     model = Model()
     loading, given = loading_of(model), tensors(1)
-    initialize_layerwise_reload(model)
+    vllm_loader("reload").initialize_layerwise_reload(model)
     told = loading.dry_run(tensor_index(given, 1))
-    finalize_layerwise_reload(model, None)
+    vllm_loader("reload").finalize_layerwise_reload(model, None)
     assert update(loading, given, 1).fetched == told and model.runs == 1
     torch.testing.assert_close(parameters(model), expected(given), rtol=0, atol=0)
 
 
 def test_a_loader_that_computes_runs_at_every_update(caplog):
-    model = Model(norm_loader=composed_weight_loader(default_weight_loader, lambda values: -values.exp()))
+    loaders = vllm_loader("weight_utils")
+    model = Model(loaders.composed_weight_loader(loaders.default_weight_loader, lambda values: -values.exp()))
     loading = loading_of(model)
     with caplog.at_level("INFO"):
         for version in (1, 2):
@@ -183,9 +188,9 @@ def test_an_update_that_breaks_off_leaves_the_model_ready_for_the_next():
     listed = tensor_index(given, 2)
     del given["norm.weight"]
     reader = ShardReader(Memory(given, listed))
-    initialize_layerwise_reload(model)
+    vllm_loader("reload").initialize_layerwise_reload(model)
     with pytest.raises(KeyError, match="norm"):
         loading.load(reader)
-    finalize_layerwise_reload(model, None)
+    vllm_loader("reload").finalize_layerwise_reload(model, None)
     update(loading, tensors(3), 3)
     torch.testing.assert_close(parameters(model), expected(tensors(3)), rtol=0, atol=0)
