@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megagrpo.platform.process.imports import without_garbage_collection
-from tests import timing
+from tests import forked_workers, timing
 
 # Without caches of bytecode each process compiles what it imports, and pytest rewrites all asserts again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -53,6 +53,8 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(timing.Timing(config), "timing")
+    if not hasattr(config, "workerinput") and config.getoption("numprocesses", None):
+        forked_workers.install()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
