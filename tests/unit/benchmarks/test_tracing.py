@@ -1,8 +1,6 @@
 """benchmarks/tracing: a step on tensors without data has the formula's FLOPs and the plan's memory."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +26,7 @@ from megagrpo.planner.costs.hidden_messages import sent_rows
 from megagrpo.planner.costs.planned_memory import stage_memory
 from megagrpo.planner.costs.shapes import num_parameters
 from megagrpo.planner.costs.workload import Lengths, expected_lengths
+from tests.unit.in_a_fork import in_a_fork
 
 ROOT = Path(__file__).parents[3]
 TINY = dict(
@@ -43,28 +42,6 @@ MIXTURE = (
     | dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=384)
 )
 PROMPT, RESPONSE = 256, 768
-SCRIPT = """
-import json, sys
-from megagrpo.config import load_config
-from megagrpo.families.hf_config import load_hf_config
-from megagrpo.families.weight_sources import shape_folder
-from benchmarks.tracing.roofline import HOST_COPY
-from benchmarks.tracing.traced_step import trace_step
-
-for words in json.loads(sys.argv[2]):
-    config = load_config(sys.argv[1], words[1:])
-    trace = trace_step(config, load_hf_config(shape_folder(config.model.path)), 4, 0, 256, 768, int(words[0]))
-    each = trace.each
-    phases = ("forward", "head", "backward")
-    flops = {f"{phase}/{kind}": each.total("flops", phase, kind) for phase in phases for kind in ("products", "experts", "attention")}
-    waits = {phase: each.waits[phase] for phase in phases}
-    traffic = {phase: each.total("bytes", phase, "elementwise") for phase in phases}
-    launches = [each.total("launches", phase) for phase in phases]
-    messages = [(m.phase, m.operation, m.bytes, m.ranks) for m in trace.fixed.messages]
-    copied = sum(m.bytes * count for m, count in trace.fixed.messages.items() if m.operation == HOST_COPY)
-    found = dict(copied=copied, flops=flops, launches=launches, waits=waits, traffic=traffic, fixed_waits=trace.fixed.waits, messages=messages)
-    print(json.dumps(found | dict(peak=trace.peak, tokens=trace.tokens)))
-"""
 
 
 def settings(folder: Path, model: dict = TINY) -> list[str]:
@@ -87,23 +64,46 @@ TRACES = dict(one=(TINY, 1, ()), three=(TINY, 3, ()), offloaded=(TINY, 1, OFFLOA
 )
 
 
+def traced(path: str, cases: list) -> list[dict]:
+    """What the tests read of the trace of each (micro-batches beside the first, words of a config)."""
+    from benchmarks.tracing.traced_step import trace_step
+
+    found = []
+    for extra, words in cases:
+        config = load_config(path, words)
+        trace = trace_step(config, load_hf_config(shape_folder(config.model.path)), 4, 0, PROMPT, RESPONSE, extra)
+        each, phases = trace.each, ("forward", "head", "backward")
+        kinds = ("products", "experts", "attention")
+        flops = {f"{phase}/{kind}": each.total("flops", phase, kind) for phase in phases for kind in kinds}
+        messages = trace.fixed.messages
+        found.append(
+            dict(
+                flops=flops,
+                waits={phase: each.waits[phase] for phase in phases},
+                traffic={phase: each.total("bytes", phase, "elementwise") for phase in phases},
+                launches=[each.total("launches", phase) for phase in phases],
+                fixed_waits=trace.fixed.waits,
+                messages=[[m.phase, m.operation, m.bytes, m.ranks] for m in messages],
+                copied=sum(m.bytes * count for m, count in messages.items() if m.operation == HOST_COPY),
+                peak=trace.peak,
+                tokens=trace.tokens,
+            )
+        )
+    return found
+
+
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory):
     return traces_of(tmp_path_factory, TRACES)
 
 
 def traces_of(tmp_path_factory, wanted: dict):
-    """Name -> config, model and trace of one rank of four, in a separate process, because a trace creates process
-    groups."""
+    """Name -> config, model and trace of one rank of four, in a fork, because a trace creates process groups."""
     path = str(ROOT / "configs" / "qwen2.5_7b_1node.yaml")
     words = {
         name: [*settings(tmp_path_factory.mktemp(name), model), *layout] for name, (model, _, layout) in wanted.items()
     }
-    asked = json.dumps([[str(wanted[name][1]), *own] for name, own in words.items()])
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, path, asked]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = in_a_fork(traced, path, [(wanted[name][1], own) for name, own in words.items()])
     return {
         name: (load_config(path, words[name]), parse_hf_config(model), trace)
         for (name, (model, *_)), trace in zip(wanted.items(), found, strict=True)

@@ -4,7 +4,7 @@ import importlib.util
 import json
 import math
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from megagrpo.planner import plan
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
 from tests.unit.for_each import for_each
+from tests.unit.in_a_fork import in_a_fork
 from tests.unit.rewards.reward_services import says, serving
 
 FOLDERS = sorted(
@@ -52,13 +53,15 @@ def test_an_example_has_a_config_a_readme_and_its_files(folder):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """A folder with the models that scripts of examples make, by the example's name: one process runs all of them."""
-    root, run = tmp_path_factory.mktemp("models"), []
-    for script in sorted((shipped_configs() / "examples").glob("*/make_model.py")):
-        run.append(
-            f"sys.argv[1:] = [{str(root / script.parent.name)!r}]; runpy.run_path({str(script)!r}, None, '__main__')"
-        )
-    subprocess.run([sys.executable, "-c", "\n".join(["import runpy, sys", *run])], check=True, timeout=300)
+    root = tmp_path_factory.mktemp("models")
+    in_a_fork(make_models, root)
     return root
+
+
+def make_models(root):
+    for script in sorted((shipped_configs() / "examples").glob("*/make_model.py")):
+        sys.argv[1:] = [str(root / script.parent.name)]
+        runpy.run_path(str(script), None, "__main__")
 
 
 @pytest.mark.parametrize("name", NAMES)
