@@ -50,7 +50,7 @@ CONFIG = """
 model: {path: model}
 data: {train: {source: train.jsonl}, eval: {source: heldout.jsonl}}
 rollout: {max_prompt_length: 40, prompts_per_step: 2, num_generations: 2}
-rewards: {functions: [{function: rewards.py:right}, {function: rewards.py:brief, weight: 0.5}]}
+rewards: {workers: 1, functions: [{function: rewards.py:right}, {function: rewards.py:brief, weight: 0.5}]}
 """
 
 

@@ -151,7 +151,7 @@ def table(folder: Path, names: list[str], functions: str, capsys) -> dict[tuple[
     train = f"data: {json.dumps({'train': {'source': f'{names[0]}.jsonl'}, 'eval': None} | keys)}\n"
     limits = "rollout: {max_prompt_length: 400, max_completion_length: 400, prompts_per_step: 2, num_generations: 2}\n"
     (folder / "run.yaml").write_text(
-        f"model: {{path: model}}\n{train}evaluation:\n  sets:\n{sets}{limits}rewards: {{functions: {functions}}}\n"
+        f"model: {{path: model}}\n{train}evaluation:\n  sets:\n{sets}{limits}rewards: {{workers: 1, functions: {functions}}}\n"
     )
     assert main(["check", str(folder / "run.yaml"), "--strict"]) == 0, capsys.readouterr()
     cells, key = {}, ""

@@ -55,7 +55,7 @@ CONFIG = """
 model: {path: model}
 data: {train: {source: train.jsonl}, eval: null}
 rollout: {max_prompt_length: 40, max_completion_length: 64, prompts_per_step: 2, num_generations: 2}
-rewards: {functions: [{function: rewards.py:right}]}
+rewards: {workers: 1, functions: [{function: rewards.py:right}]}
 """
 GOLDS = ["<0>", "<1>", "", "", "<4>", "x" * 65, "bad", "12 km"]
 

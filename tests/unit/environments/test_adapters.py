@@ -161,14 +161,16 @@ import json, os, sys, time
 notes = []
 for line in sys.stdin:
     request = json.loads(line)
-    method, params = request["method"], request.get("params", {})
+    method, params = request["method"], request.get("params")
     if "id" not in request:
         continue
     if method == "initialize":
         result = dict(protocolVersion=params["protocolVersion"], capabilities=dict(tools={}))
         result["serverInfo"] = dict(name="notes", version="1")
     elif method == "tools/list":
-        result = dict(tools=[dict(name=name, inputSchema=dict(type="object")) for name in ("add", "die", "hang")])
+        names, page = ("add", "die", "hang"), int((params or {}).get("cursor") or 0)  # a page has one tool
+        result = dict(tools=[dict(name=names[page], inputSchema=dict(type="object"))])
+        result |= dict(nextCursor=str(page + 1)) if page < 2 else {}
     elif method == "tools/call":
         if params["name"] == "die":
             os._exit(3)
@@ -190,17 +192,23 @@ def notes(tmp_path):
     return f"mcp:{sys.executable} {file}"
 
 
-def test_an_mcp_server_per_response(responders, notes, tmp_path):  # noqa: F811
+def test_tools_of_an_mcp_server_have_the_package_s_schemas_and_errors(responders, notes, tmp_path):  # noqa: F811
     (tmp_path / "notes.py").write_text(NOTES)
     table = responders(notes)
     schema = table.tools[0]["function"]
     assert [t["function"]["name"] for t in table.tools] == ["add", "fail"]
     assert schema["description"] == "Adds a note." and schema["parameters"]["required"] == ["text"]
-    both = [conversation(0), conversation(1)]
+    one = conversation()
+    each(table.begin, [one])
+    assert used(table, one, "add", text="a").split()[0] == "1" and "error" in used(table, one, "add", x=1)
+    assert "fail" in json.loads(used(table, one, "fail"))["error"] and not one.ended
+
+
+def test_an_mcp_server_per_response(responders, notes):  # noqa: F811
+    table, both = responders(notes), [conversation(0), conversation(1)]
     each(table.begin, both)
     told = [used(table, one, "add", text="a") for one in both] + [used(table, both[0], "add", text="b")]
     assert [text.split()[0] for text in told] == ["1", "1", "2"]
-    assert "fail" in json.loads(used(table, both[0], "fail"))["error"] and "error" in used(table, both[0], "add", x=1)
     (messages,) = each(table.use_tools, [both[1]], [[call("add", text="b"), call("add", text="c")]])
     assert [m["content"].split()[0] for m in messages] == ["2", "3"]  # two calls in one turn
     assert not both[0].ended
@@ -242,36 +250,8 @@ def test_mcp_tools_without_an_environment_are_shared_and_come_back_after_a_crash
     assert used(table, one, "add", text="a").split()[0] == "1"
 
 
-PAGES = """
-import asyncio
-from mcp import types
-from mcp.server.lowlevel import Server
-from mcp.server.stdio import stdio_server
-
-SCHEMA = {"type": "object", "properties": {}}
-
-
-async def listed(context, params):
-    page = int(params.cursor) if params and params.cursor else 0
-    tool = types.Tool(name=f"tool_{page}", description="One.", input_schema=SCHEMA)
-    return types.ListToolsResult(tools=[tool], next_cursor=str(page + 1) if page < 2 else None)
-
-
-async def main():
-    server = Server("pages", on_list_tools=listed)
-    async with stdio_server() as streams:
-        await server.run(*streams, server.create_initialization_options())
-
-
-asyncio.run(main())
-"""
-
-
-def test_all_pages_of_an_mcp_servers_tools_are_listed(responders, tmp_path):  # noqa: F811
-    pytest.importorskip("mcp.server.mcpserver", reason="the server is written for mcp 2")
-    (tmp_path / "pages.py").write_text(PAGES)
-    table = responders(f"mcp:{sys.executable} {tmp_path / 'pages.py'}")
-    assert [t["function"]["name"] for t in table.tools] == ["tool_0", "tool_1", "tool_2"]
+def test_all_pages_of_an_mcp_servers_tools_are_listed(responders, notes):  # noqa: F811
+    assert [t["function"]["name"] for t in responders(notes).tools] == ["add", "die", "hang"]
 
 
 def test_an_mcp_command_that_does_not_start_is_refused(responders):  # noqa: F811

@@ -537,14 +537,13 @@ else:
 """
 
 
-REST_OF_ENDS = [("environment", "close"), ("agent", "SIGKILL"), ("tools", "close")]
+REST_OF_ENDS = [("environment", "close"), ("agent", "SIGKILL"), ("agent", "close"), ("tools", "close")]
 
 
 @pytest.mark.parametrize(
     ("kind", "end"),
     [
         ("environment", "SIGKILL"),
-        ("agent", "close"),
         pytest.param("tools", "SIGKILL", marks=pytest.mark.full),
         *[pytest.param(*both, marks=pytest.mark.full) for both in REST_OF_ENDS],
     ],

@@ -101,7 +101,7 @@ def test_a_group_sends_its_image_once(tmp_path):
 def test_a_server_gets_data_urls(tmp_path):
     with serving(lambda body: (200, dict(rewards=[0.5] * len(body["completions"])))) as server:
         functions = [dict(function=server.url, args=dict(columns=["image"]))]
-        with RewardScorer(RewardsSection(functions=functions), 8) as scorer:
+        with RewardScorer(RewardsSection(functions=functions, workers=1), 8) as scorer:
             assert [s.reward for s in scorer.score(rollouts(dict(image=PICTURE), tmp_path))] == [0.5, 0.5]
         first, second = server.asked[0]["columns"]["image"]
     assert first == second and first.startswith("data:image/png;base64,")
@@ -113,7 +113,7 @@ def test_a_judge_gets_the_images_of_the_prompt(tmp_path):
         args = dict(url=server.url, model="judge", criteria=["is true"], explain=False, image_column="images")
         functions = [dict(function="rubric", args=args)]
         pictures = dict(images=[PICTURE, image(28, 28, 2)])
-        with RewardScorer(RewardsSection(functions=functions), 8) as scorer:
+        with RewardScorer(RewardsSection(functions=functions, workers=1), 8) as scorer:
             with pytest.raises(ValueError, match="reward `rubric` needs column `images`"):
                 scorer.check_columns(["image"])
             assert [s.reward for s in scorer.score(rollouts(pictures, tmp_path, count=1))] == [1.0]
@@ -132,7 +132,7 @@ def test_checks_of_rows_get_no_images(tmp_path):
         "odd.row_fault = lambda **row: None if sorted(row) == ['answer'] else f'has {sorted(row)}'\n"
     )
     functions = [dict(function=f"{tmp_path}/mine.py:odd")]
-    with RewardScorer(RewardsSection(functions=functions), 8) as scorer:
+    with RewardScorer(RewardsSection(functions=functions, workers=1), 8) as scorer:
         columns = rollouts(dict(image=PICTURE), tmp_path)[0].prompt.columns
         assert scorer.row_faults([columns]) == {"odd": []}
 
