@@ -301,7 +301,7 @@ def _dropout(root, parallel):
     return same, apart, max((relative_error(runs[0][n], g) for n, g in runs[1].items()), default=1.0)
 
 
-@pytest.mark.parametrize("parallel", usual([dict(tp=2), dict(tp=2, sequence_parallel=True)], 1), ids=str)
+@pytest.mark.parametrize("parallel", usual([dict(tp=2), dict(tp=2, sequence_parallel=True)], 0), ids=str)
 def test_dropout_drops_the_same_on_all_ranks_and_only_in_training(parallel, made):
     same, apart, change = run_ranks(_dropout, 2, made[0], parallel)[0]
     assert same and apart == 0 and change > 0.05

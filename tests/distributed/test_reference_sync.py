@@ -139,17 +139,19 @@ ONE, DP2, TP2, PP2, VPP = ({}, 1), ({}, 2), (dict(tp=2), 2), (dict(pp=2), 2), (d
 CP2, EP2, TP2_ETP1 = (dict(cp=2), 2), (dict(ep=2), 2), (dict(tp=2, etp=1, sequence_parallel=True), 2)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "saved", "restored"),
-    [
-        ("tied", PP2, ONE),
-        ("tied", ONE, VPP),
-        ("tied", TP2, DP2),
-        ("tied", DP2, TP2),
-        ("tied", CP2, PP2),
-        ("experts", EP2, TP2_ETP1),
-    ],
+    usual(
+        [
+            ("tied", PP2, ONE),
+            ("tied", ONE, VPP),
+            ("tied", TP2, DP2),
+            ("tied", DP2, TP2),
+            ("tied", CP2, PP2),
+            ("experts", EP2, TP2_ETP1),
+        ],
+        0,
+    ),
     ids=str,
 )
 def test_a_moved_reference_is_its_mixture_and_comes_back_in_another_layout(kind, saved, restored, models, tmp_path):

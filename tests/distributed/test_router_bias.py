@@ -13,15 +13,17 @@ from test_checkpoint_layouts import EP2, PP2_EP2, SIZES, TP2_EP2, assert_continu
 from test_dump_layouts import audit
 from test_latent_parity import V3, model
 from test_routing_replay import dump
-from tiny_policy import few_samples, tiny_run, whole_model
+from tiny_policy import RELEASED, few_samples, tiny_run, whole_model
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.config import RunConfig
+from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.policy.build import build_model
 from megagrpo.policy.moe.router_losses import selection_biases
 from megagrpo.policy.moe.routing_replay import route_shape
 from megagrpo.policy.reference import Reference
+from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.proof.verify.shrink import random_routes, random_tensor
 from megagrpo.proof.verify.verified_step import Outcome, prepare, take_step
 
@@ -83,6 +85,21 @@ def test_biases_move_by_the_loads_of_replayed_routes():
         before = random_tensor(name, (shape.experts,))
         signs = torch.tensor([1 if one < mean else -1 if one > mean else 0 for one in load])
         torch.testing.assert_close(moved[name].float(), before + RATE * signs, atol=1e-6, rtol=0)
+
+
+def biases_of_a_checkpoint(raw: dict) -> list[str]:
+    layout = init_layout(ParallelSection())
+    (chunk,) = build_model(parse_hf_config(raw), layout, ModelOptions(dtype=torch.float32))
+    return [key for key in chunk.sharded_state_dict() if key.endswith("router.expert_bias")]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe"])
+def test_the_biases_of_sigmoid_and_of_softmax_routers_belong_to_a_checkpoint(family):
+    raw = dict(deepseek_v3=V3, ernie4_5_moe=RELEASED["ernie4_5_moe"])[family]
+    experts = parse_hf_config(raw).experts
+    assert experts.bias and experts.softmax_bias == (family == "ernie4_5_moe")
+    (found,) = run_ranks(biases_of_a_checkpoint, 1, raw)
+    assert len(found) == len(route_shape(parse_hf_config(raw)).layers) > 0
 
 
 @pytest.mark.full

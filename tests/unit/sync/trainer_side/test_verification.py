@@ -181,6 +181,41 @@ def test_an_adapter_is_written_before_the_trainer_leaves_and_then_loaded(monkeyp
     assert noted == ["trainer loads weights", "the adapter is written", "trainer leaves", "engine loads"]
 
 
+def test_a_server_that_returns_gets_the_newest_adapter_that_the_engine_uses(monkeypatch):
+    class Engine:
+        loaded, weight_version, fails = [], 0, False
+
+        def load_adapter(self, folder, version, sums, here, only=None):
+            if self.fails:
+                raise ServerDied("http://s is gone")
+            self.loaded.append((folder.name, version, only))
+            return 1
+
+        def use_adapter(self, version):
+            self.weight_version = version
+
+        def oldest_adapter(self, version):
+            return version
+
+    monkeypatch.setattr(adapter_sync, "save_adapter", lambda blocks, layout, sources, folder, *more: folder.mkdir())
+    engine = Engine()
+    with adapter_sync.AdapterSync(engine, OneRank(), "float32", LoraSection(rank=2), "base") as sync:
+        assert sync.load_last("http://s") == 0 and engine.loaded == []  # before the first push
+        for version in (1, 2):
+            sync.push([], version)
+            assert sync.load_last("http://s") == version
+        engine.fails = True
+        with pytest.raises(WeightSyncError, match="weight version 3 did not reach the engine"):
+            sync.push([], 3)
+        engine.fails = False
+        assert sync.load_last("http://s") == 2
+    last = ["http://s"]
+    assert engine.loaded == [
+        *(("adapter1", 1, None), ("adapter1", 1, last)),
+        *(("adapter2", 2, None), ("adapter2", 2, last), ("adapter2", 2, last)),
+    ]
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_weights_that_are_no_numbers_are_not_sent(tmp_path, bad):
     param = torch.zeros(5)
