@@ -20,12 +20,14 @@ from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
+from megagrpo.policy.model_state import sharded_state
 from megagrpo.policy.moe.router_losses import selection_biases
 from megagrpo.policy.moe.routing_replay import route_shape
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.proof.verify.shrink import random_routes, random_tensor
 from megagrpo.proof.verify.verified_step import Outcome, prepare, take_step
+from megagrpo.weights.bridge.megatron_io import METADATA
 
 RATE = 0.25
 TP2 = dict(tp=2, sequence_parallel=True)
@@ -89,8 +91,11 @@ def test_biases_move_by_the_loads_of_replayed_routes():
 
 def biases_of_a_checkpoint(raw: dict) -> list[str]:
     layout = init_layout(ParallelSection())
-    (chunk,) = build_model(parse_hf_config(raw), layout, ModelOptions(dtype=torch.float32))
-    return [key for key in chunk.sharded_state_dict() if key.endswith("router.expert_bias")]
+    (chunk,) = build_model(parse_hf_config(raw), layout, ModelOptions(dtype=torch.float32, init_weights=False))
+    state = sharded_state(chunk, METADATA | {"dp_cp_group": layout.dp_cp_group}, adapters_only=False)
+    found = [key for key in state if key.endswith("router.expert_bias")]
+    layout.close()
+    return found
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe"])
