@@ -98,6 +98,7 @@ def loaded(parallel: dict, model: Path, checkpoints: Path, lora: dict | None = N
     """The blocks of `moved_and_saved`, loaded in this layout."""
     layout, hf_config, policy, reference, checkpointer = _build(parallel, model, checkpoints, lora)
     checkpointer.load(newest_checkpoint(checkpointer.folder))
+    assert reference.moved  # the next checkpoint holds it too
     held = _held(policy, hf_config, layout), _of_reference(policy, reference, hf_config, layout)
     layout.close()
     return held
