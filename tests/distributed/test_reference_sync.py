@@ -94,11 +94,13 @@ def moved_and_saved(
     return held
 
 
-def loaded(parallel: dict, model: Path, checkpoints: Path, lora: dict | None = None) -> tuple[dict, dict]:
+def loaded(
+    parallel: dict, model: Path, checkpoints: Path, lora: dict | None = None, moved: bool = True
+) -> tuple[dict, dict]:
     """The blocks of `moved_and_saved`, loaded in this layout."""
     layout, hf_config, policy, reference, checkpointer = _build(parallel, model, checkpoints, lora)
     checkpointer.load(newest_checkpoint(checkpointer.folder))
-    assert reference.moved  # the next checkpoint holds it too
+    assert reference.moved == moved  # then the next checkpoint holds it too
     held = _held(policy, hf_config, layout), _of_reference(policy, reference, hf_config, layout)
     layout.close()
     return held
@@ -235,7 +237,7 @@ def test_a_refreshed_reference_is_the_policy(estimator, models):
 def test_a_reference_that_has_not_moved_takes_no_room_in_a_checkpoint(models, tmp_path):
     ((_, still),) = run_ranks(moved_and_saved, 1, {}, models / "tied", tmp_path / "still", 0.0)
     run_ranks(moved_and_saved, 1, {}, models / "tied", tmp_path / "moved")
-    ((_, found),) = run_ranks(loaded, 1, {}, models / "tied", tmp_path / "still")
+    ((_, found),) = run_ranks(loaded, 1, {}, models / "tied", tmp_path / "still", None, False)
     assert all(torch.equal(whole([found])[name], tensor) for name, tensor in whole([still]).items())
     sizes = [sum(file.stat().st_size for file in (tmp_path / name).rglob("*.distcp")) for name in ("still", "moved")]
     assert sizes[1] - sizes[0] > 0.9 * sum(values.nbytes for values in still.values())
