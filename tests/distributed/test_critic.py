@@ -11,14 +11,15 @@ from ranks import run_ranks
 from suites import usual
 from tiny_policy import few_samples, tiny_model, tiny_run
 
-from megagrpo.data.packing.sample_packing import pack, packing_rules
+from megagrpo.algorithms.gae import estimates, last_tokens, turn_ends
+from megagrpo.data.packing.sample_packing import build_micro_batch, pack, packing_rules
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.critic import Critic
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.proof.verify.verified_step import fill_weights, whole_tensors
 from megagrpo.records.checkpoints.checkpoint import Checkpointer
 from megagrpo.records.checkpoints.run_files import newest_checkpoint
-from megagrpo.train_types import TrainState
+from megagrpo.train_types import TrainSample, TrainState
 
 CRITIC = dict(advantage_estimator="gae", critic=dict(gae_lambda=0.9, critic_lambda=1.0, gamma=0.97, learning_rate=1e-2))
 
@@ -125,3 +126,36 @@ def test_advantages_and_returns_are_those_of_the_recursion(algorithm, tmp_path):
     for sample, (advantages, targets, _) in rows.items():
         torch.testing.assert_close(advantages, expected[sample].float(), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(targets, returns[sample].float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("by", ["trajectory", "turn"])
+def test_tokens_of_an_environment_take_no_time_and_have_no_say(by):
+    # two turns of the policy, an answer of the environment between them and one at the end
+    written = [False, True, True, False, False, True, True, True, False]
+    tokens, count = torch.arange(2, 11), len(written)
+    sample = TrainSample(tokens, torch.tensor(written), torch.zeros(count), 0.0, 0)
+    m = build_micro_batch([sample])
+    values = torch.where(m.loss_mask, torch.linspace(0.1, 0.9, m.num_tokens), 100.0)  # a critic's noise elsewhere
+    ends = turn_ends(m) if by == "turn" else last_tokens(m)
+    rewards = torch.where(ends, torch.tensor(2.0), torch.tensor(0.0))
+    algorithm = made({}, scale_rewards="none").algorithm.model_copy(update=dict(advantage_by=by))
+    found = estimates(m, rewards, values, algorithm)
+    own, steps = m.loss_mask, turn_ends(m) if by == "turn" else m.loss_mask
+    assert own.sum() == 5 and ends.sum() == (2 if by == "turn" else 1)
+    parts = rewards[own].tolist(), values[own].tolist(), steps[own].tolist()
+    torch.testing.assert_close(found.advantages[own], torch.tensor(naive(*parts, 0.97, 0.9)))
+    torch.testing.assert_close(found.returns[own], torch.tensor(naive(*parts, 0.97, 1.0)) + values[own])
+    assert not found.advantages[~own].any() and not found.returns[~own].any()
+
+
+def test_the_lambda_of_a_long_response_is_nearer_to_one():
+    samples = [TrainSample(torch.arange(n), torch.arange(n) > 0, torch.zeros(n), 0.0, i) for i, n in enumerate((5, 9))]
+    m = build_micro_batch(samples)
+    values = torch.linspace(0.1, 0.9, m.num_tokens)
+    algorithm = made({}, critic=dict(length_adaptive_alpha=0.5)).algorithm
+    found = estimates(m, torch.where(last_tokens(m), 1.0, 0.0), values, algorithm)
+    for sequence, length in enumerate((4, 8)):
+        own = m.loss_mask & (m.sequence_index == sequence)
+        rewards = [0.0] * (length - 1) + [1.0]
+        expected = naive(rewards, values[own].tolist(), [True] * length, 1.0, 1 - 1 / (0.5 * length))
+        torch.testing.assert_close(found.advantages[own], torch.tensor(expected))
