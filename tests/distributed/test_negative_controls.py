@@ -15,7 +15,7 @@ from tiny_policy import SHAPES, few_samples, tiny_model
 
 from megagrpo.config import RunConfig, save_config
 from megagrpo.data.packing import sample_packing as packing
-from megagrpo.policy import build, megatron_policy
+from megagrpo.policy import build
 from megagrpo.policy.attention import context_parallel
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.transformer import specs
@@ -98,10 +98,8 @@ def tied_embeddings_that_never_meet(patch):
 
 def padding_that_takes_probability(patch):
     """The rows that pad the vocabulary count as tokens."""
-    stock = megatron_policy.vocab_logprobs
-    patch.setattr(
-        megatron_policy, "vocab_logprobs", lambda *args, **kwargs: stock(*args, **kwargs | dict(vocab_size=None))
-    )
+    stock = MegatronPolicy._head_task
+    patch.setattr(MegatronPolicy, "_head_task", lambda *args: replace(stock(*args), vocab_size=None))
 
 
 def expert_gradients_times_ranks(patch):
