@@ -40,7 +40,7 @@ LOSSES = {
         loss_type="sapo", importance_correction="sequence_truncate", importance_correction_max=1.05
     ),
     "geometric correction": dict(
-        loss_type="luspo", importance_correction="geometric_mask", importance_correction_min=0.99
+        loss_type="luspo", importance_correction="geometric_mask", importance_correction_min=0.8
     ),
     "vespo correction": dict(loss_type="vespo", importance_correction="token_mask", importance_correction_max=1.2),
     "top entropy": dict(loss_type="dapo", top_entropy_quantile=0.3, beta=0.1),
