@@ -95,7 +95,9 @@ def fp8_rounding(kind: str) -> float | None:
     Returns the median relative change of the linears' gradients by FP8, or None if the plan refuses FP8 for the family.
     """
     small = shrink_model(release_of(kind), ParallelSection(tp=2, pp=2, ep=2), unit=32)
-    parallel = dict(ep=2, tp=2, etp=1, sequence_parallel=True) if small.experts else dict(tp=2, pp=2)
+    parallel = (
+        dict(ep=2, tp=2, etp=1, sequence_parallel=True) if small.experts else dict(tp=2, pp=2 - bool(small.borrowers))
+    )
 
     def run(recipe: str, layout: dict[str, Any]) -> RunConfig:
         return tiny_run(layout, model=dict(fp8_recipe=recipe), train=dict(share_prompts=False))

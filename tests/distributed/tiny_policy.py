@@ -70,9 +70,10 @@ MORE_SHAPES: dict[str, dict[str, Any]] = {
 
 
 def release_of(kind: str) -> dict[str, Any]:
-    """config.json of a published model, of the family's example or else from `published_configs.py`."""
-    if kind in RELEASES:
-        return RELEASES[kind]
+    """config.json of a published model, of the family's example, of one of its `others`, or else from
+    `published_configs.py`."""
+    if raw := OTHERS.get(kind) or RELEASES.get(kind):
+        return raw
     from tests.unit.families.published_configs import PUBLISHED, published
 
     return published(next(name for name, (family, _) in PUBLISHED.items() if family == kind))
@@ -85,7 +86,7 @@ def shapes_of(kind: str) -> list[str]:
 
 def released(shape: str) -> dict[str, Any]:
     """`release_of` a family, or one of its `others`, with heads that 2 and 3 divide."""
-    raw = OTHERS[shape] if shape in OTHERS else release_of(shape)
+    raw = release_of(shape)
     real = parse_hf_config(raw)
     alone = real.num_heads == real.num_kv_heads  # no query heads share a KV head
     heads = dict(num_attention_heads=12, num_key_value_heads=12 if alone else 6)
