@@ -166,7 +166,9 @@ def test_a_step_in_fp8_is_that_of_one_process_within_its_own_rounding(case, reci
     noise, apart = distances(alone, exact), distances(found, alone)
     rounded = [noise[key] for key in noise if key[0] == "gradient" and "_proj" in key[1]]
     assert sorted(rounded)[len(rounded) // 2] > 1e-2
-    assert shape == "qwen3_moe" or max(apart[key] for key in apart if key[0] == "gradient") < 0.25
+    # A layout's micro-batches have other scales, so its rounding is independent: the difference is up to sqrt(2) noise.
+    most, limit = (max(errors[key] for key in errors if key[0] == "gradient") for errors in (apart, noise))
+    assert shape == "qwen3_moe" or most < 2**0.5 * limit < 0.5
 
 
 def _hidden_states(settings, hf_config) -> tuple[list[torch.Tensor], int, int]:
