@@ -3,9 +3,13 @@ results of `megagrpo verify` as text and as JSON."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from megagrpo.config import RunConfig
 from megagrpo.families.hf_config import HfConfig
@@ -31,6 +35,7 @@ FLOAT32_TOLERANCES = {
 # one process in the same precision from one process in float32. A layout may be NOISE times as far; in bfloat16 and FP8
 # it may always be BFLOAT16_ROUNDING away.
 NOISE, BFLOAT16_ROUNDING = 3.0, 2.0**-7
+_LAYER = re.compile(r"\d+")  # in a parameter's name
 SMALLEST = 1.0  # below this, losses and metrics (in nats or shares) are compared absolutely
 
 
@@ -93,10 +98,20 @@ def distances(outcome: Outcome, expected: Outcome) -> dict[tuple[str, str], floa
     pairs = ("gradient", outcome.gradients, expected.gradients), ("next weight", outcome.weights, expected.weights)
     for kind, tensors, reference in pairs:
         for name, tensor, whole in _pairs(f"{kind}s", tensors, reference):
-            errors[kind, name] = relative_error(tensor, whole)
+            errors[kind, name] = _tensor_error(name, tensor, whole, reference)
     errors["replica", "largest"] = outcome.disagreement
     errors["padding", "largest"] = outcome.padding
     return errors
+
+
+def _tensor_error(name: str, tensor: Tensor, whole: Tensor, expected: dict[str, Tensor]) -> float:
+    """Return the relative error of a tensor. One number is compared with the norm of its parameter over all layers: its
+    gradient sums over all elements, and in one layer the sum may cancel to nearly 0, where only rounding is left."""
+    if whole.numel() != 1:
+        return relative_error(tensor, whole)
+    of_layers = [value for other, value in expected.items() if _LAYER.sub("", other) == _LAYER.sub("", name)]
+    size = torch.stack([value.norm() for value in of_layers]).norm().item()
+    return (tensor - whole).norm().item() / max(size, torch.finfo(torch.float64).tiny)
 
 
 def _pairs[T](what: str, values: dict[str, T], expected: dict[str, T]) -> list[tuple[str, T, T]]:

@@ -209,6 +209,17 @@ def test_relative_errors_of_nothing():
     assert silent_tensors(outcome(gradients={"a.weight": zero, "b.weight": one})) == ["a.weight"]
 
 
+def test_the_gradient_of_one_number_is_compared_with_that_of_all_layers():
+    tensors = {
+        f"layers.{i}.alpha": torch.tensor([size], dtype=torch.float64) for i, size in enumerate((1.0, 0.0, 1e-9))
+    }
+    expected, rounded = outcome(gradients=tensors), {name: value + 1e-9 for name, value in tensors.items()}
+    wrong = tensors | {"layers.1.alpha": torch.tensor([1e-4], dtype=torch.float64)}
+    assert all(d.passed for d in compare(replace(expected, gradients=rounded), expected))
+    failed = [d.name for d in compare(replace(expected, gradients=wrong), expected) if not d.passed]
+    assert failed == ["layers.1.alpha"]
+
+
 def verdict(found: Outcome, expected: Outcome | None = None) -> Verdict:
     expected = expected or outcome()
     return Verdict("tp=2", 2, found, expected, compare(found, expected), 1.5)
