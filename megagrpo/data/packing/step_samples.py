@@ -86,7 +86,7 @@ class StepSamples:
 
     def by_group(self, values: np.ndarray | Tensor, num_generations: int, missing: float = math.nan) -> Tensor:
         """Return the table [P, G, ...] of `values` [N, ...]; `missing` where a group has no trajectory."""
-        rows, inside = torch.as_tensor(np.ascontiguousarray(values)), self.in_groups(num_generations)
+        rows, inside = torch.as_tensor(np.array(values)), self.in_groups(num_generations)
         table = rows.new_full((*inside.shape, *rows.shape[1:]), missing)
         table[inside] = rows
         return table

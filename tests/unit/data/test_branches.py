@@ -147,6 +147,7 @@ def test_without_branches_facts_and_packing_are_as_before():
     assert samples.shapes(np.ones(1), RULES).trajectories is None
     (batch,) = batches(scored, 1, RULES)
     assert batch.micro_batches[0].several is None and batch.samples == batch.trajectories == (0,)
+    assert samples.rewards(1).tolist() == [samples.facts["reward"].tolist()], "one sample: a field has the row's stride"
 
 
 def test_tokens_of_a_turn_have_its_advantage_in_every_layout():
