@@ -36,23 +36,28 @@ def rows_of(
         rows.append(("experts", _experts_text(config.parallel, model.experts, world_size)))
     if config.train.overlap:
         rows.append(("overlap", ", ".join(config.train.overlap)))
-    rows.append(("machine", _machine_text(config.rollout, world_size, gpu_memory_gb)))
-    rows.append(("rollout", _rollout_text(config.rollout, config.max_model_len)))
-    if model is not None and memory is not None and gpu_memory_gb is not None and not config.rollout.urls:
+    rows.append(("machine", _machine_text(config, world_size, gpu_memory_gb)))
+    generates = config.algorithm.loss.generates
+    if generates:
+        rows.append(("rollout", _rollout_text(config.rollout, config.max_model_len)))
+    if generates and model is not None and memory is not None and gpu_memory_gb is not None and not config.rollout.urls:
         rows.append(("vLLM", _cache_text(config, model, gpu_memory_gb)))
-    rows += [("weights", _weights_text(config, True if gpu_memory_gb else None)), ("step", _step_text(config, dp))]
+    rows += [("weights", _weights_text(config, True if gpu_memory_gb else None))] if generates else []
+    rows.append(("step", _step_text(config, dp)))
     rows += [("tasks", _tasks_text(config))] if config.tasks else []
     if memory is not None:
-        rows.append(("GPU", _gpu_text(config.rollout.placed, config.takes_turns, memory.smallest_gpu)))
+        placed = config.without_servers.rollout.placed
+        rows.append(("GPU", _gpu_text(placed, generates and config.takes_turns, memory.smallest_gpu)))
         rows += [("host", _host_text(memory.host))] if memory.host else []
     return rows
 
 
-def _machine_text(r: RolloutSection, world_size: int, gpu: float | None) -> str:
+def _machine_text(config: RunConfig, world_size: int, gpu: float | None) -> str:
     """Return the machine that the plan assumes."""
     if gpu is None:
-        return f"no GPUs: {world_size} rank(s) share the RAM of a host; gpu_memory_gb=80 or --gpu h100 plans for GPUs"
-    servers = ""
+        options = "gpu_memory_gb=80" + " or --gpu h100" * config.algorithm.loss.generates
+        return f"no GPUs: {world_size} rank(s) share the RAM of a host; {options} plans for GPUs"
+    servers, r = "", config.without_servers.rollout
     if r.placed == "dedicated":
         servers = f", and {r.servers * r.devices_per_server} more for vLLM"
     return f"{world_size} GPU(s) of {gpu:g} GiB, one for each rank{servers}"
@@ -145,6 +150,8 @@ def _step_text(config: RunConfig, dp: int) -> str:
     batches = f"{per_rank} micro-batch(es) of {t.max_tokens_per_micro_batch:,} on each of {dp} data-parallel rank(s)"
     group = " or ".join(map(str, sorted({*config.group_sizes.values()})))
     prompts = f"{r.prompts_per_step} prompts x {group} generations = {samples} samples"
+    if not config.algorithm.loss.generates:
+        prompts = f"{r.prompts_per_step} rows x {config.samples_per_row} response(s) = {samples} samples"
     return f"{prompts}, at most {tokens:,} tokens = {batches}"
 
 

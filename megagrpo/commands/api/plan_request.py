@@ -110,6 +110,9 @@ def make_plan(settings: Settings, request: PlanRequest) -> Plan:
 
     request.check()
     config, kind = settings.validated(), None if request.gpu is None else GPUS[request.gpu]
+    if not config.algorithm.loss.generates and (request.gpu or request.weight_sync):
+        reason = f"loss_type {config.algorithm.loss_type} samples nothing and syncs no weights"
+        raise ConfigError(f"gpu, weight_sync: {reason}, and its seconds are not predicted; set gpu_memory_gb alone")
     for name, limit in (
         ("prompt_tokens", config.rollout.max_prompt_length),
         ("response_tokens", config.max_response_length),

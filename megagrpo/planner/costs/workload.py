@@ -86,7 +86,7 @@ def limits_of_tasks(tasks: Sequence[Task]) -> list[TaskLimits]:
         of_turn = min(limit, r.max_completion_length) if isinstance(limit, int) else r.max_completion_length
         response = turns.max_response_length or of_turn
         share = weight / sum(weights)
-        found.append(TaskLimits(task.name, share, r.num_generations, r.max_prompt_length, response))
+        found.append(TaskLimits(task.name, share, task.config.samples_per_row, r.max_prompt_length, response))
     return found
 
 

@@ -105,6 +105,7 @@ def test_committed_configs_have_a_plan_without_problems(name):
     ranks, gpu = CONFIGS[name]
     made = plan(load_config(REPOSITORY / "configs" / f"{name}.yaml"), ranks, gpu_memory_gb=gpu)
     assert told(made) == [] and all(0 < parts["total"] < gpu for parts in made.memory.values())
+    assert ("vLLM server" in str(made)) == ("generate" in made.memory) == (name != "quickstart_sft")
 
 
 @pytest.mark.parametrize(
