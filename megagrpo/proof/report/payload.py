@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megagrpo.config.sections.loss_table import ROW_LOSSES
 from megagrpo.platform.install.requirements import installed_version
 from megagrpo.platform.process.terminal import printable
 from megagrpo.proof.report import changed_settings
@@ -104,6 +105,8 @@ def facts(run: RunFiles) -> list[list[str]]:
         algorithm.append(f"asynchronous, staleness up to {of('rollout.max_staleness')}")
     group = " or ".join(map(str, sorted({*run.group_sizes.values()})))
     step = f"{of('rollout.prompts_per_step')} prompts × {group} responses" if group else ""
+    if of("algorithm.loss_type") in ROW_LOSSES:
+        step = f"{of('rollout.prompts_per_step')} rows"
     rewards = [str(one.get("function", "")) for one in of("rewards.functions") or [] if isinstance(one, dict)]
     tasks = [str(one.get("name", "")) for one in of("tasks") or [] if isinstance(one, dict)]
     recorded = run.last_start.get("layout")

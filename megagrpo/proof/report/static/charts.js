@@ -18,6 +18,10 @@ const LEARNING = [
     text: "Mean of each function before its weight." },
   { id: "solved", title: "Groups without a difference", unit: "share", zero: true, alarm: "frac_reward_zero_std", limit: 0.5, series: [["frac_reward_zero_std", "groups"]],
     text: "Share of groups whose rewards are all equal: they have no gradient." },
+  { id: "pairs", title: "Right order of pairs", unit: "share", zero: true, series: [["rewards/accuracy", "accuracy"]],
+    text: "Share of pairs whose chosen response has the higher reward." },
+  { id: "margin", title: "Margin of pairs", unit: "reward", zero: true, series: [["rewards/margin", "margin"]],
+    text: "Reward of the chosen response minus that of the rejected one." },
   { id: "length", title: "Response length", unit: "tokens", log: true, series: [["completions/mean_length", "mean"]],
     text: "Mean tokens of a response." },
   { id: "cut", title: "Truncated responses", unit: "share", zero: true, alarm: "completions/clipped_ratio", limit: 0.5, series: [["completions/clipped_ratio", "truncated"]],
@@ -34,7 +38,7 @@ const HEALTH = [
   { id: "kl", title: "KL to the reference", unit: "nats", log: true, series: [["kl", "kl"]], text: "The KL term that algorithm.beta multiplies." },
   { id: "grad", title: "Gradient norm", unit: "", zero: true, alarm: "grad_norm", log: true, series: [["grad_norm", "grad_norm"]],
     text: "Before clipping to train.max_grad_norm." },
-  { id: "loss", title: "Loss", unit: "", alarm: ["train/skipped_steps", "loss"], series: [["loss", "loss"]], text: "Near 0 by construction on policy: watch the reward instead." },
+  { id: "loss", title: "Loss", unit: "", alarm: ["train/skipped_steps", "loss"], series: [["loss", "loss"]], text: "Of GRPO near 0 by construction: watch the reward instead. Of sft, dpo and reward it is what falls." },
 ];
 
 const SPEED = [
