@@ -103,10 +103,6 @@ def facts(run: RunFiles) -> list[list[str]]:
         algorithm.append(f"LoRA rank {of('lora.rank')}")
     if number(of("rollout.max_staleness")):
         algorithm.append(f"asynchronous, staleness up to {of('rollout.max_staleness')}")
-    group = " or ".join(map(str, sorted({*run.group_sizes.values()})))
-    step = f"{of('rollout.prompts_per_step')} prompts × {group} responses" if group else ""
-    if of("algorithm.loss_type") in ROW_LOSSES:
-        step = f"{of('rollout.prompts_per_step')} rows"
     rewards = [str(one.get("function", "")) for one in of("rewards.functions") or [] if isinstance(one, dict)]
     tasks = [str(one.get("name", "")) for one in of("tasks") or [] if isinstance(one, dict)]
     recorded = run.last_start.get("layout")
@@ -115,12 +111,20 @@ def facts(run: RunFiles) -> list[list[str]]:
     axes = [f"{axis} {size}" for axis, size in sizes.items() if size > 1] or ["one rank"]
     found = [
         ("algorithm", " · ".join(filter(None, algorithm)) if run.config else ""),
-        ("step", step),
+        ("step", _step(run)),
         ("tasks", ", ".join(tasks)) if tasks else ("rewards", ", ".join(rewards)),
         ("layout", " × ".join(axes)),
         ("precision", str(run.last_start.get("dtype") or of("model.precision") or "")),
     ]
     return [[name, printable(text)] for name, text in found if text]
+
+
+def _step(run: RunFiles) -> str:
+    """Return the rows of a step, or its prompts and their responses."""
+    count, group = run.setting("rollout.prompts_per_step"), " or ".join(map(str, sorted({*run.group_sizes.values()})))
+    if run.setting("algorithm.loss_type") in ROW_LOSSES:
+        return f"{count} rows"
+    return f"{count} prompts × {group} responses" if group else ""
 
 
 def _printable_names(curve: dict[str, Any]) -> dict[str, Any]:
