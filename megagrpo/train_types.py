@@ -84,7 +84,10 @@ class RefHead:
 
 @dataclass(frozen=True)
 class RefTop:
-    """The k most likely tokens of another model at each position; the others count together, as one outcome."""
+    """The k most likely tokens of another model at each position; the others count together, as one outcome.
+
+    >>> top = RefTop(logprobs=torch.tensor([[-0.2, -2.0]] * 5), token_ids=torch.tensor([[7, 3]] * 5))  # k = 2
+    """
 
     logprobs: Tensor  # [T, k] or, at the n loss tokens of a rank, [n, k] float32
     token_ids: Tensor  # the same shape, int64
@@ -92,7 +95,11 @@ class RefTop:
 
 @dataclass(frozen=True)
 class OtherHead:
-    """The head, or the most likely tokens, of a model that the policy is compared with, and their divergence."""
+    """The head, or the most likely tokens, of a model that the policy is compared with, and their divergence.
+
+    >>> OtherHead(top, "reverse").at(torch.tensor([0, 2])).head.token_ids.tolist()
+    [[7, 3], [7, 3]]
+    """
 
     head: RefHead | RefTop
     direction: str
@@ -107,7 +114,11 @@ class OtherHead:
 
 @dataclass(frozen=True)
 class TeacherTerm:
-    """What the loss needs from one teacher for a micro-batch; `other` and `logprobs` exclude each other."""
+    """What the loss needs from one teacher for a micro-batch; `other` and `logprobs` exclude each other.
+
+    >>> TeacherTerm("large", torch.ones(5), OtherHead(top, "reverse")).logprobs is None
+    True
+    """
 
     name: str
     weights: Tensor  # [T] float32: factor of the divergence, or of the advantage, of each token

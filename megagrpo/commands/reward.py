@@ -1,7 +1,7 @@
 """Trains a reward model on pairs of responses, a chosen and a rejected one, without vLLM.
 
     megagrpo reward megagrpo:quickstart_reward
-    megagrpo reward my_reward.yaml algorithm.loss_args={center:0.01} parallel.tp=2
+    megagrpo reward my_reward.yaml algorithm.loss_args={center:0.01}
 
 It is `megagrpo train` with `algorithm.loss_type: bradley_terry`: the same layouts, checkpoints and jobs. After the last
 step RUN/model is a folder that transformers loads as AutoModelForSequenceClassification, and that `rewards.functions`

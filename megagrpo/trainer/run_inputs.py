@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from megagrpo.algorithms.custom_advantage import load_estimator
-from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import AlgorithmSection, DataSection, DatasetSection, RunConfig, RunSection, Task
 from megagrpo.data.images.prompt_images import IMAGE_COLUMNS
 from megagrpo.data.prompts import PromptSource, prompt_reader
@@ -97,10 +96,11 @@ def read_inputs(
     base_folder: Path,
     layout: Layout,
     resources: ExitStack,
-    loss_of: Callable[[AlgorithmSection], LossFn] = make_loss,
+    loss_of: Callable[[AlgorithmSection], LossFn],
     read_data: ReadData | None = None,
 ) -> Inputs:
-    """Read and check inputs, lock the run's folder. `loss_of` and `read_data` are the method's, by default GRPO's.
+    """Read and check inputs, lock the run's folder. `loss_of` and `read_data` are the method's; without the
+    second the data are prompts.
     Collective. Raises ValueError with an invalid input's key."""
     first = layout.world_rank == 0
     servers = on_first_rank(layout, lambda: check_servers(config))

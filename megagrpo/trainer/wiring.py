@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import RunConfig
 from megagrpo.data.sources.task_mixture import Mixture
 from megagrpo.engine.client import VllmEngine
@@ -44,7 +45,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     vLLM starts while Megatron loads, unless they share GPUs. Raises ConfigError for errors that the user can fix.
     """
     with as_config_errors():
-        inputs = read_inputs(config, base_folder, layout, resources)
+        inputs = read_inputs(config, base_folder, layout, resources, make_loss)
     config, data, model, folder, state = inputs.config, inputs.data, inputs.model, inputs.folder, TrainState()
     journal = open_journal(inputs, layout, resources)
     say, phases, progress = journal.writer.message, journal.phases, journal.progress

@@ -17,7 +17,7 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.proof.verify.verified_step import fill_weights
 from megagrpo.records.checkpoints.checkpoint import Checkpointer
 from megagrpo.records.rows.dump import StepDumps
-from megagrpo.trainer import rank as command
+from megagrpo.trainer.methods import method_table
 from megagrpo.trainer.trainer import Trainer
 
 BUDGET = 12  # calls, including both ends; three of them are Megatron's, two the command and its function of the API
@@ -46,7 +46,7 @@ def train(folder: Path) -> list[list[str]]:
             frame = frame.f_back
         found.append(["__main__.main", *reversed(calls)])
 
-    command.build = build
+    method_table.BUILDERS["grpo"] = build
     tool, event = sys.monitoring.PROFILER_ID, sys.monitoring.events.PY_START
     sys.monitoring.use_tool_id(tool, "call depth")
     sys.monitoring.register_callback(tool, event, note)

@@ -52,7 +52,7 @@ def _scored(parallel: dict, models: Path, kind: str, storage: str, adapted: bool
     config: RunConfig = tiny_run(parallel, **sections)
     layout, hf_config = init_layout(config.parallel), load_hf_config(own)
     other = models / "reference" / kind if adapted else None
-    files = ModelFiles(own, hf_config, torch.float32, other)
+    files = ModelFiles(own, hf_config, torch.float32, other, [])
     policy, reference = load_policy(config, layout, files, SamplingParams(1.0, 8), SILENT)
     rules = packing_rules(config, policy.shares_prompts)
     batch = pack(few_samples(), rules, layout.dp_rank, layout.dp_size)

@@ -147,7 +147,7 @@ def test_merging_a_float32_adapter_into_a_bfloat16_model_rounds_once(root, tmp_p
         load_file(tmp_path / "out/model.safetensors"),
         load_file(root / "adapter/adapter_model.safetensors"),
     )
-    scale, adapted = LORA["alpha"] / LORA["rank"] ** 0.5, 0
+    scale, adapted = LORA["alpha"] / LORA["rank"], 0
     for name, weight in base.items():
         prefix = f"base_model.model.{name.removesuffix('weight')}"
         if f"{prefix}lora_A.weight" not in adapter:

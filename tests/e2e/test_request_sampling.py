@@ -269,7 +269,6 @@ def test_each_turn_has_its_own_constraint_limit_and_counts(tmp_path):
         own = kinds[row["prompt_id"] % len(kinds)].get("structured_outputs", {"regex": "([a-h]{1,3}[.] )*[a-h]"})
         pattern = own.get("regex") or "|".join(own["choice"])
         assert all(re.fullmatch(pattern, text) for text in texts[:-1])
-        assert not any("ab" in text or "bc" in text for text in texts)
         longest = max(longest, len(texts))
     assert longest == 3
 

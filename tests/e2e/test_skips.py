@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from megagrpo.trainer import run_inputs
+from megagrpo.trainer import wiring
 from tests.e2e import world
 
 
 def spoil(steps):
     """In the fork of a run: makes the loss NaN in these steps, counted from 1, for a run with one micro-batch per
     step."""
-    make_loss, seen = run_inputs.make_loss, []
+    make_loss, seen = wiring.make_loss, []
 
     def spoilt(algorithm):
         loss = make_loss(algorithm)
@@ -28,7 +28,7 @@ def spoil(steps):
 
         return with_nan
 
-    run_inputs.make_loss = spoilt
+    wiring.make_loss = spoilt
 
 
 ONE_MICRO_BATCH = "train.max_tokens_per_micro_batch=4096"

@@ -100,6 +100,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
         "unit/trainer/evaluation/test_sets.py::test_what_a_set_leaves_empty_comes_from_the_sections_above_it",
         "e2e/test_evaluation.py::test_sets_are_evaluated_with_their_own_sampling_before_between_and_after",
     ),
+    "algorithm.critic": "distributed/test_critic.py::test_a_step_of_the_critic_is_that_of_one_process_and_resumes",
     "evaluation.steps": "e2e/test_evaluation.py::test_sets_are_evaluated_with_their_own_sampling_before_between_and_after",
     "lora.alpha": "distributed/test_lora_peft.py::test_gradients_merged_weights_and_files_are_those_of_peft",
     "lora.dropout": "distributed/test_lora_peft.py::test_dropout_drops_the_same_on_all_ranks_and_only_in_training",

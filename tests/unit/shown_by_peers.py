@@ -72,6 +72,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
 # Each row of "Arguments" with more than the name of a key, by its first argument.
 SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
     "coming_from_verl.md": {
+        "algorithm.gamma": "distributed/test_critic.py::test_advantages_and_returns_are_those_of_the_recursion",
         "data.image_key": "unit/data/test_images.py::test_an_image_may_be_bytes_a_path_or_inside_a_message",
         "model.use_remove_padding": (
             "unit/data/test_packing.py::test_every_token_lands_in_exactly_one_micro_batch_within_the_budget",
@@ -190,6 +191,7 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
         ),
     },
     "coming_from_openrlhf.md": {
+        "algo.advantage.lambd": "distributed/test_critic.py::test_advantages_and_returns_are_those_of_the_recursion",
         "reward.model_name_or_path": "unit/rewards/test_asked.py::test_a_reward_model_gives_the_logit_of_prompt_and_completion",
         "reward.remote_url": (
             "unit/rewards/test_asked.py::test_any_address_may_answer_with_rewards",

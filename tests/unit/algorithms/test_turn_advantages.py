@@ -133,7 +133,7 @@ REFUSED = {
         "advantage_estimator: 'my.py:name', scale_rewards: none",
         "",
     ),
-    "algorithm.advantage_estimator: must be 'grpo', 'rloo'": ("advantage_estimator: gae", ""),
+    "algorithm.advantage_estimator: must be 'grpo', 'rloo'": ("advantage_estimator: gpg", ""),
 }
 
 

