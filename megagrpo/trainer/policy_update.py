@@ -239,15 +239,12 @@ class Learning:
             metrics["kl"] = kl.sum().item() / max(responses, 1)
         return judged, metrics
 
-    def gradients(self, update: Update) -> dict[str, Metric]:
-        """Let the critic learn, if any, and compute the policy's gradient of an update. Returns metrics of both."""
-        of_critic: dict[str, Metric] = {}
-        if self.critic is not None:
-            of_critic = self.critic.learn(update.batch)
-        return of_critic | self.policy.backward(update.batch, update.loss_fn, update.denominator)
+    def teach_critic(self, batch: TrainBatch) -> dict[str, Metric]:
+        """Take an optimizer step of the critic, if any. Returns its metrics."""
+        return {} if self.critic is None else self.critic.learn(batch)
 
     def step_policy(self) -> dict[str, Metric]:
-        """Take the optimizer step of `gradients`; not while only the critic learns."""
+        """Take the policy's optimizer step; not while only the critic learns."""
         warms_up = self.critic is not None and self.state.step < self.config.algorithm.critic.warmup_steps
         return {} if warms_up else self.policy.update()
 

@@ -43,8 +43,8 @@ class Trainer(Loop):
             advantages = learning.advantages(samples)
             of_turns = learning.turn_advantages(samples, advantages)
             batches = learning.batches(samples, advantages, of_turns)
-            batches, of_critic = learning.judged(batches)
-            metrics |= of_critic
+            batches, judged = learning.judged(batches)
+            metrics |= judged
             if algorithm.kl_in_reward and not algorithm.has_critic:
                 advantages, batches, metrics["kl"] = learning.with_kl_in_reward(samples, batches)
             trained = TrainedRollouts(self.state.step + 1, samples, advantages.tolist(), of_turns)
@@ -52,8 +52,9 @@ class Trainer(Loop):
             recorders.begin(trained)
             for batch in batches * algorithm.num_iterations:
                 with learning.update(batch) as update:
-                    gradients = learning.gradients(update)
-                    update.metrics = gradients | learning.step_policy()
+                    of_critic = learning.teach_critic(update.batch)
+                    gradients = learning.policy.backward(update.batch, update.loss_fn, update.denominator)
+                    update.metrics = of_critic | gradients | learning.step_policy()
                 updates.append(update.metrics)
             learning.policy.finish_updates()
             metrics |= reduce_updates(updates) | reduce_updates([batch.packing for batch in batches])

@@ -17,7 +17,7 @@ def trained_state(policy: MegatronPolicy, metadata: dict[str, Any], is_loading: 
     state: dict[str, Any] = {
         name: sharded_state(chunk, metadata, adapters_only) for name, chunk in zip(names, policy.chunks, strict=True)
     }
-    # a run that stops while only its critic learns has no moments yet: Megatron makes those that it would load
+    # a run that stops while only its critic learns has no moments yet: Megatron makes the ones that a load fills
     makes = is_loading or not any(part.optimizer.state for part in parts_of(policy.optimizer))
     state["optimizer"] = policy.optimizer.sharded_state_dict(state, is_loading=makes, metadata=metadata)
     drop_absent(state["optimizer"])
