@@ -12,6 +12,11 @@ from megagrpo.config import EvaluationSection, RunSection
 from megagrpo.engine.http.protocol import EngineError
 from megagrpo.platform.parallel.agree import RankError, on_first_rank
 from megagrpo.platform.parallel.layout import Layout
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.reference import Reference
+from megagrpo.records.checkpoints.checkpoint import Checkpointer
+from megagrpo.records.checkpoints.run_files import CHECKPOINTS
+from megagrpo.records.writer import MetricsWriter
 from megagrpo.train_types import TrainState
 from megagrpo.trainer.alarms import Alarms, BrokenTraining
 from megagrpo.trainer.callbacks import CallbackError, Callbacks
@@ -22,7 +27,7 @@ from megagrpo.trainer.rollout.collector import Collector, NoRollouts, StopReques
 from megagrpo.trainer.rollout.groups import Rollouts
 from megagrpo.trainer.run_inputs import Inputs
 from megagrpo.trainer.saving.saves import Saves
-from megagrpo.trainer.saving.time_limit import OUT_OF_TIME
+from megagrpo.trainer.saving.time_limit import OUT_OF_TIME, TimeLimit
 
 
 @dataclass
@@ -168,3 +173,23 @@ def make_evaluations(
     config, state, collector = inputs.config, rollouts.state, rollouts.collector
     sets = inputs.data.held_out, config.evaluation, config.run
     return Evaluations(*sets, state, collector, turns, records, inputs.callbacks, saves)
+
+
+def make_saves(
+    inputs: Inputs,
+    policy: MegatronPolicy,
+    reference: Reference | None,
+    critic: MegatronPolicy | None,
+    state: TrainState,
+    collector: Collector,
+    turns: GpuTurns,
+    writer: MetricsWriter,
+) -> Saves:
+    """Return what saves the run's models and state."""
+    config, folder = inputs.config, inputs.folder.path / CHECKPOINTS
+    kept = config.run.save_total_limit, inputs.model.folder
+    checkpointer = Checkpointer(folder, policy.layout, policy, *kept, reference, critic)
+    limit, background = TimeLimit(None, collector.stop), config.run.async_save
+    return Saves(
+        checkpointer, state, inputs.data.prompts, collector, turns, limit, writer, background, inputs.callbacks.saved
+    )

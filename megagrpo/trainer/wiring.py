@@ -16,14 +16,12 @@ from megagrpo.environments.task_engine import generator_of
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.moe.routing_replay import route_shape
 from megagrpo.policy.optimizer.policy_optimizer import apex_note
-from megagrpo.records.checkpoints.checkpoint import Checkpointer
-from megagrpo.records.checkpoints.run_files import CHECKPOINTS
 from megagrpo.train_types import TrainState
 from megagrpo.trainer.alarms import make_alarms
 from megagrpo.trainer.engine_side import as_config_errors, connect, start_servers
 from megagrpo.trainer.gpu.gpu_sharing import GpuTurns
 from megagrpo.trainer.gpu.state_offload import NoOffload, Offload
-from megagrpo.trainer.lifecycle import make_evaluations, make_lifecycle
+from megagrpo.trainer.lifecycle import make_evaluations, make_lifecycle, make_saves
 from megagrpo.trainer.policy_update import Learning, load_critic, load_policy
 from megagrpo.trainer.recording import Journal, make_records, open_journal
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool
@@ -31,8 +29,6 @@ from megagrpo.trainer.rollout.collector import Collector
 from megagrpo.trainer.rollout.groups import Rollouts
 from megagrpo.trainer.rollout.sourced_prompts import SourcedPrompts
 from megagrpo.trainer.run_inputs import Inputs, read_inputs
-from megagrpo.trainer.saving.saves import Saves
-from megagrpo.trainer.saving.time_limit import TimeLimit
 from megagrpo.trainer.syncing import Syncing
 from megagrpo.trainer.teachers import load_teachers
 from megagrpo.trainer.trainer import Trainer
@@ -72,19 +68,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     counted = records.recorders, phases, alarms.count_skip
     learning = Learning(config, policy, reference, inputs.loss_fn, state, *counted, teachers, critic)
     syncing = Syncing(weight_sync, learning.weights, state, collector, turns, phases, say)
-    saves = Saves(
-        Checkpointer(
-            folder.path / CHECKPOINTS, layout, policy, config.run.save_total_limit, model.folder, reference, critic
-        ),
-        state,
-        data.prompts,
-        collector,
-        turns,
-        TimeLimit(None, collector.stop),
-        journal.writer,
-        config.run.async_save,
-        inputs.callbacks.saved,
-    )
+    saves = make_saves(inputs, policy, reference, critic, state, collector, turns, journal.writer)
     evaluations = make_evaluations(inputs, rollouts, turns, records, saves)
     lifecycle = make_lifecycle(inputs, layout, evaluations, alarms)
     if folder.resume_from is not None:

@@ -18,19 +18,15 @@ from megagrpo.platform.parallel.agree import on_first_rank
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.cleanup.removal import remove
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.records.checkpoints.checkpoint import Checkpointer
-from megagrpo.records.checkpoints.run_files import CHECKPOINTS
 from megagrpo.train_types import LossFn, TrainState
 from megagrpo.trainer.alarms import make_alarms
 from megagrpo.trainer.engine_side import as_config_errors
 from megagrpo.trainer.gpu.gpu_sharing import GpuTurns
-from megagrpo.trainer.lifecycle import make_lifecycle
+from megagrpo.trainer.lifecycle import make_lifecycle, make_saves
 from megagrpo.trainer.methods.row_loop import RowCollector, RowEvaluations, RowLoop, Rows
 from megagrpo.trainer.policy_update import Learning, load_policy
 from megagrpo.trainer.recording import make_records, open_journal
 from megagrpo.trainer.run_inputs import Data, order_on_all, read_inputs
-from megagrpo.trainer.saving.saves import Saves
-from megagrpo.trainer.saving.time_limit import TimeLimit
 from megagrpo.weights.bridge.hf_export import save_hf
 from megagrpo.weights.files.tensor_files import dtype_name
 
@@ -64,17 +60,7 @@ def build_rows(method: Method, config: RunConfig, base_folder: Path, layout: Lay
     records = make_records(config, journal, model, policy, reference, None)
     alarms = make_alarms(config, state, policy, dtype_name(policy.dtype), collector.reward_tracebacks, say)
     learning = Learning(config, policy, reference, inputs.loss_fn, state, records.recorders, phases, alarms.count_skip)
-    saves = Saves(
-        Checkpointer(folder.path / CHECKPOINTS, layout, policy, config.run.save_total_limit, model.folder, reference),
-        state,
-        data.prompts,
-        collector,
-        turns,
-        TimeLimit(None, collector.stop),
-        journal.writer,
-        config.run.async_save,
-        inputs.callbacks.saved,
-    )
+    saves = make_saves(inputs, policy, reference, None, state, collector, turns, journal.writer)
     rows = Rows(data.prompts, collector, learning, config.samples_per_row)
     common = state, collector, turns, records, inputs.callbacks, saves
     evaluations = RowEvaluations([], config.evaluation, config.run, *common)
