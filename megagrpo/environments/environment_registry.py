@@ -17,16 +17,16 @@ _ADAPTERS = "megagrpo.environments.adapters."
 ENVIRONMENT_ADAPTERS = {
     "gymnasium:": _ADAPTERS + "gymnasium_env:Gymnasium",
     "mcp:": _ADAPTERS + "mcp_server:McpServer",
-    "openenv:": _ADAPTERS + "openenv_client:OpenEnv",
-    "verifiers_v1:": _ADAPTERS + "verifiers_v1:VerifiersV1",
 }
 TOOL_ADAPTERS = {"mcp:": _ADAPTERS + "mcp_server:McpServer"}
 # Prefix of a name -> the class of the repository that a config names by its file.
 EXAMPLES = {
     "harbor": "harbor_env.py:Harbor",
     "nemo_gym": "nemo_gym.py:NemoGym",
+    "openenv": "openenv_client.py:OpenEnv",
     "sandbox_fusion": "sandbox_fusion.py:SandboxFusion",
     "verifiers": "verifiers_env.py:Verifiers",
+    "verifiers_v1": "verifiers_v1.py:VerifiersV1",
 }
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import pytest
 
 from megagrpo.config import MultiTurnSection, ProblemError
 from megagrpo.environments.environment_registry import locate_environment, targets
-from megagrpo.environments.episodes.episode import Loop
 from megagrpo.rewards.registry.reward_registry import undefined
 from tests.distributed.suites import usual
 from tests.unit.environments.test_environments import (  # noqa: F401 - a fixture
@@ -260,146 +258,7 @@ def test_an_mcp_command_that_does_not_start_is_refused(responders):  # noqa: F81
         responders("mcp:no-such-server")
 
 
-# ------------------------------------------------------------------------------------------------------------ verifiers
-
-TASKS = """
-import verifiers.v1 as vf
-
-__all__ = ["Numbers", "NumbersEnv"]
-
-
-class NumbersConfig(vf.TasksetConfig):
-    count: int
-
-
-class NumbersData(vf.TaskData):
-    answer: str
-
-
-class NumbersTask(vf.Task[NumbersData]):
-    @vf.reward(weight=1.0)
-    async def right(self, trace) -> float:
-        return float(self.data.answer in trace.last_reply)
-
-    @vf.reward(weight=0.01)
-    async def turns(self, trace) -> float:
-        return float(trace.num_turns)
-
-
-class Numbers(vf.Taskset[NumbersTask, NumbersConfig]):
-    def load(self):
-        for i in range(self.config.count):
-            yield NumbersTask(NumbersData(prompt="hi", answer=str(7 + i)), self.config.task)
-
-
-class NumbersEnvConfig(vf.EnvConfig):
-    player: vf.AgentConfig = vf.AgentConfig()
-
-
-class NumbersEnv(vf.Env[NumbersEnvConfig]):
-    async def run(self, task, agents):
-        async with agents.player.interaction(task) as interaction:
-            segment = await interaction.turn()
-            while not segment.terminated and task.data.answer not in segment.last_reply:
-                if segment.last_reply == "fail":
-                    raise RuntimeError("it failed")
-                segment = await interaction.turn(f"not {segment.last_reply}")
-"""
-
-
-@pytest.mark.parametrize("key", ["python", "container"])
-def test_an_environment_of_verifiers_0_4_in_its_own_python(responders, mine, key):  # noqa: F811
-    python = own_python("verifiers_v1", "from verifiers.v1 import Env, Taskset; from verifiers.v1.agent import Segment")
-    (mine.parent / "numbers_tasks.py").write_text(TASKS)
-    arguments = {"environment_args": {"count": 3}, "reuse_environments": True, "timeout": 120.0}
-    own = {"python": python} if key == "python" else {"container": f"{python} -m {{module}}"}
-    table = responders("verifiers_v1:numbers_tasks", **own, **arguments)
-    assert table.tools == [] and table.reward_names == ["VerifiersV1", "turns"]
-    one, text = begun(table, idx=2)
-    assert text is None and answered(table, one, "5") == ("not 5", False, None)
-    assert answered(table, one, "It is 9")[1:] == (True, None)
-    each(table.finish, [one])
-    cut, _ = begun(table, number=1, idx=0)
-    assert answered(table, cut, "5")[1] is False  # and then the response ends
-    failed, _ = begun(table, number=2, idx=1)
-    say(failed, "fail")
-    assert each(table.schedule, [failed]) == [None] and failed.ended == "failed"
-    each(table.finish, [cut, failed])
-    rewards = [c.rewards["VerifiersV1"] for c in (one, cut, failed)]
-    assert rewards == [pytest.approx(1.02), pytest.approx(0.01), 0.0]
-
-
-# -------------------------------------------------------------------------------------------------------------- OpenEnv
-
-OPENENV = """
-import os, signal, sys
-import uvicorn
-from fastmcp import FastMCP
-from openenv.core.env_server import create_app
-from openenv.core.env_server.interfaces import Environment
-from openenv.core.env_server.mcp_environment import MCPEnvironment
-from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
-from openenv.core.env_server.types import Action, Observation, State
-
-
-class Guess(Action):
-    guess: int
-
-
-class Seen(Observation):
-    text: str
-
-
-class Game(Environment):
-    SUPPORTS_CONCURRENT_SESSIONS = True
-
-    def reset(self, seed=None, episode_id=None, **kwargs):
-        self.secret = seed
-        return Seen(text="from 1 to 9")
-
-    def step(self, action, **kwargs):
-        if action.guess == 99:
-            os._exit(1)
-        right = action.guess == self.secret
-        return Seen(text="right" if right else "wrong", done=right, reward=1.0 if right else -0.5)
-
-    @property
-    def state(self):
-        return State()
-
-
-class Tools(MCPEnvironment):
-    SUPPORTS_CONCURRENT_SESSIONS = True
-
-    def __init__(self):
-        server = FastMCP("tools")
-
-        @server.tool
-        def divide(a: int, b: int) -> float:
-            "Divides."
-            return a / b
-
-        super().__init__(server)
-
-    def reset(self, seed=None, episode_id=None, **kwargs):
-        return Observation()
-
-    def _step_impl(self, action, timeout_s=None, **kwargs):
-        return Observation()
-
-    @property
-    def state(self):
-        return State()
-
-
-kinds = {"game": (Game, Guess, Seen), "tools": (Tools, CallToolAction, CallToolObservation)}
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-for line in sys.stdin:  # a fork serves: imports take seconds
-    kind, port, sessions = line.split()
-    if os.fork() == 0:
-        app = create_app(*kinds[kind], max_concurrent_envs=int(sessions))
-        uvicorn.run(app, port=int(port), log_level="warning", ws_ping_interval=0.5, ws_ping_timeout=0.5)
-"""
+# ---------------------------------------------------------------------------------------------------- all adapters
 
 
 def free_port() -> int:
@@ -420,87 +279,7 @@ def answering(process: subprocess.Popen, port: int) -> str:
     raise AssertionError("the server does not answer")
 
 
-@pytest.fixture(scope="module")
-def serve(tmp_path_factory):
-    """A factory of servers: starts one of a kind with a limit of sessions, waits until it answers, returns its
-    address."""
-    pytest.importorskip("openenv.core")
-    file = tmp_path_factory.mktemp("openenv") / "servers.py"
-    file.write_text(OPENENV)
-    starter = subprocess.Popen([sys.executable, str(file)], stdin=subprocess.PIPE, text=True, start_new_session=True)
-
-    def start(kind, sessions=8):
-        port = free_port()
-        print(kind, port, sessions, file=starter.stdin, flush=True)
-        return answering(starter, port)
-
-    yield start
-    os.killpg(starter.pid, signal.SIGKILL)
-    starter.wait()
-
-
-def turn(text):
-    return [{"role": "assistant", "content": text}]
-
-
-@pytest.mark.full
-def test_an_openenv_server_whose_actions_are_turns(responders, serve):  # noqa: F811
-    table = responders(f"openenv:{serve('game')}", environment_args={"invalid": -1.0}, reuse_environments=True)
-    assert table.tools == [] and table.reward_names == ["OpenEnv", "turns"]
-    one, text = begun(table, seed=3)
-    assert text == "\nfrom 1 to 9" and answered(table, one, "5") == ("wrong", False, -0.5)
-    assert answered(table, one, "a word") == ("That is not a valid action.", False, -1.0)
-    assert answered(table, one, '{"guess": 3}') == ("right", True, 1.0)
-    each(table.finish, [one])
-    other, _ = begun(table, number=1, seed=5)
-    assert answered(table, other, "5") == ("right", True, 1.0)
-    say(other, "99")
-    each(table.begin, [other])
-    assert each(table.schedule, [other]) == [None] and other.ended == "failed"
-
-
-def test_sessions_of_openenv_share_no_state_and_one_session_serves_one_episode_after_another(serve):
-    from megagrpo.environments.adapters.openenv_client import OpenEnv
-
-    loop, address = Loop(), serve("game", 2)
-    one, other = OpenEnv(address), OpenEnv(address)
-    assert [loop.awaited(client.reset(seed=seed)) for client, seed in ((one, 3), (other, 5))] == ["\nfrom 1 to 9"] * 2
-    assert [loop.awaited(client.step(turn("5")))[1:] for client in (one, other)] == [(False, -0.5), (True, 1.0)]
-    for _ in range(2):  # not refused: the last session is closed
-        loop.awaited(other.close())
-        other = OpenEnv(address)
-        assert loop.awaited(other.reset(seed=4)) == "\nfrom 1 to 9"
-        assert loop.awaited(other.step(turn("4")))[1:] == (True, 1.0)
-
-
-def test_an_openenv_session_outlives_a_long_turn_and_comes_back_after_it_was_closed(serve):
-    from megagrpo.environments.adapters.openenv_client import OpenEnv
-
-    loop, client = Loop(), OpenEnv(serve("game"))
-    loop.awaited(client.reset(seed=3))
-    time.sleep(3.0)  # the server closes connections that do not answer its pings
-    assert loop.awaited(client.step(turn("3")))[1:] == (True, 1.0)
-    loop.awaited(client._client._ws.close())
-    assert loop.awaited(client.reset(seed=4)) == "\nfrom 1 to 9"
-    assert loop.awaited(client.step(turn("4")))[1:] == (True, 1.0)
-
-
-def test_an_openenv_server_of_mcp_tools(serve):
-    from megagrpo.environments.adapters.openenv_client import OpenEnv
-
-    loop, client = Loop(), OpenEnv(serve("tools"))
-    (tool,) = loop.awaited(client.list_tools())
-    assert tool["function"]["name"] == "divide" and list(tool["function"]["parameters"]["properties"]) == ["a", "b"]
-    assert loop.awaited(client.reset()) is None
-    assert loop.awaited(client.call_tool("divide", {"a": 1, "b": 2})) == "0.5"
-    with pytest.raises(RuntimeError, match="zero"):
-        loop.awaited(client.call_tool("divide", {"a": 1, "b": 0}))
-    assert loop.awaited(client.step(turn("It is 0.5")))[1:] == (True, None) and client.get_reward() == 0.0
-
-
-@pytest.mark.parametrize(
-    ("package", "module"), [("gymnasium", "gymnasium_env"), ("openenv", "openenv_client"), ("mcp", "mcp_server")]
-)
+@pytest.mark.parametrize(("package", "module"), [("gymnasium", "gymnasium_env"), ("mcp", "mcp_server")])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, package, module):
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").write_text("raise ImportError('absent')")
@@ -510,7 +289,10 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, 
     assert "ImportError: multi_turn" in ran.stderr and "pip install" in ran.stderr
 
 
-@pytest.mark.parametrize("name", usual(["harbor:docker", "nemo_gym:http://127.0.0.1:9", "verifiers:guessing"], 0))
+@pytest.mark.parametrize(
+    "name",
+    usual(["harbor:docker", "nemo_gym:http://127.0.0.1:9", "openenv:http://127.0.0.1:9", "verifiers:guessing"], 0),
+)
 def test_an_adapter_that_is_a_file_of_the_repository_is_named(name):
     with pytest.raises(ProblemError) as refused:
         targets(MultiTurnSection(environment=name))

@@ -105,10 +105,6 @@ PRINTS = {  # that print only our own text, or print text unchanged on purpose
     ("parser.py", "message"),
     ("run_lock.py", "f'process {os.getpid()} on host {socket.gethostname()}'"),
     ("submit.py", "text"),  # a script, in which every value is quoted
-    (  # rows of a data set, as ASCII JSON
-        "verifiers_v1.py",
-        "json.dumps({'prompt': _prompt(task.data) or [{'role': 'user', 'content': ''}], 'idx': task.data.idx})",
-    ),
     # to the output of a worker, which its owner shows
     ("episode.py", "f'multi_turn: `{type(player).__name__}.close` failed: {text}'"),
     ("terminal.py", "f'{printable(str(text))}\\n'"),

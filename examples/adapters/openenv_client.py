@@ -1,7 +1,11 @@
 """A client of OpenEnv's environment servers (Meta and Hugging Face), over their WebSocket.
 
-`multi_turn.environment: openenv:http://HOST:PORT`. Each response has a session of the server. Servers whose actions are
-MCP calls give the policy tools; with other servers each turn of the policy is an action.
+    multi_turn:
+      environment: examples/adapters/openenv_client.py:OpenEnv
+      environment_args: {name: "http://HOST:PORT"}
+
+Each response has a session of the server. Servers whose actions are MCP calls give the policy tools; with other servers
+each turn of the policy is an action.
 API: https://meta-pytorch.org/OpenEnv, packages `openenv` and `openenv-core`.
 """
 
@@ -18,7 +22,7 @@ try:
     from openenv.core import GenericEnvClient
     from websockets.exceptions import ConnectionClosed
 except ImportError as error:
-    raise ImportError(f"multi_turn.environment: openenv: pip install openenv-core ({error})") from error
+    raise ImportError(f"multi_turn.environment: pip install openenv-core ({error})") from error
 
 _MCP_ACTIONS = ("CallToolAction", "ListToolsAction", "Action")  # what servers of MCP tools call their actions
 

@@ -1,11 +1,15 @@
 """Environments of Prime Intellect's `verifiers` 0.4: a taskset, and the `Env` in which one agent plays a task of it.
 
-`multi_turn.environment: verifiers_v1:TASKSET_ID`, an installed package or a module beside the config;
-`multi_turn.environment_args` are the fields of the taskset's config. The trainer's policy takes the agent's place:
+    multi_turn:
+      environment: examples/adapters/verifiers_v1.py:VerifiersV1
+      environment_args: {name: TASKSET_ID}
+
+The taskset is an installed package or a module beside the config. The other `environment_args` are the fields of the
+taskset's config. The trainer's policy takes the agent's place:
 `interaction.turn` waits for its next turn, so no harness, runtime or interception server starts. Environments with
 several agents, tools or a container need these, and are refused.
 
-`python -m megagrpo.environments.adapters.verifiers_v1 TASKSET_ID [ARGS_AS_JSON] [COUNT] > rows.jsonl` writes the rows.
+`python examples/adapters/verifiers_v1.py TASKSET_ID [ARGS_AS_JSON] [COUNT] > rows.jsonl` writes the rows.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ try:
     from verifiers.v1.trace import AgentInfo, Trace, TraceTask
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 except ImportError as error:
-    raise ImportError(f"multi_turn.environment: verifiers_v1: pip install 'verifiers>=0.4' ({error})") from error
+    raise ImportError(f"multi_turn.environment: pip install 'verifiers>=0.4' ({error})") from error
 
 Message = dict[str, Any]
 
