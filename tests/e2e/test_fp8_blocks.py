@@ -16,7 +16,6 @@ from torch.nn.functional import pad
 
 from megagrpo.sync.trainer_side.sync import WeightSync
 from tests.e2e import tiny_servers
-from tests.e2e.test_weight_sync import shards
 from tests.e2e.tiny_servers import (
     EXPERTS,
     V3,
@@ -26,6 +25,7 @@ from tests.e2e.tiny_servers import (
     launch,
     model_folder,
     naive_logprobs,
+    shards,
     weights,
 )
 from tests.rank_fakes import OneRank

@@ -15,8 +15,8 @@ from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.sync.trainer_side.transport import TransportSettings
 from megagrpo.types import WeightSyncError
 from tests.e2e import world
-from tests.e2e.test_weight_sync import OneRank, Tampered, is_paused, sampled, shards, without
-from tests.e2e.tiny_servers import Running, connect, launch, model_folder
+from tests.e2e.test_weight_sync import OneRank, Tampered, is_paused, without
+from tests.e2e.tiny_servers import Running, connect, launch, model_folder, sampled, shards
 
 FP8 = "fp8_per_channel"
 CORRECTED = ["algorithm.importance_correction=token_truncate", "algorithm.importance_correction_max=2"]

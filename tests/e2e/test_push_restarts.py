@@ -16,8 +16,20 @@ from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.sync.trainer_side.transport import TransportSettings
 from megagrpo.types import WeightSyncError
 from tests.e2e.test_restarts import Kept, wait_for
-from tests.e2e.test_weight_sync import OneRank, is_paused, sampled, sampled_fresh, shards
-from tests.e2e.tiny_servers import below, connect, greedy, halt, is_halted, launch, model_folder, tied_llamas
+from tests.e2e.test_weight_sync import OneRank, is_paused
+from tests.e2e.tiny_servers import (
+    PROMPTS,
+    below,
+    connect,
+    greedy,
+    halt,
+    is_halted,
+    launch,
+    model_folder,
+    sampled,
+    shards,
+    tied_llamas,
+)
 
 
 def over_p2p(engine, say=print, seconds=60.0, relay=False):
@@ -77,7 +89,7 @@ def test_a_worker_that_gets_something_else_than_was_sent_refuses_it_and_takes_th
             sync.push(shards(fresh.folder), synced.engine.weight_version + 1)
         monkeypatch.setattr(Exchange, "send", send)
         sync.push(shards(fresh.folder), synced.engine.weight_version + 2)
-    assert sampled(synced.engine) == sampled_fresh()
+    assert sampled(synced.engine) == fresh.sampled
 
 
 @pytest.mark.full
@@ -91,7 +103,7 @@ def test_a_push_whose_server_dies_is_done_over_when_it_is_back(read):
         push_and_kill(kept, synced.folder, 0, read, lambda halted: below(synced.launcher.servers[0].supervisor.pid))
         assert synced.engine.weight_version == began + 1 and kept.asked_before == [0] and not is_paused(synced.engine)
         kept.push(fresh.folder)
-        assert sampled(synced.engine) == sampled_fresh()
+        assert sampled(synced.engine) == fresh.sampled
     (told,) = kept.synced
     assert re.search(
         r"^warning: a vLLM server died during a weight sync; restarting the sync: .*phase (update|finish): vLLM server "
@@ -115,7 +127,7 @@ def test_a_push_one_of_whose_two_workers_dies_is_done_over_when_the_server_is_ba
         first = greedy(two_workers.engine)
         kept.push(fresh.folder)
         second = greedy(two_workers.engine)
-        assert second != first and [ids for ids, _ in second] == [ids for ids, _ in greedy(fresh.engine)]
+        assert second != first and [ids for ids, _ in second] == [ids for ids, _ in fresh.sampled[: len(PROMPTS)]]
         assert kept.asked_before == [0]
     two_workers.launcher.stop()
 
@@ -130,12 +142,12 @@ def test_a_push_to_two_servers_one_of_which_dies_goes_on_with_the_other(kept_by)
         push_and_kill(kept, folder, 0, 5, lambda halted: below(two_servers.launcher.servers[0].supervisor.pid))
         assert len(kept.synced) == 1 and two_servers.engine.fleet.serving() == two_servers.engine.urls[1:]
         kept.push(fresh.folder)  # to the other server alone: its workers have other numbers now
-        assert greedy(two_servers.engine) == greedy(fresh.engine)
+        assert greedy(two_servers.engine) == fresh.sampled[: len(PROMPTS)]
         wait_for(lambda: State.NEEDS_WEIGHTS in two_servers.engine.fleet.states().values(), 120)
         kept.push(folder)
         kept.push(fresh.folder)
         assert two_servers.engine.fleet.serving() == two_servers.engine.urls and kept.asked_before == [0]
-        assert sampled(two_servers.engine) == sampled_fresh()
+        assert sampled(two_servers.engine) == fresh.sampled
     two_servers.launcher.stop()
 
 
@@ -179,4 +191,4 @@ def test_a_server_that_hangs_before_or_after_the_weights_is_named_with_the_phase
         for pid in processes:
             os.kill(pid, signal.SIGCONT)
         sync.push(shards(fresh.folder), version + 3)
-        assert sampled(engine) == sampled_fresh()
+        assert sampled(engine) == fresh.sampled

@@ -21,21 +21,12 @@ from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.sync.trainer_side.point_to_point import PointToPoint
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.sync.trainer_side.transport import TransportSettings
-from megagrpo.types import SamplingParams, WeightSyncError
+from megagrpo.types import WeightSyncError
 from megagrpo.weights.blocks.parameter_blocks import blocks
 from megagrpo.weights.bridge.load import load_hf
-from tests.e2e.tiny_servers import PROMPTS, below, connect, launch, model_folder, tied_llamas, weights
+from tests.e2e.tiny_servers import below, connect, launch, model_folder, sampled, tied_llamas, weights
 
 CPU = torch.device("cpu")
-
-
-def sampled(engine):
-    """Tokens and log-probs of greedy and of random responses."""
-    samplings = [SamplingParams(0.0, 24), SamplingParams(1.0, 24)]
-    groups = [
-        group for n, sampling in enumerate(samplings, 1) for group in engine.generate(PROMPTS, n, sampling, seed=4)
-    ]
-    return [(rollout.response_ids.tolist(), rollout.rollout_logprobs.tolist()) for group in groups for rollout in group]
 
 
 def push_from_megatron(parallel: dict, engine, folders: list, version: int, hang: list[int] = ()):
@@ -95,7 +86,7 @@ def test_a_server_that_slept_and_was_pushed_to_equals_a_fresh_one(monkeypatch):
     synced.engine.weight_version = version + 2  # the ranks' copy of the client moved on, this one did not
     synced.engine.fleet.end_sleep()
     assert httpx.get(f"{synced.engine.urls[0]}/is_sleeping").json() == {"is_sleeping": False}
-    assert sampled(synced.engine) == sampled(fresh.engine)
+    assert sampled(synced.engine) == fresh.sampled
     total = sum(tensor.nbytes for tensor in weights(fresh.folder).values())
     assert all(reports == [(total, total)] * 3 for reports, _, _ in results)
     sent = [sent for _, sent, _ in results]
@@ -109,7 +100,7 @@ def test_ranks_that_share_a_kv_head_send_its_rows_once():
     folders = [model_folder("llama", 0), fresh.folder]
     results = run_ranks(push_from_megatron, 4, dict(tp=4), synced.engine, folders, version)
     synced.engine.weight_version = version + 1
-    assert sampled(synced.engine) == sampled(fresh.engine)
+    assert sampled(synced.engine) == fresh.sampled
     total = sum(tensor.nbytes for tensor in weights(fresh.folder).values())
     assert all(reports == [(total, total)] * 2 for reports, _, _ in results)
     assert sum(sent for _, sent, _ in results) == total
@@ -129,7 +120,7 @@ def test_a_server_that_hangs_in_the_middle_is_named_and_the_next_push_succeeds()
         assert told.startswith(f"weight version {version} did not reach the engine, which stays paused: ")
         assert re.search(sending, told) and seconds < 20
     synced.engine.weight_version = version
-    assert sampled(synced.engine) == sampled(fresh.engine)
+    assert sampled(synced.engine) == fresh.sampled
 
 
 @pytest.mark.full

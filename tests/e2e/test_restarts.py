@@ -16,8 +16,21 @@ from megagrpo.engine.http.access import headers
 from megagrpo.engine.servers.restarts import Restarter
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.types import SamplingParams, WeightSyncError
-from tests.e2e.test_weight_sync import OneRank, is_paused, sampled, sampled_fresh, shards
-from tests.e2e.tiny_servers import PROMPTS, below, connect, greedy, halt, is_halted, launch, model_folder, tied_llamas
+from tests.e2e.test_weight_sync import OneRank, is_paused
+from tests.e2e.tiny_servers import (
+    PROMPTS,
+    below,
+    connect,
+    greedy,
+    halt,
+    is_halted,
+    launch,
+    model_folder,
+    push,
+    sampled,
+    shards,
+    tied_llamas,
+)
 
 LONG = SamplingParams(1.0, 100)
 
@@ -42,7 +55,7 @@ def kill_all(server):
 
 @pytest.fixture
 def fresh():
-    """A server that loaded the weights these tests push from their folder."""
+    """The weights that these tests push, and the responses of a server that loaded them from their folder."""
     return tied_llamas()[1]
 
 
@@ -79,14 +92,14 @@ class Kept:
 
 
 def test_a_server_that_is_killed_in_the_middle_gets_the_current_weights_before_its_first_request(fresh):
-    expected = [group[0].response_ids.tolist() for group in fresh.engine.generate(PROMPTS, 1, LONG, seed=1)]
     with Kept(tied_llamas()[0], fresh) as kept:
         engine = kept.server.engine
+        expected = [group[0].response_ids.tolist() for group in engine.generate(PROMPTS, 1, LONG, seed=1)]
         killer = threading.Timer(0.1, lambda: kill_all(kept.server.launcher.servers[0]))  # during the next line
         killer.start()
         assert [group[0].response_ids.tolist() for group in engine.generate(PROMPTS, 1, LONG, seed=1)] == expected
         killer.join()
-        assert sampled(engine) == sampled_fresh()
+        assert sampled(engine) == fresh.sampled
     assert kept.asked_before == [0] and len(kept.said) == 2
     assert "restarting it, 1 of 3 times (rollout.max_restarts)" in kept.said[0]
     assert kept.said[1].endswith(f"is back, with weight version {engine.weight_version}")
@@ -103,9 +116,9 @@ def test_a_sync_whose_server_dies_goes_through_and_the_server_gets_it_when_it_is
         killer.start()
         kept.push(kept.server.folder)
         killer.join()
-        assert greedy(kept.server.engine) != greedy(fresh.engine)
+        assert greedy(kept.server.engine) != fresh.sampled[: len(PROMPTS)]
         kept.push(fresh.folder)
-        assert sampled(kept.server.engine) == sampled_fresh() and kept.asked_before == [0]
+        assert sampled(kept.server.engine) == fresh.sampled and kept.asked_before == [0]
 
 
 def push_and_die(engine, folder, version):
@@ -171,15 +184,13 @@ PLACES = [
 def test_a_trainer_that_dies_before_it_writes_leaves_the_server_as_it_was(fresh, number):
     synced = tied_llamas()[0]
     assert len(list(shards(synced.folder))) == NUM_TENSORS
-    with WeightSync(synced.engine, OneRank(), "float32") as sync:
-        sync.push(shards(synced.folder), synced.engine.weight_version + 1)
+    push(synced.engine, synced.folder)
     before = sampled(synced.engine)
     trainer = fork(publish_and_die, synced.engine, fresh.folder, synced.engine.weight_version + 1, number, False)
     trainer.join()
     assert trainer.exitcode == -signal.SIGKILL and not is_paused(synced.engine) and sampled(synced.engine) == before
-    with WeightSync(synced.engine, OneRank(), "float32") as sync:
-        sync.push(shards(fresh.folder), synced.engine.weight_version + 1)
-    assert sampled(synced.engine) == sampled_fresh() and not left_by(trainer.pid)
+    push(synced.engine, fresh.folder)
+    assert sampled(synced.engine) == fresh.sampled and not left_by(trainer.pid)
 
 
 @pytest.mark.parametrize("number", PLACES)
@@ -195,14 +206,13 @@ def test_a_server_that_waits_for_a_trainer_that_dies_while_it_writes_gives_up_wi
     assert trainer.exitcode == -signal.SIGKILL and is_paused(synced.engine)
     with WeightSync(synced.engine, OneRank(), "float32") as sync:
         sync.push(shards(fresh.folder), synced.engine.weight_version + 2)
-    assert sampled(synced.engine) == sampled_fresh() and not left_by(trainer.pid)
+    assert sampled(synced.engine) == fresh.sampled and not left_by(trainer.pid)
 
 
 @pytest.mark.parametrize("read", PLACES)
 def test_a_trainer_that_dies_while_a_server_reads_leaves_it_paused_until_the_next_sync(fresh, read):
     synced = tied_llamas()[0]
-    with WeightSync(synced.engine, OneRank(), "float32") as sync:
-        sync.push(shards(synced.folder), synced.engine.weight_version + 1)
+    push(synced.engine, synced.folder)
     halted = halt(synced.engine.urls[0], 0, "update", read)
     trainer = fork(push_and_die, synced.engine, fresh.folder, synced.engine.weight_version + 1)
     wait_for(lambda: is_halted(halted))
@@ -215,7 +225,7 @@ def test_a_trainer_that_dies_while_a_server_reads_leaves_it_paused_until_the_nex
         httpx.post(f"{synced.engine.urls[0]}/inference/v1/generate", json=body, timeout=0.5)
     with WeightSync(synced.engine, OneRank(), "float32") as sync:
         sync.push(shards(fresh.folder), synced.engine.weight_version + 2)
-    assert sampled(synced.engine) == sampled_fresh() and not left_by(trainer.pid)
+    assert sampled(synced.engine) == fresh.sampled and not left_by(trainer.pid)
 
 
 @pytest.mark.full
@@ -236,7 +246,7 @@ def test_a_server_that_dies_at_the_first_or_the_last_tensor_is_told_by_name_wher
     again = connect(launch(folder, f"llama_again{read}"), folder)
     with WeightSync(again.engine, OneRank(), "float32") as sync:
         sync.push(shards(fresh.folder), 1)
-        assert sampled(again.engine) == sampled_fresh()
+        assert sampled(again.engine) == fresh.sampled
     again.launcher.stop()
 
 

@@ -105,8 +105,8 @@ def test_an_aborted_response_has_the_routes_of_the_tokens_that_were_read(running
 
 
 def test_a_server_that_sends_no_routes_is_an_error_with_the_flag():
-    dense = tied_llamas()[1].launcher
-    engine = VllmEngine(dense.urls, str, max_num_seqs=64, logs=dense.logs, routes=routes_of("qwen3_moe"))
+    dense, shape = tied_llamas()[0].launcher, routes_of("qwen3_moe")
+    engine = VllmEngine(dense.urls, str, max_num_seqs=64, logs=dense.logs, any_version=True, routes=shape)
     with pytest.raises(EngineError, match=r"sent no routed_experts; start it with --enable-return-routed-experts"):
         engine.generate([Prompt(0, LONG, "")], 2, SAMPLING, seed=1)
 

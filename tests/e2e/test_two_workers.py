@@ -14,7 +14,7 @@ from ranks import run_ranks
 
 from megagrpo.config import LoraSection, ParallelSection
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.http.protocol import EngineDeadError
+from megagrpo.engine.http.protocol import EngineDeadError, EngineError
 from megagrpo.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.platform.rendezvous.store_exchange import is_here
@@ -42,6 +42,7 @@ from tests.e2e.tiny_servers import (
     model_folder,
     naive_logprobs,
     push_from_megatron,
+    tokenizer_of_threes,
     weights,
 )
 
@@ -174,6 +175,15 @@ def test_an_update_that_both_workers_refuse_leaves_no_answer_behind(two_workers)
         # vLLM would take the second worker's refusal as the response to this request
         sync.push(halves(two_workers.folder), version + 2)
     assert greedy(two_workers.engine) == expected
+
+
+def test_a_server_without_a_tokenizer_is_refused_when_it_misses_a_stop_string(two_workers):
+    engine = VllmEngine(two_workers.launcher.urls, tokenizer_of_threes().decode, any_version=True)
+    (plain,) = engine.generate(PROMPTS[:1], 1, SamplingParams(0.0, 16), seed=0)[0]
+    with pytest.raises(
+        EngineError, match=r"went on after the stop string '.' \(rollout.stop\); start it without --skip-tokenizer-init"
+    ):
+        engine.generate(PROMPTS[:1], 1, SamplingParams(0.0, 16, stop=(plain.text[10],)), seed=0)
 
 
 @pytest.mark.parametrize(

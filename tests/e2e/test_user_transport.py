@@ -12,8 +12,8 @@ from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.sync.trainer_side.transport import transport_class
 from megagrpo.types import WeightSyncError
 from tests.e2e import world
-from tests.e2e.test_weight_sync import is_paused, sampled, sampled_fresh, shards
-from tests.e2e.tiny_servers import tied_llamas, weights
+from tests.e2e.test_weight_sync import is_paused
+from tests.e2e.tiny_servers import sampled, shards, tied_llamas, weights
 from tests.rank_fakes import GroupRanks, OneRank
 
 PAGE = Path(__file__).parents[2] / "docs" / "transports.md"
@@ -45,7 +45,7 @@ def test_weights_reach_a_server_through_a_transport_of_ones_own(transport):
     results = run_ranks(push, 4, transport, synced.engine, fresh.folder, version)
     synced.engine.weight_version = version  # the ranks' copy of the client has counted, this one has not
     total = sum(tensor.nbytes for tensor in weights(fresh.folder).values())
-    assert results == [(total, total)] * 4 and sampled(synced.engine) == sampled_fresh()
+    assert results == [(total, total)] * 4 and sampled(synced.engine) == fresh.sampled
     assert {path.name for path in Path(transport).parent.glob("version*")} == set()
 
 
@@ -78,4 +78,4 @@ def test_a_file_that_was_damaged_is_named_and_the_next_push_arrives(transport):
         assert is_paused(synced.engine)
         sync.engine = synced.engine
         sync.push(shards(fresh.folder), version)
-    assert not is_paused(synced.engine) and sampled(synced.engine) == sampled_fresh()
+    assert not is_paused(synced.engine) and sampled(synced.engine) == fresh.sampled

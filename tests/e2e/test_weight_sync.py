@@ -1,7 +1,6 @@
 """Weight sync into real vLLM servers: afterwards they equal fresh engines on the new weights, or an error names the
 cause."""
 
-import functools
 import json
 import os
 from pathlib import Path
@@ -11,43 +10,14 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megagrpo.families.shared.blocks import Block
-from megagrpo.families.shared.boxes import cut
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.sync.wire.progress_file import VERSION_SHIFT, ProgressReader
-from megagrpo.types import Prompt, SamplingParams, WeightSyncError
+from megagrpo.types import Prompt, WeightSyncError
 from tests.distributed.ranks import run_ranks
-from tests.e2e.tiny_servers import PROMPTS, tied_llamas, weights
+from tests.e2e.tiny_servers import PROMPTS, SAMPLINGS, push, sampled, shards, tied_llamas, weights
 from tests.rank_fakes import GroupRanks, OneRank
 
-SAMPLINGS = [SamplingParams(0.0, 24), SamplingParams(1.0, 24)]
 LAYER = "model.layers.1.self_attn"
-
-
-def shards(folder, parts=1, part=0):
-    """The shard of one of `parts` ranks: columns of o_proj and down_proj, rows of the rest, norms whole."""
-    for name, full in weights(folder).items():
-        dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
-        pieces = parts if full.dim() == 2 else 1
-        n = full.shape[dim] // pieces
-        start = n * (part if pieces > 1 else 0)
-        held = full.narrow(dim, start, n).contiguous()
-        shape, grid = tuple(full.shape), tuple(held.shape)
-        yield name, held, [Block(name, shape, cut(shape, dim, start, start + n), grid, axis=0, at=0, count=grid[0])]
-
-
-def sampled(engine):
-    """Tokens and log-probs of greedy and of random responses."""
-    groups = [
-        group for n, sampling in enumerate(SAMPLINGS, 1) for group in engine.generate(PROMPTS, n, sampling, seed=4)
-    ]
-    return [(rollout.response_ids.tolist(), rollout.rollout_logprobs.tolist()) for group in groups for rollout in group]
-
-
-@functools.cache
-def sampled_fresh():
-    """`sampled` for the second of `tied_llamas`, which keeps its weights."""
-    return sampled(tied_llamas()[1].engine)
 
 
 def is_paused(engine):
@@ -62,7 +32,7 @@ def synced():
 
 @pytest.fixture
 def fresh():
-    """A server that has loaded the weights of these tests from their folder."""
+    """The weights of these tests, and the responses of a server that loaded them from their folder."""
     return tied_llamas()[1]
 
 
@@ -70,13 +40,13 @@ def test_a_synced_engine_equals_one_that_loaded_the_folder(synced, fresh):
     version = synced.engine.weight_version
     with WeightSync(synced.engine, OneRank(), "float32") as sync:
         sync.push(shards(fresh.folder), version + 1)
-        assert sampled(synced.engine) == sampled_fresh()
+        assert sampled(synced.engine) == fresh.sampled
         done = sync.push(shards(synced.folder), version + 2)
         old = sampled(synced.engine)
         assert done.bytes_read == done.bytes_published == sum(t.nbytes for t in weights(synced.folder).values())
-        assert old != sampled_fresh()
+        assert old != fresh.sampled
         sync.push(shards(fresh.folder), version + 3)
-        assert sampled(synced.engine) == sampled_fresh()
+        assert sampled(synced.engine) == fresh.sampled
         assert synced.engine.generate(PROMPTS[:1], 1, SAMPLINGS[0], 0)[0][0].weight_version == version + 3
         assert list(Path("/dev/shm").glob(f"megagrpo-{os.getpid()}.*"))
     assert not list(Path("/dev/shm").glob(f"megagrpo-{os.getpid()}.*"))
@@ -89,17 +59,17 @@ def test_after_a_sync_that_keeps_responses_no_cached_prefix_is_of_older_weights(
         ((rollout,),) = engine.generate(long, 1, SAMPLINGS[0], seed=4)
         return rollout.response_ids.tolist(), rollout.rollout_logprobs.tolist()
 
-    version, before = synced.engine.weight_version, synced.engine.in_flight
+    before = synced.engine.in_flight
     synced.engine.in_flight = "keep"  # the only kind of pause in which vLLM keeps its cache
     try:
-        with WeightSync(synced.engine, OneRank(), "float32") as sync:
-            sync.push(shards(synced.folder), version + 1)
-            older = response(synced.engine)
-            sync.push(shards(fresh.folder), version + 2)
-            newer = response(synced.engine)
+        push(synced.engine, synced.folder)
+        older = response(synced.engine)
+        push(synced.engine, fresh.folder)
+        newer = response(synced.engine)
     finally:
         synced.engine.in_flight = before
-    assert newer == response(fresh.engine) != older
+    push(synced.engine, fresh.folder)  # clears the cache
+    assert newer == response(synced.engine) != older
 
 
 def push_from_a_rank(engine, folder, version, poison=None):
@@ -124,7 +94,7 @@ def test_ranks_publish_their_own_shards_and_each_block_once(synced, fresh):
     assert [published for published, _ in results] == [total] * 4
     assert total <= sum(held for _, held in results) < 1.02 * total and max(held for _, held in results) < 0.35 * total
     synced.engine.weight_version = version  # the ranks' copy of the client has counted, this one has not
-    assert sampled(synced.engine) == sampled_fresh()
+    assert sampled(synced.engine) == fresh.sampled
 
 
 def test_every_rank_learns_which_rank_failed(synced, fresh):
@@ -234,7 +204,7 @@ def test_a_sync_that_goes_wrong_is_told_leaves_the_engine_paused_and_can_be_repe
             sync.push(halves(fresh.folder), version)
         assert is_paused(synced.engine)
         sync.push(halves(fresh.folder), version)
-    assert not is_paused(synced.engine) and sampled(synced.engine) == sampled_fresh()
+    assert not is_paused(synced.engine) and sampled(synced.engine) == fresh.sampled
 
 
 def test_an_update_that_another_client_left_open_does_not_block_the_next(synced, fresh):
@@ -242,6 +212,5 @@ def test_an_update_that_another_client_left_open_does_not_block_the_next(synced,
     assert (
         httpx.post(f"{url}/pause?mode=wait").status_code == httpx.post(f"{url}/start_weight_update").status_code == 200
     )
-    with WeightSync(synced.engine, OneRank(), "float32") as sync:
-        sync.push(shards(fresh.folder), synced.engine.weight_version + 1)
-    assert sampled(synced.engine) == sampled_fresh()
+    push(synced.engine, fresh.folder)
+    assert sampled(synced.engine) == fresh.sampled

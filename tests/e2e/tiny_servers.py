@@ -7,7 +7,7 @@ import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.engine.servers.serving import known_model, served_flags
 from megagrpo.families.hf_config import load_hf_config
+from megagrpo.families.shared.blocks import Block
+from megagrpo.families.shared.boxes import cut
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
 from megagrpo.policy.transformer.transformer_config import ModelOptions
@@ -33,6 +35,7 @@ from megagrpo.weights.blocks.parameter_blocks import blocks
 from megagrpo.weights.bridge.hf_export import save_hf
 from megagrpo.weights.bridge.load import load_hf
 from tests.e2e import world
+from tests.rank_fakes import OneRank
 
 # The path on which servers, including restarted ones, find halting.py.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
@@ -108,6 +111,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {  # the name of transformers' class, and
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", EVERYWHERE | DELTA),
 }
 PROMPTS = [Prompt(i, tuple((7 * i + 3 * k) % 997 + 3 for k in range(4 + i)), "") for i in range(5)]
+SAMPLINGS = [SamplingParams(0.0, 24), SamplingParams(1.0, 24)]
 WORKERS_SHARE_MEMORY = torch.cpu._is_avx512_supported()
 """Two workers of a server communicate through shared memory. vLLM's build for CPUs without AVX-512 has gloo alone."""
 
@@ -198,14 +202,45 @@ def is_halted(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
+@dataclass(frozen=True)
+class Fresh:
+    """The weights that tests push: their folder, and the responses (`sampled`) of a server that loaded it."""
+
+    folder: Path
+    sampled: list[tuple] = field(repr=False)
+
+
 @functools.cache
-def tied_llamas() -> tuple[Running, Running]:
-    """Two servers on models of one architecture, each with other weights: one to sync, and a fresh one to compare with.
-    The fresh one has a tokenizer (`tokenizer_of_threes`)."""
-    folders = model_folder("llama", 0), model_folder("llama", 1)
-    tokenizer_of_threes().save_pretrained(folders[1])
-    launchers = [launch(folder, folder.name, finds_text=folder == folders[1]) for folder in folders]
-    return tuple(connect(launcher, folder) for launcher, folder in zip(launchers, folders, strict=True))
+def tied_llamas() -> tuple[Running, Fresh]:
+    """A server to sync, and what it must equal afterwards: the responses of its first start, from other weights than it
+    loads in a restart. It has a tokenizer (`tokenizer_of_threes`)."""
+    folder, other = model_folder("llama", 0), model_folder("llama", 1)
+    loaded = Path(shutil.copytree(other, scratch() / "loaded"))
+    tokenizer_of_threes().save_pretrained(loaded)
+    synced = connect(launch(loaded, "llama", finds_text=True), folder)
+    fresh = Fresh(other, sampled(synced.engine))
+    shutil.copy(folder / "model.safetensors", loaded / "new")
+    (loaded / "new").replace(loaded / "model.safetensors")
+    push(synced.engine, folder)
+    return synced, fresh
+
+
+def shards(folder: Path, parts: int = 1, part: int = 0) -> Iterator[tuple[str, torch.Tensor, list[Block]]]:
+    """The shard of one of `parts` ranks: columns of o_proj and down_proj, rows of the rest, norms whole."""
+    for name, full in weights(folder).items():
+        dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+        pieces = parts if full.dim() == 2 else 1
+        n = full.shape[dim] // pieces
+        start = n * (part if pieces > 1 else 0)
+        held = full.narrow(dim, start, n).contiguous()
+        shape, grid = tuple(full.shape), tuple(held.shape)
+        yield name, held, [Block(name, shape, cut(shape, dim, start, start + n), grid, axis=0, at=0, count=grid[0])]
+
+
+def push(engine: VllmEngine, folder: Path) -> None:
+    """Push the weights of `folder` from one rank."""
+    with WeightSync(engine, OneRank(), "float32") as sync:
+        sync.push(shards(folder), engine.weight_version + 1)
 
 
 def routes_of(kind: str) -> RouteShape:
@@ -239,6 +274,14 @@ def push_from_megatron(parallel: dict, engine, folder: Path, out: Path, version:
         report = sync.push(blocks(chunks, hf_config, layout), version)
     layout.close()
     return report.bytes_read
+
+
+def sampled(engine: VllmEngine) -> list[tuple]:
+    """Tokens and log-probs of greedy and of random responses; the greedy ones, one for each prompt, come first."""
+    groups = [
+        group for n, sampling in enumerate(SAMPLINGS, 1) for group in engine.generate(PROMPTS, n, sampling, seed=4)
+    ]
+    return [(rollout.response_ids.tolist(), rollout.rollout_logprobs.tolist()) for group in groups for rollout in group]
 
 
 def greedy(engine: VllmEngine, max_tokens: int = 24) -> list[tuple]:
