@@ -136,7 +136,7 @@ class ExampleSource(PromptOrder):
 
         longest, seed = run
         self.limit = longest - layout.scores
-        self.used = set[int]()  # all tokens of the rows
+        self.last_tokens = set[int]()  # of the conversations
         super().__init__((), data, seed)
         self._key, self._layout, self._tokenizer = key, layout, tokenizer
         self._template = read_chat_template(data.chat_template)
@@ -234,7 +234,7 @@ class ExampleSource(PromptOrder):
             try:
                 values = self._rows[row]
                 _, masked = self._conversations(row, values)
-                self.used.update(*(ids for ids, _ in masked))
+                self.last_tokens.update(ids[-1] for ids, _ in masked)
                 length = max(len(ids) for ids, _ in masked)
                 if length <= self.limit or self._fits_cut(row, masked, length - self.limit):
                     kept.append(row)

@@ -7,46 +7,24 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megagrpo.algorithms.gae import estimates, last_tokens, make_value_loss, turn_ends
 from megagrpo.config import RunConfig
 from megagrpo.families.hf_config import HfConfig
-from megagrpo.platform.parallel.context import RankBatch
 from megagrpo.platform.parallel.layout import Layout
-from megagrpo.policy.build import head_input, lm_head
-from megagrpo.policy.layers.scalar_head import ScalarHead
-from megagrpo.policy.lm_head.task import Upstream
-from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.train_types import LossInputs, Metric, MicroBatch, TrainBatch
+from megagrpo.policy.scalar_model import ScalarModel
+from megagrpo.train_types import Metric, MicroBatch, TrainBatch
 
 STD_EPSILON = 1e-8  # added to the standard deviation of whitened advantages
 
 
-class Critic(MegatronPolicy):
-    """The critic of this rank, with an optimizer of its own. Its "log-probs" are values. The rest of the LM head stays
-    as it is: unused, and frozen unless it is the embedding."""
+class Critic(ScalarModel):
+    """The critic of this rank, with an optimizer of its own. Its "log-probs" are values."""
 
     def __init__(self, config: RunConfig, layout: Layout, hf_config: HfConfig):
         super().__init__(of_critic(config), layout, hf_config)
-        self._early = self._early_is_right = False
         self._loss_fn = make_value_loss(config.algorithm.critic.value_clip)
-
-    def _build_chunks(self) -> list[nn.Module]:
-        chunks = super()._build_chunks()
-        if self.layout.is_last_stage:
-            self._head = ScalarHead(self.hf_config.hidden_size, self.layout, self.dtype)
-            chunks[-1].scalar_head = self._head
-            if not self.hf_config.tied_embeddings:
-                lm_head(chunks[-1]).requires_grad = False
-        return chunks
-
-    def _loss_inputs(
-        self, hidden: Tensor, item: RankBatch, chunk: nn.Module, early: Upstream | None = None
-    ) -> LossInputs:
-        states = head_input(chunk, hidden).index_select(0, item.loss)
-        values = self._whole_rows(self._head(states), item)
-        return LossInputs(values, torch.zeros_like(values), item.micro_batch)
 
     def judged(self, batches: Sequence[TrainBatch]) -> tuple[list[TrainBatch], dict[str, float]]:
         """Return the batches of a step with advantages in place of rewards and with the critic's targets; and metrics.

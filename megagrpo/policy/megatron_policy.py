@@ -23,14 +23,13 @@ from megagrpo.platform.parallel.context import RankBatch, gather_rows
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
 from megagrpo.policy.attention.packed import pack_params
-from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head, logit_scale, model_options
+from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head, model_options
 from megagrpo.policy.device_checks import check_fused
 from megagrpo.policy.find_nan import BadTensor, GradientCheck, NonFiniteError, bad_weight, first_cause
 from megagrpo.policy.fp8.masters import drop_unrounded
 from megagrpo.policy.images.image_inputs import inputs_of, shares_prompts
 from megagrpo.policy.layers.embedding import add_gradients_directly
 from megagrpo.policy.layers.megatron_modules import config_of
-from megagrpo.policy.lm_head.scores import scores
 from megagrpo.policy.lm_head.task import HeadTask, Upstream, loss_gradients
 from megagrpo.policy.lm_head.top_logprobs import TopLogprobs, top_logprobs
 from megagrpo.policy.lm_head.vocab_logprobs import rows_with_others
@@ -84,7 +83,6 @@ class MegatronPolicy:
         self.phases = Phases()  # of the run; replaced by the caller
         self.sampling = sampling_of(config.rollout)  # both are set by a caller with a tokenizer
         self.grammars: Grammars | None = None
-        self.score_row: int | None = None  # the LM head's row whose products a reward model's loss gets as log-probs
         self.times_filled = 0  # number of calls of weights_changed
         self._early_differs = torch.zeros(1, dtype=torch.bool, device=device.device())
         self._into_main_grad = self._early = False
@@ -337,10 +335,6 @@ class MegatronPolicy:
         """
         micro_batch, tokens = item.micro_batch, item.indices[item.loss]
         states, terms = head_input(chunk, hidden).index_select(0, item.loss), micro_batch.terms
-        if self.score_row is not None:
-            of_head = lm_head(chunk), self.score_row, self.layout.tp_group, self._into_main_grad
-            values = self._whole_rows(scores(states / logit_scale(chunk), *of_head), item)
-            return LossInputs(values, torch.zeros_like(values), micro_batch)
         task = replace(
             self._head_task(item),
             entropy_gradient=terms.entropy_weights is not None,

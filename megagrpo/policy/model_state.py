@@ -12,7 +12,7 @@ from torch import nn
 
 from megagrpo.policy.fp8.masters import store_unrounded
 from megagrpo.policy.fp8.tensor import dense, is_fp8
-from megagrpo.policy.lora.lora_layers import is_adapter
+from megagrpo.policy.lora.lora_layers import is_added
 
 # key of a layer's state besides weights; with several experts in one layer the expert's number follows
 EXTRA_STATE = "_extra_state"
@@ -27,7 +27,7 @@ def sharded_state(chunk: nn.Module, metadata: dict[str, Any], adapters_only: boo
     return {
         name: entry
         for name, entry in unwrap_model(chunk).sharded_state_dict(metadata=metadata).items()
-        if not name.rpartition(".")[2].startswith(EXTRA_STATE) and (is_adapter(name) or not adapters_only)
+        if not name.rpartition(".")[2].startswith(EXTRA_STATE) and (is_added(name) or not adapters_only)
     }
 
 

@@ -257,14 +257,19 @@ class Learning:
 
 
 def load_policy(
-    config: RunConfig, layout: Layout, model: ModelFiles, sampling: SamplingParams, progress: Progress
+    config: RunConfig,
+    layout: Layout,
+    model: ModelFiles,
+    sampling: SamplingParams,
+    progress: Progress,
+    kind: type[MegatronPolicy] = MegatronPolicy,
 ) -> tuple[MegatronPolicy, Reference | None]:
-    """Build the policy and load its weights, and the reference's, if any. Its log-probs are over the distribution of
-    `sampling`. Collective. Raises ConfigError."""
+    """Build the policy, of this class, and load its weights, and the reference's, if any. Its log-probs are over the
+    distribution of `sampling`. Collective. Raises ConfigError."""
     torch.manual_seed(config.run.seed)
     hf_config, reference_folder, reference = model.hf_config, model.reference_folder, None
     with as_config_errors():
-        policy = MegatronPolicy(config, layout, hf_config)
+        policy = kind(config, layout, hf_config)
         policy.sampling, policy.grammars = sampling, grammars_of(config, model.folder, hf_config.vocab_size)
         if sampling.constraint is not None:  # only the last stage computes log-probs
             compile_own = partial(policy.grammars.compile, sampling.constraint)

@@ -48,6 +48,7 @@ METHODS = {  # the rows of a method and its words
     "sft": (CONVERSATIONS, "algorithm.loss_type=sft"),
     "dpo": (PAIRS, "algorithm.loss_type=sigmoid", "algorithm.beta=0.3"),
     "reward": (PAIRS, "algorithm.loss_type=bradley_terry", "data.shuffle=false"),
+    "adapters": (PAIRS, "algorithm.loss_type=bradley_terry", "lora.rank=4", "train.learning_rate=1e-2"),
 }
 
 
@@ -80,12 +81,13 @@ def test_a_layout_has_the_losses_of_one_process(runs, tmp_path):
 
 
 def test_a_reward_model_has_the_losses_of_one_process(runs, tmp_path):
-    check_layout("reward", "tp2_pp2", runs, tmp_path)
+    check_layout("adapters", "tp2_pp2", runs, tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("method", "layout"), [("sft", "tp2_pp2"), ("sft", "cp2_dp2"), ("dpo", "tp2_pp2"), ("reward", "cp2_dp2")]
+    ("method", "layout"),
+    [("sft", "tp2_pp2"), ("sft", "cp2_dp2"), ("dpo", "tp2_pp2"), ("reward", "cp2_dp2"), ("reward", "tp2_pp2")],
 )
 def test_another_layout_has_them_too(method, layout, runs, tmp_path):
     check_layout(method, layout, runs, tmp_path)
@@ -148,12 +150,13 @@ def both_texts(row, tokenizer):
     ]
 
 
-def test_transformers_loads_a_reward_model_and_gives_its_scores(runs):
+@for_each("method", ("reward", "adapters"))
+def test_transformers_loads_a_reward_model_and_gives_its_scores(method, runs):
     import transformers
 
     from megagrpo.rewards.functions.reward_model import RewardModel
 
-    folder, lines, _ = runs["reward"][1]
+    folder, lines, _ = runs[method][1]
     after = [line for line in lines if "eval/loss" in line][-1]
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "model", dtype=torch.float64)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
@@ -167,22 +170,20 @@ def test_transformers_loads_a_reward_model_and_gives_its_scores(runs):
 
 
 def test_the_first_gradient_of_a_reward_model_is_that_of_bradley_terry(runs):
-    """Of the first four rows, against transformers: the row of the head is that of the unused token."""
-    import transformers
-
-    folder, lines, _ = runs["reward"][1]
+    """Of the first four rows, against transformers, with the head that the seed draws."""
+    _, lines, _ = runs["reward"][1]
     model, tokenizer = loaded(world.folder() / "model")
     model.requires_grad_(True)
-    row = transformers.AutoConfig.from_pretrained(folder / "model").pad_token_id
+    drawn = torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(42))
+    head = (drawn * model.config.initializer_range).double().requires_grad_()
     losses = []
     for pair in PAIRS[:4]:
         states = [
-            model.model(torch.tensor([ids])).last_hidden_state[0, -1] @ model.lm_head.weight[row]
-            for ids in both_texts(pair, tokenizer)
+            model.model(torch.tensor([ids])).last_hidden_state[0, -1] @ head for ids in both_texts(pair, tokenizer)
         ]
         losses.append(-torch.nn.functional.logsigmoid(states[0] - states[1]))
-    loss = torch.stack(losses).mean()
-    norm = torch.stack([g.norm() for g in torch.autograd.grad(loss, [*model.parameters()])]).norm()
+    loss, trained = torch.stack(losses).mean(), [head, *model.model.parameters()]
+    norm = torch.stack([g.norm() for g in torch.autograd.grad(loss, trained)]).norm()
     first = next(line for line in lines if line["step"] == 1)
     assert first["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert first["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)

@@ -57,9 +57,6 @@ def row_problems(config: RunConfig) -> Iterator[Problem]:
     if not algorithm.beta and algorithm.loss.method == "dpo":
         reason = f"0 compares nothing: it scales the loss_type {name}; set it to 0.1, or to 2 for simpo"
         yield Problem(("algorithm.beta", "algorithm.loss_type"), reason)
-    if algorithm.loss.method == "reward" and config.lora.enabled:
-        reason = f"{config.lora.rank} trains adapters, but the head of a reward model is a row of the LM head"
-        yield Problem(("lora.rank", "algorithm.loss_type"), f"{reason}; set it to 0")
     if algorithm.beta and algorithm.loss.method != "dpo":
         reason = f"{algorithm.beta:g} has no effect: loss_type {name} has no reference; leave it out"
         yield Problem(("algorithm.beta", "algorithm.loss_type"), reason)

@@ -49,15 +49,6 @@ class TokenEmbedding(VocabParallelEmbedding):
         return reduce_from_tensor_model_parallel_region(rows, group=self.tp_group)
 
 
-def rows_of(weight: Tensor, ids: Tensor, missing: Tensor, into_main_grad: bool) -> Tensor:
-    """Return the rows [1, T, H] of `ids` [1, T] in weight [V/tp, H], 0 where `missing` [1, T, 1]. With `into_main_grad`
-    their gradients go to the weight's `main_grad`."""
-    if into_main_grad and weight.requires_grad and torch.is_grad_enabled():
-        rows: Tensor = _Rows.apply(weight, ids, missing)
-        return rows
-    return weight[ids].masked_fill(missing, 0)
-
-
 class _Rows(torch.autograd.Function):
     """Rows [1, T, H] of `ids` [1, T] in weight [V/tp, H], 0 where `missing` [1, T, 1]; gradients go to `main_grad`."""
 

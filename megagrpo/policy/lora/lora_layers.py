@@ -40,14 +40,17 @@ from megagrpo.families.hf_config import HfConfig
 from megagrpo.families.shared.blocks import qkv_segments
 from megagrpo.policy.attention.latent_attention import WholeLinear
 from megagrpo.policy.layers.megatron_modules import layers_of, mix_in
+from megagrpo.policy.layers.scalar_head import SCALAR_HEAD
 
 ADAPTER_MODULE = "adapter"  # submodule of a linear that holds its adapters; no other parameter has this in its name
 
 
 def attach_adapters(chunks: Sequence[nn.Module], hf_config: HfConfig, lora: LoraSection, recompute: str) -> None:
-    """Freeze the bare chunks and add uninitialised adapters in the weights' dtype to the linears that `lora` names."""
+    """Freeze the bare chunks, except a scalar head, and add uninitialised adapters in the weights' dtype to the linears
+    that `lora` names."""
     for chunk in chunks:
-        chunk.requires_grad_(False)
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(name == SCALAR_HEAD)
         for layer in layers_of([chunk]):
             modules = hf_config.modules((layer.layer_number - 1) // hf_config.layers_per_block)
             for linear, names in ((_find(layer, key), names) for key, names in modules.items()):
@@ -327,6 +330,11 @@ def adapters(chunks: Sequence[nn.Module]) -> Iterator[_Adapter]:
 def is_adapter(name: str) -> bool:
     """Whether `name` is the name of an adapter's parameter."""
     return f".{ADAPTER_MODULE}." in name
+
+
+def is_added(name: str) -> bool:
+    """Whether `name` is the name of a parameter that the base model lacks: of an adapter, or a scalar head's."""
+    return is_adapter(name) or name == SCALAR_HEAD
 
 
 @contextlib.contextmanager

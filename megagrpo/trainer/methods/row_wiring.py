@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megagrpo.config import AlgorithmSection, DataSection, DatasetSection, RunConfig, evaluation_sets
 from megagrpo.data.examples import Layout as RowLayout
@@ -39,8 +40,9 @@ class Method:
 
     make_loss: Callable[[AlgorithmSection], LossFn]
     layout: RowLayout
-    prepare: Callable[[MegatronPolicy, Data], None] = lambda policy, data: None  # the policy, once it is loaded
-    finish: Callable[[MegatronPolicy, Path], None] = lambda policy, folder: None  # the trained model, on rank 0
+    kind: type[MegatronPolicy] = MegatronPolicy
+    prepare: Callable[[Any, Data], None] = lambda policy, data: None  # the policy, once it is loaded
+    finish: Callable[[Any, Path, Data], None] = lambda policy, folder, data: None  # the trained model's folder
 
 
 def build_rows(method: Method, config: RunConfig, base_folder: Path, layout: Layout, resources: ExitStack) -> RowLoop:
@@ -52,7 +54,7 @@ def build_rows(method: Method, config: RunConfig, base_folder: Path, layout: Lay
     config, data, model, folder, state = inputs.config, inputs.data, inputs.model, inputs.folder, TrainState()
     journal = open_journal(inputs, layout, resources)
     say, phases = journal.writer.message, journal.phases
-    policy, reference = load_policy(config, layout, model, data.sampling, journal.progress)
+    policy, reference = load_policy(config, layout, model, data.sampling, journal.progress, method.kind)
     with as_config_errors():
         method.prepare(policy, data)
     collector = RowCollector(layout, None, None, phases)
@@ -68,23 +70,19 @@ def build_rows(method: Method, config: RunConfig, base_folder: Path, layout: Lay
     lifecycle = make_lifecycle(inputs, layout, evaluations, alarms)
     if folder.resume_from is not None:
         saves.restore(folder.resume_from, inputs.data_change)
-    export = partial(write_model, policy, model.folder, folder.path / TRAINED_MODEL, method.finish, say)
+    export = partial(write_model, method, policy, data, model.folder, folder.path / TRAINED_MODEL, say)
     return RowLoop(state, rows, learning, records, lifecycle, export)
 
 
 def write_model(
-    policy: MegatronPolicy,
-    source: Path,
-    out: Path,
-    finish: Callable[[MegatronPolicy, Path], None],
-    say: Callable[[str], None],
+    method: Method, policy: MegatronPolicy, data: Data, source: Path, out: Path, say: Callable[[str], None]
 ) -> None:
     """Write the trained weights, with merged adapters, as the Hugging Face folder `out`, so that another run starts
     from it. A folder of an earlier end of the run is replaced. Collective."""
     layout = policy.layout
     on_first_rank(layout, lambda: remove(out))
     save_hf(policy.chunks, policy.hf_config, layout, out, source, dtype=policy.dtype)
-    on_first_rank(layout, lambda: finish(policy, out))
+    method.finish(policy, out, data)
     say(f"model {out}")
 
 

@@ -24,8 +24,7 @@ from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.fp8.dense_access import DenseWeight
 from megagrpo.policy.fp8.tensor import is_fp8
 from megagrpo.policy.layers.activations import XIELU_CONSTANTS
-from megagrpo.policy.layers.scalar_head import SCALAR_HEAD
-from megagrpo.policy.lora.lora_layers import ADAPTER_MODULE, ExpertAdapter, LowRank, is_adapter
+from megagrpo.policy.lora.lora_layers import ADAPTER_MODULE, ExpertAdapter, LowRank, is_adapter, is_added
 from megagrpo.policy.lora.quantized_base import StoredWeight
 from megagrpo.policy.transformer.specs import BLOCK_SCALE
 
@@ -58,7 +57,7 @@ def blocks(
         # Megatron keeps the routers' expert biases as buffers, in float32 even in a bfloat16 model
         biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(BUFFERS)]
         for name, weight in (*model.named_parameters(), *biases):
-            if is_adapter(name) or name == SCALAR_HEAD:
+            if is_added(name):
                 continue
             module = model.get_submodule(name.rpartition(".")[0]) if name.endswith(".weight") else None
             stored = getattr(module, "stored", weight)
